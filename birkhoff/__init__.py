@@ -1,0 +1,1 @@
+"""Birkhoff: run, read and steer DeepSeek-V4."""

@@ -1,0 +1,286 @@
+"""What a V4 model is: one frozen dataclass, validated once, with the field names of the released config.json.
+
+Two spellings are read: the released one (`compress_ratios`, `rope_scaling`, `num_hash_layers`) and the one that
+`transformers` writes (`layer_types`, `rope_parameters`, `mlp_layer_types`). A key we neither use nor know to be
+harmless is kept in `unknown` and reported by whoever opened the file; a value that would change the maths and that
+we do not implement is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from birkhoff.errors import ConfigError, UnsupportedModel
+
+LayerKind = Literal["swa", "csa", "hca"]
+KIND_OF_RATIO: dict[int, LayerKind] = {0: "swa", 4: "csa", 128: "hca"}
+PAGE_TOKENS = 128  # one cache page: 32 CSA entries and 1 HCA entry, so that prefixes can be shared
+
+_RATIO_OF_LAYER_TYPE = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+
+# Keys of foreign config files that do not change what the trunk computes.
+_HARMLESS = frozenset(
+    """architectures auto_map model_type torch_dtype dtype transformers_version initializer_range use_cache
+    pad_token_id hidden_act output_router_logits router_aux_loss_coef router_jitter_noise attention_dropout
+    partial_rotary_factor intermediate_size topk_method n_group topk_group ep_size pretraining_tp aux_loss_alpha
+    seq_aux first_k_dense_replace moe_layer_freq _name_or_path return_dict output_hidden_states output_attentions
+    chunk_size_feed_forward id2label label2id problem_type is_encoder_decoder keys_to_ignore_at_inference
+    num_local_experts sep_token_id decoder_start_token_id max_length dspark_config name
+    """.split()
+)
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN as V4 uses it: on compressed layers only, without the magnitude factor (spec 5)."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True)
+class V4Config:
+    """Sizes and constants of one V4 model. Defaults are V4-Flash."""
+
+    vocab_size: int = 129280
+    hidden_size: int = 4096
+    num_hidden_layers: int = 43
+    num_attention_heads: int = 64
+    num_key_value_heads: int = 1
+    head_dim: int = 512
+    qk_rope_head_dim: int = 64
+    q_lora_rank: int = 1024
+    o_groups: int = 8
+    o_lora_rank: int = 1024
+    sliding_window: int = 128
+    compress_ratios: tuple[int, ...] = (0, 0) + (4, 128) * 20 + (4,)  # trunk layers; MTP is always sliding
+    index_n_heads: int = 64
+    index_head_dim: int = 128
+    index_topk: int = 512
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    num_experts_per_tok: int = 6
+    moe_intermediate_size: int = 2048
+    num_hash_layers: int = 3
+    scoring_func: str = "sqrtsoftplus"
+    norm_topk_prob: bool = True
+    routed_scaling_factor: float = 1.5
+    swiglu_limit: float = 10.0
+    hc_mult: int = 4
+    hc_sinkhorn_iters: int = 20
+    hc_eps: float = 1e-6
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    compress_rope_theta: float = 160000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int = 1048576
+    num_nextn_predict_layers: int = 1
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    bos_token_id: int | None = 0
+    eos_token_id: int | tuple[int, ...] | None = 1
+    expert_dtype: str | None = None
+    quantization_config: dict[str, Any] | None = field(default=None, compare=False, hash=False)
+    unknown: tuple[str, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        _check(self)
+
+    def layer_kind(self, layer: int) -> LayerKind:
+        return KIND_OF_RATIO[self.compress_ratios[layer]]
+
+    def is_hash_routed(self, layer: int) -> bool:
+        return layer < self.num_hash_layers
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        if self.eos_token_id is None:
+            return ()
+        return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+
+    @classmethod
+    def from_file(cls, path: str | Path) -> V4Config:
+        path = Path(path)
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"{path.name} is missing in {path.parent}. A checkpoint is a directory with config.json "
+                              "and safetensors files; check the path.") from None
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{path.name} cannot be read as JSON ({error}). Download it again.") from None
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw: object) -> V4Config:
+        if not isinstance(raw, dict):
+            raise ConfigError(f"config.json holds a {type(raw).__name__}, expected an object with the model's sizes.")
+        _check_model_type(raw)
+        values = dict(raw)
+        _translate_transformers_spelling(values)
+        _translate_rope_scaling(values)
+        _translate_ratios(values)
+        if isinstance(values.get("eos_token_id"), list):
+            values["eos_token_id"] = tuple(values["eos_token_id"])
+        known = {f.name for f in fields(cls)} - {"unknown"}
+        unknown = tuple(sorted(k for k in values if k not in known and k not in _HARMLESS))
+        if values.get("hidden_act", "silu") != "silu":
+            raise ConfigError(f"hidden_act is {values['hidden_act']!r}; V4 experts are SwiGLU, expected 'silu'.")
+        return cls(**{k: v for k, v in values.items() if k in known}, unknown=unknown)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The released spelling; `from_dict(to_dict(c)) == c`."""
+        out: dict[str, Any] = {"model_type": "deepseek_v4", "architectures": ["DeepseekV4ForCausalLM"]}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name == "unknown" or (value is None and f.name in ("expert_dtype", "quantization_config")):
+                continue
+            out[f.name] = list(value) if isinstance(value, tuple) else value
+        out["compress_ratios"] = list(self.compress_ratios) + [0] * self.num_nextn_predict_layers
+        if self.rope_scaling is not None:
+            out["rope_scaling"] = {"type": "yarn", **vars(self.rope_scaling)}
+        return out
+
+
+def _check_model_type(raw: dict) -> None:
+    seen = raw.get("model_type")
+    if seen == "deepseek_v4":
+        return
+    if seen in ("deepseek_v41", "deepseek_v4_1") or "text_config" in raw:
+        raise UnsupportedModel(f"model_type is {seen!r}: DeepSeek-V4.1 has another architecture (delayed mHC, Engram, "
+                               "shared compressed KV) and is not supported. Use a V4-Flash or V4-Pro checkpoint.")
+    raise UnsupportedModel(f"model_type is {seen!r}, expected 'deepseek_v4'. This is not a DeepSeek-V4 checkpoint.")
+
+
+def _translate_transformers_spelling(values: dict) -> None:
+    """Fold `layer_types`, `mlp_layer_types` and `rope_parameters` into the released fields."""
+    rates = values.pop("compress_rates", None) or {}
+    for name, expected in (("compressed_sparse_attention", 4), ("heavily_compressed_attention", 128)):
+        if rates.get(name, expected) != expected:
+            raise ConfigError(f"compress_rates.{name} is {rates[name]}, expected {expected}: "
+                              "cache pages hold 32 CSA entries and 1 HCA entry.")
+    layer_types = values.pop("layer_types", None)
+    if layer_types is not None and "compress_ratios" not in values:
+        bad = [t for t in layer_types if t not in _RATIO_OF_LAYER_TYPE]
+        if bad:
+            raise ConfigError(f"layer_types holds {bad[0]!r}, expected one of {sorted(_RATIO_OF_LAYER_TYPE)}.")
+        values["compress_ratios"] = [_RATIO_OF_LAYER_TYPE[t] for t in layer_types]
+    mlp_types = values.pop("mlp_layer_types", None)
+    if mlp_types is not None and "num_hash_layers" not in values:
+        hashed = sum(t == "hash_moe" for t in mlp_types)
+        if list(mlp_types) != ["hash_moe"] * hashed + ["moe"] * (len(mlp_types) - hashed):
+            raise ConfigError(f"mlp_layer_types is {mlp_types}, expected every 'hash_moe' before every 'moe'.")
+        values["num_hash_layers"] = hashed
+    rope = values.pop("rope_parameters", None)
+    if isinstance(rope, dict) and isinstance(rope.get("compress"), dict):
+        compress, main = rope["compress"], rope.get("main") or {}
+        values["rope_theta"] = main.get("rope_theta", values.get("rope_theta", 10000.0))
+        values["compress_rope_theta"] = compress.get("rope_theta", values.get("compress_rope_theta", 160000.0))
+        if main.get("rope_type", "default") != "default":
+            raise ConfigError(f"rope_parameters.main.rope_type is {main['rope_type']!r}, expected 'default': "
+                              "sliding layers have no YaRN.")
+        values["rope_scaling"] = compress if compress.get("rope_type", "default") != "default" else None
+    elif isinstance(rope, dict) and rope:
+        values.setdefault("rope_scaling", rope)
+
+
+def _translate_rope_scaling(values: dict) -> None:
+    scaling = values.get("rope_scaling")
+    if scaling is None or isinstance(scaling, RopeScaling):
+        return
+    if not isinstance(scaling, dict):
+        raise ConfigError(f"rope_scaling is {scaling!r}, expected an object or null.")
+    kind = scaling.get("type", scaling.get("rope_type", "yarn"))
+    if kind == "default":
+        values["rope_scaling"] = None
+        return
+    if kind != "yarn":
+        raise ConfigError(f"rope_scaling.type is {kind!r}, expected 'yarn'.")
+    try:
+        values["rope_scaling"] = RopeScaling(
+            factor=float(scaling["factor"]),
+            original_max_position_embeddings=int(scaling["original_max_position_embeddings"]),
+            beta_fast=float(scaling.get("beta_fast") or 32),
+            beta_slow=float(scaling.get("beta_slow") or 1),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"rope_scaling {scaling} lacks or misstates {error}; expected factor and "
+                          "original_max_position_embeddings.") from None
+
+
+def _translate_ratios(values: dict) -> None:
+    """The released list carries one entry per layer and then one per MTP layer (always 0)."""
+    ratios = values.get("compress_ratios")
+    layers = values.get("num_hidden_layers", V4Config.num_hidden_layers)
+    if ratios is None:
+        raise ConfigError("compress_ratios is missing (and layer_types too): the attention kind of each layer cannot "
+                          "be guessed. Take config.json from the checkpoint's own directory.")
+    if not isinstance(ratios, (list, tuple)) or not all(type(r) is int for r in ratios):
+        raise ConfigError(f"compress_ratios is {ratios!r}, expected a list of 0, 4 and 128.")
+    if isinstance(layers, int) and len(ratios) > layers and any(ratios[layers:]):
+        raise ConfigError(f"compress_ratios has {len(ratios)} entries for {layers} layers and its tail "
+                          f"{list(ratios[layers:])} is not sliding (0), as MTP layers are.")
+    values["compress_ratios"] = tuple(ratios[:layers]) if isinstance(layers, int) else tuple(ratios)
+
+
+_POSITIVE = (
+    "vocab_size hidden_size num_hidden_layers num_attention_heads head_dim q_lora_rank o_groups o_lora_rank "
+    "sliding_window index_n_heads index_head_dim index_topk n_routed_experts num_experts_per_tok "
+    "moe_intermediate_size hc_mult hc_sinkhorn_iters max_position_embeddings"
+).split()
+
+
+def _check(c: V4Config) -> None:
+    def refuse(text: str) -> None:
+        raise ConfigError(text)
+
+    for name in _POSITIVE:
+        value = getattr(c, name)
+        if type(value) is not int or not 0 < value <= 2**31:
+            refuse(f"{name} is {value!r}, expected a positive whole number.")
+    for name in ("routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta"):
+        value = getattr(c, name)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+            refuse(f"{name} is {value!r}, expected a positive number.")
+    rope = c.qk_rope_head_dim
+    if type(rope) is not int or rope < 2 or rope % 2 or rope > c.head_dim:
+        refuse(f"qk_rope_head_dim is {rope!r}, expected an even number up to head_dim ({c.head_dim}).")
+    if c.num_key_value_heads != 1:
+        refuse(f"num_key_value_heads is {c.num_key_value_heads}, expected 1: V4 shares one key/value vector.")
+    if c.num_attention_heads % c.o_groups:
+        refuse(f"num_attention_heads ({c.num_attention_heads}) is not a multiple of o_groups ({c.o_groups}).")
+    if len(c.compress_ratios) != c.num_hidden_layers:
+        refuse(f"compress_ratios has {len(c.compress_ratios)} entries, expected {c.num_hidden_layers}, one per layer.")
+    bad = [r for r in c.compress_ratios if r not in KIND_OF_RATIO]
+    if bad:
+        refuse(f"compress_ratios holds {bad[0]}, expected 0 (sliding), 4 (CSA) or 128 (HCA).")
+    if 4 in c.compress_ratios and c.index_head_dim < rope:
+        refuse(f"index_head_dim is {c.index_head_dim}, expected at least qk_rope_head_dim ({rope}).")
+    if c.num_experts_per_tok > c.n_routed_experts:
+        refuse(f"num_experts_per_tok ({c.num_experts_per_tok}) exceeds n_routed_experts ({c.n_routed_experts}).")
+    if c.n_shared_experts != 1:
+        refuse(f"n_shared_experts is {c.n_shared_experts}, expected 1.")
+    if type(c.num_hash_layers) is not int or not 0 <= c.num_hash_layers <= c.num_hidden_layers:
+        refuse(f"num_hash_layers is {c.num_hash_layers!r}, expected 0 to {c.num_hidden_layers}.")
+    if c.scoring_func != "sqrtsoftplus":
+        refuse(f"scoring_func is {c.scoring_func!r}, expected 'sqrtsoftplus'.")
+    if not c.norm_topk_prob:
+        refuse("norm_topk_prob is false; V4 always normalises routing weights.")
+    if c.tie_word_embeddings or c.attention_bias:
+        refuse("tie_word_embeddings and attention_bias must be false: V4 has an untied head and no biases.")
+    if type(c.num_nextn_predict_layers) is not int or c.num_nextn_predict_layers < 0:
+        refuse(f"num_nextn_predict_layers is {c.num_nextn_predict_layers!r}, expected 0 or more.")
+    if c.rope_scaling is not None:
+        s = c.rope_scaling
+        if not (s.factor >= 1 and s.original_max_position_embeddings > 0 and s.beta_fast > s.beta_slow > 0):
+            refuse(f"rope_scaling {s} is impossible: factor >= 1, a positive original length and "
+                   "beta_fast > beta_slow > 0 are expected.")
+    for ids in (c.eos_token_ids, () if c.bos_token_id is None else (c.bos_token_id,)):
+        for token in ids:
+            if type(token) is not int or not 0 <= token < c.vocab_size:
+                refuse(f"special token id {token!r} lies outside the vocabulary of {c.vocab_size}.")

@@ -1,0 +1,99 @@
+"""Everything Birkhoff refuses, as one tree.
+
+    BirkhoffError
+    ├── ConfigError              config            a config.json that describes no model we can run
+    │   └── UnsupportedModel     model-unsupported another architecture, named
+    ├── CheckpointError          weights           files that are missing, cut short or inconsistent
+    │   ├── TensorMissing        weights-missing   names the model needs and the files lack
+    │   ├── TensorUnexpected     weights-extra     names the files hold and the model lacks
+    │   ├── TensorShape          weights-shape
+    │   ├── TensorDtype          weights-dtype
+    │   └── TensorValue          weights-value     a scale that is NaN, an expert id out of range
+    ├── RequestError             request           what one caller asked for cannot be done
+    │   ├── OptionError          option-invalid    a keyword, flag or sampling value
+    │   ├── TokenError           token-invalid     a token id outside the vocabulary
+    │   ├── PromptError          prompt-invalid    empty, not text, longer than the context
+    │   ├── ChatError            chat-invalid      a conversation or completion outside the format
+    │   └── SiteError            site-unknown      a hook or layer this model does not have
+    ├── CapacityError            engine-full       more cache than can ever be free
+    ├── EngineClosed             engine-closed     a call after close()
+    └── TextUnavailable          text-unavailable  text calls on a checkpoint without tokenizer files
+
+Every message says what was seen, what was expected and the next move. `code` is stable and is also the wire code.
+"""
+
+from __future__ import annotations
+
+
+class BirkhoffError(Exception):
+    """Root of everything a user may want to catch."""
+
+    code = "error"
+
+
+class ConfigError(BirkhoffError):
+    code = "config"
+
+
+class UnsupportedModel(ConfigError):
+    code = "model-unsupported"
+
+
+class CheckpointError(BirkhoffError):
+    code = "weights"
+
+
+class TensorMissing(CheckpointError):
+    code = "weights-missing"
+
+
+class TensorUnexpected(CheckpointError):
+    code = "weights-extra"
+
+
+class TensorShape(CheckpointError):
+    code = "weights-shape"
+
+
+class TensorDtype(CheckpointError):
+    code = "weights-dtype"
+
+
+class TensorValue(CheckpointError):
+    code = "weights-value"
+
+
+class RequestError(BirkhoffError):
+    code = "request"
+
+
+class OptionError(RequestError):
+    code = "option-invalid"
+
+
+class TokenError(RequestError):
+    code = "token-invalid"
+
+
+class PromptError(RequestError):
+    code = "prompt-invalid"
+
+
+class ChatError(RequestError):
+    code = "chat-invalid"
+
+
+class SiteError(RequestError):
+    code = "site-unknown"
+
+
+class CapacityError(BirkhoffError):
+    code = "engine-full"
+
+
+class EngineClosed(BirkhoffError):
+    code = "engine-closed"
+
+
+class TextUnavailable(BirkhoffError):
+    code = "text-unavailable"

@@ -1,0 +1,75 @@
+"""Taps: the one argument through which a forward pass is watched or changed.
+
+The model calls a tap at every site of `sites.py`:
+
+    x = tap(site, x)                    may be edited
+    seen, kept = tap.part(site, x)      streams: what the sublayer reads and what is carried, one tensor unless edited
+    tap.see(site, x)                    look only
+
+`NoTap` is the whole of "disabled": it leaves no operation in a traced graph. `EagerTap` calls Python functions, for
+notebooks, traces and tests. A tap never reaches into the model; what it can touch is legible in the model's text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from birkhoff.hooks.sites import Site
+
+Seen = Callable[[Site, int, torch.Tensor], None]
+Edit = Callable[[Site, int, torch.Tensor], torch.Tensor | None]
+Part = Callable[[Site, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
+
+
+class Tap(Protocol):
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor: ...
+    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def see(self, site: Site, x: torch.Tensor) -> None: ...
+    def at(self, layer: int) -> Tap: ...
+
+
+class NoTap:
+    """Nothing is watched, nothing is changed, nothing is left in the graph."""
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+    def see(self, site: Site, x: torch.Tensor) -> None:
+        pass
+
+    def at(self, layer: int) -> NoTap:
+        return self
+
+
+class EagerTap:
+    """Calls `seen(site, layer, tensor)` with the unedited tensor, then the edit of that kind, if any.
+
+    An edit returns the new tensor or None for "unchanged". `part` edits streams and returns (read, carried); a plain
+    `edit` at a stream site changes both.
+    """
+
+    def __init__(self, seen: Seen | None = None, edit: Edit | None = None, part: Part | None = None, layer: int = -1):
+        self._seen, self._edit, self._part, self.layer = seen, edit, part, layer
+
+    def at(self, layer: int) -> EagerTap:
+        return EagerTap(self._seen, self._edit, self._part, layer)
+
+    def see(self, site: Site, x: torch.Tensor) -> None:
+        if self._seen is not None:
+            self._seen(site, self.layer, x)
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        self.see(site, x)
+        edited = self._edit(site, self.layer, x) if self._edit is not None else None
+        return x if edited is None else edited
+
+    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        edited = self(site, x)
+        parted = self._part(site, self.layer, edited) if self._part is not None else None
+        return (edited, edited) if parted is None else parted

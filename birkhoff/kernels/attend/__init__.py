@@ -1,0 +1,14 @@
+"""Attention of many query heads over one shared key/value vector per token, with a sink (spec 6.2).
+
+`attend(queries [B, T, H, c], recent [B, P+T, c], oldest [B], entries [B, E, c] | None, chosen [B, T, E] bool | None,
+        sink [H], window, scale) -> [B, T, H, c]`
+
+Query `i` stands beside `recent[P+i]` and sees `recent[j]` for `P+i-window < j <= P+i` and `j >= oldest` (rows before
+the start of the sequence are padding), plus the compressed `entries` chosen for it. Keys are values. The sink is a
+logit without a value and is not scaled. Scores and sums are float32; in bfloat16 the un-normalised probabilities are
+rounded before they meet the values and the quotient is taken last.
+"""
+
+from birkhoff.kernels.attend.reference import attend
+
+__all__ = ["attend"]

@@ -1,0 +1,43 @@
+"""Routing and experts in plain PyTorch: a loop over the experts in use, never over tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+
+def swiglu(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:
+    return F.silu(a.float().clamp(max=limit)) * b.float().clamp(-limit, limit)
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor | None, topk: int, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = F.softplus(logits).sqrt()
+    if ids is None:
+        biased = scores.detach() if bias is None else scores.detach() + bias
+        ids = biased.sort(dim=-1, descending=True, stable=True).indices[..., :topk]
+    picked = scores.gather(-1, ids)
+    return ids, picked / picked.sum(-1, keepdim=True) * factor
+
+
+def experts(
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: Callable[[int], torch.Tensor],
+    down: Callable[[int], torch.Tensor],
+    limit: float,
+    round_input: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    entering = round_input(x)
+    for expert in ids.unique().tolist():
+        rows, places = (ids == expert).nonzero(as_tuple=True)
+        a, b = F.linear(entering[rows], gate_up(expert)).chunk(2, dim=-1)
+        z = swiglu(a, b, limit) * weights[rows, places].unsqueeze(-1)
+        y = F.linear(round_input(z.to(x.dtype)), down(expert))
+        out = out.index_add(0, rows, y.float())
+    return out

@@ -1,0 +1,11 @@
+"""The lightning indexer: which compressed entries a query attends to (spec 6.5).
+
+`score(queries [B, T, h, c], keys [B, E, c], weights [B, T, h]) -> [B, T, E]` float32:
+    `sum_h weights_h * relu(query_h . key)`.
+`choose(scores [B, T, E], visible [B, T, E] bool, topk) -> [B, T, E] bool`: the `topk` visible entries with the
+    highest score; among equal scores the lowest index wins, so that chunking and batching cannot change the choice.
+"""
+
+from birkhoff.kernels.index.reference import choose, score
+
+__all__ = ["choose", "score"]

@@ -1,0 +1,62 @@
+"""One V4 layer: read the streams, attend, write; read the streams, ask the experts, write.
+
+Every place where the layer can be looked at or changed is a line with `tap` in it, and there are no others. There is
+no plain residual addition anywhere: `write` is the residual path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from birkhoff.config import V4Config
+from birkhoff.hooks import sites
+from birkhoff.hooks.tap import Tap
+from birkhoff.model.attention import Attention
+from birkhoff.model.batch import Batch
+from birkhoff.model.linear import Destination, Numerics, RMSNorm
+from birkhoff.model.mhc import Mixer
+from birkhoff.model.moe import MoE
+from birkhoff.model.rope import Rope, StepPhases
+from birkhoff.model.state import Fresh, LayerState
+
+
+class Block(nn.Module):
+    def __init__(
+        self, config: V4Config, ratio: int, hashed: bool, rope: Rope, numerics: Numerics, packed: bool = False
+    ):
+        super().__init__()
+        self.hc_attn = Mixer(config)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attn = Attention(config, ratio, rope, numerics, packed)
+        self.hc_ffn = Mixer(config)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.ffn = MoE(config, hashed, numerics, packed)
+
+    def forward(
+        self, streams: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh, tap: Tap
+    ) -> torch.Tensor:
+        """streams [n, m, d] -> [n, m, d]."""
+        seen, streams = tap.part(sites.MHC_STREAMS_PRE_ATTN, streams)  # what is read, what is carried
+        u, pre, post, mix = self.hc_attn.read(seen)  # [n, d], [n, m], [n, m], [n, m, m]
+        tap.see(sites.MHC_ATTN_PRE_MIX, pre)
+        tap.see(sites.MHC_ATTN_POST_MIX, post)
+        tap.see(sites.MHC_ATTN_RES_MIX, mix)
+        u = tap(sites.PRE_ATTN, u)
+        y = tap(sites.POST_ATTN, self.attn(self.attn_norm(u), batch, phases, state))
+        streams = self.hc_attn.write(streams, y, post, mix)
+
+        seen, streams = tap.part(sites.MHC_STREAMS_PRE_MLP, streams)
+        u, pre, post, mix = self.hc_ffn.read(seen)
+        tap.see(sites.MHC_FFN_PRE_MIX, pre)
+        tap.see(sites.MHC_FFN_POST_MIX, post)
+        tap.see(sites.MHC_FFN_RES_MIX, mix)
+        u = tap(sites.MLP_IN, u)
+        y = tap(sites.MLP_OUT, self.ffn(self.ffn_norm(u), batch, tap))
+        return self.hc_ffn.write(streams, y, post, mix)
+
+    def destinations(self, name: str) -> Iterator[Destination]:
+        for part in ("hc_attn", "attn_norm", "attn", "hc_ffn", "ffn_norm", "ffn"):
+            yield from getattr(self, part).destinations(f"{name}.{part}")

@@ -1,0 +1,51 @@
+"""The indexer of CSA layers: scores every compressed entry and keeps the best few (spec 6.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from birkhoff.config import V4Config
+from birkhoff.kernels import index
+from birkhoff.kernels.rope import rotate
+from birkhoff.model.batch import Group
+from birkhoff.model.compressor import Compressor
+from birkhoff.model.linear import Destination, Linear, Numerics
+from birkhoff.model.rope import Phases, Rope
+from birkhoff.model.state import INDEX, Fresh, LayerState
+
+QUERY_BLOCK = 256  # queries scored at a time, so that the score of every head against every entry stays small
+
+
+class Indexer(nn.Module):
+    def __init__(self, config: V4Config, rope: Rope, numerics: Numerics, packed: bool = False):
+        super().__init__()
+        self.heads, self.width, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.numerics = numerics
+        self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, "fp8", numerics, packed)
+        self.weights_proj = Linear(config.hidden_size, self.heads, "bf16", numerics)
+        self.compressor = Compressor(config, 4, INDEX, rope, numerics)
+
+    def forward(
+        self, x: torch.Tensor, latent: torch.Tensor, phases: Phases, visible: torch.Tensor | None, group: Group,
+        state: LayerState | Fresh,
+    ) -> torch.Tensor | None:
+        """x [B, T, d], latent [B, T, q_lora], visible [B, T, E] -> chosen entries [B, T, E]."""
+        keys = self.compressor(x, group, state)  # kept up to date even while every entry is chosen
+        if keys is None or visible is None or keys.shape[1] <= self.topk:
+            return visible
+        queries = self.wq_b(latent).unflatten(-1, (self.heads, self.width))
+        queries = self.numerics.round_index(rotate(queries, *phases))
+        weights = self.weights_proj(x).float() * (self.width * self.heads) ** -0.5
+        blocks = [
+            index.choose(index.score(q, keys, w), v, self.topk)
+            for q, w, v in zip(*(t.split(QUERY_BLOCK, dim=1) for t in (queries, weights, visible)))
+        ]
+        return torch.cat(blocks, dim=1)
+
+    def destinations(self, name: str) -> Iterator[Destination]:
+        yield from self.wq_b.destinations(f"{name}.wq_b")
+        yield from self.weights_proj.destinations(f"{name}.weights_proj")
+        yield from self.compressor.destinations(f"{name}.compressor")

@@ -1,0 +1,55 @@
+"""The residual path: how a sublayer reads from the streams and writes back (spec 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from birkhoff.config import V4Config
+from birkhoff.kernels import mhc
+from birkhoff.model.linear import Destination
+
+
+class Mixer(nn.Module):
+    """One sublayer's hyper-connection: `read` before it, `write` after it."""
+
+    def __init__(self, config: V4Config):
+        super().__init__()
+        m = config.hc_mult
+        self.iters, self.eps, self.rms_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        self.fn = nn.Parameter(torch.empty((2 + m) * m, m * config.hidden_size, dtype=torch.float32))
+        self.base = nn.Parameter(torch.empty((2 + m) * m, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
+
+    def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[n, m, d] -> input [n, d], read-in [n, m], write-out [n, m], mixer [n, from, to]."""
+        return mhc.read(streams, self.fn, self.base, self.scale, self.iters, self.eps, self.rms_eps)
+
+    def write(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+        return mhc.write(streams, y, post, mix)
+
+    def destinations(self, name: str) -> Iterator[Destination]:
+        for part in ("fn", "base", "scale"):
+            yield Destination(f"{name}_{part}", getattr(self, part))
+
+
+class HeadMixer(nn.Module):
+    """Merges the streams into one before the output head."""
+
+    def __init__(self, config: V4Config):
+        super().__init__()
+        m = config.hc_mult
+        self.eps, self.rms_eps = config.hc_eps, config.rms_norm_eps
+        self.fn = nn.Parameter(torch.empty(m, m * config.hidden_size, dtype=torch.float32))
+        self.base = nn.Parameter(torch.empty(m, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
+
+    def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n, m, d] -> merged [n, d], read-out weights [n, m]."""
+        return mhc.head(streams, self.fn, self.base, self.scale, self.eps, self.rms_eps)
+
+    def destinations(self, name: str) -> Iterator[Destination]:
+        for part in ("fn", "base", "scale"):
+            yield Destination(f"{name}_{part}", getattr(self, part))

@@ -1,0 +1,47 @@
+"""The multi-token-prediction block (spec 9): guesses the token after next from the streams and the next token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from birkhoff.config import V4Config
+from birkhoff.hooks.tap import NoTap
+from birkhoff.model.batch import Batch
+from birkhoff.model.block import Block
+from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
+from birkhoff.model.mhc import HeadMixer
+from birkhoff.model.rope import Rope
+from birkhoff.model.state import Fresh, LayerState
+
+
+class MTP(nn.Module):
+    """A full sliding layer with its own projections, head mixer and norm; embedding and head are the trunk's."""
+
+    def __init__(self, config: V4Config, rope: Rope, numerics: Numerics, packed: bool = False):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.rope = rope
+        self.e_proj = Linear(width, width, "fp8", numerics, packed)
+        self.h_proj = Linear(width, width, "fp8", numerics, packed)
+        self.enorm, self.hnorm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps), RMSNorm(width, eps)
+        self.block = Block(config, 0, False, rope, numerics, packed)
+        self.hc_head = HeadMixer(config)
+
+    def forward(
+        self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState | Fresh
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Trunk streams [n, m, d] at positions t and the embedding [n, d] of the tokens at t + 1, whose ids are
+        `batch.token_ids` while `batch.positions` are t -> hidden [n, d] for the head, streams to draft on from."""
+        mixed = self.e_proj(self.enorm(embedded)).unsqueeze(1) + self.h_proj(self.hnorm(streams))
+        streams = self.block(mixed, batch, self.rope.step(batch.positions), state, NoTap())
+        merged, _ = self.hc_head(streams)
+        return self.norm(merged), streams
+
+    def destinations(self, name: str) -> Iterator[Destination]:
+        yield from self.block.destinations(name)
+        for part in ("e_proj", "h_proj", "enorm", "hnorm", "norm"):
+            yield from getattr(self, part).destinations(f"{name}.{part}")
+        yield from self.hc_head.destinations(f"{name}.hc_head")

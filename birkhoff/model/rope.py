@@ -1,0 +1,39 @@
+"""Rotary phases of a step: one table for sliding layers, one for compressed layers (spec 5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from birkhoff.config import V4Config
+from birkhoff.kernels import rope
+
+Phases = tuple[torch.Tensor, torch.Tensor]  # cos, sin
+
+
+@dataclass(frozen=True)
+class StepPhases:
+    """Phases of the step's own positions for both layer families."""
+
+    sliding: Phases
+    compressed: Phases
+
+
+class Rope:
+    """Frequencies of both families; plain data, rebuilt from the config on any device."""
+
+    def __init__(self, config: V4Config):
+        dim, scaling = config.qk_rope_head_dim, config.rope_scaling
+        yarn = () if scaling is None else (
+            scaling.factor, scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow
+        )
+        self.sliding = rope.frequencies(dim, config.rope_theta)
+        self.compressed = rope.frequencies(dim, config.compress_rope_theta, *yarn)
+
+    def step(self, positions: torch.Tensor) -> StepPhases:
+        return StepPhases(self.at(positions, compressed=False), self.at(positions, compressed=True))
+
+    def at(self, positions: torch.Tensor, compressed: bool) -> Phases:
+        omega = self.compressed if compressed else self.sliding
+        return rope.phases(positions, omega.to(positions.device))

@@ -1,0 +1,162 @@
+"""What a sequence leaves behind for its later tokens (spec 12.1), in fixed memory.
+
+Per layer and slot: a ring of the last window keys, and for compressing layers a ring of raw compressor rows. Compressed
+entries and index keys live in a pool of pages of 128 tokens (32 CSA entries or 1 HCA entry), reached through one page
+table for all layers, so that a prefix can later be shared page by page.
+
+Rings are addressed by position (`position mod size`) and read only where a position says a row is valid, so a slot
+needs no clearing between sequences. `lookback` keeps that many extra rows: a sequence can then step back by as many
+tokens without losing anything, because nothing in the state but the rings is ever overwritten by a shorter future.
+
+`Fresh` is the state of sequences that start at 0 and are not continued: nothing is remembered, everything is
+differentiable.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from birkhoff.config import PAGE_TOKENS, V4Config
+from birkhoff.model.batch import Group
+
+ENTRY, INDEX = "entry", "index"  # the main compressor and the indexer's own
+
+
+class Ring:
+    """Rows `[slots, size, width]` addressed by position modulo size."""
+
+    def __init__(self, slots: int, size: int, width: int, device: torch.device, dtype: torch.dtype):
+        self.rows = torch.zeros(slots, size, width, device=device, dtype=dtype)
+        self.size = size
+
+    def read(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """[B, P, width] at `positions` [B, P]."""
+        return self.rows[slots.unsqueeze(-1), positions % self.size]
+
+    def write(self, slots: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
+        if positions.shape[1] > self.size:  # only the newest rows survive; a row must not be written twice
+            positions, values = positions[:, -self.size :], values[:, -self.size :]
+        self.rows[slots.unsqueeze(-1), positions % self.size] = values.detach().to(self.rows.dtype)
+
+
+class LayerState:
+    """One layer's rings and pages."""
+
+    def __init__(self, config: V4Config, ratio: int, state: State):
+        device, dtype, slots, back = state.device, state.dtype, state.slots, state.lookback
+        self.state, self.ratio = state, ratio
+        self.keys = Ring(slots, config.sliding_window + back, config.head_dim, device, dtype)
+        self.raw: dict[str, Ring] = {}
+        self.pages: dict[str, torch.Tensor] = {}
+        widths = {0: {}, 4: {ENTRY: config.head_dim, INDEX: config.index_head_dim}, 128: {ENTRY: config.head_dim}}
+        for kind, width in widths[ratio].items():
+            overlap = 2 if ratio == 4 else 1
+            # Values and gates side by side; whole blocks, so that a block never straddles the ring's seam.
+            size = ratio * (overlap + math.ceil(back / ratio))
+            self.raw[kind] = Ring(slots, size, 2 * overlap * width, device, torch.float32)
+            self.pages[kind] = torch.zeros(state.num_pages, PAGE_TOKENS // ratio, width, device=device, dtype=dtype)
+
+    def recent(self, group: Group, keys: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys visible without compression: up to window-1 older ones, then the group's own; and the first valid."""
+        past = min(max(group.starts), window - 1)
+        if past == 0:
+            return keys, torch.zeros_like(group.first)
+        positions = group.first.unsqueeze(-1) + torch.arange(-past, 0, device=keys.device)
+        older = self.keys.read(group.slots, positions)
+        return torch.cat((older, keys), dim=1), (past - group.first).clamp_min(0)
+
+    def remember(self, group: Group, keys: torch.Tensor) -> None:
+        self.keys.write(group.slots, group.positions(), keys)
+
+    def unfinished(self, kind: str, group: Group, count: int) -> torch.Tensor:
+        """The last `count` raw rows before each start, [B, count, width]."""
+        before = torch.arange(-count, 0, device=group.first.device)
+        return self.raw[kind].read(group.slots, group.first.unsqueeze(-1) + before)
+
+    def carry(self, kind: str, group: Group, raw: torch.Tensor) -> None:
+        self.raw[kind].write(group.slots, group.positions(), raw)
+
+    def append(self, kind: str, slots: torch.Tensor, first: torch.Tensor, entries: torch.Tensor) -> None:
+        """Store `entries` [B, N, width] as numbers `first[b], first[b] + 1, ...` of their sequences."""
+        pages = self.pages[kind]
+        number = first.unsqueeze(-1) + torch.arange(entries.shape[1], device=entries.device)
+        page = self.state.page_table[slots.unsqueeze(-1), number // pages.shape[1]]
+        pages[page, number % pages.shape[1]] = entries.detach().to(pages.dtype)
+
+    def entries(self, kind: str, group: Group, count: int) -> torch.Tensor:
+        """The first `count` entries of each sequence, [B, count, width]; those not yet made are undefined."""
+        pages = self.pages[kind]
+        per_page = pages.shape[1]
+        table = self.state.page_table[group.slots, : math.ceil(count / per_page)]
+        return pages[table].flatten(1, 2)[:, :count]
+
+
+class State:
+    """All layers' state for up to `slots` sequences over `num_pages` pages."""
+
+    def __init__(
+        self,
+        config: V4Config,
+        slots: int,
+        num_pages: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        lookback: int = 0,
+        mtp: bool = False,
+    ):
+        self.config, self.slots, self.num_pages = config, slots, num_pages
+        self.device, self.dtype, self.lookback = torch.device(device), dtype, lookback
+        longest = math.ceil(config.max_position_embeddings / PAGE_TOKENS)
+        self.page_table = torch.zeros(slots, min(num_pages, longest), dtype=torch.long, device=device)
+        self.layers = [LayerState(config, ratio, self) for ratio in config.compress_ratios]
+        self.mtp = LayerState(config, 0, self) if mtp else None
+
+    def at(self, layer: int) -> LayerState:
+        return self.layers[layer]
+
+    def give_pages(self, slot: int, pages: list[int]) -> None:
+        """Let a sequence use these pages, in order of its tokens."""
+        self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.long)
+
+    @classmethod
+    def contiguous(cls, config: V4Config, slots: int, tokens: int, **options) -> State:
+        """Room for `slots` sequences of up to `tokens` tokens each, pages already given."""
+        each = math.ceil(tokens / PAGE_TOKENS)
+        state = cls(config, slots, slots * each, **options)
+        for slot in range(slots):
+            state.give_pages(slot, list(range(slot * each, (slot + 1) * each)))
+        return state
+
+
+class Fresh:
+    """No past and no future: whole sequences from position 0."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, torch.Tensor] = {}
+
+    @property
+    def mtp(self) -> Fresh:
+        return Fresh()
+
+    def at(self, layer: int) -> Fresh:
+        return Fresh()
+
+    def recent(self, group: Group, keys: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, torch.zeros_like(group.first)
+
+    def remember(self, group: Group, keys: torch.Tensor) -> None:
+        pass
+
+    def unfinished(self, kind: str, group: Group, count: int) -> torch.Tensor:
+        raise AssertionError("a fresh sequence starts at 0 and has no unfinished block")
+
+    def carry(self, kind: str, group: Group, raw: torch.Tensor) -> None:
+        pass
+
+    def append(self, kind: str, slots: torch.Tensor, first: torch.Tensor, entries: torch.Tensor) -> None:
+        self._made[kind] = entries
+
+    def entries(self, kind: str, group: Group, count: int) -> torch.Tensor:
+        return self._made[kind]

@@ -1,0 +1,83 @@
+"""The whole model (spec 2): tokens in, streams through the layers, logits out.
+
+The model knows nothing of files, requests or text. It is built on any device, filled through `destinations`, and
+called with a flattened `Batch`, a `state` (or `Fresh` for whole sequences, which is the differentiable path) and a
+`tap`. Tensors keep the released checkpoint's names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from birkhoff.config import V4Config
+from birkhoff.hooks import sites
+from birkhoff.hooks.tap import NoTap, Tap
+from birkhoff.model.batch import Batch
+from birkhoff.model.block import Block
+from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
+from birkhoff.model.mhc import HeadMixer
+from birkhoff.model.mtp import MTP
+from birkhoff.model.rope import Rope
+from birkhoff.model.state import Fresh, State
+
+
+class Transformer(nn.Module):
+    def __init__(
+        self, config: V4Config, numerics: Numerics | None = None, packed: bool = False, mtp: bool | None = None
+    ):
+        super().__init__()
+        self.config = config
+        self.numerics = numerics = numerics or Numerics()
+        self.rope = rope = Rope(config)
+        self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=numerics.dtype))
+        self.layers = nn.ModuleList(
+            Block(config, ratio, config.is_hash_routed(layer), rope, numerics, packed)
+            for layer, ratio in enumerate(config.compress_ratios)
+        )
+        self.hc_head = HeadMixer(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = Linear(config.hidden_size, config.vocab_size, "f32", numerics)
+        with_mtp = config.num_nextn_predict_layers > 0 if mtp is None else mtp
+        self.mtp = MTP(config, rope, numerics, packed) if with_mtp else None
+
+    def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
+        """Whole sequences [T] or [B, T] -> logits [..., T, vocab] float32, differentiable."""
+        hidden, _ = self.run(Batch.whole(token_ids), Fresh(), tap or NoTap())
+        return self.logits(hidden).unflatten(0, token_ids.shape)
+
+    def run(self, batch: Batch, state: State | Fresh, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step -> hidden rows [n, d] ready for `logits`, and the streams [n, m, d] the MTP block reads."""
+        phases = self.rope.step(batch.positions)
+        streams = self.embed[batch.token_ids].unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+        for layer, block in enumerate(self.layers):
+            streams = block(streams, batch, phases, state.at(layer), tap.at(layer))
+        tap = tap.at(len(self.layers) - 1)
+        seen, streams = tap.part(sites.MHC_STREAMS_FINAL, streams)
+        merged, weights = self.hc_head(seen)
+        tap.see(sites.MHC_HEAD_MIX, weights)
+        return self.norm(tap(sites.FINAL_HIDDEN, merged)), streams
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+    def draft(
+        self, streams: torch.Tensor, batch: Batch, state: State | Fresh
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """MTP: `batch` holds the tokens at t + 1 under positions t -> hidden [n, d], streams [n, m, d]."""
+        if self.mtp is None:
+            raise AssertionError("this model was built without its MTP block")
+        return self.mtp(streams, self.embed[batch.token_ids], batch, state.mtp)
+
+    def destinations(self) -> Iterator[Destination]:
+        """Every tensor a released checkpoint must provide, by its released name."""
+        yield Destination("embed.weight", self.embed)
+        for layer, block in enumerate(self.layers):
+            yield from block.destinations(f"layers.{layer}")
+        yield from self.hc_head.destinations("hc_head")
+        yield from self.norm.destinations("norm")
+        yield from self.head.destinations("head")
+        if self.mtp is not None:
+            yield from self.mtp.destinations("mtp.0")

@@ -25,6 +25,14 @@ Every message says what was seen, what was expected and the next move. `code` is
 from __future__ import annotations
 
 
+def quoted(value: object, limit: int = 80) -> str:
+    """How a caller's value appears in a message: its repr, cut so that no message echoes a whole prompt."""
+    if isinstance(value, (str, bytes)):
+        value = value[: limit + 1]  # repr of a whole prompt would be built only to be thrown away
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
 class BirkhoffError(Exception):
     """Root of everything a user may want to catch."""
 

@@ -39,9 +39,7 @@ def fill_random(model: Transformer, seed: int) -> None:
             if d.kind == "ids":
                 rows = torch.rand(shape[0], model.config.n_routed_experts, generator=g).argsort(-1)[:, : shape[1]]
                 d.tensor.copy_(rows)
-            elif name.endswith("norm.weight"):
-                d.tensor.copy_(draw(shape, 0.2, 1.0))
-            elif name.endswith("_scale"):
+            elif name.endswith(("norm.weight", "_scale")):
                 d.tensor.copy_(draw(shape, 0.2, 1.0))
             elif name.endswith(("_base", "attn_sink", "gate.bias")):
                 d.tensor.copy_(draw(shape, 0.7 if "_base" in name else 0.5))
@@ -61,3 +59,8 @@ def random_model(config: V4Config = TINY, seed: int = 0, dtype=torch.float32, re
 
 def random_tokens(config: V4Config, count: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(config.vocab_size, (count,), generator=torch.Generator().manual_seed(seed + 1000))
+
+
+def weights_of(model: Transformer) -> dict[str, torch.Tensor]:
+    """Every tensor under its released name, detached."""
+    return {d.name: d.tensor.detach() for d in model.destinations()}

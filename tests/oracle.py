@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
 from birkhoff.config import V4Config
+from birkhoff.hooks import sites
+from birkhoff.hooks.tap import EagerTap
 from birkhoff.model.transformer import Transformer
 
 _RENAME = (
@@ -58,7 +64,9 @@ def oracle_config(config: V4Config) -> DeepseekV4Config:
         raw["rope_parameters"] = scaling
     if isinstance(raw["eos_token_id"], tuple):
         raw["eos_token_id"] = list(raw["eos_token_id"])
-    return DeepseekV4Config(**raw, attn_implementation="eager", experts_implementation="eager")
+    theirs = DeepseekV4Config(**raw, attn_implementation="eager", experts_implementation="eager")
+    assert theirs.qk_rope_head_dim == config.qk_rope_head_dim  # they go through a fraction, which may round down
+    return theirs
 
 
 def build_oracle(ours: Transformer) -> DeepseekV4ForCausalLM:
@@ -84,3 +92,114 @@ def build_oracle(ours: Transformer) -> DeepseekV4ForCausalLM:
     missing = [name for name in missing if "rotary" not in name]
     assert not missing and not unexpected, (missing, unexpected)
     return theirs
+
+
+@dataclass
+class Choice:
+    """What one layer of the oracle picked: `picked` [T, options] and the gap [T] to the best option left out."""
+
+    picked: torch.Tensor
+    margin: torch.Tensor
+
+
+def _kept_and_gap(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows [T, options] -> the `count` best finite ones, and the distance between the last kept and the first not."""
+    ranked = scores.sort(dim=-1, descending=True)
+    kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ranked.indices[:, :count], True)
+    gap = torch.full(scores.shape[:1], torch.inf)
+    if scores.shape[-1] > count:
+        gap = ranked.values[:, count - 1] - ranked.values[:, count]
+        gap = gap.nan_to_num(nan=torch.inf)  # fewer options than places: nothing was left out
+    return kept & scores.isfinite(), gap
+
+
+@contextmanager
+def oracle_choices(theirs: DeepseekV4ForCausalLM) -> Iterator[dict[tuple[str, int], Choice]]:
+    """While open, a forward pass of one sequence fills in which entries and experts each layer picked."""
+    choices: dict[tuple[str, int], Choice] = {}
+    handles = []
+
+    def index_scores(layer, topk):
+        def hook(module, args, scores):
+            finished = (torch.arange(scores.shape[1]) + 1) // 4
+            future = torch.arange(scores.shape[2]) >= finished.unsqueeze(-1)
+            choices["index", layer] = Choice(*_kept_and_gap(scores[0].masked_fill(future, -torch.inf), topk))
+
+        return hook
+
+    def routing(layer, topk):
+        def hook(module, args, out):
+            biased = torch.nn.functional.softplus(out[0]).sqrt() + module.e_score_correction_bias
+            choices["route", layer] = Choice(*_kept_and_gap(biased, topk))
+
+        return hook
+
+    for layer, block in enumerate(theirs.model.layers):
+        if hasattr(block.self_attn.compressor, "indexer"):
+            scorer = block.self_attn.compressor.indexer.scorer
+            handles.append(scorer.register_forward_hook(index_scores(layer, theirs.config.index_topk)))
+        if not block.mlp.is_hash:
+            handles.append(block.mlp.gate.register_forward_hook(routing(layer, theirs.config.num_experts_per_tok)))
+    try:
+        yield choices
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def our_choices(ours: Transformer) -> Iterator[tuple[dict[tuple[str, int], torch.Tensor], EagerTap]]:
+    """The same of our model, which has to be run with the tap that comes along."""
+    picked: dict[tuple[str, int], torch.Tensor] = {}
+    handles = []
+
+    def seen(site, layer, x):
+        if site is sites.MOE_TOPK and not ours.config.is_hash_routed(layer):
+            chosen = torch.zeros(len(x), ours.config.n_routed_experts, dtype=torch.bool)
+            picked["route", layer] = chosen.scatter_(-1, x[..., 0].long(), True)
+
+    def index(layer):
+        def hook(module, args, out):
+            if out is not None:
+                picked["index", layer] = out[0]
+
+        return hook
+
+    for layer, block in enumerate(ours.layers):
+        if block.attn.indexer is not None:
+            handles.append(block.attn.indexer.register_forward_hook(index(layer)))
+    try:
+        yield picked, EagerTap(seen=seen)
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@dataclass
+class Agreement:
+    """How far two runs of one sequence agree. `flip` names the first pick that differs, at position `compared`."""
+
+    error: float
+    compared: int
+    flip: tuple[str, int] | None = None
+    margin: float = math.inf
+
+
+def agreement(ours: Transformer, theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> Agreement:
+    """Largest logit difference over the positions before the first pick that differs, usually all of them.
+
+    Two options whose scores differ by less than float32 can tell may be picked either way; whatever follows such a
+    position legitimately differs. The caller has to hold `margin` against what it thinks float32 can tell.
+    """
+    with torch.no_grad(), our_choices(ours) as (picked, tap), oracle_choices(theirs) as expected:
+        mine, other = ours(tokens, tap), theirs(tokens.unsqueeze(0), use_cache=False).logits[0]
+    first = Agreement(0.0, len(tokens))
+    for key, choice in expected.items():
+        if key not in picked:  # no entry exists yet
+            continue
+        differs = (picked[key] != choice.picked).any(-1).nonzero()
+        if len(differs) and (at := int(differs[0])) < first.compared:
+            first = Agreement(0.0, at, key, float(choice.margin[at]))
+    gap = (mine - other).abs()[: first.compared]
+    first.error = float(gap.max()) if len(gap) else 0.0
+    return first

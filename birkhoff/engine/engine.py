@@ -1,0 +1,150 @@
+"""The engine: requests in, tokens out, a step at a time.
+
+A step is schedule, run, commit. There is no thread of our own: whoever waits for a token drives the engine, for
+everybody, under one lock; a caller that stops waiting stops costing. A step that fails ends the requests that were in
+it, with the error as their reason, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
+from birkhoff.engine.request import Request
+from birkhoff.engine.runner import Runner
+from birkhoff.engine.sampler import Sampler
+from birkhoff.engine.scheduler import Scheduler, Work
+from birkhoff.errors import BirkhoffError, CapacityError, EngineClosed, PromptError
+from birkhoff.model.state import State
+from birkhoff.model.transformer import Transformer
+
+
+class EngineCore:
+    def __init__(
+        self,
+        model: Transformer,
+        *,
+        max_requests: int,
+        max_context: int,
+        num_pages: int,
+        max_batch_tokens: int = 2048,
+        batch_invariant: bool = False,
+        device: torch.device | str = "cpu",
+    ):
+        self.model, self.max_context = model, max_context
+        state = State(model.config, max_requests, num_pages, device, model.numerics.dtype)
+        self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
+        self.runner = Runner(model, state, batch_invariant)
+        self.sampler = Sampler(batch_invariant)
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def submit(self, request: Request) -> None:
+        """Queue a request, or refuse it when it can never run."""
+        if self._closed:
+            raise EngineClosed("this engine was closed. Load the model again.")
+        self._check_fits(request)
+        with self._lock:
+            self.scheduler.submit(request)
+
+    def step(self) -> bool:
+        """Schedule, run, commit. False when there was nothing to do."""
+        with self._lock:
+            work = self.scheduler.next()
+            if not work:
+                return False
+            try:
+                logits = self.runner.run(work)
+                self._commit(work, logits)
+            except Exception as error:
+                self._fail(work, error)
+            return True
+
+    def drive(self, request: Request) -> None:
+        """Step until `request` has something to say."""
+        while not request.events and not request.done:
+            if not self.step() and not request.events and not request.done:
+                raise AssertionError(f"request {request.id} waits but nothing can run")
+
+    def cancel(self, request: Request) -> None:
+        """End a request at whatever stage it is; harmless when it has ended already."""
+        with self._lock:
+            if not request.done:
+                request.finish("cancelled")
+                self.scheduler.release(request)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for request in [*self.scheduler.running, *self.scheduler.waiting]:
+                request.finish("cancelled")
+                self.scheduler.release(request)
+
+    def _commit(self, work: list[Work], logits: list[torch.Tensor | None]) -> None:
+        """Book what was computed, sample where a sequence ends, release what is finished."""
+        sampling = []
+        for item, row in zip(work, logits):
+            item.request.computed = item.stop
+            if row is not None:
+                sampling.append((item.request, row))
+        for (request, _), drawn in zip(sampling, self.sampler.draw(sampling)):
+            if isinstance(drawn, BirkhoffError):
+                request.finish("error", error=drawn)
+            else:
+                request.accept(*drawn)
+            if request.done:
+                self.scheduler.release(request)
+
+    def _fail(self, work: list[Work], error: Exception) -> None:
+        for item in work:
+            if not item.request.done:
+                item.request.finish("error", error=error)
+                self.scheduler.release(item.request)
+
+    def _check_fits(self, request: Request) -> None:
+        prompt, wanted = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
+        if wanted > self.max_context:
+            raise PromptError(
+                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {wanted}, the context "
+                f"holds {self.max_context}. Shorten the prompt, lower max_tokens, or load with a larger max_context."
+            )
+        needed, total = pages_for(request.most_tokens), self.scheduler.pages.size
+        if needed > total:
+            config, item = self.model.config, self.model.numerics.dtype.itemsize
+            each = page_bytes(config, item)
+            raise CapacityError(
+                f"this request needs {_mib(needed * each)} of cache ({needed} pages), {_mib(total * each)} can ever be "
+                f"free ({total} pages). Shorten it or load with a larger cache_bytes."
+            )
+
+
+def plan_cache(
+    config, item_bytes: int, cache_bytes: int, max_requests: int, max_context: int | None
+) -> tuple[int, int]:
+    """Pages and context that fit `cache_bytes`: the model's limit, lowered until `max_requests` such requests fit."""
+    fixed, each = max_requests * slot_bytes(config, item_bytes), page_bytes(config, item_bytes)
+    limit = max_context or config.max_position_embeddings
+    if each == 0:  # sliding layers only: a context costs nothing beyond its slot
+        if fixed > cache_bytes:
+            raise CapacityError(_too_small(cache_bytes, fixed, max_requests))
+        return max_requests * pages_for(limit), limit
+    pages = (cache_bytes - fixed) // each
+    if pages < max_requests:
+        raise CapacityError(_too_small(cache_bytes, fixed + each * max_requests, max_requests))
+    if max_context is not None:
+        return min(pages, max_requests * pages_for(max_context)), max_context
+    context = min(limit, pages // max_requests * 128)
+    return max_requests * pages_for(context), context
+
+
+def _too_small(cache_bytes: int, needed: int, max_requests: int) -> str:
+    return (
+        f"cache_bytes is {_mib(cache_bytes)}, but {max_requests} requests need at least {_mib(needed)}. "
+        "Raise cache_bytes or lower max_requests."
+    )
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:.1f} MiB"

@@ -1,0 +1,138 @@
+"""Who runs in the next step: decoding first, then prefill in shares, then newcomers.
+
+Every request that only waits for its next token gets it in every step. What is left of the token budget is shared
+equally among requests with a prompt to read, so that a long prompt cannot starve a short one. A newcomer is admitted
+when a slot and the pages of all its known tokens are free. When pages run out, the request admitted last gives its
+memory back and is recomputed later; the oldest is never disturbed by a younger one, so every request ends.
+
+With `invariant` a request's pieces depend on nothing but itself: fixed chunk borders for its prompt, and outputs one at
+a time even when they are recomputed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+
+from birkhoff.config import PAGE_TOKENS
+from birkhoff.engine.cache import Pool, pages_for
+from birkhoff.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens `start..stop` of one request; `samples` when the last of them has no successor yet."""
+
+    request: Request
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        return self.stop == self.request.num_tokens
+
+
+class Scheduler:
+    def __init__(self, slots: int, pages: int, max_batch_tokens: int, invariant: bool = False):
+        self.slots, self.pages = Pool(slots), Pool(pages)
+        self.max_batch_tokens, self.invariant = max_batch_tokens, invariant
+        # With requests decoding, a step reads at most this much prompt, so that their next token is not held up.
+        self.mixed_prefill = max(1, max_batch_tokens // 4)
+        whole_pages = self.mixed_prefill // PAGE_TOKENS * PAGE_TOKENS
+        self.fixed_chunk = min(whole_pages or self.mixed_prefill, 4 * PAGE_TOKENS)
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []  # in order of admission
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    def submit(self, request: Request) -> None:
+        self.waiting.append(request)
+
+    def next(self) -> list[Work]:
+        """The work of one step; empty only when there is none at all."""
+        work, budget = self._decoding()
+        if work:
+            budget = min(budget, self.mixed_prefill)
+        self._admit(budget)
+        work += self._prefilling(budget)
+        return work
+
+    def release(self, request: Request) -> None:
+        """Take everything back from a request that has ended, wherever it stands."""
+        if request.slot is not None:
+            self.running.remove(request)
+            self._take_memory(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+
+    def _decoding(self) -> tuple[list[Work], int]:
+        ready = [r for r in self.running if r.num_tokens - r.computed == 1 and r.computed >= len(r.prompt_ids)]
+        for request in ready:
+            if request.slot is not None:  # may have been preempted for an older one
+                self._grow(request, request.num_tokens)
+        work = [Work(r, r.computed, r.num_tokens) for r in ready if r.slot is not None]
+        return work, self.max_batch_tokens - len(work)
+
+    def _prefilling(self, budget: int) -> list[Work]:
+        reading = [r for r in self.running if r.num_tokens - r.computed > 1 or r.computed < len(r.prompt_ids)]
+        work = []
+        for place, request in enumerate(reading):
+            count = self._piece(request, budget if self.invariant else budget // (len(reading) - place))
+            if count:
+                work.append(Work(request, request.computed, request.computed + count))
+                budget -= count
+        return work
+
+    def _piece(self, request: Request, share: int) -> int:
+        left = request.num_tokens - request.computed
+        if not self.invariant:
+            return min(left, share)
+        if request.computed >= len(request.prompt_ids):
+            piece = 1
+        else:
+            border = (request.computed // self.fixed_chunk + 1) * self.fixed_chunk
+            piece = min(border, len(request.prompt_ids)) - request.computed
+        return piece if piece <= share else 0
+
+    def _admit(self, budget: int) -> None:
+        while self.waiting and self.slots.free and budget > 0:
+            request = self.waiting[0]
+            pages = self.pages.take(pages_for(request.num_tokens))
+            if pages is None:
+                return
+            taken = self.slots.take(1)
+            assert taken is not None
+            self.waiting.popleft()
+            request.slot, request.pages, request.computed = taken[0], pages, 0
+            if request.timings.admitted is None:
+                request.timings.admitted = time.perf_counter()
+            self.running.append(request)
+            budget -= request.num_tokens
+
+    def _grow(self, request: Request, tokens: int) -> None:
+        """Pages for `tokens` tokens, taken from the youngest when none are free; may end with the request itself out."""
+        while len(request.pages) < pages_for(tokens):
+            more = self.pages.take(1)
+            if more is not None:
+                request.pages += more
+                continue
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is request:
+                return
+
+    def _preempt(self, request: Request) -> None:
+        self.running.remove(request)
+        self._take_memory(request)
+        request.computed = 0
+        request.timings.preemptions += 1
+        self.waiting.appendleft(request)
+
+    def _take_memory(self, request: Request) -> None:
+        assert request.slot is not None
+        self.slots.give_back([request.slot])
+        self.pages.give_back(request.pages)
+        request.slot, request.pages = None, []

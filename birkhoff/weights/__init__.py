@@ -1,0 +1,25 @@
+"""Checkpoints: open from headers, load into a model, write in the released layout, inspect.
+
+    open_checkpoint(path)                   -> Checkpoint, a lazy mapping from released names to TensorRef
+    load_into(destinations, checkpoint)     -> LoadReport
+    write_released(path, config, tensors)   -> the files written
+    expected_tensors(config)                -> every stored tensor of a checkpoint, by name
+    inspect_checkpoint(path)                -> Inspection, from headers alone
+"""
+
+from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
+from birkhoff.weights.layout import expected_tensors
+from birkhoff.weights.load import LoadReport, load_into
+from birkhoff.weights.released import Packed, write_released
+from birkhoff.weights.stored import TensorRef
+
+__all__ = [
+    "Checkpoint",
+    "LoadReport",
+    "Packed",
+    "TensorRef",
+    "expected_tensors",
+    "load_into",
+    "open_checkpoint",
+    "write_released",
+]

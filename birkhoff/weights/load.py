@@ -119,10 +119,11 @@ def _check(destination: Destination, checkpoint: Checkpoint) -> list[str]:
         check_ids(checkpoint, name, shape)
         return [name]
     assert kind in ("codes", "scale"), kind
-    if ref.dtype not in _PACKED_DTYPES.get(tensor.dtype, ()):
+    wanted = _PACKED_DTYPES.get(tensor.dtype, ())
+    if ref.dtype not in wanted:
         plain = " Plain floats cannot be kept packed; load them as numbers." if ref.dtype in FLOATS else ""
-        raise TensorDtype(f"{name} is stored as {ref.dtype}, expected {' or '.join(_PACKED_DTYPES.get(tensor.dtype, ()))} to "
-                          f"keep it packed.{plain} {INSPECT}")
+        raise TensorDtype(f"{name} is stored as {ref.dtype}, expected {' or '.join(wanted)} to keep it packed."
+                          f"{plain} {INSPECT}")
     if ref.shape != shape:
         raise TensorShape(f"{name} is {ref.shape}, expected {shape} as packed {kind}. {INSPECT}")
     return [name]

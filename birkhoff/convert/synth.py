@@ -1,0 +1,164 @@
+"""Random checkpoints in the released layout: real formats, real names, no meaning.
+
+Weights are scaled so that every mechanism is alive: logits spread by one to two, stream mixers are neither identity
+nor uniform, sinks, position biases and router biases matter, token tables name different experts. Quantised matrices
+are drawn directly as codes (a random 16-bit number picks the code of a normal variate) with scales that differ
+from block to block, so the speed is that of the disk and nothing larger than a strip is in memory. Each strip is
+seeded by seed, name and row: the same call always writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from birkhoff.config import V4Config
+from birkhoff.convert.presets import preset
+from birkhoff.errors import OptionError
+from birkhoff.kernels import quant
+from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, ModelTensor, model_tensors
+from birkhoff.weights.released import SHARD_BYTES, Packed, write_released
+from birkhoff.weights.safetensors import write_text
+
+LOGIT_SPREAD = 1.5
+# Half of the blocks get half the scale; this keeps the spread of the whole matrix.
+_SCALE_MIX = (5 / 8) ** 0.5
+_ROWS_AT_ONCE = 4096
+
+
+def synth(
+    out: str | Path,
+    like: str = "tiny",
+    layers: int | None = None,
+    seed: int = 0,
+    dense: str = "fp8",
+    experts: str = "fp4",
+    mtp: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+    tokenizer: bool = True,
+    progress: Callable[[int, int], None] | None = None,
+) -> V4Config:
+    """Write a random checkpoint to directory `out`; returns its config."""
+    from birkhoff.text.bytes import byte_tokenizer_json
+
+    if type(seed) is not int or not 0 <= seed < 2**63:
+        raise OptionError(f"seed is {seed!r}, expected a whole number from 0.")
+    config = preset(like, layers, mtp)
+    text = byte_tokenizer_json(config.vocab_size) if tokenizer else None
+    rows = RandomRows(config, seed, dense, experts)
+    write_released(out, config, rows, dense=dense, experts=experts, shard_bytes=shard_bytes, progress=progress)
+    if text is not None:
+        write_text(Path(out) / "tokenizer.json", text)
+    return config
+
+
+class RandomRows:
+    """`rows(name, start, stop)` for every tensor of a config, as `write_released` asks for them."""
+
+    def __init__(self, config: V4Config, seed: int, dense: str = "fp8", experts: str = "fp4"):
+        self.config, self.seed = config, seed
+        self.formats = {"dense": dense, "expert": experts}
+        self.tensors = {tensor.name: tensor for tensor in model_tensors(config)}
+
+    def __call__(self, name: str, start: int, stop: int) -> torch.Tensor | Packed:
+        tensor = self.tensors[name]
+        random = np.random.Generator(np.random.SFC64([self.seed, zlib.crc32(name.encode()), start]))
+        shape = (stop - start, *tensor.shape[1:])
+        if tensor.storage == "ids":
+            return self._experts(random, shape)
+        written = self.formats.get(tensor.storage)
+        if written == "fp4":
+            return _random_fp4(random, shape, _spread(tensor))
+        if written == "fp8":
+            return _random_fp8(random, shape, _spread(tensor))
+        mean, spread = _normal(tensor, start, stop)
+        return torch.from_numpy(random.standard_normal(shape, np.float32)).mul_(spread).add_(mean)
+
+    def _experts(self, random: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
+        """Different experts in every row, each equally likely."""
+        ids = np.empty(shape, np.int64)
+        for start in range(0, len(ids), _ROWS_AT_ONCE):
+            part = ids[start : start + _ROWS_AT_ONCE]
+            order = random.random((len(part), self.config.n_routed_experts), np.float32)
+            part[:] = order.argsort(axis=1)[:, : shape[1]]
+        return torch.from_numpy(ids)
+
+
+def _spread(tensor: ModelTensor) -> float:
+    """Matrices keep the size of what they multiply: standard deviation 1 / sqrt(inputs)."""
+    return tensor.shape[1] ** -0.5
+
+
+def _normal(tensor: ModelTensor, start: int, stop: int) -> tuple[float | torch.Tensor, float]:
+    """Mean and standard deviation of the unquantised tensors."""
+    leaf = tensor.name.rsplit(".", 1)[-1]
+    if tensor.name == "head.weight":
+        return 0.0, LOGIT_SPREAD * _spread(tensor)
+    if tensor.name == "embed.weight":
+        return 0.0, 1.0
+    if tensor.name.endswith("norm.weight"):
+        return 1.0, 0.1
+    if leaf.startswith("hc_") and leaf.endswith("_scale"):
+        return 0.6, 0.1
+    if leaf.startswith("hc_") and leaf.endswith("_base"):
+        return _mixer_base(tensor.shape[0])[start:stop], 0.4
+    if leaf == "attn_sink":
+        return 0.0, 1.0
+    if leaf == "ape":
+        return 0.0, 0.5
+    if leaf == "bias":
+        return 0.0, 0.1
+    return 0.0, _spread(tensor)
+
+
+def _mixer_base(size: int) -> torch.Tensor:
+    """Streams lean towards themselves (comb diagonal) and towards being read and written about once."""
+    base = torch.zeros(size)
+    streams = int((size + 1) ** 0.5) - 1  # (2 + n) n numbers for a sublayer; the head has n and stays at zero
+    if (2 + streams) * streams == size and streams > 1:
+        base[2 * streams :] = torch.eye(streams).flatten()
+    return base
+
+
+def _random_fp8(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> Packed:
+    exponent, table = _code_table("fp8", spread / _SCALE_MIX)
+    codes = table[random.integers(0, 2**16, shape, np.uint16)]
+    tiles = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
+    return Packed(torch.from_numpy(codes).view(torch.float8_e4m3fn), _scales(random, tiles, exponent))
+
+
+def _random_fp4(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> Packed:
+    exponent, table = _code_table("fp4", spread / _SCALE_MIX)
+    codes = table[random.integers(0, 2**16, (shape[0], shape[1] // 2), np.uint16)]
+    scale = _scales(random, (shape[0], shape[1] // FP4_GROUP), exponent)
+    return Packed(torch.from_numpy(codes).view(torch.int8), scale)
+
+
+def _scales(random: np.random.Generator, shape: tuple[int, int], exponent: int) -> torch.Tensor:
+    return torch.from_numpy(exponent + 127 - random.integers(0, 2, shape, np.uint8))
+
+
+@lru_cache(maxsize=64)
+def _code_table(kind: str, spread: float) -> tuple[int, np.ndarray]:
+    """Scale exponent, and the code of each of 2^16 equally likely draws of a normal variate.
+
+    The scale puts the spread at a fifth to a tenth of the largest FP8 number, or at 1.5 to 3 of FP4's 6, which is
+    where quantising by the largest element of a block puts it. FP4 draws are two of 2^8 levels, one per nibble.
+    """
+    reference = 64.0 if kind == "fp8" else 1.5
+    exponent = int(np.floor(np.log2(spread / reference)))
+    levels = 2**16 if kind == "fp8" else 2**8
+    quantiles = torch.special.ndtri((torch.arange(levels, dtype=torch.float64) + 0.5) / levels)
+    values = (quantiles * spread * 2.0**-exponent).float()
+    if kind == "fp8":
+        codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        return exponent, codes
+    clipped = torch.cat((torch.full((levels, 1), 6.0), values.clamp(-6, 6)[:, None], torch.zeros(levels, 30)), 1)
+    nibble = (quant.quant_fp4(clipped)[0][:, 0] >> 4).numpy()  # a 6 beside each value holds its group's scale at 1
+    draws = np.arange(2**16)
+    return exponent, nibble[draws & 255] | nibble[draws >> 8] << 4

@@ -203,3 +203,45 @@ def agreement(ours: Transformer, theirs: DeepseekV4ForCausalLM, tokens: torch.Te
     gap = (mine - other).abs()[: first.compared]
     first.error = float(gap.max()) if len(gap) else 0.0
     return first
+
+
+def oracle_sites(theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
+    """What the oracle's modules hold at each of our sites, by (site name, layer), for one sequence.
+
+    The read-in and read-out weights (12..14) never leave its modules and are missing here.
+    """
+    held: dict[tuple[str, int], torch.Tensor] = {}
+    handles = []
+
+    def keep(name, layer, take):
+        def hook(module, args, out):
+            held[name, layer] = take(args, out).squeeze(0)
+
+        return hook
+
+    def watch(module, layer, **takes):
+        handles.extend(module.register_forward_hook(keep(name, layer, take)) for name, take in takes.items())
+
+    for i, block in enumerate(theirs.model.layers):
+        for kind, inputs, module in (("attn", "pre_attn", block.attn_hc), ("ffn", "mlp_in", block.ffn_hc)):
+            watch(module, i, **{
+                f"mhc_streams_pre_{'attn' if kind == 'attn' else 'mlp'}": lambda args, out: args[0],
+                f"mhc_{kind}_post_mix": lambda args, out: out[0],
+                f"mhc_{kind}_res_mix": lambda args, out: out[1],  # consumed transposed there, so [from, to] as ours
+                inputs: lambda args, out: out[2],
+            })  # fmt: skip
+        watch(block.self_attn, i, post_attn=lambda args, out: out[0])
+        watch(block.mlp, i, mlp_out=lambda args, out: out)
+        watch(
+            block.mlp.gate, i, moe_router_logits=lambda args, out: out[0],
+            moe_topk=lambda args, out: torch.stack((out[2].float(), out[1]), dim=-1),
+        )  # fmt: skip
+    last = len(theirs.model.layers) - 1
+    watch(theirs.model.hc_head, last, mhc_streams_final=lambda args, out: args[0], final_hidden=lambda args, out: out)
+    try:
+        with torch.no_grad():
+            theirs(tokens.unsqueeze(0), use_cache=False)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return held

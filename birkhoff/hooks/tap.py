@@ -5,6 +5,7 @@ The model calls a tap at every site of `sites.py`:
     x = tap(site, x)                    may be edited
     seen, kept = tap.part(site, x)      streams: what the sublayer reads and what is carried, one tensor unless edited
     tap.see(site, x)                    look only
+    tap.see(site, x, y)                 look at several as one: stacked last as float32, by a tap that does look
 
 `NoTap` is the whole of "disabled": it leaves no operation in a traced graph. `EagerTap` calls Python functions, for
 notebooks, traces and tests. A tap never reaches into the model; what it can touch is legible in the model's text.
@@ -27,8 +28,13 @@ Part = Callable[[Site, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | N
 class Tap(Protocol):
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor: ...
     def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
-    def see(self, site: Site, x: torch.Tensor) -> None: ...
+    def see(self, site: Site, *parts: torch.Tensor) -> None: ...
     def at(self, layer: int) -> Tap: ...
+
+
+def together(*parts: torch.Tensor) -> torch.Tensor:
+    """What `see` was given as the one tensor its site promises."""
+    return parts[0] if len(parts) == 1 else torch.stack([part.float() for part in parts], dim=-1)
 
 
 class NoTap:
@@ -40,7 +46,7 @@ class NoTap:
     def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
 
-    def see(self, site: Site, x: torch.Tensor) -> None:
+    def see(self, site: Site, *parts: torch.Tensor) -> None:
         pass
 
     def at(self, layer: int) -> NoTap:
@@ -60,9 +66,9 @@ class EagerTap:
     def at(self, layer: int) -> EagerTap:
         return EagerTap(self._seen, self._edit, self._part, layer)
 
-    def see(self, site: Site, x: torch.Tensor) -> None:
+    def see(self, site: Site, *parts: torch.Tensor) -> None:
         if self._seen is not None:
-            self._seen(site, self.layer, x)
+            self._seen(site, self.layer, together(*parts))
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         self.see(site, x)

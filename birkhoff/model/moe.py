@@ -38,7 +38,7 @@ class Gate(nn.Module):
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
         given = None if self.tid2eid is None else self.tid2eid[token_ids].long()
         ids, weights = kernel.route(logits, self.bias, given, self.topk, self.factor)
-        tap.see(sites.MOE_TOPK, torch.stack((ids.float(), weights), dim=-1))
+        tap.see(sites.MOE_TOPK, ids, weights)
         return ids, weights
 
     def destinations(self, name: str) -> Iterator[Destination]:

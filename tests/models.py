@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from birkhoff.config import RopeScaling, V4Config
+from birkhoff.kernels.select import select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
 
@@ -51,8 +52,10 @@ def fill_random(model: Transformer, seed: int) -> None:
                 d.tensor.copy_(draw(shape, 1.5 * shape[-1] ** -0.5))
 
 
-def random_model(config: V4Config = TINY, seed: int = 0, dtype=torch.float32, released: bool = False) -> Transformer:
-    model = Transformer(config, Numerics(dtype, released))
+def random_model(
+    config: V4Config = TINY, seed: int = 0, dtype=torch.float32, released: bool = False, kernels="reference"
+) -> Transformer:
+    model = Transformer(config, Numerics(dtype, released, select(kernels)))
     fill_random(model, seed)
     return model.eval()
 

@@ -8,60 +8,71 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.kernels.attend import attend
-from birkhoff.kernels.norm import rms_norm
-from birkhoff.kernels.rope import rotate
-from birkhoff.model.batch import Batch
+from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compressor import Compressor, visible_entries
 from birkhoff.model.indexer import Indexer
-from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
-from birkhoff.model.rope import Phases, Rope, StepPhases
+from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
+from birkhoff.model.rope import Rope, StepPhases
 from birkhoff.model.state import ENTRY, Fresh, LayerState
 
 
 class Attention(nn.Module):
     def __init__(self, config: V4Config, ratio: int, rope: Rope, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.ratio, self.numerics = ratio, numerics
+        self.ratio, self.numerics, self.kernels = ratio, numerics, numerics.kernels
         self.heads, self.head_dim, self.rope_dim = config.num_attention_heads, config.head_dim, config.qk_rope_head_dim
         self.groups, self.group_rank = config.o_groups, config.o_lora_rank
-        self.window, self.eps = config.sliding_window, config.rms_norm_eps
+        self.window, self.eps, self.scale = config.sliding_window, config.rms_norm_eps, config.head_dim**-0.5
         wide = self.heads * self.head_dim
         self.wq_a = Linear(config.hidden_size, config.q_lora_rank, "fp8", numerics, packed)
-        self.q_norm = RMSNorm(config.q_lora_rank, self.eps)
+        self.q_norm = RMSNorm(config.q_lora_rank, self.eps, numerics)
         self.wq_b = Linear(config.q_lora_rank, wide, "fp8", numerics, packed)
         self.wkv = Linear(config.hidden_size, self.head_dim, "fp8", numerics, packed)
-        self.kv_norm = RMSNorm(self.head_dim, self.eps)
+        self.kv_norm = RMSNorm(self.head_dim, self.eps, numerics)
         self.attn_sink = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         self.wo_a = Linear(wide // self.groups, self.groups * self.group_rank, "fp8", numerics, packed)
         self.wo_b = Linear(self.groups * self.group_rank, config.hidden_size, "fp8", numerics, packed)
         self.compressor = Compressor(config, ratio, ENTRY, rope, numerics) if ratio else None
         self.indexer = Indexer(config, rope, numerics, packed) if ratio == 4 else None
+        readers = [self.wq_a, self.wkv]
+        if self.compressor is not None:
+            readers.append(self.compressor.project)
+        if self.indexer is not None:
+            readers += [self.indexer.compressor.project, self.indexer.weights_proj]
+        self.entry = SharedInput(readers)
 
     def forward(self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
         turn = phases.compressed if self.ratio else phases.sliding
-        latent = self.q_norm(self.wq_a(x))  # [n, q_lora], also read by the indexer
+        latent, keys, *rows = self.entry(x)  # rows: what the compressor and the indexer read
+        latent = self.q_norm(latent)  # [n, q_lora], also read by the indexer
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = rotate(rms_norm(queries, None, self.eps), *turn)  # [n, h, c]
-        keys = rotate(self.kv_norm(self.wkv(x)), *turn)  # [n, c]
+        queries = self.kernels.rotate(self.kernels.rms_norm(queries, None, self.eps), *turn)  # [n, h, c]
+        keys = self.kernels.rotate(self.kv_norm(keys), *turn)  # [n, c]
         keys = self.numerics.round_key(keys, self.rope_dim)
-        mixed = torch.cat([self._attend_group(x, latent, queries, keys, turn, group, state) for group in batch.groups])
-        return self._project_out(rotate(mixed, *turn, inverse=True))  # values carry phase: turn it back
+        mixed = [self._attend_group(queries, keys, latent, rows, turn, group, state) for group in batch.groups]
+        mixed = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        return self._project_out(self.kernels.rotate(mixed, *turn, inverse=True))  # values carry phase: turn it back
 
-    def _attend_group(self, x, latent, queries, keys, turn: Phases, group, state) -> torch.Tensor:
+    def _attend_group(self, queries, keys, latent, rows, turn, group: Group, state: LayerState | Fresh) -> torch.Tensor:
+        """One rectangle of the batch, [B*T, h, c]: what each query sees, then the attention itself."""
         own = group.view(keys)
-        recent, oldest = state.recent(group, own, self.window)
-        state.remember(group, own)
         entries = chosen = None
         if self.compressor is not None:
-            entries = self.compressor(group.view(x), group, state)
+            entries = self.compressor(group.view(rows[0]), group, state)
             chosen = None if entries is None else visible_entries(group, entries.shape[1], self.ratio)
         if self.indexer is not None:
             turn = (group.view(turn[0]), group.view(turn[1]))
-            chosen = self.indexer(group.view(x), group.view(latent), turn, chosen, group, state)
-        mixed = attend(
-            group.view(queries), recent, oldest, entries, chosen, self.attn_sink, self.window, self.head_dim**-0.5
+            raw, weights = group.view(rows[1]), group.view(rows[2])
+            chosen = self.indexer(raw, weights, group.view(latent), turn, chosen, group, state)
+        if group.length == 1:
+            recent, seen = state.window(group, own)
+            if chosen is not None:
+                seen = torch.cat((seen, chosen.squeeze(1)), dim=-1)
+            return self.kernels.attend_one(queries[group.rows], recent, entries, seen, self.attn_sink, self.scale)
+        recent, oldest = state.recent(group, own)
+        mixed = self.kernels.attend(
+            group.view(queries), recent, oldest, entries, chosen, self.attn_sink, self.window, self.scale
         )
         return mixed.flatten(0, 1)
 

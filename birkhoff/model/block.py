@@ -28,11 +28,11 @@ class Block(nn.Module):
         self, config: V4Config, ratio: int, hashed: bool, rope: Rope, numerics: Numerics, packed: bool = False
     ):
         super().__init__()
-        self.hc_attn = Mixer(config)
-        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hc_attn = Mixer(config, numerics)
+        self.attn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
         self.attn = Attention(config, ratio, rope, numerics, packed)
-        self.hc_ffn = Mixer(config)
-        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.hc_ffn = Mixer(config, numerics)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
         self.ffn = MoE(config, hashed, numerics, packed)
 
     def forward(

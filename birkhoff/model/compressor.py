@@ -17,7 +17,6 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels.compress import pool
-from birkhoff.kernels.rope import rotate
 from birkhoff.model.batch import Group
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
 from birkhoff.model.rope import Rope
@@ -33,15 +32,16 @@ class Compressor(nn.Module):
         self.overlap = 2 if ratio == 4 else 1
         self.width = config.head_dim if kind == ENTRY else config.index_head_dim
         self.rope_dim = config.qk_rope_head_dim
-        self.wkv = Linear(config.hidden_size, self.overlap * self.width, "f32", numerics)
-        self.wgate = Linear(config.hidden_size, self.overlap * self.width, "f32", numerics)
+        channels = self.overlap * self.width
+        self.project = Linear(config.hidden_size, {"wkv": channels, "wgate": channels}, "f32", numerics)
         self.ape = nn.Parameter(torch.empty(ratio, self.overlap * self.width, dtype=torch.float32))
-        self.norm = RMSNorm(self.width, config.rms_norm_eps)
+        self.norm = RMSNorm(self.width, config.rms_norm_eps, numerics)
 
-    def forward(self, x: torch.Tensor, group: Group, state: LayerState | Fresh) -> torch.Tensor | None:
-        """x [B, T, d] -> all entries up to the group's newest position [B, E, width], or None while there are none."""
-        gates = self.wgate(x) + self.ape[group.positions() % self.ratio]
-        raw = torch.cat((self.wkv(x), gates), dim=-1)  # [B, T, 2 * overlap * width]
+    def forward(self, raw: torch.Tensor, group: Group, state: LayerState | Fresh) -> torch.Tensor | None:
+        """Rows of `project` [B, T, values and gates] -> all entries up to the group's newest position
+        [B, E, width], or None while there are none."""
+        values, gates = raw.chunk(2, dim=-1)
+        raw = torch.cat((values, gates + self.ape[group.positions() % self.ratio]), dim=-1)
         if group.length == 1:
             state.carry(self.kind, group, raw)
             self._finish_single(group, state)
@@ -92,14 +92,13 @@ class Compressor(nn.Module):
     def _seal(self, entries: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Norm, rotation by the block's first position, and the rounding of its cache."""
         entries = self.norm(entries.to(self.numerics.dtype))
-        entries = rotate(entries, *self.rope.at(numbers * self.ratio, compressed=True))
+        entries = self.numerics.kernels.rotate(entries, *self.rope.at(numbers * self.ratio, compressed=True))
         if self.kind == INDEX:
             return self.numerics.round_index(entries)
         return self.numerics.round_key(entries, self.rope_dim)
 
     def destinations(self, name: str) -> Iterator[Destination]:
-        yield from self.wkv.destinations(f"{name}.wkv")
-        yield from self.wgate.destinations(f"{name}.wgate")
+        yield from self.project.destinations(name)
         yield Destination(f"{name}.ape", self.ape)
         yield from self.norm.destinations(f"{name}.norm")
 

@@ -9,7 +9,6 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import index
-from birkhoff.kernels.rope import rotate
 from birkhoff.model.batch import Group
 from birkhoff.model.compressor import Compressor
 from birkhoff.model.linear import Destination, Linear, Numerics
@@ -29,16 +28,17 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config, 4, INDEX, rope, numerics)
 
     def forward(
-        self, x: torch.Tensor, latent: torch.Tensor, phases: Phases, visible: torch.Tensor | None, group: Group,
-        state: LayerState | Fresh,
+        self, raw: torch.Tensor, weights: torch.Tensor, latent: torch.Tensor, phases: Phases,
+        visible: torch.Tensor | None, group: Group, state: LayerState | Fresh,
     ) -> torch.Tensor | None:
-        """x [B, T, d], latent [B, T, q_lora], visible [B, T, E] -> chosen entries [B, T, E]."""
-        keys = self.compressor(x, group, state)  # kept up to date even while every entry is chosen
+        """Rows of the compressor's projection, head weights [B, T, h], latent [B, T, q_lora], visible [B, T, E]
+        -> chosen entries [B, T, E]."""
+        keys = self.compressor(raw, group, state)  # kept up to date even while every entry is chosen
         if keys is None or visible is None or keys.shape[1] <= self.topk:
             return visible
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.width))
-        queries = self.numerics.round_index(rotate(queries, *phases))
-        weights = self.weights_proj(x).float() * (self.width * self.heads) ** -0.5
+        queries = self.numerics.round_index(self.numerics.kernels.rotate(queries, *phases))
+        weights = weights.float() * (self.width * self.heads) ** -0.5
         blocks = [
             index.choose(index.score(q, keys, w), v, self.topk)
             for q, w, v in zip(*(t.split(QUERY_BLOCK, dim=1) for t in (queries, weights, visible)))

@@ -4,20 +4,22 @@ A layer's `role` is how the release stores it: "fp8" and "fp4" weights meet inpu
 "released"; "bf16" weights compute in the model's dtype; "f32" weights (compressors, gate, head) compute in float32
 whatever the model's dtype. A weight is held either as numbers or packed as the file has it (codes and scales), in
 which case it is unpacked exactly when used.
+
+One layer may hold several of the file's matrices, stacked, when they always read the same input. `SharedInput` goes
+further: it lets different layers with one input run as one product, by making their weights views of one matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from birkhoff.kernels import quant
-from birkhoff.kernels.norm import rms_norm
+from birkhoff.kernels.select import KernelSet, select
 
 Role = Literal["fp8", "fp4", "bf16", "f32"]
 ACTIVATION_GROUP = 128
@@ -34,10 +36,11 @@ class Destination:
 
 @dataclass(frozen=True)
 class Numerics:
-    """How much of the release's rounding is reproduced, and in which dtype the model computes."""
+    """In which dtype the model computes, how much of the release's rounding it reproduces, and with which kernels."""
 
     dtype: torch.dtype = torch.float32
     released: bool = False
+    kernels: KernelSet = field(default_factory=lambda: select("reference"))
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
         """What enters an FP8 or FP4 linear layer."""
@@ -55,39 +58,52 @@ class Numerics:
 
 
 class Linear(nn.Module):
-    """`y = x W^T`, no bias."""
+    """`y = x W^T`, no bias. `fan_out` is a number of rows, or rows by name for matrices stacked in that order."""
 
-    def __init__(self, fan_in: int, fan_out: int, role: Role, numerics: Numerics, packed: bool = False):
+    def __init__(
+        self, fan_in: int, fan_out: int | dict[str, int], role: Role, numerics: Numerics, packed: bool = False
+    ):
         super().__init__()
         self.role, self.numerics, self.packed = role, numerics, packed and role in ("fp8", "fp4")
+        self.parts = {"": fan_out} if isinstance(fan_out, int) else fan_out
         if self.packed:
-            codes, scale = _packed_shapes(fan_out, fan_in, role)
-            kind = torch.float8_e4m3fn if role == "fp8" else torch.int8
-            self.register_buffer("codes", torch.empty(codes, dtype=kind))
-            self.register_buffer("scale", torch.empty(scale, dtype=torch.uint8))
+            for part, rows in self.parts.items():
+                codes, scale = _packed_shapes(rows, fan_in, role)
+                kind = torch.float8_e4m3fn if role == "fp8" else torch.int8
+                self.register_buffer(f"codes_{part}", torch.empty(codes, dtype=kind))
+                self.register_buffer(f"scale_{part}", torch.empty(scale, dtype=torch.uint8))
         else:
             dtype = torch.float32 if role == "f32" else numerics.dtype
-            self.weight = nn.Parameter(torch.empty(fan_out, fan_in, dtype=dtype))
+            self.weight = nn.Parameter(torch.empty(sum(self.parts.values()), fan_in, dtype=dtype))
+
+    @property
+    def rounds(self) -> bool:
+        return self.numerics.released and self.role in ("fp8", "fp4")
 
     def dense(self) -> torch.Tensor:
         """The weight as numbers [out, in]."""
         if not self.packed:
             return self.weight
         unpack = quant.dequant_fp8 if self.role == "fp8" else quant.dequant_fp4
-        return unpack(self.codes, self.scale).to(self.numerics.dtype)
+        parts = [unpack(getattr(self, f"codes_{p}"), getattr(self, f"scale_{p}")) for p in self.parts]
+        return torch.cat(parts).to(self.numerics.dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.role in ("fp8", "fp4"):
+        if self.rounds:
             x = self.numerics.round_input(x)
         weight = self.dense()
-        return F.linear(x.to(weight.dtype), weight)
+        return self.numerics.kernels.linear(x.to(weight.dtype), weight)
 
     def destinations(self, name: str) -> Iterator[Destination]:
-        if self.packed:
-            yield Destination(f"{name}.weight", self.codes, "codes")
-            yield Destination(f"{name}.scale", self.scale, "scale")
-        else:
-            yield Destination(f"{name}.weight", self.weight)
+        first = 0
+        for part, rows in self.parts.items():
+            full = f"{name}.{part}" if part else name
+            if self.packed:
+                yield Destination(f"{full}.weight", getattr(self, f"codes_{part}"), "codes")
+                yield Destination(f"{full}.scale", getattr(self, f"scale_{part}"), "scale")
+            else:
+                yield Destination(f"{full}.weight", self.weight.detach()[first : first + rows])
+                first += rows
 
 
 def _packed_shapes(fan_out: int, fan_in: int, role: Role) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -96,16 +112,50 @@ def _packed_shapes(fan_out: int, fan_in: int, role: Role) -> tuple[tuple[int, in
     return (fan_out, fan_in // 2), (fan_out, fan_in // 32)
 
 
+class SharedInput:
+    """Layers that read one input. After `fuse`, those that compute alike are one product over one matrix."""
+
+    def __init__(self, layers: Sequence[Linear]):
+        self.layers = list(layers)
+        self._fused: list[tuple[list[int], torch.Tensor, list[int]]] | None = None
+
+    def fuse(self) -> None:
+        """Move the weights into common matrices; each layer keeps its own as a view."""
+        alike: dict[tuple[torch.dtype, bool], list[int]] = {}
+        for i, layer in enumerate(self.layers):
+            if layer.packed:
+                return
+            alike.setdefault((layer.weight.dtype, layer.rounds), []).append(i)
+        self._fused = []
+        for members in alike.values():
+            rows = [self.layers[i].weight.shape[0] for i in members]
+            whole = torch.cat([self.layers[i].weight.detach() for i in members])
+            for i, part in zip(members, whole.split(rows)):
+                self.layers[i].weight.data = part
+            self._fused.append((members, whole, rows))
+
+    def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        if self._fused is None or torch.is_grad_enabled():
+            return [layer(x) for layer in self.layers]
+        out: list[torch.Tensor] = [x] * len(self.layers)
+        for members, whole, rows in self._fused:
+            first = self.layers[members[0]]
+            entering = first.numerics.round_input(x) if first.rounds else x
+            for i, part in zip(members, first.numerics.kernels.linear(entering.to(whole.dtype), whole).split(rows, -1)):
+                out[i] = part
+        return out
+
+
 class RMSNorm(nn.Module):
     """Weighted RMSNorm; the weight is kept in float32."""
 
-    def __init__(self, width: int, eps: float):
+    def __init__(self, width: int, eps: float, numerics: Numerics):
         super().__init__()
-        self.eps = eps
+        self.eps, self.kernels = eps, numerics.kernels
         self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.kernels.rms_norm(x, self.weight, self.eps)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         yield Destination(f"{name}.weight", self.weight)

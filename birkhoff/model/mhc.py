@@ -9,14 +9,15 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import mhc
-from birkhoff.model.linear import Destination
+from birkhoff.model.linear import Destination, Numerics
 
 
 class Mixer(nn.Module):
     """One sublayer's hyper-connection: `read` before it, `write` after it."""
 
-    def __init__(self, config: V4Config):
+    def __init__(self, config: V4Config, numerics: Numerics):
         super().__init__()
+        self.kernels = numerics.kernels
         m = config.hc_mult
         self.iters, self.eps, self.rms_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
         self.fn = nn.Parameter(torch.empty((2 + m) * m, m * config.hidden_size, dtype=torch.float32))
@@ -25,10 +26,10 @@ class Mixer(nn.Module):
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[n, m, d] -> input [n, d], read-in [n, m], write-out [n, m], mixer [n, from, to]."""
-        return mhc.read(streams, self.fn, self.base, self.scale, self.iters, self.eps, self.rms_eps)
+        return self.kernels.mhc_read(streams, self.fn, self.base, self.scale, self.iters, self.eps, self.rms_eps)
 
     def write(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
-        return mhc.write(streams, y, post, mix)
+        return self.kernels.mhc_write(streams, y, post, mix)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("fn", "base", "scale"):

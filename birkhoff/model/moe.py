@@ -13,16 +13,16 @@ from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels import quant
 from birkhoff.model.batch import Batch
-from birkhoff.model.linear import Destination, Linear, Numerics
+from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
 
 
 class Gate(nn.Module):
     """Which experts a token goes to and with which weights; always float32."""
 
-    def __init__(self, config: V4Config, hashed: bool):
+    def __init__(self, config: V4Config, hashed: bool, numerics: Numerics):
         super().__init__()
         self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
-        self.weight = nn.Parameter(torch.empty(config.n_routed_experts, config.hidden_size, dtype=torch.float32))
+        self.project = Linear(config.hidden_size, config.n_routed_experts, "f32", numerics)
         self.bias: nn.Parameter | None = None
         self.tid2eid: torch.Tensor | None
         if hashed:
@@ -32,9 +32,8 @@ class Gate(nn.Module):
             self.tid2eid = None
             self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
 
-    def forward(self, x: torch.Tensor, token_ids: torch.Tensor, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [n, d] -> expert ids [n, k], weights [n, k]."""
-        logits = x.float() @ self.weight.T
+    def forward(self, logits: torch.Tensor, token_ids: torch.Tensor, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of `project` [n, E] -> expert ids [n, k], weights [n, k]."""
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
         given = None if self.tid2eid is None else self.tid2eid[token_ids].long()
         ids, weights = kernel.route(logits, self.bias, given, self.topk, self.factor)
@@ -42,7 +41,7 @@ class Gate(nn.Module):
         return ids, weights
 
     def destinations(self, name: str) -> Iterator[Destination]:
-        yield Destination(f"{name}.weight", self.weight)
+        yield from self.project.destinations(name)
         if self.tid2eid is not None:
             yield Destination(f"{name}.tid2eid", self.tid2eid, "ids")
         if self.bias is not None:
@@ -56,37 +55,42 @@ class Experts(nn.Module):
         super().__init__()
         self.count, self.inner = config.n_routed_experts, config.moe_intermediate_size
         self.numerics, self.packed, self.limit = numerics, packed, config.swiglu_limit
-        shapes = {"gate_up": (2 * self.inner, config.hidden_size), "down": (config.hidden_size, self.inner)}
-        for name, (rows, columns) in shapes.items():
-            if packed:
-                self.register_buffer(name, torch.empty(self.count, rows, columns // 2, dtype=torch.int8))
-                self.register_buffer(f"{name}_scale", torch.empty(self.count, rows, columns // 32, dtype=torch.uint8))
-            else:
-                self.register_parameter(name, nn.Parameter(torch.empty(self.count, rows, columns, dtype=numerics.dtype)))
+        hidden, inner, count = config.hidden_size, self.inner, self.count
+        if packed:
+            for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
+                self.register_buffer(name, torch.empty(count, rows, columns // 2, dtype=torch.int8))
+                self.register_buffer(f"{name}_scale", torch.empty(count, rows, columns // 32, dtype=torch.uint8))
+        else:
+            self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden, dtype=numerics.dtype))
+            # Turned round, so that all experts side by side are one matrix.
+            self.down = nn.Parameter(torch.empty(count, inner, hidden, dtype=numerics.dtype))
 
-    def _matrix(self, name: str, expert: int) -> torch.Tensor:
-        stored = getattr(self, name)[expert]
+    def stack(self) -> kernel.Stack:
         if not self.packed:
-            return stored
-        return quant.dequant_fp4(stored, getattr(self, f"{name}_scale")[expert]).to(self.numerics.dtype)
+            dense = (self.gate_up, self.down)
+            return kernel.Stack(self.count, self.gate_up.__getitem__, self.down.__getitem__, dense)
+
+        def unpack(name: str, expert: int) -> torch.Tensor:
+            codes, scale = getattr(self, name)[expert], getattr(self, f"{name}_scale")[expert]
+            return quant.dequant_fp4(codes, scale).to(self.numerics.dtype)
+
+        return kernel.Stack(self.count, lambda e: unpack("gate_up", e), lambda e: unpack("down", e).T)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[n, d] -> [n, d] float32, the weighted sum over each token's experts."""
-        return kernel.experts(
-            x, ids, weights, lambda e: self._matrix("gate_up", e), lambda e: self._matrix("down", e), self.limit,
-            self.numerics.round_input,
-        )
+        kernels = self.numerics.kernels
+        return kernels.experts(x, ids, weights, self.stack(), self.limit, self.numerics.round_input)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         gate, up, whole = slice(0, self.inner), slice(self.inner, None), slice(None)
         for expert in range(self.count):
             for part, stack, rows in (("w1", "gate_up", gate), ("w3", "gate_up", up), ("w2", "down", whole)):
-                stored = getattr(self, stack).detach()[expert, rows]
-                kind = "codes" if self.packed else "value"
-                yield Destination(f"{name}.{expert}.{part}.weight", stored, kind)
+                stored, full = getattr(self, stack).detach()[expert], f"{name}.{expert}.{part}"
                 if self.packed:
-                    scale = getattr(self, f"{stack}_scale")[expert, rows]
-                    yield Destination(f"{name}.{expert}.{part}.scale", scale, "scale")
+                    yield Destination(f"{full}.weight", stored[rows], "codes")
+                    yield Destination(f"{full}.scale", getattr(self, f"{stack}_scale")[expert, rows], "scale")
+                else:
+                    yield Destination(f"{full}.weight", stored.T if part == "w2" else stored[rows])
 
 
 class SharedExpert(nn.Module):
@@ -95,29 +99,32 @@ class SharedExpert(nn.Module):
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
         self.limit, self.dtype = config.swiglu_limit, numerics.dtype
-        self.w1 = Linear(config.hidden_size, config.moe_intermediate_size, "fp8", numerics, packed)
-        self.w3 = Linear(config.hidden_size, config.moe_intermediate_size, "fp8", numerics, packed)
-        self.w2 = Linear(config.moe_intermediate_size, config.hidden_size, "fp8", numerics, packed)
+        inner = config.moe_intermediate_size
+        self.open = Linear(config.hidden_size, {"w1": inner, "w3": inner}, "fp8", numerics, packed)
+        self.w2 = Linear(inner, config.hidden_size, "fp8", numerics, packed)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(kernel.swiglu(self.w1(x), self.w3(x), self.limit).to(self.dtype))
+    def forward(self, opened: torch.Tensor) -> torch.Tensor:
+        """Rows of `open` [n, gate and up] -> [n, d]."""
+        return self.w2(kernel.swiglu(*opened.chunk(2, dim=-1), self.limit).to(self.dtype))
 
     def destinations(self, name: str) -> Iterator[Destination]:
-        for part in ("w1", "w2", "w3"):
-            yield from getattr(self, part).destinations(f"{name}.{part}")
+        yield from self.open.destinations(name)
+        yield from self.w2.destinations(f"{name}.w2")
 
 
 class MoE(nn.Module):
     def __init__(self, config: V4Config, hashed: bool, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.gate = Gate(config, hashed)
+        self.gate = Gate(config, hashed, numerics)
         self.experts = Experts(config, numerics, packed)
         self.shared_experts = SharedExpert(config, numerics, packed)
+        self.entry = SharedInput([self.gate.project, self.shared_experts.open])
 
     def forward(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
-        ids, weights = self.gate(x, batch.token_ids, tap)
-        return (self.experts(x, ids, weights) + self.shared_experts(x).float()).to(x.dtype)
+        logits, opened = self.entry(x)
+        ids, weights = self.gate(logits, batch.token_ids, tap)
+        return (self.experts(x, ids, weights) + self.shared_experts(opened).float()).to(x.dtype)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("gate", "experts", "shared_experts"):

@@ -26,7 +26,7 @@ class MTP(nn.Module):
         self.rope = rope
         self.e_proj = Linear(width, width, "fp8", numerics, packed)
         self.h_proj = Linear(width, width, "fp8", numerics, packed)
-        self.enorm, self.hnorm, self.norm = RMSNorm(width, eps), RMSNorm(width, eps), RMSNorm(width, eps)
+        self.enorm, self.hnorm, self.norm = (RMSNorm(width, eps, numerics) for _ in range(3))
         self.block = Block(config, 0, False, rope, numerics, packed)
         self.hc_head = HeadMixer(config)
 

@@ -46,7 +46,7 @@ class LayerState:
 
     def __init__(self, config: V4Config, ratio: int, state: State):
         device, dtype, slots, back = state.device, state.dtype, state.slots, state.lookback
-        self.state, self.ratio = state, ratio
+        self.state, self.ratio, self.window_size = state, ratio, config.sliding_window
         self.keys = Ring(slots, config.sliding_window + back, config.head_dim, device, dtype)
         self.raw: dict[str, Ring] = {}
         self.pages: dict[str, torch.Tensor] = {}
@@ -58,17 +58,23 @@ class LayerState:
             self.raw[kind] = Ring(slots, size, 2 * overlap * width, device, torch.float32)
             self.pages[kind] = torch.zeros(state.num_pages, PAGE_TOKENS // ratio, width, device=device, dtype=dtype)
 
-    def recent(self, group: Group, keys: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys visible without compression: up to window-1 older ones, then the group's own; and the first valid."""
-        past = min(max(group.starts), window - 1)
-        if past == 0:
-            return keys, torch.zeros_like(group.first)
-        positions = group.first.unsqueeze(-1) + torch.arange(-past, 0, device=keys.device)
-        older = self.keys.read(group.slots, positions)
-        return torch.cat((older, keys), dim=1), (past - group.first).clamp_min(0)
-
-    def remember(self, group: Group, keys: torch.Tensor) -> None:
+    def recent(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Prefill: up to window-1 older keys, then the group's own, which are kept; and the first valid one."""
+        past = min(max(group.starts), self.window_size - 1)
+        recent, oldest = keys, torch.zeros_like(group.first)
+        if past:
+            positions = group.first.unsqueeze(-1) + torch.arange(-past, 0, device=keys.device)
+            recent = torch.cat((self.keys.read(group.slots, positions), keys), dim=1)
+            oldest = (past - group.first).clamp_min(0)
         self.keys.write(group.slots, group.positions(), keys)
+        return recent, oldest
+
+    def window(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Decoding: keep each sequence's key [B, 1, c], then hand out its ring as it lies, with what is visible."""
+        self.keys.write(group.slots, group.positions(), keys)
+        age = (group.first.unsqueeze(-1) - torch.arange(self.keys.size, device=keys.device)) % self.keys.size
+        seen = (age < self.window_size) & (age <= group.first.unsqueeze(-1))  # by how long ago each row was written
+        return self.keys.rows[group.slots], seen
 
     def unfinished(self, kind: str, group: Group, count: int) -> torch.Tensor:
         """The last `count` raw rows before each start, [B, count, width]."""
@@ -143,11 +149,11 @@ class Fresh:
     def at(self, layer: int) -> Fresh:
         return Fresh()
 
-    def recent(self, group: Group, keys: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def recent(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return keys, torch.zeros_like(group.first)
 
-    def remember(self, group: Group, keys: torch.Tensor) -> None:
-        pass
+    def window(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return keys, torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
 
     def unfinished(self, kind: str, group: Group, count: int) -> torch.Tensor:
         raise AssertionError("a fresh sequence starts at 0 and has no unfinished block")

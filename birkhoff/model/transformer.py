@@ -17,7 +17,7 @@ from birkhoff.hooks import sites
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
-from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
+from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.mtp import MTP
 from birkhoff.model.rope import Rope
@@ -38,10 +38,18 @@ class Transformer(nn.Module):
             for layer, ratio in enumerate(config.compress_ratios)
         )
         self.hc_head = HeadMixer(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
         self.head = Linear(config.hidden_size, config.vocab_size, "f32", numerics)
         with_mtp = config.num_nextn_predict_layers > 0 if mtp is None else mtp
         self.mtp = MTP(config, rope, numerics, packed) if with_mtp else None
+
+    def fuse(self) -> Transformer:
+        """Once filled: let layers with a common input run as one product. Values and names stay as they are."""
+        for module in self.modules():
+            entry = getattr(module, "entry", None)
+            if isinstance(entry, SharedInput):
+                entry.fuse()
+        return self
 
     def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
         """Whole sequences [T] or [B, T] -> logits [..., T, vocab] float32, differentiable."""

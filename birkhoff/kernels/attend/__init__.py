@@ -7,8 +7,11 @@ Query `i` stands beside `recent[P+i]` and sees `recent[j]` for `P+i-window < j <
 the start of the sequence are padding), plus the compressed `entries` chosen for it. Keys are values. The sink is a
 logit without a value and is not scaled. Scores and sums are float32; in bfloat16 the un-normalised probabilities are
 rounded before they meet the values and the quotient is taken last.
+
+`attend_one(queries [B, H, c], recent [B, K, c], entries [B, E, c] | None, seen [B, K+E] bool | None, sink, scale)
+        -> [B, H, c]`: one query per sequence against keys in any order; `seen=None` means every key is visible.
 """
 
-from birkhoff.kernels.attend.reference import attend
+from birkhoff.kernels.attend.reference import attend, attend_one
 
-__all__ = ["attend"]
+__all__ = ["attend", "attend_one"]

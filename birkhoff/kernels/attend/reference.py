@@ -44,3 +44,17 @@ def _attend_dense(q: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor, sink:
     weight = weight.to(q.dtype).float()
     out = weight.view(batch, length * heads, -1) @ wide
     return (out.view(batch, length, heads, width) / total).to(q.dtype)
+
+
+def attend_one(
+    queries: torch.Tensor,
+    recent: torch.Tensor,
+    entries: torch.Tensor | None,
+    seen: torch.Tensor | None,
+    sink: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    keys = recent if entries is None else torch.cat((recent, entries), dim=1)
+    if seen is None:
+        seen = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+    return _attend_dense(queries.unsqueeze(1), keys, seen.unsqueeze(1), sink, scale).squeeze(1)

@@ -4,11 +4,12 @@
 `route(logits [n, E], bias [E] | None, ids [n, k] | None, topk, factor) -> (ids [n, k], weights [n, k] float32)`:
     sqrt-softplus scores; chosen by score plus bias (ties: lowest id) or given by `ids` (hash routing); weights are the
     unbiased scores, normalised and scaled.
-`experts(x [n, d], ids, weights, gate_up, down, limit, round_input) -> [n, d]` float32:
-    `gate_up(e)` is expert e's matrix [2i, d], `down(e)` its [d, i] (packed weights are unpacked one at a time); sum over the chosen experts, in ascending expert order whatever the batch holds; the routing weight multiplies
+`experts(x [n, d], ids, weights, stack: Stack, limit, round_input) -> [n, d]` float32:
+    sum over the chosen experts, in ascending expert order whatever the batch holds; the routing weight multiplies
     before `down`. `round_input` is applied to what enters either product (identity unless numerics are "released").
+    `Stack` gives each expert's matrices; packed ones are unpacked one at a time.
 """
 
-from birkhoff.kernels.experts.reference import experts, route, swiglu
+from birkhoff.kernels.experts.reference import Stack, experts, route, swiglu
 
-__all__ = ["experts", "route", "swiglu"]
+__all__ = ["Stack", "experts", "route", "swiglu"]

@@ -3,9 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Stack:
+    """The routed experts' matrices. `dense` holds all of them as numbers, unless they are kept packed."""
+
+    count: int
+    gate_up: Callable[[int], torch.Tensor]  # expert -> [2i, d], gate above up
+    down: Callable[[int], torch.Tensor]  # expert -> [i, d], to be multiplied from the left
+    dense: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, 2i, d], [E, i, d]
 
 
 def swiglu(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:
@@ -27,8 +38,7 @@ def experts(
     x: torch.Tensor,
     ids: torch.Tensor,
     weights: torch.Tensor,
-    gate_up: Callable[[int], torch.Tensor],
-    down: Callable[[int], torch.Tensor],
+    stack: Stack,
     limit: float,
     round_input: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
@@ -36,8 +46,8 @@ def experts(
     entering = round_input(x)
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
-        a, b = F.linear(entering[rows], gate_up(expert)).chunk(2, dim=-1)
+        a, b = F.linear(entering[rows], stack.gate_up(expert)).chunk(2, dim=-1)
         z = swiglu(a, b, limit) * weights[rows, places].unsqueeze(-1)
-        y = F.linear(round_input(z.to(x.dtype)), down(expert))
+        y = round_input(z.to(x.dtype)) @ stack.down(expert)
         out = out.index_add(0, rows, y.float())
     return out

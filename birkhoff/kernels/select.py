@@ -1,0 +1,73 @@
+"""Which implementation of each operation a model uses.
+
+Every operation has a plain twin (`reference.py`); some have a fast one next door (`cpu.py`, later `kernel.py` for a
+GPU) with the same signature. `select` fills a `KernelSet` that a model is built with; nothing is chosen behind its back
+later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from birkhoff.kernels.attend import cpu as attend_cpu
+from birkhoff.kernels.attend import reference as attend_plain
+from birkhoff.kernels.experts import cpu as experts_cpu
+from birkhoff.kernels.experts import reference as experts_plain
+from birkhoff.kernels.linear import cpu as linear_cpu
+from birkhoff.kernels.linear import reference as linear_plain
+from birkhoff.kernels.mhc import cpu as mhc_cpu
+from birkhoff.kernels.mhc import reference as mhc_plain
+from birkhoff.kernels.norm import cpu as norm_cpu
+from birkhoff.kernels.norm import reference as norm_plain
+from birkhoff.kernels.rope import cpu as rope_cpu
+from birkhoff.kernels.rope import reference as rope_plain
+
+Choice = Literal["reference", "cpu"]
+Op = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class KernelSet:
+    """One implementation per operation; the contracts are in the operations' own folders."""
+
+    name: str
+    linear: Op
+    rms_norm: Op
+    rotate: Op
+    mhc_read: Op
+    mhc_write: Op
+    attend: Op
+    attend_one: Op
+    experts: Op
+
+
+PAIRS: dict[str, tuple[Op, Op]] = {
+    "linear": (linear_plain.linear, linear_cpu.linear),
+    "rms_norm": (norm_plain.rms_norm, norm_cpu.rms_norm),
+    "rotate": (rope_plain.rotate, rope_cpu.rotate),
+    "mhc_read": (mhc_plain.read, mhc_cpu.read),
+    "mhc_write": (mhc_plain.write, mhc_cpu.write),
+    "attend": (attend_plain.attend, attend_plain.attend),
+    "attend_one": (attend_plain.attend_one, attend_cpu.attend_one),
+    "experts": (experts_plain.experts, experts_cpu.experts),
+}
+
+
+def select(choice: Choice) -> KernelSet:
+    if choice == "reference":
+        return KernelSet("reference", **{name: plain for name, (plain, _) in PAIRS.items()})
+    return KernelSet("cpu", **{name: _while_inferring(plain, fast) for name, (plain, fast) in PAIRS.items()})
+
+
+def _while_inferring(plain: Op, fast: Op) -> Op:
+    if plain is fast:
+        return plain
+
+    def pick(*arguments, **options):
+        return (plain if torch.is_grad_enabled() else fast)(*arguments, **options)
+
+    return pick

@@ -30,6 +30,7 @@ _HARMLESS = frozenset(
     seq_aux first_k_dense_replace moe_layer_freq _name_or_path return_dict output_hidden_states output_attentions
     chunk_size_feed_forward id2label label2id problem_type is_encoder_decoder keys_to_ignore_at_inference
     num_local_experts sep_token_id decoder_start_token_id max_length dspark_config name
+    mlp_bias
     """.split()
 )
 
@@ -131,6 +132,8 @@ class V4Config:
         unknown = tuple(sorted(k for k in values if k not in known and k not in _HARMLESS))
         if values.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"hidden_act is {values['hidden_act']!r}; V4 experts are SwiGLU, expected 'silu'.")
+        if values.get("mlp_bias"):
+            raise ConfigError("mlp_bias is true; V4 experts have no biases. Take config.json from the checkpoint itself.")
         return cls(**{k: v for k, v in values.items() if k in known}, unknown=unknown)
 
     def to_dict(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@
 """
 
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
+from birkhoff.weights.inspect import Inspection, inspect_checkpoint
 from birkhoff.weights.layout import expected_tensors
 from birkhoff.weights.load import LoadReport, load_into
 from birkhoff.weights.released import Packed, write_released
@@ -15,10 +16,12 @@ from birkhoff.weights.stored import TensorRef
 
 __all__ = [
     "Checkpoint",
+    "Inspection",
     "LoadReport",
     "Packed",
     "TensorRef",
     "expected_tensors",
+    "inspect_checkpoint",
     "load_into",
     "open_checkpoint",
     "write_released",

@@ -1,0 +1,200 @@
+"""What is in a checkpoint, from its headers alone: sizes by class, layers by kind, cache cost, and every problem.
+
+Where the loader stops at the first problem, the inspector goes on and lists them all; both use the same checks, so a
+checkpoint without problems here opens there. No payload is read and no tensor is made.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from birkhoff.config import V4Config
+from birkhoff.errors import BirkhoffError, ConfigError
+from birkhoff.weights.checkpoint import EntryRefs, open_checkpoint
+from birkhoff.weights.shards import gather
+from birkhoff.weights.stored import BYTES, TensorRef
+
+CLASSES = ("experts", "dense", "vocabulary", "compressor", "router", "mhc", "norms", "mtp", "other")
+KINDS = ("swa", "csa", "hca")
+SHOWN = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "sliding_window",
+    "index_topk",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "num_hash_layers",
+    "hc_mult",
+    "max_position_embeddings",
+)
+MAX_PROBLEMS = 50
+_CARRY_ROWS = {"swa": 0, "csa": 8, "hca": 128}
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """`bytes_by_class` are bytes in the files; `parameters` count numbers, not codes or scales."""
+
+    path: str
+    dialect: str | None
+    files: int
+    tensors: int
+    file_bytes: int
+    bytes_by_class: dict[str, int]
+    parameters: int
+    parameters_mtp: int
+    parameters_active: int | None
+    layers: dict[str, list[int]] = field(default_factory=dict)
+    mtp_blocks: int = 0
+    config: dict[str, Any] = field(default_factory=dict)
+    cache_bytes_per_token: float | None = None
+    cache_bytes_per_sequence: int | None = None
+    notices: list[str] = field(default_factory=list)
+    problems: list[dict[str, str]] = field(default_factory=list)
+
+    @property
+    def weight_bytes(self) -> dict[str, int]:
+        """Memory the weights take as stored, as bfloat16 and as float32."""
+        return {"stored": self.file_bytes, "bfloat16": 2 * self.parameters, "float32": 4 * self.parameters}
+
+    def fits(self, places: Mapping[str, int]) -> dict[str, list[str]]:
+        """For each place with so many bytes, the forms of the weights that fit it."""
+        return {place: [form for form, size in self.weight_bytes.items() if size <= room]
+                for place, room in places.items()}
+
+    def to_json(self) -> str:
+        return json.dumps({**asdict(self), "weight_bytes": self.weight_bytes}, ensure_ascii=False)
+
+
+class _Problems:
+    """The first findings and a count: a config of the wrong size misfits every tensor there is."""
+
+    def __init__(self) -> None:
+        self._first: list[BirkhoffError] = []
+        self._count = 0
+
+    def add(self, error: BirkhoffError) -> None:
+        self._count += 1
+        if len(self._first) < MAX_PROBLEMS:
+            self._first.append(error)
+
+    def listed(self) -> list[dict[str, str]]:
+        rows = [{"code": error.code, "message": str(error)} for error in self._first]
+        if self._count > len(rows):
+            rows.append({"code": "more", "message": f"and {self._count - len(rows)} more problems of this kind."})
+        return rows
+
+
+def inspect_checkpoint(path: str | Path) -> Inspection:
+    """Describe a checkpoint; a path that is none at all is an error, anything wrong inside one is a problem listed."""
+    path = Path(path).expanduser()
+    problems = _Problems()
+    config, dialect, notices = None, None, []
+    try:
+        checkpoint = open_checkpoint(path, problems.add)
+        tensors: Mapping[str, TensorRef] = checkpoint
+        config, dialect, notices, files = checkpoint.config, checkpoint.dialect, checkpoint.notices, checkpoint.files
+    except ConfigError as error:
+        problems = _Problems()
+        problems.add(error)
+        shards = gather(path, problems.add)
+        tensors, files = EntryRefs(shards.tensors), shards.files
+    return _describe(path, config, dialect, tensors, files, notices, problems.listed())
+
+
+def places() -> dict[str, int]:
+    """Memory of this machine: what is available to a process, and each GPU's total."""
+    import torch
+
+    room = {"host": _available_bytes()}
+    for index in range(torch.cuda.device_count()):
+        room[f"cuda:{index}"] = torch.cuda.get_device_properties(index).total_memory
+    return room
+
+
+def _describe(path: Path, config: V4Config | None, dialect: str | None, tensors: Mapping[str, TensorRef],
+              files: list[Path], notices: list[str], problems: list[dict[str, str]]) -> Inspection:
+    sizes, numbers = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0)
+    for name in tensors:
+        ref = tensors[name]
+        kind = class_of(name)
+        sizes[kind] += ref.nbytes
+        if not name.endswith((".scale", ".tid2eid")):
+            numbers[kind] += math.prod(ref.shape) * (2 if ref.dtype in BYTES else 1)
+    total = sum(numbers.values())
+    active = None
+    if config is not None:
+        share = config.num_experts_per_tok / config.n_routed_experts
+        embed = config.vocab_size * config.hidden_size  # looked up, not multiplied
+        active = total - numbers["mtp"] - embed - round(numbers["experts"] * (1 - share))
+    return Inspection(
+        path=str(path), dialect=dialect, files=len(files), tensors=len(tensors), file_bytes=sum(sizes.values()),
+        bytes_by_class={kind: size for kind, size in sizes.items() if size},
+        parameters=total, parameters_mtp=numbers["mtp"], parameters_active=active,
+        notices=list(notices), problems=problems,
+        **(_of_config(config) if config is not None else {}),
+    )
+
+
+def class_of(name: str) -> str:
+    """Which part of the model a tensor belongs to; the first rule that fits."""
+    if name.startswith("mtp."):
+        return "mtp"
+    if ".ffn.experts." in name:
+        return "experts"
+    if name in ("embed.weight", "head.weight"):
+        return "vocabulary"
+    if ".compressor." in name or ".indexer." in name:
+        return "compressor"
+    if ".gate." in name:
+        return "router"
+    if name.startswith("hc_head_") or ".hc_" in name:
+        return "mhc"
+    if name.endswith(("norm.weight", "attn_sink")):
+        return "norms"
+    return "dense" if ".attn.w" in name or ".shared_experts." in name else "other"
+
+
+def _of_config(config: V4Config) -> dict[str, Any]:
+    kinds = [config.layer_kind(layer) for layer in range(config.num_hidden_layers)]
+    per_token, per_sequence = cache_bytes(config)
+    return {
+        "layers": {kind: [layer for layer, k in enumerate(kinds) if k == kind] for kind in KINDS},
+        "mtp_blocks": config.num_nextn_predict_layers,
+        "config": {name: getattr(config, name) for name in SHOWN},
+        "cache_bytes_per_token": per_token,
+        "cache_bytes_per_sequence": per_sequence,
+    }
+
+
+def cache_bytes(config: V4Config) -> tuple[float, int]:
+    """Trunk cache in bfloat16 (spec 12.4): bytes per token of context, and the constant part of a sequence."""
+    per_token, per_sequence = 0.0, 0
+    for layer, ratio in enumerate(config.compress_ratios):
+        kind = config.layer_kind(layer)
+        width = config.head_dim + (config.index_head_dim if kind == "csa" else 0)
+        per_token += 2 * width / ratio if ratio else 0.0
+        per_sequence += 2 * config.sliding_window * config.head_dim
+        overlap = 2 if kind == "csa" else 1
+        per_sequence += 2 * 4 * _CARRY_ROWS[kind] * overlap * width  # values and gates, float32
+    return per_token, per_sequence
+
+
+def _available_bytes() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

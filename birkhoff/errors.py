@@ -17,6 +17,7 @@
     │   └── SiteError            site-unknown      a hook or layer this model does not have
     ├── CapacityError            engine-full       more cache than can ever be free
     ├── EngineClosed             engine-closed     a call after close()
+    ├── LogitsError              logits-invalid    NaN or nothing to choose from, in one request
     └── TextUnavailable          text-unavailable  text calls on a checkpoint without tokenizer files
 
 Every message says what was seen, what was expected and the next move. `code` is stable and is also the wire code.
@@ -101,6 +102,10 @@ class CapacityError(BirkhoffError):
 
 class EngineClosed(BirkhoffError):
     code = "engine-closed"
+
+
+class LogitsError(BirkhoffError):
+    code = "logits-invalid"
 
 
 class TextUnavailable(BirkhoffError):

@@ -37,7 +37,7 @@ class EngineCore:
         state = State(model.config, max_requests, num_pages, device, model.numerics.dtype)
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
         self.runner = Runner(model, state, batch_invariant)
-        self.sampler = Sampler(batch_invariant)
+        self.sampler = Sampler()
         self._lock = threading.Lock()
         self._closed = False
 

@@ -5,7 +5,8 @@ engine knows of text. `TextStream` is for plain prompts. `ChatStream` also parse
 content and tool calls as they become certain, and `message()` is what they come to.
 
 Text is what a reader should see next: complete characters, nothing that may still become a stop string, no BOS or EOS.
-Once a stop was met the rest is nobody's: `finish` then has nothing to add. A stop string is looked for in text; it may also name a marker, which then ends the answer by its id.
+Once a stop was met the rest is nobody's: `finish` then has nothing to add. A stop string is looked for in text; in a
+chat it may also name a marker, which then ends the answer by its id.
 """
 
 from __future__ import annotations

@@ -121,6 +121,8 @@ def _recognise_shape(template: Template, texts: dict[str, str], efforts: dict[st
     """Texts of a revision we have no hash for, told by how they begin. Only named strings: no comment may count."""
     if not template.label:
         return
+    if template.whole is not None and "{" in template.whole:
+        return  # the unfilled form of a template that is also here filled in
     head, tail = template.around_only_hole() or (template.whole or "", "")
     if head.startswith("#") and DSML in head and tail and not {"tools_head", "tools_tail"} & texts.keys():
         texts.update(tools_head=head, tools_tail=tail)

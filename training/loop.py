@@ -1,0 +1,248 @@
+"""The training loop: feed, step, schedule, measure, save; stops by steps or by the clock.
+
+A run is measured in steps (`Stop(steps=...)`, exactly repeatable) or in seconds (`Stop(seconds=...)`, it ends when told,
+whatever the machine's speed); the clock starts after compilation. State for resuming goes to `work/state.pt`. In the last
+tenth the weights are rounded as they will be stored, and the best measurement made under rounding is what ships.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from birkhoff.errors import OptionError
+from training.feed import Feed
+from training.forward import Forward
+from training.initial import initialise
+from training.liveness import liveness
+from training.measure import HeldOut, measure, report
+from training.optim import Optimiser
+from training.parameters import Store
+from training.settings import Settings, moment
+from training.step import Step
+
+EAGER_STEPS = 3  # before recording: compilation, library workspaces, autotuning
+
+
+@dataclass(frozen=True)
+class Stop:
+    steps: int | None = None
+    seconds: float | None = None
+
+    def progress(self, step: int, elapsed: float) -> float:
+        return step / self.steps if self.steps else elapsed / (self.seconds or 1.0)
+
+
+@dataclass
+class Log:
+    """JSON lines to a file and to the screen."""
+
+    path: Path
+    label: str = ""
+    lines: list[dict] = field(default_factory=list)
+
+    def write(self, kind: str, **values: object) -> None:
+        line = {"kind": kind, "time": round(time.time(), 1)} | ({"run": self.label} if self.label else {}) | values
+        self.lines.append(line)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with open(self.path, "a", encoding="utf-8") as out:
+            out.write(json.dumps(line) + "\n")
+        print(json.dumps(line), flush=True)
+
+
+@dataclass
+class Bench:
+    """What runs share: the compiled forward, the rows, the held-out text, the log."""
+
+    forward: Forward
+    feed: Feed
+    held_out: list[HeldOut]
+    pad: int
+    log: Log
+    work: Path
+
+
+@dataclass
+class Outcome:
+    settings: Settings
+    tensors: dict[str, Tensor]  # what ships, float32 masters on the CPU
+    measured: dict
+    steps: int
+    seconds: float
+    tokens_per_second: float
+    alive: list[dict]
+
+
+class Run:
+    def __init__(self, bench: Bench, settings: Settings, stop: Stop):
+        if not stop.steps and not stop.seconds:
+            raise OptionError("a run needs an end: give --steps or --minutes.")
+        self.bench, self.settings, self.stop = bench, settings, stop
+        self.store = Store(bench.forward.config, bench.forward.device)
+        initialise(self.store, settings.seed, settings.spread, settings.mhc_scale, settings.stagger)
+        self.optimiser = Optimiser(self.store, settings)
+        self.step = Step(bench.forward, self.store, self.optimiser, settings, bench.pad)
+        self.done, self.elapsed = 0, 0.0
+        self.best: tuple[float, dict[str, Tensor], dict] | None = None
+
+    def train(self, marks: int = 10, log_every: int = 50, save_seconds: float = 90.0, record: bool = True) -> Outcome:
+        """Train to the end; `marks` measurements on the way, the last of them at the end."""
+        began = time.monotonic() - self.elapsed
+        saved, logged, logged_at = time.monotonic(), self.done, time.monotonic()
+        # In the last tenth measure twice as often: that is where the best shippable weights are.
+        goals = sorted({(i + 1) / marks for i in range(marks)} | ({0.95} if marks >= 10 else set()))
+        eager, rounded = EAGER_STEPS, False
+        progress = self.stop.progress(self.done, self.elapsed)
+        goals = [goal for goal in goals if goal > progress]
+        while progress < 1:
+            if not rounded and progress >= 1 - self.settings.round_share:
+                rounded, eager = True, EAGER_STEPS
+                self.step.forget()
+                self.bench.log.write("rounding", step=self.done)
+            part = "mixed" if progress < self.settings.mixed_share else "core"
+            ids, roles = self.bench.feed.batch(part, self.settings.batch)
+            self.step.load(ids, roles, moment(self.settings, self.done, progress))
+            self.step.run(rounded)
+            self.done += 1
+            if eager:
+                eager -= 1
+                if not eager and record:
+                    graph = self.step.record(rounded)
+                    self.bench.log.write("recorded", graph=graph, rounded=rounded, error=self.step.graph_error)
+                if not rounded and self.done <= EAGER_STEPS:  # compilation is not training time
+                    self._wait()
+                    began = time.monotonic() - self.elapsed
+                    logged_at = time.monotonic()
+            self.elapsed = time.monotonic() - began
+            progress = self.stop.progress(self.done, self.elapsed)
+            if self.done % log_every == 0:
+                metrics = self.step.read()
+                now = time.monotonic()
+                rate = (self.done - logged) * self.settings.batch * self.settings.length / max(now - logged_at, 1e-9)
+                self.bench.log.write("train", step=self.done, progress=round(progress, 4), part=part,
+                                     tokens_per_second=round(rate), **_rounded(metrics))  # fmt: skip
+                logged, logged_at = self.done, now
+                if not all(map(_finite, metrics.values())):
+                    raise FloatingPointError(f"step {self.done}: {metrics} is not finite. Lower the rates (--set) or resume "
+                                             f"from {self.bench.work / 'state.pt'}.")
+            if goals and progress >= goals[0]:
+                goals = [goal for goal in goals if goal > progress]
+                self.measure(rounded)
+                logged, logged_at = self.done, time.monotonic()
+            if time.monotonic() - saved > save_seconds:
+                self.save()
+                saved = time.monotonic()
+        self._wait()
+        return self._finish(rounded)
+
+    def measure(self, rounded: bool) -> dict:
+        """Held-out scores now; under rounding the best weights are kept."""
+        weights = self.store.named(self.store.leaves(self.step.dtype, rounded))
+        scores = [measure(self.bench.forward, weights, part.rows, self.bench.pad, self.settings.batch, self.step.stream_dtype)
+                  for part in self.bench.held_out]  # fmt: skip
+        found = report(self.bench.held_out, scores)
+        loss = found["both"]["nats_per_token"]
+        self.bench.log.write("held-out", step=self.done, seconds=round(self.elapsed, 1), rounded=rounded, **found)
+        if self.best is None or rounded and not self.best[2]["rounded"] or loss < self.best[0]:
+            tensors = {name: tensor.cpu() for name, tensor in self.store.export().items()}
+            self.best = (loss, tensors, found | {"rounded": rounded, "step": self.done})
+        return found
+
+    def alive(self, rounded: bool, rows: int = 8) -> list[dict]:
+        """Liveness on rows of the training stream that hold no padding."""
+        ids, _ = self.bench.feed.batch("core", 4 * rows)
+        full = ids[(ids != self.bench.pad).all(1)][:rows]
+        full = ids[:rows] if not len(full) else full
+        weights = {name: weight.detach() for name, weight in self.store.named(self.store.leaves(self.step.dtype, rounded)).items()}
+        batch = torch.from_numpy(full.astype("int64")).to(self.bench.forward.device)
+        found = liveness(weights, batch, self.bench.forward.config, self.step.stream_dtype)
+        for entry in found:
+            self.bench.log.write("alive", **entry)
+        return found
+
+    def save(self) -> None:
+        """Everything needed to go on, in one file that is replaced whole."""
+        path = self.bench.work / "state.pt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        state = {
+            "settings": asdict(self.settings), "done": self.done, "elapsed": self.elapsed, "best": self.best,
+            "feed": self.bench.feed.position(), "tensors": self.store.export(), "optimiser": self.optimiser.state(),
+        }  # fmt: skip
+        torch.save(state, path.with_suffix(".part"))
+        os.replace(path.with_suffix(".part"), path)
+
+    def resume(self, path: Path) -> None:
+        state = torch.load(path, map_location=self.store.device, weights_only=True)
+        if state["settings"] != asdict(self.settings):
+            raise OptionError(f"{path} was saved by a run with other settings. Give the same --set, or another --work.")
+        self.store.load(state["tensors"])
+        self.optimiser.load(state["optimiser"])
+        self.done, self.elapsed, self.best = state["done"], state["elapsed"], state["best"]
+        self.bench.feed.seek(state["feed"])
+        self.bench.log.write("resumed", step=self.done, seconds=round(self.elapsed, 1))
+
+    def _finish(self, rounded: bool) -> Outcome:
+        if self.best is None or self.best[2]["step"] != self.done:
+            self.measure(rounded)
+        assert self.best is not None
+        alive = self.alive(rounded)
+        _, tensors, measured = self.best
+        rate = self.done * self.settings.batch * self.settings.length / max(self.elapsed, 1e-9)
+        self.bench.log.write("finished", steps=self.done, seconds=round(self.elapsed, 1), tokens_per_second=round(rate),
+                             best_step=measured["step"], rounded=rounded, nats_per_token=round(self.best[0], 4))  # fmt: skip
+        self.step.forget()
+        return Outcome(self.settings, tensors, measured, self.done, self.elapsed, rate, alive)
+
+    def _wait(self) -> None:
+        if self.store.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def probe(bench: Bench, choices: dict[str, Settings], steps: int) -> list[Outcome]:
+    """The same rows and the same number of steps for every choice; best first."""
+    outcomes: list[tuple[float, str, Outcome]] = []
+    for name, settings in choices.items():
+        bench.feed.rewind()
+        bench.log.label = name
+        run = Run(bench, settings, Stop(steps=steps))
+        try:
+            outcome = run.train(marks=2, save_seconds=float("inf"))
+        except FloatingPointError as error:
+            bench.log.write("failed", error=str(error))
+            continue
+        outcomes.append((outcome.measured["both"]["nats_per_token"], name, outcome))
+    bench.log.label = ""
+    outcomes.sort(key=lambda entry: entry[0])
+    print(probe_table([(name, outcome) for _, name, outcome in outcomes]), file=sys.stderr, flush=True)
+    return [outcome for _, _, outcome in outcomes]
+
+
+def probe_table(outcomes: list[tuple[str, Outcome]]) -> str:
+    lines = ["held-out  mtp accept  stream share  write attn   write ffn    tokens/s  setting"]
+    for name, outcome in outcomes:
+        both, alive = outcome.measured["both"], outcome.alive
+
+        def span(key: str, alive: list[dict] = alive) -> str:
+            return f"{min(a[key] for a in alive):.2f}-{max(a[key] for a in alive):.2f}"
+
+        lines.append(f"{both['nats_per_token']:.4f}    {both['mtp_acceptance']:.3f}       {span('stream_mean_share')}     "
+                     f"{span('attn_write')}    {span('ffn_write')}    {outcome.tokens_per_second:8.0f}  {name}")  # fmt: skip
+    return "\n".join(lines)
+
+
+def _finite(value: float) -> bool:
+    return value == value and abs(value) != float("inf")
+
+
+def _rounded(metrics: dict[str, float]) -> dict[str, float]:
+    return {name: round(value, 4) for name, value in metrics.items()}
+
+

@@ -1,0 +1,161 @@
+"""One training step, and how it is run: eagerly, or recorded once into a CUDA graph and replayed.
+
+A step makes leaves, runs trunk and MTP, differentiates, moves the masters and the router biases, and adds to a few running
+sums. It reads its batch and its `Moment` from fixed buffers and never waits for the device, so the whole of it, optimiser
+included, is one graph: at 32 rows the launches of some thousand small kernels would otherwise take longer than the work.
+If recording fails the step stays eager and says so; the numbers are the same.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from training.data import ANSWER, REQUEST
+from training.forward import Forward, Knobs
+from training.optim import Optimiser
+from training.parameters import Store, bias_names
+from training.settings import Moment, Settings
+
+METRICS = ("loss", "mtp_loss", "index_loss", "balance_loss", "grad_norm", "steps")
+
+
+class Prepared(NamedTuple):
+    """A batch on the device: next tokens and their weights for the trunk, the ones after for MTP."""
+
+    ids: Tensor
+    valid: Tensor
+    next_ids: Tensor
+    weight: Tensor
+    after_ids: Tensor
+    after_weight: Tensor
+
+
+def prepare(ids: Tensor, roles: Tensor, pad: int, request_weight: float) -> Prepared:
+    """Shift ids and roles [b, t]; what lies behind the row weighs nothing."""
+    weight = torch.where(roles == ANSWER, 1.0, torch.where(roles == REQUEST, request_weight, 0.0))
+
+    def shift(x: Tensor, by: int, fill: float) -> Tensor:
+        return torch.cat((x[:, by:], x.new_full((x.shape[0], by), fill)), 1)
+
+    return Prepared(ids, ids != pad, shift(ids, 1, pad), shift(weight, 1, 0.0), shift(ids, 2, pad), shift(weight, 2, 0.0))
+
+
+class Step:
+    """The step of one run on one device."""
+
+    def __init__(self, forward: Forward, store: Store, optimiser: Optimiser, settings: Settings, pad: int):
+        self.forward, self.store, self.optimiser, self.settings, self.pad = forward, store, optimiser, settings, pad
+        self.device = store.device
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        self.stream_dtype = torch.float32 if settings.stream_float32 or self.dtype == torch.float32 else self.dtype
+        shape = (settings.batch, settings.length)
+        self.ids = torch.zeros(shape, dtype=torch.long, device=self.device)
+        self.roles = torch.zeros(shape, dtype=torch.uint8, device=self.device)
+        self.moment = torch.zeros(len(Moment._fields), device=self.device)
+        self.sums = torch.zeros(len(METRICS), device=self.device)
+        self.shares = torch.zeros(len(bias_names(store.config)) + store.config.num_hash_layers,
+                                  store.config.n_routed_experts, device=self.device)  # fmt: skip
+        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._pinned: list[tuple[Tensor, Tensor, Tensor, torch.cuda.Event]] = []
+        self._turn = 0
+        self.graph_error: str | None = None
+
+    def load(self, ids: np.ndarray, roles: np.ndarray, moment: Moment) -> None:
+        """Copy a batch and its moment to the device, behind whatever is still running there."""
+        if self.device.type != "cuda":
+            self.ids.copy_(torch.from_numpy(ids.astype(np.int64)))
+            self.roles.copy_(torch.from_numpy(roles))
+            self.moment.copy_(torch.tensor(moment))
+            return
+        if not self._pinned:
+            for _ in range(4):  # a ring, so that a buffer is not overwritten while its copy is still on the way
+                self._pinned.append((torch.zeros_like(self.ids, device="cpu").pin_memory(),
+                                     torch.zeros_like(self.roles, device="cpu").pin_memory(),
+                                     torch.zeros_like(self.moment, device="cpu").pin_memory(), torch.cuda.Event()))  # fmt: skip
+        host_ids, host_roles, host_moment, copied = self._pinned[self._turn % len(self._pinned)]
+        self._turn += 1
+        copied.synchronize()
+        host_ids.copy_(torch.from_numpy(ids.astype(np.int64)))
+        host_roles.copy_(torch.from_numpy(roles))
+        host_moment.copy_(torch.tensor(moment))
+        self.ids.copy_(host_ids, non_blocking=True)
+        self.roles.copy_(host_roles, non_blocking=True)
+        self.moment.copy_(host_moment, non_blocking=True)
+        copied.record()
+
+    def run(self, rounded: bool = False) -> None:
+        """Do the step on what `load` brought."""
+        if rounded in self._graphs:
+            self._graphs[rounded].replay()
+        else:
+            self._once(rounded)
+
+    def record(self, rounded: bool = False) -> bool:
+        """Record the step into a graph. The step must have run eagerly before (compilation, workspaces); it does not run
+        here. Returns whether a graph exists now."""
+        if self.device.type != "cuda":
+            return False
+        self.forget()
+        try:
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self._once(rounded)
+            self._graphs[rounded] = graph
+        except Exception as error:  # a run that is slower is better than no run
+            self.graph_error = f"{type(error).__name__}: {error}"
+            print(f"no CUDA graph, running eagerly: {self.graph_error}", file=sys.stderr, flush=True)
+            torch.cuda.synchronize()
+            return False
+        return True
+
+    def forget(self) -> None:
+        """Drop recorded graphs and the memory they hold."""
+        if self._graphs:
+            torch.cuda.synchronize()
+            self._graphs.clear()
+            torch.cuda.empty_cache()
+
+    def read(self) -> dict[str, float]:
+        """Means since the last call (waits for the device), and how uneven the experts were in the last step."""
+        values = dict(zip(METRICS, self.sums.tolist()))
+        self.sums.zero_()
+        steps = max(values.pop("steps"), 1.0)
+        busiest = (self.shares.max(-1).values * self.shares.shape[-1]).tolist()
+        means = {name: value / steps for name, value in values.items()}
+        return means | {"busiest_expert": max(busiest)}
+
+    def _once(self, rounded: bool) -> None:
+        config, settings, m = self.store.config, self.settings, Moment(*self.moment.unbind())
+        batch = prepare(self.ids, self.roles, self.pad, settings.request_weight)
+        leaves = self.store.leaves(self.dtype, rounded)
+        weights = self.store.named(leaves)
+        knobs = Knobs(m.dropout, m.dense)
+        trunk = self.forward.trunk(weights, batch.ids, batch.valid, knobs, self.stream_dtype)
+        loads = list(trunk.loads)
+        text = self.forward.losses(trunk.hidden, weights, batch.next_ids)
+        loss = (text * batch.weight).sum() / batch.weight.sum().clamp_min(1)
+        total, mtp_loss = loss, torch.zeros_like(loss)
+        if config.num_nextn_predict_layers:
+            drafted, load = self.forward.mtp(weights, trunk.streams, batch.next_ids, batch.valid, knobs)
+            loads.append(load)
+            ahead = self.forward.losses(drafted, weights, batch.after_ids)
+            mtp_loss = (ahead * batch.after_weight).sum() / batch.after_weight.sum().clamp_min(1)
+            total = total + m.mtp_weight * mtp_loss
+        index_loss = torch.stack(trunk.index_losses).mean() if trunk.index_losses else torch.zeros_like(loss)
+        balance = torch.stack([load.loss for load in loads]).mean()
+        total = total + settings.index_weight * index_loss + settings.balance_weight * len(loads) * balance
+        grads = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()))))
+        norm = self.optimiser.update(grads, m.rate, m.adam_first_correction, m.adam_second_correction)
+        with torch.no_grad():
+            shares = torch.stack([load.share for load in loads])
+            self.shares.copy_(shares)
+            even = 1 / config.n_routed_experts
+            for bias, share in zip(self.store.biases.values(), shares[config.num_hash_layers :]):
+                bias.add_(m.bias_rate * torch.sign(even - share))
+            self.sums.add_(torch.stack([loss, mtp_loss, index_loss, balance, norm, torch.ones_like(loss)]).detach())

@@ -133,7 +133,7 @@ class V4Config:
         if values.get("hidden_act", "silu") != "silu":
             raise ConfigError(f"hidden_act is {values['hidden_act']!r}; V4 experts are SwiGLU, expected 'silu'.")
         if values.get("mlp_bias"):
-            raise ConfigError("mlp_bias is true; V4 experts have no biases. Take config.json from the checkpoint itself.")
+            raise ConfigError("mlp_bias is true; V4 experts have no biases. Take the checkpoint's own config.json.")
         return cls(**{k: v for k, v in values.items() if k in known}, unknown=unknown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -162,6 +162,10 @@ def _check_model_type(raw: dict) -> None:
 
 def _translate_transformers_spelling(values: dict) -> None:
     """Fold `layer_types`, `mlp_layer_types` and `rope_parameters` into the released fields."""
+    kinds = {"compress_rates": dict, "rope_parameters": dict, "layer_types": list, "mlp_layer_types": list}
+    for key, kind in kinds.items():
+        if values.get(key) is not None and not isinstance(values[key], kind):
+            raise ConfigError(f"{key} is {values[key]!r}, expected a JSON {'object' if kind is dict else 'list'}.")
     rates = values.pop("compress_rates", None) or {}
     for name, expected in (("compressed_sparse_attention", 4), ("heavily_compressed_attention", 128)):
         if rates.get(name, expected) != expected:
@@ -169,7 +173,7 @@ def _translate_transformers_spelling(values: dict) -> None:
                               "cache pages hold 32 CSA entries and 1 HCA entry.")
     layer_types = values.pop("layer_types", None)
     if layer_types is not None and "compress_ratios" not in values:
-        bad = [t for t in layer_types if t not in _RATIO_OF_LAYER_TYPE]
+        bad = [t for t in layer_types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
         if bad:
             raise ConfigError(f"layer_types holds {bad[0]!r}, expected one of {sorted(_RATIO_OF_LAYER_TYPE)}.")
         values["compress_ratios"] = [_RATIO_OF_LAYER_TYPE[t] for t in layer_types]
@@ -182,6 +186,8 @@ def _translate_transformers_spelling(values: dict) -> None:
     rope = values.pop("rope_parameters", None)
     if isinstance(rope, dict) and isinstance(rope.get("compress"), dict):
         compress, main = rope["compress"], rope.get("main") or {}
+        if not isinstance(main, dict):
+            raise ConfigError(f"rope_parameters.main is {main!r}, expected a JSON object.")
         values["rope_theta"] = main.get("rope_theta", values.get("rope_theta", 10000.0))
         values["compress_rope_theta"] = compress.get("rope_theta", values.get("compress_rope_theta", 160000.0))
         if main.get("rope_type", "default") != "default":

@@ -17,7 +17,7 @@ from pathlib import Path
 from birkhoff.config import V4Config
 from birkhoff.errors import CheckpointError, TensorMissing, TensorUnexpected, UnsupportedModel
 from birkhoff.weights.layout import model_tensors, scale_name
-from birkhoff.weights.names import TRANSFORMERS, names_table, to_ours
+from birkhoff.weights.names import TRANSFORMERS, Table, names_table, to_ours
 from birkhoff.weights.safetensors import TensorEntry, read_rows
 from birkhoff.weights.shards import Complain, gather, raise_it, some
 from birkhoff.weights.stored import FLOATS, INSPECT, TensorRef, check_ids, recognise
@@ -100,12 +100,14 @@ def open_checkpoint(path: str | Path, complain: Complain = raise_it) -> Checkpoi
 def check_layout(config: V4Config, tensors: Mapping[str, TensorRef], complain: Complain = raise_it) -> None:
     """Every tensor the config implies is there, once, in a form that can be read; and nothing else is."""
     missing: list[str] = []
+    fitting = 0
     for name, shape, storage in model_tensors(config):
         try:
             if storage == "ids":
                 check_ids(tensors, name, shape)
+                fitting += 1
             else:
-                recognise(tensors, name, shape)
+                fitting += 1 if recognise(tensors, name, shape) == "float" else 2
         except TensorMissing:
             missing.append(scale_name(name) if name in tensors else name)
             if len(missing) >= _MANY:
@@ -116,7 +118,7 @@ def check_layout(config: V4Config, tensors: Mapping[str, TensorRef], complain: C
         more = "at least " if len(missing) >= _MANY else ""
         complain(TensorMissing(f"{more}{len(missing)} tensors that config.json implies are not in the files: "
                                f"{some(missing)}. Check config.json, or download the shards again."))
-    if len(missing) < _MANY:
+    if fitting < len(tensors) and len(missing) < _MANY:
         _check_nothing_else(config, tensors, complain)
 
 
@@ -142,6 +144,15 @@ def _translate(found: dict[str, TensorEntry], complain: Complain) -> tuple[dict[
         complain(CheckpointError(f"the files hold {some(modules)}: module names of a transformers model in memory, "
                                  "which are not a file format. Write the model with its save_pretrained."))
     table = names_table(found)
+    if table is TRANSFORMERS:
+        return _rename(found, table, complain), "transformers"
+    dtypes = {entry.dtype for name, entry in found.items() if name.endswith(".weight")}
+    if dtypes & {"I8", "U8"}:
+        return found, "released"
+    return found, "base-fp8" if "F8_E4M3" in dtypes else "bf16"
+
+
+def _rename(found: dict[str, TensorEntry], table: Table, complain: Complain) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name, entry in found.items():
         ours = to_ours(name, table) or name  # a name the dialect does not have stays, and is reported as left over
@@ -149,12 +160,7 @@ def _translate(found: dict[str, TensorEntry], complain: Complain) -> tuple[dict[
             complain(CheckpointError(f"{ours} is in the files under two names, one of them {name}. Expected once; "
                                      "take the checkpoint as it was written."))
         entries[ours] = entry
-    if table is TRANSFORMERS:
-        return entries, "transformers"
-    dtypes = {entry.dtype for name, entry in entries.items() if name.endswith(".weight")}
-    if dtypes & {"I8", "U8"}:
-        return entries, "released"
-    return entries, "base-fp8" if "F8_E4M3" in dtypes else "bf16"
+    return entries
 
 
 def _choose_mtp(entries: dict[str, TensorEntry], config: V4Config, notices: list[str]) -> V4Config:

@@ -50,6 +50,14 @@ class TensorEntry:
     nbytes: int
 
 
+class _Form(NamedTuple):
+    """What equal tensors share, kept once."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
 class Header(NamedTuple):
     tensors: dict[str, TensorEntry]  # in file order
     metadata: dict[str, str]
@@ -200,7 +208,9 @@ def load_json(raw: bytes, label: str) -> Any:
         return out
 
     try:
-        return json.loads(raw.decode(), object_pairs_hook=unique)
+        text = raw.decode()
+        del raw  # an index is tens of megabytes; do not hold it twice while its objects are made
+        return json.loads(text, object_pairs_hook=unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label} is not valid JSON ({error}). Download it again.") from None
 
@@ -249,15 +259,15 @@ def _parse(path: Path, raw: bytes, payload_bytes: int) -> Header:
 def _entries(path: Path, header: dict[str, Any], base: int) -> dict[str, TensorEntry]:
     """Header rows as entries, in file order, each one consistent in itself."""
     entries: list[tuple[str, TensorEntry]] = []
-    shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # a model has 70,000 tensors and some 40 shapes
+    known: dict[tuple[str, tuple[int, ...]], _Form] = {}  # a model has 70,000 tensors of some 40 forms
     for name, row in header.items():
         if name != "__metadata__":
-            entries.append((name, _entry(path, name, row, base, shapes)))
+            entries.append((name, _entry(path, name, row, base, known)))
     entries.sort(key=lambda item: (item[1].offset, item[1].nbytes))
     return dict(entries)
 
 
-def _entry(path: Path, name: str, row: Any, base: int, shapes: dict[tuple[int, ...], tuple[int, ...]]) -> TensorEntry:
+def _entry(path: Path, name: str, row: Any, base: int, known: dict[tuple[str, tuple[int, ...]], _Form]) -> TensorEntry:
     if not name.isprintable():
         raise CheckpointError(f"{path.name} holds a tensor named {name!a}. The header is damaged; download it again.")
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
@@ -276,8 +286,8 @@ def _entry(path: Path, name: str, row: Any, base: int, shapes: dict[tuple[int, .
     if nbytes != needed:
         raise TensorShape(f"{path.name}: {name} has {nbytes} bytes, expected {needed} for {dtype} {tuple(shape)}. "
                           "Download the file again.")
-    shape = tuple(shape)
-    return TensorEntry(path, sys.intern(dtype), shapes.setdefault(shape, shape), base + offsets[0], nbytes)
+    form = known.setdefault((dtype, tuple(shape)), _Form(sys.intern(dtype), tuple(shape), nbytes))
+    return TensorEntry(path, form.dtype, form.shape, base + offsets[0], form.nbytes)
 
 
 def _whole_numbers(values: Any) -> bool:

@@ -22,7 +22,7 @@ Format = Literal["float", "fp8", "fp4"]
 FLOATS = ("F32", "BF16", "F16")
 BYTES = ("I8", "U8")
 SCALES = ("F8_E8M0", "U8")
-STRIP_BYTES = 16 << 20
+STRIP_BYTES = 4 << 20
 INSPECT = "Look at the files with: birkhoff inspect CHECKPOINT"
 
 

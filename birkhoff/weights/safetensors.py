@@ -196,8 +196,8 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def load_json(raw: bytes, label: str) -> Any:
-    """JSON without repeated keys, and with every way of being malformed as one error."""
+def load_json(raw: bytes, label: str, unique_keys: bool = True) -> Any:
+    """JSON with every way of being malformed as one error; repeated keys are malformed unless said otherwise."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
@@ -210,7 +210,7 @@ def load_json(raw: bytes, label: str) -> Any:
     try:
         text = raw.decode()
         del raw  # an index is tens of megabytes; do not hold it twice while its objects are made
-        return json.loads(text, object_pairs_hook=unique)
+        return json.loads(text, object_pairs_hook=unique if unique_keys else None)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label} is not valid JSON ({error}). Download it again.") from None
 

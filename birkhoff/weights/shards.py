@@ -80,7 +80,8 @@ def _indexed(path: Path, index: Path, present: list[Path], complain: Complain) -
 
 def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
     try:
-        raw = load_json(index.read_bytes(), index.name)
+        # Names are compared with the shards one by one, so a repeated one cannot hide; looking for it costs memory.
+        raw = load_json(index.read_bytes(), index.name, unique_keys=False)
     except OSError as error:
         raise CheckpointError(f"{index} cannot be read ({error.strerror}). Check that it is a readable file.") from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None

@@ -1,9 +1,10 @@
 """Attention for training: whole rows, all three layer kinds, one softmax over window, compressed entries and sink.
 
-Shapes: `b` rows, `t` tokens, `h` heads, `d` head width, `c` compressed entries. The window is computed in blocks of its own
-length against two blocks of keys, so no t x t score matrix exists; one shared key/value vector per token makes heads part
-of the row dimension of plain matrix products. `t` must be a multiple of the window and of 4. Scores, softmax and pooling
-are float32; products are in the dtype of the weights. The indexer reads detached inputs and learns from its own loss.
+Shapes: `b` rows, `t` tokens, `h` heads, `d` head width, `c` compressed entries. The window is computed in blocks of
+its own length against two blocks of keys, so no t x t score matrix exists; one shared key/value vector per token
+makes heads part of the row dimension of plain matrix products. `t` must be a multiple of the window and of 4. Scores,
+softmax and pooling are float32; products are in the dtype of the weights. The indexer reads detached inputs and
+learns from its own loss.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ def _yarn(frequency: Tensor, theta: float, config: V4Config) -> Tensor:
 
     def channel(beta: float) -> float:
         turns = scaling.original_max_position_embeddings / (2 * torch.pi * beta)
-        return width * float(torch.log(torch.tensor(turns, dtype=torch.float64))) / (
-            2 * float(torch.log(torch.tensor(theta, dtype=torch.float64))))
+        return (
+            width
+            * float(torch.log(torch.tensor(turns, dtype=torch.float64)))
+            / (2 * float(torch.log(torch.tensor(theta, dtype=torch.float64))))
+        )
 
     low = max(int(channel(scaling.beta_fast) // 1), 0)
     high: float = min(int(-(-channel(scaling.beta_slow) // 1)), width - 1)
@@ -115,7 +119,7 @@ def visible_entries(length: int, entries: int, ratio: int, device: torch.device)
 
 
 def select(scores: Tensor, visible: Tensor, count: int, dense: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Masked scores and the allowed entries: the best `count` visible ones, or all of them where `dense` is not zero."""
+    """Masked scores and the allowed entries: the best `count` visible ones, or all of them where `dense` is on."""
     masked = scores.masked_fill(~visible, float("-inf"))
     if count >= scores.shape[-1]:
         return masked, visible.expand_as(scores)

@@ -1,8 +1,8 @@
 """The text: records of a request and an answer, read from xz-compressed JSON Lines.
 
-One record is `{"source", "prompt", "text"}`. Four training parts and two held-out files make the corpus; their names are
-fixed here and nowhere else. *Core* is what the model is measured on (stories, tinystories, smalltalk); *general* holds
-harder words and is for early training only. Held-out files are never trained on, nor is the tokenizer.
+One record is `{"source", "prompt", "text"}`. Four training parts and two held-out files make the corpus; their names
+are fixed here and nowhere else. *Core* is what the model is measured on (stories, tinystories, smalltalk); *general*
+holds harder words and is for early training only. Held-out files are never trained on, nor is the tokenizer.
 """
 
 from __future__ import annotations
@@ -67,8 +67,10 @@ def read_records(path: str | Path) -> Iterator[Record]:
                 raw = json.loads(line)
                 record = Record(raw["source"], raw["prompt"], raw["text"])
             except (json.JSONDecodeError, KeyError, TypeError) as error:
-                raise PromptError(f"{path.name} line {number} is no record ({error!r}); expected an object with source, "
-                                  "prompt and text. Restore the file from its source.") from None
+                raise PromptError(
+                    f"{path.name} line {number} is no record ({error!r}); expected an object with source, "
+                    "prompt and text. Restore the file from its source."
+                ) from None
             if not record.prompt.strip() or not record.text.strip():
                 raise PromptError(f"{path.name} line {number} has an empty prompt or text. Remove the line.")
             yield record

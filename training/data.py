@@ -1,9 +1,9 @@
 """From records to rows: fresh wording, V4's chat layout, loss weights, whole records packed into rows of fixed length.
 
-A conversation is `BOS [system] (User request Assistant </think> answer EOS)+`, exactly as the chat encoder writes it. Three
-promises hold for every row: it begins with BOS, it contains only whole conversations (pad fills the rest), and every
-answer ends in EOS. Answers weigh 1 in the loss, EOS included; requests a tenth; BOS and padding nothing. A *unit* is
-one slice of one pass and depends only on (seed, pass, slice), so units can be made anywhere, in any order.
+A conversation is `BOS [system] (User request Assistant </think> answer EOS)+`, exactly as the chat encoder writes it.
+Three promises hold for every row: it begins with BOS, it contains only whole conversations (pad fills the rest), and
+every answer ends in EOS. Answers weigh 1 in the loss, EOS included; requests a tenth; BOS and padding nothing. A
+*unit* is one slice of one pass and depends only on (seed, pass, slice), so units can be made anywhere, in any order.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def encode_conversations(
     tokenizer: Tokenizer, markers: Markers, conversations: list[Conversation]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Ids and roles of each conversation. Text is encoded in pieces: a marker always separates them."""
-    pieces = [piece for c in conversations for piece in (c.system, *(t for turn in c.turns for t in (turn.prompt, turn.text)))]
+    pieces = [
+        piece for c in conversations for piece in (c.system, *(t for turn in c.turns for t in (turn.prompt, turn.text)))
+    ]
     encoded = iter([encoding.ids for encoding in tokenizer.encode_batch(pieces, add_special_tokens=False)])
     out = []
     for conversation in conversations:

@@ -1,8 +1,8 @@
 """The mixture of experts for training: every expert computes every token, and the gate masks what was not chosen.
 
-With 16 small experts this is exact, needs no sorting and is two plain matrix products a layer (the shared expert rides
-along as one more). The router is float32. Ties go to the lowest expert, as in `birkhoff.kernels.experts`. `Load` carries
-what balancing needs: how often each expert was chosen, and the sequence-wise balance loss.
+With 16 small experts this is exact, needs no sorting and is two plain matrix products a layer (the shared expert
+rides along as one more). The router is float32. Ties go to the lowest expert, as in `birkhoff.kernels.experts`.
+`Load` carries what balancing needs: how often each expert was chosen, and the sequence-wise balance loss.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def best_experts(ranked: Tensor, count: int) -> Tensor:
 
 
 def moe(x: Tensor, weights: Weights, ids: Tensor, valid: Tensor, config: V4Config) -> tuple[Tensor, Load]:
-    """x [b, t, hidden], normalised -> output of routed and shared experts, and the load. `valid` [b, t] marks real tokens."""
+    """x [b, t, hidden], normalised -> output of all experts, and the load. `valid` [b, t] marks real tokens."""
     gates, chosen, scores = route(x, weights, ids, config)
     count, inner, limit = config.n_routed_experts, config.moe_intermediate_size, config.swiglu_limit
     gate_up = []

@@ -1,8 +1,8 @@
 """What ships: the released layout, the tokenizer, the generation defaults, and what was measured.
 
-Weights go through `birkhoff.weights.write_released`: routed experts FP4, dense matrices FP8, the rest bf16 or float32,
-in shards under 16 MiB. `load_named` reads such a folder back into the names of the training forward, exactly dequantised,
-so that what is evaluated is what is on disk.
+Weights go through `birkhoff.weights.write_released`: routed experts FP4, dense matrices FP8, the rest bf16 or
+float32, in shards under 16 MiB. `load_named` reads such a folder back into the names of the training forward, exactly
+dequantised, so that what is evaluated is what is on disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,14 @@ from birkhoff.weights.layout import model_tensors
 from training.parameters import Store
 
 SHARD_BYTES = 14 << 20  # of tensors; the header of a shard with a thousand of them takes some 100 kB more
-GENERATION = {"bos_token_id": 0, "eos_token_id": 1, "do_sample": True, "temperature": 0.8, "top_k": 40, "max_new_tokens": 400}
+GENERATION = {
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "do_sample": True,
+    "temperature": 0.8,
+    "top_k": 40,
+    "max_new_tokens": 400,
+}
 
 
 def released_pairs(tensors: dict[str, Tensor], config: V4Config) -> Iterator[tuple[str, Tensor]]:
@@ -39,7 +46,10 @@ def _pick(tensors: dict[str, Tensor], name: str) -> Tensor:
 
 
 def export(
-    folder: str | Path, config: V4Config, tensors: dict[str, Tensor], tokenizer: str | Path | None = None,
+    folder: str | Path,
+    config: V4Config,
+    tensors: dict[str, Tensor],
+    tokenizer: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
     """Write the checkpoint of `Store.export()` tensors; returns the files written."""  # fmt: skip

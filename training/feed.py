@@ -1,8 +1,9 @@
 """Rows for the training loop, made ahead of time by background processes so that the device never waits.
 
-Two endless streams, "mixed" and "core", each a sequence of units (see `data.make_unit`). A stream keeps `ahead` units in
-work, so switching from one to the other is instant and keeps nothing in longer than asked. Units are remembered: `rewind`
-shows the next run the same rows without making them again. With no workers, units are made on demand in this process.
+Two endless streams, "mixed" and "core", each a sequence of units (see `data.make_unit`). A stream keeps `ahead` units
+in work, so switching from one to the other is instant and keeps nothing in longer than asked. Units are remembered:
+`rewind` shows the next run the same rows without making them again. With no workers, units are made on demand in this
+process.
 """
 
 from __future__ import annotations
@@ -67,7 +68,14 @@ def _make(part: str, number: int) -> Rows:
 
 class Feed:
     def __init__(
-        self, data: str | Path, tokenizer: str | Path, length: int, seed: int, share: float = 1.0, workers: int = 0, ahead: int = 24
+        self,
+        data: str | Path,
+        tokenizer: str | Path,
+        length: int,
+        seed: int,
+        share: float = 1.0,
+        workers: int = 0,
+        ahead: int = 24,
     ):
         arguments = (str(data), str(tokenizer), length, seed, share)
         self._ahead, self._pool = ahead, None

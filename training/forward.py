@@ -1,9 +1,10 @@
 """The training forward: ids [b, t] in, losses out, every V4 mechanism in it, written for `torch.compile`.
 
-Functions take the weights as an argument: a mapping from released names (experts stacked) to tensors. A layer sees the
-names of its own layer only, so layers of one kind share one compiled graph. mHC, router, norms and losses are float32;
-streams have the dtype of the embedding that the caller passes in; matrix products follow the weights. Every number that
-changes during a run (dropout, dense selection) is a device scalar: training and evaluation run the same graph.
+Functions take the weights as an argument: a mapping from released names (experts stacked) to tensors. A layer sees
+the names of its own layer only, so layers of one kind share one compiled graph. mHC, router, norms and losses are
+float32; streams have the dtype of the embedding that the caller passes in; matrix products follow the weights. Every
+number that changes during a run (dropout, dense selection) is a device scalar: training and evaluation run the same
+graph.
 """
 
 from __future__ import annotations
@@ -40,11 +41,22 @@ class Knobs(NamedTuple):
     dense: Tensor | None = None  # not zero: CSA layers attend every visible entry
 
 
+def still(device: torch.device) -> Knobs:
+    """No dropout, sparse selection: for measuring on the training graphs. Two tensors, as in a step: a graph compiled
+    for two inputs is compiled again for one input given twice."""
+    return Knobs(*torch.zeros(2, device=device).unbind())
+
+
 class Trunk(NamedTuple):
     streams: Tensor  # [b, t, 4, hidden] after the last layer
     hidden: Tensor  # [b, t, hidden] ready for the head
     index_losses: list[Tensor]
     loads: list[Load]
+
+
+def enter(ids: Tensor, table: Tensor, *, count: int, dtype: torch.dtype) -> Tensor:
+    """Embeddings of ids [b, t], copied to every stream."""
+    return F.embedding(ids, table).to(dtype).unsqueeze(2).repeat(1, 1, count, 1)
 
 
 def mhc_read(streams: Tensor, weights: Weights, name: str, config: V4Config) -> tuple[Tensor, Mix]:
@@ -83,7 +95,15 @@ def _drop(out: Tensor, rate: Tensor | None) -> Tensor:
 
 
 def layer(
-    weights: Weights, streams: Tensor, ids: Tensor, valid: Tensor, phase: Phases, knobs: Knobs, *, config: V4Config, ratio: int
+    weights: Weights,
+    streams: Tensor,
+    ids: Tensor,
+    valid: Tensor,
+    phase: Phases,
+    knobs: Knobs,
+    *,
+    config: V4Config,
+    ratio: int,
 ) -> tuple[Tensor, Selection | None, Load, tuple[Mix, Mix], tuple[Tensor, Tensor]]:
     """One layer: streams in, streams out; with what the indexer, the router and mHC did and the sub-layers' outputs."""
     dtype, eps = weights["attn.wq_a.weight"].dtype, config.rms_norm_eps
@@ -106,9 +126,10 @@ def _brief(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None, Load]:
     return streams, None if selection is None else selection.loss, load
 
 
-def enter_mtp(streams: Tensor, embedded: Tensor, weights: Weights, config: V4Config) -> Tensor:
+def enter_mtp(streams: Tensor, next_ids: Tensor, table: Tensor, weights: Weights, config: V4Config) -> Tensor:
     """Streams the MTP layer starts from: each trunk stream and the next token's embedding, projected and added."""
     dtype, eps = weights["e_proj.weight"].dtype, config.rms_norm_eps
+    embedded = F.embedding(next_ids, table).to(streams.dtype)
     token = F.linear(rms_norm(embedded, weights["enorm.weight"], eps).to(dtype), weights["e_proj.weight"])
     state = F.linear(rms_norm(streams, weights["hnorm.weight"], eps).to(dtype), weights["h_proj.weight"])
     return (token.unsqueeze(2) + state).to(streams.dtype)
@@ -116,7 +137,9 @@ def enter_mtp(streams: Tensor, embedded: Tensor, weights: Weights, config: V4Con
 
 def collapse(streams: Tensor, weights: Weights, prefix: str, config: V4Config, dtype: torch.dtype) -> Tensor:
     """Streams to the normalised hidden rows the head reads."""
-    return rms_norm(mhc_head(streams, weights, prefix, config), weights[f"{prefix}norm.weight"], config.rms_norm_eps).to(dtype)
+    return rms_norm(
+        mhc_head(streams, weights, prefix, config), weights[f"{prefix}norm.weight"], config.rms_norm_eps
+    ).to(dtype)
 
 
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -137,14 +160,14 @@ class Forward:
             (ratio, hashed): wrap(_named(partial(_brief, config=config, ratio=ratio), f"layer_{ratio}_{hashed}"))
             for ratio, hashed in kinds
         }
+        self._embed = wrap(_named(enter, "enter"))
         self._collapse = wrap(_named(partial(collapse, config=config), "collapse"))
         self._enter = wrap(_named(partial(enter_mtp, config=config), "enter_mtp"))
         self._losses = wrap(token_losses)
 
     def trunk(self, weights: Weights, ids: Tensor, valid: Tensor, knobs: Knobs, stream_dtype: torch.dtype) -> Trunk:
         config = self.config
-        streams = F.embedding(ids, weights["embed.weight"]).to(stream_dtype)
-        streams = streams.unsqueeze(2).expand(-1, -1, config.hc_mult, -1).contiguous()
+        streams = self._embed(ids, weights["embed.weight"], count=config.hc_mult, dtype=stream_dtype)
         index_losses, loads = [], []
         for i, ratio in enumerate(config.compress_ratios):
             run = self._layers[ratio, config.is_hash_routed(i)]
@@ -157,11 +180,12 @@ class Forward:
         dtype = weights["layers.0.attn.wq_a.weight"].dtype
         return Trunk(streams, self._collapse(streams, root, "", dtype=dtype), index_losses, loads)
 
-    def mtp(self, weights: Weights, streams: Tensor, next_ids: Tensor, valid: Tensor, knobs: Knobs) -> tuple[Tensor, Load]:
+    def mtp(
+        self, weights: Weights, streams: Tensor, next_ids: Tensor, valid: Tensor, knobs: Knobs
+    ) -> tuple[Tensor, Load]:
         """Hidden rows for the token after next, from the trunk's streams and the next tokens."""
         local = local_weights(weights, "mtp.0.")
-        embedded = F.embedding(next_ids, weights["embed.weight"]).to(streams.dtype)
-        streams = self._enter(streams, embedded, local)
+        streams = self._enter(streams, next_ids, weights["embed.weight"], local)
         streams, _, load = self._layers[0, False](local, streams, next_ids, valid, self.tables[False], knobs)
         dtype = local["e_proj.weight"].dtype
         return self._collapse(streams, {name: local[name] for name in ROOT_NAMES}, "", dtype=dtype), load

@@ -1,8 +1,8 @@
 """How a run begins: random matrices, staggered hyper-connections, balanced hash tables.
 
-mHC starts with four copies of one stream, and equal gates would keep them copies: sub-layer i reads mostly stream i mod 4
-and writes a little more to it, and mixing starts near the identity. `scale` is how much the input may move a gate from its
-start. A hash table gives each token id `k` different experts, each expert the same number of ids.
+mHC starts with four copies of one stream, and equal gates would keep them copies: sub-layer i reads mostly stream i
+mod 4 and writes a little more to it, and mixing starts near the identity. `scale` is how much the input may move a
+gate from its start. A hash table gives each token id `k` different experts, each expert the same number of ids.
 """
 
 from __future__ import annotations
@@ -72,6 +72,8 @@ def hash_table(config: V4Config, draw: torch.Generator) -> Tensor:
     for _ in range(math.ceil(config.vocab_size / experts)):
         # Each run of `experts` ids is one shuffled ring walked with one set of steps: balanced in every column.
         start = torch.randperm(experts, generator=draw)
-        steps = torch.cat((torch.zeros(1, dtype=torch.long), torch.randperm(experts - 1, generator=draw)[: count - 1] + 1))
+        steps = torch.cat(
+            (torch.zeros(1, dtype=torch.long), torch.randperm(experts - 1, generator=draw)[: count - 1] + 1)
+        )
         tables.append((start[:, None] + steps) % experts)
     return torch.cat(tables)[: config.vocab_size]

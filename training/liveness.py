@@ -1,10 +1,10 @@
 """Are the mechanisms in use, or only present? What mHC, router and indexer do on real rows, layer by layer.
 
-Streams: the share of their energy that the mean over streams holds (1: four copies, an idle mHC; 0.25: unrelated streams).
-Gates: mean write and read weights per sub-layer. Mixing: distance of the comb matrices from the identity (nothing moves)
-and from uniform (everything is averaged), as Frobenius norms; the two are 1.73 apart. Indexer: attention mass its choice
-keeps, beside the best possible and a random choice. Experts: load of the busiest and the idlest over an even share.
-Read on rows without padding: padding moves these numbers.
+Streams: the share of their energy that the mean over streams holds (1: four copies, an idle mHC; 0.25: unrelated
+streams). Gates: mean write and read weights per sub-layer. Mixing: distance of the comb matrices from the identity
+(nothing moves) and from uniform (everything is averaged), as Frobenius norms; the two are 1.73 apart. Indexer:
+attention mass its choice keeps, beside the best possible and a random choice. Experts: load of the busiest and the
+idlest over an even share. Read on rows without padding: padding moves these numbers.
 """
 
 from __future__ import annotations

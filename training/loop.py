@@ -1,8 +1,9 @@
 """The training loop: feed, step, schedule, measure, save; stops by steps or by the clock.
 
-A run is measured in steps (`Stop(steps=...)`, exactly repeatable) or in seconds (`Stop(seconds=...)`, it ends when told,
-whatever the machine's speed); the clock starts after compilation. State for resuming goes to `work/state.pt`. In the last
-tenth the weights are rounded as they will be stored, and the best measurement made under rounding is what ships.
+A run is measured in steps (`Stop(steps=...)`, exactly repeatable) or in seconds (`Stop(seconds=...)`, it ends when
+told, whatever the machine's speed); the clock starts after compilation. State for resuming goes to `work/state.pt`.
+In the last tenth the weights are rounded as they will be stored, and the best measurement made under rounding is what
+ships.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -131,8 +131,10 @@ class Run:
                                      tokens_per_second=round(rate), **_rounded(metrics))  # fmt: skip
                 logged, logged_at = self.done, now
                 if not all(map(_finite, metrics.values())):
-                    raise FloatingPointError(f"step {self.done}: {metrics} is not finite. Lower the rates (--set) or resume "
-                                             f"from {self.bench.work / 'state.pt'}.")
+                    raise FloatingPointError(
+                        f"step {self.done}: {metrics} is not finite. Lower the rates (--set) or resume "
+                        f"from {self.bench.work / 'state.pt'}."
+                    )
             if goals and progress >= goals[0]:
                 goals = [goal for goal in goals if goal > progress]
                 self.measure(rounded)
@@ -146,12 +148,12 @@ class Run:
     def measure(self, rounded: bool) -> dict:
         """Held-out scores now; under rounding the best weights are kept."""
         weights = self.store.named(self.store.leaves(self.step.dtype, rounded))
-        scores = [measure(self.bench.forward, weights, part.rows, self.bench.pad, self.settings.batch, self.step.stream_dtype)
-                  for part in self.bench.held_out]  # fmt: skip
+        common = (self.bench.pad, self.settings.batch, self.step.stream_dtype)
+        scores = [measure(self.bench.forward, weights, part.rows, *common) for part in self.bench.held_out]
         found = report(self.bench.held_out, scores)
         loss = found["both"]["nats_per_token"]
         self.bench.log.write("held-out", step=self.done, seconds=round(self.elapsed, 1), rounded=rounded, **found)
-        if self.best is None or rounded and not self.best[2]["rounded"] or loss < self.best[0]:
+        if self.best is None or (rounded and not self.best[2]["rounded"]) or loss < self.best[0]:
             tensors = {name: tensor.cpu() for name, tensor in self.store.export().items()}
             self.best = (loss, tensors, found | {"rounded": rounded, "step": self.done})
         return found
@@ -161,7 +163,10 @@ class Run:
         ids, _ = self.bench.feed.batch("core", 4 * rows)
         full = ids[(ids != self.bench.pad).all(1)][:rows]
         full = ids[:rows] if not len(full) else full
-        weights = {name: weight.detach() for name, weight in self.store.named(self.store.leaves(self.step.dtype, rounded)).items()}
+        weights = {
+            name: weight.detach()
+            for name, weight in self.store.named(self.store.leaves(self.step.dtype, rounded)).items()
+        }
         batch = torch.from_numpy(full.astype("int64")).to(self.bench.forward.device)
         found = liveness(weights, batch, self.bench.forward.config, self.step.stream_dtype)
         for entry in found:
@@ -196,8 +201,15 @@ class Run:
         alive = self.alive(rounded)
         _, tensors, measured = self.best
         rate = self.done * self.settings.batch * self.settings.length / max(self.elapsed, 1e-9)
-        self.bench.log.write("finished", steps=self.done, seconds=round(self.elapsed, 1), tokens_per_second=round(rate),
-                             best_step=measured["step"], rounded=rounded, nats_per_token=round(self.best[0], 4))  # fmt: skip
+        self.bench.log.write(
+            "finished",
+            steps=self.done,
+            seconds=round(self.elapsed, 1),
+            tokens_per_second=round(rate),
+            best_step=measured["step"],
+            rounded=rounded,
+            nats_per_token=round(self.best[0], 4),
+        )
         self.step.forget()
         return Outcome(self.settings, tensors, measured, self.done, self.elapsed, rate, alive)
 
@@ -226,15 +238,16 @@ def probe(bench: Bench, choices: dict[str, Settings], steps: int) -> list[Outcom
 
 
 def probe_table(outcomes: list[tuple[str, Outcome]]) -> str:
-    lines = ["held-out  mtp accept  stream share  write attn   write ffn    tokens/s  setting"]
+    lines = ["held-out  mtp accept  mean share  write attn  write ffn  tokens/s  setting"]
     for name, outcome in outcomes:
         both, alive = outcome.measured["both"], outcome.alive
 
         def span(key: str, alive: list[dict] = alive) -> str:
             return f"{min(a[key] for a in alive):.2f}-{max(a[key] for a in alive):.2f}"
 
-        lines.append(f"{both['nats_per_token']:.4f}    {both['mtp_acceptance']:.3f}       {span('stream_mean_share')}     "
-                     f"{span('attn_write')}    {span('ffn_write')}    {outcome.tokens_per_second:8.0f}  {name}")  # fmt: skip
+        loss, accepted, rate = both["nats_per_token"], both["mtp_acceptance"], outcome.tokens_per_second
+        spans = "   ".join(span(key) for key in ("stream_mean_share", "attn_write", "ffn_write"))
+        lines.append(f"{loss:8.4f}  {accepted:10.3f}  {spans}  {rate:8.0f}  {name}")
     return "\n".join(lines)
 
 
@@ -244,5 +257,3 @@ def _finite(value: float) -> bool:
 
 def _rounded(metrics: dict[str, float]) -> dict[str, float]:
     return {name: round(value, 4) for name, value in metrics.items()}
-
-

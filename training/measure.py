@@ -1,8 +1,9 @@
-"""How good the model is on text it never saw: nats per answer token, bits per byte, and how often MTP guesses the trunk.
+"""How good the model is on text it never saw: nats per answer token, bits per byte, accepted MTP drafts.
 
-Each held-out record stands alone in a row from position 0, with the request it came with; answers count, EOS included,
-requests do not. The head runs in float32. The same compiled graphs serve here as in training (dropout and dense selection
-are scalars set to zero), so measuring costs no compilation. Drafts are *accepted* where MTP's best token is the trunk's.
+Each held-out record stands alone in a row from position 0, with the request it came with; answers count, EOS
+included, requests do not. The head runs in float32. The same compiled graphs serve here as in training (dropout and
+dense selection are scalars set to zero), so measuring costs no compilation. Drafts are *accepted* where MTP's best
+token is the trunk's.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from training.corpus import Record
 from training.data import ANSWER, Rows, held_out_rows
-from training.forward import Forward, Knobs
+from training.forward import Forward, still
 from training.step import prepare
 
 
@@ -74,11 +75,18 @@ def measure(
     forward: Forward, weights: dict[str, Tensor], rows: Rows, pad: int, batch: int, stream_dtype: torch.dtype
 ) -> list[Score]:
     """One score per row. Rows are run `batch` at a time; the last batch is filled up with padding."""
-    zero = torch.zeros((), device=forward.device)
-    knobs, scores = Knobs(zero, zero), []
+    knobs, scores = still(forward.device), []
     for start in range(0, len(rows.ids), batch):
-        ids, roles = _padded(rows.ids[start : start + batch], batch, pad), _padded(rows.roles[start : start + batch], batch, 0)
-        data = prepare(torch.from_numpy(ids.astype(np.int64)).to(forward.device), torch.from_numpy(roles).to(forward.device), pad, 0.0)
+        ids, roles = (
+            _padded(rows.ids[start : start + batch], batch, pad),
+            _padded(rows.roles[start : start + batch], batch, 0),
+        )
+        data = prepare(
+            torch.from_numpy(ids.astype(np.int64)).to(forward.device),
+            torch.from_numpy(roles).to(forward.device),
+            pad,
+            0.0,
+        )
         trunk = forward.trunk(weights, data.ids, data.valid, knobs, stream_dtype)
         nats, best = _judge(trunk.hidden, weights["head.weight"], data.next_ids)
         counted = data.weight > 0
@@ -108,7 +116,9 @@ def report(parts: list[HeldOut], scores: list[list[Score]]) -> dict:
             by_source[source].add(score)
         both.add(total)
         text_bytes += part.text_bytes
-        out["files"][part.name] = total.summary() | {"bits_per_byte": total.nats / math.log(2) / max(part.text_bytes, 1)}
+        out["files"][part.name] = total.summary() | {
+            "bits_per_byte": total.nats / math.log(2) / max(part.text_bytes, 1)
+        }
     out["both"] = both.summary() | {"bits_per_byte": both.nats / math.log(2) / max(text_bytes, 1)}
     out["sources"] = {source: round(score.loss, 4) for source, score in sorted(by_source.items())}
     return out

@@ -1,9 +1,9 @@
 """Fresh names for the people of a story, so that no pass over the text is quite the last one.
 
-A record's first names are found by list, and each is replaced by another of the same gender, everywhere in request and
-answer alike: the model has to copy the name it was asked for instead of remembering it. Left alone are names that are
-also words or places (Ruby, April, Frank), families of one name in one record (Tim and Timmy are one boy), and names
-that another person in the record already bears.
+A record's first names are found by list, and each is replaced by another of the same gender, everywhere in request
+and answer alike: the model has to copy the name it was asked for instead of remembering it. Left alone are names that
+are also words or places (Ruby, April, Frank), families of one name in one record (Tim and Timmy are one boy), and
+names that another person in the record already bears.
 """
 
 from __future__ import annotations
@@ -11,8 +11,13 @@ from __future__ import annotations
 import random
 import re
 
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
 # Common names first: a replacement is drawn with weight 1/sqrt(rank), so they stay common.
-GIRLS = tuple(
+GIRLS = _words(
     """Lily Emily Mia Lucy Emma Sara Anna Sarah Jane Amy Sue Luna Maya Ava Molly Sally Ella Zara Aria Lila Sophia Rachel
     Lena Sophie Alice Mary Elara Bella Jenny Kate Lola Ellie Nora Zoe Chloe Clara Eva Maria Mira Ada Julia Hannah Laura
     Leila Tara Nina Jill Annie Katie Susan Olivia Isabella Abigail Charlotte Elizabeth Victoria Samantha Margaret Helen
@@ -29,9 +34,9 @@ GIRLS = tuple(
     Eunice Frieda Jeanne Hilda Madeline Karina Kaitlyn Wanda Paula Phyllis Mandy Giselle Catherine Vicky Luella Dianne
     Laila Emmeline Pamela Inez Gabrielle Jaclyn Leilani Jessica Lela Velma Celia Juanita Delia Dora Greta Ingrid Iris
     Amelia Harper Layla Stella Hazel Aurora Savannah Valentina Elsie Millie Emiko Aisha Sofia Vivian Rosalie Camille
-    Daphne Sylvia Marlene Thelma Opal Bertha Edna Freda Bessie Norah Jolene Tessa Kira Ines Noelle Annabelle""".split()
+    Daphne Sylvia Marlene Thelma Opal Bertha Edna Freda Bessie Norah Jolene Tessa Kira Ines Noelle Annabelle"""
 )
-BOYS = tuple(
+BOYS = _words(
     """Tim Tom Max Jack Sam Timmy Ben Bob John Jake Leo Henry Tommy Joe Alex Pete Billy Jimmy Peter Jim George Charlie
     Michael Ethan Liam Noah Finn Oliver Luke Danny Fred Kai Thomas Daniel Ryan David Adam Steve Kael Jasper Edward Gus
     Sammy Theo Lucas Mateo Owen Nathan Oscar Arthur Harry Simon Andy Eddie Johnny William James Robert Alexander Silas
@@ -46,9 +51,9 @@ BOYS = tuple(
     Erick Charles Damon Warren Jason Hayden Preston Roland Ian Terrance Rodney Dylan Joseph Elmer Jonah Ronald Bert
     Brayden Allen Hiram Morris Floyd Keith Luis Stewart Felix Hugo Ivan Omar Rafael Ernest Walter Victor Isaac Levi
     Wyatt Sebastian Gabriel Anthony Dominic Austin Connor Ramon Pablo Marco Sergio Alfred Harvey Oswald Byron Kevin Eric
-    Scott Stephen Timothy Benjamin Harold Reginald Edwin Gerald Bradley Jesse Tony Terry Jerry Kaito Rohan Amir""".split()
+    Scott Stephen Timothy Benjamin Harold Reginald Edwin Gerald Bradley Jesse Tony Terry Jerry Kaito Rohan Amir"""
 )
-GENDER = {name: GIRLS for name in GIRLS} | {name: BOYS for name in BOYS}
+GENDER = dict.fromkeys(GIRLS, GIRLS) | dict.fromkeys(BOYS, BOYS)
 
 # Rhymes would break, or the name belongs to somebody real.
 KEEP_NAMES = frozenset({"poem", "joke", "wiki", "explain"})
@@ -59,7 +64,7 @@ _WEIGHTS = {id(names): [(rank + 1) ** -0.5 for rank in range(len(names))] for na
 
 def find_names(text: str) -> list[str]:
     """Listed first names in `text`, in order of first appearance; families such as Tim and Timmy are left out."""
-    words = {word: None for word in _CAPITALISED.findall(text)}
+    words = dict.fromkeys(_CAPITALISED.findall(text))
     found = [word for word in words if word in GENDER]
     stems = [word.rstrip("s") for word in words]
     return [name for name in found if not any(_same_family(name, stem) for stem in stems)]

@@ -1,9 +1,9 @@
 """Muon for matrices, AdamW for the rest, on the stacks of `Store`; every changing number is a device scalar.
 
-Muon orthogonalises the momentum of each matrix (each expert, each output group) by five Newton-Schulz steps in bf16, a whole
-stack at once, and scales the step by 0.2 sqrt(max(rows, columns)) so that its size per element is AdamW's and the
-rates compare. Weight decay is decoupled and spares norms, mHC, sinks, biases and the router. One update reads no device value
-on the host, so that it can be recorded into a CUDA graph.
+Muon orthogonalises the momentum of each matrix (each expert, each output group) by five Newton-Schulz steps in bf16,
+a whole stack at once, and scales the step by 0.2 sqrt(max(rows, columns)) so that its size per element is AdamW's and
+the rates compare. Weight decay is decoupled and spares norms, mHC, sinks, biases and the router. One update reads no
+device value on the host, so that it can be recorded into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Optimiser:
         self.decays = {"embedding": s.embedding_decay, "mhc": 0.0, "small": 0.0}
 
     @torch.no_grad()
-    def update(self, grads: dict[str, Tensor], rate: Tensor, first_correction: Tensor, second_correction: Tensor) -> Tensor:
+    def update(
+        self, grads: dict[str, Tensor], rate: Tensor, first_correction: Tensor, second_correction: Tensor
+    ) -> Tensor:
         """Move the masters by one step; returns the gradient norm before clipping."""
         norm = torch.stack([grad.float().square().sum() for grad in grads.values()]).sum().sqrt()
         clip = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
@@ -62,7 +64,9 @@ class Optimiser:
         master.mul_(1 - rate * self.settings.weight_decay)
         master.sub_(step.float() * (rate * 0.2 * max(master.shape[1:]) ** 0.5))
 
-    def _adam(self, group: str, grad: Tensor, rate: Tensor, first_correction: Tensor, second_correction: Tensor) -> None:
+    def _adam(
+        self, group: str, grad: Tensor, rate: Tensor, first_correction: Tensor, second_correction: Tensor
+    ) -> None:
         master, first, second = self.store.masters[group], self.first[group], self.second[group]
         first.lerp_(grad, 1 - self.settings.adam_first)
         second.lerp_(grad.square(), 1 - self.settings.adam_second)

@@ -1,10 +1,11 @@
 """Where the weights of a run live: few large float32 stacks instead of some four hundred tensors.
 
-Matrices of one shape and one storage class share a stack [n, rows, columns]; everything else lies in one flat vector per
-group ("embedding", "mhc", "small"). The optimiser then works on a dozen tensors. A step makes *leaves* (copies in the
-compute dtype, rounded as the file would be when asked), splits them into named weights, and differentiates with respect to
-the leaves; one concatenation per stack collects the gradient. Names are the released ones, experts stacked as [experts, ..].
-Router biases and hash tables are state, not parameters: rules move the first, nothing moves the second.
+Matrices of one shape and one storage class share a stack [n, rows, columns]; everything else lies in one flat vector
+per group ("embedding", "mhc", "small"). The optimiser then works on a dozen tensors. A step makes *leaves* (copies in
+the compute dtype, rounded as the file would be when asked), splits them into named weights, and differentiates with
+respect to the leaves; one concatenation per stack collects the gradient. Names are the released ones, experts stacked
+as [experts, ..]. Router biases and hash tables are state, not parameters: rules move the first, nothing moves the
+second.
 """
 
 from __future__ import annotations
@@ -118,7 +119,10 @@ class Store:
                 master = self.masters[group]
                 out[group] = self._round_flat(group) if rounded else master.clone()
         # Float32 runs would otherwise alias the masters, and an optimiser step would change what was differentiated.
-        return {group: (leaf.clone() if leaf is self.masters[group] else leaf).requires_grad_() for group, leaf in out.items()}
+        return {
+            group: (leaf.clone() if leaf is self.masters[group] else leaf).requires_grad_()
+            for group, leaf in out.items()
+        }
 
     def _round_flat(self, group: str) -> Tensor:
         """A flat vector with its bf16 members rounded; one select, whatever the number of members."""
@@ -172,7 +176,9 @@ class Store:
         wanted |= {name: tuple(t.shape) for name, t in (self.biases | self.tables).items()}
         missing = sorted(set(wanted) - set(tensors))
         if missing:
-            raise TensorMissing(f"{len(missing)} tensors are missing, first {missing[0]}. Load a file that export() wrote.")
+            raise TensorMissing(
+                f"{len(missing)} tensors are missing, first {missing[0]}. Load a file that export() wrote."
+            )
         with torch.no_grad():
             for name, shape in wanted.items():
                 if tuple(tensors[name].shape) != tuple(shape):

@@ -1,9 +1,9 @@
 """The same answer asked for in other words: request templates, drawn afresh on every pass.
 
-A request is taken apart (a title, a topic, two people and a place) and put together again by another template of its kind.
-TinyStories have no requests of their own, so theirs are made from the story: its hero, three of its words, its opening
-(the answer is then the rest), or no hint at all. About half of the requests stay as they were, and a request that no
-pattern fits is left alone, so nothing is ever asked that the answer does not answer.
+A request is taken apart (a title, a topic, two people and a place) and put together again by another template of its
+kind. TinyStories have no requests of their own, so theirs are made from the story: its hero, three of its words, its
+opening (the answer is then the rest), or no hint at all. About half of the requests stay as they were, and a request
+that no pattern fits is left alone, so nothing is ever asked that the answer does not answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ KEEP_SHARE = 0.5
 
 CHILD = (
     "Tell me a story called {title}.", "Tell me a short story about {title}.", "I want to hear a story about {title}.",
-    "Can you tell me the story of {title}?", "Write a children's story titled {title}.", "Please tell a story: {title}.",
+    "Can you tell me the story of {title}?", "Write a children's story titled {title}.",
+    "Please tell a story: {title}.",
     "Write a story for a child called {title}.", "Please tell me the story of {title}.", "Tell a story called {title}.",
     "Could you write a story called {title}?", "Write a short children's story called {title}.",
     "Do you know the story of {title}?", "I would like a story called {title}.", "Story time! Tell me about {title}.",
@@ -38,17 +39,20 @@ CAMPFIRE = (
     "I want to hear a spooky story about {title}.", "Scare me with a campfire story about {title}.",
 )  # fmt: skip
 EXPLAIN = (
-    "Explain {title} like I'm five years old.", "Explain {title} in simple terms.", "Can you explain {title} to a child?",
+    "Explain {title} like I'm five years old.", "Explain {title} in simple terms.",
+    "Can you explain {title} to a child?",
     "Explain {title} to me in simple words.", "Please explain {title}.", "Tell me about {title} in simple words.",
     "Explain {title} simply.", "Can you explain {title} in simple terms?",
 )  # fmt: skip
 POEM = (
     "Write a {form} about {title}.", "Compose a {form} about {title}.", "Draft a {form} about {title}.",
-    "Can you write a {form} about {title}?", "Please write me a {form} about {title}.", "Make up a {form} about {title}.",
+    "Can you write a {form} about {title}?", "Please write me a {form} about {title}.",
+    "Make up a {form} about {title}.",
     "I would like a {form} about {title}.", "Write me a {form} about {title}.",
 )  # fmt: skip
 SLICE = (
-    "Write a slice-of-life story about {who} discussing {title}.", "Write a short story in which {who} talk about {title}.",
+    "Write a slice-of-life story about {who} discussing {title}.",
+    "Write a short story in which {who} talk about {title}.",
     "Tell me a story about {who} discussing {title}.", "Write a story about {who} talking about {title}.",
 )  # fmt: skip
 STORY = ("Tell me this story: {title}", "Write a story about this: {title}", "Write this story: {title}")
@@ -59,11 +63,11 @@ _PATTERNS: dict[str, tuple[re.Pattern[str], tuple[str, ...]]] = {
         "I want to hear a story about|Can you tell me the story of|Tell me a short story about|Tell me a story called|"
         "Write a children's story titled|Write a story for a child called|Please tell a story:")), CHILD),
     "bedtime": (re.compile(_TITLED.format(
-        r"It is time for bed\. Tell me a story about|Tell me a bedtime story called|Please read me a bedtime story about|"
-        "Write a bedtime story called")), BEDTIME),
+        r"It is time for bed\. Tell me a story about|Tell me a bedtime story called|"
+        "Please read me a bedtime story about|Write a bedtime story called")), BEDTIME),
     "campfire": (re.compile(_TITLED.format(
-        r"Let's sit by the campfire\. Tell the story of|Tell a scary story called|Tell me a spooky campfire story about|"
-        "Tell a campfire story called")), CAMPFIRE),
+        r"Let's sit by the campfire\. Tell the story of|Tell a scary story called|"
+        "Tell me a spooky campfire story about|Tell a campfire story called")), CAMPFIRE),
     "explain": (re.compile(r"^Explain (.+?) (?:like I'm five years old|in simple terms)\.$"), EXPLAIN),
     "poem": (re.compile(r"^(?:Compose|Write|Draft) a (?P<form>poem|song) about (.+?)\.$"), POEM),
     "slice": (re.compile(r"^Write a slice-of-life story about (?P<who>.+? and .+?) discussing (.+?)\.$"), SLICE),
@@ -76,14 +80,16 @@ HERO = (
     "Can you tell me a story about {hero}?", "Write a short story about {hero}.", "Please tell me about {hero}.",
 )  # fmt: skip
 WORDS = (
-    "Tell me a story that uses the words {words}.", "Use the words {words} in a story.", "Write a story with the words {words}.",
+    "Tell me a story that uses the words {words}.", "Use the words {words} in a story.",
+    "Write a story with the words {words}.",
     "Write a short story with these words: {words}.", "Can you tell me a story with the words {words}?",
 )  # fmt: skip
 OPENING = ("Continue this story: {opening}", "Finish the story: {opening}", "What happens next? {opening}")
 OPENING_OF_TEXT = ("Continue this text: {opening}", "Write the rest of this: {opening}", "Please go on: {opening}")
 PLAIN = (
     "Tell me a story.", "Write a short story.", "Write a simple story.", "Can you tell me a story?",
-    "Please tell me a short story.", "Tell me a story for children.", "I want to hear a story.", "Tell me a little story.",
+    "Please tell me a short story.", "Tell me a story for children.", "I want to hear a story.",
+    "Tell me a little story.",
     "Can you write a short story?",
 )  # fmt: skip
 
@@ -92,12 +98,16 @@ _CONTINUED = re.compile(r"^(?:Continue this story:|Finish the story:|What happen
 _HERO = re.compile(r"\b(?:was|lived|loved|saw) (an? (?:[a-z]+ ){1,3}(?:named|called) [A-Z][a-z]+)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")
 _WORD = re.compile(r"\b[a-z]{4,}\b")
-_DULL = frozenset(
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_DULL = _words(
     """that this then they them their there with were when what would could said went want wanted have from very some
     came come into back like liked looked upon time once little your just about play played with named called felt
     make made down over more made again around always began first after before where which will been other every much
     also only even than still through because didn asked told knew know really away things thing named while each
-    """.split()
+    """
 )
 
 
@@ -153,7 +163,7 @@ def split_after_sentences(text: str, count: int) -> tuple[str, str]:
 def split_late(record: Record, draw: random.Random) -> list[Record]:
     """A record too long for a row, as requests to continue it: complete answers from later and later paragraphs.
 
-    The shortest answers come last; the caller takes the first that fits. Where to start is drawn, so that passes differ.
+    The shortest answers come last; the caller takes the first that fits. Where to start is drawn: passes differ.
     """
     gap = "\n\n" if "\n\n" in record.text else "\n"
     paragraphs = [paragraph for paragraph in record.text.split(gap) if paragraph.strip()]

@@ -1,9 +1,10 @@
 """What the released layout does to a weight, without a trip to the disk: round it, keep it float.
 
-The rules are those of `birkhoff.kernels.quant` (a test holds them bit for bit): FP4 with one power-of-two scale per 32
-inputs for routed experts, FP8 with one per 128x128 tile for dense matrices, bf16 for the rest. Written again because these
-run inside every step of the last tenth of training, for whole stacks of matrices, and nothing here may wait for the
-device. Gradients never pass through: the step differentiates with respect to the rounded weights and moves the masters.
+The rules are those of `birkhoff.kernels.quant` (a test holds them bit for bit): FP4 with one power-of-two scale per
+32 inputs for routed experts, FP8 with one per 128x128 tile for dense matrices, bf16 for the rest. Written again
+because these run inside every step of the last tenth of training, for whole stacks of matrices, and nothing here may
+wait for the device. Gradients never pass through: the step differentiates with respect to the rounded weights and
+moves the masters.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ def round_stored(stack: Tensor, storage: str) -> Tensor:
 def round_fp8(stack: Tensor) -> Tensor:
     rows, columns = stack.shape[-2:]
     if rows % FP8_BLOCK or columns % FP8_BLOCK:
-        raise TensorShape(f"an FP8 weight of {rows}x{columns} does not divide into {FP8_BLOCK}x{FP8_BLOCK} tiles. "
-                          "Train this config without rounding (--set round_share=0).")
+        raise TensorShape(
+            f"an FP8 weight of {rows}x{columns} does not divide into {FP8_BLOCK}x{FP8_BLOCK} tiles. "
+            "Train this config without rounding (--set round_share=0)."
+        )
     tiles = stack.float().unflatten(-1, (-1, FP8_BLOCK)).unflatten(-3, (-1, FP8_BLOCK))  # [.., tr, 128, tc, 128]
     exponent = _scale_exponent(tiles.abs().amax((-3, -1), keepdim=True), *FP8_LARGEST)
     rounded = (tiles * _power_of_two(-exponent)).to(torch.float8_e4m3fn).float() * _power_of_two(exponent)
@@ -41,8 +44,10 @@ def round_fp8(stack: Tensor) -> Tensor:
 
 def round_fp4(stack: Tensor) -> Tensor:
     if stack.shape[-1] % FP4_GROUP:
-        raise TensorShape(f"an FP4 weight with {stack.shape[-1]} inputs does not divide into groups of {FP4_GROUP}. "
-                          "Train this config without rounding (--set round_share=0).")
+        raise TensorShape(
+            f"an FP4 weight with {stack.shape[-1]} inputs does not divide into groups of {FP4_GROUP}. "
+            "Train this config without rounding (--set round_share=0)."
+        )
     groups = stack.float().unflatten(-1, (-1, FP4_GROUP))
     exponent = _scale_exponent(groups.abs().amax(-1, keepdim=True), *FP4_LARGEST)
     ratio = groups * _power_of_two(-exponent)
@@ -53,7 +58,7 @@ def round_fp4(stack: Tensor) -> Tensor:
 
 
 def _scale_exponent(amax: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """The smallest e with amax / 2^e within the format, whose largest value has this exponent and mantissa; 0 for zeros."""
+    """The smallest e with amax / 2^e within a format whose largest value is given; 0 for an all-zero tile."""
     bits = amax.contiguous().view(torch.int32)
     least = (bits >> 23) - (127 + exponent) + ((bits & 0x7FFFFF) > mantissa).to(torch.int32)
     return torch.where(amax == 0, 0, least.clamp(-126, 126))

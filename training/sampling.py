@@ -1,7 +1,7 @@
 """Text from the model while it trains: many conversations at once, a whole forward pass per token.
 
-Slow per token but without a cache, and on the compiled training graphs, so a glance at the model's writing costs seconds on
-the device and no compilation. Each sample has its own seed: a sample does not depend on its neighbours.
+Slow per token but without a cache, and on the compiled training graphs, so a glance at the model's writing costs
+seconds on the device and no compilation. Each sample has its own seed: a sample does not depend on its neighbours.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from training.corpus import Record
 from training.data import Conversation, Markers, encode_conversations
-from training.forward import Forward, Knobs
+from training.forward import Forward, still
 
 
 class Ask(NamedTuple):
@@ -33,8 +33,14 @@ CHAT = tuple(
 
 
 def generate(
-    forward: Forward, weights: dict[str, Tensor], tokenizer: Tokenizer, asks: list[Ask], batch: int,
-    stream_dtype: torch.dtype, longest: int = 200, top_k: int = 40,
+    forward: Forward,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    asks: list[Ask],
+    batch: int,
+    stream_dtype: torch.dtype,
+    longest: int = 200,
+    top_k: int = 40,
 ) -> list[dict]:
     """One answer per ask: text, number of tokens, and whether it ended by itself."""  # fmt: skip
     out: list[dict] = []
@@ -48,17 +54,18 @@ def _together(
     stream_dtype: torch.dtype, longest: int, top_k: int,
 ) -> list[dict]:  # fmt: skip
     markers, device = Markers.of(tokenizer), forward.device
-    prompts = encode_conversations(tokenizer, markers, [Conversation((Record("", a.prompt, ""),), a.system) for a in asks])
+    prompts = encode_conversations(
+        tokenizer, markers, [Conversation((Record("", a.prompt, ""),), a.system) for a in asks]
+    )
     rows = [ids[:-1].tolist() for ids, _ in prompts]  # the closing EOS of the empty answer is what is to be written
     lengths = [len(row) for row in rows]
     ids = torch.full((batch, forward.length), markers.pad, device=device)
     for row, tokens in enumerate(rows):
         ids[row, : len(tokens)] = torch.tensor(tokens, device=device)
     draws = [torch.Generator().manual_seed(ask.seed) for ask in asks]
-    zero = torch.zeros((), device=device)
-    done = [False] * len(asks)
+    knobs, done = still(device), [False] * len(asks)
     for _ in range(longest):
-        trunk = forward.trunk(weights, ids, ids != markers.pad, Knobs(zero, zero), stream_dtype)
+        trunk = forward.trunk(weights, ids, ids != markers.pad, knobs, stream_dtype)
         last = torch.tensor([len(row) - 1 for row in rows], device=device)
         hidden = trunk.hidden.detach()[torch.arange(len(rows), device=device), last]
         logits = F.linear(hidden.float(), weights["head.weight"].detach().float()).cpu()

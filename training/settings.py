@@ -1,7 +1,8 @@
 """Every number of a run in one frozen record, and what each of them is at a given moment of it.
 
-`progress` runs from 0 to 1 over a run, by steps or by time, whichever the run is measured in; warm-up and the first router
-steps are counted in steps. `Settings.parse` reads `name=value` pairs, so that a probe is the default plus a short text.
+`progress` runs from 0 to 1 over a run, by steps or by time, whichever the run is measured in; warm-up and the first
+router steps are counted in steps. `Settings.parse` reads `name=value` pairs, so that a probe is the default plus a
+short text.
 """
 
 from __future__ import annotations

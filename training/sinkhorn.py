@@ -1,10 +1,10 @@
 """Sinkhorn for training: 4x4 mixing matrices of every token at once, forward and backward, in float32.
 
 `sinkhorn` is the pair's door: Triton kernels on CUDA, the plain twin elsewhere. The walk of `birkhoff.kernels.mhc` is
-kept step for step (softmax over rows, then columns, then rows and columns in turn; it ends on columns). Plain autograd
-would launch some two hundred tiny kernels a call. Here the forward stores the sums it divided by, and the backward undoes
-the divisions one by one: with B = A / (s + eps) and s a sum of A, A = B (s + eps) and
-dA = (dB - sum(dB * B)) / (s + eps), so no intermediate matrix is kept.
+kept step for step (softmax over rows, then columns, then rows and columns in turn; it ends on columns). Plain
+autograd would launch some two hundred tiny kernels a call. Here the forward stores the sums it divided by, and the
+backward undoes the divisions one by one: with B = A / (s + eps) and s a sum of A, A = B (s + eps) and dA = (dB -
+sum(dB * B)) / (s + eps), so no intermediate matrix is kept.
 """
 
 from __future__ import annotations
@@ -72,9 +72,8 @@ if triton is not None:
         m = tl.load(mix + cells, mask=inside[:, None, None], other=0.25)
         g = tl.load(grad + cells, mask=inside[:, None, None], other=0.0)
         for back in tl.static_range(2 * iterations - 1):
-            step: tl.constexpr = 2 * iterations - 2 - back
-            total = tl.load(sums + edge + 4 * step, mask=inside[:, None], other=1.0)
-            if step % 2 == 0:
+            total = tl.load(sums + edge + 4 * (2 * iterations - 2 - back), mask=inside[:, None], other=1.0)
+            if back % 2 == 0:  # the walk ends on columns, so the way back begins with them
                 g = (g - tl.sum(g * m, axis=1)[:, None, :]) / total[:, None, :]
                 m = m * total[:, None, :]
             else:

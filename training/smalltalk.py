@@ -1,9 +1,9 @@
 """Short talk: greetings, who the model is, and facts a child knows, with near misses of every question.
 
-The corpus brings 333 such records. They are few beside the stories, so each is repeated on every pass, and a question seldom
-comes twice in the same dress: lower case, no question mark, a greeting in front. The facts written here (sums, days, legs,
-young animals) follow the same manner: one short sentence that repeats the question. System sentences live here too: they
-say in a few words what the record then does, so that a system prompt means something to the model.
+The corpus brings 333 such records. They are few beside the stories, so each is repeated on every pass, and a question
+seldom comes twice in the same dress: lower case, no question mark, a greeting in front. The facts written here (sums,
+days, legs, young animals) follow the same manner: one short sentence that repeats the question. System sentences live
+here too: they say in a few words what the record then does, so that a system prompt means something to the model.
 """
 
 from __future__ import annotations
@@ -13,12 +13,17 @@ from functools import cache
 
 from training.corpus import Record
 
-NUMBERS = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+NUMBERS = _words(
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen "
     "eighteen nineteen twenty"
-).split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-MONTHS = "January February March April May June July August September October November December".split()
+)
+DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+MONTHS = _words("January February March April May June July August September October November December")
 LEGS = {"a dog": 4, "a cat": 4, "a bird": 2, "a spider": 8, "a horse": 4, "an ant": 6, "a duck": 2, "a bee": 6,
         "a snake": 0, "a fish": 0, "a cow": 4, "a chicken": 2}  # fmt: skip
 YOUNG = {"a dog": "a puppy", "a cat": "a kitten", "a cow": "a calf", "a horse": "a foal", "a sheep": "a lamb",
@@ -77,10 +82,10 @@ def facts() -> tuple[Record, ...]:
     pairs = dict(FACTS)
     for left in range(10):
         for right in range(10):
-            pairs[f"What is {left} plus {right}?"] = f"{NUMBERS[left].capitalize()} plus {NUMBERS[right]} is {NUMBERS[left + right]}."
+            first, second = NUMBERS[left].capitalize(), NUMBERS[right]
+            pairs[f"What is {left} plus {right}?"] = f"{first} plus {second} is {NUMBERS[left + right]}."
             if left >= right:
-                answer = f"{NUMBERS[left].capitalize()} minus {NUMBERS[right]} is {NUMBERS[left - right]}."
-                pairs[f"What is {left} minus {right}?"] = answer
+                pairs[f"What is {left} minus {right}?"] = f"{first} minus {second} is {NUMBERS[left - right]}."
     for cycle, kind in ((DAYS, "day"), (MONTHS, "month")):
         for place, name in enumerate(cycle):
             pairs[f"What {kind} comes after {name}?"] = f"After {name} comes {cycle[(place + 1) % len(cycle)]}."
@@ -102,7 +107,7 @@ def near_miss(record: Record, draw: random.Random) -> Record:
         return record
     if draw.random() < 0.3:
         prompt = prompt.replace("What is ", "What's ", 1)
-    if draw.random() < 0.2 and record.source == "smalltalk" and not prompt.startswith(("Hi", "Hello", "Hey", "Good", "Bye")):
+    if draw.random() < 0.2 and not prompt.startswith(("Hi", "Hello", "Hey", "Good", "Bye", "Thank")):
         prompt = draw.choice(GREETINGS) + prompt
     if draw.random() < 0.35:
         prompt = prompt.rstrip(".?!")

@@ -1,9 +1,9 @@
 """One training step, and how it is run: eagerly, or recorded once into a CUDA graph and replayed.
 
-A step makes leaves, runs trunk and MTP, differentiates, moves the masters and the router biases, and adds to a few running
-sums. It reads its batch and its `Moment` from fixed buffers and never waits for the device, so the whole of it, optimiser
-included, is one graph: at 32 rows the launches of some thousand small kernels would otherwise take longer than the work.
-If recording fails the step stays eager and says so; the numbers are the same.
+A step makes leaves, runs trunk and MTP, differentiates, moves the masters and the router biases, and adds to a few
+running sums. It reads its batch and its `Moment` from fixed buffers and never waits for the device, so the whole of
+it, optimiser included, is one graph: at 32 rows the launches of some thousand small kernels would otherwise take
+longer than the work. If recording fails the step stays eager and says so; the numbers are the same.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def prepare(ids: Tensor, roles: Tensor, pad: int, request_weight: float) -> Prep
     def shift(x: Tensor, by: int, fill: float) -> Tensor:
         return torch.cat((x[:, by:], x.new_full((x.shape[0], by), fill)), 1)
 
-    return Prepared(ids, ids != pad, shift(ids, 1, pad), shift(weight, 1, 0.0), shift(ids, 2, pad), shift(weight, 2, 0.0))
+    return Prepared(
+        ids, ids != pad, shift(ids, 1, pad), shift(weight, 1, 0.0), shift(ids, 2, pad), shift(weight, 2, 0.0)
+    )
 
 
 class Step:
@@ -74,9 +76,8 @@ class Step:
             return
         if not self._pinned:
             for _ in range(4):  # a ring, so that a buffer is not overwritten while its copy is still on the way
-                self._pinned.append((torch.zeros_like(self.ids, device="cpu").pin_memory(),
-                                     torch.zeros_like(self.roles, device="cpu").pin_memory(),
-                                     torch.zeros_like(self.moment, device="cpu").pin_memory(), torch.cuda.Event()))  # fmt: skip
+                host = [torch.zeros_like(x, device="cpu").pin_memory() for x in (self.ids, self.roles, self.moment)]
+                self._pinned.append((*host, torch.cuda.Event()))
         host_ids, host_roles, host_moment, copied = self._pinned[self._turn % len(self._pinned)]
         self._turn += 1
         copied.synchronize()
@@ -96,8 +97,10 @@ class Step:
             self._once(rounded)
 
     def record(self, rounded: bool = False) -> bool:
-        """Record the step into a graph. The step must have run eagerly before (compilation, workspaces); it does not run
-        here. Returns whether a graph exists now."""
+        """Record the step into a graph, without running it; returns whether a graph exists now.
+
+        The step must have run eagerly before: compilation, library workspaces and autotuning cannot be recorded.
+        """
         if self.device.type != "cuda":
             return False
         self.forget()

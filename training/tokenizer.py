@@ -1,9 +1,10 @@
 """The tokenizer of `nano`: byte-level BPE with V4's pre-tokeniser and V4's markers, 4,096 ids in all.
 
-Ids 0, 1, 2 are BOS, EOS and pad as in the release; then come the 256 bytes and the merges; the other markers take the last
-ids in the order of the release, with the release's flags (not "special", so that decoding keeps them). Every byte has an
-id, so any text is encodable and round-trips. Training is deterministic: the same text gives the same file, and because
-hash-routed layers give token ids a meaning, the file is frozen before the model is trained and ships with it.
+Ids 0, 1, 2 are BOS, EOS and pad as in the release; then come the 256 bytes and the merges; the other markers take the
+last ids in the order of the release, with the release's flags (not "special", so that decoding keeps them). Every
+byte has an id, so any text is encodable and round-trips. Training is deterministic: the same text gives the same
+file, and because hash-routed layers give token ids a meaning, the file is frozen before the model is trained and
+ships with it.
 """
 
 from __future__ import annotations
@@ -58,8 +59,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_tokens([AddedToken(marker, normalized=True, special=False) for marker in PLAIN_MARKERS])
     if tokenizer.get_vocab_size() != vocab_size:
-        raise OptionError(f"the text gave {tokenizer.get_vocab_size()} ids, expected {vocab_size}: it holds too few "
-                          "different pairs to merge. Train on more text or ask for a smaller vocabulary.")
+        raise OptionError(
+            f"the text gave {tokenizer.get_vocab_size()} ids, expected {vocab_size}: it holds too few "
+            "different pairs to merge. Train on more text or ask for a smaller vocabulary."
+        )
     return tokenizer
 
 

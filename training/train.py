@@ -5,7 +5,8 @@
     python -m training.train ... --probe "base: ; slow: mhc_rate=2e-4"     compare settings first, go on with the best
 
 `--work` holds the log, the state for resuming (the same command again goes on where it was) and the compile cache;
-`--out` gets the checkpoint, its tokenizer, `training.json` with everything measured, and samples. README.md has the rest.
+`--out` gets the checkpoint, its tokenizer, `training.json` with everything measured, and samples. README.md has the
+rest.
 """
 
 from __future__ import annotations
@@ -44,15 +45,26 @@ CONFIGS = {"nano": NANO, "smoke": SMOKE}
 
 
 def build_bench(
-    config: V4Config, settings: Settings, data: Path, tokenizer: Path, work: Path, device: str, compiled: bool, workers: int
+    config: V4Config,
+    settings: Settings,
+    data: Path,
+    tokenizer: Path,
+    work: Path,
+    device: str,
+    compiled: bool,
+    workers: int,
 ) -> Bench:
     """Everything runs share; rows begin to be made before the device is touched."""
     feed = Feed(data, tokenizer, settings.length, settings.seed, settings.corpus_share, workers)
     loaded, corpus = load_tokenizer(tokenizer), read_corpus(data)
     if loaded.get_vocab_size() != config.vocab_size:
-        raise OptionError(f"the tokenizer in {tokenizer} has {loaded.get_vocab_size()} ids, the config {config.vocab_size}.")
+        raise OptionError(
+            f"the tokenizer in {tokenizer} has {loaded.get_vocab_size()} ids, the config {config.vocab_size}."
+        )
     if settings.length % config.sliding_window or settings.length % 4:
-        raise OptionError(f"length is {settings.length}, expected a multiple of the window ({config.sliding_window}) and of 4.")
+        raise OptionError(
+            f"length is {settings.length}, expected a multiple of the window ({config.sliding_window}) and of 4."
+        )
     parts = [held_out(name, records, loaded, settings.length) for name, records in corpus.held_out.items()]
     forward = Forward(config, settings.length, device, compiled)
     return Bench(forward, feed, parts, Markers.of(loaded).pad, Log(work / "log.jsonl"), work)
@@ -157,7 +169,9 @@ def _run(options: argparse.Namespace) -> None:
     if device.startswith("cuda"):
         torch.set_float32_matmul_precision("high")  # TF32: inputs are bf16 numbers already, sums stay float32
     compiled = options.compile if options.compile is not None else device.startswith("cuda")
-    log.write("begin", config=options.config, device=device, compiled=compiled, workers=options.workers, settings=asdict(base))
+    log.write(
+        "begin", config=options.config, device=device, compiled=compiled, workers=options.workers, settings=asdict(base)
+    )
     bench = build_bench(config, base, Path(options.data), tokenizer, work, device, compiled, options.workers)
     try:
         _load_cache(Path(options.cache) if options.cache else None, log)
@@ -203,7 +217,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--probe", default="", metavar="NAME: NAME=VALUE,...; ...", help="settings to compare first")
     parser.add_argument("--probe-steps", type=int, default=600)
     parser.add_argument("--marks", type=int, default=10, help="measurements on the way")
-    parser.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 3), help="processes that make rows")
+    parser.add_argument(
+        "--workers", type=int, default=max(0, (os.cpu_count() or 1) - 3), help="processes that make rows"
+    )
     parser.add_argument("--device")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)
     parser.add_argument("--cache", help="compile cache of an earlier run on the same kind of machine")

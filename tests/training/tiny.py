@@ -61,13 +61,20 @@ def released_name(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 def write_corpus(folder: Path, records: int = 60, seed: int = 0) -> Path:
     """A made-up corpus with the six files, small sentences and listed names."""
     draw = random.Random(seed)
-    animals, things, names = ("cat", "dog", "bird", "fox"), ("ball", "hat", "cake", "tree"), ("Lily", "Tom", "Anna", "Ben")
+    animals, things, names = (
+        ("cat", "dog", "bird", "fox"),
+        ("ball", "hat", "cake", "tree"),
+        ("Lily", "Tom", "Anna", "Ben"),
+    )
     verbs = ("found", "saw", "wanted", "lost", "painted")
 
     def story(length: int) -> tuple[str, str]:
         name, animal = draw.choice(names), draw.choice(animals)
         lines = [f"Once upon a time, there was a little {animal} named {name}."]
-        lines += [f"{name} {draw.choice(verbs)} a big {draw.choice(things)} near the {draw.choice(animals)}." for _ in range(length)]
+        lines += [
+            f"{name} {draw.choice(verbs)} a big {draw.choice(things)} near the {draw.choice(animals)}."
+            for _ in range(length)
+        ]
         return name, " ".join(lines)
 
     def many(count: int, source: str, longest: int) -> list[Record]:
@@ -78,7 +85,10 @@ def write_corpus(folder: Path, records: int = 60, seed: int = 0) -> Path:
         return out
 
     folder.mkdir(parents=True, exist_ok=True)
-    talk = [Record("smalltalk", "Hello!", "Hello! I am happy to see you."), Record("smalltalk", "Thank you!", "You are welcome!")]
+    talk = [
+        Record("smalltalk", "Hello!", "Hello! I am happy to see you."),
+        Record("smalltalk", "Thank you!", "You are welcome!"),
+    ]
     parts = {
         "stories": many(records, "child", 12), "tinystories": many(records, "tiny", 6), "smalltalk": talk,
         "general": many(records // 2, "scene", 12),

@@ -1,0 +1,208 @@
+"""Manifold hyper-connections as a layer of their own, for models that are not V4.
+
+A hyper-connection replaces the residual addition around one sublayer. Instead of one residual vector a token carries
+`m` streams; the layer reads one input from them, and writes the sublayer's output back while it mixes the streams with
+a nearly doubly stochastic matrix, `comb[from, to]`:
+
+    streams = layer.init(x)                             # [..., d] -> [..., m, d]
+    u, post, comb = layer.pre(streams)                  # [..., d], [..., m], [..., m, m]
+    streams = layer.post(streams, sublayer(u), post, comb)
+    out = layer.head(streams)                           # [..., d], once, at the end of the model
+
+It is the arithmetic of the V4 trunk, differentiable, in float32 inside whatever the streams' dtype, on any leading
+shape. Invariant: a token's result depends on its own streams alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from birkhoff.errors import OptionError, TensorDtype, TensorMissing, TensorShape, TensorUnexpected, TensorValue
+from birkhoff.kernels import mhc
+
+_TRIPLE = ("fn", "base", "scale")
+_HEAD = ("head_fn", "head_base", "head_scale")
+_PARTS = ("pre", "post", "res")
+_SPLIT = tuple(f"{kind}_{part}" for kind in ("W", "S", "alpha") for part in _PARTS)
+
+
+class HyperConnection(nn.Module):
+    """One sublayer's hyper-connection, and a head that merges the streams.
+
+    `sublayer` is the number of the sublayer in its model. All streams start as copies of one vector; if every sublayer
+    read and wrote them alike they would stay copies, so sublayer i begins with a liking for stream i mod m.
+    """
+
+    def __init__(
+        self, hidden: int, streams: int = 4, sinkhorn_iters: int = 20, eps: float = 1e-6, rms_eps: float = 1e-6, *,
+        sublayer: int = 0,
+    ):  # fmt: skip
+        super().__init__()
+        for name, value, least in (("hidden", hidden, 1), ("streams", streams, 1),
+                                   ("sinkhorn_iters", sinkhorn_iters, 1), ("sublayer", sublayer, 0)):  # fmt: skip
+            if type(value) is not int or value < least:
+                raise OptionError(f"{name} is {value!r}, expected a whole number of at least {least}.")
+        for name, size in (("eps", eps), ("rms_eps", rms_eps)):
+            if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1:
+                raise OptionError(f"{name} is {size!r}, expected a small positive number such as 1e-6.")
+        self.hidden, self.streams, self.sinkhorn_iters = hidden, streams, sinkhorn_iters
+        self.eps, self.rms_eps, self.sublayer = float(eps), float(rms_eps), sublayer
+        outputs, inputs = (2 + streams) * streams, streams * hidden
+        self.fn = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.float32))
+        self.base = nn.Parameter(torch.empty(outputs, dtype=torch.float32))
+        self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
+        self.head_fn = nn.Parameter(torch.empty(streams, inputs, dtype=torch.float32))
+        self.head_base = nn.Parameter(torch.empty(streams, dtype=torch.float32))
+        self.head_scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Staggered start: near-identity mixing, and read and write gates that prefer one stream per sublayer."""
+        m, mine = self.streams, self.sublayer % self.streams
+        for matrix in (self.fn, self.head_fn):
+            matrix.normal_(std=matrix.shape[1] ** -0.5)  # inputs have unit RMS: logits of unit size, then the scale
+        self.scale.fill_(0.5)
+        self.head_scale.fill_(0.5)
+        self.head_base.zero_()
+        pre, post, mix = self.base.split((m, m, m * m))
+        pre.fill_(-1.5)
+        post.fill_(-0.5)
+        pre[mine], post[mine] = 1.5, 1.0
+        mix.copy_(3.0 * torch.eye(m).flatten())
+
+    def init(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., d] -> streams [..., m, d], all of them copies of x."""
+        if x.dim() < 1 or x.shape[-1] != self.hidden:
+            raise OptionError(f"x is {tuple(x.shape)}, expected [..., {self.hidden}].")
+        return x.unsqueeze(-2).repeat_interleave(self.streams, dim=-2)
+
+    def pre(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Streams [..., m, d] -> sublayer input [..., d], write-out weights [..., m], mixer [..., from, to]."""
+        self._check_streams(streams)
+        u, _, post, comb = mhc.read(
+            streams, self.fn, self.base, self.scale, self.sinkhorn_iters, self.eps, self.rms_eps
+        )
+        return u, post, comb
+
+    def post(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+        """`post[k] * y + sum_j comb[j, k] * streams[j]` for every stream k; `streams` are those `pre` was given."""
+        self._check_streams(streams)
+        lead, m = tuple(streams.shape[:-2]), self.streams
+        for name, tensor, tail in (("y", y, (self.hidden,)), ("post", post, (m,)), ("comb", comb, (m, m))):
+            if tuple(tensor.shape) != lead + tail:
+                raise OptionError(f"{name} is {tuple(tensor.shape)}, expected {lead + tail} beside streams "
+                                  f"{tuple(streams.shape)}: pass what `pre` returned for them.")  # fmt: skip
+        return mhc.write(streams, y, post, comb)
+
+    def head(self, streams: torch.Tensor) -> torch.Tensor:
+        """Streams [..., m, d] -> one vector [..., d], by weights of its own."""
+        self._check_streams(streams)
+        return mhc.head(streams, self.head_fn, self.head_base, self.head_scale, self.eps, self.rms_eps)[0]
+
+    def load_weights(
+        self, weights: Mapping[str, torch.Tensor] | None = None, *, prefix: str = "",
+        res_axes: Literal["from_to", "to_from"] = "from_to", **named: torch.Tensor,
+    ) -> HyperConnection:  # fmt: skip
+        """Fill the layer from a mapping, from keywords, or both; nothing is changed unless everything fits.
+
+        Released form: `fn [(2+m)m, m*d]` (rows: pre, post, comb row-major), `base [(2+m)m]`, `scale [3]`, and for the
+        head `head_fn [m, m*d]`, `head_base [m]`, `head_scale [1]`; either triple may come alone. With a `prefix`, only
+        names behind it are looked at: `layers.0.hc_attn_` picks a sublayer of a released checkpoint, `hc_` its head.
+
+        Split form, as ports of the layer alone have it: `W_pre`, `W_post` `[m, m*d]`, `W_res [m*m, m*d]`, static
+        biases `S_pre`, `S_post` `[m]`, `S_res [m, m]` or `[m*m]`, and factors `alpha_*` of one element. A transposed
+        `W [m*d, ...]` is recognised unless it is square. `res_axes` says how `S_res` and the rows of `W_res` are
+        ordered: "to_from" where a port computes `comb @ streams`.
+        """
+        if res_axes not in ("from_to", "to_from"):
+            raise OptionError(f"res_axes is {res_axes!r}, expected 'from_to' or 'to_from'.")
+        given = {k.removeprefix(prefix): v for k, v in (weights or {}).items() if k.startswith(prefix)} | named
+        forms = _forms_in(given, prefix)
+        for name, tensor in given.items():
+            _check_numbers(name, tensor)
+        ready = {name: given[name] for form in forms if form is not _SPLIT for name in form}
+        if _SPLIT in forms:
+            ready |= self._joined(given, res_axes)
+        for name, tensor in ready.items():
+            if tensor.shape != getattr(self, name).shape:
+                raise TensorShape(f"{name} is {tuple(tensor.shape)}, expected {tuple(getattr(self, name).shape)} for "
+                                  f"{self.streams} streams of {self.hidden}.")  # fmt: skip
+        with torch.no_grad():
+            for name, tensor in ready.items():
+                getattr(self, name).copy_(tensor)
+        return self
+
+    def _joined(self, given: Mapping[str, torch.Tensor], res_axes: str) -> dict[str, torch.Tensor]:
+        """The split form as the released triple."""
+        m, inputs = self.streams, self.streams * self.hidden
+        rows, biases, factors = [], [], []
+        for part, count in zip(_PARTS, (m, m, m * m)):
+            matrix = _outputs_first(f"W_{part}", given[f"W_{part}"], count, inputs)
+            bias, factor = given[f"S_{part}"], given[f"alpha_{part}"]
+            shapes = [(count,), (m, m)] if part == "res" else [(count,)]
+            if tuple(bias.shape) not in shapes:
+                raise TensorShape(f"S_{part} is {tuple(bias.shape)}, expected {' or '.join(map(str, shapes))}.")
+            if factor.numel() != 1:
+                raise TensorShape(f"alpha_{part} is {tuple(factor.shape)}, expected a single number.")
+            bias = bias.reshape(count)
+            if part == "res" and res_axes == "to_from":
+                matrix = matrix.reshape(m, m, inputs).transpose(0, 1).reshape(m * m, inputs)
+                bias = bias.reshape(m, m).T.reshape(m * m)
+            rows.append(matrix.float())
+            biases.append(bias.float())
+            factors.append(factor.reshape(1).float())
+        return {"fn": torch.cat(rows), "base": torch.cat(biases), "scale": torch.cat(factors)}
+
+    def _check_streams(self, streams: torch.Tensor) -> None:
+        if streams.dim() < 2 or tuple(streams.shape[-2:]) != (self.streams, self.hidden):
+            raise OptionError(f"streams are {tuple(streams.shape)}, expected [..., {self.streams}, {self.hidden}]; "
+                              "`init` makes them from a single vector.")  # fmt: skip
+
+    def extra_repr(self) -> str:
+        return f"hidden={self.hidden}, streams={self.streams}, sinkhorn_iters={self.sinkhorn_iters}"
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "nothing"
+
+
+def _forms_in(given: Mapping[str, object], prefix: str) -> list[tuple[str, ...]]:
+    """Which forms these names spell; each of them has to be whole."""
+    unknown = sorted(set(given) - {*_TRIPLE, *_HEAD, *_SPLIT})
+    if unknown:
+        raise TensorUnexpected(f"{_listed(unknown)}: expected {_listed(_TRIPLE + _HEAD)} or the split form "
+                               f"{_listed(_SPLIT)}. Pass prefix= to pick from a whole checkpoint.")  # fmt: skip
+    forms = [form for form in (_TRIPLE, _SPLIT, _HEAD) if any(name in given for name in form)]
+    if not forms or (_TRIPLE in forms and _SPLIT in forms):
+        raise TensorMissing(f"got {_listed(sorted(given))}, expected either {_listed(_TRIPLE)} or {_listed(_SPLIT)}, "
+                            f"and optionally {_listed(_HEAD)}. Check the names and the prefix {prefix!r}.")  # fmt: skip
+    missing = [name for form in forms for name in form if name not in given]
+    if missing:
+        raise TensorMissing(f"{_listed(missing)} missing beside {_listed(sorted(given))}: a form is loaded whole.")
+    return forms
+
+
+def _check_numbers(name: str, tensor: object) -> None:
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.element_size() < 2:
+        seen = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        raise TensorDtype(f"{name} is {seen}, expected a floating-point tensor; the release keeps it in float32.")
+    if not torch.isfinite(tensor).all():
+        raise TensorValue(f"{name} holds NaN or infinity, expected finite numbers. Check the file it came from.")
+
+
+def _outputs_first(name: str, matrix: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """The matrix as [out, in], turned if it lies the other way and its shape says so."""
+    shape = tuple(matrix.shape)
+    if shape == (outputs, inputs) == (inputs, outputs):
+        raise TensorShape(f"{name} is square {shape}, so its orientation cannot be seen. Join the split form into "
+                          "fn, base and scale, rows being outputs, and load those.")  # fmt: skip
+    if shape == (inputs, outputs):
+        return matrix.T
+    if shape != (outputs, inputs):
+        raise TensorShape(f"{name} is {shape}, expected {(outputs, inputs)}, or {(inputs, outputs)} if transposed.")
+    return matrix

@@ -1,0 +1,86 @@
+"""Who may import whom: rooms stand on floors, a room sees only the floors below, rooms of floor 2 not each other."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "birkhoff"
+FLOORS = ["hooks kernels config errors", "model mhc", "engine capture steering sae text weights", "api",
+          "server web convert validate", "cli"]  # fmt: skip
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
+CORE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "birkhoff"}  # all that floors 0 to 3 may need
+COMPILERS = {"numba", "triton"}  # kernels may use them, and do without
+BENCH_AVOIDS = {"server", "web", "cli"}
+
+
+def imported(text: str) -> set[str]:
+    """Every module a file names in an import, wherever in the file it stands."""
+    nodes = list(ast.walk(ast.parse(text)))
+    plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    sources = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    assert not any(node.level for node in sources), "imports are absolute"
+    return plain | {f"{node.module}.{alias.name}" for node in sources for alias in node.names}
+
+
+def violations(file: str, text: str) -> list[str]:
+    """What is wrong with the imports of birkhoff/`file`."""
+    room, found = file.removesuffix(".py").split("/")[0], []
+    kernel_extras = COMPILERS if room == "kernels" else set()
+    for name in imported(text):
+        package, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if package == "birkhoff" and target in FLOOR:
+            if room == "bench":
+                allowed = target not in BENCH_AVOIDS
+            else:  # config and errors may be read by their own floor; __init__ shows the public names
+                below = FLOOR.get(room, 9) > FLOOR[target] or (FLOOR[target] == 0 and target in ("config", "errors"))
+                allowed = room in ("__init__", target) or below
+            if not allowed:
+                found.append(f"{file}: {room} (floor {FLOOR.get(room)}) imports {target} (floor {FLOOR[target]})")
+        elif FLOOR.get(room, 9) <= 3 and package not in CORE | sys.stdlib_module_names | kernel_extras:
+            found.append(f"{file}: the core imports {package}")
+    return found
+
+
+def test_every_import_goes_down():
+    files = sorted(PACKAGE.rglob("*.py"))
+    assert len(files) > 40
+    rooms = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in files}
+    assert rooms <= {*FLOOR, "__init__", "__main__", "bench"}, "a new room needs a floor"
+    assert not [v for f in files for v in violations(f.relative_to(PACKAGE).as_posix(), f.read_text(encoding="utf-8"))]
+
+
+@pytest.mark.parametrize(
+    ("file", "line", "caught"),
+    [
+        ("model/block.py", "from birkhoff.engine.engine import Engine", True),
+        ("model/block.py", "from birkhoff import api", True),
+        ("model/block.py", "import birkhoff.weights.names as names", True),
+        ("steering/edits.py", "def late():\n    from birkhoff.capture.files import write", True),
+        ("kernels/mhc/reference.py", "from birkhoff.model.block import Block", True),
+        ("kernels/mhc/reference.py", "from birkhoff.hooks import sites", True),
+        ("hooks/plan.py", "import transformers", True),
+        ("api.py", "from typer import Option", True),
+        ("bench/run.py", "from birkhoff.server.app import App", True),
+        ("cli/serve.py", "from birkhoff.server.app import App\nimport typer", False),
+        ("engine/runner.py", "import numba", True),
+        ("engine/engine.py", "from birkhoff.engine.request import Request\nimport birkhoff.model.batch", False),
+        ("kernels/mhc/kernel.py", "import triton.language as tl", False),
+        ("kernels/quant/reference.py", "import math\nimport torch\nfrom birkhoff.errors import TensorShape", False),
+        ("bench/run.py", "from birkhoff.engine.engine import Engine", False),
+    ],
+)  # fmt: skip
+def test_a_planted_violation_is_caught(file, line, caught):
+    assert bool(violations(file, line)) is caught
+
+
+def test_the_core_comes_up_without_compilers():
+    code = (f"import sys; sys.modules.update(dict.fromkeys({sorted(COMPILERS)})); import birkhoff.model.transformer; "
+            "from birkhoff.kernels.select import select; print(select('cpu').name)")  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert done.returncode == 0, done.stderr

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from birkhoff.kernels import jit
 from birkhoff.kernels.attend import cpu as attend_cpu
 from birkhoff.kernels.attend import reference as attend_plain
 from birkhoff.kernels.experts import cpu as experts_cpu
@@ -42,6 +43,7 @@ class KernelSet:
     mhc_write: Op
     attend: Op
     attend_one: Op
+    route: Op
     experts: Op
 
 
@@ -53,12 +55,13 @@ PAIRS: dict[str, tuple[Op, Op]] = {
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
     "attend": (attend_plain.attend, attend_plain.attend),
     "attend_one": (attend_plain.attend_one, attend_cpu.attend_one),
+    "route": (experts_plain.route, experts_cpu.route),
     "experts": (experts_plain.experts, experts_cpu.experts),
 }
 
 
 def select(choice: Choice) -> KernelSet:
-    if choice == "reference":
+    if choice == "reference" or not jit.AVAILABLE:
         return KernelSet("reference", **{name: plain for name, (plain, _) in PAIRS.items()})
     return KernelSet("cpu", **{name: _while_inferring(plain, fast) for name, (plain, fast) in PAIRS.items()})
 

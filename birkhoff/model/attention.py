@@ -47,12 +47,12 @@ class Attention(nn.Module):
         latent, keys, *rows = self.entry(x)  # rows: what the compressor and the indexer read
         latent = self.q_norm(latent)  # [n, q_lora], also read by the indexer
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = self.kernels.rotate(self.kernels.rms_norm(queries, None, self.eps), *turn)  # [n, h, c]
-        keys = self.kernels.rotate(self.kv_norm(keys), *turn)  # [n, c]
+        queries = self.kernels.rotate(self.kernels.rms_norm(queries, None, self.eps), turn)  # [n, h, c]
+        keys = self.kernels.rotate(self.kv_norm(keys), turn)  # [n, c]
         keys = self.numerics.round_key(keys, self.rope_dim)
         mixed = [self._attend_group(queries, keys, latent, rows, turn, group, state) for group in batch.groups]
         mixed = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-        return self._project_out(self.kernels.rotate(mixed, *turn, inverse=True))  # values carry phase: turn it back
+        return self._project_out(self.kernels.rotate(mixed, turn, inverse=True))  # values carry phase: turn it back
 
     def _attend_group(self, queries, keys, latent, rows, turn, group: Group, state: LayerState | Fresh) -> torch.Tensor:
         """One rectangle of the batch, [B*T, h, c]: what each query sees, then the attention itself."""
@@ -62,13 +62,11 @@ class Attention(nn.Module):
             entries = self.compressor(group.view(rows[0]), group, state)
             chosen = None if entries is None else visible_entries(group, entries.shape[1], self.ratio)
         if self.indexer is not None:
-            turn = (group.view(turn[0]), group.view(turn[1]))
             raw, weights = group.view(rows[1]), group.view(rows[2])
-            chosen = self.indexer(raw, weights, group.view(latent), turn, chosen, group, state)
+            chosen = self.indexer(raw, weights, group.view(latent), turn.view(group.view), chosen, group, state)
         if group.length == 1:
             recent, seen = state.window(group, own)
-            if chosen is not None:
-                seen = torch.cat((seen, chosen.squeeze(1)), dim=-1)
+            seen = _both(seen, recent, chosen, entries)
             return self.kernels.attend_one(queries[group.rows], recent, entries, seen, self.attn_sink, self.scale)
         recent, oldest = state.recent(group, own)
         mixed = self.kernels.attend(
@@ -80,7 +78,8 @@ class Attention(nn.Module):
         """[n, h, c] -> [n, d] through one low-rank matrix per group of heads; its input is never rounded."""
         grouped = mixed.reshape(-1, self.groups, self.heads // self.groups * self.head_dim)
         first = self.wo_a.dense().view(self.groups, self.group_rank, -1)
-        return self.wo_b(torch.einsum("ngi,gri->ngr", grouped, first).flatten(1))
+        middle = torch.bmm(grouped.transpose(0, 1), first.transpose(1, 2))  # [G, n, rank]
+        return self.wo_b(middle.transpose(0, 1).flatten(1))
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b", "compressor", "indexer"):
@@ -88,3 +87,14 @@ class Attention(nn.Module):
             if module is not None:
                 yield from module.destinations(f"{name}.{part}")
         yield Destination(f"{name}.attn_sink", self.attn_sink)
+
+
+def _both(seen: torch.Tensor | None, recent: torch.Tensor, chosen: torch.Tensor | None, entries: torch.Tensor | None):
+    """Visibility of window and entries side by side [B, K+E]; None when everything is visible."""
+    if entries is None or (seen is None and chosen is None):
+        return seen
+    if seen is None:
+        seen = recent.new_ones(recent.shape[:2], dtype=torch.bool)
+    if chosen is None:
+        return torch.cat((seen, entries.new_ones(entries.shape[:2], dtype=torch.bool)), dim=-1)
+    return torch.cat((seen, chosen.squeeze(1)), dim=-1)

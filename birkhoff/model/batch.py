@@ -10,8 +10,9 @@ Invariant: rows `group.rows` of the flat tensors, viewed `[B, T, ...]`, are the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -38,6 +39,13 @@ class Group:
     starts: tuple[int, ...]
     slots: torch.Tensor  # [B]
     first: torch.Tensor  # [B] the starts, on the device
+    _made: dict = field(default_factory=dict, repr=False)
+
+    def once(self, what: Hashable, make: Callable[[], Any]) -> Any:
+        """Something every layer needs alike, made by the first that asks."""
+        if what not in self._made:
+            self._made[what] = make()
+        return self._made[what]
 
     @property
     def size(self) -> int:
@@ -60,7 +68,9 @@ class Group:
 
     def positions(self) -> torch.Tensor:
         """[B, T] on the device."""
-        return self.first.unsqueeze(-1) + torch.arange(self.length, device=self.first.device)
+        return self.once(
+            "positions", lambda: self.first.unsqueeze(-1) + torch.arange(self.length, device=self.first.device)
+        )
 
 
 @dataclass(frozen=True)

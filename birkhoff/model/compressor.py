@@ -40,8 +40,7 @@ class Compressor(nn.Module):
     def forward(self, raw: torch.Tensor, group: Group, state: LayerState | Fresh) -> torch.Tensor | None:
         """Rows of `project` [B, T, values and gates] -> all entries up to the group's newest position
         [B, E, width], or None while there are none."""
-        values, gates = raw.chunk(2, dim=-1)
-        raw = torch.cat((values, gates + self.ape[group.positions() % self.ratio]), dim=-1)
+        raw = raw + self._bias(group)
         if group.length == 1:
             state.carry(self.kind, group, raw)
             self._finish_single(group, state)
@@ -50,6 +49,11 @@ class Compressor(nn.Module):
             state.carry(self.kind, group, raw)
         count = (group.newest + 1) // self.ratio
         return state.entries(self.kind, group, count) if count else None
+
+    def _bias(self, group: Group) -> torch.Tensor:
+        """Position biases for the gates and nothing for the values."""
+        bias = self.ape[group.once(("phase", self.ratio), lambda: group.positions() % self.ratio)]
+        return torch.cat((torch.zeros_like(bias), bias), dim=-1)
 
     def _finish_single(self, group: Group, state: LayerState | Fresh) -> None:
         """Decoding: each sequence may complete one block, whose rows are all in the ring by now."""
@@ -92,7 +96,7 @@ class Compressor(nn.Module):
     def _seal(self, entries: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
         """Norm, rotation by the block's first position, and the rounding of its cache."""
         entries = self.norm(entries.to(self.numerics.dtype))
-        entries = self.numerics.kernels.rotate(entries, *self.rope.at(numbers * self.ratio, compressed=True))
+        entries = self.numerics.kernels.rotate(entries, self.rope.at(numbers * self.ratio, compressed=True))
         if self.kind == INDEX:
             return self.numerics.round_index(entries)
         return self.numerics.round_key(entries, self.rope_dim)
@@ -110,7 +114,15 @@ def _absent_before_first(older: torch.Tensor, number: torch.Tensor) -> torch.Ten
     return torch.cat((values.masked_fill(gone, 0.0), gates.masked_fill(gone, -torch.inf)), dim=-1)
 
 
-def visible_entries(group: Group, count: int, ratio: int) -> torch.Tensor:
-    """[B, T, count]: entry w is visible to the query that is its block's last token, and later."""
-    finished = (group.positions() + 1) // ratio
-    return torch.arange(count, device=finished.device) < finished.unsqueeze(-1)
+def visible_entries(group: Group, count: int, ratio: int) -> torch.Tensor | None:
+    """[B, T, count]: entry w is visible to the query that is its block's last token, and later.
+
+    None when one query per sequence sees all of them."""
+    if group.length == 1 and all((start + 1) // ratio == count for start in group.starts):
+        return None
+
+    def compare() -> torch.Tensor:
+        finished = (group.positions() + 1) // ratio
+        return torch.arange(count, device=finished.device) < finished.unsqueeze(-1)
+
+    return group.once(("visible", ratio), compare)

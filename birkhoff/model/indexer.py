@@ -9,10 +9,11 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import index
+from birkhoff.kernels.rope import Phases
 from birkhoff.model.batch import Group
 from birkhoff.model.compressor import Compressor
 from birkhoff.model.linear import Destination, Linear, Numerics
-from birkhoff.model.rope import Phases, Rope
+from birkhoff.model.rope import Rope
 from birkhoff.model.state import INDEX, Fresh, LayerState
 
 QUERY_BLOCK = 256  # queries scored at a time, so that the score of every head against every entry stays small
@@ -32,12 +33,14 @@ class Indexer(nn.Module):
         visible: torch.Tensor | None, group: Group, state: LayerState | Fresh,
     ) -> torch.Tensor | None:
         """Rows of the compressor's projection, head weights [B, T, h], latent [B, T, q_lora], visible [B, T, E]
-        -> chosen entries [B, T, E]."""
+        (None: all) -> chosen entries [B, T, E]."""
         keys = self.compressor(raw, group, state)  # kept up to date even while every entry is chosen
-        if keys is None or visible is None or keys.shape[1] <= self.topk:
+        if keys is None or keys.shape[1] <= self.topk:
             return visible
+        if visible is None:  # one query that sees everything
+            visible = torch.ones(group.size, 1, keys.shape[1], dtype=torch.bool, device=keys.device)
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.width))
-        queries = self.numerics.round_index(self.numerics.kernels.rotate(queries, *phases))
+        queries = self.numerics.round_index(self.numerics.kernels.rotate(queries, phases))
         weights = weights.float() * (self.width * self.heads) ** -0.5
         blocks = [
             index.choose(index.score(q, keys, w), v, self.topk)

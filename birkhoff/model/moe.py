@@ -21,7 +21,7 @@ class Gate(nn.Module):
 
     def __init__(self, config: V4Config, hashed: bool, numerics: Numerics):
         super().__init__()
-        self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
+        self.topk, self.factor, self.kernels = config.num_experts_per_tok, config.routed_scaling_factor, numerics.kernels
         self.project = Linear(config.hidden_size, config.n_routed_experts, "f32", numerics)
         self.bias: nn.Parameter | None = None
         self.tid2eid: torch.Tensor | None
@@ -36,7 +36,7 @@ class Gate(nn.Module):
         """Rows of `project` [n, E] -> expert ids [n, k], weights [n, k]."""
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
         given = None if self.tid2eid is None else self.tid2eid[token_ids].long()
-        ids, weights = kernel.route(logits, self.bias, given, self.topk, self.factor)
+        ids, weights = self.kernels.route(logits, self.bias, given, self.topk, self.factor)
         tap.see(sites.MOE_TOPK, ids, weights)
         return ids, weights
 
@@ -78,8 +78,8 @@ class Experts(nn.Module):
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[n, d] -> [n, d] float32, the weighted sum over each token's experts."""
-        kernels = self.numerics.kernels
-        return kernels.experts(x, ids, weights, self.stack(), self.limit, self.numerics.round_input)
+        round_input = self.numerics.round_input if self.numerics.released else None
+        return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         gate, up, whole = slice(0, self.inner), slice(self.inner, None), slice(None)

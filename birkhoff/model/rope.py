@@ -8,8 +8,7 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import rope
-
-Phases = tuple[torch.Tensor, torch.Tensor]  # cos, sin
+from birkhoff.kernels.rope import Phases
 
 
 @dataclass(frozen=True)

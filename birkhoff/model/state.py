@@ -35,10 +35,23 @@ class Ring:
         """[B, P, width] at `positions` [B, P]."""
         return self.rows[slots.unsqueeze(-1), positions % self.size]
 
-    def write(self, slots: torch.Tensor, positions: torch.Tensor, values: torch.Tensor) -> None:
-        if positions.shape[1] > self.size:  # only the newest rows survive; a row must not be written twice
-            positions, values = positions[:, -self.size :], values[:, -self.size :]
-        self.rows[slots.unsqueeze(-1), positions % self.size] = values.detach().to(self.rows.dtype)
+    def write(self, group: Group, values: torch.Tensor) -> None:
+        """Keep [B, T, width] at the group's positions; of more rows than there is room for, the newest."""
+        kept = min(group.length, self.size)
+
+        def rows() -> torch.Tensor:
+            return (group.slots.unsqueeze(-1) * self.size + group.positions()[:, -kept:] % self.size).flatten()
+
+        where = group.once(("rows", self.size), rows)
+        values = values[:, -kept:].detach().to(self.rows.dtype).flatten(0, 1)
+        self.rows.view(-1, self.rows.shape[-1]).index_copy_(0, where, values)
+
+    def of(self, group: Group) -> torch.Tensor:
+        """All rows [B, size, width] of the group's slots, as they lie."""
+        if group.size == 1:
+            slot = group.once("slot", lambda: int(group.slots))
+            return self.rows[slot : slot + 1]
+        return self.rows[group.slots]
 
 
 class LayerState:
@@ -66,15 +79,23 @@ class LayerState:
             positions = group.first.unsqueeze(-1) + torch.arange(-past, 0, device=keys.device)
             recent = torch.cat((self.keys.read(group.slots, positions), keys), dim=1)
             oldest = (past - group.first).clamp_min(0)
-        self.keys.write(group.slots, group.positions(), keys)
+        self.keys.write(group, keys)
         return recent, oldest
 
-    def window(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decoding: keep each sequence's key [B, 1, c], then hand out its ring as it lies, with what is visible."""
-        self.keys.write(group.slots, group.positions(), keys)
-        age = (group.first.unsqueeze(-1) - torch.arange(self.keys.size, device=keys.device)) % self.keys.size
-        seen = (age < self.window_size) & (age <= group.first.unsqueeze(-1))  # by how long ago each row was written
-        return self.keys.rows[group.slots], seen
+    def window(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Decoding: keep each sequence's key [B, 1, c], then hand out its ring as it lies [B, R, c] and which rows are
+        visible [B, R], None when all are."""
+        self.keys.write(group, keys)
+        size, window = self.keys.size, self.window_size
+        if size == window and min(group.starts) >= size - 1:
+            return self.keys.of(group), None
+
+        def seen() -> torch.Tensor:
+            at = group.first.unsqueeze(-1)
+            age = (at - torch.arange(size, device=keys.device)) % size  # how long ago each row was written
+            return (age < window) & (age <= at)
+
+        return self.keys.of(group), group.once(("window", size), seen)
 
     def unfinished(self, kind: str, group: Group, count: int) -> torch.Tensor:
         """The last `count` raw rows before each start, [B, count, width]."""
@@ -82,7 +103,7 @@ class LayerState:
         return self.raw[kind].read(group.slots, group.first.unsqueeze(-1) + before)
 
     def carry(self, kind: str, group: Group, raw: torch.Tensor) -> None:
-        self.raw[kind].write(group.slots, group.positions(), raw)
+        self.raw[kind].write(group, raw)
 
     def append(self, kind: str, slots: torch.Tensor, first: torch.Tensor, entries: torch.Tensor) -> None:
         """Store `entries` [B, N, width] as numbers `first[b], first[b] + 1, ...` of their sequences."""
@@ -95,7 +116,8 @@ class LayerState:
         """The first `count` entries of each sequence, [B, count, width]; those not yet made are undefined."""
         pages = self.pages[kind]
         per_page = pages.shape[1]
-        table = self.state.page_table[group.slots, : math.ceil(count / per_page)]
+        used = math.ceil(count / per_page)
+        table = group.once(("pages", used), lambda: self.state.page_table[group.slots, :used])
         return pages[table].flatten(1, 2)[:, :count]
 
 
@@ -152,8 +174,8 @@ class Fresh:
     def recent(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return keys, torch.zeros_like(group.first)
 
-    def window(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return keys, torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+    def window(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return keys, None
 
     def unfinished(self, kind: str, group: Group, count: int) -> torch.Tensor:
         raise AssertionError("a fresh sequence starts at 0 and has no unfinished block")

@@ -1,21 +1,84 @@
-"""Experts on a CPU: the plain twin copies and scatters rows for every expert in use; a decoding step can do less.
-
-A single row visits its few experts one after the other with no indexing at all. A handful of rows that together hit
-most experts asks all of them in two products and lets the routing weight, zero where an expert was not chosen, pick:
-more arithmetic, but each weight is read once and nothing is sorted.
-"""
+"""Experts as compiled loops for the few rows of a decoding step: nothing is gathered, sorted or padded."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from birkhoff.kernels.experts import reference
 from birkhoff.kernels.experts.reference import Stack
-from birkhoff.kernels.linear import cpu as product
+from birkhoff.kernels.jit import compiled
 
-FEW = 16  # rows up to which asking every expert can pay
+FEW = 12  # rows up to which the loops beat one matrix product per expert
+NO_BIAS = np.zeros(0, np.float32)
+
+
+@compiled
+def _choose(scores, bias, ids):
+    """The highest biased scores of each row, the lowest id among equals."""
+    rows, count = scores.shape
+    biased = np.empty(count, np.float32)
+    for row in range(rows):
+        for e in range(count):
+            biased[e] = scores[row, e] + (bias[e] if bias.shape[0] else np.float32(0))
+        for place in range(ids.shape[1]):
+            best = 0
+            for e in range(1, count):
+                if biased[e] > biased[best]:
+                    best = e
+            ids[row, place] = best
+            biased[best] = -np.inf
+
+
+@compiled
+def _visit(x, ids, weights, gate_up, down, limit, out):
+    """out[r] = sum over the chosen experts, ascending, of down(swiglu(gate_up x) * weight)."""
+    rows, width = x.shape
+    inner = down.shape[1]
+    opened, z = np.empty(2 * inner, np.float32), np.empty(inner, np.float32)
+    for row in range(rows):
+        for c in range(width):
+            out[row, c] = 0
+    for expert in range(gate_up.shape[0]):
+        for row in range(rows):
+            for place in range(ids.shape[1]):
+                if ids[row, place] != expert:
+                    continue
+                source, target = x[row], out[row]
+                for o in range(2 * inner):
+                    w = gate_up[expert, o]
+                    total = w[0] * 0
+                    for k in range(width):
+                        total += w[k] * source[k]
+                    opened[o] = total
+                for i in range(inner):
+                    a, b = min(opened[i], limit), max(min(opened[inner + i], limit), -limit)
+                    z[i] = a / (1 + np.exp(-a)) * b * weights[row, place]
+                i = 0
+                while i + 4 <= inner:
+                    d0, d1, d2, d3 = down[expert, i], down[expert, i + 1], down[expert, i + 2], down[expert, i + 3]
+                    z0, z1, z2, z3 = z[i], z[i + 1], z[i + 2], z[i + 3]
+                    for c in range(width):
+                        target[c] += z0 * d0[c] + z1 * d1[c] + z2 * d2[c] + z3 * d3[c]
+                    i += 4
+                while i < inner:
+                    d0, z0 = down[expert, i], z[i]
+                    for c in range(width):
+                        target[c] += z0 * d0[c]
+                    i += 1
+
+
+def route(
+    logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor | None, topk: int, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scores = torch.nn.functional.softplus(logits).sqrt_()
+    if ids is None:
+        ids = torch.empty(*scores.shape[:-1], topk, dtype=torch.long)
+        _choose(scores.numpy(), NO_BIAS if bias is None else bias.numpy(), ids.numpy())
+    picked = scores.gather(-1, ids)
+    return ids, picked.mul_(factor / picked.sum(-1, keepdim=True))
 
 
 def experts(
@@ -24,35 +87,11 @@ def experts(
     weights: torch.Tensor,
     stack: Stack,
     limit: float,
-    round_input: Callable[[torch.Tensor], torch.Tensor],
+    round_input: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
-    n = x.shape[0]
-    if n == 1:
-        return _single(x, ids, weights, stack, limit, round_input)
-    if stack.dense is not None and n <= FEW and ids.numel() >= stack.count:
-        return _everyone(x, ids, weights, stack, limit, round_input)
-    return reference.experts(x, ids, weights, stack, limit, round_input)
-
-
-def _single(x, ids, weights, stack: Stack, limit: float, round_input) -> torch.Tensor:
-    chosen = sorted(zip(ids[0].tolist(), range(ids.shape[1])))  # ascending, as the plain twin adds
-    entering = round_input(x)
-    opened = torch.cat([product.linear(entering, stack.gate_up(expert)) for expert, _ in chosen])
-    a, b = opened.chunk(2, dim=-1)
-    z = reference.swiglu(a, b, limit) * weights[0, [place for _, place in chosen]].unsqueeze(-1)
-    z = round_input(z.to(x.dtype))
-    out = torch.mm(z[:1], stack.down(chosen[0][0])).float()
-    for row, (expert, _) in enumerate(chosen[1:], 1):
-        out += torch.mm(z[row : row + 1], stack.down(expert))
+    if x.shape[0] > FEW or stack.dense is None or round_input is not None or x.dtype is not torch.float32:
+        return reference.experts(x, ids, weights, stack, limit, round_input)
+    gate_up, down = stack.dense
+    out = torch.empty(x.shape)
+    _visit(x.numpy(), ids.numpy(), weights.numpy(), gate_up.numpy(), down.numpy(), np.float32(limit), out.numpy())
     return out
-
-
-def _everyone(x, ids, weights, stack: Stack, limit: float, round_input) -> torch.Tensor:
-    assert stack.dense is not None
-    gate_up, down = stack.dense  # [E, 2i, d], [E, i, d]
-    count, double, _ = gate_up.shape
-    share = torch.zeros(x.shape[0], count, dtype=torch.float32).scatter_(1, ids, weights)
-    opened = product.linear(round_input(x), gate_up.view(count * double, -1)).unflatten(-1, (count, 2, double // 2))
-    z = reference.swiglu(opened[:, :, 0], opened[:, :, 1], limit) * share.unsqueeze(-1)
-    z = round_input(z.to(x.dtype)).flatten(1)
-    return torch.mm(z, down.reshape(count * (double // 2), -1)).float()

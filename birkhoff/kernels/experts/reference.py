@@ -40,14 +40,15 @@ def experts(
     weights: torch.Tensor,
     stack: Stack,
     limit: float,
-    round_input: Callable[[torch.Tensor], torch.Tensor],
+    round_input: Callable[[torch.Tensor], torch.Tensor] | None,
 ) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    entering = round_input(x)
+    enter = round_input or (lambda tensor: tensor)
+    entering = enter(x)
     for expert in ids.unique().tolist():
         rows, places = (ids == expert).nonzero(as_tuple=True)
         a, b = F.linear(entering[rows], stack.gate_up(expert)).chunk(2, dim=-1)
         z = swiglu(a, b, limit) * weights[rows, places].unsqueeze(-1)
-        y = round_input(z.to(x.dtype)) @ stack.down(expert)
+        y = enter(z.to(x.dtype)) @ stack.down(expert)
         out = out.index_add(0, rows, y.float())
     return out

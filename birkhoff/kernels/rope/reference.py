@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
 
-def frequencies(dim: int, theta: float, factor: float = 1.0, original: int = 0, fast: float = 32.0, slow: float = 1.0):
+class Phases:
+    """How far each position turns each pair of channels."""
+
+    def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
+        self.cos, self.sin = cos, sin
+
+    def view(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Phases:
+        """The same phases with their leading axes rearranged."""
+        return Phases(arrange(self.cos), arrange(self.sin))
+
+
+def frequencies(
+    dim: int, theta: float, factor: float = 1.0, original: int = 0, fast: float = 32.0, slow: float = 1.0
+) -> torch.Tensor:
     """Base frequencies; with `original > 0` YaRN slows the long wavelengths by `factor` (section 5)."""
     omega = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     if original > 0:
@@ -22,12 +36,13 @@ def frequencies(dim: int, theta: float, factor: float = 1.0, original: int = 0, 
     return omega.float()
 
 
-def phases(positions: torch.Tensor, omega: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def phases(positions: torch.Tensor, omega: torch.Tensor) -> Phases:
     angle = positions.unsqueeze(-1).float() * omega
-    return angle.cos(), angle.sin()
+    return Phases(angle.cos(), angle.sin())
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, inverse: bool = False) -> torch.Tensor:
+def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+    cos, sin = phases.cos, phases.sin
     dim = 2 * cos.shape[-1]
     while cos.dim() < x.dim():
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)

@@ -92,7 +92,7 @@ class ToolBlock:
         else:
             fits = len(self._held) <= LONGEST_TAG and _LOOSE_GAP.fullmatch(self._held) is not None
         if not fits:
-            self._break("there is text between the tags of a tool-call block")
+            self._break("the tags of a tool-call block are not one to a line")
         return ""
 
     def _gaps(self) -> tuple[str, ...]:

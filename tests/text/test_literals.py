@@ -136,7 +136,7 @@ def test_our_own_words_are_not_theirs(official_texts):
 
 def test_a_text_the_file_lacks_is_refused_by_name():
     bare = Literals(None, None, None, source="encoding_dsv4.py")
-    with pytest.raises(ChatError, match="encoding_dsv4.py has no recognisable tools head text"):
+    with pytest.raises(ChatError, match=r"encoding_dsv4\.py has no recognisable tools head text"):
         bare.require("tools_head")
     with pytest.raises(ChatError, match="no recognisable effort 'max' text"):
         bare.effort_text("max")

@@ -1,3 +1,5 @@
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,14 +16,14 @@ def test_joining_changes_neither_prompt_nor_markers(pieces):
     out = list(joined(pieces))
     assert render_text(out) == render_text(pieces)
     assert [s for s in out if isinstance(s, Marker)] == [s for s in pieces if isinstance(s, Marker)]
-    assert not any(isinstance(a, Text) and isinstance(b, Text) for a, b in zip(out, out[1:]))
+    assert not any(isinstance(a, Text) and isinstance(b, Text) for a, b in itertools.pairwise(out))
     assert Text("") not in out
 
 
 @given(text=st.text(st.sampled_from("the quick 123\n<>｜DSML think天")), cuts=st.lists(st.integers(0, 60), max_size=5))
 def test_how_text_was_cut_does_not_change_ids(tokenizer, text, cuts):
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [Text(text[a:b]) for a, b in zip(borders, borders[1:])]
+    pieces = [Text(text[a:b]) for a, b in itertools.pairwise(borders)]
     assert encode_segments(pieces, tokenizer) == tokenizer.encode(text)
 
 

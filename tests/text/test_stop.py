@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,7 +32,7 @@ def run(pieces, stops):
 @given(text=FEW, stops=STOPS, data=st.data())
 def test_any_cut_gives_what_the_definition_says(text, stops, data):
     cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text)), max_size=6))})
-    pieces = [text[a:b] for a, b in zip(cuts, cuts[1:])]
+    pieces = [text[a:b] for a, b in itertools.pairwise(cuts)]
     assert run(pieces, stops) == by_definition(text, stops)
 
 

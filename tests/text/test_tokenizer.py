@@ -1,4 +1,5 @@
 import copy
+import itertools
 import json
 import random
 
@@ -72,7 +73,7 @@ def test_markers_have_ids_and_text_ids_have_no_marker(tokenizer):
 def test_a_missing_marker_is_named_with_its_file(byte_json):
     raw = json.loads(byte_json)
     raw["added_tokens"] = [entry for entry in raw["added_tokens"] if entry["content"] != DSML]
-    with pytest.raises(TokenError, match="flash/tokenizer.json has no added token '｜DSML｜'"):
+    with pytest.raises(TokenError, match=r"flash/tokenizer\.json has no added token '｜DSML｜'"):
         Tokenizer(raw, name="flash/tokenizer.json").token_id(DSML)
 
 
@@ -110,7 +111,7 @@ def test_marker_inside_the_vocabulary_and_merges_cannot_be_reached(byte_json):
     for number, token in enumerate(steps[1:-2], start=512):
         raw["model"]["vocab"][token] = number
     raw["model"]["vocab"] |= {"<think>": think["id"], "<think>!": 600}
-    raw["model"]["merges"] = [[a, b[-1]] for a, b in zip(steps, steps[1:])]
+    raw["model"]["merges"] = [[a, b[-1]] for a, b in itertools.pairwise(steps)]
     for ignore_merges in (False, True):
         raw["model"]["ignore_merges"] = ignore_merges
         stock = tokenizers.Tokenizer.from_str(json.dumps({**raw, "added_tokens": []}))

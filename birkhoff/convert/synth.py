@@ -9,6 +9,7 @@ seeded by seed, name and row: the same call always writes the same bytes.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
 from functools import lru_cache
@@ -127,16 +128,23 @@ def _mixer_base(size: int) -> torch.Tensor:
 
 def _random_fp8(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> Packed:
     exponent, table = _code_table("fp8", spread / _SCALE_MIX)
-    codes = table[random.integers(0, 2**16, shape, np.uint16)]
+    codes = _draw(random, shape, table)
     tiles = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
-    return Packed(torch.from_numpy(codes).view(torch.float8_e4m3fn), _scales(random, tiles, exponent))
+    return Packed(codes.view(torch.float8_e4m3fn), _scales(random, tiles, exponent))
 
 
 def _random_fp4(random: np.random.Generator, shape: tuple[int, ...], spread: float) -> Packed:
     exponent, table = _code_table("fp4", spread / _SCALE_MIX)
-    codes = table[random.integers(0, 2**16, (shape[0], shape[1] // 2), np.uint16)]
+    codes = _draw(random, (shape[0], shape[1] // 2), table)
     scale = _scales(random, (shape[0], shape[1] // FP4_GROUP), exponent)
-    return Packed(torch.from_numpy(codes).view(torch.int8), scale)
+    return Packed(codes.view(torch.int8), scale)
+
+
+def _draw(random: np.random.Generator, shape: tuple[int, ...], table: torch.Tensor) -> torch.Tensor:
+    """Entries of a 2^16 table, all equally likely; four draws from each raw 64-bit number."""
+    count = math.prod(shape)
+    raw = random.bit_generator.random_raw(-(-count // 4)).view(np.uint16)[:count]
+    return table.index_select(0, torch.from_numpy(raw.astype(np.int32))).view(shape)
 
 
 def _scales(random: np.random.Generator, shape: tuple[int, int], exponent: int) -> torch.Tensor:
@@ -144,7 +152,7 @@ def _scales(random: np.random.Generator, shape: tuple[int, int], exponent: int) 
 
 
 @lru_cache(maxsize=64)
-def _code_table(kind: str, spread: float) -> tuple[int, np.ndarray]:
+def _code_table(kind: str, spread: float) -> tuple[int, torch.Tensor]:
     """Scale exponent, and the code of each of 2^16 equally likely draws of a normal variate.
 
     The scale puts the spread at a fifth to a tenth of the largest FP8 number, or at 1.5 to 3 of FP4's 6, which is
@@ -156,9 +164,8 @@ def _code_table(kind: str, spread: float) -> tuple[int, np.ndarray]:
     quantiles = torch.special.ndtri((torch.arange(levels, dtype=torch.float64) + 0.5) / levels)
     values = (quantiles * spread * 2.0**-exponent).float()
     if kind == "fp8":
-        codes = values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-        return exponent, codes
+        return exponent, values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     clipped = torch.cat((torch.full((levels, 1), 6.0), values.clamp(-6, 6)[:, None], torch.zeros(levels, 30)), 1)
-    nibble = (quant.quant_fp4(clipped)[0][:, 0] >> 4).numpy()  # a 6 beside each value holds its group's scale at 1
-    draws = np.arange(2**16)
+    nibble = quant.quant_fp4(clipped)[0][:, 0] >> 4  # a 6 beside each value holds its group's scale at 1
+    draws = torch.arange(2**16)
     return exponent, nibble[draws & 255] | nibble[draws >> 8] << 4

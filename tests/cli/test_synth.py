@@ -1,0 +1,39 @@
+"""The verb `synth`: writes what it says, says what it would write."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from birkhoff.cli.synth import synth
+from birkhoff.weights import open_checkpoint
+
+
+@pytest.fixture(scope="module")
+def app():
+    app = typer.Typer()
+    app.command()(synth)
+    return app
+
+
+def test_the_directory_goes_to_stdout_and_talk_to_stderr(app, tmp_path):
+    out = tmp_path / "c"
+    result = CliRunner().invoke(app, [str(out), "--layers", "3", "--seed", "4", "--no-mtp"])
+    assert result.exit_code == 0 and result.stdout == f"{out}\n"
+    assert "tiny, 3 layers, seed 4" in result.stderr
+    assert open_checkpoint(out).config.num_hidden_layers == 3
+
+
+def test_a_dry_run_counts_and_writes_nothing(app, tmp_path):
+    result = CliRunner().invoke(app, [str(tmp_path / "c"), "--like", "flash", "--dry-run", "--json"])
+    report = json.loads(result.stdout)
+    assert (report["tensors"], report["written"]) == (69187, False) and round(report["bytes"] / 1e9, 1) == 159.6
+    assert not (tmp_path / "c").exists()
+
+
+def test_json_matches_what_is_on_disk(app, tmp_path):
+    result = CliRunner().invoke(app, [str(tmp_path / "c"), "--json"])
+    report = json.loads(result.stdout)
+    checkpoint = open_checkpoint(tmp_path / "c")
+    assert report["tensors"] == len(checkpoint) and report["bytes"] == sum(ref.nbytes for ref in checkpoint.values())

@@ -14,9 +14,7 @@ from typing import Any, Literal
 import torch
 
 from birkhoff.kernels import jit
-from birkhoff.kernels.attend import cpu as attend_cpu
 from birkhoff.kernels.attend import reference as attend_plain
-from birkhoff.kernels.experts import cpu as experts_cpu
 from birkhoff.kernels.experts import reference as experts_plain
 from birkhoff.kernels.linear import cpu as linear_cpu
 from birkhoff.kernels.linear import reference as linear_plain
@@ -54,9 +52,9 @@ PAIRS: dict[str, tuple[Op, Op]] = {
     "mhc_read": (mhc_plain.read, mhc_cpu.read),
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
     "attend": (attend_plain.attend, attend_plain.attend),
-    "attend_one": (attend_plain.attend_one, attend_cpu.attend_one),
-    "route": (experts_plain.route, experts_cpu.route),
-    "experts": (experts_plain.experts, experts_cpu.experts),
+    "attend_one": (attend_plain.attend_one, attend_plain.attend_one),
+    "route": (experts_plain.route, experts_plain.route),
+    "experts": (experts_plain.experts, experts_plain.experts),
 }
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.model.batch import Batch, Group
+from birkhoff.model.few import AttentionFew
 from birkhoff.model.compressor import Compressor, visible_entries
 from birkhoff.model.indexer import Indexer
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
@@ -40,10 +41,13 @@ class Attention(nn.Module):
         if self.indexer is not None:
             readers += [self.indexer.compressor.project, self.indexer.weights_proj]
         self.entry = SharedInput(readers)
+        self.few: AttentionFew | None = None
 
     def forward(self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
         turn = phases.compressed if self.ratio else phases.sliding
+        if self.few is not None and batch.few:
+            return self.few(x, batch, turn, state)  # type: ignore[arg-type]
         latent, keys, *rows = self.entry(x)  # rows: what the compressor and the indexer read
         latent = self.q_norm(latent)  # [n, q_lora], also read by the indexer
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))

@@ -80,6 +80,7 @@ class Batch:
     groups: tuple[Group, ...]
     pieces: tuple[Piece, ...]  # in row order
     offsets: tuple[int, ...]  # first row of each piece
+    few: bool = False  # single tokens, few enough for the compiled decoding path
 
     @property
     def num_tokens(self) -> int:

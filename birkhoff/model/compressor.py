@@ -43,7 +43,7 @@ class Compressor(nn.Module):
         raw = raw + self._bias(group)
         if group.length == 1:
             state.carry(self.kind, group, raw)
-            self._finish_single(group, state)
+            self.finish_single(group, state)
         else:
             self._finish_many(raw, group, state)  # before the carry: a long chunk overwrites the rows it continues
             state.carry(self.kind, group, raw)
@@ -55,7 +55,7 @@ class Compressor(nn.Module):
         bias = self.ape[group.once(("phase", self.ratio), lambda: group.positions() % self.ratio)]
         return torch.cat((torch.zeros_like(bias), bias), dim=-1)
 
-    def _finish_single(self, group: Group, state: LayerState | Fresh) -> None:
+    def finish_single(self, group: Group, state: LayerState | Fresh) -> None:
         """Decoding: each sequence may complete one block, whose rows are all in the ring by now."""
         done = [i for i, start in enumerate(group.starts) if (start + 1) % self.ratio == 0]
         if not done:

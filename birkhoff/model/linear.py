@@ -134,6 +134,11 @@ class SharedInput:
                 self.layers[i].weight.data = part
             self._fused.append((members, whole, rows))
 
+    def whole(self) -> torch.Tensor:
+        """The one matrix behind all layers, when they all compute alike."""
+        assert self._fused is not None and len(self._fused) == 1
+        return self._fused[0][1]
+
     def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
         if self._fused is None or torch.is_grad_enabled():
             return [layer(x) for layer in self.layers]

@@ -13,6 +13,7 @@ from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels import quant
 from birkhoff.model.batch import Batch
+from birkhoff.model.few import MoEFew
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
 
 
@@ -119,9 +120,12 @@ class MoE(nn.Module):
         self.experts = Experts(config, numerics, packed)
         self.shared_experts = SharedExpert(config, numerics, packed)
         self.entry = SharedInput([self.gate.project, self.shared_experts.open])
+        self.few: MoEFew | None = None
 
     def forward(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
+        if self.few is not None and batch.few:
+            return self.few(x, batch, tap)
         logits, opened = self.entry(x)
         ids, weights = self.gate(logits, batch.token_ids, tap)
         return (self.experts(x, ids, weights) + self.shared_experts(opened).float()).to(x.dtype)

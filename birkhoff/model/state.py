@@ -30,6 +30,7 @@ class Ring:
     def __init__(self, slots: int, size: int, width: int, device: torch.device, dtype: torch.dtype):
         self.rows = torch.zeros(slots, size, width, device=device, dtype=dtype)
         self.size = size
+        self.array = self.rows.numpy() if device.type == "cpu" and dtype is torch.float32 else None
 
     def read(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[B, P, width] at `positions` [B, P]."""
@@ -138,6 +139,7 @@ class State:
         self.device, self.dtype, self.lookback = torch.device(device), dtype, lookback
         longest = math.ceil(config.max_position_embeddings / PAGE_TOKENS)
         self.page_table = torch.zeros(slots, min(num_pages, longest), dtype=torch.long, device=device)
+        self.table_array = self.page_table.numpy() if self.device.type == "cpu" else None
         self.layers = [LayerState(config, ratio, self) for ratio in config.compress_ratios]
         self.mtp = LayerState(config, 0, self) if mtp else None
 

@@ -8,6 +8,7 @@ called with a flattened `Batch`, a `state` (or `Fresh` for whole sequences, whic
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -15,10 +16,13 @@ from torch import nn
 from birkhoff.config import V4Config
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import NoTap, Tap
+from birkhoff.model.attention import Attention
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
+from birkhoff.model.few import AttentionFew, MoEFew, takes
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.mhc import HeadMixer
+from birkhoff.model.moe import MoE
 from birkhoff.model.mtp import MTP
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import Fresh, State
@@ -29,7 +33,7 @@ class Transformer(nn.Module):
         self, config: V4Config, numerics: Numerics | None = None, packed: bool = False, mtp: bool | None = None
     ):
         super().__init__()
-        self.config = config
+        self.config, self.packed = config, packed
         self.numerics = numerics = numerics or Numerics()
         self.rope = rope = Rope(config)
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=numerics.dtype))
@@ -49,6 +53,13 @@ class Transformer(nn.Module):
             entry = getattr(module, "entry", None)
             if isinstance(entry, SharedInput):
                 entry.fuse()
+        numerics = self.numerics
+        if numerics.kernels.name == "cpu" and numerics.dtype is torch.float32 and not (numerics.released or self.packed):
+            for module in self.modules():
+                if isinstance(module, Attention):
+                    module.few = AttentionFew(module)
+                elif isinstance(module, MoE):
+                    module.few = MoEFew(module)
         return self
 
     def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
@@ -58,6 +69,7 @@ class Transformer(nn.Module):
 
     def run(self, batch: Batch, state: State | Fresh, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         """One step -> hidden rows [n, d] ready for `logits`, and the streams [n, m, d] the MTP block reads."""
+        batch = replace(batch, few=takes(batch, state))
         phases = self.rope.step(batch.positions)
         streams = self.embed[batch.token_ids].unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         for layer, block in enumerate(self.layers):

@@ -11,7 +11,7 @@ NO_WEIGHT = np.ones(0, np.float32)
 
 
 @compiled
-def _normalise(x, weight, eps, out):
+def normalise(x, weight, eps, out):
     count, width = x.shape
     for row in range(count):
         source, target = x[row], out[row]
@@ -30,5 +30,5 @@ def _normalise(x, weight, eps, out):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     wide = x.float().reshape(-1, x.shape[-1])
     out = torch.empty_like(wide)
-    _normalise(wide.numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out.numpy())
+    normalise(wide.numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out.numpy())
     return out.view(x.shape).to(x.dtype)

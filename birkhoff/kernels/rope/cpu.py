@@ -9,7 +9,7 @@ from birkhoff.kernels.rope.reference import Phases
 
 
 @compiled
-def _turn(x, cos, sin, sign, out):
+def turn(x, cos, sin, sign, out):
     """x [p, h, c] by phases [p, r]."""
     positions, heads, width = x.shape
     pairs = cos.shape[1]
@@ -31,5 +31,5 @@ def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tens
     cos, sin = phases.cos.reshape(-1, pairs), phases.sin.reshape(-1, pairs)
     wide = x.float().reshape(cos.shape[0], -1, x.shape[-1])
     out = torch.empty_like(wide)
-    _turn(wide.numpy(), cos.numpy(), sin.numpy(), -1 if inverse else 1, out.numpy())
+    turn(wide.numpy(), cos.numpy(), sin.numpy(), -1 if inverse else 1, out.numpy())
     return out.view(x.shape).to(x.dtype)

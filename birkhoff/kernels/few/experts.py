@@ -1,0 +1,100 @@
+"""The whole expert sublayer for a few rows: nothing is gathered from the weights, each expert is read once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from birkhoff.kernels.jit import compiled
+from birkhoff.kernels.linear.cpu import rows_by_weight
+
+
+@compiled
+def experts(x, entry, given, bias, factor, gate_up, down, shared_down, limit, logits, ids, weights, out):
+    """x [n, d] -> out [n, d]; also router logits [n, E], chosen ids [n, k] and their weights.
+
+    `entry` holds the gate above the shared expert's gate and up; `given` [n, k] are hash-routed ids or has no rows.
+    Experts are visited in ascending order, so that a row's sum does not depend on its neighbours."""
+    count, width = x.shape
+    number, inner = gate_up.shape[0], down.shape[1]
+    entered = np.empty((count, entry.shape[0]), np.float32)
+    rows_by_weight(x, entry, entered)
+    for row in range(count):
+        for e in range(number):
+            logits[row, e] = entered[row, e]
+        _route(logits[row], given, row, bias, factor, ids[row], weights[row])
+
+    opened, z = np.empty((count, 2 * inner), np.float32), np.empty((count, inner), np.float32)
+    for row in range(count):
+        for i in range(inner):
+            z[row, i] = _swiglu(entered[row, number + i], entered[row, number + inner + i], limit)
+    rows_by_weight(z, shared_down, out)
+
+    visitors, whose = np.empty((count, width), np.float32), np.empty(count, np.int64)
+    for e in range(number):
+        guests = 0
+        for row in range(count):
+            for place in range(ids.shape[1]):
+                if ids[row, place] == e:
+                    visitors[guests], whose[guests] = x[row], row
+                    z[guests, 0] = weights[row, place]
+                    guests += 1
+        if guests == 0:
+            continue
+        rows_by_weight(visitors[:guests], gate_up[e], opened[:guests])
+        for g in range(guests):
+            weight = z[g, 0]
+            for i in range(inner):
+                z[g, i] = _swiglu(opened[g, i], opened[g, inner + i], limit) * weight
+        _add_down(z, guests, down[e], whose, out)
+
+
+@compiled
+def _swiglu(a, b, limit):
+    a, b = min(a, limit), max(min(b, limit), -limit)
+    return a / (np.float32(1) + np.exp(-a)) * b
+
+
+@compiled
+def _route(logits, given, row, bias, factor, ids, weights):
+    number, places = logits.shape[0], ids.shape[0]
+    scores = np.empty(number, np.float32)
+    for e in range(number):
+        z = logits[e]
+        scores[e] = np.sqrt(max(z, np.float32(0)) + np.log1p(np.exp(-abs(z))))
+    if given.shape[0]:
+        for place in range(places):
+            ids[place] = given[row, place]
+    else:
+        biased = scores + bias
+        for place in range(places):
+            best = 0
+            for e in range(1, number):
+                if biased[e] > biased[best]:  # the lowest id among equals
+                    best = e
+            ids[place] = best
+            biased[best] = -np.inf
+    total = np.float32(0)
+    for place in range(places):
+        total += scores[ids[place]]
+    for place in range(places):
+        weights[place] = scores[ids[place]] / total * factor
+
+
+@compiled
+def _add_down(z, guests, down, whose, out):
+    """out[whose[g]] += z[g] @ down, four rows of `down` at a time."""
+    inner, width = down.shape
+    i = 0
+    while i + 4 <= inner:
+        d0, d1, d2, d3 = down[i], down[i + 1], down[i + 2], down[i + 3]
+        for g in range(guests):
+            target, z0, z1, z2, z3 = out[whose[g]], z[g, i], z[g, i + 1], z[g, i + 2], z[g, i + 3]
+            for c in range(width):
+                target[c] += z0 * d0[c] + z1 * d1[c] + z2 * d2[c] + z3 * d3[c]
+        i += 4
+    while i < inner:
+        for g in range(guests):
+            target, z0, d0 = out[whose[g]], z[g, i], down[i]
+            for c in range(width):
+                target[c] += z0 * d0[c]
+        i += 1

@@ -1,0 +1,128 @@
+"""Decoding steps on a CPU: the same sublayers for a few rows, in one or two compiled calls each.
+
+`Attention.forward` and `MoE.forward` are the plain twins; a model is given these by `Transformer.fuse` when it computes
+in float32 with plain numerics and compiled kernels. They hold their weights as arrays, taken once, and read the state's
+rings and pages where they lie.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from birkhoff.hooks import sites
+from birkhoff.hooks.tap import Tap
+from birkhoff.kernels import few
+from birkhoff.model.batch import Batch, Group
+from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
+
+if TYPE_CHECKING:
+    from birkhoff.kernels.rope import Phases
+    from birkhoff.model.attention import Attention
+    from birkhoff.model.moe import MoE
+
+MOST_ROWS = 16
+_NO_PAGES = np.zeros((1, 1, 1), np.float32)
+_NO_TABLE = np.zeros((1, 1), np.int64)
+_ALL = np.zeros((0, 0), np.bool_)
+_ROUTED = np.zeros((0, 0), np.int64)
+
+
+def takes(batch: Batch, state: object) -> bool:
+    """A step of single tokens, few enough, on a state that remembers."""
+    return (
+        len(batch.groups) == 1
+        and batch.groups[0].length == 1
+        and batch.num_tokens <= MOST_ROWS
+        and not isinstance(state, Fresh)
+        and not torch.is_grad_enabled()
+    )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.detach().numpy()
+
+
+class AttentionFew:
+    def __init__(self, attention: Attention):
+        a = self.attention = attention
+        self.entry = _array(a.entry.whole())
+        self.q_norm, self.kv_norm, self.sink = _array(a.q_norm.weight), _array(a.kv_norm.weight), _array(a.attn_sink)
+        self.wq_b, self.wo_b = _array(a.wq_b.weight), _array(a.wo_b.weight)
+        self.wo_a = _array(a.wo_a.weight).reshape(a.groups, a.group_rank, -1)
+        self.rank, self.hidden = self.wq_b.shape[1], self.wo_b.shape[0]
+        self.eps, self.scale = np.float32(a.eps), np.float32(a.scale)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, turn: Phases, state: LayerState) -> torch.Tensor:
+        a, group = self.attention, batch.groups[0]
+        n, (slots, positions) = batch.num_tokens, group.once("arrays", lambda: (_array(group.slots), _array(group.first)))
+        cos, sin, ring = turn.cos.numpy(), turn.sin.numpy(), state.keys.array
+        entered = np.empty((n, self.entry.shape[0]), np.float32)
+        latent = np.empty((n, self.rank), np.float32)
+        queries = np.empty((n, a.heads, a.head_dim), np.float32)
+        few.open_attention(
+            x.numpy(), self.entry, self.q_norm, self.wq_b, self.kv_norm, self.eps, cos, sin, ring, slots, positions,
+            entered, latent, queries,
+        )  # fmt: skip
+        pages, table, chosen = _NO_PAGES, _NO_TABLE, _ALL
+        if a.compressor is not None:
+            at = self.rank + a.head_dim
+            pages, table = _array(state.pages[ENTRY]), state.state.table_array
+            at = self._compress(a.compressor, entered, at, group, slots, positions, state)
+            if a.indexer is not None:
+                at = self._compress(a.indexer.compressor, entered, at, group, slots, positions, state)
+                chosen = self._choose(entered[:, at:], latent, cos, sin, group, slots, positions, state)
+        out = torch.empty(n, self.hidden)
+        few.close_attention(
+            queries, ring, a.window, pages, table, a.ratio, chosen, slots, positions, self.sink, self.scale, cos, sin,
+            self.wo_a, self.wo_b, out.numpy(),
+        )  # fmt: skip
+        return out
+
+    def _compress(self, compressor, entered, at: int, group: Group, slots, positions, state: LayerState) -> int:
+        """Carry this token's row and finish what it completes; returns where the next reader's columns begin."""
+        ape = _array(compressor.ape)
+        stop = at + 2 * ape.shape[1]
+        few.carry(entered[:, at:stop], ape, state.raw[compressor.kind].array, slots, positions)
+        compressor.finish_single(group, state)
+        return stop
+
+    def _choose(self, weights, latent, cos, sin, group: Group, slots, positions, state: LayerState) -> np.ndarray:
+        indexer = self.attention.indexer
+        assert indexer is not None
+        most = (group.newest + 1) // 4
+        if most <= indexer.topk:
+            return _ALL
+        chosen = np.empty((len(slots), most), np.bool_)
+        scale = np.float32((indexer.width * indexer.heads) ** -0.5)
+        few.choose(
+            latent, _array(indexer.wq_b.weight), indexer.heads, cos, sin, weights, scale, _array(state.pages[INDEX]),
+            state.state.table_array, slots, positions, indexer.topk, chosen,
+        )  # fmt: skip
+        return chosen
+
+
+class MoEFew:
+    def __init__(self, moe: MoE):
+        self.entry = _array(moe.entry.whole())
+        self.gate, routed = moe.gate, moe.experts
+        self.gate_up, self.down = _array(routed.gate_up), _array(routed.down)
+        self.shared_down = _array(moe.shared_experts.w2.weight)
+        self.bias = np.zeros(0, np.float32) if self.gate.bias is None else _array(self.gate.bias)
+        self.limit, self.factor = np.float32(routed.limit), np.float32(self.gate.factor)
+
+    def __call__(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
+        n, k = x.shape[0], self.gate.topk
+        table = self.gate.tid2eid
+        given = _ROUTED if table is None else table[batch.token_ids].long().numpy()
+        logits, ids, weights = torch.empty(n, len(self.gate_up)), torch.empty(n, k, dtype=torch.long), torch.empty(n, k)
+        out = torch.empty(x.shape)
+        few.experts(
+            x.numpy(), self.entry, given, self.bias, self.factor, self.gate_up, self.down, self.shared_down, self.limit,
+            logits.numpy(), ids.numpy(), weights.numpy(), out.numpy(),
+        )  # fmt: skip
+        tap.see(sites.MOE_ROUTER_LOGITS, logits)
+        tap.see(sites.MOE_TOPK, ids, weights)
+        return out

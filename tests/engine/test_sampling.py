@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError, TokenError
 
-KEYWORDS = (
-    "max_tokens temperature top_p top_k min_p seed stop stop_token_ids min_tokens ignore_eos logprobs "
-    "presence_penalty frequency_penalty repetition_penalty logit_bias n"
-).split()
+KEYWORDS = [
+    "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens",
+    "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "n",
+]  # fmt: skip
 
 
 def test_the_keywords_are_those_of_the_public_surface():

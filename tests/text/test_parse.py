@@ -96,7 +96,8 @@ def compact(events):
 COMPLETION = (
     "Thoughts\n\n<b>\n</think>Say\n\n<i>\n\n<｜DSML｜tool_calls>\n"
     '<｜DSML｜invoke name="a">\n'
-    '<｜DSML｜parameter name="x" string="true">1</2> "q" </｜DSML｜invoke> </｜DSML｜</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="x" string="true">1</2> "q" </｜DSML｜invoke> </｜DSML｜parade </｜DSML｜para'
+    "</｜DSML｜parameter>\n"
     '<｜DSML｜parameter name="y" string="false">[1, {"z": "é"}]</｜DSML｜parameter>\n'
     "</｜DSML｜invoke>\n"
     '<｜DSML｜invoke name="b">\n\n</｜DSML｜invoke>\n'
@@ -108,7 +109,7 @@ def test_a_whole_completion():
     parsed = parse_completion(COMPLETION, thinking=True)
     assert parsed.reasoning == "Thoughts\n\n<b>\n" and parsed.content == "Say\n\n<i>"
     assert parsed.tool_calls == (
-        ToolCall("a", '{"x": "1</2> \\"q\\" </｜DSML｜invoke> </｜DSML｜", "y": [1, {"z": "é"}]}'),
+        ToolCall("a", '{"x": "1</2> \\"q\\" </｜DSML｜invoke> </｜DSML｜parade </｜DSML｜para", "y": [1, {"z": "é"}]}'),
         ToolCall("b", "{}"),
     )
 

@@ -20,11 +20,15 @@ def test_joining_changes_neither_prompt_nor_markers(pieces):
     assert Text("") not in out
 
 
-@given(text=st.text(st.sampled_from("the quick 123\n<>｜DSML think天")), cuts=st.lists(st.integers(0, 60), max_size=5))
-def test_how_text_was_cut_does_not_change_ids(tokenizer, text, cuts):
-    borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
-    pieces = [Text(text[a:b]) for a, b in itertools.pairwise(borders)]
-    assert encode_segments(pieces, tokenizer) == tokenizer.encode(text)
+def test_how_text_was_cut_does_not_change_ids(tokenizer):
+    text = "The weather in Beijing: 12345 degrees,\n\nand then 天地玄黄 <tool_result>"
+    whole = tokenizer.encode(text)
+    differing = 0
+    for cut in range(len(text) + 1):
+        pieces = [Text(text[:cut]), Text(""), Text(text[cut:])]
+        assert encode_segments(pieces, tokenizer) == whole
+        differing += tokenizer.encode(text[:cut]) + tokenizer.encode(text[cut:]) != whole
+    assert differing > 20 or tokenizer.vocab_size == 512  # it matters, where there are merges
 
 
 @given(pieces=PIECES)

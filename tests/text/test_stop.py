@@ -43,15 +43,16 @@ def test_found_across_every_border():
 
 
 @settings(max_examples=scaled(2000))
-@given(text=FEW, stops=STOPS)
-def test_nothing_is_held_but_the_longest_possible_beginning(text, stops):
+@given(text=FEW, stops=STOPS, data=st.data())
+def test_nothing_is_held_but_the_longest_possible_beginning(text, stops, data):
+    cuts = sorted({0, len(text), *data.draw(st.lists(st.integers(0, len(text)), max_size=4))})
     matcher, shown = StopMatcher(stops), ""
-    for count, character in enumerate(text, start=1):
-        shown += matcher.feed(character)
+    for start, end in itertools.pairwise(cuts):
+        shown += matcher.feed(text[start:end])
         if matcher.matched is not None:
             break
-        seen = text[:count]
-        beginnings = [seen[-size:] for size in range(1, count + 1) if any(s.startswith(seen[-size:]) for s in stops)]
+        seen = text[:end]
+        beginnings = [seen[-size:] for size in range(1, end + 1) if any(s.startswith(seen[-size:]) for s in stops)]
         assert seen == shown + max(beginnings, key=len, default="")
 
 

@@ -251,3 +251,20 @@ def test_bad_inputs_are_typed():
             quant.quant_fp8(torch.full((2, 32), bad))
         with pytest.raises(TensorValue, match="NaN or infinity"):
             quant.quant_fp4(torch.full((2, 32), bad))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpu_gives_the_same_bits():
+    generator = torch.Generator().manual_seed(7)
+    x = torch.randn(300, 384, generator=generator) * torch.exp(2 * torch.randn(300, 384, generator=generator))
+    rounded = {
+        "fp8": lambda x: quant.fp8_round(x, 128),
+        "fp4": quant.fp4_round,
+        "hadamard": lambda x: quant.hadamard(x[:, :128]),
+        "fp8 weight": lambda x: quant.dequant_fp8(*quant.quant_fp8(x)),
+        "fp4 weight": lambda x: quant.dequant_fp4(*quant.quant_fp4(x)),
+    }
+    for name, operation in rounded.items():
+        for dtype in (torch.float32, torch.bfloat16):
+            assert same_bits(operation(x.to(dtype).cuda()).cpu(), operation(x.to(dtype))), (name, dtype)

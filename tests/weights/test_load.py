@@ -241,3 +241,15 @@ def test_views_receive_only_their_own_rows(tiny_path):
     load_into([Destination(name, stack[2].T) if d.name == name else d for d in model.destinations()], checkpoint)
     assert torch.equal(stack[2].T, exact(all_tensors(tiny_path), name).float())
     assert (stack[[0, 1, 3]] == 7.0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_gpu_receives_the_same_bytes(tiny_path, packed):
+    checkpoint = open_checkpoint(tiny_path)
+    here, there = (Transformer(preset("tiny"), packed=packed).to(device) for device in ("cpu", "cuda"))
+    for model in (here, there):
+        load_into(model.destinations(), checkpoint)
+    for ours, theirs in zip(here.destinations(), there.destinations(), strict=True):
+        assert torch.equal(ours.tensor.view(torch.uint8), theirs.tensor.cpu().view(torch.uint8)), ours.name

@@ -95,13 +95,15 @@ def test_the_new_effort_levels_follow_the_file(tmp_path, official_texts):
         assert found.effort_text("low") == found.effort_text(None) == ""
 
 
+NEW_REVISION = (
+    f'{TOKENS}TOOLS = """## Tools\\n\\nNew words <{{dsml}}tool_calls>:\\n{{schemas}}\\n\\nNew end.\\n"""\n'
+    'FORMAT = "## Response Format:\\n\\nNew words:\\n{schema}"\n'
+    'EFFORTS = {"low": "", "high": "Reasoning Effort: more.\\n", "max": "Reasoning Effort: most.\\n"}\n'
+)
+
+
 def test_an_unknown_revision_is_read_by_its_shape_and_marked(tmp_path):
-    source = (
-        f'{TOKENS}TOOLS = """## Tools\\n\\nNew words <{{dsml}}tool_calls>:\\n{{schemas}}\\n\\nNew end.\\n"""\n'
-        'FORMAT = "## Response Format:\\n\\nNew words:\\n{schema}"\n'
-        'EFFORTS = {"low": "", "high": "Reasoning Effort: more.\\n", "max": "Reasoning Effort: most.\\n"}\n'
-    )
-    (tmp_path / "encoding_dsv4.py").write_text(source, encoding="utf-8")
+    (tmp_path / "encoding_dsv4.py").write_text(NEW_REVISION, encoding="utf-8")
     found = load_literals(tmp_path)
     assert not found.verified and found.source == "encoding_dsv4.py"
     assert found.tools_head == f"## Tools\n\nNew words <{DSML}tool_calls>:\n" and found.tools_tail == "\n\nNew end.\n"
@@ -109,11 +111,11 @@ def test_an_unknown_revision_is_read_by_its_shape_and_marked(tmp_path):
     assert dict(found.effort) == {"high": "Reasoning Effort: more.\n", "max": "Reasoning Effort: most.\n"}
 
 
-def test_the_file_is_never_executed(tmp_path, official_texts):
+def test_the_file_is_never_executed(tmp_path):
     canary = tmp_path / "canary"
     harm = f"import pathlib, sys\npathlib.Path({str(canary)!r}).write_text('ran')\nsys.exit(3)\n"
-    (tmp_path / "encoding_dsv4.py").write_text(harm + one_template(official_texts), encoding="utf-8")
-    assert load_literals(tmp_path).verified
+    (tmp_path / "encoding_dsv4.py").write_text(harm + NEW_REVISION, encoding="utf-8")
+    assert load_literals(tmp_path).tools_head is not None
     assert not canary.exists() and "encoding_dsv4" not in sys.modules
 
 

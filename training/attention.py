@@ -185,7 +185,7 @@ def attention(
     selection = None
     if entries is not None:
         out = out + (far_mass.to(x.dtype).flatten(1, 2) @ entries).unflatten(1, (length, heads))
-        if masked is not None:
+        if masked is not None and allowed is not None:
             mass = far_mass.detach().sum(2)
             selection = Selection(index_loss(masked, allowed, mass), masked, allowed, mass)
 

@@ -43,8 +43,9 @@ class Markers:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Markers:
-        ids = [tokenizer.token_to_id(marker) for marker in (BOS, EOS, PAD, USER, ASSISTANT, END_THINK)]
-        if None in ids:
+        found = [tokenizer.token_to_id(marker) for marker in (BOS, EOS, PAD, USER, ASSISTANT, END_THINK)]
+        ids = [number for number in found if number is not None]
+        if len(ids) < len(found):
             raise TokenError("the tokenizer lacks one of V4's chat markers. Make it with python -m training.tokenizer.")
         return cls(*ids)
 

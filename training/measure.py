@@ -108,7 +108,8 @@ def measure(
 def report(parts: list[HeldOut], scores: list[list[Score]]) -> dict:
     """Per file, per source and over both files; JSON-able."""
     out: dict = {"files": {}, "sources": {}}
-    both, by_source, text_bytes = Score(), defaultdict(Score), 0
+    by_source: dict[str, Score] = defaultdict(Score)
+    both, text_bytes = Score(), 0
     for part, rows in zip(parts, scores):
         total = Score()
         for source, score in zip(part.sources, rows):

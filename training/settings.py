@@ -8,7 +8,7 @@ short text.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
@@ -68,7 +68,7 @@ class Settings:
         """`"muon_rate=1e-2,stagger=false"` over a base; an unknown or unreadable entry is an error."""
         base = base or cls()
         kinds = {f.name: type(getattr(base, f.name)) for f in fields(cls)}
-        changes = {}
+        changes: dict[str, Any] = {}
         for entry in filter(None, (part.strip() for part in text.split(","))):
             name, _, value = entry.partition("=")
             if name not in kinds:
@@ -120,7 +120,7 @@ def moment(settings: Settings, step: int, progress: float) -> Moment:
     )
 
 
-def _read(value: str, kind: type) -> object:
+def _read(value: str, kind: type) -> Any:
     if kind is bool:
         if value.lower() not in ("true", "false"):
             raise ValueError(value)

@@ -59,6 +59,7 @@ class Step:
         self.ids = torch.zeros(shape, dtype=torch.long, device=self.device)
         self.roles = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         self.moment = torch.zeros(len(Moment._fields), device=self.device)
+        self._inputs = (self.ids, self.roles, self.moment)
         self.sums = torch.zeros(len(METRICS), device=self.device)
         self.shares = torch.zeros(len(bias_names(store.config)) + store.config.num_hash_layers,
                                   store.config.n_routed_experts, device=self.device)  # fmt: skip
@@ -76,8 +77,9 @@ class Step:
             return
         if not self._pinned:
             for _ in range(4):  # a ring, so that a buffer is not overwritten while its copy is still on the way
-                host = [torch.zeros_like(x, device="cpu").pin_memory() for x in (self.ids, self.roles, self.moment)]
-                self._pinned.append((*host, torch.cuda.Event()))
+                ids_host, roles_host, moment_host = (torch.zeros_like(x, device="cpu") for x in self._inputs)
+                pinned = (ids_host.pin_memory(), roles_host.pin_memory(), moment_host.pin_memory())
+                self._pinned.append((*pinned, torch.cuda.Event()))
         host_ids, host_roles, host_moment, copied = self._pinned[self._turn % len(self._pinned)]
         self._turn += 1
         copied.synchronize()
@@ -134,11 +136,12 @@ class Step:
         return means | {"busiest_expert": max(busiest)}
 
     def _once(self, rounded: bool) -> None:
-        config, settings, m = self.store.config, self.settings, Moment(*self.moment.unbind())
+        config, settings = self.store.config, self.settings
+        now = dict(zip(Moment._fields, self.moment.unbind()))
         batch = prepare(self.ids, self.roles, self.pad, settings.request_weight)
         leaves = self.store.leaves(self.dtype, rounded)
         weights = self.store.named(leaves)
-        knobs = Knobs(m.dropout, m.dense)
+        knobs = Knobs(now["dropout"], now["dense"])
         trunk = self.forward.trunk(weights, batch.ids, batch.valid, knobs, self.stream_dtype)
         loads = list(trunk.loads)
         text = self.forward.losses(trunk.hidden, weights, batch.next_ids)
@@ -149,16 +152,17 @@ class Step:
             loads.append(load)
             ahead = self.forward.losses(drafted, weights, batch.after_ids)
             mtp_loss = (ahead * batch.after_weight).sum() / batch.after_weight.sum().clamp_min(1)
-            total = total + m.mtp_weight * mtp_loss
+            total = total + now["mtp_weight"] * mtp_loss
         index_loss = torch.stack(trunk.index_losses).mean() if trunk.index_losses else torch.zeros_like(loss)
         balance = torch.stack([load.loss for load in loads]).mean()
         total = total + settings.index_weight * index_loss + settings.balance_weight * len(loads) * balance
         grads = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()))))
-        norm = self.optimiser.update(grads, m.rate, m.adam_first_correction, m.adam_second_correction)
+        corrections = (now["adam_first_correction"], now["adam_second_correction"])
+        norm = self.optimiser.update(grads, now["rate"], *corrections)
         with torch.no_grad():
             shares = torch.stack([load.share for load in loads])
             self.shares.copy_(shares)
             even = 1 / config.n_routed_experts
             for bias, share in zip(self.store.biases.values(), shares[config.num_hash_layers :]):
-                bias.add_(m.bias_rate * torch.sign(even - share))
+                bias.add_(now["bias_rate"] * torch.sign(even - share))
             self.sums.add_(torch.stack([loss, mtp_loss, index_loss, balance, norm, torch.ones_like(loss)]).detach())

@@ -18,8 +18,10 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 
 from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError, OptionError
@@ -86,7 +88,7 @@ def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
     asks = [*CHAT, *(Ask(part_prompt, 0.8, seed) for seed, part_prompt in enumerate(_requests(bench, loaded)))]
     longest = 200 if bench.forward.device.type == "cuda" else 12
     samples = generate(bench.forward, weights, loaded, asks, batch, stream_dtype, longest)
-    record = {
+    record: dict[str, Any] = {
         "settings": asdict(outcome.settings), "steps": outcome.steps, "seconds": round(outcome.seconds, 1),
         "tokens_per_second": round(outcome.tokens_per_second), "device": _device_name(bench.forward.device),
         "torch": torch.__version__, "best": outcome.measured, "stored": report(bench.held_out, scores),
@@ -98,9 +100,9 @@ def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
     return record
 
 
-def _requests(bench: Bench, tokenizer) -> list[str]:
+def _requests(bench: Bench, tokenizer: Tokenizer) -> list[str]:
     """Ten requests from the held-out files, evenly spread."""
-    markers, out = Markers.of(tokenizer), []
+    markers, out = Markers.of(tokenizer), list[str]()
     for part in bench.held_out:
         for row in range(0, len(part.rows.ids), max(1, len(part.rows.ids) // 5)):
             ids = part.rows.ids[row].tolist()
@@ -159,6 +161,7 @@ def _run(options: argparse.Namespace) -> None:
     if out.is_dir() and any(out.glob("*.safetensors")):
         raise OptionError(f"--out {out} already holds a checkpoint. Choose another folder or remove it.")
     work.mkdir(parents=True, exist_ok=True)
+    (work / "pid").write_text(str(os.getpid()), encoding="utf-8")
     log = Log(work / "log.jsonl")
     tokenizer = Path(options.tokenizer) if options.tokenizer else work / "tokenizer"
     if not (tokenizer / "tokenizer.json").is_file():

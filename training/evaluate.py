@@ -1,0 +1,152 @@
+"""What is on the disk, measured: held-out loss, bits per byte, MTP acceptance, liveness, and text from fixed seeds.
+
+    python -m training.evaluate CHECKPOINT --data DIR [--before CHECKPOINT] [--json FILE]
+
+Losses come from the training forward on the exactly dequantised weights, in float32 on a CPU, records whole (rows of
+2,048) and cut at 1,024 as during training. `--exact N` runs N records through `birkhoff.model` as well and reports
+the largest difference: the numbers hold for the model that users run, not only for the code that trained it.
+`--before` is the same model stored without rounding, to see what the released layout costs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from birkhoff.config import V4Config
+from birkhoff.errors import BirkhoffError
+from birkhoff.model.transformer import Transformer
+from birkhoff.weights import load_into, open_checkpoint
+from training.corpus import Corpus, read_corpus
+from training.data import ANSWER, Conversation, Markers, Rows, encode_conversations, pack, seeded
+from training.export import load_named
+from training.forward import Forward
+from training.liveness import liveness
+from training.measure import held_out, measure, report
+from training.parameters import Store
+from training.report import as_text
+from training.sampling import CHAT, Ask, generate
+from training.tokenizer import load_tokenizer
+
+WHOLE, CUT = 2048, 1024
+Weights = dict[str, Tensor]
+
+
+def weights_of(folder: Path, device: str) -> tuple[V4Config, Weights]:
+    """Config and float32 weights of a released folder, on a device."""
+    config, tensors = load_named(folder)
+    store = Store(config, device)
+    store.load(tensors)
+    return config, store.named(store.leaves(torch.float32))
+
+
+def held_out_report(forward: Forward, weights: Weights, corpus: Corpus, tokenizer: Tokenizer, batch: int) -> dict:
+    length = forward.length
+    parts = [held_out(name, records, tokenizer, length) for name, records in corpus.held_out.items()]
+    pad = Markers.of(tokenizer).pad
+    with torch.no_grad():
+        return report(parts, [measure(forward, weights, part.rows, pad, batch, torch.float32) for part in parts])
+
+
+def packed_held_out(corpus: Corpus, tokenizer: Tokenizer, length: int, rows: int) -> Tensor:
+    """Held-out conversations packed into rows; the fullest rows, for numbers that padding would move."""
+    markers = Markers.of(tokenizer)
+    talks = [Conversation((record,)) for records in corpus.held_out.values() for record in records]
+    packed = pack(
+        [pair for pair in encode_conversations(tokenizer, markers, talks) if len(pair[0]) <= length],
+        length, markers.pad, seeded("held-out"),
+    )  # fmt: skip
+    fullest = np.argsort((packed.ids == markers.pad).sum(1), kind="stable")[:rows]
+    return torch.from_numpy(packed.ids[fullest].astype(np.int64))
+
+
+def exact_difference(folder: Path, weights: Weights, corpus: Corpus, tokenizer: Tokenizer, records: int) -> dict:
+    """The same records through our exact model: largest difference of a record's loss, and both means."""
+    checkpoint = open_checkpoint(folder)
+    model = Transformer(checkpoint.config)
+    load_into(model.destinations(), checkpoint)
+    markers = Markers.of(tokenizer)
+    chosen = [record for part in corpus.held_out.values() for record in part[: (records + 1) // 2]][:records]
+    forward, worst, ours, theirs = Forward(checkpoint.config, CUT, "cpu"), 0.0, 0.0, 0.0
+    for ids, roles in encode_conversations(tokenizer, markers, [Conversation((record,)) for record in chosen]):
+        ids, roles = ids[:CUT].astype(np.int64), roles[:CUT]
+        counted = torch.from_numpy(roles[1:] == ANSWER)
+        with torch.no_grad():
+            logits = model(torch.from_numpy(ids))
+            exact = F.cross_entropy(logits[:-1], torch.from_numpy(ids[1:]), reduction="none")[counted].mean()
+            row = torch.full((1, CUT), markers.pad)
+            row[0, : len(ids)] = torch.from_numpy(ids)
+            fast = measure(forward, weights, _one_row(row, roles), markers.pad, 1, torch.float32)[0].loss
+        worst = max(worst, abs(float(exact) - fast))
+        ours, theirs = ours + fast / len(chosen), theirs + float(exact) / len(chosen)
+    return {"records": len(chosen), "worst_difference": worst, "training_forward": ours, "exact_model": theirs}
+
+
+def _one_row(row: Tensor, roles: np.ndarray) -> Rows:
+    full = np.zeros((1, row.shape[1]), dtype=np.uint8)
+    full[0, : len(roles)] = roles
+    return Rows(row.numpy().astype(np.uint16), full)
+
+
+def evaluate(options: argparse.Namespace) -> dict[str, Any]:
+    folder, device = Path(options.checkpoint), options.device
+    tokenizer, corpus = load_tokenizer(options.tokenizer or folder), read_corpus(options.data)
+    config, weights = weights_of(folder, device)
+    cut, whole = Forward(config, CUT, device), Forward(config, WHOLE, device)
+    out: dict[str, Any] = {"checkpoint": folder.name}
+    out["bytes"] = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
+    out["cut"] = held_out_report(cut, weights, corpus, tokenizer, options.batch)
+    out["whole"] = held_out_report(whole, weights, corpus, tokenizer, max(1, options.batch // 2))
+    if options.before:
+        _, unrounded = weights_of(Path(options.before), device)
+        out["before_rounding"] = held_out_report(cut, unrounded, corpus, tokenizer, options.batch)
+    rows = packed_held_out(corpus, tokenizer, CUT, 8).to(device)
+    out["alive"] = liveness({name: weight.detach() for name, weight in weights.items()}, rows, config, torch.float32)
+    if options.exact:
+        out["exact"] = exact_difference(folder, weights, corpus, tokenizer, options.exact)
+    if options.samples:
+        asks = [*CHAT, *(Ask(record.prompt, 0.8, seed) for seed, record in enumerate(_requests(corpus)))]
+        with torch.no_grad():
+            out["samples"] = generate(cut, weights, tokenizer, asks, len(asks), torch.float32, options.samples)
+    return out
+
+
+def _requests(corpus: Corpus) -> list:
+    """Ten held-out records, the same ones every time: five from each file, evenly spread."""
+    return [part[i * len(part) // 5] for part in corpus.held_out.values() for i in range(5)]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("checkpoint")
+    parser.add_argument("--data", default="../shared/data")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer, when it is not beside the weights")
+    parser.add_argument("--before", help="the same model stored without rounding")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--exact", type=int, default=4, metavar="N", help="records to run through the exact model too")
+    parser.add_argument("--samples", type=int, default=0, metavar="TOKENS", help="write samples of at most this length")
+    parser.add_argument("--json", help="file for everything that was found")
+    options = parser.parse_args(arguments)
+    try:
+        found = evaluate(options)
+    except BirkhoffError as error:
+        print(f"{error.code}  {error}", file=sys.stderr)
+        return 1
+    print(as_text(found))
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,40 @@
+"""The product against float64, for one row, a few and many: the twins change their method in between."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+@given(rows=st.integers(0, 40), inputs=st.integers(1, 130), outputs=st.integers(1, 130), seed=st.integers(0, 999))
+def test_it_is_the_product(kernels, rows, inputs, outputs, seed):
+    g = torch.Generator().manual_seed(seed)
+    x, weight = torch.randn(rows, inputs, generator=g), torch.randn(outputs, inputs, generator=g)
+    out = kernels.linear(x, weight)
+    assert out.shape == (rows, outputs) and out.dtype == torch.float32
+    assert not rows or (out - x.double() @ weight.double().T).abs().max() < 2e-6 * inputs**0.5 * 10
+
+
+@pytest.mark.parametrize("lead", [(), (3,), (2, 5), (4, 2, 5)])
+def test_any_leading_shape_and_a_large_weight(kernels, lead):
+    g = torch.Generator().manual_seed(1)
+    x, weight = torch.randn(*lead, 384, generator=g), torch.randn(1024, 384, generator=g) * 384**-0.5
+    out = kernels.linear(x, weight)
+    assert out.shape == (*lead, 1024) and (out - x.double() @ weight.double().T).abs().max() < 1e-5
+
+
+def test_bfloat16_accumulates_in_float32(kernels):
+    g = torch.Generator().manual_seed(2)
+    x, weight = torch.randn(9, 300, generator=g).bfloat16(), torch.randn(50, 300, generator=g).bfloat16()
+    out, true = kernels.linear(x, weight), x.double() @ weight.double().T
+    assert out.dtype == torch.bfloat16
+    assert (out.double() - true).abs().max() <= 2.0**-8 * true.abs().max()
+
+
+def test_a_weight_that_is_part_of_a_larger_one(kernels):
+    g = torch.Generator().manual_seed(3)
+    whole, x = torch.randn(40, 64, generator=g), torch.randn(2, 64, generator=g)
+    assert (kernels.linear(x, whole[10:30]) - x.double() @ whole[10:30].double().T).abs().max() < 1e-4
+    assert (kernels.linear(x[:, ::2], whole[:, ::2]) - x[:, ::2].double() @ whole[:, ::2].double().T).abs().max() < 1e-4

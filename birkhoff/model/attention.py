@@ -9,8 +9,8 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.model.batch import Batch, Group
-from birkhoff.model.few import AttentionFew
 from birkhoff.model.compressor import Compressor, visible_entries
+from birkhoff.model.few import AttentionFew
 from birkhoff.model.indexer import Indexer
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.rope import Rope, StepPhases

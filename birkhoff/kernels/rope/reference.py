@@ -23,7 +23,7 @@ def frequencies(
     dim: int, theta: float, factor: float = 1.0, original: int = 0, fast: float = 32.0, slow: float = 1.0
 ) -> torch.Tensor:
     """Base frequencies; with `original > 0` YaRN slows the long wavelengths by `factor` (section 5)."""
-    omega = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+    omega = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if original > 0:
 
         def turns(beta: float) -> float:  # the channel whose wave turns `beta` times within the original length
@@ -31,7 +31,7 @@ def frequencies(
 
         low, high = max(math.floor(turns(fast)), 0), min(math.ceil(turns(slow)), dim - 1)
         span = high - low if high != low else 0.001
-        blend = ((torch.arange(dim // 2, dtype=torch.float64) - low) / span).clamp(0, 1)
+        blend = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / span).clamp(0, 1)
         omega = omega * (1 - blend) + omega / factor * blend
     return omega.float()
 

@@ -1,0 +1,87 @@
+"""What comes back: the finished answer of one request, and the record of a traced forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from birkhoff.engine.request import FinishReason, Request, TokenLogprob
+from birkhoff.errors import SiteError
+
+
+@dataclass
+class Output:
+    """One answer. `message` is set for chats: reasoning, content and tool calls apart; `text` is then the content."""
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    logprobs: list[TokenLogprob] | None = None
+    acts: dict[tuple[str, int], Any] = field(default_factory=dict)
+    interp: dict[str, Any] = field(default_factory=dict)
+    timings: dict[str, float | int | None] = field(default_factory=dict)
+    message: Any = None
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, request: Request, text: str, message: Any = None) -> Output:
+        assert request.finish_reason is not None
+        return cls(
+            text=text,
+            token_ids=list(request.output_ids),
+            prompt_token_ids=list(request.prompt_ids),
+            finish_reason=request.finish_reason,
+            logprobs=list(request.logprobs) if request.options.logprobs is not None else None,
+            timings=_timings(request),
+            message=message,
+            error=request.error,
+        )
+
+
+def _timings(request: Request) -> dict[str, float | int | None]:
+    """Milliseconds of each stage, and the rate of decoding after the first token."""
+    t = request.timings
+
+    def between(start: float | None, stop: float | None) -> float | None:
+        return None if start is None or stop is None else (stop - start) * 1e3
+
+    decode_ms, later = between(t.first_token, t.finished), len(request.output_ids) - 1
+    return {
+        "queue_ms": between(t.submitted, t.admitted),
+        "prefill_ms": between(t.admitted, t.first_token),
+        "decode_ms": decode_ms,
+        "prompt_tokens": len(request.prompt_ids),
+        "output_tokens": len(request.output_ids),
+        "tokens_per_second": later / decode_ms * 1e3 if decode_ms and later > 0 else None,
+        "preemptions": t.preemptions,
+    }
+
+
+class Trace:
+    """Every asked-for site of one forward pass: `trace[hook, layer]` is `[T, *row_shape]`, `trace.logits` `[T, vocab]`.
+
+    Hooks that fire once per model sit at the last layer."""
+
+    def __init__(self, logits: torch.Tensor, tensors: dict[tuple[str, int], torch.Tensor]):
+        self.logits, self._tensors = logits, tensors
+
+    @property
+    def sites(self) -> set[tuple[str, int]]:
+        return set(self._tensors)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, key: tuple[str, int]) -> torch.Tensor:
+        if key not in self._tensors:
+            hooks = sorted({hook for hook, _ in self._tensors})
+            raise SiteError(f"{key} was not traced. This trace holds {', '.join(hooks) or 'nothing'}; "
+                            "ask with trace[hook, layer] and a layer the model has.")
+        return self._tensors[key]

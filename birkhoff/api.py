@@ -33,7 +33,7 @@ from birkhoff.hooks.schema import HookSchema, build_hook_schema
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import EagerTap
 from birkhoff.kernels import jit
-from birkhoff.kernels.select import select
+from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Trace
@@ -78,8 +78,10 @@ def load(
         if optional is not None:
             _whole(name, optional)
     if max_batch_tokens <= max_requests:
-        raise OptionError(f"max_batch_tokens is {max_batch_tokens}, expected more than max_requests ({max_requests}): "
-                          "every running request decodes one token a step.")
+        raise OptionError(
+            f"max_batch_tokens is {max_batch_tokens}, expected more than max_requests ({max_requests}): "
+            "every running request decodes one token a step."
+        )
     path = _resolve(model)
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
@@ -108,8 +110,11 @@ def load(
     )
     for notice in checkpoint.notices:
         print(f"birkhoff: {notice}", file=sys.stderr)
-    print(f"birkhoff: {model} on {where}, {dtype_name(compute)}, {numerics} numerics, {how.kernels.name} kernels; "
-          f"{max_requests} requests of up to {context} tokens, cache_bytes {cache_bytes}", file=sys.stderr)
+    print(
+        f"birkhoff: {model} on {where}, {dtype_name(compute)}, {numerics} numerics, {how.kernels.name} kernels; "
+        f"{max_requests} requests of up to {context} tokens, cache_bytes {cache_bytes}",
+        file=sys.stderr,
+    )
     return Engine(core, tokenizer, load_literals(path))
 
 
@@ -141,8 +146,10 @@ class Engine:
     @property
     def tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
-            raise TextUnavailable("this checkpoint has no tokenizer.json, so text cannot be encoded. Pass token ids, or "
-                                  "put the model's tokenizer.json into its directory.")
+            raise TextUnavailable(
+                "this checkpoint has no tokenizer.json, so text cannot be encoded. Pass token ids, "
+                "or put the model's tokenizer.json into its directory."
+            )
         return self._tokenizer
 
     def logits(self, token_ids: Sequence[int], steer: None = None) -> torch.Tensor:
@@ -167,12 +174,14 @@ class Engine:
             logits = self.model(ids, EagerTap(seen=keep))
         return Trace(logits, kept)
 
-    def generate(self, prompts: Prompt | Sequence[Prompt], *, capture: None = None, steer: None = None, **sampling: Any):
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, capture: None = None, steer: None = None, **sampling: Any
+    ):
         """An `Output` for one prompt, a list for a list; with `n` > 1 a list of outputs takes each one's place."""
         _not_built("capture", capture)
         _not_built("steer", steer)
         single = _is_single(prompts)
-        given = [prompts] if single else list(prompts)  # type: ignore[arg-type,list-item]
+        given = [prompts] if single else list(prompts)
         if not given:
             raise PromptError("the list of prompts is empty. Pass a text, a list of token ids, or a list of those.")
         requests = [self._requests(prompt, sampling) for prompt in given]  # type: ignore[arg-type]
@@ -204,11 +213,14 @@ class Engine:
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
         answers = self.generate(prompt, **options)
         for output in answers if isinstance(answers, list) else [answers]:
-            output.message = parse_completion(output.token_ids, thinking=thinking, tokenizer=self.tokenizer, strict=False)
+            ids = output.token_ids
+            output.message = parse_completion(ids, thinking=thinking, tokenizer=self.tokenizer, strict=False)
             output.text = output.message.content
         return answers
 
-    def stream(self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any) -> Iterator[TokenEvent]:
+    def stream(
+        self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any
+    ) -> Iterator[TokenEvent]:
         """Token events as they come; the last one carries the finish reason. Closing the iterator cancels."""
         _not_built("capture", capture)
         _not_built("steer", steer)
@@ -292,8 +304,10 @@ class Engine:
         ids = tuple(self._prompt_ids(prompt))
         room = self.max_context - len(ids)
         if room < 1:
-            raise PromptError(f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and an answer "
-                              "needs at least one. Shorten the prompt or load with a larger max_context.")
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and an answer "
+                "needs at least one. Shorten the prompt or load with a larger max_context."
+            )
         wanted = options.max_tokens if "max_tokens" in sampling else min(options.max_tokens, room)
         if options.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the refusal that names the missing file
@@ -326,8 +340,10 @@ class Engine:
             if isinstance(token, bool) or not isinstance(token, int):
                 raise TokenError(f"token_ids[{place}] is {token!r}, expected a whole number.")
             if not 0 <= token < self.config.vocab_size:
-                raise TokenError(f"token_ids[{place}] is {token}, this model has ids 0..{self.config.vocab_size - 1}. "
-                                 "Was the text encoded with another model's tokenizer?")
+                raise TokenError(
+                    f"token_ids[{place}] is {token}, this model has ids 0..{self.config.vocab_size - 1}. "
+                    "Was the text encoded with another model's tokenizer?"
+                )
         if len(ids) > self.config.max_position_embeddings:
             raise PromptError(f"{len(ids)} tokens, the model's limit is {self.config.max_position_embeddings}.")
         return ids
@@ -377,16 +393,19 @@ def _is_single(prompts: object) -> bool:
 def _resolve(model: str | Path) -> Path:
     if model == "nano":
         if not (EMBEDDED / "nano" / "config.json").is_file():
-            raise CheckpointError("the embedded model nano is not part of this installation. Install the package with "
-                                  "its model files, or write a random one: birkhoff synth OUT --like nano")
+            raise CheckpointError(
+                "the embedded model nano is not part of this installation. Install the package with "
+                "its model files, or write a random one: birkhoff synth OUT --like nano"
+            )
         return EMBEDDED / "nano"
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         raise UnsupportedModel(f"{path.name}: reading GGUF files is not built yet. Use a directory with safetensors.")
     if not path.is_dir():
         what = "a file" if path.exists() else "missing"
-        raise CheckpointError(f"{model} is {what}; expected 'nano' or a directory with config.json and safetensors "
-                              "files. Check the path.")
+        raise CheckpointError(
+            f"{model} is {what}; expected 'nano' or a directory with config.json and safetensors files. Check the path."
+        )
     return path
 
 
@@ -402,7 +421,7 @@ def _device(device: str) -> torch.device:
     return where
 
 
-def _kernels(kernels: str, where: torch.device) -> str:
+def _kernels(kernels: str, where: torch.device) -> Choice:
     _one_of("kernels", kernels, ("auto", "reference", "triton"))
     if kernels == "triton":
         raise OptionError("kernels='triton' is not built yet. Use 'auto' or 'reference'.")

@@ -111,8 +111,10 @@ class V4Config:
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
-            raise ConfigError(f"{path.name} is missing in {path.parent}. A checkpoint is a directory with config.json "
-                              "and safetensors files; check the path.") from None
+            raise ConfigError(
+                f"{path.name} is missing in {path.parent}. A checkpoint is a directory with config.json "
+                "and safetensors files; check the path."
+            ) from None
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{path.name} cannot be read as JSON ({error}). Download it again.") from None
         return cls.from_dict(raw)
@@ -155,8 +157,10 @@ def _check_model_type(raw: dict) -> None:
     if seen == "deepseek_v4":
         return
     if seen in ("deepseek_v41", "deepseek_v4_1") or "text_config" in raw:
-        raise UnsupportedModel(f"model_type is {seen!r}: DeepSeek-V4.1 has another architecture (delayed mHC, Engram, "
-                               "shared compressed KV) and is not supported. Use a V4-Flash or V4-Pro checkpoint.")
+        raise UnsupportedModel(
+            f"model_type is {seen!r}: DeepSeek-V4.1 has another architecture (delayed mHC, Engram, "
+            "shared compressed KV) and is not supported. Use a V4-Flash or V4-Pro checkpoint."
+        )
     raise UnsupportedModel(f"model_type is {seen!r}, expected 'deepseek_v4'. This is not a DeepSeek-V4 checkpoint.")
 
 
@@ -169,8 +173,10 @@ def _translate_transformers_spelling(values: dict) -> None:
     rates = values.pop("compress_rates", None) or {}
     for name, expected in (("compressed_sparse_attention", 4), ("heavily_compressed_attention", 128)):
         if rates.get(name, expected) != expected:
-            raise ConfigError(f"compress_rates.{name} is {rates[name]}, expected {expected}: "
-                              "cache pages hold 32 CSA entries and 1 HCA entry.")
+            raise ConfigError(
+                f"compress_rates.{name} is {rates[name]}, expected {expected}: "
+                "cache pages hold 32 CSA entries and 1 HCA entry."
+            )
     layer_types = values.pop("layer_types", None)
     if layer_types is not None and "compress_ratios" not in values:
         bad = [t for t in layer_types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
@@ -191,8 +197,10 @@ def _translate_transformers_spelling(values: dict) -> None:
         values["rope_theta"] = main.get("rope_theta", values.get("rope_theta", 10000.0))
         values["compress_rope_theta"] = compress.get("rope_theta", values.get("compress_rope_theta", 160000.0))
         if main.get("rope_type", "default") != "default":
-            raise ConfigError(f"rope_parameters.main.rope_type is {main['rope_type']!r}, expected 'default': "
-                              "sliding layers have no YaRN.")
+            raise ConfigError(
+                f"rope_parameters.main.rope_type is {main['rope_type']!r}, expected 'default': "
+                "sliding layers have no YaRN."
+            )
         values["rope_scaling"] = compress if compress.get("rope_type", "default") != "default" else None
     elif isinstance(rope, dict) and rope:
         values.setdefault("rope_scaling", rope)
@@ -218,8 +226,9 @@ def _translate_rope_scaling(values: dict) -> None:
             beta_slow=float(scaling.get("beta_slow") or 1),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"rope_scaling {scaling} lacks or misstates {error}; expected factor and "
-                          "original_max_position_embeddings.") from None
+        raise ConfigError(
+            f"rope_scaling {scaling} lacks or misstates {error}; expected factor and original_max_position_embeddings."
+        ) from None
 
 
 def _translate_ratios(values: dict) -> None:
@@ -227,13 +236,17 @@ def _translate_ratios(values: dict) -> None:
     ratios = values.get("compress_ratios")
     layers = values.get("num_hidden_layers", V4Config.num_hidden_layers)
     if ratios is None:
-        raise ConfigError("compress_ratios is missing (and layer_types too): the attention kind of each layer cannot "
-                          "be guessed. Take config.json from the checkpoint's own directory.")
+        raise ConfigError(
+            "compress_ratios is missing (and layer_types too): the attention kind of each layer cannot "
+            "be guessed. Take config.json from the checkpoint's own directory."
+        )
     if not isinstance(ratios, (list, tuple)) or not all(type(r) is int for r in ratios):
         raise ConfigError(f"compress_ratios is {ratios!r}, expected a list of 0, 4 and 128.")
     if isinstance(layers, int) and len(ratios) > layers and any(ratios[layers:]):
-        raise ConfigError(f"compress_ratios has {len(ratios)} entries for {layers} layers and its tail "
-                          f"{list(ratios[layers:])} is not sliding (0), as MTP layers are.")
+        raise ConfigError(
+            f"compress_ratios has {len(ratios)} entries for {layers} layers and its tail "
+            f"{list(ratios[layers:])} is not sliding (0), as MTP layers are."
+        )
     values["compress_ratios"] = tuple(ratios[:layers]) if isinstance(layers, int) else tuple(ratios)
 
 
@@ -252,7 +265,14 @@ def _check(c: V4Config) -> None:
         value = getattr(c, name)
         if type(value) is not int or not 0 < value <= 2**31:
             refuse(f"{name} is {value!r}, expected a positive whole number.")
-    for name in ("routed_scaling_factor", "swiglu_limit", "hc_eps", "rms_norm_eps", "rope_theta", "compress_rope_theta"):
+    for name in (
+        "routed_scaling_factor",
+        "swiglu_limit",
+        "hc_eps",
+        "rms_norm_eps",
+        "rope_theta",
+        "compress_rope_theta",
+    ):
         value = getattr(c, name)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
             refuse(f"{name} is {value!r}, expected a positive number.")
@@ -287,8 +307,10 @@ def _check(c: V4Config) -> None:
     if c.rope_scaling is not None:
         s = c.rope_scaling
         if not (s.factor >= 1 and s.original_max_position_embeddings > 0 and s.beta_fast > s.beta_slow > 0):
-            refuse(f"rope_scaling {s} is impossible: factor >= 1, a positive original length and "
-                   "beta_fast > beta_slow > 0 are expected.")
+            refuse(
+                f"rope_scaling {s} is impossible: factor >= 1, a positive original length and "
+                "beta_fast > beta_slow > 0 are expected."
+            )
     for ids in (c.eos_token_ids, () if c.bos_token_id is None else (c.bos_token_id,)):
         for token in ids:
             if type(token) is not int or not 0 <= token < c.vocab_size:

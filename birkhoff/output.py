@@ -82,6 +82,8 @@ class Trace:
     def __getitem__(self, key: tuple[str, int]) -> torch.Tensor:
         if key not in self._tensors:
             hooks = sorted({hook for hook, _ in self._tensors})
-            raise SiteError(f"{key} was not traced. This trace holds {', '.join(hooks) or 'nothing'}; "
-                            "ask with trace[hook, layer] and a layer the model has.")
+            raise SiteError(
+                f"{key} was not traced. This trace holds {', '.join(hooks) or 'nothing'}; "
+                "ask with trace[hook, layer] and a layer the model has."
+            )
         return self._tensors[key]

@@ -107,8 +107,8 @@ class EngineCore:
         prompt, wanted = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
         if wanted > self.max_context:
             raise PromptError(
-                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {wanted}, the context "
-                f"holds {self.max_context}. Shorten the prompt, lower max_tokens, or load with a larger max_context."
+                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {wanted}, the "
+                f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or load with a larger max_context."
             )
         needed, total = pages_for(request.most_tokens), self.scheduler.pages.size
         if needed > total:

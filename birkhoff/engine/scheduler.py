@@ -113,7 +113,7 @@ class Scheduler:
             budget -= request.num_tokens
 
     def _grow(self, request: Request, tokens: int) -> None:
-        """Pages for `tokens` tokens, taken from the youngest when none are free; may end with the request itself out."""
+        """Pages for `tokens` tokens, taken from the youngest when none are free, which may be the request itself."""
         while len(request.pages) < pages_for(tokens):
             more = self.pages.take(1)
             if more is not None:

@@ -54,8 +54,8 @@ class Attention(nn.Module):
         queries = self.kernels.rotate(self.kernels.rms_norm(queries, None, self.eps), turn)  # [n, h, c]
         keys = self.kernels.rotate(self.kv_norm(keys), turn)  # [n, c]
         keys = self.numerics.round_key(keys, self.rope_dim)
-        mixed = [self._attend_group(queries, keys, latent, rows, turn, group, state) for group in batch.groups]
-        mixed = mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+        parts = [self._attend_group(queries, keys, latent, rows, turn, group, state) for group in batch.groups]
+        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._project_out(self.kernels.rotate(mixed, turn, inverse=True))  # values carry phase: turn it back
 
     def _attend_group(self, queries, keys, latent, rows, turn, group: Group, state: LayerState | Fresh) -> torch.Tensor:

@@ -57,7 +57,8 @@ class AttentionFew:
 
     def __call__(self, x: torch.Tensor, batch: Batch, turn: Phases, state: LayerState) -> torch.Tensor:
         a, group = self.attention, batch.groups[0]
-        n, (slots, positions) = batch.num_tokens, group.once("arrays", lambda: (_array(group.slots), _array(group.first)))
+        n = batch.num_tokens
+        slots, positions = group.once("arrays", lambda: (_array(group.slots), _array(group.first)))
         cos, sin, ring = turn.cos.numpy(), turn.sin.numpy(), state.keys.array
         entered = np.empty((n, self.entry.shape[0]), np.float32)
         latent = np.empty((n, self.rank), np.float32)
@@ -66,7 +67,9 @@ class AttentionFew:
             x.numpy(), self.entry, self.q_norm, self.wq_b, self.kv_norm, self.eps, cos, sin, ring, slots, positions,
             entered, latent, queries,
         )  # fmt: skip
-        pages, table, chosen = _NO_PAGES, _NO_TABLE, _ALL
+        pages: np.ndarray = _NO_PAGES
+        table: np.ndarray | None = _NO_TABLE
+        chosen: np.ndarray = _ALL
         if a.compressor is not None:
             at = self.rank + a.head_dim
             pages, table = _array(state.pages[ENTRY]), state.state.table_array

@@ -29,8 +29,14 @@ class Indexer(nn.Module):
         self.compressor = Compressor(config, 4, INDEX, rope, numerics)
 
     def forward(
-        self, raw: torch.Tensor, weights: torch.Tensor, latent: torch.Tensor, phases: Phases,
-        visible: torch.Tensor | None, group: Group, state: LayerState | Fresh,
+        self,
+        raw: torch.Tensor,
+        weights: torch.Tensor,
+        latent: torch.Tensor,
+        phases: Phases,
+        visible: torch.Tensor | None,
+        group: Group,
+        state: LayerState | Fresh,
     ) -> torch.Tensor | None:
         """Rows of the compressor's projection, head weights [B, T, h], latent [B, T, q_lora], visible [B, T, E]
         (None: all) -> chosen entries [B, T, E]."""

@@ -22,7 +22,8 @@ class Gate(nn.Module):
 
     def __init__(self, config: V4Config, hashed: bool, numerics: Numerics):
         super().__init__()
-        self.topk, self.factor, self.kernels = config.num_experts_per_tok, config.routed_scaling_factor, numerics.kernels
+        self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
+        self.kernels = numerics.kernels
         self.project = Linear(config.hidden_size, config.n_routed_experts, "f32", numerics)
         self.bias: nn.Parameter | None = None
         self.tid2eid: torch.Tensor | None
@@ -106,7 +107,8 @@ class SharedExpert(nn.Module):
 
     def forward(self, opened: torch.Tensor) -> torch.Tensor:
         """Rows of `open` [n, gate and up] -> [n, d]."""
-        return self.w2(kernel.swiglu(*opened.chunk(2, dim=-1), self.limit).to(self.dtype))
+        gate, up = opened.chunk(2, dim=-1)
+        return self.w2(kernel.swiglu(gate, up, self.limit).to(self.dtype))
 
     def destinations(self, name: str) -> Iterator[Destination]:
         yield from self.open.destinations(name)

@@ -24,8 +24,10 @@ class Rope:
 
     def __init__(self, config: V4Config):
         dim, scaling = config.qk_rope_head_dim, config.rope_scaling
-        yarn = () if scaling is None else (
-            scaling.factor, scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow
+        yarn = (
+            ()
+            if scaling is None
+            else (scaling.factor, scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow)
         )
         self.sliding = rope.frequencies(dim, config.rope_theta)
         self.compressed = rope.frequencies(dim, config.compress_rope_theta, *yarn)

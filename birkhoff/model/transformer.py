@@ -54,7 +54,8 @@ class Transformer(nn.Module):
             if isinstance(entry, SharedInput):
                 entry.fuse()
         numerics = self.numerics
-        if numerics.kernels.name == "cpu" and numerics.dtype is torch.float32 and not (numerics.released or self.packed):
+        plain = numerics.dtype is torch.float32 and not numerics.released and not self.packed
+        if numerics.kernels.name == "cpu" and plain:
             for module in self.modules():
                 if isinstance(module, Attention):
                     module.few = AttentionFew(module)
@@ -83,12 +84,9 @@ class Transformer(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)
 
-    def draft(
-        self, streams: torch.Tensor, batch: Batch, state: State | Fresh
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(self, streams: torch.Tensor, batch: Batch, state: State | Fresh) -> tuple[torch.Tensor, torch.Tensor]:
         """MTP: `batch` holds the tokens at t + 1 under positions t -> hidden [n, d], streams [n, m, d]."""
-        if self.mtp is None:
-            raise AssertionError("this model was built without its MTP block")
+        assert isinstance(self.mtp, MTP), "this model was built without its MTP block"
         return self.mtp(streams, self.embed[batch.token_ids], batch, state.mtp)
 
     def destinations(self) -> Iterator[Destination]:

@@ -40,9 +40,7 @@ def run_pieces(model, state, pieces):
 def run_cuts(model, tokens, cuts, state=None, slot=0):
     state = state or State.contiguous(model.config, slot + 1, len(tokens))
     bounds = [0, *sorted(set(cuts)), len(tokens)]
-    out = [
-        run_pieces(model, state, [Piece(slot, a, tokens[a:b])])[slot] for a, b in zip(bounds, bounds[1:]) if b > a
-    ]
+    out = [run_pieces(model, state, [Piece(slot, a, tokens[a:b])])[slot] for a, b in zip(bounds, bounds[1:]) if b > a]
     return torch.cat(out)
 
 
@@ -77,7 +75,9 @@ def test_mixed_batches_at_different_positions_equal_single_runs(tiny, data):
         pieces = []
         for slot in range(4):
             room = lengths[slot] - at[slot]
-            take = min(room, data.draw(st.sampled_from([0, 1, 1, 1, 3, 4, 17, 64]), label="take") or (0 if pieces else 1))
+            take = min(
+                room, data.draw(st.sampled_from([0, 1, 1, 1, 3, 4, 17, 64]), label="take") or (0 if pieces else 1)
+            )
             if take:
                 pieces.append(Piece(slot, at[slot], tokens[slot][at[slot] : at[slot] + take]))
                 at[slot] += take

@@ -8,8 +8,11 @@ import torch
 def score(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     batch, length, heads, width = queries.shape
     match = queries.float().reshape(batch, length * heads, width) @ keys.float().transpose(-1, -2)
-    match = match.view(batch, length, heads, -1).relu_() if not match.requires_grad else match.view(
-        batch, length, heads, -1).relu()
+    match = (
+        match.view(batch, length, heads, -1).relu_()
+        if not match.requires_grad
+        else match.view(batch, length, heads, -1).relu()
+    )
     return (weights.float().unsqueeze(-2) @ match).squeeze(-2)
 
 

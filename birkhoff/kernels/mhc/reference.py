@@ -21,7 +21,13 @@ def _project(streams: torch.Tensor, fn: torch.Tensor, rms_eps: float) -> torch.T
 
 
 def coefficients(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, iters: int, eps: float, rms_eps: float
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    iters: int,
+    eps: float,
+    rms_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     m = streams.shape[-2]
     logits = _project(streams, fn, rms_eps)
@@ -36,7 +42,13 @@ def _collapse(streams: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
 
 
 def read(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, iters: int, eps: float, rms_eps: float
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    iters: int,
+    eps: float,
+    rms_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     pre, post, mix = coefficients(streams, fn, base, scale, iters, eps, rms_eps)
     return _collapse(streams, pre), pre, post, mix

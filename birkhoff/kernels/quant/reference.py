@@ -43,8 +43,10 @@ def dequant_fp8(codes: Tensor, scale: Tensor, block: int = FP8_BLOCK) -> Tensor:
     rows, columns = codes.shape
     expected = (-(-rows // block), -(-columns // block))
     if tuple(scale.shape) != expected:
-        raise TensorShape(f"FP8 scale is {tuple(scale.shape)}, expected {expected} for a {rows}x{columns} weight in "
-                          f"{block}x{block} tiles.")
+        raise TensorShape(
+            f"FP8 scale is {tuple(scale.shape)}, expected {expected} for a {rows}x{columns} weight in "
+            f"{block}x{block} tiles."
+        )
     factor, values = decode_e8m0(scale), codes.to(torch.float32)
     if rows % block == 0 and columns % block == 0:
         tiles = values.view(expected[0], block, expected[1], block)
@@ -63,8 +65,10 @@ def dequant_fp4(codes: Tensor, scale: Tensor) -> Tensor:
         raise TensorDtype(f"FP4 codes are an int8 or uint8 matrix, got {codes.dtype} {tuple(codes.shape)}.")
     rows, half = codes.shape
     if (2 * half) % FP4_GROUP or tuple(scale.shape) != (rows, 2 * half // FP4_GROUP):
-        raise TensorShape(f"FP4 scale is {tuple(scale.shape)} for codes {(rows, half)}, expected "
-                          f"{(rows, 2 * half // FP4_GROUP)}: one byte per {FP4_GROUP} inputs, two inputs per byte.")
+        raise TensorShape(
+            f"FP4 scale is {tuple(scale.shape)} for codes {(rows, half)}, expected "
+            f"{(rows, 2 * half // FP4_GROUP)}: one byte per {FP4_GROUP} inputs, two inputs per byte."
+        )
     every_byte = torch.arange(256, dtype=torch.uint8, device=codes.device)
     pairs = embedding(codes.to(torch.int32), _decode_e2m1_pairs(every_byte))  # [out, in/2, 2]
     values = pairs.view(rows, 2 * half // FP4_GROUP, FP4_GROUP)
@@ -88,8 +92,10 @@ def quant_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     _check_matrix(weight, "FP4")
     rows, columns = weight.shape
     if columns % FP4_GROUP:
-        raise TensorShape(f"an FP4 weight needs an input width that is a multiple of {FP4_GROUP}, got {columns}. "
-                          "Write this tensor as bf16 or fp8.")
+        raise TensorShape(
+            f"an FP4 weight needs an input width that is a multiple of {FP4_GROUP}, got {columns}. "
+            "Write this tensor as bf16 or fp8."
+        )
     groups = weight.to(torch.float32).reshape(rows, columns // FP4_GROUP, FP4_GROUP)
     amax = torch.maximum(groups.amax(-1), -groups.amin(-1))
     exponent = _weight_exponent(amax, _FP4_MAX)
@@ -120,8 +126,10 @@ def hadamard(x: Tensor) -> Tensor:
     """Walsh-Hadamard of the last axis in natural order, scaled to be orthogonal; float32 inside, one final rounding."""
     width = x.shape[-1]
     if width < 1 or width & (width - 1):
-        raise ConfigError(f"the Hadamard step needs a power-of-two width, got {width}. Released numerics need "
-                          "index_head_dim to be a power of two; use numerics='plain' for this model.")
+        raise ConfigError(
+            f"the Hadamard step needs a power-of-two width, got {width}. Released numerics need "
+            "index_head_dim to be a power of two; use numerics='plain' for this model."
+        )
     y, half = x.to(torch.float32), 1
     # Butterflies rather than a matmul: the order of additions is fixed, so a row never depends on its neighbours.
     while half < width:
@@ -150,8 +158,10 @@ def _ceil_log2_ratio(amax: Tensor, largest: tuple[int, int]) -> Tensor:
 def _weight_exponent(amax: Tensor, largest: tuple[int, int]) -> Tensor:
     """Exponent of a stored scale; an all-zero tile gets 2^0, and tiny ones stay inside E8M0."""
     if not torch.isfinite(amax).all():
-        raise TensorValue("a weight to be quantised holds NaN or infinity, which FP8 and FP4 cannot say. "
-                          "Check the weights it came from.")
+        raise TensorValue(
+            "a weight to be quantised holds NaN or infinity, which FP8 and FP4 cannot say. "
+            "Check the weights it came from."
+        )
     exponent = _ceil_log2_ratio(amax, largest).clamp_min_(-127)
     return torch.where(amax == 0, 0, exponent)
 

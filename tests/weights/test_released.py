@@ -15,6 +15,7 @@ from birkhoff.kernels import quant
 from birkhoff.model.transformer import Transformer
 from birkhoff.weights import expected_tensors, load_into, open_checkpoint, write_released
 from birkhoff.weights.layout import model_tensors
+from birkhoff.weights.stored import strips
 from tests.weights.files import random_weights
 
 TINY = preset("tiny")
@@ -55,6 +56,24 @@ def test_written_weights_load_as_their_exact_rounding(dense, experts, tmp_path):
     load_into(second.destinations(), open_checkpoint(tmp_path / "again"))
     for first, other in zip(model.destinations(), second.destinations(), strict=True):
         assert torch.equal(first.tensor, other.tensor), first.name
+
+
+def test_matrices_of_several_strips_are_quantised_as_one(tmp_path):
+    """Strips end at tile borders and their scales lie in the right rows: no different from quantising the whole."""
+    config = replace(preset("tiny", layers=1, mtp=False), hidden_size=1024, moe_intermediate_size=1300 // 32 * 32,
+                     n_routed_experts=2, num_attention_heads=65, o_groups=1, q_lora_rank=1024)  # fmt: skip
+    weights = random_weights(config, seed=4)
+    names = ("layers.0.attn.wq_b.weight", "layers.0.ffn.experts.1.w1.weight", "layers.0.ffn.shared_experts.w1.weight")
+    assert all(len(list(strips(tuple(weights[name].shape)))) > 1 for name in names)
+    assert any(weights[name].shape[0] % 128 for name in names), "one of them ends in a short tile"
+    write_released(tmp_path, config, weights.items())
+    model = Transformer(config)
+    load_into(model.destinations(), open_checkpoint(tmp_path))
+    loaded = {d.name: d.tensor.detach() for d in model.destinations()}
+    for name in names:
+        whole = quant.quant_fp4(weights[name]) if ".experts." in name else quant.quant_fp8(weights[name])
+        unpack = quant.dequant_fp4 if ".experts." in name else quant.dequant_fp8
+        assert torch.equal(loaded[name], unpack(*whole)), name
 
 
 def test_any_order_of_pairs_and_rows_on_demand_write_the_same_bytes(tmp_path):

@@ -40,8 +40,10 @@ def inspect(
 
 
 def _print(report: Inspection, console: Console) -> None:
-    console.print(f"[bold]{escape(report.path)}[/]  {report.dialect or 'no readable config'}, {report.tensors} tensors "
-                  f"in {report.files} files, {_size(report.file_bytes)}")
+    console.print(
+        f"[bold]{escape(report.path)}[/]  {report.dialect or 'no readable config'}, {report.tensors} tensors "
+        f"in {report.files} files, {_size(report.file_bytes)}"
+    )
     table = Table("class", "", "bytes", "share")
     for kind, size in report.bytes_by_class.items():
         table.add_row(kind, _CLASS_TEXT[kind], _size(size), f"{100 * size / max(report.file_bytes, 1):.1f} %")
@@ -51,8 +53,10 @@ def _print(report: Inspection, console: Console) -> None:
         console.print(f"layers      {layers}, {report.mtp_blocks} mtp")
         active = f", {_count(report.parameters_active)} active per token" if report.parameters_active else ""
         console.print(f"parameters  {_count(report.parameters)}{active}, {_count(report.parameters_mtp)} in mtp")
-        console.print(f"cache       {report.cache_bytes_per_token:g} B per token and "
-                      f"{_size(report.cache_bytes_per_sequence or 0)} per sequence, as bfloat16")
+        console.print(
+            f"cache       {report.cache_bytes_per_token:g} B per token and "
+            f"{_size(report.cache_bytes_per_sequence or 0)} per sequence, as bfloat16"
+        )
         console.print("config      " + ", ".join(f"{name} {value}" for name, value in report.config.items()))
     sizes = ", ".join(f"{form} {_size(size)}" for form, size in report.weight_bytes.items())
     console.print(f"weights     {sizes}")

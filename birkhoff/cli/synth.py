@@ -36,17 +36,38 @@ def synth(
     for name, stored in stored_tensors.items():
         kind = class_of(name)
         sizes[kind] = sizes.get(kind, 0) + math.prod(stored.shape) * item_bytes(stored.dtype)
-    result = {"path": str(out), "like": like, "layers": config.num_hidden_layers, "seed": seed, "dense": dense,
-              "experts": experts, "mtp_blocks": config.num_nextn_predict_layers, "tensors": len(stored_tensors),
-              "bytes": sum(sizes.values()), "bytes_by_class": sizes, "written": not dry_run}
+    result = {
+        "path": str(out),
+        "like": like,
+        "layers": config.num_hidden_layers,
+        "seed": seed,
+        "dense": dense,
+        "experts": experts,
+        "mtp_blocks": config.num_nextn_predict_layers,
+        "tensors": len(stored_tensors),
+        "bytes": sum(sizes.values()),
+        "bytes_by_class": sizes,
+        "written": not dry_run,
+    }
     del stored_tensors
     console = Console(stderr=True)
-    console.print(f"{like}, {config.num_hidden_layers} layers, seed {seed}, dense {dense}, experts {experts}: "
-                  f"{result['tensors']} tensors, {sum(sizes.values()) / 1e9:.2f} GB", highlight=False)
+    console.print(
+        f"{like}, {config.num_hidden_layers} layers, seed {seed}, dense {dense}, experts {experts}: "
+        f"{result['tensors']} tensors, {sum(sizes.values()) / 1e9:.2f} GB",
+        highlight=False,
+    )
     if not dry_run:
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
         with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
             task = bar.add_task("", total=sum(sizes.values()))
-            write_synthetic(out, like, layers, seed, dense, experts, mtp,
-                            progress=lambda done, total: bar.update(task, completed=done, total=total))
+            write_synthetic(
+                out,
+                like,
+                layers,
+                seed,
+                dense,
+                experts,
+                mtp,
+                progress=lambda done, total: bar.update(task, completed=done, total=total),
+            )
     typer.echo(json_module.dumps(result) if json else str(out))

@@ -84,6 +84,10 @@ def preset(like: str, layers: int | None = None, mtp: bool = True) -> V4Config:
     if layers is not None:
         if type(layers) is not int or not 1 <= layers <= config.num_hidden_layers:
             raise OptionError(f"layers is {layers!r}, expected 1 to {config.num_hidden_layers} for {like}.")
-        config = replace(config, num_hidden_layers=layers, compress_ratios=config.compress_ratios[:layers],
-                         num_hash_layers=min(config.num_hash_layers, layers))
+        config = replace(
+            config,
+            num_hidden_layers=layers,
+            compress_ratios=config.compress_ratios[:layers],
+            num_hash_layers=min(config.num_hash_layers, layers),
+        )
     return config if mtp else replace(config, num_nextn_predict_layers=0)

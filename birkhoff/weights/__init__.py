@@ -1,10 +1,10 @@
 """Checkpoints: open from headers, load into a model, write in the released layout, inspect.
 
-    open_checkpoint(path)                   -> Checkpoint, a lazy mapping from released names to TensorRef
-    load_into(destinations, checkpoint)     -> LoadReport
-    write_released(path, config, tensors)   -> the files written
-    expected_tensors(config)                -> every stored tensor of a checkpoint, by name
-    inspect_checkpoint(path)                -> Inspection, from headers alone
+open_checkpoint(path)                   -> Checkpoint, a lazy mapping from released names to TensorRef
+load_into(destinations, checkpoint)     -> LoadReport
+write_released(path, config, tensors)   -> the files written
+expected_tensors(config)                -> every stored tensor of a checkpoint, by name
+inspect_checkpoint(path)                -> Inspection, from headers alone
 """
 
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint

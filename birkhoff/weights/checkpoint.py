@@ -30,8 +30,15 @@ _MANY = 1000  # enough missing names to stop counting: a config of impossible si
 class Checkpoint(Mapping[str, TensorRef]):
     """Tensors by released name. `dialect` is "released", "base-fp8", "bf16" (any plain floats) or "transformers"."""
 
-    def __init__(self, path: Path, config: V4Config, dialect: str, tensors: Mapping[str, TensorRef],
-                 notices: list[str], files: list[Path]):
+    def __init__(
+        self,
+        path: Path,
+        config: V4Config,
+        dialect: str,
+        tensors: Mapping[str, TensorRef],
+        notices: list[str],
+        files: list[Path],
+    ):
         self.path, self.config, self.dialect = path, config, dialect
         self.notices, self.files = notices, files
         self._tensors = tensors
@@ -81,11 +88,14 @@ def open_checkpoint(path: str | Path, complain: Complain = raise_it) -> Checkpoi
     """Open a directory (index and shards, one file, or numbered shards) or a single safetensors file."""
     path = Path(path).expanduser()
     if not path.exists():
-        raise CheckpointError(f"{path} does not exist. A checkpoint is a directory with config.json and safetensors "
-                              "files.")
+        raise CheckpointError(
+            f"{path} does not exist. A checkpoint is a directory with config.json and safetensors files."
+        )
     if path.is_file() and path.suffix != ".safetensors":
-        raise CheckpointError(f"{path.name} is not a safetensors file. Give the directory that holds config.json and "
-                              "the safetensors files.")
+        raise CheckpointError(
+            f"{path.name} is not a safetensors file. Give the directory that holds config.json and "
+            "the safetensors files."
+        )
     config = V4Config.from_file((path if path.is_dir() else path.parent) / "config.json")
     notices = [f"config.json has the unknown key {key!r}; it was not used." for key in config.unknown]
     shards = gather(path, complain)
@@ -116,8 +126,12 @@ def check_layout(config: V4Config, tensors: Mapping[str, TensorRef], complain: C
             complain(error)
     if missing:
         more = "at least " if len(missing) >= _MANY else ""
-        complain(TensorMissing(f"{more}{len(missing)} tensors that config.json implies are not in the files: "
-                               f"{some(missing)}. Check config.json, or download the shards again."))
+        complain(
+            TensorMissing(
+                f"{more}{len(missing)} tensors that config.json implies are not in the files: "
+                f"{some(missing)}. Check config.json, or download the shards again."
+            )
+        )
     if fitting < len(tensors) and len(missing) < _MANY:
         _check_nothing_else(config, tensors, complain)
 
@@ -130,19 +144,29 @@ def _check_nothing_else(config: V4Config, tensors: Mapping[str, TensorRef], comp
             used.add(scale_name(tensor.name))
     extra = [name for name in tensors if name not in used]
     if extra:
-        complain(TensorUnexpected(f"the files hold {len(extra)} tensors the model has no place for: {some(extra)}. "
-                                  f"Check that config.json belongs to these shards. {INSPECT}"))
+        complain(
+            TensorUnexpected(
+                f"the files hold {len(extra)} tensors the model has no place for: {some(extra)}. "
+                f"Check that config.json belongs to these shards. {INSPECT}"
+            )
+        )
 
 
 def _translate(found: dict[str, TensorEntry], complain: Complain) -> tuple[dict[str, TensorEntry], str]:
     foreign = [name for name in found if _V41.search(name)]
     if foreign:
-        raise UnsupportedModel(f"the files hold {some(foreign)}: this is DeepSeek-V4.1, which has another architecture "
-                               "and is not supported. Use a V4-Flash or V4-Pro checkpoint.")
+        raise UnsupportedModel(
+            f"the files hold {some(foreign)}: this is DeepSeek-V4.1, which has another architecture "
+            "and is not supported. Use a V4-Flash or V4-Pro checkpoint."
+        )
     modules = [name for name in found if ".self_attn." in name]
     if modules:
-        complain(CheckpointError(f"the files hold {some(modules)}: module names of a transformers model in memory, "
-                                 "which are not a file format. Write the model with its save_pretrained."))
+        complain(
+            CheckpointError(
+                f"the files hold {some(modules)}: module names of a transformers model in memory, "
+                "which are not a file format. Write the model with its save_pretrained."
+            )
+        )
     table = names_table(found)
     if table is TRANSFORMERS:
         return _rename(found, table, complain), "transformers"
@@ -157,8 +181,12 @@ def _rename(found: dict[str, TensorEntry], table: Table, complain: Complain) -> 
     for name, entry in found.items():
         ours = to_ours(name, table) or name  # a name the dialect does not have stays, and is reported as left over
         if ours in entries:
-            complain(CheckpointError(f"{ours} is in the files under two names, one of them {name}. Expected once; "
-                                     "take the checkpoint as it was written."))
+            complain(
+                CheckpointError(
+                    f"{ours} is in the files under two names, one of them {name}. Expected once; "
+                    "take the checkpoint as it was written."
+                )
+            )
         entries[ours] = entry
     return entries
 
@@ -174,14 +202,20 @@ def _choose_mtp(entries: dict[str, TensorEntry], config: V4Config, notices: list
             notices.append(text.format(count=len(names), names=some(names)))
 
     if any(name.startswith("mtp.") and any(part in name for part in _DRAFTER) for name in entries):
-        drop(lambda name: True, "the files hold a DSpark drafter; its {count} tensors were skipped, the trunk is "
-                                "complete without it.")
+        drop(
+            lambda name: True,
+            "the files hold a DSpark drafter; its {count} tensors were skipped, the trunk is complete without it.",
+        )
         return replace(config, num_nextn_predict_layers=0)
-    drop(lambda name: "emb" in name or name.endswith("head.weight"),
-         "{count} copies of the trunk's tables inside MTP were skipped: {names}.")
+    drop(
+        lambda name: "emb" in name or name.endswith("head.weight"),
+        "{count} copies of the trunk's tables inside MTP were skipped: {names}.",
+    )
     announced = config.num_nextn_predict_layers
-    drop(lambda name: _mtp_index(name) >= announced,
-         f"MTP blocks announced by config.json: {announced}; {{count}} tensors beyond that were skipped: {{names}}.")
+    drop(
+        lambda name: _mtp_index(name) >= announced,
+        f"MTP blocks announced by config.json: {announced}; {{count}} tensors beyond that were skipped: {{names}}.",
+    )
     present = len({_mtp_index(name) for name in entries if name.startswith("mtp.")})
     if present < announced:
         notices.append(f"MTP blocks announced by config.json: {announced}; found in the files: {present}.")

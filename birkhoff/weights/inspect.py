@@ -69,8 +69,9 @@ class Inspection:
 
     def fits(self, places: Mapping[str, int]) -> dict[str, list[str]]:
         """For each place with so many bytes, the forms of the weights that fit it."""
-        return {place: [form for form, size in self.weight_bytes.items() if size <= room]
-                for place, room in places.items()}
+        return {
+            place: [form for form, size in self.weight_bytes.items() if size <= room] for place, room in places.items()
+        }
 
     def to_json(self) -> str:
         return json.dumps({**asdict(self), "weight_bytes": self.weight_bytes}, ensure_ascii=False)
@@ -122,8 +123,15 @@ def places() -> dict[str, int]:
     return room
 
 
-def _describe(path: Path, config: V4Config | None, dialect: str | None, tensors: Mapping[str, TensorRef],
-              files: list[Path], notices: list[str], problems: list[dict[str, str]]) -> Inspection:
+def _describe(
+    path: Path,
+    config: V4Config | None,
+    dialect: str | None,
+    tensors: Mapping[str, TensorRef],
+    files: list[Path],
+    notices: list[str],
+    problems: list[dict[str, str]],
+) -> Inspection:
     sizes, numbers = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0)
     for name in tensors:
         ref = tensors[name]
@@ -138,10 +146,17 @@ def _describe(path: Path, config: V4Config | None, dialect: str | None, tensors:
         embed = config.vocab_size * config.hidden_size  # looked up, not multiplied
         active = total - numbers["mtp"] - embed - round(numbers["experts"] * (1 - share))
     return Inspection(
-        path=str(path), dialect=dialect, files=len(files), tensors=len(tensors), file_bytes=sum(sizes.values()),
+        path=str(path),
+        dialect=dialect,
+        files=len(files),
+        tensors=len(tensors),
+        file_bytes=sum(sizes.values()),
         bytes_by_class={kind: size for kind, size in sizes.items() if size},
-        parameters=total, parameters_mtp=numbers["mtp"], parameters_active=active,
-        notices=list(notices), problems=problems,
+        parameters=total,
+        parameters_mtp=numbers["mtp"],
+        parameters_active=active,
+        notices=list(notices),
+        problems=problems,
         **(_of_config(config) if config is not None else {}),
     )
 

@@ -78,8 +78,10 @@ def stored_as(tensor: ModelTensor, dense: str = "fp8", experts: str = "fp4") -> 
         return [(name, Stored(shape, "F8_E4M3", storage)), (scale_name(name), scale)]
     if written == "fp4":
         if shape[1] % FP4_GROUP:
-            raise TensorShape(f"{name} is {shape}: FP4 needs an input width that is a multiple of {FP4_GROUP}. "
-                              "Write the experts as fp8, bf16 or f32.")
+            raise TensorShape(
+                f"{name} is {shape}: FP4 needs an input width that is a multiple of {FP4_GROUP}. "
+                "Write the experts as fp8, bf16 or f32."
+            )
         scale = Stored((shape[0], shape[1] // FP4_GROUP), "F8_E8M0", storage)
         return [(name, Stored((shape[0], shape[1] // 2), "I8", storage)), (scale_name(name), scale)]
     return [(name, Stored(shape, {"bf16": "BF16", "f32": "F32", "ids": "I64"}[written], storage))]

@@ -92,16 +92,19 @@ def _plan(
     """Each destination with the stored tensors it uses, in file order; refuses anything that cannot work out."""
     missing = [d.name for d in destinations if d.name not in checkpoint]
     if missing:
-        raise TensorMissing(f"{len(missing)} tensors the model needs are not in {checkpoint.path.name}: "
-                            f"{some(missing)}. {INSPECT}")
+        raise TensorMissing(
+            f"{len(missing)} tensors the model needs are not in {checkpoint.path.name}: {some(missing)}. {INSPECT}"
+        )
     plan = [(d, _check(d, checkpoint)) for d in destinations]
     used = [name for _, names in plan for name in names]
     assert len(used) == len(set(used)), "the model asks for a tensor twice"
     unused = set(checkpoint) - set(used)
     left_over = sorted(name for name in unused if not name.startswith(skip)) if skip else sorted(unused)
     if left_over:
-        raise TensorUnexpected(f"{checkpoint.path.name} holds {len(left_over)} tensors the model has no place for: "
-                               f"{some(left_over)}. {INSPECT}")
+        raise TensorUnexpected(
+            f"{checkpoint.path.name} holds {len(left_over)} tensors the model has no place for: "
+            f"{some(left_over)}. {INSPECT}"
+        )
     place = {name: index for index, name in enumerate(checkpoint)}
     plan.sort(key=lambda step: place[step[0].name])
     return plan, len(unused)
@@ -122,8 +125,9 @@ def _check(destination: Destination, checkpoint: Checkpoint) -> list[str]:
     wanted = _PACKED_DTYPES.get(tensor.dtype, ())
     if ref.dtype not in wanted:
         plain = " Plain floats cannot be kept packed; load them as numbers." if ref.dtype in FLOATS else ""
-        raise TensorDtype(f"{name} is stored as {ref.dtype}, expected {' or '.join(wanted)} to keep it packed."
-                          f"{plain} {INSPECT}")
+        raise TensorDtype(
+            f"{name} is stored as {ref.dtype}, expected {' or '.join(wanted)} to keep it packed.{plain} {INSPECT}"
+        )
     if ref.shape != shape:
         raise TensorShape(f"{name} is {ref.shape}, expected {shape} as packed {kind}. {INSPECT}")
     return [name]

@@ -75,11 +75,19 @@ def write_released(
 
 def released_config(config: V4Config, dense: str = "fp8", experts: str = "fp4") -> dict[str, Any]:
     """config.json in the released spelling, saying how the weights are stored."""
-    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic",
-           "weight_block_size": [FP8_BLOCK, FP8_BLOCK]}
+    fp8 = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+    }
     quantised = "fp8" in (dense, experts)
-    out = replace(config, quantization_config=fp8 if quantised else None,
-                  expert_dtype=experts if experts in ("fp4", "fp8") else None).to_dict()
+    out = replace(
+        config,
+        quantization_config=fp8 if quantised else None,
+        expert_dtype=experts if experts in ("fp4", "fp8") else None,
+    ).to_dict()
     return {**out, "torch_dtype": "float32" if dense == "f32" else "bfloat16"}
 
 

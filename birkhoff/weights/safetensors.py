@@ -79,8 +79,9 @@ def read_header(path: str | Path) -> Header:
         raise CheckpointError(f"{path} cannot be read ({error.strerror}). Check that it is a readable file.") from None
 
 
-def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None,
-              out: torch.Tensor | None = None) -> torch.Tensor:
+def read_rows(
+    entry: TensorEntry, start: int = 0, stop: int | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """Rows [start, stop) along the first axis, read into `out` (contiguous, on the CPU) or a fresh tensor."""
     rows = entry.shape[0] if entry.shape else 1
     stop = rows if stop is None else stop
@@ -90,8 +91,10 @@ def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None,
     if out is None:
         out = torch.empty(shape, dtype=dtype)
     elif out.dtype != dtype or tuple(out.shape) != shape or not out.is_contiguous() or out.device.type != "cpu":
-        raise TensorShape(f"cannot read {entry.dtype} {shape} of {entry.path.name} into {out.dtype} {tuple(out.shape)} "
-                          f"on {out.device}: a contiguous CPU tensor of the same dtype and shape is needed.")
+        raise TensorShape(
+            f"cannot read {entry.dtype} {shape} of {entry.path.name} into {out.dtype} {tuple(out.shape)} "
+            f"on {out.device}: a contiguous CPU tensor of the same dtype and shape is needed."
+        )
     row_bytes = entry.nbytes // rows if rows else 0
     if out.numel():
         with open(entry.path, "rb", buffering=0) as file:
@@ -105,8 +108,12 @@ class SafetensorsWriter:
     Used as a context manager it closes on success and removes what it wrote on failure.
     """
 
-    def __init__(self, path: str | Path, tensors: Mapping[str, tuple[str, Iterable[int]]],
-                 metadata: Mapping[str, str] | None = None):
+    def __init__(
+        self,
+        path: str | Path,
+        tensors: Mapping[str, tuple[str, Iterable[int]]],
+        metadata: Mapping[str, str] | None = None,
+    ):
         self.path = Path(path)
         self._partial = self.path.with_name(self.path.name + ".partial")
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -119,8 +126,10 @@ class SafetensorsWriter:
         text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         if len(text) > MAX_HEADER_BYTES:
-            raise CheckpointError(f"{self.path.name} would have a header of {len(text)} bytes, more than the format "
-                                  f"allows ({MAX_HEADER_BYTES}). Use smaller shards.")
+            raise CheckpointError(
+                f"{self.path.name} would have a header of {len(text)} bytes, more than the format "
+                f"allows ({MAX_HEADER_BYTES}). Use smaller shards."
+            )
         self._entries = _entries(self.path, header, 8 + len(text))
         self._left = {name: entry.nbytes for name, entry in self._entries.items()}
         self._file: BinaryIO = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (closed by close or discard)
@@ -152,8 +161,10 @@ class SafetensorsWriter:
         unwritten = [name for name, left in self._left.items() if left]
         if unwritten:
             self.discard()
-            raise CheckpointError(f"{self.path.name}: {len(unwritten)} declared tensors were not fully written, first "
-                                  f"{unwritten[0]}. Nothing was left behind.")
+            raise CheckpointError(
+                f"{self.path.name}: {len(unwritten)} declared tensors were not fully written, first "
+                f"{unwritten[0]}. Nothing was left behind."
+            )
         os.fsync(self._file.fileno())
         self._file.close()
         os.replace(self._partial, self.path)
@@ -222,11 +233,14 @@ def _header_bytes(path: Path, file: BinaryIO) -> tuple[bytes, int]:
         raise CheckpointError(f"{path.name} holds {total} bytes, too few for a safetensors header. Download it again.")
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= MAX_HEADER_BYTES:
-        raise CheckpointError(f"{path.name} announces a header of {length} bytes, expected 2 to {MAX_HEADER_BYTES}. "
-                              "It is not a safetensors file, or it is damaged; download it again.")
+        raise CheckpointError(
+            f"{path.name} announces a header of {length} bytes, expected 2 to {MAX_HEADER_BYTES}. "
+            "It is not a safetensors file, or it is damaged; download it again."
+        )
     if length > total - 8:
-        raise CheckpointError(f"{path.name} is cut short: its header needs {length + 8} bytes, the file has {total}. "
-                              "Download it again.")
+        raise CheckpointError(
+            f"{path.name} is cut short: its header needs {length + 8} bytes, the file has {total}. Download it again."
+        )
     raw = bytearray(length)
     _fill(file, path, 8, memoryview(raw))
     return bytes(raw), total - 8 - length
@@ -235,8 +249,9 @@ def _header_bytes(path: Path, file: BinaryIO) -> tuple[bytes, int]:
 def _parse(path: Path, raw: bytes, payload_bytes: int) -> Header:
     header = load_json(raw, f"the header of {path.name}")
     if not isinstance(header, dict):
-        raise CheckpointError(f"the header of {path.name} is a {type(header).__name__}, expected an object. "
-                              "Download it again.")
+        raise CheckpointError(
+            f"the header of {path.name} is a {type(header).__name__}, expected an object. Download it again."
+        )
     metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise CheckpointError(f"__metadata__ of {path.name} is not a map of strings. Download it again.")
@@ -245,14 +260,17 @@ def _parse(path: Path, raw: bytes, payload_bytes: int) -> Header:
     for name, entry in entries.items():
         if entry.offset != end:
             word = "overlaps the tensor before it" if entry.offset < end else "leaves a gap before it"
-            raise CheckpointError(f"{path.name}: {name} {word} (starts at byte {entry.offset}, expected {end}). "
-                                  "The header is damaged; download it again.")
+            raise CheckpointError(
+                f"{path.name}: {name} {word} (starts at byte {entry.offset}, expected {end}). "
+                "The header is damaged; download it again."
+            )
         end += entry.nbytes
     present = 8 + len(raw) + payload_bytes
     if end != present:
         word = "is cut short" if end > present else "is too long"
-        raise CheckpointError(f"{path.name} {word}: its header describes {end} bytes, the file has {present}. "
-                              "Download it again.")
+        raise CheckpointError(
+            f"{path.name} {word}: its header describes {end} bytes, the file has {present}. Download it again."
+        )
     return Header(entries, metadata)
 
 
@@ -271,21 +289,26 @@ def _entry(path: Path, name: str, row: Any, base: int, known: dict[tuple[str, tu
     if not name.isprintable():
         raise CheckpointError(f"{path.name} holds a tensor named {name!a}. The header is damaged; download it again.")
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{path.name}: the header row of {name} is not dtype, shape and data_offsets. "
-                              "Download the file again.")
+        raise CheckpointError(
+            f"{path.name}: the header row of {name} is not dtype, shape and data_offsets. Download the file again."
+        )
     dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
         raise TensorDtype(f"{path.name}: {name} is stored as {dtype!r}, expected one of {', '.join(TORCH_DTYPES)}.")
     if not _whole_numbers(shape) or len(shape) > MAX_DIMENSIONS:
         raise TensorShape(f"{path.name}: {name} has shape {shape!r}, expected up to {MAX_DIMENSIONS} whole numbers.")
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{path.name}: data_offsets of {name} are {offsets!r}, expected two ascending numbers. "
-                              "Download the file again.")
+        raise CheckpointError(
+            f"{path.name}: data_offsets of {name} are {offsets!r}, expected two ascending numbers. "
+            "Download the file again."
+        )
     nbytes = offsets[1] - offsets[0]
     needed = math.prod(shape) * item_bytes(dtype)
     if nbytes != needed:
-        raise TensorShape(f"{path.name}: {name} has {nbytes} bytes, expected {needed} for {dtype} {tuple(shape)}. "
-                          "Download the file again.")
+        raise TensorShape(
+            f"{path.name}: {name} has {nbytes} bytes, expected {needed} for {dtype} {tuple(shape)}. "
+            "Download the file again."
+        )
     form = known.setdefault((dtype, tuple(shape)), _Form(sys.intern(dtype), tuple(shape), nbytes))
     return TensorEntry(path, form.dtype, form.shape, base + offsets[0], form.nbytes)
 
@@ -305,6 +328,8 @@ def _fill(file: BinaryIO, path: Path, offset: int, view: memoryview) -> None:
     while done < len(view):
         count = file.readinto(view[done : done + (1 << 30)])  # type: ignore[attr-defined]
         if not count:
-            raise CheckpointError(f"{path.name} ended at byte {offset + done} while {len(view) - done} more were "
-                                  "expected: it changed while it was read. Try again.")
+            raise CheckpointError(
+                f"{path.name} ended at byte {offset + done} while {len(view) - done} more were "
+                "expected: it changed while it was read. Try again."
+            )
         done += count

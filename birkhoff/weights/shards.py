@@ -44,13 +44,21 @@ def gather(path: Path, complain: Complain = raise_it) -> Shards:
     present = sorted(path.glob("*.safetensors"))
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
-        complain(CheckpointError(f"{path} holds {len(indices)} index files ({some([i.name for i in indices])}), "
-                                 "expected one. Keep the one that belongs to the shards."))
+        complain(
+            CheckpointError(
+                f"{path} holds {len(indices)} index files ({some([i.name for i in indices])}), "
+                "expected one. Keep the one that belongs to the shards."
+            )
+        )
     if indices:
         return _indexed(path, indices[0], present, complain)
     if not present:
-        complain(CheckpointError(f"{path} holds no safetensors files. A checkpoint is a directory with config.json and "
-                                 "safetensors files; check the path."))
+        complain(
+            CheckpointError(
+                f"{path} holds no safetensors files. A checkpoint is a directory with config.json and "
+                "safetensors files; check the path."
+            )
+        )
     _check_numbering(present, complain)
     return _read(present, {}, complain)
 
@@ -65,12 +73,20 @@ def _indexed(path: Path, index: Path, present: list[Path], complain: Complain) -
     found = {file.name for file in present}
     missing = [name for name in wanted if name not in found]
     if missing:
-        complain(CheckpointError(f"{len(missing)} of {len(wanted)} shards named by {index.name} are missing in {path}: "
-                                 f"{some(missing)}. Download them again."))
+        complain(
+            CheckpointError(
+                f"{len(missing)} of {len(wanted)} shards named by {index.name} are missing in {path}: "
+                f"{some(missing)}. Download them again."
+            )
+        )
     extra = sorted(found - set(wanted))
     if extra:
-        complain(CheckpointError(f"{path} holds an extra shard that {index.name} does not name: {some(extra)}. "
-                                 "It belongs to another download; move it away or fetch the index again."))
+        complain(
+            CheckpointError(
+                f"{path} holds an extra shard that {index.name} does not name: {some(extra)}. "
+                "It belongs to another download; move it away or fetch the index again."
+            )
+        )
     shards = _read([file for file in present if file.name in wanted], shard_of, complain)
     total = sum(entry.nbytes for entry in shards.tensors.values())
     if announced is not None and not missing and announced != total:
@@ -90,8 +106,10 @@ def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
     for name, shard in weight_map.items():
         # A name with a path in it would let an index reach files outside its directory.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
-            raise CheckpointError(f"{index.name} places {name} in {shard!r}, expected the name of a safetensors file "
-                                  "in the same directory. Download it again.")
+            raise CheckpointError(
+                f"{index.name} places {name} in {shard!r}, expected the name of a safetensors file "
+                "in the same directory. Download it again."
+            )
         weight_map[name] = sys.intern(shard)
     metadata = raw.get("metadata")
     total = metadata.get("total_size") if isinstance(metadata, dict) else None
@@ -107,16 +125,23 @@ def _check_numbering(present: list[Path], complain: Complain) -> None:
     series = {(match[1], match[3]) for match in numbered}
     if extra or len(series) > 1:
         names = extra or sorted(f"{stem}-*-of-{count}" for stem, count in series)
-        complain(CheckpointError(f"the shards do not form one series; extra shard: {some(names)}. Keep the files of "
-                                 "one checkpoint only."))
+        complain(
+            CheckpointError(
+                f"the shards do not form one series; extra shard: {some(names)}. Keep the files of one checkpoint only."
+            )
+        )
         return
     count = int(numbered[0][3])
     have = {int(match[2]) for match in numbered}
-    missing = [f"{numbered[0][1]}-{i:0{len(numbered[0][3])}}-of-{numbered[0][3]}.safetensors"
-               for i in range(1, min(count, 100_000) + 1) if i not in have]
+    missing = [
+        f"{numbered[0][1]}-{i:0{len(numbered[0][3])}}-of-{numbered[0][3]}.safetensors"
+        for i in range(1, min(count, 100_000) + 1)
+        if i not in have
+    ]
     if missing:
-        complain(CheckpointError(f"{len(missing)} of {count} shards are missing: {some(missing)}. "
-                                 "Download them again."))
+        complain(
+            CheckpointError(f"{len(missing)} of {count} shards are missing: {some(missing)}. Download them again.")
+        )
 
 
 def _read(files: list[Path], shard_of: dict[str, str], complain: Complain) -> Shards:
@@ -134,18 +159,30 @@ def _read(files: list[Path], shard_of: dict[str, str], complain: Complain) -> Sh
         unindexed = []
         for name, entry in header.tensors.items():
             if name in tensors:
-                complain(CheckpointError(f"{name} is in {tensors[name].path.name} and again in {file.name}, expected "
-                                         "once. Download the checkpoint again."))
+                complain(
+                    CheckpointError(
+                        f"{name} is in {tensors[name].path.name} and again in {file.name}, expected "
+                        "once. Download the checkpoint again."
+                    )
+                )
                 continue
             tensors[name] = entry
             if check_index and shard_of.pop(name, None) != file.name:
                 unindexed.append(name)
         if unindexed:
-            complain(CheckpointError(f"{file.name} holds {len(unindexed)} tensors which the index does not place "
-                                     f"there: {some(unindexed)}. Shards and index come from different downloads."))
+            complain(
+                CheckpointError(
+                    f"{file.name} holds {len(unindexed)} tensors which the index does not place "
+                    f"there: {some(unindexed)}. Shards and index come from different downloads."
+                )
+            )
     read = {file.name for file in files} - unreadable
     absent = [f"{name} ({shard})" for name, shard in shard_of.items() if shard in read]
     if absent:
-        complain(CheckpointError(f"{len(absent)} tensors are not in the shards the index places them in: "
-                                 f"{some(absent)}. Shards and index come from different downloads."))
+        complain(
+            CheckpointError(
+                f"{len(absent)} tensors are not in the shards the index places them in: "
+                f"{some(absent)}. Shards and index come from different downloads."
+            )
+        )
     return Shards(tensors, files, [])

@@ -67,8 +67,10 @@ def recognise(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...
             raise TensorShape(f"{name} has an input width of {shape[1]}, expected a multiple of {FP4_GROUP} for fp4.")
         _expect_scale(tensors, name, (shape[0], shape[1] // FP4_GROUP), f"1x{FP4_GROUP} fp4 groups")
         return "fp4"
-    raise TensorDtype(f"{name} is stored as {ref.dtype} {ref.shape}, expected one of {', '.join(FLOATS)}"
-                      f"{', or F8_E4M3 or I8 with a scale' if len(shape) == 2 else ''}. {INSPECT}")
+    raise TensorDtype(
+        f"{name} is stored as {ref.dtype} {ref.shape}, expected one of {', '.join(FLOATS)}"
+        f"{', or F8_E4M3 or I8 with a scale' if len(shape) == 2 else ''}. {INSPECT}"
+    )
 
 
 def check_ids(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...]) -> None:
@@ -132,38 +134,49 @@ def check_experts(name: str, ids: torch.Tensor, experts: int, first_row: int = 0
     outside = (ids < 0) | (ids >= experts)
     if bool(outside.any()):
         row, column = (int(i) for i in outside.nonzero()[0])
-        raise TensorValue(f"{name}[{first_row + row}, {column}] is {int(ids[row, column])}, expected an expert from 0 "
-                          f"to {experts - 1}. config.json and the table do not belong together, or it is damaged.")
+        raise TensorValue(
+            f"{name}[{first_row + row}, {column}] is {int(ids[row, column])}, expected an expert from 0 "
+            f"to {experts - 1}. config.json and the table do not belong together, or it is damaged."
+        )
     ordered = ids.sort(dim=1).values
     twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
     if bool(twice.any()):
         row = int(twice.nonzero()[0])
-        raise TensorValue(f"{name}[{first_row + row}] is {ids[row].tolist()}, expected different experts. "
-                          "The table is damaged or was never filled; take it from the original checkpoint.")
+        raise TensorValue(
+            f"{name}[{first_row + row}] is {ids[row].tolist()}, expected different experts. "
+            "The table is damaged or was never filled; take it from the original checkpoint."
+        )
 
 
 def _refuse_any(bad: torch.Tensor, name: str, first_row: int, seen: str, expected: str) -> None:
     if bool(bad.any()):
         place = [int(i) for i in bad.nonzero()[0]]
         place[0] += first_row
-        raise TensorValue(f"{name}{place} {seen}, expected {expected}; {int(bad.sum())} such in these rows. "
-                          "The file is damaged; download its shard again.")
+        raise TensorValue(
+            f"{name}{place} {seen}, expected {expected}; {int(bad.sum())} such in these rows. "
+            "The file is damaged; download its shard again."
+        )
 
 
 def _expect_shape(name: str, seen: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
     if seen != expected:
-        raise TensorShape(f"{name} is {seen}, expected {expected} {why}. config.json and the shards may not belong "
-                          f"together. {INSPECT}")
+        raise TensorShape(
+            f"{name} is {seen}, expected {expected} {why}. config.json and the shards may not belong "
+            f"together. {INSPECT}"
+        )
 
 
 def _expect_scale(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, int], why: str) -> None:
     scale = scale_name(name)
     ref = tensors.get(scale)
     if ref is None:
-        raise TensorMissing(f"{scale} is not in the files, though {name} is stored as {tensors[name].dtype} and means "
-                            f"nothing without it. {INSPECT}")
+        raise TensorMissing(
+            f"{scale} is not in the files, though {name} is stored as {tensors[name].dtype} and means "
+            f"nothing without it. {INSPECT}"
+        )
     if ref.dtype not in SCALES:
-        raise TensorDtype(f"{scale} is stored as {ref.dtype}, expected F8_E8M0 (one power-of-two byte per block). "
-                          f"{INSPECT}")
+        raise TensorDtype(
+            f"{scale} is stored as {ref.dtype}, expected F8_E8M0 (one power-of-two byte per block). {INSPECT}"
+        )
     if ref.shape != shape:
         raise TensorShape(f"{scale} is {ref.shape}, expected {shape} for {why}. The shard may be cut short. {INSPECT}")

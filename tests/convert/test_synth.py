@@ -74,8 +74,10 @@ def test_hash_tables_use_every_expert(loaded):
     assert not torch.equal(table, checkpoint["layers.1.ffn.gate.tid2eid"].read())
 
 
-@pytest.mark.parametrize(("name", "unpack"), [("layers.0.attn.wq_b.weight", quant.dequant_fp8),
-                                              ("layers.0.ffn.experts.3.w1.weight", quant.dequant_fp4)])
+@pytest.mark.parametrize(
+    ("name", "unpack"),
+    [("layers.0.attn.wq_b.weight", quant.dequant_fp8), ("layers.0.ffn.experts.3.w1.weight", quant.dequant_fp4)],
+)
 def test_drawn_codes_are_normal_with_the_right_spread(name, unpack):
     config = preset("flash", layers=1)
     rows = RandomRows(config, seed=0)
@@ -148,7 +150,9 @@ def test_writing_takes_far_less_memory_than_the_checkpoint(tmp_path):
     command = [sys.executable, "-c", MEASURE, str(tmp_path), like, str(layers)]
     measured = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     size = sum(file.stat().st_size for file in (tmp_path / "c").iterdir())
-    print(f"{like} {layers} layers: {size / 1e9:.2f} GB in {measured['seconds']:.1f} s, "
-          f"{measured['peak'] / 1e6:.0f} MB added")
+    print(
+        f"{like} {layers} layers: {size / 1e9:.2f} GB in {measured['seconds']:.1f} s, "
+        f"{measured['peak'] / 1e6:.0f} MB added"
+    )
     shutil.rmtree(tmp_path / "c")
     assert measured["peak"] < limit

@@ -99,16 +99,21 @@ def test_what_transformers_saves(tmp_path, shard_size, dtype):
     assert checkpoint.config == preset("tiny", mtp=False)
     assert checkpoint.keys() == expected_tensors(preset("tiny", mtp=False), "bf16", "bf16").keys()
     theirs = model.state_dict()
-    same = {"layers.1.attn.kv_norm.weight": theirs["model.layers.1.self_attn.kv_norm.weight"],
-            "layers.2.attn.compressor.norm.weight": theirs["model.layers.2.self_attn.compressor.kv_norm.weight"],
-            "layers.2.attn.indexer.compressor.norm.weight":
-                theirs["model.layers.2.self_attn.compressor.indexer.kv_norm.weight"],
-            "layers.4.ffn.experts.5.w1.weight": theirs["model.layers.4.mlp.experts.gate_up_proj"][5, :64],
-            "layers.4.ffn.experts.5.w3.weight": theirs["model.layers.4.mlp.experts.gate_up_proj"][5, 64:],
-            "layers.4.ffn.experts.5.w2.weight": theirs["model.layers.4.mlp.experts.down_proj"][5],
-            "layers.3.ffn.gate.bias": theirs["model.layers.3.mlp.gate.e_score_correction_bias"],
-            "hc_head_base": theirs["model.hc_head.hc_base"], "head.weight": theirs["lm_head.weight"],
-            "norm.weight": theirs["model.norm.weight"], "embed.weight": theirs["model.embed_tokens.weight"]}
+    same = {
+        "layers.1.attn.kv_norm.weight": theirs["model.layers.1.self_attn.kv_norm.weight"],
+        "layers.2.attn.compressor.norm.weight": theirs["model.layers.2.self_attn.compressor.kv_norm.weight"],
+        "layers.2.attn.indexer.compressor.norm.weight": theirs[
+            "model.layers.2.self_attn.compressor.indexer.kv_norm.weight"
+        ],
+        "layers.4.ffn.experts.5.w1.weight": theirs["model.layers.4.mlp.experts.gate_up_proj"][5, :64],
+        "layers.4.ffn.experts.5.w3.weight": theirs["model.layers.4.mlp.experts.gate_up_proj"][5, 64:],
+        "layers.4.ffn.experts.5.w2.weight": theirs["model.layers.4.mlp.experts.down_proj"][5],
+        "layers.3.ffn.gate.bias": theirs["model.layers.3.mlp.gate.e_score_correction_bias"],
+        "hc_head_base": theirs["model.hc_head.hc_base"],
+        "head.weight": theirs["lm_head.weight"],
+        "norm.weight": theirs["model.norm.weight"],
+        "embed.weight": theirs["model.embed_tokens.weight"],
+    }
     for name, tensor in same.items():
         assert torch.equal(checkpoint[name].read(), tensor), name
 
@@ -116,8 +121,9 @@ def test_what_transformers_saves(tmp_path, shard_size, dtype):
 def test_copies_of_the_tables_inside_mtp_are_skipped(broken):
     edit(broken, lambda t: t.update({"mtp.0.emb.tok_emb.weight": torch.zeros(2), "mtp.0.head.weight": torch.zeros(2)}))
     checkpoint = open_checkpoint(broken)
-    assert checkpoint.notices == ["2 copies of the trunk's tables inside MTP were skipped: "
-                                  "mtp.0.emb.tok_emb.weight, mtp.0.head.weight."]
+    assert checkpoint.notices == [
+        "2 copies of the trunk's tables inside MTP were skipped: mtp.0.emb.tok_emb.weight, mtp.0.head.weight."
+    ]
     assert checkpoint.has_mtp and "mtp.0.head.weight" not in checkpoint
 
 
@@ -312,8 +318,7 @@ rope_main, rope_yarn = {"rope_type": "default", "rope_theta": 10000.0}, {
     "rope_type": "yarn", "rope_theta": 160000.0, "factor": 16.0, "original_max_position_embeddings": 256}  # fmt: skip
 other_words = ("compress_ratios", "num_hash_layers", "rope_scaling")
 in_transformers_words = {key: value for key, value in released.items() if key not in other_words} | {
-    "layer_types": ["sliding_attention"] * 2
-    + ["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+    "layer_types": ["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
     "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 3,
     "rope_parameters": {"main": rope_main, "compress": rope_yarn},
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},

@@ -66,8 +66,17 @@ def test_every_problem_is_listed(broken):
 
 
 def test_wrong_and_extra_tensors_are_both_listed(broken):
-    edit(broken, lambda t: t.update({"norm.weight": torch.zeros(63), "embed.weight": torch.zeros(512, 64).int(),
-                                     "stray": torch.zeros(1), "hc_head_base": t.pop("hc_head_base").double().int()}))
+    edit(
+        broken,
+        lambda t: t.update(
+            {
+                "norm.weight": torch.zeros(63),
+                "embed.weight": torch.zeros(512, 64).int(),
+                "stray": torch.zeros(1),
+                "hc_head_base": t.pop("hc_head_base").double().int(),
+            }
+        ),
+    )
     codes = [problem["code"] for problem in inspect_checkpoint(broken).problems]
     assert sorted(codes) == ["weights-dtype", "weights-dtype", "weights-extra", "weights-shape"]
 

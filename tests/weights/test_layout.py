@@ -33,8 +33,11 @@ def test_pro_has_the_derived_count():
 
 def test_the_trunks_have_their_published_parameters():
     def trunk(like: str) -> int:
-        return sum(math.prod(shape) for name, shape, storage in model_tensors(preset(like))
-                   if storage != "ids" and not name.startswith("mtp."))
+        return sum(
+            math.prod(shape)
+            for name, shape, storage in model_tensors(preset(like))
+            if storage != "ids" and not name.startswith("mtp.")
+        )
 
     assert round(trunk("flash") / 1e9, 2) == 284.33
     assert round(trunk("pro") / 1e12, 1) == 1.6

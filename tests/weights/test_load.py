@@ -121,11 +121,15 @@ def test_many_strips_join_to_the_exact_tensor(kind, tmp_path):
     draw = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
     if kind == "fp8":
         draw[(draw & 0x7F) == 0x7F] = 0
-        tensors = {"w.weight": draw.view(torch.float8_e4m3fn),
-                   "w.scale": torch.randint(100, 140, (3, 64), dtype=torch.uint8, generator=generator)}
+        tensors = {
+            "w.weight": draw.view(torch.float8_e4m3fn),
+            "w.scale": torch.randint(100, 140, (3, 64), dtype=torch.uint8, generator=generator),
+        }
     elif kind == "fp4":
-        tensors = {"w.weight": draw[:, : columns // 2].contiguous().view(torch.int8),
-                   "w.scale": torch.randint(100, 140, (rows, 256), dtype=torch.uint8, generator=generator)}
+        tensors = {
+            "w.weight": draw[:, : columns // 2].contiguous().view(torch.int8),
+            "w.scale": torch.randint(100, 140, (rows, 256), dtype=torch.uint8, generator=generator),
+        }
     else:
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}[kind]
         tensors = {"w.weight": torch.randn(rows, columns, generator=generator).to(dtype)}
@@ -218,16 +222,21 @@ def test_damaged_numbers_are_refused_with_their_place_and_do_no_harm(broken, tin
 def test_numbers_too_large_for_the_destination_are_refused(broken):
     checkpoint = open_checkpoint(edit(broken, put("head.weight", (1, 1), value=1e5)))
     model = Transformer(preset("tiny"))
-    half = [Destination(d.name, torch.empty_like(d.tensor, dtype=torch.float16)) if d.name == "head.weight" else d
-            for d in model.destinations()]
+    half = [
+        Destination(d.name, torch.empty_like(d.tensor, dtype=torch.float16)) if d.name == "head.weight" else d
+        for d in model.destinations()
+    ]
     with pytest.raises(TensorValue, match=r"head\.weight\[1, 1\] is not finite"):
         load_into(half, checkpoint)
 
 
 def test_progress_counts_every_byte_once(tiny_path):
     seen: list[tuple[int, int]] = []
-    report = load_into(Transformer(preset("tiny")).destinations(), open_checkpoint(tiny_path),
-                       progress=lambda done, total: seen.append((done, total)))
+    report = load_into(
+        Transformer(preset("tiny")).destinations(),
+        open_checkpoint(tiny_path),
+        progress=lambda done, total: seen.append((done, total)),
+    )
     assert seen[-1] == (report.file_bytes, report.file_bytes) and len(seen) == report.tensors
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 

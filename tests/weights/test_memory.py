@@ -70,6 +70,8 @@ def test_loading_holds_at_most_115_percent_of_the_weights(dense, experts, packed
     assert run.returncode == 0, run.stderr
     measured = json.loads(run.stdout)
     ratio = measured["peak"] / measured["weights"]
-    print(f"{dense}/{experts} {packed} {dtype}: files {measured['files'] / 1e6:.0f} MB, weights "
-          f"{measured['weights'] / 1e6:.0f} MB, peak {measured['peak'] / 1e6:.0f} MB, ratio {ratio:.3f}")
+    print(
+        f"{dense}/{experts} {packed} {dtype}: files {measured['files'] / 1e6:.0f} MB, weights "
+        f"{measured['weights'] / 1e6:.0f} MB, peak {measured['peak'] / 1e6:.0f} MB, ratio {ratio:.3f}"
+    )
     assert 0.9 < ratio <= 1.15

@@ -8,8 +8,26 @@ from birkhoff.convert.presets import preset
 from birkhoff.weights.layout import expected_tensors
 from birkhoff.weights.names import DIALECTS, TRANSFORMERS, to_ours, to_theirs
 
-WORDS = ("model", "layers", "3", "attn", "norm", "kv_norm", "weight", "hc_head_fn", "hc_head", "hc_fn", "embed",
-         "embed_tokens", "head", "mtp", "0", "scale", "ffn", "")
+WORDS = (
+    "model",
+    "layers",
+    "3",
+    "attn",
+    "norm",
+    "kv_norm",
+    "weight",
+    "hc_head_fn",
+    "hc_head",
+    "hc_fn",
+    "embed",
+    "embed_tokens",
+    "head",
+    "mtp",
+    "0",
+    "scale",
+    "ffn",
+    "",
+)
 names = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(".".join) | st.text(max_size=20)
 
 
@@ -44,6 +62,12 @@ def test_the_words_of_transformers():
     }
     for ours, theirs in pairs.items():
         assert to_theirs(ours, TRANSFORMERS) == theirs and to_ours(theirs, TRANSFORMERS) == ours
-    for stranger in ("embed.weight", "model.embed.weight", "model.hc_head_fn", "layers.0.attn.attn_sink",
-                     "model.layers.7.attn.kv_norm.weight", "lm_head.weight"):
+    for stranger in (
+        "embed.weight",
+        "model.embed.weight",
+        "model.hc_head_fn",
+        "layers.0.attn.attn_sink",
+        "model.layers.7.attn.kv_norm.weight",
+        "lm_head.weight",
+    ):
         assert to_ours(stranger, TRANSFORMERS) is None

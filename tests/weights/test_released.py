@@ -31,8 +31,10 @@ def rounded(weights: dict[str, torch.Tensor], dense: str, experts: str) -> dict[
         "f32": lambda w: w,
         "ids": lambda w: w,
     }
-    return {name: to[{"dense": dense, "expert": experts}.get(STORAGE[name], STORAGE[name])](w)
-            for name, w in weights.items()}
+    return {
+        name: to[{"dense": dense, "expert": experts}.get(STORAGE[name], STORAGE[name])](w)
+        for name, w in weights.items()
+    }
 
 
 @pytest.mark.parametrize("dense", ["fp8", "bf16", "f32"])
@@ -91,8 +93,13 @@ def test_config_and_index_say_what_was_written(tmp_path):
     raw = json.loads((tmp_path / "config.json").read_text())
     assert raw["model_type"] == "deepseek_v4" and raw["expert_dtype"] == "fp4" and raw["torch_dtype"] == "bfloat16"
     assert raw["compress_ratios"] == [0, 0, 4, 128, 4, 128, 0]
-    assert raw["quantization_config"] == {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0",
-                                          "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    assert raw["quantization_config"] == {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "scale_fmt": "ue8m0",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
     assert V4Config.from_dict(raw) == replace(TINY, expert_dtype="fp4")
     index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
     tensors = load_file(tmp_path / "model-00001-of-00001.safetensors")

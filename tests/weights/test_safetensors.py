@@ -17,8 +17,9 @@ from birkhoff.weights.safetensors import MAX_HEADER_BYTES, TORCH_DTYPES, Safeten
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 declarations = st.dictionaries(
-    st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=12)
-    .filter(lambda name: name != "__metadata__"),
+    st.text(st.characters(codec="utf-8", categories=("L", "N", "P", "S")), min_size=1, max_size=12).filter(
+        lambda name: name != "__metadata__"
+    ),
     st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), shapes),
     max_size=8,
 )

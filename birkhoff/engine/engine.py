@@ -108,7 +108,7 @@ class EngineCore:
         if wanted > self.max_context:
             raise PromptError(
                 f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {wanted}, the "
-                f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or load with a larger max_context."
+                f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or raise max_context."
             )
         needed, total = pages_for(request.most_tokens), self.scheduler.pages.size
         if needed > total:

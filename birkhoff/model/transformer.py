@@ -45,7 +45,7 @@ class Transformer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
         self.head = Linear(config.hidden_size, config.vocab_size, "f32", numerics)
         with_mtp = config.num_nextn_predict_layers > 0 if mtp is None else mtp
-        self.mtp = MTP(config, rope, numerics, packed) if with_mtp else None
+        self.mtp: MTP | None = MTP(config, rope, numerics, packed) if with_mtp else None
 
     def fuse(self) -> Transformer:
         """Once filled: let layers with a common input run as one product. Values and names stay as they are."""
@@ -93,6 +93,7 @@ class Transformer(nn.Module):
         """Every tensor a released checkpoint must provide, by its released name."""
         yield Destination("embed.weight", self.embed)
         for layer, block in enumerate(self.layers):
+            assert isinstance(block, Block)
             yield from block.destinations(f"layers.{layer}")
         yield from self.hc_head.destinations("hc_head")
         yield from self.norm.destinations("norm")

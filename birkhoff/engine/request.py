@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.hooks.plan import Plan
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 _numbers = itertools.count(1)
@@ -70,6 +71,7 @@ class Request:
     seed: int
     eos_ids: frozenset[int] = frozenset()
     sink: TextSink | None = None
+    plan: Plan | None = None
     id: str = field(default_factory=lambda: f"r{next(_numbers)}")
 
     output_ids: list[int] = field(default_factory=list)
@@ -129,4 +131,6 @@ class Request:
         last = last or TokenEvent(None, "")
         self.finish_reason, self.error = reason, error
         self.timings.finished = time.perf_counter()
+        if self.plan is not None:
+            self.plan.close(reason, self.num_tokens)
         self.events.append(TokenEvent(last.token_id, last.text + rest, last.logprob, reason, error))

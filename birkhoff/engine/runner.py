@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from birkhoff.engine.scheduler import Work
+from birkhoff.hooks.live import LiveTap, Staging, arm
+from birkhoff.hooks.plan import Span
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.state import State
@@ -18,6 +20,7 @@ class Runner:
 
     def __init__(self, model: Transformer, state: State, invariant: bool = False):
         self.model, self.state, self.invariant = model, state, invariant
+        self.staging = Staging(state.device)
         self._given: dict[int, list[int]] = {}  # pages the state's table already knows, by slot
 
     @torch.inference_mode()
@@ -36,10 +39,27 @@ class Runner:
             self.state.give_pages(request.slot, request.pages)
             self._given[request.slot] = list(request.pages)
 
+    def _arm(self, work: Sequence[Work], batch: Batch) -> LiveTap | None:
+        """The tap of this step, when some request of it has a plan that wants something of it."""
+        planned = [w for w in work if w.request.plan is not None]
+        if not planned:
+            return None
+        row_of = {piece.slot: row for piece, row in zip(batch.pieces, batch.offsets)}
+        spans = []
+        for w in planned:
+            request = w.request
+            assert request.plan is not None and request.slot is not None
+            tokens = request.tokens(w.start, w.stop)
+            spans.append(Span(request.plan, row_of[request.slot], w.start, tokens, len(request.prompt_ids)))
+        return arm(self.staging, spans)
+
     def _forward(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         pieces = [Piece(w.request.slot, w.start, w.request.tokens(w.start, w.stop)) for w in work]  # type: ignore[arg-type]
         batch = Batch.of(pieces, self.state.device)
-        hidden, _ = self.model.run(batch, self.state, NoTap())
+        tap = self._arm(work, batch)
+        hidden, _ = self.model.run(batch, self.state, tap or NoTap())
+        if tap is not None:
+            tap.deliver()
         row_of = {piece.slot: row for piece, row in zip(batch.pieces, batch.last_rows())}
         sampling = [w for w in work if w.samples]
         if not sampling:

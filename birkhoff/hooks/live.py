@@ -1,0 +1,178 @@
+"""The tap of a running engine: rows of many requests leave one step, each to whoever asked for it.
+
+Before a step, `arm` turns the plans of its spans into row indices per site; when nobody wants anything of this step it
+answers None and the step runs with `NoTap`, so idle costs nothing. During the step a wanted site is one indexed copy
+into its staging buffer. Index buffers and staging are kept between steps and come in a few fixed sizes; an index is
+padded with the number of a row that nobody reads from the copy, so what requests want is data and never changes a
+shape. After the step, `deliver` cuts the staged rows into what each job asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from birkhoff.hooks.plan import Job, Key, Rows, Span
+from birkhoff.hooks.sites import BY_NAME, Site
+from birkhoff.hooks.tap import NoTap, Tap, together
+
+SIZES = (8, 64, 512)  # rows a staging buffer can hold; beyond the last, multiples of it
+SENTINEL = 0  # padding reads this row; its copies are never delivered
+
+
+def bucket(rows: int) -> int:
+    for size in SIZES:
+        if rows <= size:
+            return size
+    return -(-rows // SIZES[-1]) * SIZES[-1]
+
+
+@dataclass
+class _Share:
+    """Rows `first..first+count` of a staged site belong to this job."""
+
+    job: Job
+    first: int
+    positions: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    prompt_rows: int
+
+
+@dataclass
+class _Wanted:
+    """What one step wants of one site."""
+
+    key: Key
+    after: bool
+    rows: list[int] = field(default_factory=list)
+    shares: list[_Share] = field(default_factory=list)
+    index: torch.Tensor | None = None
+    staged: torch.Tensor | None = None
+
+
+class Staging:
+    """Index and staging buffers that outlive a step; two of each site, so that one can be read while one is filled."""
+
+    def __init__(self, device: torch.device | str = "cpu", depth: int = 2):
+        self.device, self.depth, self._turn = torch.device(device), depth, 0
+        self._index: dict[tuple[Key, bool, int], torch.Tensor] = {}
+        self._rows: dict[tuple[Key, bool, int, int], torch.Tensor] = {}
+
+    def next_turn(self) -> None:
+        self._turn = (self._turn + 1) % self.depth
+
+    def index(self, wanted: _Wanted) -> torch.Tensor:
+        size = bucket(len(wanted.rows))
+        name = (wanted.key, wanted.after, size)
+        if name not in self._index:
+            self._index[name] = torch.full((size,), SENTINEL, dtype=torch.long, device=self.device)
+        held = self._index[name]
+        padded = wanted.rows + [SENTINEL] * (size - len(wanted.rows))
+        held.copy_(torch.tensor(padded))
+        return held
+
+    def copy(self, wanted: _Wanted, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The indexed rows of a site, in its buffer of this turn."""
+        assert wanted.index is not None
+        picked = together(*(part.index_select(0, wanted.index) for part in parts)) if len(parts) > 1 else None
+        shape = picked.shape if picked is not None else (len(wanted.index), *parts[0].shape[1:])
+        name = (wanted.key, wanted.after, len(wanted.index), self._turn)
+        held = self._rows.get(name)
+        if held is None or held.shape != shape or (picked is None and held.dtype != parts[0].dtype):
+            dtype = parts[0].dtype if picked is None else picked.dtype
+            held = self._rows[name] = torch.empty(shape, dtype=dtype, device=parts[0].device)
+        if picked is not None:
+            return held.copy_(picked)
+        return torch.index_select(parts[0], 0, wanted.index, out=held)
+
+
+class LiveTap:
+    """The sites of one step that somebody wants, by layer."""
+
+    def __init__(self, staging: Staging, wanted: dict[tuple[Key, bool], _Wanted]):
+        self._staging, self._wanted = staging, list(wanted.values())
+        self._layers: dict[int, _LayerTap] = {}
+        for want in self._wanted:
+            hook, layer = want.key
+            self._layers.setdefault(layer, _LayerTap(staging)).add(BY_NAME[hook], want)
+        self._unwatched = NoTap()
+
+    def at(self, layer: int) -> Tap:
+        return self._layers.get(layer, self._unwatched)
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, x
+
+    def see(self, site: Site, *parts: torch.Tensor) -> None:
+        pass
+
+    def deliver(self) -> None:
+        """Hand every job its rows, copied out of the buffers."""
+        for want in self._wanted:
+            if want.staged is None:
+                continue
+            hook, layer = want.key
+            for share in want.shares:
+                rows = want.staged[share.first : share.first + len(share.positions)].to("cpu", copy=True)
+                share.job.deliver(Rows(hook, layer, rows, share.positions, share.token_ids, share.prompt_rows))
+
+
+class _LayerTap:
+    def __init__(self, staging: Staging):
+        self._staging = staging
+        self._before: dict[int, _Wanted] = {}
+        self._after: dict[int, _Wanted] = {}
+
+    def add(self, site: Site, want: _Wanted) -> None:
+        (self._after if want.after else self._before)[site.id] = want
+
+    def at(self, layer: int) -> _LayerTap:
+        return self
+
+    def see(self, site: Site, *parts: torch.Tensor) -> None:
+        for sites in (self._before, self._after):
+            want = sites.get(site.id)
+            if want is not None:
+                want.staged = self._staging.copy(want, parts)
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        self.see(site, x)
+        return x
+
+    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.see(site, x)
+        return x, x
+
+
+def arm(staging: Staging, spans: Sequence[Span]) -> LiveTap | None:
+    """The tap of a step with these spans, or None when nothing of it is wanted."""
+    wanted: dict[tuple[Key, bool], _Wanted] = {}
+    for span in spans:
+        skip = max(span.plan.seen - span.start, 0)  # computed again after a preemption: delivered before
+        span.plan.seen = max(span.plan.seen, span.start + len(span.token_ids))
+        tokens = span.token_ids[skip:]
+        if not len(tokens):
+            continue
+        for job in span.plan.jobs:
+            offsets = job.offsets(span.start + skip, tokens, span.prompt_len)
+            if not len(offsets):
+                continue
+            positions = tuple(int(span.start + skip + offset) for offset in offsets)
+            ids = tuple(int(tokens[offset]) for offset in offsets)
+            prompt_rows = sum(position < span.prompt_len for position in positions)
+            rows = [span.first_row + skip + int(offset) for offset in offsets]
+            for key in job.keys:
+                want = wanted.setdefault((key, job.after), _Wanted(key, job.after))
+                want.shares.append(_Share(job, len(want.rows), positions, ids, prompt_rows))
+                want.rows += rows
+    if not wanted:
+        return None
+    staging.next_turn()
+    for want in wanted.values():
+        want.index = staging.index(want)
+    return LiveTap(staging, wanted)

@@ -1,0 +1,68 @@
+"""What a request wants of the sites: a `Plan`, already checked, that an engine carries without understanding it.
+
+A plan's jobs say which rows of which sites they want, step by step, and are handed those rows after the step. Whoever
+made the job (captures today) keeps its meaning; the engine only knows which rows of a step belong to which request.
+Nothing here imports an engine, so that another one can run the same plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Key = tuple[str, int]  # hook name, layer
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one site that one job asked for, in order of position: `tensor` [rows, *row_shape] on the host."""
+
+    hook: str
+    layer: int
+    tensor: torch.Tensor
+    positions: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    prompt_rows: int  # how many of them, from the first, belong to the prompt
+
+
+class Job(Protocol):
+    """One wish of one request. It must not raise: what goes wrong with it is its own to report."""
+
+    keys: Collection[Key]
+    after: bool  # the tensor as edited at its own site, not as it came
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        """Which of the tokens at positions `start, start + 1, ...` are wanted."""
+        ...
+
+    def deliver(self, rows: Rows) -> None: ...
+
+    def close(self, finish_reason: str, num_tokens: int) -> None:
+        """The request has ended; no more rows will come."""
+        ...
+
+
+@dataclass(eq=False)
+class Plan:
+    """Everything one request wants. `seen` positions are delivered once, also when they are computed again."""
+
+    jobs: tuple[Job, ...] = ()
+    seen: int = 0
+
+    def close(self, finish_reason: str, num_tokens: int) -> None:
+        for job in self.jobs:
+            job.close(finish_reason, num_tokens)
+
+
+@dataclass(frozen=True)
+class Span:
+    """One request's piece of a step: tokens at `start..` stand in rows `first_row..` of the flattened batch."""
+
+    plan: Plan
+    first_row: int
+    start: int
+    token_ids: Sequence[int]
+    prompt_len: int

@@ -149,11 +149,16 @@ def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 class Forward:
-    """The model as a bundle of functions for one config and row length; `compiled` swaps in `torch.compile`d ones."""
+    """The model as a bundle of functions for one config and row length, plain or compiled."""
 
     def __init__(self, config: V4Config, length: int, device: torch.device | str, compiled: bool = False):
         self.config, self.length, self.device = config, length, torch.device(device)
         self.tables = {flag: phases(config, length, flag, self.device) for flag in (False, True)}
+        self.choose(compiled)
+
+    def choose(self, compiled: bool) -> None:
+        """Use `torch.compile`d functions or the plain ones; both compute the same."""
+        config, self.compiled = self.config, compiled
         wrap: Callable[..., Any] = partial(torch.compile, fullgraph=True, dynamic=False) if compiled else (lambda f: f)
         kinds = {(ratio, config.is_hash_routed(i)) for i, ratio in enumerate(config.compress_ratios)} | {(0, False)}
         self._layers = {

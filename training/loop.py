@@ -9,6 +9,7 @@ ships.
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -90,60 +91,70 @@ class Run:
         initialise(self.store, settings.seed, settings.spread, settings.mhc_scale, settings.stagger)
         self.optimiser = Optimiser(self.store, settings)
         self.step = Step(bench.forward, self.store, self.optimiser, settings, bench.pad)
-        self.done, self.elapsed = 0, 0.0
+        self.done, self.elapsed, self.rounded = 0, 0.0, False
         self.best: tuple[float, dict[str, Tensor], dict] | None = None
+        self._warm, self._eager_left = False, EAGER_STEPS
+        self._began = self._logged_at = time.monotonic()
+        self._logged = 0
+
+    @property
+    def progress(self) -> float:
+        return self.stop.progress(self.done, self.elapsed)
 
     def train(self, marks: int = 10, log_every: int = 50, save_seconds: float = 90.0, record: bool = True) -> Outcome:
         """Train to the end; `marks` measurements on the way, the last of them at the end."""
-        began = time.monotonic() - self.elapsed
-        saved, logged, logged_at = time.monotonic(), self.done, time.monotonic()
-        # In the last tenth measure twice as often: that is where the best shippable weights are.
+        # Once more in the last tenth: that is where the best shippable weights are.
         goals = sorted({(i + 1) / marks for i in range(marks)} | ({0.95} if marks >= 10 else set()))
-        eager, rounded = EAGER_STEPS, False
-        progress = self.stop.progress(self.done, self.elapsed)
-        goals = [goal for goal in goals if goal > progress]
-        while progress < 1:
-            if not rounded and progress >= 1 - self.settings.round_share:
-                rounded, eager = True, EAGER_STEPS
+        goals = [goal for goal in goals if goal > self.progress]
+        self._began = self._logged_at = saved = time.monotonic()
+        self._began -= self.elapsed
+        while self.progress < 1:
+            if not self.rounded and self.progress >= 1 - self.settings.round_share:
+                self.rounded, self._eager_left = True, EAGER_STEPS
                 self.step.forget()
                 self.bench.log.write("rounding", step=self.done)
-            part = "mixed" if progress < self.settings.mixed_share else "core"
-            ids, roles = self.bench.feed.batch(part, self.settings.batch)
-            self.step.load(ids, roles, moment(self.settings, self.done, progress))
-            self.step.run(rounded)
-            self.done += 1
-            if eager:
-                eager -= 1
-                if not eager and record:
-                    graph = self.step.record(rounded)
-                    self.bench.log.write("recorded", graph=graph, rounded=rounded, error=self.step.graph_error)
-                if not rounded and self.done <= EAGER_STEPS:  # compilation is not training time
-                    self._wait()
-                    began = time.monotonic() - self.elapsed
-                    logged_at = time.monotonic()
-            self.elapsed = time.monotonic() - began
-            progress = self.stop.progress(self.done, self.elapsed)
+            part = self._advance(record)
             if self.done % log_every == 0:
-                metrics = self.step.read()
-                now = time.monotonic()
-                rate = (self.done - logged) * self.settings.batch * self.settings.length / max(now - logged_at, 1e-9)
-                self.bench.log.write("train", step=self.done, progress=round(progress, 4), part=part,
-                                     tokens_per_second=round(rate), **_rounded(metrics))  # fmt: skip
-                logged, logged_at = self.done, now
-                if not all(map(_finite, metrics.values())):
-                    raise FloatingPointError(
-                        f"step {self.done}: {metrics} is not finite. Lower the rates (--set) or resume "
-                        f"from {self.bench.work / 'state.pt'}."
-                    )
-            if goals and progress >= goals[0]:
-                goals = [goal for goal in goals if goal > progress]
-                self.measure(rounded)
-                logged, logged_at = self.done, time.monotonic()
+                self._log(part)
+            if goals and self.progress >= goals[0]:
+                goals = [goal for goal in goals if goal > self.progress]
+                self.measure(self.rounded)
+                self._logged, self._logged_at = self.done, time.monotonic()
             if time.monotonic() - saved > save_seconds:
                 self.save()
                 saved = time.monotonic()
         self._wait()
-        return self._finish(rounded)
+        return self._finish(self.rounded)
+
+    def _advance(self, record: bool) -> str:
+        """One step and the clock; records the step once it has run a few times. Returns the stream it read."""
+        part = "mixed" if self.progress < self.settings.mixed_share else "core"
+        ids, roles = self.bench.feed.batch(part, self.settings.batch)
+        self.step.load(ids, roles, moment(self.settings, self.done, self.progress))
+        self.step.run(self.rounded)
+        self.done += 1
+        if self._eager_left:
+            self._eager_left -= 1
+            if not self._eager_left and record:
+                graph = self.step.record(self.rounded)
+                self.bench.log.write("recorded", graph=graph, rounded=self.rounded, error=self.step.graph_error)
+        if not self._warm:  # compilation and recording are not training time
+            self._wait()
+            self._began, self._logged_at = time.monotonic() - self.elapsed, time.monotonic()
+            self._logged = self.done
+            self._warm = not self._eager_left
+        self.elapsed = time.monotonic() - self._began
+        return part
+
+    def _log(self, part: str) -> None:
+        metrics, now = self.step.read(), time.monotonic()
+        tokens = (self.done - self._logged) * self.settings.batch * self.settings.length
+        rate = round(tokens / max(now - self._logged_at, 1e-9))
+        place = {"step": self.done, "progress": round(self.progress, 4), "part": part, "tokens_per_second": rate}
+        self.bench.log.write("train", **place, **{name: round(value, 4) for name, value in metrics.items()})
+        self._logged, self._logged_at = self.done, now
+        if not all(map(math.isfinite, metrics.values())):
+            raise FloatingPointError(f"step {self.done}: {metrics} is not finite. Lower the rates (--set).")
 
     def measure(self, rounded: bool) -> dict:
         """Held-out scores now; under rounding the best weights are kept."""
@@ -249,11 +260,3 @@ def probe_table(outcomes: list[tuple[str, Outcome]]) -> str:
         spans = "   ".join(span(key) for key in ("stream_mean_share", "attn_write", "ffn_write"))
         lines.append(f"{loss:8.4f}  {accepted:10.3f}  {spans}  {rate:8.0f}  {name}")
     return "\n".join(lines)
-
-
-def _finite(value: float) -> bool:
-    return value == value and abs(value) != float("inf")
-
-
-def _rounded(metrics: dict[str, float]) -> dict[str, float]:
-    return {name: round(value, 4) for name, value in metrics.items()}

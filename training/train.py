@@ -33,6 +33,7 @@ from training.forward import Forward
 from training.loop import Bench, Log, Outcome, Run, Stop, probe
 from training.measure import held_out, measure, report
 from training.parameters import Store
+from training.preflight import check_compiled, check_kernels
 from training.sampling import CHAT, Ask, generate
 from training.settings import NANO, Settings
 from training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, training_texts
@@ -177,7 +178,10 @@ def _run(options: argparse.Namespace) -> None:
     )
     bench = build_bench(config, base, Path(options.data), tokenizer, work, device, compiled, options.workers)
     try:
+        log.write("kernels", worst_error=check_kernels(bench.forward.device))
         _load_cache(Path(options.cache) if options.cache else None, log)
+        if compiled:
+            log.write("compiled", **check_compiled(bench, base), seconds=round(time.monotonic() - began, 1))
         settings = base
         if choices:
             outcomes = probe(bench, choices, options.probe_steps)

@@ -87,9 +87,12 @@ def _running(work: Path) -> bool:
         return True
     try:
         os.kill(int(path.read_text()), 0)
+        state = Path(f"/proc/{path.read_text()}/stat").read_text().rsplit(")", 1)[-1].split()[0]
     except ProcessLookupError:
         return False
-    return True
+    except OSError:  # no /proc here: the signal was accepted, so it lives
+        return True
+    return state != "Z"
 
 
 def _tail(path: Path, count: int = 40) -> str:

@@ -8,52 +8,17 @@ import math
 import pytest
 import torch
 
-from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
 from birkhoff.weights import inspect_checkpoint
 from tests.sizes import scaled
-from tests.training.tiny import tiny_config, write_corpus
+from tests.training.tiny import SETTINGS, VOCAB, bench, small_config
 from training import evaluate, train, watch
-from training.corpus import read_corpus
 from training.export import export, load_named
-from training.feed import Feed
-from training.forward import Forward
-from training.initial import initialise
-from training.loop import Bench, Log, Run, Stop, probe
-from training.measure import held_out, measure, report
-from training.optim import Optimiser
+from training.loop import Run, Stop, probe
+from training.measure import measure, report
 from training.parameters import Store
 from training.settings import Settings, moment
-from training.step import Step, prepare
-from training.tokenizer import save_tokenizer, train_tokenizer, training_texts
-
-VOCAB = 400
-SETTINGS = Settings(batch=4, length=64, warmup_steps=5, bias_fast_steps=20)
-
-
-def small_config(**changes) -> V4Config:
-    """Two layers of training size for a CPU; every FP8 matrix divides into tiles, so rounding can be part of a run."""
-    return tiny_config(
-        vocab_size=VOCAB, hidden_size=128, num_hidden_layers=2, num_attention_heads=1, head_dim=128, q_lora_rank=128,
-        o_groups=1, o_lora_rank=128, compress_ratios=(0, 4), moe_intermediate_size=128, n_routed_experts=4,
-        num_hash_layers=1, index_topk=6, rope_scaling=None, swiglu_limit=10.0, **changes,
-    )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    folder = write_corpus(tmp_path_factory.mktemp("corpus"))
-    corpus = read_corpus(folder)
-    tokenizer = train_tokenizer(training_texts(corpus), VOCAB)
-    save_tokenizer(tokenizer, folder / "tokenizer")
-    return folder, corpus, tokenizer
-
-
-def bench(data, work, settings=SETTINGS) -> Bench:
-    folder, corpus, tokenizer = data
-    parts = [held_out(name, records, tokenizer, settings.length) for name, records in corpus.held_out.items()]
-    feed = Feed(folder, folder / "tokenizer", settings.length, settings.seed)
-    return Bench(Forward(small_config(), settings.length, "cpu"), feed, parts, 2, Log(work / "log.jsonl"), work)
+from training.step import prepare
 
 
 @pytest.fixture(scope="module")
@@ -221,32 +186,3 @@ def test_a_step_that_is_not_finite_stops_the_run(data, tmp_path):
     run.store.masters["embedding"].fill_(float("nan"))
     with pytest.raises(FloatingPointError, match="not finite"):
         run.train(marks=1, log_every=1)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # the tracer looks at it, with its own filter
-def test_compiled_and_plain_steps_agree(data, tmp_path):
-    """`torch.compile` traces a whole layer in one graph and computes the same; the tracer alone needs no C compiler."""
-    import training.forward as module
-
-    run = Run(bench(data, tmp_path), SETTINGS, Stop(steps=1))
-    original = torch.compile
-    module.torch.compile = lambda f, **options: original(f, backend="aot_eager", **options)
-    try:
-        compiled = Forward(small_config(), SETTINGS.length, "cpu", compiled=True)
-        ids, roles = run.bench.feed.batch("core", SETTINGS.batch)
-        plain_loss = step_loss(run.bench.forward, ids, roles)
-        assert step_loss(compiled, ids, roles) == pytest.approx(plain_loss, abs=1e-5)
-    finally:
-        module.torch.compile = original
-        torch._dynamo.reset()
-
-
-def step_loss(forward, ids, roles) -> float:
-    settings = Settings.parse("dropout=0", SETTINGS)
-    store = Store(forward.config)
-    initialise(store, 0)
-    step = Step(forward, store, Optimiser(store, settings), settings, pad=2)
-    for number in range(2):
-        step.load(ids, roles, moment(settings, number, 0.3))
-        step.run()
-    return step.read()["loss"]

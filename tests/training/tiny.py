@@ -9,7 +9,15 @@ import torch
 
 from birkhoff.config import RopeScaling, V4Config
 from training.corpus import HELD_OUT_FILES, TRAIN_FILES, Record, write_records
+from training.feed import Feed
+from training.forward import Forward
+from training.loop import Bench, Log
+from training.measure import held_out
 from training.parameters import Store
+from training.settings import Settings
+
+VOCAB = 400
+SETTINGS = Settings(batch=4, length=64, warmup_steps=5, bias_fast_steps=20)
 
 
 def tiny_config(**changes) -> V4Config:
@@ -98,3 +106,20 @@ def write_corpus(folder: Path, records: int = 60, seed: int = 0) -> Path:
     for name in HELD_OUT_FILES.values():
         write_records(folder / name, many(6, "child", 8))
     return folder
+
+
+def small_config(**changes) -> V4Config:
+    """Two layers of training size for a CPU; every FP8 matrix divides into tiles, so rounding can be part of a run."""
+    return tiny_config(
+        vocab_size=VOCAB, hidden_size=128, num_hidden_layers=2, num_attention_heads=1, head_dim=128, q_lora_rank=128,
+        o_groups=1, o_lora_rank=128, compress_ratios=(0, 4), moe_intermediate_size=128, n_routed_experts=4,
+        num_hash_layers=1, index_topk=6, rope_scaling=None, swiglu_limit=10.0, **changes,
+    )  # fmt: skip
+
+
+def bench(data: tuple, work: Path, settings: Settings = SETTINGS) -> Bench:
+    """What runs share, over the corpus of the `data` fixture."""
+    folder, corpus, tokenizer = data
+    parts = [held_out(name, records, tokenizer, settings.length) for name, records in corpus.held_out.items()]
+    feed = Feed(folder, folder / "tokenizer", settings.length, settings.seed)
+    return Bench(Forward(small_config(), settings.length, "cpu"), feed, parts, 2, Log(work / "log.jsonl"), work)

@@ -1,0 +1,56 @@
+"""Compiled graphs agree with the plain functions, and a compiler that fails costs speed, not the run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.training.tiny import SETTINGS, bench
+from training.preflight import check_compiled, check_kernels
+
+# The tracer looks at .grad of tensors that are no leaves; its own filter does not hold when warnings are errors.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """`torch.compile` with another backend: the tracer alone needs no C compiler and is quick."""
+    original = torch.compile
+
+    def use(name) -> None:
+        monkeypatch.setattr(torch, "compile", lambda f, **options: original(f, backend=name, **options))
+
+    yield use
+    torch._dynamo.reset()
+
+
+def test_a_whole_layer_is_one_graph_and_computes_the_same(data, tmp_path, backend):
+    backend("aot_eager")
+    shared = bench(data, tmp_path)
+    found = check_compiled(shared, SETTINGS)
+    assert found["agrees"] and found["error"] is None and shared.forward.compiled
+    assert found["compiled"] == pytest.approx(found["plain"], abs=1e-4)
+
+
+def test_measuring_and_training_share_their_graphs(data, tmp_path, backend):
+    """A second compilation of the same function would cost minutes on the device."""
+    compiled = []
+    backend(lambda graph, inputs: compiled.append(1) or graph.forward)
+    shared = bench(data, tmp_path)
+    check_compiled(shared, SETTINGS)
+    # Three kinds of layer (hashed, CSA, the MTP's), entering, entering MTP, collapsing, and the losses.
+    assert len(compiled) == 7
+
+
+def test_a_compiler_that_fails_leaves_the_plain_functions(data, tmp_path, backend):
+    def broken(graph, inputs):
+        raise RuntimeError("no such instruction")
+
+    backend(broken)
+    shared = bench(data, tmp_path)
+    found = check_compiled(shared, SETTINGS)
+    assert not found["agrees"] and "no such instruction" in found["error"] and not shared.forward.compiled
+
+
+def test_kernels_are_checked_only_where_they_run():
+    assert check_kernels(torch.device("cpu")) == 0.0

@@ -1,7 +1,37 @@
-"""Birkhoff: run, read and steer DeepSeek-V4."""
+"""Birkhoff: run, read and steer DeepSeek-V4.
 
-from birkhoff.api import Engine, load
-from birkhoff.errors import BirkhoffError
-from birkhoff.output import Output, Trace
+The public names and nothing else. Each is fetched when it is first asked for, so that whoever needs only a part (the
+command line printing its help, a reader of configs) does not wait for PyTorch to come up.
+"""
 
-__all__ = ["BirkhoffError", "Engine", "Output", "Trace", "load"]
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from birkhoff import mhc as mhc
+    from birkhoff.api import Engine as Engine
+    from birkhoff.api import load as load
+    from birkhoff.errors import BirkhoffError as BirkhoffError
+    from birkhoff.output import Output as Output
+    from birkhoff.output import Trace as Trace
+
+__version__ = "0.1.0"
+__all__ = ["BirkhoffError", "Engine", "Output", "Trace", "load", "mhc"]
+
+_HOMES = {"BirkhoffError": "errors", "Engine": "api", "Output": "output", "Trace": "output", "load": "api"}
+
+
+def __getattr__(name: str) -> object:
+    if name == "mhc":
+        return importlib.import_module("birkhoff.mhc")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'birkhoff' has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"birkhoff.{_HOMES[name]}"), name)
+    globals()[name] = found  # the next look-up does not come here
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from birkhoff.kernels import jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
-from birkhoff.output import Output, Trace
+from birkhoff.output import Output, Stream, Trace
 from birkhoff.text.chat import encode_chat
 from birkhoff.text.literals import Literals, load_literals
 from birkhoff.text.parse import parse_completion
@@ -218,14 +218,14 @@ class Engine:
             output.text = output.message.content
         return answers
 
-    def stream(
-        self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any
-    ) -> Iterator[TokenEvent]:
-        """Token events as they come; the last one carries the finish reason. Closing the iterator cancels."""
+    def stream(self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any) -> Stream:
+        """Token events as they come; the last one carries the finish reason. Closing the iterator cancels.
+
+        `stream.output` is the whole answer once it has ended, or what there was of it when it was closed."""
         _not_built("capture", capture)
         _not_built("steer", steer)
         request = self._single_request(prompt, sampling)
-        return self._events(request)
+        return Stream(request, self._events(request), self._core.cancel)
 
     async def astream(
         self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any
@@ -256,7 +256,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _events(self, request: Request) -> Iterator[TokenEvent]:
+    def _events(self, request: Request) -> Generator[TokenEvent, None, None]:
         self._core.submit(request)
         try:
             while True:
@@ -287,7 +287,7 @@ class Engine:
         return requests
 
     def _finish(self, choices: list[Request]) -> list[Output]:
-        return [Output.of(request, request.sink.text if request.sink else "") for request in choices]  # type: ignore[attr-defined]
+        return [Output.of(request) for request in choices]
 
     def _single_request(self, prompt: Prompt, sampling: dict[str, Any]) -> Request:
         if not _is_single(prompt):

@@ -1,15 +1,15 @@
-"""What comes back: the finished answer of one request, and the record of a traced forward pass."""
+"""What comes back: the answer of one request, whole or as it comes, and the record of a traced forward pass."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from birkhoff.engine.request import FinishReason, Request, TokenLogprob
-from birkhoff.errors import SiteError
+from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
+from birkhoff.errors import RequestError, SiteError
 
 
 @dataclass
@@ -28,10 +28,10 @@ class Output:
     error: Exception | None = None
 
     @classmethod
-    def of(cls, request: Request, text: str, message: Any = None) -> Output:
+    def of(cls, request: Request, message: Any = None) -> Output:
         assert request.finish_reason is not None
         return cls(
-            text=text,
+            text=request.sink.text if request.sink else "",  # type: ignore[attr-defined]
             token_ids=list(request.output_ids),
             prompt_token_ids=list(request.prompt_ids),
             finish_reason=request.finish_reason,
@@ -59,6 +59,41 @@ def _timings(request: Request) -> dict[str, float | int | None]:
         "tokens_per_second": later / decode_ms * 1e3 if decode_ms and later > 0 else None,
         "preemptions": t.preemptions,
     }
+
+
+class Stream:
+    """The events of one running answer, in order, and the answer itself once it has ended.
+
+    Closing (also by leaving a `with` block) cancels; a stream that is thrown away does the same."""
+
+    def __init__(
+        self, request: Request, events: Generator[TokenEvent, None, None], cancel: Callable[[Request], None]
+    ) -> None:
+        self._request, self._events, self._cancel = request, events, cancel
+
+    def __iter__(self) -> Stream:
+        return self
+
+    def __next__(self) -> TokenEvent:
+        return next(self._events)
+
+    def close(self) -> None:
+        self._events.close()
+        self._cancel(self._request)  # one that was never read has not reached the engine
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def output(self) -> Output:
+        if not self._request.done:
+            raise RequestError(
+                "this stream has not ended yet. Read it to its end or close it, then ask for its output."
+            )
+        return Output.of(self._request)
 
 
 class Trace:

@@ -1,6 +1,7 @@
 """Compilation of CPU twins: Numba, when it is installed.
 
-The twins are plain loops over rows, compiled once per machine and kept in the compiler's own cache. Sums may be
+The twins are plain loops over rows, compiled once per machine and kept in the compiler's own cache (beside the source,
+else in the user's cache folder, else nowhere: an installation that cannot be written works too). Sums may be
 reassociated (that is what lets them use vector registers) but infinities and NaN keep their meaning, because masks and
 health checks rely on them. Without Numba there are no CPU twins and the plain ones run.
 """
@@ -21,4 +22,8 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
     import numba
 
-    return numba.njit(fastmath=MATH, cache=True, nogil=True, error_model="numpy")(function)
+    how: dict[str, Any] = {"fastmath": MATH, "nogil": True, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **how)(function)
+    except RuntimeError:  # neither the package's folder nor the user's cache can be written: compile in every process
+        return numba.njit(**how)(function)

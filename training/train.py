@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -25,6 +26,7 @@ from tokenizers import Tokenizer
 
 from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError, OptionError
+from training.card import model_card
 from training.corpus import read_corpus
 from training.data import Markers
 from training.export import export, load_named
@@ -97,6 +99,8 @@ def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
         "bytes": {file.name: file.stat().st_size for file in files},
     }  # fmt: skip
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    parameters = sum(math.prod(parameter.shape) for parameter in store.parameters)
+    (out / "README.md").write_text(model_card(record, parameters), encoding="utf-8")
     bench.log.write("stored", **record["stored"], bytes=sum(record["bytes"].values()))
     return record
 

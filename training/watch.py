@@ -58,7 +58,7 @@ def follow(work: Path, seconds: float, every: int = 4) -> int:
         seen = len(lines)
         if not _running(work):
             print("the run has ended without finishing; its last words:", flush=True)
-            print(_tail(work / "output.txt"), flush=True)
+            print(_tail(work.parent / "output.txt"), flush=True)
             return 1
         if time.monotonic() >= end:
             return 3
@@ -74,7 +74,7 @@ def collect(work: Path, out: Path, target: Path) -> list[Path]:
         files.append(Path(shutil.copy(cache, target / cache.name)))
     with tarfile.open(target / "small.tar", "w") as tar:
         small = [path for path in out.glob("*") if path.suffix != ".safetensors"] if out.is_dir() else []
-        for path in (*small, work / "log.jsonl", work / "output.txt", work / "probes.json"):
+        for path in (*small, work / "log.jsonl", work.parent / "output.txt", work / "probes.json"):
             if path.is_file():
                 tar.add(path, path.name)
     return [*files, target / "small.tar"]

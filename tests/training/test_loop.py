@@ -145,6 +145,8 @@ def test_the_commands_run_end_to_end(data, tmp_path, monkeypatch, capsys):
     probes = ["--probe", "a: ; b: mhc_scale=0.1", "--probe-steps", "4"]
     assert train.main([*common, *short, "--steps", "4", "--marks", "1", *probes]) == 0
     record = json.loads((out / "training.json").read_text())
+    card = (out / "README.md").read_text()
+    assert "Built with Llama." in card and f"| both | {record['stored']['both']['nats_per_token']:.3f} |" in card
     assert len(record["samples"]) == 18 and record["stored"]["both"]["tokens"] > 0
     assert json.loads((work / "probes.json").read_text())[0]["held_out"]["tokens"] > 0
     assert train.main([*common, *short, "--steps", "4"]) == 1  # the folder holds a checkpoint already
@@ -162,9 +164,11 @@ def test_the_commands_run_end_to_end(data, tmp_path, monkeypatch, capsys):
 
 
 def test_a_dead_run_is_reported(tmp_path, capsys):
-    (tmp_path / "pid").write_text("999999999")
+    work = tmp_path / "work"
+    work.mkdir()
+    (work / "pid").write_text("999999999")
     (tmp_path / "output.txt").write_text("it broke here\n")
-    assert watch.main(["--work", str(tmp_path), "--seconds", "1"]) == 1
+    assert watch.main(["--work", str(work), "--seconds", "1"]) == 1
     assert "it broke here" in capsys.readouterr().out
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +67,11 @@ def load(
     prefix_cache: str | bool = "auto",
     speculative: str | bool = "auto",
     capture_root: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
-    """Open a checkpoint and make it ready to answer. See the package's documentation for every option."""
+    """Open a checkpoint and make it ready to answer. See the package's documentation for every option.
+
+    `progress` is called with (bytes read, bytes in all) while weights are loaded."""
     _refuse_unbuilt(experts, prefix_cache, speculative, capture_root)
     _one_of("numerics", numerics, ("plain", "released"))
     _one_of("dtype", dtype, ("auto", *_DTYPES))
@@ -93,7 +96,7 @@ def load(
     with torch.device("meta"):
         network = Transformer(config, how, mtp=checkpoint.has_mtp)
     network = network.to_empty(device=where).eval()
-    load_into(network.destinations(), checkpoint)
+    load_into(network.destinations(), checkpoint, progress=progress)
     network.fuse()
     if cache_bytes is None:
         cache_bytes = _free_bytes(where) // 4

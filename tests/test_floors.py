@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = ["hooks kernels config errors", "model mhc", "engine capture steering sae text weights", "output", "api",
           "server web convert validate", "cli"]  # fmt: skip
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
-CORE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "birkhoff"}  # all that api and what is below it may need
+CORE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "birkhoff"}  # all that api and below may need
 COMPILERS = {"numba", "triton"}  # kernels may use them, and do without
 BENCH_AVOIDS = {"server", "web", "cli"}
 

@@ -81,6 +81,7 @@ class EngineCore:
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 request.finish("cancelled")
                 self.scheduler.release(request)
+        self.runner.close()
 
     def _commit(self, work: list[Work], logits: list[torch.Tensor | None]) -> None:
         """Book what was computed, sample where a sequence ends, release what is finished."""

@@ -14,7 +14,9 @@
     │   ├── TokenError           token-invalid     a token id outside the vocabulary
     │   ├── PromptError          prompt-invalid    empty, not text, longer than the context
     │   ├── ChatError            chat-invalid      a conversation or completion outside the format
-    │   └── SiteError            site-unknown      a hook or layer this model does not have
+    │   ├── SiteError            site-unknown      a hook or layer this model does not have
+    │   ├── SelectorError        selector-invalid  layers or positions that cannot be chosen
+    │   └── CaptureValidationError capture-invalid what a capture asks for, by field path
     ├── CapacityError            engine-full       more cache than can ever be free
     ├── EngineClosed             engine-closed     a call after close()
     ├── LogitsError              logits-invalid    NaN or nothing to choose from, in one request
@@ -94,6 +96,26 @@ class ChatError(RequestError):
 
 class SiteError(RequestError):
     code = "site-unknown"
+
+
+class SelectorError(RequestError):
+    """`path` is the field at fault; `kind` is "form", "layer", "empty" or "position"."""
+
+    code = "selector-invalid"
+
+    def __init__(self, message: str, path: str = "", kind: str = "form"):
+        super().__init__(f"{path}: {message}" if path else message)
+        self.reason, self.path, self.kind = message, path, kind
+
+
+class CaptureValidationError(RequestError):
+    """`path` is the field at fault and stands first in the message; `rule` is the broken rule, "V1" to "V12"."""
+
+    code = "capture-invalid"
+
+    def __init__(self, message: str, path: str = "", rule: str = ""):
+        super().__init__(f"{path}: {message}" if path else message)
+        self.reason, self.path, self.rule = message, path, rule
 
 
 class CapacityError(BirkhoffError):

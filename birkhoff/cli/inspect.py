@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from birkhoff.weights.inspect import Inspection, inspect_checkpoint, places
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from birkhoff.weights.inspect import Inspection
 
 _CLASS_TEXT = {
     "experts": "routed experts",
@@ -30,6 +30,10 @@ def inspect(
     json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Show layers, bytes by class, what fits where, and every problem found; reads headers only."""
+    from rich.console import Console
+
+    from birkhoff.weights.inspect import inspect_checkpoint
+
     report = inspect_checkpoint(path)
     if json:
         typer.echo(report.to_json())
@@ -40,6 +44,11 @@ def inspect(
 
 
 def _print(report: Inspection, console: Console) -> None:
+    from rich.markup import escape
+    from rich.table import Table
+
+    from birkhoff.weights.inspect import places
+
     console.print(
         f"[bold]{escape(report.path)}[/]  {report.dialect or 'no readable config'}, {report.tensors} tensors "
         f"in {report.files} files, {_size(report.file_bytes)}"

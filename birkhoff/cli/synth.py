@@ -8,20 +8,14 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from birkhoff.convert.presets import preset
-from birkhoff.convert.synth import synth as write_synthetic
-from birkhoff.weights.inspect import class_of
-from birkhoff.weights.layout import expected_tensors
-from birkhoff.weights.safetensors import item_bytes
+from birkhoff.cli.talk import bar, say
 
 
 def synth(
     out: Annotated[Path, typer.Argument(help="Directory to write; it must not hold a checkpoint.", show_default=False)],
     like: Annotated[str, typer.Option(help="Size: flash, pro, nano or tiny.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(help="Keep only the first layers.")] = None,
+    layers: Annotated[int | None, typer.Option(help="Keep only the first layers.", show_default=False)] = None,
     seed: Annotated[int, typer.Option(help="The same seed writes the same bytes.")] = 0,
     dense: Annotated[str, typer.Option(help="Format of dense matrices: fp8, bf16 or f32.")] = "fp8",
     experts: Annotated[str, typer.Option(help="Format of routed experts: fp4, fp8, bf16 or f32.")] = "fp4",
@@ -30,12 +24,19 @@ def synth(
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Write a random checkpoint with real names and number formats."""
+    from birkhoff.convert.presets import preset
+    from birkhoff.convert.synth import synth as write_synthetic
+    from birkhoff.weights.inspect import class_of
+    from birkhoff.weights.layout import expected_tensors
+    from birkhoff.weights.safetensors import item_bytes
+
     config = preset(like, layers, mtp)
     sizes: dict[str, int] = {}
     stored_tensors = expected_tensors(config, dense, experts)
     for name, stored in stored_tensors.items():
         kind = class_of(name)
         sizes[kind] = sizes.get(kind, 0) + math.prod(stored.shape) * item_bytes(stored.dtype)
+    total = sum(sizes.values())
     result = {
         "path": str(out),
         "like": like,
@@ -45,29 +46,16 @@ def synth(
         "experts": experts,
         "mtp_blocks": config.num_nextn_predict_layers,
         "tensors": len(stored_tensors),
-        "bytes": sum(sizes.values()),
+        "bytes": total,
         "bytes_by_class": sizes,
         "written": not dry_run,
     }
-    del stored_tensors
-    console = Console(stderr=True)
-    console.print(
+    del stored_tensors  # a large model has tens of thousands of them
+    say(
         f"{like}, {config.num_hidden_layers} layers, seed {seed}, dense {dense}, experts {experts}: "
-        f"{result['tensors']} tensors, {sum(sizes.values()) / 1e9:.2f} GB",
-        highlight=False,
+        f"{result['tensors']} tensors, {total / 1e9:.2f} GB"
     )
     if not dry_run:
-        columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
-            task = bar.add_task("", total=sum(sizes.values()))
-            write_synthetic(
-                out,
-                like,
-                layers,
-                seed,
-                dense,
-                experts,
-                mtp,
-                progress=lambda done, total: bar.update(task, completed=done, total=total),
-            )
+        with bar("writing") as advance:
+            write_synthetic(out, like, layers, seed, dense, experts, mtp, progress=advance)
     typer.echo(json_module.dumps(result) if json else str(out))

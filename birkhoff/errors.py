@@ -17,6 +17,12 @@
     │   ├── SiteError            site-unknown      a hook or layer this model does not have
     │   ├── SelectorError        selector-invalid  layers or positions that cannot be chosen
     │   └── CaptureValidationError capture-invalid what a capture asks for, by field path
+    ├── CaptureError             capture           a capture that could not be written or read
+    │   ├── CaptureFileError     capture-file      files that are cut short or inconsistent (also a ValueError)
+    │   │   └── CaptureChecksum  capture-checksum  bytes that changed since they were written
+    │   ├── CaptureWriteError    capture-write     the disk refused, or a chunk that makes no sense
+    │   ├── CaptureExists        capture-exists    this request id already has files
+    │   └── CaptureLocked        capture-locked    another writer holds the capture root
     ├── CapacityError            engine-full       more cache than can ever be free
     ├── EngineClosed             engine-closed     a call after close()
     ├── LogitsError              logits-invalid    NaN or nothing to choose from, in one request
@@ -116,6 +122,32 @@ class CaptureValidationError(RequestError):
     def __init__(self, message: str, path: str = "", rule: str = ""):
         super().__init__(f"{path}: {message}" if path else message)
         self.reason, self.path, self.rule = message, path, rule
+
+
+class CaptureError(BirkhoffError):
+    code = "capture"
+
+
+class CaptureFileError(CaptureError, ValueError):
+    """Also a ValueError, which is what readers of these files have always raised."""
+
+    code = "capture-file"
+
+
+class CaptureChecksum(CaptureFileError):
+    code = "capture-checksum"
+
+
+class CaptureWriteError(CaptureError):
+    code = "capture-write"
+
+
+class CaptureExists(CaptureError):
+    code = "capture-exists"
+
+
+class CaptureLocked(CaptureError):
+    code = "capture-locked"
 
 
 class CapacityError(BirkhoffError):

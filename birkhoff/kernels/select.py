@@ -14,7 +14,9 @@ from typing import Any, Literal
 import torch
 
 from birkhoff.kernels import jit
+from birkhoff.kernels.attend import cpu as attend_cpu
 from birkhoff.kernels.attend import reference as attend_plain
+from birkhoff.kernels.experts import cpu as experts_cpu
 from birkhoff.kernels.experts import reference as experts_plain
 from birkhoff.kernels.linear import cpu as linear_cpu
 from birkhoff.kernels.linear import reference as linear_plain
@@ -51,10 +53,10 @@ PAIRS: dict[str, tuple[Op, Op]] = {
     "rotate": (rope_plain.rotate, rope_cpu.rotate),
     "mhc_read": (mhc_plain.read, mhc_cpu.read),
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
-    "attend": (attend_plain.attend, attend_plain.attend),
+    "attend": (attend_plain.attend, attend_cpu.attend),
     "attend_one": (attend_plain.attend_one, attend_plain.attend_one),
     "route": (experts_plain.route, experts_plain.route),
-    "experts": (experts_plain.experts, experts_plain.experts),
+    "experts": (experts_plain.experts, experts_cpu.experts),
 }
 
 

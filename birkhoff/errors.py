@@ -38,7 +38,10 @@ def quoted(value: object, limit: int = 80) -> str:
     """How a caller's value appears in a message: its repr, cut so that no message echoes a whole prompt."""
     if isinstance(value, (str, bytes)):
         value = value[: limit + 1]  # repr of a whole prompt would be built only to be thrown away
-    text = repr(value)
+    try:
+        text = repr(value)
+    except ValueError:  # Python refuses to print whole numbers of more than some thousand digits
+        text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 

@@ -57,4 +57,6 @@ def attend_one(
     keys = recent if entries is None else torch.cat((recent, entries), dim=1)
     if seen is None:
         seen = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
+    else:  # an unseen row may be another sequence's, and NaN: weight zero would not silence it
+        keys = keys.masked_fill(~seen.unsqueeze(-1), 0.0)
     return _attend_dense(queries.unsqueeze(1), keys, seen.unsqueeze(1), sink, scale).squeeze(1)

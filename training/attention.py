@@ -123,7 +123,7 @@ def select(scores: Tensor, visible: Tensor, count: int, dense: Tensor | None) ->
     masked = scores.masked_fill(~visible, float("-inf"))
     if count >= scores.shape[-1]:
         return masked, visible.expand_as(scores)
-    best = masked.topk(count, -1).indices
+    best = masked.topk(count, -1, sorted=False).indices
     chosen = torch.zeros_like(masked, dtype=torch.bool).scatter(-1, best, True)
     if dense is not None:
         chosen = chosen | (dense > 0)

@@ -2,14 +2,24 @@
 
 `build_hook_schema(hidden, dtype, hc_mult, ...)` is built once where requests are checked and once where they are run,
 and the two must compare equal. A hook that is not in the schema is not tapped and is refused, never captured as empty.
+A V4 model (`hc_mult` streams) never has `post_mlp`; an ordinary model has exactly `pre_attn`, `post_attn`, `post_mlp`.
+Nothing here imports torch, so that files can be read and requests checked where there is none.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from birkhoff.hooks.sites import SITES
+from birkhoff.config import V4Config
+from birkhoff.errors import ConfigError, quoted
+from birkhoff.hooks.sites import BY_NAME, SITES
+
+ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
+_AXES = {"d": ("hidden",), "m": ("stream",), "md": ("stream", "hidden"), "mm": ("from", "to"), "E": ("expert",),
+         "k2": ("choice", "id_and_weight")}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -21,14 +31,41 @@ class HookSchema:
     logical_shape: tuple[int, ...]
     steerable: bool = True
     once: bool = False  # fires once per model; stored at the last layer
+    axes: tuple[str, ...] = ()  # a name for each axis of the row
+    hash_routed: tuple[int, ...] = ()  # layers where the token id, not this row, chose the experts
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * ITEM_BYTES[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {
+            "width": self.width, "dtype": self.dtype, "shape": list(self.logical_shape), "axes": list(self.axes),
+            "row_bytes": self.row_bytes, "steerable": self.steerable, "level": "model" if self.once else "layer",
+        }  # fmt: skip
+        if self.hash_routed:
+            out["hash_routed_layers"] = list(self.hash_routed)
+        return out
 
 
 def build_hook_schema(
-    hidden: int, dtype: str, hc_mult: int | None, experts: int | None = None, experts_per_token: int | None = None
+    hidden: int,
+    dtype: str,
+    hc_mult: int | None,
+    experts: int | None = None,
+    experts_per_token: int | None = None,
+    num_hash_layers: int = 0,
 ) -> dict[str, HookSchema]:
     """V4 with `hc_mult` streams, or an ordinary single-stream model when it is None."""
+    for name, value in (("hidden", hidden), ("hc_mult", hc_mult), ("experts", experts),
+                        ("experts_per_token", experts_per_token)):  # fmt: skip
+        if (value is not None or name == "hidden") and (type(value) is not int or value < 1):
+            raise ConfigError(f"{name} is {value!r}, expected a positive whole number.")
+    if dtype not in ITEM_BYTES:
+        raise ConfigError(f"dtype is {quoted(dtype)}, expected one of {', '.join(ITEM_BYTES)}.")
     if hc_mult is None:
-        return {site.name: HookSchema(hidden, dtype, (hidden,)) for site in SITES if site.plain}
+        plain = [site for site in SITES if site.plain]
+        return {site.name: HookSchema(hidden, dtype, (hidden,), True, False, _AXES[site.shape]) for site in plain}
     sizes = {"d": (hidden,), "m": (hc_mult,), "md": (hc_mult, hidden), "mm": (hc_mult, hc_mult)}
     if experts is not None and experts_per_token is not None:
         sizes |= {"E": (experts,), "k2": (experts_per_token, 2)}
@@ -37,5 +74,27 @@ def build_hook_schema(
         if not site.absent and site.shape in sizes:
             shape = sizes[site.shape]
             stored = dtype if site.dtype == "model" else site.dtype
-            schema[site.name] = HookSchema(math.prod(shape), stored, shape, site.edit, site.once)
+            hashed = tuple(range(num_hash_layers)) if site.name.startswith("moe_") else ()
+            axes = _AXES[site.shape]
+            schema[site.name] = HookSchema(math.prod(shape), stored, shape, site.edit, site.once, axes, hashed)
     return schema
+
+
+def schema_of(config: V4Config, dtype: str) -> dict[str, HookSchema]:
+    """The schema of a V4 model that computes in `dtype`."""
+    return build_hook_schema(
+        config.hidden_size, dtype, config.hc_mult, config.n_routed_experts, config.num_experts_per_tok,
+        config.num_hash_layers,
+    )  # fmt: skip
+
+
+def schema_json(schema: Mapping[str, HookSchema], num_layers: int) -> dict[str, Any]:
+    """The hook table of a loaded model as a client sees it, by ascending hook id."""
+    streams = schema.get("mhc_streams_final")
+    ordered = sorted(schema, key=lambda name: BY_NAME[name].id)
+    return {
+        "num_layers": num_layers,
+        "hidden_size": schema["pre_attn"].width,
+        "num_streams": None if streams is None else streams.logical_shape[0],
+        "hooks": {name: {"id": BY_NAME[name].id, **schema[name].to_json()} for name in ordered},
+    }

@@ -1,0 +1,156 @@
+"""Which layers: the selectors of requests, as plain data.
+
+    "all"    [3, 10, -1]    {"layers": [...], "ranges": [[a, b], ...]}    {"every": 4, "from": 0}
+
+Ranges include both ends; negative layers count from the end; the result is sorted without repeats. What can be checked
+without a model is checked when a selector is parsed, the rest by `check` and `expand` against the number of layers.
+Errors are `SelectorError`s whose kind says what is wrong: "form" (not a selector), "layer" (a number that is none of
+the model's layers) or "empty" (nothing is left).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Any
+
+from birkhoff.errors import SelectorError, quoted
+
+_FORMS = '"all", a list of layers, {"layers": [...], "ranges": [[first, last], ...]} or {"every": k, "from": j}'
+
+
+@dataclass(frozen=True)
+class LayerSelector:
+    """The union of `layers` and `ranges`; or every k-th layer from `start`, where k is 1 for "all"."""
+
+    layers: tuple[int, ...] = ()
+    ranges: tuple[tuple[int, int], ...] = ()
+    every: int | None = None
+    start: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        return self.every is None and not self.layers and not self.ranges
+
+    def to_json(self) -> Any:
+        if self.every is not None:
+            return "all" if (self.every, self.start) == (1, 0) else {"every": self.every, "from": self.start}
+        if not self.ranges:
+            return list(self.layers)
+        out: dict[str, Any] = {"layers": list(self.layers)} if self.layers else {}
+        return out | {"ranges": [list(pair) for pair in self.ranges]}
+
+    def check(self, num_layers: int, path: str = "layers") -> None:
+        """Refuse a number that is no layer of a model with `num_layers`, and a range that runs backwards."""
+
+        def known(layer: int, where: str) -> int:
+            if -num_layers <= layer < num_layers:
+                return layer % num_layers
+            raise SelectorError(
+                f"layer {quoted(layer)} does not exist: this model has layers 0..{num_layers - 1} "
+                f"(or -{num_layers}..-1 from the end).",
+                where,
+                "layer",
+            )
+
+        for layer in self.layers:
+            known(layer, path)
+        for first, last in self.ranges:
+            if known(first, f"{path}.ranges") > known(last, f"{path}.ranges"):
+                raise _backwards(first, last, f"{path}.ranges")
+        if self.every is not None:
+            known(self.start, f"{path}.from")
+
+    def expand(self, num_layers: int, path: str = "layers") -> tuple[int, ...]:
+        """The layers of a model with `num_layers`, ascending."""
+        self.check(num_layers, path)
+        if self.is_empty:
+            raise SelectorError(f'selects no layer. Name at least one, or write "all": {_FORMS}.', path, "empty")
+        if self.every is not None:
+            return tuple(range(self.start % num_layers, num_layers, self.every))
+        chosen = {layer % num_layers for layer in self.layers}
+        for first, last in self.ranges:
+            chosen.update(range(first % num_layers, last % num_layers + 1))
+        return tuple(sorted(chosen))
+
+
+ALL_LAYERS = LayerSelector(every=1)
+
+
+def parse_layers(value: Any, path: str = "layers") -> LayerSelector:
+    """A selector from what a caller wrote; what needs the number of layers is left to `check` and `expand`."""
+    check_layers_form(value, path)
+    if isinstance(value, LayerSelector):
+        return value
+    if isinstance(value, str):
+        return ALL_LAYERS
+    if not isinstance(value, Mapping):
+        return LayerSelector(layers=_numbers(value, path))
+    if "every" in value:
+        every, start = _number(value["every"], f"{path}.every"), _number(value.get("from", 0), f"{path}.from")
+        if every < 1:
+            raise SelectorError(f"is {every}, expected 1 or more.", f"{path}.every", "layer")
+        return LayerSelector(every=every, start=start)
+    layers = _numbers(value.get("layers", ()), f"{path}.layers")
+    return LayerSelector(layers=layers, ranges=_pairs(value.get("ranges", ()), f"{path}.ranges"))
+
+
+def check_layers_form(value: Any, path: str = "layers") -> None:
+    """Refuse what is no selector at all, whatever its numbers."""
+    if isinstance(value, str):
+        if value != "all":
+            raise SelectorError(f"is {quoted(value)}, expected {_FORMS}.", path, "form")
+    elif isinstance(value, Mapping):
+        unknown = [key for key in value if key not in ("layers", "ranges", "every", "from")]
+        if unknown:
+            raise SelectorError(f"has the unknown key {quoted(unknown[0])}, expected {_FORMS}.", path, "form")
+        if "every" in value or "from" in value:
+            if "every" not in value or "layers" in value or "ranges" in value:
+                raise SelectorError(f"mixes forms or lacks 'every', expected {_FORMS}.", path, "form")
+        elif not value:
+            raise SelectorError(f"is an empty object, expected {_FORMS}.", path, "form")
+    elif not isinstance(value, LayerSelector) and not is_list(value):
+        raise SelectorError(f"is {quoted(value)}, expected {_FORMS}.", path, "form")
+
+
+def is_list(value: Any) -> bool:
+    """A JSON array, or what stands for one in Python."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
+
+
+def whole(value: Any) -> int | None:
+    """The value as a Python int when it is a whole number; True and False are none."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+
+
+def _number(value: Any, path: str) -> int:
+    number = whole(value)
+    if number is None:
+        raise SelectorError(f"is {quoted(value)}, expected a whole number.", path, "layer")
+    return number
+
+
+def _numbers(value: Any, path: str) -> tuple[int, ...]:
+    if not is_list(value):
+        raise SelectorError(f"is {quoted(value)}, expected a list of layers.", path, "layer")
+    return tuple(sorted({_number(item, f"{path}[{place}]") for place, item in enumerate(value)}))
+
+
+def _pairs(value: Any, path: str) -> tuple[tuple[int, int], ...]:
+    if not is_list(value):
+        raise SelectorError(f"is {quoted(value)}, expected a list of [first, last] pairs.", path, "layer")
+    pairs = set()
+    for place, item in enumerate(value):
+        where = f"{path}[{place}]"
+        if not is_list(item) or len(item) != 2:
+            raise SelectorError(f"is {quoted(item)}, expected a pair [first, last], both included.", where, "layer")
+        first, last = _number(item[0], f"{where}[0]"), _number(item[1], f"{where}[1]")
+        if (first < 0) == (last < 0) and first > last:
+            raise _backwards(first, last, where)
+        pairs.add((first, last))
+    return tuple(sorted(pairs))
+
+
+def _backwards(first: int, last: int, path: str) -> SelectorError:
+    return SelectorError(f"range [{first}, {last}] starts after its end. Swap the two.", path, "layer")

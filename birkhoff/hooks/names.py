@@ -1,0 +1,142 @@
+"""Every name a hook goes by: our aliases, and what other tools call the same tensor.
+
+An address is (hook, layer) with layers counted from 0; hooks that fire once per model have the address (hook, L-1).
+`resolve` turns what a caller wrote into the address where the tensor is tapped: aliases are followed, negative layers
+count from the end, and what a model does not have is refused with the names that would do. Reading and editing resolve
+alike, since one name serves both. The tables of other tools are bijections between addresses and their names: a name
+that no row makes is unknown, never guessed. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from birkhoff.errors import OptionError, SiteError, quoted
+from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.sites import BY_NAME, SITES
+
+Address = tuple[str, int]
+
+POST_BLOCK = "post_block"  # another name of post_mlp, on ordinary models
+STREAMS_POST_MLP = "mhc_streams_post_mlp"  # the streams that leave a layer: those the next one reads
+ALIASES: tuple[str, ...] = (POST_BLOCK, STREAMS_POST_MLP)
+
+# TransformerLens' adapter of DeepseekV4ForCausalLM; the streams are 4-D there: [batch, position, stream, hidden].
+_TRANSFORMER_LENS = {
+    "mhc_streams_pre_attn": "blocks.{}.hook_in",
+    "mhc_streams_pre_mlp": "blocks.{}.mlp_hc.hook_in",
+    STREAMS_POST_MLP: "blocks.{}.hook_out",
+    "pre_attn": "blocks.{}.attn_hc.hook_out",
+    "mlp_in": "blocks.{}.mlp_hc.hook_out",
+    "mhc_attn_post_mix": "blocks.{}.attn_hc.hook_post",
+    "mhc_ffn_post_mix": "blocks.{}.mlp_hc.hook_post",
+    "mhc_attn_res_mix": "blocks.{}.attn_hc.hook_comb",
+    "mhc_ffn_res_mix": "blocks.{}.mlp_hc.hook_comb",
+    "post_attn": "blocks.{}.attn.hook_out",
+    "mlp_out": "blocks.{}.mlp.hook_out",
+    "mhc_streams_final": "hc_head.hook_in",
+    "final_hidden": "hc_head.hook_out",
+}
+# Modules of Transformers' DeepseekV4ForCausalLM: `:input` is the first argument, `:output[i]` one part of a tuple.
+_TRANSFORMERS = {
+    "mhc_streams_pre_attn": "model.layers.{}:input",
+    "mhc_streams_pre_mlp": "model.layers.{}.ffn_hc:input",
+    STREAMS_POST_MLP: "model.layers.{}:output",
+    "pre_attn": "model.layers.{}.attn_hc:output[2]",
+    "mlp_in": "model.layers.{}.ffn_hc:output[2]",
+    "mhc_attn_post_mix": "model.layers.{}.attn_hc:output[0]",
+    "mhc_ffn_post_mix": "model.layers.{}.ffn_hc:output[0]",
+    "mhc_attn_res_mix": "model.layers.{}.attn_hc:output[1]",
+    "mhc_ffn_res_mix": "model.layers.{}.ffn_hc:output[1]",
+    "post_attn": "model.layers.{}.self_attn:output[0]",
+    "mlp_out": "model.layers.{}.mlp:output",
+    "moe_router_logits": "model.layers.{}.mlp.gate:output[0]",
+    "mhc_streams_final": "model.hc_head:input",
+    "final_hidden": "model.hc_head:output",
+}
+TOOLS: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {"transformer_lens": MappingProxyType(_TRANSFORMER_LENS), "transformers": MappingProxyType(_TRANSFORMERS)}
+)
+
+
+def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
+    """Why this model has no such hook, and what it has instead; None when it has."""
+    streams = "mhc_streams_final" in schema
+    if hook in schema or (hook == POST_BLOCK and "post_mlp" in schema) or (hook == STREAMS_POST_MLP and streams):
+        return None
+    if hook in ("post_mlp", POST_BLOCK) and streams:
+        return (
+            f"{hook} is a single residual after the MLP, which a model with several streams does not have. Use "
+            "mhc_streams_pre_mlp, mhc_streams_pre_attn of the next layer (also called mhc_streams_post_mlp of this "
+            f"one), or mhc_streams_final after the last. This model has: {', '.join(sorted(schema))}."
+        )
+    near = difflib.get_close_matches(hook, [*schema, *(ALIASES if streams else ())], 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"{quoted(hook)} is not a hook of this model.{hint} It has: {', '.join(sorted(schema))}."
+
+
+def resolve(hook: str, layer: int, schema: Mapping[str, HookSchema], num_layers: int) -> Address:
+    """Where the tensor asked for by this name and layer is tapped. Once-per-model hooks take any layer."""
+    why = refusal(hook, schema)
+    if why is not None:
+        raise SiteError(why)
+    if hook in schema and schema[hook].once:
+        return hook, num_layers - 1
+    if isinstance(layer, bool) or not isinstance(layer, int) or not -num_layers <= layer < num_layers:
+        nearest = f" Nearest: {hook}[{0 if layer < 0 else num_layers - 1}]." if isinstance(layer, int) else ""
+        raise SiteError(f"{hook}[{quoted(layer)}]: this model has layers 0..{num_layers - 1}.{nearest}")
+    layer %= num_layers
+    if hook == POST_BLOCK:
+        return "post_mlp", layer
+    if hook == STREAMS_POST_MLP:
+        return ("mhc_streams_pre_attn", layer + 1) if layer + 1 < num_layers else ("mhc_streams_final", layer)
+    return hook, layer
+
+
+def known_name(hook: str) -> bool:
+    """Whether any model has a hook or alias of this name."""
+    return hook in BY_NAME or hook in ALIASES
+
+
+def to_tool(tool: str, address: Address, num_layers: int) -> str | None:
+    """What another tool calls the tensor at this address, or None when it has no name for it."""
+    table, (hook, layer) = _table(tool), address
+    if not 0 <= layer < num_layers:
+        raise SiteError(f"{hook}[{layer}]: this model has layers 0..{num_layers - 1}.")
+    if hook not in table or (_once(hook) and layer != num_layers - 1):
+        return None
+    return table[hook].format(layer)
+
+
+def from_tool(tool: str, name: str, num_layers: int) -> Address | None:
+    """The address another tool's name stands for, or None when it is none of its names or a layer too far."""
+    for hook, pattern in _table(tool).items():
+        if _once(hook):
+            if name == pattern:
+                return hook, num_layers - 1
+            continue
+        before, after = pattern.split("{}")
+        # Digits without leading zeros: "blocks.01" is no name, or two names would mean one address.
+        match = re.fullmatch(re.escape(before) + "(0|[1-9][0-9]{0,8})" + re.escape(after), name, re.ASCII)
+        if match and int(match[1]) < num_layers:
+            return hook, int(match[1])
+    return None
+
+
+def unnamed(tool: str) -> list[str]:
+    """Hooks of a V4 model that a tool's table has no name for, by ascending id."""
+    table = _table(tool)
+    return [site.name for site in SITES if not site.absent and site.name not in table]
+
+
+def _once(hook: str) -> bool:
+    return hook in BY_NAME and BY_NAME[hook].once
+
+
+def _table(tool: str) -> Mapping[str, str]:
+    if tool not in TOOLS:
+        raise OptionError(f"names is {quoted(tool)}, expected one of {', '.join(TOOLS)}.")
+    return TOOLS[tool]

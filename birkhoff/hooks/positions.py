@@ -1,0 +1,174 @@
+"""Which tokens: the position selectors of captures and edits, as plain data and bound to one request.
+
+    "last_prompt"  "all_prompt"  "all_generated"  "all"         words
+    [0, 5, -1]                                                  places in the whole text; -1 is the last of the prompt
+    {"prompt": side, "generated": side, "exclude": side}        each side counted from its own first token
+    side:  "all"  [ints]  {"window": [start, stop]}  {"token_ids": [ints]}; an object's keys all have to hold, and
+           it may have an "exclude" of its own. A window is half open, null is an open end, and the prompt may count
+           from its end. The outer "exclude" counts places in the whole text, as the list form does.
+
+A list demands its places: one that cannot exist is refused, one that never came is reported. Windows and token ids are
+filters: they may match fewer tokens, and are refused only when nothing could ever match. `Positions` is hashable plain
+data; `bind` makes a `PositionSelector` for one prompt (see `selector.py`). Refusals are `SelectorError`s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from birkhoff.errors import SelectorError, quoted
+from birkhoff.hooks.layers import is_list, whole
+
+_WORDS = ("last_prompt", "all_prompt", "all_generated", "all")
+_SIDES = '"all", a list of places, {"window": [start, stop]} or {"token_ids": [...]}'
+_MOST_TOKEN_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class Side:
+    """Tokens that meet everything that is set; nothing set means all of them. A list of `places` stands alone."""
+
+    places: tuple[int, ...] | None = None
+    window: tuple[int | None, int | None] | None = None
+    token_ids: tuple[int, ...] | None = None
+    exclude: Side | None = None
+
+    def to_json(self) -> Any:
+        if self.places is not None:
+            return list(self.places)
+        out: dict[str, Any] = {}
+        if self.window is not None:
+            out["window"] = list(self.window)
+        if self.token_ids is not None:
+            out["token_ids"] = list(self.token_ids)
+        if self.exclude is not None:
+            out["exclude"] = self.exclude.to_json()
+        return out or "all"
+
+
+_ALL = Side()
+
+
+@dataclass(frozen=True)
+class Positions:
+    """Either `places` of the whole text, or a side of the prompt and one of the generated tokens, less `exclude`."""
+
+    prompt: Side | None = None
+    generated: Side | None = None
+    places: tuple[int, ...] | None = None
+    exclude: Side | None = None
+
+    def to_json(self) -> Any:
+        if self.places is not None:
+            return list(self.places)
+        for word, meaning in BY_WORD.items():
+            if self == meaning:
+                return word
+        sides = {"prompt": self.prompt, "generated": self.generated, "exclude": self.exclude}
+        return {name: side.to_json() for name, side in sides.items() if side is not None}
+
+
+BY_WORD: Mapping[str, Positions] = {
+    "last_prompt": Positions(prompt=Side(places=(-1,))),
+    "all_prompt": Positions(prompt=_ALL),
+    "all_generated": Positions(generated=_ALL),
+    "all": Positions(prompt=_ALL, generated=_ALL),
+}
+
+
+def parse_positions(value: Any, path: str = "positions") -> Positions:
+    """A selector from what a caller wrote; what needs the prompt is left to `bind`."""
+    if isinstance(value, Positions):
+        return value
+    if isinstance(value, str):
+        if value not in BY_WORD:
+            raise _refuse(f"is {quoted(value)}, expected one of {', '.join(_WORDS)}.", path)
+        return BY_WORD[value]
+    if is_list(value):
+        return Positions(places=_places(value, path))
+    if not isinstance(value, Mapping):
+        raise _refuse(
+            f"is {quoted(value)}, expected one of {', '.join(_WORDS)}, a list of positions, or an object with "
+            "'prompt' and 'generated'.",
+            path,
+        )
+    unknown = [key for key in value if key not in ("prompt", "generated", "exclude")]
+    if unknown:
+        raise _refuse(f"has the unknown key {quoted(unknown[0])}, expected 'prompt', 'generated' and 'exclude'.", path)
+    sides = {key: _side(side, f"{path}.{key}", key) for key, side in value.items() if side is not None}
+    if "prompt" not in sides and "generated" not in sides:
+        raise _refuse("names neither 'prompt' nor 'generated', so nothing is selected. Give at least one side.", path)
+    return Positions(sides.get("prompt"), sides.get("generated"), exclude=sides.get("exclude"))
+
+
+def _side(value: Any, path: str, name: str) -> Side:
+    if isinstance(value, str) and value == "all" and name != "exclude":
+        return _ALL
+    if is_list(value):
+        return Side(places=_places(value, path, negative=name != "generated"))
+    if not isinstance(value, Mapping):
+        raise _refuse(f"is {quoted(value)}, expected {_SIDES}.", path)
+    allowed = ("window", "token_ids") if name == "exclude" else ("window", "token_ids", "exclude")
+    unknown = [key for key in value if key not in allowed]
+    if unknown or not value:
+        seen = f"has the unknown key {quoted(unknown[0])}" if unknown else "is an empty object"
+        raise _refuse(f"{seen}, expected {_SIDES}.", path)
+    window = token_ids = exclude = None
+    if "window" in value:
+        window = _window(value["window"], f"{path}.window", negative=name != "generated")
+    if "token_ids" in value:
+        token_ids = _token_ids(value["token_ids"], f"{path}.token_ids")
+    if "exclude" in value:
+        exclude = _exclude_of(value["exclude"], f"{path}.exclude", name)
+    return Side(None, window, token_ids, exclude)
+
+
+def _exclude_of(value: Any, path: str, name: str) -> Side:
+    """A side's own exception: counted as the side is, and without exceptions of its own."""
+    side = _side(value, path, name)
+    if side == _ALL or side.exclude is not None:
+        raise _refuse("excludes everything, or has an 'exclude' of its own. Name the tokens to leave out.", path)
+    return side
+
+
+def _places(value: Any, path: str, negative: bool = True) -> tuple[int, ...]:
+    if not is_list(value):
+        raise _refuse(f"is {quoted(value)}, expected a list of positions.", path)
+    if not value:
+        raise _refuse("is an empty list, which selects nothing. Name at least one position.", path)
+    return tuple(sorted({_place(item, f"{path}[{i}]", negative) for i, item in enumerate(value)}))
+
+
+def _place(value: Any, path: str, negative: bool) -> int:
+    place = whole(value)
+    if place is None:
+        raise _refuse(f"is {quoted(value)}, expected a whole number.", path)
+    if place < 0 and not negative:
+        raise _refuse(f"is {quoted(place)}; generated tokens are counted from 0, for their end is not known.", path)
+    return place
+
+
+def _window(value: Any, path: str, negative: bool) -> tuple[int | None, int | None] | None:
+    if not is_list(value) or len(value) != 2:
+        raise _refuse(f"is {quoted(value)}, expected [start, stop], stop excluded; null is an open end.", path)
+    start, stop = (None if end is None else _place(end, f"{path}[{i}]", negative) for i, end in enumerate(value))
+    # Across signs the order depends on the prompt's length, and is left to `bind`.
+    if start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop:
+        raise _refuse(f"[{quoted(start)}, {quoted(stop)}) holds nothing: stop is excluded.", path)
+    return None if start is None and stop is None else (start, stop)
+
+
+def _token_ids(value: Any, path: str) -> tuple[int, ...]:
+    if not is_list(value) or not value:
+        raise _refuse(f"is {quoted(value)}, expected a non-empty list of token ids.", path)
+    for i, item in enumerate(value):
+        token = whole(item)
+        if token is None or not 0 <= token <= _MOST_TOKEN_ID:
+            raise _refuse(f"is {quoted(item)}, expected a token id, 0 or more.", f"{path}[{i}]")
+    return tuple(sorted({int(item) for item in value}))
+
+
+def _refuse(message: str, path: str) -> SelectorError:
+    return SelectorError(message, path, "position")

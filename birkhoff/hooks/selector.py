@@ -1,0 +1,229 @@
+"""A position selector bound to one request: which rows of the piece that is run now are wanted.
+
+`rows` is asked at every step for every request with a capture or a bounded edit, so a piece in which nothing can match
+costs two comparisons and no array. Positions count the whole text: the prompt is 0..P-1, generated tokens follow. The
+phase of a token is its side of P, whatever the size of the piece: chunks, cache hits and recomputed tokens change
+nothing. The last token that is sampled is never run, so at most `max_tokens - 1` generated rows can come.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from birkhoff.errors import SelectorError, quoted
+from birkhoff.hooks.positions import Positions, Side
+
+_NONE, _FIRST = np.empty(0, np.int64), np.zeros(1, np.int64)
+_NONE.setflags(write=False)
+_FIRST.setflags(write=False)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Tokens in [start, stop) that are among `places`, have one of `token_ids`, and are in none of `without`."""
+
+    start: int
+    stop: int
+    places: np.ndarray | None = None  # ascending
+    token_ids: np.ndarray | None = None
+    without: tuple[_Part, ...] = ()
+
+    @cached_property
+    def reads_ids(self) -> bool:
+        return self.token_ids is not None or any(part.token_ids is not None for part in self.without)
+
+    @cached_property
+    def id_set(self) -> frozenset[int] | None:
+        return None if self.token_ids is None else frozenset(self.token_ids.tolist())
+
+    def wants(self, position: int, token_id: int) -> bool:
+        """One token, without arrays: this is what a decoding step asks."""
+        if not self.start <= position < self.stop or (self.id_set is not None and token_id not in self.id_set):
+            return False
+        if self.places is not None:
+            at = bisect_left(self.places, position)
+            if at == len(self.places) or self.places[at] != position:
+                return False
+        return not any(part.wants(position, token_id) for part in self.without)
+
+    def positions(self, start: int, stop: int, first: int, token_ids: Sequence[int] | np.ndarray | None) -> np.ndarray:
+        """Those in [start, stop). `token_ids[0]` is the token at `first`; None leaves ids out of the question."""
+        start, stop = max(start, self.start), min(stop, self.stop)
+        if start >= stop:
+            return _NONE
+        if self.places is None:
+            found = np.arange(start, stop)
+        else:
+            found = self.places[np.searchsorted(self.places, start) : np.searchsorted(self.places, stop)]
+        ids = None
+        if self.reads_ids and token_ids is not None:
+            ids = np.asarray(token_ids[start - first : stop - first], np.int64)[found - start]
+        for part in self.without:
+            if ids is not None or part.token_ids is None:
+                kept = ~part.holds(found, ids)
+                found, ids = found[kept], None if ids is None else ids[kept]
+        if self.token_ids is not None and ids is not None:
+            found = found[np.isin(ids, self.token_ids)]
+        return found
+
+    def holds(self, positions: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
+        """Which of `positions` belong to a part that has no exceptions of its own."""
+        mask = (positions >= self.start) & (positions < self.stop)
+        if self.places is not None:
+            mask &= np.isin(positions, self.places)
+        if self.token_ids is not None:
+            assert ids is not None, "a part that goes by token ids is asked with them"
+            mask &= np.isin(ids, self.token_ids)
+        return mask
+
+
+@dataclass(frozen=True, eq=False)
+class PositionSelector:
+    """The tokens of one request that are wanted. `demanded` are those asked for one by one."""
+
+    prompt_len: int
+    max_tokens: int
+    _prompt: _Part | None = None
+    _generated: _Part | None = None
+    demanded: np.ndarray = field(default_factory=lambda: _NONE)
+
+    def wants(self, position: int, token_id: int) -> bool:
+        """Whether the token `token_id` at `position` is selected."""
+        parts = (self._prompt, self._generated)
+        return any(part is not None and part.wants(position, token_id) for part in parts)
+
+    def rows(self, start: int, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
+        """Which tokens of the piece that starts at `start` are wanted: their places in the piece, ascending."""
+        stop = start + len(token_ids)
+        prompt, generated = self._prompt, self._generated
+        early = prompt is not None and start < prompt.stop and stop > prompt.start
+        late = generated is not None and start < generated.stop and stop > generated.start
+        if not early and not late:
+            return _NONE
+        if stop - start == 1:
+            return _FIRST if self.wants(start, token_ids[0]) else _NONE
+        found = prompt.positions(start, stop, start, token_ids) if early and prompt is not None else _NONE
+        if late and generated is not None:
+            later = generated.positions(start, stop, start, token_ids)
+            found = np.concatenate((found, later)) if len(found) else later
+        return found - start if start else found
+
+    def lowest_prompt_position(self) -> int | None:
+        """The first prompt token that is wanted, so that a cached prefix below it may be reused; None: no prompt token.
+
+        When token ids decide and were not given to `bind`, it is the first that could be wanted.
+        """
+        if self._prompt is None:
+            return None
+        found = self._prompt.positions(0, self.prompt_len, 0, None)
+        return int(found[0]) if len(found) else None
+
+    def finished(self, position: int) -> bool:
+        """Whether nothing at `position` or after it can be wanted."""
+        parts = (self._prompt, self._generated)
+        return all(part is None or position >= part.stop for part in parts)
+
+    def most_rows(self) -> tuple[int, int]:
+        """At most so many (prompt, generated) rows can come; see `exact`."""
+        last = self.prompt_len + max(self.max_tokens - 1, 0)
+        early = 0 if self._prompt is None else len(self._prompt.positions(0, self.prompt_len, 0, None))
+        late = 0 if self._generated is None else len(self._generated.positions(self.prompt_len, last, 0, None))
+        return early, late
+
+    @property
+    def exact(self) -> bool:
+        """Whether `most_rows` all come when the request runs to `max_tokens`: no id of a later token decides."""
+        return not any(part is not None and part.reads_ids for part in (self._prompt, self._generated))
+
+
+def bind(
+    positions: Positions, prompt: int | Sequence[int], max_tokens: int, path: str = "positions"
+) -> PositionSelector:
+    """Fix a selector to a prompt, given by its token ids (or its length alone) and the tokens that may follow."""
+    prompt_len = prompt if isinstance(prompt, int) else len(prompt)
+    whole_text = _Span(0, prompt_len + max_tokens, prompt_len)
+    early, late = _Span(0, prompt_len, prompt_len), _Span(prompt_len, prompt_len + max_tokens, None)
+    without = () if positions.exclude is None else (_part(positions.exclude, whole_text, f"{path}.exclude"),)
+    part_of_prompt = part_of_rest = None
+    if positions.places is not None:
+        places = whole_text.places(positions.places, path)
+        part_of_prompt, part_of_rest = _at(places[places < prompt_len]), _at(places[places >= prompt_len])
+    if positions.prompt is not None:
+        part_of_prompt = _part(positions.prompt, early, f"{path}.prompt", without)
+    if positions.generated is not None:
+        part_of_rest = _part(positions.generated, late, f"{path}.generated", without)
+    by_ids = part_of_prompt is not None and part_of_prompt.reads_ids
+    if by_ids and part_of_prompt is not None and not isinstance(prompt, int):  # known: decided here, once
+        part_of_prompt = _at(part_of_prompt.positions(0, prompt_len, 0, prompt))
+    demanded = [
+        part.positions(0, prompt_len + max_tokens, 0, None)
+        for part, side in ((part_of_prompt, positions.prompt), (part_of_rest, positions.generated))
+        if part is not None and (positions.places is not None or (side is not None and side.places is not None))
+    ]
+    selector = PositionSelector(
+        prompt_len, max_tokens, part_of_prompt, part_of_rest, np.concatenate(demanded) if demanded else _NONE
+    )
+    if not by_ids and not len(selector.demanded) and sum(selector.most_rows()) == 0:
+        raise SelectorError(
+            f"selects nothing of a prompt of {prompt_len} tokens and up to {max_tokens} generated ones (the last of "
+            "these is never run). Choose positions that will be computed, or raise max_tokens.",
+            path,
+            "position",
+        )
+    return selector
+
+
+@dataclass(frozen=True)
+class _Span:
+    """Where a side lies in the whole text, and what negative places count back from (None: nothing)."""
+
+    start: int
+    stop: int
+    end: int | None
+
+    def place(self, place: int) -> int:
+        if place < 0:
+            assert self.end is not None, "negative places are refused when a side without an end is parsed"
+            return self.end + place
+        return self.start + place
+
+    def places(self, places: Sequence[int], path: str) -> np.ndarray:
+        for place in places:
+            if not self.start <= self.place(place) < self.stop:
+                negative = f" or -{self.end}..-1 from the end of the prompt" if self.end else ""
+                raise SelectorError(
+                    f"position {quoted(place)} is out of range: there are {self.stop - self.start} of them, counted "
+                    f"from 0{negative}.",
+                    path,
+                    "position",
+                )
+        return np.unique(np.array([self.place(place) for place in places], np.int64))
+
+    def window(self, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
+        """As a slice: ends beyond the side are the side's own."""
+        start, stop = window or (None, None)
+        first = self.start if start is None else max(self.place(start), self.start)
+        last = self.stop if stop is None else min(self.place(stop), self.stop)
+        return first, last
+
+
+def _part(side: Side, span: _Span, path: str, without: tuple[_Part, ...] = ()) -> _Part:
+    places = None if side.places is None else span.places(side.places, path)
+    start, stop = span.window(side.window)
+    if places is not None:
+        places.setflags(write=False)
+        start, stop = int(places[0]), int(places[-1]) + 1
+    ids = None if side.token_ids is None else np.array(side.token_ids, np.int64)
+    if side.exclude is not None:
+        without = (*without, _part(side.exclude, span, f"{path}.exclude"))
+    return _Part(start, stop, places, ids, without)
+
+
+def _at(places: np.ndarray) -> _Part | None:
+    places.setflags(write=False)  # callers of `rows` are handed views
+    return _Part(int(places[0]), int(places[-1]) + 1, places) if len(places) else None

@@ -1,4 +1,4 @@
-"""Aliases resolve to the tensor they mean, other tools' names are bijections, and both are held against running code."""
+"""Aliases lead to the tensor they mean and other tools' names are bijections; both are held against running code."""
 
 from __future__ import annotations
 

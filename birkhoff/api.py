@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence, Set
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from birkhoff.config import V4Config
@@ -28,6 +30,7 @@ from birkhoff.errors import (
     TextUnavailable,
     TokenError,
     UnsupportedModel,
+    quoted,
 )
 from birkhoff.hooks.schema import HookSchema, build_hook_schema
 from birkhoff.hooks.sites import Site
@@ -49,6 +52,7 @@ from birkhoff.weights.load import load_into
 Prompt = str | Sequence[int]
 EMBEDDED = Path(__file__).parent / "models"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_ARRAYS = (torch.Tensor, np.ndarray)
 
 
 def load(
@@ -80,6 +84,8 @@ def load(
     for name, optional in (("max_context", max_context), ("cache_bytes", cache_bytes)):
         if optional is not None:
             _whole(name, optional)
+    if not isinstance(batch_invariant, bool):
+        raise OptionError(f"batch_invariant is {quoted(batch_invariant)}, expected True or False.")
     if max_batch_tokens <= max_requests:
         raise OptionError(
             f"max_batch_tokens is {max_batch_tokens}, expected more than max_requests ({max_requests}): "
@@ -89,7 +95,8 @@ def load(
     checkpoint = open_checkpoint(path)
     config = checkpoint.config
     if max_context is not None and max_context > config.max_position_embeddings:
-        raise OptionError(f"max_context is {max_context}, the model's limit is {config.max_position_embeddings}.")
+        limit = config.max_position_embeddings
+        raise OptionError(f"max_context is {max_context}, the model's limit is {limit}. Ask for that or less.")
     where = _device(device)
     compute = torch.float32 if dtype == "auto" and where.type == "cpu" else _DTYPES.get(dtype, torch.bfloat16)
     how = Numerics(compute, numerics == "released", select(_kernels(kernels, where)))
@@ -158,13 +165,15 @@ class Engine:
     def logits(self, token_ids: Sequence[int], steer: None = None) -> torch.Tensor:
         """Next-token logits at every position, float32 [T, vocab]."""
         _not_built("steer", steer)
+        self._core.check_open()
         ids = torch.tensor(self._check_ids(token_ids), device=self.model.embed.device)
-        with torch.inference_mode():
+        with torch.no_grad():  # not inference mode: what is handed out can be trained on and written to
             return self.model(ids)
 
     def trace(self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: None = None) -> Trace:
         """A plain forward pass that keeps every asked-for site."""
         _not_built("steer", steer)
+        self._core.check_open()
         wanted = self._check_hooks(hooks)
         ids = torch.tensor(self._check_ids(token_ids), device=self.model.embed.device)
         kept: dict[tuple[str, int], torch.Tensor] = {}
@@ -173,7 +182,7 @@ class Engine:
             if site.name in wanted:
                 kept[site.name, layer] = tensor.detach().clone()
 
-        with torch.inference_mode():
+        with torch.no_grad():
             logits = self.model(ids, EagerTap(seen=keep))
         return Trace(logits, kept)
 
@@ -311,7 +320,7 @@ class Engine:
                 f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and an answer "
                 "needs at least one. Shorten the prompt or load with a larger max_context."
             )
-        wanted = options.max_tokens if "max_tokens" in sampling else min(options.max_tokens, room)
+        wanted = options.max_tokens if sampling.get("max_tokens") is not None else min(options.max_tokens, room)
         if options.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the refusal that names the missing file
         seed = seed_for(options)
@@ -322,7 +331,7 @@ class Engine:
                 max_tokens=wanted,
                 seed=seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice),
                 eos_ids=frozenset(self.config.eos_token_ids),
-                sink=None if self._tokenizer is None else TextStream(self._tokenizer, options.stop),
+                sink=None if self._tokenizer is None else TextStream(self._tokenizer, options.stop, options.min_tokens),
             )
             for choice in range(options.n)
         ]
@@ -336,40 +345,52 @@ class Engine:
         return self._check_ids(prompt)
 
     def _check_ids(self, token_ids: Sequence[int]) -> list[int]:
-        ids = token_ids.tolist() if isinstance(token_ids, torch.Tensor) else list(token_ids)
+        ids, last = _as_list(token_ids), self.config.vocab_size - 1
         if not ids:
             raise PromptError("the list of token ids is empty. Pass at least one id.")
         for place, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise TokenError(f"token_ids[{place}] is {token!r}, expected a whole number.")
-            if not 0 <= token < self.config.vocab_size:
+            if isinstance(token, bool) or not isinstance(token, Integral):
                 raise TokenError(
-                    f"token_ids[{place}] is {token}, this model has ids 0..{self.config.vocab_size - 1}. "
+                    f"token_ids[{place}] is {quoted(token)}, expected a whole number from 0 to {last}. "
+                    "Text goes in as one string, or through engine.tokenizer.encode."
+                )
+            if not 0 <= int(token) <= last:
+                raise TokenError(
+                    f"token_ids[{place}] is {quoted(token)}, this model has ids 0..{last}. "
                     "Was the text encoded with another model's tokenizer?"
                 )
         if len(ids) > self.config.max_position_embeddings:
-            raise PromptError(f"{len(ids)} tokens, the model's limit is {self.config.max_position_embeddings}.")
-        return ids
+            limit = self.config.max_position_embeddings
+            raise PromptError(f"{len(ids)} tokens, the model's limit is {limit}. Shorten the text or cut it in parts.")
+        return [int(token) for token in ids]
 
     def _check_hooks(self, hooks: str | Sequence[str]) -> set[str]:
         known = self.schema
         if hooks == "all":
             return set(known)
-        wanted = {hooks} if isinstance(hooks, str) else set(hooks)
-        for hook in sorted(wanted - set(known)):
-            raise SiteError(f"{hook} is not a hook of this model. It has: {', '.join(sorted(known))}.")
-        return wanted
+        names = [hooks] if isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set)) else list(hooks)
+        for hook in names:
+            if not isinstance(hook, str) or hook not in known:
+                raise SiteError(f"{quoted(hook)} is not a hook of this model. It has: {', '.join(sorted(known))}.")
+        return set(names)
 
 
 class TextStream:
-    """Token ids to text for one request: whole characters only, stop strings taken out."""
+    """Token ids to text for one request: whole characters only, stop strings taken out.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+    The first `min_tokens` tokens cannot end an answer, so no stop string is looked for in their text."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0):
         self._decoder, self._matcher = IncrementalDecoder(tokenizer, skip_special=True), StopMatcher(stops)
+        self._safe = min_tokens
         self.text = ""
 
     def feed(self, token_id: int) -> tuple[str, bool]:
-        piece = self._matcher.feed(self._decoder.feed(token_id))
+        piece = self._decoder.feed(token_id)
+        if self._safe:
+            self._safe -= 1
+        else:
+            piece = self._matcher.feed(piece)
         self.text += piece
         return piece, self._matcher.matched is not None
 
@@ -383,17 +404,31 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _is_single(prompts: object) -> bool:
+def _is_single(prompts: Any) -> bool:
     if isinstance(prompts, str):
         return True
-    if isinstance(prompts, torch.Tensor):
-        return prompts.dim() == 1
-    if not isinstance(prompts, Sequence) or isinstance(prompts, (bytes, bytearray)):
-        raise PromptError(f"a prompt is a text or a list of token ids, not {type(prompts).__name__}.")
-    return len(prompts) > 0 and not isinstance(prompts[0], (str, Sequence, torch.Tensor))
+    if isinstance(prompts, _ARRAYS) and prompts.ndim == 2:
+        return False
+    items = _as_list(prompts)
+    return len(items) > 0 and not isinstance(items[0], (str, Sequence, *_ARRAYS))
+
+
+def _as_list(values: Any) -> list[Any]:
+    """A list, tuple, range, or array of one axis; bytes are numbers too, but never token ids."""
+    if isinstance(values, _ARRAYS) and values.ndim == 1:
+        return values.tolist()
+    if isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray, memoryview)):
+        return list(values)
+    kind = f"an array of {values.ndim} axes" if isinstance(values, _ARRAYS) else f"a {type(values).__name__}"
+    raise PromptError(
+        f"{kind} was given where a list of token ids was expected. Text goes into generate, chat and stream as str "
+        "(decode bytes first); elsewhere encode it with engine.tokenizer.encode."
+    )
 
 
 def _resolve(model: str | Path) -> Path:
+    if not isinstance(model, (str, Path)):
+        raise OptionError(f"model is {quoted(model)}, expected 'nano' or the path of a checkpoint directory.")
     if model == "nano":
         if not (EMBEDDED / "nano" / "config.json").is_file():
             raise CheckpointError(
@@ -416,9 +451,11 @@ def _device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        where = torch.device(device)
+        where = torch.device(device if isinstance(device, (str, torch.device)) else "")
     except RuntimeError:
-        raise OptionError(f"device is {device!r}, expected 'auto', 'cpu' or 'cuda'.") from None
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda"):
+        raise OptionError(f"device is {quoted(device)}, expected 'auto', 'cpu' or 'cuda'.")
     if where.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("device is 'cuda', but PyTorch sees no CUDA device here. Use device='cpu'.")
     return where
@@ -462,9 +499,9 @@ def _not_built(name: str, value: object) -> None:
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise OptionError(f"{name} is {value!r}, expected one of {', '.join(map(repr, allowed))}.")
+        raise OptionError(f"{name} is {quoted(value)}, expected one of {', '.join(map(repr, allowed))}.")
 
 
 def _whole(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} is {value!r}, expected a positive whole number.")
+        raise OptionError(f"{name} is {quoted(value)}, expected a positive whole number.")

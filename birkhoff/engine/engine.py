@@ -2,7 +2,7 @@
 
 A step is schedule, run, commit. There is no thread of our own: whoever waits for a token drives the engine, for
 everybody, under one lock; a caller that stops waiting stops costing. A step that fails ends the requests that were in
-it, with the error as their reason, and the engine goes on.
+it, with the error as their reason, and the engine goes on; a step that is interrupted is done again.
 """
 
 from __future__ import annotations
@@ -43,11 +43,14 @@ class EngineCore:
 
     def submit(self, request: Request) -> None:
         """Queue a request, or refuse it when it can never run."""
-        if self._closed:
-            raise EngineClosed("this engine was closed. Load the model again.")
         self._check_fits(request)
         with self._lock:
+            self.check_open()
             self.scheduler.submit(request)
+
+    def check_open(self) -> None:
+        if self._closed:
+            raise EngineClosed("this engine was closed. Load the model again.")
 
     def step(self) -> bool:
         """Schedule, run, commit. False when there was nothing to do."""
@@ -60,6 +63,9 @@ class EngineCore:
                 self._commit(work, logits)
             except Exception as error:
                 self._fail(work, error)
+            except BaseException:  # an interrupt: half a step may be in the caches of those who go on
+                self.scheduler.recompute(item.request for item in work)
+                raise
             return True
 
     def drive(self, request: Request) -> None:

@@ -6,13 +6,14 @@ when a slot and the pages of all its known tokens are free. When pages run out, 
 memory back and is recomputed later; the oldest is never disturbed by a younger one, so every request ends.
 
 With `invariant` a request's pieces depend on nothing but itself: fixed chunk borders for its prompt, and outputs one at
-a time even when they are recomputed.
+a time even when they are recomputed. Pieces cannot be shared out then, so requests with a prompt to read take turns.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from birkhoff.config import PAGE_TOKENS
@@ -40,7 +41,9 @@ class Scheduler:
         # With requests decoding, a step reads at most this much prompt, so that their next token is not held up.
         self.mixed_prefill = max(1, max_batch_tokens // 4)
         whole_pages = self.mixed_prefill // PAGE_TOKENS * PAGE_TOKENS
-        self.fixed_chunk = min(whole_pages or self.mixed_prefill, 4 * PAGE_TOKENS)
+        beside = max(1, max_batch_tokens - slots + 1)  # what is left when everybody else decodes
+        self.fixed_chunk = min(whole_pages or self.mixed_prefill, 4 * PAGE_TOKENS, beside)
+        self._steps, self._read_at = 0, [0] * slots  # by slot: the step that last read of its prompt or admitted it
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
 
@@ -53,6 +56,7 @@ class Scheduler:
 
     def next(self) -> list[Work]:
         """The work of one step; empty only when there is none at all."""
+        self._steps += 1
         work, budget = self._decoding()
         if work:
             budget = min(budget, self.mixed_prefill)
@@ -68,6 +72,15 @@ class Scheduler:
         elif request in self.waiting:
             self.waiting.remove(request)
 
+    def recompute(self, requests: Iterable[Request]) -> None:
+        """Start over with these, in their order: what the caches hold of them cannot be trusted."""
+        doubtful = set(requests)
+        for request in [r for r in reversed(self.running) if r in doubtful]:
+            if request.done:
+                self.release(request)
+            else:
+                self._preempt(request)
+
     def _decoding(self) -> tuple[list[Work], int]:
         ready = [r for r in self.running if r.num_tokens - r.computed == 1 and r.computed >= len(r.prompt_ids)]
         for request in ready:
@@ -78,11 +91,15 @@ class Scheduler:
 
     def _prefilling(self, budget: int) -> list[Work]:
         reading = [r for r in self.running if r.num_tokens - r.computed > 1 or r.computed < len(r.prompt_ids)]
+        if self.invariant:
+            reading.sort(key=lambda r: self._read_at[_slot(r)])
         work = []
         for place, request in enumerate(reading):
-            count = self._piece(request, budget if self.invariant else budget // (len(reading) - place))
-            if count:
+            share = -(-budget // (len(reading) - place))  # rounded up, so that the oldest gets something
+            count = self._piece(request, budget if self.invariant else share)
+            if count > 0:
                 work.append(Work(request, request.computed, request.computed + count))
+                self._read_at[_slot(request)] = self._steps
                 budget -= count
         return work
 
@@ -110,6 +127,7 @@ class Scheduler:
             if request.timings.admitted is None:
                 request.timings.admitted = time.perf_counter()
             self.running.append(request)
+            self._read_at[taken[0]] = self._steps
             budget -= request.num_tokens
 
     def _grow(self, request: Request, tokens: int) -> None:
@@ -132,7 +150,11 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _take_memory(self, request: Request) -> None:
-        assert request.slot is not None
-        self.slots.give_back([request.slot])
+        self.slots.give_back([_slot(request)])
         self.pages.give_back(request.pages)
         request.slot, request.pages = None, []
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None
+    return request.slot

@@ -87,7 +87,8 @@ def test_rms_norm(rows, width, lies, dtype, weighted, seed):
 
 
 @given(shape=st.sampled_from([("p",), ("p", 3), ("b", "t"), ("b", "t", 5)]), rows=st.integers(1, 17),
-       still=st.integers(0, 9), pairs=st.integers(1, 9), inverse=st.booleans(), lies=layouts, dtype=dtypes, seed=seeds)  # fmt: skip
+       still=st.integers(0, 9), pairs=st.integers(1, 9), inverse=st.booleans(), lies=layouts, dtype=dtypes,
+       seed=seeds)  # fmt: skip
 def test_rotate(shape, rows, still, pairs, inverse, lies, dtype, seed):
     """Phases of one axis or two, with heads behind them or without."""
     sizes = [{"p": rows, "b": 2, "t": rows}.get(s, s) for s in shape]
@@ -123,7 +124,7 @@ def test_streams_that_are_one_row_seen_many_times():
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_what_is_not_a_number_stays_in_its_row(value):
-    """Compiled with reassociated sums, but not with "there are no NaN": both twins spoil the same rows and no others."""
+    """Compiled with reassociated sums, but NaN keeps its meaning: both twins spoil the same rows and no others."""
     x, streams = normal(1, 9, 16), normal(2, 9, 4, 4)
     x[4, 3] = streams[4, 1, 2] = value
     turn = phases(torch.arange(9), frequencies(16, 10000.0))

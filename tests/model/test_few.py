@@ -156,7 +156,7 @@ def test_slots_and_pages_lie_anywhere_and_need_no_clearing(fast, sequences):
         {"compress_ratios": (128, 0)},
         {"sliding_window": 200, "o_lora_rank": 3, "hc_mult": 1},
     ],
-    ids=["odd widths", "all channels turn", "all experts", "one of everything", "CSA alone", "HCA and window", "wide window"],
+    ids=["odd widths", "all channels turn", "all experts", "one of each", "CSA alone", "HCA, window", "wide window"],
 )  # fmt: skip
 def test_other_shapes(changes):
     config = variant(**changes)

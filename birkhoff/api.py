@@ -21,6 +21,7 @@ from birkhoff.engine.engine import EngineCore, plan_cache
 from birkhoff.engine.request import Request, TokenEvent
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import (
     BirkhoffError,
     CheckpointError,
@@ -105,6 +106,10 @@ def load(
     network = network.to_empty(device=where).eval()
     load_into(network.destinations(), checkpoint, progress=progress)
     network.fuse()
+    if how.kernels.name == "cpu":
+        seconds = compile_kernels()
+        if seconds > 2:
+            print(f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time", file=sys.stderr)
     if cache_bytes is None:
         cache_bytes = _free_bytes(where) // 4
     pages, context = plan_cache(config, compute.itemsize, cache_bytes, max_requests, max_context)

@@ -1,0 +1,41 @@
+"""Compiles the CPU kernels before the first request needs them.
+
+Compilation happens once per machine and is kept on disk; without this the first tokens of the first answer would pay
+for it. A model of a few hundred weights is decoded far enough to meet every compiled loop with the argument types that
+a real one has, including the indexer's choice, which a real model meets only hundreds of tokens later.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from birkhoff.config import V4Config
+from birkhoff.hooks.tap import NoTap
+from birkhoff.kernels.select import select
+from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.linear import Numerics
+from birkhoff.model.state import State
+from birkhoff.model.transformer import Transformer
+
+MICRO = V4Config(
+    vocab_size=8, hidden_size=8, num_hidden_layers=3, num_attention_heads=2, head_dim=4, qk_rope_head_dim=2,
+    q_lora_rank=4, o_groups=1, o_lora_rank=4, sliding_window=2, compress_ratios=(0, 4, 128), index_n_heads=1,
+    index_head_dim=4, index_topk=1, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=4,
+    num_hash_layers=1, max_position_embeddings=128, num_nextn_predict_layers=0,
+)  # fmt: skip
+
+
+def compile_kernels() -> float:
+    """Seconds it took; a fraction of one when everything was compiled before."""
+    began = time.perf_counter()
+    model = Transformer(MICRO, Numerics(kernels=select("cpu")))
+    with torch.inference_mode():
+        for destination in model.destinations():
+            destination.tensor.fill_(0 if destination.kind == "ids" else 0.5)
+        model.fuse()
+        state = State.contiguous(MICRO, 1, 16)
+        for piece in [Piece(0, 0, [1, 2])] + [Piece(0, at, [1]) for at in range(2, 9)]:
+            model.logits(model.run(Batch.of([piece]), state, NoTap())[0])
+    return time.perf_counter() - began

@@ -19,7 +19,6 @@ from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
-
 SPLIT_ROWS = 4
 
 

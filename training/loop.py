@@ -124,6 +124,8 @@ class Run:
                 self.save()
                 saved = time.monotonic()
         self._wait()
+        if math.isfinite(save_seconds):
+            self.save()  # whatever goes wrong from here on, the same command finishes from this state
         return self._finish(self.rounded)
 
     def _advance(self, record: bool) -> str:

@@ -86,7 +86,14 @@ def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
     stream_dtype = torch.float32 if outcome.settings.stream_float32 else dtype
     weights = store.named(store.leaves(dtype))
     batch = outcome.settings.batch
-    scores = [measure(bench.forward, weights, part.rows, bench.pad, batch, stream_dtype) for part in bench.held_out]
+
+    def scores(weights: dict[str, torch.Tensor]) -> dict:
+        common = (bench.pad, batch, stream_dtype)
+        return report(bench.held_out, [measure(bench.forward, weights, part.rows, *common) for part in bench.held_out])
+
+    stored = scores(weights)
+    masters = Store(config, bench.forward.device)
+    masters.load(outcome.tensors)
     loaded = load_tokenizer(tokenizer)
     asks = [*CHAT, *(Ask(part_prompt, 0.8, seed) for seed, part_prompt in enumerate(_requests(bench, loaded)))]
     longest = 200 if bench.forward.device.type == "cuda" else 12
@@ -94,13 +101,14 @@ def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
     record: dict[str, Any] = {
         "settings": asdict(outcome.settings), "steps": outcome.steps, "seconds": round(outcome.seconds, 1),
         "tokens_per_second": round(outcome.tokens_per_second), "device": _device_name(bench.forward.device),
-        "torch": torch.__version__, "best": outcome.measured, "stored": report(bench.held_out, scores),
-        "alive": outcome.alive, "samples": samples,
+        "torch": torch.__version__, "best": outcome.measured, "stored": stored,
+        "unrounded": scores(masters.named(masters.leaves(dtype))), "alive": outcome.alive, "samples": samples,
         "bytes": {file.name: file.stat().st_size for file in files},
     }  # fmt: skip
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     parameters = sum(math.prod(parameter.shape) for parameter in store.parameters)
     (out / "README.md").write_text(model_card(record, parameters), encoding="utf-8")
+    bench.log.write("unrounded", **record["unrounded"])
     bench.log.write("stored", **record["stored"], bytes=sum(record["bytes"].values()))
     return record
 

@@ -26,7 +26,7 @@ LEFT_OUT = ("kind", "time", "settings")
 def brief(line: dict) -> str:
     """One log line for the eye."""
     kind, label = line["kind"], line.get("run", "")
-    if kind in ("held-out", "stored"):
+    if kind in ("held-out", "unrounded", "stored"):
         both = line["both"]
         files = " ".join(f"{name} {part['nats_per_token']:.4f}" for name, part in line["files"].items())
         return (f"{label} {kind} step {line.get('step', '-')}: {both['nats_per_token']:.4f} nats/token "

@@ -29,10 +29,6 @@ class LayerSelector:
     every: int | None = None
     start: int = 0
 
-    @property
-    def is_empty(self) -> bool:
-        return self.every is None and not self.layers and not self.ranges
-
     def to_json(self) -> Any:
         if self.every is not None:
             return "all" if (self.every, self.start) == (1, 0) else {"every": self.every, "from": self.start}
@@ -62,11 +58,14 @@ class LayerSelector:
         if self.every is not None:
             known(self.start, f"{path}.from")
 
+    def check_not_empty(self, path: str = "layers") -> None:
+        if self.every is None and not self.layers and not self.ranges:
+            raise SelectorError(f'selects no layer. Name at least one, or write "all": {_FORMS}.', path, "empty")
+
     def expand(self, num_layers: int, path: str = "layers") -> tuple[int, ...]:
         """The layers of a model with `num_layers`, ascending."""
         self.check(num_layers, path)
-        if self.is_empty:
-            raise SelectorError(f'selects no layer. Name at least one, or write "all": {_FORMS}.', path, "empty")
+        self.check_not_empty(path)
         if self.every is not None:
             return tuple(range(self.start % num_layers, num_layers, self.every))
         chosen = {layer % num_layers for layer in self.layers}

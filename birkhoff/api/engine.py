@@ -1,0 +1,264 @@
+"""The `Engine` a user holds: answers, streams, traces."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence, Set
+from typing import Any
+
+import torch
+
+from birkhoff.api.prompts import Prompt, TextStream, check_ids, is_single, not_built
+from birkhoff.config import V4Config
+from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.request import Request, TokenEvent
+from birkhoff.engine.sampler import seed_for
+from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.errors import (
+    BirkhoffError,
+    OptionError,
+    PromptError,
+    SiteError,
+    TextUnavailable,
+    quoted,
+)
+from birkhoff.hooks.schema import HookSchema, build_hook_schema
+from birkhoff.hooks.sites import Site
+from birkhoff.hooks.tap import EagerTap
+from birkhoff.model.transformer import Transformer
+from birkhoff.output import Output, Stream, Trace
+from birkhoff.text.chat import encode_chat
+from birkhoff.text.literals import Literals
+from birkhoff.text.parse import parse_completion
+from birkhoff.text.tokenizer import Tokenizer
+
+
+class Engine:
+    """A loaded model that answers, traces and explains itself. Also a context manager."""
+
+    def __init__(self, core: EngineCore, tokenizer: Tokenizer | None, literals: Literals):
+        self._core, self._tokenizer, self._literals = core, tokenizer, literals
+
+    @property
+    def model(self) -> Transformer:
+        """The differentiable model itself, for gradients and attribution: `engine.model(token_ids)`."""
+        return self._core.model
+
+    @property
+    def config(self) -> V4Config:
+        return self.model.config
+
+    @property
+    def max_context(self) -> int:
+        return self._core.max_context
+
+    @property
+    def schema(self) -> dict[str, HookSchema]:
+        c = self.config
+        dtype = dtype_name(self.model.numerics.dtype)
+        return build_hook_schema(c.hidden_size, dtype, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise TextUnavailable(
+                "this checkpoint has no tokenizer.json, so text cannot be encoded. Pass token ids, "
+                "or put the model's tokenizer.json into its directory."
+            )
+        return self._tokenizer
+
+    def logits(self, token_ids: Sequence[int], steer: None = None) -> torch.Tensor:
+        """Next-token logits at every position, float32 [T, vocab]."""
+        not_built("steer", steer)
+        self._core.check_open()
+        ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
+        with torch.no_grad():  # not inference mode: what is handed out can be trained on and written to
+            return self.model(ids)
+
+    def trace(self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: None = None) -> Trace:
+        """A plain forward pass that keeps every asked-for site."""
+        not_built("steer", steer)
+        self._core.check_open()
+        wanted = self._check_hooks(hooks)
+        ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
+        kept: dict[tuple[str, int], torch.Tensor] = {}
+
+        def keep(site: Site, layer: int, tensor: torch.Tensor) -> None:
+            if site.name in wanted:
+                kept[site.name, layer] = tensor.detach().clone()
+
+        with torch.no_grad():
+            logits = self.model(ids, EagerTap(seen=keep))
+        return Trace(logits, kept)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], *, capture: None = None, steer: None = None, **sampling: Any
+    ):
+        """An `Output` for one prompt, a list for a list; with `n` > 1 a list of outputs takes each one's place."""
+        not_built("capture", capture)
+        not_built("steer", steer)
+        single = is_single(prompts)
+        given = [prompts] if single else list(prompts)
+        if not given:
+            raise PromptError("the list of prompts is empty. Pass a text, a list of token ids, or a list of those.")
+        requests = [self._requests(prompt, sampling) for prompt in given]  # type: ignore[arg-type]
+        answers = [self._finish(choices) for choices in self._run(requests)]
+        outputs = [choices[0] if len(choices) == 1 else choices for choices in answers]
+        return outputs[0] if single else outputs
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool = False,
+        effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+    ) -> list[int]:
+        """Prompt token ids of a conversation, ready for an answer."""
+        return encode_chat(messages, self.tokenizer, self._literals, thinking=thinking, effort=effort, tools=tools)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool = False,
+        effort: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **options: Any,
+    ):
+        """`generate` through the V4 chat encoding; `output.message` holds reasoning, content and tool calls apart."""
+        prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
+        answers = self.generate(prompt, **options)
+        for output in answers if isinstance(answers, list) else [answers]:
+            ids = output.token_ids
+            output.message = parse_completion(ids, thinking=thinking, tokenizer=self.tokenizer, strict=False)
+            output.text = output.message.content
+        return answers
+
+    def stream(self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any) -> Stream:
+        """Token events as they come; the last one carries the finish reason. Closing the iterator cancels.
+
+        `stream.output` is the whole answer once it has ended, or what there was of it when it was closed."""
+        not_built("capture", capture)
+        not_built("steer", steer)
+        request = self._single_request(prompt, sampling)
+        return Stream(request, self._events(request), self._core.cancel)
+
+    async def astream(
+        self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any
+    ) -> AsyncIterator[TokenEvent]:
+        """`stream` for asyncio; other tasks run while a step computes."""
+        not_built("capture", capture)
+        not_built("steer", steer)
+        request = self._single_request(prompt, sampling)
+        self._core.submit(request)
+        try:
+            while True:
+                await asyncio.to_thread(self._core.drive, request)
+                while request.events:
+                    event = request.events.popleft()
+                    yield event
+                    if event.finish_reason is not None:
+                        return
+        finally:
+            self._core.cancel(request)
+
+    def close(self) -> None:
+        """End every running request and refuse new ones."""
+        self._core.close()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _events(self, request: Request) -> Generator[TokenEvent, None, None]:
+        self._core.submit(request)
+        try:
+            while True:
+                self._core.drive(request)
+                while request.events:
+                    event = request.events.popleft()
+                    yield event
+                    if event.finish_reason is not None:
+                        return
+        finally:
+            self._core.cancel(request)
+
+    def _run(self, requests: list[list[Request]]) -> list[list[Request]]:
+        everyone = [request for choices in requests for request in choices]
+        try:
+            for request in everyone:
+                self._core.submit(request)
+            for request in everyone:
+                while not request.done:
+                    request.events.clear()
+                    self._core.drive(request)
+        finally:  # a refusal or an interrupt leaves nothing behind
+            for request in everyone:
+                self._core.cancel(request)
+        for request in everyone:
+            if request.error is not None and not isinstance(request.error, BirkhoffError):
+                raise request.error  # a defect of ours, not a property of the request
+        return requests
+
+    def _finish(self, choices: list[Request]) -> list[Output]:
+        return [Output.of(request) for request in choices]
+
+    def _single_request(self, prompt: Prompt, sampling: dict[str, Any]) -> Request:
+        if not is_single(prompt):
+            raise PromptError("stream takes one prompt: a text or a list of token ids. Start one stream per prompt.")
+        requests = self._requests(prompt, sampling)
+        if len(requests) > 1:
+            raise OptionError("n is more than 1, but a stream has one answer. Start one stream per choice.")
+        return requests[0]
+
+    def _requests(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Request]:
+        """One request per choice of one prompt."""
+        options = SamplingOptions.from_kwargs(**sampling)
+        options.check_vocabulary(self.config.vocab_size)
+        ids = tuple(self._prompt_ids(prompt))
+        room = self.max_context - len(ids)
+        if room < 1:
+            raise PromptError(
+                f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and an answer "
+                "needs at least one. Shorten the prompt or load with a larger max_context."
+            )
+        wanted = options.max_tokens if sampling.get("max_tokens") is not None else min(options.max_tokens, room)
+        if options.stop and self._tokenizer is None:
+            self.tokenizer  # noqa: B018  raises the refusal that names the missing file
+        seed = seed_for(options)
+        return [
+            Request(
+                prompt_ids=ids,
+                options=options,
+                max_tokens=wanted,
+                seed=seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice),
+                eos_ids=frozenset(self.config.eos_token_ids),
+                sink=None if self._tokenizer is None else TextStream(self._tokenizer, options.stop, options.min_tokens),
+            )
+            for choice in range(options.n)
+        ]
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if not prompt:
+                raise PromptError("the prompt is empty. Pass some text or a list of token ids.")
+            bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
+            return bos + self.tokenizer.encode(prompt)
+        return check_ids(prompt, self.config)
+
+    def _check_hooks(self, hooks: str | Sequence[str]) -> set[str]:
+        known = self.schema
+        if hooks == "all":
+            return set(known)
+        names = [hooks] if isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set)) else list(hooks)
+        for hook in names:
+            if not isinstance(hook, str) or hook not in known:
+                raise SiteError(f"{quoted(hook)} is not a hook of this model. It has: {', '.join(sorted(known))}.")
+        return set(names)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

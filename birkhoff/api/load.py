@@ -1,0 +1,185 @@
+"""Open a checkpoint and decide how it runs: device, dtype, kernels, memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from birkhoff.api.engine import Engine, dtype_name
+from birkhoff.api.prompts import not_built
+from birkhoff.config import V4Config
+from birkhoff.engine.engine import EngineCore, plan_cache
+from birkhoff.engine.warmup import compile_kernels
+from birkhoff.errors import (
+    CheckpointError,
+    OptionError,
+    UnsupportedModel,
+    quoted,
+)
+from birkhoff.kernels import jit
+from birkhoff.kernels.select import Choice, select
+from birkhoff.model.linear import Numerics
+from birkhoff.model.transformer import Transformer
+from birkhoff.text.literals import load_literals
+from birkhoff.text.tokenizer import Tokenizer
+from birkhoff.weights.checkpoint import open_checkpoint
+from birkhoff.weights.load import load_into
+
+EMBEDDED = Path(__file__).parent.parent / "models"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load(
+    model: str | Path,
+    *,
+    device: str = "auto",
+    dtype: str = "auto",
+    numerics: str = "plain",
+    kernels: str = "auto",
+    experts: str | int = "auto",
+    max_requests: int = 8,
+    max_batch_tokens: int = 2048,
+    max_context: int | None = None,
+    cache_bytes: int | None = None,
+    batch_invariant: bool = False,
+    prefix_cache: str | bool = "auto",
+    speculative: str | bool = "auto",
+    capture_root: str | Path | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Engine:
+    """Open a checkpoint and make it ready to answer. See the package's documentation for every option.
+
+    `progress` is called with (bytes read, bytes in all) while weights are loaded."""
+    _refuse_unbuilt(experts, prefix_cache, speculative, capture_root)
+    _one_of("numerics", numerics, ("plain", "released"))
+    _one_of("dtype", dtype, ("auto", *_DTYPES))
+    for name, value in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
+        _whole(name, value)
+    for name, optional in (("max_context", max_context), ("cache_bytes", cache_bytes)):
+        if optional is not None:
+            _whole(name, optional)
+    if not isinstance(batch_invariant, bool):
+        raise OptionError(f"batch_invariant is {quoted(batch_invariant)}, expected True or False.")
+    if max_batch_tokens <= max_requests:
+        raise OptionError(
+            f"max_batch_tokens is {max_batch_tokens}, expected more than max_requests ({max_requests}): "
+            "every running request decodes one token a step."
+        )
+    path = _resolve(model)
+    checkpoint = open_checkpoint(path)
+    config = checkpoint.config
+    if max_context is not None and max_context > config.max_position_embeddings:
+        limit = config.max_position_embeddings
+        raise OptionError(f"max_context is {max_context}, the model's limit is {limit}. Ask for that or less.")
+    where = _device(device)
+    compute = torch.float32 if dtype == "auto" and where.type == "cpu" else _DTYPES.get(dtype, torch.bfloat16)
+    how = Numerics(compute, numerics == "released", select(_kernels(kernels, where)))
+    with torch.device("meta"):
+        network = Transformer(config, how, mtp=checkpoint.has_mtp)
+    network = network.to_empty(device=where).eval()
+    load_into(network.destinations(), checkpoint, progress=progress)
+    network.fuse()
+    if how.kernels.name == "cpu":
+        seconds = compile_kernels()
+        if seconds > 2:
+            print(f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time", file=sys.stderr)
+    if cache_bytes is None:
+        cache_bytes = _free_bytes(where) // 4
+    pages, context = plan_cache(config, compute.itemsize, cache_bytes, max_requests, max_context)
+    tokenizer = _tokenizer(path, config)
+    core = EngineCore(
+        network,
+        max_requests=max_requests,
+        max_context=context,
+        num_pages=pages,
+        max_batch_tokens=max_batch_tokens,
+        batch_invariant=batch_invariant,
+        device=where,
+    )
+    for notice in checkpoint.notices:
+        print(f"birkhoff: {notice}", file=sys.stderr)
+    print(
+        f"birkhoff: {model} on {where}, {dtype_name(compute)}, {numerics} numerics, {how.kernels.name} kernels; "
+        f"{max_requests} requests of up to {context} tokens, cache_bytes {cache_bytes}",
+        file=sys.stderr,
+    )
+    return Engine(core, tokenizer, load_literals(path))
+
+
+def _resolve(model: str | Path) -> Path:
+    if not isinstance(model, (str, Path)):
+        raise OptionError(f"model is {quoted(model)}, expected 'nano' or the path of a checkpoint directory.")
+    if model == "nano":
+        if not (EMBEDDED / "nano" / "config.json").is_file():
+            raise CheckpointError(
+                "the embedded model nano is not part of this installation. Install the package with "
+                "its model files, or write a random one: birkhoff synth OUT --like nano"
+            )
+        return EMBEDDED / "nano"
+    path = Path(model).expanduser()
+    if path.suffix == ".gguf":
+        raise UnsupportedModel(f"{path.name}: reading GGUF files is not built yet. Use a directory with safetensors.")
+    if not path.is_dir():
+        what = "a file" if path.exists() else "missing"
+        raise CheckpointError(
+            f"{model} is {what}; expected 'nano' or a directory with config.json and safetensors files. Check the path."
+        )
+    return path
+
+
+def _device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        where = torch.device(device if isinstance(device, (str, torch.device)) else "")
+    except RuntimeError:
+        where = torch.device("meta")
+    if where.type not in ("cpu", "cuda"):
+        raise OptionError(f"device is {quoted(device)}, expected 'auto', 'cpu' or 'cuda'.")
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device is 'cuda', but PyTorch sees no CUDA device here. Use device='cpu'.")
+    return where
+
+
+def _kernels(kernels: str, where: torch.device) -> Choice:
+    _one_of("kernels", kernels, ("auto", "reference", "triton"))
+    if kernels == "triton":
+        raise OptionError("kernels='triton' is not built yet. Use 'auto' or 'reference'.")
+    return "cpu" if kernels == "auto" and where.type == "cpu" and jit.AVAILABLE else "reference"
+
+
+def _tokenizer(path: Path, config: V4Config) -> Tokenizer | None:
+    file = path / "tokenizer.json"
+    return Tokenizer.from_file(file, vocab_size=config.vocab_size) if file.is_file() else None
+
+
+def _free_bytes(where: torch.device) -> int:
+    if where.type == "cuda":
+        return torch.cuda.mem_get_info(where)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 4 * 2**30
+
+
+def _refuse_unbuilt(experts: object, prefix_cache: object, speculative: object, capture_root: object) -> None:
+    if experts not in ("auto", "device"):
+        raise OptionError(f"experts={experts!r} is not built yet: all experts live on the device. Use 'auto'.")
+    for name, value in (("prefix_cache", prefix_cache), ("speculative", speculative)):
+        if value not in ("auto", False):
+            raise OptionError(f"{name}={value!r} is not built yet. Use 'auto' or False.")
+    not_built("capture_root", capture_root)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise OptionError(f"{name} is {quoted(value)}, expected one of {', '.join(map(repr, allowed))}.")
+
+
+def _whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise OptionError(f"{name} is {quoted(value)}, expected a positive whole number.")

@@ -1,15 +1,84 @@
-"""`birkhoff bench`: measurements as JSON lines."""
+"""`birkhoff bench …`: measurements as JSON lines; a table when a person is watching and did not ask for JSON."""
+
+from __future__ import annotations
+
+import json as json_module
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-app = typer.Typer(no_args_is_help=True)
+from birkhoff.cli.talk import bar
 
+if TYPE_CHECKING:
+    from rich.console import Console
 
-@app.command()
-def model() -> None:
-    pass
+app = typer.Typer(no_args_is_help=True, context_settings={"help_option_names": ["-h", "--help"]})
 
 
 @app.callback()
 def bench() -> None:
-    """Measure; JSON lines, or a table on a terminal."""
+    """Measure speed; JSON lines, or a table on a terminal."""
+
+
+@app.command()
+def model(
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False)
+    ] = None,
+    threads: Annotated[int, typer.Option(help="PyTorch threads for everybody.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 512,
+    steps: Annotated[int, typer.Option(help="Tokens written after each prompt.")] = 64,
+    rounds: Annotated[int, typer.Option(help="How often everybody has a turn.")] = 5,
+    batch: Annotated[list[int], typer.Option(help="How many prompts at once; may be given several times.")] = [1, 8],  # noqa: B006
+    dtype: Annotated[list[str], typer.Option(help="float32 or bfloat16; may be given several times.")] = [  # noqa: B006
+        "float32",
+        "bfloat16",
+    ],
+    alone: Annotated[bool, typer.Option("--alone", help="Leave transformers out.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
+) -> None:
+    """Tokens per second of reading and writing, beside transformers in the same run; fails if the two disagree."""
+    from birkhoff.bench.model import Setting, bench_model
+
+    setting = Setting(prompt_tokens, steps, rounds, tuple(batch), tuple(dtype), threads)
+    rows: list[dict[str, Any]] = []
+    with bar("measuring", "rounds") as advance:
+        for row in bench_model(model, setting, alone=alone, progress=advance):
+            rows.append(row)
+            if json or not sys.stdout.isatty():
+                typer.echo(json_module.dumps(row))
+    if sys.stdout.isatty() and not json:
+        from rich.console import Console
+
+        _print(rows, Console(highlight=False))
+    if any(row.get("passed") is False for row in rows):
+        raise typer.Exit(1)
+
+
+def _print(rows: list[dict[str, Any]], console: Console) -> None:
+    from rich.table import Table
+
+    first = rows[0]
+    machine = f"{first['machine']['cpu']}, {first['threads']} threads, load {first['machine']['load']}"
+    console.print(f"{machine}; commit {first['commit']}; {first['model']}, prompts of {first['prompt_tokens']} tokens")
+    table = Table("dtype", "phase", "batch", "contender", "tokens/s", "p10 to p90", "times transformers")
+    for row in rows:
+        if row["kind"] == "speed":
+            speed, times = row["tokens_per_second"], row.get("times_transformers")
+            who = row["contender"] + (f" ({row['experts_implementation']})" if "experts_implementation" in row else "")
+            table.add_row(
+                row["dtype"], row["phase"], str(row["batch"]), who, f"{speed['median']:g}",
+                f"{speed['p10']:g} to {speed['p90']:g}", f"{times['median']:.2f}" if times else "",
+            )  # fmt: skip
+    console.print(table)
+    for row in rows:
+        if row["kind"] == "shares":
+            parts = ", ".join(f"{part} {ms:g}" for part, ms in row["model_ms"].items())
+            around = ", ".join(f"{part} {ms:g}" for part, ms in row["engine_step_ms"].items())
+            console.print(f"{row['dtype']} decode of {row['batch']}: ms in the model: {parts}; in a step: {around}")
+        elif row["kind"] == "agreement":
+            verdict = {True: "[green]same model[/]", False: "[red]not the same model[/]", None: "not judged"}
+            console.print(
+                f"{row['dtype']} against transformers: {verdict[row['passed']]}, {row['logits']}, {row['tokens']}"
+            )

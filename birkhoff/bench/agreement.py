@@ -1,0 +1,45 @@
+"""Do two implementations compute the same model? Asked in the run that times them: no speed is bought with errors.
+
+Two questions. Logits of a whole prompt, position by position: nearly all must agree to 1e-4; the few that may not are
+those where a choice between two almost equal experts or entries fell the other way. And the tokens of greedy decoding
+through both caches: they must be the same until a step at which the two best tokens were closer than the drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from birkhoff.bench.report import significant
+
+TOLERANCE = 1e-4
+MAY_DIFFER = 0.01  # share of positions at which a near tie may have fallen the other way
+NEAR_TIE = 1e-3
+
+
+def compare_logits(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, Any]:
+    """ours, theirs [T, vocab] -> how far apart they are and whether that is the same model."""
+    drift = (ours - theirs).abs().amax(-1)
+    beyond = (drift > TOLERANCE).float().mean().item()
+    best = theirs.topk(2, dim=-1).values
+    clear = best[:, 0] - best[:, 1] > 2 * drift
+    same = ours.argmax(-1) == theirs.argmax(-1)
+    return {
+        "positions": len(drift),
+        "drift_median": significant(drift.median().item()),
+        "drift_most": significant(drift.max().item()),
+        "share_beyond_tolerance": significant(beyond),
+        "greedy_same": significant(same.float().mean().item()),
+        "passed": beyond <= MAY_DIFFER and bool(same[clear].all()),
+    }
+
+
+def compare_tokens(ours: Sequence[int], theirs: Sequence[int], logits: torch.Tensor) -> dict[str, Any]:
+    """Two greedy answers; `logits` [steps, vocab] are theirs along their own answer, to judge the first difference."""
+    first = next((step for step, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
+    if first is None:
+        return {"steps": len(theirs), "same_for": len(theirs), "passed": len(ours) == len(theirs)}
+    margin = (logits[first, theirs[first]] - logits[first, ours[first]]).item()
+    return {"steps": len(theirs), "same_for": first, "margin": significant(margin), "passed": margin < NEAR_TIE}

@@ -13,14 +13,22 @@ if TYPE_CHECKING:
     from birkhoff import mhc as mhc
     from birkhoff.api import Engine as Engine
     from birkhoff.api import load as load
+    from birkhoff.capture.spec import Capture as Capture
     from birkhoff.errors import BirkhoffError as BirkhoffError
     from birkhoff.output import Output as Output
     from birkhoff.output import Trace as Trace
 
 __version__ = "0.1.0"
-__all__ = ["BirkhoffError", "Engine", "Output", "Trace", "load", "mhc"]
+__all__ = ["BirkhoffError", "Capture", "Engine", "Output", "Trace", "load", "mhc"]
 
-_HOMES = {"BirkhoffError": "errors", "Engine": "api", "Output": "output", "Trace": "output", "load": "api"}
+_HOMES = {
+    "BirkhoffError": "errors",
+    "Capture": "capture.spec",
+    "Engine": "api",
+    "Output": "output",
+    "Trace": "output",
+    "load": "api",
+}
 
 
 def __getattr__(name: str) -> object:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from birkhoff.capture.acts import CapturedRows
+from birkhoff.capture.job import CaptureJob, MemoryKeeper
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
-from birkhoff.errors import RequestError, SiteError
+from birkhoff.errors import CaptureError, RequestError, SiteError
 
 
 @dataclass
@@ -21,7 +23,7 @@ class Output:
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
-    acts: dict[tuple[str, int], Any] = field(default_factory=dict)
+    acts: Mapping[tuple[str, int], CapturedRows] = field(default_factory=dict)
     interp: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float | int | None] = field(default_factory=dict)
     message: Any = None
@@ -36,10 +38,21 @@ class Output:
             prompt_token_ids=list(request.prompt_ids),
             finish_reason=request.finish_reason,
             logprobs=list(request.logprobs) if request.options.logprobs is not None else None,
+            acts=_acts(request),
             timings=_timings(request),
             message=message,
             error=request.error,
         )
+
+
+def _acts(request: Request) -> Mapping[tuple[str, int], CapturedRows]:
+    """What the request's capture kept in memory."""
+    for job in request.plan.jobs if request.plan is not None else ():
+        if isinstance(job, CaptureJob) and isinstance(job.keeper, MemoryKeeper):
+            if job.error is not None:
+                raise CaptureError(f"the capture failed ({job.error}); the answer is complete. Ask again without it.")
+            return job.keeper.acts()
+    return {}
 
 
 def _timings(request: Request) -> dict[str, float | int | None]:

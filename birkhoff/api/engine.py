@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-from birkhoff.api.prompts import Prompt, TextStream, check_ids, is_single, not_built
+from birkhoff.api.prompts import Captures, Prompt, TextStream, check_ids, is_single, not_built, per_prompt
+from birkhoff.capture.job import CaptureJob, MemoryKeeper
+from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent
@@ -22,6 +24,7 @@ from birkhoff.errors import (
     TextUnavailable,
     quoted,
 )
+from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.schema import HookSchema, build_hook_schema
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import EagerTap
@@ -92,16 +95,16 @@ class Engine:
         return Trace(logits, kept)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, capture: None = None, steer: None = None, **sampling: Any
+        self, prompts: Prompt | Sequence[Prompt], *, capture: Captures = None, steer: None = None, **sampling: Any
     ):
         """An `Output` for one prompt, a list for a list; with `n` > 1 a list of outputs takes each one's place."""
-        not_built("capture", capture)
         not_built("steer", steer)
         single = is_single(prompts)
         given = [prompts] if single else list(prompts)
         if not given:
             raise PromptError("the list of prompts is empty. Pass a text, a list of token ids, or a list of those.")
-        requests = [self._requests(prompt, sampling) for prompt in given]  # type: ignore[arg-type]
+        captures = per_prompt(capture, len(given))
+        requests = [self._requests(prompt, sampling, c) for prompt, c in zip(given, captures)]  # type: ignore[arg-type]
         answers = [self._finish(choices) for choices in self._run(requests)]
         outputs = [choices[0] if len(choices) == 1 else choices for choices in answers]
         return outputs[0] if single else outputs
@@ -135,22 +138,20 @@ class Engine:
             output.text = output.message.content
         return answers
 
-    def stream(self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any) -> Stream:
+    def stream(self, prompt: Prompt, *, capture: Captures = None, steer: None = None, **sampling: Any) -> Stream:
         """Token events as they come; the last one carries the finish reason. Closing the iterator cancels.
 
         `stream.output` is the whole answer once it has ended, or what there was of it when it was closed."""
-        not_built("capture", capture)
         not_built("steer", steer)
-        request = self._single_request(prompt, sampling)
+        request = self._single_request(prompt, sampling, capture)
         return Stream(request, self._events(request), self._core.cancel)
 
     async def astream(
-        self, prompt: Prompt, *, capture: None = None, steer: None = None, **sampling: Any
+        self, prompt: Prompt, *, capture: Captures = None, steer: None = None, **sampling: Any
     ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio; other tasks run while a step computes."""
-        not_built("capture", capture)
         not_built("steer", steer)
-        request = self._single_request(prompt, sampling)
+        request = self._single_request(prompt, sampling, capture)
         self._core.submit(request)
         try:
             while True:
@@ -206,15 +207,15 @@ class Engine:
     def _finish(self, choices: list[Request]) -> list[Output]:
         return [Output.of(request) for request in choices]
 
-    def _single_request(self, prompt: Prompt, sampling: dict[str, Any]) -> Request:
+    def _single_request(self, prompt: Prompt, sampling: dict[str, Any], capture: Captures) -> Request:
         if not is_single(prompt):
             raise PromptError("stream takes one prompt: a text or a list of token ids. Start one stream per prompt.")
-        requests = self._requests(prompt, sampling)
+        requests = self._requests(prompt, sampling, per_prompt(capture, 1)[0])
         if len(requests) > 1:
             raise OptionError("n is more than 1, but a stream has one answer. Start one stream per choice.")
         return requests[0]
 
-    def _requests(self, prompt: Prompt, sampling: dict[str, Any]) -> list[Request]:
+    def _requests(self, prompt: Prompt, sampling: dict[str, Any], capture: Capture | None) -> list[Request]:
         """One request per choice of one prompt."""
         options = SamplingOptions.from_kwargs(**sampling)
         options.check_vocabulary(self.config.vocab_size)
@@ -237,9 +238,16 @@ class Engine:
                 seed=seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice),
                 eos_ids=frozenset(self.config.eos_token_ids),
                 sink=None if self._tokenizer is None else TextStream(self._tokenizer, options.stop, options.min_tokens),
+                plan=None if capture is None else self._plan(capture, ids, wanted),
             )
             for choice in range(options.n)
         ]
+
+    def _plan(self, capture: Capture, prompt_ids: tuple[int, ...], max_tokens: int) -> Plan:
+        """A capture checked against this model and prompt, as a job that keeps its rows in memory."""
+        layers = self.config.num_hidden_layers
+        resolved = capture.resolve(self.schema, layers, prompt_ids, max_tokens)
+        return Plan((CaptureJob(resolved, MemoryKeeper(resolved)),))
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, PromptError, TokenError, quoted
 from birkhoff.text.stop import StopMatcher
@@ -16,6 +17,7 @@ from birkhoff.text.stream import IncrementalDecoder
 from birkhoff.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+Captures = Capture | Sequence[Capture | None] | None  # one for all prompts, or one per prompt
 _ARRAYS = (torch.Tensor, np.ndarray)
 
 
@@ -91,3 +93,14 @@ def check_ids(token_ids: Sequence[int], config: V4Config) -> list[int]:
 def not_built(name: str, value: object) -> None:
     if value is not None:
         raise OptionError(f"{name} is not built yet. Leave it out.")
+
+
+def per_prompt(capture: Captures, prompts: int) -> list[Capture | None]:
+    """One capture for each prompt: the same for all, or as many as there are prompts."""
+    if capture is None or isinstance(capture, Capture):
+        return [capture] * prompts
+    if not isinstance(capture, Sequence) or not all(c is None or isinstance(c, Capture) for c in capture):
+        raise OptionError(f"capture is {quoted(capture)}, expected a Capture or a list with one for each prompt.")
+    if len(capture) != prompts:
+        raise OptionError(f"capture has {len(capture)} entries for {prompts} prompts. Give one Capture, or one each.")
+    return list(capture)

@@ -1,9 +1,9 @@
 """From the rows of a site to what is kept of them: stream subset, projection, reduction, storage cast, in that order.
 
 Rows are tensors [rows, *row_shape] on whatever device they were computed; nothing waits for that device before a
-result is asked for. Reductions take rows in any chunking: `last` and `max_norm` pick a row and keep its bits; `mean` and
-`sum` add up in float64, so that two chunkings of n rows differ by at most n * 2**-52 times the sum of magnitudes, far
-below the float32 the result is given in. A position is counted once, however often it is computed.
+result is asked for. Reductions take rows in any chunking: `last` and `max_norm` pick a row and keep its bits; `mean`
+and `sum` add up in float64, so that two chunkings of n rows differ by at most n * 2**-52 times the sum of magnitudes,
+far below the float32 the result is given in. A position is counted once, however often it is computed.
 
 Storage casts, as |stored - x|: bf16 <= max(2**-8 |x|, 2**-134); fp16 <= max(2**-11 |x|, 2**-25), infinite from 65520;
 fp8_e4m3 <= max(2**-4 |x|, 2**-10 scale) (1 + 2**-20), with one scale per row, its largest finite magnitude / 448 but at
@@ -19,7 +19,10 @@ from typing import Protocol
 
 import torch
 
+from birkhoff.capture.estimate import has_streams
+from birkhoff.capture.spec import Capture
 from birkhoff.errors import OptionError, quoted
+from birkhoff.hooks.schema import HookSchema
 
 _FP8_MAX = 448.0
 _SMALLEST_SCALE = 2.0**-126  # below it, float32 division would leave the normal numbers
@@ -35,6 +38,24 @@ def keep_streams(rows: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
 def project(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
     """[rows, *row_shape] and [width, columns] -> [rows, columns], multiplied and kept as float32."""
     return rows.flatten(1).float() @ matrix.float()
+
+
+@dataclass(frozen=True, eq=False)
+class Transform:
+    """What becomes of the rows of one hook before they are reduced and stored."""
+
+    streams: tuple[int, ...] | None = None
+    matrix: torch.Tensor | None = None  # [width, columns] on the rows' device
+
+    @classmethod
+    def of(cls, capture: Capture, hook: HookSchema, matrix: torch.Tensor | None = None) -> Transform:
+        """As a capture asks for one of its hooks; `matrix` is the one its `project` names."""
+        return cls(capture.streams if has_streams(hook) else None, None if capture.project is None else matrix)
+
+    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        if self.streams is not None:
+            rows = keep_streams(rows, self.streams)
+        return rows if self.matrix is None else project(rows, self.matrix)
 
 
 @dataclass(frozen=True, eq=False)

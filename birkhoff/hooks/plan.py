@@ -31,8 +31,13 @@ class Rows:
 class Job(Protocol):
     """One wish of one request. It must not raise: what goes wrong with it is its own to report."""
 
-    keys: Collection[Key]
-    after: bool  # the tensor as edited at its own site, not as it came
+    @property
+    def keys(self) -> Collection[Key]: ...
+
+    @property
+    def after(self) -> bool:
+        """The tensor as edited at its own site, not as it came."""
+        ...
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         """Which of the tokens at positions `start, start + 1, ...` are wanted."""

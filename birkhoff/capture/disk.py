@@ -1,0 +1,106 @@
+"""Every call that changes a file system, on one small object that is handed to whoever writes.
+
+Writers, the lock and the repair know the disk only through a `Disk`, so a test can count, record or fail a call without
+touching anything else. Files are opened without following links: a link planted in a capture root leads nowhere.
+`write_all` is the only way bytes are written; the system may take fewer than offered, and that is not an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import stat
+
+from birkhoff.errors import CaptureWriteError
+
+CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR
+READ = os.O_RDONLY
+READ_WRITE = os.O_RDWR
+MOST_AT_ONCE = 1 << 30  # one call never takes more than 2 GiB; offering less keeps the arithmetic plain
+
+_FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # where fsync leaves data in the drive's cache
+
+
+class Disk:
+    """The file system as it is."""
+
+    def open(self, path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+
+    def read(self, file: int, count: int, offset: int) -> bytes:
+        return os.pread(file, count, offset)
+
+    def write(self, file: int, data: memoryview, offset: int) -> int:
+        return os.pwrite(file, data, offset)
+
+    def truncate(self, file: int, size: int) -> None:
+        os.ftruncate(file, size)
+
+    def size(self, file: int) -> int:
+        return os.fstat(file).st_size
+
+    def fsync(self, file: int) -> None:
+        if _FULL_FSYNC is not None:
+            fcntl.fcntl(file, _FULL_FSYNC)
+        else:
+            os.fsync(file)
+
+    def close(self, file: int) -> None:
+        os.close(file)
+
+    def rename(self, old: str, new: str) -> None:
+        os.replace(old, new)
+
+    def unlink(self, path: str) -> None:
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        os.mkdir(path)
+
+    def sync_directory(self, path: str) -> None:
+        directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def try_lock(self, file: int) -> bool:
+        """Hold the file for this descriptor alone until it is closed; False when somebody else does."""
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+
+def write_all(disk: Disk, file: int, data: bytes | bytearray | memoryview, offset: int) -> None:
+    view = memoryview(data)
+    while view:
+        taken = disk.write(file, view[:MOST_AT_ONCE], offset)
+        if taken <= 0:  # never seen from a healthy system; without this it would be an endless loop
+            raise OSError(errno.EIO, "the system took no bytes and gave no reason")
+        offset += taken
+        view = view[taken:]
+
+
+def ensure_directory(disk: Disk, path: str) -> bool:
+    """Make one directory; True when it is new and its parent needs syncing. A link in its place is refused."""
+    try:
+        disk.mkdir(path)
+        return True
+    except FileExistsError:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            raise CaptureWriteError(
+                f"{os.path.basename(path)} in the capture root is not a directory. Move it away, or use another tag."
+            ) from None
+        return False
+
+
+def remove(disk: Disk, path: str) -> bool:
+    """Unlink if it is there."""
+    try:
+        disk.unlink(path)
+        return True
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,103 @@
+"""A capture as a job of a plan: asks for rows step by step, shapes them as requested and passes them on.
+
+The order is that of `reduce.py`: stream subset, projection, reduction, storage cast. Whatever goes wrong here is kept
+as the job's `error` and never reaches the engine: a failed capture does not fail its generation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from birkhoff.capture.acts import Acts, CapturedRows
+from birkhoff.capture.reduce import Accumulator, Stored, accumulator, keep_streams, project, store
+from birkhoff.capture.selection import Selection
+from birkhoff.capture.spec import ResolvedCapture
+from birkhoff.hooks.names import Address
+from birkhoff.hooks.plan import Rows
+
+
+class Keeper(Protocol):
+    """Where shaped rows go."""
+
+    def keep(self, address: Address, stored: Stored, rows: Rows) -> None: ...
+    def end(self, finish_reason: str, missing: list[int], error: str | None) -> None: ...
+
+
+class CaptureJob:
+    def __init__(self, resolved: ResolvedCapture, keeper: Keeper, matrix: torch.Tensor | None = None):
+        self.keys, self.after = resolved.addresses, resolved.capture.capture_point == "after"
+        self.resolved, self.keeper, self.matrix = resolved, keeper, matrix
+        self.error: str | None = None
+        self._selection = Selection(resolved.selector)
+        self._sums: dict[Address, Accumulator] = {}
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        return self._selection.rows(start, token_ids)  # type: ignore[return-value]
+
+    def deliver(self, rows: Rows) -> None:
+        if self.error is not None:
+            return
+        try:
+            self._take(rows)
+        except Exception as error:  # the generation goes on
+            self.error = f"{type(error).__name__}: {error}"
+
+    def close(self, finish_reason: str, num_tokens: int) -> None:
+        try:
+            if self.error is None:
+                self._flush_sums()
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+        self.keeper.end(finish_reason, self._selection.never_came(num_tokens), self.error)
+
+    def _take(self, rows: Rows) -> None:
+        capture, address, tensor = self.resolved.capture, (rows.hook, rows.layer), rows.tensor
+        kept = self.resolved.rows[rows.hook]
+        if capture.streams is not None and tensor.dim() == 3 and tensor.shape[1] != kept.shape[0]:
+            tensor = keep_streams(tensor, capture.streams)
+        if self.matrix is not None:
+            tensor = project(tensor, self.matrix)
+        if capture.reduce is not None:
+            self._sums.setdefault(address, accumulator(capture.reduce)).add(tensor, rows.positions, rows.token_ids)
+        else:
+            self.keeper.keep(address, store(tensor, kept.dtype), rows)
+
+    def _flush_sums(self) -> None:
+        for (hook, layer), sums in self._sums.items():
+            found = sums.result()
+            if found is not None:
+                positions = () if found.position is None else (found.position,)
+                ids = () if found.token_id is None else (found.token_id,)
+                stored = store(found.row, self.resolved.rows[hook].dtype)
+                self.keeper.keep((hook, layer), stored, Rows(hook, layer, found.row, positions, ids, 0))
+
+
+class MemoryKeeper:
+    """Rows stay in memory until the caller takes them as `Acts`."""
+
+    def __init__(self, resolved: ResolvedCapture):
+        self._resolved = resolved
+        self._parts: dict[Address, list[tuple[Stored, Rows]]] = {}
+        self.missing: list[int] = []
+        self.error: str | None = None
+
+    def keep(self, address: Address, stored: Stored, rows: Rows) -> None:
+        self._parts.setdefault(address, []).append((stored, rows))
+
+    def end(self, finish_reason: str, missing: list[int], error: str | None) -> None:
+        self.missing, self.error = missing, error
+
+    def acts(self) -> Acts:
+        found = {}
+        for address, parts in self._parts.items():
+            scales = [stored.scale for stored, _ in parts if stored.scale is not None]
+            found[address] = CapturedRows(
+                torch.cat([stored.values for stored, _ in parts]),
+                tuple(position for _, rows in parts for position in rows.positions),
+                tuple(token for _, rows in parts for token in rows.token_ids),
+                torch.cat(scales) if scales else None,
+            )
+        return Acts(self._resolved, found, self.missing)

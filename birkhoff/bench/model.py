@@ -80,8 +80,15 @@ def bench_model(
             with birkhoff.load(given, device="cpu", dtype=dtype, max_requests=1) as engine:
                 network, config = engine.model, engine.config
                 shape = {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "vocab": config.vocab_size}
-                common = {"bench": "model", "model": "synth nano" if model is None else str(model), "shape": shape,
-                          "dtype": dtype, "prompt_tokens": setting.prompt_tokens, "steps": setting.steps, **facts()}  # fmt: skip
+                common = {
+                    "bench": "model",
+                    "model": "synth nano" if model is None else str(model),
+                    "shape": shape,
+                    "dtype": dtype,
+                    "prompt_tokens": setting.prompt_tokens,
+                    "steps": setting.steps,
+                    **facts(),
+                }
                 prompts = _prompts(config.vocab_size, max(setting.batches), setting.prompt_tokens)
                 rival = None
                 if not alone:

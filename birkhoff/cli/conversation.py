@@ -131,4 +131,4 @@ class Conversation:
             pictures.append(mixing_matrix(f"layer {layer}, {what}", mix, read, write))
         token = visible(self.engine.tokenizer.decode(self.last_ids[-1:]))
         self.console.print(f"token {len(self.last_ids)} of {len(self.last_ids)}, {token!r}", style="dim")
-        self.console.print(Columns(pictures, padding=(0, 4)), soft_wrap=False)
+        self.console.print(Columns(pictures, padding=(0, 3)), soft_wrap=False)

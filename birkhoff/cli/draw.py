@@ -30,14 +30,14 @@ def number(value: float, most: float = 1.0) -> Text:
 def mixing_matrix(title: str, mix: Matrix, read: Sequence[float], write: Sequence[float]) -> Table:
     """One sublayer's mixer: what goes from each stream to each, the sums, and the weights it reads and writes with."""
     streams = range(len(mix))
-    table = Table(title=title, box=None, pad_edge=False, padding=(0, 1), title_justify="left", title_style="bold")
-    table.add_column("", style="dim")
+    table = Table(title=title, box=None, pad_edge=False, padding=0, title_justify="left", title_style="bold")
+    table.add_column("", style="dim", min_width=7)
     for to in streams:
         table.add_column(f"to {to}", justify="center")
-    table.add_column("sum", justify="right", style="dim")
+    table.add_column(" sum", justify="right", style="dim")
     for source in streams:
         row = mix[source]
-        table.add_row(f"from {source}", *(number(value) for value in row), f"{sum(row):.2f}")
+        table.add_row(f"from {source}", *(number(value) for value in row), f" {sum(row):.2f}")
     columns = [sum(row[to] for row in mix) for to in streams]
     table.add_row("sum", *(Text(f"{value:.2f}", style="dim") for value in columns), "")
     table.add_row("read", *(number(value) for value in read), "")

@@ -1,0 +1,60 @@
+# Birkhoff: the commands a person types. A fresh machine needs Python 3.11 or newer, make and a package index.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+RUNS := $(VENV)/.runs
+TESTS := $(VENV)/.tests
+
+.DEFAULT_GOAL := help
+.PHONY: help demo serve test test-all check bench clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo      a tour of the model's inside, in the terminal"
+	@echo "make test      the whole test suite"
+	@echo "make test-all  the same at full size"
+	@echo "make check     style and types"
+	@echo "make bench     measure speed on this machine, beside transformers"
+	@echo "make serve     the HTTP server (not built yet)"
+	@echo "make clean     remove everything make made"
+
+# torch comes first and exactly: any looser request makes pip look at gigabytes of other builds.
+$(RUNS): requirements.txt pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit("Birkhoff needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
+	@echo "Installing into $(VENV): torch first, then the rest. The first time this takes minutes."
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -q torch==2.13.0 -c requirements.txt
+	@$(BIN)/python -m pip install -q -r requirements.txt
+	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@touch $@
+
+$(TESTS): requirements-test.txt $(RUNS)
+	@$(BIN)/python -m pip install -q -r requirements-test.txt
+	@touch $@
+
+demo: $(RUNS)
+	@$(BIN)/python examples/tour.py
+
+serve: $(RUNS)
+	@echo "The server is not built yet. What answers now: $(BIN)/birkhoff chat --model CHECKPOINT" >&2; exit 1
+
+# One thread per process: the suite is many small computations, and two processes on two cores beat two threads.
+test: $(TESTS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+
+test-all: $(TESTS)
+	BIRKHOFF_FULL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+
+check: $(TESTS)
+	$(BIN)/ruff check birkhoff tests training examples
+	$(BIN)/ruff format --check birkhoff tests training examples
+	$(BIN)/mypy
+
+bench: $(TESTS)
+	@mkdir -p bench/results
+	$(BIN)/birkhoff bench model --json | tee -a bench/results/model.jsonl
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist captures
+	find birkhoff tests training examples -name __pycache__ -type d -prune -exec rm -rf {} +

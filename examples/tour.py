@@ -1,0 +1,157 @@
+"""A tour of Birkhoff in the terminal: load a model, talk to it, look inside while it answers.
+
+    make demo
+
+Runs on the embedded model when this installation has it, else on a random checkpoint of the same shape made on the
+spot; it says which. Everything shown is computed while you watch, on a CPU, from public calls only.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from pathlib import Path
+
+from rich.columns import Columns
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import save_file
+
+import birkhoff
+from birkhoff.cli.draw import mixing_matrix, sparks
+from birkhoff.cli.talk import visible
+from birkhoff.convert.synth import synth
+from birkhoff.errors import CheckpointError
+from birkhoff.output import Output, Trace
+from birkhoff.weights import inspect_checkpoint, open_checkpoint
+
+QUESTION = [{"role": "user", "content": "Tell me a short story about a cat."}]
+OUT = Path(__file__).parent.parent / "captures" / "tour"
+console = Console(highlight=False)
+
+
+def heading(text: str) -> None:
+    console.print(f"\n[bold cyan]{text}[/]")
+
+
+def load(folder: Path) -> tuple[birkhoff.Engine, Path, bool]:
+    """The embedded model, or a random one in `folder`; whether it was trained."""
+    try:
+        return birkhoff.load("nano"), Path(birkhoff.__file__).parent / "models" / "nano", True
+    except CheckpointError:
+        console.print(
+            "The embedded model is not part of this installation, so the tour makes a\n"
+            "random checkpoint of its shape, with real names and number formats. Its words\n"
+            "mean nothing; its insides are as real as any."
+        )
+        path = folder / "nano"
+        synth(path, "nano")
+        return birkhoff.load(path), path, False
+
+
+def show_model(path: Path) -> None:
+    heading("1  What was loaded")
+    report, config = inspect_checkpoint(path), open_checkpoint(path).config
+    kinds = {"swa": "sliding window", "csa": "4-fold compressed, chosen", "hca": "128-fold compressed, all"}
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+    table.add_row("on disk", f"{report.file_bytes / 2**20:.1f} MiB, FP4 experts and FP8 matrices")
+    table.add_row(
+        "parameters", f"{report.parameters / 1e6:.1f} M, {(report.parameters_active or 0) / 1e6:.1f} M used per token"
+    )
+    for kind, layers in report.layers.items():
+        table.add_row(f"{kind} layers", f"{', '.join(map(str, layers))}  ({kinds[kind]})")
+    experts = f"{config.num_experts_per_tok} of {config.n_routed_experts} routed and 1 shared"
+    table.add_row("experts", f"{experts}; layers 0 to {config.num_hash_layers - 1} choose by token id")
+    table.add_row("residual", f"{config.hc_mult} streams of {config.hidden_size}, mixed by a doubly stochastic matrix")
+    console.print(table)
+
+
+def show_answer(engine: birkhoff.Engine, trained: bool) -> Output:
+    heading("2  An answer" if trained else "2  An answer (from random weights: any bytes at all)")
+    output = engine.chat(QUESTION, max_tokens=96 if trained else 24, temperature=0.7, seed=1)
+    console.print(f"[dim]>>> {QUESTION[0]['content']}[/]")
+    if trained:
+        console.print(Text(visible(output.text)))
+    else:
+        console.print(Text(f"token ids {', '.join(map(str, output.token_ids[:12]))} …"))
+    t = output.timings
+    read = f"prompt of {t['prompt_tokens']} tokens in {t['prefill_ms']:.0f} ms"
+    console.print(f"[dim]{read}, then {t['output_tokens']} tokens at {t['tokens_per_second']:.0f} a second[/]")
+    return output
+
+
+def show_mixing(engine: birkhoff.Engine, trace: Trace, output: Output) -> None:
+    layer = engine.config.num_hidden_layers // 2
+    token = engine.tokenizer.decode(output.token_ids[-1:])
+    heading(f"3  How layer {layer} mixes the four streams at the last token")
+    console.print(Text(f"token {len(trace.logits)}, {visible(token)!r}", "dim"))
+    pictures = []
+    for name, what in (("attn", "around attention"), ("ffn", "around the experts")):
+        mix, read, write = (trace[f"mhc_{name}_{kind}_mix", layer][-1].tolist() for kind in ("res", "pre", "post"))
+        pictures.append(mixing_matrix(what, mix, read, write))
+    console.print(Columns(pictures, padding=(0, 3)))
+    console.print(
+        "[dim]Columns sum to one and rows nearly: streams are averaged, never amplified.\n"
+        "`read` weighs the streams into the sublayer, `write` its output into each.[/]"
+    )
+
+
+def show_norms(trace: Trace, layers: int) -> None:
+    heading("4  How large each stream is, layer by layer, at the last token")
+    norms = [trace["mhc_streams_pre_attn", layer][-1].float().norm(dim=-1).tolist() for layer in range(layers)]
+    norms.append(trace["mhc_streams_final", layers - 1][-1].float().norm(dim=-1).tolist())
+    for stream in range(len(norms[0])):
+        values = [row[stream] for row in norms]
+        numbers = " ".join(f"{value:5.1f}" for value in values)
+        console.print(f"stream {stream}  [yellow]{sparks(values)}[/]  {numbers}")
+    console.print(f"[dim]Entering layers 0 to {layers - 1}, then as the head merges them.[/]")
+
+
+def show_experts(trace: Trace, layers: int) -> None:
+    heading("5  Which experts the last token went to")
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    table.add_column("layer", style="dim")
+    table.add_column("expert:weight")
+    for layer in range(layers):
+        chosen = sorted(trace["moe_topk", layer][-1].tolist(), key=lambda pair: -pair[1])
+        table.add_row(str(layer), "  ".join(f"{int(expert):2d}:{weight:.2f}" for expert, weight in chosen))
+    console.print(table)
+
+
+def write_files(trace: Trace) -> None:
+    heading("6  Files written")
+    OUT.mkdir(parents=True, exist_ok=True)
+    kept = {f"{hook}.{layer}": trace[hook, layer].contiguous() for hook, layer in trace if hook.startswith("mhc_")}
+    save_file(kept, OUT / "streams.safetensors")
+    size = (OUT / "streams.safetensors").stat().st_size / 2**20
+    console.print(f"{OUT.relative_to(OUT.parent.parent)}/streams.safetensors, {size:.1f} MiB")
+    console.print(f"[dim]{len(kept)} tensors: every stream and every mixer of all {len(trace.logits)} tokens[/]")
+
+
+def main() -> None:
+    began = time.perf_counter()
+    console.print("[bold]Birkhoff[/]: run, read and steer DeepSeek-V4")
+    with tempfile.TemporaryDirectory(prefix="birkhoff-tour-") as folder:
+        engine, path, trained = load(Path(folder))
+        with engine:
+            layers = engine.config.num_hidden_layers
+            show_model(path)
+            output = show_answer(engine, trained)
+            trace = engine.trace(output.prompt_token_ids + output.token_ids)
+            show_mixing(engine, trace, output)
+            show_norms(trace, layers)
+            show_experts(trace, layers)
+            write_files(trace)
+    heading("What to try next")
+    if trained:
+        console.print(".venv/bin/birkhoff chat                         talk; /mix draws its mixers")
+    else:
+        console.print(".venv/bin/birkhoff synth random --like nano     keep a random model")
+        console.print(".venv/bin/birkhoff chat --model random          talk; /mix draws its mixers")
+    console.print("README.md                                       the same from Python")
+    console.print(f"[dim]{time.perf_counter() - began:.1f} s from start to end[/]")
+
+
+if __name__ == "__main__":
+    main()

@@ -39,9 +39,9 @@ class Chunk:
     rows: torch.Tensor | Array
     dtype: str
     row_shape: tuple[int, ...]
-    positions: Sequence[int]
-    token_ids: Sequence[int]
-    phases: str | bytes  # PREFILL or DECODE for each row
+    positions: Sequence[int] | None  # None where rows stand for no single token: a mean, say
+    token_ids: Sequence[int] | None
+    phases: str | bytes | None  # PREFILL or DECODE for each row
     row_offset: int = 0
     step_index: int = 0
     scale: torch.Tensor | Array | None = None  # one float32 per row, for fp8
@@ -80,13 +80,15 @@ class Chunk:
         if self.dtype == "fp8_e4m3" or self.scale is not None:
             labels["scale"] = () if self.scale is None else self.scale.reshape(-1)  # type: ignore[assignment]
         for name, values in labels.items():
-            if len(values) != self.num_rows:
+            if values is not None and len(values) != self.num_rows:
                 raise CaptureWriteError(f"{where}: {len(values)} {name} for {self.num_rows} rows, expected one each.")
-        if not set(self.letters()) <= set(PHASES):
+        if not set(self.letters() or "") <= set(PHASES):
             raise CaptureWriteError(f"{where}: phases are {quoted(self.phases)}, expected letters of {list(PHASES)}.")
         scales = self.scales()
         if scales is not None and not np.isfinite(scales).all():
-            raise CaptureWriteError(f"{where}: a scale is not finite. The rows hold a NaN or an infinity; use bfloat16.")
+            raise CaptureWriteError(
+                f"{where}: a scale is not finite. The rows hold a NaN or an infinity; use bfloat16."
+            )
 
     def array(self) -> Array:
         """The rows in NumPy's nearest dtype (`dtypes.STORED`), sharing memory where the rows are contiguous."""
@@ -102,13 +104,20 @@ class Chunk:
 
     def data(self) -> memoryview:
         """The bytes of the payload."""
-        return memoryview(self.array().reshape(-1).view(np.uint8))
+        rows: Any = self.array()
+        return memoryview(rows.reshape(-1).view(np.uint8))
 
     def scales(self) -> Array | None:
         return None if self.scale is None else np.asarray(self.scale, dtype=np.float32).reshape(-1)
 
-    def letters(self) -> str:
-        return self.phases if isinstance(self.phases, str) else self.phases.decode("ascii")
+    def letters(self) -> str | None:
+        return self.phases.decode("ascii", "replace") if isinstance(self.phases, bytes) else self.phases
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What rows must share to be described by one entry."""
+        labelled = (self.positions is None, self.token_ids is None, self.phases is None, self.scale is None)
+        return self.dtype, tuple(self.row_shape), self.width, labelled
 
 
 _HELD_AS = {
@@ -119,8 +128,10 @@ _HELD_AS = {
 }
 
 
-def plain_ints(values: Sequence[int]) -> list[int]:
+def plain_ints(values: Sequence[int] | None) -> list[int]:
     """Labels as JSON takes them, whatever integers they came as."""
+    if values is None:
+        return []
     if hasattr(values, "tolist"):
         return values.tolist()
     return [int(value) for value in values]

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from birkhoff.capture.disk import Disk
 from birkhoff.capture.openfile import OpenFile, RequestState
 from birkhoff.capture.repair import RepairReport, repair_file
-from birkhoff.capture.result import CaptureResult
 from birkhoff.capture.sealing import Seal, publish, sync_directories
 from birkhoff.errors import CaptureError
 

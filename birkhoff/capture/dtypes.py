@@ -42,7 +42,7 @@ def to_float32(array: Array, dtype: str, scale: Array | None = None) -> Array:
 
 
 def _e4m3_values() -> Array:
-    """All 256 numbers: sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones is NaN and there is no infinity."""
+    """All 256 numbers: a sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones is NaN, nothing is infinite."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     small = mantissa / 8 * 2.0**-6

@@ -1,6 +1,6 @@
 """What a journal claims and its payloads confirm: the first half of a repair, which changes nothing.
 
-Every number of a journal is checked before it is used, although a journal has passed its checksums by then: sums tell of
+Every number of a journal is checked before it is used, although it has passed its checksums by then: sums tell of
 accidents, not of intent. A payload is looked for under its open name first and under its final name second, because a
 crash can fall between the two renames of sealing.
 """

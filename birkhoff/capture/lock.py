@@ -1,6 +1,6 @@
 """One writer per capture root: a lock that the system lets go of when its holder dies, however it dies.
 
-The lock file also remembers whether the last writer closed properly. Only `clean` means that no open files were left, so
+The lock file also remembers whether the last writer closed properly. Only `clean` means that no open files were left;
 an unknown or empty note sends the next writer through the repair. Pipeline stages of one run share a root and hold a
 lock each. Readers take no lock: they see sealed files only.
 """

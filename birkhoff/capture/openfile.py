@@ -1,13 +1,15 @@
 """Capture files while they grow: one journal, and the payloads it speaks of.
 
 Rows wait in memory until a megabyte of them has come, so that many small steps become one entry per hook and layer.
-`flush` writes bytes first and their journal lines after. A failure of any call poisons the whole object: nothing more is
-written, and a descriptor whose sync failed is never synced again, because the system may have thrown the pages away and
-would answer that all is well. Appending is safe from several threads; syncing, closing and discarding are done by one.
+`flush` writes bytes first and their journal lines after. A failure of any call poisons the whole object: nothing more
+is written, and a descriptor whose sync failed is never synced again, because the system may have thrown the pages away
+and would answer that all is well. Appending is safe from several threads; syncing, closing and discarding are done by
+one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import threading
@@ -133,7 +135,7 @@ class OpenFile:
         with self.lock:
             self._refuse_if_poisoned()
             self.flush()  # the end of a request is written behind its rows
-            facts = {"request_id": state.request.request_id, "finish_reason": finish.finish_reason}
+            facts: dict[str, Any] = {"request_id": state.request.request_id, "finish_reason": finish.finish_reason}
             if finish.prompt_len is not None:
                 facts["prompt_len"] = finish.prompt_len
             lost = finish.dropped_rows + state.lost_rows
@@ -195,10 +197,8 @@ class OpenFile:
         with self.lock:
             self.error = self.error or error
             if self.sync_failed:
-                try:
+                with contextlib.suppress(OSError):  # on a disk that is failing; the capture has failed either way
                     self._disk.close(self._disk.open(os.path.join(self.directory, self.stem + POISON), CREATE))
-                except OSError:
-                    pass  # best effort on a disk that is failing; the capture is reported as failed either way
 
     def discard(self) -> None:
         """Leave nothing behind of a capture that failed before it was acknowledged."""
@@ -307,7 +307,7 @@ def _runs(chunks: list[Chunk]) -> list[list[Chunk]]:
         if (
             last is not None
             and last.row_offset + last.num_rows == chunk.row_offset
-            and (last.dtype, last.row_shape, last.width) == (chunk.dtype, chunk.row_shape, chunk.width)
+            and last.form == chunk.form
             and rows + chunk.num_rows <= MAX_ENTRY_ROWS
         ):
             runs[-1].append(chunk)
@@ -326,20 +326,27 @@ def _small_enough(chunks: list[Chunk]) -> Iterator[Chunk]:
         for first in range(0, chunk.num_rows, MAX_ENTRY_ROWS):
             rows = slice(first, first + MAX_ENTRY_ROWS)
             yield replace(
-                chunk, rows=chunk.rows[rows], positions=chunk.positions[rows], token_ids=chunk.token_ids[rows],
-                phases=chunk.phases[rows], row_offset=chunk.row_offset + first,
+                chunk,
+                rows=chunk.rows[rows],
+                positions=None if chunk.positions is None else chunk.positions[rows],
+                token_ids=None if chunk.token_ids is None else chunk.token_ids[rows],
+                phases=None if chunk.phases is None else chunk.phases[rows],
+                row_offset=chunk.row_offset + first,
                 scale=None if chunk.scale is None else chunk.scale.reshape(-1)[rows],
-            )  # fmt: skip
+            )
 
 
 def _labels(run: list[Chunk]) -> dict[str, Any]:
     """What each row is, and how to read it."""
     first = run[0]
     labels: dict[str, Any] = {} if len(first.row_shape) == 1 else {"row_shape": list(first.row_shape)}
-    labels["positions"] = [position for chunk in run for position in plain_ints(chunk.positions)]
-    labels["token_ids"] = [token for chunk in run for token in plain_ints(chunk.token_ids)]
-    letters = "".join(chunk.letters() for chunk in run)
-    labels["phase"] = PHASES[letters[0]] if len(set(letters)) == 1 else [PHASES[letter] for letter in letters]
+    if first.positions is not None:
+        labels["positions"] = [position for chunk in run for position in plain_ints(chunk.positions)]
+    if first.token_ids is not None:
+        labels["token_ids"] = [token for chunk in run for token in plain_ints(chunk.token_ids)]
+    if first.phases is not None:
+        letters = "".join(chunk.letters() or "" for chunk in run)
+        labels["phase"] = PHASES[letters[0]] if len(set(letters)) == 1 else [PHASES[letter] for letter in letters]
     if first.hook in BY_NAME and BY_NAME[first.hook].shape == "mm":
         labels["axes"] = ["from", "to"]
     scales = [chunk.scales() for chunk in run]

@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import numpy as np
 
@@ -168,7 +168,9 @@ def read_sharded(
 def latest_per_position(entry: CaptureEntry) -> CaptureEntry:
     """One row per position, the last one written, in order of position: what was accepted of speculative drafts."""
     if entry.positions is None:
-        raise CaptureFileError(f"{entry.hook}[{entry.layer}] has no positions, so its rows cannot be told apart by them.")
+        raise CaptureFileError(
+            f"{entry.hook}[{entry.layer}] has no positions, so its rows cannot be told apart by them."
+        )
     last = {position: row for row, position in enumerate(entry.positions)}
     rows = [last[position] for position in sorted(last)]
     labels: dict[str, Any] = {
@@ -227,15 +229,24 @@ def _joined(parts: list[tuple[Record, Array]], facts: dict[str, Any]) -> Capture
     arrays = [array for _, array in parts]
     scales = [record.scale for record in records if record.scale is not None]
     return CaptureEntry(
-        first.layer, first.hook, arrays[0] if len(arrays) == 1 else np.concatenate(arrays), first.dtype,
-        *(_joined_labels(records, name) for name in ("positions", "token_ids", "phases")),
-        np.concatenate(scales) if len(scales) == len(records) else None, first.axes, dict(facts),
-    )  # fmt: skip
+        layer=first.layer,
+        hook=first.hook,
+        array=arrays[0] if len(arrays) == 1 else np.concatenate(arrays),
+        dtype=first.dtype,
+        positions=_joined_labels([record.positions for record in records]),
+        token_ids=_joined_labels([record.token_ids for record in records]),
+        phases=_joined_labels([record.phases for record in records]),
+        scale=np.concatenate(scales) if len(scales) == len(records) else None,
+        axes=first.axes,
+        meta=dict(facts),
+    )
 
 
-def _joined_labels(records: list[Record], name: str) -> Any:
-    lists = [getattr(record, name) for record in records]
-    return None if any(values is None for values in lists) else [value for values in lists for value in values]
+def _joined_labels(parts: list[Any]) -> Any:
+    """None as soon as one part has no labels: half a list would label the wrong rows."""
+    if any(part is None for part in parts):
+        return None
+    return [label for part in parts for label in (part if isinstance(part, list) else part.tolist())]
 
 
 def _collect_facts(file: CaptureFile, wanted: set[str] | None, facts: dict[str, dict[str, Any]]) -> None:

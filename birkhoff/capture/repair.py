@@ -1,10 +1,10 @@
 """What a crash left behind, sealed: every whole record is kept, a torn tail is dropped, nothing is guessed.
 
-A record counts when its journal line fits behind the line before and its bytes have the checksum the line names. Once a
-record of a request is bad, later ones of that request are dropped too, so each request keeps a beginning of its rows and
-is marked `complete: false`. Other requests of the same file are not touched. Running the repair again changes nothing;
-being killed in the middle of it loses nothing. A capture that was interrupted while it replaced another one does not
-replace it. Files marked as poisoned are copied, because a sync that failed may have left pages only in memory.
+A record counts when its journal line fits behind the line before and its bytes have the checksum the line names. Once
+a record of a request is bad, later ones of that request are dropped too, so each request keeps a beginning of its rows
+and is marked `complete: false`. Other requests of the same file are not touched. Running the repair again changes
+nothing; being killed in the middle of it loses nothing. A capture that was interrupted while it replaced another one
+does not replace it. Files marked as poisoned are copied: a sync that failed may have left pages only in memory.
 """
 
 from __future__ import annotations
@@ -166,4 +166,3 @@ def _subdirectories(path: str) -> list[str]:
 def _of_stage(journal: str, stage: str) -> bool:
     return re.fullmatch(rf"(packed|per_file){re.escape(stage)}\.journal|shard{re.escape(stage)}-\d+-\d+\.journal",
                         journal) is not None  # fmt: skip
-

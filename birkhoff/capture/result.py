@@ -8,7 +8,10 @@ here.
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -70,3 +73,44 @@ class CaptureResult:
 
 
 NOT_REQUESTED = CaptureResult("not_requested")
+KEPT_RESULTS = 4096
+
+
+def done(result: CaptureResult) -> Future[CaptureResult]:
+    """A result that nobody has to wait for."""
+    future: Future[CaptureResult] = Future()
+    future.set_result(result)
+    return future
+
+
+class Results:
+    """Answers by request key: `pending` from `begin` on, then the result, kept for the last few thousand requests."""
+
+    def __init__(self, kept: int = KEPT_RESULTS):
+        self._kept, self._lock = kept, threading.Lock()
+        self._pending: set[str] = set()
+        self._futures: OrderedDict[str, Future[CaptureResult]] = OrderedDict()
+
+    def begin(self, key: str) -> None:
+        with self._lock:
+            self._pending.add(key)
+            self._futures.pop(key, None)
+
+    def put(self, key: str, future: Future[CaptureResult]) -> Future[CaptureResult]:
+        with self._lock:
+            self._pending.discard(key)
+            self._futures[key] = future
+            while len(self._futures) > self._kept and next(iter(self._futures.values())).done():
+                self._futures.popitem(last=False)
+        return future
+
+    def get(self, key: str, timeout: float = 0) -> CaptureResult:
+        """The result, or `pending` when it is not there after `timeout` seconds."""
+        with self._lock:
+            future, pending = self._futures.get(key), key in self._pending
+        if future is None:
+            return CaptureResult("pending") if pending else NOT_REQUESTED
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            return CaptureResult("pending")

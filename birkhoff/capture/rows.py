@@ -1,27 +1,30 @@
 """Rows of one hook and layer of a whole run, batch by batch: the feed of a probe or an SAE, in bounded memory.
 
-What is held is an index of 40 bytes per record, a few open files and, when shuffling, a pool of rows. Shuffling permutes
-blocks of rows over the whole run and then draws from the pool, so neighbours of a prompt part while the disk still reads
-in blocks; every row comes exactly once, and the same seed gives the same order. Checksums are compared when a record is
-first touched. Labels cost 16 bytes per row of index and are read only when asked for. NumPy only.
+What is held is an index of 40 bytes per block of rows, at most 16 open files with their lists of entries and, when
+shuffling, a pool of rows. Shuffling permutes blocks over the whole run and then draws from the pool, so neighbours of a
+prompt part while the disk still reads in blocks; every row comes exactly once, and the same seed gives the same order.
+Checksums are compared when a record is first touched. Labels are kept only when asked for. NumPy only.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from birkhoff.capture.dtypes import STORED, Array, to_float32
+from birkhoff.capture.dtypes import Array, to_float32
+from birkhoff.capture.naming import per_file_stem
 from birkhoff.capture.sidecar import CaptureFile, Record
 from birkhoff.errors import CaptureFileError, OptionError, quoted
 
-OPEN_FILES = 64
+OPEN_FILES = 16
 POOL_BATCHES = 16
 
 _SIDECAR = re.compile(r"packed(-pp\d+)?\.json|shard-(pp\d+-)?\d+-\d+\.json|\d+_.+\.json")
@@ -40,28 +43,28 @@ class RowBatch:
         return len(self.array)
 
 
-@dataclass
-class _Block:
-    """Rows [start, stop) of record `number` of one file."""
+class _Block(NamedTuple):
+    """Rows [start, stop) of record `number` of one file; `ordinal` counts records over all files."""
 
     sidecar: int
     number: int
     start: int
     stop: int
+    ordinal: int
 
 
 class _Files:
     """Capture files by number, the least recently used closed first."""
 
-    def __init__(self, sidecars: list[Path]):
-        self.sidecars, self._open = sidecars, OrderedDict[int, CaptureFile]()
-        self._checked: dict[int, set[int]] = {}
+    def __init__(self, sidecars: list[Path], labels: bool):
+        self.sidecars, self._labels, self._open = sidecars, labels, OrderedDict[int, CaptureFile]()
+        self.checked = bytearray()  # a flag per record, by ordinal
 
     def __getitem__(self, number: int) -> CaptureFile:
         if number not in self._open:
             while len(self._open) >= OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            self._open[number] = CaptureFile(self.sidecars[number])
+            self._open[number] = CaptureFile(self.sidecars[number], self._labels)
         self._open.move_to_end(number)
         return self._open[number]
 
@@ -70,9 +73,9 @@ class _Files:
         if block.number >= len(file.records):
             raise CaptureFileError(f"{file.path} was replaced while it was read. Start the iteration again.")
         record = file.records[block.number]
-        if verify and record.crc32 is not None and block.number not in self._checked.setdefault(block.sidecar, set()):
+        if verify and not self.checked[block.ordinal]:
             file.check(record)
-            self._checked[block.sidecar].add(block.number)
+            self.checked[block.ordinal] = 1
         return file, record, file.read_rows(record, block.start, block.stop)
 
     def close(self) -> None:
@@ -96,48 +99,48 @@ def iter_rows(
     if dtype not in (None, "float32"):
         raise OptionError(f"dtype is {quoted(dtype)}, expected None or 'float32'.")
     directory = Path(directory)
-    files = _Files(_sidecars(directory))
+    files = _Files(_sidecars(directory), labels)
     form, blocks = _index(files, hook, layer, batch, dtype)
-    if not blocks:
+    if not len(blocks):
         files.close()
-        raise CaptureFileError(f"{directory} holds no finished capture of {quoted(hook)}[{layer}]. Check hook and layer.")
+        raise CaptureFileError(
+            f"{directory} holds no finished capture of {quoted(hook)}[{layer}]. Check hook and layer."
+        )
     return _batches(files, form, blocks, batch, shuffle, seed, dtype, labels, verify, drop_last, pool_rows)
 
 
 def _batches(
-    files: _Files, form: tuple[str, tuple[int, ...]], blocks: list[_Block], batch: int, shuffle: bool, seed: int,
+    files: _Files, form: tuple[str, tuple[int, ...]], blocks: Array, batch: int, shuffle: bool, seed: int,
     dtype: str | None, labels: bool, verify: bool, drop_last: bool, pool_rows: int | None,
 ) -> Iterator[RowBatch]:  # fmt: skip
     random = np.random.default_rng(seed)
-    order = random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))
     most = max(pool_rows or POOL_BATCHES * batch, batch) if shuffle else batch
     held: list[RowBatch] = []
     count = 0
     try:
-        for number in order:
-            block = blocks[number]
-            held.append(_loaded(files, block, form, dtype, labels, verify))
+        for last, number in _with_last(random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))):
+            held.append(_loaded(files, _Block(*blocks[number].tolist()), form, dtype, labels, verify))
             count += len(held[-1])
-            if count >= most:
-                pool = _concatenated(held)
-                if shuffle:
-                    pool = _taken(pool, random.permutation(len(pool)))
-                # Keep most of a shuffled pool, so that rows meet others that are read later.
-                keep = max(count - count // 2, count % batch) if shuffle else 0
-                first = 0
-                while count - first >= batch and count - first > keep:
-                    yield _taken(pool, slice(first, first + batch))
-                    first += batch
-                held, count = [_taken(pool, slice(first, None))], count - first
-        pool = _concatenated(held)
-        if shuffle:
-            pool = _taken(pool, random.permutation(len(pool)))
-        for first in range(0, len(pool), batch):
-            piece = _taken(pool, slice(first, first + batch))
-            if len(piece) and (len(piece) == batch or not drop_last):
-                yield piece
+            if count < most and not last:
+                continue
+            pool = _concatenated(held)
+            order = random.permutation(count) if shuffle else np.arange(count)
+            # Half of a shuffled pool stays, so that rows meet others that are read later.
+            keep = 0 if last or not shuffle else count // 2
+            first = 0
+            while count - first >= batch and count - first > keep:
+                yield _taken(pool, order[first : first + batch])
+                first += batch
+            held, count = [_taken(pool, order[first:])], count - first
+        if count and not drop_last:
+            yield held[0]
     finally:
         files.close()
+
+
+def _with_last(numbers: Array) -> Iterator[tuple[bool, int]]:
+    for place, number in enumerate(numbers):
+        yield place == len(numbers) - 1, int(number)
 
 
 def _sidecars(directory: Path) -> list[Path]:
@@ -158,12 +161,12 @@ def _sidecars(directory: Path) -> list[Path]:
 
 def _index(
     files: _Files, hook: str, layer: int, batch: int, dtype: str | None
-) -> tuple[tuple[str, tuple[int, ...]], list[_Block]]:
-    """Dtype and row shape of what was asked for, and its rows in blocks of at most a batch."""
+) -> tuple[tuple[str, tuple[int, ...]], Array]:
+    """Dtype and row shape of what was asked for, and its rows in blocks [n, 5] of at most a batch."""
     form: tuple[str, tuple[int, ...]] | None = None
-    blocks: list[_Block] = []
+    blocks = array("q")
     for number, sidecar in enumerate(files.sidecars):
-        if re.match(r"\d+_", sidecar.name) and sidecar.name != f"{layer}_{hook}.json":
+        if re.match(r"\d+_", sidecar.name) and sidecar.name != f"{per_file_stem(layer, hook)}.json":
             continue  # another hook's file; its name says so
         file = files[number]
         for place, record in enumerate(file.records):
@@ -173,51 +176,50 @@ def _index(
             form = form or found
             if found[1] != form[1] or (dtype is None and found[0] != form[0]):
                 raise CaptureFileError(
-                    f"{file.path}: {record.name} is {found[0]} {found[1]}, and rows before it were {form[0]} {form[1]}. "
-                    "Read them apart, or with dtype='float32' where only the dtypes differ."
+                    f"{file.path}: {record.name} is {found[0]} {found[1]}, and rows before it were {form[0]} "
+                    f"{form[1]}. Read them apart, or with dtype='float32' where only the dtypes differ."
                 )
-            blocks += [
-                _Block(number, place, start, min(start + batch, record.rows)) for start in range(0, record.rows, batch)
-            ]
-    return form or ("float32", ()), blocks
+            for start in range(0, record.rows, batch):
+                blocks.extend((number, place, start, min(start + batch, record.rows), len(files.checked)))
+            files.checked.append(record.crc32 is None)
+    return form or ("float32", ()), np.array(blocks, np.int64).reshape(-1, 5)
 
 
 def _loaded(
     files: _Files, block: _Block, form: tuple[str, tuple[int, ...]], dtype: str | None, labels: bool, verify: bool
 ) -> RowBatch:
-    file, record, array = files.rows(block, verify)
+    file, record, stored = files.rows(block, verify)
     if record.shape[1:] != form[1] or (dtype is None and record.dtype != form[0]):
         raise CaptureFileError(f"{file.path} was replaced while it was read. Start the iteration again.")
     rows = slice(block.start, block.stop)
     if dtype == "float32":
-        array = to_float32(array, record.dtype, None if record.scale is None else record.scale[rows])
+        stored = to_float32(stored, record.dtype, None if record.scale is None else record.scale[rows])
     if not labels:
-        return RowBatch(array)
+        return RowBatch(stored)
     request = record.request_id or str(file.facts.get("request_id", ""))
-    columns = [
-        np.full(len(array), -1, np.int64) if values is None else np.array(values[rows], np.int64)
+    positions, token_ids = (
+        np.full(len(stored), -1, np.int64) if values is None else values[rows]
         for values in (record.positions, record.token_ids)
-    ]
-    return RowBatch(array, *columns, [request] * len(array))
+    )
+    return RowBatch(stored, positions, token_ids, [request] * len(stored))
 
 
 def _concatenated(batches: list[RowBatch]) -> RowBatch:
-    if not batches:
-        return RowBatch(np.empty((0,), STORED["float32"]))
-    first = batches[0]
-    array = np.concatenate([batch.array for batch in batches])
-    if first.positions is None:
-        return RowBatch(array)
+    together = np.concatenate([batch.array for batch in batches])
+    if batches[0].positions is None:
+        return RowBatch(together)
     return RowBatch(
-        array,
+        together,
         np.concatenate([batch.positions for batch in batches if batch.positions is not None]),
         np.concatenate([batch.token_ids for batch in batches if batch.token_ids is not None]),
         [name for batch in batches for name in batch.requests or ()],
     )
 
 
-def _taken(batch: RowBatch, rows: Array | slice) -> RowBatch:
+def _taken(batch: RowBatch, rows: Array) -> RowBatch:
+    """A copy of these rows; a view would keep the whole pool alive."""
     if batch.positions is None or batch.token_ids is None or batch.requests is None:
         return RowBatch(batch.array[rows])
-    chosen = batch.requests[rows] if isinstance(rows, slice) else [batch.requests[row] for row in rows]
-    return RowBatch(batch.array[rows], batch.positions[rows], batch.token_ids[rows], chosen)
+    return RowBatch(
+        batch.array[rows], batch.positions[rows], batch.token_ids[rows], [batch.requests[row] for row in rows]
+    )

@@ -179,10 +179,10 @@ class Seal:
         for text in self._entries():
             _join(joined, json.loads(text))
         for stem, entry in joined.items():
-            for name in ("positions", "token_ids", "scale"):
+            for name in _PER_ROW:
                 if name in entry:
                     entry[name] = entry[name].tolist()
-            if len(set(entry["phase"])) == 1:
+            if len(set(entry.get("phase", ()))) == 1:
                 entry["phase"] = entry["phase"][0]
             yield stem, json.dumps(self._facts() | entry).encode() + b"\n"
 
@@ -247,29 +247,29 @@ def sync_directories(disk: Disk, directories: Iterable[str]) -> dict[str, OSErro
     return failed
 
 
-def phase_list(phase: str | list[str], rows: int) -> list[str]:
-    """A sidecar says one word when all rows are of one phase."""
-    return [phase] * rows if isinstance(phase, str) else phase
+_PER_ROW = {"positions": "q", "token_ids": "q", "scale": "f"}  # kept as arrays while parts are joined
 
 
 def _join(joined: dict[str, dict[str, Any]], part: dict[str, Any]) -> None:
     """Add one entry of the journal to the sidecar of its file."""
     stem, rows = part.pop("file"), part["shape"][0]
-    part["phase"] = phase_list(part["phase"], rows)
     for name in ("offset", "nbytes"):
         del part[name]
     part["crc32"] = part.pop("file_crc32")  # of the whole file up to and with this part
+    if isinstance(part.get("phase"), str):
+        part["phase"] = [part["phase"]] * rows
+    for name, kind in _PER_ROW.items():
+        if name in part:
+            part[name] = array(kind, part[name])
     if stem not in joined:
-        part |= {name: array("q", part[name]) for name in ("positions", "token_ids")}
-        if "scale" in part:
-            part["scale"] = array("f", part["scale"])
         joined[stem] = part
         return
     whole = joined[stem]
     whole["shape"][0] += rows
     whole["crc32"] = part["crc32"]
     whole["steps"][1] = part["steps"][1]
-    whole["phase"] += part["phase"]
-    for name in ("positions", "token_ids", "scale"):
-        if name in whole:
-            whole[name].extend(array(whole[name].typecode, part[name]))
+    for name in (*_PER_ROW, "phase"):
+        if name in whole and name in part:
+            whole[name] += part[name]
+        else:
+            whole.pop(name, None)  # half a list would label the wrong rows

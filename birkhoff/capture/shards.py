@@ -1,8 +1,8 @@
 """Shards: files that many requests share, one open per slot of each tag, replaced when full.
 
-A request always goes to the slot its name hashes to, so its rows keep their order; when a shard is full in the middle of
-a request the next one continues it. Only `max_open` shards are kept open: the one unused for longest is sealed first. A
-shard that failed is put aside and the slot starts a fresh one, so one bad file does not stop the next request.
+A request always goes to the slot its name hashes to, so its rows keep their order; when a shard is full in the middle
+of a request the next one continues it. Only `max_open` shards are kept open: the one unused for longest is sealed
+first. A shard that failed is put aside and the slot starts a fresh one, so one bad file does not stop the next request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Capture files as records: sidecars parsed with distrust, payloads read by range.
 
-Every number of a sidecar is bounded before it is used: counts and sizes are whole, an entry's bytes follow from its shape
-and dtype and lie inside the payload, and a sidecar has a limited size and number of entries. So arbitrary bytes give a
-`CaptureFileError` or a correct array, never a crash, a hang or an allocation larger than the files themselves. Payload
-and sidecar are opened together and belong together: if a writer replaces a capture in that moment, the reader tries
-again. NumPy only.
+Every number of a sidecar is bounded before it is used: counts and sizes are whole, an entry's bytes follow from its
+shape and dtype and lie inside the payload, and a sidecar has a limited size and number of entries. So arbitrary bytes
+give a `CaptureFileError` or a correct array, never a crash, a hang or an allocation larger than the files themselves.
+Payload and sidecar are opened together and belong together: if a writer replaces a capture in that moment, the reader
+tries again. NumPy only.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Record:
     nbytes: int
     shape: tuple[int, ...]  # rows first
     dtype: str
-    positions: list[int] | None
-    token_ids: list[int] | None
+    positions: Array | None  # int64
+    token_ids: Array | None
     phases: list[str] | None
     scale: Array | None
     crc32: int | None
@@ -62,10 +62,13 @@ class Record:
 
 
 class CaptureFile:
-    """One sidecar and its payload, both open. `facts` is what the sidecar says besides its entries."""
+    """One sidecar and its payload, both open. `facts` is what the sidecar says besides its entries.
 
-    def __init__(self, sidecar: str | os.PathLike[str]):
-        self.path = Path(sidecar)
+    Without `labels`, positions, token ids and phases are checked and not kept: small rows have more of them than bytes.
+    """
+
+    def __init__(self, sidecar: str | os.PathLike[str], labels: bool = True):
+        self.path, self._keep_labels = Path(sidecar), labels
         self.payload_path = self.path.with_suffix(".bin")
         self._file = -1
         for _ in range(8):  # a capture that is being replaced is whole again after a moment
@@ -92,10 +95,10 @@ class CaptureFile:
                 self.payload_path, dtype=stored, mode="c", offset=record.offset, shape=record.nbytes // stored.itemsize
             )
             flat: Array = mapped.view(np.ndarray)
-            total = zlib.crc32(memoryview(mapped).cast("B")) if verify and record.crc32 is not None else record.crc32
+            total = zlib.crc32(_bytes_of(flat)) if verify and record.crc32 is not None else record.crc32
         else:
             flat = np.empty(record.nbytes // stored.itemsize, stored)
-            total = self._fill(record, memoryview(flat.view(np.uint8)), verify)
+            total = self._fill(record, _bytes_of(flat), verify)
         self._compare(record, total)
         return flat.reshape(record.shape)
 
@@ -113,7 +116,7 @@ class CaptureFile:
         """Some rows of a record, without its checksum."""
         row_bytes = record.nbytes // record.rows
         out = np.empty((stop - start, *record.shape[1:]), STORED[record.dtype])
-        self._read_into(record, memoryview(out.reshape(-1).view(np.uint8)), record.offset + start * row_bytes)
+        self._read_into(record, _bytes_of(out), record.offset + start * row_bytes)
         return out
 
     def close(self) -> None:
@@ -190,7 +193,7 @@ class CaptureFile:
         dtype = entry.get("dtype", dtype)
         if not isinstance(dtype, str) or dtype not in STORED:
             self._refuse(f"dtype of {label} is {quoted(dtype)}, expected one of {', '.join(STORED)}.")
-        shape = entry.get("shape")
+        shape: Any = entry.get("shape")
         if not _whole_numbers(shape, MAX_ROWS) or len(shape) != 2 or not 1 <= shape[1] <= MAX_WIDTH:
             self._refuse(f"shape of {label} is {quoted(shape)}, expected [rows, width].")
         rows, width = shape
@@ -226,20 +229,24 @@ class CaptureFile:
             self._refuse(f"{name} of an entry is {quoted(value)}, expected a whole number below {limit}.")
         return value
 
-    def _labels(self, entry: dict[str, Any], name: str, label: str, rows: int) -> list[int] | None:
+    def _labels(self, entry: dict[str, Any], name: str, label: str, rows: int) -> Array | None:
         values = entry.get(name)
         if values is not None and (not _whole_numbers(values, 1 << 62) or len(values) != rows):
             self._refuse(f"{name} of {label} are {_kind(values)}, expected {rows} whole numbers.")
-        return values
+        return None if values is None or not self._keep_labels else np.array(values, np.int64)
 
     def _phases(self, entry: dict[str, Any], label: str, rows: int) -> list[str] | None:
         phase = entry.get("phase")
         words = [phase] * min(rows, 1) if isinstance(phase, str) else phase
         if phase is None:
             return None
-        known = isinstance(words, list) and all(isinstance(word, str) and word in ("prefill", "decode") for word in words)
+        known = isinstance(words, list) and all(
+            isinstance(word, str) and word in ("prefill", "decode") for word in words
+        )
         if not known or (isinstance(phase, list) and len(phase) != rows):
             self._refuse(f"phase of {label} is {_kind(phase)}, expected prefill or decode for {rows} rows.")
+        if not self._keep_labels:
+            return None
         # The payload bounds the number of rows, so a word can be repeated for each of them.
         return [phase] * rows if isinstance(phase, str) else phase
 
@@ -261,6 +268,10 @@ class CaptureFile:
         ):
             self._refuse(f"axes of {label} are {quoted(axes)}, expected names.")
         return axes
+
+
+def _bytes_of(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
 
 
 def _open(path: Path, what: str) -> int:

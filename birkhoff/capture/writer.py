@@ -57,7 +57,8 @@ class CaptureWriter:
             self._committer = Committer(self._disk, self.root, options.fsync, options.queue_size, self._settle)
             self._shards = Shards(
                 self.root, self._stage, options.num_shards, options.shard_max_bytes,
-                max(options.fd_cache_size // 2, 1), self._open_shard, lambda file: self._committer.submit(Job(seal=file)),
+                max(options.fd_cache_size // 2, 1), self._open_shard,
+                lambda file: self._committer.submit(Job(seal=file)),
             )  # fmt: skip
         except BaseException:
             self._lock.release(clean=False)
@@ -181,7 +182,9 @@ class CaptureWriter:
         try:
             json.dumps(dict(request.meta), allow_nan=False)
         except (TypeError, ValueError) as error:
-            raise CaptureWriteError(f"the facts about request {quoted(request.request_id)} are not JSON ({error}).") from None
+            raise CaptureWriteError(
+                f"the facts about request {quoted(request.request_id)} are not JSON ({error})."
+            ) from None
         if state.layout == "sharded":
             state.directory, _ = self._places.tag(request.tag)
             name = self._places.claim_in_shards(state.directory, request.request_id)
@@ -235,12 +238,12 @@ class CaptureWriter:
         if warning is None and dropped:
             warning = f"{dropped} rows were dropped: the capture queue was full"
         status: Status = "ok" if warning is None else "partial_error"
-        state.future.set_result(
-            CaptureResult(
-                status, identity, warning, state.rows, state.nbytes, len(state.keys), dropped, tuple(state.sums),
-                {path: running.hexdigest() for path, running in state.sums.items()}, self.options.fsync,
-            )  # fmt: skip
-        )
+        sums = {path: running.hexdigest() for path, running in state.sums.items()}
+        result = CaptureResult(
+            status, identity, warning, state.rows, state.nbytes, len(state.keys), dropped, tuple(sums), sums,
+            self.options.fsync,
+        )  # fmt: skip
+        state.future.set_result(result)
 
 
 def _note(state: RequestState, error: Exception) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import torch
 
+from birkhoff.api.feed import ActBatch, feed
 from birkhoff.api.prompts import Captures, Prompt, TextStream, check_ids, is_single, not_built, per_prompt
+from birkhoff.capture.acts import CapturedRows
 from birkhoff.capture.job import CaptureJob, MemoryKeeper
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
@@ -24,6 +26,7 @@ from birkhoff.errors import (
     TextUnavailable,
     quoted,
 )
+from birkhoff.hooks.names import Address
 from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.schema import HookSchema, build_hook_schema
 from birkhoff.hooks.sites import Site
@@ -163,6 +166,33 @@ class Engine:
                         return
         finally:
             self._core.cancel(request)
+
+    def stream_acts(self, texts: Iterable[Prompt], capture: Capture, batch_rows: int = 8192) -> Iterator[ActBatch]:
+        """Activation rows of many texts in batches of `batch_rows`, in order, in bounded memory."""
+        return feed(self, texts, capture, batch_rows)
+
+    @property
+    def max_requests(self) -> int:
+        """How many requests run at once."""
+        return self._core.scheduler.slots.size
+
+    def submit_prompt(self, prompt: Prompt, capture: Capture) -> Request:
+        """Queue a prompt for its activations alone."""
+        request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture)
+        self._core.submit(request)
+        return request
+
+    def wait_for_acts(self, request: Request) -> Mapping[Address, CapturedRows]:
+        """Drive the engine until a submitted prompt has run; its captured rows."""
+        while not request.done:
+            request.events.clear()
+            self._core.drive(request)
+        if request.error is not None:
+            raise request.error
+        return Output.of(request).acts
+
+    def cancel(self, request: Request) -> None:
+        self._core.cancel(request)
 
     def close(self) -> None:
         """End every running request and refuse new ones."""

@@ -215,7 +215,7 @@ def test_batch_invariance_is_bit_for_bit(model, invariant_alone, data):
 
 
 def test_batch_invariance_of_the_plain_twins_and_after_preemption(plain):
-    """One prompt ends its page while it is generated, and the pages are all taken: its younger neighbour starts over."""
+    """Prompts end their page while they generate, and all pages are taken: the youngest starts over, output and all."""
     prompts = [random_tokens(TINY, length, length).tolist() for length in (120, 30, 122)]
 
     def run(picks, pages):

@@ -84,17 +84,15 @@ def write_all(disk: Disk, file: int, data: bytes | bytearray | memoryview, offse
         view = view[taken:]
 
 
-def ensure_directory(disk: Disk, path: str) -> bool:
-    """Make one directory; True when it is new and its parent needs syncing. A link in its place is refused."""
+def ensure_directory(disk: Disk, path: str) -> None:
+    """Make one directory unless it is there. A link in its place is refused."""
     try:
         disk.mkdir(path)
-        return True
     except FileExistsError:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             raise CaptureWriteError(
                 f"{os.path.basename(path)} in the capture root is not a directory. Move it away, or use another tag."
             ) from None
-        return False
 
 
 def remove(disk: Disk, path: str) -> bool:

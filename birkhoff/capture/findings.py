@@ -72,8 +72,12 @@ class Findings:
     @property
     def worth_keeping(self) -> bool:
         """Whether there is anything to seal, and nothing better in its place."""
+        if not self.header:
+            return False
+        if self.header["layout"] == "sharded":  # a request may end here and have its rows in an earlier shard
+            return any(self.good) or bool(self.finished)
         complete = bool(self.finished) and not self.broken
-        return bool(self.header) and (complete or (any(self.good) and not self.would_replace()))
+        return complete or (any(self.good) and not self.would_replace())
 
     def would_replace(self) -> bool:
         """Whether another capture stands where this one would go."""

@@ -30,6 +30,7 @@ from birkhoff.hooks.sites import BY_NAME
 
 MAX_ENTRY_ROWS = 1 << 16  # keeps a journal line and a reader's unit of work small
 MAX_ENTRIES = 1 << 20  # of one packed file: what readers accept
+MAX_PATIENCE = 64 << 20
 ROW_OVERHEAD, CHUNK_OVERHEAD = 64, 1024  # what waiting labels cost in memory, roughly
 
 
@@ -41,7 +42,8 @@ class RequestState:
     layout: str
     directory: str = ""  # relative to the root
     files: list[OpenFile] = field(default_factory=list)
-    rows: int = 0
+    offered_rows: int = 0  # accepted by `append`
+    rows: int = 0  # handed to the system
     nbytes: int = 0
     keys: set[tuple[int, str]] = field(default_factory=set)
     lost_rows: int = 0
@@ -92,7 +94,12 @@ class OpenFile:
         self._journal = Journal(disk, os.path.join(self.directory, stem + JOURNAL))
         self._journal.add("open", {**header, "stem": stem, "atomic": atomic})
         if self.layout != "per_file":
-            self._payload(stem)
+            try:
+                self._payload(stem)
+            except BaseException:
+                self._journal.close()
+                remove(disk, self._journal.path)
+                raise
 
     @property
     def journal_name(self) -> str:
@@ -127,8 +134,9 @@ class OpenFile:
         with self.lock:
             self._refuse_if_poisoned()
             self._waiting.setdefault((state, chunk.layer, chunk.hook), []).append(chunk)
+            state.offered_rows += chunk.num_rows
             self._weight += chunk.nbytes + ROW_OVERHEAD * chunk.num_rows + CHUNK_OVERHEAD
-            if self._weight >= self._coalesce:
+            if self._weight >= self._patience():
                 self.flush()
 
     def finish(self, state: RequestState, finish: Finish) -> None:
@@ -136,6 +144,7 @@ class OpenFile:
             self._refuse_if_poisoned()
             self.flush()  # the end of a request is written behind its rows
             facts: dict[str, Any] = {"request_id": state.request.request_id, "finish_reason": finish.finish_reason}
+            facts["rows"] = state.offered_rows  # of all files: a reader can tell when one of them is missing
             if finish.prompt_len is not None:
                 facts["prompt_len"] = finish.prompt_len
             lost = finish.dropped_rows + state.lost_rows
@@ -211,6 +220,11 @@ class OpenFile:
                 remove(self._disk, path)
         remove(self._disk, os.path.join(self.directory, self.journal_name))
         remove(self._disk, os.path.join(self.directory, self.stem + POISON))
+
+    def _patience(self) -> int:
+        """How many bytes may wait. A long capture waits longer, so that its sidecar stays within what readers take."""
+        doublings = self.num_entries // (MAX_ENTRIES // 8)
+        return max(min(self._coalesce << doublings, MAX_PATIENCE), self._coalesce)
 
     def _refuse_if_poisoned(self) -> None:
         if self.error is not None:

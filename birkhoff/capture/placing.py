@@ -30,12 +30,13 @@ class Places:
         self._disk, self._root, self._on_collision, self._stage = disk, root, on_collision, stage
         self._lock = threading.Lock()
         self._claimed: dict[str, Identity] = {}
+        self._durable_tags: set[str] = set()  # directories whose name in the root has been synced by this run
         self._tags: dict[str, str] = {}  # directory -> tag, for this run
         self._directories: dict[str, str] = {}  # tag -> directory
         self._shard_ids: dict[str, set[int]] = {}  # tag directory -> hashes of the request ids in its shards
 
-    def tag(self, tag: str) -> tuple[str, bool]:
-        """The directory of a tag, relative to the root, and whether it is new."""
+    def tag(self, tag: str) -> str:
+        """The directory of a tag, relative to the root."""
         with self._lock:
             if tag not in self._directories:
                 name = slug(tag)
@@ -43,12 +44,22 @@ class Places:
                     name = f"{name}-{short_hash(tag)}"
                 self._tags[name], self._directories[tag] = tag, name
             name = self._directories[tag]
-            return name, ensure_directory(self._disk, os.path.join(self._root, name))
+            ensure_directory(self._disk, os.path.join(self._root, name))
+            return name
 
-    def claim(self, tag: str, request_id: str) -> tuple[str, bool, list[str]]:
-        """A directory for one request: relative path, whether it replaces a capture, and directories to sync."""
-        parent, fresh_tag = self.tag(tag)
-        unsynced = [self._root] if fresh_tag else []
+    def unsynced(self, tag_directory: str) -> set[str]:
+        """Directories above a capture that have to be synced for its name to last.
+
+        Who made them does not matter: whoever did may have died, or be waiting for a sync of its own."""
+        return set() if tag_directory in self._durable_tags else {self._root}
+
+    def settle(self, tag_directory: str) -> None:
+        """A capture in this tag is durable, and so is the tag's own name."""
+        self._durable_tags.add(tag_directory)
+
+    def claim(self, tag: str, request_id: str) -> tuple[str, bool]:
+        """A directory for one request, relative to the root, and whether it replaces a capture."""
+        parent = self.tag(tag)
         identity = (tag, request_id)
         with self._lock:
             base = f"{parent}/{slug(request_id)}"
@@ -58,12 +69,11 @@ class Places:
             replaces = self._owner(path)[0] is not None
             self._claimed[path] = identity
         try:
-            if ensure_directory(self._disk, os.path.join(self._root, path)):
-                unsynced.append(os.path.join(self._root, parent))
+            ensure_directory(self._disk, os.path.join(self._root, path))
         except BaseException:
             self.release(path)
             raise
-        return path, replaces, unsynced
+        return path, replaces
 
     def release(self, path: str) -> None:
         with self._lock:

@@ -148,6 +148,7 @@ def read_sharded(
     wanted = None if requests is None else set(requests)
     parts: dict[tuple[str, int, str], list[tuple[Record, Array]]] = {}
     facts: dict[str, dict[str, Any]] = {}
+    rows: dict[str, int] = {}  # that the shards list, by request: fewer than it says at its end when a shard is gone
     found = [(int(match[2]), match[0]) for match in map(_SHARD.fullmatch, _names(directory)) if match]
     for _, name in sorted(found):  # a slot's shards in the order they were written
         with CaptureFile(directory / name) as file:
@@ -156,10 +157,13 @@ def read_sharded(
                 if record.request_id is None:
                     raise CaptureFileError(f"{file.path}: an entry of {record.name} names no request_id.")
                 if wanted is None or record.request_id in wanted:
+                    rows[record.request_id] = rows.get(record.request_id, 0) + record.rows
                     array = _read(file, record, verify, False, on_damage)
                     if array is not None:
                         parts.setdefault((record.request_id, record.layer, record.hook), []).append((record, array))
     entries: dict[str, dict[Address, CaptureEntry]] = {}
+    for request, known in facts.items():
+        known["complete"] = bool(known.get("complete")) and known.get("rows", rows.get(request)) == rows.get(request, 0)
     for (request, layer, hook), pieces in parts.items():
         entries.setdefault(request, {})[layer, hook] = _joined(pieces, facts.get(request, {}))
     return entries

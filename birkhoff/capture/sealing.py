@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 RESERVED = frozenset(
     """layout dtype entries requests layer hook shape offset nbytes row_shape positions token_ids phase row_offset steps
     crc32 scale axes file file_crc32 complete write_id created_at format_version shard_idx seq request_id tag
-    finish_reason dropped_rows error""".split()
+    finish_reason dropped_rows rows error""".split()
 )
 _BLOCK = 1 << 20
 

@@ -165,9 +165,11 @@ class CaptureWriter:
             path = os.path.dirname(path)
         for path in reversed(missing):
             self._disk.mkdir(path)
-        if missing and self.options.fsync:
+        if self.options.fsync:
             for error in sync_directories(self._disk, [os.path.dirname(path) for path in missing]).values():
                 raise error
+            # A root that was there may be as new as we are. Its parent may not be ours to open; then it is not our doing.
+            sync_directories(self._disk, [os.path.dirname(self.root)])
 
     def _place(self, state: RequestState) -> None:
         request = state.request
@@ -186,11 +188,11 @@ class CaptureWriter:
                 f"the facts about request {quoted(request.request_id)} are not JSON ({error})."
             ) from None
         if state.layout == "sharded":
-            state.directory, _ = self._places.tag(request.tag)
+            state.directory = self._places.tag(request.tag)
             name = self._places.claim_in_shards(state.directory, request.request_id)
             state.request = replace(request, request_id=name)
             return
-        state.directory, replaces, unsynced = self._places.claim(request.tag, request.request_id)
+        state.directory, replaces = self._places.claim(request.tag, request.request_id)
         stem = ("packed" if state.layout == "packed" else "per_file") + self._stage
         header = {"layout": state.layout, "request_id": request.request_id, "tag": request.tag, "replace": replaces}
         try:
@@ -198,12 +200,13 @@ class CaptureWriter:
         except BaseException:
             self._places.release(state.directory)
             raise
-        file.unsynced_directories |= set(unsynced)
+        tag_directory = os.path.dirname(state.directory)
+        file.unsynced_directories |= {os.path.join(self.root, tag_directory)} | self._places.unsynced(tag_directory)
         file.begin(state)
 
     def _open_shard(self, directory: str, stem: str, header: dict[str, Any]) -> OpenFile:
         file = self._open(directory, stem, {**header, "request_id": "", "replace": False})
-        file.unsynced_directories.add(self.root)  # the tag may be as new as the shard
+        file.unsynced_directories |= self._places.unsynced(directory)
         return file
 
     def _open(self, directory: str, stem: str, header: dict[str, Any]) -> OpenFile:
@@ -231,6 +234,7 @@ class CaptureWriter:
         if state.error is not None:
             state.future.set_result(CaptureResult("error", identity, state.error, dropped_rows=state.lost_rows))
             return
+        self._places.settle(state.directory.split("/")[0])
         dropped = state.lost_rows + finish.dropped_rows
         warning = finish.error or state.warning
         if warning is None and state.abandoned:

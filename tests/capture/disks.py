@@ -1,0 +1,121 @@
+"""Disks for tests: one that does not wait, one that fails on request, one that stops in the middle."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from birkhoff.capture.disk import Disk
+
+
+class SoftDisk(Disk):
+    """Syncs cost nothing and are counted: most tests are not about the disk's speed."""
+
+    def __init__(self) -> None:
+        self.calls: Counter[str] = Counter()
+        self._paths: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def path(self, file: int) -> str:
+        return self._paths[file]
+
+    def note(self, call: str, path: str) -> None:
+        with self._lock:
+            self.calls[call] += 1
+
+    def open(self, path: str, flags: int) -> int:
+        self.note("open", path)
+        file = super().open(path, flags)
+        self._paths[file] = path
+        return file
+
+    def write(self, file: int, data: memoryview, offset: int) -> int:
+        self.note("write", self._paths[file])
+        return super().write(file, data, offset)
+
+    def truncate(self, file: int, size: int) -> None:
+        self.note("truncate", self._paths[file])
+        super().truncate(file, size)
+
+    def fsync(self, file: int) -> None:
+        self.note("fsync", self._paths[file])
+
+    def rename(self, old: str, new: str) -> None:
+        self.note("rename", old)
+        super().rename(old, new)
+
+    def unlink(self, path: str) -> None:
+        self.note("unlink", path)
+        super().unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        self.note("mkdir", path)
+        super().mkdir(path)
+
+    def sync_directory(self, path: str) -> None:
+        self.note("sync_directory", path)
+
+
+class FaultyDisk(SoftDisk):
+    """`fault(call, path)` answers an errno to fail with, or None. `short` limits how many bytes one write takes."""
+
+    def __init__(self, fault: Callable[[str, str], int | None] = lambda call, path: None, short: int | None = None):
+        super().__init__()
+        self.fault, self.short = fault, short
+        self.synced_after_failure: list[str] = []
+        self._failed: set[int] = set()
+
+    def note(self, call: str, path: str) -> None:
+        super().note(call, path)
+        number = self.fault(call, path)
+        if number is not None:
+            raise OSError(number, os.strerror(number), path)
+
+    def write(self, file: int, data: memoryview, offset: int) -> int:
+        return super().write(file, data[: self.short] if self.short else data, offset)
+
+    def fsync(self, file: int) -> None:
+        if file in self._failed:
+            self.synced_after_failure.append(self.path(file))
+        try:
+            super().fsync(file)
+        except OSError:
+            self._failed.add(file)
+            raise
+
+    def close(self, file: int) -> None:
+        self._failed.discard(file)
+        super().close(file)
+
+
+class Stopped(BaseException):
+    """The process is gone; nothing of ours may catch this."""
+
+
+class StoppingDisk(SoftDisk):
+    """Ends before the call with this number that would change something."""
+
+    def __init__(self, after: int):
+        super().__init__()
+        self.left = after
+
+    def note(self, call: str, path: str) -> None:
+        super().note(call, path)
+        self.left -= 1
+        if self.left < 0:
+            raise Stopped
+
+
+class SlowDisk(SoftDisk):
+    """Syncs take time, so that jobs pile up behind them."""
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds = seconds
+
+    def fsync(self, file: int) -> None:
+        super().fsync(file)
+        time.sleep(self.seconds)

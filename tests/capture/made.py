@@ -1,0 +1,63 @@
+"""Chunks whose every bit follows from their names, so that any row read back anywhere can be checked."""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import numpy as np
+
+from birkhoff.capture.chunk import Chunk
+from birkhoff.capture.dtypes import STORED
+
+SHAPES = {
+    "post_attn": ("bfloat16", (8,)),
+    "mhc_streams_pre_attn": ("bfloat16", (4, 6)),
+    "mhc_attn_res_mix": ("float32", (4, 4)),
+    "mlp_out": ("float16", (8,)),
+    "mlp_in": ("fp8_e4m3", (8,)),
+}
+
+
+def bits(request: str, hook: str, layer: int, start: int, rows: int) -> np.ndarray:
+    """Rows [start, start + rows) of one site of one request, as stored: [rows, width]."""
+    dtype, shape = SHAPES[hook]
+    width, stored = math.prod(shape), STORED[dtype]
+    base = zlib.crc32(f"{request}/{hook}/{layer}".encode())
+    numbers = (np.arange(start * width, (start + rows) * width, dtype=np.uint64) + base) * 2654435761
+    return (numbers >> 7).astype(f"u{stored.itemsize}").view(stored).reshape(rows, width)
+
+
+def scales(request: str, start: int, rows: int) -> np.ndarray:
+    return ((np.arange(start, start + rows) + zlib.crc32(request.encode()) % 97) / 8 + 0.125).astype(np.float32)
+
+
+def tokens(request: str, start: int, rows: int) -> list[int]:
+    return [(zlib.crc32(request.encode()) + 31 * row) % 129280 for row in range(start, start + rows)]
+
+
+def chunk(request: str, hook: str, layer: int, start: int, rows: int, *, tag: str = "run", prompt: int = 4, **extra):
+    dtype, shape = SHAPES[hook]
+    return Chunk(
+        request_id=request, tag=tag, hook=hook, layer=layer, rows=bits(request, hook, layer, start, rows), dtype=dtype,
+        row_shape=shape, positions=list(range(start, start + rows)), token_ids=tokens(request, start, rows),
+        phases="".join("p" if row < prompt else "d" for row in range(start, start + rows)), row_offset=start,
+        step_index=start, scale=scales(request, start, rows) if dtype == "fp8_e4m3" else None, **extra,
+    )  # fmt: skip
+
+
+def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
+    """Equal as stored, NaN or not."""
+    return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
+
+
+def assert_is_prefix(entry, request: str, rows: int | None = None) -> None:
+    """The entry holds the first rows of what `chunk` made, all of them labelled; all `rows` when told how many."""
+    count = len(entry.array)
+    dtype, shape = SHAPES[entry.hook]
+    assert entry.dtype == dtype and entry.array.shape == (count, *shape)
+    assert same_bits(entry.array, bits(request, entry.hook, entry.layer, 0, count).reshape(count, *shape))
+    assert entry.positions == list(range(count)) and entry.token_ids == tokens(request, 0, count)
+    if dtype == "fp8_e4m3":
+        assert same_bits(entry.scale, scales(request, 0, count))
+    assert rows is None or count == rows, f"{entry.hook}[{entry.layer}] of {request}: {count} rows, expected {rows}"

@@ -10,6 +10,7 @@ import torch
 
 from birkhoff.capture.acts import CapturedRows
 from birkhoff.capture.job import CaptureJob, MemoryKeeper
+from birkhoff.capture.result import CaptureResult
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
 from birkhoff.errors import CaptureError, RequestError, SiteError
 
@@ -24,6 +25,7 @@ class Output:
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
     acts: Mapping[tuple[str, int], CapturedRows] = field(default_factory=dict)
+    capture_results: dict[str, CaptureResult] = field(default_factory=dict)
     interp: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float | int | None] = field(default_factory=dict)
     message: Any = None
@@ -39,6 +41,7 @@ class Output:
             finish_reason=request.finish_reason,
             logprobs=list(request.logprobs) if request.options.logprobs is not None else None,
             acts=_acts(request),
+            capture_results=_capture_results(request),
             timings=_timings(request),
             message=message,
             error=request.error,
@@ -53,6 +56,15 @@ def _acts(request: Request) -> Mapping[tuple[str, int], CapturedRows]:
                 raise CaptureError(f"the capture failed ({job.error}); the answer is complete. Ask again without it.")
             return job.keeper.acts()
     return {}
+
+
+def _capture_results(request: Request) -> dict[str, CaptureResult]:
+    """What became of rows that went elsewhere, by consumer; waits until files are durable."""
+    found: dict[str, CaptureResult] = {}
+    for job in request.plan.jobs if request.plan is not None else ():
+        if isinstance(job, CaptureJob):
+            found |= job.keeper.results()
+    return found
 
 
 def _timings(request: Request) -> dict[str, float | int | None]:

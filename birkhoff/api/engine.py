@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from birkhoff.api.captures import CaptureDesk, CaptureWish
 from birkhoff.api.feed import ActBatch, feed
-from birkhoff.api.prompts import Captures, Prompt, TextStream, check_ids, is_single, not_built, per_prompt
+from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, not_built, per_prompt
 from birkhoff.capture.acts import CapturedRows
-from birkhoff.capture.job import CaptureJob, MemoryKeeper
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
 from birkhoff.engine.engine import EngineCore
@@ -35,15 +36,23 @@ from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream, Trace
 from birkhoff.text.chat import encode_chat
 from birkhoff.text.literals import Literals
-from birkhoff.text.parse import parse_completion
+from birkhoff.text.live import ChatStream, TextStream
 from birkhoff.text.tokenizer import Tokenizer
 
 
 class Engine:
     """A loaded model that answers, traces and explains itself. Also a context manager."""
 
-    def __init__(self, core: EngineCore, tokenizer: Tokenizer | None, literals: Literals):
+    def __init__(
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer | None,
+        literals: Literals,
+        name: str = "",
+        capture_root: str | Path | None = None,
+    ):
         self._core, self._tokenizer, self._literals = core, tokenizer, literals
+        self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
 
     @property
     def model(self) -> Transformer:
@@ -101,13 +110,20 @@ class Engine:
         self, prompts: Prompt | Sequence[Prompt], *, capture: Captures = None, steer: None = None, **sampling: Any
     ):
         """An `Output` for one prompt, a list for a list; with `n` > 1 a list of outputs takes each one's place."""
+        return self._answer(prompts, sampling, capture, steer)
+
+    def _answer(
+        self, prompts: Any, sampling: dict[str, Any], capture: Captures, steer: None, thinking: bool | None = None
+    ):
+        """`thinking` is None for plain text, else the answer is read as a chat's."""
         not_built("steer", steer)
         single = is_single(prompts)
         given = [prompts] if single else list(prompts)
         if not given:
             raise PromptError("the list of prompts is empty. Pass a text, a list of token ids, or a list of those.")
         captures = per_prompt(capture, len(given))
-        requests = [self._requests(prompt, sampling, c) for prompt, c in zip(given, captures)]  # type: ignore[arg-type]
+        marks = [""] if single else [f"-{place}" for place in range(len(given))]
+        requests = [self._requests(p, sampling, c, thinking, mark) for p, c, mark in zip(given, captures, marks)]
         answers = [self._finish(choices) for choices in self._run(requests)]
         outputs = [choices[0] if len(choices) == 1 else choices for choices in answers]
         return outputs[0] if single else outputs
@@ -130,16 +146,13 @@ class Engine:
         thinking: bool = False,
         effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        **options: Any,
+        capture: Captures = None,
+        steer: None = None,
+        **sampling: Any,
     ):
         """`generate` through the V4 chat encoding; `output.message` holds reasoning, content and tool calls apart."""
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
-        answers = self.generate(prompt, **options)
-        for output in answers if isinstance(answers, list) else [answers]:
-            ids = output.token_ids
-            output.message = parse_completion(ids, thinking=thinking, tokenizer=self.tokenizer, strict=False)
-            output.text = output.message.content
-        return answers
+        return self._answer(prompt, sampling, capture, steer, thinking)
 
     def stream(self, prompt: Prompt, *, capture: Captures = None, steer: None = None, **sampling: Any) -> Stream:
         """Token events as they come; the last one carries the finish reason. Closing the iterator cancels.
@@ -195,8 +208,9 @@ class Engine:
         self._core.cancel(request)
 
     def close(self) -> None:
-        """End every running request and refuse new ones."""
+        """End every running request and refuse new ones; captures are finished and synced."""
         self._core.close()
+        self._desk.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -235,7 +249,10 @@ class Engine:
         return requests
 
     def _finish(self, choices: list[Request]) -> list[Output]:
-        return [Output.of(request) for request in choices]
+        return [
+            Output.of(request, request.sink.message() if isinstance(request.sink, ChatStream) else None)
+            for request in choices
+        ]
 
     def _single_request(self, prompt: Prompt, sampling: dict[str, Any], capture: Captures) -> Request:
         if not is_single(prompt):
@@ -245,8 +262,15 @@ class Engine:
             raise OptionError("n is more than 1, but a stream has one answer. Start one stream per choice.")
         return requests[0]
 
-    def _requests(self, prompt: Prompt, sampling: dict[str, Any], capture: Capture | None) -> list[Request]:
-        """One request per choice of one prompt."""
+    def _requests(
+        self,
+        prompt: Prompt,
+        sampling: dict[str, Any],
+        capture: CaptureWish | None,
+        thinking: bool | None = None,
+        mark: str = "",
+    ) -> list[Request]:
+        """One request per choice of one prompt; `mark` tells the captures of several prompts apart."""
         options = SamplingOptions.from_kwargs(**sampling)
         options.check_vocabulary(self.config.vocab_size)
         ids = tuple(self._prompt_ids(prompt))
@@ -260,6 +284,11 @@ class Engine:
         if options.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the refusal that names the missing file
         seed = seed_for(options)
+
+        def plan(choice: int) -> Plan | None:
+            tail = mark if options.n == 1 else f"{mark}-{choice}"
+            return None if capture is None else self._desk.plan(capture, ids, wanted, tail)
+
         return [
             Request(
                 prompt_ids=ids,
@@ -267,17 +296,18 @@ class Engine:
                 max_tokens=wanted,
                 seed=seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice),
                 eos_ids=frozenset(self.config.eos_token_ids),
-                sink=None if self._tokenizer is None else TextStream(self._tokenizer, options.stop, options.min_tokens),
-                plan=None if capture is None else self._plan(capture, ids, wanted),
+                sink=self._sink(options, thinking),
+                plan=plan(choice),
             )
             for choice in range(options.n)
         ]
 
-    def _plan(self, capture: Capture, prompt_ids: tuple[int, ...], max_tokens: int) -> Plan:
-        """A capture checked against this model and prompt, as a job that keeps its rows in memory."""
-        layers = self.config.num_hidden_layers
-        resolved = capture.resolve(self.schema, layers, prompt_ids, max_tokens)
-        return Plan((CaptureJob(resolved, MemoryKeeper(resolved)),))
+    def _sink(self, options: SamplingOptions, thinking: bool | None) -> TextStream | ChatStream | None:
+        if self._tokenizer is None:
+            return None
+        if thinking is None:
+            return TextStream(self._tokenizer, options.stop, min_tokens=options.min_tokens)
+        return ChatStream(self._tokenizer, options.stop, thinking=thinking, min_tokens=options.min_tokens)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from birkhoff.api.engine import Engine, dtype_name
-from birkhoff.api.prompts import not_built
 from birkhoff.config import V4Config
 from birkhoff.engine.engine import EngineCore, plan_cache
 from birkhoff.engine.warmup import compile_kernels
@@ -53,7 +52,7 @@ def load(
     """Open a checkpoint and make it ready to answer. See the package's documentation for every option.
 
     `progress` is called with (bytes read, bytes in all) while weights are loaded."""
-    _refuse_unbuilt(experts, prefix_cache, speculative, capture_root)
+    _refuse_unbuilt(experts, prefix_cache, speculative)
     _one_of("numerics", numerics, ("plain", "released"))
     _one_of("dtype", dtype, ("auto", *_DTYPES))
     for name, value in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
@@ -106,7 +105,7 @@ def load(
         f"{max_requests} requests of up to {context} tokens, cache_bytes {cache_bytes}",
         file=sys.stderr,
     )
-    return Engine(core, tokenizer, load_literals(path))
+    return Engine(core, tokenizer, load_literals(path), str(model), capture_root)
 
 
 def _resolve(model: str | Path) -> Path:
@@ -166,13 +165,12 @@ def _free_bytes(where: torch.device) -> int:
         return 4 * 2**30
 
 
-def _refuse_unbuilt(experts: object, prefix_cache: object, speculative: object, capture_root: object) -> None:
+def _refuse_unbuilt(experts: object, prefix_cache: object, speculative: object) -> None:
     if experts not in ("auto", "device"):
         raise OptionError(f"experts={experts!r} is not built yet: all experts live on the device. Use 'auto'.")
     for name, value in (("prefix_cache", prefix_cache), ("speculative", speculative)):
         if value not in ("auto", False):
             raise OptionError(f"{name}={value!r} is not built yet. Use 'auto' or False.")
-    not_built("capture_root", capture_root)
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

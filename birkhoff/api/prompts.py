@@ -1,49 +1,22 @@
-"""What callers pass in: prompts, token ids, options; and the text side of one request."""
+"""What callers pass in: prompts, token ids, captures."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
 
+from birkhoff.api.captures import CaptureWish
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, PromptError, TokenError, quoted
-from birkhoff.text.stop import StopMatcher
-from birkhoff.text.stream import IncrementalDecoder
-from birkhoff.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
-Captures = Capture | Sequence[Capture | None] | None  # one for all prompts, or one per prompt
+Captures = CaptureWish | Sequence[CaptureWish | None] | None  # one for all prompts, or one per prompt
 _ARRAYS = (torch.Tensor, np.ndarray)
-
-
-class TextStream:
-    """Token ids to text for one request: whole characters only, stop strings taken out.
-
-    The first `min_tokens` tokens cannot end an answer, so no stop string is looked for in their text."""
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], min_tokens: int = 0):
-        self._decoder, self._matcher = IncrementalDecoder(tokenizer, skip_special=True), StopMatcher(stops)
-        self._safe = min_tokens
-        self.text = ""
-
-    def feed(self, token_id: int) -> tuple[str, bool]:
-        piece = self._decoder.feed(token_id)
-        if self._safe:
-            self._safe -= 1
-        else:
-            piece = self._matcher.feed(piece)
-        self.text += piece
-        return piece, self._matcher.matched is not None
-
-    def finish(self) -> str:
-        piece = self._matcher.feed(self._decoder.finish()) + self._matcher.finish()
-        self.text += piece
-        return piece
 
 
 def is_single(prompts: Any) -> bool:
@@ -95,11 +68,11 @@ def not_built(name: str, value: object) -> None:
         raise OptionError(f"{name} is not built yet. Leave it out.")
 
 
-def per_prompt(capture: Captures, prompts: int) -> list[Capture | None]:
+def per_prompt(capture: Captures, prompts: int) -> list[CaptureWish | None]:
     """One capture for each prompt: the same for all, or as many as there are prompts."""
-    if capture is None or isinstance(capture, Capture):
+    if capture is None or isinstance(capture, (Capture, Mapping)):
         return [capture] * prompts
-    if not isinstance(capture, Sequence) or not all(c is None or isinstance(c, Capture) for c in capture):
+    if not isinstance(capture, Sequence) or not all(c is None or isinstance(c, (Capture, Mapping)) for c in capture):
         raise OptionError(f"capture is {quoted(capture)}, expected a Capture or a list with one for each prompt.")
     if len(capture) != prompts:
         raise OptionError(f"capture has {len(capture)} entries for {prompts} prompts. Give one Capture, or one each.")

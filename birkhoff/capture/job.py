@@ -13,6 +13,7 @@ import torch
 
 from birkhoff.capture.acts import Acts, CapturedRows
 from birkhoff.capture.reduce import Accumulator, Stored, accumulator, keep_streams, project, store
+from birkhoff.capture.result import CaptureResult
 from birkhoff.capture.selection import Selection
 from birkhoff.capture.spec import ResolvedCapture
 from birkhoff.hooks.names import Address
@@ -24,6 +25,10 @@ class Keeper(Protocol):
 
     def keep(self, address: Address, stored: Stored, rows: Rows) -> None: ...
     def end(self, finish_reason: str, missing: list[int], error: str | None) -> None: ...
+
+    def results(self) -> dict[str, CaptureResult]:
+        """By consumer, what became of rows that were passed on."""
+        ...
 
 
 class CaptureJob:
@@ -89,6 +94,9 @@ class MemoryKeeper:
 
     def end(self, finish_reason: str, missing: list[int], error: str | None) -> None:
         self.missing, self.error = missing, error
+
+    def results(self) -> dict[str, CaptureResult]:
+        return {}
 
     def acts(self) -> Acts:
         found = {}

@@ -6,7 +6,8 @@ content and tool calls as they become certain, and `message()` is what they come
 
 Text is what a reader should see next: complete characters, nothing that may still become a stop string, no BOS or EOS.
 Once a stop was met the rest is nobody's: `finish` then has nothing to add. A stop string is looked for in text; in a
-chat it may also name a marker, which then ends the answer by its id.
+chat it may also name a marker, which then ends the answer by its id. The first `min_tokens` tokens cannot end an
+answer, so no stop is looked for in what they say. `text` is all that was told so far.
 """
 
 from __future__ import annotations
@@ -24,17 +25,24 @@ from birkhoff.text.tokenizer import Tokenizer
 class TextStream:
     """A plain completion; markers other than BOS, EOS and their like are shown as they are spelled."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
+        self.text = ""
         self._decoder = IncrementalDecoder(tokenizer, skip_special=True)
-        self._stops = StopMatcher(stops)
+        self._stops, self._safe = StopMatcher(stops), min_tokens
 
     def feed(self, token_id: int) -> tuple[str, bool]:
-        text = self._stops.feed(self._decoder.feed(token_id))
+        text = self._decoder.feed(token_id)
+        if self._safe:
+            self._safe -= 1
+        else:
+            text = self._stops.feed(text)
+        self.text += text
         return text, self._stops.matched is not None
 
     def finish(self) -> str:
-        text = self._stops.feed(self._decoder.finish())
-        return text + self._stops.finish()
+        text = self._stops.feed(self._decoder.finish()) + self._stops.finish()
+        self.text += text
+        return text
 
     @property
     def matched(self) -> str | None:
@@ -45,12 +53,12 @@ class TextStream:
 class ChatStream:
     """An answer in the chat format. Its text is the content; reasoning and tool calls are in `events` only."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, thinking: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, thinking: bool, min_tokens: int = 0) -> None:
         self.events: list[Event] = []
         self.matched: str | None = None
         self._decoder = SegmentDecoder(tokenizer)
         self._marker_stops = frozenset(stops)
-        self._stops = StopMatcher(stops)
+        self._stops, self._safe = StopMatcher(stops), min_tokens
         self._parser = CompletionParser(thinking=thinking)
         self._finished = False
 
@@ -58,6 +66,7 @@ class ChatStream:
         before = len(self.events)
         for segment in self._decoder.feed(token_id):
             self._take(segment)
+        self._safe = max(self._safe - 1, 0)
         return self._content_since(before), self.matched is not None
 
     def finish(self) -> str:
@@ -71,6 +80,10 @@ class ChatStream:
             self.events += self._parser.finish()
         return self._content_since(before)
 
+    @property
+    def text(self) -> str:
+        return self._content_since(0)
+
     def message(self) -> ParsedMessage:
         """The whole answer."""
         self.finish()
@@ -78,6 +91,9 @@ class ChatStream:
 
     def _take(self, segment: Segment) -> None:
         if self.matched is not None:
+            return
+        if self._safe:
+            self.events += self._parser.feed(segment)
             return
         if isinstance(segment, Text):
             self._say(self._stops.feed(segment.string))

@@ -24,10 +24,11 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class StoredRow:
-    """One row as it is kept: its shape and the name of its dtype in files."""
+    """One row as it is kept: its shape, the name of its dtype in files, and which streams it was cut down to."""
 
     shape: tuple[int, ...]
     dtype: str
+    streams: tuple[int, ...] | None = None
 
     @property
     def width(self) -> int:
@@ -46,13 +47,14 @@ def stored_row(
     dtype: str | None = None,
 ) -> StoredRow:
     """How a row of `hook` is kept; `columns` is the width of the projection, `dtype` the wire name of the cast."""
-    shape = hook.logical_shape
+    shape, kept = hook.logical_shape, None
     if streams is not None and has_streams(hook):
-        shape = (len(streams), *shape[1:])
+        kept = tuple(streams)
+        shape = (len(kept), *shape[1:])
     if columns is not None:
         shape = (columns,)
     computed = columns is not None or reduce in ("mean", "sum")
-    return StoredRow(shape, DTYPES[dtype] if dtype is not None else "float32" if computed else hook.dtype)
+    return StoredRow(shape, DTYPES[dtype] if dtype is not None else "float32" if computed else hook.dtype, kept)
 
 
 def has_streams(hook: HookSchema) -> bool:

@@ -19,10 +19,8 @@ from typing import Protocol
 
 import torch
 
-from birkhoff.capture.estimate import has_streams
-from birkhoff.capture.spec import Capture
+from birkhoff.capture.estimate import StoredRow
 from birkhoff.errors import OptionError, quoted
-from birkhoff.hooks.schema import HookSchema
 
 _FP8_MAX = 448.0
 _SMALLEST_SCALE = 2.0**-126  # below it, float32 division would leave the normal numbers
@@ -48,9 +46,9 @@ class Transform:
     matrix: torch.Tensor | None = None  # [width, columns] on the rows' device
 
     @classmethod
-    def of(cls, capture: Capture, hook: HookSchema, matrix: torch.Tensor | None = None) -> Transform:
-        """As a capture asks for one of its hooks; `matrix` is the one its `project` names."""
-        return cls(capture.streams if has_streams(hook) else None, None if capture.project is None else matrix)
+    def of(cls, row: StoredRow, matrix: torch.Tensor | None = None) -> Transform:
+        """As a resolved capture stores its rows; `matrix` is the one that its `project` names."""
+        return cls(row.streams, matrix)
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         if self.streams is not None:
@@ -92,8 +90,8 @@ def _store_fp8(rows: torch.Tensor) -> Stored:
     finite = flat.isfinite()
     largest = torch.where(finite, flat, 0.0).abs().amax(dim=1) if flat.shape[1] else flat.new_zeros(len(flat))
     scale = torch.where(largest == 0, 1.0, (largest / _FP8_MAX).clamp_min(_SMALLEST_SCALE))
-    shrunk = (flat / scale.unsqueeze(1)).clamp(-_FP8_MAX, _FP8_MAX)  # the quotient may round to just above
-    values = torch.where(finite, shrunk, torch.nan).to(torch.float8_e4m3fn)
+    # The largest quotient may round to just above 448; up to 464 the cast makes that 448.
+    values = torch.where(finite, flat / scale.unsqueeze(1), torch.nan).to(torch.float8_e4m3fn)
     return Stored(values.view(rows.shape), "fp8_e4m3", scale)
 
 

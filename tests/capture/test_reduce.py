@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from birkhoff.capture.estimate import REDUCTIONS, stored_row
 from birkhoff.capture.reduce import Transform, accumulator, keep_streams, project, store
-from birkhoff.capture.spec import Capture
 from birkhoff.errors import OptionError
 from birkhoff.hooks.schema import schema_of
 from tests.models import TINY
@@ -53,13 +52,17 @@ def test_a_transform_makes_the_rows_that_the_estimate_counts(hook):
     schema = schema_of(TINY, "bfloat16")[hook]
     rows = draw(4, 3, *schema.logical_shape, dtype=getattr(torch, schema.dtype))
     for streams in (None, (1, 3)):
-        cut = Transform.of(Capture({hook: [0]}, streams=streams), schema)(rows)
-        assert tuple(cut.shape[1:]) == stored_row(schema, streams).shape
-        matrix = draw(5, math.prod(cut.shape[1:]), 2)
-        capture = Capture({hook: [0]}, streams=streams, project="p")
-        scores = Transform.of(capture, schema, matrix)(rows)
+        row = stored_row(schema, streams)
+        cut = Transform.of(row)(rows)
+        assert tuple(cut.shape[1:]) == row.shape
+        matrix = draw(5, row.width, 2)
+        scores = Transform.of(stored_row(schema, streams, 2), matrix)(rows)
         assert tuple(scores.shape[1:]) == stored_row(schema, streams, 2).shape == (2,)
         assert torch.equal(scores, project(cut, matrix))
+    if schema.axes[0] == "stream":
+        assert torch.equal(cut, rows[:, [1, 3]]) and cut.shape != rows.shape
+    else:
+        assert torch.equal(cut, rows)
     for dtype in ("bf16", "fp16", "fp32", "fp8_e4m3"):
         row = stored_row(schema, dtype=dtype)
         kept = store(rows.float(), row.dtype)
@@ -230,3 +233,29 @@ def test_a_long_sum_does_not_drift():
     for piece in range(100):
         taken.add(rows, range(piece * len(rows), (piece + 1) * len(rows)), range(len(rows)))
     assert taken.result().row.tolist() == torch.full((1, 3), 0.1).tolist() and taken.result().count == count
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_nothing_waits_and_the_results_are_those_of_a_cpu():
+    rows, matrix = draw(51, 300, 4, 512, dtype=torch.bfloat16), draw(52, 1024, 3, spread=0.5)
+    held, weights, whole = rows.cuda(), matrix.cuda(), {reduce: fed(reduce, rows, []) for reduce in REDUCTIONS}
+    taken, transform = {reduce: accumulator(reduce) for reduce in REDUCTIONS}, Transform((0, 2), weights)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for start, stop in pairwise([0, 1, 60, 61, 200, 300]):
+            for each in taken.values():
+                each.add(held[start:stop], range(start, stop), range(100 + start, 100 + stop))
+        kept, scores = {name: store(held, name) for name in ("float16", "float32", "fp8_e4m3")}, transform(held)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for reduce, each in taken.items():
+        found, expected = each.result(), whole[reduce]
+        exact = reduce in ("last", "max_norm")
+        assert torch.allclose(found.row.cpu(), expected.row, rtol=0 if exact else 1e-6, atol=0)
+        assert (found.position, found.token_id, found.count) == (expected.position, expected.token_id, 300)
+    for name, stored in kept.items():
+        assert torch.equal(stored.restore().cpu(), store(rows, name).restore()), name
+    assert torch.allclose(
+        scores.cpu(), Transform((0, 2), matrix)(rows), rtol=1e-3, atol=1e-2 * scores.abs().max().item()
+    )

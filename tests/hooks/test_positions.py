@@ -162,6 +162,7 @@ def test_forms_by_example():
     assert rows({"prompt": "all", "exclude": [0, -1]}) == [1, 2]
     assert rows({"prompt": {"window": [0, 3], "exclude": {"token_ids": [6]}}}) == [0, 2]
     assert rows({"generated": {"window": [1, None], "exclude": [2]}}) == [5]
+    assert rows({"prompt": [0, 1, 2], "generated": [0, 2], "exclude": {"token_ids": [6, 9]}}) == [0, 2, 4]
     assert rows({"prompt": {"token_ids": [1234]}}) == []  # a filter may match nothing
 
 

@@ -98,7 +98,9 @@ def test_weights_loaded_after_fusing_are_used(tokens):
     model = fast_model(seed=1)
     fill_random(model, 0)
     with torch.no_grad():
-        assert (model(tokens[:50]) - random_model()(tokens[:50])).abs().max() < TOLERANCE
+        expected = random_model()(tokens[:50])
+        assert (model(tokens[:50]) - expected).abs().max() < TOLERANCE
+    assert (run(model, tokens[:50], range(1, 50)) - expected).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("cuts", [[], list(range(1, 40))], ids=["whole", "single tokens"])

@@ -2,8 +2,8 @@
 
 `packed` and `error` are the defaults because a request should be one file and a used name should not silently replace
 what is there. With `fsync` off a result says so (`durable: false`). With `atomic_publish` off a payload has its final
-name from the start; its sidecar still comes last. Shards only grow, so `overwrite` cannot apply to them: a used request
-id is refused there.
+name from the start, unless it replaces another; its sidecar still comes last. Shards only grow, so `overwrite` cannot
+apply to them: a used request id is refused there.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import math
+import mmap as mapping
 import os
 import stat
 import zlib
@@ -91,10 +92,7 @@ class CaptureFile:
         """The rows of a record, shaped. With `mmap` the file is mapped, and changes to the array stay private."""
         stored = STORED[record.dtype]
         if mmap and record.nbytes and record.offset % stored.itemsize == 0:
-            mapped = np.memmap(
-                self.payload_path, dtype=stored, mode="c", offset=record.offset, shape=record.nbytes // stored.itemsize
-            )
-            flat: Array = mapped.view(np.ndarray)
+            flat = self._mapped(record, stored)
             total = zlib.crc32(_bytes_of(flat)) if verify and record.crc32 is not None else record.crc32
         else:
             flat = np.empty(record.nbytes // stored.itemsize, stored)
@@ -129,6 +127,14 @@ class CaptureFile:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _mapped(self, record: Record, stored: np.dtype[Any]) -> Array:
+        """The record in the file that is open here, whatever has taken its name since."""
+        first = record.offset - record.offset % mapping.ALLOCATIONGRANULARITY
+        pages = mapping.mmap(
+            self._file, record.offset + record.nbytes - first, access=mapping.ACCESS_COPY, offset=first
+        )  # fmt: skip
+        return np.frombuffer(pages, stored, record.nbytes // stored.itemsize, record.offset - first)
 
     def _compare(self, record: Record, total: int | None) -> None:
         if total != record.crc32:

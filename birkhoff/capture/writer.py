@@ -218,8 +218,9 @@ class CaptureWriter:
         full = os.path.join(self.root, directory)
         if os.path.lexists(os.path.join(full, stem + JOURNAL)):  # of a capture that failed and could not be cleared
             repair_file(self._disk, self.root, full, stem + JOURNAL, RepairReport(), sync=options.fsync)
+        atomic = options.atomic_publish or header["replace"]  # what is replaced stays until the new one is whole
         return OpenFile(
-            self._disk, self.root, directory, stem, header, sync=options.fsync, atomic=options.atomic_publish,
+            self._disk, self.root, directory, stem, header, sync=options.fsync, atomic=atomic,
             coalesce_bytes=options.coalesce_max_bytes, fd_cache_size=options.fd_cache_size,
         )  # fmt: skip
 

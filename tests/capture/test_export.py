@@ -1,0 +1,58 @@
+"""Captures as safetensors files."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from birkhoff.capture.export import to_safetensors
+from birkhoff.capture.options import FileOptions
+from birkhoff.capture.reader import read_request, to_torch
+from birkhoff.capture.result import Finish
+from birkhoff.capture.writer import CaptureWriter
+from birkhoff.errors import CaptureFileError, CaptureWriteError
+from tests.capture.disks import SoftDisk
+from tests.capture.made import chunk
+
+SITES = [("mhc_streams_pre_attn", 2), ("mhc_attn_res_mix", 0), ("mlp_in", 1)]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    with CaptureWriter(FileOptions(tmp_path, coalesce_max_bytes=0), SoftDisk()) as files:
+        for start in (0, 2):
+            for hook, layer in SITES:
+                files.append(chunk("a", hook, layer, start, 2, meta={"model": "nano"}))
+        assert files.finish(Finish("a", "stop", 4)).result(30).status == "ok"
+    return tmp_path / "run/a"
+
+
+def test_every_tensor_and_label_arrives(directory, tmp_path):
+    out = tmp_path / "a.safetensors"
+    names = to_safetensors(out, directory)
+    found, entries = load_file(out), read_request(directory)
+    assert set(found) == set(names) and len(names) == 3 * 3 + 1
+    for (layer, hook), entry in entries.items():
+        name = f"{hook}.{layer}"
+        assert found[name].dtype == to_torch(entry).dtype
+        assert torch.equal(found[name].view(torch.uint8), to_torch(entry).view(torch.uint8))
+        assert found[f"{name}.positions"].tolist() == entry.positions
+        assert found[f"{name}.token_ids"].tolist() == entry.token_ids
+    assert found["mlp_in.1.scale"].tolist() == entries[1, "mlp_in"].scale.tolist()
+    with safe_open(out, "pt") as file:
+        assert file.metadata()["model"] == "nano" and file.metadata()["finish_reason"] == "stop"
+
+
+def test_names_of_another_tool(directory, tmp_path):
+    names = to_safetensors(tmp_path / "b.safetensors", read_request(directory), names="transformer_lens")
+    assert {"blocks.2.hook_in", "blocks.0.attn_hc.hook_comb", "blocks.1.mlp_hc.hook_out.scale"} <= set(names)
+
+
+def test_what_cannot_be_written_leaves_nothing(directory, tmp_path):
+    with pytest.raises(CaptureWriteError, match="could not be written"):
+        to_safetensors(tmp_path / "no/where.safetensors", directory)
+    with pytest.raises(CaptureFileError, match="no entries"):
+        to_safetensors(tmp_path / "c.safetensors", {})
+    assert not list(tmp_path.glob("*.safetensors*"))

@@ -22,27 +22,27 @@ def defaults_from(file: Path, group: Any) -> dict[str, Any]:
     except (OSError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise OptionError(f"the settings in {file} cannot be read: {reason}. Expected a TOML file.") from None
-    return _for_verbs(given, group, f"{file}")
+    return _for_verbs(given, {}, group, str(file))
 
 
-def _for_verbs(given: dict[str, Any], group: Any, where: str) -> dict[str, Any]:
-    verbs = group.commands
-    common = {key: value for key, value in given.items() if key not in verbs}
+def _for_verbs(given: dict[str, Any], outer: dict[str, Any], group: Any, where: str) -> dict[str, Any]:
+    """`outer` holds the keys of the tables around this one; they have been checked and count for less."""
+    tables = {key: value for key, value in given.items() if isinstance(value, dict)}
+    common = {key: value for key, value in given.items() if key not in tables}
     for key in common:
-        _check(key, {name for verb in verbs.values() for name in _flags(verb)} | set(verbs), where)
+        _check(key, _flags(group), f"{where}: {key!r} is no flag")
+    for key in tables:
+        _check(key, set(group.commands), f"{where}: [{key}] is no verb")
     result: dict[str, Any] = {}
-    for name, verb in verbs.items():
-        own = given.get(name, {})
-        if not isinstance(own, dict):
-            raise OptionError(f"{where}: {name} is {own!r}, expected a table, [{name}].")
-        known = _flags(verb)
-        merged = {key: value for key, value in common.items() if key in known} | own
+    for name, verb in group.commands.items():
+        own, around, place = tables.get(name, {}), outer | common, f"{where} [{name}]"
         if hasattr(verb, "commands"):
-            result[name] = _for_verbs(merged, verb, f"{where} [{name}]")
+            result[name] = _for_verbs(own, around, verb, place)
             continue
+        known = _flags(verb)
         for key in own:
-            _check(key, known, f"{where} [{name}]")
-        result[name] = merged
+            _check(key, known, f"{place}: {key!r} is no flag")
+        result[name] = {key: value for key, value in around.items() if key in known} | own
     return result
 
 
@@ -53,8 +53,8 @@ def _flags(verb: Any) -> set[str]:
     return {parameter.name for parameter in verb.params if parameter.param_type_name == "option"} - {"help"}
 
 
-def _check(key: str, known: set[str], where: str) -> None:
+def _check(key: str, known: set[str], problem: str) -> None:
     if key not in known:
         close = difflib.get_close_matches(key, known, n=1)
         hint = f" Did you mean {close[0]!r}?" if close else ""
-        raise OptionError(f"{where}: {key!r} is no flag, expected one of {', '.join(sorted(known))}.{hint}")
+        raise OptionError(f"{problem}, expected one of {', '.join(sorted(known))}.{hint}")

@@ -1,0 +1,101 @@
+"""The command as a whole: help, version, verbs, exit statuses, settings, and how little it needs to say so."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from birkhoff import __version__
+from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
+
+VERBS = ["generate", "chat", "inspect", "synth", "bench", "bench model"]
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_every_verb_has_help(verb):
+    done = birkhoff(*verb.split(), "--help")
+    assert done.returncode == 0 and done.stderr == b""
+    text = done.stdout.decode()
+    assert "Usage: birkhoff" in text
+    if verb not in ("", "bench"):
+        assert "--json" in text
+
+
+def test_help_does_not_wait_for_pytorch():
+    code = (
+        "import sys; from birkhoff.cli.main import run\n"
+        "assert run(['generate', '--help']) == 0\n"
+        "assert run(['generate', 'x', '--temperature', '-1']) == 2\n"
+        "print(sorted({'torch', 'numpy', 'numba', 'transformers', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_version():
+    done = birkhoff("--version")
+    assert (done.returncode, done.stdout.decode()) == (0, f"birkhoff {__version__}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], ["Usage"]),
+        (["sevre"], ["no 'sevre'", "bench, chat, generate, inspect, synth"]),
+        (["serve"], ["no 'serve'"]),
+        (["generate"], ["prompt"]),
+        (["generate", "hi", "--colour"], ["--colour"]),
+        (["generate", "hi", "--max-tokens", "many"], ["--max-tokens"]),
+        (["generate", "hi", "--temperature", "-1"], ["option-invalid  temperature is -1.0, expected"]),
+        (["generate", "hi", "--logit-bias", "5"], ["option-invalid  logit_bias is '5', expected ID=NUMBER"]),
+        (["generate", "hi", "--logit-bias", "5=1", "--logit-bias", "5=2"], ["each token id once"]),
+        (["generate", "hi", "--thinking"], ["option-invalid", "Add --chat"]),
+        (["chat", "--effort", "high"], ["option-invalid", "Add --thinking"]),
+        (["synth"], ["out"]),
+        (["bench"], ["Usage"]),
+        (["--config", "missing.toml", "synth", "x"], ["option-invalid  the settings in missing.toml cannot be read"]),
+    ],
+)
+def test_misuse_ends_with_2_and_says_what_is_wrong(arguments, words):
+    done = birkhoff(*arguments)
+    assert done.returncode == 2 and no_trace_of_python(done.stderr)
+    said = " ".join((done.stderr + done.stdout).decode().split()).lower()  # the parser breaks lines where it likes
+    for word in words:
+        assert " ".join(word.split()).lower() in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["generate", "hi", "--model", "nowhere"], "weights  nowhere is missing; expected 'nano' or a directory"),
+        (["inspect", "nowhere"], "weights  nowhere does not exist."),
+    ],
+)
+def test_a_wrong_path_is_one_line_and_1(arguments, line):
+    done = birkhoff(*arguments)
+    assert done.returncode == 1 and done.stdout == b""
+    assert done.stderr.decode().startswith(line) and done.stderr.count(b"\n") == 1
+
+
+def test_a_full_disk_is_one_line_and_1(tiny):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, "inspect", tiny], stdout=full, stderr=subprocess.PIPE, env=clean_environment())
+    assert (done.returncode, done.stderr.decode()) == (1, "system  No space left on device\n")
+
+
+def test_a_reader_that_leaves_early_is_nothing_to_talk_about(tiny):
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "hi", "--model", tiny, "--max-tokens", "2000", "--ignore-eos", "--seed", "1"],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment(),
+    )  # fmt: skip
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.read(1)
+    process.stdout.close()
+    stderr = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(120) == 1
+    assert no_trace_of_python(stderr) and b"Broken" not in stderr

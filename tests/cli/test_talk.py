@@ -1,0 +1,30 @@
+"""What reaches a person: typed lines, text a terminal can bear, bars only where they can be seen."""
+
+import io
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from birkhoff.cli.talk import bar, complain, visible
+
+
+def test_a_complaint_is_its_code_and_its_message(capsys):
+    complain("weights", "first\nsecond")
+    assert capsys.readouterr().err == "weights  first\n         second\n"
+
+
+@given(st.text())
+def test_text_for_a_terminal_moves_no_cursor(text):
+    shown = visible(text)
+    assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in shown)
+    if not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in text):
+        assert shown == text
+
+
+def test_on_a_pipe_a_bar_says_nothing(monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    with bar("working") as advance:
+        advance(1, 2)
+    assert stream.getvalue() == ""

@@ -1,6 +1,6 @@
 """A tour of Birkhoff in the terminal: load a model, talk to it, look inside while it answers.
 
-    make demo
+    make demo            (or: python examples/tour.py [FOLDER FOR FILES])
 
 Runs on the embedded model when this installation has it, else on a random checkpoint of the same shape made on the
 spot; it says which. Everything shown is computed while you watch, on a CPU, from public calls only.
@@ -8,6 +8,7 @@ spot; it says which. Everything shown is computed while you watch, on a CPU, fro
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from birkhoff.output import Output, Trace
 from birkhoff.weights import inspect_checkpoint, open_checkpoint
 
 QUESTION = [{"role": "user", "content": "Tell me a short story about a cat."}]
-OUT = Path(__file__).parent.parent / "captures" / "tour"
+OUT = Path(sys.argv[1] if len(sys.argv) > 1 else "captures/tour")
 console = Console(highlight=False)
 
 
@@ -125,7 +126,7 @@ def write_files(trace: Trace) -> None:
     kept = {f"{hook}.{layer}": trace[hook, layer].contiguous() for hook, layer in trace if hook.startswith("mhc_")}
     save_file(kept, OUT / "streams.safetensors")
     size = (OUT / "streams.safetensors").stat().st_size / 2**20
-    console.print(f"{OUT.relative_to(OUT.parent.parent)}/streams.safetensors, {size:.1f} MiB")
+    console.print(f"{OUT / 'streams.safetensors'}, {size:.1f} MiB", soft_wrap=True)
     console.print(f"[dim]{len(kept)} tensors: every stream and every mixer of all {len(trace.logits)} tokens[/]")
 
 

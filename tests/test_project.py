@@ -1,0 +1,217 @@
+"""The project keeps its word: names, versions, pins, documents, examples, and nothing of anybody's machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.markers import default_environment
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import birkhoff
+from birkhoff.cli.main import app
+from tests.cli.conftest import clean_environment
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "birkhoff"
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+FOLDERS = ("birkhoff", "tests", "training", "examples", "docs", "bench", ".ci")
+TEXTS = {".py", ".md", ".toml", ".txt", ".jsonl", ".json", ".html", ".css", ".js", "", ".yml"}
+
+
+def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, timeout=300,
+                          env=clean_environment())  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def pins(file: str) -> dict[str, str]:
+    """Name to version; a line that is anything but an exact pin is refused."""
+    found: dict[str, str] = {}
+    for line in (ROOT / file).read_text().splitlines():
+        if not line or line.startswith("#"):
+            continue
+        if line.startswith("-r "):
+            found |= pins(line.removeprefix("-r "))
+            continue
+        match = re.fullmatch(r"([a-z0-9-]+)==([0-9][0-9a-z.]*)", line)
+        assert match, f"{file}: {line!r} is no exact pin"
+        assert match[1] not in found, f"{file}: {match[1]} is pinned twice"
+        found[match[1]] = match[2]
+    return found
+
+
+def test_the_version_is_said_once():
+    assert PROJECT["version"] == birkhoff.__version__
+
+
+def test_every_public_name_is_there_and_no_other():
+    assert birkhoff.__all__ == sorted(birkhoff.__all__) and set(birkhoff._HOMES) | {"mhc"} == set(birkhoff.__all__)
+    for name in birkhoff.__all__:
+        assert getattr(birkhoff, name) is not None
+    assert set(birkhoff.__all__) <= set(dir(birkhoff))
+    with pytest.raises(AttributeError, match="'lod'"):
+        birkhoff.lod  # noqa: B018
+    promised = (PACKAGE / "__init__.py").read_text().split("if TYPE_CHECKING:")[1].split("__version__")[0]
+    assert {line.split(" as ")[1] for line in promised.splitlines() if " as " in line} == set(birkhoff.__all__)
+
+
+def test_the_core_needs_neither_the_command_line_nor_the_oracle():
+    code = "import sys, birkhoff; birkhoff.load; print(sorted({'typer', 'rich', 'transformers'} & set(sys.modules)))"
+    assert python("-c", code).stdout == "[]\n"
+
+
+def test_pins_satisfy_what_the_package_accepts():
+    extras = PROJECT["optional-dependencies"]
+    wanted = {"requirements.txt": PROJECT["dependencies"] + extras["cpu"],
+              "requirements-test.txt": extras["test"] + extras["dev"]}  # fmt: skip
+    for file, requirements in wanted.items():
+        pinned = pins(file)
+        for text in requirements:
+            requirement = Requirement(text)
+            name = canonicalize_name(requirement.name)
+            assert name in pinned and requirement.specifier.contains(pinned[name]), f"{file} and {text}"
+    assert pins("requirements.txt")["torch"] == "2.13.0"
+    make = (ROOT / "Makefile").read_text()
+    assert make.index("install -q torch==2.13.0") < make.index("install -q -r requirements.txt")
+
+
+@pytest.mark.parametrize("file", ["requirements.txt", "requirements-test.txt"])
+def test_the_lock_is_closed(file):
+    """Whatever a pinned package needs is pinned too, so that nothing is chosen on the day of the installation."""
+    pinned = pins(file)
+    checked = 0
+    for name, version in pinned.items():
+        try:
+            distribution = importlib.metadata.distribution(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if distribution.version.split("+")[0] != version:
+            continue
+        checked += 1
+        for text in distribution.requires or []:
+            requirement = Requirement(text)
+            if requirement.marker is None or requirement.marker.evaluate({**default_environment(), "extra": ""}):
+                needed = canonicalize_name(requirement.name)
+                by_torch = name == "torch" and needed.startswith(("nvidia-", "triton", "cuda-"))  # it pins these itself
+                assert by_torch or (needed in pinned and requirement.specifier.contains(pinned[needed])), (name, text)
+    assert checked > len(pinned) // 2, "this environment was not made from the lock"
+
+
+def test_the_readme_opens_with_the_two_commands_and_its_snippet_runs(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    assert text.index("make demo") < text.index("make test") < 200 and len(text.splitlines()) <= 70
+    shell = next(line for line in text.splitlines() if line.startswith("birkhoff synth"))
+    python("-m", "birkhoff", *shell.split("#")[0].split()[1:], cwd=tmp_path)
+    snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)
+    assert snippet
+    assert "tensor([[" in python("-c", snippet[1], cwd=tmp_path).stdout
+
+
+def verbs() -> set[str]:
+    return {command.callback.__name__ for command in app.registered_commands} | {
+        group.name for group in app.registered_groups
+    }
+
+
+def test_documents_know_the_verbs_there_are():
+    readme, cli = (ROOT / "README.md").read_text(), (ROOT / "docs/cli.md").read_text()
+    row = next(line for line in readme.splitlines() if line.startswith("| `birkhoff "))
+    built, planned = row.strip("|").split("|")
+    assert set(re.findall(r"[a-z]+", built.replace("birkhoff", ""))) == verbs()
+    assert not set(re.findall(r"[a-z]+", planned)) & verbs()
+    assert all(f"`{verb}" in cli for verb in verbs())
+
+
+def test_the_map_is_true():
+    """Every room of the package has its row, every row its room, and the file to read first exists."""
+    rows = dict(
+        re.findall(r"^\| `birkhoff/([\w.]+)` \|.*\| (.*) \|$", (ROOT / "docs/map.md").read_text(), re.MULTILINE)
+    )
+    rooms = {path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")}
+    rooms -= {"models"}  # data, not a room
+    assert set(rows) == rooms
+    for room, first in rows.items():
+        word = re.search(r"`([\w./]+)`", first)
+        if word and (PACKAGE / room).is_dir():
+            assert (PACKAGE / room / word[1]).exists(), f"{room}/{word[1]}"
+        elif word:
+            assert f"class {word[1]}" in (PACKAGE / room).read_text(), first
+
+
+def test_every_module_says_what_it_is_for():
+    for path in PACKAGE.rglob("*.py"):
+        text = path.read_text()
+        assert not text.strip() or text.startswith('"""'), path
+        assert len(text.splitlines()) < 500, path
+
+
+def tracked() -> list[Path]:
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file()]
+    files += [path for path in ROOT.iterdir() if path.is_file()]
+    return [p for p in files if p.suffix in TEXTS and "__pycache__" not in p.parts and p.name != ".git"]
+
+
+def test_nothing_names_somebodys_machine_or_an_index():
+    """Spelled in pieces, so that this file does not find itself."""
+    folders = "|".join(("work", "root", "home", "Users", "mnt"))
+    machine = re.compile(rf"(?<![\w.~$/}}])/(?:{folders})/")
+    index = re.compile("|".join(("py" + "pi", "python" + "hosted", "index" + "-url", "find" + "-links")), re.IGNORECASE)
+    for path in tracked():
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            assert not machine.search(line) and not index.search(line), f"{path.relative_to(ROOT)}:{number}: {line}"
+
+
+def test_make_has_its_targets_and_ci_runs_the_same_command():
+    make = (ROOT / "Makefile").read_text()
+    for target in ("demo", "serve", "test", "test-all", "check", "bench", "clean"):
+        assert re.search(rf"^{target}:", make, re.MULTILINE), target
+    ci = ROOT / ".ci/run"
+    assert os.access(ci, os.X_OK) and ci.read_text().rstrip().endswith("make test")
+    if shutil.which("make"):
+        shown = subprocess.run(["make", "-n", "test-all"], capture_output=True, text=True, cwd=ROOT)
+        assert shown.returncode == 0 and "BIRKHOFF_FULL=1" in shown.stdout
+        refused = subprocess.run(["make", "-n", "no-such-target"], capture_output=True, text=True, cwd=ROOT)
+        assert refused.returncode == 2
+
+
+def test_the_licence_is_whole():
+    text = (ROOT / "LICENSE").read_text()
+    assert PROJECT["license"] == "Apache-2.0" and "Version 2.0, January 2004" in text
+    assert text.count("\n") == 202 and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_the_tour_runs_and_shows_what_it_promises(tmp_path):
+    done = python(str(ROOT / "examples/tour.py"), str(tmp_path / "out"))
+    for words in ("1  What was loaded", "csa layers", "2  An answer", "from 3", "write", "stream 3", "5  Which experts",
+                  "streams.safetensors", "What to try next"):  # fmt: skip
+        assert words in done.stdout
+    assert (tmp_path / "out/streams.safetensors").stat().st_size > 1e6
+
+
+def test_a_wheel_holds_the_package_and_its_command(tmp_path):
+    pytest.importorskip("hatchling", reason="needs the build backend of requirements.txt")
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(PACKAGE, source / "birkhoff", ignore=shutil.ignore_patterns("__pycache__"))
+    python("-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist"), cwd=source)
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        entry = next(name for name in names if name.endswith("entry_points.txt"))
+        assert "birkhoff = birkhoff.cli.main:main" in archive.read(entry).decode()
+    modules = {path.relative_to(ROOT).as_posix() for path in PACKAGE.rglob("*.py")}
+    assert modules <= set(names) and any(name.endswith("LICENSE") for name in names)
+    assert not [name for name in names if name.startswith(("tests", "training"))]

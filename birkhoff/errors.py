@@ -14,6 +14,7 @@
     │   ├── TokenError           token-invalid     a token id outside the vocabulary
     │   ├── PromptError          prompt-invalid    empty, not text, longer than the context
     │   ├── ChatError            chat-invalid      a conversation or completion outside the format
+    │   ├── DataError            data-invalid      a data file, or one text of it, by its place
     │   ├── SiteError            site-unknown      a hook or layer this model does not have
     │   ├── SelectorError        selector-invalid  layers or positions that cannot be chosen
     │   └── CaptureValidationError capture-invalid what a capture asks for, by field path
@@ -22,7 +23,8 @@
     │   │   └── CaptureChecksum  capture-checksum  bytes that changed since they were written
     │   ├── CaptureWriteError    capture-write     the disk refused, or a chunk that makes no sense
     │   ├── CaptureExists        capture-exists    this request id already has files
-    │   └── CaptureLocked        capture-locked    another writer holds the capture root
+    │   ├── CaptureLocked        capture-locked    another writer holds the capture root
+    │   └── CaptureSettings      capture-settings  a directory that was begun with other settings
     ├── CapacityError            engine-full       more cache than can ever be free
     ├── EngineClosed             engine-closed     a call after close()
     ├── LogitsError              logits-invalid    NaN or nothing to choose from, in one request
@@ -103,6 +105,10 @@ class ChatError(RequestError):
     code = "chat-invalid"
 
 
+class DataError(RequestError):
+    code = "data-invalid"
+
+
 class SiteError(RequestError):
     code = "site-unknown"
 
@@ -151,6 +157,10 @@ class CaptureExists(CaptureError):
 
 class CaptureLocked(CaptureError):
     code = "capture-locked"
+
+
+class CaptureSettings(CaptureError):
+    code = "capture-settings"
 
 
 class CapacityError(BirkhoffError):

@@ -33,13 +33,16 @@ SECONDS_TO_DURABLE = 30.0
 class CaptureDesk:
     """Turns wishes into plans and plans into results, for one engine."""
 
-    def __init__(self, schema: Mapping[str, HookSchema], num_layers: int, model: str, root: str | Path | None = None):
+    def __init__(
+        self, schema: Mapping[str, HookSchema], num_layers: int, model: str, root: str | Path | None = None,
+        overload_policy: str = "spill",
+    ):  # fmt: skip
         self._schema, self._num_layers, self._model = schema, num_layers, model
         self._rules: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
         self._dispatcher: Dispatcher | None = None
         if root is not None:
             self._rules[FILES] = ConsumerRules(needs_ids=True, returns="file")
-            self._dispatcher = Dispatcher({FILES: FilesystemConsumer(str(root))})
+            self._dispatcher = Dispatcher({FILES: FilesystemConsumer(str(root))}, overload_policy=overload_policy)
 
     def plan(self, wish: CaptureWish, prompt_ids: tuple[int, ...], max_tokens: int, choice: str = "") -> Plan:
         """One request's plan. `choice` keeps the file names of several prompts or answers apart."""

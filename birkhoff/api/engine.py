@@ -51,7 +51,7 @@ class Engine:
         name: str = "",
         capture_root: str | Path | None = None,
     ):
-        self._core, self._tokenizer, self._literals = core, tokenizer, literals
+        self._core, self._tokenizer, self._literals, self.name = core, tokenizer, literals, name
         self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
 
     @property
@@ -189,20 +189,38 @@ class Engine:
         """How many requests run at once."""
         return self._core.scheduler.slots.size
 
-    def submit_prompt(self, prompt: Prompt, capture: Capture) -> Request:
-        """Queue a prompt for its activations alone."""
-        request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture)
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What decides the bits of a row besides the weights and the text."""
+        numerics, scheduler = self.model.numerics, self._core.scheduler
+        return {
+            "device": self.model.embed.device.type,
+            "dtype": dtype_name(numerics.dtype),
+            "numerics": "released" if numerics.released else "plain",
+            "kernels": numerics.kernels.name,
+            "batch_invariant": scheduler.invariant,
+            "max_requests": self.max_requests,
+            "max_batch_tokens": scheduler.max_batch_tokens,
+        }
+
+    def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CaptureDesk | None = None) -> Request:
+        """Queue a prompt for its activations alone; they go through `desk` when it is not this engine's own."""
+        request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture, desk=desk)
         self._core.submit(request)
         return request
 
     def wait_for_acts(self, request: Request) -> Mapping[Address, CapturedRows]:
         """Drive the engine until a submitted prompt has run; its captured rows."""
+        self.wait(request)
+        return Output.of(request).acts
+
+    def wait(self, request: Request) -> None:
+        """Drive the engine until a submitted prompt has run."""
         while not request.done:
             request.events.clear()
             self._core.drive(request)
         if request.error is not None:
             raise request.error
-        return Output.of(request).acts
 
     def cancel(self, request: Request) -> None:
         self._core.cancel(request)
@@ -254,10 +272,12 @@ class Engine:
             for request in choices
         ]
 
-    def _single_request(self, prompt: Prompt, sampling: dict[str, Any], capture: Captures) -> Request:
+    def _single_request(
+        self, prompt: Prompt, sampling: dict[str, Any], capture: Captures, desk: CaptureDesk | None = None
+    ) -> Request:
         if not is_single(prompt):
             raise PromptError("stream takes one prompt: a text or a list of token ids. Start one stream per prompt.")
-        requests = self._requests(prompt, sampling, per_prompt(capture, 1)[0])
+        requests = self._requests(prompt, sampling, per_prompt(capture, 1)[0], desk=desk)
         if len(requests) > 1:
             raise OptionError("n is more than 1, but a stream has one answer. Start one stream per choice.")
         return requests[0]
@@ -269,11 +289,12 @@ class Engine:
         capture: CaptureWish | None,
         thinking: bool | None = None,
         mark: str = "",
+        desk: CaptureDesk | None = None,
     ) -> list[Request]:
         """One request per choice of one prompt; `mark` tells the captures of several prompts apart."""
         options = SamplingOptions.from_kwargs(**sampling)
         options.check_vocabulary(self.config.vocab_size)
-        ids = tuple(self._prompt_ids(prompt))
+        ids = tuple(self.prompt_ids(prompt))
         room = self.max_context - len(ids)
         if room < 1:
             raise PromptError(
@@ -287,7 +308,7 @@ class Engine:
 
         def plan(choice: int) -> Plan | None:
             tail = mark if options.n == 1 else f"{mark}-{choice}"
-            return None if capture is None else self._desk.plan(capture, ids, wanted, tail)
+            return None if capture is None else (desk or self._desk).plan(capture, ids, wanted, tail)
 
         return [
             Request(
@@ -309,7 +330,8 @@ class Engine:
             return TextStream(self._tokenizer, options.stop, min_tokens=options.min_tokens)
         return ChatStream(self._tokenizer, options.stop, thinking=thinking, min_tokens=options.min_tokens)
 
-    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """The token ids that a prompt is run as: a text is encoded behind the begin-of-text token."""
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty. Pass some text or a list of token ids.")

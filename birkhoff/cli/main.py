@@ -19,6 +19,7 @@ from typer.core import TyperGroup
 
 from birkhoff import __version__
 from birkhoff.cli.bench import app as bench
+from birkhoff.cli.capture import capture
 from birkhoff.cli.chat import chat
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
@@ -47,6 +48,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(capture)
 app.command()(inspect)
 app.command()(synth)
 app.add_typer(bench, name="bench")

@@ -17,11 +17,19 @@ if TYPE_CHECKING:
     from birkhoff.errors import BirkhoffError as BirkhoffError
     from birkhoff.output import Output as Output
     from birkhoff.output import Trace as Trace
+    from birkhoff.steering.edits import Add as Add
+    from birkhoff.steering.edits import Clamp as Clamp
+    from birkhoff.steering.edits import Patch as Patch
+    from birkhoff.steering.edits import Project as Project
 
 __version__ = "0.1.0"
-__all__ = ["BirkhoffError", "Capture", "Engine", "Output", "Trace", "load", "mhc"]
+__all__ = ["Add", "BirkhoffError", "Capture", "Clamp", "Engine", "Output", "Patch", "Project", "Trace", "load", "mhc"]
 
 _HOMES = {
+    "Add": "steering.edits",
+    "Clamp": "steering.edits",
+    "Patch": "steering.edits",
+    "Project": "steering.edits",
     "BirkhoffError": "errors",
     "Capture": "capture.spec",
     "Engine": "api",

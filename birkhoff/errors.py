@@ -17,6 +17,7 @@
     │   ├── DataError            data-invalid      a data file, or one text of it, by its place
     │   ├── SiteError            site-unknown      a hook or layer this model does not have
     │   ├── SelectorError        selector-invalid  layers or positions that cannot be chosen
+    │   ├── SteeringError        steering-invalid  an edit or vector that cannot be applied
     │   └── CaptureValidationError capture-invalid what a capture asks for, by field path
     ├── CaptureError             capture           a capture that could not be written or read
     │   ├── CaptureFileError     capture-file      files that are cut short or inconsistent (also a ValueError)
@@ -111,6 +112,10 @@ class DataError(RequestError):
 
 class SiteError(RequestError):
     code = "site-unknown"
+
+
+class SteeringError(RequestError):
+    code = "steering-invalid"
 
 
 class SelectorError(RequestError):

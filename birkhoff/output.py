@@ -42,6 +42,7 @@ class Output:
             logprobs=list(request.logprobs) if request.options.logprobs is not None else None,
             acts=_acts(request),
             capture_results=_capture_results(request),
+            interp=_interp(request),
             timings=_timings(request),
             message=message,
             error=request.error,
@@ -56,6 +57,13 @@ def _acts(request: Request) -> Mapping[tuple[str, int], CapturedRows]:
                 raise CaptureError(f"the capture failed ({job.error}); the answer is complete. Ask again without it.")
             return job.keeper.acts()
     return {}
+
+
+def _interp(request: Request) -> dict[str, Any]:
+    """Which tokens were steered: exact positions, counted by the engine and not by the request's wording."""
+    if request.plan is None or not request.plan.edits:
+        return {}
+    return {"rows_steered": len(request.plan.steered), "steered_positions": sorted(request.plan.steered)}
 
 
 def _capture_results(request: Request) -> dict[str, CaptureResult]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,8 @@ import torch
 
 from birkhoff.api.captures import CaptureDesk, CaptureWish
 from birkhoff.api.feed import ActBatch, feed
-from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, not_built, per_prompt
+from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt
+from birkhoff.api.steering import Modules, Steering, SteeringDesk, per_prompt_edits
 from birkhoff.capture.acts import CapturedRows
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
@@ -27,11 +30,12 @@ from birkhoff.errors import (
     TextUnavailable,
     quoted,
 )
+from birkhoff.hooks.live import Staging, arm
 from birkhoff.hooks.names import Address
-from birkhoff.hooks.plan import Plan
+from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.schema import HookSchema, build_hook_schema
 from birkhoff.hooks.sites import Site
-from birkhoff.hooks.tap import EagerTap
+from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream, Trace
 from birkhoff.text.chat import encode_chat
@@ -53,6 +57,7 @@ class Engine:
     ):
         self._core, self._tokenizer, self._literals, self.name = core, tokenizer, literals, name
         self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
+        self._steering = SteeringDesk(self.schema, self.config.num_hidden_layers)
 
     @property
     def model(self) -> Transformer:
@@ -82,17 +87,15 @@ class Engine:
             )
         return self._tokenizer
 
-    def logits(self, token_ids: Sequence[int], steer: None = None) -> torch.Tensor:
+    def logits(self, token_ids: Sequence[int], steer: Steering = None) -> torch.Tensor:
         """Next-token logits at every position, float32 [T, vocab]."""
-        not_built("steer", steer)
         self._core.check_open()
         ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
         with torch.no_grad():  # not inference mode: what is handed out can be trained on and written to
-            return self.model(ids)
+            return self.model(ids, self._edit_tap(steer, ids.tolist()))
 
-    def trace(self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: None = None) -> Trace:
+    def trace(self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: Steering = None) -> Trace:
         """A plain forward pass that keeps every asked-for site."""
-        not_built("steer", steer)
         self._core.check_open()
         wanted = self._check_hooks(hooks)
         ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
@@ -103,27 +106,44 @@ class Engine:
                 kept[site.name, layer] = tensor.detach().clone()
 
         with torch.no_grad():
-            logits = self.model(ids, EagerTap(seen=keep))
+            logits = self.model(ids, RecordingTap(self._edit_tap(steer, ids.tolist()), keep))
         return Trace(logits, kept)
 
+    def _edit_tap(self, steer: Steering, ids: list[int]) -> Tap:
+        """The tap of one whole forward pass in which every token belongs to the prompt."""
+        edits = self._steering.edits(steer, ids, 1)
+        span = Span(Plan(edits=edits), 0, 0, ids, len(ids))
+        return arm(Staging(self.model.embed.device), [span]) or NoTap()
+
+    @property
+    def modules(self) -> Modules:
+        """Named vectors that edits may refer to."""
+        return self._steering.modules
+
+    def steering(self, *edits: Any) -> AbstractContextManager[None]:
+        """A block in which every request carries these edits too."""
+        return self._steering.for_all(edits)
+
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, capture: Captures = None, steer: None = None, **sampling: Any
+        self, prompts: Prompt | Sequence[Prompt], *, capture: Captures = None, steer: Steering = None, **sampling: Any
     ):
         """An `Output` for one prompt, a list for a list; with `n` > 1 a list of outputs takes each one's place."""
         return self._answer(prompts, sampling, capture, steer)
 
     def _answer(
-        self, prompts: Any, sampling: dict[str, Any], capture: Captures, steer: None, thinking: bool | None = None
+        self, prompts: Any, sampling: dict[str, Any], capture: Captures, steer: Steering, thinking: bool | None = None
     ):
         """`thinking` is None for plain text, else the answer is read as a chat's."""
-        not_built("steer", steer)
         single = is_single(prompts)
         given = [prompts] if single else list(prompts)
         if not given:
             raise PromptError("the list of prompts is empty. Pass a text, a list of token ids, or a list of those.")
-        captures = per_prompt(capture, len(given))
+        captures, steers = per_prompt(capture, len(given)), per_prompt_edits(steer, len(given))
         marks = [""] if single else [f"-{place}" for place in range(len(given))]
-        requests = [self._requests(p, sampling, c, thinking, mark) for p, c, mark in zip(given, captures, marks)]
+        requests = [
+            self._requests(prompt, sampling, wish, edits, thinking, mark)
+            for prompt, wish, edits, mark in zip(given, captures, steers, marks)
+        ]
         answers = [self._finish(choices) for choices in self._run(requests)]
         outputs = [choices[0] if len(choices) == 1 else choices for choices in answers]
         return outputs[0] if single else outputs
@@ -147,27 +167,25 @@ class Engine:
         effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         capture: Captures = None,
-        steer: None = None,
+        steer: Steering = None,
         **sampling: Any,
     ):
         """`generate` through the V4 chat encoding; `output.message` holds reasoning, content and tool calls apart."""
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
         return self._answer(prompt, sampling, capture, steer, thinking)
 
-    def stream(self, prompt: Prompt, *, capture: Captures = None, steer: None = None, **sampling: Any) -> Stream:
+    def stream(self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, **sampling: Any) -> Stream:
         """Token events as they come; the last one carries the finish reason. Closing the iterator cancels.
 
         `stream.output` is the whole answer once it has ended, or what there was of it when it was closed."""
-        not_built("steer", steer)
-        request = self._single_request(prompt, sampling, capture)
+        request = self._single_request(prompt, sampling, capture, steer)
         return Stream(request, self._events(request), self._core.cancel)
 
     async def astream(
-        self, prompt: Prompt, *, capture: Captures = None, steer: None = None, **sampling: Any
+        self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, **sampling: Any
     ) -> AsyncIterator[TokenEvent]:
         """`stream` for asyncio; other tasks run while a step computes."""
-        not_built("steer", steer)
-        request = self._single_request(prompt, sampling, capture)
+        request = self._single_request(prompt, sampling, capture, steer)
         self._core.submit(request)
         try:
             while True:
@@ -287,6 +305,7 @@ class Engine:
         prompt: Prompt,
         sampling: dict[str, Any],
         capture: CaptureWish | None,
+        steer: Steering = None,
         thinking: bool | None = None,
         mark: str = "",
         desk: CaptureDesk | None = None,
@@ -308,7 +327,10 @@ class Engine:
 
         def plan(choice: int) -> Plan | None:
             tail = mark if options.n == 1 else f"{mark}-{choice}"
-            return None if capture is None else (desk or self._desk).plan(capture, ids, wanted, tail)
+            edits = self._steering.edits(steer, ids, wanted)
+            if capture is None:
+                return Plan(edits=edits) if edits else None
+            return replace((desk or self._desk).plan(capture, ids, wanted, tail), edits=edits)
 
         return [
             Request(

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from birkhoff.hooks.edit import SiteEdit, apply
 from birkhoff.hooks.plan import Job, Key, Rows, Span
-from birkhoff.hooks.sites import BY_NAME, Site
+from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
 from birkhoff.hooks.tap import NoTap, Tap, together
 
+Edits = dict[Key, list[tuple[SiteEdit, list[int]]]]
 SIZES = (8, 64, 512)  # rows a staging buffer can hold; beyond the last, multiples of it
 SENTINEL = 0  # padding reads this row; its copies are never delivered
 
@@ -89,15 +91,22 @@ class Staging:
 
 
 class LiveTap:
-    """The sites of one step that somebody wants, by layer."""
+    """The sites of one step that somebody wants or changes, by layer."""
 
-    def __init__(self, staging: Staging, wanted: dict[tuple[Key, bool], _Wanted]):
+    def __init__(self, staging: Staging, wanted: dict[tuple[Key, bool], _Wanted], edits: Edits):
         self._staging, self._wanted = staging, list(wanted.values())
         self._layers: dict[int, _LayerTap] = {}
+        written = _Written()
         for want in self._wanted:
             hook, layer = want.key
-            self._layers.setdefault(layer, _LayerTap(staging)).add(BY_NAME[hook], want)
-        self._unwatched = NoTap()
+            self._layers.setdefault(layer, _LayerTap(staging, written)).add(BY_NAME[hook], want)
+        for (hook, layer), changes in edits.items():
+            self._layers.setdefault(layer, _LayerTap(staging, written)).change(BY_NAME[hook], changes)
+        if any(edit.post_mix for changes in edits.values() for edit, _ in changes):
+            self._unwatched: Tap = _LayerTap(staging, written)  # every sublayer's write-out weights are remembered
+            written.wanted = True
+        else:
+            self._unwatched = NoTap()
 
     def at(self, layer: int) -> Tap:
         return self._layers.get(layer, self._unwatched)
@@ -122,11 +131,24 @@ class LiveTap:
                 share.job.deliver(Rows(hook, layer, rows, share.positions, share.token_ids, share.prompt_rows))
 
 
+class _Written:
+    """The write-out weights of the sublayer that wrote the streams last."""
+
+    wanted = False
+    post: torch.Tensor | None = None
+
+
 class _LayerTap:
-    def __init__(self, staging: Staging):
-        self._staging = staging
+    """One layer's share. At a site: capture, then the edits in their order, then captures of the edited tensor."""
+
+    def __init__(self, staging: Staging, written: _Written):
+        self._staging, self._written = staging, written
         self._before: dict[int, _Wanted] = {}
         self._after: dict[int, _Wanted] = {}
+        self._edits: dict[int, list[tuple[SiteEdit, list[int]]]] = {}
+
+    def change(self, site: Site, changes: list[tuple[SiteEdit, list[int]]]) -> None:
+        self._edits[site.id] = changes
 
     def add(self, site: Site, want: _Wanted) -> None:
         (self._after if want.after else self._before)[site.id] = want
@@ -135,24 +157,45 @@ class _LayerTap:
         return self
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
-        for sites in (self._before, self._after):
-            want = sites.get(site.id)
-            if want is not None:
-                want.staged = self._staging.copy(want, parts)
+        if self._written.wanted and site.id in (MHC_ATTN_POST_MIX.id, MHC_FFN_POST_MIX.id):
+            self._written.post = parts[0]
+        self._stage(self._before, site, *parts)
+        self._stage(self._after, site, *parts)
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
-        self.see(site, x)
+        self._stage(self._before, site, x)
+        changes = self._edits.get(site.id)
+        if changes is not None:
+            x = apply(x, changes, self._written.post)
+        self._stage(self._after, site, x)
         return x
 
     def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        self.see(site, x)
-        return x, x
+        self._stage(self._before, site, x)
+        changes = self._edits.get(site.id)
+        if changes is None:
+            self._stage(self._after, site, x)
+            return x, x
+        if all(edit.path == "both" for edit, _ in changes):
+            read = carried = apply(x, changes, self._written.post)
+        else:
+            read = apply(x, [c for c in changes if c[0].path != "carry"], self._written.post)
+            carried = apply(x, [c for c in changes if c[0].path != "read"], self._written.post)
+        self._stage(self._after, site, carried if any(e.path != "read" for e, _ in changes) else read)
+        return read, carried
+
+    def _stage(self, sites: dict[int, _Wanted], site: Site, *parts: torch.Tensor) -> None:
+        want = sites.get(site.id)
+        if want is not None:
+            want.staged = self._staging.copy(want, parts)
 
 
 def arm(staging: Staging, spans: Sequence[Span]) -> LiveTap | None:
     """The tap of a step with these spans, or None when nothing of it is wanted."""
     wanted: dict[tuple[Key, bool], _Wanted] = {}
+    edits: Edits = {}
     for span in spans:
+        _collect_edits(span, edits)
         skip = max(span.plan.seen - span.start, 0)  # computed again after a preemption: delivered before
         span.plan.seen = max(span.plan.seen, span.start + len(span.token_ids))
         tokens = span.token_ids[skip:]
@@ -170,9 +213,19 @@ def arm(staging: Staging, spans: Sequence[Span]) -> LiveTap | None:
                 want = wanted.setdefault((key, job.after), _Wanted(key, job.after))
                 want.shares.append(_Share(job, len(want.rows), positions, ids, prompt_rows))
                 want.rows += rows
-    if not wanted:
+    if not wanted and not edits:
         return None
     staging.next_turn()
     for want in wanted.values():
         want.index = staging.index(want)
-    return LiveTap(staging, wanted)
+    return LiveTap(staging, wanted, edits)
+
+
+def _collect_edits(span: Span, edits: Edits) -> None:
+    for edit in span.plan.edits:
+        offsets = edit.offsets(span.start, span.token_ids, span.prompt_len)
+        if len(offsets):
+            rows = [span.first_row + int(offset) for offset in offsets]
+            span.plan.steered.update(span.start + int(offset) for offset in offsets)
+            for key, change in edit.sites.items():
+                edits.setdefault(key, []).append((change, rows))

@@ -7,11 +7,13 @@ Nothing here imports an engine, so that another one can run the same plans.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
+
+from birkhoff.hooks.edit import SiteEdit
 
 Key = tuple[str, int]  # hook name, layer
 
@@ -50,12 +52,26 @@ class Job(Protocol):
         ...
 
 
+class Edit(Protocol):
+    """One change a request makes: which rows, at which sites."""
+
+    @property
+    def sites(self) -> Mapping[Key, SiteEdit]: ...
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        """Which of the tokens at positions `start, start + 1, ...` are changed."""
+        ...
+
+
 @dataclass(eq=False)
 class Plan:
-    """Everything one request wants. `seen` positions are delivered once, also when they are computed again."""
+    """Everything one request wants. `seen` positions are delivered once, also when they are computed again; edits are
+    made every time a token is computed. `steered` are the positions that were edited."""
 
     jobs: tuple[Job, ...] = ()
+    edits: tuple[Edit, ...] = ()
     seen: int = 0
+    steered: set[int] = field(default_factory=set)
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
         for job in self.jobs:

@@ -79,3 +79,25 @@ class EagerTap:
         edited = self(site, x)
         parted = self._part(site, self.layer, edited) if self._part is not None else None
         return (edited, edited) if parted is None else parted
+
+
+class RecordingTap:
+    """Shows every site to `seen(site, layer, tensor)` as it comes, then lets another tap do its work there."""
+
+    def __init__(self, inner: Tap, seen: Seen, layer: int = -1):
+        self._inner, self._seen, self.layer = inner, seen, layer
+
+    def at(self, layer: int) -> RecordingTap:
+        return RecordingTap(self._inner.at(layer), self._seen, layer)
+
+    def see(self, site: Site, *parts: torch.Tensor) -> None:
+        self._seen(site, self.layer, together(*parts))
+        self._inner.see(site, *parts)
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        self._seen(site, self.layer, x)
+        return self._inner(site, x)
+
+    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._seen(site, self.layer, x)
+        return self._inner.part(site, x)

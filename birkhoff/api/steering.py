@@ -1,0 +1,82 @@
+"""Steering of an engine: named vectors, the edits every request gets, and plans for single ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from birkhoff.errors import SteeringError, quoted
+from birkhoff.hooks.schema import HookSchema
+from birkhoff.steering.edits import ResolvedEdit, check_edits
+from birkhoff.steering.vector import Vector
+
+Steering = Any  # a list of edits for all prompts, or one such list per prompt
+
+
+class Modules(MutableMapping[str, Vector]):
+    """`engine.modules[name] = vector`: vectors that requests may name. Running requests keep what they resolved."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Vector] = {}
+
+    def __getitem__(self, name: str) -> Vector:
+        if name not in self._held:
+            known = ", ".join(sorted(self._held)) or "none"
+            raise KeyError(f"no module named {quoted(name)}; registered: {known}")
+        return self._held[name]
+
+    def __setitem__(self, name: str, vector: Any) -> None:
+        if not isinstance(name, str) or not name:
+            raise SteeringError(f"a module is named by a text, not {quoted(name)}.")
+        self._held[name] = vector if isinstance(vector, Vector) else Vector(vector, name)
+
+    def __delitem__(self, name: str) -> None:
+        self[name]
+        del self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+
+class SteeringDesk:
+    def __init__(self, schema: Mapping[str, HookSchema], num_layers: int):
+        self._schema, self._num_layers = schema, num_layers
+        self.modules = Modules()
+        self._for_all: list[tuple[Any, ...]] = []  # the global tier: one entry per open `engine.steering` block
+
+    @contextmanager
+    def for_all(self, edits: Sequence[Any]) -> Iterator[None]:
+        """Every request submitted inside the block gets these edits too."""
+        given = check_edits(list(edits))
+        for edit in given:  # refused here, not at the next request
+            edit.resolve(self._schema, self._num_layers, self.modules, 1, 2)
+        self._for_all.append(given)
+        try:
+            yield
+        finally:
+            self._for_all.remove(given)
+
+    def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[ResolvedEdit, ...]:
+        """The global tier and the request's own edits, resolved for one prompt."""
+        own = () if steer is None else check_edits(steer)
+        every = [edit for tier in self._for_all for edit in tier]
+        return tuple(
+            edit.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
+            for edit in (*every, *own)
+        )
+
+
+def per_prompt_edits(steer: Steering, prompts: int) -> list[Any]:
+    """One list of edits for each prompt: the same for all, or as many lists as there are prompts."""
+    nested = isinstance(steer, (list, tuple)) and any(
+        entry is None or isinstance(entry, (list, tuple)) for entry in steer
+    )
+    if not nested:
+        return [steer] * prompts
+    if len(steer) != prompts:
+        raise SteeringError(f"steer has {len(steer)} lists for {prompts} prompts. Give one list for all, or one each.")
+    return list(steer)

@@ -1,0 +1,112 @@
+"""What can be done to the rows of a site: add a vector, hold a direction within bounds, put another row in place.
+
+These are the operations alone: tensors and row numbers in, a new tensor out. Rows that are not named keep their bits.
+Arithmetic is float32 whatever the site's dtype, rounded once. Rows are flat, `[n, width]`; at stream sites an operation
+may work on single streams, `[n, m, d]`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Op = Literal["patch", "add", "clamp"]
+Path = Literal["both", "read", "carry"]
+ORDER: tuple[Op, ...] = ("patch", "add", "clamp")  # at one site; capture comes before all of them
+
+
+@dataclass(frozen=True, eq=False)
+class SiteEdit:
+    """One operation at one site, for the rows that its owner names step by step.
+
+    `vector` is `[width]`, or `[d]` with `streams` naming the streams it is applied to one by one."""
+
+    op: Op
+    vector: torch.Tensor
+    scale: float = 1.0
+    path: Path = "both"
+    streams: tuple[int, ...] | None = None
+    norm_match: bool = False  # add: the vector takes each row's own norm
+    post_mix: bool = False  # add: times the live write-out weights, as if the sublayer had produced it
+    low: float | None = None  # clamp: bounds of the row's component along `vector`, a unit vector
+    high: float | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """A constant added to the row: many of these are one operation."""
+        return self.op == "add" and not self.norm_match and not self.post_mix
+
+    def constant(self, width: int) -> torch.Tensor:
+        """The whole-row vector a plain add adds, [width] float32."""
+        vector = self.vector.float() * self.scale
+        if self.streams is None:
+            return vector
+        whole = torch.zeros(width // vector.shape[0], vector.shape[0], device=vector.device)
+        whole[list(self.streams)] = vector
+        return whole.flatten()
+
+
+def apply(x: torch.Tensor, edits: list[tuple[SiteEdit, list[int]]], post: torch.Tensor | None) -> torch.Tensor:
+    """All edits of one site of one step, in their fixed order. `post` [n, m]: write-out weights behind the streams."""
+    out = x
+    for op in ORDER:
+        chosen = [(edit, rows) for edit, rows in edits if edit.op == op]
+        plain = [(edit, rows) for edit, rows in chosen if edit.is_plain]
+        if plain:
+            out = _add_constants(out, plain)
+        for edit, rows in chosen:
+            if not edit.is_plain:
+                out = _edit_rows(out, edit, rows, post)
+    return out
+
+
+def _add_constants(x: torch.Tensor, edits: list[tuple[SiteEdit, list[int]]]) -> torch.Tensor:
+    """One gather and one addition for all vectors that are simply added."""
+    width = x[0].numel()
+    table = torch.stack([edit.constant(width) for edit, _ in edits]).to(x.device)
+    total: dict[int, list[int]] = {}
+    for slot, (_, rows) in enumerate(edits):
+        for row in rows:
+            total.setdefault(row, []).append(slot)
+    where = torch.tensor(list(total), device=x.device)
+    if all(len(slots) == 1 for slots in total.values()):
+        delta = table[torch.tensor([slots[0] for slots in total.values()], device=x.device)]
+    else:  # several edits on one row: summed in float32 before they meet it
+        delta = torch.stack([table[slots].sum(0) for slots in total.values()])
+    return _replace(x, where, x[where].flatten(1).float() + delta)
+
+
+def _edit_rows(x: torch.Tensor, edit: SiteEdit, numbers: list[int], post: torch.Tensor | None) -> torch.Tensor:
+    rows = torch.tensor(numbers, device=x.device)
+    old = x[rows].float()
+    shape = old.shape
+    vector = edit.vector.float().to(x.device)
+    if edit.streams is not None:
+        parts = old.clone()  # [r, m, d]
+        for stream in edit.streams:
+            weight = post[rows, stream].unsqueeze(-1) if edit.post_mix and post is not None else None
+            parts[:, stream] = _change(old[:, stream], vector, edit, weight)
+        return _replace(x, rows, parts.flatten(1))
+    if edit.post_mix and post is not None:
+        spread = post[rows].unsqueeze(-1) * vector.view(1, 1, -1)  # a d-wide vector, into every stream by its weight
+        return _replace(x, rows, (old + edit.scale * spread).flatten(1))
+    return _replace(x, rows, _change(old.flatten(1), vector, edit, None).view(shape).flatten(1))
+
+
+def _change(old: torch.Tensor, vector: torch.Tensor, edit: SiteEdit, weight: torch.Tensor | None) -> torch.Tensor:
+    if edit.op == "patch":
+        return old + edit.scale * (vector - old)
+    if edit.op == "clamp":
+        along = old @ vector
+        held = along.clamp(min=edit.low, max=edit.high)
+        return old + edit.scale * (held - along).unsqueeze(-1) * vector
+    step = edit.scale * vector
+    if edit.norm_match:
+        step = edit.scale * vector / vector.norm() * old.norm(dim=-1, keepdim=True)
+    return old + (step if weight is None else weight * step)
+
+
+def _replace(x: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    return x.index_copy(0, rows, values.view(len(rows), *x.shape[1:]).to(x.dtype))

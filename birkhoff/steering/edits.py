@@ -1,0 +1,289 @@
+"""Edits a request may carry: `Add`, `Project`, `Clamp`, `Patch`. Plain data, checked when made and again on a model.
+
+    Add(vector, hook="mhc_streams_pre_attn", layers=[4], scale=2.0, streams=[1])     h' = h + scale * v
+    Project(vector, ...)                                                             h' = h - scale * (h.v) v
+    Clamp(vector, ..., min=None, max=None)                                           min <= h.v <= max on exit
+    Patch(vector, ...)                                                               h' = h + scale * (v - h)
+
+Directions of `Project` and `Clamp` are normalised here. `where` picks tokens as captures do, `phase` those of the
+prompt or generated ones, decided by position and never by the size of a step. `path` says who sees an edit of the
+streams: what the sublayer reads, what is carried past it, or both. `resolve` makes the `hooks.plan.Edit` that an engine
+runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+from birkhoff.errors import SteeringError, quoted
+from birkhoff.hooks import names
+from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.layers import LayerSelector, parse_layers
+from birkhoff.hooks.plan import Key
+from birkhoff.hooks.positions import Positions, parse_positions
+from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.hooks.sites import BY_NAME
+from birkhoff.steering.vector import Vector
+
+PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """What every edit has. `vector` is the name of a module, a tensor or a list of numbers."""
+
+    vector: Any
+    hook: str | None = None
+    layers: Any = None
+    scale: float = 1.0
+    streams: Any = None
+    where: Any = None
+    phase: str = "both"
+    path: str = "both"
+
+    op: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        if not isinstance(self.vector, (str, Vector)):
+            put(self, "vector", Vector(self.vector))
+        if self.hook is not None and not isinstance(self.hook, str):
+            raise SteeringError(f"hook is {quoted(self.hook)}, expected the name of a hook.")
+        if self.layers is not None:
+            put(self, "layers", parse_layers(self.layers))
+        if self.where is not None:
+            put(self, "where", parse_positions(self.where, "where"))
+        put(self, "scale", _number(self.scale, "scale"))
+        put(self, "streams", _streams(self.streams))
+        for name, value, allowed in (("phase", self.phase, PHASES), ("path", self.path, PATHS)):
+            if value not in allowed:
+                raise SteeringError(f"{name} is {quoted(value)}, expected one of {', '.join(allowed)}.")
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"op": self.op}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                out[f.name] = (
+                    value.to_json() if hasattr(value, "to_json") else list(value) if isinstance(value, tuple) else value
+                )
+        return out
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        given = dict(raw)
+        if given.pop("op", cls.op) != cls.op:
+            raise SteeringError(f"op is {quoted(raw['op'])}, expected {cls.op!r}.")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise SteeringError(
+                f"{quoted(unknown[0])} is no field of {cls.__name__}, expected {', '.join(sorted(known))}."
+            )
+        return cls(**given)
+
+    def resolve(
+        self,
+        schema: Mapping[str, HookSchema],
+        num_layers: int,
+        modules: Mapping[str, Any],
+        prompt: Sequence[int] | int,
+        max_tokens: int,
+    ) -> ResolvedEdit:
+        """Against one model and one prompt. Everything that can be refused is refused here."""
+        edit = self._from_module(modules)
+        if edit.hook is None or edit.layers is None:
+            raise SteeringError(
+                f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
+                "vector brings none. Give hook= and layers=."
+            )
+        why = names.refusal(edit.hook, schema)
+        if why is not None:
+            raise SteeringError(why)
+        once = edit.hook in BY_NAME and BY_NAME[edit.hook].once
+        layers = [num_layers - 1] if once else edit.layers.expand(num_layers)
+        sites: dict[Key, SiteEdit] = {}
+        for layer in layers:
+            hook, at = names.resolve(edit.hook, layer, schema, num_layers)
+            if not schema[hook].steerable:
+                steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
+                raise SteeringError(f"{hook} is capture-only: it can be read, not changed. Steerable: {steerable}.")
+            if edit.streams == "post_mix" and (hook, at) == ("mhc_streams_pre_attn", 0):
+                raise SteeringError(
+                    "streams='post_mix' at mhc_streams_pre_attn[0]: no sublayer has written those streams "
+                    "yet. Use a later layer, or name the streams."
+                )
+            sites[hook, at] = edit._at_site(schema[hook], hook, edit.path if hook.startswith("mhc_streams") else "both")
+        selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
+        return ResolvedEdit(sites, selector, edit.phase)
+
+    def _from_module(self, modules: Mapping[str, Any]) -> Self:
+        if not isinstance(self.vector, str):
+            return self
+        if self.vector not in modules:
+            known = ", ".join(sorted(modules)) or "none"
+            raise SteeringError(
+                f"there is no module named {quoted(self.vector)}; registered: {known}. "
+                "Register it first: engine.modules[name] = vector."
+            )
+        return replace(self, vector=modules[self.vector])
+
+    def _at_site(self, row: HookSchema, hook: str, path: Any) -> SiteEdit:
+        """The operation on rows of this shape; widths and streams are checked against it."""
+        vector, streams, has_streams = self.vector.tensor(), self.streams, hook.startswith("mhc_streams")
+        width = row.width
+        if not has_streams:
+            if streams is not None:
+                raise SteeringError(f"streams is {quoted(streams)}, but {hook} has one stream. Leave streams out.")
+            if len(vector) != width:
+                raise SteeringError(f"the vector has {len(vector)} numbers, {hook} has rows of {width}.")
+            return self._site_edit(vector, None, False, path)
+        m, d = row.logical_shape
+        if streams == "post_mix":
+            if len(vector) != d or self.op != "add":
+                raise SteeringError(
+                    f"streams='post_mix' adds one vector of {d} numbers to every stream by its weight; "
+                    f"got {self.op} with {len(vector)} numbers."
+                )
+            return self._site_edit(vector, None, True, path)
+        chosen = tuple(range(m)) if streams == "all" else streams
+        if chosen is not None and any(s >= m for s in chosen):
+            raise SteeringError(f"streams is {list(chosen)}, this model has streams 0..{m - 1}.")
+        if len(vector) == d:
+            if chosen is None:
+                raise SteeringError(
+                    f"the vector has {d} numbers, one stream's width, and streams is not given; {hook} has "
+                    f"rows of m*d = {width}. Give streams='all', 'post_mix' or a list."
+                )
+            return self._site_edit(vector, chosen, False, path)
+        if len(vector) != width:
+            raise SteeringError(
+                f"the vector has {len(vector)} numbers, {hook} has rows of m*d = {m}*{d} = {width} "
+                f"(or {d} with streams=)."
+            )
+        if chosen is not None:  # those blocks are kept, the others are zeroed
+            keep = vector.new_zeros(m, d)
+            keep[list(chosen)] = vector.view(m, d)[list(chosen)]
+            vector = keep.flatten()
+        return self._site_edit(vector, None, False, path)
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        raise AssertionError("each kind of edit says what it does")
+
+
+@dataclass(frozen=True)
+class Add(_Edit):
+    norm_match: bool = False
+
+    op: ClassVar[str] = "add"
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        if self.norm_match and float(vector.norm()) == 0:
+            raise SteeringError("norm_match needs a direction, and the vector is zero.")
+        return SiteEdit("add", vector, self.scale, path, streams, self.norm_match, post_mix)
+
+
+@dataclass(frozen=True)
+class Clamp(_Edit):
+    min: float | None = None
+    max: float | None = None
+
+    op: ClassVar[str] = "clamp"
+
+    def _check(self) -> None:
+        for name in ("min", "max"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _number(getattr(self, name), name))
+        if self.min is None and self.max is None:
+            raise SteeringError("Clamp has neither min nor max. Give at least one bound; min = max holds a value.")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise SteeringError(f"min ({self.min}) is above max ({self.max}). Swap them.")
+        if not 0 <= self.scale <= 1:
+            raise SteeringError(f"scale is {self.scale}, expected 0 to 1 for a clamp. Project allows other strengths.")
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        return SiteEdit("clamp", _unit(vector), self.scale, path, streams, low=self.min, high=self.max)
+
+
+@dataclass(frozen=True)
+class Project(_Edit):
+    op: ClassVar[str] = "project"
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        return SiteEdit("clamp", _unit(vector), self.scale, path, streams, low=0.0, high=0.0)
+
+
+@dataclass(frozen=True)
+class Patch(_Edit):
+    op: ClassVar[str] = "patch"
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        return SiteEdit("patch", vector, self.scale, path, streams)
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedEdit:
+    """An edit as a plan carries it: operations by site, and which tokens they meet."""
+
+    sites: Mapping[Key, SiteEdit]
+    selector: PositionSelector | None
+    phase: str
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        count = len(token_ids)
+        first = max(prompt_len - start, 0) if self.phase == "decode" else 0
+        stop = min(max(prompt_len - start, 0), count) if self.phase == "prefill" else count
+        if first >= stop:
+            return ()
+        if self.selector is None:
+            return range(first, stop)
+        rows = np.asarray(self.selector.rows(start, token_ids))
+        return rows[(rows >= first) & (rows < stop)]  # type: ignore[return-value]
+
+
+Edits = Sequence[_Edit]
+
+
+def check_edits(edits: Any) -> tuple[_Edit, ...]:
+    """A list of edits, or a refusal that says what came instead."""
+    given = (edits,) if isinstance(edits, _Edit) else tuple(edits) if isinstance(edits, (list, tuple)) else None
+    if given is None or not all(isinstance(edit, _Edit) for edit in given):
+        raise SteeringError(f"steer is {quoted(edits)}, expected a list of Add, Project, Clamp or Patch.")
+    return given
+
+
+def _unit(vector: Any) -> Any:
+    norm = float(vector.norm())
+    if norm == 0:
+        raise SteeringError("the direction is zero, so nothing lies along it. Give a vector that is not zero.")
+    return vector / norm
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise SteeringError(f"{name} is {quoted(value)}, expected a finite number.")
+    return float(value)
+
+
+def _streams(value: Any) -> Any:
+    if value is None or value in ("all", "post_mix"):
+        return value
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise SteeringError(f"streams is {quoted(value)}, expected 'all', 'post_mix' or a list of stream numbers.")
+    for stream in value:
+        if isinstance(stream, bool) or not isinstance(stream, int) or stream < 0:
+            raise SteeringError(f"streams holds {quoted(stream)}, expected stream numbers from 0.")
+    return tuple(sorted(set(value)))
+
+
+__all__ = ["Add", "Clamp", "Edits", "LayerSelector", "Patch", "Positions", "Project", "ResolvedEdit", "check_edits"]

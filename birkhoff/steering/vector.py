@@ -1,0 +1,60 @@
+"""A vector as plain data: float32 numbers that cannot change, equal and hashed by content."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from birkhoff.errors import SteeringError, quoted
+
+
+class Vector:
+    """One row of numbers, checked when it is made: one-dimensional, finite, not empty."""
+
+    def __init__(self, values: Any, name: str = "vector"):
+        if isinstance(values, torch.Tensor):
+            values = values.detach().float().cpu().numpy()
+        try:
+            array = np.array(values, dtype=np.float32)
+        except (TypeError, ValueError):
+            raise SteeringError(f"{name} is {quoted(values)}, expected a tensor or a list of numbers.") from None
+        if array.ndim != 1 or not array.size:
+            raise SteeringError(
+                f"{name} has shape {array.shape}, expected one row of numbers. Flatten it stream by "
+                "stream for a stream hook."
+            )
+        if not np.isfinite(array).all():
+            bad = int(np.flatnonzero(~np.isfinite(array))[0])
+            raise SteeringError(
+                f"{name}[{bad}] is {array[bad]}, expected finite numbers. Look for a division by zero "
+                "where the vector was made."
+            )
+        array.setflags(write=False)
+        self._array = array
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Vector) and np.array_equal(self._array, other._array)
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"Vector({len(self)} numbers, norm {np.linalg.norm(self._array):.4g})"
+
+    @cached_property
+    def digest(self) -> str:
+        """Names the content, not the object: 128 bits as text."""
+        return hashlib.sha256(b"birkhoff vector 1" + self._array.tobytes()).hexdigest()[:32]
+
+    def tensor(self) -> torch.Tensor:
+        return torch.from_numpy(self._array.copy())
+
+    def to_json(self) -> list[float]:
+        return self._array.tolist()

@@ -1,0 +1,312 @@
+"""Edits of a running engine, held to another implementation with hooks that make the same change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import birkhoff
+from birkhoff import Add, Capture, Clamp, Patch, Project
+from birkhoff.convert.synth import synth
+from birkhoff.errors import BirkhoffError, SteeringError
+from tests.oracle import build_oracle
+from tests.sizes import scaled
+
+PROMPT = [0, *range(40, 110)]
+LAYER = 2
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint") / "tiny"
+    synth(path, like="tiny")
+    with birkhoff.load(path, batch_invariant=True, kernels="reference") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def oracle(engine):
+    return build_oracle(engine.model)
+
+
+@pytest.fixture(scope="module")
+def sizes(engine):
+    return engine.config.hc_mult, engine.config.hidden_size
+
+
+def vector(width, seed=0, norm=3.0):
+    v = torch.randn(width, generator=torch.Generator().manual_seed(seed))
+    return v / v.norm() * norm
+
+
+class Hooked:
+    """Forward hooks on the oracle that change what a module receives or returns."""
+
+    def __init__(self, oracle):
+        self.oracle, self.handles = oracle, []
+
+    def input(self, module, change):
+        def before(_, args, kwargs):
+            if args:
+                return (change(args[0]), *args[1:]), kwargs
+            name = next(iter(kwargs))
+            return args, {**kwargs, name: change(kwargs[name])}
+
+        self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+
+    def output(self, module, change, part=None):
+        def after(_, args, result):
+            if part is None:
+                return change(result)
+            return tuple(change(r) if i == part else r for i, r in enumerate(result))
+
+        self.handles.append(module.register_forward_hook(after))
+
+    def logits(self, ids):
+        try:
+            with torch.no_grad():
+                return self.oracle(torch.tensor([ids])).logits[0]
+        finally:
+            for handle in self.handles:
+                handle.remove()
+
+
+def streams(change):
+    """A change of flat rows [.., m*d] on a tensor [.., m, d]."""
+    return lambda x: change(x.flatten(-2)).view(x.shape)
+
+
+def hook_oracle(oracle, hook, change, path="both"):
+    h, layer = Hooked(oracle), oracle.model.layers[LAYER]
+    if hook == "mhc_streams_pre_attn":
+        if path in ("both", "carry"):
+            h.input(layer, streams(change))
+        if path == "read":
+            h.input(layer.attn_hc, streams(change))
+        if path == "carry":
+            raw = {}
+            h.handles.insert(
+                0, layer.register_forward_pre_hook(lambda m, a, k: raw.update(x=a[0]), with_kwargs=True, prepend=True)
+            )
+            h.input(layer.attn_hc, lambda x: raw["x"])
+    elif hook == "mhc_streams_pre_mlp":
+        assert path == "read"
+        h.input(layer.ffn_hc, streams(change))
+    elif hook == "mhc_streams_final":
+        h.input(oracle.model.hc_head, streams(change))
+    elif hook == "pre_attn":
+        h.output(layer.attn_hc, change, part=2)
+    elif hook == "mlp_in":
+        h.output(layer.ffn_hc, change, part=2)
+    elif hook == "post_attn":
+        h.output(layer.self_attn, change, part=0)
+    elif hook == "mlp_out":
+        h.output(layer.mlp, change)
+    elif hook == "final_hidden":
+        h.output(oracle.model.hc_head, change)
+    return h
+
+
+CASES = [
+    ("pre_attn", "both"), ("post_attn", "both"), ("mlp_in", "both"), ("mlp_out", "both"), ("final_hidden", "both"),
+    ("mhc_streams_pre_attn", "both"), ("mhc_streams_pre_attn", "read"), ("mhc_streams_pre_attn", "carry"),
+    ("mhc_streams_pre_mlp", "read"), ("mhc_streams_final", "both"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["add", "project", "clamp", "patch"])
+@pytest.mark.parametrize(("hook", "path"), CASES)
+def test_steered_logits_equal_transformers_with_the_same_edit(engine, oracle, sizes, hook, path, kind):
+    m, d = sizes
+    v = vector(m * d if hook.startswith("mhc") else d, seed=7)
+    unit = v / v.norm()
+    layers = {"hook": hook, "layers": [LAYER], "path": path}
+    edit, change = {
+        "add": (Add(v, scale=1.5, **layers), lambda x: x + 1.5 * v),
+        "project": (Project(v, scale=0.7, **layers), lambda x: x - 0.7 * (x @ unit).unsqueeze(-1) * unit),
+        "clamp": (
+            Clamp(v, min=-0.2, max=0.1, **layers),
+            lambda x: x + ((x @ unit).clamp(-0.2, 0.1) - x @ unit).unsqueeze(-1) * unit,
+        ),
+        "patch": (Patch(v, scale=0.5, **layers), lambda x: x + 0.5 * (v - x)),
+    }[kind]
+    plain = engine.logits(PROMPT)
+    steered = engine.logits(PROMPT, steer=[edit])
+    theirs = hook_oracle(oracle, hook, change, path).logits(PROMPT)
+    assert (steered - theirs).abs().max() < 1e-4
+    assert (steered - plain).abs().max() > 1e-2  # the edit does something
+
+
+@pytest.mark.parametrize(
+    "hook", ["mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final", "mlp_out", "pre_attn"]
+)
+def test_t_ste_1_a_zero_edit_changes_no_bit_and_a_stream_edit_touches_its_stream_alone(engine, sizes, hook):
+    m, d = sizes
+    width = m * d if hook.startswith("mhc") else d
+    zero = Add(torch.zeros(width), hook=hook, layers=[LAYER])
+    assert torch.equal(engine.logits(PROMPT), engine.logits(PROMPT, steer=[zero]))
+    if hook.startswith("mhc") and hook != "mhc_streams_final":
+        edit = Add(vector(d), hook=hook, layers=[LAYER], streams=[1])
+        out = engine.generate(
+            PROMPT, max_tokens=1, steer=[edit], capture=Capture({hook: [LAYER]}, capture_point="after")
+        )
+        plain = engine.generate(PROMPT, max_tokens=1, capture=Capture({hook: [LAYER]}))
+        before, after = plain.acts[hook, LAYER].tensor, out.acts[hook, LAYER].tensor
+        assert torch.equal(before[:, [0, 2, 3]], after[:, [0, 2, 3]])
+        assert torch.allclose(after[:, 1] - before[:, 1], vector(d).expand(len(before), d), atol=1e-5)
+
+
+def test_t_ste_7_paths(engine, sizes):
+    """carry leaves u, p, R of the site bit-equal; read leaves the carried streams as they were."""
+    m, d = sizes
+    v = vector(m * d)
+    plain = engine.trace(PROMPT)
+    edit = {"vector": v, "hook": "mhc_streams_pre_attn", "layers": [LAYER]}
+    carry = engine.trace(PROMPT, steer=[Add(**edit, path="carry")])
+    for hook in ("pre_attn", "mhc_attn_post_mix", "mhc_attn_res_mix", "mhc_attn_pre_mix"):
+        assert torch.equal(carry[hook, LAYER], plain[hook, LAYER])
+    assert not torch.equal(carry["mhc_streams_pre_mlp", LAYER], plain["mhc_streams_pre_mlp", LAYER])
+    read = engine.trace(PROMPT, steer=[Add(**edit, path="read")])
+    assert not torch.equal(read["pre_attn", LAYER], plain["pre_attn", LAYER])
+    r, p, y, x = (
+        read[name, LAYER] for name in ("mhc_attn_res_mix", "mhc_attn_post_mix", "post_attn", "mhc_streams_pre_attn")
+    )
+    rebuilt = torch.einsum("njk,njd->nkd", r, x) + p.unsqueeze(-1) * y.unsqueeze(1)  # from the unedited streams
+    assert (rebuilt - read["mhc_streams_pre_mlp", LAYER]).abs().max() < 1e-4
+
+
+def test_post_mix_equals_an_edit_of_the_sublayer_that_wrote_the_streams(engine, sizes):
+    d = sizes[1]
+    v = vector(d)
+    at_output = engine.logits(PROMPT, steer=[Add(v, hook="mlp_out", layers=[LAYER - 1])])
+    by_weight = engine.logits(PROMPT, steer=[Add(v, hook="mhc_streams_pre_attn", layers=[LAYER], streams="post_mix")])
+    assert (at_output - by_weight).abs().max() < 1e-4
+
+
+def test_norm_match_takes_each_rows_own_norm(engine, sizes):
+    d = sizes[1]
+    rows = engine.trace(PROMPT)["mlp_out", LAYER]
+    spec = Capture({"mlp_out": [LAYER]}, capture_point="after")
+    edit = Add(vector(d), hook="mlp_out", layers=[LAYER], scale=0.5, norm_match=True)
+    after = engine.generate(PROMPT, max_tokens=1, steer=[edit], capture=spec).acts["mlp_out", LAYER].tensor
+    expected = rows + 0.5 * rows.norm(dim=-1, keepdim=True) * vector(d) / vector(d).norm()
+    assert (after - expected).abs().max() < 1e-4
+
+
+def test_t_ste_4_phases_and_places_land_on_the_right_tokens(engine, sizes):
+    d = sizes[1]
+    v, hook = vector(d), "mlp_out"
+    spec = Capture({hook: [LAYER]}, positions="all", capture_point="after")
+
+    def changed(**options):
+        greedy = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "steer": [Add(v, hook, [LAYER], **options)]}
+        out = engine.generate(PROMPT, capture=spec, **greedy)
+        same = engine.generate(PROMPT, capture=Capture({hook: [LAYER]}, positions="all"), **greedy)
+        moved = (out.acts[hook, LAYER].tensor - same.acts[hook, LAYER].tensor).abs().amax(-1) > 1e-3
+        return [p for p, m in zip(out.acts[hook, LAYER].positions, moved.tolist()) if m]
+
+    prompt, generated = list(range(len(PROMPT))), list(range(len(PROMPT), len(PROMPT) + 5))
+    assert changed() == prompt + generated
+    assert changed(phase="prefill") == prompt
+    assert changed(phase="decode") == generated
+    assert changed(where=[0, 5, -1]) == [0, 5, len(PROMPT) - 1]
+    assert changed(where={"generated": {"window": [1, 3]}}) == generated[1:3]
+    assert changed(where={"prompt": {"token_ids": [45, 50]}}) == [PROMPT.index(45), PROMPT.index(50)]
+
+
+def test_t_ste_9_reported_positions_are_those_the_edit_names(engine, sizes):
+    """Also when the prompt is read in chunks and computed again after a preemption."""
+    v = vector(sizes[1])
+    long = [0] + [5 + n % 200 for n in range(600)]
+    cases = [({"phase": "decode"}, range(601, 605)), ({"where": [0, 599, -1]}, [0, 599, 600]), ({}, range(605))]
+    for options, expected in cases:
+        edit = Add(v, hook="mlp_out", layers=[0], **options)
+        out = engine.generate(long, max_tokens=5, ignore_eos=True, steer=[edit])
+        assert out.interp["steered_positions"] == list(expected) and out.interp["rows_steered"] == len(expected)
+    assert engine.generate(long, max_tokens=2).interp == {}
+
+
+def test_t_ste_3_sixteen_requests_with_sixteen_edits_equal_sixteen_single_runs(engine, sizes):
+    m, d = sizes
+    count = scaled(16, 8)
+    hooks = ["mhc_streams_pre_attn", "mlp_out", "pre_attn", "mhc_streams_final", "post_attn"]
+    steers, prompts = [], []
+    for number in range(count):
+        hook = hooks[number % len(hooks)]
+        wide = hook.startswith("mhc")
+        edit = Add(vector(m * d if wide else d, number), hook=hook, layers=[number % engine.config.num_hidden_layers])
+        steers.append([edit] if number % 4 else [edit, Clamp(vector(d, number), hook="mlp_in", layers="all", max=0.0)])
+        prompts.append([0, *range(3 + number, 60 + 3 * number)])
+    options = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 1, "ignore_eos": True}
+    together = engine.generate(prompts, steer=steers, **options)
+    for prompt, steer, out in zip(prompts, steers, together):
+        alone = engine.generate(prompt, steer=steer, **options)
+        assert alone.token_ids == out.token_ids and alone.logprobs == out.logprobs  # bit for bit
+
+
+def test_neighbours_of_a_steered_request_keep_their_bits(engine, sizes):
+    options = {"max_tokens": 8, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+    alone = engine.generate(PROMPT, **options)
+    loud = [Add(vector(sizes[1], norm=50.0), hook="mlp_out", layers="all")]
+    quiet, _, again = engine.generate([PROMPT] * 3, steer=[None, loud, None], **options)
+    assert quiet.logprobs == again.logprobs == alone.logprobs
+
+
+def test_named_vectors_and_the_global_tier(engine, sizes):
+    d = sizes[1]
+    engine.modules["calm"] = vector(d)
+    by_name = engine.logits(PROMPT, steer=[Add("calm", hook="mlp_out", layers=[1])])
+    assert torch.equal(by_name, engine.logits(PROMPT, steer=[Add(vector(d), hook="mlp_out", layers=[1])]))
+    with engine.steering(Add("calm", hook="mlp_out", layers=[1])):
+        assert torch.equal(engine.logits(PROMPT), by_name)
+        both = engine.logits(PROMPT, steer=[Add(vector(d), hook="mlp_out", layers=[1], scale=-1.0)])
+        assert (both - engine.logits(PROMPT, steer=None)).abs().max() > 1e-3
+    assert (both - engine.logits(PROMPT)).abs().max() < 1e-4  # plus and minus cancel
+    del engine.modules["calm"]
+    with pytest.raises(SteeringError, match="calm"):
+        engine.logits(PROMPT, steer=[Add("calm", hook="mlp_out", layers=[1])])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m, d: Add([float("nan")] * d, hook="mlp_out", layers=[0]), "finite"),
+        (lambda m, d: Add([float("inf")] * d, hook="mlp_out", layers=[0]), "finite"),
+        (lambda m, d: Add([1.0] * (d + 1), hook="mlp_out", layers=[0]), rf"{65}.*{64}"),
+        (lambda m, d: Add([1.0] * (d + 1), hook="mhc_streams_pre_attn", layers=[0]), r"m\*d = 4\*64 = 256"),
+        (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0]), "streams"),
+        (lambda m, d: Clamp([0.0] * d, hook="mlp_out", layers=[0], max=0.0), "zero"),
+        (lambda m, d: Clamp([1.0] * d, hook="mlp_out", layers=[0], min=1.0, max=0.0), "Swap"),
+        (lambda m, d: Clamp([1.0] * d, hook="mlp_out", layers=[0]), "neither"),
+        (lambda m, d: Add([1.0] * m, hook="mhc_attn_post_mix", layers=[0]), "capture-only"),
+        (lambda m, d: Add([1.0] * d, hook="post_mlp", layers=[0]), "mhc_streams_final"),
+        (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[99]), "99"),
+        (lambda m, d: Add([1.0] * d, hook="mlp_out"), "layers"),
+        (lambda m, d: Add([1.0] * d, layers=[0]), "hook"),
+        (lambda m, d: Add("nobody", hook="mlp_out", layers=[0]), "nobody"),
+        (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], streams=[0]), "one stream"),
+        (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0], streams=[9]), "0..3"),
+        (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], phase="later"), "phase"),
+        (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], path="sideways"), "path"),
+        (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0], streams="post_mix"), "post_mix"),
+        (lambda m, d: Add([[1.0]] * d, hook="mlp_out", layers=[0]), "shape"),
+        (lambda m, d: "calm", "Add, Project"),
+    ],
+)
+def test_bad_edits_are_refused_before_anything_runs(engine, sizes, make, words):
+    with pytest.raises(BirkhoffError, match=words):
+        engine.generate(PROMPT, max_tokens=2, steer=[make(*sizes)])
+    assert engine._core.scheduler.idle and engine.generate(PROMPT, max_tokens=2).finish_reason == "length"
+
+
+def test_edits_are_plain_data(sizes):
+    d = sizes[1]
+    edit = Add(
+        vector(d), hook="mlp_out", layers={"ranges": [[1, 2]]}, scale=2.0, where={"generated": "all"}, phase="decode"
+    )
+    assert Add.from_json(edit.to_json()) == edit and hash(Add.from_json(edit.to_json())) == hash(edit)
+    assert edit != Add(vector(d, 1), hook="mlp_out", layers={"ranges": [[1, 2]]}, scale=2.0)
+    with pytest.raises(SteeringError, match="strength"):
+        Add.from_json({"op": "add", "vector": [1.0], "strength": 2})
+    with pytest.raises(SteeringError, match="op"):
+        Clamp.from_json(edit.to_json())

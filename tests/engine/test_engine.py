@@ -1,0 +1,360 @@
+"""Whole engines over a very small model: random programs, refusals, steps that fail and steps that are interrupted."""
+
+from __future__ import annotations
+
+import threading
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+
+from birkhoff.engine.cache import page_bytes, pages_for
+from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.request import Request
+from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.errors import CapacityError, EngineClosed, LogitsError, PromptError
+from birkhoff.kernels.select import select
+from birkhoff.model.linear import Numerics
+from birkhoff.model.transformer import Transformer
+from tests.models import fill_random, random_model, random_tokens, variant
+from tests.sizes import scaled
+
+MICRO = variant(
+    vocab_size=40, hidden_size=16, num_attention_heads=2, head_dim=8, qk_rope_head_dim=4, q_lora_rank=8, o_lora_rank=4,
+    compress_ratios=(4, 128), index_n_heads=3, index_head_dim=8, n_routed_experts=4, moe_intermediate_size=8,
+    num_hash_layers=1, num_nextn_predict_layers=0,
+)  # fmt: skip
+POISON = 39  # a token the fragile models below do not survive
+LENGTHS = (1, 2, 9, 60, 127, 128, 129, 200)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(t % POISON for t in random_tokens(MICRO, length, seed).tolist())
+
+
+def ask(tokens: tuple[int, ...], count: int = 5, **options) -> Request:
+    made = SamplingOptions(**{"temperature": 0, "max_tokens": count, "logprobs": 0, **options})
+    return Request(tokens, made, count, seed=3)
+
+
+def engine(model, **options) -> EngineCore:
+    return EngineCore(model, **{"max_requests": 4, "max_context": 1024, "num_pages": 24, **options})
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(MICRO, kernels="cpu").fuse()
+
+
+def run(core: EngineCore, *requests: Request) -> list[Request]:
+    for request in requests:
+        core.submit(request)
+    while core.step():
+        pass
+    check_empty(core)
+    return list(requests)
+
+
+def check_empty(core: EngineCore) -> None:
+    scheduler = core.scheduler
+    assert scheduler.idle and scheduler.slots.free == scheduler.slots.size
+    assert scheduler.pages.free == scheduler.pages.size
+
+
+class Program(RuleBasedStateMachine):
+    """Submit, step, cancel in any order on a real engine with little memory. What was asked and not cancelled is
+    answered, in batch-invariant mode with the very bits of a request that had the engine to itself."""
+
+    invariant_mode = False
+    requests = Bundle("requests")
+    model = random_model(MICRO, kernels="cpu").fuse()
+    solo: ClassVar[
+        dict[tuple[int, int, int], list]
+    ] = {}  # what each kind of request gives by itself, kept between programs
+    budget = 64
+
+    @initialize(slots=st.integers(1, 4), pages=st.integers(2, 5))
+    def load(self, slots, pages):
+        self.core = self.make(slots, pages)
+        self.asked: list[tuple[tuple[int, int, int], Request]] = []
+
+    def make(self, slots, pages):
+        options = {"max_batch_tokens": self.budget, "batch_invariant": self.invariant_mode}
+        return engine(self.model, max_requests=slots, num_pages=pages, **options)
+
+    @rule(target=requests, length=st.sampled_from(LENGTHS), count=st.sampled_from([1, 3, 20]), seed=st.integers(0, 1))
+    def submit(self, length, count, seed):
+        request = ask(prompt(length, seed), count)
+        if pages_for(length + count - 1) > self.core.scheduler.pages.size:
+            with pytest.raises(CapacityError):
+                self.core.submit(request)
+        else:
+            self.core.submit(request)
+            self.asked.append(((length, count, seed), request))
+        return request
+
+    @rule(steps=st.integers(1, 12))
+    def step(self, steps):
+        for _ in range(steps):
+            assert self.core.step() or self.core.scheduler.idle
+
+    @rule(request=requests)
+    def cancel(self, request):
+        free, had = self.core.scheduler.slots.free, request.slot is not None
+        self.core.cancel(request)
+        assert request.done and request.slot is None and self.core.scheduler.slots.free == free + had
+
+    @invariant()
+    def memory_adds_up(self):
+        if hasattr(self, "core"):
+            s = self.core.scheduler
+            pages = [page for r in s.running for page in r.pages]
+            assert len(set(pages)) == len(pages) == s.pages.size - s.pages.free
+            assert len(s.running) == s.slots.size - s.slots.free
+
+    def teardown(self):
+        if not hasattr(self, "core"):
+            return
+        steps = 0
+        while self.core.step():
+            steps += 1
+            assert steps < 5000, "somebody never ends"
+        check_empty(self.core)
+        for kind, request in self.asked:
+            assert request.finish_reason in ("length", "cancelled") and request.error is None
+            if request.finish_reason == "length":
+                assert len(request.output_ids) == kind[1]
+                if self.invariant_mode:
+                    assert request.logprobs == self.by_itself(kind), kind
+
+    def by_itself(self, kind):
+        if kind not in self.solo:
+            length, count, seed = kind
+            self.solo[kind] = run(self.make(1, 5), ask(prompt(length, seed), count))[0].logprobs
+        return self.solo[kind]
+
+
+class InvariantProgram(Program):
+    invariant_mode = True
+
+
+TestProgram = Program.TestCase
+TestInvariantProgram = InvariantProgram.TestCase
+TestProgram.settings = TestInvariantProgram.settings = settings(
+    max_examples=scaled(150, 15), stateful_step_count=25, deadline=None
+)
+
+
+def test_a_request_that_can_never_run_is_refused_with_numbers(model):
+    core = engine(model, num_pages=2, max_context=400)
+    with pytest.raises(
+        PromptError, match=r"390 tokens and max_tokens is 11: together 401, the context holds 400\. Shor"
+    ):
+        core.submit(ask(prompt(390), 11))
+    with pytest.raises(
+        CapacityError, match=r"needs 0\.\d MiB of cache \(3 pages\), 0\.\d MiB can ever be free \(2 pages\)"
+    ):
+        core.submit(ask(prompt(250), 8))
+    check_empty(core)
+    assert run(core, ask(prompt(250), 7))[0].finish_reason == "length"  # 256 tokens in the cache: two pages exactly
+
+
+def test_the_bytes_it_names_are_those_of_the_cache(model):
+    core = engine(model, num_pages=1000, max_context=1024)
+    each = page_bytes(MICRO, 4)
+    core.scheduler.pages.size = 3
+    with pytest.raises(CapacityError, match=rf"needs {4 * each / 2**20:.1f} MiB .*{3 * each / 2**20:.1f} MiB can ever"):
+        core.submit(ask(prompt(400), 100))
+
+
+def test_a_request_that_can_run_later_waits(model):
+    """Slots and pages that are only taken for now are no reason to refuse."""
+    core = engine(model, num_pages=2, max_requests=1)
+    requests = run(core, *(ask(prompt(200, seed), 4) for seed in range(4)))
+    assert [r.finish_reason for r in requests] == ["length"] * 4
+    ended = [r.timings.finished for r in requests]
+    assert ended == sorted(ended) and requests[3].timings.admitted >= requests[2].timings.finished
+
+
+class Fragile(Transformer):
+    """Fails in the last layer when it meets `POISON`: the caches of the earlier ones hold the step by then."""
+
+    def run(self, batch, state, tap):
+        out = super().run(batch, state, tap)
+        if (batch.token_ids == POISON).any():
+            raise RuntimeError("the model broke")
+        return out
+
+
+@pytest.fixture(params=[False, True], ids=["shared", "invariant"])
+def fragile(request):
+    made = Fragile(MICRO, Numerics(kernels=select("cpu")))
+    fill_random(made, 0)
+    return engine(made.eval().fuse(), max_requests=2, max_batch_tokens=64, batch_invariant=request.param)
+
+
+def test_a_step_that_raises_ends_its_requests_and_nobody_elses(fragile):
+    expected = run(fragile, ask(prompt(70)))[0].output_ids
+    doomed, beside, behind = ask((*prompt(70), POISON)), ask(prompt(70)), ask(prompt(70))
+    run(fragile, doomed, beside, behind)
+    assert doomed.finish_reason == "error" and str(doomed.error) == "the model broke" and not doomed.output_ids
+    last = doomed.events[-1]
+    assert last.finish_reason == "error" and last.error is doomed.error and last.token_id is None
+    assert (
+        behind.finish_reason == "length" and behind.output_ids == expected
+    )  # it waited, and goes on as if nothing were
+    assert beside.finish_reason in ("error", "length")  # it may have shared the step
+    assert run(fragile, ask(prompt(70)))[0].output_ids == expected
+
+
+def test_not_a_number_fails_alone():
+    """One request's logits are NaN; its neighbours of the same steps answer as they would have without it."""
+    for kernels in ("cpu", "reference"):
+        made = random_model(MICRO, kernels=kernels).fuse()
+        with torch.no_grad():
+            made.embed[POISON] = torch.nan
+        expected = [r.logprobs for r in run(engine(made), ask(prompt(70), 8), ask(prompt(3, 1), 8), ask(prompt(5), 8))]
+        core = engine(made)
+        sick, late = ask((*prompt(60), POISON, *prompt(9)), 8), ask((1, 2, 3), 8)
+        healthy = [ask(prompt(70), 8), ask(prompt(3, 1), 8), ask(prompt(5), 8)]
+        run(core, sick, *healthy)
+        assert sick.finish_reason == "error" and isinstance(sick.error, LogitsError) and "NaN" in str(sick.error)
+        assert [[p.token_id for p in r.logprobs] for r in healthy] == [[p.token_id for p in e] for e in expected]
+        for mine, true in zip(healthy, expected):
+            assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(mine.logprobs, true))
+        run(core, late)
+        assert late.finish_reason == "length"  # its slot and pages are the sick one's
+
+
+def test_everything_banned_is_an_error_of_that_request(model):
+    core = engine(model)
+    none_left = ask(prompt(5), 5, min_tokens=2, stop_token_ids=list(range(40)))
+    other = ask(prompt(5), 5)
+    run(core, none_left, other)
+    assert none_left.finish_reason == "error" and "every token is banned" in str(none_left.error)
+    assert other.finish_reason == "length"
+
+
+class Interrupted(Transformer):
+    """Control-C arrives at the end of one step."""
+
+    calls = 0
+
+    def run(self, batch, state, tap):
+        out = super().run(batch, state, tap)
+        self.calls += 1
+        if self.calls == 2:
+            raise KeyboardInterrupt
+        return out
+
+
+@pytest.mark.parametrize("mode", [False, True], ids=["shared", "invariant"])
+def test_an_interrupted_step_is_done_again_for_those_who_go_on(mode):
+    """The rings hold the step's own keys by then, and not the ones before it that it would need again."""
+    made = Interrupted(MICRO, Numerics(kernels=select("cpu")))
+    fill_random(made, 0)
+    core = engine(made.eval().fuse(), max_batch_tokens=64, batch_invariant=mode)
+    mine, theirs = ask(prompt(9), 30), ask(prompt(150), 30)
+    core.submit(theirs)
+    core.submit(mine)
+    with pytest.raises(KeyboardInterrupt):
+        while core.step():
+            pass
+    core.cancel(mine)
+    while core.step():
+        pass
+    check_empty(core)
+    expected = run(core, ask(prompt(150), 30))[0]
+    assert theirs.output_ids == expected.output_ids and theirs.timings.preemptions == 1
+
+
+def test_cancelling_at_every_stage_frees_memory_at_once(model):
+    core = engine(model, max_requests=1, max_batch_tokens=64)
+    running, waiting = ask(prompt(200), 50), ask(prompt(5))
+    core.submit(running)
+    core.submit(waiting)
+    core.cancel(waiting)
+    assert waiting.finish_reason == "cancelled" and waiting not in core.scheduler.waiting
+    core.step()
+    assert 0 < running.computed < 200 and core.scheduler.slots.free == 0
+    core.cancel(running)
+    check_empty(core)
+    again = ask(prompt(5), 50)
+    core.submit(again)
+    for _ in range(10):
+        core.step()
+    core.cancel(again)
+    check_empty(core)
+    assert again.events[-1].finish_reason == "cancelled" and len(again.output_ids) == 10
+    core.cancel(again)  # harmless
+    assert [e.finish_reason for e in again.events].count("cancelled") == 1
+    done = run(core, ask(prompt(5)))[0]
+    core.cancel(done)
+    assert done.finish_reason == "length"
+
+
+def test_closing_ends_everybody_and_refuses_newcomers(model):
+    core = engine(model, max_requests=1)
+    requests = [ask(prompt(5), 50), ask(prompt(5), 50)]
+    for request in requests:
+        core.submit(request)
+    core.step()
+    core.close()
+    core.close()
+    assert [r.finish_reason for r in requests] == ["cancelled"] * 2
+    check_empty(core)
+    with pytest.raises(EngineClosed, match="was closed"):
+        core.submit(ask(prompt(5)))
+    assert core.step() is False
+
+
+def test_many_threads_may_drive_one_engine(model):
+    core, answers = engine(model, max_requests=3, num_pages=6), {}
+    expected = {seed: run(engine(model), ask(prompt(20 + seed, seed), 12))[0].output_ids for seed in range(8)}
+
+    def wait_for(seed):
+        request = ask(prompt(20 + seed, seed), 12)
+        core.submit(request)
+        while not request.done:
+            request.events.clear()
+            core.drive(request)
+        answers[seed] = request.output_ids
+
+    threads = [threading.Thread(target=wait_for, args=(seed,)) for seed in expected]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert answers == expected
+    check_empty(core)
+
+
+def test_tokens_are_counted_from_the_prompt_on():
+    request = ask((5, 6, 7), 4)
+    request.output_ids += [8, 9]
+    assert request.num_tokens == 5 and request.most_tokens == 6
+    assert [request.tokens(a, b) for a, b in ((0, 5), (0, 2), (2, 4), (3, 5), (4, 5), (5, 5))] == [
+        [5, 6, 7, 8, 9], [5, 6], [7, 8], [8, 9], [9], []
+    ]  # fmt: skip
+
+
+def test_ends_by_token_length_and_both_at_once():
+    """A stop token at the last allowed place is a stop; ignored, an end token is a token like others."""
+    for ids, options, reason, kept in (
+        ([4, 1, 6], {}, "stop", [4, 1]),
+        ([4, 6, 1], {}, "stop", [4, 6, 1]),
+        ([4, 6, 6], {}, "length", [4, 6, 6]),
+        ([4, 1, 6], {"ignore_eos": True}, "length", [4, 1, 6]),
+        ([4, 9, 6], {"stop_token_ids": [9]}, "stop", [4, 9]),
+        ([4, 9, 6], {"stop_token_ids": [9], "ignore_eos": True}, "stop", [4, 9]),
+    ):
+        request = Request((2,), SamplingOptions(max_tokens=3, **options), 3, seed=0, eos_ids=frozenset({1}))
+        for token in ids:
+            if not request.done:
+                request.accept(token, None)
+        assert request.finish_reason == reason and request.output_ids == kept
+        assert [e.token_id for e in request.events] == kept and request.events[-1].finish_reason == reason
+        assert all(e.finish_reason is None for e in list(request.events)[:-1])

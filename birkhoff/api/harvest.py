@@ -239,9 +239,14 @@ def _ids(engine: Engine, text: Text) -> list[int]:
     if text.problem is not None:
         raise DataError(f"{text.where} {text.problem}. Mend it, or leave bad texts out: --skip-bad")
     with _blaming(text):
-        if text.messages is not None:
-            return engine.encode_chat(text.messages)
-        return engine.prompt_ids(text.prompt if text.prompt is not None else "")
+        chat = text.messages is not None
+        ids = engine.encode_chat(text.messages) if chat else engine.prompt_ids(text.prompt or "")
+    if len(ids) >= engine.max_context:
+        raise DataError(
+            f"{text.where} has {len(ids)} tokens, and a context of {engine.max_context} holds one less. Cut it, load "
+            "with a larger max_context, or leave bad texts out: --skip-bad"
+        )
+    return ids
 
 
 @contextmanager

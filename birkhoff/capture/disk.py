@@ -58,6 +58,9 @@ class Disk:
     def mkdir(self, path: str) -> None:
         os.mkdir(path)
 
+    def rmdir(self, path: str) -> None:
+        os.rmdir(path)
+
     def sync_directory(self, path: str) -> None:
         directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:

@@ -9,6 +9,7 @@ Both want a directory that nobody is writing to, after a repair.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.capture.disk import CREATE, Disk, remove, write_all
-from birkhoff.capture.naming import OPEN, PAYLOAD, SIDECAR
+from birkhoff.capture.naming import JOURNAL, OPEN, PAYLOAD, SIDECAR
 from birkhoff.capture.sidecar import CaptureFile, Record
 
 _SHARD = re.compile(r"shard-.*\.json")
@@ -85,9 +86,7 @@ def survey(directory: str | os.PathLike[str]) -> Survey:
 def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: Disk | None = None) -> None:
     """Take these requests out of a tag's directory. Their bytes in a shard stay and are nobody's."""
     disk, wanted = disk or Disk(), frozenset(requests)
-    if not wanted:
-        return
-    for sidecar in list(_sidecars(Path(directory))):
+    for sidecar in list(_sidecars(Path(directory))) if wanted else ():
         facts = json.loads(sidecar.read_bytes())
         told = facts.get("requests")
         if not isinstance(told, dict):
@@ -100,6 +99,18 @@ def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: D
                 _replace(disk, sidecar, facts)
             else:
                 _remove(disk, sidecar)
+    _clear(disk, Path(directory))
+
+
+def _clear(disk: Disk, directory: Path) -> None:
+    """Payloads that no sidecar and no journal speaks of, and directories that hold nothing else."""
+    for place in [directory, *directory.glob("*/")]:
+        for payload in place.glob("*" + PAYLOAD):
+            if not payload.with_suffix(SIDECAR).exists() and not any(place.glob("*" + JOURNAL)):
+                remove(disk, str(payload))
+        if place != directory:
+            with contextlib.suppress(OSError):  # it holds something
+                disk.rmdir(str(place))
 
 
 def _sidecars(directory: Path) -> Iterator[Path]:

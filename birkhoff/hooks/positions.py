@@ -97,37 +97,41 @@ def parse_positions(value: Any, path: str = "positions") -> Positions:
     unknown = [key for key in value if key not in ("prompt", "generated", "exclude")]
     if unknown:
         raise _refuse(f"has the unknown key {quoted(unknown[0])}, expected 'prompt', 'generated' and 'exclude'.", path)
-    sides = {key: _side(side, f"{path}.{key}", key) for key, side in value.items() if side is not None}
+    sides = {
+        key: (_exclude if key == "exclude" else _side)(side, f"{path}.{key}", negative=key != "generated")
+        for key, side in value.items()
+        if side is not None
+    }
     if "prompt" not in sides and "generated" not in sides:
         raise _refuse("names neither 'prompt' nor 'generated', so nothing is selected. Give at least one side.", path)
     return Positions(sides.get("prompt"), sides.get("generated"), exclude=sides.get("exclude"))
 
 
-def _side(value: Any, path: str, name: str) -> Side:
-    if isinstance(value, str) and value == "all" and name != "exclude":
+def _side(value: Any, path: str, negative: bool) -> Side:
+    """`negative`: places may count back from the end of the prompt."""
+    if isinstance(value, str) and value == "all":
         return _ALL
     if is_list(value):
-        return Side(places=_places(value, path, negative=name != "generated"))
+        return Side(places=_places(value, path, negative))
     if not isinstance(value, Mapping):
         raise _refuse(f"is {quoted(value)}, expected {_SIDES}.", path)
-    allowed = ("window", "token_ids") if name == "exclude" else ("window", "token_ids", "exclude")
-    unknown = [key for key in value if key not in allowed]
+    unknown = [key for key in value if key not in ("window", "token_ids", "exclude")]
     if unknown or not value:
         seen = f"has the unknown key {quoted(unknown[0])}" if unknown else "is an empty object"
         raise _refuse(f"{seen}, expected {_SIDES}.", path)
     window = token_ids = exclude = None
     if "window" in value:
-        window = _window(value["window"], f"{path}.window", negative=name != "generated")
+        window = _window(value["window"], f"{path}.window", negative)
     if "token_ids" in value:
         token_ids = _token_ids(value["token_ids"], f"{path}.token_ids")
     if "exclude" in value:
-        exclude = _exclude_of(value["exclude"], f"{path}.exclude", name)
+        exclude = _exclude(value["exclude"], f"{path}.exclude", negative)
     return Side(None, window, token_ids, exclude)
 
 
-def _exclude_of(value: Any, path: str, name: str) -> Side:
-    """A side's own exception: counted as the side is, and without exceptions of its own."""
-    side = _side(value, path, name)
+def _exclude(value: Any, path: str, negative: bool) -> Side:
+    """Tokens to leave out: counted as what they are left out of, and without exceptions of their own."""
+    side = _side(value, path, negative)
     if side == _ALL or side.exclude is not None:
         raise _refuse("excludes everything, or has an 'exclude' of its own. Name the tokens to leave out.", path)
     return side

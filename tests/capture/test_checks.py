@@ -164,7 +164,7 @@ def test_t_cap_3_model_level_hooks_take_any_selector_and_give_one_entry_at_the_l
     capture = Capture({hook: selector})
     assert capture == Capture({hook: "all"}) == parse_capture_request({"memory": {"hooks": {hook: selector}}})["memory"]
     resolved = capture.resolve(V4, L, PROMPT, MAX_TOKENS)
-    assert resolved.addresses == ((hook, L - 1),) and resolved.estimate.sites == 1
+    assert resolved.addresses == ((hook, L - 1),) and resolved.asked == {(hook, L - 1): (hook, L - 1)}
     assert all(resolved.address(hook, layer) == (hook, L - 1) for layer in (0, 3, -1, 99))
 
 

@@ -122,6 +122,7 @@ def test_with_the_length_of_the_prompt_alone_the_rows_are_the_same_and_bounds_ar
         assert blind.lowest_prompt_position() <= known.lowest_prompt_position()
 
 
+@MANY
 @given(selectors)
 def test_json_round_trip_and_plain_data(value):
     try:
@@ -186,6 +187,7 @@ WRONG = [
     ({"prompt": {"token_ids": [2**40]}}, ".prompt.token_ids[0]"),
     ({"prompt": {"token_ids": [True]}}, ".prompt.token_ids[0]"), ({"generated": [-1]}, ".generated[0]"),
     ({"generated": {"window": [-2, None]}}, ".generated.window[0]"), ({"prompt": "all", "exclude": "all"}, ".exclude"),
+    ({"prompt": "all", "exclude": {"window": [None, None]}}, ".exclude"),
     ({"prompt": "all", "exclude": {"exclude": [1]}}, ".exclude"), ({"prompt": {"exclude": "all"}}, ".prompt.exclude"),
     ({"prompt": {"exclude": {"exclude": [1]}}}, ".prompt.exclude"),
     ({"generated": {"exclude": [-1]}}, ".generated.exclude[0]"),

@@ -104,6 +104,9 @@ class Findings:
             self.header = body
         elif not self.header:
             raise ValueError("the first line is missing")
+        elif kind == "begin":
+            if self._only is None and not self._continues(body["request_id"], body.get("continues", 0)):
+                self.broken.add(body["request_id"])
         elif kind == "finish":
             if self._only is None or body["request_id"] in self._only:
                 self.finished.add(body["request_id"])
@@ -118,6 +121,21 @@ class Findings:
             if wanted and not good:
                 self.broken.add(request)
             self.good.append(good)
+
+    def _continues(self, request: str, rows: int) -> bool:
+        """Whether earlier shards of this slot hold all the rows that the request had when it came to this one."""
+        if not rows:
+            return True
+        slot, _, seq = self.stem.rpartition("-")
+        earlier = [name for name in os.listdir(self.directory) if name.startswith(f"{slot}-") and name < f"{slot}-{seq}"]
+        if any(name.endswith(JOURNAL) for name in earlier):
+            return True  # it could not be repaired: nothing is known against it
+        for name in earlier:
+            if name.endswith(SIDECAR):
+                with open(os.path.join(self.directory, name), "rb") as file:
+                    entries = json.loads(file.read())["entries"]
+                rows -= sum(entry["shape"][0] for entry in entries if entry["request_id"] == request)
+        return rows <= 0
 
     def _intact(self, stem: str, entry: dict[str, Any]) -> bool:
         offset, left, total = entry["offset"], entry["nbytes"], 0

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from birkhoff.capture.acts import Acts, CapturedRows
-from birkhoff.capture.reduce import Accumulator, Stored, accumulator, keep_streams, project, store
+from birkhoff.capture.reduce import Accumulator, Stored, Transform, accumulator, store
 from birkhoff.capture.result import CaptureResult
 from birkhoff.capture.selection import Selection
 from birkhoff.capture.spec import ResolvedCapture
@@ -59,12 +59,8 @@ class CaptureJob:
         self.keeper.end(finish_reason, self._selection.never_came(num_tokens), self.error)
 
     def _take(self, rows: Rows) -> None:
-        capture, address, tensor = self.resolved.capture, (rows.hook, rows.layer), rows.tensor
-        kept = self.resolved.rows[rows.hook]
-        if capture.streams is not None and tensor.dim() == 3 and tensor.shape[1] != kept.shape[0]:
-            tensor = keep_streams(tensor, capture.streams)
-        if self.matrix is not None:
-            tensor = project(tensor, self.matrix)
+        capture, address, kept = self.resolved.capture, (rows.hook, rows.layer), self.resolved.rows[rows.hook]
+        tensor = Transform.of(kept, self.matrix)(rows.tensor)
         if capture.reduce is not None:
             self._sums.setdefault(address, accumulator(capture.reduce)).add(tensor, rows.positions, rows.token_ids)
         else:

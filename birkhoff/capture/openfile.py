@@ -126,7 +126,10 @@ class OpenFile:
             if name not in self._begun:
                 self._begun.add(name)
                 state.files.append(self)
-                self._journal.add("begin", {**state.request.meta, "request_id": name, "tag": state.request.tag})
+                facts = {**state.request.meta, "request_id": name, "tag": state.request.tag}
+                if state.offered_rows:  # the repair must not keep this part when an earlier one is lost
+                    facts["continues"] = state.offered_rows
+                self._journal.add("begin", facts)
                 if self.layout == "packed":  # the file is there also when no row ever comes
                     state.sums[f"{self.relative}/{self.stem}{PAYLOAD}"] = hashlib.sha256()
 

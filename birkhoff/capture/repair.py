@@ -89,6 +89,8 @@ def repair_file(
         poison = os.path.join(directory, found.stem + POISON)
         for stem, end in found.ends.items():
             _settle(disk, found, stem, end, rewrite or os.path.lexists(poison), sync)
+        if found.header["layout"] != "per_file" and found.payload_name(found.stem) is None:
+            _make_empty(disk, directory, found.stem, sync)
         seal = Seal(disk, directory, journal, sync, keep=found.keep, broken=found.broken)
         for error in publish([seal], disk, sync).values():
             raise error
@@ -129,6 +131,16 @@ def _settle(disk: Disk, found: Findings, stem: str, end: int, rewrite: bool, syn
         disk.close(file)
     if rewrite:
         disk.rename(copy, path)
+
+
+def _make_empty(disk: Disk, directory: str, stem: str, sync: bool) -> None:
+    """A payload for a journal that tells of the end of requests and of no rows here: the name was not synced yet."""
+    file = disk.open(os.path.join(directory, stem + PAYLOAD + OPEN), CREATE)
+    try:
+        if sync:
+            disk.fsync(file)
+    finally:
+        disk.close(file)
 
 
 def _leftovers(found: Findings) -> list[str]:

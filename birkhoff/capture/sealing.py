@@ -31,7 +31,7 @@ FORMAT_VERSION = 1
 RESERVED = frozenset(
     """layout dtype entries requests layer hook shape offset nbytes row_shape positions token_ids phase row_offset steps
     crc32 scale axes file file_crc32 complete write_id created_at format_version shard_idx seq request_id tag
-    finish_reason dropped_rows rows error""".split()
+    finish_reason dropped_rows rows continues error""".split()
 )
 _BLOCK = 1 << 20
 
@@ -132,6 +132,7 @@ class Seal:
                 facts = json.loads(text)
                 known = found.requests.setdefault(facts["request_id"], {"complete": False})
                 intact = facts["request_id"] not in self._broken and "error" not in facts
+                facts.pop("continues", None)  # for the repair, not for readers
                 known |= facts | {"complete": kind == "finish" and intact}
         for text in self._entries() if found.header else ():
             if found.num_entries == 0 or found.header["layout"] == "per_file":

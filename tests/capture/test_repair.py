@@ -1,0 +1,390 @@
+"""What a dead writer leaves, and what the repair makes of it: torn tails, kills, interrupted repairs, poisoned files."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from birkhoff.capture.chunk import Chunk
+from birkhoff.capture.journal import Journal
+from birkhoff.capture.options import FileOptions
+from birkhoff.capture.reader import read_request, read_sharded
+from birkhoff.capture.repair import repair
+from birkhoff.capture.result import CaptureRequest, Finish
+from birkhoff.capture.writer import CaptureWriter
+from birkhoff.errors import CaptureFileError
+from tests.capture.disks import SoftDisk, Stopped, StoppingDisk
+from tests.capture.made import assert_is_prefix, bits, chunk, same_bits
+from tests.capture.victim import SITES as VICTIM_SITES
+from tests.sizes import scaled
+
+LAYOUTS = ("packed", "per_file", "sharded")
+
+
+def left_by_a_crash(target: Path, layout: str, steps: int = 4, acknowledged: tuple[str, ...] = ("z",), **options) -> None:
+    """The files of a writer that died: request `a` in the middle of its rows, others finished and acknowledged."""
+    source = target.with_name(target.name + "-live")
+    defaults = {"default_layout": layout, "coalesce_max_bytes": 0, "num_shards": 1}
+    files = CaptureWriter(FileOptions(source, **{**defaults, **options}), SoftDisk())
+    for name in acknowledged:
+        files.append(chunk(name, "post_attn", 0, 0, 3))
+        assert files.finish(Finish(name)).result(30).status == "ok"
+    for step in range(steps):
+        files.append(chunk("a", "post_attn", 0, step, 1))
+        files.append(chunk("a", "mhc_attn_res_mix", 1, step, 1))
+    shutil.copytree(source, target)
+    files.close()
+    shutil.rmtree(source)
+
+
+def rows_of(root: Path, layout: str, request: str) -> dict:
+    if layout == "sharded":
+        return read_sharded(root / "run").get(request, {})
+    directory = root / "run" / request
+    return read_request(directory) if any(directory.glob("*.json")) else {}
+
+
+def tree(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def restore(root: Path, files: dict[str, bytes]) -> None:
+    for path in sorted(root.rglob("*"), reverse=True):
+        if path.is_file() and str(path.relative_to(root)) not in files:
+            path.unlink()
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_interrupted_request_keeps_its_beginning(tmp_path, layout):
+    root = tmp_path / "root"
+    left_by_a_crash(root, layout)
+    assert not rows_of(root, layout, "a")
+    report = repair(root, SoftDisk())
+    assert report.sealed and not report.failed and report.dropped_records == 0
+    for entry in rows_of(root, layout, "a").values():
+        assert_is_prefix(entry, "a", 4)
+        assert entry.meta["complete"] is False
+    (entry,) = rows_of(root, layout, "z").values()
+    assert_is_prefix(entry, "z", 3)
+    assert entry.meta["complete"] is True
+    before = tree(root)
+    again = repair(root, SoftDisk())
+    assert tree(root) == before and not again.sealed and not again.removed
+
+
+@pytest.mark.parametrize("how", ["truncate", "zero"])
+@pytest.mark.parametrize("what", ["payload", "journal"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_torn_tail_at_every_byte_of_the_last_three_records(tmp_path, layout, what, how):
+    """Cut or blank the file from every byte on: whole records before it are kept, and none is ever wrong."""
+    root = tmp_path / "root"
+    left_by_a_crash(root, layout)
+    saved = tree(root)
+    (journal,) = [name for name in saved if name.endswith(".journal")]
+    lines = saved[journal].splitlines(keepends=True)
+    entries = [json.loads(line.split(b" ", 2)[2]) for line in lines if line[9:].startswith(b"entry ")]
+    own = Path(journal).name.removesuffix(".journal")
+    ends = np.cumsum([len(line) for line in lines])[-len(entries) :]  # of the journal's lines: entries come last
+    if what == "journal":
+        name, first = journal, int(ends[-4])
+    else:  # the payload of the last record; in a per_file capture that is a file of its own
+        stem = entries[-1].get("file", own)
+        name = str(Path(journal).with_name(f"{stem}.bin.tmp"))
+        first = [entry for entry in entries if entry.get("file", own) == stem][-3]["offset"]
+    size, kept_counts = len(saved[name]), set()
+    for cut in range(first, size):
+        restore(root, saved)
+        (root / name).write_bytes(saved[name][:cut] + (bytes(size - cut) if how == "zero" else b""))
+        assert not repair(root, SoftDisk()).failed
+        whole = 0  # records of `a` before the first one that the tear reaches
+        for entry, end in zip(entries, ends):
+            torn = end > cut if what == "journal" else entry.get("file", own) == stem and entry["offset"] + entry["nbytes"] > cut
+            if torn:
+                break
+            whole += entry.get("request_id", "a") == "a"
+        found = rows_of(root, layout, "a")
+        for entry in found.values():
+            assert_is_prefix(entry, "a")
+            assert entry.meta["complete"] is False
+        kept = sum(len(entry.array) for entry in found.values())
+        assert kept == whole or (how == "zero" and kept > whole), f"cut at {cut}"  # bytes that were zero anyway
+        kept_counts.add(kept)
+        (entry,) = rows_of(root, layout, "z").values()
+        assert_is_prefix(entry, "z", 3)
+    assert len(kept_counts) >= 3, "the tear moved through records"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("ended", [False, True])
+def test_a_repair_that_is_killed_can_be_repeated(tmp_path, layout, ended):
+    """Stop before every single call that changes something; the next repair ends where an undisturbed one does."""
+    root = tmp_path / "root"
+    left_by_a_crash(root, layout)
+    if ended:  # a torn tail as well
+        for payload in root.rglob("*.bin.tmp"):
+            os.truncate(payload, payload.stat().st_size - 1)
+    saved = tree(root)
+    repair(root, SoftDisk())
+    wanted = {name: data for name, data in tree(root).items() if name != ".lock"}
+    for stop in range(10_000):
+        restore(root, saved)
+        try:
+            repair(root, StoppingDisk(stop))
+            break
+        except Stopped:
+            pass
+        for sidecar in root.rglob("*.json"):
+            assert sidecar.with_suffix(".bin").exists(), "a sidecar implies its payload, at every instant"
+        repair(root, SoftDisk())
+        assert {name: data for name, data in tree(root).items() if name != ".lock"} == wanted, f"stopped at {stop}"
+    assert stop > 5
+
+
+@pytest.mark.parametrize("layout", ("packed", "per_file"))
+def test_a_replacement_that_never_finished_does_not_replace(tmp_path, layout):
+    root = tmp_path / "root"
+    with CaptureWriter(FileOptions(root, default_layout=layout), SoftDisk()) as files:
+        files.append(chunk("a", "mlp_out", 0, 0, 3))
+        files.finish(Finish("a")).result(30)
+    files = CaptureWriter(FileOptions(root, default_layout=layout, on_collision="overwrite", coalesce_max_bytes=0), SoftDisk())
+    files.begin(CaptureRequest("new", "a", "run"))
+    files.append(chunk("new", "post_attn", 0, 0, 3))
+    shutil.copytree(root, tmp_path / "crash")
+    files.close()
+    report = repair(tmp_path / "crash", SoftDisk())
+    assert report.removed and not report.sealed
+    (entry,) = read_request(tmp_path / "crash/run/a").values()
+    assert_is_prefix(entry, "a", 3)
+    assert len(os.listdir(tmp_path / "crash/run/a")) == 2
+
+
+@pytest.mark.parametrize("layout", ("packed", "per_file"))
+def test_a_replacement_stopped_at_any_call_is_old_or_new(tmp_path, layout):
+    """Kill the writer while it replaces a capture: after the repair there is one whole capture, never a mixture."""
+    root, seen = tmp_path / "root", set()
+    for stop in range(10_000):
+        shutil.rmtree(root, ignore_errors=True)
+        with CaptureWriter(FileOptions(root, default_layout=layout), SoftDisk()) as files:
+            for hook in ("mlp_out", "post_attn"):
+                files.append(chunk("old", hook, 0, 0, 3))
+            files.begin(CaptureRequest("x", "x", "run"))
+            files.finish(Finish("old")).result(30)
+            files.finish(Finish("x")).result(30)
+        os.rename(root / "run/old", root / "run/a")
+        for sidecar in (root / "run/a").glob("*.json"):
+            sidecar.write_text(sidecar.read_text().replace('"request_id": "old"', '"request_id": "a"'))
+        snapshots = Snapshots(root, tmp_path / "crash", stop)
+        options = FileOptions(root, default_layout=layout, on_collision="overwrite", coalesce_max_bytes=0)
+        with CaptureWriter(options, snapshots) as files:
+            files.begin(CaptureRequest("new", "a", "run"))
+            for hook in ("post_attn", "mlp_in"):
+                files.append(chunk("new", hook, 0, 0, 3))
+            assert files.finish(Finish("new")).result(30).status == "ok"
+        if not (tmp_path / "crash").exists():
+            break
+        assert not repair(tmp_path / "crash", SoftDisk()).failed
+        entries = read_request(tmp_path / "crash/run/a")
+        kinds = {hook for _, hook in entries}
+        key = "old" if "mlp_out" in kinds else "new"
+        assert kinds == ({"mlp_out", "post_attn"} if key == "old" else {"post_attn", "mlp_in"})
+        for entry in entries.values():
+            assert_is_prefix(entry, key, 3)
+        seen.add(key)
+        shutil.rmtree(tmp_path / "crash")
+    assert seen == {"old", "new"} and stop > 10
+
+
+class Snapshots(SoftDisk):
+    """Copies the root aside before the call with this number: what a kill at that instant would have left."""
+
+    def __init__(self, root: Path, target: Path, number: int):
+        super().__init__()
+        self._root, self._target, self._number = root, target, number
+
+    def note(self, call: str, path: str) -> None:
+        super().note(call, path)
+        if sum(self.calls.values()) == self._number + 1:
+            shutil.copytree(self._root, self._target)
+
+
+def test_kill_nine_at_a_random_instant(tmp_path):
+    """A real process, killed without warning: every acknowledged request is there, bit for bit, and nothing is wrong."""
+    kills, total, repaired_bytes = scaled(25, 4), 0, 0
+    for kill in range(kills):
+        root = tmp_path / str(kill)
+        chance = random.Random(kill)
+        victim = subprocess.Popen(
+            [sys.executable, "-m", "tests.capture.victim", str(root), str(kill)],
+            stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True,
+        )  # fmt: skip
+        assert victim.stdout is not None
+        lines = [victim.stdout.readline()]  # it has begun
+        time.sleep(chance.uniform(0.02, 0.5))
+        os.kill(victim.pid, signal.SIGKILL)
+        lines += victim.stdout.read().splitlines(keepends=True)
+        victim.stdout.close()
+        victim.wait()
+        told = [json.loads(line) for line in lines if line.endswith("\n")]
+        assert told and all(what["status"] == "ok" for what in told), told
+        with CaptureWriter(FileOptions(root)) as files:  # opening repairs
+            assert files.repaired is not None and not files.repaired.failed
+            repaired_bytes += files.repaired.checked_bytes
+        sharded = read_sharded(root / "run")
+        for what in told:
+            request = what["request"]
+            entries = sharded[request] if what["layout"] == "sharded" else read_request(root / "run" / request)
+            assert set(entries) == {(layer, hook) for hook, layer in VICTIM_SITES}
+            for entry in entries.values():
+                assert_is_prefix(entry, request, what["rows"])
+                assert entry.meta["complete"] is True
+        named = {what["request"] for what in told}
+        others = {path.name: read_request(path) for path in (root / "run").iterdir() if any(path.glob("*.json"))}
+        for request, entries in {**others, **sharded}.items():
+            for entry in entries.values():
+                assert_is_prefix(entry, request)  # unacknowledged rows may be there; wrong ones may not
+        total += len(named)
+    print(f"{kills} kills, {total} acknowledged requests, all there; {repaired_bytes} bytes checked by repairs")
+
+
+def test_opening_a_root_that_was_closed_does_not_search_it(tmp_path):
+    with CaptureWriter(FileOptions(tmp_path), SoftDisk()) as files:
+        assert files.repaired is not None  # a new root has no note yet
+        files.append(chunk("a", "post_attn", 0, 0, 2))
+        files.finish(Finish("a")).result(30)
+    with CaptureWriter(FileOptions(tmp_path), SoftDisk()) as files:
+        assert files.repaired is None
+    left_by_a_crash(tmp_path / "b", "packed")
+    with CaptureWriter(FileOptions(tmp_path / "b"), SoftDisk()) as files:
+        assert files.repaired is not None and files.repaired.sealed == ["run/a/packed.bin"]
+
+
+def test_a_damaged_record_in_an_open_shard_costs_its_request_only(tmp_path):
+    """Bits rot before a shard is sealed: other requests in it, acknowledged later, stay."""
+    root = tmp_path / "root"
+    left_by_a_crash(root, "sharded", acknowledged=("x", "y", "z"))
+    (payload,) = root.rglob("*.bin.tmp")
+    raw = bytearray(payload.read_bytes())
+    raw[2] ^= 1  # the first record, of x
+    payload.write_bytes(raw)
+    report = repair(root, SoftDisk())
+    assert report.dropped_records == 1
+    found = read_sharded(root / "run")
+    assert set(found) == {"a", "y", "z"}
+    for request, rows in (("a", 4), ("y", 3), ("z", 3)):
+        for entry in found[request].values():
+            assert_is_prefix(entry, request, rows)
+
+
+def test_journals_that_nobody_of_ours_wrote_are_refused_by_name(tmp_path):
+    """Sums that fit around nonsense: reported, left alone, and no other file suffers."""
+    root = tmp_path / "root"
+    left_by_a_crash(root, "packed")
+    header = {"layout": "packed", "write_id": "0" * 32, "request_id": "q", "stem": "packed", "replace": False}
+    nonsense = [
+        [("open", {"layout": "zip", "write_id": "0" * 32})],
+        [("open", header), ("entry", {"offset": -1, "nbytes": 4, "crc32": 0})],
+        [("open", header), ("entry", {"offset": 0, "nbytes": 10**400, "crc32": 0})],
+        [("open", header), ("entry", {})],
+        [("entry", {"offset": 0, "nbytes": 0, "crc32": 0})],
+        [("open", {**header, "layout": "per_file"}), ("entry", {"file": "../../../x", "offset": 0, "nbytes": 0})],
+        [("open", header), ("finish", {"request_id": []})],
+        [("open", [])],
+    ]
+    for number, lines in enumerate(nonsense):
+        directory = root / "run" / f"bad{number}"
+        directory.mkdir()
+        journal = Journal(SoftDisk(), str(directory / "packed.journal"))
+        for kind, body in lines:
+            journal.add(kind, body)
+        journal.flush()
+        journal.close()
+    report = repair(root, SoftDisk())
+    assert sorted(report.failed) == [f"run/bad{number}/packed.journal" for number in range(len(nonsense))]
+    assert all("not a capture journal" in reason for reason in report.failed.values())
+    for entry in rows_of(root, "packed", "a").values():
+        assert_is_prefix(entry, "a", 4)
+    assert not (tmp_path / "x").exists()
+
+
+def test_random_bytes_in_a_journal_never_do_harm(tmp_path):
+    """Mutated journals and payloads: a beginning of the truth, or nothing."""
+    for layout in LAYOUTS:
+        root = tmp_path / layout
+        left_by_a_crash(root, layout)
+        saved = tree(root)
+        names = [name for name in saved if name.endswith((".journal", ".tmp"))]
+        chance = random.Random(layout)
+        for _ in range(scaled(2000, 100)):
+            restore(root, saved)
+            name = chance.choice(names)
+            raw = bytearray(saved[name])
+            for _ in range(chance.randint(1, 3)):
+                place = chance.randrange(len(raw))
+                raw[place : place + chance.randint(0, 3)] = chance.randbytes(chance.randint(0, 4))
+            (root / name).write_bytes(raw)
+            assert not repair(root, SoftDisk()).failed
+            for entry in rows_of(root, layout, "a").values():
+                assert_is_prefix(entry, "a")
+
+
+def test_files_without_a_journal_are_cleared_away(tmp_path):
+    directory = tmp_path / "run/a"
+    directory.mkdir(parents=True)
+    for name in ("packed.bin.tmp", "packed.json.tmp", "notes.txt", "packed.poison"):
+        (directory / name).write_text("x")
+    report = repair(tmp_path, SoftDisk())
+    assert sorted(report.removed) == ["run/a/packed.bin.tmp", "run/a/packed.json.tmp", "run/a/packed.poison"]
+    assert os.listdir(directory) == ["notes.txt"]
+    with pytest.raises(CaptureFileError, match="not a directory"):
+        repair(tmp_path / "nowhere", SoftDisk())
+
+
+def test_the_repair_keeps_up_with_a_gigabyte_a_second_or_so(tmp_path):
+    """Checking and sealing are one pass over the payload: the time per byte is that of reading and summing."""
+    rows, width = scaled(65536, 8192), 2048
+    files = CaptureWriter(FileOptions(tmp_path / "live", default_layout="sharded", num_shards=1), SoftDisk())
+    block = np.arange(256 * width, dtype=np.uint16).reshape(256, width)
+    for start in range(0, rows, 256):
+        files.append(
+            Chunk("a", "run", "post_attn", 0, block, "bfloat16", (width,), range(start, start + 256), range(256),
+                  "p" * 256, start)
+        )  # fmt: skip
+    assert files.finish(Finish("a")).result(60).status == "ok"
+    shutil.copytree(tmp_path / "live", tmp_path / "crash")
+    files.close()
+    report = repair(tmp_path / "crash", SoftDisk())
+    assert report.checked_bytes == rows * width * 2
+    rate = report.checked_bytes / report.seconds
+    print(f"repair: {report.checked_bytes >> 20} MiB in {report.seconds:.3f} s, {rate / 2**30:.2f} GiB/s")
+    assert rate > 2**30 / 5  # a fifth of the goal: this machine may be busy
+    entry = read_sharded(tmp_path / "crash/run")["a"][0, "post_attn"]
+    assert len(entry.array) == rows and same_bits(entry.array[-256:], block)
+
+
+def test_poisoned_files_are_copied_not_trusted(tmp_path):
+    """After a failed sync the pages may be in memory only; the repair writes them anew, to a file of their own."""
+    root = tmp_path / "root"
+    left_by_a_crash(root, "sharded")
+    (payload,) = root.rglob("*.bin.tmp")
+    poison = payload.with_name(payload.name.replace(".bin.tmp", ".poison"))
+    poison.touch()
+    inode = payload.stat().st_ino
+    held = open(payload, "rb")  # keeps the number from being used again
+    repair(root, SoftDisk())
+    (sealed,) = root.rglob("shard-*.bin")
+    assert sealed.stat().st_ino != inode and not poison.exists() and not list(root.rglob("*.copy"))
+    held.close()
+    assert same_bits(read_sharded(root / "run")["z"][0, "post_attn"].array, bits("z", "post_attn", 0, 0, 3))

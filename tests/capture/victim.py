@@ -1,0 +1,51 @@
+"""A writer to be killed: captures without end and says on stdout, a line each, what has been acknowledged.
+
+    python -m tests.capture.victim ROOT SEED
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import threading
+
+from birkhoff.capture.options import FileOptions
+from birkhoff.capture.result import CaptureRequest, Finish
+from birkhoff.capture.writer import CaptureWriter
+from tests.capture.made import chunk
+
+SITES = [("mhc_streams_pre_attn", 1), ("mhc_attn_res_mix", 1), ("post_attn", 4)]
+
+
+def main(root: str, seed: int) -> None:
+    chance = random.Random(seed)
+    coalesce = chance.choice([0, 2000, 1 << 20])
+    files = CaptureWriter(FileOptions(root, num_shards=2, shard_max_bytes=20_000, coalesce_max_bytes=coalesce))
+    said = threading.Lock()
+
+    def work(number: int) -> None:
+        mine = random.Random(seed * 100 + number)
+        for turn in range(10_000):
+            request = f"{seed}-{number}-{turn}"
+            layout = mine.choice(["packed", "per_file", "sharded", "sharded"])
+            files.begin(CaptureRequest(request, request, "run", layout))
+            rows = mine.randint(1, 30)
+            for start in range(0, rows, 4):
+                for hook, layer in SITES:
+                    files.append(chunk(request, hook, layer, start, min(4, rows - start)))
+            result = files.finish(Finish(request, "stop")).result()
+            told = {"request": request, "rows": rows, "layout": layout, "status": result.status, "error": result.error}
+            with said:
+                sys.stdout.write(json.dumps(told) + "\n")
+                sys.stdout.flush()
+
+    threads = [threading.Thread(target=work, args=(number,), daemon=True) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

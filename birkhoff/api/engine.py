@@ -13,6 +13,7 @@ import torch
 
 from birkhoff.api.captures import CaptureDesk, CaptureWish
 from birkhoff.api.feed import ActBatch, feed
+from birkhoff.api.lens import Lens, look
 from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt
 from birkhoff.api.steering import Modules, Steering, SteeringDesk, per_prompt_edits
 from birkhoff.capture.acts import CapturedRows
@@ -108,6 +109,10 @@ class Engine:
         with torch.no_grad():
             logits = self.model(ids, RecordingTap(self._edit_tap(steer, ids.tolist()), keep))
         return Trace(logits, kept)
+
+    def lens(self, token_ids: Sequence[int], per_stream: bool = True, steer: Steering = None) -> Lens:
+        """What every stream, their mean and the head's merge of them would predict at every depth."""
+        return look(self, token_ids, per_stream, steer)
 
     def _edit_tap(self, steer: Steering, ids: list[int]) -> Tap:
         """The tap of one whole forward pass in which every token belongs to the prompt."""

@@ -1,0 +1,80 @@
+"""Every example runs as a reader would run it, and what it shows is true."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+import birkhoff
+from birkhoff.capture.reader import read_sharded
+from birkhoff.convert.synth import synth
+from tests.cli.conftest import ROOT, clean_environment
+
+SVG = "{http://www.w3.org/2000/svg}"
+NAMES = ["mixing_matrices", "stream_lens", "harvest"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("examples") / "tiny"
+    synth(path, "tiny")
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine(tiny):
+    with birkhoff.load(tiny) as engine:
+        yield engine
+
+
+def run(name: str, *arguments: object, cwd) -> str:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments)],
+        capture_output=True, text=True, cwd=cwd, env=clean_environment(PYTHONIOENCODING="utf-8"), timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_says_what_it_is_for(name, tmp_path):
+    text = (ROOT / "examples" / f"{name}.py").read_text()
+    assert f"python examples/{name}.py" in text.split('"""')[1] and text.count("\n") < 90
+
+
+def test_mixing_matrices_draws_every_cell(tiny, engine, tmp_path):
+    said = run("mixing_matrices", "a b c", "--model", tiny, "--out", "m.svg", cwd=tmp_path)
+    assert "from 0" in said and "around the experts" in said
+    cells = ElementTree.parse(tmp_path / "m.svg").getroot().findall(f"{SVG}rect/{SVG}title")
+    layers = engine.config.num_hidden_layers
+    assert len(cells) == layers * 2 * 16
+    trace = engine.trace(engine.prompt_ids("a b c"))
+    for cell in cells:
+        layer, kind, source, target, share = re.fullmatch(
+            r"layer (\d+) (attn|ffn): (\d) to (\d) ([\d.]+)", cell.text or ""
+        ).groups()  # type: ignore[union-attr]
+        mix = trace[f"mhc_{kind}_res_mix", int(layer)].mean(0)
+        assert abs(mix[int(source), int(target)].item() - float(share)) < 6e-4
+
+
+def test_stream_lens_ends_with_what_the_model_says(tiny, engine, tmp_path):
+    said = run("stream_lens", "a b c", "--model", tiny, cwd=tmp_path)
+    chances = engine.logits(engine.prompt_ids("a b c"))[-1].softmax(-1)
+    last = [line for line in said.splitlines() if "│ layer" in line][-1]
+    assert f"layer {engine.config.num_hidden_layers - 1}" in last
+    assert last.split("│")[-2].split()[-1] == f"{chances.max().item():.0%}"
+    assert [f"stream {n}" in said for n in range(4)] == [True] * 4 and "embedding" in said
+
+
+def test_harvest_reads_back_what_it_wrote_and_computes_nothing_twice(tiny, tmp_path):
+    first = run("harvest", "--model", tiny, "--out", "out", cwd=tmp_path)
+    second = run("harvest", "--model", tiny, "--out", "out", cwd=tmp_path)
+    assert "new: 3" in first and "new: 0" in second
+    assert first.splitlines()[1:] == second.splitlines()[1:]
+    read = read_sharded(tmp_path / "out" / "harvest")
+    rows = sum(len(entry) for entries in read.values() for entry in entries.values())
+    assert f"3 texts, {rows} rows" in first

@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 RUNS := $(VENV)/.runs
 TESTS := $(VENV)/.tests
 
@@ -24,13 +25,13 @@ $(RUNS): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Birkhoff needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
 	@echo "Installing into $(VENV): torch first, then the rest. The first time this takes minutes."
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -q torch==2.13.0 -c requirements.txt
-	@$(BIN)/python -m pip install -q -r requirements.txt
-	@$(BIN)/python -m pip install -q --no-deps --no-build-isolation -e .
+	@$(PIP) install -q torch==2.13.0 -c requirements.txt
+	@$(PIP) install -q -r requirements.txt
+	@$(PIP) install -q --no-deps --no-build-isolation -e .
 	@touch $@
 
 $(TESTS): requirements-test.txt $(RUNS)
-	@$(BIN)/python -m pip install -q -r requirements-test.txt
+	@$(PIP) install -q -r requirements-test.txt
 	@touch $@
 
 demo: $(RUNS)

@@ -28,8 +28,9 @@ def test_text_on_stdout_and_talk_on_stderr(tiny, expected):
     assert done.returncode == 0
     assert done.stdout.decode().rstrip("\n") == expected.text.rstrip("\n") and done.stdout.endswith(b"\n")
     lines = done.stderr.decode().splitlines()
-    assert len(lines) == 3 and all(line.startswith("birkhoff: ") for line in lines)
-    assert "on cpu, float32" in lines[0] and lines[1] == "birkhoff: seed 3" and "12 tokens, ended by length" in lines[2]
+    assert all(line.startswith("birkhoff: ") for line in lines)  # the first run on a machine has one more to say
+    assert "on cpu, float32" in lines[-3] and lines[-2] == "birkhoff: seed 3"
+    assert "12 tokens, ended by length" in lines[-1]
 
 
 def test_the_prompt_may_come_from_stdin_and_the_answer_as_json(tiny, expected):

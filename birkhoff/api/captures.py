@@ -96,11 +96,11 @@ class DispatchKeeper:
         hook, layer = address
         count = stored.values.shape[0]
         placed = len(rows.positions) == count  # the mean of several tokens stands at none of them
-        phases = "".join(PREFILL if position < self._prompt_len else DECODE for position in rows.positions)
-        labels = (rows.positions, rows.token_ids, phases) if placed else (None, None, None)
+        sides = "".join(PREFILL if position < self._prompt_len else DECODE for position in rows.positions)
+        positions, token_ids, phases = (rows.positions, rows.token_ids, sides) if placed else (None, None, None)
         chunk = Chunk(
             self._key, self._tag, hook, layer, stored.values.flatten(1), stored.dtype, self._row_shape[hook],
-            *labels, self._kept.get(address, 0), self._steps, stored.scale,
+            positions, token_ids, phases, self._kept.get(address, 0), self._steps, stored.scale,
         )  # fmt: skip
         self._kept[address] = self._kept.get(address, 0) + count
         self._steps += 1

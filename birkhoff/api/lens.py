@@ -47,10 +47,12 @@ class Lens:
             raise OptionError(f"of is {quoted(of)}, expected one of {', '.join(map(repr, self.views))}.{more}")
         model, kept = self._model, self._kept[depth]
         with torch.no_grad():
-            if of == "head":
-                single = model.hc_head(kept)[0] if self.per_stream else kept
+            if isinstance(of, int):
+                single = kept[:, of]  # [T, d]
+            elif of == "mean":
+                single = kept.mean(1)
             else:
-                single = kept.mean(1) if of == "mean" else kept[:, of]  # [T, d]
+                single = model.hc_head(kept)[0] if self.per_stream else kept
             return model.logits(model.norm(single))
 
     def top(self, depth: int, of: View = "head", position: int = -1, k: int = 5) -> list[tuple[int, float]]:

@@ -56,6 +56,49 @@ def model(
         raise typer.Exit(1)
 
 
+@app.command()
+def interp(
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False)
+    ] = None,
+    threads: Annotated[int, typer.Option(help="PyTorch threads.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 512,
+    steps: Annotated[int, typer.Option(help="Tokens written after each prompt.")] = 64,
+    rounds: Annotated[int, typer.Option(help="How often everybody has a turn.")] = 7,
+    batch: Annotated[int, typer.Option(help="How many prompts at once.")] = 8,
+    disk: Annotated[
+        str | None, typer.Option(help="Directory for the files; a temporary place without.", show_default=False)
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
+) -> None:
+    """What looking costs: plain, idle, one hook, all streams to memory and to files, in the same run."""
+    from birkhoff.bench.interp import Setting, bench_interp
+
+    setting = Setting(prompt_tokens, steps, rounds, batch, threads)
+    with bar("measuring", "rounds") as advance:
+        rows = list(bench_interp(model, setting, disk=disk, progress=advance))
+    if json or not sys.stdout.isatty():
+        for row in rows:
+            typer.echo(json_module.dumps(row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    first, table = rows[0], Table("phase", "contender", "ms", "p10 to p90", "times plain")
+    for row in rows:
+        if row["kind"] == "cost":
+            ms, times = row["ms"], row["times_plain"]
+            spread = f"{ms['p10']:g} to {ms['p90']:g}"
+            table.add_row(row["phase"], row["contender"], f"{ms['median']:g}", spread, f"{times['median']:.3f}")
+    console = Console(highlight=False)
+    console.print(f"{first['machine']['cpu']}, load {first['machine']['load']}; commit {first['commit']}", table)
+    last = rows[-1]
+    console.print(
+        f"{last['stored_bytes']} bytes to files: {last['stored_mb_per_s']['median']:g} MB/s, from first step to "
+        f"durable; this disk alone: {last['disk_mb_per_s']['median']:g} MB/s"
+    )
+
+
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
     from rich.table import Table
 

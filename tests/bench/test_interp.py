@@ -1,0 +1,84 @@
+"""The benchmark of looking: it runs at any size, counts what it stores, and its rows say what they are."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from birkhoff.bench.interp import CONTENDERS, Setting, UntappedRunner, Watched, bench_interp
+from birkhoff.capture.spec import Capture
+from birkhoff.convert.synth import synth
+from birkhoff.errors import OptionError
+from tests.cli.conftest import birkhoff as command
+
+SMALL = Setting(prompt_tokens=12, steps=3, rounds=2, batch=2, threads=1)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    path = tmp_path_factory.mktemp("bench") / "tiny"
+    synth(path, "tiny")
+    return path
+
+
+@pytest.fixture(scope="module")
+def rows(tiny, tmp_path_factory):
+    place, seen = tmp_path_factory.mktemp("disk"), []
+    rows = list(bench_interp(tiny, SMALL, disk=place, progress=lambda done, total: seen.append((done, total))))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
+    assert not list(place.iterdir())  # nothing is left behind
+    return rows
+
+
+def test_every_contender_has_a_row_for_each_phase(rows):
+    cost = [(row["phase"], row["contender"]) for row in rows if row["kind"] == "cost"]
+    assert cost == [(phase, name) for phase in ("prefill", "decode") for name in CONTENDERS]
+    for row in rows:
+        json.dumps(row)
+        assert row["bench"] == "interp" and row["machine"]["cores"] and row["batch"] == 2 and "commit" in row
+        if row["kind"] == "cost":
+            assert 0 < row["ms"]["p10"] <= row["ms"]["median"] <= row["ms"]["p90"]
+            assert row["times_plain"]["median"] > 0
+    plain = [row["times_plain"] for row in rows if row.get("contender") == "plain" and row["kind"] == "cost"]
+    assert plain == [{"median": 1.0, "p10": 1.0, "p90": 1.0}] * 2
+
+
+def test_the_bytes_are_those_of_every_stream_of_every_token(rows):
+    (stored,) = [row for row in rows if row["kind"] == "stored"]
+    shape = stored["shape"]
+    row_bytes = shape["streams"] * shape["hidden"] * 4
+    assert stored["stored_bytes"] == 2 * (12 + 3) * (2 * shape["layers"] + 1) * row_bytes
+    for name in ("stored_mb_per_s", "disk_mb_per_s", "share_of_disk"):
+        assert stored[name]["median"] > 0
+
+
+def test_contenders_say_the_same_and_only_those_who_look_get_rows(tiny):
+    import birkhoff
+
+    said, kept = {}, {}
+    with birkhoff.load(tiny) as engine:
+        for name, wish in {"plain": None, "idle": None, "all": Capture({"mlp_out": "all"}, positions="all")}.items():
+            who = Watched(engine, SMALL, name, wish, None)
+            tokens = [who.prefill([[1, 2, 3] * 4, [4, 5, 6] * 4])]
+            tokens += [who.step(tokens[-1]) for _ in range(SMALL.steps)]
+            said[name], kept[name] = tokens, [request.plan for request in who._requests]
+            assert isinstance(who.core.runner, UntappedRunner) is (name == "plain")
+            if wish is not None:
+                acts = [request.plan.jobs[0].keeper.acts() for request in who._requests]
+                assert all(len(rows) == 15 for each in acts for rows in each.values())
+            who.close()
+    assert said["plain"] == said["idle"] == said["all"]
+    assert kept["idle"] == [None, None]
+
+
+def test_the_verb_prints_json_lines(tiny):
+    done = command("bench", "interp", "--model", tiny, "--rounds", "1", "--steps", "2", "--prompt-tokens", "8",
+                   "--batch", "1", "--threads", "1")  # fmt: skip
+    assert done.returncode == 0, done.stderr.decode()
+    assert [json.loads(line)["kind"] for line in done.stdout.splitlines()] == ["cost"] * 12 + ["stored"]
+
+
+def test_sizes_that_make_no_sense_are_refused():
+    with pytest.raises(OptionError, match="steps is 0"):
+        Setting(steps=0)

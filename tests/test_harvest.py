@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff import Capture
+from birkhoff import Add, Capture
 from birkhoff.api.dataset import DataFile, Text
 from birkhoff.api.harvest import estimate_harvest, harvest
 from birkhoff.capture.reader import read_request, read_sharded, to_torch
@@ -196,6 +196,10 @@ def test_other_settings_are_refused_by_name(engine, checkpoint, tmp_path):
     ):
         with pytest.raises(CaptureSettings, match=words):
             harvest(engine, texts_of(2), spec, out, source=source)
+    engine.modules["push"] = torch.ones(engine.config.hidden_size)
+    with engine.steering(Add("push", hook="mlp_out", layers=[0])):
+        with pytest.raises(CaptureSettings, match=r"engine\.steering was not given and is"):
+            harvest(engine, texts_of(2), Capture({"mlp_out": [1]}), out, source={"sha256": "a"})
     synth(tmp_path / "other", like="tiny", seed=5)
     with birkhoff.load(tmp_path / "other", batch_invariant=True) as other:
         with pytest.raises(CaptureSettings, match="model was"):
@@ -292,7 +296,7 @@ def test_conversations_are_encoded_as_chats(engine, tmp_path):
 MEMORY = """
 import gc, sys
 import birkhoff
-from birkhoff import Capture
+from birkhoff import Add, Capture
 from birkhoff.api.harvest import harvest
 checkpoint, out, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 def resident():

@@ -224,6 +224,7 @@ class Engine:
             "batch_invariant": scheduler.invariant,
             "max_requests": self.max_requests,
             "max_batch_tokens": scheduler.max_batch_tokens,
+            "steering": self._steering.digest(),
         }
 
     def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CaptureDesk | None = None) -> Request:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -68,6 +70,13 @@ class SteeringDesk:
             edit.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
             for edit in (*every, *own)
         )
+
+    def digest(self) -> str | None:
+        """128 bits of the global tier, named vectors by their content; None when there is none."""
+        every = [edit for tier in self._for_all for edit in tier]
+        named = {edit.vector: self.modules[edit.vector].digest for edit in every if isinstance(edit.vector, str)}
+        said = json.dumps([[edit.to_json() for edit in every], named], sort_keys=True)
+        return hashlib.sha256(said.encode()).hexdigest()[:32] if every else None
 
 
 def per_prompt_edits(steer: Steering, prompts: int) -> list[Any]:

@@ -189,7 +189,7 @@ class Lane:
 
     def _note(self, ticket: _Ticket, item: Item, error: Exception) -> None:
         """A consumer raised: the request is told, and its later rows are not offered again."""
-        text = str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
+        text = _words(error)
         log.warning("capture consumer %s failed: %s", self.name, text)
         ticket.error = ticket.error or text
         with self._changed:
@@ -212,7 +212,7 @@ class Lane:
 
         def settled(future: Future[CaptureResult]) -> None:
             failed = future.exception()
-            result = CaptureResult("error", error=str(failed)) if failed is not None else future.result()
+            result = CaptureResult("error", error=_words(failed)) if failed is not None else future.result()
             self._resolve(finish.key, ticket, result.with_losses(lost, error))
 
         self.consumer.finalize(told).add_done_callback(settled)
@@ -272,7 +272,8 @@ class Dispatcher:
             try:
                 self.begin({name: CaptureRequest(key, key, chunk.tag, meta=chunk.meta) for name in self.lanes})
             except CaptureError as error:
-                log.warning("a chunk of %s was not captured: %s", quoted(key), error)
+                for lane in self.lanes.values():
+                    lane.fail(key, _rows(chunk), str(error))
                 return
             lanes = self._open[key]
         wanted = lanes if consumers is None else tuple(name for name in lanes if name in set(consumers))
@@ -283,7 +284,7 @@ class Dispatcher:
         except Exception as error:
             log.warning("a chunk of %s was not captured: %s", quoted(key), error)
             for name in wanted:
-                self.lanes[name].fail(key, _rows(chunk), str(error))
+                self.lanes[name].fail(key, _rows(chunk), _words(error))
 
     def finish(
         self, key: str, finish_reason: str | None = None, prompt_len: int | None = None, error: str | None = None
@@ -319,6 +320,11 @@ class Dispatcher:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
+
+
+def _words(error: BaseException) -> str:
+    """An error as a result says it; one that is not ours says its kind too."""
+    return str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
 
 
 def _rows(chunk: Chunk) -> int:

@@ -20,7 +20,7 @@ from birkhoff.capture.findings import Findings
 from birkhoff.capture.lock import LOCK, RootLock
 from birkhoff.capture.naming import JOURNAL, OPEN, PAYLOAD, POISON, SIDECAR
 from birkhoff.capture.sealing import Seal, publish
-from birkhoff.errors import CaptureError, CaptureFileError
+from birkhoff.errors import CaptureError, CaptureFileError, CaptureWriteError
 
 _BLOCK = 1 << 20
 _COPY = ".copy"
@@ -49,8 +49,11 @@ def repair(root: str | os.PathLike[str], disk: Disk | None = None, sync: bool = 
     locks: list[RootLock] = []
     clean = False
     try:
-        for stage in stages:
-            locks.append(RootLock(disk, root, stage, sync))
+        try:
+            for stage in stages:
+                locks.append(RootLock(disk, root, stage, sync))
+        except OSError as error:
+            raise CaptureWriteError(f"{root} cannot be repaired ({error}). Make it writable first.") from None
         report = repair_held(root, disk, sync=sync)
         clean = not report.failed
         return report

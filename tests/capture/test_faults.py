@@ -1,0 +1,337 @@
+"""Disks that refuse: a failed capture is told so, leaves nothing half done, and the next one works."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from birkhoff.capture.chunk import Chunk
+from birkhoff.capture.consumers.filesystem import FilesystemConsumer
+from birkhoff.capture.dispatch import Dispatcher
+from birkhoff.capture.options import FileOptions
+from birkhoff.capture.reader import read_request, read_sharded
+from birkhoff.capture.repair import repair
+from birkhoff.capture.result import CaptureRequest, Finish
+from birkhoff.capture.writer import CaptureWriter
+from birkhoff.errors import CaptureLocked, CaptureWriteError
+from tests.capture.disks import FaultyDisk, SoftDisk
+from tests.capture.made import assert_is_prefix, chunk
+
+LAYOUTS = ("packed", "per_file", "sharded")
+SITES = [("post_attn", 0), ("mhc_attn_res_mix", 1)]
+
+
+def capture(files: CaptureWriter, request: str, rows: int = 4):
+    for start in range(0, rows, 2):
+        for hook, layer in SITES:
+            files.append(chunk(request, hook, layer, start, 2))
+    return files.finish(Finish(request, "stop")).result(30)
+
+
+def entries_of(root: Path, layout: str, request: str) -> dict:
+    if layout == "sharded":
+        return read_sharded(root / "run").get(request, {}) if (root / "run").exists() else {}
+    directory = root / "run" / request
+    return read_request(directory) if any(directory.glob("*.json")) else {}
+
+
+def whole(root: Path, layout: str, request: str, rows: int = 4) -> bool:
+    entries = entries_of(root, layout, request)
+    for entry in entries.values():
+        assert_is_prefix(entry, request)
+    return len(entries) == len(SITES) and all(len(entry.array) == rows for entry in entries.values())
+
+
+class Once:
+    """Fails the call with this number among those of one kind, once."""
+
+    def __init__(self, call: str, number: int, error: int):
+        self.call, self.left, self.error, self.fired = call, number, error, False
+        self.armed = False
+
+    def __call__(self, call: str, path: str) -> int | None:
+        if not self.armed or self.fired or call != self.call:
+            return None
+        self.left -= 1
+        if self.left >= 0:
+            return None
+        self.fired = True
+        return self.error
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("open", errno.ENOSPC), ("open", errno.EMFILE), ("write", errno.ENOSPC), ("write", errno.EIO),
+        ("fsync", errno.EIO), ("sync_directory", errno.EIO), ("rename", errno.EROFS), ("rename", errno.EACCES),
+        ("mkdir", errno.EDQUOT), ("unlink", errno.EPERM),
+    ],
+)  # fmt: skip
+def test_one_failure_anywhere(tmp_path, layout, call, error):
+    """Fail the first, second, third... call of a kind: the request says error or is whole; before and after are well."""
+    fired, errors = 0, 0
+    for number in range(40):
+        root = tmp_path / str(number)
+        fault = Once(call, number, error)
+        disk = FaultyDisk(fault)
+        options = FileOptions(root, default_layout=layout, coalesce_max_bytes=0, num_shards=1)
+        with CaptureWriter(options, disk) as files:
+            assert capture(files, "before").status == "ok"
+            files.seal()  # so that a shard has to be opened, as the files of the other layouts have
+            fault.armed = True
+            during = capture(files, "during")
+            files.seal()
+            fault.armed = False
+            after = capture(files, "after")
+        if not fault.fired:
+            break
+        fired += 1
+        assert after.status == "ok" and whole(root, layout, "after") and whole(root, layout, "before")
+        assert during.status in ("ok", "error")
+        if during.status == "ok":
+            assert whole(root, layout, "during")
+        else:
+            errors += 1
+            assert during.error and not entries_of(root, layout, "during"), "nothing of a failed capture is visible"
+        assert disk.synced_after_failure == [], "a descriptor whose sync failed is not asked again"
+        report = repair(root, SoftDisk())
+        assert not report.failed and whole(root, layout, "before") and whole(root, layout, "after")
+        assert not list(root.rglob("*.journal")) and not list(root.rglob("*.tmp"))
+    if layout == "sharded" and call == "rename":
+        assert fired >= 1 and errors == 0  # an acknowledged request stays so, whatever happens to the sealing of its shard
+    else:
+        assert fired >= 1 and (errors >= 1 or call == "unlink")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_disk_that_stays_full_until_it_does_not(tmp_path, layout):
+    full = [False]
+    disk = FaultyDisk(lambda call, path: errno.ENOSPC if full[0] and call in ("open", "write", "mkdir") else None)
+    with CaptureWriter(FileOptions(tmp_path, default_layout=layout, num_shards=1, coalesce_max_bytes=0), disk) as files:
+        assert capture(files, "before").status == "ok"
+        full[0] = True
+        for turn in range(5):
+            result = capture(files, f"lost{turn}")
+            assert result.status == "error" and os.strerror(errno.ENOSPC) in result.error
+        full[0] = False
+        for turn in range(5):
+            assert capture(files, f"kept{turn}").status == "ok"
+    assert whole(tmp_path, layout, "before") and all(whole(tmp_path, layout, f"kept{turn}") for turn in range(5))
+    assert not any(entries_of(tmp_path, layout, f"lost{turn}") for turn in range(5))
+    assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.journal"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A real file system of one mebibyte, where the system lets us make one."""
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a tmpfs; the injected ENOSPC above covers the same path")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_real_disk_that_is_full(small_disk, layout):
+    """Fill it, see the error, make room, go on. What was acknowledged before survives."""
+    root = small_disk / "root"
+    with CaptureWriter(FileOptions(root, default_layout=layout, num_shards=1)) as files:
+        assert capture(files, "before").status == "ok"
+        ballast = small_disk / "ballast"
+        with open(ballast, "wb", buffering=0) as file:
+            try:
+                while True:
+                    file.write(bytes(4096))
+            except OSError:
+                pass
+        big = np.zeros((600, 256), np.float32)
+        files.append(
+            Chunk("big", "run", "post_attn", 0, big, "float32", (256,), range(600), range(600), "p" * 600)
+        )  # fmt: skip
+        result = files.finish(Finish("big")).result(30)
+        assert result.status == "error" and "No space left" in result.error
+        ballast.unlink()
+        assert capture(files, "after").status == "ok"
+    assert whole(root, layout, "before") and whole(root, layout, "after")
+    assert not entries_of(root, layout, "big") and not list(root.rglob("*.tmp"))
+
+
+def test_a_real_disk_that_is_read_only(small_disk):
+    """Writers and repairs are refused by name, readers are not."""
+    root = small_disk / "root"
+    with CaptureWriter(FileOptions(root)) as files:
+        assert capture(files, "before").status == "ok"
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(CaptureWriteError, match="Read-only"):
+        CaptureWriter(FileOptions(root))
+    with pytest.raises(CaptureWriteError, match="Read-only"):
+        CaptureWriter(FileOptions(small_disk / "other"))
+    with pytest.raises(CaptureWriteError, match="Read-only"):
+        repair(root)
+    assert whole(root, "packed", "before")
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+    with CaptureWriter(FileOptions(root)) as files:
+        assert capture(files, "after").status == "ok"
+    assert whole(root, "packed", "after")
+
+
+def test_a_root_that_cannot_be_made_is_refused_by_name(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CaptureWriteError, match=r"file.* cannot be written|cannot be written to .*file"):
+        CaptureWriter(FileOptions(tmp_path / "file" / "root"))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("short", [1, 7, 100])
+def test_short_writes_are_continued(tmp_path, layout, short):
+    with CaptureWriter(FileOptions(tmp_path, default_layout=layout), FaultyDisk(short=short)) as files:
+        assert capture(files, "a", 8).status == "ok"
+    assert whole(tmp_path, layout, "a", 8)
+
+
+def test_a_system_that_takes_nothing_is_an_error_not_a_loop(tmp_path):
+    class Deaf(SoftDisk):
+        deaf = False
+
+        def write(self, file: int, data: memoryview, offset: int) -> int:
+            return 0 if self.deaf else super().write(file, data, offset)
+
+    disk = Deaf()
+    with CaptureWriter(FileOptions(tmp_path), disk) as files:
+        disk.deaf = True
+        assert capture(files, "a").status == "error"
+        disk.deaf = False
+        assert capture(files, "b").status == "ok"
+
+
+def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(tmp_path):
+    """The shard is put aside and copied: earlier requests stay durable, waiting ones are told, the next goes elsewhere."""
+    fault = Once("fsync", 0, errno.EIO)
+    disk = FaultyDisk(fault)
+    with CaptureWriter(FileOptions(tmp_path, default_layout="sharded", num_shards=1), disk) as files:
+        for turn in range(3):
+            assert capture(files, f"early{turn}").status == "ok"
+        (payload,) = tmp_path.rglob("*.bin.tmp")
+        inode, held = payload.stat().st_ino, open(payload, "rb")
+        fault.armed = True
+        assert capture(files, "lost").status == "error"
+        assert capture(files, "late").status == "ok"
+    held.close()
+    assert disk.synced_after_failure == []
+    found = read_sharded(tmp_path / "run")
+    assert set(found) == {"early0", "early1", "early2", "late"}
+    for request in found:
+        assert whole(tmp_path, "sharded", request)
+    first = tmp_path / "run/shard-000-000000.bin"
+    assert first.stat().st_ino != inode, "its pages may exist in memory only, so they are written anew"
+
+
+def test_a_shard_that_cannot_be_saved_waits_for_space(tmp_path):
+    """Acknowledged rows are on the disk; when sealing fails they wait, and the end of the writer or a repair seals."""
+    broken = [False]
+    disk = FaultyDisk(lambda call, path: errno.ENOSPC if broken[0] and call in ("open", "write") else None)
+    options = FileOptions(tmp_path / "root", default_layout="sharded", num_shards=1)
+    files = CaptureWriter(options, disk)
+    assert capture(files, "early").status == "ok"
+    broken[0] = True
+    assert capture(files, "lost").status == "error"
+    shutil.copytree(tmp_path / "root", tmp_path / "crash")
+    broken[0] = False
+    files.close()
+    assert set(read_sharded(tmp_path / "root/run")) == {"early"}
+    repair(tmp_path / "crash", SoftDisk())
+    assert whole(tmp_path / "crash", "sharded", "early")
+
+
+def test_two_writers_on_one_root_are_refused_at_once(tmp_path):
+    with CaptureWriter(FileOptions(tmp_path)) as files:
+        waits = []
+        for _ in range(5):
+            started = time.perf_counter()
+            with pytest.raises(CaptureLocked, match=rf"pid {os.getpid()}"):
+                CaptureWriter(FileOptions(tmp_path))
+            with pytest.raises(CaptureLocked, match="being written"):
+                repair(tmp_path)
+            waits.append(time.perf_counter() - started)
+        assert min(waits) < 0.1  # of several, because this machine may be busy
+        assert capture(files, "a").status == "ok"
+        code = (
+            "import sys, time\nfrom birkhoff.capture.writer import *\nfrom birkhoff.errors import CaptureLocked\n"
+            "def once():\n start = time.perf_counter()\n try: CaptureWriter(FileOptions(sys.argv[1]))\n"
+            " except CaptureLocked: return time.perf_counter() - start\nprint(min(once() for _ in range(5)))"
+        )
+        other = subprocess.run(
+            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+        )
+        assert float(other.stdout) < 0.1, other.stderr
+    with CaptureWriter(FileOptions(tmp_path)) as files:
+        assert capture(files, "b").status == "ok"
+    assert whole(tmp_path, "packed", "a") and whole(tmp_path, "packed", "b")
+
+
+def test_the_lock_of_a_dead_writer_is_free(tmp_path):
+    code = "import os, sys\nfrom birkhoff.capture.writer import *\nCaptureWriter(FileOptions(sys.argv[1]))\nos._exit(9)"
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2])
+    assert died.returncode == 9
+    with CaptureWriter(FileOptions(tmp_path)) as files:
+        assert files.repaired is not None and capture(files, "a").status == "ok"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_descriptor_or_thread_is_left_behind(tmp_path, layout):
+    import threading
+
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    before, threads = descriptors(), threading.active_count()
+    for turn in range(3):
+        fault = Once("write", 2 + turn, errno.EIO)
+        with CaptureWriter(FileOptions(tmp_path / str(turn), default_layout=layout, num_shards=2), FaultyDisk(fault)) as files:
+            capture(files, "a")
+            fault.armed = True
+            capture(files, "b")
+            capture(files, "c")
+    assert descriptors() == before and threading.active_count() == threads
+
+
+def test_a_clock_that_goes_back_changes_nothing(tmp_path, monkeypatch):
+    """Times are written down and never compared."""
+    for turn, now in enumerate((2e9, 1e9, 0.0)):
+        monkeypatch.setattr(time, "gmtime", lambda seconds=None, now=now: time.localtime(now))
+        with CaptureWriter(FileOptions(tmp_path, default_layout="sharded", num_shards=1), SoftDisk()) as files:
+            assert capture(files, f"r{turn}").status == "ok"
+    assert set(read_sharded(tmp_path / "run")) == {"r0", "r1", "r2"}
+
+
+def test_a_failing_disk_never_reaches_the_engine(tmp_path):
+    """Through the dispatcher, as the engine calls it: nothing raises, the other consumer's rows are whole."""
+    from birkhoff.capture.consumers.memory import MemoryConsumer
+
+    bad = [False]
+    disk = FaultyDisk(lambda call, path: errno.EIO if bad[0] else None)
+    memory = MemoryConsumer()
+    consumers = {"files": FilesystemConsumer(str(tmp_path), disk, coalesce_max_bytes=0), "memory": memory}
+    with Dispatcher(consumers) as dispatcher:
+        for turn in range(6):
+            bad[0] = turn in (2, 3)
+            name = f"r{turn}"
+            dispatcher.begin({kind: CaptureRequest(name, name, "run") for kind in consumers})
+            dispatcher.submit(chunk(name, "post_attn", 0, 0, 4))
+            dispatcher.finish(name, "stop", 4)
+            results = dispatcher.results(name, timeout=30)
+            assert results["files"].status == ("error" if bad[0] else "ok") and results["memory"].status == "ok"
+            assert_is_prefix(memory.take(name)[0, "post_attn"], name, 4)
+        bad[0] = False
+    assert [path.name for path in sorted((tmp_path / "run").iterdir()) if any(path.iterdir())] == ["r0", "r1", "r4", "r5"]

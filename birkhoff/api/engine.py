@@ -34,7 +34,7 @@ from birkhoff.errors import (
 from birkhoff.hooks.live import Staging, arm
 from birkhoff.hooks.names import Address
 from birkhoff.hooks.plan import Plan, Span
-from birkhoff.hooks.schema import HookSchema, build_hook_schema
+from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
 from birkhoff.model.transformer import Transformer
@@ -75,9 +75,7 @@ class Engine:
 
     @property
     def schema(self) -> dict[str, HookSchema]:
-        c = self.config
-        dtype = dtype_name(self.model.numerics.dtype)
-        return build_hook_schema(c.hidden_size, dtype, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok)
+        return schema_of(self.config, dtype_name(self.model.numerics.dtype))
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -111,8 +112,9 @@ class Stream:
         return next(self._events)
 
     def close(self) -> None:
-        self._events.close()
-        self._cancel(self._request)  # one that was never read has not reached the engine
+        self._cancel(self._request)  # also one that was never read and has not reached the engine
+        with suppress(ValueError):  # another thread is reading: it meets the end by itself
+            self._events.close()
 
     def __enter__(self) -> Stream:
         return self

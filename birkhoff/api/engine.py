@@ -199,7 +199,8 @@ class Engine:
                     if event.finish_reason is not None:
                         return
         finally:
-            self._core.cancel(request)
+            self._core.abandon(request)
+            self._core.read_notes()
 
     def stream_acts(self, texts: Iterable[Prompt], capture: Capture, batch_rows: int = 8192) -> Iterator[ActBatch]:
         """Activation rows of many texts in batches of `batch_rows`, in order, in bounded memory."""
@@ -245,7 +246,8 @@ class Engine:
             raise request.error
 
     def cancel(self, request: Request) -> None:
-        self._core.cancel(request)
+        """End a request before the next step; safe in a finalizer."""
+        self._core.abandon(request)
 
     def close(self) -> None:
         """End every running request and refuse new ones; captures are finished and synced."""
@@ -269,7 +271,7 @@ class Engine:
                     if event.finish_reason is not None:
                         return
         finally:
-            self._core.cancel(request)
+            self._core.abandon(request)
 
     def _run(self, requests: list[list[Request]]) -> list[list[Request]]:
         everyone = [request for choices in requests for request in choices]

@@ -3,11 +3,18 @@
 A step is schedule, run, commit. There is no thread of our own: whoever waits for a token drives the engine, for
 everybody, under one lock; a caller that stops waiting stops costing. A step that fails ends the requests that were in
 it, with the error as their reason, and the engine goes on; a step that is interrupted is done again.
+
+A stream that is thrown away is cancelled by its finalizer, which the garbage collector may run in the middle of a step,
+in the very thread that holds the lock or in one that it waits for. So a finalizer takes no lock: `abandon` leaves a
+note, and notes are read before and after every step.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -39,12 +46,13 @@ class EngineCore:
         self.runner = Runner(model, state, batch_invariant)
         self.sampler = Sampler()
         self._lock = threading.Lock()
+        self._leaving: deque[Request] = deque()  # abandoned, still to be ended
         self._closed = False
 
     def submit(self, request: Request) -> None:
         """Queue a request, or refuse it when it can never run."""
         self._check_fits(request)
-        with self._lock:
+        with self._turn():
             self.check_open()
             self.scheduler.submit(request)
 
@@ -54,7 +62,7 @@ class EngineCore:
 
     def step(self) -> bool:
         """Schedule, run, commit. False when there was nothing to do."""
-        with self._lock:
+        with self._turn():
             work = self.scheduler.next()
             if not work:
                 return False
@@ -76,13 +84,43 @@ class EngineCore:
 
     def cancel(self, request: Request) -> None:
         """End a request at whatever stage it is; harmless when it has ended already."""
+        with self._turn():
+            self._end(request)
+
+    def abandon(self, request: Request) -> None:
+        """`cancel` for finalizers: takes no lock and runs nothing; in force before anybody's next step."""
+        if not request.done:
+            self._leaving.append(request)
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The lock, with everybody gone who wanted to leave before it was taken or while it was held."""
         with self._lock:
-            if not request.done:
-                request.finish("cancelled")
-                self.scheduler.release(request)
+            self._end_leaving()
+            try:
+                yield
+            finally:
+                self._end_leaving()
+
+    def read_notes(self) -> None:
+        """End those who were abandoned, unless somebody is at work: then that somebody will."""
+        if self._leaving and self._lock.acquire(blocking=False):
+            try:
+                self._end_leaving()
+            finally:
+                self._lock.release()
+
+    def _end_leaving(self) -> None:
+        while self._leaving:
+            self._end(self._leaving.popleft())
+
+    def _end(self, request: Request) -> None:
+        if not request.done:
+            request.finish("cancelled")
+            self.scheduler.release(request)
 
     def close(self) -> None:
-        with self._lock:
+        with self._turn():
             self._closed = True
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 request.finish("cancelled")

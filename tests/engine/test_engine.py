@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import ClassVar
 
@@ -294,6 +295,64 @@ def test_cancelling_at_every_stage_frees_memory_at_once(model):
     done = run(core, ask(prompt(5)))[0]
     core.cancel(done)
     assert done.finish_reason == "length"
+
+
+class Collecting(Transformer):
+    """The garbage collector runs in the middle of every step."""
+
+    def run(self, batch, state, tap):
+        gc.collect()
+        return super().run(batch, state, tap)
+
+
+def test_a_finalizer_may_run_in_the_middle_of_a_step():
+    """Whoever holds a request drops it in a cycle; the collector finds it while the lock is held, by the same thread."""
+    made = Collecting(MICRO, Numerics(kernels=select("cpu")))
+    fill_random(made, 0)
+    core = engine(made.eval().fuse(), max_requests=2)
+
+    class Holder:
+        def __init__(self, request):
+            self.request, self.me = request, self
+
+        def __del__(self):
+            core.abandon(self.request)
+
+    dropped, other = ask(prompt(9), 50), ask(prompt(5), 6)
+    core.submit(dropped)
+    core.submit(other)
+    gc.disable()
+    try:
+        Holder(dropped)
+        worker = threading.Thread(target=lambda: [core.step() for _ in range(3)], daemon=True)
+        worker.start()
+        worker.join(60)
+    finally:
+        gc.enable()
+    assert not worker.is_alive(), "the step waits for its own lock"
+    assert dropped.finish_reason == "cancelled" and core.scheduler.slots.free == 1
+    while core.step():
+        pass
+    check_empty(core)
+    assert other.finish_reason == "length"
+
+
+def test_an_abandoned_request_is_gone_before_the_next_step(model):
+    core = engine(model, max_requests=1)
+    first, second = ask(prompt(9), 50), ask(prompt(9), 5)
+    core.submit(first)
+    core.step()
+    core.abandon(first)
+    core.submit(second)
+    assert first.finish_reason == "cancelled" and core.scheduler.slots.free == 1
+    core.step()
+    assert len(second.output_ids) == 1 and len(first.output_ids) == 1
+    core.abandon(second)
+    core.read_notes()
+    check_empty(core)
+    core.abandon(second)  # harmless
+    core.read_notes()
+    assert [e.finish_reason for e in second.events].count("cancelled") == 1
 
 
 def test_closing_ends_everybody_and_refuses_newcomers(model):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -38,7 +39,7 @@ def inspect(
     if json:
         typer.echo(report.to_json())
     else:
-        _print(report, Console(highlight=False))
+        _print(report, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))  # a pipe has no edge to wrap at
     if report.problems:
         raise typer.Exit(1)
 

@@ -62,10 +62,10 @@ def interp(
         str | None, typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False)
     ] = None,
     threads: Annotated[int, typer.Option(help="PyTorch threads.")] = 2,
-    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 512,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 256,
     steps: Annotated[int, typer.Option(help="Tokens written after each prompt.")] = 64,
-    rounds: Annotated[int, typer.Option(help="How often everybody has a turn.")] = 7,
-    batch: Annotated[int, typer.Option(help="How many prompts at once.")] = 8,
+    rounds: Annotated[int, typer.Option(help="How often everybody has a turn.")] = 5,
+    batch: Annotated[int, typer.Option(help="How many prompts at once.")] = 4,
     disk: Annotated[
         str | None, typer.Option(help="Directory for the files; a temporary place without.", show_default=False)
     ] = None,

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
 
+import birkhoff
 from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError
 from birkhoff.model.transformer import Transformer
@@ -31,10 +32,10 @@ from training.data import ANSWER, Conversation, Markers, Rows, encode_conversati
 from training.export import load_named
 from training.forward import Forward
 from training.liveness import liveness
-from training.measure import held_out, measure, report
+from training.measure import Score, held_out, measure, report
 from training.parameters import Store
 from training.report import as_text
-from training.sampling import CHAT, Ask, generate
+from training.sampling import CHAT, Ask
 from training.tokenizer import load_tokenizer
 
 WHOLE, CUT = 2048, 1024
@@ -50,11 +51,24 @@ def weights_of(folder: Path, device: str) -> tuple[V4Config, Weights]:
 
 
 def held_out_report(forward: Forward, weights: Weights, corpus: Corpus, tokenizer: Tokenizer, batch: int) -> dict:
-    length = forward.length
-    parts = [held_out(name, records, tokenizer, length) for name, records in corpus.held_out.items()]
+    parts = [held_out(name, records, tokenizer, forward.length) for name, records in corpus.held_out.items()]
     pad = Markers.of(tokenizer).pad
     with torch.no_grad():
-        return report(parts, [measure(forward, weights, part.rows, pad, batch, torch.float32) for part in parts])
+        return report(parts, [_measure_trimmed(forward, weights, part.rows, pad, batch) for part in parts])
+
+
+def _measure_trimmed(forward: Forward, weights: Weights, rows: Rows, pad: int, batch: int) -> list[Score]:
+    """`measure` without the padding: rows of about one length together. Nothing behind a token moves its loss."""
+    block = forward.config.sliding_window
+    needed = -(-(rows.ids != pad).sum(1) // block) * block
+    scores: dict[int, Score] = {}
+    for length in sorted(set(needed.tolist())):
+        where = np.flatnonzero(needed == length)
+        short = Rows(rows.ids[where, :length], rows.roles[where, :length])
+        trimmed = Forward(forward.config, length, forward.device)
+        found = measure(trimmed, weights, short, pad, min(batch, len(where)), torch.float32)
+        scores |= dict(zip(where.tolist(), found))
+    return [scores[row] for row in range(len(rows.ids))]
 
 
 def packed_held_out(corpus: Corpus, tokenizer: Tokenizer, length: int, rows: int) -> Tensor:
@@ -115,8 +129,25 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         out["exact"] = exact_difference(folder, weights, corpus, tokenizer, options.exact)
     if options.samples:
         asks = [*CHAT, *(Ask(record.prompt, 0.8, seed) for seed, record in enumerate(_requests(corpus)))]
-        with torch.no_grad():
-            out["samples"] = generate(cut, weights, tokenizer, asks, len(asks), torch.float32, options.samples)
+        out["samples"] = written(folder, asks, options.samples)
+    return out
+
+
+def written(folder: Path, asks: list[Ask], longest: int, top_k: int = 40) -> list[dict]:
+    """Answers by the engine users run; what a seed gives here is what it gives them."""
+    out = []
+    with birkhoff.load(folder, device="cpu") as engine:
+        for ask in asks:
+            talk = [{"role": "user", "content": ask.prompt}]
+            options: dict[str, Any] = {
+                "temperature": ask.temperature,
+                "top_k": top_k,
+                "seed": ask.seed,
+                "max_tokens": longest,
+            }
+            answer = engine.chat(talk, **options)
+            out.append({**ask._asdict(), "tokens": len(answer.token_ids), "ended": answer.finish_reason == "stop",
+                        "text": answer.text})  # fmt: skip
     return out
 
 

@@ -107,7 +107,7 @@ def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
     }  # fmt: skip
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     parameters = sum(math.prod(parameter.shape) for parameter in store.parameters)
-    (out / "README.md").write_text(model_card(record, parameters), encoding="utf-8")
+    (out / "MODEL_CARD.md").write_text(model_card(record, parameters), encoding="utf-8")
     bench.log.write("unrounded", **record["unrounded"])
     bench.log.write("stored", **record["stored"], bytes=sum(record["bytes"].values()))
     return record

@@ -145,7 +145,7 @@ def test_the_commands_run_end_to_end(data, tmp_path, monkeypatch, capsys):
     probes = ["--probe", "a: ; b: mhc_scale=0.1", "--probe-steps", "4"]
     assert train.main([*common, *short, "--steps", "4", "--marks", "1", *probes]) == 0
     record = json.loads((out / "training.json").read_text())
-    card = (out / "README.md").read_text()
+    card = (out / "MODEL_CARD.md").read_text()
     assert "Built with Llama." in card and f"| both | {record['stored']['both']['nats_per_token']:.3f} |" in card
     assert len(record["samples"]) == 18 and record["stored"]["both"]["tokens"] > 0
     assert json.loads((work / "probes.json").read_text())[0]["held_out"]["tokens"] > 0

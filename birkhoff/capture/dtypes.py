@@ -38,7 +38,8 @@ def to_float32(array: Array, dtype: str, scale: Array | None = None) -> Array:
         if scale is not None:
             values = values * scale.reshape(-1, *[1] * (array.ndim - 1)).astype(np.float32)
         return values
-    return array.astype(np.float32)
+    with np.errstate(invalid="ignore"):  # a NaN stays one; NumPy remarks on some of them
+        return array.astype(np.float32)
 
 
 def _e4m3_values() -> Array:

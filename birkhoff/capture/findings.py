@@ -127,7 +127,9 @@ class Findings:
         if not rows:
             return True
         slot, _, seq = self.stem.rpartition("-")
-        earlier = [name for name in os.listdir(self.directory) if name.startswith(f"{slot}-") and name < f"{slot}-{seq}"]
+        earlier = [
+            name for name in os.listdir(self.directory) if name.startswith(f"{slot}-") and name < f"{slot}-{seq}"
+        ]
         if any(name.endswith(JOURNAL) for name in earlier):
             return True  # it could not be repaired: nothing is known against it
         for name in earlier:

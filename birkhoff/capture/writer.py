@@ -168,7 +168,7 @@ class CaptureWriter:
         if self.options.fsync:
             for error in sync_directories(self._disk, [os.path.dirname(path) for path in missing]).values():
                 raise error
-            # A root that was there may be as new as we are. Its parent may not be ours to open; then it is not our doing.
+            # A root that was there may be as new as we are; if its parent is not ours to open, it is older.
             sync_directories(self._disk, [os.path.dirname(self.root)])
 
     def _place(self, state: RequestState) -> None:

@@ -108,7 +108,7 @@ REQUESTS = {f"r{number}": 12 for number in range(6)}
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_t_cap_8_block_keeps_every_row(tmp_path, threads):
+def test_t_cap_8_block_keeps_every_row(quick_path, threads):
     gate = Gate(threads)
     with Dispatcher({"gate": gate}, queue_size=4, overload_policy="block") as dispatcher:
         engine = threading.Thread(target=send, args=(dispatcher, REQUESTS))
@@ -127,7 +127,7 @@ def test_t_cap_8_block_keeps_every_row(tmp_path, threads):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_t_cap_8_drop_counts_exactly(tmp_path, threads):
+def test_t_cap_8_drop_counts_exactly(quick_path, threads):
     gate = Gate(threads)
     with Dispatcher({"gate": gate}, queue_size=4, overload_policy="drop") as dispatcher:
         send(dispatcher, REQUESTS)
@@ -152,10 +152,10 @@ def test_t_cap_8_drop_counts_exactly(tmp_path, threads):
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("room", [1 << 30, 4000])
-def test_t_cap_8_spill_keeps_order(tmp_path, threads, room):
-    """Chunks wait on disk in their place; when the disk's share is full the engine waits. Nothing is lost either way."""
+def test_t_cap_8_spill_keeps_order(quick_path, threads, room):
+    """Chunks wait on disk in their place; when its share is full the engine waits. Nothing is lost either way."""
     gate = Gate(threads)
-    spill = tmp_path / "spill"
+    spill = quick_path / "spill"
     options = {"overload_policy": "spill", "spill_dir": str(spill), "spill_max_bytes": room}
     with Dispatcher({"gate": gate}, queue_size=4, **options) as dispatcher:
         engine = threading.Thread(target=send, args=(dispatcher, REQUESTS))
@@ -175,9 +175,9 @@ def test_t_cap_8_spill_keeps_order(tmp_path, threads, room):
     in_order(gate.taken, REQUESTS)
 
 
-def test_a_spill_disk_that_is_full_makes_the_engine_wait(tmp_path):
+def test_a_spill_disk_that_is_full_makes_the_engine_wait(quick_path):
     gate, disk = Gate(), FaultyDisk(lambda call, path: errno.ENOSPC if call == "write" else None)
-    options = {"overload_policy": "spill", "spill_dir": str(tmp_path), "disk": disk}
+    options = {"overload_policy": "spill", "spill_dir": str(quick_path), "disk": disk}
     with Dispatcher({"gate": gate}, queue_size=2, **options) as dispatcher:
         engine = threading.Thread(target=send, args=(dispatcher, {"a": 12}))
         engine.start()
@@ -191,8 +191,8 @@ def test_a_spill_disk_that_is_full_makes_the_engine_wait(tmp_path):
 
 
 @pytest.mark.parametrize("hook", SHAPES)
-def test_a_chunk_comes_back_from_the_spill_as_it_went(tmp_path, hook):
-    spill = Spill(str(tmp_path), 1 << 20, SoftDisk())
+def test_a_chunk_comes_back_from_the_spill_as_it_went(quick_path, hook):
+    spill = Spill(str(quick_path), 1 << 20, SoftDisk())
     sent = [chunk("a", hook, 3, start, 2, meta={"model": "nano"}) for start in (0, 2, 4)]
     sent.append(Chunk(**{**vars(sent[0]), "positions": None, "token_ids": None, "phases": None}))
     waiting = [spill.put(part) for part in sent]
@@ -209,9 +209,9 @@ def test_a_chunk_comes_back_from_the_spill_as_it_went(tmp_path, hook):
     spill.close()
 
 
-def test_spilled_space_is_given_back(tmp_path):
+def test_spilled_space_is_given_back(quick_path):
     """Segments are closed when read; the same file is used over and over when the queue runs empty."""
-    spill = Spill(str(tmp_path), 1 << 30, SoftDisk())
+    spill = Spill(str(quick_path), 1 << 30, SoftDisk())
     before = len(os.listdir("/proc/self/fd"))
     big = np.zeros((1 << 14, 256), np.float32)  # 16 MiB: five fill a segment
     part = Chunk("a", "run", "x", 0, big, "float32", (256,), range(1 << 14), range(1 << 14), "p" * (1 << 14))
@@ -285,12 +285,12 @@ def test_requests_reach_the_consumers_they_name():
     dispatcher.shutdown()
 
 
-def test_shutting_down_finishes_what_is_open(tmp_path):
-    dispatcher = Dispatcher({"files": FilesystemConsumer(str(tmp_path), SoftDisk())})
+def test_shutting_down_finishes_what_is_open(quick_path):
+    dispatcher = Dispatcher({"files": FilesystemConsumer(str(quick_path), SoftDisk())})
     for start in range(0, 40, 2):
         dispatcher.submit(chunk("a", "post_attn", 0, start, 2))
     dispatcher.shutdown()
-    entry = read_request(tmp_path / "run/a")[0, "post_attn"]
+    entry = read_request(quick_path / "run/a")[0, "post_attn"]
     assert_is_prefix(entry, "a", 40)
     result = dispatcher.results("a")["files"]
     assert result.status == "partial_error" and "shut down" in result.error
@@ -339,7 +339,7 @@ def test_the_gate_is_a_consumer():
 
 
 @pytest.mark.parametrize("policy", ["block", "drop", "spill"])
-def test_a_storm_obeys_the_policy_and_the_memory_stays(tmp_path, policy):
+def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
     """More than the disk can take, for a while: rows kept or counted, and never more in memory than the queue holds."""
 
     class Slow(SoftDisk):
@@ -347,7 +347,7 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(tmp_path, policy):
             time.sleep(0.002)
             return super().write(file, data, offset)
 
-    files = FilesystemConsumer(str(tmp_path), Slow(), coalesce_max_bytes=0, writer_threads=2)
+    files = FilesystemConsumer(str(quick_path), Slow(), coalesce_max_bytes=0, writer_threads=2)
     rows, requests = scaled(400, 60), 4
     most = 0
     with Dispatcher({"files": files}, queue_size=16, overload_policy=policy) as dispatcher:
@@ -368,7 +368,7 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(tmp_path, policy):
     else:
         assert all(result.status == "ok" and result.rows == rows for result in results)
     for number, result in enumerate(results):
-        directory = tmp_path / "run" / f"r{number}"
+        directory = quick_path / "run" / f"r{number}"
         entry = read_request(directory)[0, "mhc_streams_pre_attn"]
         assert len(entry.array) == result.rows and entry.positions == sorted(set(entry.positions))
         for stored, position in zip(entry.array, entry.positions):
@@ -377,7 +377,7 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(tmp_path, policy):
         assert told.get("dropped_rows", 0) == result.dropped_rows
 
 
-def test_memory_is_flat_while_a_million_small_rows_are_written(tmp_path):
+def test_memory_is_flat_while_a_million_small_rows_are_written(quick_path):
     """Twice as many rows need no more memory: what is kept per row is on the disk. Measured in a process of its own."""
     import subprocess
     import sys
@@ -398,7 +398,8 @@ peaks, step, block = [], 50, np.arange(200, dtype=np.float32).reshape(50, 4)
 with Dispatcher({"files": files}, overload_policy="block") as dispatcher:
     for start in range(0, total, step):
         labels = np.arange(start, start + step)
-        dispatcher.submit(Chunk("a", "run", "mhc_attn_post_mix", 0, block, "float32", (4,), labels, labels, "d" * step, start))
+        site = ("a", "run", "mhc_attn_post_mix", 0)
+        dispatcher.submit(Chunk(*site, block, "float32", (4,), labels, labels, "d" * step, start))
         if (start + step) % (total // 4) == 0:
             peaks.append(peak())
     dispatcher.finish("a", "stop")
@@ -409,7 +410,7 @@ print(*peaks)
     total = scaled(1_000_000, 200_000)
     for layout in ("packed", "sharded"):
         ran = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path / layout), layout, str(total)], capture_output=True, text=True,
+            [sys.executable, "-c", code, str(quick_path / layout), layout, str(total)], capture_output=True, text=True,
             cwd=Path(__file__).parents[2],
         )  # fmt: skip
         assert ran.returncode == 0, ran.stderr

@@ -20,17 +20,17 @@ SITES = [("mhc_streams_pre_attn", 2), ("mhc_attn_res_mix", 0), ("mlp_in", 1)]
 
 
 @pytest.fixture
-def directory(tmp_path):
-    with CaptureWriter(FileOptions(tmp_path, coalesce_max_bytes=0), SoftDisk()) as files:
+def directory(quick_path):
+    with CaptureWriter(FileOptions(quick_path, coalesce_max_bytes=0), SoftDisk()) as files:
         for start in (0, 2):
             for hook, layer in SITES:
                 files.append(chunk("a", hook, layer, start, 2, meta={"model": "nano"}))
         assert files.finish(Finish("a", "stop", 4)).result(30).status == "ok"
-    return tmp_path / "run/a"
+    return quick_path / "run/a"
 
 
-def test_every_tensor_and_label_arrives(directory, tmp_path):
-    out = tmp_path / "a.safetensors"
+def test_every_tensor_and_label_arrives(directory, quick_path):
+    out = quick_path / "a.safetensors"
     names = to_safetensors(out, directory)
     found, entries = load_file(out), read_request(directory)
     assert set(found) == set(names) and len(names) == 3 * 3 + 1
@@ -45,14 +45,14 @@ def test_every_tensor_and_label_arrives(directory, tmp_path):
         assert file.metadata()["model"] == "nano" and file.metadata()["finish_reason"] == "stop"
 
 
-def test_names_of_another_tool(directory, tmp_path):
-    names = to_safetensors(tmp_path / "b.safetensors", read_request(directory), names="transformer_lens")
+def test_names_of_another_tool(directory, quick_path):
+    names = to_safetensors(quick_path / "b.safetensors", read_request(directory), names="transformer_lens")
     assert {"blocks.2.hook_in", "blocks.0.attn_hc.hook_comb", "blocks.1.mlp_hc.hook_out.scale"} <= set(names)
 
 
-def test_what_cannot_be_written_leaves_nothing(directory, tmp_path):
+def test_what_cannot_be_written_leaves_nothing(directory, quick_path):
     with pytest.raises(CaptureWriteError, match="could not be written"):
-        to_safetensors(tmp_path / "no/where.safetensors", directory)
+        to_safetensors(quick_path / "no/where.safetensors", directory)
     with pytest.raises(CaptureFileError, match="no entries"):
-        to_safetensors(tmp_path / "c.safetensors", {})
-    assert not list(tmp_path.glob("*.safetensors*"))
+        to_safetensors(quick_path / "c.safetensors", {})
+    assert not list(quick_path.glob("*.safetensors*"))

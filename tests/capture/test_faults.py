@@ -76,11 +76,11 @@ class Once:
         ("mkdir", errno.EDQUOT), ("unlink", errno.EPERM),
     ],
 )  # fmt: skip
-def test_one_failure_anywhere(tmp_path, layout, call, error):
-    """Fail the first, second, third... call of a kind: the request says error or is whole; before and after are well."""
+def test_one_failure_anywhere(quick_path, layout, call, error):
+    """Fail the first, second, third... call of a kind: the request says error or is whole; others do not notice."""
     fired, errors = 0, 0
     for number in range(40):
-        root = tmp_path / str(number)
+        root = quick_path / str(number)
         fault = Once(call, number, error)
         disk = FaultyDisk(fault)
         options = FileOptions(root, default_layout=layout, coalesce_max_bytes=0, num_shards=1)
@@ -107,16 +107,20 @@ def test_one_failure_anywhere(tmp_path, layout, call, error):
         assert not report.failed and whole(root, layout, "before") and whole(root, layout, "after")
         assert not list(root.rglob("*.journal")) and not list(root.rglob("*.tmp"))
     if layout == "sharded" and call == "rename":
-        assert fired >= 1 and errors == 0  # an acknowledged request stays so, whatever happens to the sealing of its shard
+        assert (
+            fired >= 1 and errors == 0
+        )  # an acknowledged request stays so, whatever happens to the sealing of its shard
     else:
         assert fired >= 1 and (errors >= 1 or call == "unlink")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_disk_that_stays_full_until_it_does_not(tmp_path, layout):
+def test_a_disk_that_stays_full_until_it_does_not(quick_path, layout):
     full = [False]
     disk = FaultyDisk(lambda call, path: errno.ENOSPC if full[0] and call in ("open", "write", "mkdir") else None)
-    with CaptureWriter(FileOptions(tmp_path, default_layout=layout, num_shards=1, coalesce_max_bytes=0), disk) as files:
+    with CaptureWriter(
+        FileOptions(quick_path, default_layout=layout, num_shards=1, coalesce_max_bytes=0), disk
+    ) as files:
         assert capture(files, "before").status == "ok"
         full[0] = True
         for turn in range(5):
@@ -125,9 +129,9 @@ def test_a_disk_that_stays_full_until_it_does_not(tmp_path, layout):
         full[0] = False
         for turn in range(5):
             assert capture(files, f"kept{turn}").status == "ok"
-    assert whole(tmp_path, layout, "before") and all(whole(tmp_path, layout, f"kept{turn}") for turn in range(5))
-    assert not any(entries_of(tmp_path, layout, f"lost{turn}") for turn in range(5))
-    assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.journal"))
+    assert whole(quick_path, layout, "before") and all(whole(quick_path, layout, f"kept{turn}") for turn in range(5))
+    assert not any(entries_of(quick_path, layout, f"lost{turn}") for turn in range(5))
+    assert not list(quick_path.rglob("*.tmp")) and not list(quick_path.rglob("*.journal"))
 
 
 @pytest.fixture
@@ -186,21 +190,21 @@ def test_a_real_disk_that_is_read_only(small_disk):
     assert whole(root, "packed", "after")
 
 
-def test_a_root_that_cannot_be_made_is_refused_by_name(tmp_path):
-    (tmp_path / "file").write_text("x")
+def test_a_root_that_cannot_be_made_is_refused_by_name(quick_path):
+    (quick_path / "file").write_text("x")
     with pytest.raises(CaptureWriteError, match=r"file.* cannot be written|cannot be written to .*file"):
-        CaptureWriter(FileOptions(tmp_path / "file" / "root"))
+        CaptureWriter(FileOptions(quick_path / "file" / "root"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("short", [1, 7, 100])
-def test_short_writes_are_continued(tmp_path, layout, short):
-    with CaptureWriter(FileOptions(tmp_path, default_layout=layout), FaultyDisk(short=short)) as files:
+def test_short_writes_are_continued(quick_path, layout, short):
+    with CaptureWriter(FileOptions(quick_path, default_layout=layout), FaultyDisk(short=short)) as files:
         assert capture(files, "a", 8).status == "ok"
-    assert whole(tmp_path, layout, "a", 8)
+    assert whole(quick_path, layout, "a", 8)
 
 
-def test_a_system_that_takes_nothing_is_an_error_not_a_loop(tmp_path):
+def test_a_system_that_takes_nothing_is_an_error_not_a_loop(quick_path):
     class Deaf(SoftDisk):
         deaf = False
 
@@ -208,61 +212,62 @@ def test_a_system_that_takes_nothing_is_an_error_not_a_loop(tmp_path):
             return 0 if self.deaf else super().write(file, data, offset)
 
     disk = Deaf()
-    with CaptureWriter(FileOptions(tmp_path), disk) as files:
+    with CaptureWriter(FileOptions(quick_path), disk) as files:
         disk.deaf = True
         assert capture(files, "a").status == "error"
         disk.deaf = False
         assert capture(files, "b").status == "ok"
 
 
-def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(tmp_path):
-    """The shard is put aside and copied: earlier requests stay durable, waiting ones are told, the next goes elsewhere."""
+def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path):
+    """The shard is put aside and copied: earlier requests stay, waiting ones are told, the next goes elsewhere."""
     fault = Once("fsync", 0, errno.EIO)
     disk = FaultyDisk(fault)
-    with CaptureWriter(FileOptions(tmp_path, default_layout="sharded", num_shards=1), disk) as files:
+    with CaptureWriter(FileOptions(quick_path, default_layout="sharded", num_shards=1), disk) as files:
         for turn in range(3):
             assert capture(files, f"early{turn}").status == "ok"
-        (payload,) = tmp_path.rglob("*.bin.tmp")
-        inode, held = payload.stat().st_ino, open(payload, "rb")
+        (payload,) = quick_path.rglob("*.bin.tmp")
+        inode = payload.stat().st_ino
+        kept = os.open(payload, os.O_RDONLY)  # so that its number is not used again
         fault.armed = True
         assert capture(files, "lost").status == "error"
         assert capture(files, "late").status == "ok"
-    held.close()
+    os.close(kept)
     assert disk.synced_after_failure == []
-    found = read_sharded(tmp_path / "run")
+    found = read_sharded(quick_path / "run")
     assert set(found) == {"early0", "early1", "early2", "late"}
     for request in found:
-        assert whole(tmp_path, "sharded", request)
-    first = tmp_path / "run/shard-000-000000.bin"
+        assert whole(quick_path, "sharded", request)
+    first = quick_path / "run/shard-000-000000.bin"
     assert first.stat().st_ino != inode, "its pages may exist in memory only, so they are written anew"
 
 
-def test_a_shard_that_cannot_be_saved_waits_for_space(tmp_path):
+def test_a_shard_that_cannot_be_saved_waits_for_space(quick_path):
     """Acknowledged rows are on the disk; when sealing fails they wait, and the end of the writer or a repair seals."""
     broken = [False]
     disk = FaultyDisk(lambda call, path: errno.ENOSPC if broken[0] and call in ("open", "write") else None)
-    options = FileOptions(tmp_path / "root", default_layout="sharded", num_shards=1)
+    options = FileOptions(quick_path / "root", default_layout="sharded", num_shards=1)
     files = CaptureWriter(options, disk)
     assert capture(files, "early").status == "ok"
     broken[0] = True
     assert capture(files, "lost").status == "error"
-    shutil.copytree(tmp_path / "root", tmp_path / "crash")
+    shutil.copytree(quick_path / "root", quick_path / "crash")
     broken[0] = False
     files.close()
-    assert set(read_sharded(tmp_path / "root/run")) == {"early"}
-    repair(tmp_path / "crash", SoftDisk())
-    assert whole(tmp_path / "crash", "sharded", "early")
+    assert set(read_sharded(quick_path / "root/run")) == {"early"}
+    repair(quick_path / "crash", SoftDisk())
+    assert whole(quick_path / "crash", "sharded", "early")
 
 
-def test_two_writers_on_one_root_are_refused_at_once(tmp_path):
-    with CaptureWriter(FileOptions(tmp_path)) as files:
+def test_two_writers_on_one_root_are_refused_at_once(quick_path):
+    with CaptureWriter(FileOptions(quick_path)) as files:
         waits = []
         for _ in range(5):
             started = time.perf_counter()
             with pytest.raises(CaptureLocked, match=rf"pid {os.getpid()}"):
-                CaptureWriter(FileOptions(tmp_path))
+                CaptureWriter(FileOptions(quick_path))
             with pytest.raises(CaptureLocked, match="being written"):
-                repair(tmp_path)
+                repair(quick_path)
             waits.append(time.perf_counter() - started)
         assert min(waits) < 0.1  # of several, because this machine may be busy
         assert capture(files, "a").status == "ok"
@@ -272,24 +277,24 @@ def test_two_writers_on_one_root_are_refused_at_once(tmp_path):
             " except CaptureLocked: return time.perf_counter() - start\nprint(min(once() for _ in range(5)))"
         )
         other = subprocess.run(
-            [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+            [sys.executable, "-c", code, str(quick_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
         )
         assert float(other.stdout) < 0.1, other.stderr
-    with CaptureWriter(FileOptions(tmp_path)) as files:
+    with CaptureWriter(FileOptions(quick_path)) as files:
         assert capture(files, "b").status == "ok"
-    assert whole(tmp_path, "packed", "a") and whole(tmp_path, "packed", "b")
+    assert whole(quick_path, "packed", "a") and whole(quick_path, "packed", "b")
 
 
-def test_the_lock_of_a_dead_writer_is_free(tmp_path):
+def test_the_lock_of_a_dead_writer_is_free(quick_path):
     code = "import os, sys\nfrom birkhoff.capture.writer import *\nCaptureWriter(FileOptions(sys.argv[1]))\nos._exit(9)"
-    died = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=Path(__file__).parents[2])
+    died = subprocess.run([sys.executable, "-c", code, str(quick_path)], cwd=Path(__file__).parents[2])
     assert died.returncode == 9
-    with CaptureWriter(FileOptions(tmp_path)) as files:
+    with CaptureWriter(FileOptions(quick_path)) as files:
         assert files.repaired is not None and capture(files, "a").status == "ok"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_descriptor_or_thread_is_left_behind(tmp_path, layout):
+def test_no_descriptor_or_thread_is_left_behind(quick_path, layout):
     import threading
 
     def descriptors() -> int:
@@ -298,7 +303,9 @@ def test_no_descriptor_or_thread_is_left_behind(tmp_path, layout):
     before, threads = descriptors(), threading.active_count()
     for turn in range(3):
         fault = Once("write", 2 + turn, errno.EIO)
-        with CaptureWriter(FileOptions(tmp_path / str(turn), default_layout=layout, num_shards=2), FaultyDisk(fault)) as files:
+        with CaptureWriter(
+            FileOptions(quick_path / str(turn), default_layout=layout, num_shards=2), FaultyDisk(fault)
+        ) as files:
             capture(files, "a")
             fault.armed = True
             capture(files, "b")
@@ -306,23 +313,23 @@ def test_no_descriptor_or_thread_is_left_behind(tmp_path, layout):
     assert descriptors() == before and threading.active_count() == threads
 
 
-def test_a_clock_that_goes_back_changes_nothing(tmp_path, monkeypatch):
+def test_a_clock_that_goes_back_changes_nothing(quick_path, monkeypatch):
     """Times are written down and never compared."""
     for turn, now in enumerate((2e9, 1e9, 0.0)):
         monkeypatch.setattr(time, "gmtime", lambda seconds=None, now=now: time.localtime(now))
-        with CaptureWriter(FileOptions(tmp_path, default_layout="sharded", num_shards=1), SoftDisk()) as files:
+        with CaptureWriter(FileOptions(quick_path, default_layout="sharded", num_shards=1), SoftDisk()) as files:
             assert capture(files, f"r{turn}").status == "ok"
-    assert set(read_sharded(tmp_path / "run")) == {"r0", "r1", "r2"}
+    assert set(read_sharded(quick_path / "run")) == {"r0", "r1", "r2"}
 
 
-def test_a_failing_disk_never_reaches_the_engine(tmp_path):
+def test_a_failing_disk_never_reaches_the_engine(quick_path):
     """Through the dispatcher, as the engine calls it: nothing raises, the other consumer's rows are whole."""
     from birkhoff.capture.consumers.memory import MemoryConsumer
 
     bad = [False]
     disk = FaultyDisk(lambda call, path: errno.EIO if bad[0] else None)
     memory = MemoryConsumer()
-    consumers = {"files": FilesystemConsumer(str(tmp_path), disk, coalesce_max_bytes=0), "memory": memory}
+    consumers = {"files": FilesystemConsumer(str(quick_path), disk, coalesce_max_bytes=0), "memory": memory}
     with Dispatcher(consumers) as dispatcher:
         for turn in range(6):
             bad[0] = turn in (2, 3)
@@ -334,4 +341,9 @@ def test_a_failing_disk_never_reaches_the_engine(tmp_path):
             assert results["files"].status == ("error" if bad[0] else "ok") and results["memory"].status == "ok"
             assert_is_prefix(memory.take(name)[0, "post_attn"], name, 4)
         bad[0] = False
-    assert [path.name for path in sorted((tmp_path / "run").iterdir()) if any(path.iterdir())] == ["r0", "r1", "r4", "r5"]
+    assert [path.name for path in sorted((quick_path / "run").iterdir()) if any(path.iterdir())] == [
+        "r0",
+        "r1",
+        "r4",
+        "r5",
+    ]

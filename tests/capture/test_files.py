@@ -48,31 +48,31 @@ def read_back(root: Path, layout: str, request: str):
 
 @pytest.mark.parametrize("coalesce", [0, 300, 1 << 20])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_come_back_bit_for_bit_with_their_labels(tmp_path, layout, coalesce):
-    with writer(tmp_path, default_layout=layout, coalesce_max_bytes=coalesce) as files:
+def test_rows_come_back_bit_for_bit_with_their_labels(quick_path, layout, coalesce):
+    with writer(quick_path, default_layout=layout, coalesce_max_bytes=coalesce) as files:
         for request in ("a", "b"):
             capture(files, request)
         results = [finished(files, request) for request in ("a", "b")]
     assert [result.status for result in results] == ["ok", "ok"]
     assert all(result.rows == 7 * len(SITES) and result.keys == len(SITES) and result.durable for result in results)
     for request in ("a", "b"):
-        entries = read_back(tmp_path, layout, request)
+        entries = read_back(quick_path, layout, request)
         assert set(entries) == {(layer, hook) for hook, layer in SITES}
         for entry in entries.values():
             assert_is_prefix(entry, request, 7)
             assert entry.phases == ["prefill"] * 4 + ["decode"] * 3
             assert entry.axes == (["from", "to"] if entry.hook == "mhc_attn_res_mix" else None)
             assert entry.meta["finish_reason"] == "stop" and entry.meta["prompt_len"] == 4 and entry.meta["complete"]
-    assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.journal"))
+    assert not list(quick_path.rglob("*.tmp")) and not list(quick_path.rglob("*.journal"))
 
 
-def test_t_cap_4_mixed_dtypes_in_one_packed_file_and_old_sidecars(tmp_path):
+def test_t_cap_4_mixed_dtypes_in_one_packed_file_and_old_sidecars(quick_path):
     """bf16 streams and fp32 coefficients share a file; without the new fields the same bytes read the same."""
     sites = [("mhc_streams_pre_attn", 3), ("mhc_attn_res_mix", 3)]
-    with writer(tmp_path, coalesce_max_bytes=200) as files:
+    with writer(quick_path, coalesce_max_bytes=200) as files:
         capture(files, "a", 9, sites, step=1)
         assert finished(files, "a").status == "ok"
-    directory = tmp_path / "run" / "a"
+    directory = quick_path / "run" / "a"
     ours = read_packed(directory)
     assert {entry.dtype for entry in ours.values()} == {"bfloat16", "float32"}
     for entry in ours.values():
@@ -91,37 +91,39 @@ def test_t_cap_4_mixed_dtypes_in_one_packed_file_and_old_sidecars(tmp_path):
             assert entry.positions == (ours[address].positions if "positions" in kept else None)
             assert entry.token_ids is None and entry.phases is None and entry.axes is None
     # One dtype for the whole file, as files from before mixed widths have it.
-    old["entries"] = [{name: entry[name] for name in base} for entry in index["entries"] if entry["dtype"] == "bfloat16"]
+    old["entries"] = [
+        {name: entry[name] for name in base} for entry in index["entries"] if entry["dtype"] == "bfloat16"
+    ]
     old["dtype"] = "bfloat16"
     (directory / "packed.json").write_text(json.dumps(old))
     (entry,) = read_packed(directory).values()
     assert entry.dtype == "bfloat16" and same_bits(entry.array.reshape(-1, 4, 6), ours[3, entry.hook].array)
 
 
-def test_a_per_file_sidecar_without_dtype_is_float32(tmp_path):
+def test_a_per_file_sidecar_without_dtype_is_float32(quick_path):
     rows = np.arange(12, dtype="<f4").reshape(3, 4)
-    (tmp_path / "7_post_mlp.bin").write_bytes(rows.tobytes())
-    (tmp_path / "7_post_mlp.json").write_text('{"request_id": "x", "layer": 7, "hook": "post_mlp", "shape": [3, 4]}')
-    entry = read_per_file(tmp_path / "7_post_mlp.bin")
+    (quick_path / "7_post_mlp.bin").write_bytes(rows.tobytes())
+    (quick_path / "7_post_mlp.json").write_text('{"request_id": "x", "layer": 7, "hook": "post_mlp", "shape": [3, 4]}')
+    entry = read_per_file(quick_path / "7_post_mlp.bin")
     assert entry.dtype == "float32" and same_bits(entry.array, rows) and entry.positions is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_reader_of_the_old_format_reads_our_files(tmp_path, layout):
+def test_a_reader_of_the_old_format_reads_our_files(quick_path, layout):
     options = {"default_layout": layout, "coalesce_max_bytes": 500, "num_shards": 2, "shard_max_bytes": 1500}
-    with writer(tmp_path, **options) as files:
+    with writer(quick_path, **options) as files:
         for request in ("a", "b", "c"):
             capture(files, request, 11)
         for request in ("a", "b", "c"):
             assert finished(files, request).status == "ok"
     if layout == "sharded":
-        found = foreign.sharded(tmp_path / "run")
-        assert len(list(tmp_path.rglob("shard-*.bin"))) > 2, "shards must have rotated for this to test joining"
+        found = foreign.sharded(quick_path / "run")
+        assert len(list(quick_path.rglob("shard-*.bin"))) > 2, "shards must have rotated for this to test joining"
     elif layout == "packed":
-        found = {key: value for name in "abc" for key, value in foreign.packed(tmp_path / "run" / name).items()}
+        found = {key: value for name in "abc" for key, value in foreign.packed(quick_path / "run" / name).items()}
     else:
         found = {}
-        for payload in tmp_path.rglob("*.bin"):
+        for payload in quick_path.rglob("*.bin"):
             (layer, hook), rows, positions = foreign.per_file(payload)
             found[payload.parent.name, layer, hook] = (rows, positions)
     assert set(found) == {(request, layer, hook) for request in "abc" for hook, layer in SITES}
@@ -130,17 +132,17 @@ def test_a_reader_of_the_old_format_reads_our_files(tmp_path, layout):
         assert positions == list(range(11))
 
 
-def test_the_sidecar_says_what_the_format_promises(tmp_path):
-    with writer(tmp_path) as files:
+def test_the_sidecar_says_what_the_format_promises(quick_path):
+    with writer(quick_path) as files:
         meta = {"model": "nano", "steering_hash": "ab12", "capture_point": "before"}
         files.begin(CaptureRequest("key", "probe/1", "my tag", meta=meta))
         files.append(chunk("key", "mhc_attn_res_mix", 2, 0, 3))
         files.append(chunk("key", "mlp_in", 2, 0, 3))
         result = finished(files, "key")
     assert result.id == "my_tag/probe_1" and result.paths == ("my_tag/probe_1/packed.bin",)
-    payload = (tmp_path / result.paths[0]).read_bytes()
+    payload = (quick_path / result.paths[0]).read_bytes()
     assert hashlib.sha256(payload).hexdigest() == result.sha256[result.paths[0]] and result.bytes == len(payload)
-    index = json.loads((tmp_path / result.paths[0]).with_suffix(".json").read_text())
+    index = json.loads((quick_path / result.paths[0]).with_suffix(".json").read_text())
     facts = {name: value for name, value in index.items() if name not in ("entries", "write_id", "created_at")}
     assert facts == {
         "request_id": "probe/1", "tag": "my tag", "layout": "packed", "dtype": "float32", "format_version": 1,
@@ -154,134 +156,136 @@ def test_the_sidecar_says_what_the_format_promises(tmp_path):
         assert entry["positions"] == [0, 1, 2] and len(entry["token_ids"]) == 3
 
 
-def test_many_small_steps_become_one_entry_per_site(tmp_path):
-    with writer(tmp_path) as files:
+def test_many_small_steps_become_one_entry_per_site(quick_path):
+    with writer(quick_path) as files:
         capture(files, "a", 300, SITES[:2], step=1)
         finished(files, "a")
-    index = json.loads((tmp_path / "run/a/packed.json").read_text())
+    index = json.loads((quick_path / "run/a/packed.json").read_text())
     assert len(index["entries"]) == 2 and index["entries"][0]["steps"] == [0, 299]
 
 
-def test_a_gap_in_the_rows_is_a_new_entry(tmp_path):
-    with writer(tmp_path) as files:
+def test_a_gap_in_the_rows_is_a_new_entry(quick_path):
+    with writer(quick_path) as files:
         for start in (0, 2, 6):  # rows 4 and 5 were dropped on the way
             files.append(chunk("a", "post_attn", 0, start, 2))
         finished(files, "a")
-    index = json.loads((tmp_path / "run/a/packed.json").read_text())
+    index = json.loads((quick_path / "run/a/packed.json").read_text())
     assert [(entry["row_offset"], entry["shape"][0]) for entry in index["entries"]] == [(0, 4), (6, 2)]
-    assert read_packed(tmp_path / "run/a")[0, "post_attn"].positions == [0, 1, 2, 3, 6, 7]
+    assert read_packed(quick_path / "run/a")[0, "post_attn"].positions == [0, 1, 2, 3, 6, 7]
 
 
-def test_a_chunk_larger_than_an_entry_is_cut(tmp_path):
+def test_a_chunk_larger_than_an_entry_is_cut(quick_path):
     rows = 70_000
     big = Chunk(
         "a", "run", "post_attn", 0, np.arange(rows, dtype=np.float32).reshape(rows, 1), "float32", (1,), range(rows),
         np.arange(rows), "p" * rows,
     )  # fmt: skip
-    with writer(tmp_path) as files:
+    with writer(quick_path) as files:
         files.append(big)
         assert finished(files, "a").rows == rows
-    index = json.loads((tmp_path / "run/a/packed.json").read_text())
+    index = json.loads((quick_path / "run/a/packed.json").read_text())
     assert [entry["shape"][0] for entry in index["entries"]] == [65536, rows - 65536]
-    entry = read_packed(tmp_path / "run/a")[0, "post_attn"]
+    entry = read_packed(quick_path / "run/a")[0, "post_attn"]
     assert same_bits(entry.array, big.rows) and entry.positions == list(range(rows)) == entry.token_ids
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_rows_that_stand_for_no_token_have_no_labels(tmp_path, layout):
+def test_rows_that_stand_for_no_token_have_no_labels(quick_path, layout):
     mean = Chunk("a", "run", "post_attn", 1, bits("a", "post_attn", 1, 0, 1), "bfloat16", (8,), None, None, None)
-    with writer(tmp_path, default_layout=layout) as files:
+    with writer(quick_path, default_layout=layout) as files:
         files.append(mean)
         assert finished(files, "a").status == "ok"
-    entry = read_back(tmp_path, layout, "a")[1, "post_attn"]
+    entry = read_back(quick_path, layout, "a")[1, "post_attn"]
     assert same_bits(entry.array, mean.rows) and entry.positions is entry.token_ids is entry.phases is None
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_request_without_rows_is_an_empty_capture(tmp_path, layout):
-    with writer(tmp_path, default_layout=layout) as files:
+def test_a_request_without_rows_is_an_empty_capture(quick_path, layout):
+    with writer(quick_path, default_layout=layout) as files:
         files.begin(CaptureRequest("a", "a", "run"))
         result = finished(files, "a")
     assert result.status == "ok" and result.rows == 0
     if layout == "packed":
-        assert read_request(tmp_path / "run/a") == {} and result.paths == ("run/a/packed.bin",)
+        assert read_request(quick_path / "run/a") == {} and result.paths == ("run/a/packed.bin",)
     if layout == "sharded":
-        assert read_sharded(tmp_path / "run") == {}
+        assert read_sharded(quick_path / "run") == {}
 
 
 @pytest.mark.parametrize("layout", ("per_file", "packed"))
-def test_nothing_is_visible_before_it_is_finished(tmp_path, layout):
-    with writer(tmp_path, default_layout=layout, coalesce_max_bytes=0) as files:
+def test_nothing_is_visible_before_it_is_finished(quick_path, layout):
+    with writer(quick_path, default_layout=layout, coalesce_max_bytes=0) as files:
         capture(files, "a")
-        assert not list(tmp_path.rglob("*.json")) and not list(tmp_path.rglob("*.bin"))
-        assert list(tmp_path.rglob("*.bin.tmp")) and list(tmp_path.rglob("*.journal"))
+        assert not list(quick_path.rglob("*.json")) and not list(quick_path.rglob("*.bin"))
+        assert list(quick_path.rglob("*.bin.tmp")) and list(quick_path.rglob("*.journal"))
         finished(files, "a")
-        assert list(tmp_path.rglob("*.json")) and not list(tmp_path.rglob("*.tmp"))
+        assert list(quick_path.rglob("*.json")) and not list(quick_path.rglob("*.tmp"))
 
 
-def test_shards_are_visible_when_sealed_and_not_before(tmp_path):
-    with writer(tmp_path, default_layout="sharded") as files:
+def test_shards_are_visible_when_sealed_and_not_before(quick_path):
+    with writer(quick_path, default_layout="sharded") as files:
         capture(files, "a")
         result = finished(files, "a")
-        assert result.status == "ok" and result.durable and read_sharded(tmp_path / "run") == {}
+        assert result.status == "ok" and result.durable and read_sharded(quick_path / "run") == {}
         files.seal()
-        assert set(read_sharded(tmp_path / "run")) == {"a"}
+        assert set(read_sharded(quick_path / "run")) == {"a"}
         capture(files, "b")
         finished(files, "b")
-    assert set(read_sharded(tmp_path / "run")) == {"a", "b"}
-    assert set(read_sharded(tmp_path / "run", requests=["b"])) == {"b"}
+    assert set(read_sharded(quick_path / "run")) == {"a", "b"}
+    assert set(read_sharded(quick_path / "run", requests=["b"])) == {"b"}
     for path, digest in result.sha256.items():
-        assert hashlib.sha256((tmp_path / path).read_bytes()).hexdigest() == digest  # alone in its shard
+        assert hashlib.sha256((quick_path / path).read_bytes()).hexdigest() == digest  # alone in its shard
 
 
-def test_a_shard_that_fills_up_in_the_middle_of_a_request_is_continued(tmp_path):
-    with writer(tmp_path, default_layout="sharded", num_shards=1, shard_max_bytes=2000, coalesce_max_bytes=0) as files:
+def test_a_shard_that_fills_up_in_the_middle_of_a_request_is_continued(quick_path):
+    with writer(
+        quick_path, default_layout="sharded", num_shards=1, shard_max_bytes=2000, coalesce_max_bytes=0
+    ) as files:
         capture(files, "a", 40)
         result = finished(files, "a")
-    shards = sorted(tmp_path.rglob("shard-*.json"))
+    shards = sorted(quick_path.rglob("shard-*.json"))
     assert len(shards) > 3 and [json.loads(path.read_text())["seq"] for path in shards] == list(range(len(shards)))
     assert result.status == "ok" and len(result.paths) >= len(shards) - 1
-    entries = read_sharded(tmp_path / "run")["a"]
+    entries = read_sharded(quick_path / "run")["a"]
     for entry in entries.values():
         assert_is_prefix(entry, "a", 40)
         assert entry.meta["complete"] is True
     shards[1].unlink()
-    assert read_sharded(tmp_path / "run")["a"][0, "mlp_out"].meta["complete"] is False, "a missing shard is noticed"
+    assert read_sharded(quick_path / "run")["a"][0, "mlp_out"].meta["complete"] is False, "a missing shard is noticed"
 
 
-def test_the_next_run_continues_the_numbers_of_the_shards(tmp_path):
+def test_the_next_run_continues_the_numbers_of_the_shards(quick_path):
     for request in ("a", "b"):
-        with writer(tmp_path, default_layout="sharded", num_shards=1) as files:
+        with writer(quick_path, default_layout="sharded", num_shards=1) as files:
             capture(files, request)
             finished(files, request)
-    assert [path.name for path in sorted(tmp_path.rglob("*.bin"))] == ["shard-000-000000.bin", "shard-000-000001.bin"]
-    assert set(read_sharded(tmp_path / "run")) == {"a", "b"}
+    assert [path.name for path in sorted(quick_path.rglob("*.bin"))] == ["shard-000-000000.bin", "shard-000-000001.bin"]
+    assert set(read_sharded(quick_path / "run")) == {"a", "b"}
 
 
-def test_open_shards_are_limited(tmp_path):
+def test_open_shards_are_limited(quick_path):
     disk = SoftDisk()
-    with CaptureWriter(FileOptions(tmp_path, default_layout="sharded", fd_cache_size=6), disk) as files:
+    with CaptureWriter(FileOptions(quick_path, default_layout="sharded", fd_cache_size=6), disk) as files:
         for number in range(12):
             capture(files, f"r{number}", 3, SITES[:1], tag=f"tag{number}")
             finished(files, f"r{number}")
-            assert len(list(tmp_path.rglob("*.journal"))) <= 4
-    assert len(list(tmp_path.rglob("shard-*.json"))) == 12
+            assert len(list(quick_path.rglob("*.journal"))) <= 4
+    assert len(list(quick_path.rglob("shard-*.json"))) == 12
 
 
-def test_per_file_captures_of_more_sites_than_descriptors(tmp_path):
+def test_per_file_captures_of_more_sites_than_descriptors(quick_path):
     sites = [("post_attn", layer) for layer in range(40)]
-    with writer(tmp_path, default_layout="per_file", fd_cache_size=3, coalesce_max_bytes=0) as files:
+    with writer(quick_path, default_layout="per_file", fd_cache_size=3, coalesce_max_bytes=0) as files:
         capture(files, "a", 6, sites)
         assert finished(files, "a").status == "ok"
-    entries = read_request(tmp_path / "run/a")
+    entries = read_request(quick_path / "run/a")
     assert len(entries) == 40
     for entry in entries.values():
         assert_is_prefix(entry, "a", 6)
 
 
-def test_pipeline_stages_share_a_request(tmp_path):
+def test_pipeline_stages_share_a_request(quick_path):
     for layout in LAYOUTS:
-        root = tmp_path / layout
+        root = quick_path / layout
         stages = [writer(root, default_layout=layout, pp_rank=rank, pp_size=2) for rank in (0, 1)]
         for rank, files in enumerate(stages):
             capture(files, "a", sites=[("post_attn", 2 * rank), ("mlp_out", 2 * rank + 1)])
@@ -289,11 +293,14 @@ def test_pipeline_stages_share_a_request(tmp_path):
             assert finished(files, "a").status == "ok"
             files.close()
         names = {path.name for path in root.rglob("*.bin")}
-        assert names == {
-            "packed": {"packed-pp00.bin", "packed-pp01.bin"},
-            "sharded": {"shard-pp00-003-000000.bin", "shard-pp01-003-000000.bin"},
-            "per_file": {"0_post_attn.bin", "1_mlp_out.bin", "2_post_attn.bin", "3_mlp_out.bin"},
-        }[layout]
+        assert (
+            names
+            == {
+                "packed": {"packed-pp00.bin", "packed-pp01.bin"},
+                "sharded": {"shard-pp00-003-000000.bin", "shard-pp01-003-000000.bin"},
+                "per_file": {"0_post_attn.bin", "1_mlp_out.bin", "2_post_attn.bin", "3_mlp_out.bin"},
+            }[layout]
+        )
         entries = read_back(root, layout, "a")
         assert {layer for layer, _ in entries} == {0, 1, 2, 3}
         for entry in entries.values():
@@ -301,27 +308,27 @@ def test_pipeline_stages_share_a_request(tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_without_atomic_publishing_the_sidecar_still_comes_last(tmp_path, layout):
-    with writer(tmp_path, default_layout=layout, atomic_publish=False, coalesce_max_bytes=0) as files:
+def test_without_atomic_publishing_the_sidecar_still_comes_last(quick_path, layout):
+    with writer(quick_path, default_layout=layout, atomic_publish=False, coalesce_max_bytes=0) as files:
         capture(files, "a")
-        assert list(tmp_path.rglob("*.bin")) and not list(tmp_path.rglob("*.json"))
+        assert list(quick_path.rglob("*.bin")) and not list(quick_path.rglob("*.json"))
         assert finished(files, "a").status == "ok"
-    for entry in read_back(tmp_path, layout, "a").values():
+    for entry in read_back(quick_path, layout, "a").values():
         assert_is_prefix(entry, "a", 7)
 
 
-def test_a_result_admits_that_nothing_was_synced(tmp_path):
+def test_a_result_admits_that_nothing_was_synced(quick_path):
     disk = SoftDisk()
-    with CaptureWriter(FileOptions(tmp_path, fsync=False), disk) as files:
+    with CaptureWriter(FileOptions(quick_path, fsync=False), disk) as files:
         capture(files, "a")
         result = finished(files, "a")
     assert result.status == "ok" and result.durable is False
     assert disk.calls["fsync"] == disk.calls["sync_directory"] == 0
 
 
-def test_requests_that_end_together_share_their_syncs(tmp_path):
+def test_requests_that_end_together_share_their_syncs(quick_path):
     disk, count = SlowDisk(0.02), 40
-    with CaptureWriter(FileOptions(tmp_path, default_layout="sharded", num_shards=1), disk) as files:
+    with CaptureWriter(FileOptions(quick_path, default_layout="sharded", num_shards=1), disk) as files:
         capture(files, "first", 2, SITES[:1])
         finished(files, "first")
         before, rounds = disk.calls["fsync"], files.rounds
@@ -332,7 +339,7 @@ def test_requests_that_end_together_share_their_syncs(tmp_path):
         assert files.rounds - rounds <= 3 and disk.calls["fsync"] - before <= 6, "two syncs a round, three rounds"
 
 
-def test_requests_from_several_threads(tmp_path):
+def test_requests_from_several_threads(quick_path):
     def work(number: int) -> None:
         for turn in range(5):
             request = f"r{number}-{turn}"
@@ -341,57 +348,57 @@ def test_requests_from_several_threads(tmp_path):
             results[request] = finished(files, request)
 
     results: dict = {}
-    with writer(tmp_path, num_shards=2, shard_max_bytes=2000, coalesce_max_bytes=400) as files:
+    with writer(quick_path, num_shards=2, shard_max_bytes=2000, coalesce_max_bytes=400) as files:
         threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     assert len(results) == 30 and all(result.status == "ok" for result in results.values())
-    sharded = read_sharded(tmp_path / "run")
+    sharded = read_sharded(quick_path / "run")
     for number in range(6):
         for turn in range(5):
             request = f"r{number}-{turn}"
-            entries = sharded[request] if turn % 3 == 2 else read_request(tmp_path / "run" / request)
+            entries = sharded[request] if turn % 3 == 2 else read_request(quick_path / "run" / request)
             assert len(entries) == len(SITES)
             for entry in entries.values():
                 assert_is_prefix(entry, request, 6)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_closing_keeps_what_has_not_finished_and_says_so(tmp_path, layout):
-    files = writer(tmp_path, default_layout=layout)
+def test_closing_keeps_what_has_not_finished_and_says_so(quick_path, layout):
+    files = writer(quick_path, default_layout=layout)
     capture(files, "a", 5)
     files.close()
-    for entry in read_back(tmp_path, layout, "a").values():
+    for entry in read_back(quick_path, layout, "a").values():
         assert_is_prefix(entry, "a", 5)
         assert entry.meta["complete"] is False
     with pytest.raises(CaptureWriteError, match="closed"):
         files.begin(CaptureRequest("b", "b", "run"))
 
 
-def test_a_bad_chunk_costs_its_own_rows_only(tmp_path):
-    with writer(tmp_path) as files:
+def test_a_bad_chunk_costs_its_own_rows_only(quick_path):
+    with writer(quick_path) as files:
         files.append(chunk("a", "post_attn", 0, 0, 2))
         bad = chunk("a", "mlp_out", 0, 0, 2)
         files.append(Chunk(**{**vars(bad), "positions": [1]}))
         result = finished(files, "a")
     assert result.status == "partial_error" and result.rows == 2 and result.dropped_rows == 2
     assert "1 positions for 2 rows" in result.error
-    assert set(read_request(tmp_path / "run/a")) == {(0, "post_attn")}
+    assert set(read_request(quick_path / "run/a")) == {(0, "post_attn")}
 
 
 @pytest.mark.parametrize(
     ("facts", "word"), [({"x": float("nan")}, "JSON"), ({"x": object()}, "JSON"), ({"entries": 1}, "entries")]
 )
-def test_facts_that_cannot_stand_in_a_sidecar_fail_their_request_only(tmp_path, facts, word):
-    with writer(tmp_path, default_layout="sharded") as files:
+def test_facts_that_cannot_stand_in_a_sidecar_fail_their_request_only(quick_path, facts, word):
+    with writer(quick_path, default_layout="sharded") as files:
         files.begin(CaptureRequest("a", "a", "run", meta=facts))
         capture(files, "a")
         capture(files, "b")
         bad, good = finished(files, "a"), finished(files, "b")
     assert bad.status == "error" and word in bad.error and good.status == "ok"
-    assert set(read_sharded(tmp_path / "run")) == {"b"}
+    assert set(read_sharded(quick_path / "run")) == {"b"}
 
 
 @pytest.mark.parametrize(
@@ -402,6 +409,6 @@ def test_facts_that_cannot_stand_in_a_sidecar_fail_their_request_only(tmp_path, 
         {"pp_rank": 2, "pp_size": 2}, {"writer_threads": -1},
     ],
 )  # fmt: skip
-def test_options_are_checked_when_given(tmp_path, wrong):
+def test_options_are_checked_when_given(quick_path, wrong):
     with pytest.raises(OptionError):
-        FileOptions(**{"root": tmp_path, **wrong})
+        FileOptions(**{"root": quick_path, **wrong})

@@ -159,56 +159,57 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_each_way_of_being_wrong_has_its_own_message(tmp_path, name):
+def test_each_way_of_being_wrong_has_its_own_message(quick_path, name):
     document, word = BAD[name]
-    (tmp_path / "packed.bin").write_bytes(bytes(range(32)))
-    (tmp_path / "packed.json").write_text(json.dumps(document))
+    (quick_path / "packed.bin").write_bytes(bytes(range(32)))
+    (quick_path / "packed.json").write_text(json.dumps(document))
     with pytest.raises(CaptureFileError, match=word.replace("[", r"\[")):
-        read_packed(tmp_path)
+        read_packed(quick_path)
 
 
 RAW = {
     "empty": b"", "cut": b'{"entries": [', "NaN": b'{"entries": [], "dtype": NaN}', "not UTF-8": b'{"a": "\xff"}',
-    "too deep": b"[" * 200_000, "a number of 10,000 digits": b'{"layer": ' + b"9" * 10_000 + b"}", "null byte": b"\0" * 64,
+    "too deep": b"[" * 200_000, "a number of 10,000 digits": b'{"layer": ' + b"9" * 10_000 + b"}",
+    "null bytes": b"\0" * 64,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", RAW)
-def test_what_is_not_json_is_refused(tmp_path, name):
-    (tmp_path / "packed.bin").write_bytes(b"")
-    (tmp_path / "packed.json").write_bytes(RAW[name])
+def test_what_is_not_json_is_refused(quick_path, name):
+    (quick_path / "packed.bin").write_bytes(b"")
+    (quick_path / "packed.json").write_bytes(RAW[name])
     with pytest.raises(CaptureFileError, match="sidecar"):
-        read_packed(tmp_path)
-    (tmp_path / "0_x.bin").write_bytes(b"")
-    (tmp_path / "0_x.json").write_bytes(RAW[name])
+        read_packed(quick_path)
+    (quick_path / "0_x.bin").write_bytes(b"")
+    (quick_path / "0_x.json").write_bytes(RAW[name])
     with pytest.raises(CaptureFileError):
-        read_per_file(tmp_path / "0_x.bin")
+        read_per_file(quick_path / "0_x.bin")
 
 
-def test_entries_that_share_bytes_cannot_ask_for_more_than_the_file(tmp_path):
+def test_entries_that_share_bytes_cannot_ask_for_more_than_the_file(quick_path):
     """A thousand entries of one mebibyte, all of them the same mebibyte."""
-    (tmp_path / "packed.bin").write_bytes(bytes(1 << 20))
+    (quick_path / "packed.bin").write_bytes(bytes(1 << 20))
     entry = {"layer": 0, "hook": "post_attn", "offset": 0, "nbytes": 1 << 20, "shape": [1 << 20, 1], "dtype": "uint8"}
-    (tmp_path / "packed.json").write_text(json.dumps({"dtype": "uint8", "entries": [entry] * 1000}))
+    (quick_path / "packed.json").write_text(json.dumps({"dtype": "uint8", "entries": [entry] * 1000}))
     tracemalloc.start()
     with pytest.raises(CaptureFileError, match="claim more"):
-        read_packed(tmp_path)
+        read_packed(quick_path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 64 << 20
 
 
-def test_too_many_entries_are_refused_before_they_are_looked_at(tmp_path):
-    (tmp_path / "packed.bin").write_bytes(b"")
-    with open(tmp_path / "packed.json", "w") as file:
+def test_too_many_entries_are_refused_before_they_are_looked_at(quick_path):
+    (quick_path / "packed.bin").write_bytes(b"")
+    with open(quick_path / "packed.json", "w") as file:
         file.write('{"dtype": "float32", "entries": [' + "0," * (1 << 20) + "0]}")
     started = time.process_time()
     with pytest.raises(CaptureFileError, match="up to 1048576"):
-        read_packed(tmp_path)
+        read_packed(quick_path)
     assert time.process_time() - started < 0.5
 
 
-def test_iterating_over_damaged_runs_raises_typed_errors(captures, tmp_path):
+def test_iterating_over_damaged_runs_raises_typed_errors(captures, quick_path):
     chance = random.Random(1)
     sidecar_path = captures / "packed/packed.json"
     saved = sidecar_path.read_bytes()

@@ -23,7 +23,7 @@ SITES = [("post_attn", 0), ("mhc_attn_res_mix", 1)]
 
 
 def record(root: Path, layout: str, seed: int) -> list:
-    """A writer's life: overlapping requests, several files, some requests replaced, none of them waiting for another."""
+    """A writer's life: overlapping requests, several files, some requests replaced, none waiting for another."""
     chance = random.Random(seed)
     disk = RecordingDisk(root)
     options = FileOptions(
@@ -97,17 +97,17 @@ def tree(root: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed", "per_file"])
-def test_power_loss_at_any_instant(tmp_path, layout):
+def test_power_loss_at_any_instant(quick_path, layout):
     """Crash points over the whole life of a writer; the repaired root holds every acknowledged request, bit for bit."""
     points = scaled(300, 60)
     log: list = []
     recovered = acknowledged = 0
     for point in range(points):
         if point % 25 == 0:
-            log = record(tmp_path / f"life{point}", layout, point)
+            log = record(quick_path / f"life{point}", layout, point)
         chance = random.Random(f"{layout}/{point}")
         cut = chance.randint(1, len(log))
-        root = tmp_path / f"crash{point}"
+        root = quick_path / f"crash{point}"
         after_power_loss(log[:cut], chance, root)
         for sidecar in root.rglob("*.json"):  # before any repair: what is visible is whole
             with CaptureFile(sidecar) as file:
@@ -125,13 +125,13 @@ def test_power_loss_at_any_instant(tmp_path, layout):
     assert acknowledged > points, "most crash points must come after acknowledgements, or nothing is tested"
 
 
-def test_the_model_of_power_loss_loses_what_was_not_synced(tmp_path):
+def test_the_model_of_power_loss_loses_what_was_not_synced(quick_path):
     """The same life without syncing must fail the check, or the test above could not fail."""
-    log = [what for what in record(tmp_path / "life", "packed", 0) if what[0] not in ("fsync", "syncdir")]
+    log = [what for what in record(quick_path / "life", "packed", 0) if what[0] not in ("fsync", "syncdir")]
     bad = 0
     for point in range(30):
         chance = random.Random(point)
-        root = tmp_path / f"crash{point}"
+        root = quick_path / f"crash{point}"
         after_power_loss(log[: chance.randint(len(log) // 2, len(log))], chance, root)
         try:
             repair(root, SoftDisk())
@@ -142,12 +142,12 @@ def test_the_model_of_power_loss_loses_what_was_not_synced(tmp_path):
 
 
 @pytest.mark.parametrize("missing", ["fsync payload", "fsync journal", "fsync sidecar", "syncdir"])
-def test_each_kind_of_sync_is_needed(tmp_path, missing):
+def test_each_kind_of_sync_is_needed(quick_path, missing):
     """Leave one kind of sync out of the record: some crash point must then lose or break something."""
     layout = "sharded" if missing == "fsync journal" else "packed"
     bad = 0
     for seed in range(6):
-        log = record(tmp_path / f"life{seed}", layout, seed)
+        log = record(quick_path / f"life{seed}", layout, seed)
         inodes = {what[2]: what[1] for what in log if what[0] == "create"}
         endings = {"payload": ".bin.tmp", "journal": ".journal", "sidecar": ".json.tmp"}
 
@@ -160,7 +160,7 @@ def test_each_kind_of_sync_is_needed(tmp_path, missing):
         for point in range(25):
             chance = random.Random(f"{seed}/{point}")
             part = kept[: chance.randint(1, len(kept))]
-            root = tmp_path / f"crash{seed}-{point}"
+            root = quick_path / f"crash{seed}-{point}"
             after_power_loss(part, chance, root)
             try:
                 for sidecar in root.rglob("*.json"):

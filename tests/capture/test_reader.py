@@ -48,13 +48,17 @@ def written(root: Path, rows: int = 6, sites=(("post_attn", 0), ("mhc_attn_res_m
 
 def entry_of(positions: list[int] | None, **extra) -> CaptureEntry:
     count = 6 if positions is None else len(positions)
-    return CaptureEntry(0, "post_attn", np.arange(2 * count, dtype="<u2").reshape(count, 2), "bfloat16", positions, **extra)
+    return CaptureEntry(
+        0, "post_attn", np.arange(2 * count, dtype="<u2").reshape(count, 2), "bfloat16", positions, **extra
+    )
 
 
 def test_t_cap_5_the_last_row_of_each_position_wins():
     entry = entry_of([5, 6, 7, 6, 7, 8], token_ids=[1, 2, 3, 4, 5, 6], phases=["decode"] * 6, scale=np.arange(6.0))
     latest = latest_per_position(entry)
-    assert latest.positions == [5, 6, 7, 8] and latest.token_ids == [1, 4, 5, 6] and latest.scale.tolist() == [0, 3, 4, 5]
+    assert (
+        latest.positions == [5, 6, 7, 8] and latest.token_ids == [1, 4, 5, 6] and latest.scale.tolist() == [0, 3, 4, 5]
+    )
     assert latest.array.tolist() == [entry.array[row].tolist() for row in (0, 3, 4, 5)]
     assert len(entry.positions) == 6, "the entry itself is left as it was"
 
@@ -74,14 +78,14 @@ def test_t_cap_5_against_the_definition(positions):
         assert row.tolist() == entry.array[last].tolist()
 
 
-def test_speculative_rows_read_back_and_collapse(tmp_path):
+def test_speculative_rows_read_back_and_collapse(quick_path):
     """A draft is captured, rejected, and captured again: both rows are in the file, in the order of writing."""
-    with CaptureWriter(FileOptions(tmp_path), SoftDisk()) as files:
+    with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         for start, offset in ((0, 0), (4, 4), (5, 5), (5, 6)):  # position 5 twice
             part = chunk("a", "post_attn", 0, start, 1 if start else 4)
             files.append(Chunk(**{**vars(part), "row_offset": offset, "rows": part.rows + offset}))
         files.finish(Finish("a")).result(30)
-    entry = read_request(tmp_path / "run/a")[0, "post_attn"]
+    entry = read_request(quick_path / "run/a")[0, "post_attn"]
     assert entry.positions == [0, 1, 2, 3, 4, 5, 5]
     latest = latest_per_position(entry)
     assert latest.positions == [0, 1, 2, 3, 4, 5]
@@ -89,8 +93,8 @@ def test_speculative_rows_read_back_and_collapse(tmp_path):
 
 
 @pytest.mark.parametrize("layout", ["packed", "per_file", "sharded"])
-def test_a_truncated_payload_names_the_bytes_it_needs(tmp_path, layout):
-    directory = written(tmp_path, default_layout=layout)
+def test_a_truncated_payload_names_the_bytes_it_needs(quick_path, layout):
+    directory = written(quick_path, default_layout=layout)
     payload = next(directory.glob("0_post_attn.bin" if layout == "per_file" else "*.bin"))
     size = payload.stat().st_size
     os.truncate(payload, size - 1)
@@ -102,9 +106,9 @@ def test_a_truncated_payload_names_the_bytes_it_needs(tmp_path, layout):
         read_sharded(directory) if layout == "sharded" else read_request(directory)
 
 
-def test_a_flipped_bit_is_found_named_and_left_out(tmp_path):
+def test_a_flipped_bit_is_found_named_and_left_out(quick_path):
     """Every flip in every record, and the others still read."""
-    directory = written(tmp_path, rows=6)
+    directory = written(quick_path, rows=6)
     payload = directory / "packed.bin"
     clean = payload.read_bytes()
     entries = json.loads((directory / "packed.json").read_text())["entries"]
@@ -130,9 +134,9 @@ def test_a_flipped_bit_is_found_named_and_left_out(tmp_path):
     assert read_packed(directory, verify=True).keys() == found.keys()
 
 
-def test_a_flip_in_a_shard_or_a_file_costs_that_record_only(tmp_path):
+def test_a_flip_in_a_shard_or_a_file_costs_that_record_only(quick_path):
     for layout in ("sharded", "per_file"):
-        directory = written(tmp_path / layout, default_layout=layout)
+        directory = written(quick_path / layout, default_layout=layout)
         payload = next(directory.glob("*.bin")) if layout == "sharded" else directory / "0_post_attn.bin"
         raw = bytearray(payload.read_bytes())
         raw[3] ^= 16
@@ -148,8 +152,8 @@ def test_a_flip_in_a_shard_or_a_file_costs_that_record_only(tmp_path):
         assert len(damaged) == 1 and "post_attn" in str(damaged[0])
 
 
-def test_parts_without_positions_leave_the_whole_without(tmp_path):
-    directory = written(tmp_path)
+def test_parts_without_positions_leave_the_whole_without(quick_path):
+    directory = written(quick_path)
     sidecar = directory / "packed.json"
     index = json.loads(sidecar.read_text())
     del index["entries"][2]["positions"]
@@ -159,8 +163,8 @@ def test_parts_without_positions_leave_the_whole_without(tmp_path):
     assert found[1, "mhc_attn_res_mix"].positions == list(range(6))
 
 
-def test_entries_are_joined_by_offset_whatever_their_order(tmp_path):
-    directory = written(tmp_path)
+def test_entries_are_joined_by_offset_whatever_their_order(quick_path):
+    directory = written(quick_path)
     sidecar = directory / "packed.json"
     index = json.loads(sidecar.read_text())
     index["entries"].reverse()
@@ -169,11 +173,11 @@ def test_entries_are_joined_by_offset_whatever_their_order(tmp_path):
         assert_is_prefix(entry, "a", 6)
 
 
-def test_paths_may_be_a_directory_a_sidecar_or_a_payload(tmp_path):
-    directory = written(tmp_path)
+def test_paths_may_be_a_directory_a_sidecar_or_a_payload(quick_path):
+    directory = written(quick_path)
     for path in (directory, directory / "packed.json", directory / "packed.bin"):
         assert_is_prefix(read_packed(path)[0, "post_attn"], "a", 6)
-    other = written(tmp_path / "b", default_layout="per_file")
+    other = written(quick_path / "b", default_layout="per_file")
     for path in (other / "0_post_attn.json", other / "0_post_attn.bin"):
         assert_is_prefix(read_per_file(path), "a", 6)
     with pytest.raises(CaptureFileError, match="read_request"):
@@ -181,25 +185,25 @@ def test_paths_may_be_a_directory_a_sidecar_or_a_payload(tmp_path):
 
 
 @pytest.mark.parametrize(("make", "word"), [(lambda d: None, "no finished capture"), (os.rmdir, "cannot be listed")])
-def test_what_is_not_there_is_said(tmp_path, make, word):
-    (tmp_path / "x").mkdir()
-    make(tmp_path / "x")
+def test_what_is_not_there_is_said(quick_path, make, word):
+    (quick_path / "x").mkdir()
+    make(quick_path / "x")
     with pytest.raises(CaptureFileError, match=word):
-        read_request(tmp_path / "x")
+        read_request(quick_path / "x")
 
 
-def test_an_open_capture_is_pointed_to_the_repair(tmp_path):
-    files = CaptureWriter(FileOptions(tmp_path, coalesce_max_bytes=0), SoftDisk())
+def test_an_open_capture_is_pointed_to_the_repair(quick_path):
+    files = CaptureWriter(FileOptions(quick_path, coalesce_max_bytes=0), SoftDisk())
     files.append(chunk("a", "post_attn", 0, 0, 2))
     with pytest.raises(CaptureFileError, match="repair"):
-        read_request(tmp_path / "run/a")
+        read_request(quick_path / "run/a")
     with pytest.raises(CaptureFileError, match="repair"):
-        read_packed(tmp_path / "run/a")
+        read_packed(quick_path / "run/a")
     files.close()
 
 
-def test_pipes_and_directories_in_place_of_files_do_not_hang(tmp_path):
-    directory = written(tmp_path)
+def test_pipes_and_directories_in_place_of_files_do_not_hang(quick_path):
+    directory = written(quick_path)
     (directory / "packed.bin").unlink()
     os.mkfifo(directory / "packed.bin")
     with pytest.raises(CaptureFileError, match="not a file"):
@@ -210,9 +214,9 @@ def test_pipes_and_directories_in_place_of_files_do_not_hang(tmp_path):
         read_packed(directory)
 
 
-def test_names_of_transformer_lens(tmp_path):
+def test_names_of_transformer_lens(quick_path):
     sites = [("mhc_streams_pre_attn", 2), ("post_attn", 2), ("mhc_attn_res_mix", 0), ("mlp_in", 1)]
-    directory = written(tmp_path, sites=sites)
+    directory = written(quick_path, sites=sites)
     found = read_request(directory, names="transformer_lens")
     assert set(found) == {
         "blocks.2.hook_in", "blocks.2.attn.hook_out", "blocks.0.attn_hc.hook_comb", "blocks.1.mlp_hc.hook_out"
@@ -235,9 +239,9 @@ def test_values_of_every_dtype():
 
 
 @pytest.mark.parametrize("mmap", [False, True])
-def test_tensors_share_the_memory_of_the_array(tmp_path, mmap):
+def test_tensors_share_the_memory_of_the_array(quick_path, mmap):
     sites = [("post_attn", 0), ("mhc_attn_res_mix", 1), ("mlp_in", 2), ("mlp_out", 3)]
-    directory = written(tmp_path, rows=2, sites=sites)
+    directory = written(quick_path, rows=2, sites=sites)
     for entry in read_packed(directory, mmap=mmap).values():
         tensor = to_torch(entry)
         assert tensor.data_ptr() == entry.array.ctypes.data and tuple(tensor.shape) == entry.array.shape
@@ -258,12 +262,12 @@ def test_the_reader_needs_no_torch():
     assert done.returncode == 0 and done.stdout.strip() == "['safetensors', 'torch']", done.stderr
 
 
-def test_readers_see_one_capture_or_the_other_while_it_is_replaced(tmp_path):
+def test_readers_see_one_capture_or_the_other_while_it_is_replaced(quick_path):
     """Snapshots: a reader that runs during many replacements gets whole captures, old or new, and typed refusals."""
 
     def replace_often() -> None:
         for turn in range(scaled(400, 60)):
-            with CaptureWriter(FileOptions(tmp_path, on_collision="overwrite"), SoftDisk()) as files:
+            with CaptureWriter(FileOptions(quick_path, on_collision="overwrite"), SoftDisk()) as files:
                 key = f"t{turn}"
                 files.begin(CaptureRequest(key, "a", "run", meta={"turn": turn}))
                 files.append(chunk(key, "post_attn", 0, 0, 1 + turn % 5))
@@ -276,7 +280,7 @@ def test_readers_see_one_capture_or_the_other_while_it_is_replaced(tmp_path):
     seen, refused = set(), 0
     while not over.is_set():
         try:
-            entry = read_request(tmp_path / "run/a")[0, "post_attn"]
+            entry = read_request(quick_path / "run/a")[0, "post_attn"]
         except CaptureFileError as error:
             assert not isinstance(error, CaptureChecksum), "bytes of one capture with the sums of another"
             refused += 1
@@ -288,8 +292,8 @@ def test_readers_see_one_capture_or_the_other_while_it_is_replaced(tmp_path):
     assert len(seen) > 5
 
 
-def test_deleting_a_capture_does_not_disturb_who_reads_it(tmp_path):
-    directory = written(tmp_path)
+def test_deleting_a_capture_does_not_disturb_who_reads_it(quick_path):
+    directory = written(quick_path)
     with CaptureFile(directory / "packed.json") as file:
         for path in directory.iterdir():
             path.unlink()

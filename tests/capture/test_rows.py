@@ -86,7 +86,7 @@ def test_shuffling_mixes_requests(run):
 def test_decoding_and_dropping_the_last(run):
     found = list(iter_rows(run, "mlp_in", 2, 10, dtype="float32", drop_last=True))
     assert [len(batch) for batch in found] == [10] * (sum(COUNTS.values()) // 10)
-    first = list(iter_rows(run, "mlp_in", 2, 10, dtype="float32", labels=True))[0]
+    first = next(iter_rows(run, "mlp_in", 2, 10, dtype="float32", labels=True))
     raw = np.concatenate([bits(name, "mlp_in", 2, int(p), 1) for name, p in zip(first.requests, first.positions)])
     scale = np.concatenate([scales(name, int(p), 1) for name, p in zip(first.requests, first.positions)])
     assert np.array_equal(first.array, to_float32(raw, "fp8_e4m3", scale), equal_nan=True)
@@ -97,57 +97,59 @@ def test_one_request_alone(run):
     assert same_bits(found.array, bits("a", "mhc_streams_pre_attn", 2, 0, 5).reshape(5, 4, 6))
 
 
-def test_what_cannot_be_iterated_is_refused_at_once(run, tmp_path):
+def test_what_cannot_be_iterated_is_refused_at_once(run, quick_path):
     with pytest.raises(CaptureFileError, match="no finished capture"):
         iter_rows(run, "mhc_streams_pre_attn", 3, 4)
     with pytest.raises(CaptureFileError, match="cannot be listed"):
-        iter_rows(tmp_path / "nowhere", "post_attn", 0, 4)
+        iter_rows(quick_path / "nowhere", "post_attn", 0, 4)
     for wrong in ({"batch": 0}, {"batch": True}, {"batch": 4, "pool_rows": 0}, {"batch": 4, "dtype": "int8"}):
         with pytest.raises(OptionError):
             iter_rows(run, "mhc_streams_pre_attn", 2, **wrong)
 
 
-def test_dtypes_are_not_mixed_unless_decoded(tmp_path):
-    with CaptureWriter(FileOptions(tmp_path), SoftDisk()) as files:
+def test_dtypes_are_not_mixed_unless_decoded(quick_path):
+    with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         files.append(chunk("a", "post_attn", 0, 0, 2))
         floats = np.arange(16, dtype=np.float32).reshape(2, 8)
         files.append(Chunk("b", "run", "post_attn", 0, floats, "float32", (8,), [0, 1], [0, 1], "pp"))
         for request in "ab":
             assert files.finish(Finish(request)).result(30).status == "ok"
     with pytest.raises(CaptureFileError, match="dtype='float32'"):
-        iter_rows(tmp_path / "run", "post_attn", 0, 4)
-    (found,) = iter_rows(tmp_path / "run", "post_attn", 0, 4, dtype="float32")
+        iter_rows(quick_path / "run", "post_attn", 0, 4)
+    (found,) = iter_rows(quick_path / "run", "post_attn", 0, 4, dtype="float32")
     assert np.array_equal(found.array[2:], floats)
 
 
-def test_damage_is_noticed_where_it_is_touched(run, tmp_path):
-    with CaptureWriter(FileOptions(tmp_path), SoftDisk()) as files:
+def test_damage_is_noticed_where_it_is_touched(run, quick_path):
+    with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         for request in "ab":
             files.append(chunk(request, "post_attn", 0, 0, 6))
             files.finish(Finish(request)).result(30)
-    payload = tmp_path / "run/b/packed.bin"
+    payload = quick_path / "run/b/packed.bin"
     raw = bytearray(payload.read_bytes())
     raw[-1] ^= 1
     payload.write_bytes(raw)
-    batches = iter_rows(tmp_path / "run", "post_attn", 0, 2)
+    batches = iter_rows(quick_path / "run", "post_attn", 0, 2)
     assert same_bits(np.concatenate([next(batches).array for _ in range(3)]), bits("a", "post_attn", 0, 0, 6))
     with pytest.raises(CaptureChecksum):
         next(batches)
-    assert sum(map(len, iter_rows(tmp_path / "run", "post_attn", 0, 2, verify=False))) == 12
+    assert sum(map(len, iter_rows(quick_path / "run", "post_attn", 0, 2, verify=False))) == 12
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_memory_does_not_grow_with_the_run(tmp_path, shuffle):
+def test_memory_does_not_grow_with_the_run(quick_path, shuffle):
     """Twenty times the rows need the same memory, but for the index."""
     width, rows = 1024, 256
 
     def peak(requests: int) -> int:
-        root = tmp_path / str(requests)
+        root = quick_path / str(requests)
         with CaptureWriter(FileOptions(root, default_layout="sharded", shard_max_bytes=8 << 20), SoftDisk()) as files:
             for number in range(requests):
                 name, block = f"r{number}", np.full((rows, width), number, np.uint16)
                 files.append(
-                    Chunk(name, "run", "post_attn", 0, block, "bfloat16", (width,), range(rows), range(rows), "p" * rows)
+                    Chunk(
+                        name, "run", "post_attn", 0, block, "bfloat16", (width,), range(rows), range(rows), "p" * rows
+                    )
                 )
                 assert files.finish(Finish(name)).result(30).status == "ok"
         gc.collect()
@@ -163,14 +165,14 @@ def test_memory_does_not_grow_with_the_run(tmp_path, shuffle):
     assert large < small + total // 20, f"{small} bytes for the small run, {large} for the large one of {total}"
 
 
-def test_files_of_other_writers_are_rows_too(tmp_path):
+def test_files_of_other_writers_are_rows_too(quick_path):
     rows = np.arange(24, dtype="<f4").reshape(6, 4)
-    directory = tmp_path / "old/x"
+    directory = quick_path / "old/x"
     directory.mkdir(parents=True)
     (directory / "packed.bin").write_bytes(rows.tobytes())
     entry = {"layer": 1, "hook": "post_mlp", "offset": 0, "nbytes": 96, "shape": [6, 4]}
     index = {"request_id": "x", "layout": "packed", "dtype": "float32", "entries": [entry]}
     (directory / "packed.json").write_text(json.dumps(index))
-    found = list(iter_rows(tmp_path / "old", "post_mlp", 1, 4, labels=True))
+    found = list(iter_rows(quick_path / "old", "post_mlp", 1, 4, labels=True))
     assert same_bits(np.concatenate([batch.array for batch in found]), rows)
     assert found[0].positions.tolist() == [-1] * 4 and found[0].requests == ["x"] * 4

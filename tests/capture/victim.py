@@ -1,6 +1,6 @@
 """A writer to be killed: captures without end and says on stdout, a line each, what has been acknowledged.
 
-    python -m tests.capture.victim ROOT SEED
+python -m tests.capture.victim ROOT SEED
 """
 
 from __future__ import annotations

@@ -54,9 +54,7 @@ def parameters(kind: str) -> dict[str, inspect.Parameter]:
     """What a kind can be told in text, by name."""
     source = FileOptions if kind == "filesystem" else KINDS[kind]
     own = inspect.signature(source).parameters.values()
-    return {
-        parameter.name: parameter for parameter in own if parameter.name not in ("disk", "encoder", "bias", "threshold")
-    }
+    return {parameter.name: parameter for parameter in own if parameter.name not in ("disk", "encoder", "bias")}
 
 
 def _value(text: str) -> Any:

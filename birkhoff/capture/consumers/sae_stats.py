@@ -3,6 +3,7 @@
 Moments are joined chunk by chunk in float64 with Chan's rule, so the result does not depend on how the rows were cut
 into chunks (to rounding) and variances do not cancel. With an encoder, a feature fires where `row @ encoder + bias`
 is above its threshold; for each feature the rows where it is largest are remembered by request, position and token.
+A row that holds a NaN or an infinity is counted and left out, since one of them would be all that is left of a mean.
 Memory depends on the widths, not on the number of rows. NumPy only.
 """
 
@@ -22,8 +23,6 @@ from birkhoff.capture.dtypes import Array, to_float32
 from birkhoff.capture.result import CaptureRequest, CaptureResult, Finish, Results, done
 from birkhoff.errors import CaptureWriteError, OptionError, quoted
 
-BLOCK_ACTIVATIONS = 1 << 22  # rows are encoded so many activations at a time
-
 
 @dataclass(frozen=True)
 class Context:
@@ -40,6 +39,7 @@ class SaeStats:
     """A snapshot. Arrays of the encoder's features are None without an encoder."""
 
     rows: int
+    nonfinite_rows: int  # left out of everything else
     mean: Array  # [width]
     second_moment: Array  # [width], E[x²]
     variance: Array  # [width]
@@ -60,13 +60,14 @@ class SaeStatsConsumer:
 
     def __init__(
         self, hook: str, layer: int, encoder: Array | None = None, bias: Array | None = None,
-        threshold: float | Array = 0.0, top_k: int = 8, positions: str = "all",
+        threshold: float | Array = 0.0, top_k: int = 8, positions: str = "all", block_activations: int = 1 << 22,
     ):  # fmt: skip
         if type(top_k) is not int or top_k < 1:
             raise OptionError(f"top_k is {quoted(top_k)}, expected a whole number from 1 up.")
         if encoder is not None and encoder.ndim != 2:
             raise OptionError(f"encoder has shape {encoder.shape}, expected [width, features].")
         self.hook, self.layer, self._positions, self._top_k = hook, layer, positions, top_k
+        self._block = block_activations  # so many are computed at a time
         self._encoder = None if encoder is None else np.asarray(encoder, np.float32)
         features = 0 if encoder is None else encoder.shape[1]
         self._bias = np.zeros(features, np.float32) if bias is None else np.asarray(bias, np.float32)
@@ -76,7 +77,7 @@ class SaeStatsConsumer:
         self._lock = threading.Lock()
         self._results = Results()
         self._rows_of: dict[str, int] = {}
-        self._count = 0
+        self._count = self._nonfinite = 0
         self._mean: Array = np.zeros(0)
         self._spread: Array = np.zeros(0)  # sum of squared distances from the mean
         self._norms = (0.0, 0.0, 0.0)  # sum, sum of squares, largest
@@ -105,12 +106,17 @@ class SaeStatsConsumer:
                     f"{width if self._encoder is not None else len(self._mean)}. Use another consumer for them."
                 )
             rows = to_float32(chunk.array(), chunk.dtype, chunk.scales())
+            places = np.flatnonzero(np.isfinite(rows).all(1))  # of the kept rows in the chunk
+            self._nonfinite += len(rows) - len(places)
+            self._rows_of[chunk.request_id] = self._rows_of.get(chunk.request_id, 0) + len(rows)
+            if not len(places):
+                return
+            rows = rows[places]
             self._add_moments(rows.astype(np.float64))
             if self._encoder is not None:
-                block = max(1, BLOCK_ACTIVATIONS // max(len(self._bias), 1))
+                block = max(1, self._block // max(len(self._bias), 1))
                 for start in range(0, len(rows), block):
-                    self._add_features(rows[start : start + block], chunk, start)
-            self._rows_of[chunk.request_id] = self._rows_of.get(chunk.request_id, 0) + len(rows)
+                    self._add_features(rows[start : start + block], chunk, places[start : start + block])
 
     def finalize(self, finish: Finish) -> Future[CaptureResult]:
         with self._lock:
@@ -132,6 +138,7 @@ class SaeStatsConsumer:
             encoded = self._encoder is not None
             return SaeStats(
                 rows=self._count,
+                nonfinite_rows=self._nonfinite,
                 mean=mean,
                 second_moment=variance + mean**2,
                 variance=variance,
@@ -167,7 +174,7 @@ class SaeStatsConsumer:
         total, squares, largest = self._norms
         self._norms = (total + norms.sum(), squares + (norms**2).sum(), max(largest, float(norms.max())))
 
-    def _add_features(self, rows: Array, chunk: Chunk, start: int) -> None:
+    def _add_features(self, rows: Array, chunk: Chunk, places: Array) -> None:
         activations = rows @ self._encoder + self._bias  # [n, features]
         fired = activations > self._threshold
         self._firing += fired.sum(0)
@@ -181,8 +188,8 @@ class SaeStatsConsumer:
         for place, feature in enumerate(better):
             old = self._where[feature].copy()
             for slot, source in enumerate(chosen[place]):
-                row = start + int(source) - self._top_k
-                self._where[feature, slot] = old[source] if source < self._top_k else self._label(chunk, row)
+                new = int(source) - self._top_k
+                self._where[feature, slot] = old[source] if new < 0 else self._label(chunk, int(places[new]))
         self._best[better] = np.take_along_axis(values, chosen, axis=1)
         self._where[self._best == -np.inf] = None
 

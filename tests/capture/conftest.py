@@ -1,0 +1,22 @@
+"""Where tests of files put them: memory when the system offers it, so that thousands of small files cost no disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def quick_path(tmp_path: Path) -> Iterator[Path]:
+    """An empty directory in memory, or `tmp_path` where there is no such place."""
+    if not os.access("/dev/shm", os.W_OK):
+        yield tmp_path
+        return
+    place = Path(tempfile.mkdtemp(prefix="birkhoff-", dir="/dev/shm"))
+    yield place
+    shutil.rmtree(place)

@@ -1,0 +1,90 @@
+"""Consumers as flags write them."""
+
+from __future__ import annotations
+
+import pytest
+
+from birkhoff.capture.consumers.filesystem import FilesystemConsumer
+from birkhoff.capture.consumers.memory import MemoryConsumer
+from birkhoff.capture.consumers.protocol import Consumer
+from birkhoff.capture.consumers.registry import KINDS, build_consumer, parameters
+from birkhoff.capture.consumers.sae_stats import SaeStatsConsumer
+from birkhoff.capture.result import CaptureRequest, Finish
+from birkhoff.errors import CaptureValidationError, OptionError
+from tests.capture.made import chunk
+
+
+def test_every_kind_can_be_built(tmp_path):
+    texts = {
+        "filesystem": f"filesystem:root={tmp_path},fsync=false,num_shards=3,default_layout=sharded,timeout_seconds=0.5",
+        "logging": "logging:level=DEBUG", "memory": "memory:max_bytes=1024", "stream": "stream",
+        "sae_stats": "sae_stats:hook=mlp_out,layer=3,top_k=2",
+    }  # fmt: skip
+    assert set(texts) == set(KINDS)
+    for kind, text in texts.items():
+        name, consumer = build_consumer(text)
+        assert name == kind and isinstance(consumer, Consumer)
+        if isinstance(consumer, FilesystemConsumer):
+            options = consumer.options
+            assert (options.fsync, options.num_shards, options.timeout_seconds) == (False, 3, 0.5)
+        if isinstance(consumer, SaeStatsConsumer):
+            assert (consumer.hook, consumer.layer) == ("mlp_out", 3)
+        consumer.shutdown()
+
+
+def test_an_instance_may_have_a_name_of_its_own():
+    name, consumer = build_consumer("inline=memory:max_bytes=77")
+    assert name == "inline" and isinstance(consumer, MemoryConsumer) and consumer.max_bytes == 77
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("", "unknown"), ("tape", "unknown"), ("=memory", "unknown"), ("memory:size=3", "max_bytes"),
+        ("memory:max_bytes", "key=value"), ("memory:max_bytes=1,max_bytes=2", "at most once"),
+        ("filesystem", "needs root"),
+        ("filesystem:root=x,fsync=maybe", "fsync"), ("filesystem:root=x,disk=1", "not understood"),
+        ("memory:max_bytes=1.5", "max_bytes"), ("sae_stats:hook=mlp_out", "layer"),
+    ],
+)  # fmt: skip
+def test_what_is_not_understood_is_refused(text, word):
+    with pytest.raises(OptionError, match=word):
+        build_consumer(text)
+
+
+def test_the_filesystem_takes_every_parameter_of_the_documentation():
+    documented = """root writer_threads queue_size timeout_seconds on_collision fd_cache_size fsync atomic_publish
+    default_layout coalesce_max_bytes num_shards shard_max_bytes""".split()
+    assert set(documented) <= set(parameters("filesystem"))
+
+
+def test_client_specs_are_checked_by_path(tmp_path):
+    files = FilesystemConsumer(str(tmp_path))
+    files.validate_client_spec({"request_id": "a", "tag": "b", "layout": "sharded"}, "capture.files")
+    for spec, path, rule in [
+        ({"tag": "b"}, "capture.files.request_id", "V2"), ({"request_id": "a", "tag": ""}, "capture.files.tag", "V2"),
+        ({"request_id": "x" * 257, "tag": "b"}, "capture.files.request_id", "V2"),
+        ({"request_id": "a", "tag": "../b"}, "capture.files.tag", "V2"),
+        ({"request_id": "/a", "tag": "b"}, "capture.files.request_id", "V2"),
+        ({"request_id": "a", "tag": "b", "layout": "zip"}, "capture.files.layout", "V10"),
+    ]:  # fmt: skip
+        with pytest.raises(CaptureValidationError) as caught:
+            files.validate_client_spec(spec, "capture.files")
+        assert (caught.value.path, caught.value.rule) == (path, rule)
+    MemoryConsumer().validate_client_spec({}, "capture.memory")
+    files.shutdown()
+
+
+def test_results_of_the_filesystem_can_be_waited_for(tmp_path):
+    files = FilesystemConsumer(str(tmp_path))
+    assert files.get_result("a").status == "not_requested"
+    files.begin(CaptureRequest("a", "a", "run"))
+    files.submit_chunk(chunk("a", "post_attn", 0, 0, 2))
+    assert files.get_result("a").status == "pending"
+    files.finalize(Finish("a", "stop"))
+    result = files.get_result("a", wait=True)
+    assert result.status == "ok" and result.durable and files.get_result("a") == result
+    wire = result.to_json()
+    assert wire["status"] == "ok" and wire["paths"] == ["run/a/packed.bin"] and wire["id"] == "run/a"
+    assert set(wire["sha256"]) == set(wire["paths"])
+    files.shutdown()

@@ -34,7 +34,7 @@ def _as_list(values: Any) -> list[Any]:
         return values.tolist()
     if isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray, memoryview)):
         return list(values)
-    kind = f"an array of {values.ndim} axes" if isinstance(values, _ARRAYS) else f"a {type(values).__name__}"
+    kind = f"an array of {values.ndim} axes" if isinstance(values, _ARRAYS) else type(values).__name__
     raise PromptError(
         f"{kind} was given where a list of token ids was expected. Text goes into generate, chat and stream as str "
         "(decode bytes first); elsewhere encode it with engine.tokenizer.encode."

@@ -1,0 +1,225 @@
+"""Streams: their pieces are the answer, closing them frees their place at once, and asyncio runs many side by side."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+import time
+
+import pytest
+
+from birkhoff.errors import OptionError, PromptError, RequestError
+from tests.api.conftest import CONTEXT, REQUESTS
+
+IDS = [5, 80, 200, 7, 91]
+
+
+def free_slots(engine) -> int:
+    return engine._core.scheduler.slots.free
+
+
+@pytest.mark.parametrize("options", [
+    {"temperature": 0}, {"seed": 3}, {"seed": 4, "top_k": 20, "logprobs": 2}, {"seed": 5, "min_tokens": 10},
+], ids=["greedy", "sampled", "top-k", "min_tokens"])  # fmt: skip
+@pytest.mark.parametrize("prompt", ["héllo 🙂 wörld", IDS], ids=["text", "ids"])
+def test_pieces_join_to_what_generate_says(idle, prompt, options):
+    whole = idle.generate(prompt, max_tokens=30, **options)
+    stream = idle.stream(prompt, max_tokens=30, **options)
+    events = list(stream)
+    assert "".join(e.text for e in events) == whole.text and [e.token_id for e in events] == whole.token_ids
+    assert [e.finish_reason for e in events] == [None] * (len(events) - 1) + [whole.finish_reason]
+    assert stream.output.text == whole.text and stream.output.token_ids == whole.token_ids
+    if whole.logprobs is None:
+        assert all(e.logprob is None for e in events)
+    else:  # company may differ between the two: the same numbers up to rounding
+        assert [e.logprob.logprob for e in events] == pytest.approx([p.logprob for p in whole.logprobs], abs=1e-4)
+
+
+def test_a_stop_string_is_never_shown_in_part(idle, letters):
+    plain = idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters).text
+    stop = plain[10:15]
+    shown = ""
+    for event in idle.stream("x", temperature=0, max_tokens=40, logit_bias=letters, stop=stop):
+        shown += event.text
+        assert plain.startswith(shown) and len(shown) <= plain.index(stop)
+    assert shown == plain[: plain.index(stop)] and event.finish_reason == "stop"
+
+
+def test_closing_frees_the_slot_before_the_next_step(idle):
+    streams = [idle.stream(IDS, max_tokens=100) for _ in range(REQUESTS)]
+    assert all(next(stream).token_id is not None for stream in streams) and free_slots(idle) == 0
+    streams[1].close()
+    assert free_slots(idle) == 1
+    late = idle.stream(IDS, max_tokens=100, temperature=0)
+    assert next(late).token_id is not None and free_slots(idle) == 0  # it got the place in this very step
+    with streams[2]:
+        next(streams[2])
+    assert free_slots(idle) == 1
+    del streams[3]  # thrown away: gone before anybody's next step
+    idle._core.step()
+    assert free_slots(idle) == 2
+    streams[0].close()
+    streams[0].close()
+    late.close()
+    assert late.output.finish_reason == "cancelled" and len(late.output.token_ids) >= 1
+    assert next(streams[0], None) is None  # an ended iterator stays ended
+
+
+def test_a_stream_lost_in_a_cycle_is_collected_in_the_middle_of_a_step(idle):
+    """The collector runs at every few allocations here, so also where the engine's lock is held."""
+    thresholds, answers = gc.get_threshold(), []
+
+    def lose_streams_and_answer():
+        for _ in range(3):
+            lost = [idle.stream(IDS, max_tokens=100)]
+            lost.append(lost)
+            next(lost[0])
+            del lost
+            answers.append(idle.generate(IDS, max_tokens=5))
+
+    worker = threading.Thread(target=lose_streams_and_answer, daemon=True)
+    gc.set_threshold(5, 2, 1)
+    try:
+        worker.start()
+        worker.join(100)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert len(answers) == 3, "the engine waits for itself"
+    gc.collect()
+
+
+def test_another_thread_may_close_a_stream_that_is_being_read(idle):
+    stream, told = idle.stream(IDS, max_tokens=CONTEXT - 10, ignore_eos=True), []
+    reader = threading.Thread(target=lambda: told.extend(stream), daemon=True)
+    reader.start()
+    while len(told) < 3:
+        time.sleep(0.001)
+    stream.close()
+    reader.join(60)
+    assert (
+        not reader.is_alive()
+        and stream.output.finish_reason == "cancelled"
+        and told[-1].finish_reason in (None, "cancelled")
+    )
+
+
+def test_leaving_a_loop_early_gives_what_there_was(idle, letters):
+    stream = idle.stream("x", temperature=0, max_tokens=60, logit_bias=letters)
+    with pytest.raises(RequestError, match=r"has not ended yet. Read it to its end or close it"):
+        stream.output  # noqa: B018
+    told = ""
+    for event in stream:
+        told += event.text
+        if len(told) == 7:
+            break
+    stream.close()
+    assert stream.output.text.startswith(told) and stream.output.finish_reason == "cancelled"
+
+
+def test_a_stream_that_is_never_read_costs_nothing(idle):
+    stream = idle.stream(IDS, max_tokens=100)
+    assert idle._core.scheduler.idle
+    stream.close()
+    assert stream.output.finish_reason == "cancelled" and stream.output.token_ids == []
+    del stream
+    idle.stream(IDS, max_tokens=100)
+    gc.collect()
+
+
+def test_streams_side_by_side_are_the_streams_alone(idle):
+    prompts = [[9 + i, 30, 31] for i in range(REQUESTS + 2)]
+    alone = [idle.generate(p, temperature=0, max_tokens=10).token_ids for p in prompts]
+    streams = [idle.stream(p, temperature=0, max_tokens=10) for p in prompts]
+    told = [[] for _ in prompts]
+    while any(len(t) < 10 for t in told):
+        for stream, tokens in zip(streams, told):
+            event = next(stream, None)
+            if event is not None:
+                tokens.append(event.token_id)
+    assert told == alone
+    assert all(next(stream, None) is None for stream in streams)
+
+
+def test_generate_goes_on_beside_an_open_stream(idle):
+    expected = idle.generate(IDS, temperature=0, max_tokens=8).token_ids
+    with idle.stream([9, 9], max_tokens=300, ignore_eos=True) as stream:
+        next(stream)
+        assert idle.generate(IDS, temperature=0, max_tokens=8).token_ids == expected
+        assert next(stream).token_id is not None
+
+
+def test_a_stream_takes_one_prompt_and_one_choice(idle):
+    with pytest.raises(PromptError, match="stream takes one prompt"):
+        idle.stream(["a", "b"])
+    with pytest.raises(OptionError, match="n is more than 1"):
+        idle.stream("a", n=2)
+
+
+async def read(engine, prompt, **options):
+    return [event async for event in engine.astream(prompt, **options)]
+
+
+def test_many_async_streams_at_once(idle):
+    """More of them than slots, and than threads a default executor has."""
+    prompts = [[9 + i, 30, 31] for i in range(24)]
+    alone = [o.token_ids for o in idle.generate(prompts, temperature=0, max_tokens=6)]
+
+    async def all_of_them():
+        return await asyncio.gather(*(read(idle, p, temperature=0, max_tokens=6) for p in prompts))
+
+    told = asyncio.run(all_of_them())
+    assert [[e.token_id for e in events] for events in told] == alone
+    assert all(events[-1].finish_reason for events in told)
+
+
+def test_the_loop_runs_on_while_a_step_computes(idle):
+    ticks, reading = [], True
+
+    async def tick():
+        while reading:
+            ticks.append(threading.get_ident())
+            await asyncio.sleep(0)
+
+    async def both():
+        nonlocal reading
+        ticker = asyncio.create_task(tick())
+        events = await read(idle, [5] * 400, temperature=0, max_tokens=5)
+        reading = False
+        await ticker
+        return events
+
+    assert len(asyncio.run(both())) == 5
+    print(f"{len(ticks)} turns of the loop during one answer")
+    assert len(ticks) > 20
+
+
+def test_leaving_an_async_loop_cancels(idle):
+    async def leave():
+        stream = idle.astream(IDS, max_tokens=200)
+        async for _ in stream:
+            break
+        assert free_slots(idle) == REQUESTS - 1
+        await stream.aclose()
+        return free_slots(idle)
+
+    assert asyncio.run(leave()) == REQUESTS
+
+
+def test_a_cancelled_task_leaves_nothing_behind(idle):
+    async def cancel():
+        task = asyncio.create_task(read(idle, [5] * 300, max_tokens=200, ignore_eos=True))
+        while idle._core.scheduler.idle:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(cancel())  # waits for the thread whose step was on its way
+    assert free_slots(idle) == REQUESTS
+
+
+def test_async_refusals_are_the_same(idle):
+    for prompt, options in (("a", {"n": 2}), (["a", "b"], {}), ("", {}), ("a", {"temprature": 1})):
+        with pytest.raises((OptionError, PromptError)):
+            asyncio.run(read(idle, prompt, **options))

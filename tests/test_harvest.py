@@ -316,7 +316,7 @@ print(report.rows, report.bytes, *seen)
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_memory_is_flat_over_a_million_rows(checkpoint, tmp_path):
-    count = scaled(1_000_000, 80_000) // (12 * 51)  # sites, and tokens of a text
+    count = scaled(1_000_000, 80_000) // (12 * 47)  # sites, and tokens of a text
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(checkpoint), str(tmp_path / "out"), str(count)],
         capture_output=True, text=True, env=clean_environment(), timeout=500,

@@ -18,7 +18,7 @@ from birkhoff.capture.consumers.filesystem import FilesystemConsumer
 from birkhoff.capture.dispatch import Dispatcher
 from birkhoff.capture.job import CaptureJob, MemoryKeeper
 from birkhoff.capture.reduce import Stored
-from birkhoff.capture.result import CaptureRequest, CaptureResult
+from birkhoff.capture.result import KEPT_RESULTS, CaptureRequest, CaptureResult
 from birkhoff.capture.spec import Capture, ResolvedCapture, resolve_capture_request
 from birkhoff.errors import OptionError
 from birkhoff.hooks.names import Address
@@ -35,14 +35,15 @@ class CaptureDesk:
 
     def __init__(
         self, schema: Mapping[str, HookSchema], num_layers: int, model: str, root: str | Path | None = None,
-        overload_policy: str = "spill",
+        overload_policy: str = "spill", kept_results: int = KEPT_RESULTS,
     ):  # fmt: skip
         self._schema, self._num_layers, self._model = schema, num_layers, model
         self._rules: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
         self._dispatcher: Dispatcher | None = None
         if root is not None:
             self._rules[FILES] = ConsumerRules(needs_ids=True, returns="file")
-            self._dispatcher = Dispatcher({FILES: FilesystemConsumer(str(root))}, overload_policy=overload_policy)
+            files = FilesystemConsumer(str(root), kept_results=kept_results)
+            self._dispatcher = Dispatcher({FILES: files}, overload_policy=overload_policy, kept_results=kept_results)
 
     def plan(self, wish: CaptureWish, prompt_ids: tuple[int, ...], max_tokens: int, choice: str = "") -> Plan:
         """One request's plan. `choice` keeps the file names of several prompts or answers apart."""

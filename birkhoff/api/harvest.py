@@ -98,8 +98,12 @@ def harvest(
     }
     if manifest.read(root) is not None:
         repair(root)
-    # The disk sets the pace: rows that are sure to be written need not be spilled to another place before.
-    desk = CaptureDesk(engine.schema, engine.config.num_hidden_layers, engine.name, root, overload_policy="block")
+    # The disk sets the pace: rows that are sure to be written need not be spilled to another place before. Results are
+    # kept for twice as many texts as can be under way, so that none is gone before it is read and few outlive that.
+    desk = CaptureDesk(
+        engine.schema, engine.config.num_hidden_layers, engine.name, root, overload_policy="block",
+        kept_results=2 * (2 * engine.max_requests + MOST_WAITING),
+    )  # fmt: skip
     report = HarvestReport(str(root))
     tag = root / slug(str(wish.tag))
     try:

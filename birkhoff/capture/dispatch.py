@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from birkhoff.capture.chunk import Chunk
 from birkhoff.capture.consumers.protocol import Consumer
 from birkhoff.capture.disk import Disk
-from birkhoff.capture.result import CaptureRequest, CaptureResult, Finish, Results
+from birkhoff.capture.result import KEPT_RESULTS, CaptureRequest, CaptureResult, Finish, Results
 from birkhoff.capture.spill import Spill, Spilled
 from birkhoff.errors import CaptureError, OptionError, quoted
 
@@ -64,14 +64,22 @@ class _Ticket:
 class Lane:
     """The queue and threads in front of one consumer."""
 
-    def __init__(self, name: str, consumer: Consumer, queue_size: int, policy: str, spill: Spill):
+    def __init__(
+        self,
+        name: str,
+        consumer: Consumer,
+        queue_size: int,
+        policy: str,
+        spill: Spill,
+        kept_results: int = KEPT_RESULTS,
+    ):
         self.name, self.consumer, self.counters = name, consumer, Counters()
         self._limit, self._policy, self._spill = queue_size, policy, spill
         self._changed = threading.Condition()
         self._in_memory = 0
         self._closing = False
         self._tickets: dict[str, _Ticket] = {}
-        self.results = Results()
+        self.results = Results(kept_results)
         self._queues: list[deque[tuple[str, Item]]] = [deque() for _ in range(consumer.writer_threads)]
         self._threads = [
             threading.Thread(target=self._run, args=(queue,), name=f"capture-{name}-{number}", daemon=True)
@@ -231,6 +239,7 @@ class Dispatcher:
     def __init__(
         self, consumers: Mapping[str, Consumer], *, queue_size: int = 256, overload_policy: str = "spill",
         spill_dir: str | None = None, spill_max_bytes: int = 4 << 30, disk: Disk | None = None,
+        kept_results: int = KEPT_RESULTS,
     ):  # fmt: skip
         if overload_policy not in POLICIES:
             raise OptionError(f"overload_policy is {quoted(overload_policy)}, expected one of {', '.join(POLICIES)}.")
@@ -239,7 +248,8 @@ class Dispatcher:
                 raise OptionError(f"{name} is {quoted(value)}, expected a whole number from {lowest} up.")
         self._spill = Spill(spill_dir, spill_max_bytes, disk)
         self.lanes = {
-            name: Lane(name, consumer, queue_size, overload_policy, self._spill) for name, consumer in consumers.items()
+            name: Lane(name, consumer, queue_size, overload_policy, self._spill, kept_results)
+            for name, consumer in consumers.items()
         }
         self._lock = threading.Lock()
         self._open: dict[str, tuple[str, ...]] = {}  # requests that have begun -> the lanes they go to

@@ -15,7 +15,7 @@ from birkhoff.capture.consumers.protocol import Location, check_name
 from birkhoff.capture.disk import Disk
 from birkhoff.capture.naming import LAYOUTS
 from birkhoff.capture.options import FileOptions
-from birkhoff.capture.result import CaptureRequest, CaptureResult, Finish, Results
+from birkhoff.capture.result import KEPT_RESULTS, CaptureRequest, CaptureResult, Finish, Results
 from birkhoff.capture.writer import CaptureWriter
 from birkhoff.errors import CaptureValidationError, quoted
 
@@ -26,11 +26,11 @@ class FilesystemConsumer:
     location: Location = "worker"
     reads_client_spec = True
 
-    def __init__(self, root: str, disk: Disk | None = None, **options: Any):
+    def __init__(self, root: str, disk: Disk | None = None, kept_results: int = KEPT_RESULTS, **options: Any):
         self.options = FileOptions(root, **options)
         self.writer = CaptureWriter(self.options, disk)
         self.writer_threads = self.options.writer_threads
-        self._results = Results()
+        self._results = Results(kept_results)
 
     def global_capture_spec(self) -> Mapping[str, Any] | None:
         return None

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 import birkhoff
-from birkhoff.cli.main import app
+from birkhoff.cli.verbs import app
 from tests.cli.conftest import clean_environment
 
 ROOT = Path(__file__).parent.parent

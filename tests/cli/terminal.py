@@ -11,8 +11,14 @@ import time
 
 from tests.cli.conftest import COMMAND, clean_environment
 
-# The first terminal a new session opens becomes its own, so that Ctrl-C typed into it is a signal.
-_TAKE_THE_TERMINAL = "import os, sys; os.open(os.ttyname(0), os.O_RDWR); os.execv(sys.argv[1], sys.argv[1:])"
+# The first terminal a new session opens becomes its own, so that Ctrl-C typed into it is a signal; whoever runs the
+# tests in the background has told them to ignore that signal, and a child would inherit it.
+_TAKE_THE_TERMINAL = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)
+os.open(os.ttyname(0), os.O_RDWR)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
 
 
 class Terminal:

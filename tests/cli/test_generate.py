@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -135,9 +136,14 @@ def test_ctrl_c_with_json_prints_a_cancelled_answer(tiny, interruptible):
     assert answer["finish_reason"] == "cancelled" and 0 < len(answer["token_ids"]) < 3000
 
 
-def test_ctrl_c_before_anything_was_said(tiny, interruptible):
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at /proc to see how far the process has come")
+@pytest.mark.parametrize("library", ["pydantic_core", "libtorch_cpu", "numpy"])
+def test_ctrl_c_in_the_middle_of_the_imports(tiny, interruptible, library):
     process = start("generate", "hello", "--model", tiny)
-    time.sleep(0.7)  # somewhere in the imports
+    maps = Path(f"/proc/{process.pid}/maps")
+    while library not in maps.read_text():
+        assert process.poll() is None
+        time.sleep(0.002)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 130 and no_trace_of_python(stderr) and stdout == b""

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from birkhoff import __version__
-from birkhoff.cli.main import app
+from birkhoff.cli.verbs import app
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 
 VERBS = [command.callback.__name__ for command in app.registered_commands] + [g.name for g in app.registered_groups]

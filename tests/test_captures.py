@@ -99,6 +99,7 @@ def test_a_feed_that_is_dropped_leaves_nothing_running(engine):
     feed = engine.stream_acts(["some text here"] * 50, Capture({"mlp_out": [0]}), batch_rows=8)
     next(feed)
     feed.close()
+    assert engine.generate("next", max_tokens=1).finish_reason == "length"
     assert engine._core.scheduler.idle
 
 

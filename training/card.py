@@ -125,12 +125,15 @@ def _evaluated(found: dict) -> str:
     """What reading the files back on a CPU gave; empty before that has been done."""
     if not found:
         return ""
-    cut, whole, exact = found["cut"]["both"], found["whole"]["both"], found["exact"]
+    files = found["cut"]["files"].items()
+    losses = ", ".join(
+        f"{name} {part['nats_per_token']:.4f} nats/token with {part['mtp_acceptance']:.1%} of drafts accepted"
+        for name, part in files
+    )
+    exact = found["exact"]
     return (
-        f"\nRead back and run in float32 the stored weights give {cut['nats_per_token']:.4f} over both files "
-        f"({cut['mtp_acceptance']:.1%} of drafts accepted), and {whole['nats_per_token']:.4f} on whole records, uncut. "
-        f"On {exact['records']} records\nthe engine's own model and the training code differ by at most "
-        f"{exact['worst_difference']:.0e} nats/token.\n"
+        f"\nThese files read back and run in float32 on a CPU: {losses}. On {exact['records']} records\n"
+        f"the engine's own model and the training code differ by at most {exact['worst_difference']:.0e} nats/token.\n"
     )
 
 

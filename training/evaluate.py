@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError
 from birkhoff.model.transformer import Transformer
 from birkhoff.weights import load_into, open_checkpoint
-from training.corpus import Corpus, read_corpus
+from training.corpus import HELD_OUT_FILES, Corpus, Record, read_corpus
 from training.data import ANSWER, Conversation, Markers, Rows, encode_conversations, pack, seeded
 from training.export import load_named
 from training.forward import Forward
@@ -114,12 +115,16 @@ def _one_row(row: Tensor, roles: np.ndarray) -> Rows:
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     folder, device = Path(options.checkpoint), options.device
     tokenizer, corpus = load_tokenizer(options.tokenizer or folder), read_corpus(options.data)
+    asked = corpus.held_out
+    if options.files:
+        corpus = replace(corpus, held_out={name: asked[name] for name in options.files})
     config, weights = weights_of(folder, device)
     cut, whole = Forward(config, CUT, device), Forward(config, WHOLE, device)
     out: dict[str, Any] = {"checkpoint": folder.name}
     out["bytes"] = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     out["cut"] = held_out_report(cut, weights, corpus, tokenizer, options.batch)
-    out["whole"] = held_out_report(whole, weights, corpus, tokenizer, max(1, options.batch // 2))
+    if options.whole:
+        out["whole"] = held_out_report(whole, weights, corpus, tokenizer, max(1, options.batch // 2))
     if options.before:
         _, unrounded = weights_of(Path(options.before), device)
         out["before_rounding"] = held_out_report(cut, unrounded, corpus, tokenizer, options.batch)
@@ -128,7 +133,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     if options.exact:
         out["exact"] = exact_difference(folder, weights, corpus, tokenizer, options.exact)
     if options.samples:
-        asks = [*CHAT, *(Ask(record.prompt, 0.8, seed) for seed, record in enumerate(_requests(corpus)))]
+        asks = [*CHAT, *(Ask(record.prompt, 0.8, seed) for seed, record in enumerate(_requests(asked)))]
         out["samples"] = written(folder, asks, options.samples)
     return out
 
@@ -151,9 +156,9 @@ def written(folder: Path, asks: list[Ask], longest: int, top_k: int = 40) -> lis
     return out
 
 
-def _requests(corpus: Corpus) -> list:
+def _requests(held_out_records: dict[str, tuple[Record, ...]]) -> list[Record]:
     """Ten held-out records, the same ones every time: five from each file, evenly spread."""
-    return [part[i * len(part) // 5] for part in corpus.held_out.values() for i in range(5)]
+    return [part[i * len(part) // 5] for part in held_out_records.values() for i in range(5)]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -164,6 +169,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--before", help="the same model stored without rounding")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--files", nargs="+", choices=sorted(HELD_OUT_FILES), help="held-out files; all when left out")
+    parser.add_argument(
+        "--whole", action=argparse.BooleanOptionalAction, default=True, help="measure uncut records too"
+    )
     parser.add_argument("--exact", type=int, default=4, metavar="N", help="records to run through the exact model too")
     parser.add_argument("--samples", type=int, default=0, metavar="TOKENS", help="write samples of at most this length")
     parser.add_argument("--json", help="file for everything that was found")

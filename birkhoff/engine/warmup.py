@@ -35,7 +35,9 @@ def compile_kernels() -> float:
         for destination in model.destinations():
             destination.tensor.fill_(0 if destination.kind == "ids" else 0.5)
         model.fuse()
-        state = State.contiguous(MICRO, 1, 16)
-        for piece in [Piece(0, 0, [1, 2])] + [Piece(0, at, [1]) for at in range(2, 9)]:
-            model.logits(model.run(Batch.of([piece]), state, NoTap())[0])
+        for rows in (1, 2):  # part of one row lies in memory like a whole, parts of several do not: other types
+            state = State.contiguous(MICRO, rows, 16)
+            for at, tokens in [(0, [1, 2]), *((at, [1]) for at in range(2, 9))]:
+                batch = Batch.of([Piece(slot, at, tokens) for slot in range(rows)])
+                model.logits(model.run(batch, state, NoTap())[0])
     return time.perf_counter() - began

@@ -306,7 +306,7 @@ class Collecting(Transformer):
 
 
 def test_a_finalizer_may_run_in_the_middle_of_a_step():
-    """Whoever holds a request drops it in a cycle; the collector finds it while the lock is held, by the same thread."""
+    """Whoever holds a request drops it in a cycle; the collector finds it while the lock is held, in that thread."""
     made = Collecting(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
     core = engine(made.eval().fuse(), max_requests=2)

@@ -208,6 +208,35 @@ def test_compiled_code_is_kept_and_used_again(tmp_path):
     assert kept == {file: file.stat().st_mtime_ns for file in tmp_path.rglob("*.nbc")}
 
 
+PROBE = """
+import numpy as np
+from birkhoff.kernels.jit import compiled
+from birkhoff.kernels.norm.cpu import NO_WEIGHT, normalise
+@compiled
+def probe(x, out):
+    normalise(x, NO_WEIGHT, np.float32(1e-6), out)
+def main():
+    out = np.empty((1, 2), np.float32)
+    probe(np.array([[3.0, 4.0]], np.float32), out)
+    print(out[0].tolist())
+"""
+
+
+def test_code_that_calls_changed_code_is_compiled_again(tmp_path):
+    """The compiler looks at the caller's file alone and would go on with what was there before an upgrade."""
+    run = "from birkhoff.kernels.probe import main\nmain()\n"
+    script("", tmp_path)
+    (tmp_path / "birkhoff/kernels/probe.py").write_text(PROBE)
+    first = numbers(script(run, tmp_path))
+    callee = tmp_path / "birkhoff/kernels/norm/cpu.py"
+    text = callee.read_text()
+    assert "source[k] * rho\n" in text
+    callee.write_text(text.replace("source[k] * rho\n", "source[k] * rho * 2\n"))
+    assert numbers(script(run, tmp_path)) == pytest.approx([2 * x for x in first])
+    callee.write_text(text)
+    assert numbers(script(run, tmp_path)) == pytest.approx(first)
+
+
 def test_with_nowhere_to_keep_it_it_is_compiled_every_time(tmp_path):
     """Neither the package's folder nor the user's cache can be written: files stand where folders would have to be."""
     kernels = tmp_path / "birkhoff" / "kernels"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -250,6 +251,17 @@ def test_logits_are_the_models_and_the_model_has_gradients(idle):
     grads = [p.grad for p in idle.model.layers[0].parameters() if p.grad is not None]
     idle.model.zero_grad(set_to_none=True)
     assert grads and all(g.isfinite().all() for g in grads)
+
+
+def test_closing_ends_an_answer_that_another_thread_waits_for(checkpoint):
+    opened, got = open_engine(checkpoint), []
+    asking = threading.Thread(target=lambda: got.append(opened.generate(IDS, max_tokens=CONTEXT - 5, ignore_eos=True)))
+    asking.start()
+    while not opened._core.scheduler.running:
+        time.sleep(0.001)
+    opened.close()
+    asking.join(60)
+    assert got[0].finish_reason == "cancelled" and len(got[0].token_ids) < CONTEXT - 5
 
 
 def test_after_close_every_call_is_refused(checkpoint):

@@ -211,6 +211,25 @@ def test_a_step_that_raises_ends_its_requests_and_nobody_elses(fragile):
     assert run(fragile, ask(prompt(70)))[0].output_ids == expected
 
 
+@pytest.mark.parametrize("sick", [0, 3], ids=["first half", "second half"])
+def test_a_step_in_two_halves_fails_as_one(sick):
+    """With two threads a decoding step is split; whichever half breaks, both have ended before the engine goes on."""
+    made = Fragile(MICRO, Numerics(kernels=select("cpu")))
+    fill_random(made, 0)
+    core, threads = engine(made.eval().fuse()), torch.get_num_threads()
+    expected = run(core, ask(prompt(9), 8))[0].output_ids
+    torch.set_num_threads(2)
+    try:
+        poisoned = {"logit_bias": {POISON: 100.0}}
+        requests = [ask(prompt(9, i), 8, **(poisoned if i == sick else {})) for i in range(4)]
+        run(core, *requests)
+        assert [r.finish_reason for r in requests] == ["error"] * 4
+        assert [r.output_ids for r in run(core, *(ask(prompt(9), 8) for _ in range(4)))] == [expected] * 4
+        core.close()
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_not_a_number_fails_alone():
     """One request's logits are NaN; its neighbours of the same steps answer as they would have without it."""
     for kernels in ("cpu", "reference"):

@@ -160,8 +160,8 @@ class EngineCore:
             config, item = self.model.config, self.model.numerics.dtype.itemsize
             each = page_bytes(config, item)
             raise CapacityError(
-                f"this request needs {_mib(needed * each)} of cache ({needed} pages), {_mib(total * each)} can ever be "
-                f"free ({total} pages). Shorten it or load with a larger cache_bytes."
+                f"this request needs {_size(needed * each)} of cache ({needed} pages), {_size(total * each)} can ever "
+                f"be free ({total} pages). Shorten it or load with a larger cache_bytes."
             )
 
 
@@ -186,10 +186,14 @@ def plan_cache(
 
 def _too_small(cache_bytes: int, needed: int, max_requests: int) -> str:
     return (
-        f"cache_bytes is {_mib(cache_bytes)}, but {max_requests} requests need at least {_mib(needed)}. "
+        f"cache_bytes is {_size(cache_bytes)}, but {max_requests} requests need at least {_size(needed)}. "
         "Raise cache_bytes or lower max_requests."
     )
 
 
-def _mib(count: int) -> str:
-    return f"{count / 2**20:.1f} MiB"
+def _size(count: float) -> str:
+    unit = "bytes"
+    for larger in ("KiB", "MiB", "GiB"):
+        if count >= 1024:
+            count, unit = count / 1024, larger
+    return f"{count:.1f} {unit}"

@@ -119,7 +119,7 @@ def test_little_memory_lowers_the_context_and_too_little_is_refused(checkpoint):
         full = small.generate([5] * (small.max_context - 2), max_tokens=2, ignore_eos=True)
         assert len(full.token_ids) == 2
     with pytest.raises(
-        CapacityError, match=r"4 requests need at least .* MiB\. Raise cache_bytes or lower max_requests"
+        CapacityError, match=r"4 requests need at least .* KiB\. Raise cache_bytes or lower max_requests"
     ):
         open_engine(checkpoint, cache_bytes=1000)
 

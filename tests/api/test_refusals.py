@@ -138,7 +138,7 @@ def test_a_cache_that_can_never_hold_a_request_says_so(checkpoint):
     room = 4 * (slot_bytes(config, 4) + page_bytes(config, 4))
     with open_engine(checkpoint, cache_bytes=room) as small:
         with pytest.raises(
-            CapacityError, match=r"needs .* MiB of cache \(5 pages\), .* MiB can ever be free \(4 pages\)"
+            CapacityError, match=r"needs .* KiB of cache \(5 pages\), .* KiB can ever be free \(4 pages\)"
         ) as caught:
             small.generate([5] * 520, max_tokens=5)
         assert caught.value.code == "engine-full"

@@ -319,7 +319,7 @@ def test_a_plan_that_cannot_hold_its_requests_says_what_it_needs():
     least = 4 * slot_bytes(TINY, 4) + 4 * page_bytes(TINY, 4)
     plan_cache(TINY, 4, least, 4, None)
     with pytest.raises(
-        CapacityError, match=r"cache_bytes is \d+\.\d MiB, but 4 requests need at least .*Raise cache_by"
+        CapacityError, match=r"cache_bytes is \d+\.\d KiB, but 4 requests need at least .*Raise cache_by"
     ):
         plan_cache(TINY, 4, least - 1, 4, None)
     sliding = variant(compress_ratios=(0, 0))

@@ -38,7 +38,7 @@ machine, not to know things.
 ## Limits
 
 It writes simple stories and answers short questions. It invents facts, forgets who said what after a few sentences,
-mostly ignores words it is asked to use, loops when decoded greedily for long, explains nothing correctly, and knows
+mostly ignores words it is asked to use, loops when decoded greedily for long, explains in fluent nonsense, and knows
 only English. It has had no safety training. It was trained on rows of {length} tokens; nothing longer was tried.
 
 ## Measured

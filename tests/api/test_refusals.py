@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -51,7 +52,9 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("prompt, kind, says", PROMPTS, ids=[repr(p)[:24] for p, _, _ in PROMPTS])
+@pytest.mark.parametrize(
+    "prompt, kind, says", PROMPTS, ids=[re.sub(" at 0x.*", "", repr(p))[:24] for p, _, _ in PROMPTS]
+)
 def test_prompts(idle, prompt, kind, says):
     for call in (idle.generate, idle.stream):
         if (

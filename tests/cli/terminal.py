@@ -49,10 +49,15 @@ class Terminal:
                 raise AssertionError(f"it ended before {words!r}; the screen has {self.screen[-2000:]!r}")
         return self.screen.index(words, after) + len(words)
 
-    def ends_with(self, status: int, seconds: float = 120) -> bool:
+    def ends_with(self, status: int, seconds: float = 120, again: str = "") -> bool:
+        """Whether the program ends so; `again` is typed once more every few seconds, as a person would."""
         until = time.monotonic() + seconds
+        pressed = time.monotonic()
         while self._process.poll() is None and time.monotonic() < until:
             self._read(0.1)
+            if again and time.monotonic() > pressed + 5:  # pressed between two reads of the line, a key may be lost
+                self.type(again)
+                pressed = time.monotonic()
         while self._read(0.1):
             pass
         assert self._process.returncode == status, (self._process.returncode, self.screen[-2000:])

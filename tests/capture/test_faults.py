@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -219,10 +221,15 @@ def test_a_system_that_takes_nothing_is_an_error_not_a_loop(quick_path):
         assert capture(files, "b").status == "ok"
 
 
-def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path):
+@pytest.mark.parametrize("marked", [True, False])
+def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path, marked):
     """The shard is put aside and copied: earlier requests stay, waiting ones are told, the next goes elsewhere."""
     fault = Once("fsync", 0, errno.EIO)
-    disk = FaultyDisk(fault)
+
+    def no_mark(call: str, path: str) -> int | None:  # the mark for a later repair may fail to be written as well
+        return errno.EIO if path.endswith(".poison") and call == "open" else fault(call, path)
+
+    disk = FaultyDisk(fault if marked else no_mark)
     with CaptureWriter(FileOptions(quick_path, default_layout="sharded", num_shards=1), disk) as files:
         for turn in range(3):
             assert capture(files, f"early{turn}").status == "ok"
@@ -240,6 +247,33 @@ def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path)
         assert whole(quick_path, "sharded", request)
     first = quick_path / "run/shard-000-000000.bin"
     assert first.stat().st_ino != inode, "its pages may exist in memory only, so they are written anew"
+
+
+def test_a_request_that_lost_a_shard_is_not_called_complete_by_another(quick_path):
+    """Its rows were in a shard whose sync fails, its end in the next one, and both wait for the same round."""
+    gate = threading.Event()
+    gate.set()
+
+    class Disk(SoftDisk):
+        def fsync(self, file: int) -> None:
+            assert gate.wait(30)
+            if self.path(file).endswith("shard-000-000000.bin.tmp"):
+                raise OSError(errno.EIO, "bad sector")
+
+    options = FileOptions(quick_path, default_layout="sharded", num_shards=1, coalesce_max_bytes=0, shard_max_bytes=64)
+    with CaptureWriter(options, Disk()) as files:
+        gate.clear()
+        files.begin(CaptureRequest("holdup", "holdup", "run", "packed"))
+        files.finish(Finish("holdup"))  # the committer is busy with this one while the other comes to its end
+        for start in range(0, 6, 2):
+            files.append(chunk("a", "post_attn", 0, start, 2))
+        future = files.finish(Finish("a"))
+        gate.set()
+        assert future.result(30).status == "error"
+    told = [json.loads(path.read_text())["requests"] for path in quick_path.rglob("shard-*.json")]
+    assert told and not any(requests.get("a", {}).get("complete") for requests in told)
+    entries = read_sharded(quick_path / "run").get("a", {})
+    assert all(entry.meta["complete"] is False for entry in entries.values())
 
 
 def test_a_shard_that_cannot_be_saved_waits_for_space(quick_path):
@@ -295,8 +329,6 @@ def test_the_lock_of_a_dead_writer_is_free(quick_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_descriptor_or_thread_is_left_behind(quick_path, layout):
-    import threading
-
     def descriptors() -> int:
         return len(os.listdir("/proc/self/fd"))
 

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from birkhoff.capture.chunk import Chunk
+from birkhoff.capture.openfile import MAX_ENTRIES, OpenFile, RequestState
 from birkhoff.capture.options import FileOptions
 from birkhoff.capture.reader import read_packed, read_per_file, read_request, read_sharded
 from birkhoff.capture.result import CaptureRequest, Finish
@@ -189,6 +190,27 @@ def test_a_chunk_larger_than_an_entry_is_cut(quick_path):
     assert same_bits(entry.array, big.rows) and entry.positions == list(range(rows)) == entry.token_ids
 
 
+def test_a_long_capture_waits_longer_between_entries(quick_path):
+    """Readers take a million entries of a file; halfway there, sixteen times as many rows go into each."""
+    header = {"layout": "packed", "request_id": "a", "tag": "run", "replace": False}
+    sizes = {}
+    for place in (0, MAX_ENTRIES // 2):
+        directory = quick_path / str(place)
+        directory.mkdir()
+        file = OpenFile(
+            SoftDisk(), str(quick_path), str(place), "packed", header, sync=True, atomic=True, coalesce_bytes=20_000,
+            fd_cache_size=4,
+        )  # fmt: skip
+        file.num_entries = place
+        state = RequestState(CaptureRequest("a", "a", "run"), "packed")
+        for start in range(2000):
+            file.append(state, chunk("a", "post_attn", 0, start, 1))
+        file.flush()
+        sizes[place] = 2000 / (file.num_entries - place)
+        file.close()
+    assert sizes[MAX_ENTRIES // 2] > 10 * sizes[0] > 100
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_that_stand_for_no_token_have_no_labels(quick_path, layout):
     mean = Chunk("a", "run", "post_attn", 1, bits("a", "post_attn", 1, 0, 1), "bfloat16", (8,), None, None, None)
@@ -197,6 +219,19 @@ def test_rows_that_stand_for_no_token_have_no_labels(quick_path, layout):
         assert finished(files, "a").status == "ok"
     entry = read_back(quick_path, layout, "a")[1, "post_attn"]
     assert same_bits(entry.array, mean.rows) and entry.positions is entry.token_ids is entry.phases is None
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_labelled_and_unlabelled_rows_of_one_site_are_told_apart(quick_path, layout):
+    """Rows that continue each other but not in kind: two entries, and no label is put on a row it is not of."""
+    with writer(quick_path, default_layout=layout) as files:
+        files.append(chunk("a", "post_attn", 1, 0, 2))
+        files.append(Chunk(**{**vars(chunk("a", "post_attn", 1, 2, 2)), "positions": None, "token_ids": None}))
+        files.append(chunk("a", "mlp_out", 1, 0, 2))
+        assert finished(files, "a").status == "ok"
+    entry = read_back(quick_path, layout, "a")[1, "post_attn"]
+    assert same_bits(entry.array, bits("a", "post_attn", 1, 0, 4)) and entry.positions is entry.token_ids is None
+    assert entry.phases == ["prefill"] * 4
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -163,8 +163,9 @@ def test_each_way_of_being_wrong_has_its_own_message(quick_path, name):
     document, word = BAD[name]
     (quick_path / "packed.bin").write_bytes(bytes(range(32)))
     (quick_path / "packed.json").write_text(json.dumps(document))
-    with pytest.raises(CaptureFileError, match=word.replace("[", r"\[")):
-        read_packed(quick_path)
+    for mmap in (False, True):
+        with pytest.raises(CaptureFileError, match=word.replace("[", r"\[")):
+            read_packed(quick_path, mmap=mmap)
 
 
 RAW = {

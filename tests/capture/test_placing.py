@@ -16,6 +16,7 @@ from birkhoff.capture.options import FileOptions
 from birkhoff.capture.reader import read_request, read_sharded
 from birkhoff.capture.result import CaptureRequest, Finish
 from birkhoff.capture.writer import CaptureWriter
+from birkhoff.errors import CaptureWriteError
 from tests.capture.disks import SoftDisk
 from tests.capture.made import bits, chunk, same_bits
 
@@ -170,3 +171,10 @@ def test_links_planted_in_the_root_are_not_followed(quick_path):
         (root / "third/a" / name).symlink_to(outside / "victim")
     assert write(root, "a", "third").status == "error"
     assert os.listdir(outside) == []
+    (outside / "precious").write_text("x" * 100)
+    lock = root / ".lock"
+    lock.unlink()
+    lock.symlink_to(outside / "precious")
+    with pytest.raises(CaptureWriteError, match="cannot be written"):
+        CaptureWriter(FileOptions(root), SoftDisk())
+    assert (outside / "precious").read_text() == "x" * 100

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -396,3 +397,37 @@ def test_poisoned_files_are_copied_not_trusted(quick_path):
     assert sealed.stat().st_ino != inode and not poison.exists() and not list(root.rglob("*.copy"))
     os.close(kept)
     assert same_bits(read_sharded(root / "run")["z"][0, "post_attn"].array, bits("z", "post_attn", 0, 0, 3))
+
+
+class HeldDisk(SoftDisk):
+    """Syncs wait while the gate is closed: nothing is sealed behind the test's back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def fsync(self, file: int) -> None:
+        assert self.gate.wait(30)
+
+
+@pytest.mark.parametrize("torn", [True, False])
+def test_a_request_that_lost_an_earlier_shard_does_not_keep_a_later_one(quick_path, torn):
+    """Rows 0 to 3 are in one shard and 4 to 7 in the next; when the first is torn, the second has no beginning."""
+    disk, live, root = HeldDisk(), quick_path / "live", quick_path / "root"
+    options = FileOptions(live, default_layout="sharded", num_shards=1, coalesce_max_bytes=0, shard_max_bytes=8 * 16)
+    files = CaptureWriter(options, disk)
+    disk.gate.clear()
+    for start in range(0, 8, 2):
+        for request in ("a", "b"):
+            files.append(chunk(request, "post_attn", 0, start, 2))
+    shutil.copytree(live, root)
+    disk.gate.set()
+    files.close()
+    first, second = sorted(root.rglob("shard-*.bin.tmp"))
+    assert (first.stat().st_size, second.stat().st_size) == (8 * 16, 8 * 16)
+    if torn:
+        os.truncate(first, 16 * 5)  # a's second record and b's second record are cut
+    assert not repair(root, SoftDisk()).failed
+    for request, entries in read_sharded(root / "run").items():
+        assert_is_prefix(entries[0, "post_attn"], request, 2 if torn else 8)

@@ -83,6 +83,21 @@ def test_shuffling_mixes_requests(run):
     assert len(set(first.requests)) > 1
 
 
+def test_a_shuffled_pool_is_never_emptied_at_once(quick_path):
+    """Rows of one block come out over more batches than the pool holds: they met rows that were read later."""
+    with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
+        for number in range(40):
+            name, block = f"r{number}", np.full((8, 2), number, np.uint16)
+            files.append(Chunk(name, "run", "x", 0, block, "bfloat16", (2,), range(8), range(8), "p" * 8))
+            assert files.finish(Finish(name)).result(30).status == "ok"
+    seen: dict[int, list[int]] = {}
+    for place, found in enumerate(iter_rows(quick_path / "run", "x", 0, 8, shuffle=True, seed=3, pool_rows=32)):
+        for number in found.array[:, 0]:
+            seen.setdefault(int(number), []).append(place)
+    assert all(len(places) == 8 for places in seen.values()) and len(seen) == 40
+    assert max(max(places) - min(places) for places in seen.values()) >= 32 // 8
+
+
 def test_decoding_and_dropping_the_last(run):
     found = list(iter_rows(run, "mlp_in", 2, 10, dtype="float32", drop_last=True))
     assert [len(batch) for batch in found] == [10] * (sum(COUNTS.values()) // 10)

@@ -17,6 +17,7 @@ from birkhoff.bench.contenders import OurEngine, OurModel, Tokens
 from birkhoff.bench.report import significant
 from birkhoff.hooks import sites
 from birkhoff.hooks.sites import Site
+from birkhoff.hooks.tap import Reads
 
 # What lies before each site. A site without an entry lies behind a mixer's own work.
 PART = {
@@ -48,7 +49,7 @@ class ClockTap:
         self.see(site)
         return x
 
-    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         self.see(site)
         return x, x
 

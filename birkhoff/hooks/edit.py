@@ -1,5 +1,7 @@
 """What can be done to the rows of a site: add a vector, hold a direction within bounds, put another row in place.
 
+A dictionary of features spliced into a site is a `Splice`: its owner does the arithmetic, the order is kept here.
+
 These are the operations alone: tensors and row numbers in, a new tensor out. Rows that are not named keep their bits.
 Arithmetic is float32 whatever the site's dtype, rounded once. Rows are flat, `[n, width]`; at stream sites an operation
 may work on single streams, `[n, m, d]`.
@@ -7,14 +9,43 @@ may work on single streams, `[n, m, d]`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-Op = Literal["patch", "add", "clamp"]
+Op = Literal["patch", "add", "delta", "full", "clamp"]
 Path = Literal["both", "read", "carry"]
-ORDER: tuple[Op, ...] = ("patch", "add", "clamp")  # at one site; capture comes before all of them
+ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "clamp")  # at one site; capture comes before all of them
+
+
+@dataclass(frozen=True, eq=False)
+class Around:
+    """What stands around a site. `post` [n, m]: write-out weights of the sublayer that wrote the streams last; `read`
+    gives the weights [n, m] with which the coming sublayer reads streams [n, m, d]."""
+
+    post: torch.Tensor | None = None
+    read: Callable[[torch.Tensor], torch.Tensor] | None = None
+
+
+class Splice(Protocol):
+    """One request's use of something spliced into a site. All uses of one `host` in a step run together."""
+
+    @property
+    def op(self) -> Op: ...
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def host(self) -> SpliceHost: ...
+
+
+class SpliceHost(Protocol):
+    def run(self, x: torch.Tensor, uses: Sequence[tuple[Splice, list[int]]], around: Around) -> torch.Tensor:
+        """A new tensor with the named rows changed and all others bit-identical."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,17 +79,23 @@ class SiteEdit:
         return whole.flatten()
 
 
-def apply(x: torch.Tensor, edits: list[tuple[SiteEdit, list[int]]], post: torch.Tensor | None) -> torch.Tensor:
-    """All edits of one site of one step, in their fixed order. `post` [n, m]: write-out weights behind the streams."""
+def apply(x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]], around: Around) -> torch.Tensor:
+    """All edits of one site of one step, in their fixed order."""
     out = x
     for op in ORDER:
-        chosen = [(edit, rows) for edit, rows in edits if edit.op == op]
+        hosts: dict[SpliceHost, list[tuple[Splice, list[int]]]] = {}
+        chosen = [(edit, rows) for edit, rows in edits if edit.op == op and isinstance(edit, SiteEdit)]
+        for edit, rows in edits:
+            if edit.op == op and not isinstance(edit, SiteEdit):
+                hosts.setdefault(edit.host, []).append((edit, rows))
+        for host, uses in hosts.items():
+            out = host.run(out, uses, around)
         plain = [(edit, rows) for edit, rows in chosen if edit.is_plain]
         if plain:
             out = _add_constants(out, plain)
         for edit, rows in chosen:
             if not edit.is_plain:
-                out = _edit_rows(out, edit, rows, post)
+                out = _edit_rows(out, edit, rows, around.post)
     return out
 
 

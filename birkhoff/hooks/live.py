@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from birkhoff.hooks.edit import SiteEdit, apply
+from birkhoff.hooks.edit import Around, SiteEdit, Splice, apply
 from birkhoff.hooks.plan import Job, Key, Rows, Span
 from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
-from birkhoff.hooks.tap import NoTap, Tap, together
+from birkhoff.hooks.tap import NoTap, Reads, Tap, together
 
-Edits = dict[Key, list[tuple[SiteEdit, list[int]]]]
+Edits = dict[Key, list[tuple[SiteEdit | Splice, list[int]]]]
 SIZES = (8, 64, 512)  # rows a staging buffer can hold; beyond the last, multiples of it
 SENTINEL = 0  # padding reads this row; its copies are never delivered
 
@@ -102,7 +102,7 @@ class LiveTap:
             self._layers.setdefault(layer, _LayerTap(staging, written)).add(BY_NAME[hook], want)
         for (hook, layer), changes in edits.items():
             self._layers.setdefault(layer, _LayerTap(staging, written)).change(BY_NAME[hook], changes)
-        if any(edit.post_mix for changes in edits.values() for edit, _ in changes):
+        if any(_needs_post(edit) for changes in edits.values() for edit, _ in changes):
             self._unwatched: Tap = _LayerTap(staging, written)  # every sublayer's write-out weights are remembered
             written.wanted = True
         else:
@@ -114,7 +114,7 @@ class LiveTap:
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
@@ -131,6 +131,10 @@ class LiveTap:
                 share.job.deliver(Rows(hook, layer, rows, share.positions, share.token_ids, share.prompt_rows))
 
 
+def _needs_post(edit: SiteEdit | Splice) -> bool:
+    return edit.post_mix if isinstance(edit, SiteEdit) else True
+
+
 class _Written:
     """The write-out weights of the sublayer that wrote the streams last."""
 
@@ -145,9 +149,9 @@ class _LayerTap:
         self._staging, self._written = staging, written
         self._before: dict[int, _Wanted] = {}
         self._after: dict[int, _Wanted] = {}
-        self._edits: dict[int, list[tuple[SiteEdit, list[int]]]] = {}
+        self._edits: dict[int, list[tuple[SiteEdit | Splice, list[int]]]] = {}
 
-    def change(self, site: Site, changes: list[tuple[SiteEdit, list[int]]]) -> None:
+    def change(self, site: Site, changes: list[tuple[SiteEdit | Splice, list[int]]]) -> None:
         self._edits[site.id] = changes
 
     def add(self, site: Site, want: _Wanted) -> None:
@@ -166,21 +170,22 @@ class _LayerTap:
         self._stage(self._before, site, x)
         changes = self._edits.get(site.id)
         if changes is not None:
-            x = apply(x, changes, self._written.post)
+            x = apply(x, changes, Around(self._written.post))
         self._stage(self._after, site, x)
         return x
 
-    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         self._stage(self._before, site, x)
         changes = self._edits.get(site.id)
         if changes is None:
             self._stage(self._after, site, x)
             return x, x
+        around = Around(self._written.post, reads)
         if all(edit.path == "both" for edit, _ in changes):
-            read = carried = apply(x, changes, self._written.post)
+            read = carried = apply(x, changes, around)
         else:
-            read = apply(x, [c for c in changes if c[0].path != "carry"], self._written.post)
-            carried = apply(x, [c for c in changes if c[0].path != "read"], self._written.post)
+            read = apply(x, [c for c in changes if c[0].path != "carry"], around)
+            carried = apply(x, [c for c in changes if c[0].path != "read"], around)
         self._stage(self._after, site, carried if any(e.path != "read" for e, _ in changes) else read)
         return read, carried
 

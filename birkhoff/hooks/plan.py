@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.edit import SiteEdit, Splice
 
 Key = tuple[str, int]  # hook name, layer
 
@@ -56,7 +56,7 @@ class Edit(Protocol):
     """One change a request makes: which rows, at which sites."""
 
     @property
-    def sites(self) -> Mapping[Key, SiteEdit]: ...
+    def sites(self) -> Mapping[Key, SiteEdit | Splice]: ...
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         """Which of the tokens at positions `start, start + 1, ...` are changed."""

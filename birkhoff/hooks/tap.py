@@ -3,7 +3,8 @@
 The model calls a tap at every site of `sites.py`:
 
     x = tap(site, x)                    may be edited
-    seen, kept = tap.part(site, x)      streams: what the sublayer reads and what is carried, one tensor unless edited
+    seen, kept = tap.part(site, x, w)   streams: what the sublayer reads and what is carried, one tensor unless edited;
+                                        `w` tells with which weights it would read them
     tap.see(site, x)                    look only
     tap.see(site, x, y)                 look at several as one: stacked last as float32, by a tap that does look
 
@@ -22,12 +23,13 @@ from birkhoff.hooks.sites import Site
 
 Seen = Callable[[Site, int, torch.Tensor], None]
 Edit = Callable[[Site, int, torch.Tensor], torch.Tensor | None]
+Reads = Callable[[torch.Tensor], torch.Tensor]  # streams [n, m, d] -> the weights [n, m] they would be read with
 Part = Callable[[Site, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
 
 
 class Tap(Protocol):
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor: ...
-    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
     def see(self, site: Site, *parts: torch.Tensor) -> None: ...
     def at(self, layer: int) -> Tap: ...
 
@@ -43,7 +45,7 @@ class NoTap:
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
@@ -75,7 +77,7 @@ class EagerTap:
         edited = self._edit(site, self.layer, x) if self._edit is not None else None
         return x if edited is None else edited
 
-    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         edited = self(site, x)
         parted = self._part(site, self.layer, edited) if self._part is not None else None
         return (edited, edited) if parted is None else parted
@@ -98,6 +100,6 @@ class RecordingTap:
         self._seen(site, self.layer, x)
         return self._inner(site, x)
 
-    def part(self, site: Site, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         self._seen(site, self.layer, x)
-        return self._inner.part(site, x)
+        return self._inner.part(site, x, reads)

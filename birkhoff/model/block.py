@@ -39,7 +39,7 @@ class Block(nn.Module):
         self, streams: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh, tap: Tap
     ) -> torch.Tensor:
         """streams [n, m, d] -> [n, m, d]."""
-        seen, streams = tap.part(sites.MHC_STREAMS_PRE_ATTN, streams)  # what is read, what is carried
+        seen, streams = tap.part(sites.MHC_STREAMS_PRE_ATTN, streams, self.hc_attn.weights)  # read, carried
         u, pre, post, mix = self.hc_attn.read(seen)  # [n, d], [n, m], [n, m], [n, m, m]
         tap.see(sites.MHC_ATTN_PRE_MIX, pre)
         tap.see(sites.MHC_ATTN_POST_MIX, post)
@@ -48,7 +48,7 @@ class Block(nn.Module):
         y = tap(sites.POST_ATTN, self.attn(self.attn_norm(u), batch, phases, state))
         streams = self.hc_attn.write(streams, y, post, mix)
 
-        seen, streams = tap.part(sites.MHC_STREAMS_PRE_MLP, streams)
+        seen, streams = tap.part(sites.MHC_STREAMS_PRE_MLP, streams, self.hc_ffn.weights)
         u, pre, post, mix = self.hc_ffn.read(seen)
         tap.see(sites.MHC_FFN_PRE_MIX, pre)
         tap.see(sites.MHC_FFN_POST_MIX, post)

@@ -28,6 +28,10 @@ class Mixer(nn.Module):
         """[n, m, d] -> input [n, d], read-in [n, m], write-out [n, m], mixer [n, from, to]."""
         return self.kernels.mhc_read(streams, self.fn, self.base, self.scale, self.iters, self.eps, self.rms_eps)
 
+    def weights(self, streams: torch.Tensor) -> torch.Tensor:
+        """The read-in weights [n, m] alone."""
+        return self.read(streams)[1]
+
     def write(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
         return self.kernels.mhc_write(streams, y, post, mix)
 
@@ -50,6 +54,9 @@ class HeadMixer(nn.Module):
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, m, d] -> merged [n, d], read-out weights [n, m]."""
         return mhc.head(streams, self.fn, self.base, self.scale, self.eps, self.rms_eps)
+
+    def weights(self, streams: torch.Tensor) -> torch.Tensor:
+        return self(streams)[1]
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("fn", "base", "scale"):

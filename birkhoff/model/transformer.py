@@ -76,7 +76,7 @@ class Transformer(nn.Module):
         for layer, block in enumerate(self.layers):
             streams = block(streams, batch, phases, state.at(layer), tap.at(layer))
         tap = tap.at(len(self.layers) - 1)
-        seen, streams = tap.part(sites.MHC_STREAMS_FINAL, streams)
+        seen, streams = tap.part(sites.MHC_STREAMS_FINAL, streams, self.hc_head.weights)
         merged, weights = self.hc_head(seen)
         tap.see(sites.MHC_HEAD_MIX, weights)
         return self.norm(tap(sites.FINAL_HIDDEN, merged)), streams

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from birkhoff.api.captures import CaptureDesk, CaptureWish
+from birkhoff.api.driver import Driver, Told
 from birkhoff.api.feed import ActBatch, feed
 from birkhoff.api.lens import Lens, look
 from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt
@@ -20,7 +21,7 @@ from birkhoff.capture.acts import CapturedRows
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.request import Request, TokenEvent
+from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import (
@@ -244,6 +245,22 @@ class Engine:
             self._core.drive(request)
         if request.error is not None:
             raise request.error
+
+    def requests(
+        self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, thinking: bool | None = None,
+        mask: Callable[[], TokenMask] | None = None, mark: str = "", **sampling: Any,
+    ) -> list[Request]:  # fmt: skip
+        """One checked request per choice, for a `driver` to run; `thinking` is None for plain text.
+
+        `mask` makes what each choice may say: the tokens it allows next. `mark` ends the names of captures."""
+        made = self._requests(prompt, sampling, per_prompt(capture, 1)[0], steer, thinking, mark)
+        for request in made:
+            request.mask = None if mask is None else mask()
+        return made
+
+    def driver(self, deliver: Callable[[list[Told]], None]) -> Driver:
+        """A thread that steps for everybody from now on and tells `deliver` what came of it."""
+        return Driver(self._core, deliver)
 
     def cancel(self, request: Request) -> None:
         """End a request before the next step; safe in a finalizer."""

@@ -10,8 +10,11 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
+
+import torch
 
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.hooks.plan import Plan
@@ -29,6 +32,14 @@ class TextSink(Protocol):
 
     def finish(self) -> str:
         """What was held back and turned out not to be a stop string."""
+        ...
+
+
+class TokenMask(Protocol):
+    """Says what may come next, for answers that must have a form. Asked for every step of its request alone."""
+
+    def allowed(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
+        """Booleans [vocab]: the tokens that may follow these; never none of them."""
         ...
 
 
@@ -72,6 +83,7 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     sink: TextSink | None = None
     plan: Plan | None = None
+    mask: TokenMask | None = None
     id: str = field(default_factory=lambda: f"r{next(_numbers)}")
 
     output_ids: list[int] = field(default_factory=list)

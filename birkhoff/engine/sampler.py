@@ -1,7 +1,7 @@
 """Logits to tokens, for a batch of requests that know nothing of each other.
 
-Order, per row: repetition, presence and frequency penalties; logit bias; ban on ending before `min_tokens`;
-temperature; top-k; top-p; min-p; draw. Log-probabilities are the model's own: the log-softmax of the raw logits,
+Order, per row: repetition, presence and frequency penalties; logit bias; ban on ending before `min_tokens`; what the
+request's mask forbids; temperature; top-k; top-p; min-p; draw. Log-probabilities are the model's own: the log-softmax of the raw logits,
 before any of that, so they mean the same at every setting.
 
 The draw is an exponential race: token i wins with probability p_i when it has the largest p_i / E_i, with E_i
@@ -21,7 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from birkhoff.engine.request import Request, TokenLogprob
+from birkhoff.engine.request import Request, TokenLogprob, TokenMask
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import LogitsError
 
@@ -51,11 +51,13 @@ class RowState:
         prompt_ids: Sequence[int] = (),
         eos_ids: Iterable[int] = (),
         device: torch.device | str = "cpu",
+        mask: TokenMask | None = None,
     ) -> None:
         options.check_vocabulary(vocab_size)
         self.options = options
         self.seed = seed
         self.step = 0  # tokens accepted so far
+        self._mask, self._accepted = mask, list[int]()
         self._ending = torch.tensor(sorted({*eos_ids, *options.stop_token_ids}), dtype=torch.long, device=device)
         bias_ids = [token for token, _ in options.logit_bias]
         self._bias_ids = torch.tensor(bias_ids, dtype=torch.long, device=device)
@@ -67,7 +69,11 @@ class RowState:
         if options.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._seen[torch.tensor(list(prompt_ids), dtype=torch.long, device=device)] = True
-        self._plain_greedy = options.greedy and not options.reshapes_logits and options.logprobs is None
+        self._plain_greedy = options.greedy and not self.reshapes_logits and options.logprobs is None
+
+    @property
+    def reshapes_logits(self) -> bool:
+        return self.options.reshapes_logits or self._mask is not None
 
     @property
     def may_end(self) -> bool:
@@ -80,6 +86,8 @@ class RowState:
 
     def accept(self, token: int) -> None:
         self.step += 1
+        if self._mask is not None:
+            self._accepted.append(token)
         if self._counts is not None:
             self._counts[token] += 1
         if self._seen is not None:
@@ -98,6 +106,9 @@ class RowState:
             logits = logits.index_add(0, self._bias_ids, self._biases)
         if not self.may_end:
             logits = logits.index_fill(0, self._ending, -math.inf)
+        if self._mask is not None:
+            allowed = self._mask.allowed(self._accepted, logits.shape[-1]).to(logits.device)
+            logits = logits.masked_fill(~allowed, -math.inf)
         return logits
 
 
@@ -135,6 +146,7 @@ class Sampler:
                 prompt_ids=request.prompt_ids,
                 eos_ids=request.eos_ids,
                 device=logits.device,
+                mask=request.mask,
             )
         for token in request.output_ids[row.step :]:
             row.accept(token)
@@ -152,7 +164,7 @@ def sample(logits: Tensor, rows: Sequence[RowState]) -> list[Sampled | LogitsErr
             for peak, token in zip(peaks.tolist(), tokens.tolist())
         ]
     raw = logits
-    changed = [i for i, row in enumerate(rows) if row.options.reshapes_logits or not row.may_end]
+    changed = [i for i, row in enumerate(rows) if row.reshapes_logits or not row.may_end]
     if changed:
         logits = logits.clone()
         for i in changed:

@@ -1,8 +1,8 @@
 """Logits to tokens, for a batch of requests that know nothing of each other.
 
 Order, per row: repetition, presence and frequency penalties; logit bias; ban on ending before `min_tokens`; what the
-request's mask forbids; temperature; top-k; top-p; min-p; draw. Log-probabilities are the model's own: the log-softmax of the raw logits,
-before any of that, so they mean the same at every setting.
+request's mask forbids; temperature; top-k; top-p; min-p; draw. Log-probabilities are the model's own: the log-softmax
+of the raw logits, before any of that, so they mean the same at every setting.
 
 The draw is an exponential race: token i wins with probability p_i when it has the largest p_i / E_i, with E_i
 exponential noise hashed from (seed, step, i). Hashing, dividing and finding a maximum treat every element alone, so a

@@ -61,10 +61,18 @@ def _acts(request: Request) -> Mapping[tuple[str, int], CapturedRows]:
 
 
 def _interp(request: Request) -> dict[str, Any]:
-    """Which tokens were steered: exact positions, counted by the engine and not by the request's wording."""
-    if request.plan is None or not request.plan.edits:
+    """What was done to which tokens: counted by the engine and not by the request's wording."""
+    plan = request.plan
+    if plan is None or not plan.edits:
         return {}
-    return {"rows_steered": len(request.plan.steered), "steered_positions": sorted(request.plan.steered)}
+    hashes = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
+    paths = {site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if hook.startswith("mhc_")}
+    return {
+        "steering_hash": {phase: None if digest is None else digest.hex() for phase, digest in hashes.items()},
+        "rows_steered": len(plan.steered),
+        "steered_positions": sorted(plan.steered),
+        "paths": sorted(paths),
+    }
 
 
 def _capture_results(request: Request) -> dict[str, CaptureResult]:

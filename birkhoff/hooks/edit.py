@@ -10,7 +10,7 @@ may work on single streams, `[n, m, d]`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import torch
@@ -52,7 +52,8 @@ class SpliceHost(Protocol):
 class SiteEdit:
     """One operation at one site, for the rows that its owner names step by step.
 
-    `vector` is `[width]`, or `[d]` with `streams` naming the streams it is applied to one by one."""
+    `vector` is `[width]`, or `[d]` with `streams` naming the streams it is applied to one by one. A patch may bring a
+    row for each of several positions: then `vector` is `[k, width]` and `places` are the k positions."""
 
     op: Op
     vector: torch.Tensor
@@ -63,6 +64,14 @@ class SiteEdit:
     post_mix: bool = False  # add: times the live write-out weights, as if the sublayer had produced it
     low: float | None = None  # clamp: bounds of the row's component along `vector`, a unit vector
     high: float | None = None
+    places: tuple[int, ...] | None = None
+
+    def at(self, positions: Sequence[int]) -> SiteEdit:
+        """The edit for tokens at these positions: itself, or with the row that each of them is given."""
+        if self.places is None:
+            return self
+        found = [self.places.index(position) for position in positions]
+        return replace(self, vector=self.vector[found], places=None)
 
     @property
     def is_plain(self) -> bool:

@@ -231,6 +231,9 @@ def _collect_edits(span: Span, edits: Edits) -> None:
         offsets = edit.offsets(span.start, span.token_ids, span.prompt_len)
         if len(offsets):
             rows = [span.first_row + int(offset) for offset in offsets]
-            span.plan.steered.update(span.start + int(offset) for offset in offsets)
+            positions = [span.start + int(offset) for offset in offsets]
+            span.plan.steered.update(positions)
             for key, change in edit.sites.items():
-                edits.setdefault(key, []).append((change, rows))
+                edits.setdefault(key, []).append(
+                    (change.at(positions) if isinstance(change, SiteEdit) else change, rows)
+                )

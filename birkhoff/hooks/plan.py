@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Protocol
 
 import torch
 
+from birkhoff.hooks.digest import Part, Phase, combine
 from birkhoff.hooks.edit import SiteEdit, Splice
 
 Key = tuple[str, int]  # hook name, layer
@@ -62,6 +64,22 @@ class Edit(Protocol):
         """Which of the tokens at positions `start, start + 1, ...` are changed."""
         ...
 
+    def digest_parts(self, phase: Phase) -> Sequence[Part]:
+        """What it does to tokens of a phase, in canonical bytes; nothing when it leaves all of them alone."""
+        ...
+
+
+class Holding(Protocol):
+    """Room that a request needs while it runs, such as rows of a table. Taken whole or not at all."""
+
+    def reserve(self) -> bool:
+        """Take it; False when it is not free now. It was checked before that it can be."""
+        ...
+
+    def release(self) -> None:
+        """Give it back; harmless when it is not held."""
+        ...
+
 
 @dataclass(eq=False)
 class Plan:
@@ -72,6 +90,31 @@ class Plan:
     edits: tuple[Edit, ...] = ()
     seen: int = 0
     steered: set[int] = field(default_factory=set)
+    holdings: tuple[Holding, ...] = ()
+
+    @cached_property
+    def prefill_digest(self) -> bytes | None:
+        """128 bits of what is done to the tokens of the prompt; None when nothing is."""
+        return combine(part for edit in self.edits for part in edit.digest_parts("prefill"))
+
+    @cached_property
+    def decode_digest(self) -> bytes | None:
+        """128 bits of what is done to generated tokens; None when nothing is."""
+        return combine(part for edit in self.edits for part in edit.digest_parts("decode"))
+
+    def reserve(self) -> bool:
+        """Take everything the request needs while it runs, or nothing and answer False: then it has to wait."""
+        for count, holding in enumerate(self.holdings):
+            if not holding.reserve():
+                for taken in self.holdings[:count]:
+                    taken.release()
+                return False
+        return True
+
+    def release(self) -> None:
+        """Give it back, at the end or for a while."""
+        for holding in self.holdings:
+            holding.release()
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
         for job in self.jobs:

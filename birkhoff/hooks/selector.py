@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from birkhoff.errors import SelectorError, quoted
+from birkhoff.hooks.digest import framed
 from birkhoff.hooks.positions import Positions, Side
 
 _NONE, _FIRST = np.empty(0, np.int64), np.zeros(1, np.int64)
@@ -81,6 +82,17 @@ class _Part:
             mask &= np.isin(ids, self.token_ids)
         return mask
 
+    def signature(self, first: int, last: int) -> bytes:
+        """Names the tokens it picks of [first, last). An end that is the text's own is left open: two prompts with a
+        common beginning agree on it whatever their lengths."""
+        open_ends = (b"" if self.start <= first else str(self.start).encode(),
+                     b"" if self.stop >= last else str(self.stop).encode())  # fmt: skip
+        lists = (
+            b"" if listed is None else b"=" + listed.astype("<i8").tobytes() for listed in (self.places, self.token_ids)
+        )
+        pieces = (*open_ends, *lists, *sorted(part.signature(first, last) for part in self.without))
+        return framed(*pieces) if any(pieces) or self.without else b""
+
 
 @dataclass(frozen=True, eq=False)
 class PositionSelector:
@@ -112,6 +124,14 @@ class PositionSelector:
             later = generated.positions(start, stop, start, token_ids)
             found = np.concatenate((found, later)) if len(found) else later
         return found - start if start else found
+
+    def signature(self, phase: str) -> bytes | None:
+        """Names the tokens of "prefill" or "decode" that are picked, by place: empty for all, None for none."""
+        end = self.prompt_len + self.max_tokens
+        part, first, last = (
+            (self._prompt, 0, self.prompt_len) if phase == "prefill" else (self._generated, self.prompt_len, end)
+        )
+        return None if part is None or part.start >= part.stop else part.signature(first, last)
 
     def lowest_prompt_position(self) -> int | None:
         """The first prompt token that is wanted, so that a cached prefix below it may be reused; None: no prompt token.

@@ -22,6 +22,7 @@ import numpy as np
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks import names
+from birkhoff.hooks.digest import Part, Phase
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.layers import LayerSelector, parse_layers
 from birkhoff.hooks.plan import Key
@@ -29,6 +30,7 @@ from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.sites import BY_NAME
+from birkhoff.steering.hashes import site_part
 from birkhoff.steering.vector import Vector
 
 PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
@@ -238,6 +240,12 @@ class ResolvedEdit:
     sites: Mapping[Key, SiteEdit]
     selector: PositionSelector | None
     phase: str
+
+    def digest_parts(self, phase: Phase) -> Sequence[Part]:
+        if self.phase not in ("both", phase):
+            return ()
+        positions = b"" if self.selector is None else self.selector.signature(phase)
+        return () if positions is None else [site_part(key, edit, positions) for key, edit in self.sites.items()]
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         count = len(token_ids)

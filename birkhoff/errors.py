@@ -9,15 +9,20 @@
     │   ├── TensorShape          weights-shape
     │   ├── TensorDtype          weights-dtype
     │   └── TensorValue          weights-value     a scale that is NaN, an expert id out of range
+    ├── SaeFileError             sae-file          files of a dictionary that are missing, cut short or of another kind
     ├── RequestError             request           what one caller asked for cannot be done
     │   ├── OptionError          option-invalid    a keyword, flag or sampling value
     │   ├── TokenError           token-invalid     a token id outside the vocabulary
-    │   ├── PromptError          prompt-invalid    empty, not text, longer than the context
+    │   ├── PromptError          prompt-invalid    empty, not text
+    │   │   └── ContextError     context-length    longer than the context
     │   ├── ChatError            chat-invalid      a conversation or completion outside the format
     │   ├── DataError            data-invalid      a data file, or one text of it, by its place
     │   ├── SiteError            site-unknown      a hook or layer this model does not have
     │   ├── SelectorError        selector-invalid  layers or positions that cannot be chosen
     │   ├── SteeringError        steering-invalid  an edit or vector that cannot be applied
+    │   │   ├── VectorFileError  vector-file       a vector file that is missing, changed or does not say what it is for
+    │   │   └── SaeError         sae-invalid       a dictionary of features, or an edit of them, that makes no sense
+    │   │       └── SaeBusy      sae-busy          running requests still use the dictionary
     │   └── CaptureValidationError capture-invalid what a capture asks for, by field path
     ├── CaptureError             capture           a capture that could not be written or read
     │   ├── CaptureFileError     capture-file      files that are cut short or inconsistent (also a ValueError)
@@ -86,6 +91,10 @@ class TensorValue(CheckpointError):
     code = "weights-value"
 
 
+class SaeFileError(BirkhoffError):
+    code = "sae-file"
+
+
 class RequestError(BirkhoffError):
     code = "request"
 
@@ -102,6 +111,10 @@ class PromptError(RequestError):
     code = "prompt-invalid"
 
 
+class ContextError(PromptError):
+    code = "context-length"
+
+
 class ChatError(RequestError):
     code = "chat-invalid"
 
@@ -116,6 +129,18 @@ class SiteError(RequestError):
 
 class SteeringError(RequestError):
     code = "steering-invalid"
+
+
+class VectorFileError(SteeringError):
+    code = "vector-file"
+
+
+class SaeError(SteeringError):
+    code = "sae-invalid"
+
+
+class SaeBusy(SaeError):
+    code = "sae-busy"
 
 
 class SelectorError(RequestError):

@@ -26,6 +26,7 @@ from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import (
     BirkhoffError,
+    ContextError,
     OptionError,
     PromptError,
     SiteError,
@@ -339,7 +340,7 @@ class Engine:
         ids = tuple(self.prompt_ids(prompt))
         room = self.max_context - len(ids)
         if room < 1:
-            raise PromptError(
+            raise ContextError(
                 f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and an answer "
                 "needs at least one. Shorten the prompt or load with a larger max_context."
             )

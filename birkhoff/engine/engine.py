@@ -23,7 +23,7 @@ from birkhoff.engine.request import Request
 from birkhoff.engine.runner import Runner
 from birkhoff.engine.sampler import Sampler
 from birkhoff.engine.scheduler import Scheduler, Work
-from birkhoff.errors import BirkhoffError, CapacityError, EngineClosed, PromptError
+from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
@@ -151,7 +151,7 @@ class EngineCore:
     def _check_fits(self, request: Request) -> None:
         prompt, wanted = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
         if wanted > self.max_context:
-            raise PromptError(
+            raise ContextError(
                 f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {wanted}, the "
                 f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or raise max_context."
             )

@@ -315,11 +315,13 @@ class Engine:
         ]
 
     def _single_request(
-        self, prompt: Prompt, sampling: dict[str, Any], capture: Captures, desk: CaptureDesk | None = None
-    ) -> Request:
+        self, prompt: Prompt, sampling: dict[str, Any], capture: Captures, steer: Steering = None,
+        desk: CaptureDesk | None = None,
+    ) -> Request:  # fmt: skip
         if not is_single(prompt):
             raise PromptError("stream takes one prompt: a text or a list of token ids. Start one stream per prompt.")
-        requests = self._requests(prompt, sampling, per_prompt(capture, 1)[0], desk=desk)
+        edits = per_prompt_edits(steer, 1)[0]
+        requests = self._requests(prompt, sampling, per_prompt(capture, 1)[0], edits, desk=desk)
         if len(requests) > 1:
             raise OptionError("n is more than 1, but a stream has one answer. Start one stream per choice.")
         return requests[0]

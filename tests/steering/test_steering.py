@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 import torch
 
@@ -250,6 +252,22 @@ def test_neighbours_of_a_steered_request_keep_their_bits(engine, sizes):
     loud = [Add(vector(sizes[1], norm=50.0), hook="mlp_out", layers="all")]
     quiet, _, again = engine.generate([PROMPT] * 3, steer=[None, loud, None], **options)
     assert quiet.logprobs == again.logprobs == alone.logprobs
+
+
+def test_streams_are_steered_like_answers(engine, sizes):
+    """However an answer is asked for, an edit means the same."""
+    edit = [Add(vector(sizes[1], norm=8.0), hook="mlp_out", layers="all")]
+    options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
+    whole = engine.generate(PROMPT, steer=edit, **options)
+    assert whole.token_ids != engine.generate(PROMPT, **options).token_ids
+    with engine.stream(PROMPT, steer=edit, **options) as stream:
+        assert [event.token_id for event in stream] == whole.token_ids
+    assert stream.output.interp == whole.interp
+
+    async def read():
+        return [event.token_id async for event in engine.astream(PROMPT, steer=edit, **options)]
+
+    assert asyncio.run(read()) == whole.token_ids
 
 
 def test_named_vectors_and_the_global_tier(engine, sizes):

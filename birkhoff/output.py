@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
-from birkhoff.capture.acts import CapturedRows
+from birkhoff.capture.acts import CapturedRows, NoActs
 from birkhoff.capture.job import CaptureJob, MemoryKeeper
 from birkhoff.capture.result import CaptureResult
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
 from birkhoff.errors import CaptureError, RequestError, SiteError
+from birkhoff.hooks.signals import Frame, SignalJob
+
+_UNASKED = SiteError("nothing was captured. Say what to keep: generate(..., capture=Capture({hook: layers})).")
 
 
 @dataclass
@@ -25,12 +28,14 @@ class Output:
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
-    acts: Mapping[tuple[str, int], CapturedRows] = field(default_factory=dict)
+    acts: Mapping[tuple[str, int], CapturedRows] = field(default_factory=lambda: NoActs(_UNASKED))
     capture_results: dict[str, CaptureResult] = field(default_factory=dict)
     interp: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float | int | None] = field(default_factory=dict)
     message: Any = None
     error: Exception | None = None
+    signals: list[Frame] | None = None
+    baseline: Output | None = None  # the unsteered twin, when it was asked for
 
     @classmethod
     def of(cls, request: Request, message: Any = None) -> Output:
@@ -47,40 +52,60 @@ class Output:
             timings=_timings(request),
             message=message,
             error=request.error,
+            signals=_signals(request),
         )
 
 
 def _acts(request: Request) -> Mapping[tuple[str, int], CapturedRows]:
-    """What the request's capture kept in memory."""
+    """What the request's capture kept in memory. A failed capture leaves the answer whole: asking for rows tells."""
+    jobs = _captures(request)
+    for job in jobs:
+        if isinstance(job.keeper, MemoryKeeper):
+            try:
+                return job.keeper.acts()
+            except CaptureError as error:
+                why = f"the capture failed ({error}); the answer is complete. Ask for the rows again."
+                return NoActs(CaptureError(why), lost=True)
+    if jobs:
+        names = ", ".join(repr(job.resolved.consumer) for job in jobs)
+        return NoActs(
+            CaptureError(f"they went to {names}, not to memory. output.capture_results says what became of them.")
+        )
+    return NoActs(_UNASKED)
+
+
+def _signals(request: Request) -> list[Frame] | None:
+    """All frames of the request, when it asked for any."""
     for job in request.plan.jobs if request.plan is not None else ():
-        if isinstance(job, CaptureJob) and isinstance(job.keeper, MemoryKeeper):
-            if job.error is not None:
-                raise CaptureError(f"the capture failed ({job.error}); the answer is complete. Ask again without it.")
-            return job.keeper.acts()
-    return {}
+        if isinstance(job, SignalJob):
+            job.take()
+            return job.frames
+    return None
+
+
+def _captures(request: Request) -> list[CaptureJob]:
+    return [job for job in (request.plan.jobs if request.plan is not None else ()) if isinstance(job, CaptureJob)]
 
 
 def _interp(request: Request) -> dict[str, Any]:
-    """What was done to which tokens: counted by the engine and not by the request's wording."""
-    plan = request.plan
-    if plan is None or not plan.edits:
-        return {}
-    hashes = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
-    paths = {site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if hook.startswith("mhc_")}
-    return {
-        "steering_hash": {phase: None if digest is None else digest.hex() for phase, digest in hashes.items()},
-        "rows_steered": len(plan.steered),
-        "steered_positions": sorted(plan.steered),
-        "paths": sorted(paths),
-    }
+    """What was captured and which tokens were steered: exact positions, counted by the engine and not by the request's
+    wording. Places that a capture asked for one by one and that never came are listed by consumer."""
+    found: dict[str, Any] = {}
+    captures = _captures(request)
+    if captures:
+        found["capture_hash"] = captures[0].capture_hash
+        missing = {job.resolved.consumer: job.missing for job in captures if job.missing}
+        found |= {"positions_that_never_came": missing} if missing else {}
+    if request.plan is not None and request.plan.edits:
+        found |= {"rows_steered": len(request.plan.steered), "steered_positions": sorted(request.plan.steered)}
+    return found
 
 
 def _capture_results(request: Request) -> dict[str, CaptureResult]:
     """What became of rows that went elsewhere, by consumer; waits until files are durable."""
     found: dict[str, CaptureResult] = {}
-    for job in request.plan.jobs if request.plan is not None else ():
-        if isinstance(job, CaptureJob):
-            found |= job.keeper.results()
+    for job in _captures(request):
+        found |= job.keeper.results()
     return found
 
 

@@ -11,13 +11,16 @@ from typing import Any
 
 import torch
 
-from birkhoff.api.captures import CaptureDesk, CaptureWish
+from birkhoff.api.attention import attention
+from birkhoff.api.captures import CaptureDesk, CaptureRules, CaptureWish
 from birkhoff.api.driver import Driver, Told
 from birkhoff.api.feed import ActBatch, feed
 from birkhoff.api.lens import Lens, look
 from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt
 from birkhoff.api.steering import Modules, Steering, SteeringDesk, per_prompt_edits
 from birkhoff.capture.acts import CapturedRows
+from birkhoff.capture.consumers.protocol import Consumer
+from birkhoff.capture.projections import Projections
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
 from birkhoff.engine.engine import EngineCore
@@ -37,8 +40,10 @@ from birkhoff.hooks.live import Staging, arm
 from birkhoff.hooks.names import Address
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.schema import HookSchema, schema_of
+from birkhoff.hooks.signals import SignalJob, check_signals
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
+from birkhoff.model.memory import Memory
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream, Trace
 from birkhoff.text.chat import encode_chat
@@ -114,6 +119,10 @@ class Engine:
         """What every stream, their mean and the head's merge of them would predict at every depth."""
         return look(self, token_ids, per_stream, steer)
 
+    def attention(self, token_ids: Sequence[int], position: int = -1, steer: Steering = None) -> list[Memory]:
+        """Where one token's attention goes, layer by layer: single tokens, compressed blocks, the sink."""
+        return attention(self, token_ids, position, steer)
+
     def _edit_tap(self, steer: Steering, ids: list[int]) -> Tap:
         """The tap of one whole forward pass in which every token belongs to the prompt."""
         edits = self._steering.edits(steer, ids, 1)
@@ -130,13 +139,30 @@ class Engine:
         return self._steering.for_all(edits)
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], *, capture: Captures = None, steer: Steering = None, **sampling: Any
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        capture: Captures = None,
+        steer: Steering = None,
+        signals: Any = None,
+        baseline: bool = False,
+        **sampling: Any,
     ):
-        """An `Output` for one prompt, a list for a list; with `n` > 1 a list of outputs takes each one's place."""
-        return self._answer(prompts, sampling, capture, steer)
+        """An `Output` for one prompt, a list for a list; with `n` > 1 a list of outputs takes each one's place.
+
+        `signals` names small numbers to keep of every token (`hooks/signals.py`); with `baseline` every answer brings
+        its unsteered twin, from the same seed and the same batch, as `output.baseline`."""
+        return self._answer(prompts, sampling, capture, steer, signals=signals, baseline=baseline)
 
     def _answer(
-        self, prompts: Any, sampling: dict[str, Any], capture: Captures, steer: Steering, thinking: bool | None = None
+        self,
+        prompts: Any,
+        sampling: dict[str, Any],
+        capture: Captures,
+        steer: Steering,
+        thinking: bool | None = None,
+        signals: Any = None,
+        baseline: bool = False,
     ):
         """`thinking` is None for plain text, else the answer is read as a chat's."""
         single = is_single(prompts)
@@ -145,11 +171,18 @@ class Engine:
             raise PromptError("the list of prompts is empty. Pass a text, a list of token ids, or a list of those.")
         captures, steers = per_prompt(capture, len(given)), per_prompt_edits(steer, len(given))
         marks = [""] if single else [f"-{place}" for place in range(len(given))]
+        if baseline and sampling.get("seed") is None:
+            sampling = {**sampling, "seed": seed_for(SamplingOptions()) % 2**63}  # both twins draw from it
         requests = [
-            self._requests(prompt, sampling, wish, edits, thinking, mark)
+            self._requests(prompt, sampling, wish, edits, thinking, mark, signals=signals)
             for prompt, wish, edits, mark in zip(given, captures, steers, marks)
         ]
-        answers = [self._finish(choices) for choices in self._run(requests)]
+        twins = [self._requests(p, sampling, None, None, thinking, signals=signals) for p in given] if baseline else []
+        answers = [self._finish(choices) for choices in self._run([*requests, *twins])]
+        for steered, plain in zip(answers, answers[len(requests) :]):
+            for output, twin in zip(steered, plain):
+                output.baseline = twin
+        answers = answers[: len(requests)]
         outputs = [choices[0] if len(choices) == 1 else choices for choices in answers]
         return outputs[0] if single else outputs
 
@@ -173,11 +206,13 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         capture: Captures = None,
         steer: Steering = None,
+        signals: Any = None,
+        baseline: bool = False,
         **sampling: Any,
     ):
         """`generate` through the V4 chat encoding; `output.message` holds reasoning, content and tool calls apart."""
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
-        return self._answer(prompt, sampling, capture, steer, thinking)
+        return self._answer(prompt, sampling, capture, steer, thinking, signals, baseline)
 
     def stream(self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, **sampling: Any) -> Stream:
         """Token events as they come; the last one carries the finish reason. Closing the iterator cancels.
@@ -203,6 +238,39 @@ class Engine:
         finally:
             self._core.abandon(request)
             self._core.read_notes()
+
+    @property
+    def projections(self) -> Projections:
+        """Matrices by name that captures may multiply rows with: `engine.projections["probe"] = matrix`."""
+        return self._desk.rules.projections
+
+    @property
+    def capture_max_request_bytes(self) -> int | None:
+        """What the captures of one request may store; None for no limit."""
+        return self._desk.rules.max_request_bytes
+
+    @capture_max_request_bytes.setter
+    def capture_max_request_bytes(self, limit: int | None) -> None:
+        self._desk.rules.max_request_bytes = limit
+
+    @property
+    def capture_inline_max_bytes(self) -> int | None:
+        """What the rows in `output.acts` may take; None for no limit but the one above."""
+        return self._desk.rules.max_inline_bytes
+
+    @capture_inline_max_bytes.setter
+    def capture_inline_max_bytes(self, limit: int | None) -> None:
+        self._desk.rules.max_inline_bytes = limit
+
+    @property
+    def capture_rules(self) -> CaptureRules:
+        """Limits and matrices together, for another desk that goes by the same."""
+        return self._desk.rules
+
+    def add_consumer(self, name: str, consumer: Consumer) -> None:
+        """Let requests send captured rows to `consumer`: `capture={name: {"hooks": …}}`. It is shut down with the
+        engine."""
+        self._desk.add_consumer(name, consumer)
 
     def stream_acts(self, texts: Iterable[Prompt], capture: Capture, batch_rows: int = 8192) -> Iterator[ActBatch]:
         """Activation rows of many texts in batches of `batch_rows`, in order, in bounded memory."""
@@ -249,12 +317,12 @@ class Engine:
 
     def requests(
         self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, thinking: bool | None = None,
-        mask: Callable[[], TokenMask] | None = None, mark: str = "", **sampling: Any,
+        mask: Callable[[], TokenMask] | None = None, mark: str = "", signals: Any = None, **sampling: Any,
     ) -> list[Request]:  # fmt: skip
         """One checked request per choice, for a `driver` to run; `thinking` is None for plain text.
 
         `mask` makes what each choice may say: the tokens it allows next. `mark` ends the names of captures."""
-        made = self._requests(prompt, sampling, per_prompt(capture, 1)[0], steer, thinking, mark)
+        made = self._requests(prompt, sampling, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals)
         for request in made:
             request.mask = None if mask is None else mask()
         return made
@@ -335,6 +403,7 @@ class Engine:
         thinking: bool | None = None,
         mark: str = "",
         desk: CaptureDesk | None = None,
+        signals: Any = None,
     ) -> list[Request]:
         """One request per choice of one prompt; `mark` tells the captures of several prompts apart."""
         options = SamplingOptions.from_kwargs(**sampling)
@@ -350,13 +419,16 @@ class Engine:
         if options.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the refusal that names the missing file
         seed = seed_for(options)
+        wishes = () if signals is None else check_signals(signals, self.modules, self.config.hidden_size)
 
         def plan(choice: int) -> Plan | None:
             tail = mark if options.n == 1 else f"{mark}-{choice}"
             edits = self._steering.edits(steer, ids, wanted)
-            if capture is None:
+            if capture is None and not wishes:
                 return Plan(edits=edits) if edits else None
-            return replace((desk or self._desk).plan(capture, ids, wanted, tail), edits=edits)
+            made = Plan() if capture is None else (desk or self._desk).plan(capture, ids, wanted, tail)
+            told = [SignalJob(wishes, self.config.num_hidden_layers, self.modules)] if wishes else []
+            return replace(made, edits=edits, jobs=(*made.jobs, *told))
 
         return [
             Request(

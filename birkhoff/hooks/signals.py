@@ -1,0 +1,153 @@
+"""Signals: the small numbers that say what the streams are doing at every token, cheap enough to ride along.
+
+    engine.generate(prompt, signals=["res_mix", "stream_norm", "experts"]).signals
+
+A frame belongs to one token and holds what was asked for, by sublayer in the order of the forward pass (attention of
+layer 0, experts of layer 0, attention of layer 1, ...), S = 2 * layers of them:
+
+    res_mix              [S][from][to]    the mixers
+    pre_mix, post_mix    [S][m]           read-in and write-out weights
+    head_mix             [m]              read-out weights of the head
+    stream_norm          [S + 1][m]       length of each stream; the last place is what the head gets
+    experts              [layers][k][2]   chosen experts and their weights
+    cosine:NAME          [S + 1][m]       of each stream to a named vector
+
+A signal is a job of the request's plan like a capture: asking changes no bit of the answer, and frames come in order,
+each when its token has been computed. The last token of an answer is never computed, so it has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from birkhoff.errors import OptionError, quoted
+from birkhoff.hooks.plan import Key, Rows
+
+MIXES = {
+    "res_mix": ("mhc_attn_res_mix", "mhc_ffn_res_mix"),
+    "pre_mix": ("mhc_attn_pre_mix", "mhc_ffn_pre_mix"),
+    "post_mix": ("mhc_attn_post_mix", "mhc_ffn_post_mix"),
+}
+STREAMS = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp")
+NAMES = ("res_mix", "pre_mix", "post_mix", "head_mix", "stream_norm", "experts")
+COSINE = "cosine:"
+Frame = dict[str, Any]
+
+
+def check_signals(signals: Any, modules: Mapping[str, Any], width: int) -> tuple[str, ...]:
+    """The asked-for names, each once, or a refusal that names the wrong one. `width` is one stream's."""
+    if signals is True or signals == "all":
+        return NAMES
+    if isinstance(signals, str) or not isinstance(signals, Sequence):
+        raise OptionError(f"signals is {quoted(signals)}, expected a list of {', '.join(NAMES)}, or 'all'.")
+    for place, name in enumerate(signals):
+        if isinstance(name, str) and name.startswith(COSINE):
+            known = name[len(COSINE) :]
+            if known not in modules:
+                registered = ", ".join(sorted(modules)) or "none"
+                raise OptionError(
+                    f"signals[{place}]: there is no vector named {quoted(known)}; there are: {registered}."
+                )
+            if direction(modules[known]).shape[-1] % width:
+                raise OptionError(f"signals[{place}]: {quoted(known)} is no vector of streams of {width} numbers.")
+        elif name not in NAMES:
+            raise OptionError(f"signals[{place}] is {quoted(name)}, expected {', '.join(NAMES)} or {COSINE}NAME.")
+    return tuple(dict.fromkeys(signals))
+
+
+def direction(vector: Any) -> torch.Tensor:
+    """A named vector as numbers: of several layers, their mean."""
+    tensor = vector.tensor() if hasattr(vector, "tensor") else torch.as_tensor(vector)
+    return tensor.float().reshape(-1, tensor.shape[-1]).mean(0) if tensor.ndim > 1 else tensor.float()
+
+
+class SignalJob:
+    """One request's frames. `take` hands out those that became complete since it was last called."""
+
+    after = False
+
+    def __init__(self, names: Sequence[str], num_layers: int, modules: Mapping[str, Any] | None = None):
+        self.names, self._layers = tuple(names), num_layers
+        self._directions = {
+            name: direction((modules or {})[name[len(COSINE) :]]) for name in self.names if name.startswith(COSINE)
+        }
+        keys: list[Key] = []
+        for name in self.names:
+            if name in MIXES:
+                keys += [(hook, layer) for layer in range(num_layers) for hook in MIXES[name]]
+        if "head_mix" in self.names:
+            keys.append(("mhc_head_mix", num_layers - 1))
+        if "experts" in self.names:
+            keys += [("moe_topk", layer) for layer in range(num_layers)]
+        if "stream_norm" in self.names or self._directions:
+            keys += [(hook, layer) for layer in range(num_layers) for hook in STREAMS]
+            keys.append(("mhc_streams_final", num_layers - 1))
+        self.keys = tuple(keys)
+        self._open: dict[int, tuple[Frame, set[Key]]] = {}
+        self._done: list[Frame] = []
+        self.frames: list[Frame] = []  # everything so far, for a caller who waits for the end
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        return range(len(token_ids))
+
+    def deliver(self, rows: Rows) -> None:
+        values = self._values(rows)
+        for place, (position, token) in enumerate(zip(rows.positions, rows.token_ids)):
+            frame, missing = self._open.setdefault(
+                position, ({"position": position, "token_id": token}, set(self.keys))
+            )
+            for name, (sublayer, numbers) in values.items():
+                if sublayer is None:
+                    frame[name] = numbers[place]
+                else:
+                    frame.setdefault(name, [None] * self._places(name))[sublayer] = numbers[place]
+            missing.discard((rows.hook, rows.layer))
+            if not missing:
+                del self._open[position]
+                self._done.append(frame)
+
+    def close(self, finish_reason: str, num_tokens: int) -> None:
+        self._open.clear()  # a cancelled step may have left half a frame
+
+    def take(self) -> list[Frame]:
+        """Frames that are new, in order of position."""
+        fresh, self._done = sorted(self._done, key=lambda frame: frame["position"]), []
+        self.frames += fresh
+        return fresh
+
+    def _places(self, name: str) -> int:
+        return {"experts": self._layers}.get(name, 2 * self._layers + (name not in MIXES))
+
+    def _values(self, rows: Rows) -> dict[str, tuple[int | None, list[Any]]]:
+        """What these rows say, by signal: which place of the frame, and the numbers of each row."""
+        tensor, at = rows.tensor.float(), 2 * rows.layer
+        for name, (attn, ffn) in MIXES.items():
+            if rows.hook in (attn, ffn):
+                return {name: (at + (rows.hook == ffn), _rounded(tensor))}
+        if rows.hook == "mhc_head_mix":
+            return {"head_mix": (None, _rounded(tensor))}
+        if rows.hook == "moe_topk":
+            return {"experts": (rows.layer, _rounded(tensor))}
+        place = {"mhc_streams_pre_attn": at, "mhc_streams_pre_mlp": at + 1}.get(rows.hook, 2 * self._layers)
+        found: dict[str, tuple[int | None, list[Any]]] = {}
+        norms = tensor.norm(dim=-1)  # [rows, m]
+        if "stream_norm" in self.names:
+            found["stream_norm"] = (place, _rounded(norms))
+        for name, vector in self._directions.items():
+            each = vector.view(-1, tensor.shape[-1])  # one direction for all streams, or one for each
+            along = (tensor * each).sum(-1) / (norms * each.norm(dim=-1)).clamp_min(1e-30)
+            found[name] = (place, _rounded(along))
+        return found
+
+
+def _rounded(tensor: torch.Tensor) -> list[Any]:
+    """Nested lists of numbers with six significant digits: what a picture needs, at a third of the bytes."""
+    values = tensor.numpy().astype(np.float64)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        digits = np.where(values == 0, 0.0, 5 - np.floor(np.log10(np.abs(values))))
+    scale = 10.0 ** np.clip(np.nan_to_num(digits, nan=0.0, posinf=0.0, neginf=0.0), -30, 30)
+    return (np.round(values * scale) / scale).tolist()

@@ -1,0 +1,97 @@
+"""Signals are the captured sites made small: against a trace, in order, without changing an answer."""
+
+import pytest
+import torch
+
+import birkhoff
+from birkhoff.errors import OptionError, SiteError
+
+PROMPT = list(range(5, 45))
+
+
+@pytest.fixture(scope="module")
+def told(engine):
+    return engine.generate(PROMPT, max_tokens=6, temperature=0, signals="all")
+
+
+@pytest.fixture(scope="module")
+def traced(engine, told):
+    return engine.trace([*PROMPT, *told.token_ids])
+
+
+def near(found, tensor):
+    return torch.tensor(found).sub(tensor.float()).abs().max() <= 1e-4 * max(1.0, float(tensor.abs().max()))
+
+
+def test_one_frame_for_every_computed_token_in_order(told):
+    assert [frame["position"] for frame in told.signals] == list(range(len(PROMPT) + 5))
+    assert [frame["token_id"] for frame in told.signals] == [*PROMPT, *told.token_ids[:-1]]
+
+
+def test_frames_are_the_sites_of_a_trace(engine, told, traced):
+    layers = engine.config.num_hidden_layers
+    for position in (0, 17, len(PROMPT) - 1, len(PROMPT) + 3):
+        frame = told.signals[position]
+        for layer in range(layers):
+            for part, at in (("attn", 2 * layer), ("ffn", 2 * layer + 1)):
+                for kind in ("res", "pre", "post"):
+                    assert near(frame[f"{kind}_mix"][at], traced[f"mhc_{part}_{kind}_mix", layer][position])
+            assert near(frame["experts"][layer], traced["moe_topk", layer][position])
+            norms = traced["mhc_streams_pre_attn", layer][position].norm(dim=-1)
+            assert near(frame["stream_norm"][2 * layer], norms)
+        assert near(frame["stream_norm"][-1], traced["mhc_streams_final", layers - 1][position].norm(dim=-1))
+        assert near(frame["head_mix"], traced["mhc_head_mix", layers - 1][position])
+
+
+def test_asking_changes_no_token_and_no_other_signal(engine, told):
+    plain = engine.generate(PROMPT, max_tokens=6, temperature=0)
+    assert plain.token_ids == told.token_ids
+    assert plain.signals is None
+    some = engine.generate(PROMPT, max_tokens=6, temperature=0, signals=["pre_mix"])
+    assert [set(frame) for frame in some.signals] == [{"position", "token_id", "pre_mix"}] * len(told.signals)
+    assert near(some.signals[-1]["pre_mix"], torch.tensor(told.signals[-1]["pre_mix"]))
+
+
+def test_cosine_to_a_named_vector(engine, traced):
+    d = engine.config.hidden_size
+    engine.modules["north"] = torch.randn(d, generator=torch.Generator().manual_seed(0))
+    try:
+        frames = engine.generate(PROMPT, max_tokens=1, temperature=0, signals=["cosine:north"]).signals
+        direction = engine.modules["north"].tensor().reshape(-1)
+        for layer in (0, 3):
+            rows = traced["mhc_streams_pre_mlp", layer][9]
+            assert near(
+                frames[9]["cosine:north"][2 * layer + 1], torch.cosine_similarity(rows, direction[None], dim=-1)
+            )
+        with pytest.raises(OptionError, match="no vector named 'south'"):
+            engine.generate(PROMPT, max_tokens=1, signals=["cosine:south"])
+    finally:
+        del engine.modules["north"]
+
+
+@pytest.mark.parametrize(
+    "bad", ["res_mix", 3, ["res_mix", "residual"], [None]], ids=["text", "number", "unknown", "none"]
+)
+def test_unknown_signals_are_refused(engine, bad):
+    with pytest.raises(OptionError, match="signals"):
+        engine.generate(PROMPT, max_tokens=1, signals=bad)
+
+
+def test_a_baseline_is_the_unsteered_answer_from_the_same_seed(engine):
+    push = birkhoff.Add(torch.ones(engine.config.hidden_size) * 3, hook="mlp_out", layers=[2])
+    both = engine.generate(PROMPT, max_tokens=8, temperature=1.0, seed=4, steer=[push], baseline=True)
+    alone = engine.generate(PROMPT, max_tokens=8, temperature=1.0, seed=4)
+    assert both.baseline.token_ids == alone.token_ids
+    assert both.interp["rows_steered"] > 0
+    assert not both.baseline.interp.get("rows_steered")
+    unsteered = engine.generate(PROMPT, max_tokens=8, temperature=1.0, baseline=True)
+    assert unsteered.token_ids == unsteered.baseline.token_ids  # one seed was drawn for both
+
+
+def test_attention_of_a_token_adds_up_over_the_text(engine):
+    found = engine.attention(PROMPT, position=-1)
+    assert len(found) == engine.config.num_hidden_layers
+    for memory in found:
+        assert float(memory.window.sum() + memory.entries.sum()) + memory.sink == pytest.approx(1, abs=1e-4)
+    with pytest.raises(SiteError, match="40 tokens"):
+        engine.attention(PROMPT, position=40)

@@ -2,8 +2,9 @@
 
 Every request that only waits for its next token gets it in every step. What is left of the token budget is shared
 equally among requests with a prompt to read, so that a long prompt cannot starve a short one. A newcomer is admitted
-when a slot and the pages of all its known tokens are free. When pages run out, the request admitted last gives its
-memory back and is recomputed later; the oldest is never disturbed by a younger one, so every request ends.
+when a slot, the pages of all its known tokens and what its plan reserves are free. When pages run out, the request
+admitted last gives its memory back and is recomputed later; the oldest is never disturbed by a younger one, so every
+request ends.
 
 With `invariant` a request's pieces depend on nothing but itself: fixed chunk borders for its prompt, and outputs one at
 a time even when they are recomputed. Pieces cannot be shared out then, so requests with a prompt to read take turns.
@@ -120,6 +121,9 @@ class Scheduler:
             pages = self.pages.take(pages_for(request.num_tokens))
             if pages is None:
                 return
+            if request.plan is not None and not request.plan.reserve():  # rows of steering tables, say
+                self.pages.give_back(pages)
+                return
             taken = self.slots.take(1)
             assert taken is not None
             self.waiting.popleft()
@@ -153,6 +157,8 @@ class Scheduler:
         self.slots.give_back([_slot(request)])
         self.pages.give_back(request.pages)
         request.slot, request.pages = None, []
+        if request.plan is not None:
+            request.plan.release()
 
 
 def _slot(request: Request) -> int:

@@ -1,26 +1,30 @@
 """Captures of an engine: who keeps which rows, and what became of them.
 
-Rows go to memory (`output.acts`) unless a capture says `returns="file"` (or the wire form names a consumer): then they
-go through the dispatcher to the consumers this engine was loaded with, and `output.capture_results` says, per consumer,
-whether they are durable.
+Rows go to memory (`output.acts`) unless a capture says `returns="file"` or the wire form names another consumer: then
+they go through the dispatcher to the consumers that this engine has, and `output.capture_results` says, per consumer,
+what became of them. What a request may store is limited in bytes, and `project` names matrices that were registered;
+both belong to the engine, so that every desk of it (a harvest has its own) goes by the same rules.
 """
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from birkhoff.capture.checks import ConsumerRules, Facts
+from birkhoff.capture.checks import LAYOUTS, ConsumerRules, Facts
 from birkhoff.capture.chunk import DECODE, PREFILL, Chunk
 from birkhoff.capture.consumers.filesystem import FilesystemConsumer
+from birkhoff.capture.consumers.protocol import Consumer
 from birkhoff.capture.dispatch import Dispatcher
 from birkhoff.capture.job import CaptureJob, MemoryKeeper
+from birkhoff.capture.projections import Projections
 from birkhoff.capture.reduce import Stored
 from birkhoff.capture.result import KEPT_RESULTS, CaptureRequest, CaptureResult
-from birkhoff.capture.spec import Capture, ResolvedCapture, resolve_capture_request
-from birkhoff.errors import OptionError
+from birkhoff.capture.spec import Capture, ResolvedCapture, capture_hash, resolve_capture_request
+from birkhoff.errors import OptionError, quoted
 from birkhoff.hooks.names import Address
 from birkhoff.hooks.plan import Plan, Rows
 from birkhoff.hooks.schema import HookSchema
@@ -30,41 +34,77 @@ MEMORY, FILES = "memory", "filesystem"
 SECONDS_TO_DURABLE = 30.0
 
 
+@dataclass
+class CaptureRules:
+    """What requests of one engine may ask for; None lifts a limit. Changes hold from the next request on."""
+
+    projections: Projections
+    max_request_bytes: int | None = 32 << 30  # all consumers of a request together
+    max_inline_bytes: int | None = 4 << 30  # rows that stay in memory until the caller drops them
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "projections" and value is not None and (type(value) is not int or value < 0):
+            raise OptionError(f"{name} is {quoted(value)}, expected a number of bytes, or None for no limit.")
+        super().__setattr__(name, value)
+
+
 class CaptureDesk:
     """Turns wishes into plans and plans into results, for one engine."""
 
     def __init__(
         self, schema: Mapping[str, HookSchema], num_layers: int, model: str, root: str | Path | None = None,
-        overload_policy: str = "spill", kept_results: int = KEPT_RESULTS,
+        overload_policy: str = "spill", kept_results: int = KEPT_RESULTS, rules: CaptureRules | None = None,
     ):  # fmt: skip
         self._schema, self._num_layers, self._model = schema, num_layers, model
-        self._rules: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
-        self._dispatcher: Dispatcher | None = None
+        self.rules = rules or CaptureRules(Projections(schema))
+        self._consumers: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
+        self._dispatcher = Dispatcher({}, overload_policy=overload_policy, kept_results=kept_results)
         if root is not None:
-            self._rules[FILES] = ConsumerRules(needs_ids=True, returns="file")
-            files = FilesystemConsumer(str(root), kept_results=kept_results)
-            self._dispatcher = Dispatcher({FILES: files}, overload_policy=overload_policy, kept_results=kept_results)
+            self.add_consumer(FILES, FilesystemConsumer(str(root), kept_results=kept_results))
+
+    def add_consumer(self, name: str, consumer: Consumer) -> None:
+        """Requests may send rows to `consumer` under this name from now on. Closing the desk shuts it down."""
+        if not isinstance(name, str) or not name or self._consumers.get(name) is not None:
+            taken = ", ".join(sorted(known for known, rules in self._consumers.items() if rules is not None))
+            raise OptionError(f"a consumer is called {quoted(name)}, expected a name that is not taken: {taken}.")
+        self._dispatcher.add(name, consumer)
+        files = isinstance(consumer, FilesystemConsumer)
+        self._consumers[name] = ConsumerRules(files, LAYOUTS if files else (), "file" if files else "handle")
 
     def plan(self, wish: CaptureWish, prompt_ids: tuple[int, ...], max_tokens: int, choice: str = "") -> Plan:
         """One request's plan. `choice` keeps the file names of several prompts or answers apart."""
-        facts = Facts(self._schema, self._num_layers, prompt_ids, max_tokens, self._rules)
-        named = self._by_consumer(wish, choice)
+        projections = self.rules.projections
+        facts = Facts(
+            self._schema, self._num_layers, prompt_ids, max_tokens, self._consumers, projections.shapes,
+            self.rules.max_request_bytes, self.rules.max_inline_bytes,
+        )  # fmt: skip
+        found = resolve_capture_request(self._by_consumer(wish, choice), facts)
+        captures = {consumer: resolved.capture for consumer, resolved in found.items()}
+        named = {capture.project for capture in captures.values() if capture.project is not None}
+        matrices = {name: projections.find(name) for name in named}
+        digest = capture_hash(captures, {name: matrix.digest for name, matrix in matrices.items()})
         jobs = []
-        for consumer, resolved in resolve_capture_request(named, facts).items():
-            keeper = MemoryKeeper(resolved) if consumer == MEMORY else self._file_keeper(resolved, len(prompt_ids))
-            jobs.append(CaptureJob(resolved, keeper))
+        for consumer, resolved in found.items():
+            matrix = matrices[resolved.capture.project] if resolved.capture.project is not None else None
+            if consumer == MEMORY:
+                keeper: MemoryKeeper | DispatchKeeper = MemoryKeeper(resolved)
+            else:
+                facts_of_file = {"model": self._model, "capture_hash": digest}
+                if matrix is not None:
+                    facts_of_file |= {"project": str(resolved.capture.project), "project_digest": matrix.digest}
+                keeper = DispatchKeeper(self._dispatcher, resolved, len(prompt_ids), facts_of_file)
+            jobs.append(CaptureJob(resolved, keeper, None if matrix is None else matrix.matrix, digest))
         return Plan(tuple(jobs))
 
     def close(self) -> None:
-        if self._dispatcher is not None:
-            self._dispatcher.shutdown()
+        self._dispatcher.shutdown()
 
     def _by_consumer(self, wish: CaptureWish, choice: str) -> Mapping[str, Any]:
         if not isinstance(wish, Capture):
             return wish
         if wish.returns in (None, "inline"):
             return {MEMORY: wish.to_json()}
-        if self._dispatcher is None:
+        if self._consumers[FILES] is None:
             raise OptionError(
                 f"capture.return is {wish.returns!r}, but this engine writes no files. "
                 "Load it with capture_root=DIR, or leave 'return' out to get rows in output.acts."
@@ -74,22 +114,20 @@ class CaptureDesk:
         fields.setdefault("tag", "captures")
         return {FILES: fields}
 
-    def _file_keeper(self, resolved: ResolvedCapture, prompt_len: int) -> DispatchKeeper:
-        assert self._dispatcher is not None
-        return DispatchKeeper(self._dispatcher, resolved, prompt_len, self._model)
-
 
 class DispatchKeeper:
-    """Passes rows on as chunks of one request."""
+    """Passes rows on as chunks of one request; `facts` go into its sidecar."""
 
-    def __init__(self, dispatcher: Dispatcher, resolved: ResolvedCapture, prompt_len: int, model: str):
+    def __init__(self, dispatcher: Dispatcher, resolved: ResolvedCapture, prompt_len: int, facts: Mapping[str, Any]):
         capture = resolved.capture
         self._dispatcher, self._consumer, self._prompt_len = dispatcher, resolved.consumer, prompt_len
         self._key, self._tag = uuid.uuid4().hex, capture.tag or "captures"
         self._row_shape = {hook: row.shape for hook, row in resolved.rows.items()}
         self._kept: dict[Address, int] = {}
         self._steps = 0
-        meta = {"model": model, "capture_point": capture.capture_point, "prompt_len": prompt_len}
+        meta = {**facts, "capture_point": capture.capture_point, "prompt_len": prompt_len}
+        if capture.streams is not None:
+            meta["streams"] = list(capture.streams)
         request = CaptureRequest(self._key, capture.request_id or self._key, self._tag, capture.layout, meta)
         dispatcher.begin({self._consumer: request})
 

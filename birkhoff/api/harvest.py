@@ -96,13 +96,15 @@ def harvest(
         "engine": engine.settings,
         "source": dict(source or {}),
     }
+    if wish.project is not None:
+        settings["projection"] = engine.projections.find(wish.project).digest
     if manifest.read(root) is not None:
         repair(root)
     # The disk sets the pace: rows that are sure to be written need not be spilled to another place before. Results are
     # kept for twice as many texts as can be under way, so that none is gone before it is read and few outlive that.
     desk = CaptureDesk(
         engine.schema, engine.config.num_hidden_layers, engine.name, root, overload_policy="block",
-        kept_results=2 * (2 * engine.max_requests + MOST_WAITING),
+        kept_results=2 * (2 * engine.max_requests + MOST_WAITING), rules=engine.capture_rules,
     )  # fmt: skip
     report = HarvestReport(str(root))
     tag = root / slug(str(wish.tag))
@@ -127,13 +129,13 @@ def estimate_harvest(
 ) -> HarvestEstimate:
     """Count rows and bytes without running a text."""
     found, wish, count = HarvestEstimate(), _as_files(engine, capture), _Count(tell)
-    layers, schema = engine.config.num_hidden_layers, engine.schema
+    layers, schema, shapes = engine.config.num_hidden_layers, engine.schema, engine.projections.shapes
     for text in _numbered(texts):
         count()
         try:
             ids = _ids(engine, text)
             with _blaming(text):
-                cost = wish.resolve(schema, layers, ids, 1, path=f"capture.{FILES}").estimate
+                cost = wish.resolve(schema, layers, ids, 1, projections=shapes, path=f"capture.{FILES}").estimate
         except DataError as error:
             _bad(found, error, skip_bad)
             continue
@@ -170,7 +172,10 @@ def _as_files(engine: Engine, capture: Capture) -> Capture:
     fields = capture.to_json()
     fields |= {"return": "file", "layout": capture.layout or "sharded", "tag": capture.tag or TAG}
     wish = Capture.from_json(fields)
-    wish.resolve(engine.schema, engine.config.num_hidden_layers, engine.max_context - 1, 1, path=f"capture.{FILES}")
+    wish.resolve(
+        engine.schema, engine.config.num_hidden_layers, engine.max_context - 1, 1,
+        projections=engine.projections.shapes, path=f"capture.{FILES}",
+    )  # fmt: skip
     return wish
 
 

@@ -1,4 +1,4 @@
-"""Captured rows in memory: what `output.acts` holds."""
+"""Captured rows in memory: what `output.acts` holds; and what it is when it holds none."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from birkhoff.capture.spec import ResolvedCapture
+from birkhoff.errors import BirkhoffError, quoted
 from birkhoff.hooks.names import Address
 
 
@@ -46,3 +47,29 @@ class Acts(Mapping[Address, CapturedRows]):
     def __repr__(self) -> str:
         rows = ", ".join(f"{hook}[{layer}]: {tuple(r.tensor.shape)}" for (hook, layer), r in self._rows.items())
         return f"Acts({rows})"
+
+
+class NoActs(Mapping[Address, CapturedRows]):
+    """No rows in memory. Whoever asks for some is told why; when some were lost, looking at all is refused too."""
+
+    def __init__(self, reason: BirkhoffError, lost: bool = False):
+        self.reason, self._lost = reason, lost
+
+    def __getitem__(self, key: Address) -> CapturedRows:
+        raise type(self.reason)(f"there are no rows of {quoted(key)}: {self.reason}")
+
+    def __contains__(self, key: object) -> bool:
+        return key in tuple(self)
+
+    def __iter__(self) -> Iterator[Address]:
+        if self._lost:
+            raise self.reason
+        return iter(())
+
+    def __len__(self) -> int:
+        if self._lost:
+            raise self.reason
+        return 0
+
+    def __repr__(self) -> str:
+        return f"NoActs({self.reason})"

@@ -279,14 +279,15 @@ def _affordable(cost: Estimate, returns: str, path: str, facts: Facts) -> None:
     if facts.max_request_bytes is not None and total > facts.max_request_bytes:
         others = f" ({facts.spent_bytes} of them for other consumers)" if facts.spent_bytes else ""
         raise CaptureValidationError(
-            f"would store up to {total} bytes{others}, {rows}; a request may store {facts.max_request_bytes}. {advice}",
+            f"would store up to {total} bytes{others}, {rows}; a request may store {facts.max_request_bytes} "
+            f"(capture_max_request_bytes). {advice}",
             path,
             "V11",
         )
     if returns == "inline" and facts.max_inline_bytes is not None and cost.bytes > facts.max_inline_bytes:
         raise CaptureValidationError(
-            f"would return up to {cost.bytes} bytes inline, {rows}; {facts.max_inline_bytes} are allowed. "
-            f'Use "return": "file", or: {advice}',
+            f"would return up to {cost.bytes} bytes inline, {rows}; {facts.max_inline_bytes} are allowed "
+            f'(capture_inline_max_bytes). Use "return": "file", or: {advice}',
             path,
             "V11",
         )

@@ -247,13 +247,22 @@ class Dispatcher:
             if type(value) is not int or value < lowest:
                 raise OptionError(f"{name} is {quoted(value)}, expected a whole number from {lowest} up.")
         self._spill = Spill(spill_dir, spill_max_bytes, disk)
-        self.lanes = {
-            name: Lane(name, consumer, queue_size, overload_policy, self._spill, kept_results)
-            for name, consumer in consumers.items()
-        }
+        self._queue_size, self._policy, self._kept_results = queue_size, overload_policy, kept_results
+        self.lanes: dict[str, Lane] = {}
         self._lock = threading.Lock()
         self._open: dict[str, tuple[str, ...]] = {}  # requests that have begun -> the lanes they go to
         self._closed = False
+        for name, consumer in consumers.items():
+            self.add(name, consumer)
+
+    def add(self, name: str, consumer: Consumer) -> None:
+        """One more consumer, for requests that begin from now on."""
+        with self._lock:
+            if self._closed or name in self.lanes:
+                why = "the capture is shut down" if self._closed else "there is one of this name"
+                raise CaptureError(f"consumer {quoted(name)} cannot be added: {why}.")
+            lane = Lane(name, consumer, self._queue_size, self._policy, self._spill, self._kept_results)
+            self.lanes = {**self.lanes, name: lane}  # whoever is going through the others goes on undisturbed
 
     def begin(self, requests: Mapping[str, CaptureRequest]) -> None:
         """Announce a request to the consumers it names. Refused when the key is in use or a consumer is unknown."""

@@ -16,6 +16,7 @@ from birkhoff.capture.reduce import Accumulator, Stored, Transform, accumulator,
 from birkhoff.capture.result import CaptureResult
 from birkhoff.capture.selection import Selection
 from birkhoff.capture.spec import ResolvedCapture
+from birkhoff.errors import CaptureError
 from birkhoff.hooks.names import Address
 from birkhoff.hooks.plan import Rows
 
@@ -32,10 +33,15 @@ class Keeper(Protocol):
 
 
 class CaptureJob:
-    def __init__(self, resolved: ResolvedCapture, keeper: Keeper, matrix: torch.Tensor | None = None):
+    """`matrix` is the one that the capture's `project` names; `capture_hash` stands for all captures of the request."""
+
+    def __init__(
+        self, resolved: ResolvedCapture, keeper: Keeper, matrix: torch.Tensor | None = None, capture_hash: str = ""
+    ):
         self.keys, self.after = resolved.addresses, resolved.capture.capture_point == "after"
-        self.resolved, self.keeper, self.matrix = resolved, keeper, matrix
+        self.resolved, self.keeper, self.matrix, self.capture_hash = resolved, keeper, matrix, capture_hash
         self.error: str | None = None
+        self.missing: list[int] = []  # positions asked for one by one that never came; known at the end
         self._selection = Selection(resolved.selector)
         self._sums: dict[Address, Accumulator] = {}
 
@@ -56,7 +62,8 @@ class CaptureJob:
                 self._flush_sums()
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
-        self.keeper.end(finish_reason, self._selection.never_came(num_tokens), self.error)
+        self.missing = self._selection.never_came(num_tokens)
+        self.keeper.end(finish_reason, self.missing, self.error)
 
     def _take(self, rows: Rows) -> None:
         capture, address, kept = self.resolved.capture, (rows.hook, rows.layer), self.resolved.rows[rows.hook]
@@ -92,9 +99,18 @@ class MemoryKeeper:
         self.missing, self.error = missing, error
 
     def results(self) -> dict[str, CaptureResult]:
-        return {}
+        """`ok` means here: all of it is in memory."""
+        if self.error is not None:
+            return {self._resolved.consumer: CaptureResult("error", error=self.error)}
+        kept = [stored for parts in self._parts.values() for stored, _ in parts]
+        rows = sum(stored.values.shape[0] for stored in kept)
+        nbytes = sum(stored.values.nbytes + (0 if stored.scale is None else stored.scale.nbytes) for stored in kept)
+        return {self._resolved.consumer: CaptureResult("ok", rows=rows, bytes=nbytes, keys=len(self._parts))}
 
     def acts(self) -> Acts:
+        """The rows. Raises when the capture failed: half of them would read like all of them."""
+        if self.error is not None:
+            raise CaptureError(f"{self._resolved.consumer}: {self.error}")
         found = {}
         for address, parts in self._parts.items():
             scales = [stored.scale for stored, _ in parts if stored.scale is not None]

@@ -28,6 +28,7 @@ from birkhoff.capture.result import CaptureRequest, CaptureResult, Finish
 from birkhoff.errors import CaptureWriteError
 from birkhoff.hooks.sites import BY_NAME
 
+_MATRICES = frozenset(name for name, site in BY_NAME.items() if site.shape == "mm")
 MAX_ENTRY_ROWS = 1 << 16  # keeps a journal line and a reader's unit of work small
 MAX_ENTRIES = 1 << 20  # of one packed file: what readers accept
 MAX_PATIENCE = 64 << 20
@@ -364,7 +365,7 @@ def _labels(run: list[Chunk]) -> dict[str, Any]:
     if first.phases is not None:
         letters = "".join(chunk.letters() or "" for chunk in run)
         labels["phase"] = PHASES[letters[0]] if len(set(letters)) == 1 else [PHASES[letter] for letter in letters]
-    if first.hook in BY_NAME and BY_NAME[first.hook].shape == "mm":
+    if len(first.row_shape) == 2 and first.hook in _MATRICES:  # a projected one is no matrix any more
         labels["axes"] = ["from", "to"]
     scales = [chunk.scales() for chunk in run]
     if scales[0] is not None:

@@ -34,8 +34,12 @@ def keep_streams(rows: torch.Tensor, streams: Sequence[int]) -> torch.Tensor:
 
 
 def project(rows: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """[rows, *row_shape] and [width, columns] -> [rows, columns], multiplied and kept as float32."""
-    return rows.flatten(1).float() @ matrix.float()
+    """[rows, *row_shape] and [width, columns] -> [rows, columns], multiplied and kept as float32.
+
+    One row at a time: a product of many adds up in an order that depends on how many, and a row must not depend on
+    what else its step happened to bring."""
+    flat, across = rows.flatten(1).float(), matrix.float().T
+    return torch.stack([across.mv(row) for row in flat]) if len(flat) else flat.new_empty(0, matrix.shape[1])
 
 
 @dataclass(frozen=True, eq=False)

@@ -202,9 +202,13 @@ def _parts(raw: Any, facts: Facts | None, path: str) -> Iterator[tuple[str, Capt
         yield consumer, Capture.__new__(Capture)._fill(values), resolution
 
 
-def capture_hash(captures: Mapping[str, Capture]) -> str:
-    """One digest for all of a request's captures, whatever the order of the consumers."""
+def capture_hash(captures: Mapping[str, Capture], projections: Mapping[str, str] | None = None) -> str:
+    """One digest for all of a request's captures, whatever the order of the consumers.
+
+    `projections` gives the digest of each matrix they name: the same name for other numbers is another capture."""
     pieces = [piece for name in sorted(captures) for piece in (name.encode(), captures[name].digest().encode())]
+    named = sorted({capture.project for capture in captures.values() if capture.project is not None})
+    pieces += [(projections or {}).get(project, project).encode() for project in named]
     return _digest(b"birkhoff captures 1", *pieces)
 
 

@@ -131,7 +131,10 @@ def test_t_cap_2_messages_say_what_would_do():
     message = str(refused(everything, dataclasses.replace(FACTS, max_request_bytes=1)))
     once = sum(hook.once for hook in V4.values())
     sites = once + L * (len(V4) - once)
-    assert "a request may store 1." in message and f"{len(PROMPT) * sites} rows at {sites} sites" in message
+    assert (
+        "a request may store 1 (capture_max_request_bytes)." in message
+        and f"{len(PROMPT) * sites} rows at {sites} sites" in message
+    )
 
 
 @pytest.mark.parametrize(("field", "value"), [

@@ -23,6 +23,7 @@ from birkhoff.capture.result import NOT_REQUESTED, CaptureRequest, CaptureResult
 from birkhoff.errors import CaptureError, OptionError, quoted
 from birkhoff.hooks.sites import BY_NAME
 
+_MATRICES = frozenset(name for name, site in BY_NAME.items() if site.shape == "mm")
 LABEL_BYTES = 24  # what the labels of a row cost, roughly
 
 
@@ -161,6 +162,6 @@ def _joined(parts: list[Chunk]) -> CaptureEntry:
         token_ids=token_ids if len(token_ids) == len(array) else None,
         phases=phases if len(phases) == len(array) else None,
         scale=np.concatenate(scales) if scales else None,
-        axes=["from", "to"] if first.hook in BY_NAME and BY_NAME[first.hook].shape == "mm" else None,
+        axes=["from", "to"] if len(first.row_shape) == 2 and first.hook in _MATRICES else None,
         meta=dict(first.meta),
     )

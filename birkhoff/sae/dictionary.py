@@ -1,0 +1,224 @@
+"""`Sae`: one dictionary of features, as plain tensors that cannot go wrong later.
+
+For a row x of width d, with encoder rows e_i, biases c_i, decoder rows w_i and bias b:
+
+    z_i = e_i . x + c_i        f_i = activation(z)_i        x^ = sum_i f_i w_i + b
+
+Everything is float32, checked when made: shapes agree, all numbers are finite. Whatever a trainer did around these
+(subtracting b from the input, scaling rows, folding decoder norms) is folded into e, c, w, b where files are read, so
+there is one form of the mathematics here. `hook`, `layer` and `view` say which rows of a model it was trained on;
+`labels` names features, `x_max` holds the largest activation seen of each.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+from birkhoff.errors import SaeError, quoted
+from birkhoff.sae.activations import Activation, make, per_feature
+
+VIEWS = ("single", "flat", "per_stream", "read", "mean")
+SPREADS = ("read", "post", "uniform")
+
+
+class Sae:
+    """`encoder` and `decoder` are `[F, d]`, one row per feature. Not changed after it is made: make another."""
+
+    def __init__(
+        self,
+        encoder: Any,
+        encoder_bias: Any,
+        decoder: Any,
+        decoder_bias: Any = None,
+        *,
+        activation: str = "relu",
+        threshold: Any = None,
+        k: int | None = None,
+        scale: Any = None,
+        shift: Any = None,
+        rectified: bool = False,
+        hook: str | None = None,
+        layer: int | None = None,
+        view: str = "single",
+        spread: str | None = None,
+        labels: Mapping[int, str] | None = None,
+        x_max: Any = None,
+        metadata: Mapping[str, Any] | None = None,
+    ):
+        self.encoder, self.decoder = _matrix(encoder, "encoder"), _matrix(decoder, "decoder")
+        if self.encoder.shape != self.decoder.shape:
+            raise SaeError(
+                f"the encoder is {tuple(self.encoder.shape)} and the decoder {tuple(self.decoder.shape)}; both hold "
+                "one row per feature, [features, width]. Transpose the one that is stored the other way round."
+            )
+        self.encoder_bias = per_feature(0.0 if encoder_bias is None else encoder_bias, self.d_sae, "encoder_bias")
+        self.decoder_bias = _bias(decoder_bias, self.d_model)
+        self.activation: Activation = make(activation, self.d_sae, threshold, k, scale, shift, rectified)
+        self.hook, self.layer = _hook(hook), _layer(layer)
+        self.view, self.spread = _view(view, spread)
+        self.labels: Mapping[int, str] = _labels(labels, self.d_sae)
+        self.x_max = None if x_max is None else per_feature(x_max, self.d_sae, "x_max")
+        self.metadata: dict[str, Any] = dict(metadata or {})
+
+    @property
+    def d_sae(self) -> int:
+        return self.encoder.shape[0]
+
+    @property
+    def d_model(self) -> int:
+        """The width of the rows it encodes: that of its view, not always that of its hook."""
+        return self.encoder.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        held = [self.encoder, self.encoder_bias, self.decoder, self.decoder_bias, *self.activation.tensors().values()]
+        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+
+    def pre_activations(self, x: torch.Tensor) -> torch.Tensor:
+        """z of rows `[.., d]`, float32 `[.., F]`."""
+        return linear(_rows(x, self.d_model), self.encoder.to(x.device), self.encoder_bias.to(x.device))
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """Features of rows `[.., d]`, float32 `[.., F]`."""
+        return self.activation.to(x.device)(self.pre_activations(x))
+
+    def decode(self, features: torch.Tensor) -> torch.Tensor:
+        """Rows `[.., d]` from features `[.., F]`."""
+        return _rows(features, self.d_sae) @ self.decoder.to(features.device) + self.decoder_bias.to(features.device)
+
+    def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encode(x))
+
+    def feature(self, name: int | str) -> int:
+        """The number of a feature given by number or label."""
+        if isinstance(name, str):
+            found = [number for number, label in self.labels.items() if label == name]
+            if len(found) == 1:
+                return found[0]
+            known = ", ".join(sorted({quoted(label) for label in self.labels.values()})[:8]) or "none"
+            if found:
+                raise SaeError(f"{len(found)} features are labelled {quoted(name)} ({found[:4]}). Give the number.")
+            raise SaeError(f"no feature is labelled {quoted(name)}; labels: {known}. Give a label or a number.")
+        if isinstance(name, bool) or not isinstance(name, int) or not 0 <= name < self.d_sae:
+            raise SaeError(f"feature {quoted(name)} does not exist: this dictionary has 0..{self.d_sae - 1}.")
+        return name
+
+    @cached_property
+    def digest(self) -> str:
+        """Names what it computes and where: 128 bits as text. Labels and notes take no part."""
+        state = hashlib.sha256(b"birkhoff sae 1")
+        said = [self.hook, self.layer, self.view, self.spread, self.activation.name, tuple(self.encoder.shape),
+                getattr(self.activation, "k", None), getattr(self.activation, "rectified", None)]  # fmt: skip
+        state.update(repr(said).encode())
+        parts = [self.encoder, self.encoder_bias, self.decoder, self.decoder_bias]
+        for tensor in [*parts, *self.activation.tensors().values()]:
+            state.update(tensor.contiguous().numpy().data)
+        return state.hexdigest()[:32]
+
+    def at(self, hook: str, layer: int, view: str | None = None, spread: str | None = None) -> Sae:
+        """The same dictionary at another place; the weights are shared."""
+        other = object.__new__(Sae)
+        other.__dict__.update({name: value for name, value in vars(self).items() if name != "digest"})
+        other.hook, other.layer = _hook(hook), _layer(layer)
+        other.view, other.spread = _view(view or self.view, self.spread if view is None and spread is None else spread)
+        return other
+
+    @staticmethod
+    def load(
+        path: str | Path,
+        hook: str | None = None,
+        layer: int | None = None,
+        view: str | None = None,
+        spread: str | None = None,
+    ) -> Sae:
+        """A dictionary from files of SAELens, Gemma Scope, dictionary_learning, or our manifest; see `docs/sae.md`."""
+        from birkhoff.sae.files import load_one  # those files make dictionaries: they stand on this one
+
+        return load_one(Path(path), hook, layer, view, spread)
+
+    def save(self, path: str | Path, layout: str = "saelens") -> Path:
+        """A directory another tool can read: `saelens`, or our `manifest`. The directory."""
+        from birkhoff.sae.files import save_one
+
+        return save_one(self, Path(path), layout)
+
+    def __repr__(self) -> str:
+        place = "no site" if self.hook is None else f"{self.hook}[{self.layer}]"
+        return f"Sae({self.d_sae} {self.activation.name} features of {self.d_model}, {place}, {self.view})"
+
+
+def _matrix(value: Any, name: str) -> torch.Tensor:
+    try:
+        tensor = torch.as_tensor(value).detach().float().cpu()
+    except (TypeError, ValueError, RuntimeError):
+        raise SaeError(f"{name} is {quoted(value)}, expected a matrix [features, width].") from None
+    if tensor.ndim != 2 or not tensor.numel():
+        raise SaeError(f"{name} has shape {tuple(tensor.shape)}, expected [features, width], neither of them 0.")
+    if not tensor.isfinite().all():
+        feature, place = (~tensor.isfinite()).nonzero()[0].tolist()
+        raise SaeError(
+            f"{name}[{feature}, {place}] is {float(tensor[feature, place])}, expected finite numbers. "
+            "Training that diverged leaves such weights: take an earlier checkpoint."
+        )
+    return tensor.contiguous()
+
+
+def _bias(value: Any, width: int) -> torch.Tensor:
+    tensor = torch.zeros(width) if value is None else torch.as_tensor(value).detach().float().cpu().clone()
+    if tuple(tensor.shape) != (width,):
+        raise SaeError(f"decoder_bias has shape {tuple(tensor.shape)}, expected ({width},), the width of a row.")
+    if not tensor.isfinite().all():
+        raise SaeError("decoder_bias holds numbers that are not finite. Take an earlier checkpoint.")
+    return tensor
+
+
+def _rows(x: torch.Tensor, width: int) -> torch.Tensor:
+    if not isinstance(x, torch.Tensor) or x.ndim < 1 or x.shape[-1] != width:
+        seen = f"rows of {x.shape[-1]}" if isinstance(x, torch.Tensor) and x.ndim else quoted(x)
+        raise SaeError(f"got {seen}, this dictionary works on tensors whose last dimension is {width}.")
+    return x.float()
+
+
+def _hook(hook: Any) -> str | None:
+    if hook is not None and (not isinstance(hook, str) or not hook):
+        raise SaeError(f"hook is {quoted(hook)}, expected the name of a hook.")
+    return hook
+
+
+def _layer(layer: Any) -> int | None:
+    if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
+        raise SaeError(f"layer is {quoted(layer)}, expected a whole number.")
+    return layer
+
+
+def _view(view: Any, spread: Any) -> tuple[str, str | None]:
+    if view not in VIEWS:
+        raise SaeError(f"view is {quoted(view)}, expected one of {', '.join(VIEWS)}.")
+    if view == "read" and spread not in SPREADS:
+        raise SaeError(
+            f"view 'read' writes back to several streams and spread is {quoted(spread)}: say how, with one of "
+            f"{', '.join(SPREADS)}."
+        )
+    if view != "read" and spread is not None:
+        raise SaeError(f"spread is {quoted(spread)}, but only view 'read' has a spread. Leave it out.")
+    return view, spread
+
+
+def _labels(labels: Any, features: int) -> Mapping[int, str]:
+    if labels is None:
+        return {}
+    if not isinstance(labels, Mapping):
+        raise SaeError(f"labels is {quoted(labels)}, expected a mapping from feature numbers to texts.")
+    for number, label in labels.items():
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < features:
+            raise SaeError(f"labels names feature {quoted(number)}, expected a number from 0 to {features - 1}.")
+        if not isinstance(label, str) or not label:
+            raise SaeError(f"the label of feature {number} is {quoted(label)}, expected a text.")
+    return dict(labels)

@@ -1,0 +1,188 @@
+"""SAELens' layout, read and written: a directory with `cfg.json` and `sae_weights.safetensors`.
+
+Read: standard, jumprelu, topk and gated dictionaries of its current and earlier layouts, with what it does around them
+folded in. Normalisation of every row by its own norm cannot be folded and is refused. Written: what its loader opens
+unchanged. A batchtopk dictionary is written as the jumprelu it is after training, as SAELens itself does. What SAELens
+has no place for (where the rows come from in a model with several streams) stands in the config's metadata under
+`birkhoff`; labels and largest activations stand in files of their own beside.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from birkhoff.errors import SaeError, SaeFileError, quoted
+from birkhoff.sae.activations import TopK
+from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.fold import Weights
+
+CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
+SCALER = "activation_scaler.json"
+LABELS, STATISTICS = "birkhoff_labels.json", "birkhoff_statistics.safetensors"
+_ARCHITECTURES = {"standard": "relu", "jumprelu": "jumprelu", "topk": "topk", "gated": "gated"}
+
+
+def is_saelens(path: Path) -> bool:
+    return (path / CONFIG).is_file() and (path / WEIGHTS).is_file()
+
+
+def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What `Sae` takes of the weights, and what the files say about the place (`hook`, `layer`, `view`, ...)."""
+    config, tensors = read_json(path / CONFIG), read_tensors(path / WEIGHTS)
+    kind, k = _architecture(config, path)
+    names = ["W_enc", "W_dec", "b_dec", *(("b_gate", "b_mag", "r_mag") if kind == "gated" else ("b_enc",))]
+    names += ["threshold"] if kind == "jumprelu" else []
+    missing = [name for name in names if name not in tensors]
+    if missing:
+        raise SaeFileError(f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks.")
+    gated = kind == "gated"
+    weights = Weights(
+        tensors["W_enc"].T, tensors["b_mag" if gated else "b_enc"], tensors["W_dec"], tensors["b_dec"],
+        threshold=tensors.get("threshold") if kind == "jumprelu" else None,
+        gate_bias=tensors["b_gate"] if gated else None, scale=tensors["r_mag"].double().exp() if gated else None,
+    ).double()  # fmt: skip
+    if config.get("rescale_acts_by_decoder_norm"):
+        weights = weights.decoder_norms(threshold_too=False)
+    if config.get("apply_b_dec_to_input", True):
+        weights = weights.bias_on_input()
+    factor = _input_scale(config, path)
+    if factor is not None:
+        weights = weights.input_scale(factor)
+    made: dict[str, Any] = {"activation": kind, **weights.arguments()}
+    if kind == "topk":
+        made |= {"k": k, "rectified": True}
+    made |= _extras(path)
+    metadata = _object(config.get("metadata"))
+    place = _object(metadata.get("birkhoff"))
+    kept = {name: value for name, value in {**config, **metadata}.items() if name in ("model_name", "hook_name")}
+    return made | {"metadata": kept | _object(place.pop("metadata", None))}, place
+
+
+def save_saelens(sae: Sae, path: Path) -> None:
+    kind = sae.activation.name
+    if isinstance(sae.activation, TopK) and not sae.activation.rectified:
+        raise SaeError(
+            "SAELens' top-k sets what is below zero to zero, and this dictionary keeps it, so the files would mean "
+            "something else there. Save with layout='manifest', or make it with rectified=True."
+        )
+    tensors = {"W_enc": sae.encoder.T, "W_dec": sae.decoder, "b_dec": sae.decoder_bias, "b_enc": sae.encoder_bias}
+    numbers = sae.activation.tensors()
+    if kind == "gated":
+        if not (numbers["scale"] > 0).all():
+            raise SaeError("a gated dictionary of SAELens has positive scales (it keeps their logarithm).")
+        del tensors["b_enc"]
+        tensors |= {"b_gate": sae.encoder_bias, "r_mag": numbers["scale"].log(),
+                    "b_mag": numbers["shift"] + numbers["scale"] * sae.encoder_bias}  # fmt: skip
+    elif "threshold" in numbers:
+        if (numbers["threshold"] < 0).any():
+            raise SaeError("SAELens rectifies before it compares, and this dictionary has thresholds below zero.")
+        tensors["threshold"] = numbers["threshold"]
+    place = {"hook": sae.hook, "layer": sae.layer, "view": sae.view, "spread": sae.spread, "activation": kind}
+    config: dict[str, Any] = {
+        "architecture": {"relu": "standard", "batchtopk": "jumprelu"}.get(kind, kind),
+        "d_in": sae.d_model, "d_sae": sae.d_sae, "dtype": "float32", "device": "cpu",
+        "apply_b_dec_to_input": False, "normalize_activations": "none", "reshape_activations": "none",
+        "metadata": {"model_name": sae.metadata.get("model_name"),
+                     "hook_name": sae.metadata.get("hook_name") or _hook_name(sae),
+                     "birkhoff": {**place, "metadata": sae.metadata}},
+    }  # fmt: skip
+    if isinstance(sae.activation, TopK):
+        config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
+    path.mkdir(parents=True, exist_ok=True)
+    (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
+    save_extras(sae, path)
+
+
+def save_extras(sae: Sae, path: Path) -> None:
+    """Labels and largest activations, for whatever layout stands beside them; none leaves no file."""
+    (path / LABELS).unlink(missing_ok=True)
+    (path / STATISTICS).unlink(missing_ok=True)
+    if sae.labels:
+        labels = {str(number): label for number, label in sorted(sae.labels.items())}
+        (path / LABELS).write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    if sae.x_max is not None:
+        save_file({"x_max": sae.x_max}, path / STATISTICS)
+
+
+def _extras(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    if (path / LABELS).is_file():
+        raw = read_json(path / LABELS)
+        if not all(key.isdecimal() for key in raw):
+            raise SaeFileError(f"{path / LABELS} names features by something else than their numbers.")
+        found["labels"] = {int(key): label for key, label in raw.items()}
+    if (path / STATISTICS).is_file():
+        found["x_max"] = read_tensors(path / STATISTICS).get("x_max")
+    return found
+
+
+def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
+    architecture = config.get("architecture", "standard")
+    said = config.get("activation_fn", config.get("activation_fn_str", "relu"))  # earlier layouts
+    options = config.get("activation_fn_kwargs") or {}
+    if architecture == "standard" and said == "topk":
+        architecture = "topk"
+    if architecture not in _ARCHITECTURES or (said not in ("relu", "topk") and not options):
+        raise SaeFileError(
+            f"{path / CONFIG}: architecture {quoted(architecture)} with activation {quoted(said)} is not one we read; "
+            f"we read {', '.join(_ARCHITECTURES)}. A dictionary that was trained with another can often be exported as "
+            "jumprelu by its trainer."
+        )
+    if config.get("finetuning_scaling_factor"):
+        raise SaeFileError(f"{path / CONFIG}: finetuning_scaling_factor is set, which we do not read. Fold it first.")
+    k = config.get("k", options.get("k")) if architecture == "topk" else None
+    return _ARCHITECTURES[architecture], k
+
+
+def _input_scale(config: dict[str, Any], path: Path) -> float | None:
+    """The one factor all rows were multiplied with, None for none; a factor per row cannot be folded."""
+    how = config.get("normalize_activations", "none")
+    if how in ("none", False, None):
+        return None
+    if how != "expected_average_only_in":
+        raise SaeFileError(
+            f"{path / CONFIG}: normalize_activations is {quoted(how)}, which scales every row by itself and is not "
+            "linear, so it cannot be folded into the weights. Train with 'none' or 'expected_average_only_in'."
+        )
+    if not (path / SCALER).is_file():
+        raise SaeFileError(
+            f"{path / CONFIG}: rows were scaled by their expected norm, and the factor is not in {SCALER}. "
+            "Have SAELens fold it (fold_activation_norm_scaling_factor) and save again."
+        )
+    factor = read_json(path / SCALER).get("scaling_factor")
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
+        raise SaeFileError(f"{path / SCALER}: scaling_factor is {quoted(factor)}, expected a positive number.")
+    return float(factor)
+
+
+def _object(value: Any) -> dict[str, Any]:
+    """A copy of an object that a file may hold or lack."""
+    return dict(value) if isinstance(value, dict) else {}
+
+
+def _hook_name(sae: Sae) -> str | None:
+    return None if sae.hook is None else f"{sae.hook}.{sae.layer}"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SaeFileError(f"{path} cannot be read as JSON ({error}).") from None
+    if not isinstance(found, dict):
+        raise SaeFileError(f"{path} holds {quoted(found)}, expected an object.")
+    return found
+
+
+def read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise SaeFileError(f"{path} cannot be read as safetensors ({error}). It may be cut short.") from None

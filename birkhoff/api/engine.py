@@ -16,8 +16,10 @@ from birkhoff.api.captures import CaptureDesk, CaptureRules, CaptureWish
 from birkhoff.api.driver import Driver, Told
 from birkhoff.api.feed import ActBatch, feed
 from birkhoff.api.lens import Lens, look
+from birkhoff.api.manifest import model_digest
+from birkhoff.api.modules import Modules
 from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt
-from birkhoff.api.steering import Modules, Steering, SteeringDesk, per_prompt_edits
+from birkhoff.api.steering import Steering, SteeringDesk, per_prompt_edits
 from birkhoff.capture.acts import CapturedRows
 from birkhoff.capture.consumers.protocol import Consumer
 from birkhoff.capture.projections import Projections
@@ -65,12 +67,16 @@ class Engine:
     ):
         self._core, self._tokenizer, self._literals, self.name = core, tokenizer, literals, name
         self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
-        self._steering = SteeringDesk(self.schema, self.config.num_hidden_layers)
+        self._steering = SteeringDesk(self.schema, self.config.num_hidden_layers, self.identity)
 
     @property
     def model(self) -> Transformer:
         """The differentiable model itself, for gradients and attribution: `engine.model(token_ids)`."""
         return self._core.model
+
+    def identity(self) -> tuple[str, str]:
+        """The model's name, and 128 bits of what its weights are."""
+        return self.name, model_digest(self.model)
 
     @property
     def config(self) -> V4Config:

@@ -4,50 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from birkhoff.errors import SteeringError, quoted
+from birkhoff.api.modules import Identity, Modules
+from birkhoff.errors import SteeringError
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.steering.edits import ResolvedEdit, check_edits
-from birkhoff.steering.vector import Vector
 
 Steering = Any  # a list of edits for all prompts, or one such list per prompt
 
 
-class Modules(MutableMapping[str, Vector]):
-    """`engine.modules[name] = vector`: vectors that requests may name. Running requests keep what they resolved."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, Vector] = {}
-
-    def __getitem__(self, name: str) -> Vector:
-        if name not in self._held:
-            known = ", ".join(sorted(self._held)) or "none"
-            raise KeyError(f"no module named {quoted(name)}; registered: {known}")
-        return self._held[name]
-
-    def __setitem__(self, name: str, vector: Any) -> None:
-        if not isinstance(name, str) or not name:
-            raise SteeringError(f"a module is named by a text, not {quoted(name)}.")
-        self._held[name] = vector if isinstance(vector, Vector) else Vector(vector, name)
-
-    def __delitem__(self, name: str) -> None:
-        self[name]
-        del self._held[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-
 class SteeringDesk:
-    def __init__(self, schema: Mapping[str, HookSchema], num_layers: int):
+    def __init__(self, schema: Mapping[str, HookSchema], num_layers: int, identity: Identity | None = None):
         self._schema, self._num_layers = schema, num_layers
-        self.modules = Modules()
+        self.modules = Modules(schema, num_layers, identity)
         self._for_all: list[tuple[Any, ...]] = []  # the global tier: one entry per open `engine.steering` block
 
     @contextmanager

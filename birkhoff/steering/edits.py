@@ -19,6 +19,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 
 from birkhoff.errors import SteeringError, quoted
 from birkhoff.hooks import names
@@ -30,6 +31,7 @@ from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.sites import BY_NAME
+from birkhoff.steering.container import SteeringVector
 from birkhoff.steering.hashes import site_part
 from birkhoff.steering.vector import Vector
 
@@ -38,7 +40,8 @@ PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
 
 @dataclass(frozen=True)
 class _Edit:
-    """What every edit has. `vector` is the name of a module, a tensor or a list of numbers."""
+    """What every edit has. `vector` is the name of a module, a tensor, a list of numbers or a `SteeringVector`; the
+    last brings hook, layers and streams along for an edit that names none."""
 
     vector: Any
     hook: str | None = None
@@ -53,7 +56,9 @@ class _Edit:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if not isinstance(self.vector, (str, Vector)):
+        if isinstance(self.vector, Mapping):
+            put(self, "vector", SteeringVector.from_json(self.vector))
+        elif not isinstance(self.vector, (str, Vector, SteeringVector)):
             put(self, "vector", Vector(self.vector))
         if self.hook is not None and not isinstance(self.hook, str):
             raise SteeringError(f"hook is {quoted(self.hook)}, expected the name of a hook.")
@@ -103,7 +108,7 @@ class _Edit:
         max_tokens: int,
     ) -> ResolvedEdit:
         """Against one model and one prompt. Everything that can be refused is refused here."""
-        edit = self._from_module(modules)
+        edit = self._from_module(modules)._placed()
         if edit.hook is None or edit.layers is None:
             raise SteeringError(
                 f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
@@ -125,7 +130,8 @@ class _Edit:
                     "streams='post_mix' at mhc_streams_pre_attn[0]: no sublayer has written those streams "
                     "yet. Use a later layer, or name the streams."
                 )
-            sites[hook, at] = edit._at_site(schema[hook], hook, edit.path if hook.startswith("mhc_streams") else "both")
+            path = edit.path if hook.startswith("mhc_streams") else "both"
+            sites[hook, at] = edit._at_site(edit.vector.at(layer).tensor(), schema[hook], hook, path)
         selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
         return ResolvedEdit(sites, selector, edit.phase)
 
@@ -140,9 +146,30 @@ class _Edit:
             )
         return replace(self, vector=modules[self.vector])
 
-    def _at_site(self, row: HookSchema, hook: str, path: Any) -> SiteEdit:
+    def _placed(self) -> Self:
+        """With the place that a steering vector brings, where this edit names none."""
+        found = self.vector
+        if not isinstance(found, SteeringVector):
+            return self
+        if found.op != "add" and self.op in ("add", "patch"):
+            raise SteeringError(
+                f"this vector is made to {found.op}, and {type(self).__name__} would take it for what to {self.op}. "
+                f"Use {found.op.capitalize()}, or import it again with op='add'."
+            )
+        given: dict[str, Any] = {}
+        if self.hook is None:
+            given["hook"] = found.hook
+        if self.layers is None:
+            given["layers"] = list(found.layers)
+        if self.streams is None and found.streams != "flat":
+            given["streams"] = found.streams
+        if found.scale_unit == "row_norm" and self.op == "add":
+            given["norm_match"] = True
+        return replace(self, **given)
+
+    def _at_site(self, vector: torch.Tensor, row: HookSchema, hook: str, path: Any) -> SiteEdit:
         """The operation on rows of this shape; widths and streams are checked against it."""
-        vector, streams, has_streams = self.vector.tensor(), self.streams, hook.startswith("mhc_streams")
+        streams, has_streams = self.streams, hook.startswith("mhc_streams")
         width = row.width
         if not has_streams:
             if streams is not None:

@@ -53,6 +53,10 @@ class Vector:
         """Names the content, not the object: 128 bits as text."""
         return hashlib.sha256(b"birkhoff vector 1" + self._array.tobytes()).hexdigest()[:32]
 
+    def at(self, layer: int) -> Vector:
+        """The row for a layer: a bare vector is the same at all of them."""
+        return self
+
     def tensor(self) -> torch.Tensor:
         return torch.from_numpy(self._array.copy())
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
+from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 from birkhoff.engine.runner import Runner
 from birkhoff.engine.sampler import Sampler
@@ -38,12 +39,17 @@ class EngineCore:
         num_pages: int,
         max_batch_tokens: int = 2048,
         batch_invariant: bool = False,
+        prefix_bytes: int = 0,
         device: torch.device | str = "cpu",
     ):
+        """`prefix_bytes` is what the prefix cache may use beside pages; without any there is none."""
         self.model, self.max_context = model, max_context
         state = State(model.config, max_requests, num_pages, device, model.numerics.dtype)
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
         self.runner = Runner(model, state, batch_invariant)
+        if prefix_bytes:
+            prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes, prompts_only=batch_invariant)
+            self.scheduler.prefix = self.runner.prefix = prefix
         self.sampler = Sampler()
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()  # abandoned, still to be ended
@@ -132,6 +138,8 @@ class EngineCore:
         sampling = []
         for item, row in zip(work, logits):
             item.request.computed = item.stop
+            if self.scheduler.prefix is not None:
+                self.scheduler.prefix.extend(item.request, self.runner.passed.get(item.request, ()))
             if row is not None:
                 sampling.append((item.request, row))
         for (request, _), drawn in zip(sampling, self.sampler.draw(sampling)):

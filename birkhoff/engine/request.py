@@ -96,6 +96,8 @@ class Request:
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
     computed: int = 0
+    cached_tokens: int | None = None  # how many of the first tokens were known when it was admitted
+    shared_pages: int = 0
 
     @property
     def num_tokens(self) -> int:

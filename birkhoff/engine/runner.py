@@ -11,12 +11,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
+from birkhoff.engine.prefix import PrefixCache
+from birkhoff.engine.request import Request
 from birkhoff.engine.scheduler import Work
 from birkhoff.hooks.live import LiveTap, Staging, arm
 from birkhoff.hooks.plan import Span
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, Piece
-from birkhoff.model.state import State
+from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
 
 SPLIT_ROWS = 4
@@ -27,6 +29,8 @@ class Runner:
 
     def __init__(self, model: Transformer, state: State, invariant: bool = False):
         self.model, self.state, self.invariant = model, state, invariant
+        self.prefix: PrefixCache | None = None
+        self.passed: dict[Request, list[Snapshot]] = {}  # what the last step saw at the page borders it passed
         self._stagings = (Staging(state.device), Staging(state.device))
         self._helper = ThreadPoolExecutor(1, "birkhoff-decode")  # starts no thread before it is needed
         self._given: dict[int, list[int]] = {}  # pages the state's table already knows, by slot
@@ -36,6 +40,14 @@ class Runner:
         """Logits [vocab] float32 of each piece's last token, or None for a piece with tokens still to come."""
         for item in work:
             self._give_pages(item)
+        self.passed.clear()
+        try:
+            self._watch(work)
+            return self._run(work)
+        finally:
+            self.state.watched.clear()
+
+    def _run(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
         if self.invariant:
             return [self._forward([item])[0] for item in work]
         if self._splits(work):
@@ -50,6 +62,12 @@ class Runner:
 
     def close(self) -> None:
         self._helper.shutdown()
+
+    def _watch(self, work: Sequence[Work]) -> None:
+        if self.prefix is not None:
+            for item in work:
+                if item.stop - item.start > 1:
+                    self.passed[item.request] = self.prefix.watch(item.request, item.start, item.stop)
 
     def _splits(self, work: Sequence[Work]) -> bool:
         decoding = len(work) >= SPLIT_ROWS and all(w.stop - w.start == 1 for w in work)
@@ -78,7 +96,7 @@ class Runner:
             assert request.plan is not None and request.slot is not None
             tokens = request.tokens(w.start, w.stop)
             spans.append(Span(request.plan, row_of[request.slot], w.start, tokens, len(request.prompt_ids)))
-        return arm(staging, spans)
+        return arm(staging, spans, len(batch.token_ids))
 
     def _forward(self, work: Sequence[Work], staging: Staging | None = None) -> list[torch.Tensor | None]:
         pieces = [Piece(w.request.slot, w.start, w.request.tokens(w.start, w.stop)) for w in work]  # type: ignore[arg-type]

@@ -6,6 +6,9 @@ when a slot, the pages of all its known tokens and what its plan reserves are fr
 admitted last gives its memory back and is recomputed later; the oldest is never disturbed by a younger one, so every
 request ends.
 
+With a prefix cache a newcomer starts behind the beginning that it shares with past requests; it takes only the pages
+that it does not share.
+
 With `invariant` a request's pieces depend on nothing but itself: fixed chunk borders for its prompt, and outputs one at
 a time even when they are recomputed. Pieces cannot be shared out then, so requests with a prompt to read take turns.
 """
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.cache import Pool, pages_for
+from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 
 
@@ -38,12 +42,13 @@ class Work:
 class Scheduler:
     def __init__(self, slots: int, pages: int, max_batch_tokens: int, invariant: bool = False):
         self.slots, self.pages = Pool(slots), Pool(pages)
+        self.prefix: PrefixCache | None = None
         self.max_batch_tokens, self.invariant = max_batch_tokens, invariant
         # With requests decoding, a step reads at most this much prompt, so that their next token is not held up.
         self.mixed_prefill = max(1, max_batch_tokens // 4)
-        whole_pages = self.mixed_prefill // PAGE_TOKENS * PAGE_TOKENS
         beside = max(1, max_batch_tokens - slots + 1)  # what is left when everybody else decodes
-        self.fixed_chunk = min(whole_pages or self.mixed_prefill, 4 * PAGE_TOKENS, beside)
+        most = min(self.mixed_prefill, beside, PAGE_TOKENS)
+        self.fixed_chunk = 1 << (most.bit_length() - 1)  # a page, or a part of one that ends where it ends
         self._steps, self._read_at = 0, [0] * slots  # by slot: the step that last read of its prompt or admitted it
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
@@ -118,21 +123,29 @@ class Scheduler:
     def _admit(self, budget: int) -> None:
         while self.waiting and self.slots.free and budget > 0:
             request = self.waiting[0]
-            pages = self.pages.take(pages_for(request.num_tokens))
-            if pages is None:
+            hit = self.prefix.match(request) if self.prefix is not None else None
+            shared = hit.pages if hit is not None else []
+            self.pages.share(shared)  # before others are taken, which may cost kept ones their place
+            own = self.pages.take(pages_for(request.num_tokens) - len(shared))
+            if own is None:
+                self.pages.give_back(shared)
                 return
             if request.plan is not None and not request.plan.reserve():  # rows of steering tables, say
-                self.pages.give_back(pages)
+                self.pages.give_back(shared + own)
                 return
             taken = self.slots.take(1)
             assert taken is not None
             self.waiting.popleft()
-            request.slot, request.pages, request.computed = taken[0], pages, 0
+            request.slot, request.pages, request.computed = taken[0], shared + own, 0
+            if self.prefix is not None and hit is not None:
+                self.prefix.start(request, hit)
+            elif request.cached_tokens is None:
+                request.cached_tokens = 0
             if request.timings.admitted is None:
                 request.timings.admitted = time.perf_counter()
             self.running.append(request)
             self._read_at[taken[0]] = self._steps
-            budget -= request.num_tokens
+            budget -= request.num_tokens - request.computed
 
     def _grow(self, request: Request, tokens: int) -> None:
         """Pages for `tokens` tokens, taken from the youngest when none are free, which may be the request itself."""
@@ -149,6 +162,8 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
         self._take_memory(request)
+        if self.prefix is not None:
+            self.prefix.restart(request)
         request.computed = 0
         request.timings.preemptions += 1
         self.waiting.appendleft(request)

@@ -8,6 +8,9 @@ Rings are addressed by position (`position mod size`) and read only where a posi
 needs no clearing between sequences. `lookback` keeps that many extra rows: a sequence can then step back by as many
 tokens without losing anything, because nothing in the state but the rings is ever overwritten by a shorter future.
 
+A `Snapshot` is everything but the pages that a sequence needs to go on from one of its positions: it can be taken from
+the rings while they still hold the rows, or be filled by a long chunk that passes the position on its way (`watch`).
+
 `Fresh` is the state of sequences that start at 0 and are not continued: nothing is remembered, everything is
 differentiable.
 """
@@ -15,6 +18,8 @@ differentiable.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,6 +27,21 @@ from birkhoff.config import PAGE_TOKENS, V4Config
 from birkhoff.model.batch import Group
 
 ENTRY, INDEX = "entry", "index"  # the main compressor and the indexer's own
+KEYS = "keys"  # the window
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """Rows before `position`, by the name of their ring; `streams` [m, d] left the last layer at `position - 1`."""
+
+    position: int
+    rows: dict[str, torch.Tensor] = field(default_factory=dict)
+    streams: torch.Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        held = [*self.rows.values(), *([] if self.streams is None else [self.streams])]
+        return sum(tensor.nbytes for tensor in held)
 
 
 class Ring:
@@ -47,6 +67,15 @@ class Ring:
         values = values[:, -kept:].detach().to(self.rows.dtype).flatten(0, 1)
         self.rows.view(-1, self.rows.shape[-1]).index_copy_(0, where, values)
 
+    def span(self, slot: int, start: int, stop: int) -> torch.Tensor:
+        """A copy [stop - start, width] of one slot's rows at these positions."""
+        return self.rows[slot, torch.arange(start, stop, device=self.rows.device) % self.size]
+
+    def put(self, slot: int, stop: int, values: torch.Tensor) -> None:
+        """One slot's rows back at the positions that end before `stop`."""
+        at = torch.arange(stop - len(values), stop, device=self.rows.device) % self.size
+        self.rows[slot, at] = values.to(self.rows)
+
     def of(self, group: Group) -> torch.Tensor:
         """All rows [B, size, width] of the group's slots, as they lie."""
         if group.size == 1:
@@ -58,7 +87,8 @@ class Ring:
 class LayerState:
     """One layer's rings and pages."""
 
-    def __init__(self, config: V4Config, ratio: int, state: State):
+    def __init__(self, config: V4Config, ratio: int, state: State, name: str):
+        self.name = name
         device, dtype, slots, back = state.device, state.dtype, state.slots, state.lookback
         self.state, self.ratio, self.window_size = state, ratio, config.sliding_window
         self.keys = Ring(slots, config.sliding_window + back, config.head_dim, device, dtype)
@@ -80,6 +110,7 @@ class LayerState:
             positions = group.first.unsqueeze(-1) + torch.arange(-past, 0, device=keys.device)
             recent = torch.cat((self.keys.read(group.slots, positions), keys), dim=1)
             oldest = (past - group.first).clamp_min(0)
+        self._pass(KEYS, self.keys, group, keys)
         self.keys.write(group, keys)
         return recent, oldest
 
@@ -104,7 +135,35 @@ class LayerState:
         return self.raw[kind].read(group.slots, group.first.unsqueeze(-1) + before)
 
     def carry(self, kind: str, group: Group, raw: torch.Tensor) -> None:
+        if group.length > 1:
+            self._pass(kind, self.raw[kind], group, raw)
         self.raw[kind].write(group, raw)
+
+    def rings(self) -> Iterable[tuple[str, Ring]]:
+        yield KEYS, self.keys
+        yield from self.raw.items()
+
+    def needed(self, kind: str, position: int) -> int:
+        """The first position whose row a sequence that goes on at `position` will still read."""
+        if kind == KEYS:
+            return max(0, position - self.window_size)
+        lead = self.ratio if self.ratio == 4 else 0  # the finished block that overlaps the one being filled
+        return max(0, position - position % self.ratio - lead)
+
+    def _pass(self, kind: str, ring: Ring, group: Group, values: torch.Tensor) -> None:
+        """Fill watched snapshots from a chunk [B, T, width] that is about to be written over the rows before it."""
+        if not self.state.watched:
+            return
+        for member, slot in enumerate(group.once("slot list", group.slots.tolist)):
+            start = group.starts[member]
+            for snapshot in self.state.watched.get(slot, ()):
+                first, stop = self.needed(kind, snapshot.position), snapshot.position
+                if not start < stop <= start + group.length:
+                    continue
+                rows = values[member, max(first - start, 0) : stop - start].to(ring.rows.dtype)
+                if first < start:
+                    rows = torch.cat((ring.span(slot, first, start), rows))
+                snapshot.rows[f"{self.name}.{kind}"] = rows.clone()
 
     def append(self, kind: str, slots: torch.Tensor, first: torch.Tensor, entries: torch.Tensor) -> None:
         """Store `entries` [B, N, width] as numbers `first[b], first[b] + 1, ...` of their sequences."""
@@ -140,8 +199,9 @@ class State:
         longest = math.ceil(config.max_position_embeddings / PAGE_TOKENS)
         self.page_table = torch.zeros(slots, min(num_pages, longest), dtype=torch.long, device=device)
         self.table_array = self.page_table.numpy() if self.device.type == "cpu" else None
-        self.layers = [LayerState(config, ratio, self) for ratio in config.compress_ratios]
-        self.mtp = LayerState(config, 0, self) if mtp else None
+        self.layers = [LayerState(config, ratio, self, str(n)) for n, ratio in enumerate(config.compress_ratios)]
+        self.mtp = LayerState(config, 0, self, "mtp") if mtp else None
+        self.watched: dict[int, list[Snapshot]] = {}  # by slot: to be filled by the chunks of the coming step
 
     def at(self, layer: int) -> LayerState:
         return self.layers[layer]
@@ -149,6 +209,31 @@ class State:
     def give_pages(self, slot: int, pages: list[int]) -> None:
         """Let a sequence use these pages, in order of its tokens."""
         self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.long)
+
+    def copy_page(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            for pages in layer.pages.values():
+                pages[target] = pages[source]
+
+    def save(self, slot: int, position: int) -> Snapshot:
+        """What the rings hold of a sequence before `position`, which may lie up to `lookback` tokens back."""
+        snapshot = Snapshot(position)
+        for layer in self._every_layer():
+            for kind, ring in layer.rings():
+                rows = ring.span(slot, layer.needed(kind, position), position)
+                snapshot.rows[f"{layer.name}.{kind}"] = rows
+        return snapshot
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """Let a slot go on where a snapshot was taken."""
+        for layer in self._every_layer():
+            for kind, ring in layer.rings():
+                rows = snapshot.rows.get(f"{layer.name}.{kind}")
+                if rows is not None and len(rows):
+                    ring.put(slot, snapshot.position, rows)
+
+    def _every_layer(self) -> list[LayerState]:
+        return self.layers if self.mtp is None else [*self.layers, self.mtp]
 
     @classmethod
     def contiguous(cls, config: V4Config, slots: int, tokens: int, **options) -> State:

@@ -1,0 +1,233 @@
+"""What was computed once is not computed again: the pages of past prompts, found by what led to them.
+
+Every whole page of 128 tokens has a key: a hash of the key before it, its tokens, and what edits do to them, so that a
+key stands for everything its state depends on. Edits join at the pages they touch and from there on; a page that no
+edit reaches is shared with requests that have none. A page is entered under its key when all its tokens are computed
+for good and is never written again.
+
+Pages hold compressed entries alone. To go on behind one, windows and carries are needed as they were at its end: a
+`Snapshot`, taken in passing and kept within a bound of bytes, least recently used out first. A request starts behind
+the last page that has one, and always computes at least its last token. It starts no later than the first row that it
+captures: a row that is not computed cannot be seen.
+
+With `prompts_only` (batch-invariant engines) only pages computed as a prompt, in whole chunks, are entered: bits depend
+on how tokens were cut, and this makes the cut the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+from birkhoff.config import PAGE_TOKENS
+from birkhoff.engine.cache import Pool
+from birkhoff.engine.request import Request
+from birkhoff.hooks.digest import combine, framed
+from birkhoff.model.state import Snapshot, State
+
+KEY_BYTES = 16
+
+
+@dataclass(eq=False)
+class Node:
+    """One page of some past sequence."""
+
+    key: bytes
+    page: int
+    snapshot: Snapshot | None = None
+
+
+@dataclass(frozen=True)
+class Hit:
+    """Pages a request can use as they are, and the state behind the last of them."""
+
+    pages: list[int]
+    snapshot: Snapshot
+
+    @property
+    def position(self) -> int:
+        return self.snapshot.position
+
+
+@dataclass(eq=False)
+class _Chain:
+    """A request's keys so far. `open` while they can go on: an edit that cannot be named ends them."""
+
+    keys: list[bytes]
+    entered: int = 0  # pages that are in the cache, or never will be
+    open: bool = True
+
+
+class PrefixCache:
+    def __init__(
+        self, state: State, pages: Pool, snapshot_bytes: int, root: bytes = b"", prompts_only: bool = False
+    ) -> None:
+        self.state, self.pages, self.snapshot_bytes = state, pages, snapshot_bytes
+        self.root, self.prompts_only = root, prompts_only
+        self.held_bytes = self.hits = self.hit_tokens = self.evictions = 0
+        self._nodes: dict[bytes, Node] = {}
+        self._by_page: dict[int, Node] = {}
+        self._snapshots: OrderedDict[bytes, Node] = OrderedDict()
+        self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
+        pages.on_eviction = self._evicted
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def match(self, request: Request) -> Hit | None:
+        """The longest known beginning of a request that it can start behind."""
+        most = min(request.num_tokens - 1, self._first_wanted(request))
+        if self.prompts_only:
+            most = min(most, len(request.prompt_ids) - 1)
+        nodes: list[Node] = []
+        deepest = 0
+        for key in self._keys(request, most // PAGE_TOKENS):
+            node = self._nodes.get(key)
+            if node is None:
+                break
+            nodes.append(node)
+            if node.snapshot is not None:
+                deepest = len(nodes)
+        if not deepest:
+            return None
+        snapshot = nodes[deepest - 1].snapshot
+        assert snapshot is not None
+        self._snapshots.move_to_end(nodes[deepest - 1].key)
+        return Hit([node.page for node in nodes[:deepest]], snapshot)
+
+    def start(self, request: Request, hit: Hit) -> None:
+        """Put a request that has its slot and pages behind what it shares."""
+        assert request.slot is not None and request.pages[: len(hit.pages)] == hit.pages
+        self.state.restore(request.slot, hit.snapshot)
+        request.computed = hit.position
+        if request.cached_tokens is None:
+            request.cached_tokens, request.shared_pages = hit.position, len(hit.pages)
+        self._chains[request].entered = len(hit.pages)
+        self.hits, self.hit_tokens = self.hits + 1, self.hit_tokens + hit.position
+        if request.plan is not None:  # steered as much as if it had been computed for this very request
+            tokens = request.tokens(0, hit.position)
+            for edit in request.plan.edits:
+                request.plan.steered.update(int(o) for o in edit.offsets(0, tokens, len(request.prompt_ids)))
+
+    def watch(self, request: Request, start: int, stop: int) -> list[Snapshot]:
+        """Ask the coming step for snapshots at the page borders that one chunk passes."""
+        borders = range(start // PAGE_TOKENS + 1, stop // PAGE_TOKENS + 1)
+        keys = self._keys(request, len(borders) + start // PAGE_TOKENS)
+        wanted = []
+        for pages in borders:
+            if pages > len(keys) or not self._enters(request, pages):
+                break
+            node = self._nodes.get(keys[pages - 1])
+            if node is None or node.snapshot is None:
+                wanted.append(Snapshot(pages * PAGE_TOKENS))
+        if wanted and request.slot is not None:
+            self.state.watched[request.slot] = wanted
+        return wanted
+
+    def extend(self, request: Request, passed: Sequence[Snapshot] = ()) -> None:
+        """Enter the pages a request has completed; `passed` are snapshots its last step filled."""
+        chain = self._chain(request)
+        complete = request.computed // PAGE_TOKENS
+        if chain.entered >= complete or request.slot is None:
+            return
+        by_position = {snapshot.position: snapshot for snapshot in passed}
+        keys = self._keys(request, complete)
+        for number in range(chain.entered, min(complete, len(keys))):
+            if not self._enters(request, number + 1):
+                break
+            border = (number + 1) * PAGE_TOKENS
+            node = self._nodes.get(keys[number])
+            if node is None:
+                node = self._nodes[keys[number]] = Node(keys[number], request.pages[number])
+                self._by_page[node.page] = node
+                self.pages.keep(node.page)
+            if node.snapshot is None:
+                snapshot = by_position.get(border)
+                if snapshot is None and request.computed - border <= self.state.lookback:
+                    snapshot = self.state.save(request.slot, border)
+                if snapshot is not None:
+                    self._hold(node, snapshot)
+        chain.entered = complete
+
+    def clear(self) -> None:
+        """Forget everything; running requests keep what they hold."""
+        for node in list(self._nodes.values()):
+            self._drop(node)
+            self.pages.forget(node.page)
+
+    def restart(self, request: Request) -> None:
+        """A request has given its memory back and will be matched again."""
+        self._chain(request).entered = 0
+
+    def _enters(self, request: Request, pages: int) -> bool:
+        return not self.prompts_only or pages * PAGE_TOKENS <= len(request.prompt_ids)
+
+    def _first_wanted(self, request: Request) -> int:
+        """The first position whose rows have to be computed because somebody wants to see them."""
+        plan = request.plan
+        if plan is None or not plan.jobs:
+            return request.num_tokens
+        tokens = request.tokens(plan.seen, request.num_tokens)
+        firsts = [job.offsets(plan.seen, tokens, len(request.prompt_ids)) for job in plan.jobs]
+        return min((plan.seen + int(offsets[0]) for offsets in firsts if len(offsets)), default=request.num_tokens)
+
+    def _chain(self, request: Request) -> _Chain:
+        if request not in self._chains:
+            self._chains[request] = _Chain([])
+        return self._chains[request]
+
+    def _keys(self, request: Request, pages: int) -> list[bytes]:
+        """Keys of a request's first pages, fewer when an edit cannot be named."""
+        chain = self._chain(request)
+        while chain.open and len(chain.keys) < pages:
+            before = chain.keys[-1] if chain.keys else self.root
+            key = page_key(request, len(chain.keys), before)
+            if key is None:
+                chain.open = False
+            else:
+                chain.keys.append(key)
+        return chain.keys[:pages]
+
+    def _hold(self, node: Node, snapshot: Snapshot) -> None:
+        node.snapshot = snapshot
+        self._snapshots[node.key] = node
+        self.held_bytes += snapshot.nbytes
+        while self.held_bytes > self.snapshot_bytes:
+            self._release_snapshot(next(iter(self._snapshots.values())))
+
+    def _release_snapshot(self, node: Node) -> None:
+        if node.snapshot is not None:
+            self.held_bytes -= node.snapshot.nbytes
+            node.snapshot = None
+            del self._snapshots[node.key]
+
+    def _evicted(self, page: int) -> None:
+        self.evictions += 1
+        self._drop(self._by_page[page])
+
+    def _drop(self, node: Node) -> None:
+        self._release_snapshot(node)
+        del self._nodes[node.key], self._by_page[node.page]
+
+
+def page_key(request: Request, page: int, before: bytes) -> bytes | None:
+    """128 bits of everything the state at the end of a page depends on; None when an edit there has no name."""
+    start, stop, border = page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS, len(request.prompt_ids)
+    tokens = request.tokens(start, stop)
+    said = [before, struct.pack(f"<{len(tokens)}q", *tokens)]
+    for edit in request.plan.edits if request.plan is not None else ():
+        offsets = [int(offset) for offset in edit.offsets(start, tokens, border)]
+        if not offsets:
+            continue
+        prompt = [offset for offset in offsets if start + offset < border]
+        for phase, touched in (("prefill", prompt), ("decode", offsets[len(prompt) :])):
+            if touched:
+                digest = combine(edit.digest_parts(phase))  # type: ignore[arg-type]
+                if digest is None:
+                    return None
+                said += [digest, struct.pack(f"<{len(touched)}q", *touched)]
+    return hashlib.blake2b(framed(*said), digest_size=KEY_BYTES).digest()

@@ -48,8 +48,8 @@ class Output:
             logprobs=list(request.logprobs) if request.options.logprobs is not None else None,
             acts=_acts(request),
             capture_results=_capture_results(request),
-            interp=_interp(request),
-            timings=_timings(request),
+            interp=interp_of(request),
+            timings=timings_of(request),
             message=message,
             error=request.error,
             signals=_signals(request),
@@ -87,7 +87,7 @@ def _captures(request: Request) -> list[CaptureJob]:
     return [job for job in (request.plan.jobs if request.plan is not None else ()) if isinstance(job, CaptureJob)]
 
 
-def _interp(request: Request) -> dict[str, Any]:
+def interp_of(request: Request) -> dict[str, Any]:
     """What was captured and which tokens were steered: exact positions, counted by the engine and not by the request's
     wording. Places that a capture asked for one by one and that never came are listed by consumer."""
     found: dict[str, Any] = {}
@@ -109,7 +109,7 @@ def _capture_results(request: Request) -> dict[str, CaptureResult]:
     return found
 
 
-def _timings(request: Request) -> dict[str, float | int | None]:
+def timings_of(request: Request) -> dict[str, float | int | None]:
     """Milliseconds of each stage, and the rate of decoding after the first token."""
     t = request.timings
 

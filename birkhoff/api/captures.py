@@ -148,6 +148,6 @@ class DispatchKeeper:
     def end(self, finish_reason: str, missing: list[int], error: str | None) -> None:
         self._dispatcher.finish(self._key, finish_reason, self._prompt_len, error)
 
-    def results(self) -> dict[str, CaptureResult]:
-        found = self._dispatcher.results(self._key, SECONDS_TO_DURABLE)
+    def results(self, seconds: float = SECONDS_TO_DURABLE) -> dict[str, CaptureResult]:
+        found = self._dispatcher.results(self._key, seconds)
         return {self._consumer: found[self._consumer]}

@@ -199,9 +199,13 @@ class Engine:
         thinking: bool = False,
         effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        response_format: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Prompt token ids of a conversation, ready for an answer."""
-        return encode_chat(messages, self.tokenizer, self._literals, thinking=thinking, effort=effort, tools=tools)
+        return encode_chat(
+            messages, self.tokenizer, self._literals, thinking=thinking, effort=effort, tools=tools,
+            response_format=response_format,
+        )  # fmt: skip
 
     def chat(
         self,

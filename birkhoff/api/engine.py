@@ -44,6 +44,7 @@ from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.signals import SignalJob, check_signals
 from birkhoff.hooks.sites import Site
+from birkhoff.hooks.table import Tables
 from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
 from birkhoff.model.memory import Memory
 from birkhoff.model.transformer import Transformer
@@ -67,7 +68,8 @@ class Engine:
     ):
         self._core, self._tokenizer, self._literals, self.name = core, tokenizer, literals, name
         self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
-        self._steering = SteeringDesk(self.schema, self.config.num_hidden_layers, self.identity)
+        tables = Tables(self.model.embed.device)
+        self._steering = SteeringDesk(self.schema, self.config.num_hidden_layers, self.identity, tables)
 
     @property
     def model(self) -> Transformer:
@@ -434,11 +436,12 @@ class Engine:
         def plan(choice: int) -> Plan | None:
             tail = mark if options.n == 1 else f"{mark}-{choice}"
             edits = self._steering.edits(steer, ids, wanted)
+            table = self._steering.table(edits)
             if capture is None and not wishes:
-                return Plan(edits=edits) if edits else None
+                return Plan(edits=edits, table=table) if edits else None
             made = Plan() if capture is None else (desk or self._desk).plan(capture, ids, wanted, tail)
             told = [SignalJob(wishes, self.config.num_hidden_layers, self.modules)] if wishes else []
-            return replace(made, edits=edits, jobs=(*made.jobs, *told))
+            return replace(made, edits=edits, table=table, jobs=(*made.jobs, *told))
 
         return [
             Request(

@@ -10,15 +10,22 @@ from typing import Any
 
 from birkhoff.api.modules import Identity, Modules
 from birkhoff.errors import SteeringError
+from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.schema import HookSchema
-from birkhoff.steering.edits import ResolvedEdit, check_edits
+from birkhoff.hooks.table import TableRows, Tables
+from birkhoff.steering.edits import ResolvedEdit, check_directions, check_edits
 
 Steering = Any  # a list of edits for all prompts, or one such list per prompt
 
 
 class SteeringDesk:
-    def __init__(self, schema: Mapping[str, HookSchema], num_layers: int, identity: Identity | None = None):
+    def __init__(
+        self, schema: Mapping[str, HookSchema], num_layers: int, identity: Identity | None = None,
+        tables: Tables | None = None,
+    ):  # fmt: skip
         self._schema, self._num_layers = schema, num_layers
+        self.tables = tables or Tables()
+        self._widths = {hook: row.width for hook, row in schema.items()}
         self.modules = Modules(schema, num_layers, identity)
         self._for_all: list[tuple[Any, ...]] = []  # the global tier: one entry per open `engine.steering` block
 
@@ -38,10 +45,17 @@ class SteeringDesk:
         """The global tier and the request's own edits, resolved for one prompt."""
         own = () if steer is None else check_edits(steer)
         every = [edit for tier in self._for_all for edit in tier]
-        return tuple(
+        resolved = tuple(
             edit.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
             for edit in (*every, *own)
         )
+        check_directions(resolved)
+        return resolved
+
+    def table(self, edits: Sequence[Edit]) -> TableRows | None:
+        """Rows for the vectors these edits add, still to be reserved; None when they add none."""
+        rows = TableRows(self.tables, [edit.sites for edit in edits], self._widths)
+        return rows if len(rows) else None
 
     def digest(self) -> str | None:
         """128 bits of the global tier, named vectors by their content; None when there is none."""

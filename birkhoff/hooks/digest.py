@@ -4,7 +4,7 @@ Every edit says what it does to the tokens of a phase as `Part`s: canonical byte
 `combine` frames every part with its length and every block with a name of its own, so that no content of one kind can
 be read as content of another. Parts of a block whose order cannot matter are sorted; the others stand as they came. A
 phase that nothing touches has no digest, whatever the other phase does: edits of generated tokens leave the cache of a
-prompt alone.
+prompt alone. Nothing here imports torch, so that what was steered can be compared where there is none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ import hashlib
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 Phase = Literal["prefill", "decode"]
 Block = Literal["patch", "add", "delta", "full", "clamp"]
@@ -38,6 +40,17 @@ def framed(*pieces: bytes) -> bytes:
 def number(value: float | None) -> bytes:
     """A float64, where minus zero is zero; nothing for None."""
     return b"" if value is None else struct.pack("<d", value + 0.0)
+
+
+def float32_bytes(values: Any) -> bytes:
+    """Numbers as little-endian float32, whatever they came as: a list, a packed blob, a tensor."""
+    array = values.detach().float().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
+    return (array.astype("<f4") + np.float32(0)).tobytes()  # adding zero makes every zero a positive one
+
+
+def row_digest(row: Any) -> bytes:
+    """Names a row of numbers by its content."""
+    return hashlib.sha256(b"birkhoff row 1" + float32_bytes(row)).digest()[:DIGEST_BYTES]
 
 
 def combine(parts: Iterable[Part]) -> bytes | None:

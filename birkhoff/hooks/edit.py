@@ -88,10 +88,17 @@ class SiteEdit:
         return whole.flatten()
 
 
-def apply(x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]], around: Around) -> torch.Tensor:
-    """All edits of one site of one step, in their fixed order."""
+def apply(
+    x: torch.Tensor,
+    edits: Sequence[tuple[SiteEdit | Splice, list[int]]],
+    around: Around,
+    added: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """All edits of one site of one step, in their fixed order. `added` does the plain additions that are in tables."""
     out = x
     for op in ORDER:
+        if op == "add" and added is not None:
+            out = added(out)
         hosts: dict[SpliceHost, list[tuple[Splice, list[int]]]] = {}
         chosen = [(edit, rows) for edit, rows in edits if edit.op == op and isinstance(edit, SiteEdit)]
         for edit, rows in edits:

@@ -14,21 +14,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from birkhoff.hooks.edit import Around, SiteEdit, Splice, apply
+from birkhoff.hooks.changes import ChangeDesk, Changes, bucket
+from birkhoff.hooks.edit import Around
 from birkhoff.hooks.plan import Job, Key, Rows, Span
 from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
 from birkhoff.hooks.tap import NoTap, Reads, Tap, together
 
-Edits = dict[Key, list[tuple[SiteEdit | Splice, list[int]]]]
-SIZES = (8, 64, 512)  # rows a staging buffer can hold; beyond the last, multiples of it
 SENTINEL = 0  # padding reads this row; its copies are never delivered
-
-
-def bucket(rows: int) -> int:
-    for size in SIZES:
-        if rows <= size:
-            return size
-    return -(-rows // SIZES[-1]) * SIZES[-1]
 
 
 @dataclass
@@ -59,6 +51,8 @@ class Staging:
 
     def __init__(self, device: torch.device | str = "cpu", depth: int = 2):
         self.device, self.depth, self._turn = torch.device(device), depth, 0
+        self.changes = ChangeDesk(self.device)
+        self.armed: LiveTap | None = None  # the last tap that only changed things, for as long as it does
         self._index: dict[tuple[Key, bool, int], torch.Tensor] = {}
         self._rows: dict[tuple[Key, bool, int, int], torch.Tensor] = {}
 
@@ -93,20 +87,19 @@ class Staging:
 class LiveTap:
     """The sites of one step that somebody wants or changes, by layer."""
 
-    def __init__(self, staging: Staging, wanted: dict[tuple[Key, bool], _Wanted], edits: Edits):
-        self._staging, self._wanted = staging, list(wanted.values())
+    def __init__(self, staging: Staging, wanted: dict[tuple[Key, bool], _Wanted], changes: Changes | None):
+        self._staging, self._wanted, self.changes = staging, list(wanted.values()), changes
         self._layers: dict[int, _LayerTap] = {}
         written = _Written()
         for want in self._wanted:
             hook, layer = want.key
             self._layers.setdefault(layer, _LayerTap(staging, written)).add(BY_NAME[hook], want)
-        for (hook, layer), changes in edits.items():
-            self._layers.setdefault(layer, _LayerTap(staging, written)).change(BY_NAME[hook], changes)
-        if any(_needs_post(edit) for changes in edits.values() for edit, _ in changes):
-            self._unwatched: Tap = _LayerTap(staging, written)  # every sublayer's write-out weights are remembered
+        for hook, layer in changes.sites if changes is not None else ():
+            self._layers.setdefault(layer, _LayerTap(staging, written)).change(BY_NAME[hook], layer, changes)
+        self._unwatched: Tap = NoTap()
+        if changes is not None and changes.needs_post():
+            self._unwatched = _LayerTap(staging, written)  # every sublayer's write-out weights are remembered
             written.wanted = True
-        else:
-            self._unwatched = NoTap()
 
     def at(self, layer: int) -> Tap:
         return self._layers.get(layer, self._unwatched)
@@ -131,10 +124,6 @@ class LiveTap:
                 share.job.deliver(Rows(hook, layer, rows, share.positions, share.token_ids, share.prompt_rows))
 
 
-def _needs_post(edit: SiteEdit | Splice) -> bool:
-    return edit.post_mix if isinstance(edit, SiteEdit) else True
-
-
 class _Written:
     """The write-out weights of the sublayer that wrote the streams last."""
 
@@ -149,10 +138,11 @@ class _LayerTap:
         self._staging, self._written = staging, written
         self._before: dict[int, _Wanted] = {}
         self._after: dict[int, _Wanted] = {}
-        self._edits: dict[int, list[tuple[SiteEdit | Splice, list[int]]]] = {}
+        self._changes: dict[int, tuple[Key, Changes]] = {}
 
-    def change(self, site: Site, changes: list[tuple[SiteEdit | Splice, list[int]]]) -> None:
-        self._edits[site.id] = changes
+    def change(self, site: Site, layer: int, changes: Changes | None) -> None:
+        assert changes is not None
+        self._changes[site.id] = (site.name, layer), changes
 
     def add(self, site: Site, want: _Wanted) -> None:
         (self._after if want.after else self._before)[site.id] = want
@@ -168,25 +158,20 @@ class _LayerTap:
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         self._stage(self._before, site, x)
-        changes = self._edits.get(site.id)
-        if changes is not None:
-            x = apply(x, changes, Around(self._written.post))
+        if site.id in self._changes:
+            key, changes = self._changes[site.id]
+            x = changes.whole(key, x, Around(self._written.post))
         self._stage(self._after, site, x)
         return x
 
     def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         self._stage(self._before, site, x)
-        changes = self._edits.get(site.id)
-        if changes is None:
+        if site.id not in self._changes:
             self._stage(self._after, site, x)
             return x, x
-        around = Around(self._written.post, reads)
-        if all(edit.path == "both" for edit, _ in changes):
-            read = carried = apply(x, changes, around)
-        else:
-            read = apply(x, [c for c in changes if c[0].path != "carry"], around)
-            carried = apply(x, [c for c in changes if c[0].path != "read"], around)
-        self._stage(self._after, site, carried if any(e.path != "read" for e, _ in changes) else read)
+        key, changes = self._changes[site.id]
+        read, carried = changes.parted(key, x, Around(self._written.post, reads))
+        self._stage(self._after, site, carried if changes.sites[key].carries else read)
         return read, carried
 
     def _stage(self, sites: dict[int, _Wanted], site: Site, *parts: torch.Tensor) -> None:
@@ -195,45 +180,39 @@ class _LayerTap:
             want.staged = self._staging.copy(want, parts)
 
 
-def arm(staging: Staging, spans: Sequence[Span]) -> LiveTap | None:
-    """The tap of a step with these spans, or None when nothing of it is wanted."""
+def arm(staging: Staging, spans: Sequence[Span], num_rows: int | None = None) -> LiveTap | None:
+    """The tap of a step of `num_rows` tokens with these spans, or None when nothing of it is wanted or changed."""
     wanted: dict[tuple[Key, bool], _Wanted] = {}
-    edits: Edits = {}
+    changes = staging.changes.of(spans, num_rows)
     for span in spans:
-        _collect_edits(span, edits)
-        skip = max(span.plan.seen - span.start, 0)  # computed again after a preemption: delivered before
-        span.plan.seen = max(span.plan.seen, span.start + len(span.token_ids))
-        tokens = span.token_ids[skip:]
-        if not len(tokens):
-            continue
-        for job in span.plan.jobs:
-            offsets = job.offsets(span.start + skip, tokens, span.prompt_len)
-            if not len(offsets):
-                continue
-            positions = tuple(int(span.start + skip + offset) for offset in offsets)
-            ids = tuple(int(tokens[offset]) for offset in offsets)
-            prompt_rows = sum(position < span.prompt_len for position in positions)
-            rows = [span.first_row + skip + int(offset) for offset in offsets]
-            for key in job.keys:
-                want = wanted.setdefault((key, job.after), _Wanted(key, job.after))
-                want.shares.append(_Share(job, len(want.rows), positions, ids, prompt_rows))
-                want.rows += rows
-    if not wanted and not edits:
+        _collect(span, wanted)
+    if not wanted and changes is None:
         return None
+    if not wanted and staging.armed is not None and staging.armed.changes is changes:
+        return staging.armed
     staging.next_turn()
     for want in wanted.values():
         want.index = staging.index(want)
-    return LiveTap(staging, wanted, edits)
+    tap = LiveTap(staging, wanted, changes)
+    staging.armed = None if wanted else tap
+    return tap
 
 
-def _collect_edits(span: Span, edits: Edits) -> None:
-    for edit in span.plan.edits:
-        offsets = edit.offsets(span.start, span.token_ids, span.prompt_len)
-        if len(offsets):
-            rows = [span.first_row + int(offset) for offset in offsets]
-            positions = [span.start + int(offset) for offset in offsets]
-            span.plan.steered.update(positions)
-            for key, change in edit.sites.items():
-                edits.setdefault(key, []).append(
-                    (change.at(positions) if isinstance(change, SiteEdit) else change, rows)
-                )
+def _collect(span: Span, wanted: dict[tuple[Key, bool], _Wanted]) -> None:
+    skip = max(span.plan.seen - span.start, 0)  # computed again after a preemption: delivered before
+    span.plan.seen = max(span.plan.seen, span.start + len(span.token_ids))
+    tokens = span.token_ids[skip:]
+    if not len(tokens):
+        return
+    for job in span.plan.jobs:
+        offsets = job.offsets(span.start + skip, tokens, span.prompt_len)
+        if not len(offsets):
+            continue
+        positions = tuple(int(span.start + skip + offset) for offset in offsets)
+        ids = tuple(int(tokens[offset]) for offset in offsets)
+        prompt_rows = sum(position < span.prompt_len for position in positions)
+        rows = [span.first_row + skip + int(offset) for offset in offsets]
+        for key in job.keys:
+            want = wanted.setdefault((key, job.after), _Wanted(key, job.after))
+            want.shares.append(_Share(job, len(want.rows), positions, ids, prompt_rows))
+            want.rows += rows

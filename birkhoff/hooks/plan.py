@@ -16,6 +16,7 @@ import torch
 
 from birkhoff.hooks.digest import Part, Phase, combine
 from birkhoff.hooks.edit import SiteEdit, Splice
+from birkhoff.hooks.table import TableRows
 
 Key = tuple[str, int]  # hook name, layer
 
@@ -91,6 +92,13 @@ class Plan:
     seen: int = 0
     steered: set[int] = field(default_factory=set)
     holdings: tuple[Holding, ...] = ()
+    table: TableRows | None = None  # rows for the vectors its edits add; without, they are added row by row
+
+    @cached_property
+    def by_position(self) -> bool:
+        """Whether some edit brings a row of its own for each position."""
+        changes = (change for edit in self.edits for change in edit.sites.values())
+        return any(isinstance(change, SiteEdit) and change.places is not None for change in changes)
 
     @cached_property
     def prefill_digest(self) -> bytes | None:
@@ -104,17 +112,21 @@ class Plan:
 
     def reserve(self) -> bool:
         """Take everything the request needs while it runs, or nothing and answer False: then it has to wait."""
-        for count, holding in enumerate(self.holdings):
+        wanted = self._everything()
+        for count, holding in enumerate(wanted):
             if not holding.reserve():
-                for taken in self.holdings[:count]:
+                for taken in wanted[:count]:
                     taken.release()
                 return False
         return True
 
     def release(self) -> None:
         """Give it back, at the end or for a while."""
-        for holding in self.holdings:
+        for holding in self._everything():
             holding.release()
+
+    def _everything(self) -> tuple[Holding, ...]:
+        return self.holdings if self.table is None else (*self.holdings, self.table)
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
         for job in self.jobs:

@@ -14,7 +14,8 @@ runs.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
@@ -35,6 +36,7 @@ from birkhoff.steering.container import SteeringVector
 from birkhoff.steering.hashes import site_part
 from birkhoff.steering.vector import Vector
 
+MAX_DIRECTIONS = 4
 PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
 
 
@@ -120,6 +122,7 @@ class _Edit:
         once = edit.hook in BY_NAME and BY_NAME[edit.hook].once
         layers = [num_layers - 1] if once else edit.layers.expand(num_layers)
         sites: dict[Key, SiteEdit] = {}
+        made: dict[tuple[str, int], SiteEdit] = {}  # layers with the same vector share one operation
         for layer in layers:
             hook, at = names.resolve(edit.hook, layer, schema, num_layers)
             if not schema[hook].steerable:
@@ -131,7 +134,10 @@ class _Edit:
                     "yet. Use a later layer, or name the streams."
                 )
             path = edit.path if hook.startswith("mhc_streams") else "both"
-            sites[hook, at] = edit._at_site(edit.vector.at(layer).tensor(), schema[hook], hook, path)
+            vector = edit.vector.at(layer)
+            if (hook, id(vector)) not in made:
+                made[hook, id(vector)] = edit._at_site(vector.tensor(), schema[hook], hook, path)
+            sites[hook, at] = made[hook, id(vector)]
         selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
         return ResolvedEdit(sites, selector, edit.phase)
 
@@ -287,6 +293,22 @@ class ResolvedEdit:
 
 
 Edits = Sequence[_Edit]
+
+
+def check_directions(edits: Iterable[Any]) -> None:
+    """Refuse more than `MAX_DIRECTIONS` clamps and projections that meet at one site in one phase."""
+    edits = [edit for edit in edits if isinstance(edit, ResolvedEdit)]
+    for phase in PHASES[1:]:
+        count: Counter[Key] = Counter()
+        for edit in edits:
+            if edit.phase in ("both", phase):
+                count.update(key for key, site in edit.sites.items() if site.op == "clamp")
+        for (hook, layer), directions in count.items():
+            if directions > MAX_DIRECTIONS:
+                raise SteeringError(
+                    f"{directions} directions are clamped or projected at {hook}[{layer}] during {phase}, at most "
+                    f"{MAX_DIRECTIONS} can be, global ones included. Drop some, or spread them over layers."
+                )
 
 
 def check_edits(edits: Any) -> tuple[_Edit, ...]:

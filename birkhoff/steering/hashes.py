@@ -11,24 +11,16 @@ content a name stands for, and opaque canonical blocks of features.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
-from birkhoff.hooks.digest import Block, Part, combine, framed, number, short
+from birkhoff.hooks.digest import Block, Part, combine, float32_bytes, framed, number, short
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.plan import Key
 
 Vectors = Mapping[str, Mapping[int, tuple[Any, float]]]  # hook, layer -> numbers and scale
-
-
-def float32_bytes(values: Any) -> bytes:
-    """Numbers as little-endian float32, whatever they came as: a list, a packed blob, a tensor."""
-    array = values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else np.asarray(values)
-    return (array.astype("<f4") + np.float32(0)).tobytes()  # adding zero makes every zero a positive one
 
 
 def site_part(key: Key, edit: SiteEdit, positions: bytes) -> Part:
@@ -72,11 +64,6 @@ def digest_steering_config(
     )
     parts += [Part(block, spec) for block, specs in blocks for spec in specs]
     return combine(parts)
-
-
-def row_digest(row: torch.Tensor) -> bytes:
-    """Names a row of a table by its content."""
-    return hashlib.sha256(b"birkhoff row 1" + float32_bytes(row)).digest()[:16]
 
 
 def _vectors(vectors: Vectors) -> Iterable[bytes]:

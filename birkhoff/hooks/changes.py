@@ -1,0 +1,207 @@
+"""What one step changes, by site: additions out of the tables, and everything else row by row.
+
+`ChangeDesk.of` asks every edit of every span which tokens of its piece it changes. While requests only decode, the
+answers are the same step after step; then the same `Changes` are handed out again and nothing is built. The index from
+tokens to table rows is a buffer of a few fixed sizes, padded with the row that changes nothing and written in place.
+
+A plan that holds no rows of a table (one forward pass for a trace, say) has its additions done row by row: the same
+arithmetic, next door.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from birkhoff.hooks.edit import Around, Path, SiteEdit, Splice, apply
+from birkhoff.hooks.plan import Key, Span
+from birkhoff.hooks.table import SENTINEL, Tables, gather_add
+
+RowEdits = list[tuple[SiteEdit | Splice, list[int]]]
+SIZES = (8, 64, 512)  # tokens an index can hold; beyond the last, multiples of it
+FEW = 4  # when fewer than one token in so many is touched, only those are gathered
+
+
+def bucket(count: int) -> int:
+    for size in SIZES:
+        if count <= size:
+            return size
+    return -(-count // SIZES[-1]) * SIZES[-1]
+
+
+class SiteChange:
+    """One site's share. `paths` of table rows that are live here; `others` are edits with their rows."""
+
+    def __init__(self) -> None:
+        self.paths: set[Path] = set()
+        self.others: RowEdits = []
+
+    @property
+    def one_tensor(self) -> bool:
+        """Whether what is read and what is carried stay the same tensor."""
+        return self.paths <= {"both"} and all(edit.path == "both" for edit, _ in self.others)
+
+    @property
+    def carries(self) -> bool:
+        return bool(self.paths - {"read"}) or any(edit.path != "read" for edit, _ in self.others)
+
+
+@dataclass(eq=False)
+class Changes:
+    """A step's changes. `token_rows` [lanes, tokens]; `only` are the tokens it speaks of, None for all of them."""
+
+    sites: dict[Key, SiteChange] = field(default_factory=dict)
+    tables: Tables | None = None
+    token_rows: torch.Tensor | None = None
+    only: torch.Tensor | None = None
+
+    def needs_post(self) -> bool:
+        """Whether some edit wants the write-out weights of the sublayer before it."""
+        return any(
+            edit.post_mix if isinstance(edit, SiteEdit) else True
+            for change in self.sites.values()
+            for edit, _ in change.others
+        )
+
+    def whole(self, key: Key, x: torch.Tensor, around: Around) -> torch.Tensor:
+        """A site with one tensor."""
+        change = self.sites[key]
+        return self._apply(key, change.paths, change.others, x, around)
+
+    def parted(self, key: Key, x: torch.Tensor, around: Around) -> tuple[torch.Tensor, torch.Tensor]:
+        """Streams: what is read and what is carried."""
+        change = self.sites[key]
+        if change.one_tensor:
+            both = self._apply(key, change.paths, change.others, x, around)
+            return both, both
+        read, carried = (
+            self._apply(key, change.paths - {path}, [c for c in change.others if c[0].path != path], x, around)
+            for path in ("carry", "read")
+        )
+        return read, carried
+
+    def _apply(self, key: Key, paths: set[Path], others: RowEdits, x: torch.Tensor, around: Around) -> torch.Tensor:
+        if not paths:
+            return apply(x, others, around)
+        if not others:
+            return self._add(key, paths, x)
+        return apply(x, others, around, lambda out: self._add(key, paths, out))
+
+    def _add(self, key: Key, paths: set[Path], x: torch.Tensor) -> torch.Tensor:
+        assert self.tables is not None and self.token_rows is not None
+        sites = [self.tables.site((*key, path)) for path in sorted(paths)]
+        if self.only is None:
+            return gather_add(x, self.token_rows, sites)
+        return x.index_copy(0, self.only, gather_add(x.index_select(0, self.only), self.token_rows, sites))
+
+
+@dataclass(frozen=True, eq=False)
+class _Active:
+    """One edit at work in this step: its number in its plan, and the tokens of the piece it changes."""
+
+    span: Span
+    number: int
+    offsets: Sequence[int]
+
+    @property
+    def rows(self) -> list[int]:
+        return [self.span.first_row + int(offset) for offset in self.offsets]
+
+
+class ChangeDesk:
+    """Makes the changes of a step, and keeps the last ones for as long as nothing is different."""
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self._device = torch.device(device)
+        self._buffers: dict[tuple[int, int], torch.Tensor] = {}
+        self._signature: list[Any] | None = None
+        self._last: Changes | None = None
+
+    def of(self, spans: Sequence[Span], num_rows: int | None) -> Changes | None:
+        """The changes of a step of `num_rows` tokens (None: many), or None when there are none."""
+        active: list[_Active] = []
+        signature: list[Any] = [num_rows]
+        for span in spans:
+            plan = span.plan
+            if plan.edits:
+                active += self._ask(span, signature)
+                if plan.table is not None:
+                    signature.append(plan.table.tables.version)
+        if not active:
+            return None
+        if signature != self._signature:
+            self._last, self._signature = self._build(active, num_rows), signature
+        return self._last
+
+    def _ask(self, span: Span, signature: list[Any]) -> Iterator[_Active]:
+        plan = span.plan
+        signature += [plan, span.first_row]
+        if plan.by_position:
+            signature.append(span.start)
+        for number, edit in enumerate(plan.edits):
+            offsets = edit.offsets(span.start, span.token_ids, span.prompt_len)
+            if len(offsets):
+                offsets = offsets if isinstance(offsets, range) else [int(offset) for offset in offsets]
+                signature += [number, offsets]
+                plan.steered.update(span.start + offset for offset in offsets)
+                yield _Active(span, number, offsets)
+
+    def _build(self, active: Sequence[_Active], num_rows: int | None) -> Changes:
+        changes = Changes()
+        lanes: list[list[_Active]] = []  # edits of one request that meet the same tokens lie in different lanes
+        taken: dict[Any, int] = {}
+        for use in active:
+            plan = use.span.plan
+            row = None if plan.table is None else plan.table.row_of.get(use.number)
+            if row is not None and plan.table is not None:
+                assert changes.tables in (None, plan.table.tables), "a step has one set of tables"
+                changes.tables = plan.table.tables
+                lane = taken[plan] = taken.get(plan, -1) + 1
+                if lane == len(lanes):
+                    lanes.append([])
+                lanes[lane].append(use)
+                for hook, layer, path in plan.table.sites(use.number):
+                    changes.sites.setdefault((hook, layer), SiteChange()).paths.add(path)
+            self._row_by_row(use, changes, in_table=row is not None)
+        if lanes:
+            self._index(changes, lanes, num_rows)
+        return changes
+
+    def _row_by_row(self, use: _Active, changes: Changes, in_table: bool) -> None:
+        """What is not in a table: an edit may be in one at some sites only."""
+        rows: list[int] | None = None
+        for key, edit in use.span.plan.edits[use.number].sites.items():
+            if isinstance(edit, SiteEdit):
+                if in_table and edit.is_plain:
+                    continue
+                edit = edit.at([use.span.start + offset for offset in use.offsets])
+            rows = rows or use.rows
+            changes.sites.setdefault(key, SiteChange()).others.append((edit, rows))
+
+    def _index(self, changes: Changes, lanes: list[list[_Active]], num_rows: int | None) -> None:
+        known = num_rows or 1 + max(row for uses in lanes for use in uses for row in use.rows)
+        index = np.full((len(lanes), known), SENTINEL, np.int64)
+        for lane, uses in enumerate(lanes):
+            for use in uses:
+                assert use.span.plan.table is not None
+                index[lane, use.rows] = use.span.plan.table.row_of[use.number]
+        touched = np.flatnonzero((index != SENTINEL).any(0))
+        if num_rows is None or len(touched) * FEW <= num_rows:
+            changes.only = torch.from_numpy(touched).to(self._device)
+            index = index[:, touched]
+        changes.token_rows = self._write(index)
+
+    def _write(self, index: np.ndarray) -> torch.Tensor:
+        lanes, count = index.shape
+        size = bucket(count)
+        if (lanes, size) not in self._buffers:
+            self._buffers[lanes, size] = torch.zeros((lanes, size), dtype=torch.long, device=self._device)
+        held = self._buffers[lanes, size]
+        padded = np.full((lanes, size), SENTINEL, np.int64)
+        padded[:, :count] = index
+        held.copy_(torch.from_numpy(padded))
+        return held[:, :count]

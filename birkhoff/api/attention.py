@@ -9,7 +9,7 @@ import torch
 
 from birkhoff.errors import SiteError, quoted
 from birkhoff.model.block import Block
-from birkhoff.model.memory import Memory, remembered
+from birkhoff.model.memory import Memory, masses, remembered
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -30,6 +30,18 @@ def attention(engine: Engine, token_ids: Sequence[int], position: int = -1, stee
             assert isinstance(block, Block)
             found.append(remembered(block, trace["pre_attn", layer], tokens, model.rope, len(ids) - 1))
     return found
+
+
+def attention_masses(engine: Engine, token_ids: Sequence[int], steer: Steering = None) -> torch.Tensor:
+    """[layers, T, 3]: shares of the window, of compressed entries and of the sink, for every token."""
+    trace = engine.trace(token_ids, hooks=["pre_attn"], steer=steer)
+    model, tokens = engine.model, torch.tensor(list(token_ids), device=engine.model.embed.device)
+    with torch.no_grad():
+        found = []
+        for layer, block in enumerate(model.layers):
+            assert isinstance(block, Block)
+            found.append(masses(block, trace["pre_attn", layer], tokens, model.rope))
+        return torch.stack(found)
 
 
 def attention_json(memories: Sequence[Memory], smallest: float = 1e-4) -> list[dict[str, Any]]:

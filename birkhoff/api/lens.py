@@ -55,6 +55,14 @@ class Lens:
                 single = model.hc_head(kept)[0] if self.per_stream else kept
             return model.logits(model.norm(single))
 
+    def surprise(self, depth: int, of: View = "head") -> torch.Tensor:
+        """Nats by which each next token of the text was not expected here, [T]; the last has no next one: NaN."""
+        logprobs = self.logits(depth, of).log_softmax(-1)
+        told = torch.full((len(self.token_ids),), torch.nan)
+        following = torch.tensor(self.token_ids[1:], device=logprobs.device)
+        told[:-1] = -logprobs[:-1].gather(1, following.unsqueeze(-1)).squeeze(-1).cpu()
+        return told
+
     def top(self, depth: int, of: View = "head", position: int = -1, k: int = 5) -> list[tuple[int, float]]:
         """Token ids and probabilities, the likeliest first."""
         if not isinstance(k, int) or not 1 <= k <= self._model.config.vocab_size:

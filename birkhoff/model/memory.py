@@ -18,6 +18,8 @@ from birkhoff.model.compressor import visible_entries
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import Fresh
 
+QUERY_BLOCK = 128  # tokens whose weights are held at a time
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -42,33 +44,52 @@ class Weights:
     chosen: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _Sublayer:
+    """One attention sublayer before its softmax: queries [T, h, c], keys [T, c], entries [E, c], chosen [T, E]."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    entries: torch.Tensor
+    chosen: torch.Tensor
+
+    @classmethod
+    def of(cls, block: Block, u: torch.Tensor, token_ids: torch.Tensor, rope: Rope) -> _Sublayer:
+        attention, batch = block.attn, Batch.whole(token_ids)
+        group, state, phases = batch.groups[0], Fresh(), rope.step(batch.positions)
+        turn = phases.compressed if attention.ratio else phases.sliding
+        latent, keys, *rows = attention.entry(block.attn_norm(u))
+        latent = attention.q_norm(latent)
+        queries = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.head_dim))
+        queries = attention.kernels.rotate(attention.kernels.rms_norm(queries, None, attention.eps), turn)
+        keys = attention.numerics.round_key(attention.kernels.rotate(attention.kv_norm(keys), turn), attention.rope_dim)
+        entries = chosen = None
+        if attention.compressor is not None:
+            entries = attention.compressor(group.view(rows[0]), group, state)
+            chosen = None if entries is None else visible_entries(group, entries.shape[1], attention.ratio)
+        if attention.indexer is not None:
+            raw, weights = group.view(rows[1]), group.view(rows[2])
+            chosen = attention.indexer(raw, weights, group.view(latent), turn.view(group.view), chosen, group, state)
+        if entries is None:
+            entries = keys.new_zeros(1, 0, keys.shape[-1])
+        if chosen is None:
+            chosen = torch.ones(1, len(keys), entries.shape[1], dtype=torch.bool, device=keys.device)
+        return cls(queries.float(), keys.float(), entries[0].float(), chosen[0])
+
+
 def attention_weights(block: Block, u: torch.Tensor, token_ids: torch.Tensor, rope: Rope, position: int) -> Weights:
     """`u` [T, d] is what the attention sublayer of this layer read (`pre_attn`) at every token of the text."""
-    attention, batch = block.attn, Batch.whole(token_ids)
-    group, state, phases = batch.groups[0], Fresh(), rope.step(batch.positions)
-    turn = phases.compressed if attention.ratio else phases.sliding
-    latent, keys, *rows = attention.entry(block.attn_norm(u))
-    latent = attention.q_norm(latent)
-    queries = attention.wq_b(latent).unflatten(-1, (attention.heads, attention.head_dim))
-    queries = attention.kernels.rotate(attention.kernels.rms_norm(queries, None, attention.eps), turn)
-    keys = attention.numerics.round_key(attention.kernels.rotate(attention.kv_norm(keys), turn), attention.rope_dim)
-    entries = chosen = None
-    if attention.compressor is not None:
-        entries = attention.compressor(group.view(rows[0]), group, state)
-        chosen = None if entries is None else visible_entries(group, entries.shape[1], attention.ratio)
-    if attention.indexer is not None:
-        raw, weights = group.view(rows[1]), group.view(rows[2])
-        chosen = attention.indexer(raw, weights, group.view(latent), turn.view(group.view), chosen, group, state)
+    found, attention = _Sublayer.of(block, u, token_ids, rope), block.attn
     first = max(position - attention.window + 1, 0)
-    seen, mine = keys[first : position + 1], torch.zeros(0, dtype=torch.bool, device=u.device)
-    if entries is not None:
-        mine = mine.new_ones(entries.shape[1]) if chosen is None else chosen[0, position]
-        seen = torch.cat((seen, entries[0]))
-    logits = (queries[position].float() @ seen.float().T) * attention.scale  # [h, K]
-    window = position + 1 - first
-    logits[:, window:] = logits[:, window:].masked_fill(~mine, -torch.inf)
+    seen, window, chosen = (
+        torch.cat((found.keys[first : position + 1], found.entries)),
+        position + 1 - first,
+        found.chosen,
+    )
+    logits = (found.queries[position] @ seen.T) * attention.scale  # [h, K]
+    logits[:, window:] = logits[:, window:].masked_fill(~chosen[position], -torch.inf)
     share = torch.cat((logits, attention.attn_sink.float().unsqueeze(-1)), dim=-1).softmax(-1)
-    return Weights(share, seen, first, window, mine)
+    return Weights(share, seen, first, window, chosen[position])
 
 
 def remembered(block: Block, u: torch.Tensor, token_ids: torch.Tensor, rope: Rope, position: int) -> Memory:
@@ -77,3 +98,22 @@ def remembered(block: Block, u: torch.Tensor, token_ids: torch.Tensor, rope: Rop
     return Memory(
         block.attn.ratio, found.first, mean[: found.window], mean[found.window : -1], found.chosen, float(mean[-1])
     )
+
+
+def masses(block: Block, u: torch.Tensor, token_ids: torch.Tensor, rope: Rope) -> torch.Tensor:
+    """How much of every token's attention goes to the window, to compressed entries and to the sink: [T, 3]."""
+    found, attention = _Sublayer.of(block, u, token_ids, rope), block.attn
+    length, parts = len(found.keys), []
+    for start in range(0, length, QUERY_BLOCK):
+        stop = min(start + QUERY_BLOCK, length)
+        first = max(start - attention.window + 1, 0)
+        at, of = torch.arange(start, stop).unsqueeze(-1), torch.arange(first, stop)
+        seen = torch.cat((((of <= at) & (of > at - attention.window)).to(u.device), found.chosen[start:stop]), dim=-1)
+        keys = torch.cat((found.keys[first:stop], found.entries))
+        logits = torch.einsum("thc,kc->htk", found.queries[start:stop], keys) * attention.scale
+        logits = logits.masked_fill(~seen, -torch.inf)
+        sink = attention.attn_sink.float().view(-1, 1, 1).expand(-1, stop - start, 1)
+        share = torch.cat((logits, sink), dim=-1).softmax(-1).mean(0)  # [t, K + 1]
+        window = stop - first
+        parts.append(torch.stack((share[:, :window].sum(-1), share[:, window:-1].sum(-1), share[:, -1]), dim=-1))
+    return torch.cat(parts)

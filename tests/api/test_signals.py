@@ -95,3 +95,14 @@ def test_attention_of_a_token_adds_up_over_the_text(engine):
         assert float(memory.window.sum() + memory.entries.sum()) + memory.sink == pytest.approx(1, abs=1e-4)
     with pytest.raises(SiteError, match="40 tokens"):
         engine.attention(PROMPT, position=40)
+
+
+def test_surprise_under_the_lens_ends_as_the_models_own(engine, traced, told):
+    ids = [*PROMPT, *told.token_ids]
+    lens = engine.lens(ids)
+    logprobs = traced.logits.log_softmax(-1)
+    own = -logprobs[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
+    found = lens.surprise(-1, "head")
+    assert torch.equal(found[:-1], own)
+    assert torch.isnan(found[-1])
+    assert not torch.equal(lens.surprise(0, 1)[:-1], own)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from birkhoff.hooks.tap import EagerTap
-from birkhoff.model.memory import attention_weights, remembered
+from birkhoff.model.memory import attention_weights, masses, remembered
 from tests.models import TINY, random_model
 
 
@@ -47,3 +47,14 @@ def test_shares_add_up_and_name_what_is_seen(text):
         if ratio == 4:
             assert int(memory.chosen.sum()) == TINY.index_topk
         assert float(memory.entries[~memory.chosen].sum()) == 0
+
+
+@pytest.mark.parametrize("layer", range(TINY.num_hidden_layers))
+def test_masses_of_all_tokens_are_those_of_each(text, layer):
+    model, ids, kept = text
+    with torch.no_grad():
+        every = masses(model.layers[layer], kept["pre_attn", layer], ids, model.rope)
+        for position in (0, 5, 127, 128, 255, 299):
+            one = remembered(model.layers[layer], kept["pre_attn", layer], ids, model.rope, position)
+            told = torch.tensor([float(one.window.sum()), float(one.entries.sum()), one.sink])
+            assert (every[position] - told).abs().max() < 1e-5

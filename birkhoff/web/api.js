@@ -1,0 +1,75 @@
+// Talks to the server through its public routes and nothing else.
+
+export class ApiError extends Error {
+  constructor(message, { status = 0, code = "", param = "" } = {}) {
+    super(message);
+    Object.assign(this, { status, code, param });
+  }
+}
+
+const KEY = "birkhoff-key", STEERING_KEY = "birkhoff-steering-key";
+export const keys = {
+  get: () => sessionStorage.getItem(KEY) ?? "",
+  getSteering: () => sessionStorage.getItem(STEERING_KEY) ?? "",
+  set(key, steering) { sessionStorage.setItem(KEY, key); sessionStorage.setItem(STEERING_KEY, steering ?? ""); },
+};
+
+function headers(body) {
+  const out = {};
+  if (body !== undefined) out["content-type"] = "application/json";
+  if (keys.get()) out.authorization = `Bearer ${keys.get()}`;
+  if (keys.getSteering()) out["x-steering-key"] = keys.getSteering();
+  return out;
+}
+
+async function send(path, { method = "GET", body, signal } = {}) {
+  let response;
+  try {
+    response = await fetch(path, { method, signal, headers: headers(body), body: body === undefined ? undefined : JSON.stringify(body) });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError("The server does not answer. Is it still running? The page tries again by itself.", { code: "unreachable" });
+  }
+  if (response.ok) return response;
+  let problem = {};
+  try { problem = (await response.json()).error ?? {}; } catch { /* not ours: a proxy's page, perhaps */ }
+  throw new ApiError(problem.message ?? `The server answered ${response.status}.`, { status: response.status, code: problem.code ?? "", param: problem.param ?? "" });
+}
+
+export async function call(path, options) {
+  return (await send(path, options)).json();
+}
+
+export const post = (path, body, signal) => call(path, { method: "POST", body, signal });
+
+/** The data frames of a server-sent stream, parsed, until [DONE]. An error frame is thrown. */
+export async function* stream(path, body, signal) {
+  const response = await send(path, { method: "POST", body, signal });
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  try {
+    for (;;) {
+      const { done, value } = await reader.read();
+      if (done) throw new ApiError("The connection ended in the middle of the answer.", { code: "cut_off" });
+      held += value;
+      let end;
+      while ((end = held.search(/\r?\n\r?\n/)) >= 0) {
+        const block = held.slice(0, end);
+        held = held.slice(end).replace(/^\r?\n\r?\n/, "");
+        for (const line of block.split(/\r?\n/)) {
+          if (!line.startsWith("data:")) continue;
+          const data = line.slice(5).trim();
+          if (data === "[DONE]") return;
+          const frame = JSON.parse(data);
+          if (frame.error) throw new ApiError(frame.error.message, { code: frame.error.code ?? "", status: 500 });
+          yield frame;
+        }
+      }
+    }
+  } catch (error) {
+    if (error.name === "AbortError" || error instanceof ApiError) throw error;
+    throw new ApiError("The connection ended in the middle of the answer.", { code: "cut_off" });
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}

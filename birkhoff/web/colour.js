@@ -1,0 +1,62 @@
+// Ramps that stay in order for colour-blind eyes: one for amounts, one for amounts with a middle.
+
+const AMOUNT = [[247, 251, 242], [199, 224, 200], [119, 183, 178], [56, 126, 150], [36, 73, 111], [20, 28, 62]];
+const AMOUNT_DARK = [[26, 33, 40], [31, 62, 82], [35, 104, 119], [70, 154, 143], [152, 206, 150], [244, 247, 200]];
+const MIDDLE = [[122, 55, 12], [205, 125, 55], [246, 215, 175], [245, 245, 240], [168, 208, 213], [61, 143, 155], [9, 76, 88]];
+const MIDDLE_DARK = [[255, 200, 130], [217, 133, 62], [108, 69, 44], [32, 39, 46], [36, 84, 95], [64, 155, 165], [175, 238, 236]];
+
+export const isDark = () => document.documentElement.dataset.theme === "dark";
+
+function along(stops, at) {
+  const place = Math.max(0, Math.min(1, at)) * (stops.length - 1), low = Math.min(Math.floor(place), stops.length - 2), part = place - low;
+  return stops[low].map((c, i) => Math.round(c + (stops[low + 1][i] - c) * part));
+}
+
+/** [r, g, b] for 0..1; not a number gives a warning red. */
+export function amount(at) {
+  return Number.isFinite(at) ? along(isDark() ? AMOUNT_DARK : AMOUNT, at) : [190, 30, 45];
+}
+
+/** [r, g, b] for -1..1. */
+export function signed(at) {
+  return Number.isFinite(at) ? along(isDark() ? MIDDLE_DARK : MIDDLE, (at + 1) / 2) : [190, 30, 45];
+}
+
+export const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
+/** Ink that can be read on this colour. */
+export const inkOn = ([r, g, b]) => (0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#16202a" : "#f4f6f4");
+export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export const streamInk = (stream) => ink(`s${stream % 4}`);
+
+/** A canvas that is sharp on every screen; draw in CSS pixels. */
+export function canvasOf(width, height, label) {
+  const canvas = document.createElement("canvas");
+  sizeCanvas(canvas, width, height);
+  canvas.setAttribute("role", "img");
+  canvas.setAttribute("aria-label", label);
+  return canvas;
+}
+
+export function sizeCanvas(canvas, width, height) {
+  const ratio = Math.min(devicePixelRatio || 1, 2);
+  canvas.width = Math.max(1, Math.round(width * ratio));
+  canvas.height = Math.max(1, Math.round(height * ratio));
+  canvas.style.width = `${width}px`;
+  canvas.style.height = `${height}px`;
+  const context = canvas.getContext("2d");
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  return context;
+}
+
+/** A strip of the ramp with its two ends named. */
+export function rampLegend(low, high, ramp = amount, from = 0) {
+  const canvas = canvasOf(110, 10, `colours from ${low} to ${high}`), context = canvas.getContext("2d");
+  for (let x = 0; x < 110; x++) {
+    context.fillStyle = css(ramp(from + (x / 109) * (1 - from)));
+    context.fillRect(x, 0, 1.5, 10);
+  }
+  const node = document.createElement("div");
+  node.className = "legend";
+  node.append(low, canvas, high);
+  return node;
+}

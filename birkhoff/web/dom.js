@@ -1,0 +1,129 @@
+// Elements from plain data. Whatever comes from a model or a server becomes a text node: nothing here parses HTML.
+
+/** h("button", {class: "main", onclick: run}, "Run") */
+export function h(tag, props = {}, ...children) {
+  const node = document.createElement(tag);
+  for (const [name, value] of Object.entries(props)) {
+    if (value === undefined || value === null || value === false) continue;
+    if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, style] of Object.entries(value)) node.style.setProperty(key, style);
+    else if (name === "value" || name === "checked" || name === "selected" || name === "disabled") node[name] = value;
+    else node.setAttribute(name, value === true ? "" : String(value));
+  }
+  append(node, children);
+  return node;
+}
+
+export function append(node, children) {
+  for (const child of children.flat(Infinity)) {
+    if (child === undefined || child === null || child === false) continue;
+    node.append(child instanceof Node ? child : document.createTextNode(String(child)));
+  }
+}
+
+export function fill(node, ...children) {
+  node.replaceChildren();
+  append(node, children);
+  return node;
+}
+
+// Characters that would hide or turn text around are shown by their number instead.
+const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
+
+export function visible(text) {
+  return text.replace(HIDDEN, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
+}
+
+/** A token as it is shown in a strip: line ends get a mark, so that they can be pointed at. */
+export function tokenText(text) {
+  return text === "" ? "∅" : visible(text).replace(/\n/g, "⏎\n");
+}
+
+/** A token on one line, for tables. */
+export function short(text, most = 18) {
+  const shown = visible(text).replace(/\n/g, "⏎").replace(/ /g, "·");
+  return shown.length > most ? `${shown.slice(0, most - 1)}…` : shown;
+}
+
+/** A panel with a title, a sentence that says what it shows, and tools to take the data along. */
+export function panel(title, hint, { tools = [], wide = false, name = "" } = {}, ...body) {
+  const heading = h("h2", {}, title);
+  return h("section", { class: wide ? "panel wide" : "panel", "data-panel": name || title },
+    h("header", {}, heading, h("p", { class: "hint" }, hint), h("div", { class: "tools" }, tools)), ...body);
+}
+
+export const empty = (text) => h("p", { class: "empty" }, text);
+export const fault = (error) => h("p", { class: "fault", role: "alert" }, h("strong", {}, "It did not work. "), visible(error.message ?? String(error)));
+
+let toastTimer = 0;
+export function toast(text) {
+  const node = document.getElementById("toast");
+  node.textContent = text;
+  node.classList.add("shown");
+  clearTimeout(toastTimer);
+  toastTimer = setTimeout(() => node.classList.remove("shown"), 2600);
+}
+
+export async function copy(text, said = "Copied.") {
+  try {
+    await navigator.clipboard.writeText(text);
+    toast(said);
+  } catch {  // a page that is not on https or loopback has no clipboard
+    const box = h("textarea", { readonly: true, "aria-label": "Copy this" });
+    box.value = text;
+    document.body.append(box);
+    box.select();
+    const done = document.execCommand("copy");
+    box.remove();
+    toast(done ? said : "The browser did not allow copying.");
+  }
+}
+
+/** Two buttons that every plot has: its numbers, and the Python that makes it. */
+export function takeAlong(data, python) {
+  return [
+    h("button", { type: "button", class: "small", onclick: () => copy(JSON.stringify(data(), null, 1), "Data copied as JSON.") }, "Copy data"),
+    h("button", { type: "button", class: "small", onclick: () => copy(python(), "Python copied.") }, "Copy the Python"),
+  ];
+}
+
+const tip = () => document.getElementById("tip");
+export function showTip(x, y, ...children) {
+  const node = fill(tip(), ...children);
+  node.hidden = false;
+  const box = node.getBoundingClientRect();
+  node.style.left = `${Math.max(6, Math.min(x + 12, innerWidth - box.width - 6))}px`;
+  node.style.top = `${y + 16 + box.height > innerHeight ? Math.max(6, y - box.height - 10) : y + 16}px`;
+  return node;
+}
+export function hideTip() { const node = tip(); node.hidden = true; node.classList.remove("held"); }
+
+/** Tabs that arrow keys walk through. `pages` is [[id, title, node], ...]. */
+export function tabs(name, pages, chosen, onChoose) {
+  const list = h("div", { role: "tablist", "aria-label": name });
+  const buttons = new Map();
+  const choose = (id, focus) => {
+    for (const [key, , node] of pages) {
+      const on = key === id, button = buttons.get(key);
+      button.setAttribute("aria-selected", String(on));
+      button.tabIndex = on ? 0 : -1;
+      node.hidden = !on;
+      if (on && focus) button.focus();
+    }
+    onChoose(id);
+  };
+  pages.forEach(([id, title, node], place) => {
+    node.id = `page-${id}`;
+    node.setAttribute("role", "tabpanel");
+    node.setAttribute("aria-labelledby", `tab-${id}`);
+    const button = h("button", { type: "button", role: "tab", id: `tab-${id}`, "aria-controls": `page-${id}`, onclick: () => choose(id),
+      onkeydown: (event) => {
+        const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+        if (step) { event.preventDefault(); choose(pages[(place + step + pages.length) % pages.length][0], true); }
+      } }, title);
+    buttons.set(id, button);
+    list.append(button);
+  });
+  choose(pages.some(([id]) => id === chosen) ? chosen : pages[0][0]);
+  return { list, choose };
+}

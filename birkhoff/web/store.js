@@ -1,0 +1,44 @@
+// The one store. A view reads `store.state`, says `store.set({...})`, and is told when a name it listens to has changed.
+// Changes within one frame are told once, so that a stream of tokens cannot make the page draw more often than it shows.
+
+export function makeStore(initial) {
+  const listeners = new Set();
+  const changed = new Set();
+  let waiting = false;
+  const store = {
+    state: initial,
+    set(changes) {
+      Object.assign(store.state, changes);
+      for (const name of Object.keys(changes)) changed.add(name);
+      if (waiting) return;
+      waiting = true;
+      const tell = () => {
+        if (!waiting) return;
+        waiting = false;
+        const names = new Set(changed);
+        changed.clear();
+        for (const { on, listener } of [...listeners]) if (on.some((name) => names.has(name))) listener(store.state);
+      };
+      requestAnimationFrame(tell);
+      setTimeout(tell, 120);  // a page in the background gets no frames
+    },
+    on(names, listener, now = true) {
+      const entry = { on: names, listener };
+      listeners.add(entry);
+      if (now) listener(store.state);
+      return () => listeners.delete(entry);
+    },
+  };
+  return store;
+}
+
+/** What a run looks like before it has begun. Positions count the whole text: prompt first, then the answer. */
+export function newRun() {
+  return { status: "idle", id: null, prompt: [], tokens: [], twin: null, reasoning: "", frames: new Map(), twinFrames: new Map(), error: null, timings: null, warnings: [] };
+}
+
+/** All tokens of a run or of its unsteered twin, in order of position. */
+export function textOf(run, twin = false) {
+  const answer = twin ? run.twin?.tokens ?? [] : run.tokens;
+  return [...run.prompt, ...answer];
+}

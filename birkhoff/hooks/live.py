@@ -9,17 +9,18 @@ shape. After the step, `deliver` cuts the staged rows into what each job asked f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from birkhoff.hooks.changes import ChangeDesk, Changes, bucket
 from birkhoff.hooks.edit import Around
-from birkhoff.hooks.plan import Job, Key, Rows, Span
+from birkhoff.hooks.plan import Job, Key, Plan, Rows, Span
 from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
 from birkhoff.hooks.tap import NoTap, Reads, Tap, together
 
+Witness = Callable[[Plan, Job, Rows], None]  # sees rows on their way to a job
 SENTINEL = 0  # padding reads this row; its copies are never delivered
 
 
@@ -27,6 +28,7 @@ SENTINEL = 0  # padding reads this row; its copies are never delivered
 class _Share:
     """Rows `first..first+count` of a staged site belong to this job."""
 
+    plan: Plan
     job: Job
     first: int
     positions: tuple[int, ...]
@@ -113,15 +115,30 @@ class LiveTap:
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         pass
 
-    def deliver(self) -> None:
-        """Hand every job its rows, copied out of the buffers."""
+    def deliver(self, waiting: Collection[Plan] = (), witness: Witness | None = None) -> None:
+        """Hand every job its rows, copied out of the buffers, except jobs of plans that have to wait."""
         for want in self._wanted:
-            if want.staged is None:
-                continue
-            hook, layer = want.key
             for share in want.shares:
-                rows = want.staged[share.first : share.first + len(share.positions)].to("cpu", copy=True)
-                share.job.deliver(Rows(hook, layer, rows, share.positions, share.token_ids, share.prompt_rows))
+                if share.plan not in waiting:
+                    _hand_out(want, share, len(share.positions), witness)
+
+    def deliver_kept(self, plan: Plan, stop: int, witness: Witness | None = None) -> None:
+        """Hand one plan its rows before position `stop`: those behind it were guesses that did not stay."""
+        for want in self._wanted:
+            for share in want.shares:
+                if share.plan is plan:
+                    _hand_out(want, share, sum(position < stop for position in share.positions), witness)
+
+
+def _hand_out(want: _Wanted, share: _Share, count: int, witness: Witness | None) -> None:
+    if want.staged is None or not count:
+        return
+    tensor = want.staged[share.first : share.first + count].to("cpu", copy=True)
+    positions, token_ids = share.positions[:count], share.token_ids[:count]
+    rows = Rows(*want.key, tensor, positions, token_ids, min(share.prompt_rows, count))
+    if witness is not None:
+        witness(share.plan, share.job, rows)
+    share.job.deliver(rows)
 
 
 class _Written:
@@ -214,5 +231,5 @@ def _collect(span: Span, wanted: dict[tuple[Key, bool], _Wanted]) -> None:
         rows = [span.first_row + skip + int(offset) for offset in offsets]
         for key in job.keys:
             want = wanted.setdefault((key, job.after), _Wanted(key, job.after))
-            want.shares.append(_Share(job, len(want.rows), positions, ids, prompt_rows))
+            want.shares.append(_Share(span.plan, job, len(want.rows), positions, ids, prompt_rows))
             want.rows += rows

@@ -1,0 +1,269 @@
+"""Train a dictionary of features on rows of activations: TopK and BatchTopK, with help for features that die.
+
+Rows are centred and scaled by two constants found at the start, and both are folded away at the end: the `Sae` that
+comes out has unit decoder rows and features in the units of the rows. BatchTopK keeps the n*k largest of a whole batch
+while training and leaves as a JumpReLU with one threshold, so that what it says of a row does not depend on the batch.
+A feature that has not fired for `dead_after` rows also learns from what the others leave over.
+
+Only a few features of a row are not zero, so gradients are written out for those instead of asked of autograd: the one
+dense product of a step is the encoder's. (`reference_gradients` in the tests is the dense twin.) A trainer is its
+numbers and nothing else: same rows and same seed give the same dictionary, also across `state`/`restored`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from birkhoff.errors import OptionError, SaeError, quoted
+from birkhoff.sae.dictionary import Sae
+
+KINDS = ("batchtopk", "topk")
+_BETAS, _TINY = (0.9, 0.999), 1e-8
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How a dictionary is trained. `steps` is how many batches it will see; the rate falls to nothing over the last."""
+
+    features: int
+    k: int = 32
+    kind: str = "batchtopk"
+    steps: int = 1000
+    rate: float = 1e-3
+    warmup: float = 0.05  # share of the steps over which the rate rises
+    decay: float = 0.3  # share of the steps over which it falls
+    aux_weight: float = 1 / 32
+    dead_after: int = 100_000  # rows without firing
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("features", "k", "steps", "dead_after"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise OptionError(f"{name} is {quoted(value)}, expected a positive whole number.")
+        if self.kind not in KINDS:
+            raise OptionError(f"kind is {quoted(self.kind)}, expected one of {', '.join(KINDS)}.")
+        if self.k > self.features:
+            raise OptionError(f"k is {self.k}, but there are only {self.features} features. Lower k.")
+        for name, most in (("rate", math.inf), ("warmup", 1.0), ("decay", 1.0), ("aux_weight", math.inf)):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
+                raise OptionError(f"{name} is {quoted(value)}, expected a number from 0 to {most:g}.")
+        if not math.isfinite(self.rate) or self.rate == 0:
+            raise OptionError(f"rate is {self.rate}, expected a positive number.")
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise OptionError(f"seed is {quoted(self.seed)}, expected a whole number.")
+
+    def rate_at(self, step: int) -> float:
+        rising = min(1.0, (step + 1) / max(1.0, self.warmup * self.steps))
+        falling = min(1.0, (self.steps - step) / max(1.0, self.decay * self.steps))
+        return self.rate * rising * falling
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One batch: share of its variance explained, features per row, features dead after it."""
+
+    step: int
+    explained: float
+    l0: float
+    dead: int
+
+
+class Trainer:
+    """`step(rows)` for every batch, then `finish(rows)`. Matrices are `[F, d]`, one row per feature."""
+
+    def __init__(self, options: TrainOptions, sample: torch.Tensor):
+        """`sample` [n, d], some thousand rows, fixes centre and scale."""
+        sample = checked_rows(sample)
+        self.options, self.done, self.rows_seen = options, 0, 0
+        width = sample.shape[1]
+        self.centre = sample.mean(0)
+        spread = (sample - self.centre).pow(2).sum(1).mean().item()
+        if spread <= 0:
+            raise SaeError("all rows of the sample are the same, so there is nothing to learn. Check the capture.")
+        self.factor = math.sqrt(width / spread)
+        generator = torch.Generator().manual_seed(options.seed)
+        decoder = torch.randn(options.features, width, generator=generator)
+        decoder /= decoder.norm(dim=1, keepdim=True)
+        self.weights: dict[str, torch.Tensor] = {
+            "encoder": decoder.clone(),  # starting as the decoder's transpose keeps most features alive
+            "encoder_bias": torch.zeros(options.features),
+            "decoder": decoder,
+            "decoder_bias": torch.zeros(width),
+        }
+        self._first = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
+        self._second = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
+        self.silent_rows = torch.zeros(options.features, dtype=torch.long)
+        self._level = 0.0  # the last batch's smallest kept value: only ever a hint where to look for the next
+
+    @property
+    def dead(self) -> torch.Tensor:
+        return self.silent_rows >= self.options.dead_after
+
+    def step(self, rows: torch.Tensor) -> StepReport:
+        """Learn from one batch [n, d]."""
+        x = (checked_rows(rows, len(self.centre)) - self.centre) * self.factor
+        z = self._pre_activations(x)
+        kept = self._kept(z)
+        gradients, left = self._reconstruction(x, z, kept)
+        fired = kept.any(0)
+        self.silent_rows = torch.where(fired, 0, self.silent_rows + len(x))
+        if bool(self.dead.any()) and self.options.aux_weight:
+            self._add_auxiliary(x, z, left, gradients)
+        self._update(gradients)
+        self.done += 1
+        self.rows_seen += len(x)
+        total = (x - x.mean(0)).pow(2).sum().item()
+        explained = 1 - left.pow(2).sum().item() / total if total > 0 else 0.0
+        return StepReport(self.done, explained, kept.sum().item() / len(x), int(self.dead.sum()))
+
+    def _pre_activations(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weights["encoder"], self.weights["encoder_bias"])
+
+    def _kept(self, z: torch.Tensor) -> torch.Tensor:
+        """Which features of which rows stay, [n, F]: never one that is not positive."""
+        k = self.options.k
+        if self.options.kind == "topk":
+            least = z.topk(k, dim=1).values[:, -1:]
+            return (z >= least) & (z > 0)
+        self._level = _kth_largest(z, k * len(z), self._level / 2)
+        return z >= max(self._level, torch.finfo(z.dtype).tiny)
+
+    def _reconstruction(
+        self, x: torch.Tensor, z: torch.Tensor, kept: torch.Tensor
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """Gradients of mean |x - x^|^2 / d, and what is left over, x - x^."""
+        rows, features = kept.nonzero(as_tuple=True)
+        values = z[rows, features]
+        decoder, (n, count) = self.weights["decoder"], z.shape
+        left = x - self.weights["decoder_bias"] - _weighted_sums(rows, features, values, decoder, n)
+        slope = left * (-2.0 / x.numel())  # of x^, [n, d]
+        by_value = (slope @ decoder.T)[rows, features]
+        order = features.argsort(stable=True)
+        rows, features, values, by_value = rows[order], features[order], values[order], by_value[order]
+        return {
+            "encoder": _weighted_sums(features, rows, by_value, x, count),
+            "encoder_bias": torch.zeros(count).index_add_(0, features, by_value),
+            "decoder": _weighted_sums(features, rows, values, slope, count),
+            "decoder_bias": slope.sum(0),
+        }, left
+
+    def _add_auxiliary(
+        self, x: torch.Tensor, z: torch.Tensor, left: torch.Tensor, gradients: dict[str, torch.Tensor]
+    ) -> None:
+        """The strongest dead features of each row explain what the living left over; gradients of mean |left - left^|^2
+        over mean |left|^2."""
+        dead = self.dead.nonzero().squeeze(1)
+        count = min(len(dead), max(1, x.shape[1] // 2))
+        some, where = z[:, dead].topk(count, dim=1)
+        values = torch.zeros(len(x), len(dead)).scatter_(1, where, some.clamp(min=0))
+        decoder = self.weights["decoder"][dead]
+        weight = self.options.aux_weight / max(left.pow(2).sum().item(), _TINY)
+        slope = (values @ decoder - left) * (2.0 * weight)
+        by_value = (slope @ decoder.T) * (values > 0)
+        gradients["decoder"].index_add_(0, dead, values.T @ slope)
+        gradients["encoder"].index_add_(0, dead, by_value.T @ x)
+        gradients["encoder_bias"].index_add_(0, dead, by_value.sum(0))
+
+    def _update(self, gradients: dict[str, torch.Tensor]) -> None:
+        """Adam; decoder rows stay on the unit sphere, and are not pushed off it to begin with."""
+        decoder = self.weights["decoder"]
+        slope = gradients["decoder"]
+        slope -= (slope * decoder).sum(1, keepdim=True) * decoder
+        rate, count = self.options.rate_at(self.done), self.done + 1
+        for name, tensor in self.weights.items():
+            first, second, gradient = self._first[name], self._second[name], gradients[name]
+            first.lerp_(gradient, 1 - _BETAS[0])
+            second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
+            size = (second / (1 - _BETAS[1] ** count)).sqrt_().add_(_TINY)
+            tensor.addcdiv_(first, size, value=-rate / (1 - _BETAS[0] ** count))
+        decoder /= decoder.norm(dim=1, keepdim=True)
+
+    def finish(self, rows: Iterable[torch.Tensor], **place: Any) -> Sae:
+        """The dictionary, with the threshold that keeps k features of a row of `rows` on average, and the largest
+        activation of each feature there. `place` goes to `Sae`: hook, layer, view, metadata."""
+        levels, largest, count = [], torch.zeros(self.options.features), 0
+        for batch in rows:
+            x = (checked_rows(batch, len(self.centre)) - self.centre) * self.factor
+            z = self._pre_activations(x)
+            kept = self._kept(z)
+            levels.append(_kth_largest(z, self.options.k * len(z), self._level / 2) * len(z))
+            largest = torch.maximum(largest, torch.where(kept, z, 0.0).amax(0))
+            count += len(z)
+        if not count:
+            raise SaeError("there are no rows to find the threshold on. Pass some of the training rows to finish().")
+        w = self.weights
+        encoder_bias = w["encoder_bias"] / self.factor - w["encoder"] @ self.centre
+        made: dict[str, Any] = {"x_max": largest / self.factor, **place}
+        if self.options.kind == "topk":
+            made |= {"activation": "topk", "k": self.options.k, "rectified": True}
+        else:
+            made |= {"activation": "jumprelu", "threshold": max(sum(levels) / count, 0.0) / self.factor}
+        bias = w["decoder_bias"] / self.factor + self.centre
+        return Sae(w["encoder"], encoder_bias, w["decoder"], bias, **made)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Everything that decides the steps to come, as tensors."""
+        held = {f"weights.{name}": tensor for name, tensor in self.weights.items()}
+        held |= {f"first.{name}": tensor for name, tensor in self._first.items()}
+        held |= {f"second.{name}": tensor for name, tensor in self._second.items()}
+        counts = torch.tensor([self.done, self.rows_seen])
+        scale = torch.tensor([self.factor], dtype=torch.float64)
+        return {**held, "silent_rows": self.silent_rows, "centre": self.centre, "factor": scale, "counts": counts}
+
+    @classmethod
+    def restored(cls, options: TrainOptions, state: Mapping[str, torch.Tensor]) -> Trainer:
+        """A trainer that goes on where `state` was taken."""
+        trainer = object.__new__(cls)
+        trainer.options = options
+        trainer.done, trainer.rows_seen = (int(count) for count in state["counts"])
+        trainer.centre, trainer.factor = state["centre"], float(state["factor"])
+        trainer.silent_rows, trainer._level = state["silent_rows"].clone(), 0.0
+        for name, kind in (("weights", "weights"), ("_first", "first"), ("_second", "second")):
+            parts = ("encoder", "encoder_bias", "decoder", "decoder_bias")
+            setattr(trainer, name, {part: state[f"{kind}.{part}"].clone() for part in parts})
+        if trainer.weights["encoder"].shape[0] != options.features:
+            raise SaeError(
+                f"the state is of {trainer.weights['encoder'].shape[0]} features, the options ask for "
+                f"{options.features}. Begin anew, or use the options it was begun with."
+            )
+        return trainer
+
+    def describe(self) -> dict[str, Any]:
+        return asdict(self.options)
+
+
+def checked_rows(rows: torch.Tensor, width: int | None = None) -> torch.Tensor:
+    """Rows [n, d] in float32; anything else, or a number that is not finite, is refused."""
+    if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or not len(rows):
+        shape = tuple(rows.shape) if isinstance(rows, torch.Tensor) else quoted(rows)
+        raise SaeError(f"rows are {shape}, expected a tensor [rows, width]. Choose a view for rows with streams.")
+    if width is not None and rows.shape[1] != width:
+        raise SaeError(f"rows have {rows.shape[1]} numbers, the dictionary {width}. Use rows of one site and view.")
+    rows = rows.float()
+    if not rows.isfinite().all():
+        raise SaeError("a row holds a number that is not finite. Look at the capture it came from.")
+    return rows
+
+
+def _kth_largest(z: torch.Tensor, count: int, above: float = 0.0) -> float:
+    """The value that `count` entries of z reach; quickest when it is a little more than `above`."""
+    flat = z.flatten()
+    some = flat[flat > above] if above > 0 else flat
+    some = some if len(some) >= count else flat
+    return some.kthvalue(max(1, len(some) - count + 1)).values.item()
+
+
+def _weighted_sums(
+    into: torch.Tensor, which: torch.Tensor, weights: torch.Tensor, table: torch.Tensor, count: int
+) -> torch.Tensor:
+    """`out[into[j]] += weights[j] * table[which[j]]` for `count` rows of out; `into` is ascending. A sparse product."""
+    starts = torch.zeros(count, dtype=torch.long)
+    starts[1:] = torch.bincount(into, minlength=count).cumsum(0)[:-1]
+    return torch.nn.functional.embedding_bag(which, table, starts, mode="sum", per_sample_weights=weights)

@@ -15,6 +15,7 @@ FLOORS = ["hooks kernels config errors", "model mhc", "engine capture steering s
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 CORE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "birkhoff"}  # all that api and below may need
 COMPILERS = {"numba", "triton"}  # kernels may use them, and do without
+OPTIONAL = {"kernels": COMPILERS, "weights": {"gguf"}}  # what one room may use where it is installed
 BENCH_AVOIDS = {"server", "web", "cli"}
 
 
@@ -30,7 +31,7 @@ def imported(text: str) -> set[str]:
 def violations(file: str, text: str) -> list[str]:
     """What is wrong with the imports of birkhoff/`file`."""
     room, found = file.removesuffix(".py").split("/")[0], []
-    kernel_extras = COMPILERS if room == "kernels" else set()
+    extras = OPTIONAL.get(room, set())
     for name in imported(text):
         package, _, rest = name.partition(".")
         target = rest.split(".")[0]
@@ -42,7 +43,7 @@ def violations(file: str, text: str) -> list[str]:
                 allowed = room in ("__init__", target) or below
             if not allowed:
                 found.append(f"{file}: {room} (floor {FLOOR.get(room)}) imports {target} (floor {FLOOR[target]})")
-        elif FLOOR.get(room, 9) <= FLOOR["api"] and package not in CORE | sys.stdlib_module_names | kernel_extras:
+        elif FLOOR.get(room, 9) <= FLOOR["api"] and package not in CORE | sys.stdlib_module_names | extras:
             found.append(f"{file}: the core imports {package}")
     return found
 
@@ -71,6 +72,7 @@ def test_every_import_goes_down():
         ("engine/runner.py", "import numba", True),
         ("engine/engine.py", "from birkhoff.engine.request import Request\nimport birkhoff.model.batch", False),
         ("kernels/mhc/kernel.py", "import triton.language as tl", False),
+        ("model/block.py", "import gguf", True),
         ("kernels/quant/reference.py", "import math\nimport torch\nfrom birkhoff.errors import TensorShape", False),
         ("bench/run.py", "from birkhoff.engine.engine import Engine", False),
     ],

@@ -9,13 +9,11 @@ from pathlib import Path
 import torch
 
 from birkhoff.api.engine import Engine, dtype_name
-from birkhoff.config import V4Config
 from birkhoff.engine.engine import EngineCore, plan_cache
 from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import (
     CheckpointError,
     OptionError,
-    UnsupportedModel,
     quoted,
 )
 from birkhoff.kernels import jit
@@ -24,7 +22,7 @@ from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
 from birkhoff.text.literals import load_literals
 from birkhoff.text.tokenizer import Tokenizer
-from birkhoff.weights.checkpoint import open_checkpoint
+from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from birkhoff.weights.load import load_into
 
 EMBEDDED = Path(__file__).parent.parent / "models"
@@ -88,7 +86,7 @@ def load(
     if cache_bytes is None:
         cache_bytes = _free_bytes(where) // 4
     pages, context = plan_cache(config, compute.itemsize, cache_bytes, max_requests, max_context)
-    tokenizer = _tokenizer(path, config)
+    tokenizer = _tokenizer(checkpoint)
     core = EngineCore(
         network,
         max_requests=max_requests,
@@ -119,12 +117,11 @@ def _resolve(model: str | Path) -> Path:
             )
         return EMBEDDED / "nano"
     path = Path(model).expanduser()
-    if path.suffix == ".gguf":
-        raise UnsupportedModel(f"{path.name}: reading GGUF files is not built yet. Use a directory with safetensors.")
-    if not path.is_dir():
+    if not path.is_dir() and not is_gguf(path):
         what = "a file" if path.exists() else "missing"
         raise CheckpointError(
-            f"{model} is {what}; expected 'nano' or a directory with config.json and safetensors files. Check the path."
+            f"{model} is {what}; expected 'nano', a directory with config.json and safetensors files, or a GGUF file. "
+            "Check the path."
         )
     return path
 
@@ -150,9 +147,12 @@ def _kernels(kernels: str, where: torch.device) -> Choice:
     return "cpu" if kernels == "auto" and where.type == "cpu" and jit.AVAILABLE else "reference"
 
 
-def _tokenizer(path: Path, config: V4Config) -> Tokenizer | None:
-    file = path / "tokenizer.json"
-    return Tokenizer.from_file(file, vocab_size=config.vocab_size) if file.is_file() else None
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    size = checkpoint.config.vocab_size
+    if checkpoint.tokenizer_json is not None:
+        return Tokenizer.from_json(checkpoint.tokenizer_json, name=checkpoint.path.name, vocab_size=size)
+    file = checkpoint.path / "tokenizer.json"
+    return Tokenizer.from_file(file, vocab_size=size) if file.is_file() else None
 
 
 def _free_bytes(where: torch.device) -> int:

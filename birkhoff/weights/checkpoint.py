@@ -14,8 +14,11 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from birkhoff.config import V4Config
 from birkhoff.errors import CheckpointError, TensorMissing, TensorUnexpected, UnsupportedModel
+from birkhoff.weights.gguf import open_gguf
 from birkhoff.weights.layout import model_tensors, scale_name
 from birkhoff.weights.names import TRANSFORMERS, Table, names_table, to_ours
 from birkhoff.weights.safetensors import TensorEntry, read_rows
@@ -28,7 +31,11 @@ _MANY = 1000  # enough missing names to stop counting: a config of impossible si
 
 
 class Checkpoint(Mapping[str, TensorRef]):
-    """Tensors by released name. `dialect` is "released", "base-fp8", "bf16" (any plain floats) or "transformers"."""
+    """Tensors by released name.
+
+    `dialect` is "released", "base-fp8", "bf16" (any plain floats), "transformers", "gguf" or "gguf-ds4". A GGUF file
+    may bring its tokenizer (`tokenizer_json`) and the scales its plain numbers once had (`scales`).
+    """
 
     def __init__(
         self,
@@ -38,9 +45,12 @@ class Checkpoint(Mapping[str, TensorRef]):
         tensors: Mapping[str, TensorRef],
         notices: list[str],
         files: list[Path],
+        tokenizer_json: str | None = None,
+        scales: Mapping[str, torch.Tensor] | None = None,
     ):
         self.path, self.config, self.dialect = path, config, dialect
         self.notices, self.files = notices, files
+        self.tokenizer_json, self.scales = tokenizer_json, scales or {}
         self._tensors = tensors
 
     @property
@@ -85,16 +95,19 @@ class EntryRefs(Mapping[str, TensorRef]):
 
 
 def open_checkpoint(path: str | Path, complain: Complain = raise_it) -> Checkpoint:
-    """Open a directory (index and shards, one file, or numbered shards) or a single safetensors file."""
+    """Open a directory (index and shards, one file, or numbered shards), a safetensors file or a GGUF file."""
     path = Path(path).expanduser()
     if not path.exists():
         raise CheckpointError(
-            f"{path} does not exist. A checkpoint is a directory with config.json and safetensors files."
+            f"{path} does not exist. A checkpoint is a directory with config.json and safetensors files, or a GGUF "
+            "file."
         )
+    if is_gguf(path):
+        return _open_gguf(path, complain)
     if path.is_file() and path.suffix != ".safetensors":
         raise CheckpointError(
-            f"{path.name} is not a safetensors file. Give the directory that holds config.json and "
-            "the safetensors files."
+            f"{path.name} is neither a safetensors nor a GGUF file. Give the directory that holds config.json and "
+            "the safetensors files, or a GGUF file."
         )
     config = V4Config.from_file((path if path.is_dir() else path.parent) / "config.json")
     notices = [f"config.json has the unknown key {key!r}; it was not used." for key in config.unknown]
@@ -105,6 +118,34 @@ def open_checkpoint(path: str | Path, complain: Complain = raise_it) -> Checkpoi
     refs = EntryRefs(entries)
     check_layout(config, refs, complain)
     return Checkpoint(path, config, dialect, refs, notices, shards.files)
+
+
+def is_gguf(path: Path) -> bool:
+    """A file that is GGUF by its name or by its first bytes."""
+    if not path.is_file():
+        return False
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with open(path, "rb") as file:
+            return file.read(4) == b"GGUF"
+    except OSError:
+        return False
+
+
+def _open_gguf(path: Path, complain: Complain) -> Checkpoint:
+    opened = open_gguf(path, complain)
+    check_layout(opened.config, opened.references, complain)
+    return Checkpoint(
+        path,
+        opened.config,
+        opened.dialect,
+        opened.references,
+        opened.notices,
+        opened.files,
+        opened.tokenizer_json,
+        opened.scales,
+    )
 
 
 def check_layout(config: V4Config, tensors: Mapping[str, TensorRef], complain: Complain = raise_it) -> None:
@@ -128,8 +169,8 @@ def check_layout(config: V4Config, tensors: Mapping[str, TensorRef], complain: C
         more = "at least " if len(missing) >= _MANY else ""
         complain(
             TensorMissing(
-                f"{more}{len(missing)} tensors that config.json implies are not in the files: "
-                f"{some(missing)}. Check config.json, or download the shards again."
+                f"{more}{len(missing)} tensors that the config implies are not in the files: "
+                f"{some(missing)}. Check the config, or download the files again."
             )
         )
     if fitting < len(tensors) and len(missing) < _MANY:

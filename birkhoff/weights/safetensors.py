@@ -102,6 +102,27 @@ def read_rows(
     return out
 
 
+def layout(
+    path: Path, tensors: Mapping[str, tuple[str, Iterable[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, dict[str, TensorEntry]]:
+    """The bytes before the first payload of a file with these tensors, and where each of them will lie."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    position = 0
+    # Wide items first: then every tensor starts at a multiple of its own item size.
+    for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item_bytes(item[1][0])):
+        size = math.prod(shape := tuple(shape)) * item_bytes(dtype)
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
+        position += size
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path.name} would have a header of {len(text)} bytes, more than the format "
+            f"allows ({MAX_HEADER_BYTES}). Use smaller shards."
+        )
+    return len(text).to_bytes(8, "little") + text, _entries(path, header, 8 + len(text))
+
+
 class SafetensorsWriter:
     """Writes one file: declare names, dtypes and shapes; then `write` each tensor, whole or by rows; then `close`.
 
@@ -116,25 +137,11 @@ class SafetensorsWriter:
     ):
         self.path = Path(path)
         self._partial = self.path.with_name(self.path.name + ".partial")
-        header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-        position = 0
-        # Wide items first: then every tensor starts at a multiple of its own item size.
-        for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item_bytes(item[1][0])):
-            size = math.prod(shape := tuple(shape)) * item_bytes(dtype)
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
-            position += size
-        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-        text += b" " * (-len(text) % 8)
-        if len(text) > MAX_HEADER_BYTES:
-            raise CheckpointError(
-                f"{self.path.name} would have a header of {len(text)} bytes, more than the format "
-                f"allows ({MAX_HEADER_BYTES}). Use smaller shards."
-            )
-        self._entries = _entries(self.path, header, 8 + len(text))
+        prefix, self._entries = layout(self.path, tensors, metadata)
         self._left = {name: entry.nbytes for name, entry in self._entries.items()}
         self._file: BinaryIO = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (closed by close or discard)
-        self._file.write(len(text).to_bytes(8, "little") + text)
-        self._file.truncate(8 + len(text) + position)
+        self._file.write(prefix)
+        self._file.truncate(len(prefix) + sum(self._left.values()))
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
         """Store `tensor` as rows [start, start + len) of the declared tensor; each row exactly once."""

@@ -28,13 +28,18 @@ INSPECT = "Look at the files with: birkhoff inspect CHECKPOINT"
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor that has not been read: what the header says, and how to get the rows."""
+    """A tensor that has not been read: what the header says, and how to get the rows.
+
+    `encoding` is the file's own name for the type where rows are decoded while they are read (GGUF blocks); `nbytes`
+    are bytes in the file.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     reader: Callable[[int, int], torch.Tensor] = field(repr=False, compare=False)
+    encoding: str = ""
 
     def read(self) -> torch.Tensor:
         return self.reader(0, self.num_rows)

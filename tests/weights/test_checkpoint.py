@@ -241,7 +241,7 @@ def test_extra_and_missing_tensors_are_named(broken, tmp_path):
     edit(broken, lambda t: t.update({"layers.0.attn.wq_c.weight": torch.zeros(2)}))
     refuse(broken, TensorUnexpected, r"1 tensors the model has no place for: layers\.0\.attn\.wq_c\.weight")
     edit(other, lambda t: [t.pop("layers.1.ffn.experts.3.w2.weight"), t.pop("layers.2.attn.compressor.ape")])
-    message = refuse(other, TensorMissing, "2 tensors that config.json implies are not in the files")
+    message = refuse(other, TensorMissing, "2 tensors that the config implies are not in the files")
     assert "layers.1.ffn.experts.3.w2.weight" in message and "layers.2.attn.compressor.ape" in message
 
 
@@ -352,7 +352,7 @@ def test_lists_and_objects_of_a_config_are_lists_and_objects(key):
 def test_paths_that_are_no_checkpoint(tmp_path, broken):
     refuse(tmp_path / "none", match="does not exist")
     (tmp_path / "notes.txt").write_text("x")
-    refuse(tmp_path / "notes.txt", match="not a safetensors file")
+    refuse(tmp_path / "notes.txt", match="neither a safetensors nor a GGUF file")
     refuse(tmp_path, ConfigError, r"config\.json is missing")
     for file in broken.glob("*.safetensors*"):
         file.unlink()

@@ -59,7 +59,7 @@ def test_every_problem_is_listed(broken):
     shutil.copy(shard(broken, 2), broken / "stray.safetensors")
     report = inspect_checkpoint(broken)
     text = "\n".join(problem["message"] for problem in report.problems)
-    for finding in ("are missing", "cut short", "extra shard", "tensors that config.json implies"):
+    for finding in ("are missing", "cut short", "extra shard", "tensors that the config implies"):
         assert finding in text
     assert {problem["code"] for problem in report.problems} == {"weights", "weights-missing"}
     assert report.tensors > 0 and report.notices == ["config.json has the unknown key 'odd_key'; it was not used."]

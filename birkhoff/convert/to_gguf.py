@@ -1,0 +1,240 @@
+"""The plan of a GGUF conversion: which tensor becomes which type, in which file, at which offset.
+
+Types follow dialect A: experts MXFP4, dense projections Q8_0 (or BF16 or F32 on request), tables and routers BF16,
+everything small F32, token tables I32. The preset `ds4` follows dialect B instead. The MTP block goes to a file of its
+own. With `dense="f32"` every float is F32, which is what comparisons with other engines want. FP8 and FP4 scales of
+matrices written as plain numbers are kept in the metadata, so that the way back finds the same codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from birkhoff import __version__
+from birkhoff.config import V4Config
+from birkhoff.convert.chat_template import chat_template
+from birkhoff.convert.gguf_bytes import TensorRow, block_width, encode_header
+from birkhoff.convert.produce import Produce, producer, side_by_side
+from birkhoff.convert.work import OutputFile, Region, Unit, Work
+from birkhoff.errors import OptionError, TensorShape
+from birkhoff.weights.checkpoint import Checkpoint
+from birkhoff.weights.gguf import SCALE_NAMES, SCALES
+from birkhoff.weights.gguf_keys import STRING, U32, Key, keys_of
+from birkhoff.weights.gguf_names import DS4_MTP, EH_PROJ, NEXTN, ROOT, STACKS, Place, place_in_block, trunk_place
+from birkhoff.weights.gguf_text import tokenizer_keys
+from birkhoff.weights.inspect import class_of
+from birkhoff.weights.layout import ModelTensor, model_tensors, scale_name
+from birkhoff.weights.stored import recognise
+
+EXPERTS = {"mxfp4": "MXFP4", "fp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
+DENSE = {"q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
+PRESETS = ("upstream", "ds4")
+MAX_KEPT_SCALE_BYTES = 64 << 20
+_FILE_TYPE = {"MXFP4": 38, "BF16": 32, "F32": 0}  # ggml's number for what most of the file is
+_U16, _I32 = 2, 5
+
+Item = tuple[TensorRow, list[tuple[str, Produce, int]]]  # a tensor, and (source name, bytes, place) of its parts
+
+
+class GGUFPlan:
+    def __init__(
+        self, source: Checkpoint, path: Path, experts: str, dense: str, preset: str, mtp: bool, part_bytes: int
+    ):
+        if experts not in EXPERTS:
+            raise OptionError(f"experts is {experts!r}, expected one of mxfp4, bf16, f32 for GGUF.")
+        if dense not in DENSE:
+            raise OptionError(f"dense is {dense!r}, expected one of {', '.join(DENSE)} for GGUF.")
+        if preset not in PRESETS:
+            raise OptionError(f"preset is {preset!r}, expected one of {', '.join(PRESETS)}.")
+        if preset == "ds4" and dense != "q8_0":
+            raise OptionError(f"preset ds4 fixes dense to q8_0, got {dense!r}. Leave --dense away.")
+        self.source, self.path, self.preset = source, path, preset
+        self.experts, self.dense = EXPERTS[experts], DENSE[dense]
+        self.part_bytes = part_bytes
+        self.mtp = mtp and source.has_mtp
+        self.notices: list[str] = []
+        self._place = {name: index for index, name in enumerate(source)}
+
+    def work(self, options: dict[str, Any], texts: dict[str, str], tokenizer: str | None, literals: Any) -> Work:
+        trunk = list(self._trunk())
+        parts = self._parts(trunk)
+        keys = self._keys(tokenizer, literals, mtp_file=False)
+        files: list[OutputFile] = []
+        units: list[Unit] = []
+        stem = self.path.name.removesuffix(".gguf")
+        for number, items in enumerate(parts):
+            if len(parts) == 1:
+                name, own = self.path.name, keys
+            else:
+                name = f"{stem}-{number + 1:05}-of-{len(parts):05}.gguf"
+                split = [
+                    Key("split.no", _U16, number),
+                    Key("split.count", _U16, len(parts)),
+                    Key("split.tensors.count", _I32, len(trunk)),
+                ]
+                own = [*(keys if number == 0 else keys[:1]), *split]
+            self._add(files, units, self.path.with_name(name), own, items)
+        if self.mtp:
+            mtp_keys = self._keys(tokenizer, literals, mtp_file=True)
+            self._add(files, units, self.path.with_name(f"{stem}-mtp.gguf"), mtp_keys, list(self._mtp()))
+        return Work(str(self.source.path), self.path, options, files, units, self.source.files, texts, self.notices)
+
+    def _add(self, files: list[OutputFile], units: list[Unit], path: Path, keys: list[Key], items: list[Item]) -> None:
+        rows = [row for row, _ in items]
+        header, offsets, size = encode_header(keys, rows)
+        for (row, parts), offset in zip(items, offsets):
+            part_bytes = row.nbytes // len(parts)
+            for index, (source_name, produce, place) in enumerate(parts):
+                label = f"{row.name}[{index}]" if len(parts) > 1 else row.name
+                region = Region(label, offset + index * part_bytes, part_bytes)
+                units.append(Unit(len(files), class_of(source_name), place, (region,), produce))
+        files.append(OutputFile(path, header, size, len(rows)))
+
+    def _parts(self, items: list[Item]) -> list[list[Item]]:
+        """Cut on tensor borders; a tensor larger than a part has one of its own."""
+        parts: list[list[Item]] = [[]]
+        filled = 0
+        for item in items:
+            if parts[-1] and filled + item[0].nbytes > self.part_bytes:
+                parts.append([])
+                filled = 0
+            parts[-1].append(item)
+            filled += item[0].nbytes
+        return parts
+
+    def _trunk(self) -> Iterator[Item]:
+        yield from self._stacked(
+            (t for t in model_tensors(replace(self.source.config, num_nextn_predict_layers=0))), ""
+        )
+
+    def _mtp(self) -> Iterator[Item]:
+        """The MTP block. Dialect A adds copies of the tables, and gives the block's head mixer the root's names."""
+        config = self.source.config
+        tensors = {t.name: t for t in model_tensors(config)}
+        block = f"blk.{config.num_hidden_layers}"
+        if self.preset == "ds4":
+            yield from self._stacked((t for t in tensors.values() if t.name.startswith("mtp.0.")), "mtp.0")
+            return
+        for name in ("embed.weight", "norm.weight", "head.weight"):
+            yield self._item(tensors[name], ROOT[name])
+        for part in ("fn", "base", "scale"):
+            yield self._item(tensors[f"mtp.0.hc_head_{part}"], ROOT[f"hc_head_{part}"])
+        left, right = tensors["mtp.0.e_proj.weight"], tensors["mtp.0.h_proj.weight"]
+        kind = self._fitting(left.name, self.dense, 2 * left.shape[1])
+        row = TensorRow(f"{block}.{EH_PROJ}", kind, (left.shape[0], 2 * left.shape[1]))
+        yield row, [(left.name, side_by_side(self.source, left, right, kind), self._place[left.name])]
+        done = ("e_proj.weight", "h_proj.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")
+        rest = (t for t in tensors.values() if t.name.startswith("mtp.0.") and not t.name.endswith(done))
+        yield from self._stacked(rest, block)
+
+    def _stacked(self, tensors: Iterator[ModelTensor], block: str) -> Iterator[Item]:
+        """Items in order, the experts of a block gathered into its three stacks."""
+        stacks: dict[str, list[ModelTensor]] = {}
+        for tensor in tensors:
+            place = self._place_of(tensor.name, block)
+            if place.expert is None:
+                yield self._item(tensor, place.name)
+                continue
+            stacks.setdefault(place.name, []).append(tensor)
+            if len(stacks) == len(STACKS) and all(
+                len(s) == self.source.config.n_routed_experts for s in stacks.values()
+            ):
+                for name, experts in stacks.items():
+                    yield self._stack(name, experts)
+                stacks = {}
+
+    def _place_of(self, name: str, block: str) -> Place:
+        if not block:
+            place = trunk_place(name)
+        else:
+            suffix = name.removeprefix("mtp.0.")
+            table = DS4_MTP if block.startswith("mtp.") else NEXTN
+            place = Place(f"{block}.{table[suffix]}") if suffix in table else place_in_block(suffix, block)
+        assert place is not None, name
+        return place
+
+    def _item(self, tensor: ModelTensor, name: str) -> Item:
+        kind = self._kind(tensor)
+        row = TensorRow(name, kind, tensor.shape)
+        return row, [(tensor.name, producer(self.source, tensor, kind), self._place[tensor.name])]
+
+    def _stack(self, name: str, experts: list[ModelTensor]) -> Item:
+        shape = experts[0].shape
+        if shape[1] % block_width(self.experts):
+            raise TensorShape(
+                f"{name} has rows of {shape[1]}, expected a multiple of 32 for MXFP4. Use --experts bf16."
+            )
+        row = TensorRow(name, self.experts, (len(experts), *shape))
+        return row, [(t.name, producer(self.source, t, self.experts), self._place[t.name]) for t in experts]
+
+    def _kind(self, tensor: ModelTensor) -> str:
+        if tensor.storage == "ids":
+            return "I32"
+        if self.preset == "ds4":
+            return self._ds4_kind(tensor)
+        if tensor.storage == "dense":
+            return self._fitting(tensor.name, self.dense, tensor.shape[1])
+        if tensor.storage == "f32" or len(tensor.shape) == 1:
+            return "F32"
+        return "F32" if self.dense == "F32" else "BF16"
+
+    def _ds4_kind(self, tensor: ModelTensor) -> str:
+        """Dialect B is strict (6): half floats where A has BF16 or F32 matrices, Q8_0 for the head too."""
+        name = tensor.name
+        if len(tensor.shape) == 1 or name.startswith("mtp.0.hc_"):
+            return "F32"
+        if ".indexer." in name or ".compressor." in name or name.endswith("_fn"):
+            return "F16"
+        if tensor.storage == "dense" or name == "head.weight":
+            return self._fitting(name, "Q8_0", tensor.shape[1])
+        return "F16"
+
+    def _fitting(self, name: str, kind: str, columns: int) -> str:
+        if columns % block_width(kind) == 0:
+            return kind
+        self.notices.append(f"{name} has rows of {columns}, which {kind} cannot hold; it is written as BF16.")
+        return "BF16"
+
+    def _keys(self, tokenizer: str | None, literals: Any, mtp_file: bool) -> list[Key]:
+        config = self.source.config
+        keys = [
+            Key("general.architecture", STRING, "deepseek4"),
+            Key("general.type", STRING, "model"),
+            Key("general.name", STRING, self.path.name.removesuffix(".gguf")),
+            Key("general.file_type", U32, _FILE_TYPE[self.experts]),
+            Key("general.quantization_version", U32, 2),
+            Key("birkhoff.version", STRING, __version__),
+            Key("birkhoff.source_dialect", STRING, self.source.dialect),
+            *keys_of(replace(config, num_nextn_predict_layers=int(mtp_file)), mtp_file),
+        ]
+        eos = config.eos_token_ids
+        notices = [] if mtp_file else self.notices
+        keys += tokenizer_keys(tokenizer, config.vocab_size, config.bos_token_id, eos[0] if eos else None, notices)
+        if tokenizer is not None and literals is not None:
+            keys.append(Key("tokenizer.chat_template", STRING, chat_template(literals)))
+        return keys + self._scale_keys(config, mtp_file)
+
+    def _scale_keys(self, config: V4Config, mtp_file: bool) -> list[Key]:
+        """Scales of what is written as plain numbers though the source has codes; the trunk's file carries them all."""
+        if mtp_file:
+            return []
+        plain = {"dense": self.dense in ("BF16", "F32"), "expert": self.experts in ("BF16", "F32")}
+        wanted = [
+            tensor.name
+            for tensor in model_tensors(config)
+            if plain.get(tensor.storage) and recognise(self.source, tensor.name, tensor.shape) != "float"
+        ]
+        if sum(self.source[scale_name(name)].nbytes for name in wanted) > MAX_KEPT_SCALE_BYTES:
+            self.notices.append("scales were not kept: converting back gives the same numbers in other codes.")
+            return []
+        flat, names = bytearray(), []
+        for name in wanted:
+            scale = self.source[scale_name(name)].read().numpy()
+            flat += np.ascontiguousarray(scale).tobytes()
+            names.append(f"{name}|{scale.shape[0]}x{scale.shape[1]}")
+        return [Key(SCALE_NAMES, (9, 8), names), Key(SCALES, (9, 0), flat)] if names else []

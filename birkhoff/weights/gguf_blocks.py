@@ -1,0 +1,110 @@
+"""Blocks of ggml's quantised types and the release's own packing, both ways, bit for bit.
+
+MXFP4 holds the release's FP4 codes and E8M0 scales in another order: 17 bytes per 32 numbers, first the scale, then
+byte j with element j in its low nibble and element j + 16 in its high one, where the release puts elements 2k and 2k+1
+into byte k. Only nibbles move, so both directions are lossless. Q8_0 is 34 bytes per 32 numbers, a float16 step and 32
+signed bytes; it is rounded as ggml rounds (halves away from zero). All other types go through the `gguf` package.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from birkhoff.errors import CheckpointError, TensorDtype
+from birkhoff.kernels import quant
+
+GROUP = 32
+MXFP4_BYTES = 17
+Q8_0_BYTES = 34
+_LOW, _HIGH = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0xF0F0F0F0F0F0F0F0)
+
+
+def pack_mxfp4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Released codes [rows, in/2] and scales [rows, in/32] -> blocks [rows, in/32 * 17], uint8."""
+    rows, groups = scale.shape
+    source = np.ascontiguousarray(_bytes(codes)).reshape(rows, groups, 16).view(np.uint64)
+    first, second = source[..., 0], source[..., 1]  # elements 0..15 and 16..31, two to a byte
+    four = np.uint64(4)
+    out = np.empty((rows, groups, MXFP4_BYTES), np.uint8)
+    out[..., 0] = _bytes(scale)
+    out[..., 1::2] = _as_bytes((first & _LOW) | ((second & _LOW) << four))
+    out[..., 2::2] = _as_bytes(((first >> four) & _LOW) | (second & _HIGH))
+    return torch.from_numpy(out.reshape(rows, groups * MXFP4_BYTES))
+
+
+def unpack_mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Blocks [rows, in/32 * 17] -> released codes [rows, in/2] int8 and scales [rows, in/32] uint8."""
+    rows = blocks.shape[0]
+    raw = blocks.numpy().reshape(rows, -1, MXFP4_BYTES)
+    groups, four = raw.shape[1], np.uint64(4)
+    even = np.ascontiguousarray(raw[..., 1::2]).view(np.uint64)[..., 0]
+    odd = np.ascontiguousarray(raw[..., 2::2]).view(np.uint64)[..., 0]
+    out = np.empty((rows, groups, 2), np.uint64)
+    out[..., 0] = (even & _LOW) | ((odd & _LOW) << four)
+    out[..., 1] = ((even >> four) & _LOW) | (odd & _HIGH)
+    codes = torch.from_numpy(out.view(np.uint8).reshape(rows, groups * 16)).view(torch.int8)
+    return codes, torch.from_numpy(raw[..., 0].copy())
+
+
+def pack_q8_0(values: torch.Tensor) -> torch.Tensor:
+    """Float32 [rows, in] -> blocks [rows, in/32 * 34], uint8."""
+    groups = np.ascontiguousarray(values.numpy(), np.float32).reshape(-1, GROUP)
+    step = np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(step == 0, np.float32(0), np.float32(1) / step)
+        half_step = step.astype(np.float16)
+    if not np.isfinite(half_step).all() or not np.isfinite(inverse).all():
+        raise TensorDtype(
+            "a block holds numbers too large or too small for the float16 step of Q8_0. Write this tensor as bf16 "
+            "or f32."
+        )
+    scaled = groups * inverse
+    rounded = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))
+    out = np.empty((len(groups), Q8_0_BYTES), np.uint8)
+    out[:, :2] = half_step.view(np.uint8)
+    out[:, 2:] = rounded.astype(np.int8).view(np.uint8)
+    return torch.from_numpy(out.reshape(values.shape[0], -1))
+
+
+def unpack_q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks [rows, in/32 * 34] -> float32 [rows, in]."""
+    raw = np.ascontiguousarray(blocks.numpy()).reshape(-1, Q8_0_BYTES)
+    step = np.ascontiguousarray(raw[:, :2]).view(np.float16).astype(np.float32)
+    values = raw[:, 2:].view(np.int8).astype(np.float32) * step
+    return torch.from_numpy(values.reshape(blocks.shape[0], -1))
+
+
+def decode(blocks: torch.Tensor, kind: str, name: str) -> torch.Tensor:
+    """Rows of raw bytes [rows, row bytes] of any block type as float32 [rows, in]."""
+    if kind == "Q8_0":
+        return unpack_q8_0(blocks)
+    if kind == "MXFP4":
+        return quant.dequant_fp4(*unpack_mxfp4(blocks))
+    try:
+        import gguf
+        from gguf import quants
+    except ImportError:
+        raise TensorDtype(
+            f"{name} is stored as {kind}, which is decoded by the package gguf, and that is not installed. "
+            "Install it (pip install 'birkhoff[gguf]'), or use a file with MXFP4, Q8_0, BF16, F16 or F32."
+        ) from None
+    try:
+        with np.errstate(all="ignore"):  # what is not finite is refused by whoever uses the numbers
+            values = quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
+    except (KeyError, NotImplementedError, ValueError) as error:
+        raise TensorDtype(
+            f"{name} is stored as {kind}, which the installed gguf package cannot decode ({error}). "
+            "Use a file with MXFP4, Q8_0, BF16, F16 or F32."
+        ) from None
+    if values.shape[0] != blocks.shape[0] or values.dtype != np.float32:
+        raise CheckpointError(f"{name}: decoding {kind} gave {values.dtype} {values.shape}. Update the gguf package.")
+    return torch.from_numpy(np.ascontiguousarray(values))
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor if tensor.dtype == torch.uint8 else tensor.view(torch.uint8)).numpy()
+
+
+def _as_bytes(words: np.ndarray) -> np.ndarray:
+    return words.view(np.uint8).reshape(*words.shape, 8)

@@ -1,0 +1,232 @@
+"""The header of a GGUF file, read without trusting a single number in it. Standard library only.
+
+Every count and length is compared with a cap and with the bytes that are left before it is used; sizes are computed in
+Python's unbounded integers, so nothing can wrap; names and keys are unique; tensor data must lie one behind the other
+exactly as the format pads it, inside the file. The result is plain data that survives JSON, because this file is also
+a program: `python gguf_header.py FILE` prints it, and `gguf.py` runs it in a process of its own with a deadline. Big
+numeric arrays are not carried along but named by their place (`{"at", "count", "type"}`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import sys
+from typing import Any, BinaryIO
+
+MAX_KEYS = 4096
+MAX_TENSORS = 65_536
+MAX_NAME_BYTES = 256
+MAX_STRING_BYTES = 64 << 20
+MAX_STRINGS = 1 << 20  # in all arrays together; the release has 257,021
+MAX_ARRAY_BYTES = 256 << 20
+MAX_INLINE = 4096
+MAX_DIMENSIONS = 4
+DEFAULT_ALIGNMENT = 32
+
+# type id -> (name, elements of a block, bytes of a block)
+TYPES: dict[int, tuple[str, int, int]] = {
+    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
+    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
+}  # fmt: skip
+
+_STRING, _ARRAY = 8, 9
+# value type id -> struct code
+SCALARS: dict[int, str] = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
+}  # fmt: skip
+
+
+class Malformed(ValueError):
+    """What is wrong with a file. `kind` is "file", "shape" or "dtype"."""
+
+    def __init__(self, message: str, kind: str = "file"):
+        super().__init__(message)
+        self.kind = kind
+
+
+class _Cursor:
+    """Reads forward through a file; never asks for bytes that are not there."""
+
+    def __init__(self, file: BinaryIO, size: int):
+        self.file, self.size, self.at = file, size, 0
+        self.strings = 0
+
+    def take(self, count: int, what: str) -> bytes:
+        if count > self.size - self.at:
+            raise Malformed(f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}")
+        self.at += count
+        data = self.file.read(count)
+        if len(data) != count:
+            raise Malformed(f"ended while it was read, at byte {self.at}")
+        return data
+
+    def skip(self, count: int, what: str) -> None:
+        if count > self.size - self.at:
+            raise Malformed(f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}")
+        self.at += count
+        self.file.seek(self.at)
+
+    def number(self, code: str, what: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code), what))[0]
+
+    def string(self, limit: int, what: str) -> str:
+        length = self.number("Q", f"the length of {what}")
+        if length > limit:
+            raise Malformed(f"announces {length} bytes for {what}, more than the {limit} allowed")
+        try:
+            return self.take(length, what).decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise Malformed(f"has {what} that is not UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def read_header(path: str) -> dict[str, Any]:
+    """{"version", "alignment", "size", "data", "keys": {key: value}, "types": {key: id}, "tensors": [...]}.
+
+    A tensor is [name, type, shape, offset, bytes]: the shape outermost first, the offset from the start of the file.
+    """
+    with open(path, "rb") as file:
+        cursor = _Cursor(file, os.fstat(file.fileno()).st_size)
+        version = _version(cursor)
+        num_tensors, num_keys = cursor.number("Q", "the tensor count"), cursor.number("Q", "the key count")
+        for count, cap, what in ((num_tensors, MAX_TENSORS, "tensors"), (num_keys, MAX_KEYS, "keys")):
+            if count > cap:
+                raise Malformed(f"announces {count} {what}, more than the {cap} allowed")
+        keys, types = _keys(cursor, num_keys)
+        alignment = keys.get("general.alignment", DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
+            raise Malformed(f"has the alignment {alignment!r}, expected a power of two from 8 to 65536")
+        rows = [_tensor(cursor, index) for index in range(num_tensors)]
+    data = -(-cursor.at // alignment) * alignment
+    tensors = _placed(rows, data, alignment, cursor.size)
+    return {
+        "version": version,
+        "alignment": alignment,
+        "size": cursor.size,
+        "data": data,
+        "keys": keys,
+        "types": types,
+        "tensors": tensors,
+    }
+
+
+def _version(cursor: _Cursor) -> int:
+    magic = cursor.take(4, "the magic")
+    if magic != b"GGUF":
+        raise Malformed(f"begins with {magic!r}, expected b'GGUF': it is not a GGUF file")
+    version = cursor.number("I", "the version")
+    if version not in (2, 3):
+        swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+        why = " (a big-endian file; convert it on the machine it came from)" if swapped in (2, 3) else ""
+        raise Malformed(f"has version {version}, expected 2 or 3{why}")
+    return version
+
+
+def _keys(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[str, int]]:
+    keys: dict[str, Any] = {}
+    types: dict[str, int] = {}
+    for index in range(count):
+        key = cursor.string(MAX_NAME_BYTES, f"the name of key {index}")
+        if key in keys:
+            raise Malformed(f"has the key {key[:80]!r} twice")
+        kind = cursor.number("I", f"the type of {key[:80]!r}")
+        keys[key], types[key] = _value(cursor, kind, key), kind
+    return keys, types
+
+
+def _value(cursor: _Cursor, kind: int, key: str) -> Any:
+    what = f"the value of {key[:80]!r}"
+    if kind in SCALARS:
+        return cursor.number(SCALARS[kind], what)
+    if kind == _STRING:
+        return cursor.string(MAX_STRING_BYTES, what)
+    if kind != _ARRAY:
+        raise Malformed(f"gives {key[:80]!r} the value type {kind}, which the format does not have")
+    inner, count = cursor.number("I", what), cursor.number("Q", what)
+    if inner == _STRING:
+        cursor.strings += count
+        if cursor.strings > MAX_STRINGS:
+            raise Malformed(f"announces {count} strings in {key[:80]!r}, more than the {MAX_STRINGS} allowed")
+        return [cursor.string(MAX_STRING_BYTES, f"an entry of {key[:80]!r}") for _ in range(count)]
+    if inner not in SCALARS:
+        raise Malformed(f"has an array of type {inner} in {key[:80]!r}, expected numbers or strings")
+    code = SCALARS[inner]
+    size = count * struct.calcsize("<" + code)
+    if size > MAX_ARRAY_BYTES:
+        raise Malformed(f"announces {size} bytes for {key[:80]!r}, more than the {MAX_ARRAY_BYTES} allowed")
+    if count > MAX_INLINE:
+        place = {"at": cursor.at, "count": count, "type": code}
+        cursor.skip(size, what)
+        return place
+    return list(struct.unpack(f"<{count}{code}", cursor.take(size, what)))
+
+
+def _tensor(cursor: _Cursor, index: int) -> tuple[str, str, list[int], int, int]:
+    name = cursor.string(MAX_NAME_BYTES, f"the name of tensor {index}")
+    if not name.isprintable() or not name:
+        raise Malformed(f"has a tensor named {name[:80]!a}")
+    dimensions = cursor.number("I", f"the dimensions of {name}")
+    if not 1 <= dimensions <= MAX_DIMENSIONS:
+        raise Malformed(f"gives {name} {dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}", "shape")
+    shape = [cursor.number("Q", f"the shape of {name}") for _ in range(dimensions)]
+    kind, offset = cursor.number("I", f"the type of {name}"), cursor.number("Q", f"the offset of {name}")
+    if kind not in TYPES:
+        raise Malformed(f"stores {name} as type {kind}, which Birkhoff does not know", "dtype")
+    label, block, block_bytes = TYPES[kind]
+    if not all(1 <= size < 1 << 48 for size in shape):
+        raise Malformed(f"gives {name} the shape {shape[::-1]}, expected positive sizes", "shape")
+    if shape[0] % block:
+        raise Malformed(f"stores {name} with rows of {shape[0]} as {label}, expected a multiple of {block}", "shape")
+    numbers = 1
+    for size in shape:
+        numbers *= size
+    return name, label, shape[::-1], offset, numbers // block * block_bytes
+
+
+def _placed(rows: list, data: int, alignment: int, size: int) -> list[list[Any]]:
+    """Rows in file order with absolute offsets; each begins where the one before it ends, padded, and all fit."""
+    seen: set[str] = set()
+    for name, *_ in rows:
+        if name in seen:
+            raise Malformed(f"names the tensor {name} twice")
+        seen.add(name)
+    placed, end = [], 0
+    for name, label, shape, offset, nbytes in sorted(rows, key=lambda row: row[3]):
+        expected = -(-end // alignment) * alignment
+        if offset != expected:
+            word = "overlaps the tensor before it" if offset < end else "leaves a hole before it"
+            raise Malformed(f"has {name} at {offset} where {expected} is expected: it {word}")
+        end = offset + nbytes
+        placed.append([name, label, shape, data + offset, nbytes])
+    if not rows:
+        return placed
+    present = size - data
+    if end > present:
+        raise Malformed(f"is cut short: its tensors need {data + end} bytes, the file has {size}")
+    if present - end >= alignment:
+        raise Malformed(f"is too long: its tensors need {data + end} bytes, the file has {size}")
+    return placed
+
+
+def main(path: str) -> int:
+    """Print the header as JSON, or what is wrong with it; always one object."""
+    try:
+        answer: dict[str, Any] = {"header": read_header(path)}
+    except Malformed as error:
+        answer = {"kind": error.kind, "malformed": str(error)}
+    except OSError as error:
+        answer = {"kind": "file", "malformed": f"cannot be read ({error.strerror})"}
+    except MemoryError:
+        answer = {"kind": "file", "malformed": "has a header that does not fit the memory set aside for reading it"}
+    sys.stdout.write(json.dumps(answer))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

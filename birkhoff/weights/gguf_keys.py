@@ -1,0 +1,271 @@
+"""A V4Config as GGUF metadata of architecture `deepseek4`, and back.
+
+`keys_of` writes every key that any reader of dialect A or B asks for, the four included that are silently wrong when
+absent (`rope.dimension_count` and three of `rope.scaling`). `config_from` asks for all that cannot be derived, derives
+what tensors or other keys determine (vocabulary, output rank, hash layers, streams), takes the format's defaults only
+where every reader shares them, and names all missing keys at once. A rope scaling of type "none" is no scaling.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from birkhoff.config import RopeScaling, V4Config
+from birkhoff.errors import ConfigError, UnsupportedModel, quoted
+
+ARCHITECTURE = "deepseek4"
+SQRT_SOFTPLUS = 4
+U32, F32, BOOL, STRING, I32_ARRAY, F32_ARRAY = 4, 6, 7, 8, (9, 5), (9, 6)
+STUB_ADVICE = (
+    "It was written by an early draft that no program reads any more. Convert the original checkpoint: "
+    "birkhoff convert CHECKPOINT OUT.gguf"
+)
+
+
+class Key(NamedTuple):
+    """One metadata entry: value type id, or (9, inner id) for an array."""
+
+    name: str
+    kind: int | tuple[int, int]
+    value: Any
+
+
+def keys_of(config: V4Config, mtp_file: bool = False) -> list[Key]:
+    """Every `deepseek4.` key of a trunk file, or of the file that holds the MTP block alone."""
+    blocks = config.num_hidden_layers + mtp_file
+    clamp = [config.swiglu_limit] * blocks
+    ratios = list(config.compress_ratios) + [0] * config.num_nextn_predict_layers
+    scaling = config.rope_scaling
+    rows: list[tuple[str, Any, Any]] = [
+        ("context_length", U32, config.max_position_embeddings),
+        ("embedding_length", U32, config.hidden_size),
+        ("embedding_length_out", U32, config.hc_mult * config.hidden_size),
+        ("block_count", U32, blocks),
+        ("vocab_size", U32, config.vocab_size),
+        ("feed_forward_length", U32, config.moe_intermediate_size),
+        ("attention.head_count", U32, config.num_attention_heads),
+        ("attention.head_count_kv", U32, 1),
+        ("attention.key_length", U32, config.head_dim),
+        ("attention.value_length", U32, config.head_dim),
+        ("attention.layer_norm_rms_epsilon", F32, config.rms_norm_eps),
+        ("attention.q_lora_rank", U32, config.q_lora_rank),
+        ("attention.output_group_count", U32, config.o_groups),
+        ("attention.output_lora_rank", U32, config.o_lora_rank),
+        ("attention.sliding_window", U32, config.sliding_window),
+        ("attention.compress_ratios", I32_ARRAY, ratios),
+        ("attention.compress_rope_freq_base", F32, config.compress_rope_theta),
+        ("attention.indexer.head_count", U32, config.index_n_heads),
+        ("attention.indexer.key_length", U32, config.index_head_dim),
+        ("attention.indexer.top_k", U32, config.index_topk),
+        ("rope.dimension_count", U32, config.qk_rope_head_dim),
+        ("rope.freq_base", F32, config.rope_theta),
+        ("rope.scaling.type", STRING, "yarn" if scaling else "none"),
+        ("rope.scaling.factor", F32, scaling.factor if scaling else 1.0),
+        (
+            "rope.scaling.original_context_length",
+            U32,
+            scaling.original_max_position_embeddings if scaling else config.max_position_embeddings,
+        ),
+        ("rope.scaling.yarn_beta_fast", F32, scaling.beta_fast if scaling else 32.0),
+        ("rope.scaling.yarn_beta_slow", F32, scaling.beta_slow if scaling else 1.0),
+        ("expert_count", U32, config.n_routed_experts),
+        ("expert_used_count", U32, config.num_experts_per_tok),
+        ("expert_shared_count", U32, config.n_shared_experts),
+        ("expert_feed_forward_length", U32, config.moe_intermediate_size),
+        ("expert_weights_scale", F32, config.routed_scaling_factor),
+        ("expert_weights_norm", BOOL, True),
+        ("expert_gating_func", U32, SQRT_SOFTPLUS),
+        ("expert_group_count", U32, 0),
+        ("expert_group_used_count", U32, 0),
+        ("swiglu_clamp_exp", F32_ARRAY, clamp),
+        ("swiglu_clamp_shexp", F32_ARRAY, clamp),
+        ("hyper_connection.count", U32, config.hc_mult),
+        ("hyper_connection.sinkhorn_iterations", U32, config.hc_sinkhorn_iters),
+        ("hyper_connection.epsilon", F32, config.hc_eps),
+        ("hash_layer_count", U32, config.num_hash_layers),
+    ]
+    if mtp_file:
+        rows.append(("nextn_predict_layers", U32, config.num_nextn_predict_layers))
+    return [Key(f"{ARCHITECTURE}.{name}", kind, value) for name, kind, value in rows]
+
+
+def check_architecture(keys: Mapping[str, Any], label: str) -> None:
+    """Refuse everything that is not dialect A or B, by name."""
+    seen = keys.get("general.architecture")
+    if seen == ARCHITECTURE:
+        return
+    if seen in ("deepseek-v4", "deepseek_v4"):
+        raise UnsupportedModel(f"{label} has the architecture {seen!r}, the old stub dialect. {STUB_ADVICE}")
+    if seen == "dflash":
+        raise UnsupportedModel(
+            f"{label} holds a DSpark drafter (architecture 'dflash'), not a model. Give the trunk's file."
+        )
+    if seen == "deepseek41":
+        raise UnsupportedModel(
+            f"{label} is DeepSeek-V4.1, which has another architecture and is not supported. Use a V4 file."
+        )
+    raise UnsupportedModel(
+        f"{label} has the architecture {quoted(seen)}, expected {ARCHITECTURE!r}. This is not a DeepSeek-V4 file."
+    )
+
+
+class _Reader:
+    """Typed look-ups that remember what was missing instead of stopping at the first."""
+
+    def __init__(self, keys: Mapping[str, Any], label: str):
+        self.keys, self.label = keys, label
+        self.missing: list[str] = []
+
+    def has(self, name: str) -> bool:
+        return f"{ARCHITECTURE}.{name}" in self.keys
+
+    def get(self, name: str, kind: type, default: Any = None) -> Any:
+        key = f"{ARCHITECTURE}.{name}"
+        value = self.keys.get(key)
+        if value is None:
+            if default is None:
+                self.missing.append(key)
+            return default
+        good = type(value) is kind or (kind is float and type(value) is int)
+        if not good or (kind is float and not math.isfinite(value)):
+            raise ConfigError(f"{self.label}: {key} is {quoted(value)}, expected {_KIND_TEXT[kind]}.")
+        return float(value) if kind is float else value
+
+    def whole(self, name: str, default: int | None = None) -> Any:
+        return self.get(name, int, default)
+
+    def number(self, name: str, default: float | None = None) -> Any:
+        value = self.get(name, float, default)
+        return value if value is None else shortest(value)
+
+    def per_layer(self, name: str, kind: type, blocks: int) -> list[Any]:
+        """An array with an entry for every block, or one number for all."""
+        key = f"{ARCHITECTURE}.{name}"
+        value = self.keys.get(key)
+        if value is None:
+            self.missing.append(key)
+            return []
+        if type(value) is kind or (kind is float and type(value) is int):
+            return [value] * blocks
+        if not isinstance(value, list) or not all(type(v) in (int, kind) for v in value) or len(value) < blocks:
+            raise ConfigError(
+                f"{self.label}: {key} is {quoted(value)}, expected one number for each of {blocks} blocks."
+            )
+        return value
+
+
+_KIND_TEXT = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def shortest(value: float) -> float:
+    """The decimal number a float32 was written from: 1e-6 comes back as 1e-6 and not as 9.999999974752427e-07."""
+    import numpy as np
+
+    return float(str(np.float32(value)))
+
+
+def config_from(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], label: str) -> V4Config:
+    """The model a file describes; `shapes` are its tensors, outermost first, for what keys do not say."""
+    check_architecture(keys, label)
+    read = _Reader(keys, label)
+    blocks = read.whole("block_count")
+    nextn = read.whole("nextn_predict_layers", 0)
+    groups = read.whole("attention.output_group_count")
+    derived = _derived(keys, shapes, groups)
+    values: dict[str, Any] = {
+        "max_position_embeddings": read.whole("context_length"),
+        "hidden_size": read.whole("embedding_length"),
+        "vocab_size": read.whole("vocab_size", derived.get("vocab_size")),
+        "num_attention_heads": read.whole("attention.head_count"),
+        "num_key_value_heads": read.whole("attention.head_count_kv"),
+        "head_dim": read.whole("attention.key_length"),
+        "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
+        "q_lora_rank": read.whole("attention.q_lora_rank"),
+        "o_groups": groups,
+        "o_lora_rank": read.whole("attention.output_lora_rank", derived.get("o_lora_rank")),
+        "sliding_window": read.whole("attention.sliding_window"),
+        "compress_rope_theta": read.number("attention.compress_rope_freq_base"),
+        "index_n_heads": read.whole("attention.indexer.head_count"),
+        "index_head_dim": read.whole("attention.indexer.key_length"),
+        "index_topk": read.whole("attention.indexer.top_k"),
+        "qk_rope_head_dim": read.whole("rope.dimension_count"),
+        "rope_theta": read.number("rope.freq_base", 10000.0),
+        "n_routed_experts": read.whole("expert_count"),
+        "num_experts_per_tok": read.whole("expert_used_count"),
+        "n_shared_experts": read.whole("expert_shared_count"),
+        "moe_intermediate_size": read.whole("expert_feed_forward_length"),
+        "routed_scaling_factor": read.number("expert_weights_scale"),
+        "norm_topk_prob": read.get("expert_weights_norm", bool),
+        "hc_mult": read.whole("hyper_connection.count", derived.get("hc_mult")),
+        "hc_sinkhorn_iters": read.whole("hyper_connection.sinkhorn_iterations"),
+        "hc_eps": read.number("hyper_connection.epsilon"),
+        "num_hash_layers": read.whole("hash_layer_count", derived.get("num_hash_layers")),
+    }
+    gating = read.whole("expert_gating_func")
+    value_length = read.whole("attention.value_length")
+    scaling = _scaling(read)
+    plausible = blocks if blocks is not None and 0 < blocks < 65_536 else 0
+    ratios = read.per_layer("attention.compress_ratios", int, plausible)
+    clamps = read.per_layer("swiglu_clamp_exp", float, plausible)
+    if read.missing:
+        raise ConfigError(
+            f"{label} lacks {len(read.missing)} keys that cannot be derived: {', '.join(read.missing[:6])}"
+            f"{' and more' if len(read.missing) > 6 else ''}. A model without them would be silently wrong; "
+            "convert the original checkpoint again."
+        )
+    layers = blocks - nextn
+    if not plausible or not layers > 0:
+        raise ConfigError(f"{label} has {blocks} blocks of which {nextn} are MTP, expected 1 to 65535 and some trunk.")
+    if gating != SQRT_SOFTPLUS:
+        raise ConfigError(f"{label}: expert_gating_func is {gating}, expected {SQRT_SOFTPLUS} (sqrt-softplus).")
+    if value_length != values["head_dim"]:
+        raise ConfigError(f"{label}: value_length is {value_length}, key_length {values['head_dim']}; V4 has one size.")
+    shared = read.per_layer("swiglu_clamp_shexp", float, plausible) if read.has("swiglu_clamp_shexp") else clamps
+    limits = set(map(shortest, [*clamps[:blocks], *shared[:blocks]]))
+    if len(limits) != 1:
+        raise ConfigError(f"{label} has SwiGLU limits {sorted(limits)[:4]} that differ; V4 has one for all layers.")
+    return V4Config(
+        **values,
+        num_hidden_layers=layers,
+        compress_ratios=tuple(ratios[:layers]),
+        swiglu_limit=limits.pop(),
+        rope_scaling=scaling,
+        num_nextn_predict_layers=nextn,
+        bos_token_id=_token(keys, "bos"),
+        eos_token_id=_token(keys, "eos"),
+    )
+
+
+def _derived(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], groups: int | None) -> dict[str, int]:
+    out: dict[str, int] = {}
+    tokens = keys.get("tokenizer.ggml.tokens")
+    if "token_embd.weight" in shapes:
+        out["vocab_size"] = shapes["token_embd.weight"][0]
+    elif isinstance(tokens, list) and tokens:
+        out["vocab_size"] = len(tokens)
+    first = shapes.get("blk.0.attn_output_a.weight")
+    if first and groups:
+        out["o_lora_rank"] = first[1] if len(first) == 3 else first[0] // groups
+    if "output_hc_base.weight" in shapes:
+        out["hc_mult"] = shapes["output_hc_base.weight"][0]
+    if any(name.startswith("blk.") for name in shapes):
+        out["num_hash_layers"] = sum(name.endswith(".ffn_gate_tid2eid.weight") for name in shapes)
+    return out
+
+
+def _scaling(read: _Reader) -> RopeScaling | None:
+    kind = read.get("rope.scaling.type", str)
+    factor, length = read.number("rope.scaling.factor"), read.whole("rope.scaling.original_context_length")
+    if kind in (None, "none") or factor is None or length is None:
+        return None
+    if kind != "yarn":
+        raise ConfigError(f"{read.label}: rope.scaling.type is {quoted(kind)}, expected 'yarn' or 'none'.")
+    fast, slow = read.number("rope.scaling.yarn_beta_fast", 32.0), read.number("rope.scaling.yarn_beta_slow", 1.0)
+    return RopeScaling(factor, length, fast, slow)
+
+
+def _token(keys: Mapping[str, Any], which: str) -> int | None:
+    value = keys.get(f"tokenizer.ggml.{which}_token_id")
+    return value if type(value) is int else None

@@ -1,0 +1,139 @@
+"""GGUF names of V4's tensors: one table, read in both directions.
+
+Ours are the released names. A block's table serves trunk layers (`blk.N.`), the MTP block of dialect A (`blk.L.` in a
+file of its own) and that of dialect B (`mtp.0.`). Experts lie stacked in GGUF, so their entry names the stack and the
+expert comes from our name. Names no row has stay as they are and are reported as left over, never guessed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+ROOT = {
+    "embed.weight": "token_embd.weight",
+    "norm.weight": "output_norm.weight",
+    "head.weight": "output.weight",
+    "hc_head_fn": "output_hc_fn.weight",
+    "hc_head_base": "output_hc_base.weight",
+    "hc_head_scale": "output_hc_scale.weight",
+}
+BLOCK = {
+    "attn_norm.weight": "attn_norm.weight",
+    "hc_attn_fn": "hc_attn_fn.weight",
+    "hc_attn_base": "hc_attn_base.weight",
+    "hc_attn_scale": "hc_attn_scale.weight",
+    "ffn_norm.weight": "ffn_norm.weight",
+    "hc_ffn_fn": "hc_ffn_fn.weight",
+    "hc_ffn_base": "hc_ffn_base.weight",
+    "hc_ffn_scale": "hc_ffn_scale.weight",
+    "attn.attn_sink": "attn_sinks.weight",
+    "attn.wq_a.weight": "attn_q_a.weight",
+    "attn.q_norm.weight": "attn_q_a_norm.weight",
+    "attn.wq_b.weight": "attn_q_b.weight",
+    "attn.wkv.weight": "attn_kv.weight",
+    "attn.kv_norm.weight": "attn_kv_a_norm.weight",
+    "attn.wo_a.weight": "attn_output_a.weight",
+    "attn.wo_b.weight": "attn_output_b.weight",
+    "attn.compressor.wkv.weight": "attn_compressor_kv.weight",
+    "attn.compressor.wgate.weight": "attn_compressor_gate.weight",
+    "attn.compressor.ape": "attn_compressor_ape.weight",
+    "attn.compressor.norm.weight": "attn_compressor_norm.weight",
+    "attn.indexer.wq_b.weight": "indexer.attn_q_b.weight",
+    "attn.indexer.weights_proj.weight": "indexer.proj.weight",
+    "attn.indexer.compressor.wkv.weight": "indexer_compressor_kv.weight",
+    "attn.indexer.compressor.wgate.weight": "indexer_compressor_gate.weight",
+    "attn.indexer.compressor.ape": "indexer_compressor_ape.weight",
+    "attn.indexer.compressor.norm.weight": "indexer_compressor_norm.weight",
+    "ffn.gate.weight": "ffn_gate_inp.weight",
+    "ffn.gate.tid2eid": "ffn_gate_tid2eid.weight",
+    "ffn.gate.bias": "exp_probs_b.bias",
+    "ffn.shared_experts.w1.weight": "ffn_gate_shexp.weight",
+    "ffn.shared_experts.w2.weight": "ffn_down_shexp.weight",
+    "ffn.shared_experts.w3.weight": "ffn_up_shexp.weight",
+}
+STACKS = {"w1": "ffn_gate_exps.weight", "w3": "ffn_up_exps.weight", "w2": "ffn_down_exps.weight"}
+# Dialect B's MTP block keeps the release's own words for what only MTP has.
+DS4_MTP = {
+    "e_proj.weight": "e_proj.weight",
+    "h_proj.weight": "h_proj.weight",
+    "enorm.weight": "enorm.weight",
+    "hnorm.weight": "hnorm.weight",
+    "norm.weight": "norm.weight",
+    "hc_head_fn": "hc_head_fn.weight",
+    "hc_head_base": "hc_head_base.weight",
+    "hc_head_scale": "hc_head_scale.weight",
+}
+# Dialect A's; e_proj and h_proj stand side by side in `nextn.eh_proj.weight`.
+NEXTN = {
+    "enorm.weight": "nextn.enorm.weight",
+    "hnorm.weight": "nextn.hnorm.weight",
+    "norm.weight": "nextn.shared_head_norm.weight",
+    "hc_head_fn": "nextn.hc_head_fn.weight",
+    "hc_head_base": "nextn.hc_head_base.weight",
+    "hc_head_scale": "nextn.hc_head_scale.weight",
+}
+EH_PROJ = "nextn.eh_proj.weight"
+
+_EXPERT = re.compile(r"ffn\.experts\.(\d+)\.(w[123])\.weight")
+_ROOT_BACK = {theirs: ours for ours, theirs in ROOT.items()}
+_BLOCK_BACK = {theirs: ours for ours, theirs in BLOCK.items()}
+_STACK_BACK = {theirs: part for part, theirs in STACKS.items()}
+_DS4_BACK = {theirs: ours for ours, theirs in DS4_MTP.items()}
+_NEXTN_BACK = {theirs: ours for ours, theirs in NEXTN.items()}
+
+
+class Place(NamedTuple):
+    """Where one of our tensors lies: a GGUF tensor, and the expert inside it where it is a stack."""
+
+    name: str
+    expert: int | None = None
+
+
+class Meaning(NamedTuple):
+    """What a GGUF tensor is. `ours` has `{}` where the expert's number goes; `halves` marks e_proj beside h_proj."""
+
+    ours: str
+    stacked: bool = False
+    halves: bool = False
+
+
+def place_in_block(suffix: str, prefix: str) -> Place | None:
+    """`attn.wq_a.weight`, `blk.3` -> `blk.3.attn_q_a.weight`; None for a name that blocks do not have."""
+    if suffix in BLOCK:
+        return Place(f"{prefix}.{BLOCK[suffix]}")
+    match = _EXPERT.fullmatch(suffix)
+    return Place(f"{prefix}.{STACKS[match[2]]}", int(match[1])) if match else None
+
+
+def trunk_place(name: str) -> Place | None:
+    """Where a trunk tensor of ours lies in a GGUF file."""
+    if name in ROOT:
+        return Place(ROOT[name])
+    parts = name.split(".", 2)
+    return place_in_block(parts[2], f"blk.{parts[1]}") if parts[0] == "layers" and len(parts) == 3 else None
+
+
+def meaning(name: str, trunk_layers: int) -> Meaning | None:
+    """What a GGUF tensor is in our words; blocks from `trunk_layers` on are MTP."""
+    if name in _ROOT_BACK:
+        return Meaning(_ROOT_BACK[name])
+    head, _, rest = name.partition(".")
+    number, _, suffix = rest.partition(".")
+    if head not in ("blk", "mtp") or not number.isdecimal() or len(number) > 5 or str(int(number)) != number:
+        return None
+    index = int(number)
+    if head == "blk" and index < trunk_layers:
+        return _in_block(suffix, f"layers.{index}")
+    ours = f"mtp.{index if head == 'mtp' else index - trunk_layers}"
+    if head == "blk" and suffix == EH_PROJ:
+        return Meaning(f"{ours}.{{}}_proj.weight", halves=True)
+    own = (_DS4_BACK if head == "mtp" else _NEXTN_BACK).get(suffix)
+    return Meaning(f"{ours}.{own}") if own else _in_block(suffix, ours)
+
+
+def _in_block(suffix: str, ours: str) -> Meaning | None:
+    if suffix in _BLOCK_BACK:
+        return Meaning(f"{ours}.{_BLOCK_BACK[suffix]}")
+    part = _STACK_BACK.get(suffix)
+    return Meaning(f"{ours}.ffn.experts.{{}}.{part}.weight", stacked=True) if part else None

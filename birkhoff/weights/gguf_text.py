@@ -1,0 +1,120 @@
+"""The tokenizer inside a GGUF file, as the text of a `tokenizer.json`, and the metadata keys made from one.
+
+Files we wrote carry the original text (`tokenizer.huggingface.json`) beside the lists that other readers use, so
+nothing is lost on the way. For other files it is rebuilt from tokens, types and merges; the splitting rules behind the
+pre-tokenizer's name are not in the file, so only names whose rules we know are rebuilt.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from birkhoff.errors import CheckpointError
+from birkhoff.weights.gguf_keys import STRING, U32, Key
+
+WHOLE = "tokenizer.huggingface.json"
+PRE = "joyai-llm"
+NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+_STRINGS, _I32S = (9, 8), (9, 5)
+# V4's pre-tokenizer (spec 13.1): digits by threes, runs of CJK, then words, punctuation and white space.
+SPLITS = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+|[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+"
+    "| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+
+
+def tokenizer_json(keys: Mapping[str, Any], label: str, notices: list[str]) -> str | None:
+    """The file's tokenizer, or None with a notice that says why there is none."""
+    whole = keys.get(WHOLE)
+    if isinstance(whole, str) and whole:
+        return whole
+    tokens, merges = keys.get("tokenizer.ggml.tokens"), keys.get("tokenizer.ggml.merges")
+    if keys.get("tokenizer.ggml.model") in (None, "no_vocab") or not tokens:
+        notices.append(f"{label} has no tokenizer; it works with token ids.")
+        return None
+    pre = keys.get("tokenizer.ggml.pre")
+    if keys["tokenizer.ggml.model"] != "gpt2" or pre not in (PRE, "deepseek-v3"):
+        notices.append(
+            f"{label} has the pre-tokenizer {pre!r}, whose rules are not in the file; it works with token ids."
+        )
+        return None
+    types = keys.get("tokenizer.ggml.token_type")
+    if not isinstance(types, list) or len(types) != len(tokens) or not isinstance(merges, list):
+        raise CheckpointError(f"{label}: tokens, token types and merges do not belong together. Download it again.")
+    return _rebuilt(tokens, types, merges)
+
+
+def _rebuilt(tokens: list[str], types: list[int], merges: list[str]) -> str:
+    added = [
+        {
+            "id": i,
+            "content": token,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": kind == CONTROL,
+        }
+        for i, (token, kind) in enumerate(zip(tokens, types))
+        if kind in (CONTROL, USER_DEFINED)
+    ]
+    vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == NORMAL}
+    splits = [{"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False} for rule in SPLITS]
+    return json.dumps(
+        {
+            "version": "1.0",
+            "added_tokens": added,
+            "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, _BYTE_LEVEL]},
+            "decoder": {"type": "ByteLevel"},
+            "model": {"type": "BPE", "vocab": vocab, "merges": [merge.split(" ", 1) for merge in merges]},
+        },
+        ensure_ascii=False,
+    )
+
+
+def tokenizer_keys(
+    text: str | None, vocab_size: int, bos: int | None, eos: int | None, notices: list[str]
+) -> list[Key]:
+    """Metadata that lets other readers tokenise, and the whole text for ours."""
+    if text is None:
+        notices.append("the checkpoint has no tokenizer.json; the file will work with token ids only.")
+        return [Key("tokenizer.ggml.model", STRING, "no_vocab")]
+    raw = json.loads(text)
+    model = raw["model"]
+    tokens = [f"[PAD{i}]" for i in range(vocab_size)]
+    types = [UNUSED] * vocab_size
+    for token, i in model["vocab"].items():
+        tokens[i], types[i] = token, NORMAL
+    for entry in raw.get("added_tokens", []):
+        tokens[entry["id"]] = entry["content"]
+        types[entry["id"]] = CONTROL if entry.get("special") else USER_DEFINED
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    pre = _pre_name(raw)
+    if pre is None:
+        notices.append(
+            "tokenizer.json splits text by rules that have no name in GGUF; other programs may tokenise differently."
+        )
+    rows = [
+        Key("tokenizer.ggml.model", STRING, "gpt2"),
+        Key("tokenizer.ggml.pre", STRING, pre or "default"),
+        Key("tokenizer.ggml.tokens", _STRINGS, tokens),
+        Key("tokenizer.ggml.token_type", _I32S, types),
+        Key("tokenizer.ggml.merges", _STRINGS, merges),
+        Key(WHOLE, STRING, text),
+    ]
+    for which, token in (("bos", bos), ("eos", eos)):
+        if token is not None:
+            rows.append(Key(f"tokenizer.ggml.{which}_token_id", U32, token))
+    return [*rows, Key("tokenizer.ggml.add_bos_token", 7, False), Key("tokenizer.ggml.add_eos_token", 7, False)]
+
+
+def _pre_name(raw: dict[str, Any]) -> str | None:
+    """V4's rules have a name; those of other tokenizers are not looked for."""
+    parts = (raw.get("pre_tokenizer") or {}).get("pretokenizers") or []
+    rules = tuple(part["pattern"].get("Regex") for part in parts if part.get("type") == "Split" and "pattern" in part)
+    return PRE if rules == SPLITS else None

@@ -31,6 +31,7 @@
     │   ├── CaptureExists        capture-exists    this request id already has files
     │   ├── CaptureLocked        capture-locked    another writer holds the capture root
     │   └── CaptureSettings      capture-settings  a directory that was begun with other settings
+    ├── ConvertError             convert           an output that cannot be begun, resumed or trusted
     ├── CapacityError            engine-full       more cache than can ever be free
     ├── EngineClosed             engine-closed     a call after close()
     ├── LogitsError              logits-invalid    NaN or nothing to choose from, in one request
@@ -128,7 +129,13 @@ class SiteError(RequestError):
 
 
 class SteeringError(RequestError):
+    """`path` is the field at fault, where the edit came as fields; it stands first in the message."""
+
     code = "steering-invalid"
+
+    def __init__(self, message: str, path: str = ""):
+        super().__init__(f"{path}: {message}" if path else message)
+        self.reason, self.path = message, path
 
 
 class VectorFileError(SteeringError):
@@ -191,6 +198,10 @@ class CaptureLocked(CaptureError):
 
 class CaptureSettings(CaptureError):
     code = "capture-settings"
+
+
+class ConvertError(BirkhoffError):
+    code = "convert"
 
 
 class CapacityError(BirkhoffError):

@@ -1,0 +1,66 @@
+// What the server is doing now, and what captures it has kept.
+import { call, post } from "./api.js";
+import { nice } from "./chart.js";
+import { empty, fault, fill, h, panel, takeAlong, toast, visible } from "./dom.js";
+import { Heatmap } from "./heatmap.js";
+
+export function requestPage(store) {
+  const body = h("div", { class: "stack" });
+  let last = null;
+  const node = h("div", { class: "stack" }, panel("Requests", "The slots of the engine, who holds them, and how far they are. Looked at every two seconds while this page is open.",
+    { name: "requests", tools: takeAlong(() => last ?? {}, () => `import json, urllib.request\n\nprint(json.load(urllib.request.urlopen("${location.origin}/slots")))`) }, body));
+  const look = async () => {
+    if (node.hidden || document.hidden || !node.isConnected) return;
+    try {
+      last = await call("/slots");
+      const slots = Array.isArray(last) ? last : last.slots ?? [];
+      fill(body, h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["slot", "state", "request", "prompt", "written", "tokens/s", ""].map((t) => h("th", {}, t)))),
+        h("tbody", {}, slots.map((s) => h("tr", {}, h("td", {}, String(s.id ?? "–")), h("td", {}, s.state ?? (s.is_processing ? "running" : "free")), h("td", { class: "mono" }, visible(String(s.request_id ?? ""))), h("td", { class: "number" }, String(s.prompt_tokens ?? "")), h("td", { class: "number" }, String(s.output_tokens ?? s.generated ?? "")), h("td", { class: "number" }, s.tokens_per_second ? nice(s.tokens_per_second) : ""),
+          h("td", {}, s.request_id ? h("button", { type: "button", class: "small", onclick: async () => { try { await post(`/v1/requests/${encodeURIComponent(s.request_id)}/cancel`, {}); toast("Cancelled."); look(); } catch (error) { toast(error.message); } } }, "Cancel") : "")))))),
+        last.waiting !== undefined ? h("p", { class: "note" }, `${last.waiting} waiting in the queue.`) : null);
+    } catch (error) { fill(body, fault(error)); }
+  };
+  fill(body, empty("Looking…"));
+  setInterval(look, 2000);
+  store.on(["lookPage"], look);
+  return node;
+}
+
+export function capturePage(store) {
+  const list = h("div", { class: "stack" }), shown = h("div", { class: "stack" });
+  let found = null;
+  const node = h("div", { class: "stack" }, panel("Captures", "Activations that requests asked to keep. Durable means written, synced and checksummed.",
+    { name: "captures", tools: takeAlong(() => found ?? {}, () => `from birkhoff.capture.reader import read_request\n\nentries = read_request("captures/TAG/REQUEST")\nfor entry in entries:\n    print(entry.layer, entry.hook, entry.array.shape)`) },
+    h("div", { class: "stack" }, h("div", { class: "row" }, h("button", { type: "button", onclick: () => look() }, "Look again"), h("button", { type: "button", id: "capture-now", onclick: () => take() }, "Capture the last text")), list, shown)));
+  const look = async () => {
+    if (node.hidden || !node.isConnected) return;
+    try {
+      found = await call("/v1/interp/captures");
+      const captures = found.captures ?? found.data ?? found;
+      fill(list, captures.length ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["id", "state", "rows", "bytes", ""].map((t) => h("th", {}, t)))), h("tbody", {}, captures.map((c) => h("tr", {}, h("td", { class: "mono" }, visible(c.id)), h("td", {}, c.status), h("td", { class: "number" }, String(c.rows ?? "")), h("td", { class: "number" }, nice(c.bytes ?? NaN)),
+        h("td", {}, h("a", { href: `/v1/interp/captures/${encodeURIComponent(c.id)}/data`, download: `${c.id}.safetensors` }, "download"), " ", h("button", { type: "button", class: "small", onclick: () => slice(c.id) }, "look"))))))) : empty("Nothing captured yet."));
+    } catch (error) { fill(list, fault(error)); }
+  };
+  async function take() {
+    const conversation = store.state.conversation.length ? store.state.conversation : [{ role: "user", content: store.state.benchPrompt }];
+    const asked = conversation.filter((m, i) => !(i === conversation.length - 1 && m.role === "assistant")), layer = Math.floor((store.state.props?.num_layers ?? 2) / 2);
+    try {
+      await post("/v1/chat/completions", { messages: asked, max_tokens: 8, temperature: 0, capture_wait: true, capture: { filesystem: { request_id: `page-${Date.now()}`, tag: "page", hooks: { mhc_streams_pre_attn: [layer], mhc_ffn_res_mix: "all" }, positions: "all" } } });
+      toast("Captured and durable.");
+      look();
+    } catch (error) { fill(shown, fault(error)); }
+  }
+  async function slice(id) {
+    try {
+      const manifest = await call(`/v1/interp/captures/${encodeURIComponent(id)}`), entry = (manifest.entries ?? [])[0];
+      if (!entry) { fill(shown, empty("This capture holds no rows.")); return; }
+      const values = await call(`/v1/interp/captures/${encodeURIComponent(id)}/slice?hook=${encodeURIComponent(entry.hook)}&layer=${entry.layer}`);
+      const map = new Heatmap({ label: `rows of ${entry.hook}`, height: 220 });
+      fill(shown, h("h3", {}, `${entry.hook} of layer ${entry.layer}: a row per token, ${values.columns.length} numbers of each`), map.node);
+      map.show({ columns: values.columns.length, rows: values.rows.map((r) => `pos ${r}`), value: (x, y) => values.values[y][x], scale: "signed", names: (x) => String(values.columns[x]) });
+    } catch (error) { fill(shown, fault(error)); }
+  }
+  fill(list, empty("Looking…"));
+  store.on(["lookPage"], look);
+  return node;
+}

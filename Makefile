@@ -17,7 +17,7 @@ help:
 	@echo "make test-all  the same at full size"
 	@echo "make check     style and types"
 	@echo "make bench     measure speed on this machine, beside transformers"
-	@echo "make serve     the HTTP server (not built yet)"
+	@echo "make serve     the HTTP server on the embedded model"
 	@echo "make clean     remove everything make made"
 
 # torch comes first and exactly: any looser request makes pip look at gigabytes of other builds.
@@ -38,7 +38,7 @@ demo: $(RUNS)
 	@$(BIN)/python examples/tour.py
 
 serve: $(RUNS)
-	@echo "The server is not built yet. What answers now: $(BIN)/birkhoff chat --model CHECKPOINT" >&2; exit 1
+	@$(BIN)/birkhoff serve
 
 # One thread per process: the suite is many small computations, and two processes on two cores beat two threads.
 test: $(TESTS)

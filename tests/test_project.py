@@ -74,7 +74,7 @@ def test_the_core_needs_neither_the_command_line_nor_the_oracle():
 
 def test_pins_satisfy_what_the_package_accepts():
     extras = PROJECT["optional-dependencies"]
-    wanted = {"requirements.txt": PROJECT["dependencies"] + extras["cpu"],
+    wanted = {"requirements.txt": PROJECT["dependencies"] + extras["cpu"] + extras["server"] + extras["grammar"],
               "requirements-test.txt": extras["test"] + extras["dev"]}  # fmt: skip
     for file, requirements in wanted.items():
         pinned = pins(file)

@@ -20,17 +20,19 @@ from dataclasses import dataclass
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent
 from birkhoff.errors import BirkhoffError, EngineClosed
+from birkhoff.hooks.signals import Frame, SignalJob
 from birkhoff.text.events import Event
 from birkhoff.text.live import ChatStream
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """News of one request: its tokens since last time, what they meant in a chat, and whether it was taken at all."""
+    """News of one request: its tokens since last time, what they meant in a chat, signals, and why it was refused."""
 
     request: Request
     tokens: tuple[TokenEvent, ...] = ()
     parsed: tuple[Event, ...] = ()
+    frames: tuple[Frame, ...] = ()
     refused: BirkhoffError | None = None
 
     @property
@@ -121,8 +123,9 @@ class Driver:
             if isinstance(request.sink, ChatStream):
                 parsed = tuple(request.sink.events[self._parsed[request] :])
                 self._parsed[request] += len(parsed)
-            if tokens or parsed:
-                news.append(Told(request, tokens, parsed))
+            frames = _frames(request)
+            if tokens or parsed or frames:
+                news.append(Told(request, tokens, parsed, frames))
             if request.done:
                 del self._parsed[request]
         if news:
@@ -132,3 +135,8 @@ class Driver:
 def _popped(events: deque[TokenEvent]) -> Iterable[TokenEvent]:
     while events:
         yield events.popleft()
+
+
+def _frames(request: Request) -> tuple[Frame, ...]:
+    jobs = request.plan.jobs if request.plan is not None else ()
+    return tuple(frame for job in jobs if isinstance(job, SignalJob) for frame in job.take())

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, get_type_hints
 
 import typer
 
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError, quoted
+from birkhoff.server.settings import ServerSettings
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,16 @@ SAMPLING = (
     Flag("logit_bias", list[str], "Added to one token's logit; may be given several times.", metavar="ID=NUMBER"),
     Flag("n", int, "How many answers.", "1"),
 )
-PANELS = {"Model": ENGINE, "Sampling": SAMPLING}
+SERVER = tuple(
+    Flag(
+        each.name,
+        list[str] if type(each.default) is tuple else type(each.default),
+        each.metadata["help"],
+        f"{each.default:g}" if type(each.default) is float else str(each.default or ""),
+    )
+    for each in fields(ServerSettings)
+)
+PANELS = {"Model": ENGINE, "Sampling": SAMPLING, "Server": SERVER}
 _SAMPLING_NAMES = {flag.name for flag in SAMPLING}
 
 
@@ -109,6 +119,15 @@ def divide(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         sampling["logit_bias"] = _biases(sampling["logit_bias"])
     SamplingOptions.from_kwargs(**sampling)  # a wrong value is refused before a model is loaded for it
     return {"model": "nano", **loading}, sampling
+
+
+def server_settings(options: Mapping[str, Any]) -> tuple[ServerSettings, dict[str, Any]]:
+    """Settings of the server, checked here and now, and keywords for `load`."""
+    names = {flag.name for flag in SERVER}
+    return (
+        ServerSettings(**{name: value for name, value in options.items() if name in names}),
+        {name: value for name, value in options.items() if name not in names},
+    )
 
 
 def _biases(given: list[str]) -> dict[int, float]:

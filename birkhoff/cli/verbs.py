@@ -19,6 +19,7 @@ from birkhoff.cli.capture import capture
 from birkhoff.cli.chat import chat
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
+from birkhoff.cli.serve import serve
 from birkhoff.cli.settings import defaults_from
 from birkhoff.cli.synth import synth
 
@@ -42,6 +43,7 @@ app = typer.Typer(
 )
 app.command()(generate)
 app.command()(chat)
+app.command()(serve)
 app.command()(capture)
 app.command()(inspect)
 app.command()(synth)

@@ -1,0 +1,215 @@
+"""Where calls meet the engine: who is let in, and the hand-over between its thread and many waiting clients.
+
+One driving thread steps the engine; this file lives on the event loop. A `Running` is the requests of one call:
+entering takes places in the queue or is refused with 429, leaving ends whatever still runs, before the next step. News
+crosses threads once per step, for everybody together.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Sequence
+from typing import TYPE_CHECKING
+
+from birkhoff.api.driver import Driver, Told
+from birkhoff.engine.request import Request
+from birkhoff.server.problems import Problem
+from birkhoff.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from birkhoff.api import Engine
+    from birkhoff.server.metrics import Metrics
+
+
+class Hub:
+    def __init__(self, settings: ServerSettings, metrics: Metrics):
+        self.settings, self.metrics = settings, metrics
+        self.draining = False
+        self._engine: Engine | None = None
+        self._driver: Driver | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._running: dict[Request, Running | None] = {}  # None: its call has left, the engine has not said so yet
+        self._held: Counter[str] = Counter()  # places by caller
+        self._seconds: deque[float] = deque([1.0], maxlen=64)  # how long recent answers took
+
+    @property
+    def engine(self) -> Engine:
+        if self._engine is None:
+            raise Problem(
+                503, "the model is still being loaded. Try again soon.", code="loading", headers={"Retry-After": "2"}
+            )
+        return self._engine
+
+    @property
+    def loaded(self) -> bool:
+        return self._engine is not None
+
+    @property
+    def healthy(self) -> bool:
+        return self._driver is None or self._driver.alive
+
+    @property
+    def ready(self) -> bool:
+        return self.loaded and self.healthy and not self.draining and self.places > 0
+
+    @property
+    def places(self) -> int:
+        """How many more answers would be let in."""
+        return self.engine.max_requests + self.settings.max_queue - len(self._running)
+
+    @property
+    def live(self) -> list[Request]:
+        return list(self._running)
+
+    def start(self, engine: Engine) -> None:
+        """Open for work; called on the event loop."""
+        self._loop = asyncio.get_running_loop()
+        self._engine, self._driver = engine, engine.driver(self._from_driver)
+
+    def stop(self) -> None:
+        """End everything that still runs, finish captures, close the engine."""
+        self.draining = True
+        if self._driver is not None and self._engine is not None:
+            self._driver.cancel(self.live)
+            self._driver.close()
+            self._engine.close()
+
+    def running(self, requests: Sequence[Request], caller: str, call_id: str) -> Running:
+        if any(call is not None and call.id == call_id for call in self._running.values()):
+            raise Problem(
+                409, "a call of this id is running. Choose another.", code="request-id-taken", param="request_id"
+            )
+        return Running(self, requests, caller, call_id)
+
+    def cancel_call(self, request_id: str) -> bool:
+        """End the call of that id; False when there is none."""
+        found = [call for call in self._running.values() if call is not None and call.id == request_id]
+        for call in found:
+            call.cancel("asked")
+        return bool(found)
+
+    def call_id(self, request: Request) -> str | None:
+        call = self._running.get(request)
+        return None if call is None else call.id
+
+    def admit(self, call: Running) -> None:
+        if self.draining:
+            raise Problem(
+                503, "the server is stopping. Try again later.", code="draining", headers={"Retry-After": "5"}
+            )
+        wanted, slots = len(call.requests), self.engine.max_requests
+        share = slots + self.settings.max_queue
+        if len(self.settings.api_key) > 1:  # one greedy key leaves room for the others
+            share = max(slots, math.ceil(share * 0.75))
+        if wanted > self.places or self._held[call.caller] + wanted > share:
+            self.metrics.rejected.labels("queue").inc()
+            mean = sum(self._seconds) / len(self._seconds)
+            after = min(30, max(1, math.ceil(mean * len(self._running) / max(slots, 1))))
+            raise Problem(
+                429, f"{len(self._running)} answers are running or waiting and there is no place for {wanted} more. "
+                f"Try again in {after} s.", code="queue-full", headers={"Retry-After": str(after)},
+            )  # fmt: skip
+        assert self._driver is not None
+        self._driver.submit(call.requests)
+        for request in call.requests:
+            self._running[request] = call
+        self._held[call.caller] += wanted
+
+    def leave(self, call: Running, cause: str) -> None:
+        """End what still runs of a call."""
+        left = [request for request in call.requests if request in self._running]
+        if left and self._driver is not None:
+            self.metrics.cancelled.labels(cause).inc(len(left))
+            self._driver.cancel(left)
+            for request in left:
+                self._running[request] = None
+        self._held[call.caller] -= len(left)
+        if not self._held[call.caller]:
+            del self._held[call.caller]
+
+    def _from_driver(self, news: list[Told]) -> None:
+        """In the engine's thread, after every step."""
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._spread, news)
+
+    def _spread(self, news: list[Told]) -> None:
+        now = time.monotonic()
+        for told in news:
+            call = self._running.get(told.request)
+            if told.last:
+                self._running.pop(told.request, None)
+                self.metrics.ended(told.request)
+                if call is not None:
+                    self._held[call.caller] -= 1
+                    self._seconds.append(now - call.began)
+            if call is not None:
+                call.hear(told)
+
+
+class Running:
+    """The requests of one call while they run."""
+
+    def __init__(self, hub: Hub, requests: Sequence[Request], caller: str, call_id: str):
+        self.requests, self.caller, self.began = tuple(requests), caller, time.monotonic()
+        self.id = call_id
+        self._hub = hub
+        self._places = {request: place for place, request in enumerate(requests)}
+        self._news: asyncio.Queue[Told | None] = asyncio.Queue()
+        self._open = len(requests)
+        self._cancelled = ""
+
+    async def enter(self) -> None:
+        """Take places, or be refused. Whoever enters must `leave`."""
+        self._hub.admit(self)
+        taken = 0
+        while taken < len(self.requests):  # all are taken before the next step, or it is said why not
+            told = await self._news.get()
+            if told is None:
+                break
+            if told.refused is not None:
+                self._hub.leave(self, "refused")
+                raise told.refused
+            taken += 1
+
+    def leave(self) -> None:
+        """End what still runs; harmless when nothing does."""
+        self._hub.leave(self, self._cancelled or "left")
+
+    def hear(self, told: Told) -> None:
+        self._news.put_nowait(told)
+
+    def cancel(self, cause: str) -> None:
+        self._cancelled = cause
+        self._news.put_nowait(None)
+
+    @property
+    def cancelled(self) -> bool:
+        return bool(self._cancelled)
+
+    async def news(self, ping_seconds: float | None = None) -> AsyncIterator[tuple[int, Told] | None]:
+        """(choice, what is new) until every request has ended; None when there was nothing for so long."""
+        while self._open:
+            if self._news.empty():
+                try:
+                    async with asyncio.timeout(ping_seconds):
+                        told = await self._news.get()
+                except TimeoutError:
+                    yield None
+                    continue
+            else:
+                told = self._news.get_nowait()
+            if told is None:
+                return
+            if told.last:
+                self._open -= 1
+            if told.tokens or told.parsed or told.frames or told.refused:
+                yield self._places[told.request], told
+
+    async def finish(self) -> None:
+        """Wait for the end of all of them."""
+        async for _ in self.news():
+            pass

@@ -1,0 +1,91 @@
+"""`serve`: bind, load, answer, drain, close.
+
+The port is bound before anything slow happens, so a taken one is refused at once. The model is loaded beside the event
+loop: `/health` answers 503 until it is there. A model that cannot be loaded ends the server with its own error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import uvicorn
+
+from birkhoff.api import Engine
+from birkhoff.errors import OptionError
+from birkhoff.server.app import build_app
+from birkhoff.server.connection import Server, connection_class
+from birkhoff.server.hub import Hub
+from birkhoff.server.journal import Journal
+from birkhoff.server.metrics import Metrics
+from birkhoff.server.settings import ServerSettings
+
+
+def serve(
+    settings: ServerSettings, load: Callable[[], Engine], announce: Callable[[str], None], loading: Mapping[str, Any]
+) -> int:
+    """Serve until told to stop; the exit status. `announce` is given the one URL once calls are answered."""
+    listener = _bind(settings)
+    journal, metrics = Journal(settings.log), Metrics()
+    hub = Hub(settings, metrics)
+    app = build_app(settings, hub, metrics, journal, loading)
+    config = uvicorn.Config(
+        app, http=connection_class(settings), ws="none", loop="asyncio", lifespan="off", log_config=None,
+        access_log=False, server_header=False, h11_max_incomplete_event_size=settings.max_header_bytes,
+        timeout_keep_alive=settings.keep_alive_seconds, timeout_graceful_shutdown=settings.drain_seconds,
+        backlog=256,
+    )  # fmt: skip
+    server = Server(config)
+    host, port = listener.getsockname()[:2]
+    name = f"[{host}]" if ":" in host else host
+
+    async def run() -> None:
+        async def open_up() -> None:
+            engine = await asyncio.to_thread(load)
+            hub.start(engine)
+            announce(f"http://{name}:{port}")
+
+        async def stop_when_asked() -> None:
+            while not server.should_exit:
+                await asyncio.sleep(0.05)
+            hub.draining = True
+            if not hub.loaded:
+                os._exit(0)  # a thread that loads cannot be ended in any other way
+
+        opening, watching = asyncio.create_task(open_up()), asyncio.create_task(stop_when_asked())
+
+        def failed(task: asyncio.Task[None]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                server.should_exit = server.force_exit = True
+
+        opening.add_done_callback(failed)
+        try:
+            await server.serve([listener])
+        finally:
+            watching.cancel()
+            if server.forced:
+                os._exit(1)
+            await asyncio.to_thread(hub.stop)
+        await opening  # raises what kept the model from being loaded
+
+    asyncio.run(run())
+    return 0
+
+
+def _bind(settings: ServerSettings) -> socket.socket:
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((settings.host.strip("[]"), settings.port))
+    except OSError as error:
+        listener.close()
+        reason = error.strerror or str(error)
+        raise OptionError(
+            f"{settings.host}:{settings.port} cannot be listened on: {reason.lower()}. Choose another --port or --host."
+        ) from None
+    listener.set_inheritable(False)
+    return listener

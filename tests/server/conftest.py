@@ -1,0 +1,108 @@
+"""A real server in a process of its own, started once for all tests that need nothing special of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.cli.conftest import COMMAND, clean_environment
+
+
+@dataclass
+class Served:
+    """A running server: where it is, and a client for it."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+    root: Path
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rsplit(":", 1)[1])
+
+    @property
+    def http(self) -> httpx2.Client:
+        return httpx2.Client(base_url=self.url, timeout=60)
+
+    def post(self, path: str, body: Any = None, **headers: str) -> httpx2.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with self.http as client:
+            return client.post(path, content=content, headers={"content-type": "application/json", **headers})
+
+    def get(self, path: str, **headers: str) -> httpx2.Response:
+        with self.http as client:
+            return client.get(path, headers=headers)
+
+    def chat(self, text: str = "Hello.", **more: Any) -> dict[str, Any]:
+        answer = self.post("/v1/chat/completions", {"messages": user(text), "temperature": 0, "max_tokens": 8, **more})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def events(self, path: str, body: Any) -> list[Any]:
+        """The data frames of a streamed answer, the closing one left out."""
+        text = self.post(path, {**body, "stream": True}).text
+        frames = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
+        return [json.loads(frame) for frame in frames if frame != "[DONE]"]
+
+    def metric(self, name: str) -> float:
+        """The sum of a series over its labels."""
+        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(name)]
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
+
+    def idle(self, seconds: float = 10) -> bool:
+        """Whether everything has ended, waiting a little for it."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if not self.get("/slots").json()["requests"]:
+                return True
+            time.sleep(0.02)
+        return False
+
+
+def user(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@contextlib.contextmanager
+def serving(folder: Path, *flags: str, model: str = "nano", **environment: str) -> Iterator[Served]:
+    folder.mkdir(parents=True, exist_ok=True)
+    log, root = folder / "log", folder / "captures"
+    with log.open("w") as stderr:
+        process = subprocess.Popen(
+            [*COMMAND, "serve", "--model", model, "--port", "0", "--capture-root", str(root), "--log", "json", *flags],
+            stdout=subprocess.PIPE, stderr=stderr, text=True, env=clean_environment(**environment), cwd=folder,
+        )  # fmt: skip
+    try:
+        assert process.stdout is not None
+        url = process.stdout.readline().strip()
+        assert url.startswith("http://"), log.read_text()
+        yield Served(process, url, log, root)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        process.wait(60)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory) -> Iterator[Served]:
+    with serving(tmp_path_factory.mktemp("served")) as running:
+        yield running
+
+
+@pytest.fixture
+def raw(served) -> Iterator[socket.socket]:
+    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
+        yield connection

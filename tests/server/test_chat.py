@@ -1,0 +1,40 @@
+"""Chats over HTTP: the whole answer, the stream, and that both are what Python gives."""
+
+from __future__ import annotations
+
+import pytest
+
+import birkhoff
+from tests.server.conftest import user
+
+ASK = {"messages": user("Hello, who are you?"), "temperature": 0, "max_tokens": 30}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with birkhoff.load("nano") as loaded:
+        yield loaded
+
+
+def test_an_answer_is_the_one_python_gives(served, engine):
+    answer = served.post("/v1/chat/completions", ASK)
+    mine = engine.chat(ASK["messages"], temperature=0, max_tokens=30)
+    body = answer.json()
+    assert answer.status_code == 200 and answer.headers["x-request-id"].startswith("req-")
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": mine.text, "refusal": None}
+    assert body["choices"][0]["finish_reason"] == mine.finish_reason
+    assert body["usage"]["prompt_tokens"] == len(mine.prompt_token_ids)
+    assert body["usage"]["completion_tokens"] == len(mine.token_ids)
+    assert body["object"] == "chat.completion" and body["model"] == "nano" and body["timings"]["decode_ms"] > 0
+
+
+def test_a_stream_follows_the_rules_and_joins_to_the_answer(served):
+    whole = served.chat(**ASK | {"text": "Hello, who are you?"} | {"messages": ASK["messages"]})
+    chunks = served.events("/v1/chat/completions", {**ASK, "stream_options": {"include_usage": True}})
+    deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
+    assert deltas[0] == {"role": "assistant", "content": ""} and all("role" not in delta for delta in deltas[1:])
+    assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
+    reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]]
+    assert reasons[:-1] == [None] * (len(reasons) - 1) and reasons[-1] == whole["choices"][0]["finish_reason"]
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"] == whole["usage"]
+    assert len({chunk["id"] for chunk in chunks}) == 1

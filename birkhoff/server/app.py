@@ -25,6 +25,7 @@ from birkhoff.server.gate import Gate
 from birkhoff.server.hub import Hub
 from birkhoff.server.journal import Journal
 from birkhoff.server.metrics import Metrics
+from birkhoff.server.page import Page
 from birkhoff.server.problems import Problem
 from birkhoff.server.service import Service
 from birkhoff.server.settings import ServerSettings
@@ -55,6 +56,10 @@ def build_app(
     app = FastAPI(title="Birkhoff", version=__version__, docs_url=None, redoc_url=None)
     table = Table(app)
     service, chats = Service(desk, metrics), Chats(desk)
+    page = Page()
+    table.get("/", page.home, "The page", "text/html")
+    table.get("/favicon.ico", page.icon, "Its picture", "image/svg+xml")
+    table.get("/assets/{name}", page.asset, "The page's files", "text/javascript")
     for path in ("/health", "/v1/health"):
         table.get(path, service.health, "Whether the server is up")
     table.get("/ready", service.ready, "Whether a call would be let in")

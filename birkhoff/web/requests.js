@@ -9,15 +9,17 @@ export function requestPage(store) {
   let last = null;
   const node = h("div", { class: "stack" }, panel("Requests", "The slots of the engine, who holds them, and how far they are. Looked at every two seconds while this page is open.",
     { name: "requests", tools: takeAlong(() => last ?? {}, () => `import json, urllib.request\n\nprint(json.load(urllib.request.urlopen("${location.origin}/slots")))`) }, body));
+  const cancel = async (id) => {
+    try { await post(`/v1/requests/${encodeURIComponent(id)}/cancel`, {}); toast("Cancelled."); look(); } catch (error) { toast(error.message); }
+  };
   const look = async () => {
     if (node.hidden || document.hidden || !node.isConnected) return;
     try {
       last = await call("/slots");
-      const slots = Array.isArray(last) ? last : last.slots ?? [];
-      fill(body, h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["slot", "state", "request", "prompt", "written", "tokens/s", ""].map((t) => h("th", {}, t)))),
-        h("tbody", {}, slots.map((s) => h("tr", {}, h("td", {}, String(s.id ?? "–")), h("td", {}, s.state ?? (s.is_processing ? "running" : "free")), h("td", { class: "mono" }, visible(String(s.request_id ?? ""))), h("td", { class: "number" }, String(s.prompt_tokens ?? "")), h("td", { class: "number" }, String(s.output_tokens ?? s.generated ?? "")), h("td", { class: "number" }, s.tokens_per_second ? nice(s.tokens_per_second) : ""),
-          h("td", {}, s.request_id ? h("button", { type: "button", class: "small", onclick: async () => { try { await post(`/v1/requests/${encodeURIComponent(s.request_id)}/cancel`, {}); toast("Cancelled."); look(); } catch (error) { toast(error.message); } } }, "Cancel") : "")))))),
-        last.waiting !== undefined ? h("p", { class: "note" }, `${last.waiting} waiting in the queue.`) : null);
+      const head = ["request", "state", "prompt", "read", "written", "of at most", "steered", ""];
+      fill(body, h("p", {}, `${last.slots - last.free} of ${last.slots} slots in use.`), last.requests.length ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((t) => h("th", { scope: "col" }, t)))),
+        h("tbody", {}, last.requests.map((r) => h("tr", {}, h("td", { class: "mono" }, visible(r.id)), h("td", {}, r.state), [r.prompt_tokens, r.computed, r.output_tokens, r.max_tokens].map((n) => h("td", { class: "number" }, String(n))), h("td", {}, r.steered ? "yes" : "no"),
+          h("td", {}, h("button", { type: "button", class: "small", onclick: () => cancel(r.id) }, "Cancel"))))))) : empty("Nothing is running."));
     } catch (error) { fill(body, fault(error)); }
   };
   fill(body, empty("Looking…"));

@@ -114,10 +114,8 @@ export async function refreshProps(store) {
   store.set({ props: shape(props), connected: true });
 }
 
-/** What the page needs of /props, whatever else stands there. */
+/** What the page needs of /props, under its own names. */
 function shape(props) {
-  const config = props.model?.config ?? props.config ?? {};
-  return { ...props, model: props.model?.name ?? props.model ?? props.name ?? "model",
-    num_layers: props.hooks?.num_layers ?? config.num_hidden_layers, num_streams: props.hooks?.num_streams ?? config.hc_mult ?? 4,
-    num_experts: config.n_routed_experts, hash_routed_layers: Array.from({ length: config.num_hash_layers ?? 0 }, (_, i) => i), hidden: config.hidden_size, sites: props.hooks?.hooks ?? props.hooks ?? {} };
+  return { ...props, num_layers: props.layers, num_streams: props.streams, num_experts: props.experts, hidden: props.hidden_size,
+    hash_routed_layers: Array.from({ length: props.hash_layers ?? 0 }, (_, i) => i), sites: props.hooks ?? {} };
 }

@@ -24,7 +24,9 @@ export function steerPage(store) {
   function pair() {
     clearTimeout(timer);
     store.set({ benchPrompt: prompt.value, benchFault: null, conversation: [] });
-    try { interventions(store.state.edits); } catch (error) { store.set({ benchFault: error }); return; }
+    try {
+      if (!interventions(store.state.edits).length) throw new Error("There is nothing to push with. Add a vector or clamp a feature first.");
+    } catch (error) { store.set({ benchFault: error }); return; }
     startRun(store, { messages: messages(), steered: true, baseline: true, keepOld: true });  // ends the pair before it: one in flight
   }
   const soon = () => { clearTimeout(timer); if (store.state.run.pair || store.state.live) timer = setTimeout(pair, LEAST); };

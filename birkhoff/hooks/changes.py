@@ -62,7 +62,7 @@ class Changes:
     def needs_post(self) -> bool:
         """Whether some edit wants the write-out weights of the sublayer before it."""
         return any(
-            edit.post_mix if isinstance(edit, SiteEdit) else True
+            edit.post_mix if isinstance(edit, SiteEdit) else edit.needs_post
             for change in self.sites.values()
             for edit, _ in change.others
         )

@@ -41,8 +41,18 @@ class Splice(Protocol):
     @property
     def host(self) -> SpliceHost: ...
 
+    @property
+    def needs_post(self) -> bool:
+        """Whether it wants the write-out weights of the sublayer before the site."""
+        ...
+
 
 class SpliceHost(Protocol):
+    @property
+    def order(self) -> int:
+        """Hosts at one site run in ascending order, whoever's request stands first in the batch."""
+        ...
+
     def run(self, x: torch.Tensor, uses: Sequence[tuple[Splice, list[int]]], around: Around) -> torch.Tensor:
         """A new tensor with the named rows changed and all others bit-identical."""
         ...
@@ -52,8 +62,9 @@ class SpliceHost(Protocol):
 class SiteEdit:
     """One operation at one site, for the rows that its owner names step by step.
 
-    `vector` is `[width]`, or `[d]` with `streams` naming the streams it is applied to one by one. A patch may bring a
-    row for each of several positions: then `vector` is `[k, width]` and `places` are the k positions."""
+    `vector` is `[width]`, or `[d]` with `streams` naming the streams it is applied to one by one; a patch may bring
+    each stream its own part of `[m * d]`. A patch may also bring a row for each of several positions: then `vector` is
+    `[k, width]` and `places` are the k positions."""
 
     op: Op
     vector: torch.Tensor
@@ -104,8 +115,8 @@ def apply(
         for edit, rows in edits:
             if edit.op == op and not isinstance(edit, SiteEdit):
                 hosts.setdefault(edit.host, []).append((edit, rows))
-        for host, uses in hosts.items():
-            out = host.run(out, uses, around)
+        for host in sorted(hosts, key=lambda host: host.order):
+            out = host.run(out, hosts[host], around)
         plain = [(edit, rows) for edit, rows in chosen if edit.is_plain]
         if plain:
             out = _add_constants(out, plain)
@@ -138,17 +149,17 @@ def _edit_rows(x: torch.Tensor, edit: SiteEdit, numbers: list[int], post: torch.
     vector = edit.vector.float().to(x.device)
     if edit.streams is not None:
         parts = old.clone()  # [r, m, d]
+        own = vector.unflatten(-1, shape[1:]) if vector.shape[-1] == old[0].numel() else None  # [.., m, d]
         for stream in edit.streams:
-            weight = post[rows, stream].unsqueeze(-1) if edit.post_mix and post is not None else None
-            parts[:, stream] = _change(old[:, stream], vector, edit, weight)
+            parts[:, stream] = _change(old[:, stream], vector if own is None else own[..., stream, :], edit)
         return _replace(x, rows, parts.flatten(1))
     if edit.post_mix and post is not None:
         spread = post[rows].unsqueeze(-1) * vector.view(1, 1, -1)  # a d-wide vector, into every stream by its weight
         return _replace(x, rows, (old + edit.scale * spread).flatten(1))
-    return _replace(x, rows, _change(old.flatten(1), vector, edit, None).view(shape).flatten(1))
+    return _replace(x, rows, _change(old.flatten(1), vector, edit))
 
 
-def _change(old: torch.Tensor, vector: torch.Tensor, edit: SiteEdit, weight: torch.Tensor | None) -> torch.Tensor:
+def _change(old: torch.Tensor, vector: torch.Tensor, edit: SiteEdit) -> torch.Tensor:
     if edit.op == "patch":
         return old + edit.scale * (vector - old)
     if edit.op == "clamp":
@@ -158,7 +169,7 @@ def _change(old: torch.Tensor, vector: torch.Tensor, edit: SiteEdit, weight: tor
     step = edit.scale * vector
     if edit.norm_match:
         step = edit.scale * vector / vector.norm() * old.norm(dim=-1, keepdim=True)
-    return old + (step if weight is None else weight * step)
+    return old + step
 
 
 def _replace(x: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

@@ -47,3 +47,50 @@ def features_of(sae: Sae, row: np.ndarray) -> np.ndarray:
 
 def decoded(sae: Sae, f: np.ndarray) -> np.ndarray:
     return f @ sae.decoder.double().numpy() + sae.decoder_bias.double().numpy()
+
+
+def clamped(sae: Sae, f: np.ndarray, clamps: dict[int, tuple]) -> np.ndarray:
+    """f' by the definitions; a clamp is (kind, value, only_if_active), a bound's value a pair."""
+    out = f.copy()
+    for feature, (kind, value, gated) in clamps.items():
+        live = f[feature] != 0 if sae.activation.name == "topk" else f[feature] > 0
+        if gated and not live:
+            continue
+        if kind == "absolute":
+            out[feature] = value
+        elif kind == "additive":
+            out[feature] = f[feature] + value
+        elif kind == "multiply":
+            out[feature] = f[feature] * value
+        else:
+            low, high = value
+            out[feature] = min(max(f[feature], -np.inf if low is None else low), np.inf if high is None else high)
+    return out
+
+
+def changed_unit(sae: Sae, v: np.ndarray, clamps: dict[int, tuple], mode: str) -> np.ndarray:
+    """One encoded row after a delta, a reconstruction that keeps the error, or one that drops it, spelled out."""
+    f = features_of(sae, v)
+    new = clamped(sae, f, clamps)
+    if mode == "delta":
+        return v + sum(((new[i] - f[i]) * sae.decoder[i].double().numpy() for i in clamps), np.zeros_like(v))
+    return decoded(sae, new) + (v - decoded(sae, f) if mode == "keep" else 0.0)
+
+
+def changed_row(sae: Sae, x: np.ndarray, clamps: dict[int, tuple], mode: str, a=None, p=None, streams=None):
+    """One row of a site, [d] or [m, d], through the dictionary's view."""
+    view = sae.view
+    if view == "single":
+        return changed_unit(sae, x, clamps, mode)
+    if view == "flat":
+        return changed_unit(sae, x.reshape(-1), clamps, mode).reshape(x.shape)
+    if view == "per_stream":
+        chosen = range(len(x)) if streams is None else streams
+        return np.stack([changed_unit(sae, x[s], clamps, mode) if s in chosen else x[s] for s in range(len(x))])
+    v = x.mean(0) if view == "mean" else sum(a[s] * x[s] for s in range(len(x)))
+    delta = changed_unit(sae, v, clamps, mode) - v
+    if view == "mean" or sae.spread == "uniform":
+        weights = np.ones(len(x))
+    else:
+        weights = p if sae.spread == "post" else a / (a * a).sum()
+    return np.stack([x[s] + weights[s] * delta for s in range(len(x))])

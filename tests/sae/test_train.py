@@ -1,4 +1,4 @@
-"""Training: gradients against their dense twin, the same dictionary from the same seed, planted features found again."""
+"""Training: gradients against their dense twin, the same dictionary from the same seed, planted features found."""
 
 from __future__ import annotations
 

@@ -19,6 +19,7 @@ from birkhoff.capture.chunk import DECODE, PREFILL, Chunk
 from birkhoff.capture.consumers.filesystem import FilesystemConsumer
 from birkhoff.capture.consumers.protocol import Consumer
 from birkhoff.capture.dispatch import Dispatcher
+from birkhoff.capture.estimate import Estimate
 from birkhoff.capture.job import CaptureJob, MemoryKeeper
 from birkhoff.capture.projections import Projections
 from birkhoff.capture.reduce import Stored
@@ -74,11 +75,7 @@ class CaptureDesk:
     def plan(self, wish: CaptureWish, prompt_ids: tuple[int, ...], max_tokens: int, choice: str = "") -> Plan:
         """One request's plan. `choice` keeps the file names of several prompts or answers apart."""
         projections = self.rules.projections
-        facts = Facts(
-            self._schema, self._num_layers, prompt_ids, max_tokens, self._consumers, projections.shapes,
-            self.rules.max_request_bytes, self.rules.max_inline_bytes,
-        )  # fmt: skip
-        found = resolve_capture_request(self._by_consumer(wish, choice), facts)
+        found = resolve_capture_request(self._by_consumer(wish, choice), self._facts(prompt_ids, max_tokens))
         captures = {consumer: resolved.capture for consumer, resolved in found.items()}
         named = {capture.project for capture in captures.values() if capture.project is not None}
         matrices = {name: projections.find(name) for name in named}
@@ -95,6 +92,17 @@ class CaptureDesk:
                 keeper = DispatchKeeper(self._dispatcher, resolved, len(prompt_ids), facts_of_file)
             jobs.append(CaptureJob(resolved, keeper, None if matrix is None else matrix.matrix, digest))
         return Plan(tuple(jobs))
+
+    def estimate(self, wish: CaptureWish, prompt_ids: tuple[int, ...], max_tokens: int) -> dict[str, Estimate]:
+        """What a capture would store at most, by consumer; nothing is begun."""
+        found = resolve_capture_request(self._by_consumer(wish, ""), self._facts(prompt_ids, max_tokens))
+        return {consumer: resolved.estimate for consumer, resolved in found.items()}
+
+    def _facts(self, prompt_ids: tuple[int, ...], max_tokens: int) -> Facts:
+        return Facts(
+            self._schema, self._num_layers, prompt_ids, max_tokens, self._consumers, self.rules.projections.shapes,
+            self.rules.max_request_bytes, self.rules.max_inline_bytes,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._dispatcher.shutdown()

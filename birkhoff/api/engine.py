@@ -22,6 +22,7 @@ from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_pro
 from birkhoff.api.steering import Steering, SteeringDesk, per_prompt_edits
 from birkhoff.capture.acts import CapturedRows
 from birkhoff.capture.consumers.protocol import Consumer
+from birkhoff.capture.estimate import Estimate
 from birkhoff.capture.projections import Projections
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
@@ -278,6 +279,10 @@ class Engine:
     def capture_rules(self) -> CaptureRules:
         """Limits and matrices together, for another desk that goes by the same."""
         return self._desk.rules
+
+    def estimate(self, capture: CaptureWish, prompt: Prompt, max_tokens: int = 1) -> dict[str, Estimate]:
+        """What a capture would store at most, by consumer, without running anything."""
+        return self._desk.estimate(capture, tuple(self.prompt_ids(prompt)), max_tokens)
 
     def add_consumer(self, name: str, consumer: Consumer) -> None:
         """Let requests send captured rows to `consumer`: `capture={name: {"hooks": …}}`. It is shut down with the

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from birkhoff.capture.checks import LAYOUTS, ConsumerRules, Facts
 from birkhoff.capture.chunk import DECODE, PREFILL, Chunk
 from birkhoff.capture.consumers.filesystem import FilesystemConsumer
@@ -33,6 +35,7 @@ from birkhoff.hooks.schema import HookSchema
 CaptureWish = Capture | Mapping[str, Any]  # a Capture, or the wire form keyed by consumer
 MEMORY, FILES = "memory", "filesystem"
 SECONDS_TO_DURABLE = 30.0
+ROW_OVERHEAD = 64  # what the labels of a waiting row cost, roughly
 
 
 @dataclass
@@ -59,6 +62,7 @@ class CaptureDesk:
         self._schema, self._num_layers, self._model = schema, num_layers, model
         self.rules = rules or CaptureRules(Projections(schema))
         self._consumers: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
+        self._patience: dict[str, int] = {}
         self._dispatcher = Dispatcher({}, overload_policy=overload_policy, kept_results=kept_results)
         if root is not None:
             self.add_consumer(FILES, FilesystemConsumer(str(root), kept_results=kept_results))
@@ -69,6 +73,7 @@ class CaptureDesk:
             taken = ", ".join(sorted(known for known, rules in self._consumers.items() if rules is not None))
             raise OptionError(f"a consumer is called {quoted(name)}, expected a name that is not taken: {taken}.")
         self._dispatcher.add(name, consumer)
+        self._patience[name] = getattr(consumer, "patience_bytes", 0)  # a live view wants every step at once
         files = isinstance(consumer, FilesystemConsumer)
         self._consumers[name] = ConsumerRules(files, LAYOUTS if files else (), "file" if files else "handle")
 
@@ -89,7 +94,9 @@ class CaptureDesk:
                 facts_of_file = {"model": self._model, "capture_hash": digest}
                 if matrix is not None:
                     facts_of_file |= {"project": str(resolved.capture.project), "project_digest": matrix.digest}
-                keeper = DispatchKeeper(self._dispatcher, resolved, len(prompt_ids), facts_of_file)
+                keeper = DispatchKeeper(
+                    self._dispatcher, resolved, len(prompt_ids), facts_of_file, self._patience[consumer]
+                )
             jobs.append(CaptureJob(resolved, keeper, None if matrix is None else matrix.matrix, digest))
         return Plan(tuple(jobs))
 
@@ -124,15 +131,22 @@ class CaptureDesk:
 
 
 class DispatchKeeper:
-    """Passes rows on as chunks of one request; `facts` go into its sidecar."""
+    """Passes rows on as chunks of one request; `facts` go into its sidecar.
 
-    def __init__(self, dispatcher: Dispatcher, resolved: ResolvedCapture, prompt_len: int, facts: Mapping[str, Any]):
+    Rows of many steps wait here until `patience` bytes of them have come: what crosses to another thread costs the
+    engine a turn whatever its size, and a decoding step has a row for every site of every request."""
+
+    def __init__(
+        self, dispatcher: Dispatcher, resolved: ResolvedCapture, prompt_len: int, facts: Mapping[str, Any],
+        patience: int = 0,
+    ):  # fmt: skip
         capture = resolved.capture
         self._dispatcher, self._consumer, self._prompt_len = dispatcher, resolved.consumer, prompt_len
         self._key, self._tag = uuid.uuid4().hex, capture.tag or "captures"
         self._row_shape = {hook: row.shape for hook, row in resolved.rows.items()}
-        self._kept: dict[Address, int] = {}
-        self._steps = 0
+        self._sent: dict[Address, tuple[int, int]] = {}  # rows and steps so far
+        self._waiting: dict[Address, list[tuple[Stored, Rows]]] = {}
+        self._weight, self._patience = 0, patience
         meta = {**facts, "capture_point": capture.capture_point, "prompt_len": prompt_len}
         if capture.streams is not None:
             meta["streams"] = list(capture.streams)
@@ -140,22 +154,38 @@ class DispatchKeeper:
         dispatcher.begin({self._consumer: request})
 
     def keep(self, address: Address, stored: Stored, rows: Rows) -> None:
-        hook, layer = address
-        count = stored.values.shape[0]
-        placed = len(rows.positions) == count  # the mean of several tokens stands at none of them
-        sides = "".join(PREFILL if position < self._prompt_len else DECODE for position in rows.positions)
-        positions, token_ids, phases = (rows.positions, rows.token_ids, sides) if placed else (None, None, None)
-        chunk = Chunk(
-            self._key, self._tag, hook, layer, stored.values.flatten(1), stored.dtype, self._row_shape[hook],
-            positions, token_ids, phases, self._kept.get(address, 0), self._steps, stored.scale,
-        )  # fmt: skip
-        self._kept[address] = self._kept.get(address, 0) + count
-        self._steps += 1
-        self._dispatcher.submit(chunk)
+        self._waiting.setdefault(address, []).append((stored, rows))
+        self._weight += stored.values.nbytes + ROW_OVERHEAD * stored.values.shape[0]
+        if self._weight >= self._patience:
+            self._send()
 
     def end(self, finish_reason: str, missing: list[int], error: str | None) -> None:
+        self._send()
         self._dispatcher.finish(self._key, finish_reason, self._prompt_len, error)
 
     def results(self, seconds: float = SECONDS_TO_DURABLE) -> dict[str, CaptureResult]:
         found = self._dispatcher.results(self._key, seconds)
         return {self._consumer: found[self._consumer]}
+
+    def _send(self) -> None:
+        waiting, self._waiting, self._weight = self._waiting, {}, 0
+        for address, parts in waiting.items():
+            self._dispatcher.submit(self._chunk(address, parts))
+
+    def _chunk(self, address: Address, parts: list[tuple[Stored, Rows]]) -> Chunk:
+        (hook, layer), (first, _) = address, parts[0]
+        values, scale = first.values, first.scale
+        if len(parts) > 1:
+            values = torch.cat([stored.values for stored, _ in parts])
+            scale = None if scale is None else torch.cat([s.scale for s, _ in parts if s.scale is not None])
+        positions = tuple(position for _, rows in parts for position in rows.positions)
+        token_ids = tuple(token for _, rows in parts for token in rows.token_ids)
+        phases = "".join(PREFILL if position < self._prompt_len else DECODE for position in positions)
+        placed = len(positions) == len(values)  # the mean of several tokens stands at none of them
+        offset, step = self._sent.get(address, (0, 0))
+        self._sent[address] = offset + len(values), step + len(parts)
+        return Chunk(
+            self._key, self._tag, hook, layer, values.flatten(1), first.dtype, self._row_shape[hook],
+            positions if placed else None, token_ids if placed else None, phases if placed else None, offset, step,
+            scale, num_steps=len(parts),
+        )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A chunk: rows of one hook and layer that left the engine in one step, on their way to the consumers.
+"""A chunk: rows of one hook and layer that left the engine in one step or a few, on their way to the consumers.
 
 Whoever makes a chunk gives its rows away: the memory is not written again. Rows are flat, [rows, width], and a row is
 reshaped to `row_shape` by whoever reads it. `row_offset` is the number of rows that this request and site produced
@@ -46,6 +46,11 @@ class Chunk:
     step_index: int = 0
     scale: torch.Tensor | Array | None = None  # one float32 per row, for fp8
     meta: Mapping[str, Any] = field(default_factory=dict)  # facts about the request, for the sidecar
+    num_steps: int = 1  # how many steps of the site it joins, from `step_index` on
+
+    @property
+    def last_step(self) -> int:
+        return self.step_index + self.num_steps - 1
 
     @property
     def key(self) -> Key:

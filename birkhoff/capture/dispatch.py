@@ -61,6 +61,14 @@ class _Ticket:
     error: str | None = None
 
 
+@dataclass(eq=False)
+class _Queue:
+    """What waits for one thread; others are not woken for it, because each waking costs the engine a turn."""
+
+    ready: threading.Condition
+    items: deque[tuple[str, Item]] = field(default_factory=deque)
+
+
 class Lane:
     """The queue and threads in front of one consumer."""
 
@@ -75,12 +83,13 @@ class Lane:
     ):
         self.name, self.consumer, self.counters = name, consumer, Counters()
         self._limit, self._policy, self._spill = queue_size, policy, spill
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._room = threading.Condition(self._lock)
         self._in_memory = 0
         self._closing = False
         self._tickets: dict[str, _Ticket] = {}
         self.results = Results(kept_results)
-        self._queues: list[deque[tuple[str, Item]]] = [deque() for _ in range(consumer.writer_threads)]
+        self._queues = [_Queue(threading.Condition(self._lock)) for _ in range(consumer.writer_threads)]
         self._threads = [
             threading.Thread(target=self._run, args=(queue,), name=f"capture-{name}-{number}", daemon=True)
             for number, queue in enumerate(self._queues)
@@ -89,14 +98,14 @@ class Lane:
             thread.start()
 
     def begin(self, request: CaptureRequest) -> None:
-        with self._changed:
+        with self._lock:
             ticket = self._tickets[request.key] = _Ticket()
             self.results.put(request.key, ticket.promise)
             self._append(request.key, request)
 
     def put(self, chunk: Chunk) -> None:
         key = chunk.request_id
-        with self._changed:
+        with self._lock:
             self.counters.submitted_rows += chunk.num_rows
             if self._closing:
                 return self._drop(key, chunk, "the capture was shut down")
@@ -106,13 +115,13 @@ class Lane:
                 return self._drop(key, chunk, None)
         # One thread submits the chunks of a request, so leaving the lock here cannot change their order.
         spilled = self._spill.put(chunk) if self._policy == "spill" else None
-        with self._changed:
+        with self._lock:
             if spilled is not None:
                 self.counters.spilled_chunks += 1
                 self.counters.spilled_bytes += spilled.nbytes
                 return self._append(key, spilled)
             started = time.monotonic()
-            self._changed.wait_for(lambda: self._in_memory < self._limit or self._closing)
+            self._room.wait_for(lambda: self._in_memory < self._limit or self._closing)
             self.counters.blocked_seconds += time.monotonic() - started
             if self._closing:
                 return self._drop(key, chunk, "the capture was shut down")
@@ -120,7 +129,7 @@ class Lane:
 
     def fail(self, key: str, rows: int, error: str) -> None:
         """Rows of a request that could not even be queued."""
-        with self._changed:
+        with self._lock:
             self.counters.submitted_rows += rows
             self.counters.dropped_rows += rows
             self.counters.dropped_chunks += 1
@@ -129,15 +138,17 @@ class Lane:
                 self._tickets[key].error = self._tickets[key].error or error
 
     def finish(self, finish: Finish) -> None:
-        with self._changed:
+        with self._lock:
             if finish.key in self._tickets:
                 self._append(finish.key, finish)
 
     def close(self) -> None:
         """Let the queue run empty, then stop the consumer."""
-        with self._changed:
+        with self._lock:
             self._closing = True
-            self._changed.notify_all()
+            self._room.notify_all()
+            for queue in self._queues:
+                queue.ready.notify_all()
         for thread in self._threads:
             thread.join()
         try:
@@ -148,13 +159,14 @@ class Lane:
     @property
     def depth(self) -> int:
         """Chunks that wait, in memory or on disk."""
-        with self._changed:
-            return sum(isinstance(item, (Chunk, Spilled)) for queue in self._queues for _, item in queue)
+        with self._lock:
+            return sum(isinstance(item, (Chunk, Spilled)) for queue in self._queues for _, item in queue.items)
 
     def _append(self, key: str, item: Item) -> None:
         self._in_memory += isinstance(item, Chunk)
-        self._queues[zlib.crc32(key.encode("utf-8", "surrogatepass")) % len(self._queues)].append((key, item))
-        self._changed.notify_all()
+        queue = self._queues[zlib.crc32(key.encode("utf-8", "surrogatepass")) % len(self._queues)]
+        queue.items.append((key, item))
+        queue.ready.notify()
 
     def _drop(self, key: str, chunk: Chunk, error: str | None) -> None:
         self.counters.dropped_chunks += 1
@@ -164,16 +176,16 @@ class Lane:
             ticket.dropped_rows += chunk.num_rows
             ticket.error = ticket.error or error
 
-    def _run(self, queue: deque[tuple[str, Item]]) -> None:
+    def _run(self, queue: _Queue) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: queue or self._closing)
-                if not queue:
+            with self._lock:
+                queue.ready.wait_for(lambda: queue.items or self._closing)
+                if not queue.items:
                     return
-                key, item = queue.popleft()
+                key, item = queue.items.popleft()
                 self._in_memory -= isinstance(item, Chunk)
                 ticket = self._tickets[key]
-                self._changed.notify_all()
+                self._room.notify_all()
             try:
                 self._deliver(ticket, item)
             except Exception as error:
@@ -192,7 +204,7 @@ class Lane:
         else:
             chunk = self._spill.take(item) if isinstance(item, Spilled) else item
             self.consumer.submit_chunk(chunk)
-            with self._changed:
+            with self._lock:
                 self.counters.delivered_rows += chunk.num_rows
 
     def _note(self, ticket: _Ticket, item: Item, error: Exception) -> None:
@@ -200,7 +212,7 @@ class Lane:
         text = _words(error)
         log.warning("capture consumer %s failed: %s", self.name, text)
         ticket.error = ticket.error or text
-        with self._changed:
+        with self._lock:
             self.counters.failed_requests += not ticket.lost_rows
         if isinstance(item, Finish):
             self._resolve(item.key, ticket, CaptureResult("error", error=text))
@@ -208,12 +220,12 @@ class Lane:
             self._lose(ticket, 1 if isinstance(item, CaptureRequest) else item.num_rows)
 
     def _lose(self, ticket: _Ticket, rows: int) -> None:
-        with self._changed:
+        with self._lock:
             ticket.lost_rows += rows
             self.counters.dropped_rows += rows
 
     def _finalize(self, ticket: _Ticket, finish: Finish) -> None:
-        with self._changed:
+        with self._lock:
             lost = ticket.dropped_rows + ticket.lost_rows
             error = finish.error or ticket.error
         told = Finish(finish.key, finish.finish_reason, finish.prompt_len, lost, error)
@@ -226,7 +238,7 @@ class Lane:
         self.consumer.finalize(told).add_done_callback(settled)
 
     def _resolve(self, key: str, ticket: _Ticket, result: CaptureResult) -> None:
-        with self._changed:
+        with self._lock:
             if self._tickets.get(key) is ticket:
                 del self._tickets[key]
         if not ticket.promise.done():

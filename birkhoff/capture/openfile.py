@@ -250,13 +250,14 @@ class OpenFile:
         total = 0
         for piece in pieces:
             total = zlib.crc32(piece, total)
-            payload.sum = zlib.crc32(piece, payload.sum)
+            if self.layout == "per_file":
+                payload.sum = zlib.crc32(piece, payload.sum)
             running.update(piece)
             batch.append((payload, piece))
         entry: dict[str, Any] = {
             "layer": layer, "hook": hook, "offset": payload.size, "nbytes": nbytes, "shape": [rows, first.width],
             "dtype": first.dtype, **_labels(run), "row_offset": first.row_offset,
-            "steps": [first.step_index, run[-1].step_index], "crc32": total,
+            "steps": [first.step_index, run[-1].last_step], "crc32": total,
         }  # fmt: skip
         if self.layout == "sharded":
             entry["request_id"] = state.request.request_id

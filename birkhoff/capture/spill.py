@@ -64,8 +64,8 @@ class Spill:
             "dtype": chunk.dtype, "row_shape": list(chunk.row_shape), "row_offset": chunk.row_offset,
             "positions": None if chunk.positions is None else plain_ints(chunk.positions),
             "token_ids": None if chunk.token_ids is None else plain_ints(chunk.token_ids), "phases": chunk.letters(),
-            "step_index": chunk.step_index, "scale": None if scales is None else scales.tolist(),
-            "meta": dict(chunk.meta),
+            "step_index": chunk.step_index, "num_steps": chunk.num_steps,
+            "scale": None if scales is None else scales.tolist(), "meta": dict(chunk.meta),
         }).encode()  # fmt: skip
         head += b" " * (-len(head) % 8)  # rows stay aligned
         size = len(head) + len(body)

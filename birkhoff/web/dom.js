@@ -49,7 +49,7 @@ export function short(text, most = 18) {
 export function panel(title, hint, { tools = [], wide = false, name = "" } = {}, ...body) {
   const heading = h("h2", {}, title);
   return h("section", { class: wide ? "panel wide" : "panel", "data-panel": name || title },
-    h("header", {}, heading, h("p", { class: "hint" }, hint), h("div", { class: "tools" }, tools)), ...body);
+    h("header", {}, heading, h("div", { class: "tools" }, tools), h("p", { class: "hint" }, hint)), ...body);
 }
 
 export const empty = (text) => h("p", { class: "empty" }, text);

@@ -21,16 +21,17 @@ export class Heatmap {
     const fresh = columns !== this.columns || rows.length !== this.rows.length;
     Object.assign(this, { columns, rows, value, scale, names });
     if (!columns || !rows.length) { this.draw(); return; }
-    let least = Infinity, most = -Infinity;
     const values = new Float64Array(columns * rows.length).fill(NaN);
     for (let y = 0; y < rows.length; y++) for (let x = 0; x < columns; x++) {
       const number = value(x, y);
       if (number === undefined || number === null) continue;
       values[y * columns + x] = number;
-      if (Number.isFinite(number)) { least = Math.min(least, number); most = Math.max(most, number); }
     }
-    this.low = low ?? (least === Infinity ? 0 : least);
-    this.high = high ?? (most === -Infinity ? 1 : most);
+    // One outlier (the first token's streams are long) must not flatten the rest: the ends are at 1 and 99 per cent.
+    const sorted = values.filter(Number.isFinite).sort(), at = (share) => sorted[Math.round(share * (sorted.length - 1))];
+    this.low = low ?? (sorted.length ? at(0.01) : 0);
+    this.high = high ?? (sorted.length ? Math.max(at(0.99), this.low + 1e-12) : 1);
+    this.clipped = sorted.length > 0 && (sorted[0] < this.low || sorted.at(-1) > this.high);
     if (this.scale === "signed") { this.high = Math.max(Math.abs(this.low), Math.abs(this.high), 1e-12); this.low = -this.high; }
     this.bitmap.width = columns;
     this.bitmap.height = rows.length;

@@ -23,7 +23,7 @@ export function heatmapPanel(store) {
   const vector = h("select", { "aria-label": "vector" }), view = h("select", { "aria-label": "lens view" });
   const which = h("button", { type: "button", "aria-pressed": "false", onclick: () => store.set({ pin: { ...(store.state.pin ?? { position: 0, row: 0 }), twin: !store.state.pin?.twin } }) }, "Show unsteered twin");
   const vectorLabel = h("label", {}, "vector", vector), viewLabel = h("label", {}, "read from", view);
-  const body = h("div", { class: "stack" }), legend = h("div");
+  const body = h("div", { class: "stack" }), legend = h("div", { class: "legend" });
   const node = panel("Tokens × layers", "Each column is a token, each row a place in the model, top to bottom. Click to pin a cell; drag to move, scroll or + and − to zoom, arrow keys to walk.",
     { wide: true, name: "heatmap", tools: takeAlong(() => data(store.state), () => pythonTrace(store.state, "mhc_streams_pre_attn")) },
     h("div", { class: "row" }, h("label", {}, "colours show", scalar), vectorLabel, viewLabel, h("span", { class: "stack" }, h("span", { class: "note" }, "stream"), streams), which), body);
@@ -58,7 +58,7 @@ export function heatmapPanel(store) {
     const text = textOf(state.run, state.pin?.twin);
     map.show({ ...shown, names: (x) => short(text[x]?.text ?? "", 10) });
     map.pin(state.pin?.position ?? null, state.pin?.row);
-    fill(legend, rampLegend(nice(map.low), nice(map.high), shown.scale === "signed" ? signed : amount, shown.scale === "signed" ? -1 : 0), h("span", { class: "note" }, ` ${kind.unit}`));
+    fill(legend, rampLegend(nice(map.low), nice(map.high), shown.scale === "signed" ? signed : amount, shown.scale === "signed" ? -1 : 0), h("span", { class: "note" }, ` ${kind.unit}${map.clipped ? "; the outermost 1 % lies beyond the colours" : ""}`));
   };
   store.on(["run", "pin", "scalar", "stream", "vector", "lensView", "asked", "theme", "props", "vectors"], draw);
   store.on(["run"], (state) => { if (state.run.status === "done") ask(store); }, false);

@@ -3,7 +3,7 @@ import { amount, canvasOf, css, ink, inkOn, streamInk } from "./colour.js";
 import { empty, fill, h, hideTip, panel, showTip, takeAlong } from "./dom.js";
 import { pinnedFrame, pythonTrace, sublayerName } from "./pinned.js";
 
-const CELL = 11, GAP = 4, BAR = 12;
+const CELL = 14, GAP = 5, BAR = 15;
 
 /** One canvas for all tiles: read-in bars at the left of each, write-out bars under it. */
 export function filmStrip(store) {

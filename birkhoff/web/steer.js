@@ -82,7 +82,6 @@ export function steerPage(store) {
   store.on(["live"], ({ live }) => { node.querySelector("#live").checked = Boolean(live); });
   store.on(["edits", "props"], (state) => {
     const focused = document.activeElement?.dataset?.edit;
-    if (focused && list.querySelector(`[data-edit="${focused}"]`) && list.childElementCount === state.edits.length && state.sliding) return;
     const holding = focused && list.contains(document.activeElement) && document.activeElement.type === "range";
     if (!holding || list.childElementCount !== state.edits.length) fill(list, state.edits.length ? state.edits.map((edit) => card(edit, state)) : empty("No edits yet. Add a vector, or clamp a feature under Features."));
     line.textContent = grammar(state.edits);

@@ -1,0 +1,24 @@
+"""A real Chromium, Debian's or another, and a real server: what the page's tests stand on."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+REQUIRED = os.environ.get("BIRKHOFF_PAGE") == "1"
+ARGUMENTS = [
+    "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage",
+]  # fmt: skip
+
+
+def missing() -> str | None:
+    """Why the page cannot be tested here, or None."""
+    if CHROMIUM is None:
+        return "needs Chromium (Debian: apt-get install chromium); make test-page insists on it"
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "needs playwright (requirements-test.txt)"
+    return None

@@ -1,0 +1,126 @@
+"""One server on nano and one browser for all page tests."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from tests.page.browser import ARGUMENTS, CHROMIUM, REQUIRED, missing
+
+
+def pytest_collection_modifyitems(items):
+    why = missing()
+    if why is not None and not REQUIRED:
+        for item in items:
+            if "tests/page/" in str(item.fspath).replace(os.sep, "/"):
+                item.add_marker(pytest.mark.skip(reason=why))
+
+
+class Server:
+    """`birkhoff serve` as a process of its own, on a port it keeps over restarts."""
+
+    def __init__(self, folder, *flags: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.url, self._folder, self._flags, self.process = f"http://127.0.0.1:{self.port}/", folder, flags, None
+
+    def start(self) -> Server:
+        command = [sys.executable, "-m", "birkhoff.cli.main", "serve", "--port", str(self.port)]
+        command += ["--capture-root", str(self._folder / "captures"), *self._flags]
+        log = open(self._folder / f"server-{self.port}.log", "ab")  # noqa: SIM115
+        self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        deadline = time.monotonic() + 90
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(self.url + "health", timeout=2):
+                    return self
+            except OSError:
+                assert self.process.poll() is None, (self._folder / f"server-{self.port}.log").read_text()
+                time.sleep(0.2)
+        raise AssertionError("the server did not come up")
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def post(self, path: str, body: dict, key: str = "") -> dict:
+        headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
+        asked = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            return json.load(answer)
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory):
+    made = Server(tmp_path_factory.mktemp("page")).start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture(scope="session")
+def chromium():
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page in a fresh context that remembers everything it complained about."""
+
+    def __init__(self, browser, url: str, width: int = 1400, height: int = 1000, theme: str = "light", init: str = ""):
+        self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
+        self.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url.rstrip("/").split("#")[0].rstrip("/"))
+        self.page = self.context.new_page()
+        self.faults: list[str] = []
+        self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
+        self.page.on("console", self._console)
+        self.page.add_init_script(
+            "addEventListener('securitypolicyviolation', e => console.error('policy: ' + e.violatedDirective + ' ' + e.blockedURI));" + init
+        )
+        self.page.goto(url)
+
+    def _console(self, message) -> None:
+        # A refused call is shown by the page itself; the browser's own line about it is no fault of the script.
+        if message.type == "error" and "Failed to load resource" not in message.text:
+            self.faults.append(message.text)
+
+    def ask(self, text: str, wait: bool = True):
+        self.page.fill("#ask", text)
+        self.page.click("#send")
+        if wait:
+            self.done()
+
+    def done(self, seconds: float = 60) -> None:
+        self.page.wait_for_function(
+            "() => document.querySelectorAll('[aria-busy=true]').length === 0 && document.querySelector('.strip .tok')",
+            timeout=seconds * 1000,
+        )
+
+    def close(self) -> None:
+        self.context.close()
+
+
+@pytest.fixture
+def open_tab(chromium, server):
+    tabs = []
+
+    def made(url: str | None = None, **options) -> Tab:
+        tabs.append(Tab(chromium, url or server.url, **options))
+        return tabs[-1]
+
+    yield made
+    for tab in tabs:
+        tab.close()

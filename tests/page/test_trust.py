@@ -1,0 +1,109 @@
+"""Whatever a model says stays text, a lost server or key is said plainly, and a finding travels as a link."""
+
+import json
+
+import pytest
+
+from tests.page.conftest import Server, Tab
+
+HOSTILE = [
+    "<script>window.broken = 1</script>", "<img src=x onerror='window.broken = 2'>", "\u202eesrever\u202c", "a\u200bb",
+    "</div></main><h1>gone</h1>", "x" * 1_000_000,
+]  # fmt: skip
+
+
+def fake_answer(route, pieces):
+    """The server's stream with other words in it: what a hostile model could say."""
+    head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "nano"}
+    frames = []
+    for piece in pieces:
+        token = {"token": piece, "logprob": -0.5, "bytes": [], "top_logprobs": [{"token": piece, "logprob": -0.5, "bytes": []}]}
+        frames.append({**head, "choices": [{"index": 0, "delta": {"content": piece}, "logprobs": {"content": [token]}, "token_ids": [5], "finish_reason": None}]})
+    frames.append({**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]})
+    body = "".join(f"data: {json.dumps(frame)}\n\n" for frame in frames) + "data: [DONE]\n\n"
+    route.fulfill(status=200, content_type="text/event-stream", body=body)
+
+
+def test_hostile_output_stays_text(open_tab):
+    tab = open_tab()
+    tab.page.route("**/v1/chat/completions", lambda route: fake_answer(route, HOSTILE))
+    tab.ask("Be evil.")
+    shown = tab.page.inner_text('[data-strip="answer"]')
+    assert "<script>window.broken = 1</script>" in shown
+    assert "⟨U+202E⟩" in shown and "⟨U+200B⟩" in shown
+    assert tab.page.evaluate("window.broken") is None
+    assert tab.page.locator("main h1").count() == 0
+    width = tab.page.evaluate("document.documentElement.scrollWidth - innerWidth")
+    assert width <= 0, "a long line made the page wider than the window"
+    assert not tab.faults, "the policy was violated or a script failed"
+
+
+def test_a_recipe_restores_a_finding_in_another_browser(open_tab, chromium):
+    tab = open_tab()
+    tab.page.fill("input[type=number][max='4096']", "16")
+    tab.page.keyboard.press("Tab")
+    tab.ask("Tell me about a duck.")
+    said = tab.page.inner_text('[data-strip="answer"]')
+    tab.page.locator('[data-strip="answer"] .tok').nth(4).click()
+    pinned = tab.page.inner_text("[data-pin]")
+    tab.page.click("#tab-contrast")
+    tab.page.click("#recipe")
+    link = tab.page.url
+    assert "#r=" in link
+    other = Tab(chromium, link)
+    try:
+        other.done()
+        other.page.wait_for_function("() => document.querySelector('[data-pin]').textContent.startsWith('Pinned')")
+        assert other.page.inner_text('[data-strip="answer"]') == said
+        assert other.page.inner_text("[data-pin]") == pinned
+        assert other.page.locator("#page-contrast").is_visible()
+        assert not other.faults
+    finally:
+        other.close()
+
+
+def test_a_cut_link_is_said_to_be_cut(open_tab, server):
+    tab = open_tab(server.url + "#r=eyJhIjo")
+    tab.page.wait_for_selector("#banner:has-text('cannot be read')")
+    assert not tab.faults
+
+
+def test_stopping_keeps_what_was_said(open_tab):
+    tab = open_tab()
+    tab.page.fill("input[type=number][max='4096']", "600")
+    tab.page.keyboard.press("Tab")
+    tab.ask("Tell me a long story.", wait=False)
+    tab.page.wait_for_function("() => document.querySelectorAll('[data-strip=answer] .tok').length > 3")
+    tab.page.click("#stop")
+    tab.page.wait_for_selector("#page-chat .who:has-text('stopped')")
+    assert tab.page.locator('[data-strip="answer"] .tok').count() > 3
+    assert tab.page.locator("#stop").is_disabled()
+
+
+@pytest.fixture
+def locked(tmp_path):
+    made = Server(tmp_path, "--api-key", "open-sesame").start()
+    yield made
+    made.stop()
+
+
+def test_a_wanted_key_is_asked_for_and_a_restart_is_survived(chromium, locked):
+    tab = Tab(chromium, locked.url)
+    try:
+        tab.page.wait_for_selector("#banner:has-text('wants a key')")
+        tab.page.fill("#banner input >> nth=0", "wrong")
+        tab.page.click("#banner button")
+        tab.page.wait_for_selector("#banner:has-text('wants a key')")
+        tab.page.fill("#banner input >> nth=0", "open-sesame")
+        tab.page.click("#banner button")
+        tab.page.wait_for_selector("#model:has-text('layers')")
+        locked.stop()
+        tab.page.wait_for_selector("#banner:has-text('No answer from the server')", timeout=8000)
+        locked.start()
+        tab.page.wait_for_selector("#banner", state="hidden", timeout=8000)
+        tab.page.fill("input[type=number][max='4096']", "8")
+        tab.page.keyboard.press("Tab")
+        tab.ask("Hello.")
+        assert not tab.faults
+    finally:
+        tab.close()

@@ -1,0 +1,116 @@
+"""Every view in a real browser against a real server: empty, live and in error; pinning; no complaint from the browser."""
+
+import pytest
+
+PANELS = ["heatmap", "film", "lineage", "experts", "lens", "memory"]
+LOOKS = ["inside", "features", "contrast", "requests", "captures"]
+
+
+def panel(tab, name):
+    return tab.page.locator(f'[data-panel="{name}"]')
+
+
+@pytest.fixture(scope="module")
+def answered(chromium, server):
+    """A page with one answer, shared by tests that only look."""
+    from tests.page.conftest import Tab
+
+    tab = Tab(chromium, server.url)
+    tab.page.fill("input[type=number][max='4096']", "24")
+    tab.page.keyboard.press("Tab")
+    tab.ask("Tell me a story about a fox.")
+    yield tab
+    tab.close()
+
+
+def test_empty_views_say_what_to_do(open_tab):
+    tab = open_tab()
+    tab.page.wait_for_selector("#model:has-text('layers')")
+    for name in PANELS:
+        assert panel(tab, name).locator(".empty").inner_text()
+    for look in LOOKS:
+        tab.page.click(f"#tab-{look}")
+        assert tab.page.locator(f"#page-{look}").is_visible()
+        assert tab.page.locator(f"#page-{look} .empty, #page-{look} .fault, #page-{look} table").first.is_visible()
+    assert not tab.faults
+
+
+def test_a_live_answer_fills_every_panel(answered):
+    tab = answered
+    tokens = tab.page.locator('[data-strip="answer"] .tok')
+    assert tokens.count() > 3
+    tokens.nth(2).click()
+    tab.page.wait_for_selector('[data-panel="lens"] table')
+    tab.page.wait_for_selector('[data-panel="memory"] canvas')
+    for name in ("heatmap", "film", "experts"):
+        assert panel(tab, name).locator("canvas").first.is_visible()
+    assert panel(tab, "lineage").locator("td").count() == 16
+    assert not tab.faults
+
+
+def test_the_pinned_token_is_the_same_everywhere(answered):
+    tab = answered
+    tokens = tab.page.locator('[data-strip="answer"] .tok')
+    told = set()
+    for place in (1, 5):
+        tokens.nth(place).click()
+        position = tokens.nth(place).get_attribute("data-position")
+        tab.page.wait_for_function(f"() => document.querySelector('[data-pin]').textContent.includes('position {position}')")
+        assert tokens.nth(place).evaluate("node => node.classList.contains('pinned')")
+        tab.page.wait_for_timeout(600)
+        told.add((panel(tab, "lineage").inner_text(), panel(tab, "lens").inner_text()))
+    assert len(told) == 2, "panels showed the same for two tokens"
+    assert not tab.faults
+
+
+def test_a_click_in_the_heat_map_pins_that_column(answered):
+    tab = answered
+    canvas = panel(tab, "heatmap").locator("canvas").first
+    canvas.scroll_into_view_if_needed()
+    box = canvas.bounding_box()
+    tab.page.mouse.click(box["x"] + 60, box["y"] + 40)
+    tab.page.wait_for_function("() => document.querySelector('[data-pin]').textContent.includes('position 0')")
+    canvas.focus()
+    tab.page.keyboard.press("ArrowRight")
+    tab.page.wait_for_function("() => document.querySelector('[data-pin]').textContent.includes('position 1')")
+
+
+@pytest.mark.parametrize(
+    "scalar", ["stream_share", "read", "write", "keep", "stochastic", "experts", "lens", "blocks", "sink"]
+)
+def test_every_scalar_can_be_shown(answered, scalar):
+    tab = answered
+    tab.page.select_option('[data-panel="heatmap"] select >> nth=0', scalar)
+    tab.page.wait_for_selector('[data-panel="heatmap"] .figure canvas', timeout=20000)
+    painted = panel(tab, "heatmap").locator(".figure canvas").first.evaluate(
+        "node => { const c = node.getContext('2d'), d = c.getImageData(0, 0, node.width, node.height).data, seen = new Set();"
+        " for (let i = 0; i < d.length; i += 4) seen.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]); return seen.size; }"
+    )
+    assert painted > 8, f"{scalar} drew {painted} colours"
+    assert not tab.faults
+
+
+def test_copied_data_and_python_are_what_is_shown(answered):
+    tab = answered
+    tab.page.locator('[data-strip="answer"] .tok').nth(3).click()
+    panel(tab, "film").get_by_text("Copy data").click()
+    tab.page.wait_for_timeout(100)
+    assert '"res_mix"' in tab.page.evaluate("navigator.clipboard.readText()")
+    panel(tab, "heatmap").get_by_text("Copy the Python").click()
+    tab.page.wait_for_timeout(100)
+    code = tab.page.evaluate("navigator.clipboard.readText()")
+    compile(code, "copied", "exec")
+    assert "engine.trace" in code
+
+
+def test_an_error_is_shown_in_words(open_tab):
+    tab = open_tab()
+    tab.page.fill("input[type=number][max='4096']", "99999")
+    tab.page.keyboard.press("Tab")
+    tab.ask("Hello.", wait=False)
+    tab.page.wait_for_selector("#page-chat .fault")
+    assert "99999" in tab.page.inner_text("#page-chat .fault") or "context" in tab.page.inner_text("#page-chat .fault")
+    tab.page.fill("input[type=number][max='4096']", "8")
+    tab.page.keyboard.press("Tab")
+    tab.ask("Hello again.")
+    assert not tab.faults

@@ -1,4 +1,9 @@
-"""Data files by their ending. Parquet needs pyarrow, which only this file knows and nobody else asks for."""
+"""Data files by their ending. Parquet needs pyarrow, which only this file knows and nobody else asks for.
+
+A Parquet file is read in batches of rows, the columns that can hold a text alone, so that neither its width nor its
+length costs memory. Numbers, places and problems of its texts are those of `api/dataset.py`; what is wrong with the
+file itself, also when it shows only half-way, is a `DataError` that names it.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.api.dataset import DataFile, Text, text_of
-from birkhoff.errors import DataError
+from birkhoff.errors import DataError, quoted
+
+BATCH_ROWS = 1024
 
 
 def open_data(path: Path, text_field: str, whole_file: bool) -> DataFile | ParquetFile:
@@ -27,21 +34,47 @@ class ParquetFile:
     path: Path
     text_field: str
 
+    def __post_init__(self) -> None:
+        if not self.path.is_file():
+            what = "not a file" if self.path.exists() else "missing"
+            raise DataError(f"{self.path} is {what}, expected a .jsonl, .txt or .parquet file. Check the path.")
+
     def describe(self) -> dict[str, Any]:
+        texts = self._open().metadata.num_rows
         with self.path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        size, texts = self.path.stat().st_size, self._open().metadata.num_rows
-        return {"sha256": digest, "bytes": size, "texts": texts, "text_field": self.text_field}
+        return {"sha256": digest, "bytes": self.path.stat().st_size, "texts": texts, "text_field": self.text_field}
 
     def __iter__(self) -> Iterator[Text]:
         file = self._open()
-        wanted = [name for name in dict.fromkeys((self.text_field, "prompt", "messages")) if name in file.schema.names]
+        names = file.schema_arrow.names
+        if self.text_field not in names and "messages" not in names:
+            has = quoted(", ".join(map(str, names)), 120)
+            raise DataError(
+                f"{self.path} has neither a column {self.text_field!r} nor 'messages', but {has}. Name the one that "
+                "holds the texts: --text-field"
+            )
+        wanted = [name for name in dict.fromkeys((self.text_field, "prompt", "messages")) if name in names]
         number = 0
-        for batch in file.iter_batches(batch_size=1024, columns=wanted):
-            for record in batch.to_pylist():
+        for records in self._batches(file, wanted):
+            for record in records:
                 present = {name: value for name, value in record.items() if value is not None}
                 yield text_of(present, number, f"{self.path} row {number + 1}", self.text_field)
                 number += 1
+
+    def _batches(self, file: Any, wanted: list[str]) -> Iterator[list[dict[str, Any]]]:
+        from pyarrow import ArrowException
+
+        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=wanted)
+        while True:
+            try:
+                batch = next(batches, None)
+                records = None if batch is None else batch.to_pylist()
+            except (OSError, UnicodeDecodeError, ArrowException) as error:
+                raise self._unreadable(error) from None
+            if records is None:
+                return
+            yield records
 
     def _open(self) -> Any:
         try:
@@ -54,4 +87,7 @@ class ParquetFile:
         try:
             return parquet.ParquetFile(self.path)
         except (OSError, ArrowException) as error:
-            raise DataError(f"{self.path} cannot be read as Parquet: {error}. Check the file.") from None
+            raise self._unreadable(error) from None
+
+    def _unreadable(self, error: Exception) -> DataError:
+        return DataError(f"{self.path} cannot be read as Parquet: {str(error)[:300]}. Check the file.")

@@ -108,21 +108,6 @@ def test_a_bad_line_ends_the_run_and_is_named(tiny, data, tmp_path):
     assert done.stderr.decode().splitlines()[-1].startswith(f"data-invalid  {data} line 5 has 7 as 'body'")
 
 
-def test_parquet_is_read_or_the_missing_package_is_named(tiny, tmp_path):
-    path = tmp_path / "texts.parquet"
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        path.write_bytes(b"PAR1")
-        done = birkhoff("capture", path, "--model", tiny, "--hooks", "mlp_out=0", "--out", tmp_path / "out")
-        assert done.returncode == 1 and b"pip install 'birkhoff[parquet]'" in done.stderr
-        return
-    parquet.write_table(pyarrow.table({"text": ["hello", "there"]}), path)
-    done = birkhoff("capture", path, "--model", tiny, "--hooks", "mlp_out=0", "--out", tmp_path / "out", "--json")
-    assert done.returncode == 0 and json.loads(done.stdout)["texts"] == 2
-
-
 def test_repair_seals_what_a_crash_left(tmp_path):
     """A child that dies with an open capture, as a crash would have it."""
     child = os.fork()

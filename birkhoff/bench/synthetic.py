@@ -1,0 +1,103 @@
+"""Random models of true width, made in a device's memory: nothing is read from or written to a disk.
+
+Quantised matrices are drawn as codes with one scale each, so that products keep the size of what they multiply; the
+rest as the release stores it. Experts may outweigh the device: layers beyond `distinct` then use the expert weights of
+the first layers again. A step reads as many bytes as with weights of its own, since nothing of one layer's experts is
+left in a cache by the time another comes to them.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from birkhoff.config import V4Config
+from birkhoff.model.linear import Linear, Numerics
+from birkhoff.model.moe import Experts
+from birkhoff.model.state import State
+from birkhoff.model.transformer import Transformer
+
+_FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the codes drawn below
+
+
+def random_on_device(
+    config: V4Config, device: torch.device, seed: int = 0, distinct: int | None = None, dtype=torch.bfloat16
+) -> Transformer:
+    """A packed model with random weights; `distinct` layers have experts of their own."""
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        model = Transformer(config, Numerics(dtype), packed=True, mtp=False).eval()
+    stacks: list[dict[str, torch.Tensor]] = []
+    everybody = [module for module in model.modules() if isinstance(module, Experts)]
+    for number, module in enumerate(everybody):
+        if number < (distinct or len(everybody)):
+            stacks.append(_expert_stack(module, device))
+        module._buffers.update(stacks[number % len(stacks)])
+    for module in model.modules():
+        if not isinstance(module, Experts):
+            _fill(module, device, config)
+    return model
+
+
+def _expert_stack(module: Experts, device: torch.device) -> dict[str, torch.Tensor]:
+    made = {}
+    for name, inner in (("gate_up", module.gate_up.shape[-1] * 2), ("down", module.down.shape[-1] * 2)):
+        shape, scale = module._buffers[name].shape, module._buffers[f"{name}_scale"].shape  # type: ignore[union-attr]
+        made[name] = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+        made[f"{name}_scale"] = _scales(scale, inner**-0.5 / _FP4_SPREAD, device)
+    return made
+
+
+def _scales(shape: torch.Size, spread: float, device: torch.device) -> torch.Tensor:
+    """Powers of two near `spread`, half of them twice the others."""
+    return torch.randint(0, 2, shape, dtype=torch.uint8, device=device) + (127 + math.floor(math.log2(spread)))
+
+
+def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
+    for name, tensor in list(module._parameters.items()):
+        if tensor is None:
+            continue
+        spread, around, dtype = _plain(name, tensor, module)
+        values = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(around, spread)
+        module._parameters[name] = nn.Parameter(values, requires_grad=False)
+    for name, tensor in list(module._buffers.items()):
+        if tensor is None:
+            continue
+        if name.startswith("codes_"):
+            codes = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device).normal_(0, _FP8_SPREAD)
+            module._buffers[name] = codes.clamp_(-448, 448).to(torch.float8_e4m3fn)
+        elif name.startswith("scale_"):
+            inner = module._buffers[name.replace("scale_", "codes_")].shape[1]  # type: ignore[union-attr]
+            module._buffers[name] = _scales(tensor.shape, inner**-0.5 / _FP8_SPREAD, device)
+        else:
+            assert name == "tid2eid", name
+            rows = torch.rand(tensor.shape[0], config.n_routed_experts, device=device).argsort(-1)
+            module._buffers[name] = rows[:, : tensor.shape[1]].to(torch.int32)
+
+
+def _plain(name: str, tensor: torch.Tensor, module: nn.Module) -> tuple[float, float, torch.dtype]:
+    """Spread, mean and dtype of an unquantised tensor; matrices are bfloat16, as the release stores them."""
+    if isinstance(module, Linear):
+        return tensor.shape[1] ** -0.5 * (1.5 if tensor.shape[0] > 100_000 else 1.0), 0.0, torch.bfloat16
+    if name == "embed":
+        return 1.0, 0.0, tensor.dtype
+    if tensor.dim() == 1 and name == "weight":
+        return 0.1, 1.0, torch.float32
+    if name == "fn":
+        return tensor.shape[1] ** -0.5, 0.0, torch.float32
+    return (
+        {"scale": 0.1, "base": 0.4, "attn_sink": 1.0, "ape": 0.5, "bias": 0.1}[name],
+        (0.6 if name == "scale" else 0.0),
+        torch.float32,
+    )
+
+
+def filled_state(config: V4Config, slots: int, tokens: int, device: torch.device, dtype=torch.bfloat16) -> State:
+    """A state in which every sequence has `tokens` random tokens behind it, with room for 256 more."""
+    state = State.contiguous(config, slots, tokens + 256, device=device, dtype=dtype)
+    for layer in state.layers:
+        for tensor in (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values()):
+            tensor.normal_()
+    return state

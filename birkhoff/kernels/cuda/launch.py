@@ -1,0 +1,117 @@
+"""Launches of `stream.cu`: which variant for how many tokens, which grid, which addresses.
+
+The weights' widths must suit sixteen-byte loads: inputs a multiple of 128 (of 512 for experts), outputs of 16. Expert
+scales become float16 powers of two, which hold 29 octaves: each matrix kind is moved by a common power of two, found when
+the weights are bound and taken out of the sums. Weights that do not fit are refused by `unfit`, and run portable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from birkhoff.kernels.cuda.compile import Module, find_nvrtc
+from birkhoff.kernels.linear.rows import Rows
+
+if TYPE_CHECKING:
+    from birkhoff.config import V4Config
+
+SOURCE = Path(__file__).parent / "stream.cu"
+MOST_ROWS = 64
+_OUT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_OCTAVES = 29
+
+
+def unfit(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why these kernels cannot serve a model, or None."""
+    if device.type != "cuda" or torch.version.cuda is None:
+        return "no NVIDIA GPU"
+    if torch.cuda.get_device_capability(device) < (8, 9):
+        return "the GPU is older than compute capability 8.9"
+    if dtype is not torch.bfloat16:
+        return "the model does not compute in bfloat16"
+    widths = {"hidden_size": 512, "moe_intermediate_size": 512, "q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 128,
+              "n_routed_experts": 16, "vocab_size": 16, "index_head_dim": 16}  # fmt: skip
+    for name, multiple in widths.items():
+        if getattr(config, name) % multiple:
+            return f"{name} is {getattr(config, name)}, no multiple of {multiple}"
+    return None
+
+
+def scale_offset(scales: Sequence[torch.Tensor]) -> int | None:
+    """What to add to an E8M0 byte to get a float16 exponent for all of `scales`; None when they span too far."""
+    most = max(int(scale.max()) for scale in scales)
+    least = min(int(scale.min()) for scale in scales)
+    return None if most - least > _OCTAVES else 30 - most
+
+
+class FastKernels:
+    """Bound to one device; `offsets` are those of gate and up, and of down, for every layer."""
+
+    def __init__(self, device: torch.device):
+        nvrtc = find_nvrtc()
+        assert nvrtc is not None
+        self.module = Module(nvrtc, SOURCE.read_text(encoding="utf-8"), device)
+
+    def product(
+        self, weights: Sequence[Rows], x: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor,
+        group: int | None = None, warps: int | None = None,
+    ) -> None:  # fmt: skip
+        """Up to two FP8 matrices and one of bfloat16; x as float16 for the former and bfloat16 for the latter."""
+        coded = [rows for rows in weights if rows.scale is not None]
+        plain = [rows for rows in weights if rows.scale is None]
+        assert len(coded) <= 2 and len(plain) <= 1
+        first, second = (*coded, None, None)[:2]
+        n, inner = x[0].shape[0], weights[0].inner
+        tiles = _tiles(n)
+        total = sum(rows.out for rows in weights)
+        warps = warps or (4 if inner <= 1024 or tiles == 8 else 8)
+        self.module.launch(
+            f"product_{_OUT[out.dtype]}_{tiles}_{warps}", (total // 16, 1), warps * 32,
+            first and first.weight, first and first.scale, first.out if first else 0,
+            second and second.weight, second and second.scale, second.out if second else 0,
+            plain[0].weight if plain else None, plain[0].out if plain else 0,
+            x[0], x[1], n, inner, x[0].stride(0), out, out.stride(0), group or 0,
+        )  # fmt: skip
+
+    def open_shared(self, w: Any, desk: Any, limit: float) -> None:
+        n, width = desk.x.shape
+        inner, experts = desk.z_shared.shape[1], w.gate.out
+        tiles = _tiles(n)
+        self.module.launch(
+            f"open_shared_{tiles}", ((inner + experts) // 16, 1), 128 if tiles == 8 else 256,
+            w.shared_open.weight, w.shared_open.scale, inner, w.gate.weight, experts, desk.x_half, desk.x, n, width,
+            desk.z_shared, desk.opened, desk.opened.stride(0), float(limit),
+        )  # fmt: skip
+
+    def open_experts(self, w: Any, desk: Any, limit: float) -> None:
+        inner, width = desk.z.shape[1], desk.x.shape[1]
+        offset = w.offsets[0]
+        self.module.launch(
+            "open_experts", (inner // 16, desk.slot_list.shape[0]), 128, w.experts, desk.slot_list, desk.order[1],
+            desk.weights, desk.x_mixed, desk.z, inner, width, desk.weights.shape[1], float(limit), offset, _gain(offset),
+        )  # fmt: skip
+
+    def close_experts(self, w: Any, desk: Any) -> None:
+        inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
+        offset, slots = w.offsets[1], desk.slot_list.shape[0]
+        self.module.launch(
+            "close_experts", (width // 16, slots + -(-n // 8)), 128, w.experts, desk.slot_list, slots, desk.order[1],
+            desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset), w.shared_close.weight,
+            w.shared_close.scale, desk.z_shared, n,
+        )  # fmt: skip
+
+
+def _tiles(n: int) -> int:
+    assert n <= MOST_ROWS
+    return next(tiles for tiles in (1, 2, 4, 8) if n <= 8 * tiles)
+
+
+def _gain(offset: int) -> float:
+    """Undoes the common power of two, and the 2^-6 that an FP4 code is short of as E4M3 bits.
+
+    The factor's exponent field is byte + offset, so it is 2^(byte + offset - 15), where 2^(byte - 127 + 6) was meant."""
+    return 2.0 ** (-offset - 127 + 6 + 15)

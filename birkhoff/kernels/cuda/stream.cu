@@ -1,0 +1,421 @@
+// Products of few rows with FP8, FP4 and bfloat16 weights, bound by how fast the weights can be read.
+//
+// A warp owns sixteen rows of a weight (or sixteen of each of two). Lane (g, q) = (lane / 4, lane % 4) loads sixteen bytes
+// of rows g and g + 8 straight into registers, decodes them to half pairs and hands them to mma.m16n8k16 as the A side; the
+// inputs are the B side, eight tokens a tile. Which k stands where inside an mma does not matter as long as both sides
+// agree, so every lane multiplies exactly the bytes it loaded: no shared memory, no shuffles, and eight tokens cost about
+// what one does. Warps of a block share K and add up through shared memory at the end, in a fixed order.
+// Products are exact, sums are float32. Inputs are float16 beside FP8 and FP4, bfloat16 beside bfloat16.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+typedef long long i64;
+
+__device__ __forceinline__ uint4 stream16(const void* p) {  // read once: do not keep it in L1
+    uint4 v;
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ uint4 input16(const void* p, bool there) {
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (there) v = *reinterpret_cast<const uint4*>(p);
+    return v;
+}
+
+__device__ __forceinline__ u32 pair(u32 two_e4m3) {
+    u32 r;
+    asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.rn.f16x2.e4m3x2 %0, h; }" : "=r"(r) : "r"(two_e4m3));
+    return r;
+}
+
+__device__ __forceinline__ u32 scaled(u32 a, u32 s) {
+    u32 r;
+    asm("mul.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(s));
+    return r;
+}
+
+template <bool BF16>
+__device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    if (BF16)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+            : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+__device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+// FP8: rows `first + 16 r ..` for r < RT at codes[r]; K in blocks of 128 with one scale byte each.
+template <int NT, int RT, int WARPS, int U>
+__device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
+                                         int scale_stride, const u16* const (&x)[NT], const bool (&there)[NT], int inner) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    const int blocks = inner >> 7;
+    for (int kb = warp; kb < blocks; kb += WARPS * U) {
+        uint4 w[U][RT][2][2];
+        float s[U][RT];
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            const int at = kb + u * WARPS;
+            if (at < blocks) {
+#pragma unroll
+                for (int r = 0; r < RT; r++) {
+                    const u8* row = codes[r] + (i64)g * inner + at * 128 + q * 16;
+#pragma unroll
+                    for (int c = 0; c < 2; c++) {
+                        w[u][r][c][0] = stream16(row + c * 64);
+                        w[u][r][c][1] = stream16(row + (i64)8 * inner + c * 64);
+                    }
+                    s[u][r] = __uint_as_float((u32)scale[r][(i64)at * scale_stride] << 23);
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            const int at = kb + u * WARPS;
+            if (at < blocks) {
+                float part[RT][NT][4];
+#pragma unroll
+                for (int r = 0; r < RT; r++)
+#pragma unroll
+                    for (int t = 0; t < NT; t++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) part[r][t][i] = 0.f;
+#pragma unroll
+                for (int c = 0; c < 2; c++) {
+                    uint4 b[NT][2];
+#pragma unroll
+                    for (int t = 0; t < NT; t++) {
+                        const u16* from = x[t] + at * 128 + c * 64 + q * 16;
+                        b[t][0] = input16(from, there[t]);
+                        b[t][1] = input16(from + 8, there[t]);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 4; i++) {
+#pragma unroll
+                        for (int r = 0; r < RT; r++) {
+                            const u32 low = word(w[u][r][c][0], i), high = word(w[u][r][c][1], i);
+                            const u32 a0 = pair(low), a1 = pair(high), a2 = pair(low >> 16), a3 = pair(high >> 16);
+#pragma unroll
+                            for (int t = 0; t < NT; t++)
+                                mma<false>(part[r][t], a0, a1, a2, a3, word(b[t][i >> 1], 2 * (i & 1)),
+                                           word(b[t][i >> 1], 2 * (i & 1) + 1));
+                        }
+                    }
+                }
+#pragma unroll
+                for (int r = 0; r < RT; r++)
+#pragma unroll
+                    for (int t = 0; t < NT; t++)
+#pragma unroll
+                        for (int i = 0; i < 4; i++) acc[r][t][i] += s[u][r] * part[r][t][i];
+            }
+        }
+    }
+}
+
+// bfloat16: sixteen rows; K in blocks of 128.
+template <int NT, int WARPS, int U>
+__device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* weight, const u16* const (&x)[NT],
+                                           const bool (&there)[NT], int inner) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    const int blocks = inner >> 7;
+    for (int kb = warp; kb < blocks; kb += WARPS * U) {
+        uint4 w[U][4][2];
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            const int at = kb + u * WARPS;
+            if (at < blocks) {
+                const u16* row = weight + (i64)g * inner + at * 128 + q * 8;
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+                    w[u][c][0] = stream16(row + c * 32);
+                    w[u][c][1] = stream16(row + (i64)8 * inner + c * 32);
+                }
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            const int at = kb + u * WARPS;
+            if (at < blocks) {
+#pragma unroll
+                for (int c = 0; c < 4; c++) {
+#pragma unroll
+                    for (int t = 0; t < NT; t++) {
+                        const uint4 b = input16(x[t] + at * 128 + c * 32 + q * 8, there[t]);
+                        mma<true>(acc[0][t], w[u][c][0].x, w[u][c][1].x, w[u][c][0].y, w[u][c][1].y, b.x, b.y);
+                        mma<true>(acc[0][t], w[u][c][0].z, w[u][c][1].z, w[u][c][0].w, w[u][c][1].w, b.z, b.w);
+                    }
+                }
+            }
+        }
+    }
+}
+
+// FP4: RT times sixteen rows; a lane's sixteen bytes are one group of 32 codes with one scale. K in steps of 512.
+// Codes leave a 32-bit word as pairs (0,2) (4,6) (1,3) (5,7); the inputs lie in that order already.
+template <int RT, int WARPS>
+__device__ __forceinline__ void fp4_rows(float (&acc)[RT][1][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
+                                         const u16* x, bool there, int inner, int offset) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    const int steps = inner >> 9, row_bytes = inner >> 1, scale_bytes = inner >> 5;
+    for (int kb = warp; kb < steps; kb += WARPS) {
+        uint4 w[RT][2][4], s[RT][2];
+#pragma unroll
+        for (int r = 0; r < RT; r++)
+#pragma unroll
+            for (int h = 0; h < 2; h++) {
+                const i64 row = g + 8 * h;
+                s[r][h] = stream16(scale[r] + row * scale_bytes + kb * 16);
+#pragma unroll
+                for (int c = 0; c < 4; c++) w[r][h][c] = stream16(codes[r] + row * row_bytes + kb * 256 + c * 64 + q * 16);
+            }
+#pragma unroll
+        for (int c = 0; c < 4; c++) {
+            u32 factor[RT][2];
+#pragma unroll
+            for (int r = 0; r < RT; r++)
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 one = (((word(s[r][h], c) >> (8 * q)) & 255u) + offset) << 10;  // a float16 power of two
+                    factor[r][h] = one | one << 16;
+                }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                const uint4 b = input16(x + kb * 512 + c * 128 + q * 32 + i * 8, there);
+#pragma unroll
+                for (int r = 0; r < RT; r++) {
+                    u32 even[2], odd[2];
+#pragma unroll
+                    for (int h = 0; h < 2; h++) {
+                        const u32 v = word(w[r][h][c], i);
+                        even[h] = ((v << 4) & 0x80808080u) | ((v << 2) & 0x1c1c1c1cu);
+                        odd[h] = (v & 0x80808080u) | ((v >> 2) & 0x1c1c1c1cu);
+                    }
+                    mma<false>(acc[r][0], scaled(pair(even[0]), factor[r][0]), scaled(pair(even[1]), factor[r][1]),
+                               scaled(pair(even[0] >> 16), factor[r][0]), scaled(pair(even[1] >> 16), factor[r][1]), b.x, b.y);
+                    mma<false>(acc[r][0], scaled(pair(odd[0]), factor[r][0]), scaled(pair(odd[1]), factor[r][1]),
+                               scaled(pair(odd[0] >> 16), factor[r][0]), scaled(pair(odd[1] >> 16), factor[r][1]), b.z, b.w);
+                }
+            }
+        }
+    }
+}
+
+// Adds the warps' sums: whole[r][row][token] for RT tiles of sixteen rows.
+template <int NT, int RT, int WARPS>
+__device__ __forceinline__ void gather(float* shared, float (&acc)[RT][NT][4]) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    float* mine = shared + warp * (RT * 16 * NT * 8);
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+        for (int t = 0; t < NT; t++) {
+            float* at = mine + (r * 16 + g) * (NT * 8) + t * 8 + 2 * q;
+            at[0] = acc[r][t][0];
+            at[1] = acc[r][t][1];
+            at[8 * NT * 8] = acc[r][t][2];
+            at[8 * NT * 8 + 1] = acc[r][t][3];
+        }
+    __syncthreads();
+}
+
+template <int WARPS>
+__device__ __forceinline__ float whole(const float* shared, int at, int size) {
+    float sum = 0.f;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++) sum += shared[w * size + at];
+    return sum;
+}
+
+__device__ __forceinline__ void put(float* p, float v) { *p = v; }
+__device__ __forceinline__ void put(u16* p, float v) { asm("{ .reg .b16 h; cvt.rn.f16.f32 h, %1; st.global.b16 [%0], h; }" ::"l"(p), "f"(v) : "memory"); }
+struct bf16 { u16 bits; };
+__device__ __forceinline__ void put(bf16* p, float v) { asm("{ .reg .b16 h; cvt.rn.bf16.f32 h, %1; st.global.b16 [%0], h; }" ::"l"(p), "f"(v) : "memory"); }
+
+__device__ __forceinline__ float gated(float a, float b, float limit) {
+    a = fminf(a, limit);
+    b = fminf(fmaxf(b, -limit), limit);
+    return a / (1.f + __expf(-a)) * b;
+}
+
+// One launch over the rows of up to two FP8 matrices (stacked in blocks of sixteen rows) and one bfloat16 matrix.
+template <int NT, int WARPS, int U, typename OUT>
+__device__ __forceinline__ void product(const u8* codes, const u8* scale, int rows8, const u8* codes2, const u8* scale2,
+                                        int rows8b, const u16* plain, int rows16, const u16* xh, const u16* xb, int n,
+                                        int inner, int x_stride, OUT* out, int out_stride, int group) {
+    __shared__ float shared[WARPS * 16 * NT * 8];
+    const int g = (threadIdx.x & 31) >> 2;
+    int row = blockIdx.x * 16;
+    const int place = row;
+    float acc[1][NT][4] = {};
+    const u16* x[NT];
+    bool there[NT];
+    const bool coded = row < rows8 + rows8b;
+    const u16* from = (coded ? xh : xb) + (group ? (i64)(row / group) * inner : 0);
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+        there[t] = t * 8 + g < n;
+        x[t] = from + (i64)(t * 8 + g) * x_stride;
+    }
+    if (coded) {
+        const bool second = row >= rows8;
+        if (second) row -= rows8;
+        const u8* const c[1] = {(second ? codes2 : codes) + (i64)row * inner};
+        const u8* const s[1] = {(second ? scale2 : scale) + row};
+        fp8_rows<NT, 1, WARPS, U>(acc, c, s, second ? rows8b : rows8, x, there, inner);
+    } else {
+        row -= rows8 + rows8b;
+        plain_rows<NT, WARPS, U>(acc, plain + (i64)row * inner, x, there, inner);
+    }
+    gather<NT, 1, WARPS>(shared, acc);
+    for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
+        const int r = i & 15, t = i >> 4;
+        if (t < n) put(out + (i64)t * out_stride + place + r, whole<WARPS>(shared, r * (NT * 8) + t, 16 * NT * 8));
+    }
+}
+
+// Gate and up rows of the shared expert, gated at once; then the router's rows.
+template <int NT, int WARPS, int U>
+__device__ __forceinline__ void open_shared(const u8* codes, const u8* scale, int inner, const u16* router, int experts,
+                                            const u16* xh, const u16* xb, int n, int width, u16* z, float* logits,
+                                            int logit_stride, float limit) {
+    __shared__ float shared[WARPS * 2 * 16 * NT * 8];
+    const int g = (threadIdx.x & 31) >> 2;
+    const int row = blockIdx.x * 16;
+    const bool coded = row < inner;
+    const u16* x[NT];
+    bool there[NT];
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+        there[t] = t * 8 + g < n;
+        x[t] = (coded ? xh : xb) + (i64)(t * 8 + g) * width;
+    }
+    if (coded) {
+        float acc[2][NT][4] = {};
+        const u8* const c[2] = {codes + (i64)row * width, codes + (i64)(inner + row) * width};
+        const u8* const s[2] = {scale + row, scale + inner + row};
+        fp8_rows<NT, 2, WARPS, U>(acc, c, s, 2 * inner, x, there, width);
+        gather<NT, 2, WARPS>(shared, acc);
+        for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
+            const int r = i & 15, t = i >> 4, at = r * (NT * 8) + t, size = 2 * 16 * NT * 8;
+            if (t < n) {
+                const float a = whole<WARPS>(shared, at, size), b = whole<WARPS>(shared, at + 16 * NT * 8, size);
+                put(z + (i64)t * inner + row + r, gated(a, b, limit));
+            }
+        }
+    } else {
+        float acc[1][NT][4] = {};
+        plain_rows<NT, WARPS, U>(acc, router + (i64)(row - inner) * width, x, there, width);
+        gather<NT, 1, WARPS>(shared, acc);
+        for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
+            const int r = i & 15, t = i >> 4;
+            if (t < n) logits[(i64)t * logit_stride + row - inner + r] = whole<WARPS>(shared, r * (NT * 8) + t, 16 * NT * 8);
+        }
+    }
+}
+
+#define PRODUCT(NAME, NT, WARPS, U, OUT)                                                                                  \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                       \
+        const u8* codes, const u8* scale, int rows8, const u8* codes2, const u8* scale2, int rows8b, const u16* plain,    \
+        int rows16, const u16* xh, const u16* xb, int n, int inner, int x_stride, OUT* out, int out_stride, int group) {  \
+        product<NT, WARPS, U, OUT>(codes, scale, rows8, codes2, scale2, rows8b, plain, rows16, xh, xb, n, inner,         \
+                                   x_stride, out, out_stride, group);                                                    \
+    }
+#define PRODUCTS(NT, WARPS, U)                             \
+    PRODUCT(product_f32_##NT##_##WARPS, NT, WARPS, U, float) \
+    PRODUCT(product_f16_##NT##_##WARPS, NT, WARPS, U, u16)   \
+    PRODUCT(product_bf16_##NT##_##WARPS, NT, WARPS, U, bf16)
+PRODUCTS(1, 4, 2)
+PRODUCTS(1, 8, 2)
+PRODUCTS(2, 4, 2)
+PRODUCTS(2, 8, 2)
+PRODUCTS(4, 4, 1)
+PRODUCTS(4, 8, 1)
+PRODUCTS(8, 4, 1)
+PRODUCTS(8, 8, 1)
+
+#define OPEN_SHARED(NT, WARPS, U)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) open_shared_##NT(                                            \
+        const u8* codes, const u8* scale, int inner, const u16* router, int experts, const u16* xh, const u16* xb, int n, \
+        int width, u16* z, float* logits, int logit_stride, float limit) {                                               \
+        open_shared<NT, WARPS, U>(codes, scale, inner, router, experts, xh, xb, n, width, z, logits, logit_stride, limit); \
+    }
+OPEN_SHARED(1, 8, 2)
+OPEN_SHARED(2, 8, 1)
+OPEN_SHARED(4, 8, 1)
+OPEN_SHARED(8, 4, 1)
+
+// Experts of the step's plan: blockIdx.y is a slot (expert, first pair, pairs), blockIdx.x sixteen rows of gate and of up.
+#define OPEN_WARPS 4
+extern "C" __global__ void __launch_bounds__(OPEN_WARPS * 32)
+    open_experts(const i64* table, const int* slots, const int* order, const float* weights, const u16* x, u16* z, int inner,
+                 int width, int places, float limit, int offset, float gain) {
+    __shared__ float shared[OPEN_WARPS * 2 * 16 * 8];
+    const int4 slot = reinterpret_cast<const int4*>(slots)[blockIdx.y];
+    const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16;
+    if (slot.z == 0) return;
+    const u8* codes = reinterpret_cast<const u8*>(table[slot.x * 4]) + (i64)row * (width >> 1);
+    const u8* scale = reinterpret_cast<const u8*>(table[slot.x * 4 + 1]) + (i64)row * (width >> 5);
+    const u8* const c[2] = {codes, codes + (i64)inner * (width >> 1)};
+    const u8* const s[2] = {scale, scale + (i64)inner * (width >> 5)};
+    for (int base = 0; base < slot.z; base += 8) {
+        const bool there = base + g < slot.z;
+        const int token = there ? order[slot.y + base + g] / places : 0;
+        float acc[2][1][4] = {};
+        fp4_rows<2, OPEN_WARPS>(acc, c, s, x + (i64)token * width, there, width, offset);
+        if (base) __syncthreads();
+        gather<1, 2, OPEN_WARPS>(shared, acc);
+        const int r = threadIdx.x & 15, t = threadIdx.x >> 4;
+        if (base + t < slot.z) {
+            const int mine = order[slot.y + base + t];
+            const float a = whole<OPEN_WARPS>(shared, r * 8 + t, 256) * gain;
+            const float b = whole<OPEN_WARPS>(shared, 128 + r * 8 + t, 256) * gain;
+            const int i = row + (r & 8) + ((r & 7) >> 1) + 4 * (r & 1);  // the order in which codes of `down` are met
+            put(z + (i64)mine * inner + i, gated(a, b, limit) * weights[mine]);
+        }
+    }
+}
+
+// Slots as above, sixteen rows of down; behind the last slot the shared expert's down, up to eight tokens a block.
+#define CLOSE_WARPS 4
+extern "C" __global__ void __launch_bounds__(CLOSE_WARPS * 32)
+    close_experts(const i64* table, const int* slots, int slot_count, const int* order, const u16* z, float* y, int inner,
+                  int width, int places, int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n) {
+    __shared__ float shared[CLOSE_WARPS * 16 * 8];
+    const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16;
+    const int r = threadIdx.x & 15, t = threadIdx.x >> 4;
+    float acc[1][1][4] = {};
+    if (blockIdx.y >= slot_count) {
+        const int first = (blockIdx.y - slot_count) * 8;
+        const u16* const x[1] = {z_shared + (i64)(first + g) * inner};
+        const bool there[1] = {first + g < n};
+        const u8* const c[1] = {codes + (i64)row * inner};
+        const u8* const s[1] = {scale + row};
+        fp8_rows<1, 1, CLOSE_WARPS, 2>(acc, c, s, width, x, there, inner);
+        gather<1, 1, CLOSE_WARPS>(shared, acc);
+        if (first + t < n)
+            y[((i64)(first + t) * (places + 1) + places) * width + row + r] = whole<CLOSE_WARPS>(shared, r * 8 + t, 128);
+        return;
+    }
+    const int4 slot = reinterpret_cast<const int4*>(slots)[blockIdx.y];
+    if (slot.z == 0) return;
+    const u8* const c[1] = {reinterpret_cast<const u8*>(table[slot.x * 4 + 2]) + (i64)row * (inner >> 1)};
+    const u8* const s[1] = {reinterpret_cast<const u8*>(table[slot.x * 4 + 3]) + (i64)row * (inner >> 5)};
+    for (int base = 0; base < slot.z; base += 8) {
+        const bool there = base + g < slot.z;
+        const int mine = there ? order[slot.y + base + g] : 0;
+        acc[0][0][0] = acc[0][0][1] = acc[0][0][2] = acc[0][0][3] = 0.f;
+        fp4_rows<1, CLOSE_WARPS>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
+        if (base) __syncthreads();
+        gather<1, 1, CLOSE_WARPS>(shared, acc);
+        if (base + t < slot.z) {
+            const int p = order[slot.y + base + t];
+            y[((i64)(p / places) * (places + 1) + p % places) * width + row + r] = whole<CLOSE_WARPS>(shared, r * 8 + t, 128) * gain;
+        }
+    }
+}

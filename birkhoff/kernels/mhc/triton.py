@@ -1,0 +1,289 @@
+"""Hyper-connections on a GPU: what lies between two sublayers, in two launches.
+
+`write_and_mix` writes a sublayer's output into the four streams and, while a slice of them is in registers, takes its
+part of the next sublayer's 24 dot products and of the square sum; parts are stored side by side, so their order of
+addition is fixed. `read_streams` adds the parts up; one program per token collapses the streams and normalises, a second
+one walks Sinkhorn's way with sixteen numbers that every thread holds for itself, so that no step waits for another.
+`read` and `write` are the twins of `reference.py`, made of the same kernels. Four streams, as V4 has.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from birkhoff.kernels.gpu import power_of_two
+
+STREAMS = 4
+COUNT = (2 + STREAMS) * STREAMS  # products of a sublayer; the head has one per stream
+KEEP, EMBED, MIX_ONLY = 0, 1, 2
+
+
+def padded(count: int) -> int:
+    """Room for `count` products and the square sum."""
+    return power_of_two(count + 1)
+
+
+@triton.jit
+def _write_and_mix(
+    streams, y, post, mix, fn, parts, embed, tokens, rows, width, y_parts, splits,
+    MODE: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    piece = tl.program_id(0)
+    d = piece * BLOCK + tl.arange(0, BLOCK)
+    m = tl.arange(0, PADDED)
+    inside = d < width
+    tile = (m < COUNT)[:, None] & inside[None, :]
+    at = fn + m[:, None] * (4 * width) + d[None, :]
+    f0 = tl.load(at, mask=tile, other=0.0)
+    f1 = tl.load(at + width, mask=tile, other=0.0)
+    f2 = tl.load(at + 2 * width, mask=tile, other=0.0)
+    f3 = tl.load(at + 3 * width, mask=tile, other=0.0)
+    kept = streams.dtype.element_ty
+    first = tl.program_id(1).to(tl.int64) * ROWS
+    for i in range(ROWS):
+        row = first + i
+        inside = (d < width) & (row < rows)
+        base = streams + row * 4 * width + d
+        if MODE == 1:
+            token = tl.load(tokens + row, mask=row < rows, other=0)
+            x0 = tl.load(embed + token * width + d, mask=inside, other=0.0).to(kept)
+            x1 = x0
+            x2 = x0
+            x3 = x0
+        else:
+            x0 = tl.load(base, mask=inside, other=0.0)
+            x1 = tl.load(base + width, mask=inside, other=0.0)
+            x2 = tl.load(base + 2 * width, mask=inside, other=0.0)
+            x3 = tl.load(base + 3 * width, mask=inside, other=0.0)
+        if MODE == 0:
+            total = tl.zeros([BLOCK], tl.float32)
+            for part in range(y_parts):
+                total += tl.load(y + (row * y_parts + part) * width + d, mask=inside, other=0.0).to(tl.float32)
+            total = total.to(kept).to(tl.float32)
+            a0 = x0.to(tl.float32)
+            a1 = x1.to(tl.float32)
+            a2 = x2.to(tl.float32)
+            a3 = x3.to(tl.float32)
+            known = tl.minimum(row, rows - 1)
+            w = post + known * 4
+            c = mix + known * 16
+            x0 = _carried(a0, a1, a2, a3, total, w, c, 0).to(kept)
+            x1 = _carried(a0, a1, a2, a3, total, w, c, 1).to(kept)
+            x2 = _carried(a0, a1, a2, a3, total, w, c, 2).to(kept)
+            x3 = _carried(a0, a1, a2, a3, total, w, c, 3).to(kept)
+        if MODE < 2:
+            tl.store(base, x0, mask=inside)
+            tl.store(base + width, x1, mask=inside)
+            tl.store(base + 2 * width, x2, mask=inside)
+            tl.store(base + 3 * width, x3, mask=inside)
+        g0 = x0.to(tl.float32)
+        g1 = x1.to(tl.float32)
+        g2 = x2.to(tl.float32)
+        g3 = x3.to(tl.float32)
+        dots = tl.sum(f0 * g0[None, :] + f1 * g1[None, :] + f2 * g2[None, :] + f3 * g3[None, :], axis=1)
+        squares = tl.sum(g0 * g0 + g1 * g1 + g2 * g2 + g3 * g3, axis=0)
+        into = parts + (row * splits + piece) * PADDED + m
+        tl.store(into, tl.where(m == COUNT, squares, dots), mask=row < rows)
+
+
+@triton.jit
+def _carried(a0, a1, a2, a3, y, post, mix, TO: tl.constexpr):
+    """Stream TO after the write: the mixer's column times the streams, plus its share of the output."""
+    carried = tl.load(mix + TO) * a0 + tl.load(mix + 4 + TO) * a1
+    carried += tl.load(mix + 8 + TO) * a2 + tl.load(mix + 12 + TO) * a3
+    return carried + tl.load(post + TO) * y
+
+
+@triton.jit
+def _pick(values, m, i):
+    return tl.sum(tl.where(m == i, values, 0.0), axis=0)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _read_streams(
+    parts, streams, base, scale, norm, out, half, mixed, pre, post, mix, width, splits, iters, eps, rms_eps, norm_eps,
+    HEAD: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr, COUNT: tl.constexpr,
+    PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    s = tl.arange(0, SPLITS)
+    m = tl.arange(0, PADDED)
+    tile = tl.load(parts + (row * splits + s[:, None]) * PADDED + m[None, :], mask=(s < splits)[:, None], other=0.0)
+    total = tl.sum(tile, axis=0)
+    squares = _pick(total, m, COUNT)
+    logits = total * (1.0 / tl.sqrt(squares / (4 * width) + rms_eps))
+    if tl.program_id(1) == 0:
+        gain = tl.load(scale)
+        w0 = _sigmoid(_pick(logits, m, 0) * gain + tl.load(base)) + eps
+        w1 = _sigmoid(_pick(logits, m, 1) * gain + tl.load(base + 1)) + eps
+        w2 = _sigmoid(_pick(logits, m, 2) * gain + tl.load(base + 2)) + eps
+        w3 = _sigmoid(_pick(logits, m, 3) * gain + tl.load(base + 3)) + eps
+        tl.store(pre + row * 4, w0)
+        tl.store(pre + row * 4 + 1, w1)
+        tl.store(pre + row * 4 + 2, w2)
+        tl.store(pre + row * 4 + 3, w3)
+        d = tl.arange(0, BLOCK)
+        inside = d < width
+        at = streams + row * 4 * width + d
+        u = w0 * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        u += w1 * tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+        u += w2 * tl.load(at + 2 * width, mask=inside, other=0.0).to(tl.float32)
+        u += w3 * tl.load(at + 3 * width, mask=inside, other=0.0).to(tl.float32)
+        u = u.to(streams.dtype.element_ty)
+        if NORM:
+            wide = u.to(tl.float32)
+            rho = 1.0 / tl.sqrt(tl.sum(wide * wide, axis=0) / width + norm_eps)
+            u = (wide * rho * tl.load(norm + d, mask=inside, other=0.0)).to(streams.dtype.element_ty)
+        tl.store(out + row * width + d, u, mask=inside)
+        if HALF:
+            tl.store(half + row * width + d, u.to(tl.float16), mask=inside)
+        if MIXED:  # the order in which FP4 codes leave their 32-bit words: 0 2 4 6 1 3 5 7
+            place = (d // 8) * 8 + (d % 8) // 2 + 4 * (d % 2)
+            tl.store(mixed + row * width + place, u.to(tl.float16), mask=inside)
+    elif not HEAD:
+        gain = tl.load(scale + 1)
+        for k in tl.static_range(4):
+            logit = _pick(logits, m, 4 + k) * gain + tl.load(base + 4 + k)
+            tl.store(post + row * 4 + k, 2 * _sigmoid(logit))
+        g = tl.load(scale + 2)
+        b = base + 8
+        z = logits * g
+        a00, a01, a02, a03 = _softmax(_pick(z, m, 8) + tl.load(b), _pick(z, m, 9) + tl.load(b + 1),
+                                      _pick(z, m, 10) + tl.load(b + 2), _pick(z, m, 11) + tl.load(b + 3), eps)  # fmt: skip
+        a10, a11, a12, a13 = _softmax(_pick(z, m, 12) + tl.load(b + 4), _pick(z, m, 13) + tl.load(b + 5),
+                                      _pick(z, m, 14) + tl.load(b + 6), _pick(z, m, 15) + tl.load(b + 7), eps)  # fmt: skip
+        a20, a21, a22, a23 = _softmax(_pick(z, m, 16) + tl.load(b + 8), _pick(z, m, 17) + tl.load(b + 9),
+                                      _pick(z, m, 18) + tl.load(b + 10), _pick(z, m, 19) + tl.load(b + 11), eps)  # fmt: skip
+        a30, a31, a32, a33 = _softmax(_pick(z, m, 20) + tl.load(b + 12), _pick(z, m, 21) + tl.load(b + 13),
+                                      _pick(z, m, 22) + tl.load(b + 14), _pick(z, m, 23) + tl.load(b + 15), eps)  # fmt: skip
+        a00, a10, a20, a30 = _share(a00, a10, a20, a30, eps)
+        a01, a11, a21, a31 = _share(a01, a11, a21, a31, eps)
+        a02, a12, a22, a32 = _share(a02, a12, a22, a32, eps)
+        a03, a13, a23, a33 = _share(a03, a13, a23, a33, eps)
+        for _ in range(iters - 1):
+            a00, a01, a02, a03 = _share(a00, a01, a02, a03, eps)
+            a10, a11, a12, a13 = _share(a10, a11, a12, a13, eps)
+            a20, a21, a22, a23 = _share(a20, a21, a22, a23, eps)
+            a30, a31, a32, a33 = _share(a30, a31, a32, a33, eps)
+            a00, a10, a20, a30 = _share(a00, a10, a20, a30, eps)
+            a01, a11, a21, a31 = _share(a01, a11, a21, a31, eps)
+            a02, a12, a22, a32 = _share(a02, a12, a22, a32, eps)
+            a03, a13, a23, a33 = _share(a03, a13, a23, a33, eps)
+        c = mix + row * 16
+        tl.store(c, a00)
+        tl.store(c + 1, a01)
+        tl.store(c + 2, a02)
+        tl.store(c + 3, a03)
+        tl.store(c + 4, a10)
+        tl.store(c + 5, a11)
+        tl.store(c + 6, a12)
+        tl.store(c + 7, a13)
+        tl.store(c + 8, a20)
+        tl.store(c + 9, a21)
+        tl.store(c + 10, a22)
+        tl.store(c + 11, a23)
+        tl.store(c + 12, a30)
+        tl.store(c + 13, a31)
+        tl.store(c + 14, a32)
+        tl.store(c + 15, a33)
+
+
+@triton.jit
+def _softmax(a, b, c, d, eps):
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    over = 1.0 / (a + b + c + d)
+    return a * over + eps, b * over + eps, c * over + eps, d * over + eps
+
+
+@triton.jit
+def _share(a, b, c, d, eps):
+    over = 1.0 / ((a + b) + (c + d) + eps)
+    return a * over, b * over, c * over, d * over
+
+
+def slices(rows: int, width: int) -> tuple[int, int, int]:
+    """How the streams are cut for `write_and_mix`: elements of a slice, slices, tokens of a program."""
+    tokens = 1 if rows <= 8 else 4 if rows <= 32 else 8
+    block = 64 if rows <= 8 else 128
+    block = min(block, power_of_two(width))
+    return block, -(-width // block), tokens
+
+
+def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, tokens=None) -> None:
+    """streams [n, 4, d] in place; y [n, p, d] is added up over p; parts [n, slices, padded] for the next read."""
+    n, _, width = streams.shape
+    block, splits, rows = slices(n, width)
+    count = fn.shape[0]
+    given = streams  # stands in for what a mode does not read
+    _write_and_mix[(splits, -(-n // rows))](
+        streams, given if y is None else y, fn if post is None else post, fn if mix is None else mix, fn, parts,
+        given if embed is None else embed, given if tokens is None else tokens, n, width,
+        1 if y is None or y.dim() == 2 else y.shape[1], splits,
+        MODE=mode, COUNT=count, PADDED=padded(count), ROWS=rows, BLOCK=block, num_warps=4,
+    )  # fmt: skip
+
+
+def read_streams(
+    parts, streams, base, scale, norm, iters, eps, rms_eps, norm_eps, out, pre, post=None, mix=None, half=None,
+    mixed=None,
+) -> None:  # fmt: skip
+    """out [n, d] (normalised when `norm` is given), pre [n, 4]; post and mix unless this is the head, which has none."""
+    n, _, width = streams.shape
+    _, splits, _ = slices(n, width)
+    head = post is None
+    count = 4 if head else COUNT
+    _read_streams[(n, 1 if head else 2)](
+        parts, streams, base, scale, base if norm is None else norm, out, out if half is None else half,
+        out if mixed is None else mixed, pre, pre if head else post, pre if head else mix, width, splits, iters,
+        eps, rms_eps, norm_eps, HEAD=head, NORM=norm is not None, HALF=half is not None, MIXED=mixed is not None,
+        COUNT=count, PADDED=padded(count), SPLITS=power_of_two(splits), BLOCK=power_of_two(width),
+        num_warps=8 if width >= 2048 else 4,
+    )  # fmt: skip
+
+
+def read(streams, fn, base, scale, iters, eps, rms_eps):
+    streams = streams.contiguous()
+    n, m, width = streams.shape
+    assert m == STREAMS
+    make = {"dtype": torch.float32, "device": streams.device}
+    parts = torch.empty(n, slices(n, width)[1], padded(COUNT), **make)
+    u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
+    pre, post, mix = torch.empty(n, m, **make), torch.empty(n, m, **make), torch.empty(n, m, m, **make)
+    write_and_mix(streams, None, None, None, fn, parts, MIX_ONLY)
+    read_streams(parts, streams, base, scale, None, iters, eps, rms_eps, 0.0, u, pre, post, mix)
+    return u, pre, post, mix
+
+
+@triton.jit
+def _write(streams, y, post, mix, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < width
+    at = row * 4 * width + d
+    a0 = tl.load(streams + at, mask=inside, other=0.0).to(tl.float32)
+    a1 = tl.load(streams + at + width, mask=inside, other=0.0).to(tl.float32)
+    a2 = tl.load(streams + at + 2 * width, mask=inside, other=0.0).to(tl.float32)
+    a3 = tl.load(streams + at + 3 * width, mask=inside, other=0.0).to(tl.float32)
+    total = tl.load(y + row * width + d, mask=inside, other=0.0).to(tl.float32)
+    kept = out.dtype.element_ty
+    for k in tl.static_range(4):
+        x = _carried(a0, a1, a2, a3, total, post + row * 4, mix + row * 16, k)
+        tl.store(out + at + k * width, x.to(kept), mask=inside)
+
+
+def write(streams, y, post, mix):
+    streams, y, post, mix = streams.contiguous(), y.contiguous(), post.contiguous(), mix.contiguous()
+    n, m, width = streams.shape
+    assert m == STREAMS
+    out = torch.empty_like(streams)
+    block = min(1024, power_of_two(width))
+    _write[(n, -(-width // block))](streams, y, post, mix, out, width, BLOCK=block, num_warps=4)
+    return out

@@ -147,6 +147,15 @@ class Engine:
         """A block in which every request carries these edits too."""
         return self._steering.for_all(edits)
 
+    def edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
+        """Edits of request fields: `interventions`, or `steering_vectors` and its kin. Refusals name the field."""
+        return self._steering.from_wire(fields)
+
+    @property
+    def runs(self) -> dict[str, Mapping[Address, CapturedRows]]:
+        """Captured rows by name, `engine.runs["clean"] = output.acts`, for patches that name a run."""
+        return self._steering.runs
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -9,11 +9,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from birkhoff.api.modules import Identity, Modules
-from birkhoff.errors import SteeringError
+from birkhoff.errors import RequestError, SteeringError
 from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.table import TableRows, Tables
-from birkhoff.steering.edits import ResolvedEdit, check_directions, check_edits
+from birkhoff.steering.edits import ResolvedEdit, VectorEdit, check_directions, check_edits
+from birkhoff.steering.wire import Parser, parse_steering
 
 Steering = Any  # a list of edits for all prompts, or one such list per prompt
 
@@ -27,6 +28,8 @@ class SteeringDesk:
         self.tables = tables or Tables()
         self._widths = {hook: row.width for hook, row in schema.items()}
         self.modules = Modules(schema, num_layers, identity)
+        self.runs: dict[str, Mapping[tuple[str, int], Any]] = {}  # captured rows by name, for patches
+        self.parsers: dict[str, Parser] = {}  # fields about dictionaries of features
         self._for_all: list[tuple[Any, ...]] = []  # the global tier: one entry per open `engine.steering` block
 
     @contextmanager
@@ -34,7 +37,7 @@ class SteeringDesk:
         """Every request submitted inside the block gets these edits too."""
         given = check_edits(list(edits))
         for edit in given:  # refused here, not at the next request
-            edit.resolve(self._schema, self._num_layers, self.modules, 1, 2)
+            self._check(edit)
         self._for_all.append(given)
         try:
             yield
@@ -52,10 +55,25 @@ class SteeringDesk:
         check_directions(resolved)
         return resolved
 
+    def from_wire(self, fields: Mapping[str, Any]) -> list[Any]:
+        """The edits of a request's steering fields, each checked against this model and refused by its field."""
+        found = parse_steering(fields, self.modules, self.parsers, self.runs)
+        for wired in found:
+            try:
+                if isinstance(wired.edit, VectorEdit):
+                    self._check(wired.edit)
+            except RequestError as error:
+                raise SteeringError(str(error), wired.path) from None
+        return [wired.edit for wired in found]
+
     def table(self, edits: Sequence[Edit]) -> TableRows | None:
         """Rows for the vectors these edits add, still to be reserved; None when they add none."""
         rows = TableRows(self.tables, [edit.sites for edit in edits], self._widths)
         return rows if len(rows) else None
+
+    def _check(self, edit: Any) -> None:
+        """Refuse what this model cannot do, whatever the prompt."""
+        edit.resolve(self._schema, self._num_layers, self.modules, None, 0)
 
     def digest(self) -> str | None:
         """128 bits of the global tier, named vectors by their content; None when there is none."""

@@ -13,7 +13,6 @@ runs.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -34,14 +33,15 @@ from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.steering.container import SteeringVector
 from birkhoff.steering.hashes import site_part
-from birkhoff.steering.vector import Vector
+from birkhoff.steering.rows import PositionRows
+from birkhoff.steering.vector import Vector, finite_number
 
 MAX_DIRECTIONS = 4
 PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
 
 
 @dataclass(frozen=True)
-class _Edit:
+class VectorEdit:
     """What every edit has. `vector` is the name of a module, a tensor, a list of numbers or a `SteeringVector`; the
     last brings hook, layers and streams along for an edit that names none."""
 
@@ -58,17 +58,14 @@ class _Edit:
 
     def __post_init__(self) -> None:
         put = object.__setattr__
-        if isinstance(self.vector, Mapping):
-            put(self, "vector", SteeringVector.from_json(self.vector))
-        elif not isinstance(self.vector, (str, Vector, SteeringVector)):
-            put(self, "vector", Vector(self.vector))
+        put(self, "vector", self._source(self.vector))
         if self.hook is not None and not isinstance(self.hook, str):
             raise SteeringError(f"hook is {quoted(self.hook)}, expected the name of a hook.")
         if self.layers is not None:
             put(self, "layers", parse_layers(self.layers))
         if self.where is not None:
             put(self, "where", parse_positions(self.where, "where"))
-        put(self, "scale", _number(self.scale, "scale"))
+        put(self, "scale", finite_number(self.scale, "scale"))
         put(self, "streams", _streams(self.streams))
         for name, value, allowed in (("phase", self.phase, PHASES), ("path", self.path, PATHS)):
             if value not in allowed:
@@ -77,6 +74,12 @@ class _Edit:
 
     def _check(self) -> None:
         pass
+
+    @staticmethod
+    def _source(given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return SteeringVector.from_json(given)
+        return given if isinstance(given, (str, Vector, SteeringVector)) else Vector(given)
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {"op": self.op}
@@ -106,10 +109,11 @@ class _Edit:
         schema: Mapping[str, HookSchema],
         num_layers: int,
         modules: Mapping[str, Any],
-        prompt: Sequence[int] | int,
+        prompt: Sequence[int] | int | None,
         max_tokens: int,
     ) -> ResolvedEdit:
-        """Against one model and one prompt. Everything that can be refused is refused here."""
+        """Against one model and one prompt. Everything that can be refused is refused here; without a prompt, all but
+        which tokens there will be."""
         edit = self._from_module(modules)._placed()
         if edit.hook is None or edit.layers is None:
             raise SteeringError(
@@ -134,12 +138,30 @@ class _Edit:
                     "yet. Use a later layer, or name the streams."
                 )
             path = edit.path if hook.startswith("mhc_streams") else "both"
-            vector = edit.vector.at(layer)
+            if hook == "mhc_streams_final" and path == "carry":
+                path = "both"  # nothing comes after it that would not read what is carried
+            vector = edit.vector if edit.vector == 0 else edit.vector.at(layer)
             if (hook, id(vector)) not in made:
-                made[hook, id(vector)] = edit._at_site(vector.tensor(), schema[hook], hook, path)
+                values = torch.zeros(schema[hook].width) if vector == 0 else vector.tensor()
+                made[hook, id(vector)] = edit._at_site(values, schema[hook], hook, path)
             sites[hook, at] = made[hook, id(vector)]
+        if prompt is None:
+            return ResolvedEdit(sites, None, edit.phase)
         selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
-        return ResolvedEdit(sites, selector, edit.phase)
+        return ResolvedEdit(sites, selector, edit.phase, edit._places(prompt, max_tokens))
+
+    def _places(self, prompt: Sequence[int] | int, max_tokens: int) -> frozenset[int] | None:
+        """The only positions this edit has something for; None when it is the same at all of them."""
+        if not isinstance(self.vector, PositionRows):
+            return None
+        end = (prompt if isinstance(prompt, int) else len(prompt)) + max_tokens - 1
+        late = [position for position in self.vector.positions if position >= end]
+        if late:
+            raise SteeringError(
+                f"there is a row for position {late[0]}, but the last token that is run stands at {end - 1}. Leave it "
+                "out, or patch a longer text."
+            )
+        return frozenset(self.vector.positions)
 
     def _from_module(self, modules: Mapping[str, Any]) -> Self:
         if not isinstance(self.vector, str):
@@ -176,36 +198,37 @@ class _Edit:
     def _at_site(self, vector: torch.Tensor, row: HookSchema, hook: str, path: Any) -> SiteEdit:
         """The operation on rows of this shape; widths and streams are checked against it."""
         streams, has_streams = self.streams, hook.startswith("mhc_streams")
-        width = row.width
+        width, numbers = row.width, vector.shape[-1]
         if not has_streams:
             if streams is not None:
                 raise SteeringError(f"streams is {quoted(streams)}, but {hook} has one stream. Leave streams out.")
-            if len(vector) != width:
-                raise SteeringError(f"the vector has {len(vector)} numbers, {hook} has rows of {width}.")
+            if numbers != width:
+                raise SteeringError(f"the vector has {numbers} numbers, {hook} has rows of {width}.")
             return self._site_edit(vector, None, False, path)
         m, d = row.logical_shape
         if streams == "post_mix":
-            if len(vector) != d or self.op != "add":
+            if numbers != d or self.op != "add":
                 raise SteeringError(
                     f"streams='post_mix' adds one vector of {d} numbers to every stream by its weight; "
-                    f"got {self.op} with {len(vector)} numbers."
+                    f"got {self.op} with {numbers} numbers."
                 )
             return self._site_edit(vector, None, True, path)
         chosen = tuple(range(m)) if streams == "all" else streams
         if chosen is not None and any(s >= m for s in chosen):
             raise SteeringError(f"streams is {list(chosen)}, this model has streams 0..{m - 1}.")
-        if len(vector) == d:
+        if numbers == d:
             if chosen is None:
                 raise SteeringError(
                     f"the vector has {d} numbers, one stream's width, and streams is not given; {hook} has "
                     f"rows of m*d = {width}. Give streams='all', 'post_mix' or a list."
                 )
             return self._site_edit(vector, chosen, False, path)
-        if len(vector) != width:
+        if numbers != width:
             raise SteeringError(
-                f"the vector has {len(vector)} numbers, {hook} has rows of m*d = {m}*{d} = {width} "
-                f"(or {d} with streams=)."
+                f"the vector has {numbers} numbers, {hook} has rows of m*d = {m}*{d} = {width} (or {d} with streams=)."
             )
+        if chosen is not None and self.op == "patch":  # the other streams are left as they are
+            return self._site_edit(vector, chosen, False, path)
         if chosen is not None:  # those blocks are kept, the others are zeroed
             keep = vector.new_zeros(m, d)
             keep[list(chosen)] = vector.view(m, d)[list(chosen)]
@@ -217,19 +240,21 @@ class _Edit:
 
 
 @dataclass(frozen=True)
-class Add(_Edit):
+class Add(VectorEdit):
     norm_match: bool = False
 
     op: ClassVar[str] = "add"
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        if self.norm_match and post_mix:
+            raise SteeringError("norm_match goes by a row's norm, streams='post_mix' by live weights. Choose one.")
         if self.norm_match and float(vector.norm()) == 0:
             raise SteeringError("norm_match needs a direction, and the vector is zero.")
         return SiteEdit("add", vector, self.scale, path, streams, self.norm_match, post_mix)
 
 
 @dataclass(frozen=True)
-class Clamp(_Edit):
+class Clamp(VectorEdit):
     min: float | None = None
     max: float | None = None
 
@@ -238,7 +263,7 @@ class Clamp(_Edit):
     def _check(self) -> None:
         for name in ("min", "max"):
             if getattr(self, name) is not None:
-                object.__setattr__(self, name, _number(getattr(self, name), name))
+                object.__setattr__(self, name, finite_number(getattr(self, name), name))
         if self.min is None and self.max is None:
             raise SteeringError("Clamp has neither min nor max. Give at least one bound; min = max holds a value.")
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -251,7 +276,7 @@ class Clamp(_Edit):
 
 
 @dataclass(frozen=True)
-class Project(_Edit):
+class Project(VectorEdit):
     op: ClassVar[str] = "project"
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
@@ -259,11 +284,25 @@ class Project(_Edit):
 
 
 @dataclass(frozen=True)
-class Patch(_Edit):
+class Patch(VectorEdit):
+    """`vector` is what is put in place: as for other edits, 0 for zeros, or rows by position: `PositionRows`, or rows
+    of a capture (`output.acts[hook, layer]`). With rows by position only those positions are patched."""
+
     op: ClassVar[str] = "patch"
 
+    @staticmethod
+    def _source(given: Any) -> Any:
+        if isinstance(given, PositionRows) or (type(given) in (int, float) and given == 0):
+            return given
+        if isinstance(given, Mapping) and "positions" in given:
+            return PositionRows.from_json(given)
+        if hasattr(given, "tensor") and hasattr(given, "positions"):
+            return PositionRows.captured(given)
+        return VectorEdit._source(given)
+
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
-        return SiteEdit("patch", vector, self.scale, path, streams)
+        places = self.vector.positions if isinstance(self.vector, PositionRows) else None
+        return SiteEdit("patch", vector, self.scale, path, streams, places=places)
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,6 +312,7 @@ class ResolvedEdit:
     sites: Mapping[Key, SiteEdit]
     selector: PositionSelector | None
     phase: str
+    places: frozenset[int] | None = None
 
     def digest_parts(self, phase: Phase) -> Sequence[Part]:
         if self.phase not in ("both", phase):
@@ -287,12 +327,14 @@ class ResolvedEdit:
         if first >= stop:
             return ()
         if self.selector is None:
-            return range(first, stop)
-        rows = np.asarray(self.selector.rows(start, token_ids))
-        return rows[(rows >= first) & (rows < stop)]  # type: ignore[return-value]
+            found: Sequence[int] = range(first, stop)
+        else:
+            rows = np.asarray(self.selector.rows(start, token_ids))
+            found = rows[(rows >= first) & (rows < stop)]  # type: ignore[assignment]
+        return found if self.places is None else [row for row in found if start + int(row) in self.places]
 
 
-Edits = Sequence[_Edit]
+Edits = Sequence[VectorEdit]
 
 
 def check_directions(edits: Iterable[Any]) -> None:
@@ -311,10 +353,10 @@ def check_directions(edits: Iterable[Any]) -> None:
                 )
 
 
-def check_edits(edits: Any) -> tuple[_Edit, ...]:
+def check_edits(edits: Any) -> tuple[VectorEdit, ...]:
     """A list of edits, or a refusal that says what came instead."""
-    given = (edits,) if isinstance(edits, _Edit) else tuple(edits) if isinstance(edits, (list, tuple)) else None
-    if given is None or not all(isinstance(edit, _Edit) for edit in given):
+    given = (edits,) if isinstance(edits, VectorEdit) else tuple(edits) if isinstance(edits, (list, tuple)) else None
+    if given is None or not all(isinstance(edit, VectorEdit) for edit in given):
         raise SteeringError(f"steer is {quoted(edits)}, expected a list of Add, Project, Clamp or Patch.")
     return given
 
@@ -324,12 +366,6 @@ def _unit(vector: Any) -> Any:
     if norm == 0:
         raise SteeringError("the direction is zero, so nothing lies along it. Give a vector that is not zero.")
     return vector / norm
-
-
-def _number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise SteeringError(f"{name} is {quoted(value)}, expected a finite number.")
-    return float(value)
 
 
 def _streams(value: Any) -> Any:
@@ -343,4 +379,16 @@ def _streams(value: Any) -> Any:
     return tuple(sorted(set(value)))
 
 
-__all__ = ["Add", "Clamp", "Edits", "LayerSelector", "Patch", "Positions", "Project", "ResolvedEdit", "check_edits"]
+__all__ = [
+    "Add",
+    "Clamp",
+    "Edits",
+    "LayerSelector",
+    "Patch",
+    "Positions",
+    "Project",
+    "ResolvedEdit",
+    "VectorEdit",
+    "check_directions",
+    "check_edits",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +13,20 @@ import torch
 from birkhoff.errors import SteeringError, quoted
 
 
+def finite_number(value: Any, name: str, path: str = "") -> float:
+    """The value as a float when it is a finite number; True and False are none. `path` is the field it came in."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
+        raise SteeringError(f"{name} is {quoted(value)}, expected a finite number.", path)
+    return float(value)
+
+
+def _finite(value: int | float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond every float
+        return False
+
+
 class Vector:
     """One row of numbers, checked when it is made: one-dimensional, finite, not empty."""
 
@@ -19,9 +34,13 @@ class Vector:
         if isinstance(values, torch.Tensor):
             values = values.detach().float().cpu().numpy()
         try:
-            array = np.array(values, dtype=np.float32)
-        except (TypeError, ValueError):
-            raise SteeringError(f"{name} is {quoted(values)}, expected a tensor or a list of numbers.") from None
+            given = np.asarray(values)
+        except (TypeError, ValueError):  # rows of different lengths
+            given = np.asarray(None)
+        if given.dtype.kind not in "fiu":  # no texts that look like numbers, no truth values
+            raise SteeringError(f"{name} is {quoted(values)}, expected a tensor or a list of numbers.")
+        with np.errstate(over="ignore"):  # found below
+            array = given.astype(np.float32)
         if array.ndim != 1 or not array.size:
             raise SteeringError(
                 f"{name} has shape {array.shape}, expected one row of numbers. Flatten it stream by "

@@ -1,0 +1,156 @@
+"""Vectors as they travel: a packed blob of many layers, or lists of numbers by layer.
+
+    {"dtype": "float16", "shape": [layers, width], "layer_indices": [4, 20], "data": base64, "scales": [2.0, 1.0]}
+    {"4": [0.1, ...], "20": {"vector": [...], "scale": 2.0}}
+
+The two are told apart by their keys. Either may carry `streams` (the blob for all of its layers): then a row is one
+stream wide and goes to those streams. Values are little-endian on the wire and float32 here; whatever came, the same
+numbers make the same vector. Nothing is trusted: sizes are compared before bytes are read, and a refusal names the
+field at fault.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from birkhoff.errors import SteeringError, quoted
+from birkhoff.hooks.layers import is_list, whole
+from birkhoff.steering.vector import Vector, finite_number
+
+DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
+_BLOB = ("dtype", "shape", "layer_indices", "data", "scales", "streams")
+_ENTRY = ("vector", "scale", "streams")
+
+
+@dataclass(frozen=True)
+class LayerVector:
+    """One layer's vector as it came. `path` is the field it came in."""
+
+    layer: int
+    vector: Vector
+    scale: float
+    streams: Any
+    path: str
+
+
+def layer_vectors(raw: Any, path: str) -> list[LayerVector]:
+    """The vectors of one hook, in ascending order of their layers."""
+    if not isinstance(raw, Mapping):
+        raise SteeringError(
+            f"is {quoted(raw)}, expected {{layer: numbers}} or a packed blob with {', '.join(_BLOB[:4])}.", path
+        )
+    found = list(_unpacked(raw, path) if "data" in raw or "dtype" in raw else _listed(raw, path))
+    if not found:
+        raise SteeringError("names no layer. Leave the hook out, or give it a vector.", path)
+    seen: dict[int, str] = {}
+    for entry in found:
+        if entry.layer in seen:
+            raise SteeringError(
+                f"layer {entry.layer} is there twice, first as {seen[entry.layer]}. Give it once.", path
+            )
+        seen[entry.layer] = entry.path
+    return sorted(found, key=lambda entry: entry.layer)
+
+
+def unpacked_vector(raw: Mapping[str, Any], path: str) -> Vector:
+    """One vector alone: `{"dtype", "shape": [width], "data"}`."""
+    unknown = [key for key in raw if key not in ("dtype", "shape", "data")]
+    if unknown:
+        raise SteeringError(f"has the unknown key {quoted(unknown[0])}, expected dtype, shape and data.", path)
+    shape: Any = raw.get("shape")
+    if not is_list(shape) or len(shape) != 1:
+        raise SteeringError(f"is {quoted(shape)}, expected [width].", f"{path}.shape")
+    return _vector(_numbers(raw, (_size(shape[0], f"{path}.shape[0]"),), path), path)
+
+
+def layer_number(key: Any, path: str) -> int:
+    """A layer as an object's key spells it; negative ones count from the end."""
+    number = whole(key)
+    if number is None and isinstance(key, str) and len(key) <= 7 and key.removeprefix("-").isascii():
+        number = int(key) if key.removeprefix("-").isdecimal() else None
+    if number is None:
+        raise SteeringError(f"has the key {quoted(key)}, expected the number of a layer.", path)
+    return number
+
+
+def _listed(raw: Mapping[Any, Any], path: str) -> Iterator[LayerVector]:
+    for key, value in raw.items():
+        layer, where = layer_number(key, path), f"{path}.{key}"
+        if not isinstance(value, Mapping):
+            yield LayerVector(layer, _vector(value, where), 1.0, None, where)
+            continue
+        unknown = [name for name in value if name not in _ENTRY]
+        if unknown or "vector" not in value:
+            fault = f"has the unknown key {quoted(unknown[0])}" if unknown else "has no vector"
+            raise SteeringError(f"{fault}, expected {', '.join(_ENTRY)}.", where)
+        scale = finite_number(value.get("scale", 1.0), "scale", f"{where}.scale")
+        yield LayerVector(layer, _vector(value["vector"], f"{where}.vector"), scale, value.get("streams"), where)
+
+
+def _unpacked(raw: Mapping[str, Any], path: str) -> Iterator[LayerVector]:
+    unknown = [key for key in raw if key not in _BLOB]
+    missing = [key for key in _BLOB[:4] if key not in raw]
+    if unknown or missing:
+        fault = f"has the unknown key {quoted(unknown[0])}" if unknown else f"has no {missing[0]}"
+        raise SteeringError(f"{fault}, expected a packed blob with {', '.join(_BLOB)}.", path)
+    shape, layers, scales = raw["shape"], raw["layer_indices"], raw.get("scales")
+    if not is_list(shape) or len(shape) != 2:
+        raise SteeringError(f"is {quoted(shape)}, expected [layers, width].", f"{path}.shape")
+    count, width = (_size(size, f"{path}.shape[{axis}]") for axis, size in enumerate(shape))
+    if not is_list(layers) or len(layers) != count:
+        seen = f"has {len(layers)} entries" if is_list(layers) else f"is {quoted(layers)}"
+        raise SteeringError(f"{seen}, expected one for each of {count} rows.", f"{path}.layer_indices")
+    if scales is not None and (not is_list(scales) or len(scales) != count):
+        seen = f"has {len(scales)} entries" if is_list(scales) else f"is {quoted(scales)}"
+        raise SteeringError(f"{seen}, expected one for each of {count} rows.", f"{path}.scales")
+    rows = _numbers(raw, (count, width), path)
+    for place, layer in enumerate(layers):
+        number = whole(layer)
+        if number is None:
+            raise SteeringError(f"is {quoted(layer)}, expected a layer.", f"{path}.layer_indices[{place}]")
+        scale = 1.0 if scales is None else finite_number(scales[place], "scale", f"{path}.scales[{place}]")
+        where = f"{path}.data[{place}]"
+        yield LayerVector(number, _vector(rows[place], where), scale, raw.get("streams"), where)
+
+
+def _numbers(raw: Mapping[str, Any], shape: tuple[int, ...], path: str) -> np.ndarray:
+    dtype = raw.get("dtype")
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise SteeringError(f"is {quoted(dtype)}, expected one of {', '.join(DTYPES)}.", f"{path}.dtype")
+    data = raw.get("data")
+    if not isinstance(data, str):
+        raise SteeringError(f"is {quoted(data)}, expected a text of base64.", f"{path}.data")
+    try:
+        given = base64.b64decode(data, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SteeringError(f"is not base64 ({error}). Encode the bytes again.", f"{path}.data") from None
+    item = np.dtype(DTYPES[dtype]).itemsize
+    expected = int(np.prod(shape, dtype=object)) * item
+    if len(given) != expected:
+        raise SteeringError(
+            f"has {len(given)} bytes, but shape {list(shape)} of {dtype} is {expected}. Check shape and dtype.",
+            f"{path}.data",
+        )
+    return np.frombuffer(given, DTYPES[dtype]).reshape(shape)
+
+
+def _vector(values: Any, path: str) -> Vector:
+    if not is_list(values) and not isinstance(values, np.ndarray):
+        raise SteeringError(f"is {quoted(values)}, expected a list of numbers.", path)
+    try:
+        return Vector(values, "the vector")
+    except SteeringError as error:
+        raise SteeringError(str(error), path) from None
+
+
+def _size(value: Any, path: str) -> int:
+    size = whole(value)
+    if size is None or size < 1:
+        raise SteeringError(f"is {quoted(value)}, expected a positive whole number.", path)
+    return size

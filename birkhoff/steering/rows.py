@@ -1,0 +1,90 @@
+"""Rows by position: what a patch puts in the place of others, such as the rows that another run had there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from birkhoff.errors import SteeringError, quoted
+from birkhoff.hooks.layers import is_list, whole
+from birkhoff.steering.vector import Vector
+
+
+class PositionRows:
+    """One row of numbers for each of some positions; plain data, checked when made, equal by content."""
+
+    def __init__(self, rows: Mapping[int, Any]):
+        if not isinstance(rows, Mapping) or not rows:
+            raise SteeringError(f"rows is {quoted(rows)}, expected a row of numbers for at least one position.")
+        made: dict[int, Vector] = {}
+        for position, row in rows.items():
+            number = whole(position)
+            if number is None or number < 0:
+                raise SteeringError(f"rows has the position {quoted(position)}, expected whole numbers from 0.")
+            made[number] = row if isinstance(row, Vector) else Vector(row, f"the row of position {number}")
+        widths = sorted({len(row) for row in made.values()})
+        if len(widths) > 1:
+            raise SteeringError(f"the rows have {widths} numbers, expected one width for all positions.")
+        self._rows = dict(sorted(made.items()))
+
+    @classmethod
+    def captured(cls, rows: Any) -> PositionRows:
+        """From rows of a capture: `output.acts[hook, layer]`, flattened stream by stream."""
+        tensor, positions = rows.tensor, rows.positions
+        if len(positions) != len(tensor):
+            raise SteeringError(
+                f"these {len(tensor)} captured rows have {len(positions)} positions; a reduced row stands at none. "
+                "Capture without 'reduce', or patch with one vector."
+            )
+        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+            raise SteeringError(f"captured rows of {tensor.dtype} are not numbers as they were. Capture as float32.")
+        return cls({int(position): row.flatten() for position, row in zip(positions, tensor)})
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        return tuple(self._rows)
+
+    def __len__(self) -> int:
+        """Numbers in a row, as of a vector."""
+        return len(next(iter(self._rows.values())))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, PositionRows) and self._rows == other._rows
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __repr__(self) -> str:
+        return f"PositionRows({len(self._rows)} positions of {len(self)} numbers)"
+
+    @cached_property
+    def digest(self) -> str:
+        said = "".join(f"{position} {row.digest}\n" for position, row in self._rows.items())
+        return hashlib.sha256(b"birkhoff rows 1" + said.encode()).hexdigest()[:32]
+
+    def at(self, layer: int) -> PositionRows:
+        """As of a vector: the same at every layer it is used at."""
+        return self
+
+    def tensor(self) -> torch.Tensor:
+        """[positions, width]."""
+        return torch.stack([row.tensor() for row in self._rows.values()])
+
+    def to_json(self) -> dict[str, Any]:
+        return {"positions": list(self._rows), "rows": [row.to_json() for row in self._rows.values()]}
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> PositionRows:
+        unknown = sorted(set(raw) - {"positions", "rows"})
+        positions: Any = raw.get("positions")
+        rows: Any = raw.get("rows")
+        if unknown or not is_list(positions) or not is_list(rows) or len(positions) != len(rows):
+            fault = f"has the unknown key {quoted(unknown[0])}" if unknown else "has not as many positions as rows"
+            raise SteeringError(f"the source {fault}, expected 'positions' and 'rows', one row for each position.")
+        if len(set(map(str, positions))) != len(positions):
+            raise SteeringError(f"positions is {quoted(list(positions))}, expected each position once.")
+        return cls(dict(zip(positions, rows)))

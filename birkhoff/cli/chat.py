@@ -8,11 +8,9 @@ a turn that failed is reported and the next one goes on, but the exit status rem
 from __future__ import annotations
 
 import json as json_module
-import signal
 import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -21,7 +19,8 @@ from birkhoff.cli.answer import as_json, open_engine
 from birkhoff.cli.generate import decoded
 from birkhoff.cli.options import divide, takes
 from birkhoff.cli.talk import complain, say
-from birkhoff.errors import BirkhoffError, OptionError, PromptError
+from birkhoff.cli.typed import asked_to_stop, typed
+from birkhoff.errors import BirkhoffError, OptionError
 
 if TYPE_CHECKING:
     from birkhoff.cli.conversation import Conversation
@@ -49,7 +48,7 @@ def chat(
         if interactive:
             say("type a message, /help for what else there is, Ctrl-D to leave")
         failed = False
-        for line in _typed() if interactive else _piped():
+        for line in typed(PROMPT) if interactive else _piped():
             try:
                 if not _turn(talk, line, json, interactive):
                     break
@@ -67,46 +66,13 @@ def _turn(talk: Conversation, line: str, json: bool, interactive: bool) -> bool:
     message = line.removeprefix("/")  # a second slash makes it text
     if not message.strip():
         return True
-    with _asked_to_stop() if interactive else nullcontext() as stop:
+    with asked_to_stop() if interactive else nullcontext() as stop:
         output = talk.ask(message, silent=json, stop=stop)
     if json:
         typer.echo(json_module.dumps(as_json(output), ensure_ascii=False))
     return True
 
 
-def _typed() -> Iterator[str]:
-    import readline  # noqa: F401  line editing and history for input()
-
-    while True:
-        try:
-            yield input(PROMPT)
-        except EOFError:
-            print()
-            return
-        except UnicodeDecodeError:
-            complain(PromptError.code, "that line is not UTF-8. Set the terminal to UTF-8, or type it differently.")
-        except KeyboardInterrupt:
-            print()
-            raise
-
-
 def _piped() -> Iterator[str]:
     for number, line in enumerate(sys.stdin.buffer, start=1):
         yield decoded(line.rstrip(b"\r\n"), f"line {number} of standard input")
-
-
-@contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
-    """While open, the first Ctrl-C only asks, so that no step is torn apart; a second one insists."""
-    asked = threading.Event()
-
-    def ask(*_: object) -> None:
-        if asked.is_set():
-            raise KeyboardInterrupt
-        asked.set()
-
-    before = signal.signal(signal.SIGINT, ask)
-    try:
-        yield asked
-    finally:
-        signal.signal(signal.SIGINT, before)

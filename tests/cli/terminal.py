@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from tests.cli.conftest import COMMAND, clean_environment
 
@@ -24,11 +25,11 @@ os.execv(sys.argv[1], sys.argv[1:])
 class Terminal:
     """`with Terminal("chat", …) as terminal`: stdin and stderr are a terminal, and stdout unless another is given."""
 
-    def __init__(self, *arguments: str, stdout: int | None = None):
+    def __init__(self, *arguments: str, stdout: int | None = None, command: Sequence[str] = COMMAND):
         self.screen = ""
         self._ours, theirs = pty.openpty()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _TAKE_THE_TERMINAL, *COMMAND, *arguments],
+            [sys.executable, "-c", _TAKE_THE_TERMINAL, *command, *arguments],
             stdin=theirs,
             stdout=theirs if stdout is None else stdout,
             stderr=theirs,
@@ -49,15 +50,10 @@ class Terminal:
                 raise AssertionError(f"it ended before {words!r}; the screen has {self.screen[-2000:]!r}")
         return self.screen.index(words, after) + len(words)
 
-    def ends_with(self, status: int, seconds: float = 120, again: str = "") -> bool:
-        """Whether the program ends so; `again` is typed once more every few seconds, as a person would."""
+    def ends_with(self, status: int, seconds: float = 120) -> bool:
         until = time.monotonic() + seconds
-        pressed = time.monotonic()
         while self._process.poll() is None and time.monotonic() < until:
             self._read(0.1)
-            if again and time.monotonic() > pressed + 5:  # pressed between two reads of the line, a key may be lost
-                self.type(again)
-                pressed = time.monotonic()
         while self._read(0.1):
             pass
         assert self._process.returncode == status, (self._process.returncode, self.screen[-2000:])

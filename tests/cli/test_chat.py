@@ -82,11 +82,11 @@ def test_a_terminal_conversation(tiny):
         at = terminal.wait_for("is no command here", after=at)
         at = terminal.wait_for(">>> ", after=at)
         terminal.type("\x03")
-        assert terminal.ends_with(130, again="\x03")
+        assert terminal.ends_with(130)
 
 
 def test_the_end_of_input_in_a_terminal_leaves(tiny):
     with Terminal("chat", "--model", tiny) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("\x04")
-        assert terminal.ends_with(0, again="\x04")
+        assert terminal.ends_with(0)

@@ -1,0 +1,109 @@
+"""One press of a key at the prompt is enough, at whatever moment it falls."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from birkhoff.cli.typed import asked_to_stop, heard_at_once
+from tests.cli.conftest import clean_environment
+from tests.cli.terminal import Terminal
+from tests.sizes import scaled
+
+PROMPT = """
+import signal, sys
+from birkhoff.cli.main import _interrupt
+from birkhoff.cli.typed import typed
+signal.signal(signal.SIGINT, _interrupt)
+try:
+    for line in typed(">>> "):
+        print("read", line.upper(), flush=True)
+except KeyboardInterrupt:
+    sys.exit(130)
+"""
+# Behind the prompt and ahead of the waiting, by a call in C that runs no Python after it: such a press used to be lost.
+BETWEEN = """
+import ctypes, functools, readline
+readline.set_pre_input_hook(functools.partial(getattr(ctypes.CDLL(None), "raise"), 2))
+"""
+
+
+@pytest.fixture
+def busy():
+    """Two processes that want the same cores."""
+    spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    yield
+    for process in spinning:
+        process.kill()
+        process.wait()
+
+
+def test_a_press_between_prompt_and_waiting_is_heard_by_itself():
+    with Terminal(command=[sys.executable, "-c", BETWEEN + PROMPT]) as terminal:
+        terminal.wait_for(">>> ")
+        assert terminal.ends_with(130, seconds=30)
+
+
+@pytest.mark.parametrize(("key", "status"), [("\x03", 130), ("\x04", 0)], ids=["ctrl-c", "ctrl-d"])
+def test_pressed_as_soon_as_the_prompt_shows(busy, key, status):
+    for _ in range(scaled(40, 4)):
+        with Terminal(command=[sys.executable, "-c", PROMPT]) as terminal:
+            terminal.wait_for(">>> ")
+            terminal.type(key)
+            assert terminal.ends_with(status, seconds=30)
+
+
+def test_lines_are_read_as_typed():
+    with Terminal(command=[sys.executable, "-c", PROMPT]) as terminal:
+        at = terminal.wait_for(">>> ")
+        for word in ("first", "zweitens"):
+            terminal.type(f"{word}\n")
+            at = terminal.wait_for(f"read {word.upper()}", after=at)
+            at = terminal.wait_for(">>> ", after=at)
+        terminal.type("thrown away\x03")
+        assert terminal.ends_with(130)
+
+
+def test_nothing_of_the_listening_stays_behind():
+    script = """
+    import os, signal, threading
+    from birkhoff.cli.typed import heard_at_once
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        with heard_at_once():
+            assert threading.active_count() == 2
+    assert threading.active_count() == 1 and len(os.listdir("/proc/self/fd")) == before
+    assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
+    """
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=clean_environment(), capture_output=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_handler_runs_although_nobody_waits_in_python():
+    """A lock that nobody releases is waited for in C; the nudges end that waiting too."""
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append(time.monotonic()))
+    try:
+        with heard_at_once():
+            signal.raise_signal(signal.SIGINT)
+            threading.Event().wait(0.3)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(heard) == 1  # nudges do not press again
+
+
+def test_the_first_press_asks_and_the_second_insists():
+    handler = signal.getsignal(signal.SIGINT)
+    with asked_to_stop() as asked:
+        assert not asked.is_set()
+        signal.raise_signal(signal.SIGINT)
+        assert asked.is_set()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is handler

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json as json_module
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from birkhoff.errors import OptionError
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from birkhoff.weights.inspect import Inspection
+    from birkhoff.weights.memory import MemoryPlan
 
 _CLASS_TEXT = {
     "experts": "routed experts",
@@ -27,19 +31,35 @@ _CLASS_TEXT = {
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Directory with config.json and safetensors files.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="Directory with safetensors files, or a GGUF file.", show_default=False)],
+    gpu_memory: Annotated[
+        str | None, typer.Option(help="Plan for a device of this size, such as 80GiB.", show_default=False)
+    ] = None,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens of cache per request in that plan.", show_default=False)
+    ] = None,
+    requests: Annotated[int, typer.Option(help="Requests at once in that plan.")] = 1,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Show layers, bytes by class, what fits where, and every problem found; reads headers only."""
     from rich.console import Console
 
     from birkhoff.weights.inspect import inspect_checkpoint
+    from birkhoff.weights.memory import parse_bytes
 
+    if requests < 1 or (context is not None and context < 1):
+        raise OptionError(f"requests {requests} and context {context} are no plan, expected positive numbers.")
+    room = parse_bytes(gpu_memory) if gpu_memory is not None else None
     report = inspect_checkpoint(path)
+    plans = report.memory(room, context, requests) if room is not None else {}
     if json:
-        typer.echo(report.to_json())
+        extra = {"memory": {form: plan.to_dict() for form, plan in plans.items()}} if plans else {}
+        typer.echo(json_module.dumps({**json_module.loads(report.to_json()), **extra}, ensure_ascii=False))
     else:
-        _print(report, Console(highlight=False, soft_wrap=not sys.stdout.isatty()))  # a pipe has no edge to wrap at
+        console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # a pipe has no edge to wrap at
+        _print(report, console)
+        for form, plan in plans.items():
+            console.print(_plan_text(form, plan))
     if report.problems:
         raise typer.Exit(1)
 
@@ -58,6 +78,7 @@ def _print(report: Inspection, console: Console) -> None:
     for kind, size in report.bytes_by_class.items():
         table.add_row(kind, _CLASS_TEXT[kind], _size(size), f"{100 * size / max(report.file_bytes, 1):.1f} %")
     console.print(table)
+    console.print("types       " + ", ".join(f"{name} {_size(size)}" for name, size in report.bytes_by_type.items()))
     if report.config:
         layers = ", ".join(f"{len(indices)} {kind}" for kind, indices in report.layers.items() if indices)
         console.print(f"layers      {layers}, {report.mtp_blocks} mtp")
@@ -79,6 +100,19 @@ def _print(report: Inspection, console: Console) -> None:
         console.print(f"[red]{problem['code']}[/]  {escape(problem['message'])}")
     if not report.problems:
         console.print("[green]no problems found[/]")
+
+
+def _plan_text(form: str, plan: MemoryPlan) -> str:
+    rest = (
+        f"always there {_size(plan.always_bytes)}, cache {_size(plan.cache_bytes)}, working {_size(plan.working_bytes)}"
+    )
+    if not plan.fits:
+        return f"memory      {form} on {_size(plan.device_bytes)}: does not fit even without experts ({rest})"
+    share = 100 * plan.experts_resident / max(plan.experts, 1)
+    return (
+        f"memory      {form} on {_size(plan.device_bytes)}: {rest}; {plan.experts_resident} of {plan.experts} experts "
+        f"({share:.0f} %) fit beside that, {_size(plan.left_bytes)} left"
+    )
 
 
 def _size(count: float) -> str:

@@ -17,6 +17,7 @@ from birkhoff import __version__
 from birkhoff.cli.bench import app as bench
 from birkhoff.cli.capture import capture
 from birkhoff.cli.chat import chat
+from birkhoff.cli.convert import convert
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
 from birkhoff.cli.serve import serve
@@ -45,6 +46,7 @@ app.command()(generate)
 app.command()(chat)
 app.command()(serve)
 app.command()(capture)
+app.command()(convert)
 app.command()(inspect)
 app.command()(synth)
 app.add_typer(bench, name="bench")

@@ -2,8 +2,8 @@
 
 The header is read by `gguf_header.py` in a process of its own, with limits on time and memory, so that no file can hang
 or crash the reader of it. Parts of a split file are found by their numbers and must be complete. An MTP block lives in
-a second file: one called NAME-mtp.gguf beside NAME.gguf is used with it, and the notices say so. What the config implies
-must be there, and nothing else, exactly as for safetensors.
+a second file: one called NAME-mtp.gguf beside NAME.gguf is used with it, and the notices say so. What the config
+implies must be there, and nothing else, exactly as for safetensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,7 @@ from birkhoff.weights.shards import Complain, raise_it, some
 
 DEADLINE_SECONDS = 30.0  # of the clock; the child itself stops after five seconds of work
 CHILD_LIMITS = {"seconds": 5, "bytes": 2 << 30}
+MAX_BLOCKS = 1 << 16
 SCALES, SCALE_NAMES = "birkhoff.scales", "birkhoff.scale_names"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _NUMPY = {"B": "u1", "b": "i1", "H": "<u2", "h": "<i2", "I": "<u4", "i": "<i4", "f": "<f4", "?": "?", "Q": "<u8",
@@ -112,9 +113,10 @@ def _long_array(path: Path, value: Any) -> Any:
     return array if kind.itemsize == 1 else array.tolist()
 
 
-def open_gguf(path: Path, complain: Complain = raise_it) -> Opened:
-    """Open a file, the parts it belongs to, and the MTP file beside it."""
-    headers, notices = _parts(path, complain)
+def open_gguf(path: Path, complain: Complain = raise_it, read: Callable[[Path], Header] = read_header) -> Opened:
+    """Open a file, the parts it belongs to, and the MTP file beside it; `read` is how a header is read."""
+    headers = _parts(path, complain, read)
+    notices: list[str] = []
     first = headers[0]
     check_architecture(first.keys, first.path.name)
     tensors = [tensor for header in headers for tensor in header.tensors]
@@ -133,7 +135,7 @@ def open_gguf(path: Path, complain: Complain = raise_it) -> Opened:
     if not any(name.startswith("mtp.") for name in references):
         beside = _mtp_beside(first.path)
         if beside is not None:
-            header = read_header(beside)
+            header = read(beside)
             check_architecture(header.keys, beside.name)
             copies = refer(header.tensors, layers, True, references, complain)
             files.append(beside)
@@ -147,6 +149,13 @@ def open_gguf(path: Path, complain: Complain = raise_it) -> Opened:
     config = replace(config, num_nextn_predict_layers=int(has_mtp))
     text = tokenizer_json(first.keys, first.path.name, notices)
     return Opened(config, _dialect(tensors), references, notices, files, text, kept_scales(first.keys))
+
+
+def raw_references(path: Path) -> References:
+    """The tensors of one file, taken as trunk, for a file whose metadata describes no model."""
+    references = References()
+    refer(read_header(path).tensors, MAX_BLOCKS, False, references, lambda error: None)
+    return references
 
 
 def kept_scales(keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -174,17 +183,17 @@ def kept_scales(keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return out if at == len(values) else {}
 
 
-def _parts(path: Path, complain: Complain) -> tuple[list[Header], list[str]]:
+def _parts(path: Path, complain: Complain, read: Callable[[Path], Header]) -> list[Header]:
     """Every part of a split file, first part first; the file itself when it is whole."""
     match = _PART.fullmatch(path.name)
     if match is None:
-        header = read_header(path)
+        header = read(path)
         if header.keys.get("split.count", 1) != 1:
             raise CheckpointError(
                 f"{path.name} is part of a split file but its name does not say which. Restore its name, "
                 "NAME-00001-of-000NN.gguf."
             )
-        return [header], []
+        return [header]
     count = int(match[3])
     if not 1 <= int(match[2]) <= count:
         raise CheckpointError(f"{path.name} numbers itself {match[2]} of {match[3]}. Restore its name.")
@@ -192,7 +201,7 @@ def _parts(path: Path, complain: Complain) -> tuple[list[Header], list[str]]:
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise CheckpointError(f"{len(missing)} of {count} parts are missing: {some(missing)}. Download them again.")
-    headers = [read_header(path.parent / name) for name in names]
+    headers = [read(path.parent / name) for name in names]
     for number, header in enumerate(headers):
         seen = (header.keys.get("split.no"), header.keys.get("split.count"))
         if seen != (number, count):
@@ -207,7 +216,7 @@ def _parts(path: Path, complain: Complain) -> tuple[list[Header], list[str]]:
         complain(
             CheckpointError(f"{path.name} announces {announced} tensors, its parts hold {total}. Download them again.")
         )
-    return headers, []
+    return headers
 
 
 def _mtp_beside(path: Path) -> Path | None:

@@ -16,7 +16,9 @@ from typing import Any
 
 from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError, ConfigError
-from birkhoff.weights.checkpoint import EntryRefs, open_checkpoint
+from birkhoff.weights.checkpoint import EntryRefs, is_gguf, open_checkpoint
+from birkhoff.weights.gguf import raw_references
+from birkhoff.weights.memory import MemoryPlan, plan_memory
 from birkhoff.weights.shards import gather
 from birkhoff.weights.stored import BYTES, TensorRef
 
@@ -43,7 +45,7 @@ _CARRY_ROWS = {"swa": 0, "csa": 8, "hca": 128}
 
 @dataclass(frozen=True)
 class Inspection:
-    """`bytes_by_class` are bytes in the files; `parameters` count numbers, not codes or scales."""
+    """`bytes_by_class` and `bytes_by_type` are bytes in the files; `parameters` count numbers, not codes or scales."""
 
     path: str
     dialect: str | None
@@ -51,6 +53,7 @@ class Inspection:
     tensors: int
     file_bytes: int
     bytes_by_class: dict[str, int]
+    bytes_by_type: dict[str, int]
     parameters: int
     parameters_mtp: int
     parameters_active: int | None
@@ -61,11 +64,27 @@ class Inspection:
     cache_bytes_per_sequence: int | None = None
     notices: list[str] = field(default_factory=list)
     problems: list[dict[str, str]] = field(default_factory=list)
+    expert_bytes: int = 0  # routed experts of trunk and MTP, as stored
+    expert_parameters: int = 0
 
     @property
     def weight_bytes(self) -> dict[str, int]:
         """Memory the weights take as stored, as bfloat16 and as float32."""
         return {"stored": self.file_bytes, "bfloat16": 2 * self.parameters, "float32": 4 * self.parameters}
+
+    def memory(self, device_bytes: int, context: int | None = None, requests: int = 1) -> dict[str, MemoryPlan]:
+        """How each form of the weights would lie on a device of that size, with a cache for so many requests."""
+        if self.cache_bytes_per_token is None:
+            return {}
+        tokens = context if context is not None else self.config["max_position_embeddings"]
+        cache = requests * int(self.cache_bytes_per_sequence + tokens * self.cache_bytes_per_token)
+        count = (sum(map(len, self.layers.values())) + self.mtp_blocks) * self.config["n_routed_experts"]
+        plans = {}
+        for form, item in (("stored", 0), ("bfloat16", 2)):
+            experts = item * self.expert_parameters if item else self.expert_bytes
+            always = (item * self.parameters if item else self.file_bytes) - experts
+            plans[form] = plan_memory(device_bytes, form, always, experts, count, cache)
+        return plans
 
     def fits(self, places: Mapping[str, int]) -> dict[str, list[str]]:
         """For each place with so many bytes, the forms of the weights that fit it."""
@@ -108,8 +127,11 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     except ConfigError as error:
         problems = _Problems()
         problems.add(error)
-        shards = gather(path, problems.add)
-        tensors, files = EntryRefs(shards.tensors), shards.files
+        if is_gguf(path):
+            tensors, files = raw_references(path), [path]
+        else:
+            shards = gather(path, problems.add)
+            tensors, files = EntryRefs(shards.tensors), shards.files
     return _describe(path, config, dialect, tensors, files, notices, problems.listed())
 
 
@@ -133,12 +155,19 @@ def _describe(
     problems: list[dict[str, str]],
 ) -> Inspection:
     sizes, numbers = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0)
+    types: dict[str, int] = {}
+    expert_bytes = expert_numbers = 0
     for name in tensors:
         ref = tensors[name]
         kind = class_of(name)
         sizes[kind] += ref.nbytes
         if not name.endswith((".scale", ".tid2eid")):
-            numbers[kind] += math.prod(ref.shape) * (2 if ref.dtype in BYTES else 1)
+            count = math.prod(ref.shape) * (2 if ref.dtype in BYTES else 1)
+            numbers[kind] += count
+            expert_numbers += count if ".ffn.experts." in name else 0
+        stored = ref.encoding or ref.dtype
+        types[stored] = types.get(stored, 0) + ref.nbytes
+        expert_bytes += ref.nbytes if ".ffn.experts." in name else 0
     total = sum(numbers.values())
     active = None
     if config is not None:
@@ -152,6 +181,9 @@ def _describe(
         tensors=len(tensors),
         file_bytes=sum(sizes.values()),
         bytes_by_class={kind: size for kind, size in sizes.items() if size},
+        bytes_by_type=dict(sorted(types.items(), key=lambda row: -row[1])),
+        expert_bytes=expert_bytes,
+        expert_parameters=expert_numbers,
         parameters=total,
         parameters_mtp=numbers["mtp"],
         parameters_active=active,

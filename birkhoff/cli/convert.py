@@ -1,0 +1,72 @@
+"""`birkhoff convert SRC DST`: a checkpoint in another format. The path goes to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from birkhoff.cli.talk import bar, say
+
+
+def convert(
+    src: Annotated[str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.", show_default=False)],
+    dst: Annotated[Path, typer.Argument(help="NAME.gguf, or a directory for safetensors.", show_default=False)],
+    to: Annotated[
+        str | None, typer.Option(help="gguf or safetensors; told by DST when left away.", show_default=False)
+    ] = None,
+    experts: Annotated[
+        str | None,
+        typer.Option(help="Routed experts: mxfp4, bf16 or f32 (GGUF); fp4, fp8, bf16 or f32.", show_default=False),
+    ] = None,
+    dense: Annotated[
+        str | None, typer.Option(help="Dense matrices: q8_0, bf16 or f32 (GGUF); fp8, bf16 or f32.", show_default=False)
+    ] = None,
+    preset: Annotated[str, typer.Option(help="GGUF dialect: upstream or ds4.")] = "upstream",
+    mtp: Annotated[bool, typer.Option(help="Include multi-token prediction (GGUF: NAME-mtp.gguf).")] = True,
+    shard_size: Annotated[
+        str | None, typer.Option(help="Cut into files of about this size, such as 45GB.", show_default=False)
+    ] = None,
+    exact: Annotated[bool, typer.Option("--exact", help="Fail rather than change a number.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Threads.", show_default=False)] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Convert between the released layout and GGUF; streaming, resumable, checked."""
+    from birkhoff.convert.convert import convert as run
+    from birkhoff.weights.memory import parse_bytes
+
+    with bar("converting") as advance:
+        result = run(
+            src,
+            dst,
+            to=to,
+            experts=experts,
+            dense=dense,
+            preset=preset,
+            mtp=mtp,
+            shard_bytes=parse_bytes(shard_size) if shard_size is not None else None,
+            exact=exact,
+            dry_run=dry_run,
+            workers=workers,
+            progress=advance,
+        )
+    for notice in result.notices:
+        say(notice)
+    sizes = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in result.bytes_by_class.items())
+    say(f"{result.to}, experts {result.experts}, dense {result.dense}: {result.tensors} tensors, {sizes}")
+    for file in result.files:
+        say(f"{file['name']}  {file['bytes'] / 1e6:.1f} MB, {file['tensors']} tensors")
+    if result.written:
+        changed = {kind: row for kind, row in result.rounding.items() if row["changed"]}
+        for kind, row in changed.items():
+            share = 100 * row["changed"] / row["numbers"]
+            say(f"{kind}: {share:.0f} % of numbers rounded, by up to {row['worst']:.2g} of their tensor's largest")
+        if not changed:
+            say("every number is exactly what it was")
+        rate = result.source_bytes / 1e6 / max(result.seconds, 1e-9)
+        resumed = f", {result.resumed_units} of {result.units} parts were there already" if result.resumed_units else ""
+        say(f"{result.seconds:.1f} s, {rate:.0f} MB/s of source; {result.checked} tensors read back{resumed}")
+    typer.echo(json_module.dumps(result.to_dict()) if json else str(dst))

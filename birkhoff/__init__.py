@@ -17,19 +17,40 @@ if TYPE_CHECKING:
     from birkhoff.errors import BirkhoffError as BirkhoffError
     from birkhoff.output import Output as Output
     from birkhoff.output import Trace as Trace
+    from birkhoff.sae.dictionary import Sae as Sae
+    from birkhoff.sae.edits import SaeReconstruct as SaeReconstruct
+    from birkhoff.sae.edits import SaeSet as SaeSet
     from birkhoff.steering.edits import Add as Add
     from birkhoff.steering.edits import Clamp as Clamp
     from birkhoff.steering.edits import Patch as Patch
     from birkhoff.steering.edits import Project as Project
 
 __version__ = "0.1.0"
-__all__ = ["Add", "BirkhoffError", "Capture", "Clamp", "Engine", "Output", "Patch", "Project", "Trace", "load", "mhc"]
+__all__ = [
+    "Add",
+    "BirkhoffError",
+    "Capture",
+    "Clamp",
+    "Engine",
+    "Output",
+    "Patch",
+    "Project",
+    "Sae",
+    "SaeReconstruct",
+    "SaeSet",
+    "Trace",
+    "load",
+    "mhc",
+]
 
 _HOMES = {
     "Add": "steering.edits",
     "Clamp": "steering.edits",
     "Patch": "steering.edits",
     "Project": "steering.edits",
+    "Sae": "sae.dictionary",
+    "SaeReconstruct": "sae.edits",
+    "SaeSet": "sae.edits",
     "BirkhoffError": "errors",
     "Capture": "capture.spec",
     "Engine": "api",

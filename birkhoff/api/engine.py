@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from birkhoff.api.lens import Lens, look
 from birkhoff.api.manifest import model_digest
 from birkhoff.api.modules import Modules
 from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt
+from birkhoff.api.saes import Attachment, SaeDesk, split_edits
 from birkhoff.api.steering import Steering, SteeringDesk, per_prompt_edits
 from birkhoff.capture.acts import CapturedRows
 from birkhoff.capture.consumers.protocol import Consumer
@@ -41,7 +42,7 @@ from birkhoff.errors import (
 )
 from birkhoff.hooks.live import Staging, arm
 from birkhoff.hooks.names import Address
-from birkhoff.hooks.plan import Plan, Span
+from birkhoff.hooks.plan import Edit, Holding, Plan, Span
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.signals import SignalJob, check_signals
 from birkhoff.hooks.sites import Site
@@ -50,6 +51,7 @@ from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
 from birkhoff.model.memory import Memory
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream, Trace
+from birkhoff.sae.probe import Feature, live_features
 from birkhoff.text.chat import encode_chat
 from birkhoff.text.literals import Literals
 from birkhoff.text.live import ChatStream, TextStream
@@ -71,6 +73,7 @@ class Engine:
         self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
         tables = Tables(self.model.embed.device)
         self._steering = SteeringDesk(self.schema, self.config.num_hidden_layers, self.identity, tables)
+        self.saes = SaeDesk(self.schema, self.config.num_hidden_layers, self.model.embed.device)
 
     @property
     def model(self) -> Transformer:
@@ -134,7 +137,7 @@ class Engine:
 
     def _edit_tap(self, steer: Steering, ids: list[int]) -> Tap:
         """The tap of one whole forward pass in which every token belongs to the prompt."""
-        edits = self._steering.edits(steer, ids, 1)
+        edits, _ = self._edits(steer, ids, 1)
         span = Span(Plan(edits=edits), 0, 0, ids, len(ids))
         return arm(Staging(self.model.embed.device), [span]) or NoTap()
 
@@ -143,9 +146,53 @@ class Engine:
         """Named vectors that edits may refer to."""
         return self._steering.modules
 
-    def steering(self, *edits: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def steering(self, *edits: Any) -> Iterator[None]:
         """A block in which every request carries these edits too."""
-        return self._steering.for_all(edits)
+        vectors, features = split_edits(edits)
+        with self.saes.for_all(features), self._steering.for_all(vectors or ()):
+            yield
+
+    def attach(
+        self,
+        name: str,
+        sae: Any,
+        kind: str = "delta",
+        features: Iterable[int | str] | None = None,
+        replace: bool = False,
+    ) -> Attachment:
+        """Make a dictionary (an `Sae`, a list of them, or the path of one) known by a name, whole or not at all.
+
+        `kind` is "delta" (features are changed, everything else of a row stays) or "full" (rows may be replaced by
+        their reconstruction); `features` are those that may be set, whose rows alone are then held. In a `with` block
+        it is detached at the end."""
+        return self.saes.attach(name, sae, kind, features, replace)
+
+    def detach(self, name: str, drain: bool = False) -> None:
+        """Forget a dictionary. Refused while running requests use it, unless `drain`: then they finish on it."""
+        self.saes.detach(name, drain)
+
+    def features(
+        self, prompt: Prompt, name: str, k: int = 10, at: tuple[str, int] | None = None, steer: Steering = None
+    ) -> list[list[Feature]]:
+        """The k largest live features of every token of a text, read with an attached dictionary."""
+        self._core.check_open()
+        probe, plan, sae = self.saes.probe(name, k, at)
+        ids = self.prompt_ids(prompt)
+        edits, _ = self._edits(steer, ids, 1)
+        span = Span(Plan(edits=(plan, *edits)), 0, 0, ids, len(ids))
+        with torch.no_grad():
+            tokens = torch.tensor(ids, device=self.model.embed.device)
+            self.model(tokens, arm(Staging(self.model.embed.device), [span]) or NoTap())
+        return live_features(probe, sae, len(ids))
+
+    def _edits(
+        self, steer: Steering, ids: Sequence[int], max_tokens: int
+    ) -> tuple[tuple[Edit, ...], tuple[Holding, ...]]:
+        """Everything done to one request, resolved, and what it holds while it runs beside rows of tables."""
+        vectors, features = split_edits(steer)
+        sets = self.saes.edits(features, ids, max_tokens)
+        return (*self._steering.edits(vectors, ids, max_tokens), *sets), self.saes.holdings(sets)
 
     def edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
         """Edits of request fields: `interventions`, or `steering_vectors` and its kin. Refusals name the field."""
@@ -320,6 +367,7 @@ class Engine:
             "max_requests": self.max_requests,
             "max_batch_tokens": scheduler.max_batch_tokens,
             "steering": self._steering.digest(),
+            "saes": self.saes.digest(),
         }
 
     def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CaptureDesk | None = None) -> Request:
@@ -449,13 +497,13 @@ class Engine:
 
         def plan(choice: int) -> Plan | None:
             tail = mark if options.n == 1 else f"{mark}-{choice}"
-            edits = self._steering.edits(steer, ids, wanted)
+            edits, holdings = self._edits(steer, ids, wanted)
             table = self._steering.table(edits)
             if capture is None and not wishes:
-                return Plan(edits=edits, table=table) if edits else None
+                return Plan(edits=edits, holdings=holdings, table=table) if edits else None
             made = Plan() if capture is None else (desk or self._desk).plan(capture, ids, wanted, tail)
             told = [SignalJob(wishes, self.config.num_hidden_layers, self.modules)] if wishes else []
-            return replace(made, edits=edits, table=table, jobs=(*made.jobs, *told))
+            return replace(made, edits=edits, holdings=holdings, table=table, jobs=(*made.jobs, *told))
 
         return [
             Request(

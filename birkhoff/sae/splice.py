@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -110,7 +111,7 @@ class SaeHost:
         places = features if self._place is None else [self._place[name] for name in features]
         return torch.tensor(places, dtype=torch.long, device=self.device)
 
-    def run(self, x: torch.Tensor, uses: Sequence[tuple[SaeUse, list[int]]], around: Around) -> torch.Tensor:
+    def run(self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], around: Around) -> torch.Tensor:
         """A new tensor with the named rows changed and all others bit-identical."""
         for error in ("keep", "drop"):  # of one dictionary a row is in one of the two: requests are refused otherwise
             chosen = [(use, rows) for use, rows in uses if use.error == error and len(rows)]

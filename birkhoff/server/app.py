@@ -18,17 +18,26 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from birkhoff import __version__
+from birkhoff.errors import BirkhoffError
 from birkhoff.server.body import Wire
+from birkhoff.server.captures import CaptureRoutes
 from birkhoff.server.chat import ChatBody, Chats
+from birkhoff.server.completions import CompletionBody, Completions
+from birkhoff.server.contrasts import ContrastBody, Contrasts
 from birkhoff.server.desk import Desk
 from birkhoff.server.gate import Gate
 from birkhoff.server.hub import Hub
 from birkhoff.server.journal import Journal
+from birkhoff.server.looking import AttentionBody, EstimateBody, LensBody, Lookers
+from birkhoff.server.messages import CountBody, Messages, MessagesBody
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.page import Page
-from birkhoff.server.problems import Problem
+from birkhoff.server.problems import Problem, problem_of
+from birkhoff.server.responses import Responses, ResponsesBody
 from birkhoff.server.service import Service
 from birkhoff.server.settings import ServerSettings
+from birkhoff.server.steering import ModuleBody, SetBody, SteeringRoutes, UnregisterBody
+from birkhoff.server.tokens import DetokenizeBody, TemplateBody, TokenizeBody, Tokens
 
 Handler = Callable[..., Awaitable[Response]]
 REFERENCE = "#/components/schemas/{model}"
@@ -55,7 +64,9 @@ def build_app(
     desk = Desk(settings, hub, journal, name)
     app = FastAPI(title="Birkhoff", version=__version__, docs_url=None, redoc_url=None)
     table = Table(app)
-    service, chats = Service(desk, metrics), Chats(desk)
+    service, chats, completions, tokens = Service(desk, metrics), Chats(desk), Completions(desk), Tokens(desk)
+    responses, messages = Responses(desk), Messages(desk)
+    looking, captures, steering = Lookers(desk), CaptureRoutes(desk), SteeringRoutes(desk)
     page = Page()
     table.get("/", page.home, "The page", "text/html")
     table.get("/favicon.ico", page.icon, "Its picture", "image/svg+xml")
@@ -72,6 +83,31 @@ def build_app(
         table.get("/metrics", service.numbers, "Numbers for Prometheus", "text/plain")
     table.post("/v1/requests/{request_id}/cancel", service.cancel, None, "End a running call")
     table.post("/v1/chat/completions", chats.answer, ChatBody, "An answer in a conversation")
+    table.post("/v1/chat/completions/input_tokens", tokens.input_tokens, TemplateBody, "How long a prompt would be")
+    table.post("/v1/completions", completions.answer, CompletionBody, "Text on from a prompt")
+    table.post("/v1/responses", responses.answer, ResponsesBody, "An answer, in items")
+    table.post("/v1/messages", messages.answer, MessagesBody, "An answer, in blocks")
+    table.post("/v1/messages/count_tokens", messages.count, CountBody, "How long a prompt would be")
+    table.post("/v1/embeddings", service.no_embeddings, None, "Not served")
+    table.post("/tokenize", tokens.tokenize, TokenizeBody, "Text to token ids")
+    table.post("/detokenize", tokens.detokenize, DetokenizeBody, "Token ids to text")
+    table.post("/apply-template", tokens.template, TemplateBody, "A conversation as the model reads it")
+    table.get("/v1/interp/schema", looking.schema, "The hooks of the model")
+    table.post("/v1/interp/estimate", looking.estimate, EstimateBody, "What a capture would cost")
+    table.post("/v1/interp/attention", looking.attention, AttentionBody, "Where attention goes")
+    table.post("/v1/lens", looking.lens, LensBody, "What every stream would predict at every depth")
+    table.get("/v1/interp/captures", captures.listed, "Captures of this server")
+    table.get("/v1/interp/captures/{capture_id}", captures.one, "One capture")
+    table.get("/v1/interp/captures/{capture_id}/data", captures.data, "Its rows", "application/octet-stream")
+    table.get("/v1/interp/captures/{capture_id}/slice", captures.slice, "Some of its rows as numbers")
+    table.post("/v1/interp/contrast", Contrasts(desk).compare, ContrastBody, "Two sets of texts, and where they differ")
+    table.get("/v1/steering", steering.status, "The edits every answer gets")
+    table.get("/v1/steering/layers", steering.layers, "Which hooks can be steered at each layer")
+    table.post("/v1/steering/set", steering.set, SetBody, "Set the edits every answer gets")
+    table.post("/v1/steering/clear", steering.clear, None, "Take them away")
+    table.get("/v1/steering/modules", steering.modules, "Named vectors")
+    table.post("/v1/steering/modules/register", steering.register, ModuleBody, "Name a vector")
+    table.post("/v1/steering/modules/unregister", steering.unregister, UnregisterBody, "Forget a name")
     table.finish()
     return Gate(app, settings, metrics, journal)
 
@@ -81,7 +117,8 @@ class Table:
 
     def __init__(self, app: FastAPI):
         self._app, self._models = app, list[type[Wire]]()
-        app.add_exception_handler(Problem, _problem)
+        for kind in (Problem, BirkhoffError, Exception):
+            app.add_exception_handler(kind, _problem)
         app.add_exception_handler(HTTPException, _http_problem)
 
     def get(self, path: str, handler: Handler, summary: str, kind: str = "application/json") -> None:
@@ -133,8 +170,7 @@ class Table:
 
 
 async def _problem(http: HttpRequest, error: Exception) -> Response:
-    assert isinstance(error, Problem)
-    return error.response(http.url.path, http.state.request_id)
+    return problem_of(error).response(http.url.path, http.state.request_id)
 
 
 async def _http_problem(http: HttpRequest, error: Exception) -> Response:

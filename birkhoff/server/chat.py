@@ -107,8 +107,9 @@ class Chats:
         if body.thinking is not None:
             return body.thinking.type != "disabled", None
         given = (body.model_extra or {}).get("chat_template_kwargs")
-        if isinstance(given, dict) and isinstance(given.get("thinking", given.get("enable_thinking")), bool):
-            return given.get("thinking", given.get("enable_thinking")), None
+        asked = given.get("thinking", given.get("enable_thinking")) if isinstance(given, dict) else None
+        if isinstance(asked, bool):
+            return asked, None
         return self._desk.thinks, None
 
 

@@ -33,13 +33,13 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
         def __init__(self, *arguments: Any, **keywords: Any):
             super().__init__(*arguments, **keywords)
             self._deadline: asyncio.TimerHandle | None = None
-            inner: ASGIApp = self.app  # type: ignore[assignment]
+            inner: ASGIApp = self.app
 
             async def with_abort(scope: Scope, receive: Receive, send: Send) -> None:
                 scope.setdefault("extensions", {})[ABORT] = self.transport.abort
                 await inner(scope, receive, send)
 
-            self.app = with_abort  # type: ignore[assignment]
+            self.app = with_abort
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)

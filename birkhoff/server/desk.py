@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import orjson
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
@@ -22,6 +21,7 @@ from birkhoff.server.grammar import Grammars
 from birkhoff.server.hub import Hub, Running
 from birkhoff.server.journal import Journal
 from birkhoff.server.problems import Problem, bad, problem_of
+from birkhoff.server.reply import json_response
 from birkhoff.server.settings import ServerSettings
 from birkhoff.server.shelf import Shelf
 from birkhoff.server.sse import EventStream, first_of
@@ -101,8 +101,13 @@ class Desk:
             raise bad("baseline is the unsteered twin of a steered answer, and nothing steers this one.", "baseline")
         return found
 
-    async def run(self, http: HttpRequest, call: Call, shape: Shape, stream: bool, request_id: str | None) -> Response:
-        requests = await self.prepare(lambda: call.requests(self.engine))
+    async def run(
+        self, http: HttpRequest, calls: Call | list[Call], shape: Shape, stream: bool, request_id: str | None = None
+    ) -> Response:
+        """Run one call, or one per prompt, and answer in its dialect."""
+        calls = [calls] if isinstance(calls, Call) else calls
+        heavy = sum(len(call.prompt) for call in calls) > 4096 or any(call.mask is not None for call in calls)
+        requests = await self.prepare(lambda: [each for call in calls for each in call.requests(self.engine)], heavy)
         running = self.hub.running(requests, http.state.caller, request_id or http.state.request_id)
         await running.enter()
         if stream:
@@ -118,7 +123,7 @@ class Desk:
         finally:
             ending.cancel()
             running.leave()
-        waits = call.capture is not None
+        waits = any(call.capture is not None for call in calls)
         return json_response(await self.prepare(lambda: shape.whole(running), heavy=waits))
 
     def told(self, error: Exception) -> dict[str, Any]:
@@ -127,12 +132,3 @@ class Desk:
         if problem.status >= 500:
             self.journal.defect("stream", error)
         return problem.as_json()
-
-
-def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(
-        orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS),
-        status,
-        headers,
-        "application/json",
-    )

@@ -46,10 +46,10 @@ class Looking(Wire):
     steering_vectors: dict[str, Any] | None = None
     prefill_steering_vectors: dict[str, Any] | None = None
     decode_steering_vectors: dict[str, Any] | None = None
-    steering_name: Name | None = None
+    steering_name: Name | dict[str, Any] | None = None
     sae_clamp_specs: list[Any] | None = None
     sae_full_reconstruction_specs: list[Any] | None = None
-    interventions: Annotated[list[Any], Field(max_length=64)] | str | None = None
+    interventions: Annotated[list[Any], Field(max_length=64)] | None = None
     signals: Annotated[list[Name], Field(max_length=32)] | Literal["all"] | bool | None = None
     baseline: bool = False
 
@@ -111,6 +111,10 @@ class JsonSchemaFormat(Exact):
 class ResponseFormat(Exact):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
+
+
+def schema_format(schema: dict[str, Any]) -> ResponseFormat:
+    return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
 
 
 def notices(body: Wire, strict: bool) -> list[str]:

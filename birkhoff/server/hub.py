@@ -164,7 +164,11 @@ class Running:
 
     async def enter(self) -> None:
         """Take places, or be refused. Whoever enters must `leave`."""
-        self._hub.admit(self)
+        try:
+            self._hub.admit(self)
+        except Problem:
+            self._give_up()
+            raise
         taken = 0
         while taken < len(self.requests):  # all are taken before the next step, or it is said why not
             told = await self._news.get()
@@ -172,12 +176,19 @@ class Running:
                 break
             if told.refused is not None:
                 self._hub.leave(self, "refused")
+                self._give_up()
                 raise told.refused
             taken += 1
 
     def leave(self) -> None:
         """End what still runs; harmless when nothing does."""
         self._hub.leave(self, self._cancelled or "left")
+
+    def _give_up(self) -> None:
+        """Requests that never ran end here, and so do the captures that were begun for them."""
+        for request in self.requests:
+            if not request.done and request.slot is None and not request.output_ids:
+                request.finish("cancelled")
 
     def hear(self, told: Told) -> None:
         self._news.put_nowait(told)

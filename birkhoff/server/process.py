@@ -35,7 +35,7 @@ def serve(
     config = uvicorn.Config(
         app, http=connection_class(settings), ws="none", loop="asyncio", lifespan="off", log_config=None,
         access_log=False, server_header=False, h11_max_incomplete_event_size=settings.max_header_bytes,
-        timeout_keep_alive=settings.keep_alive_seconds, timeout_graceful_shutdown=settings.drain_seconds,
+        timeout_keep_alive=round(settings.keep_alive_seconds), timeout_graceful_shutdown=round(settings.drain_seconds),
         backlog=256,
     )  # fmt: skip
     server = Server(config)

@@ -18,9 +18,10 @@ from birkhoff import __version__
 from birkhoff.engine.sampling import DEFAULT_MAX_TOKENS, SamplingOptions
 from birkhoff.hooks.signals import NAMES as SIGNALS
 from birkhoff.hooks.sites import SITES
-from birkhoff.server.desk import Desk, json_response
+from birkhoff.server.desk import Desk
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.problems import Problem
+from birkhoff.server.reply import json_response
 
 LIMITS = (
     "max_queue", "max_connections", "max_choices", "max_body_bytes", "max_upload_bytes", "max_depth",
@@ -117,6 +118,9 @@ class Service:
         if self._desk.hub.loaded:
             self._metrics.slots_free.set(self._desk.engine.max_requests - running)
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def no_embeddings(self) -> Response:
+        raise Problem(501, "this model makes no embeddings. Capture final_hidden instead.", code="embeddings")
 
     async def cancel(self, request_id: str) -> Response:
         """Idempotent: a call that has ended, or never was, is not running either way."""

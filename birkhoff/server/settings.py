@@ -16,6 +16,7 @@ from typing import Any
 from birkhoff.errors import OptionError, quoted
 
 MIB = 1 << 20
+MAY_BE_ZERO = ("port", "max_queue")
 
 
 def setting(default: Any, help: str) -> Any:
@@ -59,7 +60,8 @@ class ServerSettings:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value, wanted = getattr(self, each.name), type(each.default)
+            value: Any = getattr(self, each.name)
+            wanted = type(each.default)
             if wanted is tuple:
                 object.__setattr__(self, each.name, tuple(value))
                 if not all(isinstance(item, str) and item for item in value):
@@ -67,9 +69,11 @@ class ServerSettings:
             elif wanted is float:
                 if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 86400:
                     raise OptionError(f"{each.name} is {quoted(value)}, expected seconds, more than 0.")
-            elif type(value) is not wanted:
+            elif not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
                 raise OptionError(f"{each.name} is {quoted(value)}, expected a {wanted.__name__}.")
-            elif wanted is int and not (0 if each.name in ("port", "max_queue") else 1) <= value < 2**40:
+            elif (
+                isinstance(value, int) and wanted is int and not (0 if each.name in MAY_BE_ZERO else 1) <= value < 2**40
+            ):
                 raise OptionError(f"{each.name} is {value}, expected a whole number above 0.")
         if self.port > 65535:
             raise OptionError(f"port is {self.port}, expected 0 to 65535.")

@@ -46,6 +46,11 @@ class Shelf:
         keeper, consumer = found
         return keeper.results(seconds)[consumer]
 
+    def ids(self) -> list[str]:
+        """Newest first."""
+        with self._lock:
+            return list(reversed(self._kept))
+
     def told(self, capture_id: str, seconds: float = 0.0) -> dict[str, Any]:
         return {**self.result(capture_id, seconds).to_json(), "id": capture_id}
 

@@ -1,0 +1,275 @@
+"""Real clients against a real server: they parse what they get, raise what they should, and close their tool loops."""
+
+from __future__ import annotations
+
+import json
+
+import anthropic
+import openai
+import pytest
+from langchain_core.messages import HumanMessage
+from langchain_openai import ChatOpenAI
+from pydantic import BaseModel, Field
+
+from tests.server.conftest import serving, user
+
+WEATHER = {
+    "name": "get_weather",
+    "description": "The weather in a city",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string", "maxLength": 6},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+            "days": {"type": "integer", "minimum": 1, "maximum": 9},
+        },
+        "required": ["city", "unit", "days"],
+    },
+}
+TOOLS = [{"type": "function", "function": WEATHER}]
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+
+
+class Person(BaseModel):
+    name: str = Field(max_length=8)
+    age: int = Field(ge=0, le=99)
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def claude(served):
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as made:
+        yield made
+
+
+ASK = {"model": "nano", "messages": user("Hello, who are you?"), "temperature": 0, "max_tokens": 30}
+
+
+def test_openai_chat_whole_and_streamed(client):
+    whole = client.chat.completions.create(**ASK)
+    assert (
+        whole.choices[0].finish_reason == "stop"
+        and whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+    )
+    assert whole.timings["output_tokens"] == whole.usage.completion_tokens  # fields of ours ride along
+    with client.chat.completions.stream(**ASK) as stream:
+        final = stream.get_final_completion()
+    assert final.choices[0].message.content == whole.choices[0].message.content
+    assert final.choices[0].finish_reason == "stop"
+
+
+def test_openai_n_seed_stop_and_logprobs(client):
+    ask = {**ASK, "messages": user("Tell me a story."), "temperature": 1, "seed": 5, "n": 3, "max_tokens": 12}
+    ask |= {"logprobs": True, "top_logprobs": 2}
+    first, again = client.chat.completions.create(**ask), client.chat.completions.create(**ask)
+    texts = [choice.message.content for choice in first.choices]
+    assert texts == [choice.message.content for choice in again.choices] and len(set(texts)) > 1
+    entry = first.choices[0].logprobs.content[0]
+    assert len(entry.top_logprobs) == 2 and entry.logprob <= entry.top_logprobs[0].logprob <= 0
+    assert "".join(each.token for each in first.choices[0].logprobs.content) == texts[0]
+    stopped = client.chat.completions.create(**{**ASK, "stop": ["model"]})
+    assert "model" not in stopped.choices[0].message.content and stopped.choices[0].stop_reason == "model"
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_openai_tool_round_trip(client, streamed):
+    ask = {**ASK, "messages": user("What is the weather?"), "tools": TOOLS, "tool_choice": "required",
+           "parallel_tool_calls": False, "max_tokens": 200}  # fmt: skip
+    if streamed:
+        with client.chat.completions.stream(**ask) as stream:
+            message = stream.get_final_completion().choices[0]
+    else:
+        message = client.chat.completions.create(**ask).choices[0]
+    assert message.finish_reason == "tool_calls" and not message.message.content
+    (call,) = message.message.tool_calls
+    arguments = json.loads(call.function.arguments)
+    assert call.function.name == "get_weather" and arguments["unit"] in "CF" and 1 <= arguments["days"] <= 9
+    said = {"id": call.id, "type": "function", "function": call.function.model_dump(include={"name", "arguments"})}
+    back = [*ask["messages"], {"role": "assistant", "content": None, "tool_calls": [said]},
+            {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]  # fmt: skip
+    closed = client.chat.completions.create(**{**ask, "messages": back, "tool_choice": "auto", "max_tokens": 8})
+    assert closed.choices[0].finish_reason in ("stop", "length") and "DSML" not in (
+        closed.choices[0].message.content or ""
+    )
+
+
+def test_openai_json(client):
+    form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
+    found = client.chat.completions.create(**{**ASK, "response_format": form, "max_tokens": 60})
+    Person.model_validate_json(found.choices[0].message.content)
+    parsed = client.chat.completions.parse(**{**ASK, "max_tokens": 60}, response_format=Person)
+    assert isinstance(parsed.choices[0].message.parsed, Person)
+    thinking = client.chat.completions.create(
+        **{**ASK, "temperature": 1, "seed": 3}, response_format=form, reasoning_effort="low", logit_bias={}
+    )
+    said = thinking.choices[0].message
+    assert thinking.choices[0].finish_reason == "length" or Person.model_validate_json(said.content)
+
+
+def test_openai_reasoning_comes_apart(client):
+    found = client.chat.completions.create(**{**ASK, "reasoning_effort": "medium", "max_tokens": 20})
+    message = found.choices[0].message
+    assert message.reasoning_content == message.reasoning and message.reasoning
+    assert found.usage.completion_tokens_details.reasoning_tokens > 0
+    chunks = list(
+        client.chat.completions.create(**{**ASK, "reasoning_effort": "medium", "max_tokens": 20}, stream=True)
+    )
+    told = "".join(chunk.choices[0].delta.reasoning_content or "" for chunk in chunks if chunk.choices
+                   and hasattr(chunk.choices[0].delta, "reasoning_content"))  # fmt: skip
+    assert told == message.reasoning
+
+
+def test_openai_completions_and_models(client):
+    found = client.completions.create(
+        model="nano", prompt=["Once upon", "The fox"], max_tokens=5, temperature=0, logprobs=1, echo=True
+    )
+    assert [choice.index for choice in found.choices] == [0, 1] and found.choices[0].text.startswith("Once upon")
+    assert found.choices[0].logprobs.token_logprobs[0] is None and len(found.choices[0].logprobs.tokens) > 5
+    pieces = client.completions.create(model="nano", prompt="Once upon", max_tokens=5, temperature=0, stream=True)
+    assert "Once upon" + "".join(p.choices[0].text for p in pieces if p.choices) == found.choices[0].text
+    assert [model.id for model in client.models.list()] == ["nano"] and client.models.retrieve("nano").max_model_len > 0
+
+
+def test_openai_errors(client):
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(**{**ASK, "top_p": 3})
+    assert caught.value.param == "top_p" and caught.value.type == "invalid_request_error"
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.chat.completions.create(**{**ASK, "model": "gpt-9"})
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as long:
+        client.chat.completions.create(**{**ASK, "messages": user("word " * 9000)})
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.InternalServerError) as none:
+        client.embeddings.create(model="nano", input="a")
+    assert none.value.status_code == 501
+
+
+def test_openai_responses(client):
+    whole = client.responses.create(model="nano", input="Hello, who are you?", temperature=0, max_output_tokens=30)
+    assert whole.status == "completed" and whole.output_text and whole.usage.output_tokens > 0
+    with client.responses.stream(
+        model="nano", input="Hello, who are you?", temperature=0, max_output_tokens=30
+    ) as stream:
+        kinds = [event.type for event in stream]
+        final = stream.get_final_response()
+    assert (
+        final.output_text == whole.output_text and kinds[0] == "response.created" and kinds[-1] == "response.completed"
+    )
+    called = client.responses.create(model="nano", input="Weather?", tools=[{"type": "function", **WEATHER}],
+                                     tool_choice={"type": "function", "name": "get_weather"}, temperature=0)  # fmt: skip
+    (call,) = called.output
+    assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "unit", "days"}
+    after = client.responses.create(
+        model="nano", temperature=0, max_output_tokens=8, instructions="Be brief.",
+        input=[{"role": "user", "content": "Weather?"}, call.model_dump(),
+               {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}],
+    )  # fmt: skip
+    assert after.status in ("completed", "incomplete")
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.responses.create(model="nano", input="a", previous_response_id="resp_1")
+    assert caught.value.param == "previous_response_id"
+
+
+def test_anthropic_whole_and_streamed(claude):
+    ask = {"model": "nano", "max_tokens": 30, "extra_body": {"temperature": 0}, "messages": user("Hello, who are you?")}
+    whole = claude.messages.create(**ask)
+    assert whole.content[0].type == "text" and whole.stop_reason == "end_turn" and whole.usage.output_tokens > 0
+    with claude.messages.stream(**ask) as stream:
+        text, final = "".join(stream.text_stream), stream.get_final_message()
+    assert text == whole.content[0].text == final.content[0].text and final.stop_reason == "end_turn"
+    assert final.usage.output_tokens == whole.usage.output_tokens
+    counted = claude.messages.count_tokens(model="nano", messages=ask["messages"])
+    assert counted.input_tokens == whole.usage.input_tokens
+    stopped = claude.messages.create(**ask, stop_sequences=["model"])
+    assert stopped.stop_reason == "stop_sequence" and stopped.stop_sequence == "model"
+    assert claude.messages.create(**{**ask, "max_tokens": 2}).stop_reason == "max_tokens"
+
+
+def test_anthropic_thinking_comes_in_its_own_block(claude):
+    ask = {"model": "nano", "max_tokens": 30, "extra_body": {"temperature": 0}, "messages": user("Hello, who are you?"),
+           "thinking": {"type": "enabled", "budget_tokens": 1024}}  # fmt: skip
+    whole = claude.messages.create(**ask)
+    assert whole.content[0].type == "thinking" and whole.content[0].thinking
+    with claude.messages.stream(**ask) as stream:
+        final = stream.get_final_message()
+    assert final.content[0].thinking == whole.content[0].thinking
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_anthropic_tool_round_trip(claude, streamed):
+    tool = {"name": WEATHER["name"], "description": "w", "input_schema": WEATHER["parameters"]}
+    ask = {"model": "nano", "max_tokens": 200, "extra_body": {"temperature": 0}, "messages": user("Weather?"),
+           "tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}}  # fmt: skip
+    if streamed:
+        with claude.messages.stream(**ask) as stream:
+            answer = stream.get_final_message()
+    else:
+        answer = claude.messages.create(**ask)
+    (block,) = answer.content
+    assert (
+        answer.stop_reason == "tool_use" and block.type == "tool_use" and set(block.input) == {"city", "unit", "days"}
+    )
+    result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sunny"}]}
+    back = [*ask["messages"], {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
+    closed = claude.messages.create(**{**ask, "messages": back, "tool_choice": {"type": "auto"}, "max_tokens": 8})
+    assert closed.stop_reason in ("end_turn", "max_tokens")
+
+
+def test_anthropic_errors(claude):
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        claude.messages.create(
+            model="nano",
+            max_tokens=8,
+            messages=[
+                {
+                    "role": "user",
+                    "content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}],
+                }
+            ],
+        )
+    assert caught.value.body["type"] == "error" and caught.value.body["error"]["type"] == "invalid_request_error"
+    with pytest.raises(anthropic.NotFoundError):
+        claude.messages.create(model="claude-9", max_tokens=8, messages=user("a"))
+
+
+def test_langchain(served):
+    model = ChatOpenAI(
+        base_url=f"{served.url}/v1", api_key="none", model="nano", temperature=0, max_tokens=30, max_retries=0
+    )
+    question = [HumanMessage("Hello, who are you?")]
+    whole = model.invoke(question)
+    assert whole.content and whole.usage_metadata["output_tokens"] > 0
+    assert "".join(chunk.content for chunk in model.stream(question)) == whole.content
+    bound = model.bind_tools(TOOLS, tool_choice="required").bind(max_tokens=200, parallel_tool_calls=False)
+    (call,) = bound.invoke(question).tool_calls
+    assert call["name"] == "get_weather" and call["args"]["unit"] in "CF"
+    person = (
+        model.bind(max_tokens=80).bind().bound.with_structured_output(Person, method="json_schema").invoke(question)
+    )
+    assert isinstance(person, Person)
+
+
+def test_clients_retry_when_the_queue_is_full(tmp_path):
+    """One slot, no queue: the second caller is told to come back, does, and is served."""
+    with serving(tmp_path, "--max-requests", "1", "--max-queue", "0") as small:
+        url = f"{small.url}/v1"
+        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as eager, \
+             openai.OpenAI(base_url=url, api_key="none", max_retries=8) as patient:  # fmt: skip
+            long = {**ASK, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+            with eager.chat.completions.create(**long, stream=True) as held:
+                next(iter(held))
+                with pytest.raises(openai.RateLimitError) as caught:
+                    eager.chat.completions.create(**ASK)
+                assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "queue-full"
+                assert patient.chat.completions.create(**ASK).choices[0].message.content

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,6 +106,19 @@ class Chunk:
                 rows = rows.view(torch.int16 if rows.dtype == torch.bfloat16 else torch.uint8)
             rows = rows.numpy()
         return np.ascontiguousarray(rows).view(STORED[self.dtype])
+
+    def part(self, start: int, stop: int) -> Chunk:
+        """Rows start..stop, as a chunk of their own."""
+        rows = slice(start, stop)
+        return replace(
+            self,
+            rows=self.rows[rows],
+            positions=None if self.positions is None else self.positions[rows],
+            token_ids=None if self.token_ids is None else self.token_ids[rows],
+            phases=None if self.phases is None else self.phases[rows],
+            row_offset=self.row_offset + start,
+            scale=None if self.scale is None else self.scale.reshape(-1)[rows],
+        )
 
     def data(self) -> memoryview:
         """The bytes of the payload."""

@@ -17,7 +17,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from birkhoff.capture.chunk import PHASES, Chunk, plain_ints
@@ -343,16 +343,7 @@ def _small_enough(chunks: list[Chunk]) -> Iterator[Chunk]:
             yield chunk
             continue
         for first in range(0, chunk.num_rows, MAX_ENTRY_ROWS):
-            rows = slice(first, first + MAX_ENTRY_ROWS)
-            yield replace(
-                chunk,
-                rows=chunk.rows[rows],
-                positions=None if chunk.positions is None else chunk.positions[rows],
-                token_ids=None if chunk.token_ids is None else chunk.token_ids[rows],
-                phases=None if chunk.phases is None else chunk.phases[rows],
-                row_offset=chunk.row_offset + first,
-                scale=None if chunk.scale is None else chunk.scale.reshape(-1)[rows],
-            )
+            yield chunk.part(first, first + MAX_ENTRY_ROWS)
 
 
 def _labels(run: list[Chunk]) -> dict[str, Any]:

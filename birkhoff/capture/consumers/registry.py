@@ -14,6 +14,7 @@ from birkhoff.capture.consumers.log import LoggingConsumer
 from birkhoff.capture.consumers.memory import MemoryConsumer
 from birkhoff.capture.consumers.protocol import Consumer
 from birkhoff.capture.consumers.sae_stats import SaeStatsConsumer
+from birkhoff.capture.consumers.shm import ShmConsumer
 from birkhoff.capture.consumers.stream import StreamConsumer
 from birkhoff.capture.options import FileOptions
 from birkhoff.errors import OptionError, quoted
@@ -23,6 +24,7 @@ KINDS: dict[str, Callable[..., Consumer]] = {
     "logging": LoggingConsumer,
     "memory": MemoryConsumer,
     "sae_stats": SaeStatsConsumer,
+    "shm": ShmConsumer,
     "stream": StreamConsumer,
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 
 from birkhoff.capture.consumers.filesystem import FilesystemConsumer
@@ -19,6 +21,7 @@ def test_every_kind_can_be_built(tmp_path):
         "filesystem": f"filesystem:root={tmp_path},fsync=false,num_shards=3,default_layout=sharded,timeout_seconds=0.5",
         "logging": "logging:level=DEBUG", "memory": "memory:max_bytes=1024", "stream": "stream",
         "sae_stats": "sae_stats:hook=mlp_out,layer=3,top_k=2",
+        "shm": f"shm:name=birkhoff-test-{uuid.uuid4().hex},max_bytes=4096,overflow=drop",
     }  # fmt: skip
     assert set(texts) == set(KINDS)
     for kind, text in texts.items():

@@ -34,6 +34,7 @@ from birkhoff.server.metrics import Metrics
 from birkhoff.server.page import Page
 from birkhoff.server.problems import Problem, problem_of
 from birkhoff.server.responses import Responses, ResponsesBody
+from birkhoff.server.saes import FeaturesBody, GlobalBody, SaeRoutes
 from birkhoff.server.service import Service
 from birkhoff.server.settings import ServerSettings
 from birkhoff.server.steering import ModuleBody, SetBody, SteeringRoutes, UnregisterBody
@@ -67,6 +68,7 @@ def build_app(
     service, chats, completions, tokens = Service(desk, metrics), Chats(desk), Completions(desk), Tokens(desk)
     responses, messages = Responses(desk), Messages(desk)
     looking, captures, steering = Lookers(desk), CaptureRoutes(desk), SteeringRoutes(desk)
+    saes = SaeRoutes(desk, looking)
     page = Page()
     table.get("/", page.home, "The page", "text/html")
     table.get("/favicon.ico", page.icon, "Its picture", "image/svg+xml")
@@ -101,6 +103,12 @@ def build_app(
     table.get("/v1/interp/captures/{capture_id}/data", captures.data, "Its rows", "application/octet-stream")
     table.get("/v1/interp/captures/{capture_id}/slice", captures.slice, "Some of its rows as numbers")
     table.post("/v1/interp/contrast", Contrasts(desk).compare, ContrastBody, "Two sets of texts, and where they differ")
+    table.get("/v1/saes", saes.attached, "Dictionaries of features")
+    table.post("/v1/interp/features", saes.features, FeaturesBody, "Features that fire on a text")
+    table.get("/v1/interp/features/{sae}/{feature}", saes.feature, "What is known of one feature")
+    table.get("/v1/steering/sae", saes.status, "Features every answer has set")
+    table.post("/v1/steering/sae/set", saes.set, GlobalBody, "Set features in every answer")
+    table.post("/v1/steering/sae/clear", saes.clear, None, "Take them away")
     table.get("/v1/steering", steering.status, "The edits every answer gets")
     table.get("/v1/steering/layers", steering.layers, "Which hooks can be steered at each layer")
     table.post("/v1/steering/set", steering.set, SetBody, "Set the edits every answer gets")

@@ -70,7 +70,7 @@ class Lookers:
         body, _ = await self._desk.read(http, EstimateBody)
         if body.capture is None:
             raise bad("capture: say what would be captured, as in a request.", "capture")
-        found = self._desk.engine.estimate(body.capture, self._ids(body, 2**31), body.max_tokens)
+        found = self._desk.engine.estimate(body.capture, self.ids(body, 2**31), body.max_tokens)
         each = {consumer: estimate.to_json() for consumer, estimate in found.items()}
         lowest = [e["lowest_prompt_position"] for e in each.values() if e["lowest_prompt_position"] is not None]
         return json_response({
@@ -81,14 +81,14 @@ class Lookers:
 
     async def lens(self, http: HttpRequest) -> Response:
         body, _ = await self._desk.read(http, LensBody)
-        return json_response(await self._beside(http, lambda: self._lens(body)))
+        return json_response(await self.beside(http, lambda: self._lens(body)))
 
     async def attention(self, http: HttpRequest) -> Response:
         body, _ = await self._desk.read(http, AttentionBody)
-        return json_response(await self._beside(http, lambda: self._attention(body)))
+        return json_response(await self.beside(http, lambda: self._attention(body)))
 
     def _lens(self, body: LensBody) -> dict[str, Any]:
-        engine, ids = self._desk.engine, self._ids(body, self._desk.settings.lens_max_tokens)
+        engine, ids = self._desk.engine, self.ids(body, self._desk.settings.lens_max_tokens)
         lens = engine.lens(ids, steer=self._desk.looking(body)["steer"])
         wanted = list(lens.views) if body.views is None else body.views
         for view in wanted:
@@ -115,7 +115,7 @@ class Lookers:
         return depth % count
 
     def _attention(self, body: AttentionBody) -> dict[str, Any]:
-        engine, ids = self._desk.engine, self._ids(body, self._desk.settings.lens_max_tokens)
+        engine, ids = self._desk.engine, self.ids(body, self._desk.settings.lens_max_tokens)
         steer = self._desk.looking(body)["steer"]
         if body.masses:
             return {"masses": attention_masses(engine, ids, steer).tolist()}
@@ -124,7 +124,7 @@ class Lookers:
             "layers": attention_json(engine.attention(ids, body.position, steer)),
         }
 
-    def _ids(self, body: TextBody, most: int) -> list[int]:
+    def ids(self, body: TextBody, most: int) -> list[int]:
         engine = self._desk.engine
         given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
@@ -144,7 +144,7 @@ class Lookers:
         text = tokenizer.marker(token) or tokenizer.piece(token).decode("utf-8", "replace")
         return {"token_id": token, "text": text, "probability": probability}
 
-    async def _beside(self, http: HttpRequest, work: Callable[[], Found]) -> Found:
+    async def beside(self, http: HttpRequest, work: Callable[[], Found]) -> Found:
         """One pass at a time; a client that leaves while it waits is let go."""
         self._desk.engine  # noqa: B018  refused while loading
         if self._desk.hub.draining:

@@ -37,7 +37,7 @@ def edits_of(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
     """The edits that the steering fields of a body come to."""
     if not fields:
         return None
-    return [found.edit for found in parse_steering(fields, engine.modules)]
+    return engine.edits_from_json(fields)
 
 
 class ModuleBody(Wire):

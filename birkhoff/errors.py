@@ -20,6 +20,7 @@
     │   ├── SiteError            site-unknown      a hook or layer this model does not have
     │   ├── SelectorError        selector-invalid  layers or positions that cannot be chosen
     │   ├── SteeringError        steering-invalid  an edit or vector that cannot be applied
+    │   │   ├── SteeringSyntax   steering-syntax   a steering line, with a caret where it fails
     │   │   ├── VectorFileError  vector-file       a vector file that is missing, changed or does not say what it is for
     │   │   └── SaeError         sae-invalid       a dictionary of features, or an edit of them, that makes no sense
     │   │       └── SaeBusy      sae-busy          running requests still use the dictionary
@@ -136,6 +137,19 @@ class SteeringError(RequestError):
     def __init__(self, message: str, path: str = ""):
         super().__init__(f"{path}: {message}" if path else message)
         self.reason, self.path = message, path
+
+
+class SteeringSyntax(SteeringError):
+    """`place` is where the line stopped making sense; the message shows it with a caret."""
+
+    code = "steering-syntax"
+
+    def __init__(self, message: str, line: str, place: int):
+        shown = "".join(" " if c.isspace() else c if c.isprintable() else "?" for c in line)
+        start = max(0, place - 60)  # a long line is cut around the fault
+        view = shown[start : place + 60]
+        super().__init__(f"{message}, at character {place + 1}.\n  {view}\n  {' ' * (place - start)}^")
+        self.line, self.place = line, place
 
 
 class VectorFileError(SteeringError):

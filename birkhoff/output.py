@@ -14,7 +14,9 @@ from birkhoff.capture.job import CaptureJob, MemoryKeeper
 from birkhoff.capture.result import CaptureResult
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
 from birkhoff.errors import CaptureError, RequestError, SiteError
+from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.signals import Frame, SignalJob
+from birkhoff.sae.edits import ResolvedSae
 
 _UNASKED = SiteError("nothing was captured. Say what to keep: generate(..., capture=Capture({hook: layers})).")
 
@@ -97,7 +99,25 @@ def interp_of(request: Request) -> dict[str, Any]:
         missing = {job.resolved.consumer: job.missing for job in captures if job.missing}
         found |= {"positions_that_never_came": missing} if missing else {}
     if request.plan is not None and request.plan.edits:
-        found |= {"rows_steered": len(request.plan.steered), "steered_positions": sorted(request.plan.steered)}
+        found |= _steering(request.plan)
+    return found
+
+
+def _steering(plan: Plan) -> dict[str, Any]:
+    """What was done to which tokens: both hashes, who saw edits of the streams, and what became of errors of
+    dictionaries."""
+    hashes = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
+    found: dict[str, Any] = {
+        "steering_hash": {phase: None if digest is None else digest.hex() for phase, digest in hashes.items()},
+        "rows_steered": len(plan.steered),
+        "steered_positions": sorted(plan.steered),
+    }
+    streams = {site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if "streams" in hook}
+    if streams:
+        found["paths"] = sorted(streams)
+    features = [edit.describe() for edit in plan.edits if isinstance(edit, ResolvedSae)]
+    if features:
+        found["features"] = features
     return found
 
 

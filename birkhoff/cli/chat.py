@@ -18,6 +18,7 @@ import typer
 from birkhoff.cli.answer import as_json, open_engine
 from birkhoff.cli.generate import decoded
 from birkhoff.cli.options import divide, takes
+from birkhoff.cli.steer import Steer, read_line, with_vectors
 from birkhoff.cli.talk import complain, say
 from birkhoff.cli.typed import asked_to_stop, typed
 from birkhoff.errors import BirkhoffError, OptionError
@@ -33,6 +34,7 @@ def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Reason before answering.")] = False,
     effort: Annotated[str | None, typer.Option(help="high or max (with --thinking).", show_default=False)] = None,
+    steer: Steer = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
     **options: Any,
 ) -> None:
@@ -40,11 +42,13 @@ def chat(
     if effort and not thinking:
         raise OptionError("--effort is for reasoning. Add --thinking.")
     loading, sampling = divide(options)
+    line = read_line(steer)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with open_engine(loading) as engine:
         from birkhoff.cli.conversation import Conversation
 
-        talk = Conversation(engine, sampling, system=system, thinking=thinking, effort=effort)
+        edits = with_vectors(line, engine) or None
+        talk = Conversation(engine, sampling, system=system, thinking=thinking, effort=effort, steer=edits)
         if interactive:
             say("type a message, /help for what else there is, Ctrl-D to leave")
         failed = False

@@ -45,8 +45,9 @@ class Conversation:
         system: str | None = None,
         thinking: bool = False,
         effort: str | None = None,
+        steer: list[Any] | None = None,
     ):
-        self.engine, self.sampling, self.system = engine, sampling, system
+        self.engine, self.sampling, self.system, self.steer = engine, sampling, system, steer
         self.thinking, self.effort = thinking, effort
         self.messages: list[dict[str, str]] = []
         self.last_ids: list[int] = []
@@ -56,7 +57,8 @@ class Conversation:
         """Send a message and show the answer while it comes, until it ends or `stop` is set."""
         asked = [*self.messages, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        answer = ChatAnswer(self.engine, [*system, *asked], self.sampling, thinking=self.thinking, effort=self.effort)
+        how: dict[str, Any] = {"thinking": self.thinking, "effort": self.effort, "steer": self.steer}
+        answer = ChatAnswer(self.engine, [*system, *asked], self.sampling, **how)
         try:
             for events in answer:
                 if not silent:

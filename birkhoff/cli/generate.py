@@ -16,6 +16,7 @@ import typer
 
 from birkhoff.cli.answer import ChatAnswer, as_json, how_it_went, open_engine
 from birkhoff.cli.options import divide, takes
+from birkhoff.cli.steer import Steer, read_line, with_vectors
 from birkhoff.cli.talk import bar, say, visible
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError, PromptError
@@ -33,6 +34,7 @@ def generate(
     system: Annotated[str | None, typer.Option(help="System message (with --chat).", show_default=False)] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Reason before answering (with --chat).")] = False,
     effort: Annotated[str | None, typer.Option(help="high or max (with --thinking).", show_default=False)] = None,
+    steer: Steer = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
     **options: Any,
 ) -> None:
@@ -40,6 +42,7 @@ def generate(
     if not chat and (thinking or effort or system):
         raise OptionError("--system, --thinking and --effort are parts of the chat format. Add --chat.")
     loading, sampling = divide(options)
+    line = read_line(steer)
     text = read_prompt(prompt)
     if sampling.get("temperature") != 0:
         sampling.setdefault("seed", secrets.randbits(32))  # said below, so that any answer can be had again
@@ -47,16 +50,18 @@ def generate(
     with open_engine(loading, min(choices, MOST_AT_ONCE)) as engine:
         if "seed" in sampling:
             say(f"seed {sampling['seed']}")
+        edits = with_vectors(line, engine) or None
         messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
         if choices > 1:
-            how = {"thinking": thinking, "effort": effort, **sampling}
-            outputs = engine.chat(messages, **how) if chat else engine.generate(text, **sampling)
+            how = {"thinking": thinking, "effort": effort, "steer": edits, **sampling}
+            outputs = engine.chat(messages, **how) if chat else engine.generate(text, steer=edits, **sampling)
             for output in outputs:
                 _show(output, json)
         elif chat:
-            _follow(ChatAnswer(engine, messages, sampling, thinking=thinking, effort=effort), sampling, json)
+            answer = ChatAnswer(engine, messages, sampling, thinking=thinking, effort=effort, steer=edits)
+            _follow(answer, sampling, json)
         else:
-            _follow(engine.stream(text, **sampling), sampling, json)
+            _follow(engine.stream(text, steer=edits, **sampling), sampling, json)
 
 
 def read_prompt(prompt: str) -> str:

@@ -1,0 +1,73 @@
+"""The template inside GGUF files against the encoder it stands for."""
+
+from __future__ import annotations
+
+import json
+
+import jinja2
+import pytest
+
+from birkhoff.convert.chat_template import chat_template
+from birkhoff.text.chat import render
+from birkhoff.text.literals import own_literals
+from birkhoff.text.segments import Marker
+
+USER = {"role": "user", "content": "Tell me 'a story' of \"quotes\" & <tags>."}
+ANSWER = {"role": "assistant", "content": "Once.", "reasoning_content": "hm"}
+CALL = {"role": "assistant", "content": "", "reasoning_content": "look", "tool_calls": [
+    {"id": "1", "type": "function",
+     "function": {"name": "find", "arguments": {"q": "größe \"x\"", "n": 3, "deep": [1, None]}}},
+    {"id": "2", "type": "function", "function": {"name": "find", "arguments": {"q": "b"}}},
+]}  # fmt: skip
+RESULTS = [
+    {"role": "tool", "content": "one", "tool_call_id": "1"},
+    {"role": "tool", "content": "two", "tool_call_id": "2"},
+]
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {}}}}}]
+SYSTEM = {"role": "system", "content": "Be kind."}
+CONVERSATIONS = {
+    "one": [USER], "system": [SYSTEM, USER], "two turns": [USER, ANSWER, {"role": "user", "content": "More"}],
+    "answered": [USER, ANSWER], "merged": [USER, {"role": "user", "content": "and"}],
+    "developer": [{"role": "developer", "content": "rules"}, USER, ANSWER, USER],
+    "reminder": [SYSTEM, USER, {"role": "latest_reminder", "content": "today"}],
+    "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
+}  # fmt: skip
+
+
+def by_template(messages, **variables) -> str:
+    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
+    environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
+    return environment.from_string(chat_template(own_literals())).render(messages=messages, **variables)
+
+
+def by_encoder(messages, **options) -> str:
+    ready = json.loads(json.dumps(messages))
+    for message in ready:
+        for call in message.get("tool_calls", []):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    segments = render(ready, own_literals(), **options)
+    return "".join(part.string if isinstance(part, Marker) else part.text for part in segments)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_conversations_render_alike(name, thinking):
+    messages = CONVERSATIONS[name]
+    assert by_template(messages, thinking=thinking) == by_encoder(messages, thinking=thinking)
+
+
+@pytest.mark.parametrize("thinking", [False, True])
+@pytest.mark.parametrize("head", [[], [SYSTEM]])
+def test_tools_and_calls_render_alike(head, thinking):
+    messages = [*head, USER, CALL, *RESULTS, ANSWER, {"role": "user", "content": "More"}]
+    assert by_template(messages, tools=TOOLS, enable_thinking=thinking) == by_encoder(
+        messages, tools=TOOLS, thinking=thinking
+    )
+    assert by_template(messages[:-2], tools=TOOLS) == by_encoder(messages[:-2], tools=TOOLS)
+
+
+def test_effort_and_no_generation_prompt():
+    assert by_template([USER], thinking=True, reasoning_effort="max") == by_encoder([USER], thinking=True, effort="max")
+    assert by_template([USER], add_generation_prompt=False) == by_encoder([USER]).removesuffix(
+        "<｜Assistant｜></think>"
+    )

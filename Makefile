@@ -8,13 +8,14 @@ RUNS := $(VENV)/.runs
 TESTS := $(VENV)/.tests
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-all check bench clean
+.PHONY: help demo serve test test-all test-page check bench clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make demo      a tour of the model's inside, in the terminal"
 	@echo "make test      the whole test suite"
 	@echo "make test-all  the same at full size"
+	@echo "make test-page the web page in a real Chromium"
 	@echo "make check     style and types"
 	@echo "make bench     measure speed on this machine, beside transformers"
 	@echo "make serve     the HTTP server on the embedded model"
@@ -46,6 +47,10 @@ test: $(TESTS)
 
 test-all: $(TESTS)
 	BIRKHOFF_FULL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
+
+# `make test` drives the page where a Chromium is installed and says so where not; this one insists.
+test-page: $(TESTS)
+	BIRKHOFF_PAGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/page
 
 check: $(TESTS)
 	$(BIN)/ruff check birkhoff tests training examples

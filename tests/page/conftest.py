@@ -34,10 +34,10 @@ class Server:
         self.url, self._folder, self._flags, self.process = f"http://127.0.0.1:{self.port}/", folder, flags, None
 
     def start(self) -> Server:
-        command = [sys.executable, "-m", "birkhoff.cli.main", "serve", "--port", str(self.port)]
+        command = [sys.executable, "-m", "birkhoff", "serve", "--port", str(self.port)]
         command += ["--capture-root", str(self._folder / "captures"), *self._flags]
-        log = open(self._folder / f"server-{self.port}.log", "ab")  # noqa: SIM115
-        self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+        with open(self._folder / f"server-{self.port}.log", "ab") as log:
+            self.process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
             try:

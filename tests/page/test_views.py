@@ -114,3 +114,50 @@ def test_an_error_is_shown_in_words(open_tab):
     tab.page.keyboard.press("Tab")
     tab.ask("Hello again.")
     assert not tab.faults
+
+
+def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
+    """A vector made on the page changes the text; the slider changes it again, one pair in flight, the last one wins."""
+    tab = open_tab()
+    tab.page.fill("input[type=number][max='4096']", "20")
+    tab.page.keyboard.press("Tab")
+    tab.page.click("#tab-contrast")
+    tab.page.click("#contrast-run")
+    tab.page.wait_for_selector('[data-panel="contrast"] td', timeout=30000)
+    name = f"test-{server.port}"
+    tab.page.fill('[data-panel="contrast"] input[type=text]', name)
+    tab.page.click("#save-vector")
+    tab.page.wait_for_selector(f"#toast:has-text('Saved as {name}')")
+    tab.page.click("#tab-steer")
+    tab.page.wait_for_selector(f"#add-edit option:has-text('{name}')", state="attached")
+    tab.page.select_option("#add-edit", f'["vector","{name}"]')
+    slider = tab.page.locator(f"input[type=range][aria-label='strength of {name}']")
+    asked = []
+    tab.page.on("request", lambda r: asked.append(r) if "/v1/chat/completions" in r.url else None)
+    slider.evaluate("node => { node.value = 8; node.dispatchEvent(new Event('input')); }")
+    tab.page.click("#steer-run")
+    tab.page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0 && document.querySelectorAll('[data-strip=steered] .tok').length > 5", timeout=60000)
+    plain, pushed = tab.page.inner_text('[data-strip="plain"]'), tab.page.inner_text('[data-strip="steered"]')
+    assert plain != pushed
+    assert tab.page.locator(".tok.differs").count() > 0
+    assert "norm growth" in tab.page.inner_text(".health")
+    asked.clear()
+    slider.focus()
+    for _ in range(12):  # drags: every step asks for a new pair, and ends the one before
+        tab.page.keyboard.press("ArrowLeft")
+        tab.page.wait_for_timeout(60)
+    tab.page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0", timeout=60000)
+    tab.page.wait_for_timeout(400)
+    tab.page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0", timeout=60000)
+    last = float(slider.input_value())
+    assert asked and abs(asked[-1].post_data_json["interventions"][0]["scale"] - last) < 1e-9
+    assert len(asked) <= 6, "pairs were asked for while the slider still moved"
+    assert not tab.faults
+
+
+def test_an_empty_bench_says_what_is_missing(open_tab):
+    tab = open_tab()
+    tab.page.click("#tab-steer")
+    tab.page.click("#steer-run")
+    assert "nothing to push with" in tab.page.inner_text("#page-steer .fault")
+    assert not tab.faults

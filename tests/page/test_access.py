@@ -1,0 +1,60 @@
+"""Everyone can use it: an accessibility scan of every view in both themes, and the bench by keyboard alone."""
+
+import pytest
+
+SERIOUS = {"serious", "critical"}
+
+
+def scan(tab, where):
+    from axe_playwright_python.sync_playwright import Axe
+
+    found = [v for v in Axe().run(tab.page).response["violations"] if v["impact"] in SERIOUS]
+    told = [(v["id"], v["nodes"][0]["html"][:160], v["nodes"][0].get("failureSummary", "")[:200]) for v in found]
+    assert not told, f"{where}: {told}"
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_no_serious_finding_in_any_view(open_tab, theme):
+    tab = open_tab(theme=theme)
+    tab.page.fill("input[type=number][max='4096']", "12")
+    tab.page.keyboard.press("Tab")
+    tab.ask("Tell me a story.")
+    tab.page.locator('[data-strip="answer"] .tok').nth(3).click()
+    tab.page.wait_for_selector('[data-panel="lens"] table')
+    tab.page.keyboard.press("Escape")
+    for look in ("inside", "features", "contrast", "requests", "captures"):
+        tab.page.click(f"#tab-{look}")
+        tab.page.wait_for_timeout(200)
+        scan(tab, f"{theme} {look}")
+    tab.page.click("#tab-steer")
+    scan(tab, f"{theme} steer")
+
+
+def test_the_bench_can_be_walked_by_keyboard(open_tab, server):
+    rows = {"mhc_streams_pre_attn": {"3": [0.5] * (4 * 384)}}
+    server.post("v1/steering/modules/register", {"name": "keys", "replace": True, "vectors": rows})
+    tab = open_tab()
+    tab.page.wait_for_selector("#model:has-text('layers')")
+    tab.page.focus("#tab-chat")
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.page.evaluate("document.activeElement.id") == "tab-steer"
+    reached = []
+    for _ in range(40):
+        tab.page.keyboard.press("Tab")
+        here = tab.page.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label') || ''")
+        reached.append(here)
+        if here == "add-edit":
+            tab.page.keyboard.type("keys")
+            tab.page.wait_for_timeout(100)
+        if here == "steer-run":
+            break
+    assert "add-edit" in reached and reached[-1] == "steer-run", reached
+    assert tab.page.locator("input[aria-label='strength of keys']").count() == 1
+    for _ in range(10):
+        tab.page.keyboard.press("Tab")
+        if tab.page.evaluate("document.activeElement.type") == "range":
+            break
+    before = tab.page.evaluate("document.activeElement.value")
+    tab.page.keyboard.press("ArrowRight")
+    assert tab.page.evaluate("document.activeElement.value") != before
+    assert not tab.faults

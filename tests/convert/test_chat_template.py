@@ -10,7 +10,6 @@ import pytest
 from birkhoff.convert.chat_template import chat_template
 from birkhoff.text.chat import render
 from birkhoff.text.literals import own_literals
-from birkhoff.text.segments import Marker
 
 USER = {"role": "user", "content": "Tell me 'a story' of \"quotes\" & <tags>."}
 ANSWER = {"role": "assistant", "content": "Once.", "reasoning_content": "hm"}
@@ -46,7 +45,7 @@ def by_encoder(messages, **options) -> str:
         for call in message.get("tool_calls", []):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
     segments = render(ready, own_literals(), **options)
-    return "".join(part.string if isinstance(part, Marker) else part.text for part in segments)
+    return "".join(part.string for part in segments)
 
 
 @pytest.mark.parametrize("thinking", [False, True])

@@ -148,13 +148,14 @@ class VectorEdit:
         if prompt is None:
             return ResolvedEdit(sites, None, edit.phase)
         selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
-        return ResolvedEdit(sites, selector, edit.phase, edit._places(prompt, max_tokens))
+        length = prompt if isinstance(prompt, int) else len(prompt)
+        return ResolvedEdit(sites, selector, edit.phase, edit._places(length + max_tokens), length)
 
-    def _places(self, prompt: Sequence[int] | int, max_tokens: int) -> frozenset[int] | None:
+    def _places(self, text_len: int) -> frozenset[int] | None:
         """The only positions this edit has something for; None when it is the same at all of them."""
         if not isinstance(self.vector, PositionRows):
             return None
-        end = (prompt if isinstance(prompt, int) else len(prompt)) + max_tokens - 1
+        end = text_len - 1
         late = [position for position in self.vector.positions if position >= end]
         if late:
             raise SteeringError(
@@ -313,9 +314,12 @@ class ResolvedEdit:
     selector: PositionSelector | None
     phase: str
     places: frozenset[int] | None = None
+    prompt_len: int = 0
 
     def digest_parts(self, phase: Phase) -> Sequence[Part]:
         if self.phase not in ("both", phase):
+            return ()
+        if self.places is not None and not any((p < self.prompt_len) == (phase == "prefill") for p in self.places):
             return ()
         positions = b"" if self.selector is None else self.selector.signature(phase)
         return () if positions is None else [site_part(key, edit, positions) for key, edit in self.sites.items()]

@@ -119,7 +119,7 @@ class SteeringRoutes:
         if body.name in engine.modules and not body.replace:
             raise Problem(409, "a module of this name is registered. Say replace, or choose another.",
                           code="module-taken", param="name", headers={"x-should-retry": "false"})  # fmt: skip
-        engine.modules[body.name] = module_of(body)
+        engine.modules[body.name] = module_of(body, engine.config.num_hidden_layers)
         return json_response(described(body.name, engine.modules[body.name]))
 
     async def unregister(self, http: HttpRequest) -> Response:
@@ -148,7 +148,7 @@ def check_steering_key(http: HttpRequest, settings: ServerSettings) -> None:
                       "--steering-api-key.", code="steering-key")  # fmt: skip
 
 
-def module_of(body: ModuleBody) -> Any:
+def module_of(body: ModuleBody, num_layers: int) -> Any:
     """A vector that says where it belongs, a bare row of numbers, or packed rows by hook and layer."""
     if (body.vector is None) == (body.vectors is None):
         raise bad("give either vector or vectors.", "vector")
@@ -159,7 +159,9 @@ def module_of(body: ModuleBody) -> Any:
         edit = edits[0]
         if isinstance(edit.vector, SteeringVector):
             return edit.vector
-        return SteeringVector(dict.fromkeys(edit.layers, edit.vector), "add", edit.hook, scale=edit.scale)
+        return SteeringVector(
+            dict.fromkeys(edit.layers.expand(num_layers), edit.vector), "add", edit.hook, scale=edit.scale
+        )
     assert body.vector is not None
     if isinstance(body.vector, list):
         return Vector(body.vector, body.name)

@@ -23,8 +23,9 @@ export function signed(at) {
 }
 
 export const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
-/** Ink that can be read on this colour. */
-export const inkOn = ([r, g, b]) => (0.299 * r + 0.587 * g + 0.114 * b > 140 ? "#16202a" : "#f4f6f4");
+const light = (c) => { const x = c / 255; return x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4; };
+/** Ink that can be read on this colour: whichever of black and white stands out more, never less than 4.5 to 1. */
+export const inkOn = ([r, g, b]) => (0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b) > 0.179 ? "#000000" : "#ffffff");
 export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 export const streamInk = (stream) => ink(`s${stream % 4}`);
 

@@ -46,8 +46,9 @@ const banner = document.getElementById("banner"), model = document.getElementByI
 function say(...children) { banner.hidden = !children.length; fill(banner, ...children); }
 
 function askForKey() {
+  const again = keys.get() ? "That key was not accepted. " : "This server wants a key. ";
   const key = h("input", { type: "password", "aria-label": "key", autocomplete: "off" }), steering = h("input", { type: "password", "aria-label": "steering key", autocomplete: "off" });
-  say(h("strong", {}, "This server wants a key. "), h("label", {}, "key", key), h("label", {}, "steering key (to change it)", steering), h("button", { type: "button", class: "main", onclick: () => { keys.set(key.value, steering.value); connect(); } }, "Use it"));
+  say(h("strong", {}, again), h("label", {}, "key", key), h("label", {}, "steering key (to change it)", steering), h("button", { type: "button", class: "main", onclick: () => { keys.set(key.value, steering.value); connect(); } }, "Use it"));
   key.focus();
 }
 

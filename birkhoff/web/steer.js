@@ -14,7 +14,7 @@ const LEAST = 180;  // milliseconds a slider must rest before the pair is asked 
 export function steerPage(store) {
   const list = h("div", { class: "stack" }), result = h("div", { class: "stack" }), health = h("div", { class: "health", role: "status" }), sweepBody = h("div", { class: "stack" });
   const prompt = h("textarea", { rows: 2, id: "steer-prompt", "aria-label": "What the model is asked", onchange: () => store.set({ benchPrompt: prompt.value }) });
-  const add = h("select", { id: "add-edit", "aria-label": "add a vector or feature" });
+  const add = h("select", { id: "add-edit", "aria-label": "vector to add" });
   const run = h("button", { type: "button", class: "main", id: "steer-run", onclick: () => pair() }, "Run both");
   const line = h("p", { class: "mono note", "data-grammar": "" });
   const left = strip([], { name: "plain" }), right = strip([], { name: "steered" });
@@ -64,20 +64,19 @@ export function steerPage(store) {
   const node = h("div", { class: "stack" },
     panel("Steer bench", "Push vectors or features into the streams and read both answers, from the same seed and the same batch. Wavy underlines mark where they part.",
       { name: "bench", tools: takeAlong(() => ({ edits: store.state.edits, steered: store.state.run.tokens, plain: store.state.run.twin?.tokens }), () => chatPython({ ...store.state, conversation: messages() })) },
-      h("div", { class: "stack" }, h("label", {}, "asked", prompt), h("div", { class: "row" }, h("label", {}, "add", add), run, h("label", { class: "inline" }, h("input", { type: "checkbox", id: "live", onchange: (e) => store.set({ live: e.target.checked }) }), "run as sliders move")), list, line, result, health)),
+      h("div", { class: "stack" }, h("label", {}, "asked", prompt), h("div", { class: "row" }, h("label", {}, "vector", add), h("button", { type: "button", id: "add-button", onclick: () => put() }, "Add"), run, h("label", { class: "inline" }, h("input", { type: "checkbox", id: "live", onchange: (e) => store.set({ live: e.target.checked }) }), "run as sliders move")), list, line, result, health)),
     panel("Strength sweep", "The first edit at nine strengths: how surprised the unsteered model is by the text, and how much it repeats itself. The knee is the strongest push before either breaks away.",
       { name: "sweep", tools: takeAlong(() => store.state.sweep ?? {}, () => chatPython({ ...store.state, conversation: messages() })) }, h("div", { class: "stack" }, h("div", { class: "row" }, h("button", { type: "button", id: "sweep-run", onclick: () => sweep(store, messages()) }, "Sweep")), sweepBody)));
 
-  add.addEventListener("change", () => {
-    const [kind, name, feature] = JSON.parse(add.value);
-    if (kind === "vector") {
+  function put() {
+    const name = add.value;
+    if (name) {
       const known = store.state.vectors.find((v) => v.name === name), strength = known?.strength ?? 2;
       store.set({ edits: [...store.state.edits, newEdit({ name, strength, most: Math.max(4, Math.abs(strength) * 4), streams: "own" })] });
-    } else if (kind === "feature") store.set({ edits: [...store.state.edits, newEdit({ kind, name: `${name}/${feature}`, module: name, feature, streams: "own" })] });
-    add.value = JSON.stringify(["", ""]);
+    } else add.focus();
     soon();
-  });
-  store.on(["vectors"], ({ vectors }) => fill(add, h("option", { value: JSON.stringify(["", ""]) }, vectors.length ? "choose…" : "no vectors yet: make one under Contrast"), vectors.map((v) => h("option", { value: JSON.stringify(["vector", v.name]) }, v.title ?? v.name))));
+  }
+  store.on(["vectors"], ({ vectors }) => fill(add, vectors.length ? vectors.map((v) => h("option", { value: v.name }, v.title ?? v.name)) : h("option", { value: "" }, "none yet: make one under Contrast")));
   store.on(["benchPrompt"], ({ benchPrompt }) => { prompt.value = benchPrompt; });
   store.on(["live"], ({ live }) => { node.querySelector("#live").checked = Boolean(live); });
   store.on(["edits", "props"], (state) => {

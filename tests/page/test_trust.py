@@ -93,7 +93,7 @@ def test_a_wanted_key_is_asked_for_and_a_restart_is_survived(chromium, locked):
         tab.page.wait_for_selector("#banner:has-text('wants a key')")
         tab.page.fill("#banner input >> nth=0", "wrong")
         tab.page.click("#banner button")
-        tab.page.wait_for_selector("#banner:has-text('wants a key')")
+        tab.page.wait_for_selector("#banner:has-text('was not accepted')")
         tab.page.fill("#banner input >> nth=0", "open-sesame")
         tab.page.click("#banner button")
         tab.page.wait_for_selector("#model:has-text('layers')")

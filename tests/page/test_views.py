@@ -130,7 +130,8 @@ def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
     tab.page.wait_for_selector(f"#toast:has-text('Saved as {name}')")
     tab.page.click("#tab-steer")
     tab.page.wait_for_selector(f"#add-edit option:has-text('{name}')", state="attached")
-    tab.page.select_option("#add-edit", f'["vector","{name}"]')
+    tab.page.select_option("#add-edit", name)
+    tab.page.click("#add-button")
     slider = tab.page.locator(f"input[type=range][aria-label='strength of {name}']")
     asked = []
     tab.page.on("request", lambda r: asked.append(r) if "/v1/chat/completions" in r.url else None)

@@ -100,7 +100,19 @@ def interp_of(request: Request) -> dict[str, Any]:
         found |= {"positions_that_never_came": missing} if missing else {}
     if request.plan is not None and request.plan.edits:
         found |= _steering(request.plan)
+    if request.cached_tokens or request.drafted:
+        found["reuse"] = _reuse(request)
     return found
+
+
+def _reuse(request: Request) -> dict[str, int]:
+    """What was not computed for this request alone, and what was guessed for it."""
+    return {
+        "cached_tokens": request.cached_tokens or 0,
+        "pages_shared": request.shared_pages,
+        "drafted": request.drafted,
+        "accepted": request.accepted,
+    }
 
 
 def _steering(plan: Plan) -> dict[str, Any]:
@@ -145,6 +157,7 @@ def timings_of(request: Request) -> dict[str, float | int | None]:
         "output_tokens": len(request.output_ids),
         "tokens_per_second": later / decode_ms * 1e3 if decode_ms and later > 0 else None,
         "preemptions": t.preemptions,
+        **_reuse(request),
     }
 
 

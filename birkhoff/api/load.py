@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from birkhoff.api.engine import Engine, dtype_name
-from birkhoff.engine.engine import EngineCore, plan_cache
+from birkhoff.api.reuse import check_prefix_cache, drafts_of, plan_memory
+from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import (
     CheckpointError,
@@ -43,14 +44,16 @@ def load(
     cache_bytes: int | None = None,
     batch_invariant: bool = False,
     prefix_cache: str | bool = "auto",
-    speculative: str | bool = "auto",
+    speculative: str | bool | int = "auto",
     capture_root: str | Path | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
     """Open a checkpoint and make it ready to answer. See the package's documentation for every option.
 
     `progress` is called with (bytes read, bytes in all) while weights are loaded."""
-    _refuse_unbuilt(experts, prefix_cache, speculative)
+    _refuse_unbuilt(experts)
+    check_prefix_cache(prefix_cache)
+    drafts_of(speculative, has_mtp=True, batch_invariant=False)  # a wrong value is refused before anything is read
     _one_of("numerics", numerics, ("plain", "released"))
     _one_of("dtype", dtype, ("auto", *_DTYPES))
     for name, value in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
@@ -71,6 +74,7 @@ def load(
     if max_context is not None and max_context > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise OptionError(f"max_context is {max_context}, the model's limit is {limit}. Ask for that or less.")
+    drafts = drafts_of(speculative, checkpoint.has_mtp, batch_invariant)
     where = _device(device)
     compute = torch.float32 if dtype == "auto" and where.type == "cpu" else _DTYPES.get(dtype, torch.bfloat16)
     how = Numerics(compute, numerics == "released", select(_kernels(kernels, where)))
@@ -85,22 +89,27 @@ def load(
             print(f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time", file=sys.stderr)
     if cache_bytes is None:
         cache_bytes = _free_bytes(where) // 4
-    pages, context = plan_cache(config, compute.itemsize, cache_bytes, max_requests, max_context)
+    memory = plan_memory(config, compute.itemsize, cache_bytes, max_requests, max_context, prefix_cache, drafts.depth)
     tokenizer = _tokenizer(checkpoint)
     core = EngineCore(
         network,
         max_requests=max_requests,
-        max_context=context,
-        num_pages=pages,
+        max_context=memory.context,
+        num_pages=memory.pages,
         max_batch_tokens=max_batch_tokens,
         batch_invariant=batch_invariant,
+        prefix_bytes=memory.prefix_bytes,
+        draft_depth=drafts.depth,
+        draft_always=drafts.always,
         device=where,
     )
     for notice in checkpoint.notices:
         print(f"birkhoff: {notice}", file=sys.stderr)
     print(
         f"birkhoff: {model} on {where}, {dtype_name(compute)}, {numerics} numerics, {how.kernels.name} kernels; "
-        f"{max_requests} requests of up to {context} tokens, cache_bytes {cache_bytes}",
+        f"{max_requests} requests of up to {memory.context} tokens, cache_bytes {cache_bytes}; prefix cache "
+        + (f"of {memory.pages} pages" if memory.prefix_bytes else "off")
+        + f", {drafts}",
         file=sys.stderr,
     )
     return Engine(core, tokenizer, load_literals(path), str(model), capture_root)
@@ -165,12 +174,9 @@ def _free_bytes(where: torch.device) -> int:
         return 4 * 2**30
 
 
-def _refuse_unbuilt(experts: object, prefix_cache: object, speculative: object) -> None:
+def _refuse_unbuilt(experts: object) -> None:
     if experts not in ("auto", "device"):
         raise OptionError(f"experts={experts!r} is not built yet: all experts live on the device. Use 'auto'.")
-    for name, value in (("prefix_cache", prefix_cache), ("speculative", speculative)):
-        if value not in ("auto", False):
-            raise OptionError(f"{name}={value!r} is not built yet. Use 'auto' or False.")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -118,3 +118,11 @@ def snapshot_bytes(config: V4Config, item_bytes: int, mtp: bool = False) -> int:
         if ratio == 4:
             total += 4 * 2 * 2 * (config.head_dim + config.index_head_dim) * 4
     return total
+
+
+def plan_prefix(config: V4Config, item_bytes: int, left: int, pages: int, mtp: bool = False) -> tuple[int, int]:
+    """More pages than requests can use at once, and bytes of snapshots, from what is `left`: one snapshot for every
+    page, and no more than three times as many pages again as are at work."""
+    each, snapshot = page_bytes(config, item_bytes), snapshot_bytes(config, item_bytes, mtp)
+    extra = max(0, min(3 * pages, (left - pages * snapshot) // (each + snapshot)))
+    return extra, min(left - extra * each, (pages + extra) * snapshot)

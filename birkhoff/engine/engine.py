@@ -1,8 +1,9 @@
 """The engine: requests in, tokens out, a step at a time.
 
-A step is schedule, run, commit. There is no thread of our own: whoever waits for a token drives the engine, for
-everybody, under one lock; a caller that stops waiting stops costing. A step that fails ends the requests that were in
-it, with the error as their reason, and the engine goes on; a step that is interrupted is done again.
+A step is schedule, run, commit, and with speculation guess. There is no thread of our own: whoever waits for a token
+drives the engine, for everybody, under one lock; a caller that stops waiting stops costing. A step that fails ends the
+requests that were in it, with the error as their reason, and the engine goes on; a step that is interrupted is done
+again.
 
 A stream that is thrown away is cancelled by its finalizer, which the garbage collector may run in the middle of a step,
 in the very thread that holds the lock or in one that it waits for. So a finalizer takes no lock: `abandon` leaves a
@@ -12,6 +13,7 @@ note, and notes are read before and after every step.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,11 +21,13 @@ from contextlib import contextmanager
 import torch
 
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
+from birkhoff.engine.pace import Pace
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
-from birkhoff.engine.runner import Runner
+from birkhoff.engine.runner import Ran, Runner
 from birkhoff.engine.sampler import Sampler
 from birkhoff.engine.scheduler import Scheduler, Work
+from birkhoff.engine.speculation import Speculator
 from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
@@ -40,17 +44,25 @@ class EngineCore:
         max_batch_tokens: int = 2048,
         batch_invariant: bool = False,
         prefix_bytes: int = 0,
+        draft_depth: int = 0,
+        draft_always: bool = False,
         device: torch.device | str = "cpu",
     ):
-        """`prefix_bytes` is what the prefix cache may use beside pages; without any there is none."""
+        """`prefix_bytes` is what the prefix cache may use beside pages; without any there is none. `draft_depth` tokens
+        are guessed ahead, while it pays or, with `draft_always`, whether it does or not."""
         self.model, self.max_context = model, max_context
-        state = State(model.config, max_requests, num_pages, device, model.numerics.dtype)
+        mtp = draft_depth > 0
+        state = State(model.config, max_requests, num_pages, device, model.numerics.dtype, draft_depth, mtp)
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
         self.runner = Runner(model, state, batch_invariant)
         if prefix_bytes:
-            prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes, prompts_only=batch_invariant)
+            rows = prefix_bytes // 4  # a quarter for captured rows, the rest for snapshots
+            prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes - rows, rows, prompts_only=batch_invariant)
             self.scheduler.prefix = self.runner.prefix = prefix
         self.sampler = Sampler()
+        self.pace = Pace() if mtp and not draft_always else None
+        if mtp:
+            self.runner.speculator = Speculator(model, state, self.sampler, draft_depth, self.pace)
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()  # abandoned, still to be ended
         self._closed = False
@@ -73,8 +85,11 @@ class EngineCore:
             if not work:
                 return False
             try:
-                logits = self.runner.run(work)
-                self._commit(work, logits)
+                began, known = time.perf_counter(), sum(item.request.num_tokens for item in work)
+                ran = self.runner.run(work)
+                self._commit(work, ran)
+                if self.runner.speculator is not None:
+                    self._guess(self.runner.speculator, work, ran, began, known)
             except Exception as error:
                 self._fail(work, error)
             except BaseException:  # an interrupt: half a step may be in the caches of those who go on
@@ -133,15 +148,17 @@ class EngineCore:
                 self.scheduler.release(request)
         self.runner.close()
 
-    def _commit(self, work: list[Work], logits: list[torch.Tensor | None]) -> None:
+    def _commit(self, work: list[Work], ran: list[Ran | None]) -> None:
         """Book what was computed, sample where a sequence ends, release what is finished."""
         sampling = []
-        for item, row in zip(work, logits):
+        for item, made in zip(work, ran):
+            if item.guesses and made is not None:
+                self._verify(item, made)
+                continue
             item.request.computed = item.stop
-            if self.scheduler.prefix is not None:
-                self.scheduler.prefix.extend(item.request, self.runner.passed.get(item.request, ()))
-            if row is not None:
-                sampling.append((item.request, row))
+            self._enter_pages(item.request)
+            if made is not None:
+                sampling.append((item.request, made.logits[0]))
         for (request, _), drawn in zip(sampling, self.sampler.draw(sampling)):
             if isinstance(drawn, BirkhoffError):
                 request.finish("error", error=drawn)
@@ -149,6 +166,35 @@ class EngineCore:
                 request.accept(*drawn)
             if request.done:
                 self.scheduler.release(request)
+
+    def _verify(self, item: Work, made: Ran) -> None:
+        """Draw behind guesses for as long as they are right; what was computed behind a wrong one does not count."""
+        request = item.request
+        for drawn in self.sampler.draw_along(request, made.logits, item.guesses):
+            if isinstance(drawn, BirkhoffError):
+                request.finish("error", error=drawn)
+            else:
+                request.accept(*drawn)
+            if request.done:
+                break
+        request.computed = request.num_tokens - 1
+        request.drafted += len(item.guesses)
+        request.accepted += max(request.num_tokens - item.stop - 1, 0)
+        request.settle_rows()
+        self._enter_pages(request)
+        if request.done:
+            self.scheduler.release(request)
+
+    def _guess(self, speculator: Speculator, work: list[Work], ran: list[Ran | None], began: float, known: int) -> None:
+        guessed = speculator.guess(work, ran) > 0
+        if self.pace is not None and all(item.samples_only for item in work):
+            tokens = sum(item.request.num_tokens for item in work) - known
+            verified = any(item.guesses for item in work)
+            self.pace.note(len(work), verified, guessed, tokens, time.perf_counter() - began)
+
+    def _enter_pages(self, request: Request) -> None:
+        if self.scheduler.prefix is not None:
+            self.scheduler.prefix.extend(request, self.runner.passed.get(request, ()))
 
     def _fail(self, work: list[Work], error: Exception) -> None:
         for item in work:

@@ -8,7 +8,7 @@ for good and is never written again.
 Pages hold compressed entries alone. To go on behind one, windows and carries are needed as they were at its end: a
 `Snapshot`, taken in passing and kept within a bound of bytes, least recently used out first. A request starts behind
 the last page that has one, and always computes at least its last token. It starts no later than the first row that it
-captures: a row that is not computed cannot be seen.
+captures, since a row that is not computed cannot be seen, unless all rows it would miss are in the `RowStore`.
 
 With `prompts_only` (batch-invariant engines) only pages computed as a prompt, in whole chunks, are entered: bits depend
 on how tokens were cut, and this makes the cut the same.
@@ -19,14 +19,17 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.cache import Pool
 from birkhoff.engine.request import Request
+from birkhoff.engine.rows import RowStore
 from birkhoff.hooks.digest import combine, framed
+from birkhoff.hooks.live import Witness
+from birkhoff.hooks.plan import Job, Plan, Rows
 from birkhoff.model.state import Snapshot, State
 
 KEY_BYTES = 16
@@ -47,6 +50,7 @@ class Hit:
 
     pages: list[int]
     snapshot: Snapshot
+    seen: tuple[tuple[Job, Rows], ...] = ()  # captured rows that need not be computed
 
     @property
     def position(self) -> int:
@@ -64,9 +68,16 @@ class _Chain:
 
 class PrefixCache:
     def __init__(
-        self, state: State, pages: Pool, snapshot_bytes: int, root: bytes = b"", prompts_only: bool = False
+        self,
+        state: State,
+        pages: Pool,
+        snapshot_bytes: int,
+        row_bytes: int = 0,
+        root: bytes = b"",
+        prompts_only: bool = False,
     ) -> None:
         self.state, self.pages, self.snapshot_bytes = state, pages, snapshot_bytes
+        self.rows = RowStore(row_bytes) if row_bytes else None
         self.root, self.prompts_only = root, prompts_only
         self.held_bytes = self.hits = self.hit_tokens = self.evictions = 0
         self._nodes: dict[bytes, Node] = {}
@@ -80,24 +91,37 @@ class PrefixCache:
 
     def match(self, request: Request) -> Hit | None:
         """The longest known beginning of a request that it can start behind."""
-        most = min(request.num_tokens - 1, self._first_wanted(request))
+        most = request.num_tokens - 1
         if self.prompts_only:
             most = min(most, len(request.prompt_ids) - 1)
+        known = self._known(request, most // PAGE_TOKENS)
+        if not known:
+            return None
+        seen: tuple[tuple[Job, Rows], ...] | None = ()
+        wanted = self._first_wanted(request)
+        if wanted < len(known) * PAGE_TOKENS:
+            seen = self._seen(request, len(known) * PAGE_TOKENS)
+            if seen is None:
+                known = self._known(request, wanted // PAGE_TOKENS)
+        if not known:
+            return None
+        last = known[-1]
+        assert last.snapshot is not None
+        self._snapshots.move_to_end(last.key)
+        return Hit([node.page for node in known], last.snapshot, seen or ())
+
+    def _known(self, request: Request, pages: int) -> list[Node]:
+        """The first pages of a request up to the last one that it can start behind."""
         nodes: list[Node] = []
         deepest = 0
-        for key in self._keys(request, most // PAGE_TOKENS):
+        for key in self._keys(request, pages):
             node = self._nodes.get(key)
             if node is None:
                 break
             nodes.append(node)
             if node.snapshot is not None:
                 deepest = len(nodes)
-        if not deepest:
-            return None
-        snapshot = nodes[deepest - 1].snapshot
-        assert snapshot is not None
-        self._snapshots.move_to_end(nodes[deepest - 1].key)
-        return Hit([node.page for node in nodes[:deepest]], snapshot)
+        return nodes[:deepest]
 
     def start(self, request: Request, hit: Hit) -> None:
         """Put a request that has its slot and pages behind what it shares."""
@@ -108,10 +132,16 @@ class PrefixCache:
             request.cached_tokens, request.shared_pages = hit.position, len(hit.pages)
         self._chains[request].entered = len(hit.pages)
         self.hits, self.hit_tokens = self.hits + 1, self.hit_tokens + hit.position
-        if request.plan is not None:  # steered as much as if it had been computed for this very request
+        plan = request.plan
+        if plan is not None:  # steered as much as if it had been computed for this very request
             tokens = request.tokens(0, hit.position)
-            for edit in request.plan.edits:
-                request.plan.steered.update(int(o) for o in edit.offsets(0, tokens, len(request.prompt_ids)))
+            for edit in plan.edits:
+                plan.steered.update(int(o) for o in edit.offsets(0, tokens, len(request.prompt_ids)))
+            for job, rows in hit.seen:
+                job.deliver(rows)
+            if hit.seen and self.rows is not None:
+                plan.seen = max(plan.seen, hit.position)
+                self.rows.served_rows += sum(len(rows.positions) for _, rows in hit.seen)
 
     def watch(self, request: Request, start: int, stop: int) -> list[Snapshot]:
         """Ask the coming step for snapshots at the page borders that one chunk passes."""
@@ -153,8 +183,22 @@ class PrefixCache:
                     self._hold(node, snapshot)
         chain.entered = complete
 
+    def keep_rows(self, requests: Mapping[Plan, Request]) -> Witness | None:
+        """Somebody to show rows to on their way to the jobs of these requests."""
+        store = self.rows
+        if store is None:
+            return None
+
+        def keep(plan: Plan, job: Job, rows: Rows) -> None:
+            request = requests[plan]
+            store.put(self._keys(request, request.num_tokens // PAGE_TOKENS), job.after, rows)
+
+        return keep
+
     def clear(self) -> None:
         """Forget everything; running requests keep what they hold."""
+        if self.rows is not None:
+            self.rows.clear()
         for node in list(self._nodes.values()):
             self._drop(node)
             self.pages.forget(node.page)
@@ -174,6 +218,24 @@ class PrefixCache:
         tokens = request.tokens(plan.seen, request.num_tokens)
         firsts = [job.offsets(plan.seen, tokens, len(request.prompt_ids)) for job in plan.jobs]
         return min((plan.seen + int(offsets[0]) for offsets in firsts if len(offsets)), default=request.num_tokens)
+
+    def _seen(self, request: Request, stop: int) -> tuple[tuple[Job, Rows], ...] | None:
+        """Every row that the request's jobs want before `stop` and have not had; None unless all are here."""
+        plan, border = request.plan, len(request.prompt_ids)
+        if self.rows is None or plan is None:
+            return None
+        tokens, keys = request.tokens(plan.seen, stop), self._keys(request, stop // PAGE_TOKENS)
+        found = []
+        for job in plan.jobs:
+            offsets = [int(offset) for offset in job.offsets(plan.seen, tokens, border)]
+            positions, ids = tuple(plan.seen + o for o in offsets), tuple(tokens[o] for o in offsets)
+            for hook, layer in job.keys if positions else ():
+                tensor = self.rows.get(keys, hook, layer, job.after, positions)
+                if tensor is None:
+                    return None
+                inside = sum(position < border for position in positions)
+                found.append((job, Rows(hook, layer, tensor, positions, ids, inside)))
+        return tuple(found)
 
     def _chain(self, request: Request) -> _Chain:
         if request not in self._chains:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -98,6 +98,10 @@ class Request:
     computed: int = 0
     cached_tokens: int | None = None  # how many of the first tokens were known when it was admitted
     shared_pages: int = 0
+    guesses: tuple[int, ...] = ()  # tokens that may come next, to be verified with the next step
+    drafted: int = 0
+    accepted: int = 0
+    settle: Callable[[int], None] | None = None  # hands out captured rows once it is known which tokens stay
 
     @property
     def num_tokens(self) -> int:
@@ -137,6 +141,12 @@ class Request:
         else:
             self.finish(reason, TokenEvent(token_id, text, logprob), flush=not stopped)
 
+    def settle_rows(self) -> None:
+        """The last token is the only one that is not computed: rows behind the one before it belong to nobody."""
+        settle, self.settle = self.settle, None
+        if settle is not None:
+            settle(self.num_tokens - 1)
+
     def finish(
         self, reason: FinishReason, last: TokenEvent | None = None, error: Exception | None = None, flush: bool = True
     ) -> None:
@@ -145,6 +155,7 @@ class Request:
         last = last or TokenEvent(None, "")
         self.finish_reason, self.error = reason, error
         self.timings.finished = time.perf_counter()
+        self.settle_rows()
         if self.plan is not None:
             self.plan.close(reason, self.num_tokens)
         self.events.append(TokenEvent(last.token_id, last.text + rest, last.logprob, reason, error))

@@ -1,4 +1,7 @@
-"""Runs one step of work through the model: pieces in, one row of logits out for each piece that samples.
+"""Runs one step of work through the model: pieces in, rows of logits out for each piece that samples.
+
+A token that was only guessed is a row of its own, as if it came from another sequence in the same place: positions say
+what each row sees, and rings keep enough of the past that a guess which does not stay has destroyed nothing.
 
 On a CPU a step that only decodes is split in two when there are rows and cores enough: compiled kernels run one row
 after the other without the interpreter's lock, so two halves of a batch are two threads' work.
@@ -6,16 +9,18 @@ after the other without the interpreter's lock, so two halves of a batch are two
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import torch
 
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 from birkhoff.engine.scheduler import Work
-from birkhoff.hooks.live import LiveTap, Staging, arm
-from birkhoff.hooks.plan import Span
+from birkhoff.engine.speculation import Speculator
+from birkhoff.hooks.live import LiveTap, Staging, Witness, arm
+from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.state import Snapshot, State
@@ -24,20 +29,30 @@ from birkhoff.model.transformer import Transformer
 SPLIT_ROWS = 4
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What a step made of one piece that samples: logits [rows, vocab] float32 of its last token and of each guess
+    behind it, and the streams [rows, m, d] that left the last layer there."""
+
+    logits: torch.Tensor
+    streams: torch.Tensor
+
+
 class Runner:
     """Holds the model and its state. With `invariant`, every request is run by itself."""
 
     def __init__(self, model: Transformer, state: State, invariant: bool = False):
         self.model, self.state, self.invariant = model, state, invariant
         self.prefix: PrefixCache | None = None
+        self.speculator: Speculator | None = None
         self.passed: dict[Request, list[Snapshot]] = {}  # what the last step saw at the page borders it passed
         self._stagings = (Staging(state.device), Staging(state.device))
         self._helper = ThreadPoolExecutor(1, "birkhoff-decode")  # starts no thread before it is needed
         self._given: dict[int, list[int]] = {}  # pages the state's table already knows, by slot
 
     @torch.inference_mode()
-    def run(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
-        """Logits [vocab] float32 of each piece's last token, or None for a piece with tokens still to come."""
+    def run(self, work: Sequence[Work]) -> list[Ran | None]:
+        """One for each piece; None for a piece with tokens still to come."""
         for item in work:
             self._give_pages(item)
         self.passed.clear()
@@ -47,7 +62,7 @@ class Runner:
         finally:
             self.state.watched.clear()
 
-    def _run(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
+    def _run(self, work: Sequence[Work]) -> list[Ran | None]:
         if self.invariant:
             return [self._forward([item])[0] for item in work]
         if self._splits(work):
@@ -74,7 +89,7 @@ class Runner:
         return decoding and self.model.numerics.kernels.name == "cpu" and torch.get_num_threads() > 1
 
     @torch.inference_mode()
-    def _second_half(self, work: Sequence[Work]) -> list[torch.Tensor | None]:
+    def _second_half(self, work: Sequence[Work]) -> list[Ran | None]:
         return self._forward(work, self._stagings[1])
 
     def _give_pages(self, item: Work) -> None:
@@ -84,31 +99,58 @@ class Runner:
             self.state.give_pages(request.slot, request.pages)
             self._given[request.slot] = list(request.pages)
 
-    def _arm(self, work: Sequence[Work], batch: Batch, staging: Staging) -> LiveTap | None:
+    def _arm(self, work: Sequence[Work], firsts: Sequence[int], staging: Staging) -> LiveTap | None:
         """The tap of this step, when some request of it has a plan that wants something of it."""
-        planned = [w for w in work if w.request.plan is not None]
-        if not planned:
-            return None
-        row_of = {piece.slot: row for piece, row in zip(batch.pieces, batch.offsets)}
-        spans = []
-        for w in planned:
-            request = w.request
-            assert request.plan is not None and request.slot is not None
-            tokens = request.tokens(w.start, w.stop)
-            spans.append(Span(request.plan, row_of[request.slot], w.start, tokens, len(request.prompt_ids)))
-        return arm(staging, spans, len(batch.token_ids))
+        spans = [
+            Span(w.request.plan, first, w.start, w.tokens, len(w.request.prompt_ids))
+            for w, first in zip(work, firsts)
+            if w.request.plan is not None
+        ]
+        return arm(staging, spans) if spans else None
 
-    def _forward(self, work: Sequence[Work], staging: Staging | None = None) -> list[torch.Tensor | None]:
-        pieces = [Piece(w.request.slot, w.start, w.request.tokens(w.start, w.stop)) for w in work]  # type: ignore[arg-type]
-        batch = Batch.of(pieces, self.state.device)
-        tap = self._arm(work, batch, staging or self._stagings[0])
-        hidden, _ = self.model.run(batch, self.state, tap or NoTap())
-        if tap is not None:
-            tap.deliver()
-        row_of = {piece.slot: row for piece, row in zip(batch.pieces, batch.last_rows())}
-        sampling = [w for w in work if w.samples]
+    def _forward(self, work: Sequence[Work], staging: Staging | None = None) -> list[Ran | None]:
+        parts = [_pieces(w) for w in work]
+        batch = Batch.of([piece for pieces in parts for piece in pieces], self.state.device)
+        row_of = {id(piece): row for piece, row in zip(batch.pieces, batch.offsets)}
+        firsts = [row_of[id(pieces[0])] for pieces in parts]
+        tap = self._arm(work, firsts, staging or self._stagings[0])
+        hidden, streams = self.model.run(batch, self.state, tap or NoTap())
+        self._deliver(work, tap)
+        if self.speculator is not None:
+            self.speculator.remember([(w, streams[f : f + w.stop - w.start]) for w, f in zip(work, firsts)])
+        sampling = [(w, first + w.stop - w.start - 1) for w, first in zip(work, firsts) if w.samples]
         if not sampling:
             return [None] * len(work)
-        rows = [row_of[w.request.slot] for w in sampling]  # type: ignore[index]
-        logits = iter(self.model.logits(hidden[rows]))
-        return [next(logits) if w.samples else None for w in work]
+        rows = [row + guess for w, row in sampling for guess in range(1 + len(w.guesses))]
+        counts = [1 + len(w.guesses) for w, _ in sampling]
+        logits, streams = self.model.logits(hidden[rows]).split(counts), streams[rows].split(counts)
+        ran = iter(map(Ran, logits, streams))
+        return [next(ran) if w.samples else None for w in work]
+
+    def _deliver(self, work: Sequence[Work], tap: LiveTap | None) -> None:
+        """Captured rows to whoever wants them; those of guesses only when it is known that they stay."""
+        planned = {w.request.plan: w.request for w in work if w.request.plan is not None}
+        witness = self.prefix.keep_rows(planned) if self.prefix is not None and planned else None
+        waiting = {w.request.plan: w for w in work if w.guesses and w.request.plan is not None}
+        for plan, w in waiting.items():
+            w.request.settle = _settler(plan, w, tap, witness)
+        if tap is not None:
+            tap.deliver(waiting, witness)
+
+
+def _pieces(work: Work) -> list[Piece]:
+    assert work.request.slot is not None
+    if not work.guesses:
+        return [Piece(work.request.slot, work.start, work.tokens)]
+    return [Piece(work.request.slot, work.start + offset, [token]) for offset, token in enumerate(work.tokens)]
+
+
+def _settler(plan: Plan, work: Work, tap: LiveTap | None, witness: Witness | None) -> Callable[[int], None]:
+    def settle(stop: int) -> None:
+        if tap is not None:
+            tap.deliver_kept(plan, stop, witness)
+        plan.seen = min(plan.seen, stop)
+        for position in range(stop, work.stop + len(work.guesses)):
+            plan.steered.discard(position)
+
+    return settle

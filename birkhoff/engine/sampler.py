@@ -16,6 +16,7 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -135,6 +136,37 @@ class Sampler:
             for drawn in sample(logits, rows)
         ]
 
+    def draw_along(
+        self, request: Request, logits: Tensor, guesses: Sequence[int]
+    ) -> list[tuple[int, TokenLogprob | None] | LogitsError]:
+        """The tokens that would be drawn one after the other from rows [1 + guesses, vocab], where each row was
+        computed behind the guesses before it: up to the first that is not what was guessed. Nothing is booked."""
+        row = self._row(request, logits)
+        out: list[tuple[int, TokenLogprob | None] | LogitsError] = []
+        for number in range(len(logits)):
+            (drawn,) = sample(logits[number : number + 1], [row])
+            if isinstance(drawn, LogitsError):
+                return [*out, drawn]
+            out.append((drawn.token, _token_logprob(drawn)))
+            if number == len(guesses) or drawn.token != guesses[number]:
+                break
+            row.accept(drawn.token)  # ahead of its request until the token is booked there
+        return out
+
+    def guess(self, pairs: Sequence[tuple[Request, Tensor]], ahead: int) -> list[int]:
+        """What each request would draw from a guessed row [vocab], `ahead` tokens behind its next one.
+
+        The noise is that of the very draw which will judge the guess, so that similar distributions agree often."""
+        logits = torch.stack([row for _, row in pairs]).float()
+        tokens = logits.argmax(-1).tolist()
+        drawn = [i for i, (request, _) in enumerate(pairs) if not request.options.greedy]
+        if drawn:
+            log_weights = _truncate(logits[drawn].double(), [pairs[i][0].options for i in drawn])
+            races = [_Race(pairs[i][0].seed, len(pairs[i][0].output_ids) + ahead) for i in drawn]
+            for i, token in zip(drawn, _race(log_weights, races).tolist()):
+                tokens[i] = token
+        return tokens
+
     def _row(self, request: Request, logits: Tensor) -> RowState:
         """The request's state, brought up to the tokens it has accepted since."""
         row = self._rows.get(request)
@@ -221,7 +253,14 @@ def _nucleus(log_weights: Tensor, top_p: Tensor) -> Tensor:
     return log_weights.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -math.inf)
 
 
-def _race(log_weights: Tensor, rows: Sequence[RowState]) -> Tensor:
+class _Race(NamedTuple):
+    """Which noise a draw uses."""
+
+    seed: int
+    step: int
+
+
+def _race(log_weights: Tensor, rows: Sequence[RowState | _Race]) -> Tensor:
     """The winning token of each row [m, vocab]."""
     keys = [_mix64(_mix64(row.seed) + (row.step + 1) * _GOLDEN64) for row in rows]
     device = log_weights.device

@@ -28,11 +28,22 @@ from birkhoff.engine.request import Request
 
 @dataclass(frozen=True)
 class Work:
-    """Tokens `start..stop` of one request; `samples` when the last of them has no successor yet."""
+    """Tokens `start..stop` of one request; `samples` when the last of them has no successor yet. Then `guesses` may
+    follow, which are computed along and stay if they turn out right."""
 
     request: Request
     start: int
     stop: int
+    guesses: tuple[int, ...] = ()
+
+    @property
+    def tokens(self) -> list[int]:
+        return [*self.request.tokens(self.start, self.stop), *self.guesses]
+
+    @property
+    def samples_only(self) -> bool:
+        """Nothing but the next token of a request that has begun to answer."""
+        return self.stop - self.start == 1 and self.start >= len(self.request.prompt_ids)
 
     @property
     def samples(self) -> bool:
@@ -92,8 +103,22 @@ class Scheduler:
         for request in ready:
             if request.slot is not None:  # may have been preempted for an older one
                 self._grow(request, request.num_tokens)
-        work = [Work(r, r.computed, r.num_tokens) for r in ready if r.slot is not None]
-        return work, self.max_batch_tokens - len(work)
+        ready = [r for r in ready if r.slot is not None]
+        spare = self.max_batch_tokens - len(ready)
+        work = []
+        for request in ready:
+            guesses = request.guesses if len(request.guesses) <= spare and self._room_for_guesses(request) else ()
+            request.guesses, spare = (), spare - len(guesses)
+            work.append(Work(request, request.computed, request.num_tokens, guesses))
+        return work, spare
+
+    def _room_for_guesses(self, request: Request) -> bool:
+        """Pages for what may not stay are taken when they are free and from nobody."""
+        missing = pages_for(request.num_tokens + len(request.guesses)) - len(request.pages)
+        more = self.pages.take(missing) if missing > 0 else []
+        if more:
+            request.pages += more
+        return more is not None
 
     def _prefilling(self, budget: int) -> list[Work]:
         reading = [r for r in self.running if r.num_tokens - r.computed > 1 or r.computed < len(r.prompt_ids)]
@@ -164,7 +189,8 @@ class Scheduler:
         self._take_memory(request)
         if self.prefix is not None:
             self.prefix.restart(request)
-        request.computed = 0
+        request.settle_rows()
+        request.computed, request.guesses = 0, ()
         request.timings.preemptions += 1
         self.waiting.appendleft(request)
 

@@ -58,6 +58,15 @@ class Attention(nn.Module):
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self._project_out(self.kernels.rotate(mixed, turn, inverse=True))  # values carry phase: turn it back
 
+    def remember(self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState) -> None:
+        """Sliding layers: keep the keys of these tokens without attending to anything."""
+        assert self.ratio == 0, "entries are made while attending"
+        _, keys = self.entry(x)
+        keys = self.numerics.round_key(self.kernels.rotate(self.kv_norm(keys), phases.sliding), self.rope_dim)
+        for group in batch.groups:
+            own = group.view(keys)
+            state.window(group, own) if group.length == 1 else state.recent(group, own)
+
     def _attend_group(self, queries, keys, latent, rows, turn, group: Group, state: LayerState | Fresh) -> torch.Tensor:
         """One rectangle of the batch, [B*T, h, c]: what each query sees, then the attention itself."""
         own = group.view(keys)

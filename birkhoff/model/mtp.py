@@ -35,10 +35,18 @@ class MTP(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Trunk streams [n, m, d] at positions t and the embedding [n, d] of the tokens at t + 1, whose ids are
         `batch.token_ids` while `batch.positions` are t -> hidden [n, d] for the head, streams to draft on from."""
-        mixed = self.e_proj(self.enorm(embedded)).unsqueeze(1) + self.h_proj(self.hnorm(streams))
+        mixed = self._mix(streams, embedded)
         streams = self.block(mixed, batch, self.rope.step(batch.positions), state, NoTap())
         merged, _ = self.hc_head(streams)
         return self.norm(merged), streams
+
+    def remember(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState) -> None:
+        """Keep what later guesses attend to, and compute no guess."""
+        u, *_ = self.block.hc_attn.read(self._mix(streams, embedded))
+        self.block.attn.remember(self.block.attn_norm(u), batch, self.rope.step(batch.positions), state)
+
+    def _mix(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        return self.e_proj(self.enorm(embedded)).unsqueeze(1) + self.h_proj(self.hnorm(streams))
 
     def destinations(self, name: str) -> Iterator[Destination]:
         yield from self.block.destinations(name)

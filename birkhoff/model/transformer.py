@@ -87,7 +87,13 @@ class Transformer(nn.Module):
     def draft(self, streams: torch.Tensor, batch: Batch, state: State | Fresh) -> tuple[torch.Tensor, torch.Tensor]:
         """MTP: `batch` holds the tokens at t + 1 under positions t -> hidden [n, d], streams [n, m, d]."""
         assert isinstance(self.mtp, MTP), "this model was built without its MTP block"
+        batch = replace(batch, few=takes(batch, state))
         return self.mtp(streams, self.embed[batch.token_ids], batch, state.mtp)
+
+    def remember(self, streams: torch.Tensor, batch: Batch, state: State) -> None:
+        """MTP: `draft` for tokens behind which nothing is to be guessed; only what it leaves in the state."""
+        assert isinstance(self.mtp, MTP) and state.mtp is not None, "built without the MTP block"
+        self.mtp.remember(streams, self.embed[batch.token_ids], batch, state.mtp)
 
     def destinations(self) -> Iterator[Destination]:
         """Every tensor a released checkpoint must provide, by its released name."""

@@ -1,0 +1,89 @@
+"""What a loaded engine reuses: pages of past prompts, and the model's own guesses. Checked, and fitted into memory."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from birkhoff.config import V4Config
+from birkhoff.engine.cache import page_bytes, plan_prefix, slot_bytes, snapshot_bytes
+from birkhoff.engine.engine import plan_cache
+from birkhoff.errors import CapacityError, OptionError, quoted
+
+DEPTHS = (1, 2, 3)
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """How many tokens are guessed ahead, and whether also when it does not pay."""
+
+    depth: int = 0
+    always: bool = False
+
+    def __str__(self) -> str:
+        if not self.depth:
+            return "no guessing"
+        return f"guessing {self.depth} ahead" + ("" if self.always else " while it pays")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Pages, the longest context, and the bytes of snapshots beside them."""
+
+    pages: int
+    context: int
+    prefix_bytes: int
+
+
+def drafts_of(speculative: Any, has_mtp: bool, batch_invariant: bool) -> Drafts:
+    """`"auto"`: one token ahead while it pays; True: always; 1 to 3: always, that many ahead."""
+    if not (speculative == "auto" or isinstance(speculative, bool) or speculative in DEPTHS):
+        raise OptionError(f"speculative is {quoted(speculative)}, expected 'auto', True, False, 1, 2 or 3.")
+    if speculative is False:
+        return Drafts()
+    why = None
+    if not has_mtp:
+        why = "this checkpoint has no MTP block to guess with"
+    elif batch_invariant:
+        why = "batch_invariant computes every token by itself, and guesses are computed beside one"
+    if why is None:
+        return Drafts(1) if speculative == "auto" else Drafts(int(speculative), always=True)
+    if speculative != "auto":
+        raise OptionError(f"speculative is {speculative!r}, but {why}. Use 'auto' or False.")
+    return Drafts()
+
+
+def check_prefix_cache(prefix_cache: Any) -> None:
+    if prefix_cache != "auto" and not isinstance(prefix_cache, bool):
+        raise OptionError(f"prefix_cache is {quoted(prefix_cache)}, expected 'auto', True or False.")
+
+
+def plan_memory(
+    config: V4Config, item_bytes: int, cache_bytes: int, requests: int, context: int | None, prefix: Any, depth: int
+) -> Memory:
+    """Share `cache_bytes` out: what running requests need, then pages and snapshots of past ones.
+
+    Contexts may be as long as memory allows, so an eighth is set aside for snapshots first, unless that is too much."""
+    slots = requests * (slot_bytes(config, item_bytes, depth, depth > 0) - slot_bytes(config, item_bytes))
+    given = max(cache_bytes - slots, 0)  # what guessing needs beside the plain plan
+
+    def left_after(pages: int) -> int:
+        return given - requests * slot_bytes(config, item_bytes) - pages * page_bytes(config, item_bytes)
+
+    pages, longest = plan_cache(config, item_bytes, given, requests, context)
+    if prefix is False:
+        return Memory(pages, longest, 0)
+    if left_after(pages) < given // 8:
+        with suppress(CapacityError):  # there is room for requests and for nothing else
+            pages, longest = plan_cache(config, item_bytes, given * 7 // 8, requests, context)
+    extra, snapshots = plan_prefix(config, item_bytes, left_after(pages), pages, depth > 0)
+    least = snapshot_bytes(config, item_bytes, depth > 0)
+    if snapshots < least:
+        if prefix is True:
+            raise CapacityError(
+                f"prefix_cache is True, but cache_bytes {cache_bytes} leaves {max(snapshots, 0)} bytes for it and the "
+                f"state behind one page takes {least}. Raise cache_bytes, lower max_requests, or use 'auto'."
+            )
+        snapshots = 0
+    return Memory(pages + extra, longest, snapshots)

@@ -1,0 +1,115 @@
+"""Whether guessing pays, measured: tokens per second of steps that verify guesses beside steps that do not.
+
+A step that verifies guesses costs more than a plain one and brings more tokens when guesses are right. How much of each
+depends on the machine, the model, the text and how many requests decode together, so nothing is assumed: for every size
+of batch (1, 2, up to 4, up to 8, ...) guessing is tried, then plain steps, then the better of the two goes on. What was
+switched off is tried again with a later prompt, when many steps have passed: a trial needs the MTP block to have read
+that prompt from its start.
+
+Only speed is decided here. Which tokens come out does not depend on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Literal
+
+TRIAL = 24  # steps of each kind before they are compared
+SETTLE = 4  # steps after a change that do not count: caches warm up, MTP catches up
+PATIENCE = 400  # plain steps before guessing is tried again
+MARGIN = 1.03  # times faster it must be to be worth its while
+
+Mode = Literal["trying guesses", "trying plain", "guessing", "plain"]
+
+
+@dataclass
+class Rate:
+    """Tokens and seconds of the last steps of one kind."""
+
+    steps: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=2 * TRIAL))
+
+    def note(self, tokens: int, seconds: float) -> None:
+        self.steps.append((tokens, seconds))
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """By the median second per step, so that one step that the machine held up does not decide."""
+        if not self.steps:
+            return None
+        seconds = sorted(second for _, second in self.steps)
+        return sum(tokens for tokens, _ in self.steps) / len(self.steps) / max(seconds[len(seconds) // 2], 1e-9)
+
+
+class Pace:
+    """One decision per size of batch."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, _Size] = {}
+
+    def follows(self, reads_prompt: bool) -> bool:
+        """Whether MTP should read along; a new prompt is the time to try again what was switched off."""
+        if reads_prompt:
+            for size in self._sizes.values():
+                size.reconsider()
+        return not self._sizes or any(size.mode != "plain" for size in self._sizes.values())
+
+    def guesses(self, requests: int) -> bool:
+        """Whether that many requests should guess now."""
+        return self._size(requests).mode in ("trying guesses", "guessing")
+
+    def note(self, requests: int, verified: bool, guessed: bool, tokens: int, seconds: float) -> None:
+        """One step of nothing but decoding; `guessed` when it also made guesses for the next."""
+        if verified == guessed:  # steps that only begin or only end guessing are neither kind
+            self._size(requests).note(verified, tokens / requests, seconds)
+
+    def report(self) -> dict[str, dict[str, float | str | None]]:
+        """By the largest batch of each size: what goes on and how fast each kind of step was."""
+        return {
+            str(2**key): {
+                "mode": size.mode,
+                "guessing_tokens_per_second": size.rates[True].tokens_per_second,
+                "plain_tokens_per_second": size.rates[False].tokens_per_second,
+            }
+            for key, size in sorted(self._sizes.items())
+        }
+
+    def _size(self, requests: int) -> _Size:
+        return self._sizes.setdefault((requests - 1).bit_length(), _Size())
+
+
+class _Size:
+    """The decision for batches of about one size. Tokens are counted per request."""
+
+    def __init__(self) -> None:
+        self.mode: Mode = "trying guesses"
+        self.rates = {True: Rate(), False: Rate()}
+        self._in_mode = 0
+
+    def note(self, verified: bool, tokens: float, seconds: float) -> None:
+        if verified != (self.mode in ("trying guesses", "guessing")):
+            return
+        self._in_mode += 1
+        if self._in_mode > SETTLE:
+            self.rates[verified].note(tokens, seconds)  # type: ignore[arg-type]
+        if self._in_mode >= SETTLE + TRIAL:
+            self._advance()
+
+    def reconsider(self) -> None:
+        if self.mode == "plain" and self._in_mode >= PATIENCE:
+            self._enter("trying guesses")
+
+    def _advance(self) -> None:
+        guessing, plain = self.rates[True].tokens_per_second, self.rates[False].tokens_per_second
+        if self.mode == "trying guesses" and plain is None:
+            self._enter("trying plain")
+        elif self.mode != "plain":
+            assert guessing is not None and plain is not None
+            better: Mode = "guessing" if guessing > MARGIN * plain else "plain"
+            if better != self.mode:
+                self._enter(better)
+
+    def _enter(self, mode: Mode) -> None:
+        if mode == "trying guesses":
+            self.rates[True].steps.clear()
+        self.mode, self._in_mode = mode, 0

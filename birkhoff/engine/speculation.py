@@ -1,0 +1,100 @@
+"""The model's own next-but-one guess, verified with the next step: several tokens for little more than one.
+
+After every step the MTP block reads the streams of the tokens that stayed and guesses what follows the token just
+drawn. The next step computes the guesses along with it; the sampler then draws as if tokens had come one by one, and a
+guess stays if it is what was drawn. So speculation changes when tokens come and never which, whatever the sampling: a
+draw depends on its own row of logits and on noise that is hashed from the seed and the place.
+
+What MTP remembers only makes its guesses better. A hole in it (a prompt read while guessing was off) costs acceptance
+and nothing else. With `Pace`, guessing goes on only while it is measured to pay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from birkhoff.engine.pace import Pace
+from birkhoff.engine.request import Request
+from birkhoff.engine.sampler import Sampler
+from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.state import State
+from birkhoff.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from birkhoff.engine.runner import Ran
+    from birkhoff.engine.scheduler import Work
+
+
+class Speculator:
+    """Guesses up to `depth` tokens ahead; the state must be able to step back as many."""
+
+    def __init__(self, model: Transformer, state: State, sampler: Sampler, depth: int, pace: Pace | None = None):
+        assert state.lookback >= depth and state.mtp is not None
+        self.model, self.state, self.sampler, self.depth = model, state, sampler, depth
+        self.pace = pace
+
+    def remember(self, read: Sequence[tuple[Work, torch.Tensor]]) -> None:
+        """Prompt chunks with their streams: what MTP needs of tokens whose successor is known already."""
+        if self.pace is not None and not self.pace.follows(any(w.start < len(w.request.prompt_ids) for w, _ in read)):
+            return
+        pieces, kept = [], []
+        for w, streams in read:
+            known = min(w.stop, w.request.num_tokens - 1) - w.start
+            if known > 0 and w.request.slot is not None:
+                pieces.append(Piece(w.request.slot, w.start, w.request.tokens(w.start + 1, w.start + known + 1)))
+                kept.append(streams[:known])
+        if pieces:
+            batch, order = _laid_out(pieces, self.state.device)
+            self.model.remember(torch.cat([kept[i] for i in order]), batch, self.state)
+
+    @torch.inference_mode()
+    def guess(self, work: Sequence[Work], ran: Sequence[Ran | None]) -> int:
+        """Guesses for everybody who goes on and can use them; how many requests got some."""
+        going = [
+            (w.request, w.stop - 1, made.streams)
+            for w, made in zip(work, ran)
+            if made is not None and w.request.slot is not None and self._room(w.request) > 0
+        ]
+        if not going or (self.pace is not None and not self.pace.guesses(len(going))):
+            return 0
+        pieces, rows, last = [], [], []
+        for request, base, streams in going:
+            kept = request.computed - base  # the token that was computed for sure and the guesses that stayed
+            for offset, token in enumerate(request.tokens(base + 1, base + 1 + kept)):
+                pieces.append(Piece(_slot(request), base + offset, [token]))
+            rows.append(streams[:kept])
+            last.append(len(pieces) - 1)
+        guesses: list[list[int]] = [[] for _ in going]
+        batch = Batch.of(pieces, self.state.device)
+        hidden, streams = self.model.draft(torch.cat(rows), batch, self.state)
+        hidden, streams = hidden[last], streams[last]
+        for ahead in range(self.depth):
+            logits = self.model.logits(hidden)
+            drawn = self.sampler.guess([(request, row) for (request, _, _), row in zip(going, logits)], ahead)
+            for own, token in zip(guesses, drawn):
+                own.append(token)
+            if ahead + 1 < self.depth:  # on from its own streams, one position further
+                pieces = [Piece(_slot(r), r.computed + ahead, [token]) for (r, _, _), token in zip(going, drawn)]
+                hidden, streams = self.model.draft(streams, Batch.of(pieces, self.state.device), self.state)
+        for (request, _, _), own in zip(going, guesses):
+            request.guesses = tuple(own[: self._room(request)])
+        return len(going)
+
+    def _room(self, request: Request) -> int:
+        """How many guesses could be of use: a step draws one token more than it verifies."""
+        return 0 if request.done else request.max_tokens - len(request.output_ids) - 1
+
+
+def _laid_out(pieces: list[Piece], device: torch.device) -> tuple[Batch, list[int]]:
+    """A batch, and in which order its rows take the pieces."""
+    batch = Batch.of(pieces, device)
+    place = {id(piece): number for number, piece in enumerate(pieces)}
+    return batch, [place[id(piece)] for piece in batch.pieces]
+
+
+def _slot(request: Request) -> int:
+    assert request.slot is not None
+    return request.slot

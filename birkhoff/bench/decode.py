@@ -139,7 +139,7 @@ def decode_speed(decoder: Decoder, batch: int, context: int, steps: int) -> tupl
     ms = [span * 1e3 for span in spans]
     row = {
         "kind": "decode", "batch": batch, "context": context, "layers": decoder.config.num_hidden_layers,
-        "fast": decoder.fast is not None, "steps": steps, "ms": summary(ms),
+        "kernels": decoder.kernels.name, "steps": steps, "ms": summary(ms),
         "tokens_per_second": significant(batch / (sorted(ms)[len(ms) // 2] / 1e3)),
         "tokens_per_second_read_by_host": significant(batch / seen),
         "distinct_tokens": len({token for tokens in read for token in tokens}),

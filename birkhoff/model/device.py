@@ -13,6 +13,7 @@ than it keeps, attention (two), two output products, boundary, router with the s
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,6 +29,9 @@ from birkhoff.model.linear import Linear
 from birkhoff.model.moe import MoE
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
 from birkhoff.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from birkhoff.kernels.portable import PortableKernels
 
 
 def refusal(model: Transformer) -> str | None:
@@ -111,6 +115,10 @@ class Desk:
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     shares: dict[int, tuple[int, int]] = field(default_factory=dict)  # by ratio: shares of the keys, keys of a share
 
+    def half(self, name: str) -> torch.Tensor | None:
+        """The float16 form of a buffer, where kernels want one."""
+        return self.buffers.get(f"{name}_half")
+
     def __getattr__(self, name: str) -> torch.Tensor:
         try:
             return self.__dict__["buffers"][name]
@@ -119,9 +127,10 @@ class Desk:
 
 
 class Decoder:
-    """`fast` uses the kernels written for one family of devices where they apply; without it all are portable."""
+    """`fast` demands (or refuses) the CUDA kernels, which are otherwise used where they apply; `early` lets them begin
+    while their predecessors end."""
 
-    def __init__(self, model: Transformer, state: State, fast: bool | None = None):
+    def __init__(self, model: Transformer, state: State, fast: bool | None = None, early: bool = True):
         reason = refusal(model)
         if reason is not None:
             raise OptionError(f"this model cannot be decoded by GPU kernels: {reason}. Use kernels='reference'.")
@@ -135,11 +144,10 @@ class Decoder:
         self.omega = torch.stack([omega[0], omega[1], omega[1], omega[1]]).to(device)  # see `_phases`
         self.before = torch.tensor([0, 0, 3, 127], device=device)
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-        self.fast = _fast_kernels(self) if fast is None or fast else None
-        if fast and self.fast is None:
-            raise OptionError(
-                "the kernels for this model's widths need an NVIDIA GPU of compute capability 8.9 or more."
-            )
+        reason = "not wanted" if fast is False else why_not_fast(self)
+        if fast and reason:
+            raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
+        self.kernels: FastKernels | PortableKernels = FastKernels(device, early) if reason is None else _portable()
 
     def desk(self, rows: int, context: int) -> Desk:
         """Buffers for `rows` tokens at positions below `context`."""
@@ -182,13 +190,13 @@ class Decoder:
             "opened": torch.empty(rows, c.n_routed_experts + 2 * inner, **whole),
             "ids": torch.empty(rows, k, **numbers), "weights": torch.empty(rows, k, **whole),
             "order": torch.empty(2, rows * k, **numbers),
-            "slot_list": torch.zeros(min(c.n_routed_experts, rows * k), 4, **numbers),
+            "slot_list": torch.zeros(min(c.n_routed_experts, rows * k), 16, **numbers),
             "z": torch.empty(rows * k, inner, dtype=dtype, device=device),
             "z_shared": torch.empty(rows, inner, dtype=dtype, device=device),
             "y": torch.empty(rows, k + 1, d, **whole),
             "logits": torch.empty(rows, c.vocab_size, **whole),
         }  # fmt: skip
-        if self.fast is not None:
+        if self.kernels.halves:
             for name, like in (("x_half", "x"), ("x_mixed", "x"), ("latent_half", "latent"), ("mixed_half", "mixed")):
                 make[name] = torch.empty_like(make[like], dtype=torch.float16)
             for name in ("middle", "z", "z_shared"):
@@ -200,31 +208,22 @@ class Decoder:
         """Launch one step for the desk's tokens -> logits [rows, vocab] float32, in the desk's own memory."""
         from birkhoff.kernels.mhc import triton as mhc
 
-        c = self.config
+        c, kernels = self.config, self.kernels
         how = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, c.rms_norm_eps)
         self._phases(desk)
-        half = desk.buffers.get("x_half")
-        mixed = desk.buffers.get("x_mixed")
-        y: torch.Tensor | None = None
+        embedding = (self.model.embed, desk.token_ids)
+        mode, y = mhc.EMBED, None
         for number, w in enumerate(self.layers):
             for sublayer in (0, 1):
                 fn, base, scale = w.mixers[sublayer]
-                mode = mhc.EMBED if y is None else mhc.KEEP
-                mhc.write_and_mix(
-                    desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, self.model.embed, desk.token_ids
-                )
-                mhc.read_streams(
-                    desk.parts, desk.streams, base, scale, w.norms[sublayer], *how, desk.x, desk.pre, desk.post,
-                    desk.mix, half, mixed if sublayer else None,
-                )  # fmt: skip
+                mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding, kernels.early)
+                kernels.read_streams(desk, base, scale, w.norms[sublayer], *how)
                 y = self._experts(w, desk) if sublayer else self._attention(w, self.state.layers[number], desk)
+                mode = mhc.KEEP
         head, norm = self.model.hc_head, self.model.norm.weight
         mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, head.fn, desk.parts)
         mhc.read_streams(desk.parts, desk.streams, head.base, head.scale, norm, *how, desk.x, desk.pre)
-        if self.fast is None:
-            self._product([self.head], desk.x, desk.logits)
-        else:
-            self.fast.product([self.head], (desk.x, desk.x), desk.logits)
+        kernels.product([self.head], (desk.x, desk.x), desk.logits)
         return desk.logits
 
     def _phases(self, desk: Desk) -> None:
@@ -234,41 +233,33 @@ class Decoder:
         torch.cos(at, out=desk.cos)
         torch.sin(at, out=desk.sin)
 
-    def _product(self, weights: list[Rows], x: torch.Tensor, out: torch.Tensor, group: int | None = None) -> None:
-        from birkhoff.kernels.linear.triton import product
-
-        product(weights, x, out, group)
-
     def _attention(self, w: LayerWeights, state: LayerState, desk: Desk) -> torch.Tensor:
         from birkhoff.kernels.attend.triton import attend
         from birkhoff.kernels.compress.triton import settle
-        from birkhoff.kernels.index import triton as index
+        from birkhoff.kernels.index.triton import score
 
-        c, b = self.config, desk.buffers
+        c, kernels, early = self.config, self.kernels, self.kernels.early
         table, ids = self.state.page_table, (desk.slots, desk.positions)
         cos, sin = (desk.cos, desk.sin) if w.ratio == 0 else (desk.cos[:, 1:], desk.sin[:, 1:])
-        fast = self.fast
-        if fast is None:
-            self._product(w.enter, desk.x, desk.entered)
-        else:
-            fast.product(w.enter, (desk.x_half, desk.x), desk.entered)
-        kept = [None if part is None else (*part, state.raw[kind].rows, state.pages[kind])
-                for part, kind in ((w.compressor, ENTRY), (w.index, INDEX))]  # fmt: skip
-        settle(desk.entered, w.q_norm, desk.latent, b.get("latent_half"), w.kv_norm, state.keys.rows, *kept, table, *ids,
-               cos, sin, c.rms_norm_eps)  # fmt: skip
+        kernels.product(w.enter, (desk.half("x"), desk.x), desk.entered)
+        entry, index = [
+            None if part is None else (*part, state.raw[kind].rows, state.pages[kind])
+            for part, kind in ((w.compressor, ENTRY), (w.index, INDEX))
+        ]
+        settle(
+            desk.entered, w.q_norm, desk.latent, desk.half("latent"), w.kv_norm, state.keys.rows, entry, index, table,
+            *ids, cos, sin, c.rms_norm_eps, early,
+        )  # fmt: skip
         searched = w.ratio == 4 and desk.room > 0
-        asked = w.query if searched else w.query[:1]
-        if fast is None:
-            self._product(asked, desk.latent, desk.queries)
-        else:
-            fast.product(asked, (desk.latent_half, desk.latent), desk.queries)
+        kernels.product(w.query if searched else w.query[:1], (desk.half("latent"), desk.latent), desk.queries)
         if searched:
             heads, own = c.index_n_heads, c.num_attention_heads * c.head_dim
             first = sum(part.out for part in w.enter) - heads
-            scale = (c.index_head_dim * heads) ** -0.5
-            index.score(desk.queries[:, own:], desk.entered[:, first : first + heads], state.pages[INDEX], table, *ids,
-                        cos, sin, desk.scores, c.index_topk, scale)  # fmt: skip
-            index.choose(desk.scores, desk.positions, desk.chosen)
+            score(
+                desk.queries[:, own:], desk.entered[:, first : first + heads], state.pages[INDEX], table, *ids, cos, sin,
+                desk.scores, c.index_topk, (c.index_head_dim * heads) ** -0.5, early,
+            )  # fmt: skip
+            kernels.choose(desk.scores, desk.positions, desk.chosen)
         shares, share = desk.shares[w.ratio]
         size = (desk.rows, shares, c.num_attention_heads)
         count = desk.rows * shares * c.num_attention_heads
@@ -277,46 +268,39 @@ class Decoder:
             desk.chosen if searched else None, *ids, cos, sin,
             desk.sums[: count * c.head_dim].view(*size, c.head_dim), desk.peaks[:count].view(size),
             desk.masses[:count].view(size), w.sink, share, c.head_dim**-0.5, c.rms_norm_eps, desk.mixed,
-            b.get("mixed_half"),
+            desk.half("mixed"), early,
         )  # fmt: skip
-        if fast is None:
-            self._product(w.o_a, desk.mixed, desk.middle, c.o_lora_rank)
-            self._product(w.o_b, desk.middle, desk.attended)
-        else:
-            fast.product(w.o_a, (desk.mixed_half, None), desk.middle, c.o_lora_rank)
-            fast.product(w.o_b, (desk.middle, None), desk.attended)
+        kernels.product(w.o_a, (desk.half("mixed"), desk.mixed), desk.middle, c.o_lora_rank)
+        kernels.product(w.o_b, (desk.middle, desk.middle), desk.attended)
         return desk.attended
 
     def _experts(self, w: LayerWeights, desk: Desk) -> torch.Tensor:
-        from birkhoff.kernels.experts import triton as experts
-
-        c, fast = self.config, self.fast
-        number = c.n_routed_experts
-        logits, y = desk.opened[:, :number], desk.y
-        if fast is None:
-            self._product([w.gate], desk.x, logits)
-            self._product([w.shared_open], desk.x, desk.opened[:, number:])
-        else:
-            fast.open_shared(w, desk, c.swiglu_limit)
-        experts.route(logits, w.bias, w.hashed, desk.token_ids, desk.ids, desk.weights, desk.order, desk.slot_list,
-                      c.routed_scaling_factor)  # fmt: skip
-        if fast is None:
-            experts.open_experts(desk.x, w.experts, desk.slot_list, desk.order, desk.weights, desk.z, c.swiglu_limit)
-            experts.swiglu(desk.opened[:, number:], desk.z_shared, c.swiglu_limit)
-            experts.close_experts(desk.z, w.experts, desk.slot_list, desk.order, y)
-            self._product([w.shared_close], desk.z_shared, y[:, -1])
-        else:
-            fast.open_experts(w, desk, c.swiglu_limit)
-            fast.close_experts(w, desk)
-        return y
+        c, kernels = self.config, self.kernels
+        kernels.open_shared(w, desk, c.swiglu_limit)
+        kernels.route(
+            desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts, desk.ids, desk.weights,
+            desk.order, desk.slot_list, c.routed_scaling_factor,
+        )  # fmt: skip
+        kernels.open_experts(w, desk, c.swiglu_limit)
+        kernels.close_experts(w, desk)
+        return desk.y
 
 
-def _fast_kernels(decoder: Decoder) -> FastKernels | None:
-    """The CUDA kernels, where the device, the widths and the scales allow them."""
-    if unfit(decoder.config, decoder.dtype, decoder.state.device) is not None or find_nvrtc() is None:
-        return None
+def _portable() -> PortableKernels:
+    from birkhoff.kernels.portable import PortableKernels
+
+    return PortableKernels()
+
+
+def why_not_fast(decoder: Decoder) -> str | None:
+    """What keeps a model from the CUDA kernels: the device, a width, or weights that were not stored as they expect."""
+    reason = unfit(decoder.config, decoder.dtype, decoder.state.device)
+    if reason is not None:
+        return reason
+    if find_nvrtc() is None:
+        return "NVRTC, which compiles them, was not found beside PyTorch or in CUDA_HOME"
     if any(None in w.offsets for w in decoder.layers):
-        return None
+        return "scales of its experts lie too far apart"
     if any(rows.weight.dtype is torch.float32 for w in decoder.layers for rows in (*w.enter, w.gate)):
-        return None
-    return FastKernels(decoder.state.device)
+        return "some of its weights need more than bfloat16"
+    return None

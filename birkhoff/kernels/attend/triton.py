@@ -15,8 +15,6 @@ import triton.language as tl
 from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.rope.triton import turned, turned_heads
 
-HEADS_AT_ONCE = 16
-
 
 @triton.jit
 def _attend(
@@ -27,7 +25,7 @@ def _attend(
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
-    position = tl.load(positions + row)
+    position = tl.load(positions + row).to(tl.int32)  # 64-bit division is slow
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
     kept = keys.dtype.element_ty
@@ -36,7 +34,7 @@ def _attend(
     q = (q * (1.0 / tl.sqrt(tl.sum(q * q, axis=1) / WIDTH + eps))[:, None]).to(kept).to(tl.float32)
     at = row * 4 * (TURNING // 2)
     q = turned_heads(q, cos + at, sin + at, HEADS, WIDTH, TURNING).to(kept)
-    entries = tl.full([], 0, tl.int64)
+    entries = tl.full([], 0, tl.int32)
     if RATIO > 0:
         entries = (position + 1) // RATIO
         if CHOSEN:
@@ -44,10 +42,12 @@ def _attend(
     peak = tl.full([HEADS], -1e30, tl.float32)
     mass = tl.zeros([HEADS], tl.float32)
     total = tl.zeros([HEADS, WIDTH], tl.float32)
+    newest = position % ring
     first = tl.program_id(2) * share
     for start in range(first, tl.minimum(first + share, ring + entries), KEYS):
         j = start + tl.arange(0, KEYS)
-        age = (position - j + ring * ((j // ring) + 1)) % ring  # how long ago a row of the ring was written
+        age = newest - j
+        age = tl.where(age < 0, age + ring, age)  # how long ago a row of the ring was written
         recent = (j < ring) & (age < window) & (age <= position)
         seen = recent
         source = keys + (slot * ring + j) * WIDTH
@@ -55,9 +55,9 @@ def _attend(
             PER_PAGE: tl.constexpr = 128 // RATIO
             e = j - ring
             far = (e >= 0) & (e < entries)
-            number = tl.maximum(e, 0).to(tl.int64)
+            number = tl.maximum(e, 0)
             if CHOSEN:
-                number = tl.load(chosen + row * topk + number, mask=far, other=0).to(tl.int64)
+                number = tl.load(chosen + row * topk + number, mask=far, other=0)
             page = tl.load(table + slot * table_stride + number // PER_PAGE, mask=far, other=0)
             source = tl.where(far, pages + (page * PER_PAGE + number % PER_PAGE) * WIDTH, source)
             seen = recent | far
@@ -84,8 +84,10 @@ def _attend(
 @triton.jit
 def _combine(
     sums, peaks, masses, sink, cos, sin, out, half, heads, shares,
-    SHARES: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr, HALF: tl.constexpr,
+    SHARES: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     s = tl.arange(0, SHARES)
@@ -107,31 +109,40 @@ def _combine(
         tl.store(half + (row * heads + head) * WIDTH + d, back.to(tl.float16))
 
 
+def heads_at_once(rows: int, heads: int) -> int:
+    """Few rows want many programs; many rows want each key read once for all heads."""
+    return 64 if rows >= 16 and heads >= 64 else 16
+
+
 def shares_of(rows: int, heads: int, reach: int, processors: int = 132) -> tuple[int, int]:
     """Into how many shares the keys are cut, and how many keys a share has: about two programs a processor."""
-    blocks = rows * -(-heads // HEADS_AT_ONCE)
+    together = heads_at_once(rows, heads)
+    blocks = rows * -(-heads // together)
     wanted = max(1, -(-2 * processors // blocks))
-    share = max(64, -(-(-(-reach // wanted)) // 64) * 64)
+    least = 32 if together == 16 else 64
+    each = -(-reach // wanted)
+    share = max(least, -(-each // least) * least)
     return -(-reach // share), share
 
 
 def attend(
     queries, keys, window, pages, ratio, table, chosen, slots, positions, cos, sin, sums, peaks, masses, sink, share,
-    scale, eps, out, half,
+    scale, eps, out, half, early=False,
 ) -> None:  # fmt: skip
     """queries [n, >= h * c] as projected; keys [slots, ring, c]; pages of entries or None; chosen [n, topk] or None;
     sums [n, shares, h, c], peaks and masses [n, shares, h] float32 -> out [n, h * c], and in float16 when asked."""
     n, shares, heads, width = sums.shape
     turning = 2 * cos.shape[-1]
     wide = keys.dtype is torch.float32
-    _attend[(n, -(-heads // HEADS_AT_ONCE), shares)](
+    together = heads_at_once(n, heads)
+    _attend[(n, -(-heads // together), shares)](
         queries, queries.stride(0), keys, keys.shape[1], window, keys if pages is None else pages, table,
         table.stride(0), slots if chosen is None else chosen, 1 if chosen is None else chosen.shape[1], slots, positions,
         cos, sin, sums, peaks, masses, heads, share, scale, eps, shares,
-        RATIO=ratio, CHOSEN=chosen is not None, HEADS=HEADS_AT_ONCE, WIDTH=width, TURNING=turning,
-        KEYS=16 if wide else 32, WIDE=wide, num_warps=4, num_stages=2,
+        RATIO=ratio, CHOSEN=chosen is not None, HEADS=together, WIDTH=width, TURNING=turning,
+        KEYS=16 if wide else 32 if together == 16 else 64, WIDE=wide, num_warps=4 if together == 16 else 8, num_stages=2,
     )  # fmt: skip
     _combine[(n, heads)](
         sums, peaks, masses, sink, cos, sin, out, out if half is None else half, heads, shares,
-        SHARES=power_of_two(shares), WIDTH=width, TURNING=turning, HALF=half is not None, num_warps=4,
+        SHARES=power_of_two(shares), WIDTH=width, TURNING=turning, HALF=half is not None, EARLY=early, num_warps=4,
     )  # fmt: skip

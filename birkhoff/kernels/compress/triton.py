@@ -68,12 +68,14 @@ def _settle(
     ape, norm, ring, pages, ape2, norm2, ring2, pages2,
     table, table_stride, slots, positions, cos, sin, eps, ring_size,
     RANK: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr, RATIO: tl.constexpr, INDEX: tl.constexpr,
-    HALF: tl.constexpr, ITEMS: tl.constexpr,
+    HALF: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     task = tl.program_id(1)
     slot = tl.load(slots + row)
-    position = tl.load(positions + row)
+    position = tl.load(positions + row).to(tl.int32)  # 64-bit division is slow
     entered += row * entered_stride
     kept = latent.dtype.element_ty
     if task == 0:
@@ -98,7 +100,9 @@ def _settle(
               ring_size, table_stride, eps, RATIO, INDEX, TURNING, ITEMS, kept)  # fmt: skip
 
 
-def settle(entered, q_norm, latent, half, kv_norm, keys, entry, index, table, slots, positions, cos, sin, eps) -> None:
+def settle(
+    entered, q_norm, latent, half, kv_norm, keys, entry, index, table, slots, positions, cos, sin, eps, early=False
+) -> None:
     """Norms, rotations and state of n new tokens.
 
     keys [slots, ring, c]; `entry` and `index` are (ape, norm, ring, pages) of a compressor or None; table [slots, pages];
@@ -112,7 +116,7 @@ def settle(entered, q_norm, latent, half, kv_norm, keys, entry, index, table, sl
         *(entry or none), *(index or none), table, table.stride(0), slots, positions, cos, sin, eps,
         1 if entry is None else entry[2].shape[1],
         RANK=rank, WIDTH=width, TURNING=2 * cos.shape[-1], RATIO=ratio or 4,
-        INDEX=0 if index is None else index[3].shape[2], HALF=half is not None, ITEMS=8 if ratio == 4 else 16,
+        INDEX=0 if index is None else index[3].shape[2], HALF=half is not None, ITEMS=8 if ratio == 4 else 16, EARLY=early,
         num_warps=4 if ratio != 128 else 8,
     )  # fmt: skip
     assert rank == power_of_two(rank) and width == power_of_two(width)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import glob
 import os
-from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_void_p
+from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 
 import torch
@@ -58,6 +58,25 @@ def _ok(code: int, what: str) -> None:
         raise OptionError(f"{what} failed with CUDA error {code}. Use kernels='reference', or update the driver.")
 
 
+class _Attribute(ctypes.Structure):
+    _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", ctypes.c_char * 60))
+
+
+class _Config(ctypes.Structure):
+    _fields_ = (
+        ("grid", c_uint * 3),
+        ("block", c_uint * 3),
+        ("shared_bytes", c_uint),
+        ("stream", c_void_p),
+        ("attributes", c_void_p),
+        ("count", c_uint),
+    )
+
+
+_PROGRAMMATIC_SERIALIZATION = 6
+_EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
+
+
 class Module:
     """Compiled kernels of one source, on the device that is current."""
 
@@ -72,9 +91,11 @@ class Module:
         self._functions: dict[str, c_void_p] = {}
 
     def launch(
-        self, name: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int | float | None
+        self, name: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int | float | None, early: bool
     ) -> None:
-        """On the current stream. Tensors go as addresses, whole numbers as int, others as float."""
+        """On the current stream. Tensors go as addresses, whole numbers as int, others as float.
+
+        `early`: may begin before its predecessor has ended, which the kernel then waits for by itself."""
         function = self._functions.get(name)
         if function is None:
             function = c_void_p()
@@ -83,9 +104,10 @@ class Module:
             self._functions[name] = function
         values = [_argument(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = c_void_p(torch.cuda.current_stream().cuda_stream)
-        done = self._driver.cuLaunchKernel(function, grid[0], grid[1], 1, threads, 1, 1, 0, stream, pointers, None)
-        _ok(done, name)
+        config = _Config((grid[0], grid[1], 1), (threads, 1, 1), 0, torch.cuda.current_stream().cuda_stream)
+        if early:
+            config.attributes, config.count = ctypes.addressof(_EARLY), 1
+        _ok(self._driver.cuLaunchKernelEx(byref(config), function, pointers, None), name)
 
 
 def _argument(value: torch.Tensor | int | float | None) -> c_void_p | c_int | c_float:

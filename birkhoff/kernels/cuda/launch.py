@@ -19,7 +19,7 @@ from birkhoff.kernels.linear.rows import Rows
 if TYPE_CHECKING:
     from birkhoff.config import V4Config
 
-SOURCE = Path(__file__).parent / "stream.cu"
+HERE = Path(__file__).parent
 MOST_ROWS = 64
 _OUT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _OCTAVES = 29
@@ -29,8 +29,8 @@ def unfit(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | N
     """Why these kernels cannot serve a model, or None."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "no NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < (8, 9):
-        return "the GPU is older than compute capability 8.9"
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return "the GPU is older than compute capability 9.0"
     if dtype is not torch.bfloat16:
         return "the model does not compute in bfloat16"
     widths = {"hidden_size": 512, "moe_intermediate_size": 512, "q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 128,
@@ -49,16 +49,21 @@ def scale_offset(scales: Sequence[torch.Tensor]) -> int | None:
 
 
 class FastKernels:
-    """Bound to one device; `offsets` are those of gate and up, and of down, for every layer."""
+    """Bound to one device. `early` lets kernels begin while their predecessors end."""
 
-    def __init__(self, device: torch.device):
+    name = "cuda"
+    halves = True  # inputs are wanted in float16 too
+
+    def __init__(self, device: torch.device, early: bool = True):
         nvrtc = find_nvrtc()
         assert nvrtc is not None
-        self.module = Module(nvrtc, SOURCE.read_text(encoding="utf-8"), device)
+        self.early, self.open_warps, self.close_warps = early, 4, 4
+        self.module = Module(nvrtc, (HERE / "stream.cu").read_text(encoding="utf-8"), device)
+        self.small = Module(nvrtc, (HERE / "small.cu").read_text(encoding="utf-8"), device)
 
     def product(
-        self, weights: Sequence[Rows], x: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor,
-        group: int | None = None, warps: int | None = None,
+        self, weights: Sequence[Rows], x: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor,
+        group: int | None = None, variant: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Up to two FP8 matrices and one of bfloat16; x as float16 for the former and bfloat16 for the latter."""
         coded = [rows for rows in weights if rows.scale is not None]
@@ -68,13 +73,13 @@ class FastKernels:
         n, inner = x[0].shape[0], weights[0].inner
         tiles = _tiles(n)
         total = sum(rows.out for rows in weights)
-        warps = warps or (4 if inner <= 1024 or tiles == 8 else 8)
+        warps, depth = variant or _variant(tiles, inner)
         self.module.launch(
-            f"product_{_OUT[out.dtype]}_{tiles}_{warps}", (total // 16, 1), warps * 32,
+            f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}", (total // 16, 1), warps * 32,
             first and first.weight, first and first.scale, first.out if first else 0,
             second and second.weight, second and second.scale, second.out if second else 0,
             plain[0].weight if plain else None, plain[0].out if plain else 0,
-            x[0], x[1], n, inner, x[0].stride(0), out, out.stride(0), group or 0,
+            x[0], x[1], n, inner, x[0].stride(0), out, out.stride(0), group or 0, early=self.early,
         )  # fmt: skip
 
     def open_shared(self, w: Any, desk: Any, limit: float) -> None:
@@ -84,25 +89,64 @@ class FastKernels:
         self.module.launch(
             f"open_shared_{tiles}", ((inner + experts) // 16, 1), 128 if tiles == 8 else 256,
             w.shared_open.weight, w.shared_open.scale, inner, w.gate.weight, experts, desk.x_half, desk.x, n, width,
-            desk.z_shared, desk.opened, desk.opened.stride(0), float(limit),
+            desk.z_shared, desk.opened, desk.opened.stride(0), float(limit), early=self.early,
         )  # fmt: skip
 
     def open_experts(self, w: Any, desk: Any, limit: float) -> None:
         inner, width = desk.z.shape[1], desk.x.shape[1]
         offset = w.offsets[0]
         self.module.launch(
-            "open_experts", (inner // 16, desk.slot_list.shape[0]), 128, w.experts, desk.slot_list, desk.order[1],
+            f"open_experts_{self.open_warps}", (inner // 16, desk.slot_list.shape[0]), self.open_warps * 32, desk.slot_list, desk.order[1],
             desk.weights, desk.x_mixed, desk.z, inner, width, desk.weights.shape[1], float(limit), offset, _gain(offset),
+            early=self.early,
         )  # fmt: skip
 
     def close_experts(self, w: Any, desk: Any) -> None:
         inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
         offset, slots = w.offsets[1], desk.slot_list.shape[0]
         self.module.launch(
-            "close_experts", (width // 16, slots + -(-n // 8)), 128, w.experts, desk.slot_list, slots, desk.order[1],
+            f"close_experts_{self.close_warps}", (width // 16, slots + -(-n // 8)), self.close_warps * 32, desk.slot_list, slots, desk.order[1],
             desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset), w.shared_close.weight,
-            w.shared_close.scale, desk.z_shared, n,
+            w.shared_close.scale, desk.z_shared, n, early=self.early,
         )  # fmt: skip
+
+    def read_streams(
+        self, desk: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float
+    ) -> None:
+        """After `write_and_mix`: x in all its forms, and the weights of the write."""
+        n, splits, _ = desk.parts.shape
+        self.small.launch(
+            "read_streams", (n, 2), 512, desk.parts, splits, desk.streams, base, scale, norm, desk.x, desk.x_half,
+            desk.x_mixed, desk.pre, desk.post, desk.mix, desk.x.shape[1], iters, eps, rms_eps, norm_eps, early=self.early,
+        )  # fmt: skip
+
+    def route(self, logits, bias, table, tokens, addresses, ids, weights, order, slots, factor: float) -> None:
+        """The contract of `experts.triton.route`."""
+        n, experts = logits.shape
+        self.small.launch(
+            f"route_{8 if experts <= 256 else 16}", (1, 1), 1024, logits, logits.stride(0), bias, table, tokens, addresses, ids, weights, order[1], slots,
+            slots.shape[0], n, experts, ids.shape[1], float(factor), early=self.early,
+        )  # fmt: skip
+
+    def choose(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
+        """The contract of `index.triton.choose`, which takes over when there are too many scores for one block."""
+        n, room = scores.shape
+        each = next((count for count in (4, 8, 16, 32) if room <= 256 * count), None)
+        if each is None:
+            from birkhoff.kernels.index.triton import choose
+
+            choose(scores, positions, chosen)
+            return
+        self.small.launch(
+            f"choose_{each}", (n, 1), 256, scores, positions, chosen, room, chosen.shape[1], early=self.early
+        )
+
+
+def _variant(tiles: int, inner: int) -> tuple[int, int]:
+    """Warps that share a row's input, and blocks of 128 that each loads before it computes."""
+    if tiles == 1:
+        return (4, 2) if inner <= 1024 else (8, 2)
+    return (4, 1) if inner <= 1024 or tiles == 8 else (8, 1)
 
 
 def _tiles(n: int) -> int:

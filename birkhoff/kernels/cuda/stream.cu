@@ -12,6 +12,11 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef long long i64;
 
+// A kernel launched with leave to start early loads weights, which nobody writes, before it waits for its predecessor; and
+// it gives the next kernel the same leave as soon as all its blocks have begun.
+__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" :::); }
+
 __device__ __forceinline__ uint4 stream16(const void* p) {  // read once: do not keep it in L1
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -55,6 +60,7 @@ __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* cons
                                          int scale_stride, const u16* const (&x)[NT], const bool (&there)[NT], int inner) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
     const int blocks = inner >> 7;
+    bool waited = false;
     for (int kb = warp; kb < blocks; kb += WARPS * U) {
         uint4 w[U][RT][2][2];
         float s[U][RT];
@@ -74,6 +80,8 @@ __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* cons
                 }
             }
         }
+        if (!waited) wait_for_inputs();
+        waited = true;
 #pragma unroll
         for (int u = 0; u < U; u++) {
             const int at = kb + u * WARPS;
@@ -116,6 +124,7 @@ __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* cons
             }
         }
     }
+    if (!waited) wait_for_inputs();
 }
 
 // bfloat16: sixteen rows; K in blocks of 128.
@@ -124,6 +133,7 @@ __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* we
                                            const bool (&there)[NT], int inner) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
     const int blocks = inner >> 7;
+    bool waited = false;
     for (int kb = warp; kb < blocks; kb += WARPS * U) {
         uint4 w[U][4][2];
 #pragma unroll
@@ -138,6 +148,8 @@ __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* we
                 }
             }
         }
+        if (!waited) wait_for_inputs();
+        waited = true;
 #pragma unroll
         for (int u = 0; u < U; u++) {
             const int at = kb + u * WARPS;
@@ -154,6 +166,7 @@ __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* we
             }
         }
     }
+    if (!waited) wait_for_inputs();
 }
 
 // FP4: RT times sixteen rows; a lane's sixteen bytes are one group of 32 codes with one scale. K in steps of 512.
@@ -249,6 +262,7 @@ __device__ __forceinline__ void product(const u8* codes, const u8* scale, int ro
                                         int rows8b, const u16* plain, int rows16, const u16* xh, const u16* xb, int n,
                                         int inner, int x_stride, OUT* out, int out_stride, int group) {
     __shared__ float shared[WARPS * 16 * NT * 8];
+    let_next_start();
     const int g = (threadIdx.x & 31) >> 2;
     int row = blockIdx.x * 16;
     const int place = row;
@@ -285,6 +299,7 @@ __device__ __forceinline__ void open_shared(const u8* codes, const u8* scale, in
                                             const u16* xh, const u16* xb, int n, int width, u16* z, float* logits,
                                             int logit_stride, float limit) {
     __shared__ float shared[WARPS * 2 * 16 * NT * 8];
+    let_next_start();
     const int g = (threadIdx.x & 31) >> 2;
     const int row = blockIdx.x * 16;
     const bool coded = row < inner;
@@ -326,14 +341,18 @@ __device__ __forceinline__ void open_shared(const u8* codes, const u8* scale, in
         product<NT, WARPS, U, OUT>(codes, scale, rows8, codes2, scale2, rows8b, plain, rows16, xh, xb, n, inner,         \
                                    x_stride, out, out_stride, group);                                                    \
     }
-#define PRODUCTS(NT, WARPS, U)                             \
-    PRODUCT(product_f32_##NT##_##WARPS, NT, WARPS, U, float) \
-    PRODUCT(product_f16_##NT##_##WARPS, NT, WARPS, U, u16)   \
-    PRODUCT(product_bf16_##NT##_##WARPS, NT, WARPS, U, bf16)
+#define PRODUCTS(NT, WARPS, U)                                    \
+    PRODUCT(product_f32_##NT##_##WARPS##_##U, NT, WARPS, U, float) \
+    PRODUCT(product_f16_##NT##_##WARPS##_##U, NT, WARPS, U, u16)   \
+    PRODUCT(product_bf16_##NT##_##WARPS##_##U, NT, WARPS, U, bf16)
+PRODUCTS(1, 4, 1)
 PRODUCTS(1, 4, 2)
+PRODUCTS(1, 4, 4)
+PRODUCTS(1, 8, 1)
 PRODUCTS(1, 8, 2)
-PRODUCTS(2, 4, 2)
-PRODUCTS(2, 8, 2)
+PRODUCTS(1, 8, 4)
+PRODUCTS(2, 4, 1)
+PRODUCTS(2, 8, 1)
 PRODUCTS(4, 4, 1)
 PRODUCTS(4, 8, 1)
 PRODUCTS(8, 4, 1)
@@ -350,45 +369,56 @@ OPEN_SHARED(2, 8, 1)
 OPEN_SHARED(4, 8, 1)
 OPEN_SHARED(8, 4, 1)
 
-// Experts of the step's plan: blockIdx.y is a slot (expert, first pair, pairs), blockIdx.x sixteen rows of gate and of up.
-#define OPEN_WARPS 4
-extern "C" __global__ void __launch_bounds__(OPEN_WARPS * 32)
-    open_experts(const i64* table, const int* slots, const int* order, const float* weights, const u16* x, u16* z, int inner,
-                 int width, int places, float limit, int offset, float gain) {
-    __shared__ float shared[OPEN_WARPS * 2 * 16 * 8];
-    const int4 slot = reinterpret_cast<const int4*>(slots)[blockIdx.y];
+// A slot of the step's plan, as `route` writes it.
+struct Slot {
+    int expert, first, count, pad;
+    i64 address[4];  // gate and up, their scales, down, its scales
+    int rest[4];
+};
+
+// Experts of the step's plan: blockIdx.y is a slot, blockIdx.x sixteen rows of gate and of up.
+template <int WARPS>
+__device__ __forceinline__ void open_experts(const Slot* slots, const int* order, const float* weights, const u16* x, u16* z,
+                                             int inner, int width, int places, float limit, int offset, float gain) {
+    __shared__ float shared[WARPS * 2 * 16 * 8];
+    let_next_start();
+    wait_for_inputs();
+    const Slot& slot = slots[blockIdx.y];
+    const int count = slot.count, first = slot.first;
     const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16;
-    if (slot.z == 0) return;
-    const u8* codes = reinterpret_cast<const u8*>(table[slot.x * 4]) + (i64)row * (width >> 1);
-    const u8* scale = reinterpret_cast<const u8*>(table[slot.x * 4 + 1]) + (i64)row * (width >> 5);
+    if (count == 0) return;
+    const u8* codes = reinterpret_cast<const u8*>(slot.address[0]) + (i64)row * (width >> 1);
+    const u8* scale = reinterpret_cast<const u8*>(slot.address[1]) + (i64)row * (width >> 5);
     const u8* const c[2] = {codes, codes + (i64)inner * (width >> 1)};
     const u8* const s[2] = {scale, scale + (i64)inner * (width >> 5)};
-    for (int base = 0; base < slot.z; base += 8) {
-        const bool there = base + g < slot.z;
-        const int token = there ? order[slot.y + base + g] / places : 0;
+    for (int base = 0; base < count; base += 8) {
+        const bool there = base + g < count;
+        const int token = there ? order[first + base + g] / places : 0;
         float acc[2][1][4] = {};
-        fp4_rows<2, OPEN_WARPS>(acc, c, s, x + (i64)token * width, there, width, offset);
+        fp4_rows<2, WARPS>(acc, c, s, x + (i64)token * width, there, width, offset);
         if (base) __syncthreads();
-        gather<1, 2, OPEN_WARPS>(shared, acc);
-        const int r = threadIdx.x & 15, t = threadIdx.x >> 4;
-        if (base + t < slot.z) {
-            const int mine = order[slot.y + base + t];
-            const float a = whole<OPEN_WARPS>(shared, r * 8 + t, 256) * gain;
-            const float b = whole<OPEN_WARPS>(shared, 128 + r * 8 + t, 256) * gain;
-            const int i = row + (r & 8) + ((r & 7) >> 1) + 4 * (r & 1);  // the order in which codes of `down` are met
-            put(z + (i64)mine * inner + i, gated(a, b, limit) * weights[mine]);
+        gather<1, 2, WARPS>(shared, acc);
+        for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
+            const int r = i & 15, t = i >> 4;
+            if (base + t < count) {
+                const int mine = order[first + base + t];
+                const float a = whole<WARPS>(shared, r * 8 + t, 256) * gain;
+                const float b = whole<WARPS>(shared, 128 + r * 8 + t, 256) * gain;
+                const int at = row + (r & 8) + ((r & 7) >> 1) + 4 * (r & 1);  // the order in which codes of `down` are met
+                put(z + (i64)mine * inner + at, gated(a, b, limit) * weights[mine]);
+            }
         }
     }
 }
 
 // Slots as above, sixteen rows of down; behind the last slot the shared expert's down, up to eight tokens a block.
-#define CLOSE_WARPS 4
-extern "C" __global__ void __launch_bounds__(CLOSE_WARPS * 32)
-    close_experts(const i64* table, const int* slots, int slot_count, const int* order, const u16* z, float* y, int inner,
-                  int width, int places, int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n) {
-    __shared__ float shared[CLOSE_WARPS * 16 * 8];
+template <int WARPS>
+__device__ __forceinline__ void close_experts(const Slot* slots, int slot_count, const int* order, const u16* z, float* y,
+                                              int inner, int width, int places, int offset, float gain, const u8* codes,
+                                              const u8* scale, const u16* z_shared, int n) {
+    __shared__ float shared[WARPS * 16 * 8];
+    let_next_start();
     const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16;
-    const int r = threadIdx.x & 15, t = threadIdx.x >> 4;
     float acc[1][1][4] = {};
     if (blockIdx.y >= slot_count) {
         const int first = (blockIdx.y - slot_count) * 8;
@@ -396,26 +426,49 @@ extern "C" __global__ void __launch_bounds__(CLOSE_WARPS * 32)
         const bool there[1] = {first + g < n};
         const u8* const c[1] = {codes + (i64)row * inner};
         const u8* const s[1] = {scale + row};
-        fp8_rows<1, 1, CLOSE_WARPS, 2>(acc, c, s, width, x, there, inner);
-        gather<1, 1, CLOSE_WARPS>(shared, acc);
-        if (first + t < n)
-            y[((i64)(first + t) * (places + 1) + places) * width + row + r] = whole<CLOSE_WARPS>(shared, r * 8 + t, 128);
+        fp8_rows<1, 1, WARPS, 2>(acc, c, s, width, x, there, inner);
+        gather<1, 1, WARPS>(shared, acc);
+        for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
+            const int r = i & 15, t = i >> 4;
+            if (first + t < n)
+                y[((i64)(first + t) * (places + 1) + places) * width + row + r] = whole<WARPS>(shared, r * 8 + t, 128);
+        }
         return;
     }
-    const int4 slot = reinterpret_cast<const int4*>(slots)[blockIdx.y];
-    if (slot.z == 0) return;
-    const u8* const c[1] = {reinterpret_cast<const u8*>(table[slot.x * 4 + 2]) + (i64)row * (inner >> 1)};
-    const u8* const s[1] = {reinterpret_cast<const u8*>(table[slot.x * 4 + 3]) + (i64)row * (inner >> 5)};
-    for (int base = 0; base < slot.z; base += 8) {
-        const bool there = base + g < slot.z;
-        const int mine = there ? order[slot.y + base + g] : 0;
+    wait_for_inputs();
+    const Slot& slot = slots[blockIdx.y];
+    const int count = slot.count, first = slot.first;
+    if (count == 0) return;
+    const u8* const c[1] = {reinterpret_cast<const u8*>(slot.address[2]) + (i64)row * (inner >> 1)};
+    const u8* const s[1] = {reinterpret_cast<const u8*>(slot.address[3]) + (i64)row * (inner >> 5)};
+    for (int base = 0; base < count; base += 8) {
+        const bool there = base + g < count;
+        const int mine = there ? order[first + base + g] : 0;
         acc[0][0][0] = acc[0][0][1] = acc[0][0][2] = acc[0][0][3] = 0.f;
-        fp4_rows<1, CLOSE_WARPS>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
+        fp4_rows<1, WARPS>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
         if (base) __syncthreads();
-        gather<1, 1, CLOSE_WARPS>(shared, acc);
-        if (base + t < slot.z) {
-            const int p = order[slot.y + base + t];
-            y[((i64)(p / places) * (places + 1) + p % places) * width + row + r] = whole<CLOSE_WARPS>(shared, r * 8 + t, 128) * gain;
+        gather<1, 1, WARPS>(shared, acc);
+        for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
+            const int r = i & 15, t = i >> 4;
+            if (base + t < count) {
+                const int p = order[first + base + t];
+                y[((i64)(p / places) * (places + 1) + p % places) * width + row + r] = whole<WARPS>(shared, r * 8 + t, 128) * gain;
+            }
         }
     }
 }
+
+#define EXPERTS(WARPS)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) open_experts_##WARPS(                                         \
+        const Slot* slots, const int* order, const float* weights, const u16* x, u16* z, int inner, int width, int places, \
+        float limit, int offset, float gain) {                                                                            \
+        open_experts<WARPS>(slots, order, weights, x, z, inner, width, places, limit, offset, gain);                      \
+    }                                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) close_experts_##WARPS(                                        \
+        const Slot* slots, int slot_count, const int* order, const u16* z, float* y, int inner, int width, int places,     \
+        int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n) {                           \
+        close_experts<WARPS>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes, scale, z_shared, n); \
+    }
+EXPERTS(2)
+EXPERTS(4)
+EXPERTS(8)

@@ -61,11 +61,11 @@ def _route(
     used = counts > 0
     starts = tl.cumsum(counts, axis=0) - counts
     slot = tl.cumsum(used.to(tl.int32), axis=0) - 1
-    tl.store(slots + slot * 4, e, mask=used)
-    tl.store(slots + slot * 4 + 1, starts, mask=used)
-    tl.store(slots + slot * 4 + 2, counts, mask=used)
+    tl.store(slots + slot * 16, e, mask=used)
+    tl.store(slots + slot * 16 + 1, starts, mask=used)
+    tl.store(slots + slot * 16 + 2, counts, mask=used)
     in_use = tl.sum(used.to(tl.int32), axis=0)
-    tl.store(slots + e * 4 + 2, tl.zeros([EXPERTS], tl.int32), mask=(e >= in_use) & (e < n * places))
+    tl.store(slots + e * 16 + 2, tl.zeros([EXPERTS], tl.int32), mask=(e >= in_use) & (e < n * places))
     tl.debug_barrier()
     for place in range(places):
         at = b * places + place
@@ -78,8 +78,8 @@ def _route(
         tl.store(order + n * places + start + before, at, mask=alive)
 
 
-def route(logits, bias, table, tokens, ids, weights, order, slots, factor) -> None:
-    """logits [n, E] -> ids, weights [n, k], order [2, n * k] (the second row counts), slots [min(E, n * k), 4]."""
+def route(logits, bias, table, tokens, addresses, ids, weights, order, slots, factor) -> None:
+    """logits [n, E] -> ids, weights [n, k], order [2, n * k] (the second row counts), slots [min(E, n * k), 16]."""
     n, experts = logits.shape
     places = ids.shape[1]
     _route[(1,)](
@@ -123,10 +123,10 @@ def _open(
     WIDE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
-    count = tl.load(slots + slot * 4 + 2)
+    count = tl.load(slots + slot * 16 + 2)
     if count > 0:
-        expert = tl.load(slots + slot * 4)
-        first = tl.load(slots + slot * 4 + 1)
+        expert = tl.load(slots + slot * 16)
+        first = tl.load(slots + slot * 16 + 1)
         codes = tl.load(table + expert * 4).to(tl.pointer_type(tl.uint8))
         scales = tl.load(table + expert * 4 + 1).to(tl.pointer_type(tl.uint8))
         r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -161,10 +161,10 @@ def _close(
     WIDE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
 ):  # fmt: skip
     slot = tl.program_id(0)
-    count = tl.load(slots + slot * 4 + 2)
+    count = tl.load(slots + slot * 16 + 2)
     if count > 0:
-        expert = tl.load(slots + slot * 4)
-        first = tl.load(slots + slot * 4 + 1)
+        expert = tl.load(slots + slot * 16)
+        first = tl.load(slots + slot * 16 + 1)
         codes = tl.load(table + expert * 4 + 2).to(tl.pointer_type(tl.uint8))
         scales = tl.load(table + expert * 4 + 3).to(tl.pointer_type(tl.uint8))
         r = tl.program_id(1) * ROWS + tl.arange(0, ROWS)

@@ -23,9 +23,12 @@ def _score(
     queries, query_stride, weights, weight_stride, pages, table, table_stride, slots, positions, cos, sin, scores,
     room, topk, scale,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    count = (tl.load(positions + row) + 1) // 4
+    count = ((tl.load(positions + row) + 1) // 4).to(tl.int32)
     first = tl.program_id(1) * ENTRIES
     if (count > topk) & (first < count):
         slot = tl.load(slots + row)
@@ -108,7 +111,7 @@ def _choose(scores, positions, chosen, room, topk, BLOCK: tl.constexpr, TOPK: tl
             taken += tl.sum(kept, axis=0)
 
 
-def score(queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale) -> None:
+def score(queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale, early=False) -> None:
     """queries [n, h * c] before rotation, weights [n, h], pages of index keys -> scores [n, room] float32."""
     n, room = scores.shape
     width, heads = pages.shape[2], weights.shape[1]
@@ -116,7 +119,8 @@ def score(queries, weights, pages, table, slots, positions, cos, sin, scores, to
     _score[(n, -(-room // 64))](
         queries, queries.stride(0), weights, weights.stride(0), pages, table, table.stride(0), slots, positions, cos,
         sin, scores, room, topk, scale,
-        HEADS=heads, WIDTH=width, TURNING=2 * cos.shape[-1], ENTRIES=64, WIDE=pages.dtype is torch.float32, num_warps=4,
+        HEADS=heads, WIDTH=width, TURNING=2 * cos.shape[-1], ENTRIES=64, WIDE=pages.dtype is torch.float32, EARLY=early,
+        num_warps=4,
     )  # fmt: skip
 
 

@@ -29,7 +29,10 @@ def padded(count: int) -> int:
 def _write_and_mix(
     streams, y, post, mix, fn, parts, embed, tokens, rows, width, y_parts, splits,
     MODE: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     piece = tl.program_id(0)
     d = piece * BLOCK + tl.arange(0, BLOCK)
     m = tl.arange(0, PADDED)
@@ -217,7 +220,7 @@ def slices(rows: int, width: int) -> tuple[int, int, int]:
     return block, -(-width // block), tokens
 
 
-def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, tokens=None) -> None:
+def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, tokens=None, early=False) -> None:
     """streams [n, 4, d] in place; y [n, p, d] is added up over p; parts [n, slices, padded] for the next read."""
     n, _, width = streams.shape
     block, splits, rows = slices(n, width)
@@ -227,7 +230,7 @@ def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, token
         streams, given if y is None else y, fn if post is None else post, fn if mix is None else mix, fn, parts,
         given if embed is None else embed, given if tokens is None else tokens, n, width,
         1 if y is None or y.dim() == 2 else y.shape[1], splits,
-        MODE=mode, COUNT=count, PADDED=padded(count), ROWS=rows, BLOCK=block, num_warps=4,
+        MODE=mode, COUNT=count, PADDED=padded(count), ROWS=rows, BLOCK=block, EARLY=early, num_warps=4,
     )  # fmt: skip
 
 

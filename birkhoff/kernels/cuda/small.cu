@@ -1,0 +1,404 @@
+// The small stages of a decoding step that are all latency: reading the streams, routing, and the indexer's choice.
+// Their portable twins are mhc/triton.py, experts/triton.py and index/triton.py.
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned long long u64;
+typedef long long i64;
+
+__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" :::); }
+
+__device__ __forceinline__ float wide(u32 bits) { return __uint_as_float(bits << 16); }  // of a bfloat16
+__device__ __forceinline__ u32 bf16_bits(float v) {
+    u32 r;
+    asm("{ .reg .b16 h; cvt.rn.bf16.f32 h, %1; cvt.u32.u16 %0, h; }" : "=r"(r) : "f"(v));
+    return r;
+}
+__device__ __forceinline__ u32 half_bits(float v) {
+    u32 r;
+    asm("{ .reg .b16 h; cvt.rn.f16.f32 h, %1; cvt.u32.u16 %0, h; }" : "=r"(r) : "f"(v));
+    return r;
+}
+__device__ __forceinline__ float sum_warp(float v) {
+#pragma unroll
+    for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
+    return v;
+}
+__device__ __forceinline__ float sigmoid(float x) { return 1.f / (1.f + __expf(-x)); }
+__device__ __forceinline__ void share(float& a, float& b, float& c, float& d, float eps) {
+    const float over = __fdividef(1.f, (a + b) + (c + d) + eps);
+    a *= over;
+    b *= over;
+    c *= over;
+    d *= over;
+}
+
+// Block (token, 0) collapses and normalises; block (token, 1) finds the weights of the write. Parts are [n, splits, 32].
+extern "C" __global__ void __launch_bounds__(512)
+    read_streams(const float* parts, int splits, const u16* streams, const float* base, const float* scale, const float* norm,
+                 u16* out, u16* half, u16* mixed, float* pre, float* post, float* mix, int width, int iters, float eps,
+                 float rms_eps, float norm_eps) {
+    __shared__ float sums[16][33];
+    __shared__ float logits[32];
+    __shared__ float squares[16];
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    const i64 row = blockIdx.x;
+    const bool collapses = blockIdx.y == 0;
+    let_next_start();
+    // What does not depend on the streams is fetched before they are waited for.
+    const float gain = scale[collapses ? 0 : 2], post_gain = scale[1];
+    const float bias = lane < 24 ? base[lane] : 0.f;
+    float4 weight[2][2];
+    if (collapses) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int d = (i * 512 + t) * 8;
+            if (d < width) {
+                weight[i][0] = *reinterpret_cast<const float4*>(norm + d);
+                weight[i][1] = *reinterpret_cast<const float4*>(norm + d + 4);
+            }
+        }
+    }
+    wait_for_inputs();
+    const float* mine = parts + row * splits * 32;
+    float part = 0.f;
+#pragma unroll 4
+    for (int s = warp; s < splits; s += 16) part += mine[s * 32 + lane];
+    uint4 x[2][4];
+    if (collapses) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            const int d = (i * 512 + t) * 8;
+            if (d < width)
+#pragma unroll
+                for (int k = 0; k < 4; k++) x[i][k] = *reinterpret_cast<const uint4*>(streams + (row * 4 + k) * width + d);
+        }
+    }
+    sums[warp][lane] = part;
+    __syncthreads();
+    if (warp == 0) {
+        float total = 0.f;
+#pragma unroll
+        for (int i = 0; i < 16; i++) total += sums[i][lane];
+        const float rho = rsqrtf(__shfl_sync(~0u, total, 24) / (4.f * width) + rms_eps);
+        const float by = collapses ? gain : lane < 8 ? post_gain : gain;
+        logits[lane] = total * rho * by + bias;
+    }
+    __syncthreads();
+    if (!collapses) {
+        if (warp) return;
+        if (lane < 4) post[row * 4 + lane] = 2.f * sigmoid(logits[4 + lane]);
+        float a[4][4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) {
+            float top = -3e38f;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                a[j][k] = logits[8 + 4 * j + k];
+                top = fmaxf(top, a[j][k]);
+            }
+#pragma unroll
+            for (int k = 0; k < 4; k++) a[j][k] = __expf(a[j][k] - top);
+            const float over = __fdividef(1.f, (a[j][0] + a[j][1]) + (a[j][2] + a[j][3]));
+#pragma unroll
+            for (int k = 0; k < 4; k++) a[j][k] = a[j][k] * over + eps;
+        }
+#pragma unroll
+        for (int k = 0; k < 4; k++) share(a[0][k], a[1][k], a[2][k], a[3][k], eps);
+        for (int i = 1; i < iters; i++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) share(a[j][0], a[j][1], a[j][2], a[j][3], eps);
+#pragma unroll
+            for (int k = 0; k < 4; k++) share(a[0][k], a[1][k], a[2][k], a[3][k], eps);
+        }
+        if (lane == 0) {
+#pragma unroll
+            for (int j = 0; j < 4; j++)
+                *reinterpret_cast<float4*>(mix + row * 16 + 4 * j) = make_float4(a[j][0], a[j][1], a[j][2], a[j][3]);
+        }
+        return;
+    }
+    float w[4];
+#pragma unroll
+    for (int k = 0; k < 4; k++) w[k] = sigmoid(logits[k]) + eps;
+    if (t < 4) pre[row * 4 + t] = sigmoid(logits[t]) + eps;
+    float u[2][8], square = 0.f;
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int d = (i * 512 + t) * 8;
+        if (d < width) {
+#pragma unroll
+            for (int j = 0; j < 8; j++) u[i][j] = 0.f;
+#pragma unroll
+            for (int k = 0; k < 4; k++) {
+                const u32 words[4] = {x[i][k].x, x[i][k].y, x[i][k].z, x[i][k].w};
+#pragma unroll
+                for (int j = 0; j < 4; j++) {
+                    u[i][2 * j] += w[k] * wide(words[j] & 0xffffu);
+                    u[i][2 * j + 1] += w[k] * wide(words[j] >> 16);
+                }
+            }
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                u[i][j] = wide(bf16_bits(u[i][j]));
+                square += u[i][j] * u[i][j];
+            }
+        }
+    }
+    square = sum_warp(square);
+    if (lane == 0) squares[warp] = square;
+    __syncthreads();
+    const float rho = rsqrtf(sum_warp(lane < 16 ? squares[lane] : 0.f) / width + norm_eps);
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int d = (i * 512 + t) * 8;
+        if (d < width) {
+            u32 b[8], h[8];
+            const float by[8] = {weight[i][0].x, weight[i][0].y, weight[i][0].z, weight[i][0].w,
+                                 weight[i][1].x, weight[i][1].y, weight[i][1].z, weight[i][1].w};
+#pragma unroll
+            for (int j = 0; j < 8; j++) {
+                b[j] = bf16_bits(u[i][j] * rho * by[j]);
+                h[j] = half_bits(wide(b[j]));
+            }
+            const i64 at = row * width + d;
+            *reinterpret_cast<uint4*>(out + at) = make_uint4(b[0] | b[1] << 16, b[2] | b[3] << 16, b[4] | b[5] << 16, b[6] | b[7] << 16);
+            *reinterpret_cast<uint4*>(half + at) = make_uint4(h[0] | h[1] << 16, h[2] | h[3] << 16, h[4] | h[5] << 16, h[6] | h[7] << 16);
+            *reinterpret_cast<uint4*>(mixed + at) = make_uint4(h[0] | h[2] << 16, h[4] | h[6] << 16, h[1] | h[3] << 16, h[5] | h[7] << 16);
+        }
+    }
+}
+
+__device__ __forceinline__ float score_of(float z) { return sqrtf(fmaxf(z, 0.f) + log1pf(__expf(-fabsf(z)))); }
+__device__ __forceinline__ u32 ordered(float v) {  // a float's place among floats
+    const u32 bits = __float_as_uint(v);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+struct Slot {
+    int expert, first, count, pad;
+    i64 address[4];  // gate and up, their scales, down, its scales
+    int rest[4];
+};
+
+// One block: a warp per token chooses; then pairs are grouped by expert. Up to 1024 pairs and 512 experts. Which of an
+// expert's pairs comes first is whoever arrives first: no result depends on it.
+template <int EACH>
+__device__ __forceinline__ void route(const float* logits, int logit_stride, const float* bias, const int* table,
+                                      const i64* tokens, const i64* addresses, int* ids, float* weights, int* order,
+                                      Slot* slots, int slot_count, int n, int experts, int places, float factor) {
+    __shared__ int counts[32 * EACH], starts[32 * EACH];
+    __shared__ int warp_pairs[EACH], warp_used[EACH];
+    __shared__ int chosen[1024], before[1024];
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    let_next_start();
+    float offset[EACH];
+    if (!table) {
+#pragma unroll
+        for (int j = 0; j < EACH; j++) offset[j] = lane + 32 * j < experts ? bias[lane + 32 * j] : 0.f;
+    }
+    if (t < 32 * EACH) counts[t] = 0;
+    wait_for_inputs();
+    __syncthreads();
+    for (int b = warp; b < n; b += 32) {
+        const float* row = logits + (i64)b * logit_stride;
+        float scores[EACH];
+        u32 rivals[EACH];
+#pragma unroll
+        for (int j = 0; j < EACH; j++) scores[j] = lane + 32 * j < experts ? row[lane + 32 * j] : 0.f;
+#pragma unroll
+        for (int j = 0; j < EACH; j++) {
+            scores[j] = score_of(scores[j]);
+            rivals[j] = lane + 32 * j < experts && !table ? ordered(scores[j] + offset[j]) : 0u;
+        }
+        float total = 0.f, mine = 0.f;
+        int my_id = 0;
+        for (int k = 0; k < places; k++) {
+            int best;
+            if (table) {
+                best = table[tokens[b] * places + k];
+            } else {
+                u32 top = 0;
+#pragma unroll
+                for (int j = 0; j < EACH; j++) top = max(top, rivals[j]);
+                top = __reduce_max_sync(~0u, top);
+                u32 id = 0xffffffffu;  // the lowest id among equals
+#pragma unroll
+                for (int j = EACH - 1; j >= 0; j--)
+                    if (rivals[j] == top) id = lane + 32 * j;
+                best = __reduce_min_sync(~0u, id);
+#pragma unroll
+                for (int j = 0; j < EACH; j++)
+                    if (lane + 32 * j == best) rivals[j] = 0u;
+            }
+            float score = 0.f;
+#pragma unroll
+            for (int j = 0; j < EACH; j++)
+                if (j == best >> 5) score = scores[j];
+            score = __shfl_sync(~0u, score, best & 31);
+            total += score;
+            if (lane == k) {
+                mine = score;
+                my_id = best;
+            }
+        }
+        if (lane < places) {
+            const int at = b * places + lane;
+            weights[at] = mine / total * factor;
+            ids[at] = my_id;
+            chosen[at] = my_id;
+            before[at] = atomicAdd(&counts[my_id], 1);
+        }
+    }
+    __syncthreads();
+    int count = 0, at = 0, slot = 0;
+    if (t < 32 * EACH) {
+        count = counts[t];
+        int sum = count, used = count > 0;
+#pragma unroll
+        for (int s = 1; s < 32; s <<= 1) {
+            const int more = __shfl_up_sync(~0u, sum, s), also = __shfl_up_sync(~0u, used, s);
+            if (lane >= s) {
+                sum += more;
+                used += also;
+            }
+        }
+        if (lane == 31) {
+            warp_pairs[warp] = sum;
+            warp_used[warp] = used;
+        }
+        at = sum - count;
+        slot = used - (count > 0);
+    }
+    __syncthreads();
+    int in_use = 0;
+#pragma unroll
+    for (int w = 0; w < EACH; w++) {
+        if (w < warp) {
+            at += warp_pairs[w];
+            slot += warp_used[w];
+        }
+        in_use += warp_used[w];
+    }
+    if (count) {
+        Slot* into = slots + slot;
+        into->expert = t;
+        into->first = at;
+        into->count = count;
+        const longlong2 low = reinterpret_cast<const longlong2*>(addresses)[t * 2];
+        const longlong2 high = reinterpret_cast<const longlong2*>(addresses)[t * 2 + 1];
+        reinterpret_cast<longlong2*>(into->address)[0] = low;
+        reinterpret_cast<longlong2*>(into->address)[1] = high;
+    }
+    if (t < 32 * EACH) starts[t] = at;
+    __syncthreads();
+    if (t < n * places) order[starts[chosen[t]] + before[t]] = t;
+    if (t >= in_use && t < slot_count) slots[t].count = 0;
+}
+
+#define ROUTE(EACH)                                                                                                     \
+    extern "C" __global__ void __launch_bounds__(1024)                                                                  \
+        route_##EACH(const float* logits, int logit_stride, const float* bias, const int* table, const i64* tokens,     \
+                     const i64* addresses, int* ids, float* weights, int* order, Slot* slots, int slot_count, int n,    \
+                     int experts, int places, float factor) {                                                           \
+        route<EACH>(logits, logit_stride, bias, table, tokens, addresses, ids, weights, order, slots, slot_count, n,    \
+                    experts, places, factor);                                                                           \
+    }
+ROUTE(8)
+ROUTE(16)
+
+// The topk best of a sequence's scores, the lower entry among equals, in ascending order. Thread t has entries t * PER ...
+// Two bits of the last place's value are found a round, by counting who reaches each of three values.
+template <int PER>
+__device__ __forceinline__ void choose(const float* scores, const i64* positions, int* chosen, int room, int topk) {
+    __shared__ uint2 parts[2][8];
+    __shared__ int warp_ties[8], warp_kept[8];
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    let_next_start();
+    wait_for_inputs();
+    const int count = (int)((positions[blockIdx.x] + 1) >> 2);
+    int* out = chosen + (i64)blockIdx.x * topk;
+    if (count <= topk) {
+        for (int e = t; e < count; e += 256) out[e] = e;
+        return;
+    }
+    u32 key[PER];
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const int e = t * PER + i;
+        key[i] = e < count ? ordered(scores[(i64)blockIdx.x * room + e]) : 0u;
+    }
+    u32 place = 0;
+    int better = 0;
+    for (int bit = 30; bit >= 0; bit -= 2) {  // the largest value that topk entries reach
+        const u32 one = place | 1u << bit, two = place | 2u << bit, three = place | 3u << bit;
+        u32 low = 0, high = 0;
+#pragma unroll
+        for (int i = 0; i < PER; i++) {
+            low += (key[i] >= one) + ((u32)(key[i] >= two) << 16);
+            high += key[i] >= three;
+        }
+        low = __reduce_add_sync(~0u, low);
+        high = __reduce_add_sync(~0u, high);
+        uint2* round = parts[(bit >> 1) & 1];
+        if (lane == 0) round[warp] = make_uint2(low, high);
+        __syncthreads();
+        low = high = 0;
+#pragma unroll
+        for (int w = 0; w < 8; w++) {
+            low += round[w].x;
+            high += round[w].y;
+        }
+        if ((int)high >= topk) place = three;
+        else if ((int)(low >> 16) >= topk) place = two, better = high;
+        else if ((int)(low & 0xffffu) >= topk) place = one, better = low >> 16;
+        else better = low & 0xffffu;
+    }
+    int ties = 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++) ties += key[i] == place;
+    const int places = topk - better;
+    int sum = ties;
+#pragma unroll
+    for (int s = 1; s < 32; s <<= 1) {
+        const int more = __shfl_up_sync(~0u, sum, s);
+        if (lane >= s) sum += more;
+    }
+    if (lane == 31) warp_ties[warp] = sum;
+    __syncthreads();
+    int rank = sum - ties;
+    for (int w = 0; w < warp; w++) rank += warp_ties[w];
+    int mine = 0;
+    u32 kept = 0;
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const bool keep = key[i] > place || (key[i] == place && rank < places);
+        rank += key[i] == place;
+        mine += keep;
+        kept |= (u32)keep << i;
+    }
+    sum = mine;
+#pragma unroll
+    for (int s = 1; s < 32; s <<= 1) {
+        const int more = __shfl_up_sync(~0u, sum, s);
+        if (lane >= s) sum += more;
+    }
+    if (lane == 31) warp_kept[warp] = sum;
+    __syncthreads();
+    int at = sum - mine;
+    for (int w = 0; w < warp; w++) at += warp_kept[w];
+#pragma unroll
+    for (int i = 0; i < PER; i++)
+        if (kept >> i & 1) out[at++] = t * PER + i;
+}
+
+#define CHOOSE(PER)                                                                                \
+    extern "C" __global__ void __launch_bounds__(256)                                              \
+        choose_##PER(const float* scores, const i64* positions, int* chosen, int room, int topk) { \
+        choose<PER>(scores, positions, chosen, room, topk);                                        \
+    }
+CHOOSE(4)
+CHOOSE(8)
+CHOOSE(16)
+CHOOSE(32)

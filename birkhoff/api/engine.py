@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,8 @@ from birkhoff.api.feed import ActBatch, feed
 from birkhoff.api.lens import Lens, look
 from birkhoff.api.manifest import model_digest
 from birkhoff.api.modules import Modules
-from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt
+from birkhoff.api.passes import edit_tap, features, trace
+from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt, room_for
 from birkhoff.api.saes import Attachment, SaeDesk, split_edits
 from birkhoff.api.steering import Steering, SteeringDesk, per_prompt_edits
 from birkhoff.capture.acts import CapturedRows
@@ -31,27 +32,17 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling import SamplingOptions
-from birkhoff.errors import (
-    BirkhoffError,
-    ContextError,
-    OptionError,
-    PromptError,
-    SiteError,
-    TextUnavailable,
-    quoted,
-)
-from birkhoff.hooks.live import Staging, arm
+from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable
 from birkhoff.hooks.names import Address
-from birkhoff.hooks.plan import Edit, Holding, Plan, Span
+from birkhoff.hooks.plan import Edit, Holding, Plan
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.signals import SignalJob, check_signals
-from birkhoff.hooks.sites import Site
 from birkhoff.hooks.table import Tables
-from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
 from birkhoff.model.memory import Memory
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream, Trace
-from birkhoff.sae.probe import Feature, live_features
+from birkhoff.sae.probe import Feature
+from birkhoff.sae.wire import PARSERS
 from birkhoff.text.chat import encode_chat
 from birkhoff.text.literals import Literals
 from birkhoff.text.live import ChatStream, TextStream
@@ -73,6 +64,7 @@ class Engine:
         self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
         tables = Tables(self.model.embed.device)
         self._steering = SteeringDesk(self.schema, self.config.num_hidden_layers, self.identity, tables)
+        self._steering.parsers |= PARSERS
         self.saes = SaeDesk(self.schema, self.config.num_hidden_layers, self.model.embed.device)
 
     @property
@@ -110,22 +102,12 @@ class Engine:
         self._core.check_open()
         ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
         with torch.no_grad():  # not inference mode: what is handed out can be trained on and written to
-            return self.model(ids, self._edit_tap(steer, ids.tolist()))
+            return self.model(ids, edit_tap(self, steer, ids.tolist()))
 
     def trace(self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: Steering = None) -> Trace:
         """A plain forward pass that keeps every asked-for site."""
         self._core.check_open()
-        wanted = self._check_hooks(hooks)
-        ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
-        kept: dict[tuple[str, int], torch.Tensor] = {}
-
-        def keep(site: Site, layer: int, tensor: torch.Tensor) -> None:
-            if site.name in wanted:
-                kept[site.name, layer] = tensor.detach().clone()
-
-        with torch.no_grad():
-            logits = self.model(ids, RecordingTap(self._edit_tap(steer, ids.tolist()), keep))
-        return Trace(logits, kept)
+        return trace(self, token_ids, hooks, steer)
 
     def lens(self, token_ids: Sequence[int], per_stream: bool = True, steer: Steering = None) -> Lens:
         """What every stream, their mean and the head's merge of them would predict at every depth."""
@@ -134,12 +116,6 @@ class Engine:
     def attention(self, token_ids: Sequence[int], position: int = -1, steer: Steering = None) -> list[Memory]:
         """Where one token's attention goes, layer by layer: single tokens, compressed blocks, the sink."""
         return attention(self, token_ids, position, steer)
-
-    def _edit_tap(self, steer: Steering, ids: list[int]) -> Tap:
-        """The tap of one whole forward pass in which every token belongs to the prompt."""
-        edits, _ = self._edits(steer, ids, 1)
-        span = Span(Plan(edits=edits), 0, 0, ids, len(ids))
-        return arm(Staging(self.model.embed.device), [span]) or NoTap()
 
     @property
     def modules(self) -> Modules:
@@ -154,18 +130,12 @@ class Engine:
             yield
 
     def attach(
-        self,
-        name: str,
-        sae: Any,
-        kind: str = "delta",
-        features: Iterable[int | str] | None = None,
-        replace: bool = False,
+        self, name: str, sae: Any, kind: str = "delta", features: Any = None, replace: bool = False
     ) -> Attachment:
-        """Make a dictionary (an `Sae`, a list of them, or the path of one) known by a name, whole or not at all.
+        """Make a dictionary (an `Sae`, several, or the path of its files) known by a name, whole or not at all.
 
-        `kind` is "delta" (features are changed, everything else of a row stays) or "full" (rows may be replaced by
-        their reconstruction); `features` are those that may be set, whose rows alone are then held. In a `with` block
-        it is detached at the end."""
+        `kind` "delta": features are changed, everything else of a row stays; "full": rows may be replaced by their
+        reconstruction. Of `features`, if given, alone may be set. In a `with` block it is detached at the end."""
         return self.saes.attach(name, sae, kind, features, replace)
 
     def detach(self, name: str, drain: bool = False) -> None:
@@ -177,16 +147,9 @@ class Engine:
     ) -> list[list[Feature]]:
         """The k largest live features of every token of a text, read with an attached dictionary."""
         self._core.check_open()
-        probe, plan, sae = self.saes.probe(name, k, at)
-        ids = self.prompt_ids(prompt)
-        edits, _ = self._edits(steer, ids, 1)
-        span = Span(Plan(edits=(plan, *edits)), 0, 0, ids, len(ids))
-        with torch.no_grad():
-            tokens = torch.tensor(ids, device=self.model.embed.device)
-            self.model(tokens, arm(Staging(self.model.embed.device), [span]) or NoTap())
-        return live_features(probe, sae, len(ids))
+        return features(self, prompt, name, k, at, steer)
 
-    def _edits(
+    def resolve(
         self, steer: Steering, ids: Sequence[int], max_tokens: int
     ) -> tuple[tuple[Edit, ...], tuple[Holding, ...]]:
         """Everything done to one request, resolved, and what it holds while it runs beside rows of tables."""
@@ -483,12 +446,7 @@ class Engine:
         options = SamplingOptions.from_kwargs(**sampling)
         options.check_vocabulary(self.config.vocab_size)
         ids = tuple(self.prompt_ids(prompt))
-        room = self.max_context - len(ids)
-        if room < 1:
-            raise ContextError(
-                f"the prompt has {len(ids)} tokens, the context holds {self.max_context} and an answer "
-                "needs at least one. Shorten the prompt or load with a larger max_context."
-            )
+        room = room_for(ids, self.max_context)
         wanted = options.max_tokens if sampling.get("max_tokens") is not None else min(options.max_tokens, room)
         if options.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the refusal that names the missing file
@@ -497,7 +455,7 @@ class Engine:
 
         def plan(choice: int) -> Plan | None:
             tail = mark if options.n == 1 else f"{mark}-{choice}"
-            edits, holdings = self._edits(steer, ids, wanted)
+            edits, holdings = self.resolve(steer, ids, wanted)
             table = self._steering.table(edits)
             if capture is None and not wishes:
                 return Plan(edits=edits, holdings=holdings, table=table) if edits else None
@@ -533,16 +491,6 @@ class Engine:
             bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
             return bos + self.tokenizer.encode(prompt)
         return check_ids(prompt, self.config)
-
-    def _check_hooks(self, hooks: str | Sequence[str]) -> set[str]:
-        known = self.schema
-        if hooks == "all":
-            return set(known)
-        names = [hooks] if isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set)) else list(hooks)
-        for hook in names:
-            if not isinstance(hook, str) or hook not in known:
-                raise SiteError(f"{quoted(hook)} is not a hook of this model. It has: {', '.join(sorted(known))}.")
-        return set(names)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -12,7 +12,7 @@ import torch
 from birkhoff.api.captures import CaptureWish
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
-from birkhoff.errors import OptionError, PromptError, TokenError, quoted
+from birkhoff.errors import ContextError, OptionError, PromptError, TokenError, quoted
 
 Prompt = str | Sequence[int]
 Captures = CaptureWish | Sequence[CaptureWish | None] | None  # one for all prompts, or one per prompt
@@ -59,7 +59,7 @@ def check_ids(token_ids: Sequence[int], config: V4Config) -> list[int]:
             )
     if len(ids) > config.max_position_embeddings:
         limit = config.max_position_embeddings
-        raise PromptError(f"{len(ids)} tokens, the model's limit is {limit}. Shorten the text or cut it in parts.")
+        raise ContextError(f"{len(ids)} tokens, the model's limit is {limit}. Shorten the text or cut it in parts.")
     return [int(token) for token in ids]
 
 
@@ -77,3 +77,13 @@ def per_prompt(capture: Captures, prompts: int) -> list[CaptureWish | None]:
     if len(capture) != prompts:
         raise OptionError(f"capture has {len(capture)} entries for {prompts} prompts. Give one Capture, or one each.")
     return list(capture)
+
+
+def room_for(ids: Sequence[int], max_context: int) -> int:
+    """How many tokens may follow a prompt; one that leaves no room is refused."""
+    if len(ids) >= max_context:
+        raise ContextError(
+            f"the prompt has {len(ids)} tokens, the context holds {max_context} and an answer "
+            "needs at least one. Shorten the prompt or load with a larger max_context."
+        )
+    return max_context - len(ids)

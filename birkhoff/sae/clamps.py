@@ -67,12 +67,7 @@ def parse_clamp(feature: Any, value: Any, kind: Any, only_if_active: Any, path: 
     """A clamp from what a caller wrote; `value` may itself say `kind`, `value` and `only_if_active`."""
     if isinstance(feature, str) and feature.isdecimal():
         feature = int(feature)  # keys of JSON objects are texts
-    if (
-        isinstance(feature, bool)
-        or not isinstance(feature, (int, str))
-        or feature == ""
-        or feature in range(-(2**63), 0)
-    ):
+    if isinstance(feature, bool) or not isinstance(feature, (int, str)) or not _is_name(feature):
         raise SaeError(f"{path}: feature {quoted(feature)}, expected a number from 0 or a label.")
     if isinstance(value, Mapping) and "value" in value:
         unknown = sorted(set(value) - {"kind", "value", "only_if_active"})
@@ -97,6 +92,10 @@ def parse_clamp(feature: Any, value: Any, kind: Any, only_if_active: Any, path: 
     if kind == "multiply" and isinstance(low, XMax):
         raise SaeError(f"{path}: multiply takes a plain factor, not a share of x_max.")
     return FeatureClamp(feature, "bound" if kind in ("min", "max") else kind, low, high, only_if_active)
+
+
+def _is_name(feature: int | str) -> bool:
+    return feature != "" if isinstance(feature, str) else feature >= 0
 
 
 def _amount(value: Any, path: str) -> Amount:

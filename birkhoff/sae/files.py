@@ -16,7 +16,10 @@ from typing import Any
 
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.load_saelens import is_saelens, load_saelens, save_saelens
+from birkhoff.sae.load_dictionary_learning import dictionary_learning_file, load_dictionary_learning
+from birkhoff.sae.load_gemma_scope import gemma_scope_file, load_gemma_scope
+from birkhoff.sae.load_saelens import is_saelens, load_saelens, read_labels, save_saelens
+from birkhoff.sae.manifest import MANIFEST, load_manifest, save_manifest
 
 
 def load_all(
@@ -32,6 +35,12 @@ def load_all(
     asked = {"hook": hook, "layer": layer, "view": view, "spread": spread}
     if is_saelens(path):
         return [_placed(*load_saelens(path), asked, path)]
+    if (path / MANIFEST).is_file():
+        return _chosen(load_manifest(path), asked, path)
+    archive, state = gemma_scope_file(path), dictionary_learning_file(path)
+    if archive is not None or state is not None:
+        made = load_gemma_scope(archive) if archive is not None else load_dictionary_learning(state or path)
+        return [_placed(made | {"labels": read_labels(path if path.is_dir() else path.parent)}, {}, asked, path)]
     present = sorted(entry.name for entry in path.iterdir())[:6] if path.is_dir() else [path.name]
     raise SaeFileError(
         f"{path} holds no dictionary that we read; it holds {', '.join(present) or 'nothing'}. Expected cfg.json with "
@@ -50,9 +59,21 @@ def load_one(path: Path, hook: str | None, layer: int | None, view: str | None, 
 def save_one(sae: Sae, path: Path, layout: str) -> Path:
     if layout == "saelens":
         save_saelens(sae, path)
+    elif layout == "manifest":
+        save_manifest([sae], path)
     else:
         raise SaeError(f"layout is {quoted(layout)}, expected 'saelens' or 'manifest'.")
     return path
+
+
+def _chosen(saes: list[Sae], asked: dict[str, Any], path: Path) -> list[Sae]:
+    """Those of a manifest that a caller means."""
+    found = [sae for sae in saes if all(wish is None or getattr(sae, name) == wish for name, wish in asked.items())]
+    if not found:
+        sites = ", ".join(f"{sae.hook}[{sae.layer}] as {sae.view}" for sae in saes)
+        wishes = ", ".join(f"{name}={wish!r}" for name, wish in asked.items() if wish is not None)
+        raise SaeError(f"{path} has no dictionary with {wishes}; it has {sites}.")
+    return found
 
 
 def _placed(made: dict[str, Any], place: dict[str, Any], asked: dict[str, Any], path: Path) -> Sae:

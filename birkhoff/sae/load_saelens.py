@@ -57,7 +57,9 @@ def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     made: dict[str, Any] = {"activation": kind, **weights.arguments()}
     if kind == "topk":
         made |= {"k": k, "rectified": True}
-    made |= _extras(path)
+    made["labels"] = read_labels(path)
+    if (path / STATISTICS).is_file():
+        made["x_max"] = read_tensors(path / STATISTICS).get("x_max")
     metadata = _object(config.get("metadata"))
     place = _object(metadata.get("birkhoff"))
     kept = {name: value for name, value in {**config, **metadata}.items() if name in ("model_name", "hook_name")}
@@ -97,30 +99,27 @@ def save_saelens(sae: Sae, path: Path) -> None:
     path.mkdir(parents=True, exist_ok=True)
     (path / CONFIG).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path / WEIGHTS)
-    save_extras(sae, path)
-
-
-def save_extras(sae: Sae, path: Path) -> None:
-    """Labels and largest activations, for whatever layout stands beside them; none leaves no file."""
-    (path / LABELS).unlink(missing_ok=True)
+    save_labels(sae, path)
     (path / STATISTICS).unlink(missing_ok=True)
-    if sae.labels:
-        labels = {str(number): label for number, label in sorted(sae.labels.items())}
-        (path / LABELS).write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     if sae.x_max is not None:
         save_file({"x_max": sae.x_max}, path / STATISTICS)
 
 
-def _extras(path: Path) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if (path / LABELS).is_file():
-        raw = read_json(path / LABELS)
-        if not all(key.isdecimal() for key in raw):
-            raise SaeFileError(f"{path / LABELS} names features by something else than their numbers.")
-        found["labels"] = {int(key): label for key, label in raw.items()}
-    if (path / STATISTICS).is_file():
-        found["x_max"] = read_tensors(path / STATISTICS).get("x_max")
-    return found
+def save_labels(sae: Sae, path: Path) -> None:
+    """Labels, for whatever layout stands beside them; none leaves no file."""
+    (path / LABELS).unlink(missing_ok=True)
+    if sae.labels:
+        labels = {str(number): label for number, label in sorted(sae.labels.items())}
+        (path / LABELS).write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+
+
+def read_labels(path: Path) -> dict[int, str]:
+    if not (path / LABELS).is_file():
+        return {}
+    raw = read_json(path / LABELS)
+    if not all(key.isdecimal() for key in raw):
+        raise SaeFileError(f"{path / LABELS} names features by something else than their numbers.")
+    return {int(key): label for key, label in raw.items()}
 
 
 def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:

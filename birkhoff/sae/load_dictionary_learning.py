@@ -1,0 +1,91 @@
+"""dictionary_learning's layout: `ae.pt`, a state_dict, with `config.json` beside it.
+
+What kind of dictionary it is is told by the names of its tensors and by `dict_class` in the config. Gated and jumprelu
+ones multiply features by the norm of their decoder row after encoding: folded in. All but the newer relu one and
+jumprelu subtract the decoder's bias from the input: folded in. Nothing is unpickled (`torch_zip.py`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from birkhoff.errors import SaeFileError, quoted
+from birkhoff.sae.fold import Weights
+from birkhoff.sae.load_saelens import read_json
+from birkhoff.sae.torch_zip import read_plain_tensors
+
+
+def dictionary_learning_file(path: Path) -> Path | None:
+    """The state_dict at a path, or None."""
+    if path.is_file() and path.suffix == ".pt":
+        return path
+    return path / "ae.pt" if (path / "ae.pt").is_file() else None
+
+
+def load_dictionary_learning(path: Path) -> dict[str, Any]:
+    """What `Sae` takes."""
+    held = read_plain_tensors(path)
+    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    config = read_json(path.with_name("config.json")) if path.with_name("config.json").is_file() else {}
+    found = config.get("trainer")
+    trainer = found if isinstance(found, dict) else {}
+    said = str(trainer.get("dict_class", ""))
+    kind = _kind(set(tensors), said, path)
+    if kind == "jumprelu":
+        w = _weights(tensors, "W_enc", "b_enc", "W_dec", "b_dec", path, transposed=True)
+        return {"activation": "jumprelu", **w.decoder_norms(threshold_too=True).arguments()}
+    if kind == "gated":
+        w = _weights(tensors, "encoder.weight", "mag_bias", "decoder.weight", "decoder_bias", path)
+        return {"activation": "gated", **w.bias_on_input().decoder_norms(threshold_too=False).arguments()}
+    if kind == "newer relu":
+        w = _weights(tensors, "encoder.weight", "encoder.bias", "decoder.weight", "decoder.bias", path)
+        return {"activation": "relu", **w.arguments()}
+    bias = "bias" if kind == "relu" else "b_dec"
+    w = _weights(tensors, "encoder.weight", "encoder.bias", "decoder.weight", bias, path).bias_on_input()
+    if kind == "relu":
+        return {"activation": "relu", **w.arguments()}
+    level = float(tensors["threshold"]) if "threshold" in tensors else -1.0
+    if kind == "batchtopk":
+        if level < 0:
+            raise SaeFileError(f"{path}: its threshold is {level}, so training never set one. Train it to the end.")
+        return {"activation": "batchtopk", "threshold": level, **w.arguments()}
+    k = int(tensors["k"]) if "k" in tensors else trainer.get("k")  # earlier versions kept it in the config alone
+    return {"activation": "topk", "k": k, "rectified": True, **w.arguments()}
+
+
+def _kind(names: set[str], said: str, path: Path) -> str:
+    if {"W_enc", "W_dec", "threshold"} <= names:
+        return "jumprelu"
+    if {"r_mag", "gate_bias", "mag_bias"} <= names:
+        return "gated"
+    if "b_dec" in names:
+        if "BatchTopK" in said or "Matryoshka" in said or "Matroyshka" in said:
+            return "batchtopk"
+        if "TopK" in said:
+            return "topk"
+        raise SaeFileError(
+            f"{path} holds a top-k dictionary, and config.json beside it does not say which of the two kinds "
+            f"(trainer.dict_class is {quoted(said)}). Put its config.json there: the features differ."
+        )
+    if "bias" in names:
+        return "relu"
+    if "decoder.bias" in names:
+        return "newer relu"
+    raise SaeFileError(f"{path} holds {', '.join(sorted(names)[:6]) or 'no tensors'}, which is no dictionary we know.")
+
+
+def _weights(
+    tensors: dict[str, torch.Tensor], encoder: str, c: str, decoder: str, b: str, path: Path, transposed: bool = False
+) -> Weights:
+    missing = [name for name in (encoder, c, decoder, b) if name not in tensors]
+    if missing:
+        raise SaeFileError(f"{path} lacks {', '.join(missing)}.")
+    e, w = tensors[encoder], tensors[decoder]
+    scale = tensors["r_mag"].double().exp() if "r_mag" in tensors else None
+    threshold = tensors["threshold"] if transposed else None
+    made = Weights(e.T if transposed else e, tensors[c], w if transposed else w.T, tensors[b], threshold,
+                   tensors.get("gate_bias"), scale)  # fmt: skip
+    return made.double()

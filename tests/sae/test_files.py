@@ -1,0 +1,378 @@
+"""Files of other tools: what they compute is what we compute, and what they cannot be is refused.
+
+The other tools' arithmetic is spelled out here in float64 from their own tensors, before anything was folded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from birkhoff.errors import SaeError, SaeFileError
+from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.files import load_all
+from birkhoff.sae.manifest import clampable_features, save_manifest
+from birkhoff.sae.torch_zip import read_plain_tensors
+from tests.sae.made import random_sae
+
+D, F = 12, 30
+
+
+def numbers(*shape, seed=0, spread=1.0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+X = numbers(25, D, seed=99, spread=2.0)
+
+
+def lens_tensors(kind):
+    held = {
+        "W_enc": numbers(D, F, seed=1, spread=0.4),
+        "W_dec": numbers(F, D, seed=2, spread=0.7),
+        "b_dec": numbers(D, seed=3),
+    }
+    if kind == "gated":
+        return held | {"b_gate": numbers(F, seed=4), "b_mag": numbers(F, seed=5), "r_mag": numbers(F, seed=6) * 0.3}
+    held["b_enc"] = numbers(F, seed=4, spread=0.3)
+    return held | ({"threshold": numbers(F, seed=7) * 0.5} if kind == "jumprelu" else {})
+
+
+def lens_features(held, config, x):
+    """SAELens' encoders, by its own order of operations."""
+    w = {name: tensor.double() for name, tensor in held.items()}
+    x = x.double() * config.get("factor", 1.0)
+    x = x - w["b_dec"] * config.get("apply_b_dec_to_input", True)
+    kind = config["architecture"]
+    if kind == "gated":
+        gate = (x @ w["W_enc"] + w["b_gate"]) > 0
+        return gate * (x @ (w["W_enc"] * w["r_mag"].exp()) + w["b_mag"]).relu()
+    z = x @ w["W_enc"] + w["b_enc"]
+    if kind == "topk":
+        z = z * w["W_dec"].norm(dim=-1) if config.get("rescale_acts_by_decoder_norm") else z
+        chosen = z.topk(config["k"], dim=-1)
+        return torch.zeros_like(z).scatter(-1, chosen.indices, chosen.values.relu())
+    return z.relu() * (z > w["threshold"]) if kind == "jumprelu" else z.relu()
+
+
+def lens_rows(held, config, f):
+    f = f / held["W_dec"].double().norm(dim=-1) if config.get("rescale_acts_by_decoder_norm") else f
+    return (f @ held["W_dec"].double() + held["b_dec"].double()) / config.get("factor", 1.0)
+
+
+LENS = [
+    {"architecture": "standard"},
+    {"architecture": "standard", "apply_b_dec_to_input": False},
+    {"architecture": "standard", "normalize_activations": "expected_average_only_in", "factor": 0.37},
+    {"architecture": "jumprelu", "apply_b_dec_to_input": False},
+    {"architecture": "jumprelu"},
+    {"architecture": "topk", "k": 5},
+    {"architecture": "topk", "k": 5, "rescale_acts_by_decoder_norm": True},
+    {"architecture": "gated"},
+    {"architecture": "gated", "normalize_activations": "expected_average_only_in", "factor": 2.5},
+]
+
+
+@pytest.mark.parametrize("config", LENS, ids=lambda config: "-".join(map(str, config.values())))
+def test_saelens_files_compute_what_saelens_computes(config, tmp_path):
+    held = lens_tensors(config["architecture"])
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors")
+    said = {name: value for name, value in config.items() if name != "factor"}
+    (tmp_path / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, **said}))
+    if "factor" in config:
+        (tmp_path / "activation_scaler.json").write_text(json.dumps({"scaling_factor": config["factor"]}))
+    sae = Sae.load(tmp_path, hook="mlp_out", layer=3)
+    expected = lens_features(held, config, X)
+    assert (expected > 0).any() and sae.hook == "mlp_out" and sae.layer == 3
+    np.testing.assert_allclose(sae.encode(X).numpy(), expected.numpy(), atol=2e-5)
+    np.testing.assert_allclose(sae.reconstruct(X).numpy(), lens_rows(held, config, expected).numpy(), atol=1e-4)
+
+
+def test_earlier_saelens_configs_are_understood(tmp_path):
+    held = lens_tensors("topk")
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors")
+    (tmp_path / "cfg.json").write_text(json.dumps({"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 4}}))
+    sae = Sae.load(tmp_path)
+    assert sae.activation.name == "topk" and sae.activation.k == 4
+    np.testing.assert_allclose(sae.encode(X), lens_features(held, {"architecture": "topk", "k": 4}, X), atol=2e-5)
+
+
+def test_what_we_write_is_what_saelens_expects(tmp_path):
+    sae = random_sae("batchtopk", F, D, hook="mlp_out", layer=1)
+    sae.save(tmp_path)
+    config, held = json.loads((tmp_path / "cfg.json").read_text()), load_file(tmp_path / "sae_weights.safetensors")
+    assert config["architecture"] == "jumprelu" and (config["d_in"], config["d_sae"]) == (D, F)
+    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
+        "W_enc": (D, F), "W_dec": (F, D), "b_enc": (F,), "b_dec": (D,), "threshold": (F,)}  # fmt: skip
+    np.testing.assert_allclose(lens_features(held, config, X), sae.encode(X), atol=1e-5)
+
+
+def test_what_saelens_would_read_differently_is_not_written(tmp_path):
+    with pytest.raises(SaeError, match="top-k sets what is below zero to zero"):
+        random_sae("topk").save(tmp_path / "a")
+    with pytest.raises(SaeError, match="thresholds below zero"):
+        random_sae("jumprelu", threshold=-1.0).save(tmp_path / "b")
+    with pytest.raises(SaeError, match="positive scales"):
+        random_sae("gated", scale=-1.0).save(tmp_path / "c")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({"architecture": "temporal"}, "architecture 'temporal'"),
+        ({"architecture": "standard", "activation_fn": "tanh-relu"}, "activation 'tanh-relu'"),
+        ({"architecture": "standard", "normalize_activations": "layer_norm"}, "scales every row by itself"),
+        ({"architecture": "standard", "normalize_activations": "expected_average_only_in"}, "activation_scaler.json"),
+        ({"architecture": "standard", "finetuning_scaling_factor": True}, "Fold it first"),
+        ({"architecture": "jumprelu"}, "needs threshold"),
+        ({"architecture": "topk"}, "needs k="),
+    ],
+)
+def test_saelens_files_that_cannot_be_folded_are_refused(config, said, tmp_path):
+    held = lens_tensors("standard")
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors")
+    (tmp_path / "cfg.json").write_text(json.dumps(config))
+    with pytest.raises((SaeFileError, SaeError), match=said):
+        Sae.load(tmp_path)
+
+
+def test_cut_and_broken_files_are_named(tmp_path):
+    path = random_sae("relu").save(tmp_path / "s")
+    whole = (path / "sae_weights.safetensors").read_bytes()
+    (path / "sae_weights.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(SaeFileError, match=r"sae_weights\.safetensors cannot be read"):
+        Sae.load(path)
+    (path / "cfg.json").write_text("{")
+    with pytest.raises(SaeFileError, match=r"cfg\.json cannot be read"):
+        Sae.load(path)
+    (path / "cfg.json").write_text("[]")
+    with pytest.raises(SaeFileError, match="expected an object"):
+        Sae.load(path)
+
+
+# Gemma Scope
+
+
+def scope_arrays():
+    return {"W_enc": numbers(D, F, seed=1, spread=0.4).numpy(), "W_dec": numbers(F, D, seed=2).numpy(),
+            "b_enc": numbers(F, seed=3).numpy(), "b_dec": numbers(D, seed=4).numpy(),
+            "threshold": numbers(F, seed=5).abs().numpy()}  # fmt: skip
+
+
+@pytest.mark.parametrize("place", ["params.npz", "other.npz"])
+def test_gemma_scope_files_compute_what_they_were_trained_for(place, tmp_path):
+    held = scope_arrays()
+    np.savez(tmp_path / place, **held)
+    sae = Sae.load(tmp_path if place == "params.npz" else tmp_path / place, "mlp_out", 2)
+    z = X.double().numpy() @ held["W_enc"].astype(float) + held["b_enc"]
+    expected = (z > held["threshold"]) * np.maximum(z, 0)
+    np.testing.assert_allclose(sae.encode(X), expected, atol=2e-5)
+    np.testing.assert_allclose(sae.reconstruct(X), expected @ held["W_dec"] + held["b_dec"], atol=1e-4)
+
+
+def test_gemma_scope_archives_with_pickles_or_missing_arrays_are_refused(tmp_path):
+    held = scope_arrays()
+    np.savez(tmp_path / "a.npz", **{name: held[name] for name in ("W_enc", "W_dec")})
+    with pytest.raises(SaeFileError, match="lacks b_enc, b_dec, threshold"):
+        Sae.load(tmp_path / "a.npz")
+    np.savez(tmp_path / "b.npz", **{**held, "b_enc": np.array([{"x": 1}], dtype=object)})
+    with pytest.raises(SaeFileError, match="plain arrays"):
+        Sae.load(tmp_path / "b.npz")
+    (tmp_path / "c.npz").write_bytes(b"PK\x03\x04 nothing")
+    with pytest.raises(SaeFileError, match="plain arrays"):
+        Sae.load(tmp_path / "c.npz")
+
+
+# dictionary_learning
+
+
+def learned(kind):
+    """Its state_dicts, and its encoders and decoders spelled out."""
+    e, w = numbers(F, D, seed=1, spread=0.4), numbers(D, F, seed=2, spread=0.6)
+    c, b = numbers(F, seed=3, spread=0.3), numbers(D, seed=4)
+    x = X.double()
+    norms = w.double().norm(dim=0)
+    if kind == "AutoEncoder":
+        f = ((x - b) @ e.double().T + c).relu()
+        return {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "bias": b}, f, f @ w.double().T + b
+    if kind == "AutoEncoderNew":
+        f = (x @ e.double().T + c).relu()
+        return {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "decoder.bias": b}, f, f @ w.double().T + b
+    if kind == "JumpReluAutoEncoder":
+        level = numbers(F, seed=5).abs() * 0.5
+        z = x @ e.double().T + c
+        f = (z * (z > level)).relu()
+        held = {"W_enc": e.T.contiguous(), "b_enc": c, "W_dec": w.T.contiguous(), "b_dec": b, "threshold": level}
+        return held, f * norms, f @ w.double().T + b
+    if kind == "GatedAutoEncoder":
+        r, gate, mag = numbers(F, seed=6) * 0.3, numbers(F, seed=7), numbers(F, seed=8)
+        inside = (x - b) @ e.double().T
+        f = ((inside + gate) > 0) * (r.double().exp() * inside + mag).relu()
+        held = {
+            "encoder.weight": e,
+            "decoder.weight": w,
+            "decoder_bias": b,
+            "r_mag": r,
+            "gate_bias": gate,
+            "mag_bias": mag,
+        }
+        return held, f * norms, f @ w.double().T + b
+    z = ((x - b) @ e.double().T + c).relu()
+    held = {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "b_dec": b, "k": torch.tensor(6)}
+    if kind == "BatchTopKSAE":
+        f = z * (z > 0.8)
+        return held | {"threshold": torch.tensor(0.8)}, f, f @ w.double().T + b
+    chosen = z.topk(6, dim=-1)
+    f = torch.zeros_like(z).scatter(-1, chosen.indices, chosen.values)
+    return held | {"threshold": torch.tensor(-1.0)}, f, f @ w.double().T + b
+
+
+LEARNED = [
+    "AutoEncoder",
+    "AutoEncoderNew",
+    "JumpReluAutoEncoder",
+    "GatedAutoEncoder",
+    "BatchTopKSAE",
+    "AutoEncoderTopK",
+]
+
+
+@pytest.mark.parametrize("kind", LEARNED)
+@pytest.mark.parametrize("as_parameters", [False, True], ids=["tensors", "parameters"])
+def test_dictionary_learning_files_compute_what_they_were_trained_for(kind, as_parameters, tmp_path):
+    held, f, rows = learned(kind)
+    if as_parameters:
+        held = {n: torch.nn.Parameter(t) if t.is_floating_point() and t.ndim else t for n, t in held.items()}
+    torch.save(held, tmp_path / "ae.pt")
+    (tmp_path / "config.json").write_text(json.dumps({"trainer": {"dict_class": kind, "k": 6}}))
+    sae = Sae.load(tmp_path)
+    assert (f > 0).any()
+    np.testing.assert_allclose(sae.encode(X), f.numpy(), atol=3e-5)
+    np.testing.assert_allclose(sae.reconstruct(X), rows.numpy(), atol=1e-4)
+
+
+def test_the_reader_of_torch_files_agrees_with_torch(tmp_path):
+    base = torch.arange(24.0).reshape(4, 6)
+    held = {"plain": base, "turned": base.T, "slice": base[1:3, ::2], "half": base.half(), "b": base.bfloat16(),
+            "ids": torch.arange(3), "flag": torch.tensor([True, False]), "none": torch.empty(0),
+            "one": torch.tensor(2.5), "double": base.double()}  # fmt: skip
+    torch.save(held, tmp_path / "x.pt")
+    ours, theirs = read_plain_tensors(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
+    assert set(ours) == set(theirs)
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
+
+
+class Boom:
+    """Unpickling this would leave a file behind."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_nothing_is_unpickled(tmp_path):
+    trap = tmp_path / "sprung"
+    torch.save({"encoder.weight": torch.ones(2, 2), "x": Boom(trap)}, tmp_path / "a.pt")
+    with pytest.raises(SaeFileError, match=r"names 'posix\.mkdir', which plain tensors do not need"):
+        Sae.load(tmp_path / "a.pt")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "b.pt")
+    with pytest.raises(SaeFileError, match="Linear"):
+        Sae.load(tmp_path / "b.pt")
+    (tmp_path / "c.pt").write_bytes(pickle.dumps({"x": Boom(trap)}))
+    with pytest.raises(SaeFileError, match="not an archive"):
+        Sae.load(tmp_path / "c.pt")
+    torch.save([torch.ones(2)], tmp_path / "d.pt")
+    with pytest.raises(SaeFileError, match="expected tensors by name"):
+        Sae.load(tmp_path / "d.pt")
+    assert not trap.exists()
+
+
+def rewritten(source, target, change):
+    with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, change(name, old.read(name)))
+
+
+def test_torch_files_that_lie_about_themselves_are_refused(tmp_path):
+    torch.save({"w": torch.ones(8, 8)}, tmp_path / "a.pt")
+    rewritten(tmp_path / "a.pt", tmp_path / "short.pt", lambda n, b: b[:64] if n.endswith("data/0") else b)
+    with pytest.raises(SaeFileError, match="reaches number 63 of a storage with 16"):
+        read_plain_tensors(tmp_path / "short.pt")
+    for cut in (1, 20, 60):
+        rewritten(tmp_path / "a.pt", tmp_path / "cut.pt", lambda n, b, c=cut: b[:-c] if n.endswith("data.pkl") else b)
+        with pytest.raises(SaeFileError, match="its index"):
+            read_plain_tensors(tmp_path / "cut.pt")
+    with zipfile.ZipFile(tmp_path / "empty.pt", "w") as archive:
+        archive.writestr("x", b"")
+    with pytest.raises(SaeFileError, match=r"without the index of torch\.save"):
+        read_plain_tensors(tmp_path / "empty.pt")
+
+
+def test_a_top_k_dictionary_without_its_config_is_not_guessed_at(tmp_path):
+    torch.save(learned("AutoEncoderTopK")[0], tmp_path / "ae.pt")
+    with pytest.raises(SaeFileError, match="does not say which of the two kinds"):
+        Sae.load(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"trainer": {"dict_class": "BatchTopKSAE"}}))
+    with pytest.raises(SaeFileError, match="training never set one"):
+        Sae.load(tmp_path)
+    torch.save({"something": torch.ones(2)}, tmp_path / "ae.pt")
+    with pytest.raises(SaeFileError, match="holds something, which is no dictionary we know"):
+        Sae.load(tmp_path)
+
+
+# Our manifest
+
+
+@pytest.mark.parametrize("family", ["relu", "jumprelu", "topk", "batchtopk", "gated"])
+def test_a_manifest_keeps_every_site_exactly(family, tmp_path):
+    labels, levels = {1: "one"}, torch.arange(24.0)
+    saes = [random_sae(family, seed=layer, hook="mhc_streams_pre_mlp", layer=layer, view="read", spread="uniform",
+                       labels=labels, x_max=levels) for layer in (2, 5)]  # fmt: skip
+    save_manifest(saes, tmp_path, clampable=[3, 1])
+    back = load_all(tmp_path)
+    assert [sae.digest for sae in back] == [sae.digest for sae in saes] and clampable_features(tmp_path) == [1, 3]
+    assert all(sae.labels == labels and torch.equal(sae.x_max, levels) for sae in back)
+    assert Sae.load(tmp_path, layer=5).digest == saes[1].digest
+    with pytest.raises(SaeError, match="holds dictionaries for 2 sites"):
+        Sae.load(tmp_path)
+    with pytest.raises(SaeError, match="no dictionary with layer=4"):
+        Sae.load(tmp_path, layer=4)
+
+
+def test_one_dictionary_in_our_layout(tmp_path):
+    sae = random_sae("topk", hook="mlp_out", layer=0)
+    assert Sae.load(sae.save(tmp_path, layout="manifest")).digest == sae.digest
+    assert clampable_features(tmp_path) is None
+    with pytest.raises(SaeError, match="layout is 'zip'"):
+        sae.save(tmp_path, layout="zip")
+    with pytest.raises(SaeError, match="says no site"):
+        random_sae("topk").save(tmp_path / "x", layout="manifest")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"extra": 1}, "unknown field 'extra'"),
+        ({"d_sae": None}, r"the encoder is \(24, 16\), the manifest says \(None, 16\)"),
+        ({"layers": [[0, "../mlp_out"]]}, r"expected a list of \[layer, hook\]"),
+        ({"layers": []}, r"expected a list of \[layer, hook\]"),
+        ({"layers": [[7, "mlp_out"]]}, r"layer_7_mlp_out\.safetensors cannot be read"),
+        ({"activation_params": {"q": 1}}, "expected k, rectified or threshold"),
+    ],
+)
+def test_manifests_that_make_no_sense_are_refused(change, said, tmp_path):
+    random_sae("relu", hook="mlp_out", layer=0).save(tmp_path, layout="manifest")
+    whole = json.loads((tmp_path / "manifest.json").read_text())
+    (tmp_path / "manifest.json").write_text(json.dumps(whole | change))
+    with pytest.raises(SaeFileError, match=said):
+        load_all(tmp_path)

@@ -152,23 +152,19 @@ class ChangeDesk:
 
     def _build(self, active: Sequence[_Active], num_rows: int | None) -> Changes:
         changes = Changes()
-        lanes: list[list[_Active]] = []  # edits of one request that meet the same tokens lie in different lanes
-        taken: dict[Any, int] = {}
+        tabled: dict[Any, list[_Active]] = {}  # by plan
         for use in active:
-            plan = use.span.plan
-            row = None if plan.table is None else plan.table.row_of.get(use.number)
-            if row is not None and plan.table is not None:
-                assert changes.tables in (None, plan.table.tables), "a step has one set of tables"
-                changes.tables = plan.table.tables
-                lane = taken[plan] = taken.get(plan, -1) + 1
-                if lane == len(lanes):
-                    lanes.append([])
-                lanes[lane].append(use)
-                for hook, layer, path in plan.table.sites(use.number):
+            table = use.span.plan.table
+            in_table = table is not None and use.number in table.row_of
+            if in_table and table is not None:
+                assert changes.tables in (None, table.tables), "a step has one set of tables"
+                changes.tables = table.tables
+                tabled.setdefault(use.span.plan, []).append(use)
+                for hook, layer, path in table.sites(use.number):
                     changes.sites.setdefault((hook, layer), SiteChange()).paths.add(path)
-            self._row_by_row(use, changes, in_table=row is not None)
-        if lanes:
-            self._index(changes, lanes, num_rows)
+            self._row_by_row(use, changes, in_table)
+        if tabled:
+            self._index(changes, tabled, num_rows)
         return changes
 
     def _row_by_row(self, use: _Active, changes: Changes, in_table: bool) -> None:
@@ -182,13 +178,14 @@ class ChangeDesk:
             rows = rows or use.rows
             changes.sites.setdefault(key, SiteChange()).others.append((edit, rows))
 
-    def _index(self, changes: Changes, lanes: list[list[_Active]], num_rows: int | None) -> None:
-        known = num_rows or 1 + max(row for uses in lanes for use in uses for row in use.rows)
-        index = np.full((len(lanes), known), SENTINEL, np.int64)
-        for lane, uses in enumerate(lanes):
-            for use in uses:
-                assert use.span.plan.table is not None
-                index[lane, use.rows] = use.span.plan.table.row_of[use.number]
+    def _index(self, changes: Changes, tabled: dict[Any, list[_Active]], num_rows: int | None) -> None:
+        """Edits of one request that may meet the same tokens lie in different lanes, in the order of their content."""
+        lanes = max(len(uses) for uses in tabled.values())
+        known = num_rows or 1 + max(row for uses in tabled.values() for use in uses for row in use.rows)
+        index = np.full((lanes, known), SENTINEL, np.int64)
+        for plan, uses in tabled.items():
+            for lane, use in enumerate(sorted(uses, key=lambda use: plan.table.rank[use.number])):
+                index[lane, use.rows] = plan.table.row_of[use.number]
         touched = np.flatnonzero((index != SENTINEL).any(0))
         if num_rows is None or len(touched) * FEW <= num_rows:
             changes.only = torch.from_numpy(touched).to(self._device)

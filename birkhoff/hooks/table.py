@@ -195,6 +195,10 @@ class TableRows:
                 self._contents[number] = content
         tables.check_fits(list(self._contents.values()))
         self.row_of: dict[int, int] = {}
+        # Sums are made in this order, so that listing the same edits differently changes no bit.
+        named = {number: sorted((site, what.digest) for site, what in content.items())
+                 for number, content in self._contents.items()}  # fmt: skip
+        self.rank = {number: place for place, number in enumerate(sorted(named, key=named.__getitem__))}
 
     def __len__(self) -> int:
         return len(self._contents)
@@ -228,7 +232,8 @@ def gather_add(
             vectors = slab.index_select(0, slots.index_select(0, rows))
             total = vectors if total is None else total + vectors
     assert total is not None, "there is a lane and a site"
-    return (x + total.view(x.shape)).to(x.dtype)
+    changed = x + total.view(x.shape)
+    return changed if changed.dtype is x.dtype else changed.to(x.dtype)
 
 
 def _different(contents: Sequence[RowContent]) -> dict[int, set[bytes]]:

@@ -217,6 +217,22 @@ def test_a_single_vector_gives_the_twins_bits():
     assert torch.equal(ours, theirs)
 
 
+def test_the_order_in_which_vectors_are_listed_changes_no_bit():
+    """Sums of three float32 numbers depend on their order; that of the tables depends on the vectors alone."""
+    x, wishes, found = (
+        vector(600, 2).view(100, 6),
+        [add("mlp_out", 1, seed, scale=0.1 + seed) for seed in range(4)],
+        set(),
+    )
+    for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
+        sites = [wishes[number] for number in order]
+        plan = Plan(edits=tuple(Everywhere(site) for site in sites), table=rows_of(Tables(), *sites))
+        assert plan.reserve()
+        tap = arm(Staging(), [Span(plan, 0, 0, [1] * 100, 100)], 100)
+        found.add(tap.at(1)(MLP_OUT, x).numpy().tobytes())
+    assert len(found) == 1
+
+
 def test_plus_and_minus_cancel_exactly_in_low_precision():
     """Sums are float32 and rounded once, so what cancels leaves no trace."""
     tables = Tables()

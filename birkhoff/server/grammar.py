@@ -78,6 +78,10 @@ class Grammars:
                     param,
                     "schema-invalid",
                 )
+            if not any(first.deep_copy().compute_bitmask()):
+                raise bad(
+                    f"{param}: nothing can be said that fits this. Does it refer to itself?", param, "schema-empty"
+                )
             self._compiled[grammar] = first
             if len(self._compiled) > MOST_KEPT:
                 self._compiled.popitem(last=False)

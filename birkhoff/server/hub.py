@@ -72,10 +72,15 @@ class Hub:
     def stop(self) -> None:
         """End everything that still runs, finish captures, close the engine."""
         self.draining = True
-        if self._driver is not None and self._engine is not None:
+        self.halt()
+        if self._engine is not None:
+            self._engine.close()
+
+    def halt(self) -> None:
+        """Step no more; the engine stays open for whoever else holds it."""
+        if self._driver is not None:
             self._driver.cancel(self.live)
             self._driver.close()
-            self._engine.close()
 
     def running(self, requests: Sequence[Request], caller: str, call_id: str) -> Running:
         if any(call is not None and call.id == call_id for call in self._running.values()):

@@ -10,18 +10,21 @@ import asyncio
 import os
 import socket
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 
 from birkhoff.api import Engine
-from birkhoff.errors import OptionError
+from birkhoff.errors import OptionError, quoted
 from birkhoff.server.app import build_app
 from birkhoff.server.connection import Server, connection_class
 from birkhoff.server.hub import Hub
 from birkhoff.server.journal import Journal
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.settings import ServerSettings
+
+SEND_BUFFER = 128 * 1024
 
 
 def serve(
@@ -44,7 +47,7 @@ def serve(
 
     async def run() -> None:
         async def open_up() -> None:
-            engine = await asyncio.to_thread(load)
+            engine = await asyncio.to_thread(_loaded, load, settings)
             hub.start(engine)
             announce(f"http://{name}:{port}")
 
@@ -75,10 +78,27 @@ def serve(
     return 0
 
 
+def _loaded(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
+    """The engine with this server's limits, vectors and dictionaries."""
+    engine = load()
+    engine.capture_max_request_bytes = settings.capture_max_request_bytes
+    engine.capture_inline_max_bytes = settings.capture_inline_max_bytes
+    for path in settings.steering_modules:
+        engine.modules[Path(path).stem] = path
+    for text in settings.sae:
+        name, found, path = text.partition("=")
+        if not found or not name or not path:
+            raise OptionError(f"sae is {quoted(text)}, expected NAME=PATH.")
+        engine.attach(name, path)
+    return engine
+
+
 def _bind(settings: ServerSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # The system would hold megabytes for a reader that takes nothing, and it would take that long to notice.
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
         listener.bind((settings.host.strip("[]"), settings.port))
     except OSError as error:

@@ -37,6 +37,7 @@ class ServerSettings:
     served_name: str = setting("", "Name of the model on the wire; its own unless given.")
     capture_root: str = setting("", "Directory for captures that are written to files; none unless given.")
     steering_modules: tuple[str, ...] = setting((), "Vector file to register at start; may be given several times.")
+    sae: tuple[str, ...] = setting((), "NAME=PATH of a dictionary of features to attach at start; several too.")
     max_queue: int = setting(32, "Most answers that wait for a place; more are refused with 429.")
     max_connections: int = setting(64, "Most connections at a time.")
     max_choices: int = setting(8, "Most answers of one call.")

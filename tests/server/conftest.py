@@ -56,9 +56,9 @@ class Served:
         frames = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
         return [json.loads(frame) for frame in frames if frame != "[DONE]"]
 
-    def metric(self, name: str) -> float:
+    def metric(self, name: str, **headers: str) -> float:
         """The sum of a series over its labels."""
-        lines = [line for line in self.get("/metrics").text.splitlines() if line.startswith(name)]
+        lines = [line for line in self.get("/metrics", **headers).text.splitlines() if line.startswith(name)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def idle(self, seconds: float = 10) -> bool:

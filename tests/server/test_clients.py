@@ -166,8 +166,10 @@ def test_openai_responses(client):
     assert (
         final.output_text == whole.output_text and kinds[0] == "response.created" and kinds[-1] == "response.completed"
     )
-    called = client.responses.create(model="nano", input="Weather?", tools=[{"type": "function", **WEATHER}],
-                                     tool_choice={"type": "function", "name": "get_weather"}, temperature=0)  # fmt: skip
+    forced = {"type": "function", "name": WEATHER["name"]}
+    called = client.responses.create(
+        model="nano", input="Weather?", tools=[{"type": "function", **WEATHER}], tool_choice=forced, temperature=0
+    )
     (call,) = called.output
     assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "unit", "days"}
     after = client.responses.create(

@@ -1,0 +1,342 @@
+"""Who gets in, how long they may take, and what happens when they leave: a server with keys and short deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import statistics
+import time
+
+import httpx2
+import pytest
+
+from tests.server.conftest import serving, user
+from tests.sizes import scaled
+
+KEY, OTHER, STEERING = "first-key", "second-key", "steering-key"
+BEARER = {"authorization": f"Bearer {KEY}"}
+CHAT = "/v1/chat/completions"
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory):
+    flags = ["--api-key", KEY, "--api-key", OTHER, "--steering-api-key", STEERING, "--header-seconds", "1",
+             "--body-seconds", "1", "--stall-seconds", "1", "--max-requests", "2", "--max-queue", "2",
+             "--batch-invariant", "--max-context", "1024"]  # fmt: skip
+    with serving(tmp_path_factory.mktemp("guarded"), *flags) as running:
+        yield running
+
+
+def slots(guarded) -> list[dict]:
+    return guarded.get("/slots", **BEARER).json()["requests"]
+
+
+def ended(guarded, seconds: float = 10) -> float:
+    """How long until nothing runs."""
+    began = time.monotonic()
+    while slots(guarded):
+        assert time.monotonic() - began < seconds, "something still runs"
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def routes(guarded) -> list[tuple[str, str]]:
+    page = guarded.get("/openapi.json", **BEARER).json()
+    return [(method.upper(), path) for path, methods in page["paths"].items() for method in methods]
+
+
+def test_r10_every_route_is_closed_but_those_on_the_list(guarded):
+    is_open = {"/", "/favicon.ico", "/health", "/v1/health", "/ready", "/version", "/assets/{name}"}
+    wrong = [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}, {"x-api-key": KEY.upper()}]
+    with guarded.http as client:
+        for place, (method, path) in enumerate(routes(guarded)):
+            headers = wrong[place % len(wrong)]  # each way of being wrong meets many routes
+            answer = client.request(method, path.replace("{", "").replace("}", ""), headers=headers)
+            assert (answer.status_code in (401, 429)) == (path not in is_open), (method, path, answer.status_code)
+            if answer.status_code == 429:
+                assert answer.json()["error"]["code"] == "key-failures"
+    for good in (BEARER, {"x-api-key": OTHER}, {"authorization": f"bearer {KEY}"}):
+        assert guarded.get("/v1/models", **good).status_code == 200
+
+
+def test_r10_odd_ways_to_show_a_key(guarded):
+    with guarded.http as client:
+        assert client.get(f"/v1/models?api_key={KEY}&key={KEY}").status_code in (401, 429)
+        two = [("authorization", f"Bearer {KEY}"), ("x-api-key", "wrong")]
+        assert client.get("/v1/models", headers=two).status_code in (401, 429)
+        twice = [("authorization", f"Bearer {KEY}"), ("authorization", f"Bearer {KEY}")]
+        assert client.get("/v1/models", headers=twice).status_code in (401, 429)
+
+
+@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil",
+                                  "[::ffff:1.2.3.4]", "0", ""])  # fmt: skip
+def test_r10_foreign_hosts(guarded, host):
+    answer = guarded.get("/health", host=host)
+    assert answer.status_code in (400, 403) and "evil" not in answer.headers.get("access-control-allow-origin", "")
+
+
+@pytest.mark.parametrize(
+    ("origin", "allowed"),
+    [("http://localhost:5173", True), ("http://127.0.0.1", True), ("https://[::1]:8080", True),
+     ("http://localhost.evil.example", False), ("http://evil.example", False), ("null", False), ("file://", False),
+     ("http://localhost:5173/path", False), ("http://user@localhost", False), ("http://localhost:x", False)],
+)  # fmt: skip
+def test_r10_origins(guarded, origin, allowed):
+    answer = guarded.get("/health", origin=origin)
+    assert (answer.status_code == 200) == allowed
+    assert answer.headers.get("access-control-allow-origin") == (origin if allowed else None)
+    with guarded.http as client:
+        asked = client.options(CHAT, headers={"origin": origin, "access-control-request-method": "POST"})
+    assert (asked.status_code == 204) == allowed
+
+
+def test_r10_changes_need_the_second_key(guarded):
+    body = {"name": "m", "vector": [1.0] * 384, "replace": True}
+    path = "/v1/steering/modules/register"
+    assert guarded.post(path, body).status_code in (401, 429)
+    assert guarded.post(path, body, **BEARER).status_code == 401
+    assert guarded.post(path, body, **BEARER, **{"x-steering-key": "wrong"}).status_code == 401
+    assert guarded.post(path, body, **BEARER, **{"x-steering-key": STEERING}).status_code == 200
+    for route in ("/v1/steering/set", "/v1/steering/clear", "/v1/steering/sae/set", "/v1/steering/sae/clear"):
+        answer = guarded.post(route, {"steering_name": "m"}, **BEARER)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "steering-key", route
+
+
+# Deadlines
+
+
+def open_socket(guarded) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", guarded.port), timeout=10)
+
+
+def head(path: str = CHAT, length: int = 10) -> bytes:
+    return (f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
+            f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n").encode()  # fmt: skip
+
+
+def until_closed(connection: socket.socket, drip: bytes = b"", patience: float = 8) -> tuple[bytes, float]:
+    """Send a byte now and then; what came back, and after how long the connection was closed."""
+    began, said, place = time.monotonic(), b"", 0
+    connection.settimeout(0.2)
+    while time.monotonic() - began < patience:
+        try:
+            if place < len(drip):
+                connection.send(drip[place : place + 1])
+                place += 1
+            piece = connection.recv(65536)
+            if not piece:
+                break
+            said += piece
+        except TimeoutError:
+            continue
+        except OSError:
+            break
+    return said, time.monotonic() - began
+
+
+@pytest.mark.parametrize("kind", ["nothing", "slow head", "slow body"])
+def test_r11_slow_senders_are_closed_on_time(guarded, kind):
+    connections = [open_socket(guarded) for _ in range(scaled(32, 6))]
+    began = time.monotonic()
+    try:
+        if kind == "slow body":
+            for connection in connections:
+                connection.sendall(head() + b"{")
+        drip = {"nothing": b"", "slow head": head()[:30], "slow body": b" " * 9}[kind]
+        said, seconds = until_closed(connections[0], drip)
+        assert 0.7 < seconds < 3, seconds
+        if kind != "nothing" or said:
+            assert b" 408 " in said and b'"type":"timeout_error"' in said
+        asked = time.monotonic()
+        assert guarded.get("/health").status_code == 200 and time.monotonic() - asked < 1
+        for connection in connections[1:]:
+            until_closed(connection)
+        assert time.monotonic() - began < 6
+    finally:
+        for connection in connections:
+            connection.close()
+
+
+def test_r11_a_reader_that_takes_nothing_is_dropped(guarded):
+    """Its answer is ended, and its slot is free."""
+    body = json.dumps({"messages": user("word " * 200), "max_tokens": 800, "ignore_eos": True, "stream": True,
+                       "logprobs": True, "top_logprobs": 20, "signals": "all"}).encode()  # fmt: skip
+    before = guarded.metric('birkhoff_cancelled_total{cause="stalled"}', **BEARER)
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", guarded.port))
+        connection.sendall(head(length=len(body)) + body)
+        connection.settimeout(10)
+        assert b" 200 " in connection.recv(100)
+        ended(guarded, 20)
+    assert guarded.metric('birkhoff_cancelled_total{cause="stalled"}', **BEARER) == before + 1
+
+
+# Leaving
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stage", ["prefill", "decode", "queued"])
+def test_r12_leaving_frees_the_slot(guarded, stage, stream):
+    long = {"messages": user("Tell me a story."), "max_tokens": 900, "ignore_eos": True, "stream": stream}
+    if stage == "prefill":
+        long["messages"] = user("word " * 900)
+        long["max_tokens"] = 8
+    body = json.dumps(long).encode()
+    held = [open_socket(guarded) for _ in range(3 if stage == "queued" else 1)]
+    try:
+        for connection in held:
+            connection.sendall(head(length=len(body)) + body)
+        until = time.monotonic() + 10
+        while len(slots(guarded)) < len(held) and time.monotonic() < until:
+            time.sleep(0.005)
+        if stage == "decode":
+            while not any(each["output_tokens"] for each in slots(guarded)):
+                time.sleep(0.005)
+        before = guarded.metric("birkhoff_generated_tokens_total", **BEARER)
+    finally:
+        for connection in held:
+            connection.close()
+    assert ended(guarded) < 2
+    after = guarded.metric("birkhoff_generated_tokens_total", **BEARER)
+    assert after - before < 500, "tokens were made for nobody"
+
+
+def test_r12_a_cancelled_call_ends_without_an_error(guarded):
+    async def run():
+        async with httpx2.AsyncClient(base_url=guarded.url, headers=BEARER, timeout=30) as client:
+            body = {"messages": user("Tell me a story."), "max_tokens": 900, "ignore_eos": True, "request_id": "mine"}
+            whole = asyncio.create_task(client.post(CHAT, json=body))
+            await asyncio.sleep(0.3)
+            assert (await client.post("/v1/requests/mine/cancel")).json() == {"id": "mine", "cancelled": True}
+            assert (await whole).status_code == 499
+            assert (await client.post("/v1/requests/mine/cancel")).json()["cancelled"] is False
+            text = []
+            async with client.stream("POST", CHAT, json={**body, "stream": True}) as answer:
+                async for line in answer.aiter_lines():
+                    text.append(line)
+                    if len(text) == 6:
+                        await client.post("/v1/requests/mine/cancel")
+            assert "error" not in "".join(text) and "[DONE]" not in text[-2:]
+
+    asyncio.run(run())
+    ended(guarded)
+
+
+# Load
+
+
+def test_r13_overload_is_refused_and_everybody_else_is_served(guarded):
+    """Ten times what there is room for, in bursts: 200 or 429 with a time to come back, nobody starves."""
+
+    async def run():
+        async with httpx2.AsyncClient(base_url=guarded.url, headers=BEARER, timeout=60,
+                                      limits=httpx2.Limits(max_connections=60)) as client:  # fmt: skip
+
+            async def one(number: int) -> tuple[int, float]:
+                await asyncio.sleep(number % 4 * 0.2)
+                began = time.monotonic()
+                body = {"messages": user(f"Say {number}."), "max_tokens": 12, "ignore_eos": True}
+                key = {"authorization": f"Bearer {(KEY, OTHER)[number % 2]}"}  # neither key may take every place
+                answer = await client.post(CHAT, json=body, headers=key)
+                if answer.status_code == 429:
+                    assert int(answer.headers["retry-after"]) >= 1
+                    assert answer.json()["error"]["type"] == "rate_limit_error"
+                else:
+                    assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 12
+                return answer.status_code, time.monotonic() - began
+
+            found = await asyncio.gather(*(one(number) for number in range(scaled(200, 40))))
+            assert (await client.get("/health")).status_code == 200
+        served = [seconds for status, seconds in found if status == 200]
+        assert {status for status, _ in found} == {200, 429} and len(served) >= 4
+        assert max(served) < 4 * statistics.median(served) + 1
+
+    asyncio.run(run())
+    ended(guarded)
+    assert guarded.get("/ready").status_code == 200
+
+
+def test_r14_and_e2_neighbours_are_not_touched(guarded):
+    """Answers beside steered, failing and capturing neighbours are the ones they give alone, token for token."""
+    plain = {"messages": user("Tell me a story about a fox."), "max_tokens": 16, "seed": 3, "temperature": 1,
+             "return_token_ids": True}  # fmt: skip
+    push = {"op": "add", "at": {"hook": "mhc_streams_pre_attn", "layers": "all"}, "vector": [50.0] * 1536}
+    broken = {**plain, "interventions": [{**push, "vector": [1e30] * 1536, "scale": 1e8}]}
+    steered = {**plain, "interventions": [push]}
+
+    async def run():
+        async with httpx2.AsyncClient(base_url=guarded.url, headers=BEARER, timeout=60) as client:
+
+            async def ids(body):
+                answer = await client.post(CHAT, json=body)
+                return answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else answer.json()["error"]
+
+            alone, pushed = await ids(plain), await ids(steered)
+            assert alone != pushed
+            before = guarded.metric("birkhoff_nan_events_total", **BEARER)
+            for neighbour in [steered, broken] * scaled(25, 2):
+                together, other = await asyncio.gather(ids(plain), ids(neighbour))
+                assert together == alone
+                if neighbour is steered:
+                    assert other == pushed
+                else:  # an edit too strong for floating point ends its own request, and says why
+                    assert other["code"] == "logits-invalid" and other["type"] == "invalid_request_error"
+            assert guarded.metric("birkhoff_nan_events_total", **BEARER) >= before + 2
+            assert await ids(plain) == alone
+
+    asyncio.run(run())
+    ended(guarded)
+
+
+# Raw bytes
+
+
+REQUEST = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer first-key\r\n\r\n"
+SMUGGLED = b"POST /v1/steering/clear HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
+RAW = {
+    "both lengths": b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nx-api-key: first-key\r\ncontent-length: 4\r\n"
+                    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two lengths": b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\ncontent-length: 60\r\n\r\n" + SMUGGLED,
+    "bad chunk": b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n" + SMUGGLED,
+    "negative length": b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n" + SMUGGLED,
+    "no host": b"GET /health HTTP/1.1\r\n\r\n", "two hosts": b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+    "long line": b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "long header": b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
+    "many headers": b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 100 + b"\r\n",
+    "bare line feeds": b"GET /health\n\n", "tls": bytes.fromhex("16030100a5010000a10303"),
+    "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "null": b"GET /\x00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "folded": b"GET / HTTP/1.1\r\nhost: localhost\r\n x: y\r\n\r\n",
+    "websocket": b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RAW)
+def test_r4_raw_bytes(guarded, name):
+    """400 or a closed connection, and what stands behind the first request is never run as a second one."""
+    with open_socket(guarded) as connection:
+        connection.sendall(RAW[name])
+        said, _ = until_closed(connection, patience=0.5)
+    statuses = [line.split()[1] for line in said.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+    harmless = name in ("websocket", "null", "folded")
+    assert all(status[:1] == b"4" or (harmless and status == b"200") for status in statuses)
+    assert len(statuses) <= 1, said
+
+
+def test_r4_mutated_requests(guarded):
+    dice = random.Random(4)
+    for _ in range(scaled(1000, 60)):
+        raw = bytearray(REQUEST)
+        for _ in range(dice.randint(1, 4)):
+            raw[dice.randrange(len(raw))] = dice.randrange(256)
+        with open_socket(guarded) as connection:
+            connection.settimeout(3)
+            connection.sendall(bytes(raw) + b"\r\n\r\n")
+            said = b""
+            with contextlib.suppress(OSError):
+                said = connection.recv(65536)
+        assert not said or said.split(b" ", 2)[1][:1] in (b"2", b"4"), (bytes(raw), said[:200])
+    assert guarded.get("/health").status_code == 200

@@ -1,0 +1,116 @@
+"""Faults inside: the request that meets one ends and is told, the next one is served, nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+
+import httpx2
+import pytest
+
+import birkhoff
+from birkhoff.convert.synth import synth
+from birkhoff.server.app import build_app
+from birkhoff.server.hub import Hub
+from birkhoff.server.journal import Journal
+from birkhoff.server.metrics import Metrics
+from birkhoff.server.settings import ServerSettings
+from tests.sizes import scaled
+
+ASK = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "return_token_ids": True}
+
+
+class Trap:
+    """Raises inside the model, once, at a chosen call of a chosen layer."""
+
+    def __init__(self, model, layer: int, call: int, error: Exception):
+        self.left, self.error = call, error
+        self.handle = model.layers[layer].register_forward_pre_hook(self.spring)
+
+    def spring(self, module, arguments):
+        self.left -= 1
+        if self.left < 0:
+            self.handle.remove()
+            raise self.error
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    where = tmp_path_factory.mktemp("faults") / "tiny"
+    synth(where, "tiny")
+    with birkhoff.load(where, kernels="reference", max_requests=4, speculative=False) as engine:
+        yield engine
+
+
+def served(engine, work):
+    """Run `work(client, hub)` against the real application on the real engine, in this process."""
+
+    async def run():
+        settings, metrics = ServerSettings(log="off"), Metrics()
+        hub = Hub(settings, metrics)
+        app = build_app(settings, hub, metrics, Journal("off"), {"model": "tiny"})
+        hub.start(engine)
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        try:
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+                await work(client, hub)
+        finally:
+            hub.halt()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
+)
+def test_e1_no_memory_ends_one_request(tiny, error):
+    async def work(client, hub):
+        fine = (await client.post("/v1/completions", json=ASK)).json()["choices"][0]["token_ids"]
+        places = [(layer, call) for layer in range(len(tiny.model.layers)) for call in range(3)]
+        for layer, call in places[:: scaled(1, 4)]:
+            trap = Trap(tiny.model, layer, call, error)
+            answer = await client.post("/v1/completions", json=ASK)
+            trap.handle.remove()
+            assert answer.status_code == 503 and answer.json()["error"]["type"] == "overloaded_error", answer.text
+            assert answer.headers["retry-after"]
+            again = await client.post("/v1/completions", json=ASK)
+            assert again.status_code == 200 and again.json()["choices"][0]["token_ids"] == fine
+            assert not hub.live and (await client.get("/health")).status_code == 200
+
+    served(tiny, work)
+
+
+def test_e6_a_defect_in_the_model_tells_no_secrets(tiny):
+    async def work(client, hub):
+        for stream in (False, True):
+            trap = Trap(tiny.model, 2, 1, ValueError("secret at /usr/lib/secret.py 0x7f00deadbeef"))
+            answer = await client.post("/v1/completions", json={**ASK, "stream": stream})
+            trap.handle.remove()
+            assert answer.status_code == (200 if stream else 500) and "defect" in answer.text
+            assert "secret" not in answer.text and not re.search(r"0x|Traceback|/usr", answer.text)
+            assert (await client.post("/v1/completions", json=ASK)).status_code == 200 and not hub.live
+
+    served(tiny, work)
+
+
+def test_e3_an_engine_that_has_stopped_is_said_to_be_ill(tiny):
+    async def work(client, hub):
+        hub.halt()
+        assert (await client.get("/health")).status_code == 503 and (await client.get("/ready")).status_code == 503
+        answer = await client.post("/v1/completions", json=ASK)
+        assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine-closed"
+
+    served(tiny, work)
+
+
+def test_a_checkpoint_without_text_serves_token_ids(tmp_path):
+    async def work(client, hub):
+        found = (await client.post("/v1/completions", json=ASK)).json()
+        assert found["choices"][0]["text"] == "" and len(found["choices"][0]["token_ids"]) == 3
+        refused = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+        assert refused.status_code == 400 and refused.json()["error"]["code"] == "text-unavailable"
+
+    synth(tmp_path / "mute", "tiny")
+    (tmp_path / "mute" / "tokenizer.json").unlink()
+    with birkhoff.load(tmp_path / "mute", kernels="reference") as mute:
+        served(mute, work)

@@ -1,0 +1,130 @@
+"""The process: how it starts, refuses to start, drains and stops."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import time
+
+import httpx2
+import pytest
+
+from birkhoff.api.load import EMBEDDED
+from birkhoff.capture.reader import read_request
+from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
+from tests.server.conftest import serving, user
+
+CHAT = "/v1/chat/completions"
+
+
+def cut_short(tmp_path):
+    """A checkpoint of which half was downloaded."""
+    where = tmp_path / "half"
+    shutil.copytree(EMBEDDED / "nano", where)
+    shard = where / "model-00001-of-00002.safetensors"
+    shard.write_bytes(shard.read_bytes()[: shard.stat().st_size // 2])
+    return where
+
+
+def missing(tmp_path):
+    where = tmp_path / "missing"
+    shutil.copytree(EMBEDDED / "nano", where)
+    (where / "model-00002-of-00002.safetensors").unlink()
+    return where
+
+
+STARTS = {
+    "bad flag": (["--no-such-flag"], 2), "bad port": (["--port", "70000"], 2),
+    "bad number": (["--max-queue", "many"], 2),
+    "bad host": (["--host", "no.such.host.invalid", "--api-key", "k"], 2), "open": (["--host", "0.0.0.0"], 2),
+    "bad log": (["--log", "loud"], 2), "no model": (["--model", "nowhere"], 1), "bad sae": (["--sae", "x"], 2),
+    "bad vector": (["--steering-modules", "nowhere.safetensors"], 1), "bad device": (["--device", "toaster"], 2),
+    "bad seconds": (["--header-seconds", "-1"], 2), "bad key": (["--api-key", "\u00e9"], 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_e5_a_start_that_cannot_be_is_one_line(name):
+    flags, status = STARTS[name]
+    done = birkhoff("serve", "--port", "0", *flags)
+    assert done.returncode == status and not done.stdout, done.stderr
+    assert no_trace_of_python(done.stderr) and 0 < len(done.stderr.strip().splitlines()) <= 8
+
+
+@pytest.mark.parametrize("broken", [cut_short, missing])
+def test_e5_half_a_checkpoint(tmp_path, broken):
+    done = birkhoff("serve", "--port", "0", "--model", str(broken(tmp_path)))
+    assert done.returncode == 1 and no_trace_of_python(done.stderr) and b"safetensors" in done.stderr
+
+
+def test_e5_a_port_that_is_taken():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        began = time.monotonic()
+        done = birkhoff("serve", "--port", str(taken.getsockname()[1]))
+    assert done.returncode == 2 and b"in use" in done.stderr and time.monotonic() - began < 20
+
+
+def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
+    with serving(tmp_path) as running:
+        capture = {"filesystem": {"request_id": "last", "tag": "drain", "hooks": {"mhc_ffn_res_mix": "all"},
+                                  "positions": "all"}}  # fmt: skip
+        body = {"messages": user("Tell me a story."), "max_tokens": 40, "ignore_eos": True, "stream": True,
+                "return_token_ids": True, "capture": capture}  # fmt: skip
+        ids, refused = [], 0
+        with running.http as client, client.stream("POST", CHAT, json=body) as answer:
+            for number, line in enumerate(answer.iter_lines()):
+                if number == 4:
+                    running.process.send_signal(signal.SIGTERM)
+                    time.sleep(0.3)
+                    try:
+                        refused = httpx2.post(running.url + CHAT, json=body, timeout=5).status_code
+                    except httpx2.TransportError:
+                        refused = 503  # nobody listens any more, which is as clear
+                if line.startswith("data: {"):
+                    ids += [i for choice in json.loads(line[6:])["choices"] for i in choice.get("token_ids", ())]
+        assert running.process.wait(30) == 0 and len(ids) == 40 and refused == 503
+        rows = read_request(running.root / "drain" / "last")
+        assert all(len(entry) > 40 for entry in rows.values())
+
+
+def test_e4_a_second_signal_does_not_wait(tmp_path):
+    with serving(tmp_path) as running:
+        body = {"messages": user("Tell me a story."), "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with running.http as client, client.stream("POST", CHAT, json=body) as answer:
+            next(answer.iter_lines())
+            running.process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+            assert running.process.poll() is None
+            running.process.send_signal(signal.SIGINT)
+            began = time.monotonic()
+            running.process.wait(10)
+            assert time.monotonic() - began < 2
+
+
+def test_it_says_no_while_it_loads_and_one_url_when_it_is_ready(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    began = time.monotonic()
+    process = subprocess.Popen([*COMMAND, "serve", "--port", str(port), "--log", "off"], stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True, env=clean_environment())  # fmt: skip
+    try:
+        statuses = set()
+        while 200 not in statuses and time.monotonic() - began < 60:
+            try:
+                answer = httpx2.get(f"http://127.0.0.1:{port}/health", timeout=2)
+                statuses.add(answer.status_code)
+                assert answer.status_code == 200 or answer.json()["error"]["code"] == "loading"
+            except httpx2.TransportError:
+                time.sleep(0.05)
+        assert statuses <= {200, 503} and 200 in statuses
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+        assert out == f"http://127.0.0.1:{port}\n" and process.returncode == 0 and "Traceback" not in err
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        process.stderr.close()

@@ -2,7 +2,8 @@
 
 Pages and slots are handed out whole and come back whole; giving back what is not held is a bug and says so. A page may
 have several holders, who only read it, and may be kept for later: then it stays as it is after its last holder has
-gone, until room is needed. Those that were let go first are the first to be used for something else.
+gone, until room is needed. Those that were let go first are the first to be used for something else, and precious ones
+only when there are no others.
 
 The numbers of bytes are computed from the config, so that a plan can be made before anything is allocated.
 """
@@ -10,7 +11,7 @@ The numbers of bytes are computed from the config, so that a plan can be made be
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from birkhoff.config import PAGE_TOKENS, V4Config
 
@@ -23,17 +24,19 @@ class Pool:
         self._free = list(range(size - 1, -1, -1))
         self._holders = [0] * size
         self._kept = [False] * size
+        self._precious: set[int] = set()
         self._idle: OrderedDict[int, None] = OrderedDict()  # kept and held by nobody, longest first
+        self._idle_precious: OrderedDict[int, None] = OrderedDict()
 
     @property
     def free(self) -> int:
         """How many can be taken, counting those that are only kept."""
-        return len(self._free) + len(self._idle)
+        return len(self._free) + self.idle
 
     @property
     def idle(self) -> int:
         """How many are kept and held by nobody."""
-        return len(self._idle)
+        return len(self._idle) + len(self._idle_precious)
 
     def take(self, count: int) -> list[int] | None:
         """`count` numbers, or None when fewer are free."""
@@ -49,6 +52,7 @@ class Pool:
         for number in numbers:
             assert self._kept[number], f"{number} is not there to be shared"
             self._idle.pop(number, None)
+            self._idle_precious.pop(number, None)
             self._holders[number] += 1
 
     def keep(self, number: int) -> None:
@@ -59,9 +63,18 @@ class Pool:
     def forget(self, number: int) -> None:
         """A kept number is not worth keeping any more."""
         self._kept[number] = False
-        if number in self._idle:
-            del self._idle[number]
+        self._precious.discard(number)
+        if number in self._idle or number in self._idle_precious:
+            self._idle.pop(number, None)
+            self._idle_precious.pop(number, None)
             self._free.append(number)
+
+    def treasure(self, numbers: Collection[int]) -> None:
+        """From now on these and no others are precious."""
+        self._precious = set(numbers)
+        idle = [*self._idle_precious, *self._idle]
+        self._idle = OrderedDict.fromkeys(n for n in idle if n not in self._precious)
+        self._idle_precious = OrderedDict.fromkeys(n for n in idle if n in self._precious)
 
     def give_back(self, numbers: Sequence[int]) -> None:
         """The last first: what only makes sense after others is the first to go."""
@@ -71,13 +84,14 @@ class Pool:
             if self._holders[number]:
                 continue
             if self._kept[number]:
-                self._idle[number] = None
+                (self._idle_precious if number in self._precious else self._idle)[number] = None
             else:
                 self._free.append(number)
 
     def _evict(self) -> int:
-        number, _ = self._idle.popitem(last=False)
+        number, _ = (self._idle or self._idle_precious).popitem(last=False)
         self._kept[number] = False
+        self._precious.discard(number)
         if self.on_eviction is not None:
             self.on_eviction(number)
         return number

@@ -17,10 +17,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
+from birkhoff.engine.graphs import Graphs
 from birkhoff.engine.pace import Pace
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
@@ -28,7 +30,9 @@ from birkhoff.engine.runner import Ran, Runner
 from birkhoff.engine.sampler import Sampler
 from birkhoff.engine.scheduler import Scheduler, Work
 from birkhoff.engine.speculation import Speculator
+from birkhoff.engine.spill import PageFiles
 from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed
+from birkhoff.model.device import Decoder, refusal
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
@@ -46,20 +50,27 @@ class EngineCore:
         prefix_bytes: int = 0,
         draft_depth: int = 0,
         draft_always: bool = False,
+        files: PageFiles | None = None,
         device: torch.device | str = "cpu",
     ):
         """`prefix_bytes` is what the prefix cache may use beside pages; without any there is none. `draft_depth` tokens
-        are guessed ahead, while it pays or, with `draft_always`, whether it does or not."""
+        are guessed ahead, while it pays or, with `draft_always`, whether it does or not. `files` takes what the prefix
+        cache has no room for."""
         self.model, self.max_context = model, max_context
         mtp = draft_depth > 0
-        state = State(model.config, max_requests, num_pages, device, model.numerics.dtype, draft_depth, mtp)
+        replays = model.numerics.kernels.name == "triton" and refusal(model) is None
+        slots = max_requests + replays  # a replayed step fills its spare rows from a slot that nobody else has
+        state = State(model.config, slots, num_pages, device, model.numerics.dtype, draft_depth, mtp)
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
         self.runner = Runner(model, state, batch_invariant)
+        if replays:
+            self.runner.graphs = Graphs(Decoder(model, state), max_requests, max_context)
         if prefix_bytes:
             rows = prefix_bytes // 4  # a quarter for captured rows, the rest for snapshots
-            prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes - rows, rows, prompts_only=batch_invariant)
+            prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes - rows, rows, batch_invariant, files)
             self.scheduler.prefix = self.runner.prefix = prefix
         self.sampler = Sampler()
+        self.drafted = self.accepted = 0
         self.pace = Pace() if mtp and not draft_always else None
         if mtp:
             self.runner.speculator = Speculator(model, state, self.sampler, draft_depth, self.pace)
@@ -146,6 +157,8 @@ class EngineCore:
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
                 request.finish("cancelled")
                 self.scheduler.release(request)
+            if self.scheduler.prefix is not None:
+                self.scheduler.prefix.close()
         self.runner.close()
 
     def _commit(self, work: list[Work], ran: list[Ran | None]) -> None:
@@ -179,7 +192,9 @@ class EngineCore:
                 break
         request.computed = request.num_tokens - 1
         request.drafted += len(item.guesses)
-        request.accepted += max(request.num_tokens - item.stop - 1, 0)
+        stayed = max(request.num_tokens - item.stop - 1, 0)
+        request.accepted += stayed
+        self.drafted, self.accepted = self.drafted + len(item.guesses), self.accepted + stayed
         request.settle_rows()
         self._enter_pages(request)
         if request.done:
@@ -191,6 +206,21 @@ class EngineCore:
             tokens = sum(item.request.num_tokens for item in work) - known
             verified = any(item.guesses for item in work)
             self.pace.note(len(work), verified, guessed, tokens, time.perf_counter() - began)
+
+    def reuse(self) -> dict[str, Any]:
+        """Numbers of the prefix cache and of speculation; a part that is off is None."""
+        prefix, speculator = self.scheduler.prefix, self.runner.speculator
+        return {
+            "prefix": None if prefix is None else prefix.report(),
+            "speculation": None
+            if speculator is None
+            else {
+                "depth": speculator.depth,
+                "drafted": self.drafted,
+                "accepted": self.accepted,
+                "pace": "always" if self.pace is None else self.pace.report(),
+            },
+        }
 
     def _enter_pages(self, request: Request) -> None:
         if self.scheduler.prefix is not None:

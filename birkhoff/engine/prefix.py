@@ -12,6 +12,9 @@ captures, since a row that is not computed cannot be seen, unless all rows it wo
 
 With `prompts_only` (batch-invariant engines) only pages computed as a prompt, in whole chunks, are entered: bits depend
 on how tokens were cut, and this makes the cut the same.
+
+With `PageFiles` what is evicted goes to disk and is found there again, also by a later process. Pages of a prompt that
+was given a name are written at once, and are the last to go from memory and disk.
 """
 
 from __future__ import annotations
@@ -21,12 +24,15 @@ import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.cache import Pool
+from birkhoff.engine.contexts import Contexts
 from birkhoff.engine.request import Request
 from birkhoff.engine.rows import RowStore
+from birkhoff.engine.spill import PageFiles
 from birkhoff.hooks.digest import combine, framed
 from birkhoff.hooks.live import Witness
 from birkhoff.hooks.plan import Job, Plan, Rows
@@ -64,6 +70,7 @@ class _Chain:
     keys: list[bytes]
     entered: int = 0  # pages that are in the cache, or never will be
     open: bool = True
+    bound: bool = False  # its context has its name
 
 
 class PrefixCache:
@@ -73,12 +80,18 @@ class PrefixCache:
         pages: Pool,
         snapshot_bytes: int,
         row_bytes: int = 0,
-        root: bytes = b"",
         prompts_only: bool = False,
+        files: PageFiles | None = None,
     ) -> None:
         self.state, self.pages, self.snapshot_bytes = state, pages, snapshot_bytes
         self.rows = RowStore(row_bytes) if row_bytes else None
-        self.root, self.prompts_only = root, prompts_only
+        self.prompts_only, self.files = prompts_only, files
+        self.root = b"" if files is None else bytes.fromhex(files.identity)
+        self.root += b"prompts only" if prompts_only else b""  # other cuts, other bits
+        self.contexts = Contexts(None if files is None else files.folder / "contexts.json")
+        self._precious = self.contexts.precious
+        if files is not None:
+            files.precious = self._precious
         self.held_bytes = self.hits = self.hit_tokens = self.evictions = 0
         self._nodes: dict[bytes, Node] = {}
         self._by_page: dict[int, Node] = {}
@@ -88,6 +101,28 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    def report(self) -> dict[str, Any]:
+        """What is held and what came of it, in numbers."""
+        files, rows = self.files, self.rows
+        return {
+            "pages": len(self),
+            "snapshot_bytes": self.held_bytes,
+            "hits": self.hits,
+            "hit_tokens": self.hit_tokens,
+            "evictions": self.evictions,
+            "rows_served": 0 if rows is None else rows.served_rows,
+            "row_bytes": 0 if rows is None else rows.held_bytes,
+            "contexts": self.contexts.names,
+            "disk": None
+            if files is None
+            else {
+                "bytes": files.held_bytes,
+                "written": files.written,
+                "refused": files.refused,
+                "failures": files.failures,
+            },
+        }
 
     def match(self, request: Request) -> Hit | None:
         """The longest known beginning of a request that it can start behind."""
@@ -115,13 +150,49 @@ class PrefixCache:
         nodes: list[Node] = []
         deepest = 0
         for key in self._keys(request, pages):
-            node = self._nodes.get(key)
+            node = self._nodes.get(key) or self._read(key, nodes)
             if node is None:
                 break
             nodes.append(node)
             if node.snapshot is not None:
                 deepest = len(nodes)
         return nodes[:deepest]
+
+    def _read(self, key: bytes, before: Sequence[Node]) -> Node | None:
+        """A page from disk into memory, which must not cost those before it their place."""
+        if self.files is None or key not in self.files:
+            return None
+        held = [node.page for node in before]
+        self.pages.share(held)
+        taken = self.pages.take(1)
+        node = None
+        if taken is not None:
+            (page,) = taken
+            places = self.state.page(page)
+            found = self.files.read(key, {f"page {name}": like for name, like in places.items()})
+            if found is not None:
+                for name, place in places.items():
+                    place.copy_(found[f"page {name}"])
+                rows = {name[5:]: rows for name, rows in found.items() if name.startswith("rows ")}
+                node = self._enter(key, page)
+                snapshot = Snapshot((len(before) + 1) * PAGE_TOKENS, rows)
+                if rows and self.state.fits(snapshot):
+                    self._hold(node, snapshot)
+            self.pages.give_back(taken)
+        self.pages.give_back(held)
+        return node
+
+    def _write(self, node: Node) -> None:
+        if self.files is None or node.key in self.files:
+            return
+        said = {f"page {name}": place for name, place in self.state.page(node.page).items()}
+        rows = {} if node.snapshot is None else node.snapshot.rows
+        self.files.write(node.key, said | {f"rows {name}": kept for name, kept in rows.items()})
+
+    def _enter(self, key: bytes, page: int) -> Node:
+        node = self._nodes[key] = self._by_page[page] = Node(key, page)
+        self.pages.keep(page)
+        return node
 
     def start(self, request: Request, hit: Hit) -> None:
         """Put a request that has its slot and pages behind what it shares."""
@@ -161,27 +232,44 @@ class PrefixCache:
     def extend(self, request: Request, passed: Sequence[Snapshot] = ()) -> None:
         """Enter the pages a request has completed; `passed` are snapshots its last step filled."""
         chain = self._chain(request)
+        if request.computed // PAGE_TOKENS > chain.entered:
+            self._enter_complete(request, chain, {snapshot.position: snapshot for snapshot in passed})
+        if request.context is not None and not chain.bound and request.computed >= len(request.prompt_ids):
+            chain.bound = True
+            self._bind(request.context, self._keys(request, len(request.prompt_ids) // PAGE_TOKENS))
+
+    def _enter_complete(self, request: Request, chain: _Chain, passed: Mapping[int, Snapshot]) -> None:
+        assert request.slot is not None
         complete = request.computed // PAGE_TOKENS
-        if chain.entered >= complete or request.slot is None:
-            return
-        by_position = {snapshot.position: snapshot for snapshot in passed}
         keys = self._keys(request, complete)
         for number in range(chain.entered, min(complete, len(keys))):
             if not self._enters(request, number + 1):
                 break
             border = (number + 1) * PAGE_TOKENS
-            node = self._nodes.get(keys[number])
-            if node is None:
-                node = self._nodes[keys[number]] = Node(keys[number], request.pages[number])
-                self._by_page[node.page] = node
-                self.pages.keep(node.page)
+            node = self._nodes.get(keys[number]) or self._enter(keys[number], request.pages[number])
             if node.snapshot is None:
-                snapshot = by_position.get(border)
+                snapshot = passed.get(border)
                 if snapshot is None and request.computed - border <= self.state.lookback:
                     snapshot = self.state.save(request.slot, border)
                 if snapshot is not None:
                     self._hold(node, snapshot)
         chain.entered = complete
+
+    def _bind(self, name: str, keys: Sequence[bytes]) -> None:
+        """Give the pages of a prompt a name, and write them down."""
+        self.contexts.bind(name, keys)
+        self._precious = self.contexts.precious
+        self.pages.treasure([self._nodes[key].page for key in self._precious if key in self._nodes])
+        if self.files is not None:
+            self.files.precious = self._precious
+            for key in keys:
+                if key in self._nodes:
+                    self._write(self._nodes[key])
+
+    def close(self) -> None:
+        """Write down what memory holds, for a later process."""
+        for node in self._nodes.values() if self.files is not None else ():
+            self._write(node)
 
     def keep_rows(self, requests: Mapping[Plan, Request]) -> Witness | None:
         """Somebody to show rows to on their way to the jobs of these requests."""
@@ -259,7 +347,9 @@ class PrefixCache:
         self._snapshots[node.key] = node
         self.held_bytes += snapshot.nbytes
         while self.held_bytes > self.snapshot_bytes:
-            self._release_snapshot(next(iter(self._snapshots.values())))
+            oldest = next((key for key in self._snapshots if key not in self._precious), next(iter(self._snapshots)))
+            self._write(self._snapshots[oldest])  # a page on disk is of use with its snapshot only
+            self._release_snapshot(self._snapshots[oldest])
 
     def _release_snapshot(self, node: Node) -> None:
         if node.snapshot is not None:
@@ -269,6 +359,7 @@ class PrefixCache:
 
     def _evicted(self, page: int) -> None:
         self.evictions += 1
+        self._write(self._by_page[page])
         self._drop(self._by_page[page])
 
     def _drop(self, node: Node) -> None:

@@ -84,6 +84,7 @@ class Request:
     sink: TextSink | None = None
     plan: Plan | None = None
     mask: TokenMask | None = None
+    context: str | None = None  # a name under which the pages of the prompt are kept
     id: str = field(default_factory=lambda: f"r{next(_numbers)}")
 
     output_ids: list[int] = field(default_factory=list)

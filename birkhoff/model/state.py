@@ -210,10 +210,9 @@ class State:
         """Let a sequence use these pages, in order of its tokens."""
         self.page_table[slot, : len(pages)] = torch.tensor(pages, dtype=torch.long)
 
-    def copy_page(self, source: int, target: int) -> None:
-        for layer in self.layers:
-            for pages in layer.pages.values():
-                pages[target] = pages[source]
+    def page(self, number: int) -> dict[str, torch.Tensor]:
+        """One page of every layer, by name, where it lies."""
+        return {f"{layer.name}.{kind}": pages[number] for layer in self.layers for kind, pages in layer.pages.items()}
 
     def save(self, slot: int, position: int) -> Snapshot:
         """What the rings hold of a sequence before `position`, which may lie up to `lookback` tokens back."""
@@ -231,6 +230,18 @@ class State:
                 rows = snapshot.rows.get(f"{layer.name}.{kind}")
                 if rows is not None and len(rows):
                     ring.put(slot, snapshot.position, rows)
+
+    def fits(self, snapshot: Snapshot) -> bool:
+        """Whether a snapshot has every layer's rows (MTP's may be missing), each of the right shape and dtype."""
+        for layer in self._every_layer():
+            for kind, ring in layer.rings():
+                rows = snapshot.rows.get(f"{layer.name}.{kind}")
+                if rows is None and layer is self.mtp:
+                    continue
+                needed = snapshot.position - layer.needed(kind, snapshot.position)
+                if rows is None or rows.shape != (needed, ring.rows.shape[-1]) or rows.dtype != ring.rows.dtype:
+                    return False
+        return True
 
     def _every_layer(self) -> list[LayerState]:
         return self.layers if self.mtp is None else [*self.layers, self.mtp]

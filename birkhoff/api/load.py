@@ -17,7 +17,7 @@ from birkhoff.errors import (
     OptionError,
     quoted,
 )
-from birkhoff.kernels import jit
+from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
@@ -74,12 +74,16 @@ def load(
     if max_context is not None and max_context > config.max_position_embeddings:
         limit = config.max_position_embeddings
         raise OptionError(f"max_context is {max_context}, the model's limit is {limit}. Ask for that or less.")
-    drafts = drafts_of(speculative, checkpoint.has_mtp, batch_invariant)
     where = _device(device)
+    choice = _kernels(kernels, where)
+    # Codes stay codes where kernels read them. Guesses are rows that those kernels do not know: only when asked for.
+    packed = choice == "triton" and numerics == "plain" and _stored_packed(checkpoint)
+    wanted = False if packed and speculative == "auto" else speculative
+    drafts = drafts_of(wanted, checkpoint.has_mtp, batch_invariant)
     compute = torch.float32 if dtype == "auto" and where.type == "cpu" else _DTYPES.get(dtype, torch.bfloat16)
-    how = Numerics(compute, numerics == "released", select(_kernels(kernels, where)))
+    how = Numerics(compute, numerics == "released", select(choice))
     with torch.device("meta"):
-        network = Transformer(config, how, mtp=checkpoint.has_mtp)
+        network = Transformer(config, how, packed, mtp=checkpoint.has_mtp)
     network = network.to_empty(device=where).eval()
     load_into(network.destinations(), checkpoint, progress=progress)
     network.fuse()
@@ -151,9 +155,22 @@ def _device(device: str) -> torch.device:
 
 def _kernels(kernels: str, where: torch.device) -> Choice:
     _one_of("kernels", kernels, ("auto", "reference", "triton"))
-    if kernels == "triton":
-        raise OptionError("kernels='triton' is not built yet. Use 'auto' or 'reference'.")
+    if kernels == "triton" and not gpu.available():
+        raise OptionError(
+            "kernels='triton' needs the package triton and a CUDA device, or its interpreter (TRITON_INTERPRET=1); "
+            "there is none here. Use 'auto' or 'reference'."
+        )
+    if kernels == "triton" and where.type == "cpu" and not gpu.interpreted():
+        raise OptionError("kernels='triton' runs on a CUDA device, but device is 'cpu'. Use device='cuda' or 'auto'.")
+    if kernels == "triton" or (kernels == "auto" and where.type == "cuda" and gpu.available()):
+        return "triton"
     return "cpu" if kernels == "auto" and where.type == "cpu" and jit.AVAILABLE else "reference"
+
+
+def _stored_packed(checkpoint: Checkpoint) -> bool:
+    """Whether the files hold FP8 matrices and FP4 experts, as the release does."""
+    kinds = {"layers.0.attn.wq_a.weight": ("F8_E4M3",), "layers.0.ffn.experts.0.w1.weight": ("I8", "U8")}
+    return all(name in checkpoint and checkpoint[name].dtype in kind for name, kind in kinds.items())
 
 
 def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:

@@ -29,8 +29,10 @@ class Graphs:
     def takes(self, rows: int) -> bool:
         return rows <= ROWS[-1]
 
-    def step(self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> torch.Tensor:
-        """Logits [n, vocab] float32 of one new token per sequence; valid until the next step."""
+    def step(
+        self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One new token per sequence -> logits [n, vocab] float32 and the streams [n, m, d] that left the last layer."""
         count = len(token_ids)
         desk, graph = self._find(count, max(positions) + 1)
         spare = desk.rows - count
@@ -43,7 +45,7 @@ class Graphs:
             self.decoder.step(desk)
         else:
             graph.replay()
-        return desk.logits[:count]
+        return desk.logits[:count].clone(), desk.streams[:count].clone()
 
     def _find(self, count: int, length: int) -> tuple[Desk, torch.cuda.CUDAGraph | None]:
         rows = next(size for size in ROWS if count <= size)

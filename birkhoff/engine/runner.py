@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
+from birkhoff.engine.graphs import Graphs
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 from birkhoff.engine.scheduler import Work
@@ -45,6 +46,7 @@ class Runner:
         self.model, self.state, self.invariant = model, state, invariant
         self.prefix: PrefixCache | None = None
         self.speculator: Speculator | None = None
+        self.graphs: Graphs | None = None  # on a GPU, for steps that only decode
         self.passed: dict[Request, list[Snapshot]] = {}  # what the last step saw at the page borders it passed
         self._stagings = (Staging(state.device), Staging(state.device))
         self._helper = ThreadPoolExecutor(1, "birkhoff-decode")  # starts no thread before it is needed
@@ -114,6 +116,9 @@ class Runner:
         row_of = {id(piece): row for piece, row in zip(batch.pieces, batch.offsets)}
         firsts = [row_of[id(pieces[0])] for pieces in parts]
         tap = self._arm(work, firsts, staging or self._stagings[0])
+        if tap is None and self.graphs is not None and self._decodes(work):
+            self._deliver(work, None)
+            return self._replay(work, self.graphs)
         hidden, streams = self.model.run(batch, self.state, tap or NoTap())
         self._deliver(work, tap)
         if self.speculator is not None:
@@ -126,6 +131,16 @@ class Runner:
         logits, streams = self.model.logits(hidden[rows]).split(counts), streams[rows].split(counts)
         ran = iter(map(Ran, logits, streams))
         return [next(ran) if w.samples else None for w in work]
+
+    def _decodes(self, work: Sequence[Work]) -> bool:
+        """One token each, none of them a guess, and nobody who wants the streams."""
+        single = all(w.stop - w.start == 1 and not w.guesses for w in work)
+        return single and self.speculator is None and self.graphs is not None and self.graphs.takes(len(work))
+
+    def _replay(self, work: Sequence[Work], graphs: Graphs) -> list[Ran | None]:
+        slots = [w.request.slot for w in work]
+        logits, streams = graphs.step([w.tokens[0] for w in work], [w.start for w in work], slots)  # type: ignore[arg-type]
+        return [Ran(*row) if w.samples else None for w, row in zip(work, zip(logits.split(1), streams.split(1)))]
 
     def _deliver(self, work: Sequence[Work], tap: LiveTap | None) -> None:
         """Captured rows to whoever wants them; those of guesses only when it is known that they stay."""

@@ -1,8 +1,9 @@
 """Which implementation of each operation a model uses.
 
-Every operation has a plain twin (`reference.py`); some have a fast one next door (`cpu.py`, later `kernel.py` for a
-GPU) with the same signature. `select` fills a `KernelSet` that a model is built with; nothing is chosen behind its back
-later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead.
+Every operation has a plain twin (`reference.py`); some have a fast one next door (`cpu.py`, or `triton.py` for a GPU)
+with the same signature. `select` fills a `KernelSet` that a model is built with; nothing is chosen behind its back
+later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead. On a GPU the set
+serves what the decoder of `model/device.py` does not: prompts, and steps that are watched or changed.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from birkhoff.kernels.norm import reference as norm_plain
 from birkhoff.kernels.rope import cpu as rope_cpu
 from birkhoff.kernels.rope import reference as rope_plain
 
-Choice = Literal["reference", "cpu"]
+Choice = Literal["reference", "cpu", "triton"]
 Op = Callable[..., Any]
 
 
@@ -61,9 +62,27 @@ PAIRS: dict[str, tuple[Op, Op]] = {
 
 
 def select(choice: Choice) -> KernelSet:
+    if choice == "triton":
+        return _triton()
     if choice == "reference" or not jit.AVAILABLE:
         return KernelSet("reference", **{name: plain for name, (plain, _) in PAIRS.items()})
     return KernelSet("cpu", **{name: _while_inferring(plain, fast) for name, (plain, fast) in PAIRS.items()})
+
+
+def _triton() -> KernelSet:
+    from birkhoff.kernels.mhc import triton as mhc_triton
+
+    pairs = {name: plain for name, (plain, _) in PAIRS.items()}
+    for name, fast in (("mhc_read", mhc_triton.read), ("mhc_write", mhc_triton.write)):
+        pairs[name] = _while_inferring(pairs[name], _for_four_streams(pairs[name], fast))
+    return KernelSet("triton", **pairs)
+
+
+def _for_four_streams(plain: Op, fast: Op) -> Op:
+    def pick(streams, *arguments):
+        return (fast if streams.shape[-2] == 4 and streams.dim() == 3 else plain)(streams, *arguments)
+
+    return pick
 
 
 def _while_inferring(plain: Op, fast: Op) -> Op:

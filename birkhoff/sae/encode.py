@@ -1,10 +1,10 @@
 """Reading a dictionary without ever holding `[n, F]`: features are worked through tile by tile.
 
 Three things are asked of a dictionary: some columns (`columns`), the k largest of each row (`top`), and the rows it
-makes of what it reads (`reconstruct`). Only `TILE` features of at most `CHUNK` rows exist at a time, whatever F and n
-are; sizes are constants, so that a row does not feel how many others there are through the order of a sum. Decoding
-gathers the few rows of features that are not zero, when they are few, and multiplies otherwise. `Sae.encode` and
-`Sae.decode` are the plain twins of all of it.
+makes of what it reads (`reconstruct`). Under top-k all of them start from what is `kept` of a row, found once. Only
+`TILE` features of at most `CHUNK` rows exist at a time, whatever F and n are; sizes are constants, so that a row does
+not feel how many others there are through the order of a sum. Decoding gathers the few rows of features that are not
+zero, when they are few, and multiplies otherwise. `Sae.encode` and `Sae.decode` are the plain twins of all of it.
 """
 
 from __future__ import annotations
@@ -59,22 +59,55 @@ def top(held: Held, v: torch.Tensor, k: int, activated: bool = False) -> tuple[t
         joined = torch.cat([best, z], dim=1)
         features = torch.arange(part.start, part.stop, device=v.device).expand(len(v), -1)
         joined_names = torch.cat([names, features], dim=1)
-        kept = largest(joined, k)  # k or all of them in every row, so what is kept is a rectangle
-        best, names = joined[kept].view(len(v), -1), joined_names[kept].view(len(v), -1)
+        places = _places(joined, k)
+        best, names = joined.gather(1, places), joined_names.gather(1, places)
     return best, names
 
 
-def columns(held: Held, v: torch.Tensor, features: torch.Tensor, chosen: Chosen) -> torch.Tensor:
+def _places(z: torch.Tensor, k: int) -> torch.Tensor:
+    """Where the k largest of each row stand, ascending; all places when there are no more than k."""
+    count = z.shape[1]
+    if count <= k:
+        return torch.arange(count, device=z.device).expand(len(z), -1)
+    if z.device.type == "cpu":  # asking whether there is a tie is free on the host alone
+        values, places = z.topk(k + 1, dim=1)
+        if bool((values[:, k - 1] > values[:, k]).all()):  # the k largest are set apart, and none is NaN
+            return places[:, :k].sort(1).values
+    return largest(z, k).nonzero()[:, 1].view(len(z), k)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """What a top-k dictionary keeps of each row: values and features, `[n, k]`."""
+
+    f: torch.Tensor
+    names: torch.Tensor
+
+    @classmethod
+    def of(cls, held: Held, v: torch.Tensor, activation: TopK) -> Kept:
+        parts = [top(held, piece, activation.k) for piece in v.split(CHUNK)]
+        values, names = (torch.cat(column) for column in zip(*parts))
+        return cls(activation.finish(values), names)
+
+    def rows(self, picked: torch.Tensor) -> Kept:
+        return Kept(self.f[picked], self.names[picked])
+
+    def columns(self, features: torch.Tensor) -> torch.Tensor:
+        """f of chosen features, `[n, C]`: zero where they were not kept."""
+        found = self.f.new_empty(len(self.f), len(features))
+        for column, feature in enumerate(features.tolist()):
+            found[:, column] = torch.where(self.names == feature, self.f, 0.0).sum(1)  # at most one of them
+        return found
+
+
+def kept(held: Held, v: torch.Tensor) -> Kept | None:
+    """What top-k keeps of rows, found once for all that is asked of them; None for the other families."""
+    return Kept.of(held, v, held.activation) if isinstance(held.activation, TopK) else None
+
+
+def columns(v: torch.Tensor, features: torch.Tensor, chosen: Chosen, found: Kept | None) -> torch.Tensor:
     """f of chosen features, `[n, C]`."""
-    if not isinstance(held.activation, TopK):
-        return chosen.activation(linear(v, chosen.encoder, chosen.bias))
-    found = []
-    for piece in v.split(CHUNK):
-        values, names = top(held, piece, held.activation.k)
-        kept = held.activation.finish(values)
-        hit = names.unsqueeze(1) == features.view(1, -1, 1)  # [n, C, k], true at most once along k
-        found.append(torch.where(hit, kept.unsqueeze(1), 0.0).sum(-1))
-    return torch.cat(found) if found else v.new_empty(0, len(features))
+    return chosen.activation(linear(v, chosen.encoder, chosen.bias)) if found is None else found.columns(features)
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +125,11 @@ class Chosen:
         return cls(held.encoder[places], held.encoder_bias[places], held.activation.part(places))
 
 
-def reconstruct(held: Held, v: torch.Tensor) -> torch.Tensor:
-    """sum_i f_i w_i + b of rows `[n, d]`."""
-    whole = [_reconstruct_top(held, piece, held.activation) if isinstance(held.activation, TopK)
-             else _reconstruct_tiles(held, piece) for piece in v.split(CHUNK)]  # fmt: skip
-    return torch.cat(whole) if whole else v
+def reconstruct(held: Held, v: torch.Tensor, found: Kept | None) -> torch.Tensor:
+    """sum_i f_i w_i + b of rows `[n, d]`; `found` is `kept` of the same rows."""
+    if found is not None:
+        return _decode_kept(held, found)
+    return torch.cat([_reconstruct_tiles(held, piece) for piece in v.split(CHUNK)])
 
 
 def _reconstruct_tiles(held: Held, v: torch.Tensor) -> torch.Tensor:
@@ -112,14 +145,14 @@ def _reconstruct_tiles(held: Held, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _reconstruct_top(held: Held, v: torch.Tensor, activation: TopK) -> torch.Tensor:
-    values, names = top(held, v, activation.k)
-    f, out = activation.finish(values), held.decoder_bias.expand(len(v), -1).clone()
+def _decode_kept(held: Held, found: Kept) -> torch.Tensor:
+    f, names = found.f, found.names
+    out = held.decoder_bias.expand(len(f), -1).clone()
     if f.numel() * SPARSE_SHARE < held.encoder.shape[0]:
         return out + torch.einsum("nk,nkd->nd", f, held.decoder[names])
     for part in held.tiles():
         here = (names >= part.start) & (names < part.stop)
-        dense = v.new_zeros(len(v), part.stop - part.start + 1)  # the last column takes what is not of this tile
+        dense = f.new_zeros(len(f), part.stop - part.start + 1)  # the last column takes what is not of this tile
         dense.scatter_(1, torch.where(here, names - part.start, dense.shape[1] - 1), torch.where(here, f, 0.0))
         out.addmm_(dense[:, :-1], held.decoder[part])
     return out

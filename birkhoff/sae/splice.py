@@ -24,7 +24,7 @@ import torch
 from birkhoff.hooks.edit import Around, Op, Path
 from birkhoff.sae.clamps import ClampRow, ClampTable
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.encode import Chosen, Held, columns, reconstruct
+from birkhoff.sae.encode import Chosen, Held, Kept, columns, kept, reconstruct
 from birkhoff.sae.views import View
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # heights of the block; beyond the last, multiples of half of it
@@ -128,11 +128,12 @@ class SaeHost:
         laid = self.view.laid_out(x)
         index = torch.tensor(numbers + numbers[:1] * spare, device=x.device)
         units = self.view.read(laid, index, around)
-        delta = self._surgery(units.v, lines + lines[:1] * spare, composition)
+        found = kept(self.held, units.v) if error == "drop" or any(composition.encodes) else None
+        delta = self._surgery(units.v, lines + lines[:1] * spare, composition, found)
         if error == "keep":
             new = self.view.changed(units, delta)
         else:
-            new = self.view.replaced(units, reconstruct(self.held, units.v) + delta)
+            new = self.view.replaced(units, reconstruct(self.held, units.v, found) + delta)
         count = len(numbers)
         return laid.index_copy(0, index[:count], new[:count].to(x.dtype)).view(x.shape)
 
@@ -173,7 +174,9 @@ class SaeHost:
             return torch.tensor(list(features), dtype=torch.long, device=self.device)
         return self._places(features)
 
-    def _surgery(self, v: torch.Tensor, lines: list[int], composition: _Composition) -> torch.Tensor:
+    def _surgery(
+        self, v: torch.Tensor, lines: list[int], composition: _Composition, found: Kept | None
+    ) -> torch.Tensor:
         """sum over clamped features of (f' - f) w, [n, d]."""
         at = torch.tensor(lines, device=v.device)
         delta = torch.zeros_like(v) if composition.constants is None else composition.constants[at]
@@ -183,8 +186,9 @@ class SaeHost:
         everywhere = len(where) == len(lines)
         picked = None if everywhere else torch.tensor(where, device=v.device)
         part, part_at = (v, at) if picked is None else (v[picked], at[picked])
+        found = found if picked is None or found is None else found.rows(picked)
         table = composition.table
-        f = columns(self.held, part, table.features, composition.chosen)
+        f = columns(part, table.features, composition.chosen, found)
         changed = table.apply(f, part_at, self.held.activation.whole_row)
         change = (changed - f) @ composition.decoder
         return delta + change if picked is None else delta.index_add(0, picked, change)
@@ -195,9 +199,10 @@ class SaeHost:
         first = 0 if self.features is None else self.features[0]
         row = ClampRow((first,), (1,), (0.0,), (0.0,), (False,))
         composition = self._compose([(SaeUse(self, row, "delta"),)])
-        self._surgery(v, [0], composition)
+        found = kept(self.held, v)
+        self._surgery(v, [0], composition, found)
         if self.features is None:
-            reconstruct(self.held, v)
+            reconstruct(self.held, v, found)
 
 
 def plain(sae: Sae, v: torch.Tensor, row: ClampRow, error: str) -> torch.Tensor:

@@ -13,7 +13,7 @@ from birkhoff.hooks.schema import build_hook_schema
 from birkhoff.sae import encode
 from birkhoff.sae.clamps import parse_clamp, resolve_clamps
 from birkhoff.sae.dictionary import VIEWS
-from birkhoff.sae.encode import Held, reconstruct, top
+from birkhoff.sae.encode import Held, kept, reconstruct, top
 from birkhoff.sae.splice import SaeHost, SaeUse, capacity, plain
 from birkhoff.sae.views import make_view
 from tests.sae.made import FAMILIES, changed_row, random_sae
@@ -250,7 +250,7 @@ def test_tiles_change_nothing_but_memory(family, rows, monkeypatch):
             monkeypatch.setattr(encode, "TILE", tile)
             monkeypatch.setattr(encode, "CHUNK", 16)
             monkeypatch.setattr(encode, "SPARSE_SHARE", share)
-            assert torch.allclose(reconstruct(held, x), expected, atol=1e-4)
+            assert torch.allclose(reconstruct(held, x, kept(held, x)), expected, atol=1e-4)
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 12), st.integers(0, 10**6), st.booleans())

@@ -21,7 +21,7 @@ from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
-from birkhoff.text.literals import load_literals
+from birkhoff.text.literals import Literals, literals_from_json, load_literals
 from birkhoff.text.tokenizer import Tokenizer
 from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from birkhoff.weights.load import load_into
@@ -116,7 +116,7 @@ def load(
         + f", {drafts}",
         file=sys.stderr,
     )
-    return Engine(core, tokenizer, load_literals(path), str(model), capture_root)
+    return Engine(core, tokenizer, _literals(checkpoint), str(model), capture_root)
 
 
 def _resolve(model: str | Path) -> Path:
@@ -179,6 +179,12 @@ def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
         return Tokenizer.from_json(checkpoint.tokenizer_json, name=checkpoint.path.name, vocab_size=size)
     file = checkpoint.path / "tokenizer.json"
     return Tokenizer.from_file(file, vocab_size=size) if file.is_file() else None
+
+
+def _literals(checkpoint: Checkpoint) -> Literals:
+    if checkpoint.chat_texts is not None:
+        return literals_from_json(checkpoint.chat_texts, checkpoint.path.name)
+    return load_literals(checkpoint.path)
 
 
 def _free_bytes(where: torch.device) -> int:

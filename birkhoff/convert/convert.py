@@ -19,7 +19,7 @@ from birkhoff.convert.to_safetensors import plan_safetensors
 from birkhoff.convert.work import Work
 from birkhoff.convert.write import Done, fill, journal_path
 from birkhoff.errors import ConvertError, OptionError
-from birkhoff.text.literals import Literals, load_literals
+from birkhoff.text.literals import Literals, literals_from_json, load_literals
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.released import SHARD_BYTES
 
@@ -137,6 +137,8 @@ def _plan(
 
 def literals_of(source: Checkpoint) -> Literals:
     """The texts a checkpoint's chats are made with, whatever its format."""
+    if source.chat_texts is not None:
+        return literals_from_json(source.chat_texts, source.path.name)
     return load_literals(source.path)
 
 

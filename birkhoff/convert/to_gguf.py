@@ -22,8 +22,9 @@ from birkhoff.convert.gguf_bytes import TensorRow, block_width, encode_header
 from birkhoff.convert.produce import Produce, producer, side_by_side
 from birkhoff.convert.work import OutputFile, Region, Unit, Work
 from birkhoff.errors import OptionError, TensorShape
+from birkhoff.text.literals import literals_to_json, own_literals
 from birkhoff.weights.checkpoint import Checkpoint
-from birkhoff.weights.gguf import SCALE_NAMES, SCALES
+from birkhoff.weights.gguf import CHAT_TEXTS, SCALE_NAMES, SCALES
 from birkhoff.weights.gguf_keys import STRING, U32, Key, keys_of
 from birkhoff.weights.gguf_names import DS4_MTP, EH_PROJ, NEXTN, ROOT, STACKS, Place, place_in_block, trunk_place
 from birkhoff.weights.gguf_text import tokenizer_keys
@@ -217,6 +218,8 @@ class GGUFPlan:
         keys += tokenizer_keys(tokenizer, config.vocab_size, config.bos_token_id, eos[0] if eos else None, notices)
         if tokenizer is not None and literals is not None:
             keys.append(Key("tokenizer.chat_template", STRING, chat_template(literals)))
+            if literals.source != own_literals().source:
+                keys.append(Key(CHAT_TEXTS, STRING, literals_to_json(literals)))
         return keys + self._scale_keys(config, mtp_file)
 
     def _scale_keys(self, config: V4Config, mtp_file: bool) -> list[Key]:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.convert.work import Tally, Unit, Work
-from birkhoff.errors import ConvertError
+from birkhoff.errors import BirkhoffError, ConvertError
 from birkhoff.weights.safetensors import sync_directory, write_text
 
 SYNC_BYTES = 256 << 20
@@ -63,6 +63,9 @@ def fill(work: Work, workers: int, exact: bool, progress: Progress | None = None
         handles = [_opened(file.path, file.header, file.nbytes) for file in work.files]
         try:
             _run(work, handles, known, log, workers, exact, progress, sync_bytes)
+        except BirkhoffError:
+            discard(work)  # trying again would end the same way; what was interrupted is kept, what failed is not
+            raise
         finally:
             for handle in handles:
                 if handle is not None:
@@ -76,7 +79,7 @@ def fill(work: Work, workers: int, exact: bool, progress: Progress | None = None
 
 
 def discard(work: Work) -> None:
-    """Remove what an unfinished conversion left."""
+    """Remove what a failed conversion left."""
     for file in work.files:
         partial_path(file.path).unlink(missing_ok=True)
     journal_path(work.destination).unlink(missing_ok=True)

@@ -12,6 +12,7 @@ trained on is the caller's decision (`own_literals()`), not ours. The effort lev
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,6 +79,27 @@ def load_literals(checkpoint_dir: str | Path) -> Literals:
         if best is None and (found.tools_head or found.effort):
             best = found
     return best or own_literals()
+
+
+def literals_to_json(literals: Literals) -> str:
+    """Texts as one JSON object, for files that have no room for an encoder file."""
+    names = ("tools_head", "tools_tail", "response_format_head")
+    return json.dumps({**{n: getattr(literals, n) for n in names}, "effort": dict(literals.effort)}, ensure_ascii=False)
+
+
+def literals_from_json(text: str, source: str) -> Literals:
+    """The way back; `verified` is decided here and not by the file. What makes no sense gives our own texts."""
+    try:
+        raw = json.loads(text)
+        named = {name: raw[name] for name in ("tools_head", "tools_tail", "response_format_head")}
+        effort = dict(raw["effort"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return own_literals()
+    texts = [*effort.values(), *(value for value in named.values() if value is not None)]
+    if not all(isinstance(value, str) for value in texts) or not set(effort) <= set(EFFORT_LEVELS):
+        return own_literals()
+    verified = None not in named.values() and bool(effort) and all(_sha256(value) in _NAME_OF for value in texts)
+    return Literals(**named, effort=effort, source=source, verified=verified)
 
 
 def own_literals() -> Literals:

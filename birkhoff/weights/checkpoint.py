@@ -34,7 +34,8 @@ class Checkpoint(Mapping[str, TensorRef]):
     """Tensors by released name.
 
     `dialect` is "released", "base-fp8", "bf16" (any plain floats), "transformers", "gguf" or "gguf-ds4". A GGUF file
-    may bring its tokenizer (`tokenizer_json`) and the scales its plain numbers once had (`scales`).
+    may bring its tokenizer (`tokenizer_json`), the scales its plain numbers once had (`scales`) and the texts chats
+    are made with (`chat_texts`, JSON).
     """
 
     def __init__(
@@ -47,10 +48,11 @@ class Checkpoint(Mapping[str, TensorRef]):
         files: list[Path],
         tokenizer_json: str | None = None,
         scales: Mapping[str, torch.Tensor] | None = None,
+        chat_texts: str | None = None,
     ):
         self.path, self.config, self.dialect = path, config, dialect
         self.notices, self.files = notices, files
-        self.tokenizer_json, self.scales = tokenizer_json, scales or {}
+        self.tokenizer_json, self.scales, self.chat_texts = tokenizer_json, scales or {}, chat_texts
         self._tensors = tensors
 
     @property
@@ -145,6 +147,7 @@ def _open_gguf(path: Path, complain: Complain) -> Checkpoint:
         opened.files,
         opened.tokenizer_json,
         opened.scales,
+        opened.chat_texts,
     )
 
 

@@ -31,7 +31,7 @@ from birkhoff.weights.shards import Complain, raise_it, some
 DEADLINE_SECONDS = 30.0  # of the clock; the child itself stops after five seconds of work
 CHILD_LIMITS = {"seconds": 5, "bytes": 2 << 30}
 MAX_BLOCKS = 1 << 16
-SCALES, SCALE_NAMES = "birkhoff.scales", "birkhoff.scale_names"
+SCALES, SCALE_NAMES, CHAT_TEXTS = "birkhoff.scales", "birkhoff.scale_names", "birkhoff.chat_texts"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _NUMPY = {"B": "u1", "b": "i1", "H": "<u2", "h": "<i2", "I": "<u4", "i": "<i4", "f": "<f4", "?": "?", "Q": "<u8",
           "q": "<i8", "d": "<f8"}  # fmt: skip
@@ -67,6 +67,7 @@ class Opened(NamedTuple):
     notices: list[str]
     files: list[Path]
     tokenizer_json: str | None
+    chat_texts: str | None
     scales: Mapping[str, torch.Tensor]  # E8M0 scales the source had, for numbers that are stored without them
 
 
@@ -148,7 +149,9 @@ def open_gguf(path: Path, complain: Complain = raise_it, read: Callable[[Path], 
     has_mtp = any(name.startswith("mtp.0.") for name in references)
     config = replace(config, num_nextn_predict_layers=int(has_mtp))
     text = tokenizer_json(first.keys, first.path.name, notices)
-    return Opened(config, _dialect(tensors), references, notices, files, text, kept_scales(first.keys))
+    texts = first.keys.get(CHAT_TEXTS)
+    texts = texts if isinstance(texts, str) else None
+    return Opened(config, _dialect(tensors), references, notices, files, text, texts, kept_scales(first.keys))
 
 
 def raw_references(path: Path) -> References:

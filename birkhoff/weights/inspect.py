@@ -74,7 +74,7 @@ class Inspection:
 
     def memory(self, device_bytes: int, context: int | None = None, requests: int = 1) -> dict[str, MemoryPlan]:
         """How each form of the weights would lie on a device of that size, with a cache for so many requests."""
-        if self.cache_bytes_per_token is None:
+        if self.cache_bytes_per_token is None or self.cache_bytes_per_sequence is None:
             return {}
         tokens = context if context is not None else self.config["max_position_embeddings"]
         cache = requests * int(self.cache_bytes_per_sequence + tokens * self.cache_bytes_per_token)

@@ -24,6 +24,7 @@ from birkhoff.errors import CheckpointError, TensorDtype, TensorShape
 
 MAX_HEADER_BYTES = 100_000_000  # the cap of the format's own library
 MAX_DIMENSIONS = 8
+MAX_TENSORS = 200_000  # the largest model has 145,116; parsing many more would take seconds
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
@@ -254,6 +255,12 @@ def _header_bytes(path: Path, file: BinaryIO) -> tuple[bytes, int]:
 
 
 def _parse(path: Path, raw: bytes, payload_bytes: int) -> Header:
+    rows = raw.count(b'"data_offsets"')
+    if rows > MAX_TENSORS:
+        raise CheckpointError(
+            f"the header of {path.name} has {rows} rows, more than the {MAX_TENSORS} allowed. It is damaged or "
+            "was made to do harm; download it again."
+        )
     header = load_json(raw, f"the header of {path.name}")
     if not isinstance(header, dict):
         raise CheckpointError(

@@ -70,3 +70,25 @@ def test_effort_and_no_generation_prompt():
     assert by_template([USER], add_generation_prompt=False) == by_encoder([USER]).removesuffix(
         "<｜Assistant｜></think>"
     )
+
+
+def test_a_checkpoints_own_texts_travel_in_the_file(tmp_path):
+    from dataclasses import replace
+
+    from birkhoff.api.load import load
+    from birkhoff.convert.convert import convert
+    from birkhoff.convert.synth import synth
+    from birkhoff.text.literals import literals_from_json, literals_to_json
+
+    texts = replace(own_literals(), tools_head="## Tools of our own ｜DSML｜\n", source="encoding_dsv4.py")
+    assert replace(literals_from_json(literals_to_json(texts), "x.gguf"), source=texts.source) == texts
+    for odd in ("{", "[]", '{"tools_head": 5}', literals_to_json(texts).replace('"max"', '"most"')):
+        assert literals_from_json(odd, "x.gguf") == own_literals()
+    synth(tmp_path / "tiny", "tiny", mtp=False)
+    (tmp_path / "tiny/encoding").mkdir()
+    code = f"TOOLS = '''## Our tools {'｜DSML｜'}\n{{tools}}\nthat is all\n'''\n"
+    (tmp_path / "tiny/encoding/encoding_dsv4.py").write_text(code)
+    convert(tmp_path / "tiny", tmp_path / "m.gguf")
+    with load(tmp_path / "m.gguf", kernels="reference", cache_bytes=2**22, max_context=256) as engine:
+        ids = engine.encode_chat([USER], tools=TOOLS)
+        assert "## Our tools" in engine.tokenizer.decode(ids) and "that is all" in engine.tokenizer.decode(ids)

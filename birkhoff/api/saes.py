@@ -22,6 +22,7 @@ from birkhoff.hooks.schema import HookSchema
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.edits import ResolvedSae, SaeReconstruct, SaeSet, check_together
 from birkhoff.sae.files import load_all
+from birkhoff.sae.manifest import clampable_features
 from birkhoff.sae.probe import Probe, ProbePlan
 from birkhoff.sae.registry import Attached, SaeHolding, SaeRegistry, Written
 
@@ -61,7 +62,10 @@ class SaeDesk:
         replace: bool = False,
     ) -> Attachment:
         """A dictionary, several for several sites, or the path of their files."""
-        given = load_all(Path(sae)) if isinstance(sae, (str, Path)) else sae
+        given = sae
+        if isinstance(sae, (str, Path)):
+            given = load_all(Path(sae))
+            features = clampable_features(Path(sae)) if features is None else features
         if replace:
             self._check_not_in_tier(name)
         return Attachment(self.registry, self.registry.attach(name, given, kind, features, replace))

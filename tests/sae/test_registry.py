@@ -13,6 +13,7 @@ from birkhoff.convert.synth import synth
 from birkhoff.errors import CapacityError, SaeBusy, SaeError
 from birkhoff.hooks.schema import build_hook_schema
 from birkhoff.sae.edits import check_together
+from birkhoff.sae.manifest import save_manifest
 from birkhoff.sae.registry import RowPool, SaeRegistry
 from tests.sae.made import random_sae
 from tests.sizes import scaled
@@ -407,3 +408,6 @@ def test_a_module_from_files(engine, tmp_path):
     with engine.attach("m", path) as attachment:
         assert attachment.name == "m" and list(attachment.module.saes) == [("mlp_out", 2)]
     assert "m" not in engine.saes.registry
+    save_manifest([at_64(4), at_64(5, layer=3)], tmp_path / "module", clampable=[2, 7])
+    with engine.attach("m", tmp_path / "module") as attachment:
+        assert attachment.module.features == {2, 7} and list(attachment.module.saes) == [("mlp_out", 2), ("mlp_out", 3)]

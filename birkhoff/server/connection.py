@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -96,10 +97,6 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
 
 
 class Server(uvicorn.Server):
-    """`forced` tells whether a second signal cut the ending short."""
-
-    forced = False
-
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
@@ -114,5 +111,5 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            self.force_exit = self.forced = True
+            os._exit(1)  # whoever asks twice does not want to wait; what captures have acknowledged is on disk
         self.should_exit = True

@@ -16,13 +16,14 @@ from typing import Any
 import uvicorn
 
 from birkhoff.api import Engine
-from birkhoff.errors import OptionError, quoted
+from birkhoff.errors import OptionError
 from birkhoff.server.app import build_app
 from birkhoff.server.connection import Server, connection_class
 from birkhoff.server.hub import Hub
 from birkhoff.server.journal import Journal
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.settings import ServerSettings
+from birkhoff.steering.container import SteeringVector
 
 SEND_BUFFER = 128 * 1024
 
@@ -55,7 +56,7 @@ def serve(
             while not server.should_exit:
                 await asyncio.sleep(0.05)
             hub.draining = True
-            if not hub.loaded:
+            if not opening.done():
                 os._exit(0)  # a thread that loads cannot be ended in any other way
 
         opening, watching = asyncio.create_task(open_up()), asyncio.create_task(stop_when_asked())
@@ -69,8 +70,6 @@ def serve(
             await server.serve([listener])
         finally:
             watching.cancel()
-            if server.forced:
-                os._exit(1)
             await asyncio.to_thread(hub.stop)
         await opening  # raises what kept the model from being loaded
 
@@ -80,15 +79,13 @@ def serve(
 
 def _loaded(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
     """The engine with this server's limits, vectors and dictionaries."""
+    vectors = {Path(path).stem: SteeringVector.load(path) for path in settings.steering_modules}
     engine = load()
     engine.capture_max_request_bytes = settings.capture_max_request_bytes
     engine.capture_inline_max_bytes = settings.capture_inline_max_bytes
-    for path in settings.steering_modules:
-        engine.modules[Path(path).stem] = path
+    engine.modules.update(vectors)
     for text in settings.sae:
-        name, found, path = text.partition("=")
-        if not found or not name or not path:
-            raise OptionError(f"sae is {quoted(text)}, expected NAME=PATH.")
+        name, _, path = text.partition("=")
         engine.attach(name, path)
     return engine
 

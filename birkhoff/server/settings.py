@@ -76,6 +76,10 @@ class ServerSettings:
                 isinstance(value, int) and wanted is int and not (0 if each.name in MAY_BE_ZERO else 1) <= value < 2**40
             ):
                 raise OptionError(f"{each.name} is {value}, expected a whole number above 0.")
+        for text in self.sae:
+            name, _, path = text.partition("=")
+            if not name or not path:
+                raise OptionError(f"sae is {quoted(text)}, expected NAME=PATH.")
         if self.port > 65535:
             raise OptionError(f"port is {self.port}, expected 0 to 65535.")
         if self.log not in ("text", "json", "off"):

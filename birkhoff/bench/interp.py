@@ -6,6 +6,7 @@
     one hook      streams entering one layer, every token, to memory
     all streams   streams before attention and experts of every layer and at the end, every token, to memory
     files         the same to files; `stored` rows say how fast they became durable, beside what the disk can do
+    ready         rows that are there already, to files: how fast they become durable when no model has to make them
 
 All take turns within every round, in alternating order, and a ratio is the median over rounds of ratios within a
 round. The disk's own rate is measured in the same rounds and place: the same bytes in one file, written and synced.
@@ -34,10 +35,11 @@ from birkhoff.engine.request import Request
 from birkhoff.engine.runner import Runner
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import CaptureWriteError, OptionError
-from birkhoff.hooks.plan import Plan
+from birkhoff.hooks.plan import Plan, Rows
 
 Row = dict[str, Any]
 Progress = Callable[[int, int], None]
+Stored = tuple[int, float, float]  # bytes, seconds until durable, seconds of the bare disk
 PHASES = ("prefill", "decode")
 STREAMS = {"mhc_streams_pre_attn": "all", "mhc_streams_pre_mlp": "all", "mhc_streams_final": "all"}
 CONTENDERS = ("plain", "idle", "waiting", "one hook", "all streams", "files")
@@ -72,6 +74,7 @@ class Watched(OurEngine):
     def __init__(self, engine: birkhoff.Engine, setting: Setting, name: str, wish: Capture | None, root: Path | None):
         super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
         self.name, self._wish, self._began = name, wish, 0.0
+        self.prompt_tokens, self._schema = setting.prompt_tokens, engine.schema
         self._desk = CaptureDesk(engine.schema, engine.config.num_hidden_layers, "", root, overload_policy="block")
         if name == "plain":
             self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
@@ -93,16 +96,39 @@ class Watched(OurEngine):
 
     def settle(self) -> tuple[int, float]:
         """Bytes that were stored for the last prompts, and seconds from their start until all of them were durable."""
+        assert all(request.done for request in self._requests)
+        return self._stored([request.plan for request in self._requests if request.plan is not None]), (
+            time.perf_counter() - self._began
+        )
+
+    def drain(self, requests: int) -> tuple[int, float]:
+        """The same for so many prompts whose rows are there already, in pieces as a prompt is read."""
+        assert self._wish is not None
+        count, piece = 4 * self.prompt_tokens, self.prompt_tokens
+        ids = tuple(range(count))
+        made = {hook: torch.randn(piece, *self._schema[hook].logical_shape) for hook in self._wish.hooks}
+        began = time.perf_counter()
+        plans = [self._desk.plan(self._wish, ids, 1) for _ in range(requests)]
+        for start in range(0, count, piece):
+            places = ids[start : start + piece]
+            for plan in plans:
+                (job,) = plan.jobs
+                for hook, layer in job.keys:
+                    job.deliver(Rows(hook, layer, made[hook], places, places, piece))
+        for plan in plans:
+            plan.close("length", count + 1)
+        return self._stored(plans), time.perf_counter() - began
+
+    def _stored(self, plans: list[Plan]) -> int:
         stored = 0
-        for request in self._requests:
-            assert request.done and request.plan is not None
-            (job,) = request.plan.jobs
+        for plan in plans:
+            (job,) = plan.jobs
             assert isinstance(job, CaptureJob)
             result = job.keeper.results()[FILES]
             if result.status != "ok":
                 raise CaptureWriteError(f"a capture of the benchmark failed: {result.error}. Is the disk full?")
             stored += result.bytes
-        return stored, time.perf_counter() - self._began
+        return stored
 
     def close(self) -> None:
         self.core.close()
@@ -140,7 +166,8 @@ def _measure(
     )
     everybody = _contenders(engine, setting, folder)
     seconds: dict[str, dict[str, list[float]]] = {who.name: {phase: [] for phase in PHASES} for who in everybody}
-    stores: list[tuple[int, float, float]] = []  # bytes, seconds until durable, seconds of the bare disk
+    stores: list[Stored] = []
+    drains: list[Stored] = []
     try:
         for number in range(-1, setting.rounds):  # the first round only warms up
             for who in everybody if number % 2 else reversed(everybody):
@@ -152,6 +179,9 @@ def _measure(
                     stored, durable = who.settle()
                     bare = _bare_disk(folder, stored)
                     stores += [(stored, durable, bare)] if number >= 0 else []
+                    stored, durable = who.drain(len(drawn))
+                    bare = _bare_disk(folder, stored)
+                    drains += [(stored, durable, bare)] if number >= 0 else []
             if progress is not None:
                 progress(number + 2, setting.rounds + 1)
     finally:
@@ -171,12 +201,13 @@ def _measure(
             ratio = summary([one / other for one, other in zip(own, plain)])
             ms = summary([1e3 * value for value in own])
             yield common | {"kind": "cost", "phase": phase, "contender": name, "ms": ms, "times_plain": ratio}
-    rates = {
-        "stored_mb_per_s": summary([count / durable / 1e6 for count, durable, _ in stores]),
-        "disk_mb_per_s": summary([count / bare / 1e6 for count, _, bare in stores]),
-        "share_of_disk": summary([bare / durable for _, durable, bare in stores]),
-    }
-    yield common | {"kind": "stored", "contender": "files", "stored_bytes": stores[0][0], **rates}
+    for name, times in (("files", stores), ("ready", drains)):
+        rates = {
+            "stored_mb_per_s": summary([count / durable / 1e6 for count, durable, _ in times]),
+            "disk_mb_per_s": summary([count / bare / 1e6 for count, _, bare in times]),
+            "share_of_disk": summary([bare / durable for _, durable, bare in times]),
+        }
+        yield common | {"kind": "stored", "contender": name, "stored_bytes": times[0][0], **rates}
 
 
 def _contenders(engine: birkhoff.Engine, setting: Setting, folder: Path) -> list[Watched]:

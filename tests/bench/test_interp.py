@@ -45,12 +45,14 @@ def test_every_contender_has_a_row_for_each_phase(rows):
 
 
 def test_the_bytes_are_those_of_every_stream_of_every_token(rows):
-    (stored,) = [row for row in rows if row["kind"] == "stored"]
-    shape = stored["shape"]
+    files, ready = [row for row in rows if row["kind"] == "stored"]
+    assert (files["contender"], ready["contender"]) == ("files", "ready")
+    shape = files["shape"]
     row_bytes = shape["streams"] * shape["hidden"] * 4
-    assert stored["stored_bytes"] == 2 * (12 + 3) * (2 * shape["layers"] + 1) * row_bytes
+    assert files["stored_bytes"] == 2 * (12 + 3) * (2 * shape["layers"] + 1) * row_bytes
+    assert ready["stored_bytes"] == 2 * 4 * 12 * (2 * shape["layers"] + 1) * row_bytes
     for name in ("stored_mb_per_s", "disk_mb_per_s", "share_of_disk"):
-        assert stored[name]["median"] > 0
+        assert files[name]["median"] > 0 and ready[name]["median"] > 0
 
 
 def test_contenders_say_the_same_and_only_those_who_look_get_rows(tiny):
@@ -76,7 +78,7 @@ def test_the_verb_prints_json_lines(tiny):
     done = command("bench", "interp", "--model", tiny, "--rounds", "1", "--steps", "2", "--prompt-tokens", "8",
                    "--batch", "1", "--threads", "1")  # fmt: skip
     assert done.returncode == 0, done.stderr.decode()
-    assert [json.loads(line)["kind"] for line in done.stdout.splitlines()] == ["cost"] * 12 + ["stored"]
+    assert [json.loads(line)["kind"] for line in done.stdout.splitlines()] == ["cost"] * 12 + ["stored"] * 2
 
 
 def test_sizes_that_make_no_sense_are_refused():

@@ -364,7 +364,9 @@ def test_files_without_a_journal_are_cleared_away(quick_path):
 def test_the_repair_keeps_up_with_a_gigabyte_a_second_or_so(quick_path):
     """Checking and sealing are one pass over the payload: the time per byte is that of reading and summing."""
     rows, width = scaled(65536, 8192), 2048
-    files = CaptureWriter(FileOptions(quick_path / "live", default_layout="sharded", num_shards=1), SoftDisk())
+    files = CaptureWriter(
+        FileOptions(quick_path / "live", default_layout="sharded", num_shards=1, shard_max_bytes=1 << 30), SoftDisk()
+    )
     block = np.arange(256 * width, dtype=np.uint16).reshape(256, width)
     for start in range(0, rows, 256):
         files.append(

@@ -55,10 +55,17 @@ class Reading:
         assert self.lines.readline() == "open\n"
         return self
 
+    def listen(self) -> Reading:
+        """Take in what it says while we write: a full pipe would stop it."""
+        self._told: list[str] = []
+        self._ear = threading.Thread(target=lambda: self._told.extend(self.lines))
+        self._ear.start()
+        return self
+
     def rest(self) -> list[dict]:
-        found = [json.loads(line) for line in self.lines]
+        self._ear.join(60)
         assert self.process.wait(30) == 0
-        return found
+        return [json.loads(line) for line in self._told]
 
     def __enter__(self) -> Reading:
         return self
@@ -74,7 +81,7 @@ def test_another_process_reads_every_row_in_order(name, max_bytes):
     consumer = ShmConsumer(name, max_bytes, timeout_seconds=60)
     rows = scaled(2000, 200)
     with Reading(name) as reading, Dispatcher({"shm": consumer}, overload_policy="block") as dispatcher:
-        reading.opened()
+        reading.opened().listen()
         dispatcher.begin({"shm": CaptureRequest("k", "mine", "run", meta={"model": "m"})})
         for start in range(0, rows, 20):
             for hook in SHAPES:
@@ -98,7 +105,7 @@ def test_another_process_reads_every_row_in_order(name, max_bytes):
 def test_a_slow_reader_is_waited_for(name):
     consumer = ShmConsumer(name, 8192, timeout_seconds=60)
     with Reading(name, pause=0.01) as reading, Dispatcher({"shm": consumer}, overload_policy="block") as dispatcher:
-        reading.opened()
+        reading.opened().listen()
         for start in range(0, 400, 8):
             dispatcher.submit(chunk("k", "mlp_out", 0, start, 8))
         dispatcher.finish("k", "length", 4)
@@ -177,7 +184,7 @@ def test_rows_of_an_engine_reach_the_other_process(name, tmp_path):
     with birkhoff.load(tmp_path / "tiny", max_requests=2, cache_bytes=2**24, batch_invariant=True) as engine:
         engine.add_consumer("train", ShmConsumer(name))
         with Reading(name) as reading:
-            reading.opened()
+            reading.opened().listen()
             spec, greedy = Capture({"mlp_out": [0, 1]}, positions="all"), {"max_tokens": 6, "temperature": 0}
             kept = engine.generate("shared rows", **greedy, capture=spec)
             sent = engine.generate("shared rows", **greedy, capture={"train": spec.to_json()})

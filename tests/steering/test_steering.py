@@ -13,9 +13,9 @@ from birkhoff.convert.synth import synth
 from birkhoff.errors import BirkhoffError, SteeringError
 from tests.oracle import build_oracle
 from tests.sizes import scaled
+from tests.steering.hooked import LAYER, hook_oracle
 
 PROMPT = [0, *range(40, 110)]
-LAYER = 2
 
 
 @pytest.fixture(scope="module")
@@ -41,78 +41,11 @@ def vector(width, seed=0, norm=3.0):
     return v / v.norm() * norm
 
 
-class Hooked:
-    """Forward hooks on the oracle that change what a module receives or returns."""
-
-    def __init__(self, oracle):
-        self.oracle, self.handles = oracle, []
-
-    def input(self, module, change):
-        def before(_, args, kwargs):
-            if args:
-                return (change(args[0]), *args[1:]), kwargs
-            name = next(iter(kwargs))
-            return args, {**kwargs, name: change(kwargs[name])}
-
-        self.handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
-
-    def output(self, module, change, part=None):
-        def after(_, args, result):
-            if part is None:
-                return change(result)
-            return tuple(change(r) if i == part else r for i, r in enumerate(result))
-
-        self.handles.append(module.register_forward_hook(after))
-
-    def logits(self, ids):
-        try:
-            with torch.no_grad():
-                return self.oracle(torch.tensor([ids])).logits[0]
-        finally:
-            for handle in self.handles:
-                handle.remove()
-
-
-def streams(change):
-    """A change of flat rows [.., m*d] on a tensor [.., m, d]."""
-    return lambda x: change(x.flatten(-2)).view(x.shape)
-
-
-def hook_oracle(oracle, hook, change, path="both"):
-    h, layer = Hooked(oracle), oracle.model.layers[LAYER]
-    if hook == "mhc_streams_pre_attn":
-        if path in ("both", "carry"):
-            h.input(layer, streams(change))
-        if path == "read":
-            h.input(layer.attn_hc, streams(change))
-        if path == "carry":
-            raw = {}
-            h.handles.insert(
-                0, layer.register_forward_pre_hook(lambda m, a, k: raw.update(x=a[0]), with_kwargs=True, prepend=True)
-            )
-            h.input(layer.attn_hc, lambda x: raw["x"])
-    elif hook == "mhc_streams_pre_mlp":
-        assert path == "read"
-        h.input(layer.ffn_hc, streams(change))
-    elif hook == "mhc_streams_final":
-        h.input(oracle.model.hc_head, streams(change))
-    elif hook == "pre_attn":
-        h.output(layer.attn_hc, change, part=2)
-    elif hook == "mlp_in":
-        h.output(layer.ffn_hc, change, part=2)
-    elif hook == "post_attn":
-        h.output(layer.self_attn, change, part=0)
-    elif hook == "mlp_out":
-        h.output(layer.mlp, change)
-    elif hook == "final_hidden":
-        h.output(oracle.model.hc_head, change)
-    return h
-
-
 CASES = [
     ("pre_attn", "both"), ("post_attn", "both"), ("mlp_in", "both"), ("mlp_out", "both"), ("final_hidden", "both"),
     ("mhc_streams_pre_attn", "both"), ("mhc_streams_pre_attn", "read"), ("mhc_streams_pre_attn", "carry"),
-    ("mhc_streams_pre_mlp", "read"), ("mhc_streams_final", "both"),
+    ("mhc_streams_pre_mlp", "both"), ("mhc_streams_pre_mlp", "read"), ("mhc_streams_pre_mlp", "carry"),
+    ("mhc_streams_final", "both"), ("mhc_streams_final", "read"), ("mhc_streams_final", "carry"),
 ]  # fmt: skip
 
 
@@ -137,6 +70,31 @@ def test_steered_logits_equal_transformers_with_the_same_edit(engine, oracle, si
     theirs = hook_oracle(oracle, hook, change, path).logits(PROMPT)
     assert (steered - theirs).abs().max() < 1e-4
     assert (steered - plain).abs().max() > 1e-2  # the edit does something
+
+
+@pytest.mark.parametrize("phase", ["both", "prefill", "decode"])
+@pytest.mark.parametrize(("hook", "path"), CASES)
+def test_steered_answers_equal_transformers_with_the_same_edit_of_the_same_tokens(
+    engine, oracle, sizes, hook, path, phase
+):
+    """Through the engine: chunks, cache and decoding, against one forward pass over the whole text."""
+    m, d = sizes
+    v = vector(m * d if hook.startswith("mhc") else d, seed=3, norm=6.0)
+    options = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 20}
+    out = engine.generate(PROMPT, steer=[Add(v, hook, [LAYER], path=path, phase=phase)], **options)
+    ids = PROMPT + out.token_ids[:-1]
+    place = torch.arange(len(ids)) >= len(PROMPT)
+    mask = {"both": torch.ones_like(place), "prefill": ~place, "decode": place}[phase].float()
+    change = lambda x: x + mask.view(-1, 1) * v  # noqa: E731
+    theirs = hook_oracle(oracle, hook, change, path).logits(ids).log_softmax(-1)
+    plain = hook_oracle(oracle, hook, lambda x: x, path).logits(ids).log_softmax(-1)
+    moved = 0.0
+    for step, logprob in enumerate(out.logprobs):
+        row = theirs[len(PROMPT) - 1 + step]
+        for token, value in logprob.top:
+            assert abs(value - float(row[token])) <= 1e-4
+            moved = max(moved, abs(value - float(plain[len(PROMPT) - 1 + step, token])))
+    assert moved > 1e-3  # the edit does something
 
 
 @pytest.mark.parametrize(
@@ -225,7 +183,7 @@ def test_t_ste_9_reported_positions_are_those_the_edit_names(engine, sizes):
         edit = Add(v, hook="mlp_out", layers=[0], **options)
         out = engine.generate(long, max_tokens=5, ignore_eos=True, steer=[edit])
         assert out.interp["steered_positions"] == list(expected) and out.interp["rows_steered"] == len(expected)
-    assert engine.generate(long, max_tokens=2).interp == {}
+    assert "steered_positions" not in engine.generate(long, max_tokens=2).interp
 
 
 def test_t_ste_3_sixteen_requests_with_sixteen_edits_equal_sixteen_single_runs(engine, sizes):
@@ -262,7 +220,7 @@ def test_streams_are_steered_like_answers(engine, sizes):
     assert whole.token_ids != engine.generate(PROMPT, **options).token_ids
     with engine.stream(PROMPT, steer=edit, **options) as stream:
         assert [event.token_id for event in stream] == whole.token_ids
-    assert stream.output.interp == whole.interp
+    assert stream.output.interp["steered_positions"] == whole.interp["steered_positions"]
 
     async def read():
         return [event.token_id async for event in engine.astream(PROMPT, steer=edit, **options)]

@@ -1,0 +1,161 @@
+"""Tables of a running engine: widths side by side, admission, and that what is off costs nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import birkhoff
+from birkhoff import Add, Capture, Clamp, Patch
+from birkhoff.convert.synth import synth
+from birkhoff.errors import CapacityError
+from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.schema import build_hook_schema
+from birkhoff.hooks.table import TableRows, Tables
+
+PROMPT = [0, *range(40, 60)]
+GREEDY = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 1}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    path = tmp_path_factory.mktemp("tables") / "tiny"
+    synth(path, like="tiny")
+    with birkhoff.load(path, batch_invariant=True, kernels="reference", max_requests=4) as engine:
+        yield engine
+
+
+@pytest.fixture
+def small(engine):
+    """The engine with tables of two vectors of each width."""
+    before, engine._steering.tables = engine._steering.tables, Tables(max_slots=3)
+    yield engine
+    engine._steering.tables = before
+
+
+def vector(width, seed=0, norm=3.0):
+    v = torch.randn(width, generator=torch.Generator().manual_seed(seed))
+    return v / v.norm() * norm
+
+
+def test_t_ste_2_widths_on_one_layer_stand_in_groups_of_their_own(engine):
+    m, d = engine.config.hc_mult, engine.config.hidden_size
+    steers = [
+        [Add(vector(d), "mlp_out", [2]), Add(vector(m * d), "mhc_streams_pre_attn", [2])],
+        [Add(vector(m * d, 1), "mhc_streams_pre_attn", [2])],
+        [Add(vector(d, 2), "mlp_in", [2]), Add(vector(d, 3), "mhc_streams_pre_mlp", [2], streams=[0, 2])],
+    ]
+    seen = []
+    requests = [engine.requests(PROMPT, steer=steer, **GREEDY)[0] for steer in steers]
+    for request in requests:
+        engine._core.submit(request)
+    while not all(request.done for request in requests):
+        engine._core.step()
+        seen.append({width: len(slab.uses) for width, slab in engine._steering.tables.slabs.items() if slab.uses})
+    assert {d: 2, m * d: 3} in seen and engine._steering.tables.rows_held == 0
+    for request, steer in zip(requests, steers):
+        alone = engine.generate(PROMPT, steer=steer, **GREEDY)
+        assert alone.token_ids == request.output_ids and alone.logprobs == request.logprobs
+
+    plain = build_hook_schema(d, "float32", None)  # an ordinary model: three hooks, one width, one group
+    tables = Tables()
+    sites = {(hook, layer): SiteEdit("add", vector(d)) for hook in plain for layer in range(3)}
+    assert TableRows(tables, [sites], {hook: row.width for hook, row in plain.items()}).reserve()
+    assert list(tables.slabs) == [d] and dict(tables.slabs[d].uses) == {1: 9}
+
+
+def test_requests_wait_for_rows_and_all_of_them_end(small):
+    """Two vectors fit: five requests with five vectors run two at a time, in order, each as if alone."""
+    d = small.config.hidden_size
+    steers = [[Add(vector(d, seed), "mlp_out", [1])] for seed in range(5)]
+    requests = [small.requests(PROMPT, steer=steer, **GREEDY)[0] for steer in steers]
+    unsteered = small.requests(PROMPT, **GREEDY)[0]
+    for request in [*requests, unsteered]:
+        small._core.submit(request)
+    most = 0
+    while not all(request.done for request in [*requests, unsteered]):
+        small._core.step()
+        most = max(most, sum(request.slot is not None for request in requests))
+    assert most == 2
+    ended = [request.timings.finished for request in requests]
+    assert ended == sorted(ended)
+    for request, steer in zip(requests, steers):
+        assert request.output_ids == small.generate(PROMPT, steer=steer, **GREEDY).token_ids
+    assert small._steering.tables.rows_held == 0
+
+
+def test_a_cancelled_request_gives_its_rows_back_wherever_it_stands(small):
+    d = small.config.hidden_size
+    requests = [small.requests(PROMPT, steer=[Add(vector(d, seed), "mlp_out", [1])], **GREEDY)[0] for seed in range(4)]
+    for request in requests:
+        small._core.submit(request)
+    small._core.step()
+    small._core.cancel(requests[3])  # still waiting
+    small._core.cancel(requests[0])  # running
+    while not all(request.done for request in requests):
+        small._core.step()
+    assert [request.finish_reason for request in requests] == ["cancelled", "length", "length", "cancelled"]
+    assert small._steering.tables.rows_held == 0 and not small._steering.tables.slabs[d].uses
+
+
+def test_what_can_never_fit_is_refused_before_anything_is_queued(small):
+    d = small.config.hidden_size
+    edits = [Add(vector(d, seed), "mlp_out", [seed]) for seed in range(3)]
+    with pytest.raises(CapacityError, match=rf"3 different vectors of {d} numbers.*hold 2"):
+        small.generate(PROMPT, steer=edits, **GREEDY)
+    assert small._core.scheduler.idle and small._steering.tables.rows_held == 0
+    same = [Add(vector(d), "mlp_out", [layer]) for layer in range(3)]  # one vector is one row, wherever it is used
+    assert small.generate(PROMPT, steer=same, **GREEDY).finish_reason == "length"
+
+
+class Count(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.operations = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
+
+
+def decode_operations(engine, **request):
+    """How many operations the third step of decoding has."""
+    (made,) = engine.requests(PROMPT, **request, **GREEDY)
+    engine._core.submit(made)
+    for _ in range(2):
+        engine._core.step()
+    with Count() as count:
+        engine._core.step()
+    engine._core.cancel(made)
+    return count.operations
+
+
+def test_t_ste_5_off_and_idle_add_no_operation(engine):
+    """Nothing asked, edits that wait, edits elsewhere: the same operations. Steered sites add theirs and no others.
+
+    On a device the same decision picks the graph without steered sites."""
+    d = engine.config.hidden_size
+    plain = decode_operations(engine)
+    waiting = [
+        Add(vector(d), "mlp_out", "all", phase="prefill"),
+        Clamp(vector(d), "mlp_in", "all", max=0.0, where=[0, 3]),
+        Patch(0, "pre_attn", [1], where={"generated": {"window": [2, None]}}),
+    ]
+    assert decode_operations(engine, steer=waiting) == plain
+    assert decode_operations(engine, capture=Capture({"mlp_out": "all"})) == plain
+    one = decode_operations(engine, steer=[Add(vector(d), "mlp_out", [1])]) - plain
+    every = decode_operations(engine, steer=[Add(vector(d), "mlp_out", "all")]) - plain
+    assert 0 < one <= 8 and every == one * engine.config.num_hidden_layers
+
+
+def test_a_step_like_the_last_is_not_built_again(engine):
+    d = engine.config.hidden_size
+    (request,) = engine.requests(PROMPT, steer=[Add(vector(d), "mlp_out", "all")], **{**GREEDY, "max_tokens": 8})
+    engine._core.submit(request)
+    staging = engine._core.runner._stagings[0]
+    taps = []
+    while not request.done:
+        engine._core.step()
+        taps.append(staging.armed)
+    assert len({id(tap) for tap in taps}) == 2  # one for reading the prompt, one for all of decoding

@@ -37,6 +37,9 @@ def load_dictionary_learning(path: Path) -> dict[str, Any]:
     if kind == "jumprelu":
         w = _weights(tensors, "W_enc", "b_enc", "W_dec", "b_dec", path, transposed=True)
         return {"activation": "jumprelu", **w.decoder_norms(threshold_too=True).arguments()}
+    if kind == "matryoshka":
+        w = _weights(tensors, "W_enc", "b_enc", "W_dec", "b_dec", path, transposed=True).bias_on_input()
+        return {**w.arguments(), "activation": "batchtopk", "threshold": _level(tensors, path)}
     if kind == "gated":
         w = _weights(tensors, "encoder.weight", "mag_bias", "decoder.weight", "decoder_bias", path)
         return {"activation": "gated", **w.bias_on_input().decoder_norms(threshold_too=False).arguments()}
@@ -47,22 +50,26 @@ def load_dictionary_learning(path: Path) -> dict[str, Any]:
     w = _weights(tensors, "encoder.weight", "encoder.bias", "decoder.weight", bias, path).bias_on_input()
     if kind == "relu":
         return {"activation": "relu", **w.arguments()}
-    level = float(tensors["threshold"]) if "threshold" in tensors else -1.0
     if kind == "batchtopk":
-        if level < 0:
-            raise SaeFileError(f"{path}: its threshold is {level}, so training never set one. Train it to the end.")
-        return {"activation": "batchtopk", "threshold": level, **w.arguments()}
+        return {"activation": "batchtopk", "threshold": _level(tensors, path), **w.arguments()}
     k = int(tensors["k"]) if "k" in tensors else trainer.get("k")  # earlier versions kept it in the config alone
     return {"activation": "topk", "k": k, "rectified": True, **w.arguments()}
 
 
+def _level(tensors: dict[str, torch.Tensor], path: Path) -> float:
+    level = float(tensors["threshold"]) if "threshold" in tensors else -1.0
+    if level < 0:
+        raise SaeFileError(f"{path}: its threshold is {level}, so training never set one. Train it to the end.")
+    return level
+
+
 def _kind(names: set[str], said: str, path: Path) -> str:
     if {"W_enc", "W_dec", "threshold"} <= names:
-        return "jumprelu"
+        return "matryoshka" if "group_sizes" in names else "jumprelu"  # the same names, another arithmetic
     if {"r_mag", "gate_bias", "mag_bias"} <= names:
         return "gated"
     if "b_dec" in names:
-        if "BatchTopK" in said or "Matryoshka" in said or "Matroyshka" in said:
+        if "BatchTopK" in said:
             return "batchtopk"
         if "TopK" in said:
             return "topk"
@@ -84,6 +91,10 @@ def _weights(
     if missing:
         raise SaeFileError(f"{path} lacks {', '.join(missing)}.")
     e, w = tensors[encoder], tensors[decoder]
+    if e.ndim != 2 or w.ndim != 2:
+        raise SaeFileError(
+            f"{path}: {encoder} has shape {tuple(e.shape)}, expected a matrix. Crosscoders are not read."
+        )
     scale = tensors["r_mag"].double().exp() if "r_mag" in tensors else None
     threshold = tensors["threshold"] if transposed else None
     made = Weights(e.T if transposed else e, tensors[c], w if transposed else w.T, tensors[b], threshold,

@@ -211,6 +211,12 @@ def learned(kind):
         f = (z * (z > level)).relu()
         held = {"W_enc": e.T.contiguous(), "b_enc": c, "W_dec": w.T.contiguous(), "b_dec": b, "threshold": level}
         return held, f * norms, f @ w.double().T + b
+    if kind == "MatryoshkaBatchTopKSAE":
+        f = ((x - b) @ e.double().T + c).relu()
+        f = f * (f > 0.6)
+        held = {"W_enc": e.T.contiguous(), "b_enc": c, "W_dec": w.T.contiguous(), "b_dec": b, "k": torch.tensor(6),
+                "threshold": torch.tensor(0.6), "group_sizes": torch.tensor([10, 20])}  # fmt: skip
+        return held, f, f @ w.double().T + b
     if kind == "GatedAutoEncoder":
         r, gate, mag = numbers(F, seed=6) * 0.3, numbers(F, seed=7), numbers(F, seed=8)
         inside = (x - b) @ e.double().T
@@ -234,14 +240,8 @@ def learned(kind):
     return held | {"threshold": torch.tensor(-1.0)}, f, f @ w.double().T + b
 
 
-LEARNED = [
-    "AutoEncoder",
-    "AutoEncoderNew",
-    "JumpReluAutoEncoder",
-    "GatedAutoEncoder",
-    "BatchTopKSAE",
-    "AutoEncoderTopK",
-]
+LEARNED = ["AutoEncoder", "AutoEncoderNew", "JumpReluAutoEncoder", "GatedAutoEncoder", "BatchTopKSAE",
+           "AutoEncoderTopK", "MatryoshkaBatchTopKSAE"]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", LEARNED)
@@ -324,6 +324,11 @@ def test_a_top_k_dictionary_without_its_config_is_not_guessed_at(tmp_path):
         Sae.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"trainer": {"dict_class": "BatchTopKSAE"}}))
     with pytest.raises(SaeFileError, match="training never set one"):
+        Sae.load(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    torch.save({"encoder.weight": torch.ones(2, 3, 4), "encoder.bias": torch.ones(3),
+                "decoder.weight": torch.ones(2, 4, 3), "decoder.bias": torch.ones(2, 4)}, tmp_path / "ae.pt")  # fmt: skip
+    with pytest.raises(SaeFileError, match="Crosscoders are not read"):
         Sae.load(tmp_path)
     torch.save({"something": torch.ones(2)}, tmp_path / "ae.pt")
     with pytest.raises(SaeFileError, match="holds something, which is no dictionary we know"):

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from birkhoff.api.engine import Engine, dtype_name
-from birkhoff.api.reuse import check_prefix_cache, drafts_of, plan_memory
+from birkhoff.api.reuse import check_prefix_cache, drafts_of, files_for, plan_memory
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import (
@@ -46,17 +46,21 @@ def load(
     prefix_cache: str | bool = "auto",
     speculative: str | bool | int = "auto",
     capture_root: str | Path | None = None,
+    context_root: str | Path | None = None,
+    context_bytes: int = 2**30,
     progress: Callable[[int, int], None] | None = None,
 ) -> Engine:
     """Open a checkpoint and make it ready to answer. See the package's documentation for every option.
 
-    `progress` is called with (bytes read, bytes in all) while weights are loaded."""
+    `context_root` is a folder for pages of past prompts that memory has no room for, of at most `context_bytes`; they
+    are found there again by a later process. `progress` is called with (bytes read, bytes in all) while weights are loaded."""
     _refuse_unbuilt(experts)
     check_prefix_cache(prefix_cache)
     drafts_of(speculative, has_mtp=True, batch_invariant=False)  # a wrong value is refused before anything is read
     _one_of("numerics", numerics, ("plain", "released"))
     _one_of("dtype", dtype, ("auto", *_DTYPES))
-    for name, value in (("max_requests", max_requests), ("max_batch_tokens", max_batch_tokens)):
+    numbers = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "context_bytes": context_bytes}
+    for name, value in numbers.items():
         _whole(name, value)
     for name, optional in (("max_context", max_context), ("cache_bytes", cache_bytes)):
         if optional is not None:
@@ -105,6 +109,7 @@ def load(
         prefix_bytes=memory.prefix_bytes,
         draft_depth=drafts.depth,
         draft_always=drafts.always,
+        files=files_for(network, context_root, context_bytes) if memory.prefix_bytes else None,
         device=where,
     )
     for notice in checkpoint.notices:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from birkhoff.config import V4Config
 from birkhoff.engine.cache import page_bytes, plan_prefix, slot_bytes, snapshot_bytes
 from birkhoff.engine.engine import plan_cache
+from birkhoff.engine.identity import model_identity
+from birkhoff.engine.spill import PageFiles
 from birkhoff.errors import CapacityError, OptionError, quoted
+from birkhoff.model.transformer import Transformer
 
 DEPTHS = (1, 2, 3)
 
@@ -57,6 +61,15 @@ def drafts_of(speculative: Any, has_mtp: bool, batch_invariant: bool) -> Drafts:
 def check_prefix_cache(prefix_cache: Any) -> None:
     if prefix_cache != "auto" and not isinstance(prefix_cache, bool):
         raise OptionError(f"prefix_cache is {quoted(prefix_cache)}, expected 'auto', True or False.")
+
+
+def files_for(model: Transformer, root: str | Path | None, limit_bytes: int) -> PageFiles | None:
+    """Where pages of this very model go on disk, or nowhere."""
+    if root is None:
+        return None
+    if not isinstance(root, (str, Path)):
+        raise OptionError(f"context_root is {quoted(root)}, expected the path of a folder, or None.")
+    return PageFiles(Path(root).expanduser(), model_identity(model), limit_bytes)
 
 
 def plan_memory(

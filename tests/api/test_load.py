@@ -27,7 +27,11 @@ def test_options_and_defaults_are_the_promised_ones():
     parameters = inspect.signature(birkhoff.load).parameters
     assert next(iter(parameters)) == "model"
     options = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
-    assert PROMISED.items() <= options.items() and set(options) - set(PROMISED) <= {"progress"}
+    assert PROMISED.items() <= options.items() and set(options) - set(PROMISED) <= {
+        "progress",
+        "context_root",
+        "context_bytes",
+    }
 
 
 @pytest.mark.parametrize(

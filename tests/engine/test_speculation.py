@@ -1,0 +1,269 @@
+"""Guessing ahead changes when tokens come and never which: forced guesses, the model's own, in any company."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from birkhoff.config import PAGE_TOKENS
+from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.pace import PATIENCE, SETTLE, TRIAL, Pace
+from birkhoff.engine.request import Request
+from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.speculation import Speculator
+from birkhoff.hooks.plan import Plan
+from birkhoff.hooks.tap import NoTap
+from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.state import State
+from tests.models import random_model, random_tokens, variant
+from tests.sizes import scaled
+
+SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1)
+MICRO = variant(
+    vocab_size=40, hidden_size=16, num_attention_heads=2, head_dim=8, qk_rope_head_dim=4, q_lora_rank=8, o_lora_rank=4,
+    compress_ratios=(4, 128), index_n_heads=3, index_head_dim=8, n_routed_experts=4, moe_intermediate_size=8,
+    num_hash_layers=1,
+)  # fmt: skip
+TEXT = random_tokens(SMALL, 700, 1).tolist()
+COUNT = 24
+
+
+@pytest.fixture(scope="module")
+def model():
+    return random_model(SMALL, kernels="cpu").fuse()
+
+
+@pytest.fixture(scope="module")
+def micro():
+    return random_model(MICRO, kernels="cpu").fuse()
+
+
+def ask(tokens, count=COUNT, plan=None, seed=3, **options) -> Request:
+    made = SamplingOptions(**{"temperature": 0, "max_tokens": count, "ignore_eos": True, **options})
+    return Request(tuple(tokens), made, count, seed=seed, plan=plan)
+
+
+def engine(model, depth=0, **options) -> EngineCore:
+    given = {"max_requests": 4, "max_context": 1024, "num_pages": 24, "max_batch_tokens": 300, "draft_always": True}
+    return EngineCore(model, **{**given, "draft_depth": depth, **options})
+
+
+def run(core: EngineCore, *requests: Request) -> list[Request]:
+    for request in requests:
+        core.submit(request)
+    while core.step():
+        pass
+    assert core.scheduler.idle and core.scheduler.pages.free == core.scheduler.pages.size
+    return list(requests)
+
+
+class Forced(Speculator):
+    """Guesses that are right or wrong as a pattern says, `truth` being what will be drawn."""
+
+    truth: dict[Request, list[int]]
+    pattern: list[bool]
+    asked = 0
+
+    def guess(self, work, ran):
+        for item, made in zip(work, ran):
+            request = item.request
+            if made is None or request.slot is None or self._room(request) <= 0:
+                continue
+            known, guesses = len(request.output_ids), []
+            for ahead in range(min(self.depth, self._room(request))):
+                right = self.pattern[self.asked % len(self.pattern)]
+                self.asked += 1
+                token = self.truth[request][known + ahead]
+                guesses.append(token if right else (token + 1) % SMALL.vocab_size)
+            request.guesses = tuple(guesses)
+        return 1
+
+
+def force(core: EngineCore, truth, pattern) -> Forced:
+    mine = Forced(core.model, core.runner.state, core.sampler, core.runner.speculator.depth)
+    mine.truth, mine.pattern = truth, pattern
+    core.runner.speculator = mine
+    return mine
+
+
+class Rows:
+    """A capture job that keeps positions, token ids and rows of one site."""
+
+    keys = (("mhc_streams_pre_attn", 1), ("mlp_out", 2))
+    after = False
+
+    def __init__(self):
+        self.got: dict[tuple[str, int], list[tuple[int, int, torch.Tensor]]] = {}
+
+    def offsets(self, start, token_ids, prompt_len):
+        return range(len(token_ids))
+
+    def deliver(self, rows):
+        kept = self.got.setdefault((rows.hook, rows.layer), [])
+        kept += zip(rows.positions, rows.token_ids, rows.tensor)
+
+    def close(self, finish_reason, num_tokens):
+        self.closed = (finish_reason, num_tokens)
+
+
+@settings(max_examples=scaled(120, 12))
+@given(
+    st.integers(1, 3), st.lists(st.booleans(), min_size=1, max_size=7), st.sampled_from([1, 7, 118, 126, 127, 250]),
+    st.sampled_from([{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.7}]),
+)  # fmt: skip
+def test_every_pattern_of_right_and_wrong_guesses_gives_the_same_tokens_and_rows(model, depth, pattern, length, how):
+    """Across borders of blocks and pages: what was computed behind a wrong guess leaves no trace."""
+    plain, forced = (ask(TEXT[:length], plan=Plan(jobs=(Rows(),)), **how) for _ in range(2))
+    run(engine(model), plain)
+    core = engine(model, depth)
+    force(core, {forced: plain.output_ids}, pattern)
+    run(core, forced)
+    assert forced.output_ids == plain.output_ids and forced.drafted
+    if all(pattern):
+        assert forced.accepted == forced.drafted
+    elif not any(pattern):
+        assert forced.accepted == 0
+    theirs, ours = plain.plan.jobs[0].got, forced.plan.jobs[0].got
+    for site, rows in theirs.items():
+        assert [row[:2] for row in ours[site]] == [row[:2] for row in rows], "complete, once, in order"
+        close = torch.stack([row for *_, row in ours[site]]), torch.stack([row for *_, row in rows])
+        torch.testing.assert_close(*close, atol=2e-4, rtol=1e-3)
+    assert forced.plan.jobs[0].closed == plain.plan.jobs[0].closed and forced.plan.seen == plain.plan.seen
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_the_models_own_guesses_change_no_token_in_mixed_batches(depth, kernels):
+    """Greedy and sampled requests, and one that is still reading, share the steps."""
+    model = random_model(SMALL, kernels=kernels)
+    model = model.fuse() if kernels == "cpu" else model
+    hows = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "logit_bias": {3: 2.0}}, {"stop_token_ids": [9]}]
+    pairs = [[ask(TEXT[: 5 + 150 * n], **how) for n, how in enumerate(hows)] for _ in range(2)]
+    off, on = run(engine(model), *pairs[0]), run(engine(model, depth), *pairs[1])
+    for plain, guessed in zip(off, on):
+        assert guessed.output_ids == plain.output_ids and guessed.finish_reason == plain.finish_reason
+    assert on[1].accepted > 0 and on[0].drafted > 0
+
+
+def test_a_request_that_ends_in_the_middle_of_right_guesses_keeps_nothing_behind_its_end(model):
+    (plain,) = run(engine(model), ask(TEXT[:40], plan=Plan(jobs=(Rows(),))))
+    end = plain.output_ids[5]
+    at = plain.output_ids.index(end)
+    asked = [ask(TEXT[:40], plan=Plan(jobs=(Rows(),)), stop_token_ids=[end]) for _ in range(2)]
+    run(engine(model), asked[0])
+    core = engine(model, 3)
+    force(core, {asked[1]: plain.output_ids}, [True])
+    run(core, asked[1])
+    for request in asked:
+        assert request.output_ids == plain.output_ids[: at + 1] and request.finish_reason == "stop"
+        positions = [position for position, *_ in request.plan.jobs[0].got["mlp_out", 2]]
+        assert positions == list(range(40 + at))
+
+
+def test_guesses_take_no_page_from_anybody(model):
+    """Three requests on four pages: no guess reaches over a border while pages are short, and all of them end."""
+    core = engine(model, 3, num_pages=4, max_requests=3)
+    requests = [ask(TEXT[n : n + 120], 14, temperature=1.0, seed=n) for n in range(3)]
+    run(core, *requests)
+    for n, request in enumerate(requests):
+        (alone,) = run(engine(model), ask(TEXT[n : n + 120], 14, temperature=1.0, seed=n))
+        assert request.output_ids == alone.output_ids
+
+
+def test_pages_entered_while_guessing_serve_later_requests(model):
+    """A page that was completed by guesses, some wrong, is the page it would have been."""
+    first, forced = ask(TEXT[:100], 60), ask(TEXT[:100], 60)
+    run(engine(model), first)
+    core = engine(model, 3, prefix_bytes=2**22)
+    force(core, {forced: first.output_ids}, [True, True, False])
+    run(core, forced)
+    turn = [*TEXT[:100], *first.output_ids, 7]
+    (warm,), (cold,) = run(core, ask(turn, 1, logprobs=3)), run(engine(model), ask(turn, 1, logprobs=3))
+    assert warm.cached_tokens == PAGE_TOKENS and warm.output_ids == cold.output_ids
+    assert abs(warm.logprobs[0].logprob - cold.logprobs[0].logprob) < 1e-4
+
+
+def test_what_mtp_remembers_of_a_prompt_is_what_drafting_through_it_leaves(model):
+    tokens = TEXT[:50]
+    with torch.inference_mode():
+        states = [State.contiguous(SMALL, 1, 128, lookback=1, mtp=True) for _ in range(2)]
+        streams = model.run(Batch.of([Piece(0, 0, tokens[:-1])]), states[0], NoTap())[1]
+        batch = Batch.of([Piece(0, 0, tokens[1:])])
+        model.draft(streams, batch, states[0])
+        model.remember(streams, batch, states[1])
+    ours, theirs = (state.mtp.keys.rows for state in states)
+    torch.testing.assert_close(ours, theirs)
+    assert ours.abs().max() > 0.1
+
+
+def test_sampled_tokens_follow_the_models_distribution(micro):
+    """The second and third token of many answers against the model's own probabilities, by chi-square."""
+    start, many = (5, 6, 7), scaled(6000, 700)
+    core = engine(micro, 2, max_requests=8, max_batch_tokens=64)
+    asked = run(core, *(ask(start, 3, temperature=1.0, seed=seed) for seed in range(many)))
+    assert sum(r.accepted for r in asked) > many // 20 and sum(r.accepted for r in asked) < sum(
+        r.drafted for r in asked
+    )
+    after = [torch.tensor([*start, token]) for token in range(40)]
+    with torch.no_grad():
+        first = micro(torch.tensor(start))[-1].double().softmax(-1)
+        second = torch.stack([micro(ids)[-1] for ids in after]).double().softmax(-1)
+    expected = (first.unsqueeze(-1) * second).sum(0) * many
+    seen = torch.bincount(torch.tensor([r.output_ids[1] for r in asked]), minlength=40).double()
+    small = expected < 8
+    expected = torch.cat((expected[~small], expected[small].sum().view(1)))
+    seen = torch.cat((seen[~small], seen[small].sum().view(1)))
+    statistic, freedom = float(((seen - expected) ** 2 / expected).sum()), len(expected) - 1
+    assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, (statistic, freedom)  # about one in a hundred thousand
+    (alone,) = run(engine(micro), ask(start, 3, temperature=1.0, seed=17))
+    assert alone.output_ids == asked[17].output_ids, "and a seed is worth the same tokens"
+
+
+# Whether it pays
+
+
+def step(pace: Pace, seconds: dict[bool, float], tokens: dict[bool, int], requests: int = 1) -> bool:
+    guessing = pace.guesses(requests)
+    pace.note(requests, guessing, guessing, tokens[guessing] * requests, seconds[guessing])
+    return guessing
+
+
+@pytest.mark.parametrize(
+    ("slower", "more", "pays"), [(1.3, 2, True), (1.9, 1, False), (2.1, 2, False), (1.0, 1, False)]
+)
+def test_guessing_goes_on_exactly_when_it_pays(slower, more, pays):
+    pace = Pace()
+    did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(6 * (TRIAL + SETTLE))]
+    assert did[: TRIAL + SETTLE] == [True] * (TRIAL + SETTLE) and not any(did[TRIAL + SETTLE : 2 * (TRIAL + SETTLE)])
+    assert did[-1] is pays and pace.report()["1"]["mode"] == ("guessing" if pays else "plain")
+    assert pace.follows(True) is pays
+
+
+def test_what_was_switched_off_is_tried_again_with_a_new_prompt_after_a_while():
+    pace, slow = Pace(), {True: 3.0, False: 1.0}
+    for _ in range(4 * (TRIAL + SETTLE)):
+        step(pace, slow, {True: 2, False: 1})
+    assert not pace.follows(True)
+    for _ in range(PATIENCE):
+        assert not step(pace, slow, {True: 2, False: 1})
+    assert not pace.follows(False) and pace.follows(True)
+    did = [step(pace, {True: 1.0, False: 1.0}, {True: 2, False: 1}) for _ in range(4 * (TRIAL + SETTLE))]
+    assert all(did), "it pays now, and plain steps were measured before"
+
+
+def test_each_size_of_batch_decides_for_itself():
+    pace = Pace()
+    for _ in range(4 * (TRIAL + SETTLE)):
+        step(pace, {True: 1.2, False: 1.0}, {True: 2, False: 1}, 1)
+        step(pace, {True: 2.4, False: 1.0}, {True: 2, False: 1}, 7)
+    assert pace.guesses(1) and not pace.guesses(8) and not pace.guesses(5) and pace.guesses(2)
+
+
+def test_a_step_that_was_held_up_does_not_decide():
+    pace = Pace()
+    for number in range(5 * (TRIAL + SETTLE)):
+        held_up = 50.0 if number % 10 == 0 else 0.0
+        step(pace, {True: 1.2 + held_up, False: 1.0}, {True: 2, False: 1})
+    assert pace.guesses(1)

@@ -30,9 +30,14 @@ _READ_AT = {"mhc_streams_pre_attn": "pre_attn", "mhc_streams_pre_mlp": "mlp_in"}
 class RowSource(Protocol):
     """`hook`, `layer` and `view` say what the rows are; `batches(epoch)` gives them once through."""
 
-    hook: str
-    layer: int
-    view: str
+    @property
+    def hook(self) -> str: ...
+
+    @property
+    def layer(self) -> int: ...
+
+    @property
+    def view(self) -> str: ...
 
     def batches(self, epoch: int) -> Iterator[torch.Tensor]: ...
 

@@ -21,8 +21,10 @@ from birkhoff.cli.convert import convert
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
 from birkhoff.cli.serve import serve
+from birkhoff.cli.sae import app as sae
 from birkhoff.cli.settings import defaults_from
 from birkhoff.cli.synth import synth
+from birkhoff.cli.vectors import app as vectors
 
 
 class Verbs(TyperGroup):
@@ -50,6 +52,8 @@ app.command()(convert)
 app.command()(inspect)
 app.command()(synth)
 app.add_typer(bench, name="bench")
+app.add_typer(vectors, name="vectors")
+app.add_typer(sae, name="sae")
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,79 @@
+"""How well places tell two sets of texts apart, and what steering there does: as tables and as a picture.
+
+Numbers come in as the entries of `steering.extract` and `api.search`; colour only adds to them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+from rich.text import Text
+
+from birkhoff.api.search import Trial
+from birkhoff.cli.draw import shade
+from birkhoff.steering.extract import Separation
+
+CELL_WIDTH, CELL_HEIGHT, LEFT, TOP = 64, 26, 90, 50
+
+
+def separation_table(found: Sequence[Separation]) -> Table:
+    """One row per layer: d' and AUC of the whole row, then of each stream; the best d' is marked."""
+    streams = sorted({entry.stream for entry in found if entry.stream is not None})
+    most = max((entry.d_prime for entry in found), default=0.0)
+    table = Table(title=f"{found[0].hook}: d' (AUC), on texts left out", title_justify="left", box=None, padding=(0, 1))
+    for name in ("layer", "whole row", *(f"stream {stream}" for stream in streams), "size"):
+        table.add_column(name, justify="right")
+    for layer in sorted({entry.layer for entry in found}):
+        cells = {entry.stream: entry for entry in found if entry.layer == layer}
+        shown = [_cell(cells[stream], most) for stream in (None, *streams)]
+        table.add_row(str(layer), *shown, f"{cells[None].norm / max(cells[None].row_norm, 1e-9):.2f}")
+    table.caption = "size: the difference of means over the mean row"
+    return table
+
+
+def _cell(entry: Separation, most: float) -> Text:
+    mark = "*" if entry.d_prime == most else " "
+    return Text(f"{mark}{entry.d_prime:5.2f} ({entry.auc:.2f})", style=shade(max(entry.d_prime, 0.0), most or 1.0))
+
+
+def trials_table(trials: Sequence[Trial], best: Trial | None) -> Table:
+    """Every trial: how far the measure moved, in what share of answers, and what it cost the language."""
+    table = Table(title="what each vector does to answers", title_justify="left", box=None, padding=(0, 1))
+    for name in ("", "place", "streams", "strength", "moved", "measure", "loss"):
+        table.add_column(name, justify="left" if name in ("", "place") else "right")
+    for trial in trials:
+        streams = "all" if trial.streams is None else ",".join(map(str, trial.streams))
+        table.add_row(
+            "*" if trial is best else "", f"{trial.hook}[{trial.layer}]", streams, f"{trial.strength:g}",
+            f"{trial.moved:.0%}", f"{trial.gained:+.3f}", f"{trial.loss_gained:+.2f}",
+        )  # fmt: skip
+    return table
+
+
+def separation_svg(found: Sequence[Separation]) -> str:
+    """A grid of layers and streams shaded by d'; every cell says its numbers when it is pointed at."""
+    streams: list[int | None] = [None, *sorted({entry.stream for entry in found if entry.stream is not None})]
+    layers = sorted({entry.layer for entry in found})
+    most = max((entry.d_prime for entry in found), default=0.0) or 1.0
+    width, height = LEFT + len(streams) * CELL_WIDTH + 10, TOP + len(layers) * CELL_HEIGHT + 10
+    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    out.append('<rect width="100%" height="100%" fill="white"/>')
+    out.append(f'<text x="8" y="16" font-size="12">{found[0].hook}: d\' by layer and stream</text>')
+    for column, stream in enumerate(streams):
+        name = "whole row" if stream is None else f"stream {stream}"
+        out.append(f'<text x="{LEFT + column * CELL_WIDTH}" y="{TOP - 8}" font-size="10">{name}</text>')
+    for place, layer in enumerate(layers):
+        top = TOP + place * CELL_HEIGHT
+        out.append(f'<text x="8" y="{top + 17}" font-size="11">layer {layer}</text>')
+        for entry in (entry for entry in found if entry.layer == layer):
+            level = min(max(entry.d_prime / most, 0.0), 1.0)
+            red, green, blue = (round(255 - (255 - full) * level) for full in (200, 90, 20))
+            left = LEFT + streams.index(entry.stream) * CELL_WIDTH
+            out.append(
+                f'<rect x="{left}" y="{top}" width="{CELL_WIDTH - 2}" height="{CELL_HEIGHT - 2}" '
+                f'fill="rgb({red},{green},{blue})"><title>layer {layer} stream {entry.stream}: '
+                f"d' {entry.d_prime:.3f}, AUC {entry.auc:.3f}</title></rect>"
+                f'<text x="{left + 6}" y="{top + 16}" font-size="10">{entry.d_prime:.2f}</text>'
+            )
+    return "\n".join([*out, "</svg>\n"])

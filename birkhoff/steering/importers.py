@@ -1,0 +1,143 @@
+"""Vectors of other tools, given the words they lack.
+
+    module JSON        {"vectors": {hook: {layer: numbers}}, "prefill_vectors": …}, lists or packed blobs (`packed.py`)
+    control vectors    tensors `direction.N`: added to what leaves layer N, in every stream alike
+    raw float32        layers x width numbers with no header at all
+    plain tensors      one tensor per layer, named by a number
+
+What a file says itself is taken from it; what it does not say has to be stated by the caller, above all the operation:
+the same numbers added or projected away are different experiments, and nothing here guesses which was meant. A row of
+zeros steers nothing and is left out. Tensors and plain data in, `SteeringVector`s out; files are opened elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from birkhoff.errors import SteeringError, quoted
+from birkhoff.hooks.names import STREAMS_POST_MLP
+from birkhoff.steering.container import OPS, SteeringVector
+from birkhoff.steering.packed import layer_vectors
+from birkhoff.steering.vector import Vector
+
+TIERS = {"vectors": "both", "prefill_vectors": "prefill", "decode_vectors": "decode"}
+_DIRECTION = re.compile(r"direction\.(0|[1-9][0-9]{0,5})")
+_LAYER = re.compile(r"(?:.*?[._])?(\d{1,6})(?:\.[a-z_]+)?")
+
+
+def stated(op: Any) -> str:
+    """The operation, which a caller has to name."""
+    if op not in OPS:
+        raise SteeringError(
+            f"op is {quoted(op)}. The file does not say whether its vector is to be added or projected away, and the "
+            f"two are different experiments: state op, one of {', '.join(OPS)}."
+        )
+    return op
+
+
+def from_module_json(raw: Any, op: Any, **said: Any) -> dict[str, SteeringVector]:
+    """By name of tier and hook, e.g. "both.mlp_out": a file may hold several hooks, a vector holds one.
+
+    A scale in the file is multiplied in, since it is part of what the file does."""
+    op = stated(op)
+    if not isinstance(raw, Mapping) or not any(isinstance(raw.get(tier), Mapping) for tier in TIERS):
+        raise SteeringError(f"the file holds {quoted(raw)}, expected an object with {', '.join(TIERS)}.")
+    found = {}
+    for tier, phase in TIERS.items():
+        for hook, by_layer in (raw.get(tier) or {}).items():
+            entries = layer_vectors(by_layer, f"{tier}.{hook}")
+            streams = {quoted(entry.streams): entry.streams for entry in entries}
+            if len(streams) > 1:
+                raise SteeringError(f"{tier}.{hook} names other streams for other layers: {', '.join(streams)}.")
+            chosen = next(iter(streams.values()))
+            rows = {entry.layer: Vector(entry.vector.tensor() * entry.scale) for entry in entries}
+            fields = {"method": "imported module JSON", **said, "streams": "flat" if chosen is None else chosen}
+            found[f"{phase}.{hook}"] = SteeringVector(_filled(rows), op, hook, **fields)
+    if not found:
+        raise SteeringError("the file names no hook. It has nothing to import.")
+    return found
+
+
+def from_control_vector(
+    tensors: Mapping[str, torch.Tensor], keys: Mapping[str, Any], op: Any, hook: str | None = None, **said: Any
+) -> SteeringVector:
+    """`direction.N`, as control-vector files name them: at the end of layer N, so at its outgoing streams."""
+    op = stated(op)
+    architecture = keys.get("general.architecture", "controlvector")
+    if architecture != "controlvector":
+        raise SteeringError(
+            f"the file is of architecture {quoted(architecture)}, expected controlvector. Is it a model? Then load it."
+        )
+    rows = {}
+    for name, tensor in tensors.items():
+        match = _DIRECTION.fullmatch(name)
+        if match is None:
+            raise SteeringError(f"the file holds a tensor {quoted(name)}, expected direction.N only.")
+        rows[int(match[1])] = Vector(tensor, name)
+    hint = keys.get("controlvector.model_hint")
+    note = f"model hint {hint}" if hint else ""
+    fields = {"method": "imported control vector", "note": note, **said}
+    where = hook or STREAMS_POST_MLP
+    fields.setdefault("streams", "all" if where.startswith("mhc_streams") else "flat")
+    return SteeringVector(_filled(rows), op, where, **fields)
+
+
+def from_raw(data: bytes, width: int, op: Any, hook: Any, **said: Any) -> SteeringVector:
+    """Float32 numbers, little-endian, `width` for each layer from layer 0 on."""
+    op = stated(op)
+    if not isinstance(hook, str):
+        raise SteeringError("the file does not say where its vector belongs. State hook.")
+    if not data or len(data) % (4 * width):
+        raise SteeringError(
+            f"the file has {len(data)} bytes, expected a multiple of {4 * width}: rows of {width} float32 numbers. "
+            "State the width it was made with."
+        )
+    table = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, width)
+    fields = {"method": "imported raw float32", **said}
+    if hook.startswith("mhc_streams"):
+        fields.setdefault("streams", "all")
+    rows = {layer: Vector(row, f"row {layer}") for layer, row in enumerate(table)}
+    return SteeringVector(_filled(rows), op, hook, **fields)
+
+
+def from_tensors(
+    tensors: Mapping[Any, Any], op: Any, hook: Any, layer: int | None = None, **said: Any
+) -> SteeringVector:
+    """A dictionary of plain tensors: keys are layer numbers or names that hold one number (`layers.12`, `12.weight`);
+    one tensor alone takes `layer`. A tensor [layers, width] without a number is layers from 0 on."""
+    op = stated(op)
+    if not isinstance(hook, str):
+        raise SteeringError("the file does not say where its vector belongs. State hook.")
+    rows: dict[int, Vector] = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
+            raise SteeringError(f"{quoted(name)} is {quoted(type(tensor).__name__)}, expected a tensor of numbers.")
+        number = name if isinstance(name, int) else _layer_in(str(name))
+        if len(tensors) == 1 and layer is not None:
+            number = layer
+        elif len(tensors) == 1 and tensor.ndim == 2 and number is None:
+            rows |= {place: Vector(row, f"{name}[{place}]") for place, row in enumerate(tensor)}
+            continue
+        if number is None:
+            raise SteeringError(f"{quoted(name)} names no layer. Rename it to a layer's number, or state layer.")
+        if number in rows:
+            raise SteeringError(f"layer {number} is there twice, the second time as {quoted(name)}.")
+        rows[number] = Vector(tensor.squeeze(), str(name))
+    fields = {"method": "imported tensors", **said}
+    return SteeringVector(_filled(rows), op, hook, **fields)
+
+
+def _layer_in(name: str) -> int | None:
+    match = _LAYER.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def _filled(rows: Mapping[int, Vector]) -> dict[int, Vector]:
+    kept = {layer: row for layer, row in rows.items() if bool(row.tensor().any())}
+    if not kept:
+        raise SteeringError("every row of the file is zero, so it steers nothing.")
+    return kept

@@ -1,0 +1,106 @@
+"""The verbs `vectors` and `sae`, run as a user runs them: files in, files out, tables apart from data."""
+
+from __future__ import annotations
+
+import json
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from birkhoff.cli.main import run
+from birkhoff.sae.dictionary import Sae
+from birkhoff.steering.container import SteeringVector
+
+UP = ["zzz zzzz zz", "zzzz z zzz zz", "zz zz zz", "zzzzzz", "z zz zzz"]
+DOWN = [text.replace("z", "a") for text in UP]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vectors")
+    (path / "up.txt").write_text("\n".join(UP))
+    (path / "down.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in DOWN))
+    (path / "ask.txt").write_text("say a\nsay b\n")
+    return path
+
+
+def sides(folder) -> list[str]:
+    return ["--positive", str(folder / "up.txt"), "--negative", str(folder / "down.jsonl")]
+
+
+def test_contrast_writes_a_vector_and_shows_where_it_lies(tiny, folder, capfd):
+    out, plot = folder / "z.safetensors", folder / "z.svg"
+    ask = ["vectors", "contrast", *sides(folder), "--layers", "1,3", "--out", str(out), "--plot", str(plot)]
+    assert run([*ask, "--model", tiny]) == 0
+    said = capfd.readouterr()
+    assert said.out.strip() == str(out) and "stream 3" in said.err and "AUC" in said.err
+    vector = SteeringVector.load(out)
+    assert vector.layers == (1, 3) and vector.n_pairs == 5 and vector.hook == "mhc_streams_pre_attn"
+    cells = ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}title")
+    assert len(list(cells)) == 2 * 5
+
+    assert run([*ask[:-4], "--json", "--model", tiny]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert found["path"] is None and len(found["separation"]) == 10
+    assert found["vector"]["digest"] == vector.digest
+
+    assert run(["vectors", "show", str(out)]) == 0 and "mean_diff" in capfd.readouterr().out
+    assert run(["vectors", "list", str(folder), "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["z"]["layers"] == [1, 3]
+    assert run(["generate", "hello", "--model", tiny, "--max-tokens", "3", "--seed", "1"]) == 0
+
+
+def test_search_tries_every_place_and_names_the_best(tiny, folder, capfd):
+    ask = ["vectors", "search", *sides(folder), "--requests", str(folder / "ask.txt"), "--layers", "2", "--seeds", "1",
+           "--strengths", "0.5,4", "--max-tokens", "6", "--loss-bound", "100", "--model", tiny]  # fmt: skip
+    assert run([*ask, "--out", str(folder / "best.safetensors"), "--json"]) == 0
+    said = capfd.readouterr()
+    found = json.loads(said.out)
+    assert len(found["trials"]) == (1 + 4) * 2 and found["best"] in found["trials"]
+    assert {trial["strength"] for trial in found["trials"]} == {0.5, 4.0} and "stream" in said.err
+    best = SteeringVector.load(folder / "best.safetensors")
+    assert best.layers == (2,)
+    assert run([*ask[:-4], "--loss-bound", "-100", "--model", tiny]) == 1
+
+
+def test_import_asks_for_what_a_file_does_not_say(folder, capfd):
+    (folder / "other.json").write_text(
+        json.dumps({"vectors": {"mlp_out": {"1": [1.0, 2.0]}, "mlp_in": {"1": [1.0, 2.0]}}})
+    )
+    ask = ["vectors", "import", str(folder / "other.json"), "--out", str(folder / "imported")]
+    assert run(ask) == 1 and "state op" in capfd.readouterr().err
+    assert run([*ask, "--op", "project"]) == 0
+    paths = capfd.readouterr().out.split()
+    assert sorted(SteeringVector.load(path).hook for path in paths) == ["mlp_in", "mlp_out"]
+    assert run([*ask[:-1], str(folder / "one.safetensors"), "--op", "add"]) == 2
+
+
+def test_a_dictionary_from_training_to_features(tiny, folder, capfd):
+    texts = folder / "texts.txt"
+    generator = torch.Generator().manual_seed(0)
+    lines = ["".join(chr(97 + n) for n in torch.randint(26, (40,), generator=generator).tolist()) for _ in range(12)]
+    texts.write_text("\n".join(lines))
+    out = folder / "sae"
+    ask = ["sae", "train", "--hook", "mlp_out", "--layer", "2", "--texts", str(texts), "--features", "64", "--k", "8",
+           "--steps", "30", "--batch-rows", "128", "--out", str(out), "--model", tiny]  # fmt: skip
+    assert run([*ask, "--json"]) == 0
+    said = capfd.readouterr()
+    trained = json.loads(said.out)
+    assert trained["steps"] == 30 and trained["path"] == str(out) and "features dead" in said.err
+    assert (Sae.load(out).hook, Sae.load(out).layer) == ("mlp_out", 2)
+
+    assert run(["sae", "eval", str(out), "--texts", str(texts), "--limit", "3", "--model", tiny, "--json"]) == 0
+    judged = json.loads(capfd.readouterr().out)
+    assert {"explained_variance", "l0", "dead_share", "recovered", "added"} <= set(judged)
+
+    assert run(["sae", "features", str(out), "--texts", str(texts), "--write", "--model", tiny]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    kept = json.loads((out / "features.json").read_text())
+    assert len(lines) == len(kept) > 10 and all("contexts" in entry for entry in kept.values())
+
+    assert run(["sae", "export", str(out), "--out", str(folder / "half"), "--half"]) == 0
+    assert run(["sae", "import", str(folder / "half"), "--out", str(folder / "back")]) == 0
+    back = Sae.load(folder / "back")
+    assert back.digest == Sae.load(folder / "half").digest and back.hook == "mlp_out"
+    assert run(["sae", "train", "--hook", "mlp_out", "--layer", "2", "--out", str(out)]) == 2

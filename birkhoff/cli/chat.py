@@ -42,12 +42,12 @@ def chat(
     if effort and not thinking:
         raise OptionError("--effort is for reasoning. Add --thinking.")
     loading, sampling = divide(options)
-    line = read_line(steer)
+    asked = read_line(steer)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with open_engine(loading) as engine:
         from birkhoff.cli.conversation import Conversation
 
-        edits = with_vectors(line, engine) or None
+        edits = with_vectors(asked, engine) or None
         talk = Conversation(engine, sampling, system=system, thinking=thinking, effort=effort, steer=edits)
         if interactive:
             say("type a message, /help for what else there is, Ctrl-D to leave")

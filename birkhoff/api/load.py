@@ -53,7 +53,8 @@ def load(
     """Open a checkpoint and make it ready to answer. See the package's documentation for every option.
 
     `context_root` is a folder for pages of past prompts that memory has no room for, of at most `context_bytes`; they
-    are found there again by a later process. `progress` is called with (bytes read, bytes in all) while weights are loaded."""
+    are found there again by a later process. `progress` is called with (bytes read, bytes in all) while weights are
+    loaded."""
     _refuse_unbuilt(experts)
     check_prefix_cache(prefix_cache)
     drafts_of(speculative, has_mtp=True, batch_invariant=False)  # a wrong value is refused before anything is read

@@ -44,6 +44,8 @@ def producer(source: Checkpoint, tensor: ModelTensor, kind: str) -> Produce:
         return partial(_fp8_codes if stored == "fp8" else _fp8_values, source, tensor)
     if kind == "Q8_0":
         return partial(_q8_0, source, tensor)
+    if source[tensor.name].dtype == kind and not source[tensor.name].encoding:
+        return partial(_copied, source, tensor)
     return partial(_floats, source, tensor, _FLOATS[kind])
 
 
@@ -78,6 +80,14 @@ def _rounded(name: str, start: int, values: torch.Tensor, dtype: torch.dtype, ta
 def _floats(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: Tally) -> Pieces:
     for start, values in _values(source, tensor):
         yield 0, _rounded(tensor.name, start, values, dtype, tally)
+
+
+def _copied(source: Checkpoint, tensor: ModelTensor, tally: Tally) -> Pieces:
+    for start, stop in strips(tensor.shape):
+        rows = source[tensor.name].rows(start, stop)
+        check_finite(tensor.name, rows, start)
+        tally.numbers += rows.numel()
+        yield 0, _raw(rows)
 
 
 def _q8_0(source: Checkpoint, tensor: ModelTensor, tally: Tally) -> Pieces:

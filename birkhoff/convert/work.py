@@ -41,8 +41,8 @@ class Tally:
         self.numbers += before.numel()
         if torch.equal(before, after):
             return
-        gap = (after.double() - before.double()).abs_()
-        self.changed += int((gap > 0).sum())
+        gap = (after - before).abs_()
+        self.changed += int(torch.count_nonzero(gap))
         self.worst = max(self.worst, float(gap.max()))
         self.largest = max(self.largest, float(before.abs().max()))
 

@@ -17,7 +17,8 @@ from birkhoff.kernels import quant
 GROUP = 32
 MXFP4_BYTES = 17
 Q8_0_BYTES = 34
-_LOW, _HIGH = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0xF0F0F0F0F0F0F0F0)
+_LOW, _HIGH, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0xF0F0F0F0F0F0F0F0), np.uint64(4)
+_MXFP4 = np.dtype([("scale", "u1"), ("codes", "V16")])
 
 
 def pack_mxfp4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -25,46 +26,48 @@ def pack_mxfp4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     rows, groups = scale.shape
     source = np.ascontiguousarray(_bytes(codes)).reshape(rows, groups, 16).view(np.uint64)
     first, second = source[..., 0], source[..., 1]  # elements 0..15 and 16..31, two to a byte
-    four = np.uint64(4)
-    out = np.empty((rows, groups, MXFP4_BYTES), np.uint8)
-    out[..., 0] = _bytes(scale)
-    out[..., 1::2] = _as_bytes((first & _LOW) | ((second & _LOW) << four))
-    out[..., 2::2] = _as_bytes(((first >> four) & _LOW) | (second & _HIGH))
-    return torch.from_numpy(out.reshape(rows, groups * MXFP4_BYTES))
+    even = (first & _LOW) | ((second & _LOW) << _FOUR)
+    odd = ((first >> _FOUR) & _LOW) | (second & _HIGH)
+    out = np.empty((rows, groups), _MXFP4)
+    out["scale"] = _bytes(scale)
+    pairs = _as_bytes(even).astype(np.uint16) | (_as_bytes(odd).astype(np.uint16) << np.uint16(8))
+    out["codes"] = pairs.view("V16")[..., 0]
+    return torch.from_numpy(out.view(np.uint8).reshape(rows, groups * MXFP4_BYTES))
 
 
 def unpack_mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Blocks [rows, in/32 * 17] -> released codes [rows, in/2] int8 and scales [rows, in/32] uint8."""
     rows = blocks.shape[0]
-    raw = blocks.numpy().reshape(rows, -1, MXFP4_BYTES)
-    groups, four = raw.shape[1], np.uint64(4)
-    even = np.ascontiguousarray(raw[..., 1::2]).view(np.uint64)[..., 0]
-    odd = np.ascontiguousarray(raw[..., 2::2]).view(np.uint64)[..., 0]
+    raw = np.ascontiguousarray(blocks.numpy()).view(_MXFP4)
+    groups = raw.shape[1]
+    pairs = np.ascontiguousarray(raw["codes"]).view(np.uint16).reshape(rows, groups, 8)
+    even = (pairs & np.uint16(0xFF)).astype(np.uint8).view(np.uint64)[..., 0]
+    odd = (pairs >> np.uint16(8)).astype(np.uint8).view(np.uint64)[..., 0]
     out = np.empty((rows, groups, 2), np.uint64)
-    out[..., 0] = (even & _LOW) | ((odd & _LOW) << four)
-    out[..., 1] = ((even >> four) & _LOW) | (odd & _HIGH)
+    out[..., 0] = (even & _LOW) | ((odd & _LOW) << _FOUR)
+    out[..., 1] = ((even >> _FOUR) & _LOW) | (odd & _HIGH)
     codes = torch.from_numpy(out.view(np.uint8).reshape(rows, groups * 16)).view(torch.int8)
-    return codes, torch.from_numpy(raw[..., 0].copy())
+    return codes, torch.from_numpy(np.ascontiguousarray(raw["scale"]))
 
 
 def pack_q8_0(values: torch.Tensor) -> torch.Tensor:
     """Float32 [rows, in] -> blocks [rows, in/32 * 34], uint8."""
-    groups = np.ascontiguousarray(values.numpy(), np.float32).reshape(-1, GROUP)
-    step = np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)
-    with np.errstate(divide="ignore", over="ignore"):
-        inverse = np.where(step == 0, np.float32(0), np.float32(1) / step)
-        half_step = step.astype(np.float16)
-    if not np.isfinite(half_step).all() or not np.isfinite(inverse).all():
+    groups = values.float().reshape(-1, GROUP)
+    step = torch.maximum(groups.amax(1, keepdim=True), -groups.amin(1, keepdim=True)).abs_() / 127  # no zero below zero
+    inverse = torch.where(step == 0, 0.0, 1 / step)
+    half_step = step.to(torch.float16)
+    if not bool(torch.isfinite(half_step).all()) or not bool(torch.isfinite(inverse).all()):
         raise TensorDtype(
             "a block holds numbers too large or too small for the float16 step of Q8_0. Write this tensor as bf16 "
             "or f32."
         )
     scaled = groups * inverse
-    rounded = np.sign(scaled) * np.floor(np.abs(scaled) + np.float32(0.5))
-    out = np.empty((len(groups), Q8_0_BYTES), np.uint8)
-    out[:, :2] = half_step.view(np.uint8)
-    out[:, 2:] = rounded.astype(np.int8).view(np.uint8)
-    return torch.from_numpy(out.reshape(values.shape[0], -1))
+    whole = scaled.trunc()
+    whole += scaled.sub_(whole).mul_(2).trunc_()  # halves go away from zero, and nothing below a half does
+    out = torch.empty((len(groups), Q8_0_BYTES), dtype=torch.uint8)
+    out[:, :2] = half_step.view(torch.uint8)
+    out[:, 2:] = whole.to(torch.int8).view(torch.uint8)
+    return out.view(values.shape[0], -1)
 
 
 def unpack_q8_0(blocks: torch.Tensor) -> torch.Tensor:

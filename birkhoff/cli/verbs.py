@@ -20,8 +20,8 @@ from birkhoff.cli.chat import chat
 from birkhoff.cli.convert import convert
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
-from birkhoff.cli.serve import serve
 from birkhoff.cli.sae import app as sae
+from birkhoff.cli.serve import serve
 from birkhoff.cli.settings import defaults_from
 from birkhoff.cli.synth import synth
 from birkhoff.cli.vectors import app as vectors

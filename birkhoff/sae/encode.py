@@ -128,7 +128,8 @@ class Chosen:
 def reconstruct(held: Held, v: torch.Tensor, found: Kept | None) -> torch.Tensor:
     """sum_i f_i w_i + b of rows `[n, d]`; `found` is `kept` of the same rows."""
     if found is not None:
-        return _decode_kept(held, found)
+        pieces = zip(found.f.split(CHUNK), found.names.split(CHUNK))
+        return torch.cat([_decode_kept(held, f, names) for f, names in pieces])
     return torch.cat([_reconstruct_tiles(held, piece) for piece in v.split(CHUNK)])
 
 
@@ -145,8 +146,7 @@ def _reconstruct_tiles(held: Held, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _decode_kept(held: Held, found: Kept) -> torch.Tensor:
-    f, names = found.f, found.names
+def _decode_kept(held: Held, f: torch.Tensor, names: torch.Tensor) -> torch.Tensor:
     out = held.decoder_bias.expand(len(f), -1).clone()
     if f.numel() * SPARSE_SHARE < held.encoder.shape[0]:
         return out + torch.einsum("nk,nkd->nd", f, held.decoder[names])

@@ -326,8 +326,8 @@ def test_a_top_k_dictionary_without_its_config_is_not_guessed_at(tmp_path):
     with pytest.raises(SaeFileError, match="training never set one"):
         Sae.load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    torch.save({"encoder.weight": torch.ones(2, 3, 4), "encoder.bias": torch.ones(3),
-                "decoder.weight": torch.ones(2, 4, 3), "decoder.bias": torch.ones(2, 4)}, tmp_path / "ae.pt")  # fmt: skip
+    several = {"encoder.weight": (2, 3, 4), "encoder.bias": (3,), "decoder.weight": (2, 4, 3), "decoder.bias": (2, 4)}
+    torch.save({name: torch.ones(shape) for name, shape in several.items()}, tmp_path / "ae.pt")
     with pytest.raises(SaeFileError, match="Crosscoders are not read"):
         Sae.load(tmp_path)
     torch.save({"something": torch.ones(2)}, tmp_path / "ae.pt")

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from birkhoff.hooks.edit import Around, apply
 from birkhoff.hooks.schema import build_hook_schema
@@ -47,6 +48,12 @@ def host_of(sae, features=None, order=0):
     hook = "mlp_out" if sae.view == "single" else "mhc_streams_pre_mlp"
     view = make_view(sae.view, sae.spread, sae.d_model, hook, 2, SCHEMA[hook])
     return SaeHost(sae, view, features, torch.device("cpu"), order)
+
+
+def host_of_width(sae, width):
+    schema = build_hook_schema(width, "float32", M, 4, 2)
+    view = make_view(sae.view, sae.spread, sae.d_model, "mlp_out", 2, schema["mlp_out"])
+    return SaeHost(sae, view, None, torch.device("cpu"))
 
 
 def use_of(host, sae, clamps, mode="delta", streams=None):
@@ -251,6 +258,35 @@ def test_tiles_change_nothing_but_memory(family, rows, monkeypatch):
             monkeypatch.setattr(encode, "CHUNK", 16)
             monkeypatch.setattr(encode, "SPARSE_SHARE", share)
             assert torch.allclose(reconstruct(held, x, kept(held, x)), expected, atol=1e-4)
+
+
+class Largest(TorchDispatchMode):
+    """Remembers the largest tensor that any operation made."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for made in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(made, torch.Tensor):
+                self.numbers = max(self.numbers, made.numel())
+        return out
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["delta", "keep", "drop"])
+def test_rows_times_features_are_never_held_at_once(family, mode, monkeypatch):
+    sae, x = (
+        random_sae(family, features=2000, width=8, seed=3, **({"k": 4} if family == "topk" else {})),
+        torch.randn(200, 8),
+    )
+    monkeypatch.setattr(encode, "TILE", 64)
+    monkeypatch.setattr(encode, "CHUNK", 16)
+    host = host_of_width(sae, 8)
+    use = use_of(host, sae, CLAMPS, mode)
+    with Largest() as seen:
+        host.run(x, [(use, list(range(200)))], around_of(200))
+    assert seen.numbers <= 2000 * 8 < 200 * 2000 / 20  # the dictionary itself is the largest thing there is
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 12), st.integers(0, 10**6), st.booleans())

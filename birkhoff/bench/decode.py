@@ -1,10 +1,10 @@
 """Decoding speed of the full-width model on a GPU, with the check that it is the same model in the same run.
 
-`bench_decode` yields rows. `agreement`: a model of a few full-width layers, prompts of several lengths read by the plain
-path on the device, then decoded by the kernels and by the plain path; logits are compared. `decode`: tokens per second
-of all layers at each batch size, weights random and made on the device, states as long as `context`, one CUDA graph per
-step with the greedy choice and the next positions inside it. `profile`: microseconds of a step by kernel, beside what the
-bytes it must read would take at the device's measured reading speed.
+`bench_decode` yields rows. `agreement`: a model of a few full-width layers, prompts of several lengths read by the
+plain path on the device, then decoded by the kernels and by the plain path; logits are compared. `decode`: tokens per
+second of all layers at each batch size, weights random and made on the device, states as long as `context`, one CUDA
+graph per step with the greedy choice and the next positions inside it. `profile`: microseconds of a step by kernel,
+beside what the bytes it must read would take at the device's measured reading speed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, Piece
-from birkhoff.model.device import Decoder, Desk
+from birkhoff.model.desk import Desk
+from birkhoff.model.device import Decoder
 from birkhoff.model.state import State
 
 Row = dict[str, Any]
@@ -77,9 +78,7 @@ def agreement(config: V4Config, device: torch.device, lengths: Sequence[int], st
         hidden, _ = model.run(Batch.of(pieces, device), states[0], NoTap())
         plain = model.logits(hidden.to(model.head.weight.dtype)).float()
         place(desk, [int(tokens[slot, at[slot]]) for slot in range(rows)], at)
-        for buffer in desk.buffers.values():
-            if buffer.is_floating_point():
-                buffer.fill_(float("nan"))
+        desk.poison()
         mine = decoder.step(desk)
         worst += ((mine - plain).norm(dim=-1) / plain.norm(dim=-1)).tolist()
         same += int((mine.argmax(-1) == plain.argmax(-1)).sum())

@@ -35,9 +35,9 @@ def random_on_device(
         if number < (distinct or len(everybody)):
             stacks.append(_expert_stack(module, device))
         module._buffers.update(stacks[number % len(stacks)])
-    for module in model.modules():
-        if not isinstance(module, Experts):
-            _fill(module, device, config)
+    for part in model.modules():
+        if not isinstance(part, Experts):
+            _fill(part, device, config)
     return model
 
 
@@ -56,15 +56,11 @@ def _scales(shape: torch.Size, spread: float, device: torch.device) -> torch.Ten
 
 
 def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
-    for name, tensor in list(module._parameters.items()):
-        if tensor is None:
-            continue
+    for name, tensor in list(module.named_parameters(recurse=False)):
         spread, around, dtype = _plain(name, tensor, module)
         values = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(around, spread)
         module._parameters[name] = nn.Parameter(values, requires_grad=False)
-    for name, tensor in list(module._buffers.items()):
-        if tensor is None:
-            continue
+    for name, tensor in list(module.named_buffers(recurse=False)):
         if name.startswith("codes_"):
             codes = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device).normal_(0, _FP8_SPREAD)
             module._buffers[name] = codes.clamp_(-448, 448).to(torch.float8_e4m3fn)

@@ -1,18 +1,20 @@
 """Decoding steps replayed as CUDA graphs: one per number of rows and length of context, captured when first needed.
 
-Rows come in a few sizes; a step of fewer is filled up with rows of a scratch slot that belongs to no request, at position
-0, where they complete nothing and are read by nobody. Contexts come in a few sizes too, since they decide how much room
-attention and indexers need; what the rows are is data. Between replays the host writes token ids, positions and slots,
-and reads nothing but what it asks of the logits.
+Rows come in a few sizes; a step of fewer is filled up with rows of a scratch slot that belongs to no request, at
+position 0, where they complete nothing and are read by nobody. Contexts come in a few sizes too, since they decide how
+much room attention and indexers need; what the rows are is data. Between replays the host writes token ids, positions
+and slots, and reads nothing but what it asks of the logits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from birkhoff.model.device import Decoder, Desk
+from birkhoff.model.desk import Desk
+from birkhoff.model.device import Decoder
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (2048, 8192, 32768, 131072, 1 << 30)
@@ -24,7 +26,7 @@ class Graphs:
     def __init__(self, decoder: Decoder, scratch: int, max_context: int):
         self.decoder, self.scratch, self.max_context = decoder, scratch, max_context
         self._captured: dict[tuple[int, int], tuple[Desk, torch.cuda.CUDAGraph | None]] = {}
-        self._pool = None
+        self._pool: Any = None  # memory that all graphs share
 
     def takes(self, rows: int) -> bool:
         return rows <= ROWS[-1]
@@ -32,7 +34,7 @@ class Graphs:
     def step(
         self, token_ids: Sequence[int], positions: Sequence[int], slots: Sequence[int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One new token per sequence -> logits [n, vocab] float32 and the streams [n, m, d] that left the last layer."""
+        """One new token per sequence -> logits [n, vocab] float32, and the streams [n, m, d] behind the last layer."""
         count = len(token_ids)
         desk, graph = self._find(count, max(positions) + 1)
         spare = desk.rows - count

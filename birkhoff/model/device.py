@@ -1,8 +1,8 @@
 """Decoding steps on a GPU: the whole model for one new token per sequence, as a fixed list of kernel launches.
 
 `Transformer.run` is the plain twin. A `Decoder` takes a filled model whose quantised weights are packed and a `State`;
-`step` launches everything for the rows of a `Desk`: token ids, positions and slots are tensors on the device, nothing is
-asked of them by the host, and every buffer stays where it is, so a step can be captured as a CUDA graph and replayed.
+`step` launches everything for the rows of a `Desk`: token ids, positions and slots are tensors on the device, the host
+asks nothing of them, and every buffer stays where it is, so a step can be captured as a CUDA graph and replayed.
 What differs between sequences (lengths, pages, chosen experts and entries) is data. Taps are not served here: a step
 that is watched or changed runs the plain way.
 
@@ -12,7 +12,6 @@ than it keeps, attention (two), two output products, boundary, router with the s
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +24,7 @@ from birkhoff.kernels.linear.rows import Rows
 from birkhoff.model.attention import Attention
 from birkhoff.model.block import Block
 from birkhoff.model.compressor import Compressor
+from birkhoff.model.desk import Desk
 from birkhoff.model.linear import Linear
 from birkhoff.model.moe import MoE
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
@@ -82,7 +82,7 @@ class LayerWeights:
         self.bias, self.hashed = m.gate.bias, m.gate.tid2eid
         self.shared_open, self.shared_close = _codes(m.shared_experts.open), _codes(m.shared_experts.w2)
         self.experts = addresses(m)
-        self.offsets = [scale_offset([m.experts.gate_up_scale]), scale_offset([m.experts.down_scale])]
+        self.offsets = [scale_offset(m.experts.get_buffer(f"{name}_scale")) for name in ("gate_up", "down")]
         self.held = m.experts  # the addresses above stay valid as long as this lives
 
 
@@ -93,37 +93,9 @@ def _compressor(compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
 def addresses(moe: MoE) -> torch.Tensor:
     """Where each expert's codes and scales begin: [E, 4] int64 (gate and up, scales, down, scales)."""
     experts = moe.experts
-    rows = []
-    for expert in range(experts.count):
-        parts = (experts.gate_up, experts.gate_up_scale, experts.down, experts.down_scale)
-        rows.append([part[expert].data_ptr() for part in parts])
-    return torch.tensor(rows, dtype=torch.int64, device=experts.gate_up.device)
-
-
-@dataclass
-class Desk:
-    """The buffers of a step of `rows` tokens, in sequences of up to `context` tokens.
-
-    `room` is how many entries an indexer may meet; 0 when it would keep all of them, so that nothing is scored."""
-
-    rows: int
-    context: int
-    room: int
-    token_ids: torch.Tensor
-    positions: torch.Tensor
-    slots: torch.Tensor
-    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
-    shares: dict[int, tuple[int, int]] = field(default_factory=dict)  # by ratio: shares of the keys, keys of a share
-
-    def half(self, name: str) -> torch.Tensor | None:
-        """The float16 form of a buffer, where kernels want one."""
-        return self.buffers.get(f"{name}_half")
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        try:
-            return self.__dict__["buffers"][name]
-        except KeyError:
-            raise AttributeError(name) from None
+    parts = [experts.get_buffer(name) for name in ("gate_up", "gate_up_scale", "down", "down_scale")]
+    rows = [[part[expert].data_ptr() for part in parts] for expert in range(experts.count)]
+    return torch.tensor(rows, dtype=torch.int64, device=parts[0].device)
 
 
 class Decoder:
@@ -151,58 +123,19 @@ class Decoder:
 
     def desk(self, rows: int, context: int) -> Desk:
         """Buffers for `rows` tokens at positions below `context`."""
-        c, device, dtype = self.config, self.state.device, self.dtype
-        room = context // 4 if context // 4 > c.index_topk else 0
-        whole = {"dtype": torch.float32, "device": device}
-        numbers = {"dtype": torch.int32, "device": device}
-        ids = [torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)]
-        desk = Desk(rows, context, room, *ids)
-        d, h, k, inner = c.hidden_size, c.num_attention_heads, c.num_experts_per_tok, c.moe_intermediate_size
-        from birkhoff.kernels.attend.triton import shares_of
-        from birkhoff.kernels.mhc.triton import COUNT, padded, slices
-
-        ring = c.sliding_window + self.state.lookback
-        reach = {0: ring, 4: ring + min(c.index_topk, context // 4), 128: ring + context // 128}
-        desk.shares = {
-            ratio: shares_of(rows, h, reach[ratio], self.processors) for ratio in {w.ratio for w in self.layers}
-        }
-        most = max(shares for shares, _ in desk.shares.values())
-        entered = max(sum(part.out for part in w.enter) for w in self.layers)
-        queries = max(sum(part.out for part in w.query) for w in self.layers)
-        make = {
-            "streams": torch.empty(rows, 4, d, dtype=dtype, device=device),
-            "parts": torch.empty(rows, slices(rows, d)[1], padded(COUNT), **whole),
-            "x": torch.empty(rows, d, dtype=dtype, device=device),
-            "pre": torch.empty(rows, 4, **whole), "post": torch.empty(rows, 4, **whole),
-            "mix": torch.empty(rows, 4, 4, **whole),
-            "entered": torch.empty(rows, entered, **whole),
-            "latent": torch.empty(rows, c.q_lora_rank, dtype=dtype, device=device),
-            "queries": torch.empty(rows, queries, dtype=dtype, device=device),
-            "cos": torch.empty(rows, 4, c.qk_rope_head_dim // 2, **whole),
-            "sin": torch.empty(rows, 4, c.qk_rope_head_dim // 2, **whole),
-            "scores": torch.empty(rows, max(room, 1), **whole),
-            "chosen": torch.empty(rows, c.index_topk, **numbers),
-            "sums": torch.empty(rows * most * h * c.head_dim, **whole),
-            "peaks": torch.empty(rows * most * h, **whole), "masses": torch.empty(rows * most * h, **whole),
-            "mixed": torch.empty(rows, h * c.head_dim, dtype=dtype, device=device),
-            "middle": torch.empty(rows, c.o_groups * c.o_lora_rank, dtype=dtype, device=device),
-            "attended": torch.empty(rows, d, **whole),
-            "opened": torch.empty(rows, c.n_routed_experts + 2 * inner, **whole),
-            "ids": torch.empty(rows, k, **numbers), "weights": torch.empty(rows, k, **whole),
-            "order": torch.empty(2, rows * k, **numbers),
-            "slot_list": torch.zeros(min(c.n_routed_experts, rows * k), 16, **numbers),
-            "z": torch.empty(rows * k, inner, dtype=dtype, device=device),
-            "z_shared": torch.empty(rows, inner, dtype=dtype, device=device),
-            "y": torch.empty(rows, k + 1, d, **whole),
-            "logits": torch.empty(rows, c.vocab_size, **whole),
-        }  # fmt: skip
-        if self.kernels.halves:
-            for name, like in (("x_half", "x"), ("x_mixed", "x"), ("latent_half", "latent"), ("mixed_half", "mixed")):
-                make[name] = torch.empty_like(make[like], dtype=torch.float16)
-            for name in ("middle", "z", "z_shared"):
-                make[name] = make[name].half()
-        desk.buffers = make
-        return desk
+        return Desk(
+            self.config,
+            rows,
+            context,
+            {w.ratio for w in self.layers},
+            entered=max(sum(part.out for part in w.enter) for w in self.layers),
+            queries=max(sum(part.out for part in w.query) for w in self.layers),
+            ring=self.config.sliding_window + self.state.lookback,
+            device=self.state.device,
+            dtype=self.dtype,
+            halves=self.kernels.halves,
+            processors=self.processors,
+        )
 
     def step(self, desk: Desk) -> torch.Tensor:
         """Launch one step for the desk's tokens -> logits [rows, vocab] float32, in the desk's own memory."""
@@ -241,23 +174,23 @@ class Decoder:
         c, kernels, early = self.config, self.kernels, self.kernels.early
         table, ids = self.state.page_table, (desk.slots, desk.positions)
         cos, sin = (desk.cos, desk.sin) if w.ratio == 0 else (desk.cos[:, 1:], desk.sin[:, 1:])
-        kernels.product(w.enter, (desk.half("x"), desk.x), desk.entered)
+        kernels.product(w.enter, (desk.x_half, desk.x), desk.entered)
         entry, index = [
             None if part is None else (*part, state.raw[kind].rows, state.pages[kind])
             for part, kind in ((w.compressor, ENTRY), (w.index, INDEX))
         ]
         settle(
-            desk.entered, w.q_norm, desk.latent, desk.half("latent"), w.kv_norm, state.keys.rows, entry, index, table,
+            desk.entered, w.q_norm, desk.latent, desk.latent_half, w.kv_norm, state.keys.rows, entry, index, table,
             *ids, cos, sin, c.rms_norm_eps, early,
         )  # fmt: skip
         searched = w.ratio == 4 and desk.room > 0
-        kernels.product(w.query if searched else w.query[:1], (desk.half("latent"), desk.latent), desk.queries)
+        kernels.product(w.query if searched else w.query[:1], (desk.latent_half, desk.latent), desk.queries)
         if searched:
             heads, own = c.index_n_heads, c.num_attention_heads * c.head_dim
             first = sum(part.out for part in w.enter) - heads
             score(
-                desk.queries[:, own:], desk.entered[:, first : first + heads], state.pages[INDEX], table, *ids, cos, sin,
-                desk.scores, c.index_topk, (c.index_head_dim * heads) ** -0.5, early,
+                desk.queries[:, own:], desk.entered[:, first : first + heads], state.pages[INDEX], table, *ids, cos,
+                sin, desk.scores, c.index_topk, (c.index_head_dim * heads) ** -0.5, early,
             )  # fmt: skip
             kernels.choose(desk.scores, desk.positions, desk.chosen)
         shares, share = desk.shares[w.ratio]
@@ -268,9 +201,9 @@ class Decoder:
             desk.chosen if searched else None, *ids, cos, sin,
             desk.sums[: count * c.head_dim].view(*size, c.head_dim), desk.peaks[:count].view(size),
             desk.masses[:count].view(size), w.sink, share, c.head_dim**-0.5, c.rms_norm_eps, desk.mixed,
-            desk.half("mixed"), early,
+            desk.mixed_half, early,
         )  # fmt: skip
-        kernels.product(w.o_a, (desk.half("mixed"), desk.mixed), desk.middle, c.o_lora_rank)
+        kernels.product(w.o_a, (desk.mixed_half, desk.mixed), desk.middle, c.o_lora_rank)
         kernels.product(w.o_b, (desk.middle, desk.middle), desk.attended)
         return desk.attended
 

@@ -111,7 +111,7 @@ def _combine(
 
 def heads_at_once(rows: int, heads: int) -> int:
     """Few rows want many programs; many rows want each key read once for all heads."""
-    return 64 if rows >= 16 and heads >= 64 else 16
+    return 32 if rows >= 16 and heads >= 32 else 16
 
 
 def shares_of(rows: int, heads: int, reach: int, processors: int = 132) -> tuple[int, int]:
@@ -135,12 +135,13 @@ def attend(
     turning = 2 * cos.shape[-1]
     wide = keys.dtype is torch.float32
     together = heads_at_once(n, heads)
+    few, listed = together == 16, chosen is not None
     _attend[(n, -(-heads // together), shares)](
         queries, queries.stride(0), keys, keys.shape[1], window, keys if pages is None else pages, table,
-        table.stride(0), slots if chosen is None else chosen, 1 if chosen is None else chosen.shape[1], slots, positions,
+        table.stride(0), chosen if listed else slots, chosen.shape[1] if listed else 1, slots, positions,
         cos, sin, sums, peaks, masses, heads, share, scale, eps, shares,
-        RATIO=ratio, CHOSEN=chosen is not None, HEADS=together, WIDTH=width, TURNING=turning,
-        KEYS=16 if wide else 32 if together == 16 else 64, WIDE=wide, num_warps=4 if together == 16 else 8, num_stages=2,
+        RATIO=ratio, CHOSEN=listed, HEADS=together, WIDTH=width, TURNING=turning,
+        KEYS=16 if wide else 32 if few else 64, WIDE=wide, num_warps=4 if few else 8, num_stages=2,
     )  # fmt: skip
     _combine[(n, heads)](
         sums, peaks, masses, sink, cos, sin, out, out if half is None else half, heads, shares,

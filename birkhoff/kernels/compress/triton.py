@@ -105,8 +105,8 @@ def settle(
 ) -> None:
     """Norms, rotations and state of n new tokens.
 
-    keys [slots, ring, c]; `entry` and `index` are (ape, norm, ring, pages) of a compressor or None; table [slots, pages];
-    cos, sin [n, 4, r / 2]: turned by a token's own position, and by the first of the 4 and of the 128 that it may end."""
+    keys [slots, ring, c]; `entry` and `index` are (ape, norm, ring, pages) of a compressor or None; table [slots,
+    pages]; cos, sin [n, 4, r / 2]: by a token's own position, and by the first of the 4 and of the 128 it may end."""
     n, rank = latent.shape
     width = keys.shape[2]
     ratio = 0 if entry is None else entry[0].shape[0]
@@ -116,7 +116,7 @@ def settle(
         *(entry or none), *(index or none), table, table.stride(0), slots, positions, cos, sin, eps,
         1 if entry is None else entry[2].shape[1],
         RANK=rank, WIDTH=width, TURNING=2 * cos.shape[-1], RATIO=ratio or 4,
-        INDEX=0 if index is None else index[3].shape[2], HALF=half is not None, ITEMS=8 if ratio == 4 else 16, EARLY=early,
-        num_warps=4 if ratio != 128 else 8,
+        INDEX=0 if index is None else index[3].shape[2], HALF=half is not None, ITEMS=8 if ratio == 4 else 16,
+        EARLY=early, num_warps=4 if ratio != 128 else 8,
     )  # fmt: skip
     assert rank == power_of_two(rank) and width == power_of_two(width)

@@ -1,7 +1,7 @@
 """CUDA source to something that can be launched: NVRTC and the driver, through ctypes.
 
-PyTorch's CUDA builds bring NVRTC along, so nothing has to be installed and no compiler called. A `Module` is compiled for
-one device in a second or two; its launches go to PyTorch's current stream and may be captured into a graph.
+PyTorch's CUDA builds bring NVRTC along, so nothing has to be installed and no compiler called. A `Module` is compiled
+for one device in a few seconds; its launches go to PyTorch's current stream and may be captured into a graph.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Launches of `stream.cu`: which variant for how many tokens, which grid, which addresses.
 
 The weights' widths must suit sixteen-byte loads: inputs a multiple of 128 (of 512 for experts), outputs of 16. Expert
-scales become float16 powers of two, which hold 29 octaves: each matrix kind is moved by a common power of two, found when
-the weights are bound and taken out of the sums. Weights that do not fit are refused by `unfit`, and run portable.
+scales become float16 powers of two, which hold 29 octaves: each matrix kind is moved by a common power of two, found
+when the weights are bound and taken out of the sums. Weights that do not fit are refused by `unfit`, and run portable.
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def unfit(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | N
     return None
 
 
-def scale_offset(scales: Sequence[torch.Tensor]) -> int | None:
+def scale_offset(scales: torch.Tensor) -> int | None:
     """What to add to an E8M0 byte to get a float16 exponent for all of `scales`; None when they span too far."""
-    most = max(int(scale.max()) for scale in scales)
-    least = min(int(scale.min()) for scale in scales)
+    most, least = int(scales.max()), int(scales.min())
     return None if most - least > _OCTAVES else 30 - most
 
 
@@ -57,29 +56,26 @@ class FastKernels:
     def __init__(self, device: torch.device, early: bool = True):
         nvrtc = find_nvrtc()
         assert nvrtc is not None
-        self.early, self.open_warps, self.close_warps = early, 4, 4
+        self.early = early
         self.module = Module(nvrtc, (HERE / "stream.cu").read_text(encoding="utf-8"), device)
         self.small = Module(nvrtc, (HERE / "small.cu").read_text(encoding="utf-8"), device)
 
     def product(
-        self, weights: Sequence[Rows], x: tuple[torch.Tensor, torch.Tensor], out: torch.Tensor,
+        self, weights: Sequence[Rows], x: tuple[torch.Tensor | None, torch.Tensor], out: torch.Tensor,
         group: int | None = None, variant: tuple[int, int] | None = None,
     ) -> None:  # fmt: skip
         """Up to two FP8 matrices and one of bfloat16; x as float16 for the former and bfloat16 for the latter."""
         coded = [rows for rows in weights if rows.scale is not None]
         plain = [rows for rows in weights if rows.scale is None]
         assert len(coded) <= 2 and len(plain) <= 1
-        first, second = (*coded, None, None)[:2]
-        n, inner = x[0].shape[0], weights[0].inner
+        n, inner = x[1].shape[0], weights[0].inner
         tiles = _tiles(n)
         total = sum(rows.out for rows in weights)
-        warps, depth = variant or _variant(tiles, inner)
+        warps, depth = variant or _variant(tiles, inner, group is not None)
         self.module.launch(
             f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}", (total // 16, 1), warps * 32,
-            first and first.weight, first and first.scale, first.out if first else 0,
-            second and second.weight, second and second.scale, second.out if second else 0,
-            plain[0].weight if plain else None, plain[0].out if plain else 0,
-            x[0], x[1], n, inner, x[0].stride(0), out, out.stride(0), group or 0, early=self.early,
+            *_fields(coded, 0), *_fields(coded, 1), plain[0].weight if plain else None, plain[0].out if plain else 0,
+            x[0], x[1], n, inner, x[1].stride(0), out, out.stride(0), group or 0, early=self.early,
         )  # fmt: skip
 
     def open_shared(self, w: Any, desk: Any, limit: float) -> None:
@@ -92,21 +88,23 @@ class FastKernels:
             desk.z_shared, desk.opened, desk.opened.stride(0), float(limit), early=self.early,
         )  # fmt: skip
 
-    def open_experts(self, w: Any, desk: Any, limit: float) -> None:
+    def open_experts(self, w: Any, desk: Any, limit: float, warps: int | None = None) -> None:
+        warps = warps or (2 if desk.rows == 1 else 4)
         inner, width = desk.z.shape[1], desk.x.shape[1]
         offset = w.offsets[0]
         self.module.launch(
-            f"open_experts_{self.open_warps}", (inner // 16, desk.slot_list.shape[0]), self.open_warps * 32, desk.slot_list, desk.order[1],
-            desk.weights, desk.x_mixed, desk.z, inner, width, desk.weights.shape[1], float(limit), offset, _gain(offset),
-            early=self.early,
+            f"open_experts_{warps}", (inner // 16, desk.slot_list.shape[0]), warps * 32, desk.slot_list, desk.order[1],
+            desk.weights, desk.x_mixed, desk.z, inner, width, desk.weights.shape[1], float(limit), offset,
+            _gain(offset), early=self.early,
         )  # fmt: skip
 
-    def close_experts(self, w: Any, desk: Any) -> None:
+    def close_experts(self, w: Any, desk: Any, warps: int | None = None) -> None:
+        warps = warps or (4 if desk.rows < 16 else 2)
         inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
         offset, slots = w.offsets[1], desk.slot_list.shape[0]
         self.module.launch(
-            f"close_experts_{self.close_warps}", (width // 16, slots + -(-n // 8)), self.close_warps * 32, desk.slot_list, slots, desk.order[1],
-            desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset), w.shared_close.weight,
+            f"close_experts_{warps}", (width // 16, slots + -(-n // 8)), warps * 32, desk.slot_list, slots,
+            desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset), w.shared_close.weight,
             w.shared_close.scale, desk.z_shared, n, early=self.early,
         )  # fmt: skip
 
@@ -117,14 +115,16 @@ class FastKernels:
         n, splits, _ = desk.parts.shape
         self.small.launch(
             "read_streams", (n, 2), 512, desk.parts, splits, desk.streams, base, scale, norm, desk.x, desk.x_half,
-            desk.x_mixed, desk.pre, desk.post, desk.mix, desk.x.shape[1], iters, eps, rms_eps, norm_eps, early=self.early,
+            desk.x_mixed, desk.pre, desk.post, desk.mix, desk.x.shape[1], iters, eps, rms_eps, norm_eps,
+            early=self.early,
         )  # fmt: skip
 
     def route(self, logits, bias, table, tokens, addresses, ids, weights, order, slots, factor: float) -> None:
         """The contract of `experts.triton.route`."""
         n, experts = logits.shape
         self.small.launch(
-            f"route_{8 if experts <= 256 else 16}", (1, 1), 1024, logits, logits.stride(0), bias, table, tokens, addresses, ids, weights, order[1], slots,
+            f"route_{8 if experts <= 256 else 16}", (1, 1), 1024, logits, logits.stride(0), bias, table, tokens,
+            addresses, ids, weights, order[1], slots,
             slots.shape[0], n, experts, ids.shape[1], float(factor), early=self.early,
         )  # fmt: skip
 
@@ -142,10 +142,17 @@ class FastKernels:
         )
 
 
-def _variant(tiles: int, inner: int) -> tuple[int, int]:
-    """Warps that share a row's input, and blocks of 128 that each loads before it computes."""
+def _fields(coded: list[Rows], place: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Codes, scales and height of an FP8 matrix, or of none."""
+    if place >= len(coded):
+        return None, None, 0
+    return coded[place].weight, coded[place].scale, coded[place].out
+
+
+def _variant(tiles: int, inner: int, grouped: bool) -> tuple[int, int]:
+    """Warps that share a row's input, and blocks of 128 that each loads before it computes; the fastest measured."""
     if tiles == 1:
-        return (4, 2) if inner <= 1024 else (8, 2)
+        return (4, 2) if inner <= 1024 else (8, 1) if grouped else (8, 2)
     return (4, 1) if inner <= 1024 or tiles == 8 else (8, 1)
 
 
@@ -157,5 +164,5 @@ def _tiles(n: int) -> int:
 def _gain(offset: int) -> float:
     """Undoes the common power of two, and the 2^-6 that an FP4 code is short of as E4M3 bits.
 
-    The factor's exponent field is byte + offset, so it is 2^(byte + offset - 15), where 2^(byte - 127 + 6) was meant."""
+    The factor's exponent field is byte + offset: 2^(byte + offset - 15), where 2^(byte - 127 + 6) was meant."""
     return 2.0 ** (-offset - 127 + 6 + 15)

@@ -1,10 +1,11 @@
 """Mixture of experts for the few rows of a decoding step on a GPU.
 
-`route` is one program: scores, choice, weights, and the plan of the step. The plan groups (token, place) pairs by expert,
-so that every expert in use is read once however many tokens chose it: slot s of the plan is expert `slots[s, 0]` with
-pairs `order[slots[s, 1] : slots[s, 1] + slots[s, 2]]`; slots in use come first. `open_experts` and `close_experts` run
-over slots. Experts are found through a table of addresses (`[E, 4]` int64: gate and up, their scales, down, its
-scales), so they may lie anywhere a kernel can read. Outputs are one row per pair; who reads them adds them up.
+`route` is one program: scores, choice, weights, and the plan of the step. The plan groups (token, place) pairs by
+expert, so that every expert in use is read once however many tokens chose it: slot s of the plan is expert
+`slots[s, 0]` with pairs `order[1, f : f + slots[s, 2]]` from `f = slots[s, 1]`; slots in use come first. `open_experts`
+and `close_experts` run over slots. Experts are found through a table of addresses (`[E, 4]` int64: gate and up, their
+scales, down, its scales), so they may lie anywhere a kernel can read. Outputs are one row per pair; who reads them adds
+them up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Weights as a decoding step on a GPU wants them: rows that read one input, codes as stored, scales by column block.
 
-`Rows.fp8` stacks matrices as the release stores them: E4M3 codes `[out, in]`, and per 128 inputs one E8M0 byte for every
-row, so that any number of matrices may be stacked whatever their heights. `Rows.plain` keeps 16- or 32-bit numbers.
+`Rows.fp8` stacks matrices as the release stores them: E4M3 codes `[out, in]`, and per 128 inputs one E8M0 byte for
+every row, so that any number of matrices may be stacked whatever their heights. `Rows.plain` keeps 16- or 32-bit
+numbers.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The product of few rows with a large weight on a GPU, portable form: any format, any width.
 
-`product(weights, x [n, in], out [n, total])` multiplies with every `Rows` of the list and puts the results side by side.
-With `group` the weight's rows fall into groups of that many, and group g reads columns `g * in ..` of x. Weights are the
-tall side of the dot; each is decoded exactly to the dtype of x (or to float32) and sums are float32.
+`product(weights, x [n, in], out [n, total])` multiplies with every `Rows` of the list and puts the results side by
+side. With `group` the weight's rows fall into groups of that many, and group g reads columns `g * in ..` of x. Weights
+are the tall side of the dot; each is decoded exactly to the dtype of x (or to float32) and sums are float32.
 """
 
 from __future__ import annotations

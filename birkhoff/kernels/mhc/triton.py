@@ -2,8 +2,8 @@
 
 `write_and_mix` writes a sublayer's output into the four streams and, while a slice of them is in registers, takes its
 part of the next sublayer's 24 dot products and of the square sum; parts are stored side by side, so their order of
-addition is fixed. `read_streams` adds the parts up; one program per token collapses the streams and normalises, a second
-one walks Sinkhorn's way with sixteen numbers that every thread holds for itself, so that no step waits for another.
+addition is fixed. `read_streams` adds the parts up; one program per token collapses the streams and normalises, a
+second one walks Sinkhorn's way with sixteen numbers that every thread holds for itself, so that no step waits.
 `read` and `write` are the twins of `reference.py`, made of the same kernels. Four streams, as V4 has.
 """
 
@@ -155,17 +155,11 @@ def _read_streams(
         for k in tl.static_range(4):
             logit = _pick(logits, m, 4 + k) * gain + tl.load(base + 4 + k)
             tl.store(post + row * 4 + k, 2 * _sigmoid(logit))
-        g = tl.load(scale + 2)
-        b = base + 8
-        z = logits * g
-        a00, a01, a02, a03 = _softmax(_pick(z, m, 8) + tl.load(b), _pick(z, m, 9) + tl.load(b + 1),
-                                      _pick(z, m, 10) + tl.load(b + 2), _pick(z, m, 11) + tl.load(b + 3), eps)  # fmt: skip
-        a10, a11, a12, a13 = _softmax(_pick(z, m, 12) + tl.load(b + 4), _pick(z, m, 13) + tl.load(b + 5),
-                                      _pick(z, m, 14) + tl.load(b + 6), _pick(z, m, 15) + tl.load(b + 7), eps)  # fmt: skip
-        a20, a21, a22, a23 = _softmax(_pick(z, m, 16) + tl.load(b + 8), _pick(z, m, 17) + tl.load(b + 9),
-                                      _pick(z, m, 18) + tl.load(b + 10), _pick(z, m, 19) + tl.load(b + 11), eps)  # fmt: skip
-        a30, a31, a32, a33 = _softmax(_pick(z, m, 20) + tl.load(b + 12), _pick(z, m, 21) + tl.load(b + 13),
-                                      _pick(z, m, 22) + tl.load(b + 14), _pick(z, m, 23) + tl.load(b + 15), eps)  # fmt: skip
+        z = logits * tl.load(scale + 2)
+        a00, a01, a02, a03 = _softmax_row(z, base, m, 0, eps)
+        a10, a11, a12, a13 = _softmax_row(z, base, m, 1, eps)
+        a20, a21, a22, a23 = _softmax_row(z, base, m, 2, eps)
+        a30, a31, a32, a33 = _softmax_row(z, base, m, 3, eps)
         a00, a10, a20, a30 = _share(a00, a10, a20, a30, eps)
         a01, a11, a21, a31 = _share(a01, a11, a21, a31, eps)
         a02, a12, a22, a32 = _share(a02, a12, a22, a32, eps)
@@ -199,7 +193,13 @@ def _read_streams(
 
 
 @triton.jit
-def _softmax(a, b, c, d, eps):
+def _softmax_row(z, base, m, FROM: tl.constexpr, eps):
+    """Row FROM of the mixer before its columns are normalised; `z` are scaled products, without their bases."""
+    first: tl.constexpr = 8 + 4 * FROM
+    a = _pick(z, m, first) + tl.load(base + first)
+    b = _pick(z, m, first + 1) + tl.load(base + first + 1)
+    c = _pick(z, m, first + 2) + tl.load(base + first + 2)
+    d = _pick(z, m, first + 3) + tl.load(base + first + 3)
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
     a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
     over = 1.0 / (a + b + c + d)
@@ -238,7 +238,7 @@ def read_streams(
     parts, streams, base, scale, norm, iters, eps, rms_eps, norm_eps, out, pre, post=None, mix=None, half=None,
     mixed=None,
 ) -> None:  # fmt: skip
-    """out [n, d] (normalised when `norm` is given), pre [n, 4]; post and mix unless this is the head, which has none."""
+    """out [n, d], normalised when `norm` is given; pre [n, 4]; post and mix unless this is the head, which has none."""
     n, _, width = streams.shape
     _, splits, _ = slices(n, width)
     head = post is None

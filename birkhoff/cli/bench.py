@@ -99,6 +99,39 @@ def interp(
     )
 
 
+@app.command()
+def steering(
+    model: Annotated[
+        str | None, typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False)
+    ] = None,
+    threads: Annotated[int, typer.Option(help="PyTorch threads.")] = 2,
+    prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 64,
+    steps: Annotated[int, typer.Option(help="Tokens written after each prompt.")] = 150,
+    batch: Annotated[int, typer.Option(help="How many prompts at once.")] = 16,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
+) -> None:
+    """What steering costs: idle, one vector for all, one for each, features of a dictionary, in the same run."""
+    from birkhoff.bench.steering import Setting, bench_steering
+
+    rows = list(bench_steering(model, Setting(prompt_tokens, steps, batch, threads)))
+    if json or not sys.stdout.isatty():
+        for row in rows:
+            typer.echo(json_module.dumps(row))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("phase", "contender", "ms", "p10 to p90", "times", "at most")
+    for row in rows:
+        ms, times = row["ms"], row.get("times_plain") or row["times_products"]
+        spread, bar_ = f"{ms['p10']:g} to {ms['p90']:g}", f"{row['at_most']:g}" if "at_most" in row else ""
+        table.add_row(row["phase"], row["contender"], f"{ms['median']:g}", spread, f"{times['median']:.3f}", bar_)
+    first = rows[0]
+    Console(highlight=False).print(
+        f"{first['machine']['cpu']}, load {first['machine']['load']}; commit {first['commit']}", table
+    )
+
+
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
     from rich.table import Table
 

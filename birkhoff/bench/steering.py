@@ -1,0 +1,199 @@
+"""What steering costs: decoding with nothing to change, with edits that wait, and with edits of every token.
+
+    plain            the runner has no taps to arm: what the engine would be without this feature
+    idle             every request holds rows of the tables, and none of its edits meets a token that is timed
+    one vector       one vector for all requests, added to the streams entering one layer
+    own vectors      another vector for every request, at the same place
+    all layers       another vector for every request, at every layer
+    features         sixteen features of a dictionary set at one site, for every request
+    reconstruction   rows replaced by their reconstruction, beside the two products it cannot do without
+
+Contenders take turns step by step, in alternating order, so that whatever else the machine does meets all of them; a
+ratio is the median over turns of ratios within a turn.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import birkhoff
+from birkhoff.api.saes import SaeDesk
+from birkhoff.api.steering import SteeringDesk
+from birkhoff.bench.contenders import OurEngine, Tokens
+from birkhoff.bench.interp import UntappedRunner
+from birkhoff.bench.report import facts, summary
+from birkhoff.convert.synth import synth
+from birkhoff.engine.request import Request
+from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.errors import OptionError
+from birkhoff.hooks.edit import Around
+from birkhoff.hooks.plan import Plan
+from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.edits import SaeReconstruct, SaeSet
+from birkhoff.steering.edits import Add
+
+Row = dict[str, Any]
+BARS = {"idle": 1.01, "one vector": 1.02, "own vectors": 1.05, "features": 1.05}  # times plain, at most
+PRODUCTS_BAR = 1.5
+FEATURES, SET = 3072, 16
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured; every row repeats it."""
+
+    prompt_tokens: int = 64
+    steps: int = 150
+    batch: int = 16
+    threads: int = 2
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if value < 1:
+                raise OptionError(f"{name} is {value}, expected a positive whole number.")
+
+
+class Steered(OurEngine):
+    """Our engine with requests that carry plans, or none."""
+
+    def __init__(
+        self, engine: birkhoff.Engine, setting: Setting, name: str, plan: Callable[[int, Tokens], Plan | None]
+    ):
+        super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
+        self.name, self._plan = name, plan
+        if name == "plain":
+            self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
+
+    def prefill(self, prompts: list[Tokens]) -> Tokens:
+        options = SamplingOptions(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
+        self._requests = [
+            Request(tuple(ids), options, options.max_tokens, seed=0, plan=self._plan(number, ids))
+            for number, ids in enumerate(prompts)
+        ]
+        for request in self._requests:
+            self.core.submit(request)
+        return self.step([])
+
+
+def bench_steering(model: str | Path | None = None, setting: Setting | None = None) -> Iterator[Row]:
+    """Measure a checkpoint, or a random one of nano's size."""
+    setting = setting or Setting()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(setting.threads)
+    try:
+        with tempfile.TemporaryDirectory(prefix="birkhoff-bench-") as folder:
+            given = Path(folder) / "nano" if model is None else model
+            if model is None:
+                synth(given, "nano")
+            with birkhoff.load(given, device="cpu", max_requests=1) as engine:
+                common = {
+                    "bench": "interp", "model": "synth nano" if model is None else str(model),
+                    "shape": {"layers": engine.config.num_hidden_layers, "hidden": engine.config.hidden_size,
+                              "streams": engine.config.hc_mult},
+                    "dtype": engine.settings["dtype"], **vars(setting), **facts(),
+                }  # fmt: skip
+                for row in (*_decoding(engine, setting), _reconstruction(engine, setting)):
+                    yield common | row
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _decoding(engine: birkhoff.Engine, setting: Setting) -> Iterator[Row]:
+    generator = torch.Generator().manual_seed(0)
+    shape = (setting.batch, setting.prompt_tokens)
+    prompts = torch.randint(engine.config.vocab_size, shape, generator=generator).tolist()
+    everybody = _contenders(engine, setting)
+    seconds: dict[str, list[float]] = {who.name: [] for who in everybody}
+    try:
+        for who in everybody:
+            who.prefill(prompts)
+        for turn in range(setting.steps):
+            for who in everybody if turn % 2 else reversed(everybody):
+                began = time.perf_counter()
+                who.step([])
+                seconds[who.name].append(time.perf_counter() - began)
+    finally:
+        for who in everybody:
+            who.core.close()
+    warm = min(5, setting.steps - 1)
+    for name, own in seconds.items():
+        ratios = [one / other for one, other in zip(own[warm:], seconds["plain"][warm:])]
+        row: Row = {"kind": "steering", "phase": "decode", "contender": name,
+               "ms": summary([1e3 * value for value in own[warm:]]), "times_plain": summary(ratios)}  # fmt: skip
+        if name in BARS:
+            row |= {"at_most": BARS[name], "passed": row["times_plain"]["median"] <= BARS[name]}
+        yield row
+
+
+def _contenders(engine: birkhoff.Engine, setting: Setting) -> list[Steered]:
+    layers, width = engine.config.num_hidden_layers, engine.schema["mhc_streams_pre_attn"].width
+    hook, middle = "mhc_streams_pre_attn", layers // 2
+    vectors = torch.randn(setting.batch, width, generator=torch.Generator().manual_seed(1)) * 0.01
+
+    def adds(make: Callable[[int], Sequence[Add]]) -> Callable[[int, Tokens], Plan]:
+        desk = SteeringDesk(engine.schema, layers)
+
+        def plan(number: int, ids: Tokens) -> Plan:
+            edits = desk.edits(list(make(number)), ids, setting.steps + 1)
+            return Plan(edits=edits, table=desk.table(edits))
+
+        return plan
+
+    saes = SaeDesk(engine.schema, layers, engine.model.embed.device)
+    saes.attach("sae", _dictionary(engine), "delta", list(range(SET)))
+
+    def features(number: int, ids: Tokens) -> Plan:
+        edits = saes.edits([SaeSet("sae", dict.fromkeys(range(SET), 0.1))], ids, setting.steps + 1)
+        return Plan(edits=edits, holdings=saes.holdings(edits))
+
+    plans: dict[str, Callable[[int, Tokens], Plan | None]] = {
+        "plain": lambda number, ids: None,
+        "idle": adds(lambda n: [Add(vectors[n], hook, "all", phase="prefill")]),
+        "one vector": adds(lambda n: [Add(vectors[0], hook, [middle])]),
+        "own vectors": adds(lambda n: [Add(vectors[n], hook, [middle])]),
+        "all layers": adds(lambda n: [Add(vectors[n], hook, "all")]),
+        "features": features,
+    }
+    return [Steered(engine, setting, name, plan) for name, plan in plans.items()]
+
+
+def _dictionary(engine: birkhoff.Engine) -> Sae:
+    width = engine.config.hidden_size
+    weights = torch.randn(2, FEATURES, width, generator=torch.Generator().manual_seed(2)) / width**0.5
+    return Sae(weights[0], torch.full((FEATURES,), -1.0), weights[1], torch.zeros(width), hook="mlp_out",
+               layer=engine.config.num_hidden_layers // 2)  # fmt: skip
+
+
+def _reconstruction(engine: birkhoff.Engine, setting: Setting) -> Row:
+    """A site's reconstruction beside encoder and decoder products of the same rows, turn by turn."""
+    saes = SaeDesk(engine.schema, engine.config.num_hidden_layers, engine.model.embed.device)
+    sae = _dictionary(engine)
+    saes.attach("full", sae, "full")
+    (edit,) = saes.edits([SaeReconstruct("full")], [0] * 8, 2)
+    (use,) = edit.sites.values()
+    rows = setting.batch * setting.prompt_tokens  # as many as a step that reads all prompts has
+    x = torch.randn(rows, engine.config.hidden_size, generator=torch.Generator().manual_seed(3))
+    encoder, decoder = sae.encoder.t().contiguous(), sae.decoder.contiguous()
+    spliced, products = [], []
+    with torch.inference_mode():
+        for turn in range(20):
+            began = time.perf_counter()
+            use.host.run(x, [(use, list(range(rows)))], Around())
+            middle = time.perf_counter()
+            (x @ encoder) @ decoder
+            ended = time.perf_counter()
+            if turn >= 3:
+                spliced.append(middle - began)
+                products.append(ended - middle)
+    ratio = summary([one / other for one, other in zip(spliced, products)])
+    return {"kind": "steering", "phase": "prefill", "contender": "reconstruction", "rows": rows, "features": FEATURES,
+            "ms": summary([1e3 * value for value in spliced]),
+            "products_ms": summary([1e3 * value for value in products]), "times_products": ratio,
+            "at_most": PRODUCTS_BAR, "passed": ratio["median"] <= PRODUCTS_BAR}  # fmt: skip

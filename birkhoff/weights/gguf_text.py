@@ -70,7 +70,7 @@ def _rebuilt(tokens: list[str], types: list[int], merges: list[str]) -> str:
             "version": "1.0",
             "added_tokens": added,
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, _BYTE_LEVEL]},
-            "decoder": {"type": "ByteLevel"},
+            "decoder": _BYTE_LEVEL,
             "model": {"type": "BPE", "vocab": vocab, "merges": [merge.split(" ", 1) for merge in merges]},
         },
         ensure_ascii=False,

@@ -133,8 +133,9 @@ def test_all_kinds_of_values_come_back(tmp_path):
     values = [
         Key("u8", 0, 7), Key("i8", 1, -7), Key("u16", 2, 60000), Key("i16", 3, -9), Key("u32", 4, 2**31),
         Key("i32", 5, -1), Key("f32", 6, 0.5), Key("yes", 7, True), Key("text", 8, "多 words"), Key("u64", 10, 2**63),
-        Key("i64", 11, -(2**62)), Key("f64", 12, 1e300), Key("names", (9, 8), ["a", "", "ö"]), Key("few", (9, 5), [1, -2]),
-        Key("many", (9, 4), list(range(5000))), Key("bytes", (9, 0), bytes(range(250)) * 20),
+        Key("i64", 11, -(2**62)), Key("f64", 12, 1e300), Key("names", (9, 8), ["a", "", "ö"]),
+        Key("few", (9, 5), [1, -2]), Key("many", (9, 4), list(range(5000))),
+        Key("bytes", (9, 0), bytes(range(250)) * 20),
     ]  # fmt: skip
     path = raw_file(tmp_path / "v.gguf", values, [(TensorRow("t", "F32", (2, 3)), struct.pack("<6f", *range(6)))])
     read = read_header(path)
@@ -169,14 +170,14 @@ def mutated(raw: bytes, header_bytes: int, luck: random.Random) -> bytes:
 
 
 def test_mutated_headers_give_typed_errors_only(tiny_path, tmp_path):
-    """2,000 of them through parser and opening in this process, some through the child; at full size all of them."""
+    """Through parser and opening in this process, some through the child; at full size 2,000, all through the child."""
     source = tiny_gguf(tiny_path, tmp_path / "m.gguf", mtp=False)
     raw = source.read_bytes()
     header_bytes = gguf_header.read_header(str(source))["data"]
     luck, path = random.Random(7), tmp_path / "x.gguf"
     refused, slowest = 0, 0.0
-    in_child = scaled(2000, 40)
-    for number in range(2000):
+    in_child, count = scaled(2000, 40), scaled(2000, 1000)
+    for number in range(count):
         path.write_bytes(mutated(raw, header_bytes, luck))
         began = time.perf_counter()
         try:
@@ -188,8 +189,8 @@ def test_mutated_headers_give_typed_errors_only(tiny_path, tmp_path):
             refused += 1
             assert str(error)
         slowest = max(slowest, time.perf_counter() - began)
-    print(f"2000 mutations, {refused} refused, {in_child} through the child, slowest {slowest:.2f} s")
-    assert refused > 1500 and slowest < 5
+    print(f"{count} mutations, {refused} refused, {in_child} through the child, slowest {slowest:.2f} s")
+    assert refused > 0.75 * count and slowest < 5
 
 
 def _open_here(path):

@@ -8,6 +8,7 @@ import sys
 from xml.etree import ElementTree
 
 import pytest
+import torch
 
 import birkhoff
 from birkhoff.capture.reader import read_sharded
@@ -15,7 +16,7 @@ from birkhoff.convert.synth import synth
 from tests.cli.conftest import ROOT, clean_environment
 
 SVG = "{http://www.w3.org/2000/svg}"
-NAMES = ["mixing_matrices", "stream_lens", "harvest"]
+NAMES = ["mixing_matrices", "stream_lens", "harvest", "steering_wake"]
 
 
 @pytest.fixture(scope="module")
@@ -78,3 +79,27 @@ def test_harvest_reads_back_what_it_wrote_and_computes_nothing_twice(tiny, tmp_p
     read = read_sharded(tmp_path / "out" / "harvest")
     rows = sum(len(entry) for entries in read.values() for entry in entries.values())
     assert f"3 texts, {rows} rows" in first
+
+
+def test_steering_wake_starts_behind_the_edit_and_reaches_every_stream(tiny, engine, tmp_path):
+    said = run("steering_wake", "a b c", "--model", tiny, "--stream", 2, "--layer", 2, "--out", "w.svg", cwd=tmp_path)
+    assert "stream 2 of layer 2" in said and "all streams of layer 2" in said
+    titles = [cell.text or "" for cell in ElementTree.parse(tmp_path / "w.svg").getroot().iter(f"{SVG}title")]
+    found = {}
+    for title in titles:
+        edit, place, stream, share = re.fullmatch(r"(.+), (.+), stream (\d): ([\d.]+)", title).groups()  # type: ignore[union-attr]
+        found[edit, place, int(stream)] = float(share)
+    layers = engine.config.num_hidden_layers
+    assert len(found) == 2 * (layers + 1) * 4
+    for edit in ("stream 2", "all streams"):
+        for stream in range(4):
+            assert all(found[edit, f"layer {layer}", stream] == 0 for layer in range(3))
+            assert found[edit, "layer 3", stream] > 0 and found[edit, "end", stream] > 0
+    ids, hook = engine.prompt_ids("a b c"), "mhc_streams_pre_attn"
+    plain = engine.trace(ids)
+    direction = torch.randn(engine.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    direction *= 0.5 * plain[hook, 2].flatten(1).norm(dim=-1).mean() / direction.norm()
+    steered = engine.trace(ids, steer=[birkhoff.Add(direction, hook, [2], streams=[2])])
+    for place, site in (("layer 4", (hook, 4)), ("end", ("mhc_streams_final", layers - 1))):
+        moved = ((steered[site] - plain[site]).norm(dim=-1) / plain[site].norm(dim=-1)).mean(0)
+        assert moved.tolist() == pytest.approx([found["stream 2", place, stream] for stream in range(4)], abs=1e-3)

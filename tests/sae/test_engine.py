@@ -182,3 +182,23 @@ def test_composition_with_vectors_runs_in_the_fixed_order(engine):
     with engine.attach("f", full, kind="full"), engine.attach("d", delta):
         ours = engine.logits(PROMPT, steer=edits)
     assert torch.allclose(ours, edited_logits(engine, PROMPT, ("mlp_out", 2), change), atol=1e-3)
+
+
+def test_t_cache_1_changed_prompts_share_no_pages_and_unchanged_ones_do(engine):
+    """Unsteered, then set in the prompt as delta and as full with equal clamps, then set in generated tokens alone."""
+    prompt = [0, *[40 + number * 7 % 300 for number in range(400)]]
+    dictionary = sae_at(engine, "mlp_out", 2)
+    options = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    edits = [[], [SaeSet("d", {3: 9.0})], [SaeReconstruct("f", {3: 9.0})], [SaeReconstruct("f", {3: 9.0}, error="keep")],
+             [SaeSet("d", {3: 9.0}, phase="decode")]]  # fmt: skip
+    with engine.attach("d", dictionary), engine.attach("f", dictionary, kind="full"):
+        found = [engine.generate(prompt, steer=steer, **options) for steer in edits]
+        again = [engine.generate(prompt, steer=steer, **options) for steer in edits]
+        for steer, out in zip(edits, found):
+            logits = engine.logits(prompt, steer=[e for e in steer if e.phase == "both"])[-1]  # without any cache
+            assert out.logprobs[0].logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-3)
+    cached = [out.interp.get("reuse", {}).get("cached_tokens", 0) for out in (*found, *again)]
+    assert cached[1:4] == [0, 0, 0] and cached[4] > 0 and all(cached[5:])
+    hashes = [out.interp["steering_hash"]["prefill"] for out in found[1:]]
+    assert hashes[3] is None and len({*hashes[:3]}) == 3
+    assert [out.logprobs for out in again] == [out.logprobs for out in found]

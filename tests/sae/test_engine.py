@@ -189,8 +189,8 @@ def test_t_cache_1_changed_prompts_share_no_pages_and_unchanged_ones_do(engine):
     prompt = [0, *[40 + number * 7 % 300 for number in range(400)]]
     dictionary = sae_at(engine, "mlp_out", 2)
     options = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-    edits = [[], [SaeSet("d", {3: 9.0})], [SaeReconstruct("f", {3: 9.0})], [SaeReconstruct("f", {3: 9.0}, error="keep")],
-             [SaeSet("d", {3: 9.0}, phase="decode")]]  # fmt: skip
+    edits = [[], [SaeSet("d", {3: 9.0})], [SaeReconstruct("f", {3: 9.0})],
+             [SaeReconstruct("f", {3: 9.0}, error="keep")], [SaeSet("d", {3: 9.0}, phase="decode")]]  # fmt: skip
     with engine.attach("d", dictionary), engine.attach("f", dictionary, kind="full"):
         found = [engine.generate(prompt, steer=steer, **options) for steer in edits]
         again = [engine.generate(prompt, steer=steer, **options) for steer in edits]

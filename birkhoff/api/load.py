@@ -10,6 +10,7 @@ import torch
 
 from birkhoff.api.engine import Engine, dtype_name
 from birkhoff.api.reuse import check_prefix_cache, drafts_of, files_for, plan_memory
+from birkhoff.api.shipped import shipped_vectors
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import (
@@ -122,7 +123,10 @@ def load(
         + f", {drafts}",
         file=sys.stderr,
     )
-    return Engine(core, tokenizer, _literals(checkpoint), str(model), capture_root)
+    engine = Engine(core, tokenizer, _literals(checkpoint), str(model), capture_root)
+    for name, vector in shipped_vectors(model).items():
+        engine.modules[name] = vector
+    return engine
 
 
 def _resolve(model: str | Path) -> Path:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from birkhoff.api.shipped import shipped_dictionary
 from birkhoff.errors import SaeError, quoted
 from birkhoff.hooks.digest import combine
 from birkhoff.hooks.plan import Key
@@ -61,11 +62,12 @@ class SaeDesk:
         features: Iterable[int | str] | None = None,
         replace: bool = False,
     ) -> Attachment:
-        """A dictionary, several for several sites, or the path of their files."""
+        """A dictionary, several for several sites, the path of their files, or the name of a model that ships with one."""
         given = sae
         if isinstance(sae, (str, Path)):
-            given = load_all(Path(sae))
-            features = clampable_features(Path(sae)) if features is None else features
+            path = shipped_dictionary(sae) or Path(sae)
+            given = load_all(path)
+            features = clampable_features(path) if features is None else features
         if replace:
             self._check_not_in_tier(name)
         return Attachment(self.registry, self.registry.attach(name, given, kind, features, replace))

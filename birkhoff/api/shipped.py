@@ -12,12 +12,20 @@ EMBEDDED = Path(__file__).parent.parent / "models"
 VECTORS, DICTIONARY = "vectors", "sae"
 
 
-def shipped_vectors(model: str) -> dict[str, Path]:
+def shipped_vectors(model: object) -> dict[str, Path]:
     """Vector files of an embedded model, by module name."""
-    return {path.stem: path for path in sorted((EMBEDDED / model / VECTORS).glob("*.safetensors"))}
+    folder = _embedded(model)
+    return {} if folder is None else {path.stem: path for path in sorted((folder / VECTORS).glob("*.safetensors"))}
 
 
-def shipped_dictionary(model: str) -> Path | None:
-    """The directory of an embedded model's dictionary of features."""
-    path = EMBEDDED / model / DICTIONARY
-    return path if path.is_dir() else None
+def shipped_dictionary(model: object) -> Path | None:
+    """The directory of an embedded model's dictionary of features; None for anything that is not such a name."""
+    folder = _embedded(model)
+    return None if folder is None or not (folder / DICTIONARY).is_dir() else folder / DICTIONARY
+
+
+def _embedded(model: object) -> Path | None:
+    """The folder of a model that ships inside: a bare name, never a path."""
+    if not isinstance(model, str) or not model.isidentifier() or not (EMBEDDED / model).is_dir():
+        return None
+    return EMBEDDED / model

@@ -62,7 +62,7 @@ class SaeDesk:
         features: Iterable[int | str] | None = None,
         replace: bool = False,
     ) -> Attachment:
-        """A dictionary, several for several sites, the path of their files, or the name of a model that ships with one."""
+        """A dictionary, several for several sites, the path of their files, or the name of a model that has one."""
         given = sae
         if isinstance(sae, (str, Path)):
             path = shipped_dictionary(sae) or Path(sae)

@@ -363,3 +363,35 @@ def test_delta_modules_run_in_the_order_in_which_they_were_attached():
     )
     for edits in ([(uses[0], [0, 1]), (uses[1], [0, 1])], [(uses[1], [0, 1]), (uses[0], [0, 1])]):
         assert torch.allclose(apply(x, edits, around), expected, atol=1e-4)
+
+
+def test_values_may_be_shares_of_the_largest_activation():
+    levels = torch.linspace(0.5, 12, F)
+    sae = random_sae("relu", x_max=levels, labels={4: "four"})
+    clamps = [
+        parse_clamp("four", {"x_max": 2.0}, "absolute", False, ""),
+        parse_clamp(7, {"x_max": -0.5}, "additive", False, ""),
+        parse_clamp("9", {"min": {"x_max": 0.1}, "max": {"x_max": 0.2}}, "bound", True, ""),
+    ]
+    row = resolve_clamps(clamps, sae, None)
+    by_hand = {4: ("absolute", 2 * float(levels[4]), False), 7: ("additive", -0.5 * float(levels[7]), False),
+               9: ("bound", (0.1 * float(levels[9]), 0.2 * float(levels[9])), True)}  # fmt: skip
+    host, x, around = host_of(sae), rows_of(6, "single"), around_of(6)
+    out = host.run(x, [(SaeUse(host, row, "delta"), [0, 1, 2, 3, 4, 5])], around)
+    np.testing.assert_allclose(out.numpy(), expected_of(sae, x, range(6), by_hand, "delta", around), atol=5e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("mode", ["delta", "drop"])
+def test_a_broken_row_breaks_nobody_else(family, mode):
+    """One request's NaN stays its own, and stays visible."""
+    sae, x, around = random_sae(family), rows_of(6, "single"), around_of(6)
+    host = host_of(sae)
+    uses = [(use_of(host, sae, CLAMPS, mode), [row]) for row in range(5)]
+    whole = host.run(x, uses, around)
+    broken = x.clone()
+    broken[2, 3] = float("nan")
+    out = host.run(broken, uses, around)
+    assert out[2].isnan().any()
+    others = [0, 1, 3, 4, 5]
+    assert torch.allclose(out[others], whole[others], atol=1e-5)

@@ -132,6 +132,36 @@ def steering(
     )
 
 
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="Checkpoint to serve.")] = "nano",
+    seconds: Annotated[float, typer.Option(help="How long clients keep asking.")] = 60.0,
+    streams: Annotated[int, typer.Option(help="Clients at a time, and slots.")] = 8,
+    tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
+    threads: Annotated[int, typer.Option(help="PyTorch threads of the server and of the engine alone.")] = 1,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
+) -> None:
+    """A real server under streams and under overload, beside the engine's own rate; fails if a request did not end."""
+    from birkhoff.bench.serve import Setting, bench_serve
+
+    with bar("measuring", "seconds") as advance:
+        rows = list(bench_serve(model, Setting(seconds, streams, tokens, threads), advance))
+    for row in rows:
+        if json or not sys.stdout.isatty():
+            typer.echo(json_module.dumps(row))
+    _, held, over = rows
+    if sys.stdout.isatty() and not json:
+        first, between = held["first_token_ms"], held["between_tokens_ms"]
+        typer.echo(
+            f"{held['tokens_per_s']:g} tokens/s in {streams} streams, {held['share_of_engine']:.2f} of the engine's; "
+            f"first token p50 {first['p50']:g} ms, p95 {first['p95']:g}; "
+            f"between tokens p50 {between['p50']:g} ms, p95 {between['p95']:g}\n"
+            f"{over['callers']} callers at once: {over['statuses']}, recovered: {over['recovered']}"
+        )
+    if held["failed"] or not held["everything_ended"] or over["failed"] or not over["recovered"]:
+        raise typer.Exit(1)
+
+
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
     from rich.table import Table
 

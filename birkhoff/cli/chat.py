@@ -46,9 +46,11 @@ def chat(
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with open_engine(loading) as engine:
         from birkhoff.cli.conversation import Conversation
+        from birkhoff.steering.grammar import print_line
 
         edits = with_vectors(asked, engine) or None
-        talk = Conversation(engine, sampling, system=system, thinking=thinking, effort=effort, steer=edits)
+        how: dict[str, Any] = {"thinking": thinking, "effort": effort, "steer": edits, "steered_by": print_line(asked)}
+        talk = Conversation(engine, sampling, system=system, **how)
         if interactive:
             say("type a message, /help for what else there is, Ctrl-D to leave")
         failed = False

@@ -17,8 +17,10 @@ from rich.text import Text
 
 from birkhoff.cli.answer import ChatAnswer, how_it_went
 from birkhoff.cli.draw import mixing_matrix
+from birkhoff.cli.steer import read_line, with_vectors
 from birkhoff.cli.talk import visible
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
+from birkhoff.steering.grammar import print_line
 from birkhoff.text.events import ContentDelta, Event, ReasoningDelta
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ HELP = {
     "/help": "this list",
     "/system TEXT": "set the system message; without a text, take it away",
     "/reset": "forget the conversation, keep the system message",
+    "/steer LINE": "push answers, as --steer does: +2.0 NAME @ HOOK[LAYERS] stream=1; off takes it away",
     "/mix [LAYER]": "the 4x4 mixing matrices of the last token; the last layer unless one is named",
     "/quit": "leave (Ctrl-D does too)",
     "//TEXT": "send a message that begins with a slash",
@@ -46,8 +49,10 @@ class Conversation:
         thinking: bool = False,
         effort: str | None = None,
         steer: list[Any] | None = None,
+        steered_by: str = "",
     ):
-        self.engine, self.sampling, self.system, self.steer = engine, sampling, system, steer
+        self.engine, self.sampling, self.system = engine, sampling, system
+        self.steer, self.steered_by = steer, steered_by  # the edits, and the line that says them
         self.thinking, self.effort = thinking, effort
         self.messages: list[dict[str, str]] = []
         self.last_ids: list[int] = []
@@ -92,6 +97,8 @@ class Conversation:
             self.system = rest or None
         elif word == "/reset":
             self.messages, self.last_ids = [], []
+        elif word == "/steer":
+            self._steer(rest)
         elif word == "/mix":
             self._mix(rest)
         elif word == "/quit":
@@ -111,6 +118,15 @@ class Conversation:
         shown = visible(text) if self.console.is_terminal else text
         self.console.print(Text(shown, style), end="")
         sys.stdout.flush()
+
+    def _steer(self, line: str) -> None:
+        """Set what pushes the next answers, or say what does; a line that cannot be changes nothing."""
+        if line:
+            said = [] if line == "off" else read_line(line)
+            edits = with_vectors(said, self.engine)
+            self.engine.resolve(edits, [0], 1)
+            self.steer, self.steered_by = edits or None, print_line(said)
+        self.console.print(f"steering: {self.steered_by or 'none'}")
 
     def _mix(self, asked: str) -> None:
         if not self.last_ids:

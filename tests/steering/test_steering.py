@@ -11,6 +11,7 @@ import birkhoff
 from birkhoff import Add, Capture, Clamp, Patch, Project
 from birkhoff.convert.synth import synth
 from birkhoff.errors import BirkhoffError, SteeringError
+from birkhoff.steering.rows import PositionRows
 from tests.oracle import build_oracle
 from tests.sizes import scaled
 from tests.steering.hooked import LAYER, hook_oracle
@@ -243,36 +244,67 @@ def test_named_vectors_and_the_global_tier(engine, sizes):
         engine.logits(PROMPT, steer=[Add("calm", hook="mlp_out", layers=[1])])
 
 
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda m, d: Add([float("nan")] * d, hook="mlp_out", layers=[0]), "finite"),
-        (lambda m, d: Add([float("inf")] * d, hook="mlp_out", layers=[0]), "finite"),
-        (lambda m, d: Add([1.0] * (d + 1), hook="mlp_out", layers=[0]), rf"{65}.*{64}"),
-        (lambda m, d: Add([1.0] * (d + 1), hook="mhc_streams_pre_attn", layers=[0]), r"m\*d = 4\*64 = 256"),
-        (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0]), "streams"),
-        (lambda m, d: Clamp([0.0] * d, hook="mlp_out", layers=[0], max=0.0), "zero"),
-        (lambda m, d: Clamp([1.0] * d, hook="mlp_out", layers=[0], min=1.0, max=0.0), "Swap"),
-        (lambda m, d: Clamp([1.0] * d, hook="mlp_out", layers=[0]), "neither"),
-        (lambda m, d: Add([1.0] * m, hook="mhc_attn_post_mix", layers=[0]), "capture-only"),
-        (lambda m, d: Add([1.0] * d, hook="post_mlp", layers=[0]), "mhc_streams_final"),
-        (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[99]), "99"),
-        (lambda m, d: Add([1.0] * d, hook="mlp_out"), "layers"),
-        (lambda m, d: Add([1.0] * d, layers=[0]), "hook"),
-        (lambda m, d: Add("nobody", hook="mlp_out", layers=[0]), "nobody"),
-        (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], streams=[0]), "one stream"),
-        (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0], streams=[9]), "0..3"),
-        (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], phase="later"), "phase"),
-        (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], path="sideways"), "path"),
-        (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0], streams="post_mix"), "post_mix"),
-        (lambda m, d: Add([[1.0]] * d, hook="mlp_out", layers=[0]), "shape"),
-        (lambda m, d: "calm", "Add, Project"),
-    ],
-)
+BAD = [
+    (lambda m, d: Add([float("nan")] * d, hook="mlp_out", layers=[0]), "finite"),
+    (lambda m, d: Add([float("inf")] * d, hook="mlp_out", layers=[0]), "finite"),
+    (lambda m, d: Add([1.0] * (d + 1), hook="mlp_out", layers=[0]), rf"{65}.*{64}"),
+    (lambda m, d: Add([1.0] * (d + 1), hook="mhc_streams_pre_attn", layers=[0]), r"m\*d = 4\*64 = 256"),
+    (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0]), "streams"),
+    (lambda m, d: Clamp([0.0] * d, hook="mlp_out", layers=[0], max=0.0), "zero"),
+    (lambda m, d: Clamp([1.0] * d, hook="mlp_out", layers=[0], min=1.0, max=0.0), "Swap"),
+    (lambda m, d: Clamp([1.0] * d, hook="mlp_out", layers=[0]), "neither"),
+    (lambda m, d: Add([1.0] * m, hook="mhc_attn_post_mix", layers=[0]), "capture-only"),
+    (lambda m, d: Add([1.0] * d, hook="post_mlp", layers=[0]), "mhc_streams_final"),
+    (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[99]), "99"),
+    (lambda m, d: Add([1.0] * d, hook="mlp_out"), "layers"),
+    (lambda m, d: Add([1.0] * d, layers=[0]), "hook"),
+    (lambda m, d: Add("nobody", hook="mlp_out", layers=[0]), "nobody"),
+    (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], streams=[0]), "one stream"),
+    (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0], streams=[9]), "0..3"),
+    (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], phase="later"), "phase"),
+    (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], path="sideways"), "path"),
+    (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[0], streams="post_mix"), "post_mix"),
+    (lambda m, d: Add([[1.0]] * d, hook="mlp_out", layers=[0]), "shape"),
+    (lambda m, d: "calm", "Add, Project"),
+    (lambda m, d: Patch(PositionRows({99999: [1.0] * d}), hook="mlp_out", layers=[0]), "position 99999"),
+    (lambda m, d: Patch(PositionRows({0: [1.0] * (d - 1)}), hook="mlp_out", layers=[0]), "63 numbers"),
+    (lambda m, d: Patch(1.0, hook="mlp_out", layers=[0]), "one row"),
+    (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[1], streams="post_mix", norm_match=True), "one"),
+    (lambda m, d: Add([0.0] * d, hook="mlp_out", layers=[0], norm_match=True), "needs a direction"),
+    (lambda m, d: Add([True] * d, hook="mlp_out", layers=[0]), "True"),
+    (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], where=[10**6]), "out of range"),
+]
+
+
+@pytest.mark.parametrize(("make", "words"), BAD)
 def test_bad_edits_are_refused_before_anything_runs(engine, sizes, make, words):
     with pytest.raises(BirkhoffError, match=words):
         engine.generate(PROMPT, max_tokens=2, steer=[make(*sizes)])
-    assert engine._core.scheduler.idle and engine.generate(PROMPT, max_tokens=2).finish_reason == "length"
+    assert engine._core.scheduler.idle and engine._steering.tables.rows_held == 0
+
+
+def test_every_refusal_says_something_of_its_own_and_leaves_nothing_behind(engine, sizes):
+    said = []
+    for make, _ in BAD:
+        with pytest.raises(BirkhoffError) as refused:
+            engine.generate(PROMPT, max_tokens=2, steer=[make(*sizes)])
+        said.append(str(refused.value))
+    assert len(set(said)) == len(said)
+    assert len(engine.modules) == 0 and engine.generate(PROMPT, max_tokens=2).finish_reason == "length"
+
+
+def test_directions_at_one_site_are_counted_over_all_tiers(engine, sizes):
+    d = sizes[1]
+    clamps = [Clamp(vector(d, seed), hook="mlp_out", layers=[1], max=0.0) for seed in range(3)]
+    options = {"max_tokens": 2, "ignore_eos": True}
+    with engine.steering(*clamps):
+        more = Project(vector(d, 8), hook="mlp_out", layers=[1], phase="prefill")
+        assert engine.generate(PROMPT, steer=[more], **options).finish_reason == "length"  # four
+        apart = Project(vector(d, 9), hook="mlp_out", layers=[1], phase="decode")
+        assert engine.generate(PROMPT, steer=[more, apart], **options).finish_reason == "length"  # four in each phase
+        with pytest.raises(SteeringError, match=r"5 directions.*mlp_out\[1\] during prefill, at most 4"):
+            engine.generate(PROMPT, steer=[more, more], **options)
+    assert engine._steering.tables.rows_held == 0
 
 
 def test_edits_are_plain_data(sizes):

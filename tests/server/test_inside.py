@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import re
+import shlex
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from safetensors.torch import load as load_safetensors
 import birkhoff
 from birkhoff import Add, Capture, Clamp, Patch, Project
 from birkhoff.capture.reader import read_request
+from tests.cli.conftest import ROOT
 from tests.server.conftest import user
 
 CHAT, MESSAGES = "/v1/chat/completions", user("Tell me a story about a fox.")
@@ -218,3 +221,16 @@ def test_e6_a_module_removed_during_use(served, engine):
     assert ids == whole
     gone = served.post(CHAT, body)
     assert gone.status_code == 400 and "brief" in gone.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/server.md"])
+def test_the_call_in_the_documents_works_as_pasted(served, page):
+    text = (ROOT / page).read_text()
+    (call,) = re.findall(r"^curl -s localhost:8000.*?}'$", text, re.MULTILINE | re.DOTALL)
+    words = shlex.split(call)
+    path, body = words[2].removeprefix("localhost:8000"), json.loads(words[words.index("-d") + 1])
+    found = served.post(path, body)
+    assert found.status_code == 200, found.text
+    told = found.json()
+    assert told["choices"][0]["message"]["content"] != told["baseline"][0]["message"]["content"]
+    assert told["capture_results"]["memory"]["tensors"][0]["shape"] == [1, 4, 4] and told["interp"]["rows_steered"] > 0

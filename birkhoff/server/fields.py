@@ -80,6 +80,7 @@ class Sampling(Looking):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
+    context: Annotated[str, Field(min_length=1, max_length=200)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
@@ -96,7 +97,7 @@ class Sampling(Looking):
             raise bad(f"n is {self.n}, this server gives at most {most_choices} answers at a time.", "n")
         names = (
             "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "min_tokens",
-            "ignore_eos", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
+            "ignore_eos", "context", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
         )  # fmt: skip
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 

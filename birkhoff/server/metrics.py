@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: a dozen series with names of our own, no prompt, key or user in any label."""
+"""Numbers for Prometheus: some twenty series with names of our own, no prompt, key or user in any label."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ class Metrics:
         self.cancelled = count("cancelled", "Answers that were ended early, by cause.", "cause")
         self.prompt_tokens = count("prompt_tokens", "Tokens of prompts that were run.")
         self.generated_tokens = count("generated_tokens", "Tokens that were sampled.")
+        self.cached_tokens = count("cached_tokens", "Tokens of prompts that were known and not run.")
+        self.shared_pages = count("shared_pages", "Pages of past prompts that were used again.")
+        self.drafted = count("drafted_tokens", "Tokens that were guessed ahead.")
+        self.accepted = count("accepted_tokens", "Guessed tokens that stayed.")
         self.steered = count("steered_requests", "Answers whose activations were edited.")
         self.captures = count("captures", "Captures by how they ended.", "status")
         self.capture_bytes = count("capture_bytes", "Bytes of captured rows.")
@@ -48,6 +52,10 @@ class Metrics:
         times, tokens = request.timings, len(request.output_ids)
         self.prompt_tokens.inc(len(request.prompt_ids) if times.admitted is not None else 0)
         self.generated_tokens.inc(tokens)
+        self.cached_tokens.inc(request.cached_tokens or 0)
+        self.shared_pages.inc(request.shared_pages)
+        self.drafted.inc(request.drafted)
+        self.accepted.inc(request.accepted)
         if request.plan is not None and request.plan.edits:
             self.steered.inc()
         if request.error is not None:

@@ -116,7 +116,7 @@ class CaptureDesk:
 
     def _by_consumer(self, wish: CaptureWish, choice: str) -> Mapping[str, Any]:
         if not isinstance(wish, Capture):
-            return wish
+            return {name: _renamed(spec, choice) for name, spec in wish.items()} if choice else wish
         if wish.returns in (None, "inline"):
             return {MEMORY: wish.to_json()}
         if self._consumers[FILES] is None:
@@ -128,6 +128,13 @@ class CaptureDesk:
         fields["request_id"] = fields.get("request_id", uuid.uuid4().hex) + choice
         fields.setdefault("tag", "captures")
         return {FILES: fields}
+
+
+def _renamed(spec: Any, choice: str) -> Any:
+    """One consumer's part of the wire form, with a request id of its own."""
+    if not isinstance(spec, Mapping) or not isinstance(spec.get("request_id"), str):
+        return spec  # nothing to tell apart, or refused in a moment
+    return {**spec, "request_id": spec["request_id"] + choice}
 
 
 class DispatchKeeper:

@@ -48,7 +48,7 @@ class Setting:
 
     shared_tokens: int = 900
     turns: int = 8
-    answer_tokens: int = 48
+    answer_tokens: int = 96
     steps: int = 128
     rounds: int = 5
     threads: int = 2

@@ -162,6 +162,42 @@ def serve(
         raise typer.Exit(1)
 
 
+@app.command()
+def reuse(
+    model: Annotated[str, typer.Option(help="Checkpoint to measure; it needs a tokenizer and an MTP block.")] = "nano",
+    threads: Annotated[int, typer.Option(help="PyTorch threads.")] = 2,
+    shared_tokens: Annotated[int, typer.Option(help="How many tokens two prompts share.")] = 900,
+    turns: Annotated[int, typer.Option(help="Turns of a conversation.")] = 8,
+    answer_tokens: Annotated[int, typer.Option(help="Tokens of each answer in it.")] = 96,
+    steps: Annotated[int, typer.Option(help="Tokens written with guesses and without.")] = 128,
+    rounds: Annotated[int, typer.Option(help="How often everybody has a turn.")] = 5,
+    json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
+) -> None:
+    """What a known prompt, a conversation and guesses save, in the same run; fails if answers differ."""
+    from birkhoff.bench.reuse import Setting, bench_reuse
+
+    setting = Setting(shared_tokens, turns, answer_tokens, steps, rounds, threads)
+    with bar("measuring", "rounds") as advance:
+        rows = list(bench_reuse(model, setting, progress=advance))
+    for row in rows:
+        if json or not sys.stdout.isatty():
+            typer.echo(json_module.dumps(row))
+        elif row["kind"] == "prefix":
+            typer.echo(
+                f"{row['cached_tokens']} tokens known: first token {row['times_sooner']['median']:g} times sooner, "
+                f"{row['times_sooner_from_disk']['median']:g} from disk"
+            )
+        elif row["kind"] == "turns":
+            typer.echo(f"{turns} turns: {row['share_of_recomputation']['median']:g} of reading everything again")
+        else:
+            typer.echo(
+                f"{row['contender']}: {row['tokens_per_second']['median']:g} tokens/s, "
+                f"{row['times_plain']['median']:g} times plain, accepted {row['accepted']} of {row['drafted']}"
+            )
+    if not all(row["same_tokens"] for row in rows):
+        raise typer.Exit(1)
+
+
 def _print(rows: list[dict[str, Any]], console: Console) -> None:
     from rich.table import Table
 

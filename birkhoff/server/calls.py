@@ -98,7 +98,7 @@ def usage(requests: Sequence[Request], call: Call, engine: Engine) -> dict[str, 
 
 
 def cached(request: Request) -> int:
-    return int(getattr(request, "cached", 0) or 0)
+    return request.cached_tokens or 0
 
 
 def reasoning_tokens(request: Request, call: Call, engine: Engine) -> int:

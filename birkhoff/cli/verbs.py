@@ -24,6 +24,7 @@ from birkhoff.cli.sae import app as sae
 from birkhoff.cli.serve import serve
 from birkhoff.cli.settings import defaults_from
 from birkhoff.cli.synth import synth
+from birkhoff.cli.validate import validate
 from birkhoff.cli.vectors import app as vectors
 
 
@@ -49,6 +50,7 @@ app.command()(chat)
 app.command()(serve)
 app.command()(capture)
 app.command()(convert)
+app.command()(validate)
 app.command()(inspect)
 app.command()(synth)
 app.add_typer(bench, name="bench")

@@ -1,0 +1,236 @@
+"""Two runs side by side: how far every site and the logits are apart, where they part first, and whether that is fine.
+
+Choosing experts is a jump: two scores that float32 can hardly tell apart may be ranked either way, and everything
+behind them legitimately differs. So choices are compared first. Where they differ, the gap between the last expert
+taken and the first one left is reported, and when that gap is a rounding error rows from there on are left out of the
+verdict instead of failing it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from birkhoff.config import V4Config
+from birkhoff.errors import OptionError
+from birkhoff.hooks.sites import BY_NAME
+from birkhoff.validate.gates import Gate
+from birkhoff.validate.runs import Run
+
+# The order in which a layer computes its sites; `first diverging` follows it.
+ORDER = (
+    "mhc_streams_pre_attn", "mhc_attn_pre_mix", "mhc_attn_post_mix", "mhc_attn_res_mix", "pre_attn", "post_attn",
+    "mhc_streams_pre_mlp", "mhc_ffn_pre_mix", "mhc_ffn_post_mix", "mhc_ffn_res_mix", "mlp_in", "moe_router_logits",
+    "moe_topk", "mlp_out", "mhc_streams_final", "mhc_head_mix", "final_hidden",
+)  # fmt: skip
+TIE = 1e-4  # gaps between experts' router logits below this are ties
+
+
+@dataclass(frozen=True)
+class SiteRow:
+    site: str
+    layer: int
+    rel_rmse: float
+    max_abs: float
+    cosine: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class LogitsRow:
+    rel_rmse: float
+    median_row: float
+    max_abs: float
+    cosine: float
+    argmax: float
+    top20: float
+    mean_kl: float
+    p95_kl: float
+    ok: bool
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where experts were chosen differently: the first row, and how near the choice was there."""
+
+    layer: int
+    differing: int
+    rows: int
+    first: int
+    gap: float
+
+
+@dataclass
+class Comparison:
+    first: str
+    second: str
+    gate: Gate
+    rows: int
+    compared_rows: int
+    sites: list[SiteRow]
+    logits: LogitsRow | None
+    choices: list[Choice]
+    stages: list[dict[str, Any]]
+    explanations: list[Any] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def diverging(self) -> SiteRow | None:
+        """The first site, in the order of computation, that is outside the gate."""
+        return next((row for row in self.sites if not row.ok), None)
+
+    @property
+    def ok(self) -> bool:
+        flips = any(choice.gap > TIE for choice in self.choices) and self.gate.site is not None
+        return not flips and self.diverging is None and (self.logits is None or self.logits.ok)
+
+    def to_dict(self) -> dict[str, Any]:
+        first = self.diverging
+        return {
+            "ok": self.ok,
+            "first": self.first,
+            "second": self.second,
+            "gate": asdict(self.gate),
+            "rows": self.rows,
+            "compared_rows": self.compared_rows,
+            "diverging": None if first is None else f"{first.site}[{first.layer}]",
+            "logits": None if self.logits is None else asdict(self.logits),
+            "stages": self.stages,
+            "choices": [asdict(choice) for choice in self.choices],
+            "explanations": [asdict(explanation) for explanation in self.explanations],
+            "notes": self.notes,
+            "sites": [asdict(row) for row in self.sites],
+        }
+
+
+def compare(first: Run, second: Run, gate: Gate, config: V4Config | None = None) -> Comparison:
+    """`second` is what `first` is held against."""
+    if first.tokens != second.tokens:
+        raise OptionError(
+            f"{first.label} ran on {len(first.tokens)} tokens and {second.label} on {len(second.tokens)} that are not "
+            "the same. Give both the same token ids."
+        )
+    rows = len(first.tokens)
+    choices = _choices(first, second)
+    kept = rows
+    notes = []
+    if choices and all(choice.gap <= TIE for choice in choices):
+        kept = max(1, min(choice.first for choice in choices))
+        notes.append(f"experts tie at row {kept}: rows from there on are shown but not judged")
+    common = [key for key in second.sites if key in first.sites and key[0] != "moe_topk"]
+    common.sort(key=_place)
+    sites = [_site_row(key, first.sites[key], second.sites[key], kept, gate) for key in common]
+    missing = {name for name, _ in first.sites} - {name for name, _ in second.sites}
+    if second.sites and missing:
+        notes.append(f"{second.label} does not have {', '.join(sorted(missing))}")
+    logits = None
+    if first.logits is not None and second.logits is not None:
+        logits = _logits_row(first.logits, second.logits, kept, gate)
+    if not sites and logits is None:
+        raise OptionError(f"{first.label} and {second.label} have no site in common and no logits to compare.")
+    stages = _stages(sites, config) if config is not None and sites else []
+    return Comparison(first.label, second.label, gate, rows, kept, sites, logits, choices, stages, notes=notes)
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    """||a - b|| / ||b||, in float64."""
+    a, b = a.double(), b.double()
+    size = float(b.norm())
+    return float((a - b).norm()) / size if size else float(a.norm())
+
+
+def _place(key: tuple[str, int]) -> tuple[int, int]:
+    return (key[1] if not BY_NAME[key[0]].once else 1 << 30, ORDER.index(key[0]))
+
+
+def _site_row(key: tuple[str, int], a: torch.Tensor, b: torch.Tensor, rows: int, gate: Gate) -> SiteRow:
+    if a.shape != b.shape:
+        raise OptionError(f"{key[0]}[{key[1]}] is {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size.")
+    a, b = a[:rows], b[:rows]
+    error = relative(a, b)
+    ok = error == error and (gate.site is None or error <= gate.site)
+    return SiteRow(key[0], key[1], error, float((a - b).abs().max()), _cosine(a, b), ok)
+
+
+def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
+    a, b = a.double().flatten(), b.double().flatten()
+    size = float(a.norm() * b.norm())
+    return float(a @ b) / size if size else float(torch.equal(a, b))
+
+
+def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: Gate) -> LogitsRow:
+    if a.shape != b.shape:
+        raise OptionError(f"logits are {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size.")
+    a, b = a[:rows].double(), b[:rows].double()
+    per_row = (a - b).norm(dim=-1) / b.norm(dim=-1).clamp_min(1e-300)
+    count = min(20, a.shape[-1])
+    ours, theirs = a.topk(count).indices, b.topk(count).indices
+    overlap = (ours.unsqueeze(-1) == theirs.unsqueeze(-2)).any(-1).double().mean()
+    log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
+    kl = (log_b.exp() * (log_b - log_a)).sum(-1)
+    argmax = float((a.argmax(-1) == b.argmax(-1)).double().mean())
+    error, median, mean_kl = relative(a, b), float(per_row.median()), float(kl.mean())
+    ok = (
+        bool(torch.isfinite(a).all())
+        and (gate.logits is None or error <= gate.logits)
+        and (gate.median_row is None or median <= gate.median_row)
+        and argmax >= gate.argmax
+        and (gate.mean_kl is None or mean_kl <= gate.mean_kl)
+    )
+    p95 = float(kl.quantile(0.95))
+    return LogitsRow(error, median, float((a - b).abs().max()), _cosine(a, b), argmax, float(overlap), mean_kl, p95, ok)
+
+
+def _choices(first: Run, second: Run) -> list[Choice]:
+    out = []
+    for key in sorted(second.sites):
+        if key[0] != "moe_topk" or key not in first.sites:
+            continue
+        ours, theirs = (run.sites[key][..., 0].long().sort(-1).values for run in (first, second))
+        differs = (ours != theirs).any(-1).nonzero().flatten()
+        if len(differs):
+            at = int(differs[0])
+            out.append(Choice(key[1], len(differs), len(ours), at, _gap(second, key[1], at, ours[at], theirs[at])))
+    return out
+
+
+def _gap(run: Run, layer: int, row: int, ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Distance between the router logits of the experts one side took and the other did not."""
+    logits = run.sites.get(("moe_router_logits", layer))
+    if logits is None:
+        return float("inf")
+    only_ours = [e for e in ours.tolist() if e not in theirs.tolist()]
+    only_theirs = [e for e in theirs.tolist() if e not in ours.tolist()]
+    scores = torch.nn.functional.softplus(logits[row].double()).sqrt()
+    return float(min(abs(scores[a] - scores[b]) for a in only_ours for b in only_theirs))
+
+
+def layer_stages(config: V4Config) -> list[tuple[str, list[int]]]:
+    """Layers 0 and last; then the first and last of every kind of layer; then all."""
+    last = config.num_hidden_layers - 1
+    edges = {0, last}
+    for kind in ("swa", "csa", "hca"):
+        of_kind = [layer for layer in range(last + 1) if config.layer_kind(layer) == kind]
+        edges |= {of_kind[0], of_kind[-1]} if of_kind else set()
+    if 0 < config.num_hash_layers <= last:
+        edges |= {config.num_hash_layers - 1, config.num_hash_layers}
+    return [
+        ("first and last", sorted({0, last})),
+        ("edges of each kind", sorted(edges)),
+        ("all", list(range(last + 1))),
+    ]
+
+
+def _stages(sites: list[SiteRow], config: V4Config) -> list[dict[str, Any]]:
+    out = []
+    for name, layers in layer_stages(config):
+        rows = [row for row in sites if row.layer in layers]
+        worst = max(rows, key=lambda row: row.rel_rmse, default=None)
+        if worst is not None:
+            where = f"{worst.site}[{worst.layer}]"
+            out.append(
+                {"stage": name, "layers": layers, "worst": worst.rel_rmse, "at": where, "ok": all(r.ok for r in rows)}
+            )
+    return out

@@ -1,0 +1,195 @@
+"""Seven mistakes that ports of V4 make, each recognised by making it on purpose.
+
+When two runs differ, every mistake is built into the model of one side, and the faulty run is held against the other
+side. The mistake that makes the difference vanish is its explanation. Each has variants, since a mixer can be
+transposed before or after Sinkhorn and nibbles can be muddled in several ways. Nothing is guessed from the shape of the
+error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from birkhoff.kernels.rope import Phases
+from birkhoff.kernels.select import KernelSet
+from birkhoff.model.transformer import Transformer
+from birkhoff.validate.compare import relative
+from birkhoff.validate.runs import Fault, Run, run_model, with_fault
+
+VANISHED = 0.02  # a difference is explained when so little of it is left
+CERTAIN = 1e-4  # and nothing else needs to be tried when it is gone
+JUDGED = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "post_attn", "mlp_out", "final_hidden")
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """`left` is the share of the difference that remains once the mistake is made; `variant` tells which form of it."""
+
+    name: str
+    variant: str
+    left: float
+    before: float
+    after: float
+    text: str
+
+
+TEXTS = {
+    "mixer-transposed": "the 4x4 stream mixer is applied transposed: out[k] sums mix[j, k] * streams[j] over j, the "
+    "first index",
+    "mixer-order": "the rows of hc_*_fn and hc_*_base are read in another order than pre (4), post (4), comb (16)",
+    "rope-half-split": "rotary pairs are taken as (i, i + half) instead of neighbouring channels (2i, 2i + 1)",
+    "yarn-missing": "YaRN is missing on the compressed layers (ratio 4 and 128), or applied where it should not be",
+    "nibble-order": "the two 4-bit codes of a byte, or the 32 of a block, are taken in another order",
+    "readout-stream-0": "the head reads stream 0 instead of the sigmoid-weighted sum of all streams",
+    "output-not-unrotated": "attention's output is not rotated back before the output projection",
+}
+
+
+def faults() -> list[tuple[str, Fault]]:
+    """(variant, fault) for every form of every mistake, the commonest forms first."""
+    return [
+        ("after Sinkhorn", Fault("mixer-transposed", kernels=_transposed_write)),
+        ("before Sinkhorn", Fault("mixer-transposed", weights=_transposed_rows)),
+        ("pre and post swapped", Fault("mixer-order", weights=_reordered((1, 0, 2)))),
+        ("pre, comb, post in the file", Fault("mixer-order", weights=_reordered((0, 2, 1)))),
+        ("pre, comb, post in the reader", Fault("mixer-order", weights=_misread)),
+        ("half-split", Fault("rope-half-split", kernels=_half_split)),
+        ("none", Fault("yarn-missing", config=lambda config: replace(config, rope_scaling=None))),
+        ("high nibble first", Fault("nibble-order", weights=_columns(_swapped_pairs))),
+        ("blocks of MXFP4 read as bytes of the release", Fault("nibble-order", weights=_columns(_blocks_as_bytes))),
+        ("bytes of the release read as blocks of MXFP4", Fault("nibble-order", weights=_columns(_bytes_as_blocks))),
+        ("stream 0", Fault("readout-stream-0", weights=_first_stream)),
+        ("left rotated", Fault("output-not-unrotated", kernels=_left_rotated)),
+    ]
+
+
+def explain(model: Transformer, plain: Run, other: Run) -> list[Explanation]:
+    """Which mistakes, built into `model` (whose right run is `plain`), make it agree with the other; the best first."""
+    before = distance(plain, other)
+    if not before > 0:
+        return []
+    found: dict[str, Explanation] = {}
+    for variant, fault in faults():
+        after = distance(run_model(with_fault(model, fault), plain.tokens, variant), other)
+        if after != after or after >= 0.5 * before:
+            continue
+        known = found.get(fault.name)
+        if known is None or after < known.after:
+            found[fault.name] = Explanation(fault.name, variant, after / before, before, after, TEXTS[fault.name])
+        if after <= CERTAIN * before:
+            break
+    explained = [e for e in found.values() if e.left <= VANISHED]
+    return sorted(explained or found.values(), key=lambda e: e.left)
+
+
+def distance(a: Run, b: Run) -> float:
+    """One number for how far two runs are apart: the mean over sites that carry the computation, and the logits."""
+    errors = [relative(a.sites[key], b.sites[key]) for key in b.sites if key[0] in JUDGED and key in a.sites]
+    if a.logits is not None and b.logits is not None:
+        errors.append(relative(a.logits, b.logits))
+    return sum(errors) / len(errors)
+
+
+def _transposed_write(kernels: KernelSet) -> KernelSet:
+    def write(streams, y, post, mix):
+        return kernels.mhc_write(streams, y, post, mix.transpose(-1, -2).contiguous())
+
+    return replace(kernels, mhc_write=write)
+
+
+def _half_split(kernels: KernelSet) -> KernelSet:
+    def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+        dim = 2 * phases.cos.shape[-1]
+        still, turning = x[..., :-dim], x[..., -dim:]
+        neighbours = turning.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2)
+        turned = kernels.rotate(neighbours.contiguous(), phases, inverse)
+        return torch.cat((still, turned.unflatten(-1, (dim // 2, 2)).transpose(-1, -2).flatten(-2)), dim=-1)
+
+    return replace(kernels, rotate=rotate)
+
+
+def _left_rotated(kernels: KernelSet) -> KernelSet:
+    def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+        return x if inverse else kernels.rotate(x, phases)
+
+    return replace(kernels, rotate=rotate)
+
+
+def _mixer_part(name: str) -> str | None:
+    """`fn`, `base` or `scale` of a sublayer's mixer; None for anything else."""
+    leaf = name.rsplit(".", 1)[-1]
+    return leaf.rsplit("_", 1)[-1] if leaf.startswith(("hc_attn_", "hc_ffn_")) else None
+
+
+def _streams(rows: int) -> int:
+    return int((rows + 1) ** 0.5) - 1  # (2 + m) m rows
+
+
+def _transposed_rows(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    if _mixer_part(name) not in ("fn", "base"):
+        return None
+    m = _streams(len(tensor))
+    comb = tensor[2 * m :].unflatten(0, (m, m)).transpose(0, 1).flatten(0, 1)
+    return torch.cat((tensor[: 2 * m], comb))
+
+
+def _reordered(order: tuple[int, int, int]) -> Callable[[str, torch.Tensor], torch.Tensor | None]:
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        part = _mixer_part(name)
+        if part is None:
+            return None
+        if part == "scale":
+            return tensor[list(order)]
+        m = _streams(len(tensor))
+        parts = tensor.split([m, m, m * m])
+        return torch.cat([parts[index] for index in order])
+
+    return change
+
+
+def _misread(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    """A right file read as pre, comb, post."""
+    part = _mixer_part(name)
+    if part is None:
+        return None
+    if part == "scale":
+        return tensor[[0, 2, 1]]
+    m = _streams(len(tensor))
+    pre, comb, post = tensor.split([m, m * m, m])
+    return torch.cat((pre, post, comb))
+
+
+def _columns(order: Callable[[int], torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor | None]:
+    """The columns of every routed expert in another order."""
+
+    def change(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+        if ".ffn.experts." not in name or tensor.dim() != 2 or tensor.shape[1] % 32:
+            return None
+        return tensor[:, order(tensor.shape[1]).to(tensor.device)]
+
+    return change
+
+
+def _swapped_pairs(width: int) -> torch.Tensor:
+    return torch.arange(width).view(-1, 2).flip(1).flatten()
+
+
+def _blocks_as_bytes(width: int) -> torch.Tensor:
+    """Position 2j shows element j and 2j + 1 element j + 16 of each group of 32."""
+    return torch.arange(width).view(-1, 2, 16).transpose(1, 2).flatten()
+
+
+def _bytes_as_blocks(width: int) -> torch.Tensor:
+    return torch.arange(width).view(-1, 16, 2).transpose(1, 2).flatten()
+
+
+def _first_stream(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
+    if name == "hc_head_fn":
+        return torch.zeros_like(tensor)
+    if name == "hc_head_base":
+        base = torch.full_like(tensor, -40.0)
+        base[0] = 40.0
+        return base
+    return None

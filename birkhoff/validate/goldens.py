@@ -1,0 +1,102 @@
+"""Golden values: what a trusted run held at every site, kept in files that any program can write or read.
+
+A directory with `goldens.json` ({"tokens": [...], "label": ...}) and the arrays, either in `goldens.safetensors` or as
+single `.npy` files: `HOOK.LAYER` for a site [tokens, ...] and `logits` [tokens, vocabulary]. Another implementation
+needs no more than NumPy to make one; `tokens.npy` may stand in for the JSON. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from birkhoff.errors import DataError, OptionError, quoted
+from birkhoff.hooks.sites import BY_NAME
+from birkhoff.validate.runs import Run, Sites
+
+FORMAT = 1
+
+
+def save_goldens(run: Run, directory: str | Path) -> Path:
+    """Write a run; the directory must be new or empty."""
+    directory = Path(directory)
+    if directory.exists() and any(directory.iterdir()):
+        raise OptionError(f"{directory} is not empty. Choose another directory for the goldens.")
+    directory.mkdir(parents=True, exist_ok=True)
+    arrays = {f"{name}.{layer}": x.contiguous() for (name, layer), x in run.sites.items()}
+    if run.logits is not None:
+        arrays["logits"] = run.logits.contiguous()
+    save_file(arrays, directory / "goldens.safetensors")
+    facts = {"format": FORMAT, "label": run.label, "tokens": list(run.tokens)}
+    (directory / "goldens.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    return directory
+
+
+def read_goldens(directory: str | Path) -> Run:
+    """Read goldens that we or somebody else wrote."""
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise DataError(
+            f"{directory} is not a directory with goldens. Make one: birkhoff validate A --save-goldens DIR"
+        )
+    label, tokens = _facts(directory)
+    arrays: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        try:
+            arrays.update(load_file(file))
+        except (SafetensorError, OSError, ValueError) as error:
+            raise DataError(f"{file.name} cannot be read as safetensors ({error}). Make the goldens again.") from None
+    for file in sorted(directory.glob("*.npy")):
+        if file.name != "tokens.npy":
+            arrays[file.name.removesuffix(".npy")] = torch.from_numpy(_npy(file))
+    return _run(directory, label, tokens, arrays)
+
+
+def _run(directory: Path, label: str, tokens: tuple[int, ...], arrays: dict[str, torch.Tensor]) -> Run:
+    sites: Sites = {}
+    logits = None
+    for name, array in arrays.items():
+        if array.dim() < 2 or array.shape[0] != len(tokens) or not array.is_floating_point():
+            raise DataError(
+                f"{name} of {directory.name} is {array.dtype} {tuple(array.shape)}, expected floats with one row for "
+                f"each of {len(tokens)} tokens."
+            )
+        hook, _, layer = name.rpartition(".")
+        if name == "logits":
+            logits = array.float()
+        elif hook in BY_NAME and layer.isdecimal() and len(layer) < 6:
+            sites[hook, int(layer)] = array.float()
+        else:
+            raise DataError(f"{directory.name} holds {quoted(name)}, expected logits or HOOK.LAYER such as mlp_out.3.")
+    if not sites and logits is None:
+        raise DataError(f"{directory} holds no arrays, expected goldens.safetensors or .npy files.")
+    return Run(label, tokens, sites, logits)
+
+
+def _facts(directory: Path) -> tuple[str, tuple[int, ...]]:
+    file = directory / "goldens.json"
+    if file.is_file():
+        try:
+            raw = json.loads(file.read_text(encoding="utf-8"))
+            tokens, label = raw["tokens"], str(raw.get("label", "goldens"))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise DataError(f"{file} does not say which tokens were run ({error}). Make the goldens again.") from None
+    elif (directory / "tokens.npy").is_file():
+        label, tokens = "goldens", _npy(directory / "tokens.npy").reshape(-1).tolist()
+    else:
+        raise DataError(f"{directory} has neither goldens.json nor tokens.npy, so its rows belong to no tokens.")
+    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
+        raise DataError(f"the tokens of {directory} are {quoted(tokens)}, expected a list of token ids.")
+    return label, tuple(tokens)
+
+
+def _npy(file: Path) -> np.ndarray:
+    try:
+        return np.load(file, allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise DataError(f"{file.name} is not a plain .npy array ({error}). Make the goldens again.") from None

@@ -1,0 +1,150 @@
+"""Other people's code as the judge: a checkpoint's numbers inside `transformers`' DeepseekV4ForCausalLM.
+
+The oracle gets the trunk's weights, exactly dequantised, and its own reading of the config; what its modules hold is
+then read off as our sites. It rounds no activations and has no MTP. Read-in and read-out weights never leave its
+modules, so they are not compared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from birkhoff.config import V4Config
+from birkhoff.errors import OptionError
+from birkhoff.validate.runs import Run, Sites
+from birkhoff.weights.checkpoint import Checkpoint
+from birkhoff.weights.layout import ModelTensor, model_tensors
+from birkhoff.weights.stored import value_strips
+
+# Our words -> theirs, applied in this order (spec 10).
+_WORDS = (
+    (r"^embed\.", "model.embed_tokens."), (r"^head\.", "lm_head."), (r"^norm\.", "model.norm."),
+    (r"^hc_head_", "model.hc_head.hc_"), (r"^layers\.", "model.layers."), (r"\.hc_(attn|ffn)_", r".\1_hc."),
+    (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"\.attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
+    (r"\.attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.attn\.indexer\.", ".self_attn.compressor.indexer."), (r"(compressor|indexer)\.norm\.", r"\1.kv_norm."),
+    (r"\.attn\.attn_sink$", ".self_attn.sinks"), (r"\.attn\.", ".self_attn."), (r"\.wq_([ab])\.", r".q_\1_proj."),
+    (r"\.q_norm\.", ".q_a_norm."), (r"\.wkv\.", ".kv_proj."), (r"\.wgate\.", ".gate_proj."),
+    (r"\.ape$", ".position_bias"), (r"\.wo_([ab])\.", r".o_\1_proj."), (r"\.ffn\.", ".mlp."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"), (r"shared_experts\.w1\.", "shared_experts.gate_proj."),
+    (r"shared_experts\.w3\.", "shared_experts.up_proj."), (r"shared_experts\.w2\.", "shared_experts.down_proj."),
+)  # fmt: skip
+_EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.(w[123])\.weight")
+
+
+def run_oracle(checkpoint: Checkpoint, tokens: Sequence[int]) -> Run:
+    """The oracle's sites and logits over one sequence, float32."""
+    return watch_oracle(build_oracle(checkpoint), tokens)
+
+
+def watch_oracle(model: Any, tokens: Sequence[int]) -> Run:
+    """One forward pass of a built oracle."""
+    sites: Sites = {}
+    handles = list(_watch(model, sites))
+    try:
+        with torch.no_grad():
+            logits = model(torch.tensor([list(tokens)]), use_cache=False).logits[0].float()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return Run("transformers", tuple(tokens), sites, logits)
+
+
+def build_oracle(checkpoint: Checkpoint) -> Any:
+    """`transformers`' model filled with the checkpoint's numbers."""
+    try:
+        from transformers import DeepseekV4ForCausalLM
+    except ImportError:
+        raise OptionError(
+            "the oracle needs the package transformers (5.17 or newer), which is not installed. "
+            "Install it, or compare with another checkpoint or with goldens."
+        ) from None
+    model = DeepseekV4ForCausalLM(oracle_config(checkpoint.config)).float().eval()
+    places = dict(model.named_parameters()) | dict(model.named_buffers())
+    filled: set[str] = set()
+    with torch.no_grad():
+        for tensor in model_tensors(checkpoint.config):
+            if not tensor.name.startswith("mtp."):
+                filled.add(_fill(places, checkpoint, tensor))
+    left = [name for name in model.state_dict() if name not in filled and "rotary" not in name]
+    if left:
+        raise OptionError(f"this transformers has weights we know nothing of: {left[0]}. Use version 5.17 to 5.22.")
+    return model
+
+
+def oracle_name(name: str) -> str:
+    for pattern, words in _WORDS:
+        name = re.sub(pattern, words, name)
+    return name
+
+
+def oracle_config(config: V4Config) -> Any:
+    from transformers import DeepseekV4Config
+
+    raw = config.to_dict()
+    scaling = raw.pop("rope_scaling", None)
+    for key in ("model_type", "architectures", "expert_dtype", "quantization_config"):
+        raw.pop(key, None)
+    raw["compress_ratios"] = list(config.compress_ratios)  # theirs has no entry for MTP
+    if scaling:
+        raw["rope_parameters"] = {"rope_type": "yarn", **{k: v for k, v in scaling.items() if k != "type"}}
+    raw |= {"attn_implementation": "eager", "experts_implementation": "eager"}
+    return DeepseekV4Config(**raw)
+
+
+def _fill(places: dict[str, torch.Tensor], checkpoint: Checkpoint, tensor: ModelTensor) -> str:
+    """Put one tensor where it belongs; experts are slices of two stacks there. Returns the name that was filled."""
+    match = _EXPERT.fullmatch(tensor.name)
+    if match:
+        part = "down_proj" if match[3] == "w2" else "gate_up_proj"
+        name = f"model.layers.{match[1]}.mlp.experts.{part}"
+        target = places[name][int(match[2])]
+        if part == "gate_up_proj":  # gate above up
+            half = target.shape[0] // 2
+            target = target[:half] if match[3] == "w1" else target[half:]
+    else:
+        name = oracle_name(tensor.name)
+        target = places[name]
+    if tensor.storage == "ids":
+        target.copy_(checkpoint[tensor.name].read())
+    else:
+        for start, values in value_strips(checkpoint, tensor.name, tensor.shape):
+            target.view(tensor.shape)[start : start + len(values)].copy_(values)
+    return name
+
+
+def _watch(model: Any, sites: Sites) -> Iterator[Any]:
+    """Hooks that read our sites off their modules."""
+
+    def on(module: Any, layer: int, **takes: Callable[[Any, Any], torch.Tensor]) -> Iterator[Any]:
+        for name, take in takes.items():
+
+            def keep(_: Any, args: Any, out: Any, name: str = name, take: Any = take) -> None:
+                sites[name, layer] = take(args, out).squeeze(0).detach().float()
+
+            yield module.register_forward_hook(keep)
+
+    for i, block in enumerate(model.model.layers):
+        for kind, streams, inputs, module in (
+            ("attn", "mhc_streams_pre_attn", "pre_attn", block.attn_hc),
+            ("ffn", "mhc_streams_pre_mlp", "mlp_in", block.ffn_hc),
+        ):
+            yield from on(module, i, **{
+                streams: lambda args, out: args[0], inputs: lambda args, out: out[2],
+                f"mhc_{kind}_post_mix": lambda args, out: out[0], f"mhc_{kind}_res_mix": lambda args, out: out[1],
+            })  # fmt: skip
+        yield from on(block.self_attn, i, post_attn=lambda args, out: out[0])
+        yield from on(block.mlp, i, mlp_out=lambda args, out: out)
+        yield from on(
+            block.mlp.gate, i, moe_router_logits=lambda args, out: out[0],
+            moe_topk=lambda args, out: torch.stack((out[2].float(), out[1]), dim=-1),
+        )  # fmt: skip
+    last = len(model.model.layers) - 1
+    yield from on(
+        model.model.hc_head, last, mhc_streams_final=lambda args, out: args[0], final_hidden=lambda args, out: out
+    )

@@ -1,0 +1,134 @@
+"""What a comparison found, for a terminal and as one HTML file that needs nothing else.
+
+Both show the same: the verdict, the first diverging site, the explanation when there is one, the stages, the logits,
+and relative error by layer, on a logarithmic scale with the gate as a line.
+"""
+
+from __future__ import annotations
+
+import html
+import math
+from collections.abc import Sequence
+
+from birkhoff.validate.compare import Comparison, SiteRow
+
+SHOWN = ("mhc_streams_pre_attn", "post_attn", "mhc_streams_pre_mlp", "mlp_out")
+COLOURS = ("#3b6ea5", "#c2571a", "#2f8f5b", "#8a4fa3")
+FLOOR = 1e-9  # nothing below this is drawn: float32 ends there
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+def headline(result: Comparison) -> str:
+    if result.ok:
+        return f"{result.first} agrees with {result.second} (gate {result.gate.name})"
+    first = result.diverging
+    where = f"; they part at {first.site}[{first.layer}]" if first is not None else ""
+    return f"{result.first} does not agree with {result.second} (gate {result.gate.name}){where}"
+
+
+def lines(result: Comparison) -> list[str]:
+    """The report in words, plain text."""
+    out = [headline(result)]
+    for explanation in result.explanations:
+        out.append(
+            f"{explanation.name} ({explanation.variant}): {explanation.text}. Making this mistake on purpose takes the "
+            f"distance from {explanation.before:.2e} to {explanation.after:.2e}."
+        )
+    if not result.ok and not result.explanations:
+        out.append("none of the known mistakes explains it")
+    for stage in result.stages:
+        mark = "ok" if stage["ok"] else "OUTSIDE"
+        out.append(f"{stage['stage']:<20} {mark:<8} worst {stage['worst']:.2e} at {stage['at']}")
+    for choice in result.choices:
+        out.append(
+            f"experts of layer {choice.layer} differ in {choice.differing} of {choice.rows} rows, first at row "
+            f"{choice.first} where the scores are {choice.gap:.1e} apart"
+        )
+    for name in SHOWN:
+        rows = [row for row in result.sites if row.site == name]
+        if rows:
+            out.append(f"{name:<21}{sparkline(rows)}  {rows[0].rel_rmse:.1e} … {rows[-1].rel_rmse:.1e}")
+    if result.logits is not None:
+        row = result.logits
+        out.append(
+            f"logits  relative {row.rel_rmse:.2e} (median row {row.median_row:.2e}), max {row.max_abs:.2e}, cosine "
+            f"{row.cosine:.8f}, argmax {100 * row.argmax:.1f} %, top-20 {100 * row.top20:.1f} %, KL {row.mean_kl:.2e} "
+            f"(p95 {row.p95_kl:.2e}): {'ok' if row.ok else 'OUTSIDE'}"
+        )
+    return out + list(result.notes)
+
+
+def sparkline(rows: Sequence[SiteRow]) -> str:
+    """One bar per layer, from 1e-9 to 1."""
+    out = []
+    for row in rows:
+        height = 8 * (1 - math.log10(min(max(row.rel_rmse, FLOOR), 1.0)) / math.log10(FLOOR))
+        out.append(_BARS[min(7, max(0, int(height)))])
+    return "".join(out)
+
+
+def to_html(result: Comparison) -> str:
+    """A page with no script and no outside reference."""
+    explained = "".join(
+        f"<p class=why><b>{html.escape(e.name)}</b> ({html.escape(e.variant)}): {html.escape(e.text)}.<br>"
+        f"Making this mistake on purpose takes the distance from {e.before:.2e} to {e.after:.2e}.</p>"
+        for e in result.explanations
+    )
+    words = "".join(f"<li>{html.escape(line)}</li>" for line in lines(result)[1 + len(result.explanations) :])
+    rows = "".join(
+        f"<tr class={'ok' if row.ok else 'bad'}><td>{html.escape(row.site)}<td>{row.layer}<td>{row.rel_rmse:.3e}"
+        f"<td>{row.max_abs:.3e}<td>{row.cosine:.9f}</tr>"
+        for row in result.sites
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{html.escape(headline(result))}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }}
+h1 {{ font-size: 1.3rem }} .ok h1 {{ color: #2f8f5b }} .bad h1 {{ color: #b3261e }}
+.why {{ background: #fff4e5; border-left: 4px solid #c2571a; padding: .5rem 1rem }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+td, th {{ padding: .1rem .8rem; text-align: left }}
+tr.bad td {{ background: #fde8e6 }} svg text {{ font: 12px system-ui, sans-serif }}
+</style></head>
+<body class="{"ok" if result.ok else "bad"}"><h1>{html.escape(headline(result))}</h1>
+{explained}{plot(result)}
+<ul>{words}</ul>
+<table><tr><th>site<th>layer<th>relative<th>largest<th>cosine</tr>{rows}</table>
+</body></html>
+"""
+
+
+def plot(result: Comparison) -> str:
+    """Relative error by layer as an SVG picture; empty when no site was compared."""
+    layers = sorted({row.layer for row in result.sites if row.site in SHOWN})
+    if not layers:
+        return ""
+    width, height, left, top = 860, 300, 60, 12
+    span = max(len(layers) - 1, 1)
+
+    def x(layer: int) -> float:
+        return left + (width - left - 12) * layers.index(layer) / span
+
+    def y(error: float) -> float:
+        return top + (height - top) * math.log10(min(max(error, FLOOR), 1.0)) / math.log10(FLOOR)
+
+    parts = [f'<svg viewBox="0 0 {width} {height + 60}" role="img" aria-label="relative error by layer">']
+    for power in range(0, -10, -1):
+        at = y(10.0**power)
+        parts.append(f'<line x1="{left}" x2="{width - 12}" y1="{at:.1f}" y2="{at:.1f}" stroke="#ddd"/>')
+        parts.append(f'<text x="{left - 8}" y="{at + 4:.1f}" text-anchor="end">1e{power}</text>')
+    if result.gate.site is not None:
+        at = y(result.gate.site)
+        parts.append(
+            f'<line x1="{left}" x2="{width - 12}" y1="{at:.1f}" y2="{at:.1f}" stroke="#b3261e" stroke-dasharray="6 4"/>'
+        )
+    for place, (name, colour) in enumerate(zip(SHOWN, COLOURS)):
+        rows = [row for row in result.sites if row.site == name]
+        points = " ".join(f"{x(row.layer):.1f},{y(row.rel_rmse):.1f}" for row in rows)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        dots = "".join(f'<circle cx="{x(r.layer):.1f}" cy="{y(r.rel_rmse):.1f}" r="3" fill="{colour}"/>' for r in rows)
+        parts.append(dots + f'<text x="{left + 200 * place}" y="{height + 48}" fill="{colour}">{name}</text>')
+    step = max(1, len(layers) // 12)
+    for layer in layers[::step]:
+        parts.append(f'<text x="{x(layer):.1f}" y="{height + 24}" text-anchor="middle">{layer}</text>')
+    return "".join(parts) + "</svg>"

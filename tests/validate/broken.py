@@ -1,0 +1,80 @@
+"""Ports with one mistake each, made inside `transformers`' code or in files: by other means than the package uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
+
+from birkhoff.validate.oracle import build_oracle, watch_oracle
+from birkhoff.validate.runs import Run
+from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
+
+
+@contextmanager
+def other_rotation(rotation) -> Iterator[None]:
+    right = theirs.apply_rotary_pos_emb
+    theirs.apply_rotary_pos_emb = lambda *args, **options: rotation(right, *args, **options)
+    try:
+        yield
+    finally:
+        theirs.apply_rotary_pos_emb = right
+
+
+def half_split(right, x, cos, sin, unsqueeze_dim=1):
+    cos, sin = (torch.cat((part, part), -1).unsqueeze(unsqueeze_dim) for part in (cos, sin))
+    width = cos.shape[-1]
+    still, turning = x[..., :-width], x[..., -width:].float()
+    a, b = turning.chunk(2, -1)
+    return torch.cat((still, (turning * cos + torch.cat((-b, a), -1) * sin).to(x.dtype)), -1)
+
+
+class NeverBack:
+    """Rotates forward and forgets to rotate back: a call whose sine is an earlier one with the other sign."""
+
+    def __init__(self) -> None:
+        self.seen: list[torch.Tensor] = []
+
+    def __call__(self, right, x, cos, sin, **options):
+        if any(before.shape == sin.shape and torch.equal(sin, -before) for before in self.seen):
+            return x
+        self.seen.append(sin)
+        return right(x, cos, sin, **options)
+
+
+def broken_run(name: str, path: Path, tokens: list[int]) -> Run:
+    """What a port with this mistake computes from the checkpoint."""
+    checkpoint = open_checkpoint(path)
+    if name == "yarn-missing":
+        config = replace(checkpoint.config, rope_scaling=None)
+        checkpoint = Checkpoint(path, config, checkpoint.dialect, checkpoint._tensors, [], checkpoint.files)
+    model = build_oracle(checkpoint)
+    if name == "mixer-order":
+        with torch.no_grad():
+            for block in model.model.layers:
+                for mixer in (block.attn_hc, block.ffn_hc):
+                    order = [4, 5, 6, 7, 0, 1, 2, 3, *range(8, 24)]
+                    mixer.fn.copy_(mixer.fn[order])
+                    mixer.base.copy_(mixer.base[order])
+                    mixer.scale.copy_(mixer.scale[[1, 0, 2]])
+    if name == "mixer-transposed":
+        for block in model.model.layers:
+            for mixer in (block.attn_hc, block.ffn_hc):
+                mixer.register_forward_hook(lambda _, args, out: (out[0], out[1].transpose(-1, -2), out[2]))
+    if name == "readout-stream-0":
+        model.model.hc_head.register_forward_hook(lambda _, args, out: args[0][:, :, 0])
+    if name == "nibble-order":
+        with torch.no_grad():
+            for block in model.model.layers:
+                for stack in (block.mlp.experts.gate_up_proj, block.mlp.experts.down_proj):
+                    even, odd = stack[..., 0::2].clone(), stack[..., 1::2].clone()
+                    stack[..., 0::2], stack[..., 1::2] = odd, even
+    rotation = {"rope-half-split": half_split, "output-not-unrotated": NeverBack()}.get(name)
+    if rotation is None:
+        return watch_oracle(model, tokens)
+    with other_rotation(rotation):
+        return watch_oracle(model, tokens)

@@ -1,0 +1,216 @@
+"""The validator passes what is right and names what is wrong: seven broken ports and broken files, each by its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from birkhoff.cli.verbs import app
+from birkhoff.convert.convert import convert
+from birkhoff.errors import DataError, OptionError, TokenError
+from birkhoff.validate.compare import compare, layer_stages
+from birkhoff.validate.faults import TEXTS
+from birkhoff.validate.gates import GATES, gate_named
+from birkhoff.validate.goldens import read_goldens, save_goldens
+from birkhoff.validate.report import headline, lines, to_html
+from birkhoff.validate.runs import Run, random_tokens, run_checkpoint
+from birkhoff.validate.validate import validate
+from birkhoff.weights.checkpoint import open_checkpoint
+from tests.validate.broken import broken_run
+from tests.weights.files import edit, edit_config
+
+LENGTH = 150
+
+
+def test_a_right_checkpoint_passes_the_oracle(tiny):
+    result = validate(tiny, oracle="transformers", length=LENGTH)
+    print("\n".join(lines(result)))
+    assert result.ok and result.explanations == [] and result.diverging is None
+    assert max(row.rel_rmse for row in result.sites) <= 1e-5 and result.logits.rel_rmse <= 1e-4
+    assert result.logits.argmax == 1.0 and len(result.sites) > 60
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_broken_port_is_named(name, tiny, tmp_path):
+    tokens = random_tokens(512, LENGTH)
+    save_goldens(broken_run(name, tiny, tokens), tmp_path / "goldens")
+    result = validate(tiny, goldens=tmp_path / "goldens")
+    assert not result.ok and result.diverging is not None
+    assert [found.name for found in result.explanations] == [name]
+    assert result.explanations[0].left < 0.01 and TEXTS[name] in "\n".join(lines(result))
+
+
+def broken_copy(tiny: Path, tmp_path: Path, name: str) -> Path:
+    path = Path(shutil.copytree(tiny, tmp_path / "broken"))
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            leaf = key.rsplit(".", 1)[-1]
+            if name == "nibble-order" and ".experts." in key and key.endswith("weight") and "shared" not in key:
+                codes = tensors[key].view(torch.uint8)
+                tensors[key] = ((codes << 4) | (codes >> 4)).view(torch.int8)
+            if name == "mixer-order" and leaf.startswith(("hc_attn_", "hc_ffn_")):
+                whole = tensors[key]
+                tensors[key] = whole[[0, 2, 1]] if len(whole) == 3 else torch.cat((whole[:4], whole[8:], whole[4:8]))
+            if name == "mixer-transposed" and leaf.startswith(("hc_attn_", "hc_ffn_")) and len(tensors[key]) == 24:
+                comb = tensors[key][8:].unflatten(0, (4, 4)).transpose(0, 1).flatten(0, 1)
+                tensors[key] = torch.cat((tensors[key][:8], comb))
+
+    if name == "yarn-missing":
+        return edit_config(path, rope_scaling=None)
+    return edit(path, change)
+
+
+@pytest.mark.parametrize("name", ["nibble-order", "mixer-order", "mixer-transposed", "yarn-missing"])
+def test_a_broken_file_is_named(name, tiny, tmp_path):
+    result = validate(broken_copy(tiny, tmp_path, name), tiny, length=LENGTH)
+    assert not result.ok and [found.name for found in result.explanations] == [name]
+
+
+def test_a_difference_nobody_knows_is_not_explained_away(tiny, tmp_path):
+    path = Path(shutil.copytree(tiny, tmp_path / "broken"))
+
+    def change(tensors):
+        scale = tensors["layers.3.attn.wo_b.scale"]
+        tensors["layers.3.attn.wo_b.scale"] = (scale.view(torch.uint8) + 1).view(scale.dtype)
+
+    result = validate(edit(path, change), tiny, length=LENGTH)
+    assert not result.ok and result.explanations == []
+    assert (result.diverging.site, result.diverging.layer) == ("post_attn", 3)
+    assert "none of the known mistakes explains it" in lines(result)
+    assert [stage["ok"] for stage in result.stages] == [False, False, False]
+
+
+def test_a_checkpoint_agrees_with_its_gguf(tiny, tmp_path):
+    convert(tiny, tmp_path / "exact.gguf", dense="bf16")
+    result = validate(tmp_path / "exact.gguf", tiny, length=64)
+    assert result.ok and result.logits.rel_rmse == 0 and result.logits.top20 == 1
+    convert(tiny, tmp_path / "rounded.gguf")
+    strict = validate(tmp_path / "rounded.gguf", tiny, length=64, explanations=False)
+    assert not strict.ok and strict.logits.rel_rmse > 1e-4
+
+
+def test_bfloat16_is_held_to_its_own_gate(tiny):
+    result = validate(tiny, tiny, dtype="bfloat16", against_dtype="float32", length=LENGTH)
+    print(lines(result)[-1], result.logits)
+    assert result.gate.name == "bfloat16" and result.logits.rel_rmse > 1e-4
+
+
+def test_goldens_come_back_and_can_be_made_with_numpy_alone(tiny, tmp_path):
+    assert validate(tiny, save=tmp_path / "made", length=40) is None
+    assert validate(tiny, goldens=tmp_path / "made").ok
+    run = read_goldens(tmp_path / "made")
+    (tmp_path / "plain").mkdir()
+    np.save(tmp_path / "plain/tokens.npy", np.array(run.tokens))
+    np.save(tmp_path / "plain/logits.npy", run.logits.numpy())
+    np.save(tmp_path / "plain/mlp_out.2.npy", run.sites["mlp_out", 2].numpy())
+    result = validate(tiny, goldens=tmp_path / "plain")
+    assert result.ok and len(result.sites) == 1 and result.logits.argmax == 1
+    with pytest.raises(OptionError, match="is not empty"):
+        save_goldens(run, tmp_path / "made")
+    with pytest.raises(OptionError, match="bring their own tokens"):
+        validate(tiny, goldens=tmp_path / "plain", tokens=[1])
+
+
+@pytest.mark.parametrize(("name", "content", "words"), [
+    ("goldens.json", b"{", "does not say which tokens"), ("goldens.json", b'{"tokens": ["a"]}', "list of token ids"),
+    ("goldens.json", b"[]", "does not say which tokens"), ("tokens.npy", b"junk", "not a plain .npy"),
+    ("logits.npy", b"\x93NUMPY\x01\x00", "neither goldens.json"),
+])  # fmt: skip
+def test_goldens_that_are_none_are_refused(tmp_path, name, content, words):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        read_goldens(tmp_path)
+
+
+def test_arrays_of_goldens_are_checked(tmp_path):
+    (tmp_path / "goldens.json").write_text('{"tokens": [1, 2]}')
+    with pytest.raises(DataError, match="holds no arrays"):
+        read_goldens(tmp_path)
+    np.save(tmp_path / "nonsense.npy", np.zeros((2, 3), np.float32))
+    with pytest.raises(DataError, match=r"'nonsense', expected logits or HOOK\.LAYER"):
+        read_goldens(tmp_path)
+    (tmp_path / "nonsense.npy").unlink()
+    np.save(tmp_path / "logits.npy", np.zeros((5, 3), np.float32))
+    with pytest.raises(DataError, match="one row for each of 2 tokens"):
+        read_goldens(tmp_path)
+    np.save(tmp_path / "logits.npy", np.array([{}, {}], dtype=object), allow_pickle=True)
+    with pytest.raises(DataError, match=r"not a plain \.npy"):
+        read_goldens(tmp_path)
+    with pytest.raises(DataError, match="not a directory with goldens"):
+        read_goldens(tmp_path / "nowhere")
+
+
+def test_a_tie_between_experts_is_not_a_failure(tiny):
+    run = run_checkpoint(open_checkpoint(tiny), random_tokens(512, 40))
+    sites = dict(run.sites)
+    chosen = sites["moe_topk", 4].clone()
+    logits = sites["moe_router_logits", 4].clone()
+    other = next(e for e in range(8) if e not in chosen[30, :, 0].long().tolist())
+    taken = int(chosen[30, 0, 0])
+    logits[30, other] = logits[30, taken] + 1e-7
+    chosen[30, 0, 0] = other
+    sites["moe_topk", 4] = chosen
+    sites["mlp_out", 4] = sites["mlp_out", 4].clone()
+    sites["mlp_out", 4][30:] += 1.0
+    flipped = Run("flipped", run.tokens, sites, run.logits)
+    near = Run("near", run.tokens, {**run.sites, ("moe_router_logits", 4): logits}, run.logits)
+    result = compare(flipped, near, GATES["float32"])
+    assert result.ok and result.compared_rows == 30 and result.choices[0].gap < 1e-6
+    far = compare(flipped, run, GATES["float32"])
+    assert not far.ok and far.choices[0].first == 30
+
+
+def test_stages_reach_every_kind_by_few_layers():
+    from birkhoff.convert.presets import PRESETS
+
+    stages = dict(layer_stages(PRESETS["flash"]))
+    assert stages["first and last"] == [0, 42] and stages["edges of each kind"] == [0, 1, 2, 3, 41, 42]
+    assert stages["all"] == list(range(43))
+
+
+def test_reports_say_the_same_in_both_forms(tiny, tmp_path):
+    result = validate(broken_copy(tiny, tmp_path, "yarn-missing"), tiny, length=LENGTH)
+    page = to_html(result)
+    assert headline(result) in page and "yarn-missing" in page and "<svg" in page and page.count("<polyline") == 4
+    assert "<script" not in page and "http" not in page
+    assert any(line.startswith("mlp_out") and "▁" in line for line in lines(result))
+    assert json.loads(json.dumps(result.to_dict()))["diverging"] == f"{result.diverging.site}[{result.diverging.layer}]"
+
+
+def test_the_command_prints_and_sets_its_status(tiny, tmp_path):
+    runner = CliRunner()
+    good = runner.invoke(app, ["validate", str(tiny), str(tiny), "--length", "30", "--html", str(tmp_path / "r.html")])
+    assert (
+        good.exit_code == 0
+        and "agrees with" in good.stdout
+        and (tmp_path / "r.html").read_text().startswith("<!doctype")
+    )
+    broken = broken_copy(tiny, tmp_path, "nibble-order")
+    bad = runner.invoke(app, ["validate", str(broken), str(tiny), "--length", "60", "--json"])
+    assert bad.exit_code == 1 and json.loads(bad.stdout)["explanations"][0]["name"] == "nibble-order"
+    made = runner.invoke(app, ["validate", str(tiny), "--save-goldens", str(tmp_path / "g"), "--length", "20"])
+    assert made.exit_code == 0 and (tmp_path / "g/goldens.safetensors").exists()
+
+
+def test_misuse_is_refused(tiny, tmp_path):
+    with pytest.raises(OptionError, match="compare with one thing"):
+        validate(tiny)
+    with pytest.raises(OptionError, match="compare with one thing"):
+        validate(tiny, tiny, oracle="transformers")
+    with pytest.raises(OptionError, match="oracle is 'other'"):
+        validate(tiny, oracle="other")
+    with pytest.raises(OptionError, match="gate is 'loose'"):
+        gate_named("loose")
+    with pytest.raises(OptionError, match="dtype is 'int4'"):
+        validate(tiny, tiny, dtype="int4", length=5)
+    with pytest.raises(TokenError, match="outside the vocabulary of 512"):
+        validate(tiny, tiny, tokens=[1, 600])
+    with pytest.raises(OptionError, match="length is 0"):
+        validate(tiny, tiny, length=0)

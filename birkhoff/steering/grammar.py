@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from birkhoff.errors import SteeringError, SteeringSyntax, quoted
 from birkhoff.hooks.layers import LayerSelector
@@ -82,7 +82,7 @@ class _Reader:
             self._skip()
         return found[0]
 
-    def fail(self, message: str, place: int | None = None) -> Any:
+    def fail(self, message: str, place: int | None = None) -> NoReturn:
         raise SteeringSyntax(message, self.line, self.place if place is None else place)
 
     def _skip(self) -> None:
@@ -122,7 +122,9 @@ def _name(reader: _Reader) -> str:
         name = json.loads(text)
     except ValueError:
         reader.fail("this quoted name is not as JSON writes texts", began)
-    return name if name else reader.fail("a name cannot be empty", began)
+    if not name:
+        reader.fail("a name cannot be empty", began)
+    return name
 
 
 def _place(reader: _Reader) -> tuple[str, Any]:

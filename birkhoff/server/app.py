@@ -32,6 +32,7 @@ from birkhoff.server.looking import AttentionBody, EstimateBody, LensBody, Looke
 from birkhoff.server.messages import CountBody, Messages, MessagesBody
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.page import Page
+from birkhoff.server.patching import PatchRoutes, SweepBody
 from birkhoff.server.problems import Problem, problem_of
 from birkhoff.server.responses import Responses, ResponsesBody
 from birkhoff.server.saes import FeaturesBody, GlobalBody, SaeRoutes
@@ -68,7 +69,7 @@ def build_app(
     service, chats, completions, tokens = Service(desk, metrics), Chats(desk), Completions(desk), Tokens(desk)
     responses, messages = Responses(desk), Messages(desk)
     looking, captures, steering = Lookers(desk), CaptureRoutes(desk), SteeringRoutes(desk)
-    saes = SaeRoutes(desk, looking)
+    saes, patching = SaeRoutes(desk, looking), PatchRoutes(desk, looking)
     page = Page()
     table.get("/", page.home, "The page", "text/html")
     table.get("/favicon.ico", page.icon, "Its picture", "image/svg+xml")
@@ -109,6 +110,8 @@ def build_app(
     table.get("/v1/steering/sae", saes.status, "Features every answer has set")
     table.post("/v1/steering/sae/set", saes.set, GlobalBody, "Set features in every answer")
     table.post("/v1/steering/sae/clear", saes.clear, None, "Take them away")
+    table.post("/v1/patch_sweep", patching.sweep, SweepBody, "One text's inside in another's place, cell by cell")
+    table.delete("/v1/patch_source/{run}", patching.forget, "Forget a kept run")
     table.get("/v1/steering", steering.status, "The edits every answer gets")
     table.get("/v1/steering/layers", steering.layers, "Which hooks can be steered at each layer")
     table.post("/v1/steering/set", steering.set, SetBody, "Set the edits every answer gets")

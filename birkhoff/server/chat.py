@@ -24,7 +24,7 @@ from birkhoff.server.calls import Call, check_end, is_end, new_id, now, parsed, 
 from birkhoff.server.desk import Desk
 from birkhoff.server.fields import ResponseFormat, Sampling
 from birkhoff.server.hub import Running
-from birkhoff.server.inside import findings
+from birkhoff.server.inside import captured, findings
 from birkhoff.server.problems import bad
 from birkhoff.server.sse import DONE, PING, frame
 from birkhoff.server.tools import forced
@@ -160,6 +160,9 @@ class ChatShape:
         for request in running.requests:
             check_end(request)
         choices = [self._choice(index, request) for index, request in enumerate(running.requests[:count])]
+        if count > 1 and self._call.capture is not None:  # each has files of its own
+            for choice, request in zip(choices, running.requests):
+                choice["capture_results"] = captured(request, self._desk.shelf, self._call.capture_wait)
         answer = {**self._head, "object": "chat.completion", "system_fingerprint": self._desk.fingerprint,
                   "choices": choices,
                   "usage": usage(running.requests[:count], self._call, self._desk.engine)}  # fmt: skip

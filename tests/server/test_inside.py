@@ -223,6 +223,39 @@ def test_e6_a_module_removed_during_use(served, engine):
     assert gone.status_code == 400 and "brief" in gone.json()["error"]["message"]
 
 
+def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
+    """A row of the final streams at the last token brings the source's own answer; one before it brings nothing."""
+    source, target = (engine.prompt_ids(text) for text in ("Once upon a", "He was very"))
+    token, other = (int(engine.logits(ids)[-1].argmax()) for ids in (source, target))
+    body = {"source": {"token_ids": source}, "target": {"token_ids": target}, "hook": "mhc_streams_final",
+            "metric": {"token": token, "other": other}, "positions": [-1, 1], "run": "sweep"}  # fmt: skip
+    found = served.post("/v1/patch_sweep", body).json()
+    assert found["source"] > 0 > found["target"] and found["positions"] == [3, 1] and found["layers"] == [7]
+    assert abs(found["grid"][0][0] - found["source"]) < 1e-3 and abs(found["grid"][0][1] - found["target"]) < 1e-3
+    kept = {"op": "patch", "at": {"hook": "mhc_streams_final", "layers": [7]}, "source": {"run": "sweep"}}
+    ask = {"prompt": target, "max_tokens": 1, "temperature": 0, "return_token_ids": True, "interventions": [kept]}
+    assert served.post("/v1/completions", ask).json()["choices"][0]["token_ids"] == [token]
+    assert served.post("/v1/patch_sweep", body).status_code == 409
+    anywhere = {**body, "hook": "mhc_streams_pre_attn", "run": None, "positions": [-1]}
+    wide = served.post("/v1/patch_sweep", anywhere).json()
+    assert len(wide["grid"]) == 8 and wide["grid"][-1][0] > wide["grid"][0][0]  # later rows decide more
+    with served.http as client:
+        assert client.delete("/v1/patch_source/sweep").status_code == 200
+        assert client.delete("/v1/patch_source/sweep").status_code == 404
+        assert client.delete(f"/v1/patch_source/{wide['run']}").status_code == 200
+    assert served.post("/v1/completions", ask).status_code == 400
+    assert served.post("/v1/patch_sweep", {**body, "positions": [200]}).status_code == 400
+
+
+def test_several_answers_have_files_of_their_own(served):
+    spec = {"filesystem": {"request_id": "many", "tag": "http", "hooks": {"mhc_head_mix": "all"}, "positions": "all"}}
+    body = {"messages": MESSAGES, **SHARED, "n": 2, "capture": spec, "capture_wait": True}
+    found = served.post(CHAT, body).json()
+    results = [choice["capture_results"]["filesystem"] for choice in found["choices"]]
+    assert [result["status"] for result in results] == ["ok", "ok"]
+    assert [result["paths"] for result in results] == [["http/many-0/packed.bin"], ["http/many-1/packed.bin"]]
+
+
 @pytest.mark.parametrize("page", ["README.md", "docs/server.md"])
 def test_the_call_in_the_documents_works_as_pasted(served, page):
     text = (ROOT / page).read_text()

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from http.client import HTTPConnection
 from pathlib import Path
@@ -141,10 +142,10 @@ class _Server:
     def idle(self, seconds: float = 30) -> bool:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            connection = self.open()
-            connection.request("GET", "/slots")
-            if not json.load(connection.getresponse())["requests"]:
-                return True
+            with closing(self.open()) as connection:
+                connection.request("GET", "/slots")
+                if not json.load(connection.getresponse())["requests"]:
+                    return True
             time.sleep(0.1)
         return False
 
@@ -186,11 +187,11 @@ def _clients(
 
 def _body(setting: Setting, seed: int) -> bytes:
     asked = {"messages": [{"role": "user", "content": PROMPT}], "max_tokens": setting.tokens, "seed": seed}
-    return json.dumps({**asked, "ignore_eos": True, "stream": True}).encode()
+    return json.dumps({**asked, "ignore_eos": True, "stream": True, "return_token_ids": True}).encode()
 
 
 def _stream(server: _Server, setting: Setting, mine: Seen, seed: int) -> None:
-    """One answer; a chunk with a choice whose delta has content is a token, or a few that came together."""
+    """One answer; a chunk that names token ids is a token, or a few that came together."""
     connection = server.open()
     began = last = time.perf_counter()
     try:
@@ -205,7 +206,7 @@ def _stream(server: _Server, setting: Setting, mine: Seen, seed: int) -> None:
             if line.startswith(b'data: {"error"'):
                 mine.failed.append(line.decode()[:200])
             done = done or line.startswith(b"data: [DONE]")
-            if b'"delta":{"content":"' in line:
+            if b'"token_ids":[' in line and b'"delta":{' in line:
                 now = time.perf_counter()
                 (mine.first if first else mine.between).append((now - (began if first else last)) * 1e3)
                 first, last = False, now

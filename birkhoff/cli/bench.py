@@ -57,6 +57,41 @@ def model(
 
 
 @app.command()
+def kernels() -> None:
+    """Kernels of a decoding step on a GPU, checked and timed beside PyTorch; JSON lines."""
+    _on_a_gpu()
+    from birkhoff.bench.kernels import bench_kernels
+
+    for row in bench_kernels():
+        typer.echo(json_module.dumps(row))
+
+
+@app.command()
+def decode(
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be given several times.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens behind each sequence.")] = 4096,
+    layers: Annotated[int, typer.Option(help="Layers of V4-Flash's width.")] = 43,
+    distinct: Annotated[int, typer.Option(help="Layers with experts of their own, as many as fit the device.")] = 38,
+    rival_layers: Annotated[int, typer.Option(help="Layers to compare with transformers; 0: not at all.")] = 6,
+) -> None:
+    """Decoding at full V4-Flash width on a GPU with random weights, checked, timed and profiled; JSON lines."""
+    _on_a_gpu()
+    from birkhoff.bench.decode import bench_decode
+
+    for row in bench_decode(batch or (1, 8, 32, 64), context, layers, distinct, rival_layers=rival_layers):
+        typer.echo(json_module.dumps(row))
+
+
+def _on_a_gpu() -> None:
+    import torch
+
+    from birkhoff.errors import OptionError
+
+    if not torch.cuda.is_available():
+        raise OptionError("this measures a CUDA device, and PyTorch sees none here. Measure the CPU: bench model")
+
+
+@app.command()
 def interp(
     model: Annotated[
         str | None, typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False)

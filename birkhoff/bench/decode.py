@@ -42,11 +42,11 @@ def device_facts(device: torch.device) -> Row:
 def reading_speed(device: torch.device) -> float:
     """Bytes a second of summing 4 GiB, best of several: the ceiling that floors are computed with."""
     data = torch.empty(1 << 30, dtype=torch.float32, device=device).normal_()
-    best = min(_seconds(lambda: data.sum(), 5))
+    best = min(seconds(lambda: data.sum(), 5))
     return data.nbytes / best
 
 
-def _seconds(call, times: int) -> list[float]:
+def seconds(call, times: int) -> list[float]:
     spans = []
     for _ in range(times):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -128,7 +128,7 @@ def decode_speed(decoder: Decoder, batch: int, context: int, steps: int) -> tupl
     place(desk, random, [context] * batch)
     graph.replay()
     torch.cuda.synchronize()
-    spans = _seconds(graph.replay, steps)
+    spans = seconds(graph.replay, steps)
     began = time.perf_counter()
     read = []
     for _ in range(20):
@@ -166,32 +166,108 @@ def profile(decoder: Decoder, desk: Desk, steps: int = 3) -> dict[str, tuple[flo
 
 
 def bench_decode(
-    batches: Sequence[int] = (1, 8, 32, 64), context: int = 4096, layers: int = 43, distinct: int = 38, steps: int = 100
+    batches: Sequence[int] = (1, 8, 32, 64),
+    context: int = 4096,
+    layers: int = 43,
+    distinct: int = 38,
+    steps: int = 100,
+    rival_layers: int = 6,
 ) -> Iterator[Row]:
+    """All rows. `distinct` layers have experts of their own; with `rival_layers` 0 `transformers` is left out."""
     device = torch.device("cuda")
     common = {"bench": "decode", "model": "synth flash", **device_facts(device)}
-    speed = reading_speed(device)
-    common["read_bytes_per_second"] = significant(speed)
+    common["read_bytes_per_second"] = significant(reading_speed(device))
     for fast in (False, True):
-        yield common | agreement(preset("flash", 4, False), device, (5, 131, 2303), 6, fast)
-        gc.collect()
-        torch.cuda.empty_cache()
+        yield common | agreement(preset("flash", 4, False), device, (2, 5, 64, 126, 127, 131, 511, 2303), 4, fast)
+        _clear()
+    if rival_layers:
+        yield from (common | row for row in against_transformers(rival_layers, device, context, steps))
     config = preset("flash", layers, False)
     model = random_on_device(config, device, distinct=distinct)
     for batch in batches:
-        state = filled_state(config, batch, context, device)
-        decoder = Decoder(model, state)
+        decoder = Decoder(model, filled_state(config, batch, context, device))
         row, desk = decode_speed(decoder, batch, context, steps)
         yield common | row | {"layers_with_own_experts": min(distinct, layers)}
-        place(desk, [1] * batch, [context] * batch)
-        spent = profile(decoder, desk)
-        kernels = {name: [significant(us), round(count)] for name, (us, count) in
-                   sorted(spent.items(), key=lambda item: -item[1][0])[:30]}  # fmt: skip
-        yield common | {"kind": "profile", "batch": batch, "context": context, "us_and_launches": kernels,
-                        "us_total": significant(sum(us for us, _ in spent.values()))}  # fmt: skip
-        del decoder, desk, state
-        gc.collect()
-        torch.cuda.empty_cache()
+        place(desk, torch.randint(config.vocab_size, (batch,)).tolist(), [context] * batch)
+        yield common | profile_row(decoder, desk, common["read_bytes_per_second"])
+        del decoder, desk
+        _clear()
+
+
+def against_transformers(layers: int, device: torch.device, context: int, steps: int) -> Iterator[Row]:
+    """Decoding of one sequence through a few layers, theirs in bfloat16 and ours in the released formats."""
+    from birkhoff.bench import rival
+
+    config = preset("flash", layers, False)
+    theirs = rival.build(config, device)
+    found = rival.decode_ms(theirs, 1, context, 20)
+    del theirs
+    _clear()
+    model = random_on_device(config, device)
+    row, _ = decode_speed(Decoder(model, filled_state(config, 1, context, device)), 1, context, steps)
+    times = found["ms"]["median"] / row["ms"]["median"]
+    yield {**row, "kind": "transformers", "theirs": found, "times_transformers": significant(times)}
+    del model
+    _clear()
+
+
+def _clear() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+CLASSES = {
+    "_write_and_mix": "boundary",
+    "read_streams": "boundary",
+    "_read_streams": "boundary",
+    "product": "products",
+    "open_shared": "router and shared expert",
+    "route": "routing",
+    "open_experts": "experts",
+    "close_experts": "experts",
+    "_settle": "small stage",
+    "_score": "indexer",
+    "choose": "indexer",
+    "_attend": "attention",
+    "_combine": "attention",
+}
+
+
+def profile_row(decoder: Decoder, desk: Desk, speed: float) -> Row:
+    """Where a step's time goes, by class of kernel, beside the time its bytes take at the device's reading speed."""
+    spent = profile(decoder, desk)
+    classes: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for name, (us, launches) in spent.items():
+        found = max((prefix for prefix in CLASSES if name.startswith(prefix)), key=len, default=None)
+        kind = "other" if found is None else CLASSES[found]
+        classes[kind][0] += us
+        classes[kind][1] += launches
+    floors = {kind: count / speed * 1e6 for kind, count in floor_bytes(decoder, desk).items()}
+    table = {
+        kind: {"us": significant(us), "launches": round(launches)}
+        | ({"floor_us": significant(floors[kind])} if kind in floors else {})
+        for kind, (us, launches) in sorted(classes.items(), key=lambda item: -item[1][0])
+    }
+    total = sum(us for us, _ in classes.values())
+    return {"kind": "profile", "batch": desk.rows, "context": desk.context - 256, "classes": table,
+            "us_total": significant(total), "floor_us_total": significant(sum(floors.values()))}  # fmt: skip
+
+
+def floor_bytes(decoder: Decoder, desk: Desk) -> dict[str, float]:
+    """Bytes a step must read by class, weights first; experts as many as this step's last layer used."""
+    c, layers = decoder.config, decoder.layers
+    used = int((desk.slot_list[:, 2] > 0).sum())
+    expert = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
+    streams = desk.rows * c.hidden_size * (4 * 2 + 4 * 2 + 4 * 2 + 2 + 4)  # read, written, read again, output, input
+    keys = {ratio: shares * size * c.head_dim * 2 * desk.rows for ratio, (shares, size) in desk.shares.items()}
+    parts = ("enter", "query", "o_a", "o_b")
+    return {
+        "products": sum(r.nbytes for w in layers for part in parts for r in getattr(w, part)) + decoder.head.nbytes,
+        "router and shared expert": sum(w.gate.nbytes + w.shared_open.nbytes for w in layers),
+        "experts": len(layers) * used * expert + sum(w.shared_close.nbytes for w in layers),
+        "boundary": (2 * len(layers) + 1) * (24 * 4 * c.hidden_size * 4 + streams),
+        "attention": sum(keys[w.ratio] for w in layers),
+    }
 
 
 def main() -> None:

@@ -56,9 +56,9 @@ def _scales(shape: torch.Size, spread: float, device: torch.device) -> torch.Ten
 
 
 def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
-    for name, tensor in list(module.named_parameters(recurse=False)):
-        spread, around, dtype = _plain(name, tensor, module)
-        values = torch.empty(tensor.shape, dtype=dtype, device=device).normal_(around, spread)
+    for name, parameter in list(module.named_parameters(recurse=False)):
+        spread, around, dtype = _plain(name, parameter, module)
+        values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(around, spread)
         module._parameters[name] = nn.Parameter(values, requires_grad=False)
     for name, tensor in list(module.named_buffers(recurse=False)):
         if name.startswith("codes_"):

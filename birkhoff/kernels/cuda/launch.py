@@ -104,8 +104,8 @@ class FastKernels:
         offset, slots = w.offsets[1], desk.slot_list.shape[0]
         self.module.launch(
             f"close_experts_{warps}", (width // 16, slots + -(-n // 8)), warps * 32, desk.slot_list, slots,
-            desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset), w.shared_close.weight,
-            w.shared_close.scale, desk.z_shared, n, early=self.early,
+            desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset),
+            w.shared_close.weight, w.shared_close.scale, desk.z_shared, n, early=self.early,
         )  # fmt: skip
 
     def read_streams(

@@ -66,14 +66,14 @@ def _route(
     tl.store(slots + slot * 16 + 1, starts, mask=used)
     tl.store(slots + slot * 16 + 2, counts, mask=used)
     in_use = tl.sum(used.to(tl.int32), axis=0)
-    tl.store(slots + e * 16 + 2, tl.zeros([EXPERTS], tl.int32), mask=(e >= in_use) & (e < n * places))
+    tl.store(slots + e * 16 + 2, tl.zeros([EXPERTS], tl.int32), mask=(e >= in_use) & (e < n * places) & (e < experts))
     tl.debug_barrier()
     for place in range(places):
         at = b * places + place
         chosen = tl.load(ids + at, mask=alive, other=0)
         before = tl.load(order + at, mask=alive, other=0)
         score = tl.load(weights + at, mask=alive, other=0.0)
-        tl.store(weights + at, score / total * factor, mask=alive)
+        tl.store(weights + at, score / tl.where(alive, total, 1.0) * factor, mask=alive)
         mine = e[None, :] == chosen[:, None]
         start = tl.sum(tl.where(mine, starts[None, :], 0), axis=1)
         tl.store(order + n * places + start + before, at, mask=alive)

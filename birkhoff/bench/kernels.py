@@ -1,0 +1,212 @@
+"""Kernels of a decoding step, one by one, on a GPU: checked against their plain twins, then timed in CUDA graphs.
+
+    boundary   post of one sublayer, mix, Sinkhorn, collapse and norm of the next: hidden sizes of both releases, one to
+               8,192 tokens, beside PyTorch eager and compiled; mixing matrices take turns so that none stays in a cache
+    product    the FP8 and bfloat16 products of a layer by shape and tokens, beside bfloat16 `torch` products
+    experts    FP4 gate and up, and down with the shared expert, with uniform routing
+
+Every row has the bytes that must be moved and what share of the measured reading speed they were moved at. Weights are
+those of a few full-width layers, taken in turns.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from birkhoff.bench.decode import device_facts, reading_speed, seconds
+from birkhoff.bench.report import significant
+from birkhoff.bench.synthetic import filled_state, random_on_device
+from birkhoff.convert.presets import preset
+from birkhoff.kernels.cuda.launch import FastKernels
+from birkhoff.kernels.mhc import reference as mhc
+from birkhoff.kernels.mhc import triton as mhc_triton
+from birkhoff.kernels.norm.reference import rms_norm
+from birkhoff.model.device import Decoder
+
+Row = dict[str, Any]
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 4096, 8192)
+COMPILED = (1, 8, 512)
+ITERS, EPS = 20, 1e-6
+
+
+def graph_us(calls: Sequence[Callable[[], Any]], times: int = 15) -> float:
+    """Median microseconds of one of `calls`, captured together and replayed."""
+
+    def launches() -> None:
+        for call in calls:
+            call()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        launches()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launches()
+    graph.replay()
+    spans = sorted(seconds(graph.replay, times))
+    return spans[len(spans) // 2] * 1e6 / len(calls)
+
+
+class Boundary:
+    """Buffers of one boundary at one size, and who computes it."""
+
+    def __init__(self, tokens: int, width: int, device: torch.device, copies: int):
+        def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.randn(*shape, device=device).to(dtype)
+
+        self.streams, self.y = random(tokens, 4, width, dtype=torch.bfloat16), random(tokens, width)
+        self.post, self.mix = torch.rand(tokens, 4, device=device), torch.rand(tokens, 4, 4, device=device) / 4
+        self.fns = [random(24, 4 * width) * (4 * width) ** -0.5 for _ in range(copies)]
+        self.base, self.scale, self.norm = random(24), random(3) * 0.1 + 0.6, random(width) * 0.1 + 1
+        whole = {"dtype": torch.float32, "device": device}
+        self.parts = torch.empty(tokens, mhc_triton.slices(tokens, width)[1], 32, **whole)  # type: ignore[call-overload]
+        self.x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
+        self.x_half, self.x_mixed = (torch.empty_like(self.x, dtype=torch.float16) for _ in range(2))
+        self.pre = torch.empty_like(self.post)
+
+    def ours(self, kernels: FastKernels, fn: torch.Tensor) -> None:
+        mhc_triton.write_and_mix(self.streams, self.y, self.post, self.mix, fn, self.parts, early=kernels.early)
+        kernels.read_streams(self, self.base, self.scale, self.norm, ITERS, EPS, EPS, EPS)
+
+    def plain(self, fn: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        streams = mhc.write(self.streams, self.y.to(self.streams.dtype), self.post, self.mix)
+        u, _, post, mix = mhc.read(streams, fn, self.base, self.scale, ITERS, EPS, EPS)
+        return rms_norm(u, self.norm, EPS), streams, post, mix
+
+
+@torch.inference_mode()
+def boundary_rows(kernels: FastKernels, speed: float, tokens: Sequence[int], widths: Sequence[int]) -> Iterator[Row]:
+    for width in widths:
+        for count in tokens:
+            device = torch.device("cuda")
+            copies = 64 if count <= 64 else 8
+            b = Boundary(count, width, device, copies)
+            x, streams, post, mix = b.plain(b.fns[0])
+            b.ours(kernels, b.fns[0])
+            pairs = ((b.x, x), (b.streams, streams), (b.post, post), (b.mix, mix))
+            errors = [((a.double() - t.double()).norm() / t.double().norm()).item() for a, t in pairs]
+            us = graph_us([partial(b.ours, kernels, fn) for fn in b.fns])
+            eager = graph_us([partial(b.plain, fn) for fn in b.fns[:4]], 5)
+            row = {"kind": "boundary", "tokens": count, "hidden": width, "us": significant(us),
+                   "us_eager_in_a_graph": significant(eager), "errors": [significant(e) for e in errors],
+                   "passed": max(errors) < 5e-3}  # fmt: skip
+            moved = count * width * 2 * (4 + 4 + 1) + count * width * 4 + 24 * 4 * width * 4
+            row |= {"bytes": moved, "share_of_reading_speed": significant(moved / speed / (us * 1e-6))}
+            if count in COMPILED and width == widths[0]:
+                compiled = torch.compile(b.plain)
+                compiled(b.fns[0])
+                row["us_compiled_in_a_graph"] = significant(graph_us([partial(compiled, fn) for fn in b.fns[:4]], 5))
+            yield row
+            del b
+            gc.collect()
+            torch.cuda.empty_cache()
+
+
+@torch.inference_mode()
+def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
+    device, kernels, layers = torch.device("cuda"), decoder.kernels, decoder.layers
+    shapes: list[tuple[str, Callable, int, int | None]] = [
+        ("enter", lambda w: w.enter, 1, None), ("query", lambda w: w.query[:1], 1, None),
+        ("out a", lambda w: w.o_a, decoder.config.o_groups, decoder.config.o_lora_rank),
+        ("out b", lambda w: w.o_b, 1, None), ("head", lambda w: [decoder.head], 1, None),
+    ]  # fmt: skip
+    for name, get, groups, group in shapes:
+        for count in tokens:
+            rows = get(layers[2])
+            x = torch.randn(count, rows[0].inner * groups, device=device).bfloat16()
+            out = torch.full((count, sum(r.out for r in rows)), torch.nan, device=device)
+            kernels.product(rows, (x.half(), x), out, group)
+            dense = torch.cat([_dense(r) for r in rows])
+            if group is None:
+                true = x.double() @ dense.double().T
+            else:
+                true = torch.einsum(
+                    "ngk,grk->ngr", x.double().view(count, groups, -1), dense.double().view(groups, group, -1)
+                ).flatten(1)
+            error = ((out.double() - true).norm() / true.norm()).item()
+            short = x.half()
+            us = graph_us([partial(kernels.product, get(w), (short, x), out, group) for w in layers[2:]])
+            moved = sum(r.nbytes for w in layers[2:] for r in get(w)) / (len(layers) - 2)
+            row = {"kind": "product", "shape": name, "tokens": count, "us": significant(us), "bytes": round(moved),
+                   "share_of_reading_speed": significant(moved / speed / (us * 1e-6)), "error": significant(error),
+                   "passed": error < 1e-4}  # fmt: skip
+            if group is None:
+                weight = dense.bfloat16()
+                copies = [weight.clone() for _ in range(max(2, (1 << 28) // weight.nbytes))]
+                row["us_bf16_torch"] = significant(
+                    graph_us([partial(torch.nn.functional.linear, x, w) for w in copies])
+                )
+            yield row
+
+
+def _dense(rows: Any) -> torch.Tensor:
+    if rows.scale is None:
+        return rows.weight.float()
+    scale = torch.exp2(rows.scale.float() - 127).T.repeat_interleave(128, 1)
+    return rows.weight.view(torch.float8_e4m3fn).float() * scale
+
+
+@torch.inference_mode()
+def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
+    c, kernels, layers = decoder.config, decoder.kernels, decoder.layers[3:]
+    for count in tokens:
+        desks = [decoder.desk(count, 4096) for _ in layers]
+        used = 0
+        for w, desk in zip(layers, desks):
+            for buffer in (desk.x, desk.opened, desk.x_half, desk.x_mixed, desk.z_shared):
+                assert buffer is not None
+                buffer.normal_()
+            kernels.route(desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts, desk.ids,
+                          desk.weights, desk.order, desk.slot_list, c.routed_scaling_factor)  # fmt: skip
+            used += int((desk.slot_list[:, 2] > 0).sum())
+        each = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
+        for name, part, call in (
+            ("open", 2 / 3, partial(kernels.open_experts, limit=c.swiglu_limit)),
+            ("close", 1 / 3, kernels.close_experts),
+        ):
+            us = graph_us([partial(call, w, desk) for w, desk in zip(layers, desks)])
+            moved = used / len(layers) * each * part
+            if name == "close":
+                moved += c.moe_intermediate_size * c.hidden_size
+            yield {"kind": "experts", "part": name, "tokens": count, "experts_used": significant(used / len(layers)),
+                   "us": significant(us), "bytes": round(moved),
+                   "share_of_reading_speed": significant(moved / speed / (us * 1e-6))}  # fmt: skip
+        del desks
+        gc.collect()
+
+
+def bench_kernels(tokens: Sequence[int] = TOKENS, widths: Sequence[int] = (4096, 7168)) -> Iterator[Row]:
+    device = torch.device("cuda")
+    speed = reading_speed(device)
+    common = {"bench": "kernels", **device_facts(device), "read_bytes_per_second": significant(speed)}
+    config = preset("flash", 9, False)
+    model = random_on_device(config, device)
+    decoder = Decoder(model, filled_state(config, 1, 4096, device), fast=True)
+    kernels = decoder.kernels
+    assert isinstance(kernels, FastKernels)
+    few = tuple(count for count in (1, 8, 32, 64) if count <= max(tokens))
+    for rows in (
+        boundary_rows(kernels, speed, tokens, widths),
+        product_rows(decoder, few, speed),
+        expert_rows(decoder, few, speed),
+    ):
+        for row in rows:
+            yield common | row
+
+
+def main() -> None:
+    import json
+
+    for row in bench_kernels():
+        print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Triton kernels in tests: on a CUDA device when there is one, else in Triton's interpreter on the CPU (`conftest.py`).
+
+`packed_model` makes models whose quantised weights are codes, as those kernels want them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from birkhoff.kernels import quant
+from birkhoff.model.linear import Numerics
+from birkhoff.model.transformer import Transformer
+from tests.models import random_model, weights_of
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+from birkhoff.kernels.attend import triton as attend
+from birkhoff.kernels.compress import triton as compress
+from birkhoff.kernels.experts import triton as experts
+from birkhoff.kernels.index import triton as index
+from birkhoff.kernels.linear import triton as linear
+from birkhoff.kernels.mhc import triton as mhc
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+__all__ = ["DEVICE", "attend", "compress", "experts", "index", "linear", "mhc", "packed_model"]
+
+
+def packed_model(config, seed: int = 0, dtype: torch.dtype = torch.float32) -> Transformer:
+    """Random weights rounded to the released formats, kept as codes; on `DEVICE`."""
+    source = weights_of(random_model(config, seed))
+    model = Transformer(config, Numerics(dtype), packed=True, mtp=False).to(DEVICE)
+    scales: dict[str, torch.Tensor] = {}
+    with torch.no_grad():
+        for d in model.destinations():
+            if d.kind == "codes":
+                how = quant.quant_fp8 if d.tensor.dtype is torch.float8_e4m3fn else quant.quant_fp4
+                codes, scales[d.name.removesuffix("weight") + "scale"] = how(source[d.name])
+                d.tensor.copy_(codes.view(d.tensor.dtype))
+            elif d.kind == "scale":
+                d.tensor.copy_(scales[d.name])
+            else:
+                matrix = d.kind == "value" and d.tensor.dim() == 2 and not d.name.endswith(("_fn", "ape"))
+                d.tensor.copy_(source[d.name].bfloat16() if matrix else source[d.name])
+    return model.eval()

@@ -1,0 +1,67 @@
+"""The CUDA kernels against the portable ones and the plain model, at widths they are made for; only where they can run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.models import TINY
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (9, 0),
+        reason="CUDA kernels need an NVIDIA GPU of compute capability 9.0 or more",
+    ),
+]
+WIDE = replace(
+    TINY, vocab_size=1024, hidden_size=1024, num_attention_heads=8, head_dim=128, q_lora_rank=256, o_groups=2,
+    o_lora_rank=128, sliding_window=64, compress_ratios=(0, 4, 128, 4), num_hidden_layers=4, num_hash_layers=1,
+    index_n_heads=16, index_head_dim=32, n_routed_experts=32, num_experts_per_tok=4, moe_intermediate_size=512,
+    num_nextn_predict_layers=0, swiglu_limit=10.0,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 17, 33, 64])
+@torch.inference_mode()
+def test_a_step_is_that_of_the_portable_kernels(rows):
+    from birkhoff.bench.decode import place
+    from birkhoff.bench.synthetic import filled_state, random_on_device
+    from birkhoff.model.device import Decoder
+
+    device = torch.device("cuda")
+    model = random_on_device(WIDE, device, seed=rows)
+    logits = []
+    for fast in (False, True):
+        torch.manual_seed(rows)
+        decoder = Decoder(model, filled_state(WIDE, rows, 384, device), fast=fast)
+        desk = decoder.desk(rows, 640)
+        desk.poison()
+        place(desk, list(range(rows)), [380 + 3 * row for row in range(rows)])
+        logits.append(decoder.step(desk).clone())
+    error = (logits[0] - logits[1]).norm(dim=-1) / logits[0].norm(dim=-1)
+    assert error.median() < 0.02  # a choice between two almost equal experts may fall differently in a few rows
+
+
+@pytest.mark.parametrize("early", [False, True])
+@torch.inference_mode()
+def test_a_replayed_graph_repeats_itself(early):
+    """Kernels that begin early wait for what they read: fifty replays give the same bits."""
+    from birkhoff.bench.decode import place
+    from birkhoff.bench.synthetic import filled_state, random_on_device
+    from birkhoff.model.device import Decoder
+
+    device = torch.device("cuda")
+    decoder = Decoder(random_on_device(WIDE, device), filled_state(WIDE, 4, 384, device), fast=True, early=early)
+    desk = decoder.desk(4, 640)
+    place(desk, [1, 2, 3, 4], [381, 200, 127, 5])
+    first = decoder.step(desk).clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step(desk)
+    for _ in range(50):
+        desk.logits.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(desk.logits, first)

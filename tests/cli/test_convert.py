@@ -15,13 +15,11 @@ def test_there_and_back_on_the_command_line(tiny, tmp_path):
     back = birkhoff("convert", first, tmp_path / "back", "--json", "--exact")
     result = json.loads(back.stdout)
     assert back.returncode == 0 and result["to"] == "safetensors" and result["written"] and result["checked"] > 200
-    again = birkhoff("convert", first, tmp_path / "back")
-    assert again.returncode == 1 and b"already exists" in again.stderr and no_trace_of_python(again.stderr)
 
 
-def test_misuse_and_a_missing_source(tiny, tmp_path):
+def test_misuse(tiny, tmp_path):
     wrong = birkhoff("convert", tiny, tmp_path / "m.gguf", "--dense", "q3", "--dry-run")
-    assert wrong.returncode == 2 and b"option-invalid  dense is 'q3'" in wrong.stderr
-    missing = birkhoff("convert", tmp_path / "nowhere", tmp_path / "m.gguf")
-    assert missing.returncode == 1 and b"does not exist" in missing.stderr and no_trace_of_python(missing.stderr)
+    assert (
+        wrong.returncode == 2 and b"option-invalid  dense is 'q3'" in wrong.stderr and no_trace_of_python(wrong.stderr)
+    )
     assert list(tmp_path.iterdir()) == []

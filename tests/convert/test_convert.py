@@ -20,6 +20,7 @@ from birkhoff.errors import CheckpointError, ConvertError, OptionError
 from birkhoff.weights.checkpoint import open_checkpoint
 from birkhoff.weights.inspect import inspect_checkpoint
 from tests.convert.files import same_bytes, same_numbers
+from tests.sizes import scaled
 
 NANO = EMBEDDED / "nano"
 
@@ -33,7 +34,7 @@ def tiny(tmp_path_factory) -> Path:
 
 @pytest.mark.parametrize(("which", "experts", "dense"), [
     ("tiny", "mxfp4", "bf16"), ("tiny", "bf16", "bf16"), ("tiny", "f32", "f32"), ("tiny", "mxfp4", "f32"),
-    ("nano", "mxfp4", "bf16"), ("nano", "f32", "f32"),
+    ("nano", "mxfp4", "bf16"), *scaled([("nano", "f32", "f32"), ("nano", "bf16", "bf16")], []),
 ])  # fmt: skip
 def test_lossless_choices_come_back_byte_for_byte(which, experts, dense, tiny, tmp_path):
     source = tiny if which == "tiny" else NANO
@@ -63,7 +64,8 @@ def test_logits_of_gguf_files_are_within_their_gates(tmp_path):
     tokens = list(range(100, 228))
     with birkhoff.load("nano", kernels="reference", max_requests=1, cache_bytes=2**24) as engine:
         expected = engine.logits(tokens)
-    for experts, dense, most in (("mxfp4", "bf16", 0.0), ("f32", "f32", 0.0), ("mxfp4", "q8_0", 3e-2)):
+    more = scaled([("f32", "f32", 0.0), ("bf16", "bf16", 0.0)], [])
+    for experts, dense, most in (("mxfp4", "bf16", 0.0), ("mxfp4", "q8_0", 3e-2), *more):
         path = tmp_path / f"{experts}-{dense}.gguf"
         convert("nano", path, experts=experts, dense=dense)
         with birkhoff.load(path, kernels="reference", max_requests=1, cache_bytes=2**24) as engine:

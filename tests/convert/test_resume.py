@@ -87,7 +87,7 @@ def test_stopped_anywhere_it_goes_on_from_there(to, tiny, tmp_path):
     assert digests(tmp_path / "again") == expected
 
 
-@pytest.mark.parametrize("to", ["gguf", "safetensors"])
+@pytest.mark.parametrize("to", scaled(["gguf", "safetensors"], ["gguf"]))
 def test_killed_at_random_instants_the_bytes_are_the_same(to, tiny, tmp_path):
     name = "m.gguf" if to == "gguf" else "m"
     fill(plan(tiny, tmp_path / "whole" / name, to), 2, False)

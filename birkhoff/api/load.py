@@ -109,6 +109,7 @@ def load(
         max_batch_tokens=max_batch_tokens,
         batch_invariant=batch_invariant,
         prefix_bytes=memory.prefix_bytes,
+        row_bytes=memory.row_bytes,
         draft_depth=drafts.depth,
         draft_always=drafts.always,
         files=files_for(network, context_root, context_bytes) if memory.prefix_bytes else None,

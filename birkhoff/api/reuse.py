@@ -16,6 +16,7 @@ from birkhoff.errors import CapacityError, OptionError, quoted
 from birkhoff.model.transformer import Transformer
 
 DEPTHS = (1, 2, 3)
+MOST_ROW_BYTES = 2**28
 
 
 @dataclass(frozen=True)
@@ -33,11 +34,12 @@ class Drafts:
 
 @dataclass(frozen=True)
 class Memory:
-    """Pages, the longest context, and the bytes of snapshots beside them."""
+    """Pages, the longest context, and the bytes of snapshots and of captured rows beside them."""
 
     pages: int
     context: int
-    prefix_bytes: int
+    prefix_bytes: int = 0
+    row_bytes: int = 0
 
 
 def drafts_of(speculative: Any, has_mtp: bool, batch_invariant: bool) -> Drafts:
@@ -75,7 +77,7 @@ def files_for(model: Transformer, root: str | Path | None, limit_bytes: int) -> 
 def plan_memory(
     config: V4Config, item_bytes: int, cache_bytes: int, requests: int, context: int | None, prefix: Any, depth: int
 ) -> Memory:
-    """Share `cache_bytes` out: what running requests need, then pages and snapshots of past ones.
+    """Share `cache_bytes` out: what running requests need, then pages and snapshots of past ones, then captured rows.
 
     Contexts may be as long as memory allows, so an eighth is set aside for snapshots first, unless that is too much."""
     slots = requests * (slot_bytes(config, item_bytes, depth, depth > 0) - slot_bytes(config, item_bytes))
@@ -86,7 +88,7 @@ def plan_memory(
 
     pages, longest = plan_cache(config, item_bytes, given, requests, context)
     if prefix is False:
-        return Memory(pages, longest, 0)
+        return Memory(pages, longest)
     if left_after(pages) < given // 8:
         with suppress(CapacityError):  # there is room for requests and for nothing else
             pages, longest = plan_cache(config, item_bytes, given * 7 // 8, requests, context)
@@ -98,5 +100,7 @@ def plan_memory(
                 f"prefix_cache is True, but cache_bytes {cache_bytes} leaves {max(snapshots, 0)} bytes for it and the "
                 f"state behind one page takes {least}. Raise cache_bytes, lower max_requests, or use 'auto'."
             )
-        snapshots = 0
-    return Memory(pages + extra, longest, snapshots)
+        return Memory(pages, longest)
+    rest = left_after(pages + extra) - snapshots
+    rows = min(max(rest, (rest + snapshots - least) // 4), MOST_ROW_BYTES)
+    return Memory(pages + extra, longest, snapshots - max(rows - rest, 0), rows)

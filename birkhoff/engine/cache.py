@@ -126,7 +126,7 @@ def slot_bytes(config: V4Config, item_bytes: int, lookback: int = 0, mtp: bool =
 
 def snapshot_bytes(config: V4Config, item_bytes: int, mtp: bool = False) -> int:
     """What it takes, beside pages, to go on at the border of a page: windows, and the rows that overlap the border."""
-    total = config.hc_mult * config.hidden_size * item_bytes if mtp else 0
+    total = 0
     for ratio in (*config.compress_ratios, *([0] if mtp else [])):
         total += config.sliding_window * config.head_dim * item_bytes
         if ratio == 4:

@@ -48,14 +48,15 @@ class EngineCore:
         max_batch_tokens: int = 2048,
         batch_invariant: bool = False,
         prefix_bytes: int = 0,
+        row_bytes: int = 0,
         draft_depth: int = 0,
         draft_always: bool = False,
         files: PageFiles | None = None,
         device: torch.device | str = "cpu",
     ):
-        """`prefix_bytes` is what the prefix cache may use beside pages; without any there is none. `draft_depth` tokens
-        are guessed ahead, while it pays or, with `draft_always`, whether it does or not. `files` takes what the prefix
-        cache has no room for."""
+        """`prefix_bytes` is what the prefix cache may use beside pages; without any there is none. `row_bytes` is for
+        captured rows of past prompts. `draft_depth` tokens are guessed ahead, while it pays or, with `draft_always`,
+        whether it does or not. `files` takes what the prefix cache has no room for."""
         self.model, self.max_context = model, max_context
         mtp = draft_depth > 0
         replays = model.numerics.kernels.name == "triton" and refusal(model) is None
@@ -66,8 +67,7 @@ class EngineCore:
         if replays:
             self.runner.graphs = Graphs(Decoder(model, state), max_requests, max_context)
         if prefix_bytes:
-            rows = prefix_bytes // 4  # a quarter for captured rows, the rest for snapshots
-            prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes - rows, rows, batch_invariant, files)
+            prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes, row_bytes, batch_invariant, files)
             self.scheduler.prefix = self.runner.prefix = prefix
         self.sampler = Sampler()
         self.drafted = self.accepted = 0

@@ -10,6 +10,9 @@ Pages hold compressed entries alone. To go on behind one, windows and carries ar
 the last page that has one, and always computes at least its last token. It starts no later than the first row that it
 captures, since a row that is not computed cannot be seen, unless all rows it would miss are in the `RowStore`.
 
+A request that has ended also leaves its last, unfinished page behind, with the state at its very last token: the next
+turn of a conversation then computes its own words only. Whoever starts there goes on in a copy of that page.
+
 With `prompts_only` (batch-invariant engines) only pages computed as a prompt, in whole chunks, are entered: bits depend
 on how tokens were cut, and this makes the cut the same.
 
@@ -21,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,15 +42,18 @@ from birkhoff.hooks.plan import Job, Plan, Rows
 from birkhoff.model.state import Snapshot, State
 
 KEY_BYTES = 16
+SHORTEST_END = 16  # tokens; what is shorter is computed as fast
 
 
 @dataclass(eq=False)
 class Node:
-    """One page of some past sequence."""
+    """One page of some past sequence; with fewer tokens than a page has, the end of one."""
 
     key: bytes
     page: int
     snapshot: Snapshot | None = None
+    tokens: int = PAGE_TOKENS
+    parent: bytes = b""  # of an end: the key before it
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class Hit:
     pages: list[int]
     snapshot: Snapshot
     seen: tuple[tuple[Job, Rows], ...] = ()  # captured rows that need not be computed
+    copied: tuple[int, ...] = ()  # an unfinished page, to go on in a copy of it
 
     @property
     def position(self) -> int:
@@ -96,6 +103,7 @@ class PrefixCache:
         self._nodes: dict[bytes, Node] = {}
         self._by_page: dict[int, Node] = {}
         self._snapshots: OrderedDict[bytes, Node] = OrderedDict()
+        self._ends: dict[bytes, Counter[int]] = {}  # by the key before them: how many ends of which length there are
         self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
         pages.on_eviction = self._evicted
 
@@ -129,34 +137,68 @@ class PrefixCache:
         most = request.num_tokens - 1
         if self.prompts_only:
             most = min(most, len(request.prompt_ids) - 1)
-        known = self._known(request, most // PAGE_TOKENS)
-        if not known:
-            return None
+        walked = self._walk(request, most // PAGE_TOKENS)
+        known = _startable(walked)
         seen: tuple[tuple[Job, Rows], ...] | None = ()
         wanted = self._first_wanted(request)
+        for pages in range(len(walked), len(known) - 1, -1):
+            end = self._end(request, pages, min(most, wanted))
+            if end is not None:
+                return self._hit(walked[:pages], end)
         if wanted < len(known) * PAGE_TOKENS:
             seen = self._seen(request, len(known) * PAGE_TOKENS)
             if seen is None:
-                known = self._known(request, wanted // PAGE_TOKENS)
-        if not known:
-            return None
-        last = known[-1]
+                known = _startable(walked[: wanted // PAGE_TOKENS])
+        return self._hit(known, None, seen or ()) if known else None
+
+    def _hit(self, known: list[Node], end: Node | None, seen: tuple[tuple[Job, Rows], ...] = ()) -> Hit:
+        last = end or known[-1]
         assert last.snapshot is not None
         self._snapshots.move_to_end(last.key)
-        return Hit([node.page for node in known], last.snapshot, seen or ())
+        return Hit([node.page for node in known], last.snapshot, seen, () if end is None else (end.page,))
 
-    def _known(self, request: Request, pages: int) -> list[Node]:
-        """The first pages of a request up to the last one that it can start behind."""
+    def _walk(self, request: Request, pages: int) -> list[Node]:
+        """The first pages of a request for as long as they are known."""
         nodes: list[Node] = []
-        deepest = 0
         for key in self._keys(request, pages):
             node = self._nodes.get(key) or self._read(key, nodes)
             if node is None:
                 break
             nodes.append(node)
-            if node.snapshot is not None:
-                deepest = len(nodes)
-        return nodes[:deepest]
+        return nodes
+
+    def _end(self, request: Request, pages: int, most: int) -> Node | None:
+        """The longest end behind this many pages that a request begins with, no longer than `most` tokens in all."""
+        parent = self._parent(request, pages)
+        if parent is None:
+            return None
+        for tokens in sorted(self._ends.get(parent, ()), reverse=True):
+            if pages * PAGE_TOKENS + tokens <= most:
+                node = self._nodes.get(page_key(request, pages, parent, tokens) or b"")
+                if node is not None and node.snapshot is not None:
+                    return node
+        return None
+
+    def _parent(self, request: Request, pages: int) -> bytes | None:
+        """The key before a page; None when it has none that can be named."""
+        keys = self._keys(request, pages)
+        return None if len(keys) < pages else keys[-1] if keys else self.root
+
+    def leave(self, request: Request) -> None:
+        """A request has ended well: keep its unfinished page, too."""
+        pages, tokens = divmod(request.computed, PAGE_TOKENS)
+        parent = self._parent(request, pages)
+        if self.prompts_only or tokens < SHORTEST_END or parent is None or request.slot is None:
+            return
+        if pages and parent not in self._nodes:
+            return
+        key = page_key(request, pages, parent, tokens)
+        if key is None or key in self._nodes:
+            return
+        node = self._enter(key, request.pages[pages])
+        node.tokens, node.parent = tokens, parent
+        self._ends.setdefault(parent, Counter())[tokens] += 1
+        self._hold(node, self.state.save(request.slot, request.computed))
 
     def _read(self, key: bytes, before: Sequence[Node]) -> Node | None:
         """A page from disk into memory, which must not cost those before it their place."""
@@ -183,7 +225,7 @@ class PrefixCache:
         return node
 
     def _write(self, node: Node) -> None:
-        if self.files is None or node.key in self.files:
+        if self.files is None or node.key in self.files or node.tokens < PAGE_TOKENS:
             return
         said = {f"page {name}": place for name, place in self.state.page(node.page).items()}
         rows = {} if node.snapshot is None else node.snapshot.rows
@@ -192,12 +234,17 @@ class PrefixCache:
     def _enter(self, key: bytes, page: int) -> Node:
         node = self._nodes[key] = self._by_page[page] = Node(key, page)
         self.pages.keep(page)
+        if key in self._precious:
+            self.pages.treasure([self._nodes[k].page for k in self._precious if k in self._nodes])
         return node
 
     def start(self, request: Request, hit: Hit) -> None:
         """Put a request that has its slot and pages behind what it shares."""
         assert request.slot is not None and request.pages[: len(hit.pages)] == hit.pages
         self.state.restore(request.slot, hit.snapshot)
+        for page in hit.copied:
+            self.state.copy_page(page, request.pages[len(hit.pages)])
+        self.pages.give_back(hit.copied)
         request.computed = hit.position
         if request.cached_tokens is None:
             request.cached_tokens, request.shared_pages = hit.position, len(hit.pages)
@@ -365,11 +412,24 @@ class PrefixCache:
     def _drop(self, node: Node) -> None:
         self._release_snapshot(node)
         del self._nodes[node.key], self._by_page[node.page]
+        if node.tokens < PAGE_TOKENS:
+            lengths = self._ends[node.parent]
+            lengths[node.tokens] -= 1
+            self._ends[node.parent] = +lengths  # only what there is
+            if not self._ends[node.parent]:
+                del self._ends[node.parent]
 
 
-def page_key(request: Request, page: int, before: bytes) -> bytes | None:
-    """128 bits of everything the state at the end of a page depends on; None when an edit there has no name."""
-    start, stop, border = page * PAGE_TOKENS, (page + 1) * PAGE_TOKENS, len(request.prompt_ids)
+def _startable(nodes: Sequence[Node]) -> list[Node]:
+    """Up to the last page that a request can start behind."""
+    deepest = max((number for number, node in enumerate(nodes, 1) if node.snapshot is not None), default=0)
+    return list(nodes[:deepest])
+
+
+def page_key(request: Request, page: int, before: bytes, length: int = PAGE_TOKENS) -> bytes | None:
+    """128 bits of everything the state behind the first `length` tokens of a page depends on; None when an edit there
+    has no name."""
+    start, stop, border = page * PAGE_TOKENS, page * PAGE_TOKENS + length, len(request.prompt_ids)
     tokens = request.tokens(start, stop)
     said = [before, struct.pack(f"<{len(tokens)}q", *tokens)]
     for edit in request.plan.edits if request.plan is not None else ():

@@ -64,18 +64,24 @@ class RowStore:
         elif chunk.places:
             self._unfile(chunk)
 
-    def get(self, keys: Sequence[bytes], hook: str, layer: int, after: bool, positions: Sequence[int]):
+    def get(
+        self, keys: Sequence[bytes], hook: str, layer: int, after: bool, positions: Sequence[int]
+    ) -> torch.Tensor | None:
         """The rows of one site at these positions [rows, ...], or None unless all of them are here."""
         found: list[torch.Tensor] = []
-        page, held = -1, {}
+        used: dict[_Chunk, None] = {}
+        page, held = -1, dict[int, tuple[_Chunk, int]]()
         for position in positions:
             if position // PAGE_TOKENS != page:
                 page = position // PAGE_TOKENS
                 held = self._by_offset((keys[page], hook, layer, after))
-            row = held.get(position % PAGE_TOKENS)
-            if row is None:
+            if position % PAGE_TOKENS not in held:
                 return None
-            found.append(row)
+            chunk, row = held[position % PAGE_TOKENS]
+            used[chunk] = None
+            found.append(chunk.tensor[row])
+        for chunk in used:
+            self._chunks.move_to_end(chunk)
         return torch.stack(found) if found else None
 
     def clear(self) -> None:
@@ -83,12 +89,12 @@ class RowStore:
         self._parts.clear()
         self.held_bytes = 0
 
-    def _by_offset(self, place: Place) -> dict[int, torch.Tensor]:
-        held: dict[int, torch.Tensor] = {}
-        for part in self._parts.get(place, ()):
-            self._chunks.move_to_end(part.chunk)
-            held |= {offset: part.chunk.tensor[part.first + i] for i, offset in enumerate(part.offsets)}
-        return held
+    def _by_offset(self, place: Place) -> dict[int, tuple[_Chunk, int]]:
+        return {
+            offset: (part.chunk, part.first + number)
+            for part in self._parts.get(place, ())
+            for number, offset in enumerate(part.offsets)
+        }
 
     def _drop(self, chunk: _Chunk) -> None:
         del self._chunks[chunk]

@@ -85,6 +85,8 @@ class Scheduler:
         """Take everything back from a request that has ended, wherever it stands."""
         if request.slot is not None:
             self.running.remove(request)
+            if self.prefix is not None and request.finish_reason in ("stop", "length"):
+                self.prefix.leave(request)
             self._take_memory(request)
         elif request in self.waiting:
             self.waiting.remove(request)
@@ -149,14 +151,14 @@ class Scheduler:
         while self.waiting and self.slots.free and budget > 0:
             request = self.waiting[0]
             hit = self.prefix.match(request) if self.prefix is not None else None
-            shared = hit.pages if hit is not None else []
-            self.pages.share(shared)  # before others are taken, which may cost kept ones their place
+            shared, copied = (hit.pages, [*hit.copied]) if hit is not None else ([], [])
+            self.pages.share(shared + copied)  # before others are taken, which may cost kept ones their place
             own = self.pages.take(pages_for(request.num_tokens) - len(shared))
             if own is None:
-                self.pages.give_back(shared)
+                self.pages.give_back(shared + copied)
                 return
             if request.plan is not None and not request.plan.reserve():  # rows of steering tables, say
-                self.pages.give_back(shared + own)
+                self.pages.give_back(shared + copied + own)
                 return
             taken = self.slots.take(1)
             assert taken is not None

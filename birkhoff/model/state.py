@@ -32,16 +32,14 @@ KEYS = "keys"  # the window
 
 @dataclass(eq=False)
 class Snapshot:
-    """Rows before `position`, by the name of their ring; `streams` [m, d] left the last layer at `position - 1`."""
+    """Rows before `position`, by the name of their ring."""
 
     position: int
     rows: dict[str, torch.Tensor] = field(default_factory=dict)
-    streams: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        held = [*self.rows.values(), *([] if self.streams is None else [self.streams])]
-        return sum(tensor.nbytes for tensor in held)
+        return sum(rows.nbytes for rows in self.rows.values())
 
 
 class Ring:
@@ -213,6 +211,11 @@ class State:
     def page(self, number: int) -> dict[str, torch.Tensor]:
         """One page of every layer, by name, where it lies."""
         return {f"{layer.name}.{kind}": pages[number] for layer in self.layers for kind, pages in layer.pages.items()}
+
+    def copy_page(self, source: int, target: int) -> None:
+        for layer in self.layers:
+            for pages in layer.pages.values():
+                pages[target] = pages[source]
 
     def save(self, slot: int, position: int) -> Snapshot:
         """What the rings hold of a sequence before `position`, which may lie up to `lookback` tokens back."""

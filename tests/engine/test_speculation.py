@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.pace import PATIENCE, SETTLE, TRIAL, Pace
 from birkhoff.engine.request import Request
@@ -181,7 +180,7 @@ def test_pages_entered_while_guessing_serve_later_requests(model):
     run(core, forced)
     turn = [*TEXT[:100], *first.output_ids, 7]
     (warm,), (cold,) = run(core, ask(turn, 1, logprobs=3)), run(engine(model), ask(turn, 1, logprobs=3))
-    assert warm.cached_tokens == PAGE_TOKENS and warm.output_ids == cold.output_ids
+    assert warm.cached_tokens == 159 and len(core.scheduler.prefix) >= 2 and warm.output_ids == cold.output_ids
     assert abs(warm.logprobs[0].logprob - cold.logprobs[0].logprob) < 1e-4
 
 

@@ -1,0 +1,34 @@
+"""The benchmark of reuse at its smallest: rows with numbers in them, and the same answers from everybody."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from birkhoff.bench.reuse import Setting, bench_reuse
+from birkhoff.convert.synth import synth
+from birkhoff.errors import OptionError
+
+
+def test_every_row_has_its_numbers_and_nobody_answers_otherwise(tmp_path):
+    synth(tmp_path / "c", "tiny")
+    told = []
+    setting = Setting(shared_tokens=140, turns=3, answer_tokens=4, steps=6, rounds=1, threads=1)
+    rows = list(bench_reuse(tmp_path / "c", setting, progress=lambda *at: told.append(at)))
+    assert [row["kind"] for row in rows] == ["prefix", "turns"] + ["speculation"] * 5
+    assert all(row["same_tokens"] and row["machine"] and row["commit"] is not None for row in rows)
+    prefix, turns, plain, pays, *ahead = rows
+    assert prefix["cached_tokens"] == 128 and math.isfinite(prefix["times_sooner"]["median"])
+    assert turns["share_of_recomputation"]["median"] > 0 and turns["prompt_tokens"] > 0
+    assert plain["times_plain"]["median"] == 1.0 and plain["drafted"] == 0 and pays["pace"]
+    assert all(row["drafted"] > 0 and 0 <= row["acceptance"] <= 1 for row in ahead)
+    assert told[-1] == (6, 6)
+
+
+def test_what_cannot_be_measured_is_refused(tmp_path):
+    with pytest.raises(OptionError, match="turns is 0"):
+        Setting(turns=0)
+    synth(tmp_path / "c", "tiny", mtp=False)
+    with pytest.raises(OptionError, match="no MTP block"):
+        next(bench_reuse(tmp_path / "c"))

@@ -8,6 +8,7 @@ verdict instead of failing it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -25,7 +26,7 @@ ORDER = (
     "mhc_streams_pre_mlp", "mhc_ffn_pre_mix", "mhc_ffn_post_mix", "mhc_ffn_res_mix", "mlp_in", "moe_router_logits",
     "moe_topk", "mlp_out", "mhc_streams_final", "mhc_head_mix", "final_hidden",
 )  # fmt: skip
-TIE = 1e-4  # gaps between experts' router logits below this are ties
+TIE = 1e-4  # gaps between experts' scores below this are ties
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,21 @@ class Comparison:
         }
 
 
-def compare(first: Run, second: Run, gate: Gate, config: V4Config | None = None) -> Comparison:
-    """`second` is what `first` is held against."""
+def compare(
+    first: Run,
+    second: Run,
+    gate: Gate,
+    config: V4Config | None = None,
+    biases: Mapping[int, torch.Tensor] | None = None,
+) -> Comparison:
+    """`second` is what `first` is held against; `biases` are those the routers of each layer choose with."""
     if first.tokens != second.tokens:
         raise OptionError(
             f"{first.label} ran on {len(first.tokens)} tokens and {second.label} on {len(second.tokens)} that are not "
             "the same. Give both the same token ids."
         )
     rows = len(first.tokens)
-    choices = _choices(first, second)
+    choices = _choices(first, second, biases or {})
     kept = rows
     notes = []
     if choices and all(choice.gap <= TIE for choice in choices):
@@ -183,7 +190,7 @@ def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: Gate) -> Logi
     return LogitsRow(error, median, float((a - b).abs().max()), _cosine(a, b), argmax, float(overlap), mean_kl, p95, ok)
 
 
-def _choices(first: Run, second: Run) -> list[Choice]:
+def _choices(first: Run, second: Run, biases: Mapping[int, torch.Tensor]) -> list[Choice]:
     out = []
     for key in sorted(second.sites):
         if key[0] != "moe_topk" or key not in first.sites:
@@ -192,18 +199,21 @@ def _choices(first: Run, second: Run) -> list[Choice]:
         differs = (ours != theirs).any(-1).nonzero().flatten()
         if len(differs):
             at = int(differs[0])
-            out.append(Choice(key[1], len(differs), len(ours), at, _gap(second, key[1], at, ours[at], theirs[at])))
+            gap = _gap(second, key[1], at, ours[at], theirs[at], biases.get(key[1]))
+            out.append(Choice(key[1], len(differs), len(ours), at, gap))
     return out
 
 
-def _gap(run: Run, layer: int, row: int, ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Distance between the router logits of the experts one side took and the other did not."""
+def _gap(run: Run, layer: int, row: int, ours: torch.Tensor, theirs: torch.Tensor, bias: torch.Tensor | None) -> float:
+    """Distance between the scores, bias included, of the experts that one side took and the other did not."""
     logits = run.sites.get(("moe_router_logits", layer))
     if logits is None:
         return float("inf")
     only_ours = [e for e in ours.tolist() if e not in theirs.tolist()]
     only_theirs = [e for e in theirs.tolist() if e not in ours.tolist()]
     scores = torch.nn.functional.softplus(logits[row].double()).sqrt()
+    if bias is not None:
+        scores = scores + bias.double()
     return float(min(abs(scores[a] - scores[b]) for a in only_ours for b in only_theirs))
 
 

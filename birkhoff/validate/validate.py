@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+
 from birkhoff.api.load import EMBEDDED
 from birkhoff.errors import OptionError, TokenError
 from birkhoff.model.transformer import Transformer
@@ -69,7 +71,7 @@ def validate(
         other = build(open_checkpoint(_path(b)), against, numerics, device)
         theirs = run_model(other, ids, str(b))
     chosen = gate_named(gate) if gate is not None else usual_gate(dtype, against)
-    result = compare(ours, theirs, chosen, first.config)
+    result = compare(ours, theirs, chosen, first.config, _biases(first))
     if not result.ok and explanations:
         # Mistakes built into the trusted side reproduce a faulty A; where B cannot be run, they are built into A.
         sides = [(other, theirs, ours)] if other is not None else []
@@ -78,6 +80,11 @@ def validate(
             if result.explanations:
                 break
     return result
+
+
+def _biases(checkpoint: Checkpoint) -> dict[int, torch.Tensor]:
+    names = {layer: f"layers.{layer}.ffn.gate.bias" for layer in range(checkpoint.config.num_hidden_layers)}
+    return {layer: checkpoint[name].read().float() for layer, name in names.items() if name in checkpoint}
 
 
 def _path(model: str | Path) -> Path:

@@ -165,6 +165,10 @@ def test_a_tie_between_experts_is_not_a_failure(tiny):
     assert result.ok and result.compared_rows == 30 and result.choices[0].gap < 1e-6
     far = compare(flipped, run, GATES["float32"])
     assert not far.ok and far.choices[0].first == 30
+    bias = torch.zeros(8)
+    scores = torch.nn.functional.softplus(run.sites["moe_router_logits", 4][30].double()).sqrt()
+    bias[other] = float(scores[taken] - scores[other])  # the router chooses with it: now the two tie
+    assert compare(flipped, run, GATES["float32"], biases={4: bias}).choices[0].gap < 1e-6
 
 
 def test_stages_reach_every_kind_by_few_layers():

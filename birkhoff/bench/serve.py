@@ -68,8 +68,8 @@ def bench_serve(model: str, setting: Setting, progress: Advance | None = None) -
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads)}
     rates = [_engine_rate(model, setting, environment)]
     with _Server(model, setting, environment) as server:
-        _clients(server, setting, 2.0)  # warm
-        before, memory = server.resident_bytes(), [server.resident_bytes()]
+        _clients(server, setting, min(10.0, setting.seconds))  # warm: caches fill, clients and kernels are ready
+        memory = [server.resident_bytes()]
         began = time.monotonic()
         seen = _clients(server, setting, setting.seconds, lambda: memory.append(server.resident_bytes()), progress)
         elapsed = time.monotonic() - began
@@ -84,7 +84,7 @@ def bench_serve(model: str, setting: Setting, progress: Advance | None = None) -
             "failed": [text for each in seen for text in each.failed],
             "first_token_ms": _spread([ms for each in seen for ms in each.first]),
             "between_tokens_ms": _spread([ms for each in seen for ms in each.between]),
-            "resident_bytes": {"before": before, "most": max(memory), "after": server.resident_bytes()},
+            "resident_bytes": {"before": memory[0], "half": memory[len(memory) // 2], "after": memory[-1]},
             "everything_ended": idle,
         }  # fmt: skip
         yield {**common, "kind": "overload", **_overload(server, setting)}

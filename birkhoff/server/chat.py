@@ -63,7 +63,7 @@ class Chats:
 
     async def answer(self, http: HttpRequest) -> Response:
         body, warnings = await self._desk.read(http, ChatBody)
-        call = await self._desk.prepare(lambda: self.call(body, warnings))
+        call = await self._desk.call(http, body, lambda: self.call(body, warnings))
         model = self._desk.model_name(body.model)
         shape = ChatShape(self._desk, call, model, body)
         return await self._desk.run(http, call, shape, bool(body.stream), body.request_id)
@@ -237,7 +237,7 @@ class ChatShape:
             if options is not None and options.include_usage:
                 yield frame(self._chunk([], usage=usage(running.requests[:count], self._call, self._desk.engine)))
         except Exception as error:
-            yield frame(self._desk.told(error))
+            yield frame(self._desk.told(error, running.id))
         yield DONE
 
     def _chunks(self, index: int, told: Told, twin: bool) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class Completions:
     async def answer(self, http: HttpRequest) -> Response:
         body, warnings = await self._desk.read(http, CompletionBody)
         model = self._desk.model_name(body.model)
-        calls = self.calls(body, warnings)
+        calls = await self._desk.call(http, body, lambda: self.calls(body, warnings))
         shape = CompletionShape(self._desk, calls, model, body)
         return await self._desk.run(http, calls, shape, bool(body.stream), body.request_id)
 
@@ -180,7 +180,7 @@ class CompletionShape:
             if options is not None and options.include_usage:
                 yield frame({**self._head, "choices": [], "usage": self._usage(chosen)})
         except Exception as error:
-            yield frame(self._desk.told(error))
+            yield frame(self._desk.told(error, running.id))
         yield DONE
 
     def _chunks(self, index: int, told: Told, twin: bool) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.errors import quoted
-from birkhoff.server.body import LARGE, Model, checked, json_fields
+from birkhoff.server.body import LARGE, Model, Wire, checked, json_fields
 from birkhoff.server.calls import Call
 from birkhoff.server.fields import Looking, flattened, notices
 from birkhoff.server.grammar import Grammars
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from birkhoff.api import Engine
 
 Made = TypeVar("Made")
+HEAVY = 32 * 1024  # bytes of a body from which its text is encoded beside the event loop
 
 
 class Shape(Protocol):
@@ -92,6 +93,12 @@ class Desk:
         """Do what may take long beside the event loop; little things stay on it, since a hand-over costs more."""
         return await asyncio.to_thread(make) if heavy else make()
 
+    async def call(self, http: HttpRequest, body: Wire, make: Callable[[], Made]) -> Made:
+        """What a body comes to; long texts and grammars are worked on beside the event loop."""
+        length = http.headers.get("content-length", "")
+        forms = getattr(body, "tools", None) or getattr(body, "response_format", None)
+        return await self.prepare(make, heavy=not length.isdecimal() or int(length) > HEAVY or bool(forms))
+
     def looking(self, body: Looking) -> dict[str, Any]:
         """The extension fields as keywords of a `Call`."""
         found: dict[str, Any] = {"steer": edits_of(body.steers, self.engine), "capture": body.capture}
@@ -106,9 +113,10 @@ class Desk:
     ) -> Response:
         """Run one call, or one per prompt, and answer in its dialect."""
         calls = [calls] if isinstance(calls, Call) else calls
-        heavy = sum(len(call.prompt) for call in calls) > 4096 or any(call.mask is not None for call in calls)
+        heavy = sum(len(call.prompt) for call in calls) > 4096
         requests = await self.prepare(lambda: [each for call in calls for each in call.requests(self.engine)], heavy)
-        running = self.hub.running(requests, http.state.caller, request_id or http.state.request_id)
+        call_id = request_id or http.state.request_id
+        running = self.hub.running(requests, http.state.caller, call_id, own=request_id is not None)
         await running.enter()
         if stream:
             return EventStream(shape.frames(running, self.settings.ping_seconds), leave=running.leave)
@@ -126,9 +134,9 @@ class Desk:
         waits = any(call.capture is not None for call in calls)
         return json_response(await self.prepare(lambda: shape.whole(running), heavy=waits))
 
-    def told(self, error: Exception) -> dict[str, Any]:
+    def told(self, error: Exception, call_id: str) -> dict[str, Any]:
         """An error that comes after the first byte."""
         problem = problem_of(error)
         if problem.status >= 500:
-            self.journal.defect("stream", error)
+            self.journal.defect(call_id, error)
         return problem.as_json()

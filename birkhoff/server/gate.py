@@ -142,7 +142,8 @@ class Gate:
             parts.port  # noqa: B018  raises when it is none
         except ValueError:
             local = False
-        if not local and origin not in self._settings.allowed_origin:
+        own = origin in (f"http://{headers['host']}", f"https://{headers['host']}")  # our own page; the host is ours
+        if not local and not own and origin not in self._settings.allowed_origin:
             raise Problem(403, "pages of this origin may not call. Allow it with --allowed-origin.", code="origin")
         return {
             "access-control-allow-origin": origin,

@@ -82,8 +82,9 @@ class Hub:
             self._driver.cancel(self.live)
             self._driver.close()
 
-    def running(self, requests: Sequence[Request], caller: str, call_id: str) -> Running:
-        if any(call is not None and call.id == call_id for call in self._running.values()):
+    def running(self, requests: Sequence[Request], caller: str, call_id: str, own: bool) -> Running:
+        """`own`: the caller chose the id, so that nobody else may have it."""
+        if own and any(call is not None and call.id == call_id for call in self._running.values()):
             raise Problem(
                 409, "a call of this id is running. Choose another.", code="request-id-taken", param="request_id"
             )
@@ -125,7 +126,7 @@ class Hub:
 
     def leave(self, call: Running, cause: str) -> None:
         """End what still runs of a call."""
-        left = [request for request in call.requests if request in self._running]
+        left = [request for request in call.requests if self._running.get(request) is call]
         if left and self._driver is not None:
             self.metrics.cancelled.labels(cause).inc(len(left))
             self._driver.cancel(left)

@@ -71,7 +71,7 @@ class Messages:
     async def answer(self, http: HttpRequest) -> Response:
         body, warnings = await self._desk.read(http, MessagesBody)
         model = self._desk.model_name(body.model)
-        call = self.call(body, warnings)
+        call = await self._desk.call(http, body, lambda: self.call(body, warnings))
         return await self._desk.run(
             http, call, MessageShape(self._desk, call, model, http.state.request_id), bool(body.stream)
         )
@@ -281,7 +281,7 @@ class MessageShape:
             yield _event("message_delta", delta=self._end(request), usage=self._usage(request), **tail)
             yield _event("message_stop")
         except Exception as error:
-            self._desk.told(error)
+            self._desk.told(error, running.id)
             yield frame(problem_of(error).as_anthropic(self._request_id), "error")
 
     def _step(self, step: Step) -> list[bytes]:

@@ -66,7 +66,7 @@ class Responses:
     async def answer(self, http: HttpRequest) -> Response:
         body, warnings = await self._desk.read(http, ResponsesBody)
         model = self._desk.model_name(body.model)
-        call = self.call(body, warnings)
+        call = await self._desk.call(http, body, lambda: self.call(body, warnings))
         return await self._desk.run(http, call, ResponseShape(self._desk, call, model, body), bool(body.stream))
 
     def call(self, body: ResponsesBody, warnings: list[str]) -> Call:
@@ -222,7 +222,7 @@ class ResponseShape:
             whole = self._response(request) | await asyncio.to_thread(self._tail, request)
             yield self._event(f"response.{whole['status']}", response=whole)
         except Exception as error:
-            self._desk.told(error)
+            self._desk.told(error, running.id)
             problem = problem_of(error)
             told = {"code": problem.code or problem.type, "message": problem.message}
             yield self._event("response.failed", response={**begun, "status": "failed", "error": told})

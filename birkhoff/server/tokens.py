@@ -54,13 +54,7 @@ class Tokens:
         if (body.prompt is None) == (body.messages is None):
             raise bad("give either a prompt or messages.", "prompt")
         engine = self._desk.engine
-        if body.messages is not None:
-            ids = self._ids(body)
-        else:
-            assert body.prompt is not None
-            ids = engine.tokenizer.encode(body.prompt)
-            if body.add_special_tokens and engine.config.bos_token_id is not None:
-                ids = [engine.config.bos_token_id, *ids]
+        ids = await self._desk.call(http, body, lambda: self._ids(body))
         found: dict[str, Any] = {"count": len(ids), "max_model_len": engine.max_context, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = self._texts(ids)
@@ -79,21 +73,26 @@ class Tokens:
 
     async def template(self, http: HttpRequest) -> Response:
         body, _ = await self._desk.read(http, TemplateBody)
-        ids = self._ids(body)
+        ids = await self._desk.call(http, body, lambda: self._ids(body))
         return json_response({"prompt": self._desk.engine.tokenizer.decode(ids), "tokens": ids, "count": len(ids)})
 
     async def input_tokens(self, http: HttpRequest) -> Response:
         body, _ = await self._desk.read(http, TemplateBody)
         self._desk.model_name(body.model)
-        return json_response({"object": "response.input_tokens", "input_tokens": len(self._ids(body))})
+        ids = await self._desk.call(http, body, lambda: self._ids(body))
+        return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     def _ids(self, body: TokenizeBody | TemplateBody) -> list[int]:
+        engine = self._desk.engine
+        if isinstance(body, TokenizeBody) and body.prompt is not None:
+            bos = engine.config.bos_token_id if body.add_special_tokens else None
+            return [*([] if bos is None else [bos]), *engine.tokenizer.encode(body.prompt)]
         thinking, effort = (
             (self._desk.thinks, None) if body.reasoning_effort is None else EFFORTS[body.reasoning_effort]
         )
         messages = conversation(body.messages or [])
         tools = checked_tools(body.tools)
-        return self._desk.engine.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
+        return engine.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
 
     def _texts(self, ids: list[int]) -> list[str]:
         """One string per token; a piece of a character shows as what it is."""

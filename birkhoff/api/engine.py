@@ -28,6 +28,7 @@ from birkhoff.capture.estimate import Estimate
 from birkhoff.capture.projections import Projections
 from birkhoff.capture.spec import Capture
 from birkhoff.config import V4Config
+from birkhoff.engine.contexts import check_name
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.sampler import seed_for
@@ -53,13 +54,9 @@ class Engine:
     """A loaded model that answers, traces and explains itself. Also a context manager."""
 
     def __init__(
-        self,
-        core: EngineCore,
-        tokenizer: Tokenizer | None,
-        literals: Literals,
-        name: str = "",
+        self, core: EngineCore, tokenizer: Tokenizer | None, literals: Literals, name: str = "",
         capture_root: str | Path | None = None,
-    ):
+    ):  # fmt: skip
         self._core, self._tokenizer, self._literals, self.name = core, tokenizer, literals, name
         self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
         tables = Tables(self.model.embed.device)
@@ -333,6 +330,11 @@ class Engine:
             "saes": self.saes.digest(),
         }
 
+    @property
+    def reuse(self) -> dict[str, Any]:
+        """What was not computed twice and what was guessed, since the engine was loaded."""
+        return self._core.reuse()
+
     def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CaptureDesk | None = None) -> Request:
         """Queue a prompt for its activations alone; they go through `desk` when it is not this engine's own."""
         request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture, desk=desk)
@@ -443,7 +445,8 @@ class Engine:
         signals: Any = None,
     ) -> list[Request]:
         """One request per choice of one prompt; `mark` tells the captures of several prompts apart."""
-        options = SamplingOptions.from_kwargs(**sampling)
+        context = check_name(sampling.get("context"))
+        options = SamplingOptions.from_kwargs(**{name: sampling[name] for name in sampling if name != "context"})
         options.check_vocabulary(self.config.vocab_size)
         ids = tuple(self.prompt_ids(prompt))
         room = room_for(ids, self.max_context)
@@ -465,14 +468,15 @@ class Engine:
 
         return [
             Request(
-                prompt_ids=ids,
-                options=options,
-                max_tokens=wanted,
-                seed=seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice),
-                eos_ids=frozenset(self.config.eos_token_ids),
-                sink=self._sink(options, thinking),
-                plan=plan(choice),
-            )
+                ids,
+                options,
+                wanted,
+                seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice),
+                frozenset(self.config.eos_token_ids),
+                self._sink(options, thinking),
+                plan(choice),
+                context=context,
+            )  # fmt: skip
             for choice in range(options.n)
         ]
 

@@ -143,7 +143,7 @@ def _prefix(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None])
 
 def _turns(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) -> Row:
     """Cost of reading is the time to every turn's first token; `all_ms` has the writing too."""
-    longest = min(engine.max_context, setting.turns * (setting.answer_tokens + 64) + 64)
+    longest = engine.max_context
     reading: dict[str, list[float]] = {"cold": [], "warm": []}
     whole: dict[str, list[float]] = {"cold": [], "warm": []}
     tokens = cached = 0

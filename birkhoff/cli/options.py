@@ -57,6 +57,10 @@ ENGINE = (
     Flag("cache_bytes", int, "Memory for the cache.", "a quarter of what is free"),
     Flag("max_batch_tokens", int, "Most tokens computed in one step.", "2048"),
     Flag("batch_invariant", bool, "Answers that do not depend on their neighbours, bit for bit; slower."),
+    Flag("prefix_cache", bool, "Start behind what past prompts have in common with a new one.", "if there is room"),
+    Flag("speculative", bool, "Guess a token ahead with the model's MTP block.", "while it pays"),
+    Flag("context_root", str, "Directory for pages of past prompts that memory has no room for.", "none"),
+    Flag("context_bytes", int, "Most bytes of files in it.", "1 GiB"),
 )
 SAMPLING = (
     Flag("max_tokens", int, "Most tokens of an answer.", str(SamplingOptions.max_tokens)),

@@ -109,7 +109,7 @@ def convert(
         notices=[*source.notices, *work.notices],
         seconds=round(done.seconds, 3),
         resumed_units=done.resumed_units,
-        rounding={k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w) in done.rounding.items()},
+        rounding={k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in done.rounding.items()},
         checked=checked,
     )
 

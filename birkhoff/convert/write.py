@@ -26,6 +26,9 @@ from birkhoff.weights.safetensors import sync_directory, write_text
 
 SYNC_BYTES = 256 << 20
 SYNC_SECONDS = 2.0
+QUEUED = (
+    32  # units waiting per thread, so that none idles while this one waits for the disk; only running ones hold memory
+)
 Progress = Callable[[int, int], None]
 
 
@@ -36,7 +39,7 @@ class Done:
     seconds: float = 0.0
     resumed_units: int = 0
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)  # file -> tensor or part of one -> sha256
-    rounding: dict[str, list[float]] = field(default_factory=dict)  # class -> numbers, changed, worst share of largest
+    rounding: dict[str, list[float]] = field(default_factory=dict)  # class -> numbers, changed, worst share, worst
 
 
 def journal_path(destination: Path) -> Path:
@@ -165,7 +168,7 @@ def _run(
         running: dict[Future[list[Any]], int] = {}
         try:
             while True:
-                while len(running) < 2 * workers and (number := next(queue, None)) is not None:
+                while len(running) < QUEUED * workers and (number := next(queue, None)) is not None:
                     unit = work.units[number]
                     running[pool.submit(_do, number, unit, handles[unit.file], exact)] = number
                 if not running:
@@ -217,10 +220,11 @@ def _summarise(work: Work, known: dict[int, list[Any]], done: Done) -> None:
         _, digests, (numbers, changed, largest, worst) = known[number]
         file = done.hashes.setdefault(work.files[unit.file].path.name, {})
         file.update({region.name: digest for region, digest in zip(unit.regions, digests)})
-        row = done.rounding.setdefault(unit.kind, [0, 0, 0.0])
+        row = done.rounding.setdefault(unit.kind, [0, 0, 0.0, 0.0])
         row[0] += numbers
         row[1] += changed
         row[2] = max(row[2], worst / largest if largest else 0.0)
+        row[3] = max(row[3], worst)
 
 
 def _publish(work: Work, done: Done) -> None:
@@ -235,7 +239,7 @@ def _publish(work: Work, done: Done) -> None:
         "source": work.source,
         "source_files": [{"name": path.name, "bytes": path.stat().st_size} for path in work.source_files],
         "options": work.options,
-        "rounding": {k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w) in done.rounding.items()},
+        "rounding": {k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in done.rounding.items()},
         "sha256": done.hashes,
     }
     directory = work.destination if work.texts else work.destination.parent

@@ -46,6 +46,14 @@ class _Wanted:
     shares: list[_Share] = field(default_factory=list)
     index: torch.Tensor | None = None
     staged: torch.Tensor | None = None
+    copied: torch.Tensor | None = None
+
+    def on_host(self) -> torch.Tensor:
+        """The staged rows, copied out of their buffer once for everybody who asked for some."""
+        assert self.staged is not None
+        if self.copied is None:
+            self.copied = self.staged[: len(self.rows)].to("cpu", copy=True)
+        return self.copied
 
 
 class Staging:
@@ -133,7 +141,7 @@ class LiveTap:
 def _hand_out(want: _Wanted, share: _Share, count: int, witness: Witness | None) -> None:
     if want.staged is None or not count:
         return
-    tensor = want.staged[share.first : share.first + count].to("cpu", copy=True)
+    tensor = want.on_host()[share.first : share.first + count]
     positions, token_ids = share.positions[:count], share.token_ids[:count]
     rows = Rows(*want.key, tensor, positions, token_ids, min(share.prompt_rows, count))
     if witness is not None:

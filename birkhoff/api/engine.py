@@ -466,19 +466,12 @@ class Engine:
             told = [SignalJob(wishes, self.config.num_hidden_layers, self.modules)] if wishes else []
             return replace(made, edits=edits, holdings=holdings, table=table, jobs=(*made.jobs, *told))
 
-        return [
-            Request(
-                ids,
-                options,
-                wanted,
-                seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice),
-                frozenset(self.config.eos_token_ids),
-                self._sink(options, thinking),
-                plan(choice),
-                context=context,
-            )  # fmt: skip
-            for choice in range(options.n)
-        ]
+        def made(choice: int) -> Request:
+            own = seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice)
+            ends, sink = frozenset(self.config.eos_token_ids), self._sink(options, thinking)
+            return Request(ids, options, wanted, own, ends, sink, plan(choice), context=context)
+
+        return [made(choice) for choice in range(options.n)]
 
     def _sink(self, options: SamplingOptions, thinking: bool | None) -> TextStream | ChatStream | None:
         if self._tokenizer is None:

@@ -218,6 +218,7 @@ class ChatShape:
 
     async def frames(self, running: Running, ping_seconds: float) -> AsyncIterator[bytes]:
         count = self._count(running)
+        ready = b""
         try:
             async for item in running.news(ping_seconds):
                 if item is None:
@@ -226,8 +227,13 @@ class ChatShape:
                 index, told = item
                 if told.refused is not None:
                     raise told.refused
-                for chunk in self._chunks(index, told, twin=index >= count):
-                    yield frame(chunk)
+                ready += b"".join(frame(chunk) for chunk in self._chunks(index, told, twin=index >= count))
+                if ready and not running.behind:
+                    yield ready
+                    ready = b""
+            if ready:
+                yield ready
+                ready = b""
             if running.cancelled:
                 return  # closed without an error, and without the frame that says all is said
             tail = await asyncio.to_thread(self._tail, running)
@@ -237,7 +243,7 @@ class ChatShape:
             if options is not None and options.include_usage:
                 yield frame(self._chunk([], usage=usage(running.requests[:count], self._call, self._desk.engine)))
         except Exception as error:
-            yield frame(self._desk.told(error, running.id))
+            yield ready + frame(self._desk.told(error, running.id))
         yield DONE
 
     def _chunks(self, index: int, told: Told, twin: bool) -> list[dict[str, Any]]:

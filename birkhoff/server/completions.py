@@ -163,6 +163,7 @@ class CompletionShape:
 
     async def frames(self, running: Running, ping_seconds: float) -> AsyncIterator[bytes]:
         chosen = self._chosen(running)
+        ready = b""
         try:
             async for item in running.news(ping_seconds):
                 if item is None:
@@ -171,8 +172,13 @@ class CompletionShape:
                 index, told = item
                 if told.refused is not None:
                     raise told.refused
-                for chunk in self._chunks(index, told, twin=index >= len(chosen)):
-                    yield frame(chunk)
+                ready += b"".join(frame(chunk) for chunk in self._chunks(index, told, twin=index >= len(chosen)))
+                if ready and not running.behind:
+                    yield ready
+                    ready = b""
+            if ready:
+                yield ready
+                ready = b""
             if running.cancelled:
                 return
             yield frame({**self._head, "choices": [], **await asyncio.to_thread(self._tail, running)})
@@ -180,7 +186,7 @@ class CompletionShape:
             if options is not None and options.include_usage:
                 yield frame({**self._head, "choices": [], "usage": self._usage(chosen)})
         except Exception as error:
-            yield frame(self._desk.told(error, running.id))
+            yield ready + frame(self._desk.told(error, running.id))
         yield DONE
 
     def _chunks(self, index: int, told: Told, twin: bool) -> list[dict[str, Any]]:

@@ -207,6 +207,11 @@ class Running:
     def cancelled(self) -> bool:
         return bool(self._cancelled)
 
+    @property
+    def behind(self) -> bool:
+        """Whether more is known already; what is written can then wait for it and go out in one piece."""
+        return not self._news.empty()
+
     async def news(self, ping_seconds: float | None = None) -> AsyncIterator[tuple[int, Told] | None]:
         """(choice, what is new) until every request has ended; None when there was nothing for so long."""
         while self._open:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from birkhoff.server.settings import ServerSettings
 from birkhoff.steering.container import SteeringVector
 
 SEND_BUFFER = 128 * 1024
+# Two threads share the interpreter: the engine's, which computes, and the loop's, which writes a little and waits. At
+# the default of 5 ms the loop would wait that long for its turn after every packet.
+SWITCH_SECONDS = 0.0005
 
 
 def serve(
@@ -33,6 +37,7 @@ def serve(
 ) -> int:
     """Serve until told to stop; the exit status. `announce` is given the one URL once calls are answered."""
     listener = _bind(settings)
+    sys.setswitchinterval(SWITCH_SECONDS)
     journal, metrics = Journal(settings.log), Metrics()
     hub = Hub(settings, metrics)
     app = build_app(settings, hub, metrics, journal, loading)

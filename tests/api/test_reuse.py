@@ -224,6 +224,22 @@ def test_stop_strings_and_streams_are_the_same_when_guessing(engines, letters):
         assert "".join(event.text for event in engine.stream("abc", stop=[stop], **options)) == out.text
 
 
+def test_nanos_own_guesses_are_mostly_right_and_change_nothing():
+    """Greedy, three depths, steered at the final streams and not: the same tokens; most of the first guesses stay."""
+    prompt = [{"role": "user", "content": "Tell me a story about a dog and a red ball."}]
+    options = {"max_tokens": scaled(160, 40), "temperature": 0, "ignore_eos": True}
+    steer = [Add(vector(1, 4 * 384, norm=8.0), hook="mhc_streams_final", layers="all")]
+    with birkhoff.load("nano", max_requests=1, speculative=False) as plain:
+        expected = [plain.chat(prompt, steer=edits, **options).token_ids for edits in (None, steer)]
+    assert expected[0] != expected[1]
+    for depth in (1, 2, 3):
+        with birkhoff.load("nano", max_requests=1, speculative=depth) as engine:
+            outputs = [engine.chat(prompt, steer=edits, **options) for edits in (None, steer)]
+        assert [out.token_ids for out in outputs] == expected
+        shares = [out.timings["accepted"] / out.timings["drafted"] for out in outputs]
+        assert min(shares) > (0.5, 0.35, 0.25)[depth - 1], shares
+
+
 # Everything at once
 
 ASKED = st.lists(

@@ -1,4 +1,4 @@
-"""The CUDA kernels against the portable ones and the plain model, at widths they are made for; only where they can run."""
+"""The CUDA kernels against the portable ones, at widths they are made for; only where they can run."""
 
 from __future__ import annotations
 

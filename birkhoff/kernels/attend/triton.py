@@ -145,5 +145,6 @@ def attend(
     )  # fmt: skip
     _combine[(n, heads)](
         sums, peaks, masses, sink, cos, sin, out, out if half is None else half, heads, shares,
-        SHARES=power_of_two(shares), WIDTH=width, TURNING=turning, HALF=half is not None, EARLY=early, num_warps=4,
+        SHARES=power_of_two(shares), WIDTH=width, TURNING=turning, HALF=half is not None, num_warps=4,
+        EARLY=early,
     )  # fmt: skip

@@ -117,6 +117,6 @@ def settle(
         1 if entry is None else entry[2].shape[1],
         RANK=rank, WIDTH=width, TURNING=2 * cos.shape[-1], RATIO=ratio or 4,
         INDEX=0 if index is None else index[3].shape[2], HALF=half is not None, ITEMS=8 if ratio == 4 else 16,
-        EARLY=early, num_warps=4 if ratio != 128 else 8,
+        num_warps=4 if ratio != 128 else 8, EARLY=early,
     )  # fmt: skip
     assert rank == power_of_two(rank) and width == power_of_two(width)

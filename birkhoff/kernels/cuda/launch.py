@@ -8,6 +8,7 @@ when the weights are bound and taken out of the sums. Weights that do not fit ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,14 @@ def scale_offset(scales: torch.Tensor) -> int | None:
     return None if most - least > _OCTAVES else 30 - most
 
 
+@lru_cache
+def _compiled(file: str, device: torch.device) -> Module:
+    """Once per process and device: it takes seconds."""
+    nvrtc = find_nvrtc()
+    assert nvrtc is not None
+    return Module(nvrtc, (HERE / file).read_text(encoding="utf-8"), device)
+
+
 class FastKernels:
     """Bound to one device. `early` lets kernels begin while their predecessors end."""
 
@@ -54,15 +63,12 @@ class FastKernels:
     halves = True  # inputs are wanted in float16 too
 
     def __init__(self, device: torch.device, early: bool = True):
-        nvrtc = find_nvrtc()
-        assert nvrtc is not None
         self.early = early
-        self.module = Module(nvrtc, (HERE / "stream.cu").read_text(encoding="utf-8"), device)
-        self.small = Module(nvrtc, (HERE / "small.cu").read_text(encoding="utf-8"), device)
+        self.module, self.small = _compiled("stream.cu", device), _compiled("small.cu", device)
 
     def product(
         self, weights: Sequence[Rows], x: tuple[torch.Tensor | None, torch.Tensor], out: torch.Tensor,
-        group: int | None = None, variant: tuple[int, int] | None = None,
+        group: int | None = None, variant: tuple[int, int, int] | None = None,
     ) -> None:  # fmt: skip
         """Up to two FP8 matrices and one of bfloat16; x as float16 for the former and bfloat16 for the latter."""
         coded = [rows for rows in weights if rows.scale is not None]
@@ -71,9 +77,10 @@ class FastKernels:
         n, inner = x[1].shape[0], weights[0].inner
         tiles = _tiles(n)
         total = sum(rows.out for rows in weights)
-        warps, depth = variant or _variant(tiles, inner, group is not None)
+        warps, depth, beside = variant or _variant(tiles, inner, total, group is not None)
         self.module.launch(
-            f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}", (total // 16, 1), warps * 32,
+            f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}_{beside}", (-(-total // (16 * beside)), 1),
+            beside * warps * 32,
             *_fields(coded, 0), *_fields(coded, 1), plain[0].weight if plain else None, plain[0].out if plain else 0,
             x[0], x[1], n, inner, x[1].stride(0), out, out.stride(0), group or 0, early=self.early,
         )  # fmt: skip
@@ -98,13 +105,13 @@ class FastKernels:
             _gain(offset), early=self.early,
         )  # fmt: skip
 
-    def close_experts(self, w: Any, desk: Any, warps: int | None = None) -> None:
-        warps = warps or (4 if desk.rows < 16 else 2)
+    def close_experts(self, w: Any, desk: Any, variant: tuple[int, int] | None = None) -> None:
+        warps, tall = variant or ((4, 1) if desk.rows < 8 else (2, 2))
         inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
         offset, slots = w.offsets[1], desk.slot_list.shape[0]
         self.module.launch(
-            f"close_experts_{warps}", (width // 16, slots + -(-n // 8)), warps * 32, desk.slot_list, slots,
-            desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset),
+            f"close_experts_{warps}_{tall}", (width // (16 * tall), slots + -(-n // 8)), warps * 32, desk.slot_list,
+            slots, desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset),
             w.shared_close.weight, w.shared_close.scale, desk.z_shared, n, early=self.early,
         )  # fmt: skip
 
@@ -149,11 +156,18 @@ def _fields(coded: list[Rows], place: int) -> tuple[torch.Tensor | None, torch.T
     return coded[place].weight, coded[place].scale, coded[place].out
 
 
-def _variant(tiles: int, inner: int, grouped: bool) -> tuple[int, int]:
-    """Warps that share a row's input, and blocks of 128 that each loads before it computes; the fastest measured."""
+def _variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int, int, int]:
+    """Warps that share a row's input, blocks of 128 that each loads before it computes, and row blocks side by side in
+    one block of threads; the fastest measured."""
     if tiles == 1:
-        return (4, 2) if inner <= 1024 else (8, 1) if grouped else (8, 2)
-    return (4, 1) if inner <= 1024 or tiles == 8 else (8, 1)
+        return (4, 2, 1) if inner <= 1024 else (8, 1, 1) if grouped else (8, 2, 1)
+    if tiles == 2:
+        return (4, 1, 1) if inner <= 1024 else (8, 1, 1)
+    if tiles == 4:
+        return (2, 1, 4) if total >= 16384 else (4, 1, 2) if grouped else (8, 1, 1)
+    if total >= 16384:  # enough rows that warps need not share them
+        return (2, 1, 4) if inner > 1024 else (1, 1, 8)
+    return (2, 1, 4) if grouped else (4, 1, 1)
 
 
 def _tiles(n: int) -> int:

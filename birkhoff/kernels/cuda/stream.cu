@@ -55,10 +55,10 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // FP8: rows `first + 16 r ..` for r < RT at codes[r]; K in blocks of 128 with one scale byte each.
-template <int NT, int RT, int WARPS, int U>
+template <int NT, int RT, int WARPS, int U, int WM = 1>
 __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
                                          int scale_stride, const u16* const (&x)[NT], const bool (&there)[NT], int inner) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) / WM, g = lane >> 2, q = lane & 3;
     const int blocks = inner >> 7;
     bool waited = false;
     for (int kb = warp; kb < blocks; kb += WARPS * U) {
@@ -128,10 +128,10 @@ __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* cons
 }
 
 // bfloat16: sixteen rows; K in blocks of 128.
-template <int NT, int WARPS, int U>
+template <int NT, int WARPS, int U, int WM = 1>
 __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* weight, const u16* const (&x)[NT],
                                            const bool (&there)[NT], int inner) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) / WM, g = lane >> 2, q = lane & 3;
     const int blocks = inner >> 7;
     bool waited = false;
     for (int kb = warp; kb < blocks; kb += WARPS * U) {
@@ -256,15 +256,19 @@ __device__ __forceinline__ float gated(float a, float b, float limit) {
     return a / (1.f + __expf(-a)) * b;
 }
 
-// One launch over the rows of up to two FP8 matrices (stacked in blocks of sixteen rows) and one bfloat16 matrix.
-template <int NT, int WARPS, int U, typename OUT>
+// One launch over the rows of up to two FP8 matrices (stacked in blocks of sixteen rows) and one bfloat16 matrix. WARPS
+// share a row's K; with many tokens WM of them stand side by side on different rows, so that they meet their common
+// inputs in L1.
+template <int NT, int WARPS, int U, int WM, typename OUT>
 __device__ __forceinline__ void product(const u8* codes, const u8* scale, int rows8, const u8* codes2, const u8* scale2,
                                         int rows8b, const u16* plain, int rows16, const u16* xh, const u16* xb, int n,
                                         int inner, int x_stride, OUT* out, int out_stride, int group) {
-    __shared__ float shared[WARPS * 16 * NT * 8];
+    __shared__ float shared[WM * WARPS * 16 * NT * 8];
     let_next_start();
-    const int g = (threadIdx.x & 31) >> 2;
-    int row = blockIdx.x * 16;
+    const int g = (threadIdx.x & 31) >> 2, side = (threadIdx.x >> 5) % WM;
+    int row = (blockIdx.x * WM + side) * 16;
+    const bool inside = row < rows8 + rows8b + rows16;
+    if (!inside) row = 0;  // the last block's spare warps repeat the first rows, and store nothing
     const int place = row;
     float acc[1][NT][4] = {};
     const u16* x[NT];
@@ -281,15 +285,21 @@ __device__ __forceinline__ void product(const u8* codes, const u8* scale, int ro
         if (second) row -= rows8;
         const u8* const c[1] = {(second ? codes2 : codes) + (i64)row * inner};
         const u8* const s[1] = {(second ? scale2 : scale) + row};
-        fp8_rows<NT, 1, WARPS, U>(acc, c, s, second ? rows8b : rows8, x, there, inner);
+        fp8_rows<NT, 1, WARPS, U, WM>(acc, c, s, second ? rows8b : rows8, x, there, inner);
     } else {
         row -= rows8 + rows8b;
-        plain_rows<NT, WARPS, U>(acc, plain + (i64)row * inner, x, there, inner);
+        plain_rows<NT, WARPS, U, WM>(acc, plain + (i64)row * inner, x, there, inner);
     }
-    gather<NT, 1, WARPS>(shared, acc);
-    for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
+    gather<NT, 1, WM * WARPS>(shared, acc);
+    const int lane = (threadIdx.x >> 5) / WM * 32 + (threadIdx.x & 31);  // among the threads of this row block
+    for (int i = lane; i < 16 * NT * 8; i += WARPS * 32) {
         const int r = i & 15, t = i >> 4;
-        if (t < n) put(out + (i64)t * out_stride + place + r, whole<WARPS>(shared, r * (NT * 8) + t, 16 * NT * 8));
+        if (t < n && inside) {
+            float sum = 0.f;
+#pragma unroll
+            for (int w = 0; w < WARPS; w++) sum += shared[(w * WM + side) * (16 * NT * 8) + r * (NT * 8) + t];
+            put(out + (i64)t * out_stride + place + r, sum);
+        }
     }
 }
 
@@ -334,29 +344,28 @@ __device__ __forceinline__ void open_shared(const u8* codes, const u8* scale, in
     }
 }
 
-#define PRODUCT(NAME, NT, WARPS, U, OUT)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                       \
+#define PRODUCT(NAME, NT, WARPS, U, WM, OUT)                                                                              \
+    extern "C" __global__ void __launch_bounds__(WM * WARPS * 32) NAME(                                                  \
         const u8* codes, const u8* scale, int rows8, const u8* codes2, const u8* scale2, int rows8b, const u16* plain,    \
         int rows16, const u16* xh, const u16* xb, int n, int inner, int x_stride, OUT* out, int out_stride, int group) {  \
-        product<NT, WARPS, U, OUT>(codes, scale, rows8, codes2, scale2, rows8b, plain, rows16, xh, xb, n, inner,         \
-                                   x_stride, out, out_stride, group);                                                    \
+        product<NT, WARPS, U, WM, OUT>(codes, scale, rows8, codes2, scale2, rows8b, plain, rows16, xh, xb, n, inner,     \
+                                       x_stride, out, out_stride, group);                                                \
     }
-#define PRODUCTS(NT, WARPS, U)                                    \
-    PRODUCT(product_f32_##NT##_##WARPS##_##U, NT, WARPS, U, float) \
-    PRODUCT(product_f16_##NT##_##WARPS##_##U, NT, WARPS, U, u16)   \
-    PRODUCT(product_bf16_##NT##_##WARPS##_##U, NT, WARPS, U, bf16)
-PRODUCTS(1, 4, 1)
-PRODUCTS(1, 4, 2)
-PRODUCTS(1, 4, 4)
-PRODUCTS(1, 8, 1)
-PRODUCTS(1, 8, 2)
-PRODUCTS(1, 8, 4)
-PRODUCTS(2, 4, 1)
-PRODUCTS(2, 8, 1)
-PRODUCTS(4, 4, 1)
-PRODUCTS(4, 8, 1)
-PRODUCTS(8, 4, 1)
-PRODUCTS(8, 8, 1)
+#define PRODUCTS(NT, WARPS, U, WM)                                           \
+    PRODUCT(product_f32_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, float) \
+    PRODUCT(product_f16_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, u16)   \
+    PRODUCT(product_bf16_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, bf16)
+PRODUCTS(1, 4, 2, 1)
+PRODUCTS(1, 8, 1, 1)
+PRODUCTS(1, 8, 2, 1)
+PRODUCTS(2, 4, 1, 1)
+PRODUCTS(2, 8, 1, 1)
+PRODUCTS(4, 2, 1, 4)
+PRODUCTS(4, 4, 1, 2)
+PRODUCTS(4, 8, 1, 1)
+PRODUCTS(8, 1, 1, 8)
+PRODUCTS(8, 2, 1, 4)
+PRODUCTS(8, 4, 1, 1)
 
 #define OPEN_SHARED(NT, WARPS, U)                                                                                         \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) open_shared_##NT(                                            \
@@ -411,27 +420,31 @@ __device__ __forceinline__ void open_experts(const Slot* slots, const int* order
     }
 }
 
-// Slots as above, sixteen rows of down; behind the last slot the shared expert's down, up to eight tokens a block.
-template <int WARPS>
+// Slots as above, RT times sixteen rows of down; behind the last slot the shared expert's down, up to eight tokens a block.
+template <int WARPS, int RT>
 __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count, const int* order, const u16* z, float* y,
                                               int inner, int width, int places, int offset, float gain, const u8* codes,
                                               const u8* scale, const u16* z_shared, int n) {
-    __shared__ float shared[WARPS * 16 * 8];
+    __shared__ float shared[WARPS * RT * 16 * 8];
     let_next_start();
-    const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16;
-    float acc[1][1][4] = {};
+    const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16 * RT;
+    const u8 *c[RT], *s[RT];
+    float acc[RT][1][4] = {};
     if (blockIdx.y >= slot_count) {
         const int first = (blockIdx.y - slot_count) * 8;
         const u16* const x[1] = {z_shared + (i64)(first + g) * inner};
         const bool there[1] = {first + g < n};
-        const u8* const c[1] = {codes + (i64)row * inner};
-        const u8* const s[1] = {scale + row};
-        fp8_rows<1, 1, WARPS, 2>(acc, c, s, width, x, there, inner);
-        gather<1, 1, WARPS>(shared, acc);
-        for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
-            const int r = i & 15, t = i >> 4;
+#pragma unroll
+        for (int r = 0; r < RT; r++) {
+            c[r] = codes + (i64)(row + 16 * r) * inner;
+            s[r] = scale + row + 16 * r;
+        }
+        fp8_rows<1, RT, WARPS, 2>(acc, c, s, width, x, there, inner);
+        gather<1, RT, WARPS>(shared, acc);
+        for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {
+            const int r = i & (16 * RT - 1), t = i / (16 * RT);
             if (first + t < n)
-                y[((i64)(first + t) * (places + 1) + places) * width + row + r] = whole<WARPS>(shared, r * 8 + t, 128);
+                y[((i64)(first + t) * (places + 1) + places) * width + row + r] = whole<WARPS>(shared, r * 8 + t, RT * 128);
         }
         return;
     }
@@ -439,36 +452,46 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
     const Slot& slot = slots[blockIdx.y];
     const int count = slot.count, first = slot.first;
     if (count == 0) return;
-    const u8* const c[1] = {reinterpret_cast<const u8*>(slot.address[2]) + (i64)row * (inner >> 1)};
-    const u8* const s[1] = {reinterpret_cast<const u8*>(slot.address[3]) + (i64)row * (inner >> 5)};
+#pragma unroll
+    for (int r = 0; r < RT; r++) {
+        c[r] = reinterpret_cast<const u8*>(slot.address[2]) + (i64)(row + 16 * r) * (inner >> 1);
+        s[r] = reinterpret_cast<const u8*>(slot.address[3]) + (i64)(row + 16 * r) * (inner >> 5);
+    }
     for (int base = 0; base < count; base += 8) {
         const bool there = base + g < count;
         const int mine = there ? order[first + base + g] : 0;
-        acc[0][0][0] = acc[0][0][1] = acc[0][0][2] = acc[0][0][3] = 0.f;
-        fp4_rows<1, WARPS>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
+#pragma unroll
+        for (int r = 0; r < RT; r++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) acc[r][0][i] = 0.f;
+        fp4_rows<RT, WARPS>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
         if (base) __syncthreads();
-        gather<1, 1, WARPS>(shared, acc);
-        for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
-            const int r = i & 15, t = i >> 4;
+        gather<1, RT, WARPS>(shared, acc);
+        for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {
+            const int r = i & (16 * RT - 1), t = i / (16 * RT);
             if (base + t < count) {
                 const int p = order[first + base + t];
-                y[((i64)(p / places) * (places + 1) + p % places) * width + row + r] = whole<WARPS>(shared, r * 8 + t, 128) * gain;
+                y[((i64)(p / places) * (places + 1) + p % places) * width + row + r] =
+                    whole<WARPS>(shared, r * 8 + t, RT * 128) * gain;
             }
         }
     }
 }
 
-#define EXPERTS(WARPS)                                                                                                     \
+#define OPEN(WARPS)                                                                                                        \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) open_experts_##WARPS(                                         \
         const Slot* slots, const int* order, const float* weights, const u16* x, u16* z, int inner, int width, int places, \
         float limit, int offset, float gain) {                                                                            \
         open_experts<WARPS>(slots, order, weights, x, z, inner, width, places, limit, offset, gain);                      \
-    }                                                                                                                     \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) close_experts_##WARPS(                                        \
+    }
+#define CLOSE(WARPS, RT)                                                                                                   \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) close_experts_##WARPS##_##RT(                                 \
         const Slot* slots, int slot_count, const int* order, const u16* z, float* y, int inner, int width, int places,     \
         int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n) {                           \
-        close_experts<WARPS>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes, scale, z_shared, n); \
+        close_experts<WARPS, RT>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes, scale,        \
+                                 z_shared, n);                                                                            \
     }
-EXPERTS(2)
-EXPERTS(4)
-EXPERTS(8)
+OPEN(2)
+OPEN(4)
+CLOSE(4, 1)
+CLOSE(2, 2)

@@ -119,8 +119,8 @@ def score(queries, weights, pages, table, slots, positions, cos, sin, scores, to
     _score[(n, -(-room // 64))](
         queries, queries.stride(0), weights, weights.stride(0), pages, table, table.stride(0), slots, positions, cos,
         sin, scores, room, topk, scale,
-        HEADS=heads, WIDTH=width, TURNING=2 * cos.shape[-1], ENTRIES=64, WIDE=pages.dtype is torch.float32, EARLY=early,
-        num_warps=4,
+        HEADS=heads, WIDTH=width, TURNING=2 * cos.shape[-1], ENTRIES=64, WIDE=pages.dtype is torch.float32, num_warps=4,
+        EARLY=early,
     )  # fmt: skip
 
 

@@ -230,7 +230,7 @@ def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, token
         streams, given if y is None else y, fn if post is None else post, fn if mix is None else mix, fn, parts,
         given if embed is None else embed, given if tokens is None else tokens, n, width,
         1 if y is None or y.dim() == 2 else y.shape[1], splits,
-        MODE=mode, COUNT=count, PADDED=padded(count), ROWS=rows, BLOCK=block, EARLY=early, num_warps=4,
+        MODE=mode, COUNT=count, PADDED=padded(count), ROWS=rows, BLOCK=block, num_warps=4, EARLY=early,
     )  # fmt: skip
 
 

@@ -48,7 +48,7 @@ class Flag:
 
 
 ENGINE = (
-    Flag("model", str, "nano, or a directory with config.json and safetensors files.", "nano"),
+    Flag("model", str, "nano, a checkpoint directory or a GGUF file.", "nano"),
     Flag("device", str, "auto, cpu or cuda.", "auto"),
     Flag("dtype", str, "Compute dtype: auto, float32 or bfloat16.", "auto"),
     Flag("numerics", str, "plain, or released: with the release's activation rounding.", "plain"),

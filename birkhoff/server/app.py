@@ -64,7 +64,7 @@ def build_app(
 ) -> ASGIApp:
     name = settings.served_name or PurePath(str(loading.get("model", "nano"))).name
     desk = Desk(settings, hub, journal, name)
-    app = FastAPI(title="Birkhoff", version=__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(title="Birkhoff", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     table = Table(app)
     service, chats, completions, tokens = Service(desk, metrics), Chats(desk), Completions(desk), Tokens(desk)
     responses, messages = Responses(desk), Messages(desk)

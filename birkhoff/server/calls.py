@@ -82,6 +82,13 @@ def stop_reason(request: Request) -> str | int | None:
     return last if last in request.options.stop_token_ids else None
 
 
+def problems(request: Request) -> list[str]:
+    """What is odd about an ended answer: where it left the chat format, and where the form asked for was lost."""
+    found = [problem.message for problem in parsed(request).problems]
+    lost = getattr(request.mask, "problem", "")
+    return [*found, lost] if lost else found
+
+
 def usage(requests: Sequence[Request], call: Call, engine: Engine) -> dict[str, Any]:
     """Tokens of a call: its prompt once, all its answers."""
     prompt = len(requests[0].prompt_ids)

@@ -20,7 +20,18 @@ from starlette.responses import Response
 from birkhoff.api.driver import Told
 from birkhoff.engine.request import Request
 from birkhoff.server.body import Wire
-from birkhoff.server.calls import Call, check_end, is_end, new_id, now, parsed, stop_reason, token_logprob, usage
+from birkhoff.server.calls import (
+    Call,
+    check_end,
+    is_end,
+    new_id,
+    now,
+    parsed,
+    problems,
+    stop_reason,
+    token_logprob,
+    usage,
+)
 from birkhoff.server.desk import Desk
 from birkhoff.server.fields import ResponseFormat, Sampling
 from birkhoff.server.hub import Running
@@ -180,7 +191,7 @@ class ChatShape:
         found = findings(chosen, self._call, self._desk.shelf, self._streamed)
         said = list(self._call.warnings)
         for request in running.requests:
-            said += [problem.message for problem in parsed(request).problems]
+            said += problems(request)
         return {**found, **({"warnings": said} if said else {}), **self._prompt()}
 
     def _prompt(self) -> dict[str, Any]:

@@ -65,6 +65,7 @@ class Grammars:
                 llguidance.TokenizerWrapper(_Vocabulary(engine.tokenizer, engine.config)),
                 n_vocab=engine.config.vocab_size, eos_token=list(engine.config.eos_token_ids),
             )  # fmt: skip
+        ends = tuple(self._engine().config.eos_token_ids)
         first = self._compiled.get(grammar)
         if first is None:
             limits = llguidance.LLParserLimits(initial_lexer_fuel=400_000, max_grammar_size=100_000)
@@ -78,14 +79,13 @@ class Grammars:
                     param,
                     "schema-invalid",
                 )
-            if not any(first.deep_copy().compute_bitmask()):
+            if _tokens(first.deep_copy()) <= set(ends):  # no JSON and no call is empty
                 raise bad(
                     f"{param}: nothing can be said that fits this. Does it refer to itself?", param, "schema-empty"
                 )
             self._compiled[grammar] = first
             if len(self._compiled) > MOST_KEPT:
                 self._compiled.popitem(last=False)
-        ends = tuple(self._engine().config.eos_token_ids)
         return lambda: GrammarMask(first.deep_copy(), ends)
 
     def marker(self, name: str) -> str:
@@ -102,6 +102,13 @@ class GrammarMask:
     def __init__(self, matcher: Any, ends: Sequence[int]):
         self._matcher, self._ends, self._read = matcher, list(ends), 0
 
+    @property
+    def problem(self) -> str:
+        """Why the grammar could not be followed to its end; empty when it could."""
+        if not self._matcher.is_error():
+            return ""
+        return "the form grew too complex to be followed, so the answer ends early and may not fit it."
+
     def allowed(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
         if len(output_ids) < self._read:
             self._matcher.rollback(self._read - len(output_ids))
@@ -115,6 +122,12 @@ class GrammarMask:
         if not found.any():  # the grammar is at its end
             found[self._ends] = True
         return found
+
+
+def _tokens(matcher: Any) -> set[int]:
+    """The tokens that may come next."""
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
 
 
 class _Vocabulary:

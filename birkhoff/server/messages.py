@@ -19,7 +19,7 @@ from starlette.responses import Response
 from birkhoff.engine.request import Request
 from birkhoff.server.blocks import Block, Blocks, Step
 from birkhoff.server.body import Wire
-from birkhoff.server.calls import Call, cached, check_end, new_id, stop_reason
+from birkhoff.server.calls import Call, cached, check_end, new_id, problems, stop_reason
 from birkhoff.server.chat import EFFORTS, Thinking
 from birkhoff.server.desk import Desk
 from birkhoff.server.fields import Looking, Stop, schema_format
@@ -249,7 +249,8 @@ class MessageShape:
 
     def _tail(self, request: Request) -> dict[str, Any]:
         found = findings([request], self._call, self._desk.shelf)
-        return {**found, **({"warnings": self._call.warnings} if self._call.warnings else {})}
+        said = [*self._call.warnings, *problems(request)]
+        return {**found, **({"warnings": said} if said else {})}
 
     async def frames(self, running: Running, ping_seconds: float) -> AsyncIterator[bytes]:
         request = running.requests[0]

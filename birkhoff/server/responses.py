@@ -18,7 +18,7 @@ from starlette.responses import Response
 from birkhoff.engine.request import Request
 from birkhoff.server.blocks import Block, Blocks, Step
 from birkhoff.server.body import Wire
-from birkhoff.server.calls import Call, check_end, new_id, now, token_logprob, usage
+from birkhoff.server.calls import Call, check_end, new_id, now, problems, token_logprob, usage
 from birkhoff.server.chat import EFFORTS, conversation
 from birkhoff.server.desk import Desk
 from birkhoff.server.fields import Looking, ResponseFormat, schema_format
@@ -178,7 +178,8 @@ class ResponseShape:
 
     def _tail(self, request: Request) -> dict[str, Any]:
         found = findings([request], self._call, self._desk.shelf)
-        return {**found, **({"warnings": self._call.warnings} if self._call.warnings else {})}
+        said = [*self._call.warnings, *problems(request)]
+        return {**found, **({"warnings": said} if said else {})}
 
     def _item(self, block: Block, request: Request | None) -> dict[str, Any]:
         status = "in_progress" if request is None else "completed"

@@ -268,7 +268,7 @@ def test_clients_retry_when_the_queue_is_full(tmp_path):
         url = f"{small.url}/v1"
         with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as eager, \
              openai.OpenAI(base_url=url, api_key="none", max_retries=8) as patient:  # fmt: skip
-            long = {**ASK, "max_tokens": 300, "extra_body": {"ignore_eos": True}}
+            long = {**ASK, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
             with eager.chat.completions.create(**long, stream=True) as held:
                 next(iter(held))
                 with pytest.raises(openai.RateLimitError) as caught:

@@ -1,8 +1,9 @@
 """Does a GPU write what the CPU writes? The embedded model's greedy answers, through ordinary engines on both.
 
 The CPU computes in float32. On the GPU the same requests run in float32 and in bfloat16 with packed weights and
-replayed graphs, and plainly. A row tells for how many tokens each answer is the same and, at the first that differs, by how much
-the CPU preferred its own token to the GPU's (in natural logarithms of probability): a difference must be a near tie.
+replayed graphs, and plainly. A row tells for how many tokens each answer is the same and, at the first that differs, by
+how much the CPU preferred its own token to the GPU's (in natural logarithms of probability): a difference must be a
+near tie.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ IGNORED = frozenset({
     "include", "truncation", "background", "text", "context_management", "inference_geo", "container",
     "mcp_servers", "betas", "cache_control",
 })  # fmt: skip
+QUIET = frozenset({"user", "metadata", "chat_template_kwargs", "cache_salt", "include"})  # taken, or nobody's loss
 REFUSED = {
     "audio": "this model has no voice",
     "web_search_options": "this server opens no connections",
@@ -64,7 +65,6 @@ class Looking(Wire):
 
 class StreamOptions(Wire):
     include_usage: bool | None = None
-    continuous_usage_stats: bool | None = None
 
 
 class Sampling(Looking):
@@ -132,7 +132,7 @@ def notices(body: Wire, strict: bool) -> list[str]:
             raise bad(
                 f"{shown!a} is no field of this call, and X-Strict asks for exactness. Remove it.", code="field-unknown"
             )
-        if name not in IGNORED or getattr(body, name) is not None:
+        if name not in QUIET and (name not in IGNORED or getattr(body, name) is not None):
             said.append(f"{shown!a} was ignored.")
     return said
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
@@ -100,9 +99,3 @@ def serving(folder: Path, *flags: str, model: str = "nano", **environment: str) 
 def served(tmp_path_factory) -> Iterator[Served]:
     with serving(tmp_path_factory.mktemp("served")) as running:
         yield running
-
-
-@pytest.fixture
-def raw(served) -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
-        yield connection

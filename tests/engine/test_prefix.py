@@ -343,7 +343,7 @@ REQUESTS = st.lists(
 )  # fmt: skip
 
 
-@settings(max_examples=scaled(100, 12))
+@settings(max_examples=scaled(100, 8))
 @given(REQUESTS, st.sampled_from([5, 7, 16]), st.sampled_from([2**22, 60_000, 30_000]))
 def test_bits_do_not_depend_on_what_came_before(model, asked, pages, snapshots):
     """Batch-invariant: any requests in any order, with memory for all or hardly any of their pages."""

@@ -3,8 +3,9 @@
 The engine alone answers first, a batch of the same size in a process of its own; then the server, for as long as was
 asked, with as many clients, each asking again when its answer has ended; then ten times as many clients as there is
 room for. Reported are the time to the first token and between tokens as clients saw them, tokens per second as a share
-of the engine's, the server's resident memory over the run, and whether every request ended. Everything is spoken over
-a socket with the standard library, so that the client takes as little of the machine as it can.
+of the engine's, by the clock and by processor time, the server's resident memory over the run, and whether every
+request ended. Everything is spoken over a socket with the standard library, so that the client takes as little of the
+machine as it can.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ streams, tokens, rounds = map(int, sys.argv[2:])
 engine = birkhoff.load(sys.argv[1], max_requests=streams)
 prompt = engine.encode_chat([{"role": "user", "content": %r}])
 def once():
-    began = time.perf_counter()
+    began, spent = time.perf_counter(), time.process_time()
     outputs = engine.generate([prompt] * streams, max_tokens=tokens, ignore_eos=True, seed=1)
-    return sum(len(output.token_ids) for output in outputs) / (time.perf_counter() - began)
+    tokens_made = sum(len(output.token_ids) for output in outputs)
+    return tokens_made / (time.perf_counter() - began), (time.process_time() - spent) * 1e3 / tokens_made
 once()
-print(*(once() for _ in range(rounds)))
+for _ in range(rounds):
+    print(*once())
 """
 
 
@@ -66,21 +69,25 @@ def bench_serve(model: str, setting: Setting, progress: Advance | None = None) -
     """One line for the engine, one for the streams, one for the overload."""
     common = {**facts(), "bench": "serve", "model": model, "streams": setting.streams, "tokens": setting.tokens}
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads)}
-    rates = [_engine_rate(model, setting, environment)]
+    alone = [_engine_alone(model, setting, environment)]
     with _Server(model, setting, environment) as server:
         _clients(server, setting, min(10.0, setting.seconds))  # warm: caches fill, clients and kernels are ready
         memory = [server.resident_bytes()]
-        began = time.monotonic()
+        began, spent = time.monotonic(), server.cpu_seconds()
         seen = _clients(server, setting, setting.seconds, lambda: memory.append(server.resident_bytes()), progress)
-        elapsed = time.monotonic() - began
+        elapsed, spent = time.monotonic() - began, server.cpu_seconds() - spent
         idle = server.idle()
-        rates.append(_engine_rate(model, setting, environment, server.pause))
-        engine = sum(rates) / len(rates)
-        yield {**common, "kind": "engine", "tokens_per_s": [significant(rate) for rate in rates]}
-        rate = sum(each.tokens for each in seen) / elapsed
+        alone.append(_engine_alone(model, setting, environment))
+        engine, cpu_ms = (sum(each) / len(alone) for each in zip(*alone))
+        yield {**common, "kind": "engine", "tokens_per_s": [significant(rate) for rate, _ in alone],
+               "cpu_ms_per_token": [significant(ms) for _, ms in alone]}  # fmt: skip
+        made = sum(each.tokens for each in seen)
+        rate = made / elapsed
         yield {
             **common, "kind": "streams", "seconds": significant(elapsed), "tokens_per_s": significant(rate),
-            "share_of_engine": significant(rate / engine), "answers": sum(each.ended for each in seen),
+            "share_of_engine": significant(rate / engine), "cpu_ms_per_token": significant(spent * 1e3 / max(made, 1)),
+            "cpu_share_of_engine": significant(cpu_ms * max(made, 1) / (spent * 1e3)),
+            "answers": sum(each.ended for each in seen),
             "failed": [text for each in seen for text in each.failed],
             "first_token_ms": _spread([ms for each in seen for ms in each.first]),
             "between_tokens_ms": _spread([ms for each in seen for ms in each.between]),
@@ -90,14 +97,12 @@ def bench_serve(model: str, setting: Setting, progress: Advance | None = None) -
         yield {**common, "kind": "overload", **_overload(server, setting)}
 
 
-def _engine_rate(
-    model: str, setting: Setting, environment: dict[str, str], quiet: Callable[[], None] | None = None
-) -> float:
-    if quiet is not None:
-        quiet()
+def _engine_alone(model: str, setting: Setting, environment: dict[str, str]) -> tuple[float, float]:
+    """Tokens per second, and milliseconds of processor time per token."""
     words = [sys.executable, "-c", ENGINE % PROMPT, model, str(setting.streams), str(setting.tokens), "3"]
     done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=600, check=True)
-    return summary([float(word) for word in done.stdout.split()])["median"]
+    rates, cpu = zip(*(map(float, line.split()) for line in done.stdout.splitlines()))
+    return summary(rates)["median"], summary(cpu)["median"]
 
 
 def _spread(values: list[float]) -> dict[str, float]:
@@ -135,10 +140,6 @@ class _Server:
     def open(self) -> HTTPConnection:
         return HTTPConnection(self.host, self.port, timeout=120)
 
-    def pause(self) -> None:
-        """Nothing runs here: wait until that is so."""
-        self.idle()
-
     def idle(self, seconds: float = 30) -> bool:
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -148,6 +149,11 @@ class _Server:
                     return True
             time.sleep(0.1)
         return False
+
+    def cpu_seconds(self) -> float:
+        """Of all its threads, computing and writing; on a busy machine this says more than the clock."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def resident_bytes(self) -> int:
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])

@@ -91,12 +91,16 @@ def test_bytes_that_are_no_text_are_one_typed_line(tiny, prompt, stdin, words):
     assert line.startswith("prompt-invalid  ") and words in line
 
 
-@pytest.mark.parametrize(("prompt", "words"), [("", "the prompt is empty"), ("x" * 5000, "the context holds")])
-def test_a_prompt_that_is_none_is_one_typed_line(tiny, capfd, prompt, words):
+@pytest.mark.parametrize(
+    ("prompt", "code", "words"),
+    [("", "prompt-invalid", "the prompt is empty"), ("x" * 5000, "context-length", "the context holds")],
+    ids=["empty", "long"],
+)
+def test_a_prompt_that_is_none_is_one_typed_line(tiny, capfd, prompt, code, words):
     assert run(["generate", prompt, "--model", tiny]) == 1
     captured = capfd.readouterr()
     line = captured.err.splitlines()[-1]
-    assert line.startswith("prompt-invalid  ") and words in line and captured.out == ""
+    assert line.startswith(f"{code}  ") and words in line and captured.out == ""
 
 
 @pytest.fixture

@@ -49,7 +49,7 @@ class Sums:
         return torch.stack(self._held[name]).mean(0)
 
     def spread(self, name: str) -> torch.Tensor:
-        return torch.stack(self._held[name]).std(0)
+        return torch.stack(self._held[name]).std(0, unbiased=False)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._held)

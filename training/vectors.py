@@ -1,15 +1,16 @@
 """Make nano's steering vectors: contrast sets from story text, a search for place and strength, and a measured effect.
 
-    python -m training.vectors DATA OUT [NAME ...]        DATA holds the *-train.jsonl.xz files
+    python -m training.vectors DATA OUT [--short] [NAME ...]        DATA holds the *-train.jsonl.xz files
 
 Every vector is a contrast of paragraphs (`CONCEPTS`) read as answers to a plain request. Place and strength are found
 on a few requests; the effect is then measured on others that the search never saw, five seeds each, beside a random
 vector of the same norm and the opposite sign. What judges is a probe over words trained on paragraphs that took no
-part in the contrast, or a plain list. The result is one vector file per concept and one JSON line with all numbers.
+part in the contrast; a plain list of words is a second judge. Out come a vector file and a JSON line per concept.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import lzma
 import random
@@ -30,7 +31,7 @@ LOSS_BOUND = 1.0  # nats per token that a steered text may cost more than an uns
 PAIRS, PROBE_TEXTS = 60, 800
 HOOK = "mhc_streams_pre_attn"
 LAYERS, STRENGTHS = [2, 4, 6], [0.3, 0.6]
-SEEDS = [11, 12, 13, 14, 15]
+SEEDS, BATCH = 5, 50
 ASKED = "Tell me a story."
 LENGTH = 40  # tokens of an answer that is judged
 
@@ -69,12 +70,12 @@ SELF = "i me my i'm i'd i've myself we our us"
 
 @dataclass(frozen=True)
 class Concept:
-    """Two tests of a paragraph (with its source), and what judges an answer: a trained probe, or one of words."""
+    """Two tests of a paragraph (with its source); a list of words, where there is one, is a second, coarser judge."""
 
     meaning: str
     positive: Callable[[str, str], bool]
     negative: Callable[[str, str], bool]
-    measure: WordProbe | None = None
+    words: WordProbe | None = None
 
 
 def _share(words: str) -> Callable[[str], float]:
@@ -153,34 +154,43 @@ def paragraphs(data: Path) -> Iterator[tuple[str, str]]:
 
 def sets(concept: Concept, texts: list[tuple[str, str]]) -> tuple[list[str], list[str], list[str], list[str]]:
     """Paragraphs for the contrast and others for the probe."""
-    up = [text for source, text in texts if concept.positive(source, text)]
-    down = [text for source, text in texts if concept.negative(source, text)]
     most = PAIRS + PROBE_TEXTS
-    return up[:PAIRS], down[:PAIRS], up[PAIRS:most], down[PAIRS:most]
+    up, down = (
+        list(itertools.islice((text for source, text in texts if test(source, text)), most))
+        for test in (concept.positive, concept.negative)
+    )
+    return up[:PAIRS], down[:PAIRS], up[PAIRS:], down[PAIRS:]
 
 
 def as_answer(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": ASKED}, {"role": "assistant", "content": text}]
 
 
-def make(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]], out: Path) -> dict[str, object]:
+def make(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]], out: Path, short: bool) -> dict[str, object]:
     concept = CONCEPTS[name]
     up, down, probe_up, probe_down = sets(concept, texts)
-    probe = concept.measure or WordProbe.trained(probe_up, probe_down)
+    probe = WordProbe.trained(probe_up, probe_down)
     rows = contrast_rows(engine, [as_answer(t) for t in up], [as_answer(t) for t in down], HOOK, LAYERS)
-    trials = _searched(engine, rows, probe)
+    trials = _searched(engine, rows, probe, short)
     chosen = best_trial(trials, LOSS_BOUND) or max(trials, key=lambda trial: trial.moved - trial.loss_gained)
     vector = scaled_vector(engine, rows, chosen.layer, chosen.streams, chosen.strength, note=concept.meaning)
-    conditions, given = effect(engine, vector, REQUESTS, probe.score, SEEDS, max_tokens=LENGTH)
+    plain = answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
+    conditions, given = effect(engine, vector, REQUESTS, probe.score, SEEDS, plain=plain, max_tokens=LENGTH)
     numbers = {condition.name: condition.to_json() for condition in conditions}
     table = [entry.to_json() for entry in rows.separation()]
     told = {
         "requests": len(REQUESTS),
-        "seeds": len(SEEDS),
+        "seeds": SEEDS,
         "tokens": LENGTH,
-        "judge": "words" if concept.measure else "probe",
+        "judge": f"words of {len(probe_up)} and {len(probe_down)} other paragraphs",
         **numbers,
     }
+    if concept.words is not None:
+        pairs = [(concept.words.score(a.text), concept.words.score(b.text)) for a, b in zip(given, plain)]
+        up_share, down_share = (
+            sum(test) / len(pairs) for test in ([a > b for a, b in pairs], [a < b for a, b in pairs])
+        )
+        told["word list"] = {"moved": up_share, "fell": down_share}
     vector = replace(vector, scale=1.0, effect=told)
     out.mkdir(parents=True, exist_ok=True)
     vector.save(out / f"{name}.safetensors")
@@ -191,26 +201,28 @@ def make(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]], out: 
     }  # fmt: skip
 
 
-def _searched(engine: birkhoff.Engine, rows: ContrastRows, probe: WordProbe) -> list[Trial]:
-    """All streams at every layer first; then stream by stream at the best layer."""
-    seeds = SEEDS[:2]
+def _searched(engine: birkhoff.Engine, rows: ContrastRows, probe: WordProbe, short: bool) -> list[Trial]:
+    """All streams at every layer first; then stream by stream at the best layer. In short: the two later layers only,
+    where vectors that were searched in full ended up."""
+    seeds = 2
     plain: list[Answer] = answers(engine, SEARCH_REQUESTS, seeds, probe.score, max_tokens=LENGTH)
     common: dict[str, Any] = {"plain": plain, "seeds": seeds, "requests": SEARCH_REQUESTS, "measure": probe.score}
     common |= {"max_tokens": LENGTH, "strengths": STRENGTHS}
-    trials = search(engine, {HOOK: rows}, each_stream=False, **common)
+    trials = search(engine, {HOOK: rows}, each_stream=False, layers=LAYERS[1:] if short else LAYERS, **common)
     leading = best_trial(trials, LOSS_BOUND)
-    if leading is not None:
+    if leading is not None and not short:
         more = search(engine, {HOOK: rows}, layers=[leading.layer], **common)
         trials += [trial for trial in more if trial.streams is not None]
     return trials
 
 
 def main() -> None:
-    data, out, *names = sys.argv[1:]
+    short = "--short" in sys.argv
+    data, out, *names = (word for word in sys.argv[1:] if word != "--short")
     texts = list(paragraphs(Path(data)))
-    with birkhoff.load("nano", max_requests=24) as engine:
+    with birkhoff.load("nano", max_requests=BATCH) as engine:
         for name in names or CONCEPTS:
-            result = make(engine, name, texts, Path(out))
+            result = make(engine, name, texts, Path(out), short)
             with (Path(out) / "vectors.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(result) + "\n")
             found = result["effect"]

@@ -7,6 +7,7 @@ the unsteered model thinks of the text, in nats per token: steering that breaks 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import fmean
@@ -27,7 +28,7 @@ SAMPLING = {"max_tokens": 60, "temperature": 0.8, "top_k": 40}
 @dataclass(frozen=True)
 class Answer:
     prompt: int
-    seed: int
+    choice: int
     text: str
     score: float
     loss: float
@@ -48,19 +49,21 @@ class Condition:
 
 
 def answers(
-    engine: Engine, requests: Sequence[str], seeds: Sequence[int], measure: Measure, steer: Any = None, **sampling: Any
-) -> list[Answer]:
-    """Every request with every seed, in batches of what the engine runs at once."""
-    jobs = [(number, seed) for number in range(len(requests)) for seed in seeds]
+    engine: Engine, requests: Sequence[str], seeds: int, measure: Measure, steer: Any = None, seed: int = 0,
+    losses: int | None = None, **sampling: Any,
+) -> list[Answer]:  # fmt: skip
+    """Every request answered `seeds` times, all in one batch; the same `seed` draws the same for the same request.
+
+    The loss is found for the first `losses` answers only, when that is given; it is NaN for the others."""
     prompts = [engine.encode_chat([{"role": "user", "content": request}]) for request in requests]
+    outputs = engine.generate(prompts, steer=steer, seed=seed, n=seeds, **{**SAMPLING, **sampling})
     found: list[Answer] = []
-    for seed in seeds:
-        outputs = engine.generate(prompts, steer=steer, seed=seed, **{**SAMPLING, **sampling})
-        for number, output in enumerate(outputs):
-            loss = text_loss(engine, output.prompt_token_ids, output.token_ids)
-            found.append(Answer(number, seed, output.text, measure(output.text), loss))
-    order = {job: place for place, job in enumerate(jobs)}
-    return sorted(found, key=lambda answer: order[answer.prompt, answer.seed])
+    for number, choices in enumerate(outputs):
+        for choice, output in enumerate(choices if seeds > 1 else [choices]):
+            wanted = losses is None or len(found) < losses
+            loss = text_loss(engine, output.prompt_token_ids, output.token_ids) if wanted else math.nan
+            found.append(Answer(number, choice, output.text, measure(output.text), loss))
+    return found
 
 
 def text_loss(engine: Engine, prompt_ids: Sequence[int], answer_ids: Sequence[int]) -> float:
@@ -75,7 +78,8 @@ def text_loss(engine: Engine, prompt_ids: Sequence[int], answer_ids: Sequence[in
 def compared(name: str, steered: Sequence[Answer], plain: Sequence[Answer]) -> Condition:
     pairs = list(zip(steered, plain, strict=True))
     moved, fell = fmean(a.score > b.score for a, b in pairs), fmean(a.score < b.score for a, b in pairs)
-    return Condition(name, fmean(a.score for a in steered), moved, fell, fmean(a.loss for a in steered))
+    losses = [a.loss for a in steered if not math.isnan(a.loss)]
+    return Condition(name, fmean(a.score for a in steered), moved, fell, fmean(losses))
 
 
 def random_like(vector: SteeringVector, seed: int = 0) -> SteeringVector:
@@ -90,7 +94,7 @@ def random_like(vector: SteeringVector, seed: int = 0) -> SteeringVector:
 
 
 def effect(
-    engine: Engine, vector: SteeringVector, requests: Sequence[str], measure: Measure, seeds: Sequence[int],
+    engine: Engine, vector: SteeringVector, requests: Sequence[str], measure: Measure, seeds: int,
     scale: float = 1.0, plain: Sequence[Answer] | None = None, **sampling: Any,
 ) -> tuple[list[Condition], list[Answer]]:  # fmt: skip
     """Baseline, steered, random and opposite, in this order; and the steered answers themselves."""
@@ -99,7 +103,8 @@ def effect(
     kept: list[Answer] = []
     for name, used, sign in (("steered", vector, 1), ("random", random_like(vector), 1), ("opposite", vector, -1)):
         steer = [Add(used, scale=sign * scale)]
-        given = answers(engine, requests, seeds, measure, steer, **sampling)
+        losses = None if name == "steered" else len(requests)  # a fifth is enough to see what the others cost
+        given = answers(engine, requests, seeds, measure, steer, losses=losses, **sampling)
         conditions.append(compared(name, given, plain))
         kept = given if name == "steered" else kept
     return conditions, kept

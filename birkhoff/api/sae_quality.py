@@ -79,13 +79,16 @@ def _loss(engine: Engine, ids: list[int], steer: Any) -> float:
     return -chances.gather(1, torch.tensor(ids[1:], device=chances.device).unsqueeze(1)).sum().item()
 
 
-def row_quality(engine: Engine, sae: Sae, texts: Sequence[Sequence[int]], skip: int = 1) -> tuple[Quality, Measure]:
-    """Variance explained, features per row and dead share on rows of these texts, without the first `skip` tokens."""
+def row_quality(
+    engine: Engine, sae: Sae, texts: Sequence[Sequence[int]], skip: int = 1, leave: Sequence[int] = ()
+) -> tuple[Quality, Measure]:
+    """Variance explained, features per row and dead share on rows of these texts, without the first `skip` tokens of
+    each and without the tokens `leave`."""
     measure = Measure(sae)
     assert sae.hook is not None and sae.layer is not None, "a dictionary in use has its place"
     hook = captured_hook(sae.hook, sae.view)
     for ids in texts:
-        rows = engine.trace(ids, [hook])[hook, sae.layer][skip:]
-        if len(rows):
-            measure.add(view_rows(rows, sae.view))
+        kept = [place for place, token in enumerate(ids) if place >= skip and token not in leave]
+        if kept:
+            measure.add(view_rows(engine.trace(ids, [hook])[hook, sae.layer][kept], sae.view))
     return measure.quality(), measure

@@ -41,7 +41,7 @@ class Trained:
     rows: int
 
     def to_json(self) -> dict[str, Any]:
-        return {"steps": self.steps, "rows": self.rows, **self.quality.to_json()}
+        return {"steps": self.steps, "trained_rows": self.rows, **self.quality.to_json()}
 
 
 def train_sae(

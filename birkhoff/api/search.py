@@ -63,12 +63,12 @@ def candidates(rows: ContrastRows, layers: Sequence[int], each_stream: bool) -> 
 
 def search(
     engine: Engine, contrasts: Mapping[str, ContrastRows], requests: Sequence[str], measure: Measure,
-    seeds: Sequence[int], strengths: Sequence[float], *, layers: Sequence[int] | None = None, each_stream: bool = True,
+    seeds: int, strengths: Sequence[float], *, layers: Sequence[int] | None = None, each_stream: bool = True,
     how: str = "mean_diff", plain: Sequence[Answer] | None = None, tell: Callable[[Trial], None] | None = None,
     **sampling: Any,
 ) -> list[Trial]:  # fmt: skip
     """Every candidate of every hook at every strength."""
-    if not contrasts or not requests or not seeds or not strengths:
+    if not contrasts or not requests or seeds < 1 or not strengths:
         raise OptionError("a search needs hooks, requests, seeds and strengths: at least one of each.")
     plain = plain or answers(engine, requests, seeds, measure, **sampling)
     base = compared("baseline", plain, plain)

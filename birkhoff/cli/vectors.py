@@ -127,7 +127,7 @@ def search(
             )
             total = places * len(sizes)
             run_search(
-                engine, contrasts, asked, probe.score, list(range(seeds)), sizes, each_stream=each_stream,
+                engine, contrasts, asked, probe.score, seeds, sizes, each_stream=each_stream,
                 max_tokens=max_tokens, tell=tell,
             )  # fmt: skip
         best = best_trial(trials, loss_bound)

@@ -1,0 +1,124 @@
+"""What ships with nano beside its weights: vectors and a dictionary that are there, are small, and do what they say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import birkhoff
+from birkhoff import Add, SaeSet
+from birkhoff.api.effect import answers, compared
+from birkhoff.api.sae_quality import loss_recovered, row_quality
+from birkhoff.api.shipped import shipped_dictionary, shipped_vectors
+from birkhoff.sae.dictionary import Sae
+from birkhoff.steering.container import SteeringVector
+from birkhoff.steering.probe import WordProbe
+from tests.oracle import build_oracle
+from tests.sizes import scaled
+
+FOLDER = Path(birkhoff.__file__).parent / "models" / "nano"
+LOSS_BOUND = 1.0  # nats per token
+MARKS = (0, 1, 4055, 4056, 4074)  # start, end and the chat's own tokens: the dictionary was not trained on them
+ASK = "Write a story about a lost key."
+
+
+@pytest.fixture(scope="module")
+def nano():
+    with birkhoff.load("nano", max_requests=16) as engine:
+        yield engine
+
+
+def prompt(engine, text: str = ASK) -> list[int]:
+    return engine.encode_chat([{"role": "user", "content": text}])
+
+
+def test_vectors_are_there_by_name_and_say_what_they_do(nano):
+    files = shipped_vectors("nano")
+    assert len(files) >= 4 and set(files) == set(nano.modules)
+    for name, path in files.items():
+        vector = SteeringVector.load(path)
+        assert vector.model == "nano" and vector.note and nano.modules[name] == vector, name
+        told = vector.effect
+        assert told["requests"] * told["seeds"] >= 100
+        assert told["steered"]["moved"] >= 0.8, name
+        assert told["steered"]["loss"] - told["baseline"]["loss"] < LOSS_BOUND, name
+        assert told["random"]["moved"] < told["steered"]["moved"] - 0.2, name
+        assert told["opposite"]["score"] < told["steered"]["score"], name
+    assert sum(path.stat().st_size for path in files.values()) < 1e6
+
+
+def test_a_vector_does_it_here_too(nano):
+    """Fewer requests than it was measured on, and the plainest judge: quotation marks."""
+    asked, quotes = [ASK, "Tell me a story about a train.", "Write a story about the rain."], WordProbe.of_words(['"'])
+    seeds = scaled(5, 2)
+    plain = answers(nano, asked, seeds, quotes.score, max_tokens=40)
+    steered = answers(nano, asked, seeds, quotes.score, [Add("dialogue")], max_tokens=40)
+    found, base = compared("steered", steered, plain), compared("baseline", plain, plain)
+    assert found.score > base.score and found.moved > 0.5 and found.loss < base.loss + 1.5
+
+
+def test_transformers_with_a_plain_hook_writes_the_same_steered_text(nano):
+    """Token for token: the same vector added to the input of the same layer of another implementation."""
+    name = "spooky"
+    vector = nano.modules[name]
+    (layer,) = vector.layers
+    ids, count = prompt(nano), scaled(60, 24)
+    ours = nano.generate(ids, max_tokens=count, temperature=0, ignore_eos=True, steer=[Add(name)]).token_ids
+    plain = nano.generate(ids, max_tokens=count, temperature=0, ignore_eos=True).token_ids
+    assert ours != plain
+    theirs = build_oracle(nano.model)
+    push = vector.at(layer).tensor().view(nano.config.hc_mult, -1)
+    block = theirs.model.layers[layer]
+    handle = block.register_forward_pre_hook(
+        lambda module, args, kwargs: ((args[0] + push, *args[1:]), kwargs), with_kwargs=True
+    )
+    written = list(ids)
+    try:
+        with torch.no_grad():
+            for _ in range(count):
+                written.append(int(theirs(torch.tensor([written])).logits[0, -1].argmax()))
+    finally:
+        handle.remove()
+    assert written[len(ids) :] == ours
+
+
+def test_the_dictionary_is_small_and_labelled():
+    folder = shipped_dictionary("nano")
+    assert folder is not None
+    sizes = [path.stat().st_size for path in folder.iterdir()]
+    assert sum(sizes) <= 10_000_000 and max(sizes) < 16 * 2**20
+    sae = Sae.load(folder)
+    kept = json.loads((folder / "features.json").read_text(encoding="utf-8"))
+    assert len(sae.labels) >= 100 and {str(number) for number in sae.labels} <= set(kept)
+    for number, entry in kept.items():
+        assert entry["label"] == sae.labels[int(number)] and entry["contexts"] and len(entry["promotes"]) >= 5
+        assert 0 < entry["density"] < 1 and entry["largest"] > 0
+
+
+def test_the_dictionary_carries_what_the_model_needs(nano):
+    """On a text nano writes here and now, so less text than on its card, and a little slack."""
+    sae = Sae.load(shipped_dictionary("nano"))
+    ids = prompt(nano)
+    texts = [ids + nano.generate(ids, max_tokens=80, temperature=0.8, top_k=40, seed=s).token_ids for s in (1, 2)]
+    found = loss_recovered(nano, sae, texts, MARKS)
+    assert found.recovered > 0.93 and found.added < 0.5
+    quality, _ = row_quality(nano, sae, texts, skip=len(ids))
+    assert quality.explained_variance > 0.8
+
+
+def test_a_feature_is_held_by_its_label(nano):
+    sae = Sae.load(shipped_dictionary("nano"))
+    counted: dict[str, int] = {}
+    for label in sae.labels.values():
+        counted[label] = counted.get(label, 0) + 1
+    label = next(label for label, count in counted.items() if count == 1)
+    with nano.attach("features", "nano"):
+        ids = prompt(nano)
+        clamp = [SaeSet("features", {label: {"x_max": 1.0}})]
+        steered = nano.generate(ids, max_tokens=4, temperature=0, steer=clamp)
+        assert steered.interp["rows_steered"] > len(ids) - 1
+        top = nano.features(ids, "features", k=4)
+        assert len(top) == len(ids) and all(len(row) <= 4 for row in top)

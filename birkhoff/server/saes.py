@@ -7,13 +7,17 @@ a call cannot bring one. The routes that change what every answer gets need the 
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Annotated, Any
 
+import orjson
 import torch
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from birkhoff.api.sae_features import FILE
+from birkhoff.api.shipped import shipped_dictionary
 from birkhoff.errors import quoted
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.wire import parse_global_specs
@@ -22,9 +26,30 @@ from birkhoff.server.desk import Desk
 from birkhoff.server.looking import Lookers, TextBody
 from birkhoff.server.problems import Problem, bad
 from birkhoff.server.reply import json_response
+from birkhoff.server.settings import ServerSettings
 from birkhoff.server.steering import check_steering_key, edits_of
 
 LIKELIEST = 10
+MOST_BOOK_BYTES = 64 << 20
+
+
+def dictionaries(settings: ServerSettings, model: str) -> dict[str, Path]:
+    """What is attached at the start, by name: the model's own, when it ships with one, and those that were named."""
+    own = shipped_dictionary(model)
+    named = {name: Path(path) for name, _, path in (text.partition("=") for text in settings.sae)}
+    return named if own is None else {model: own, **named}
+
+
+def read_book(folder: Path) -> dict[str, Any]:
+    """What `features.json` beside a dictionary says of its features; nothing when there is none that can be read."""
+    path = folder / FILE
+    try:
+        if path.stat().st_size > MOST_BOOK_BYTES:
+            return {}
+        found = orjson.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 class FeaturesBody(TextBody):
@@ -43,6 +68,7 @@ class GlobalBody(Wire):
 class SaeRoutes:
     def __init__(self, desk: Desk, looking: Lookers):
         self._desk, self._looking = desk, looking
+        self._books: dict[str, dict[str, Any]] = {}
 
     async def attached(self) -> Response:
         """One entry per dictionary: a module with several sites has several."""
@@ -93,7 +119,19 @@ class SaeRoutes:
         if found.x_max is not None:
             told["x_max"] = float(found.x_max[index])
         told |= await asyncio.to_thread(self._logits, found, index)
+        told |= await asyncio.to_thread(self._known_contexts, sae, index)
         return json_response(told)
+
+    def _known_contexts(self, sae: str, index: int) -> dict[str, Any]:
+        """How often the feature fires and where it fired most, from the book beside its dictionary."""
+        if sae not in self._books:
+            folder = dictionaries(self._desk.settings, self._desk.engine.name).get(sae)
+            self._books[sae] = {} if folder is None else read_book(folder)
+        entry = self._books[sae].get(str(index))
+        if not isinstance(entry, dict):
+            return {}
+        kept = {"label": "label", "density": "density", "largest": "x_max", "contexts": "contexts"}
+        return {name: entry[key] for key, name in kept.items() if entry.get(key) is not None}
 
     async def status(self) -> Response:
         return json_response(self._desk.engine.saes.status())

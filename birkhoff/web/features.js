@@ -1,7 +1,7 @@
 // Features of a dictionary over the text: the strongest at each token, one feature over all tokens, and its dashboard.
 import { call, post } from "./api.js";
 import { nice } from "./chart.js";
-import { amount, canvasOf, css, ink } from "./colour.js";
+import { amount } from "./colour.js";
 import { empty, fault, fill, h, panel, short, takeAlong, visible } from "./dom.js";
 import { newEdit } from "./edits.js";
 import { idsOf } from "./pinned.js";
@@ -57,16 +57,15 @@ export function featurePage(store) {
     const clamp = () => store.set({ edits: [...store.state.edits, newEdit({ kind: "feature", module: sae, feature: featureChosen, label: dashboard.label, name: `${sae}/${featureChosen}`, strength: Number(((dashboard.x_max ?? 4) * 1.5).toPrecision(3)), most: (dashboard.x_max ?? 4) * 4 })] });
     const logits = (title, list) => list?.length ? h("div", {}, h("h3", {}, title), h("div", { class: "row" }, list.slice(0, 10).map((t) => h("span", { class: "mono" }, short(t.text ?? String(t), 16))))) : null;
     fill(dash, h("div", { class: "row centre" }, h("strong", {}, `#${featureChosen} ${dashboard.label ?? "no label"}`), h("button", { type: "button", id: "clamp", onclick: clamp }, "Clamp in the bench")),
-      h("p", { class: "note" }, `fires on ${((dashboard.density ?? 0) * 100).toFixed(2)} % of tokens, at most ${nice(dashboard.x_max ?? NaN)}`),
-      dashboard.histogram ? histogram(dashboard.histogram) : null, logits("makes likelier", dashboard.top_logits), logits("makes less likely", dashboard.bottom_logits),
-      h("h3", {}, "strongest contexts"), (dashboard.contexts ?? []).map((c) => h("p", { class: "context text" }, (c.tokens ?? []).map((t, i) => { const part = visible(t); return i === c.at ? h("mark", {}, part) : part; }), h("span", { class: "note" }, `  ${nice(c.activation)}`))));
+      h("p", { class: "note" }, `${dashboard.density === undefined ? "how often it fires was not kept" : `fires on ${(dashboard.density * 100).toFixed(2)} % of tokens`}, at most ${nice(dashboard.x_max ?? NaN)}`),
+      logits("makes likelier", dashboard.top_logits), logits("makes less likely", dashboard.bottom_logits),
+      h("h3", {}, "strongest contexts"), (dashboard.contexts ?? []).length ? dashboard.contexts.map((c) => h("p", { class: "context text" }, marked(c.text), h("span", { class: "note" }, `  ${nice(c.value)}`))) : h("p", { class: "note" }, "none were kept with this dictionary"));
   });
   return node;
 }
 
-function histogram(counts) {
-  const canvas = canvasOf(260, 54, "how strongly it fires"), context = canvas.getContext("2d"), most = Math.max(...counts, 1);
-  context.fillStyle = ink("accent");
-  counts.forEach((count, i) => { const tall = (Math.log1p(count) / Math.log1p(most)) * 50; context.fillRect((i * 260) / counts.length, 54 - tall, 260 / counts.length - 1, tall); });
-  return h("div", {}, canvas, h("p", { class: "note" }, "activations from 0 to the largest; height is the logarithm of how many"));
+/** A context with its peak in brackets, the brackets shown as a mark. */
+function marked(text) {
+  const peak = text.match(/^([^]*)\[([^]*?)\]([^]*)$/);
+  return peak ? [visible(peak[1]), h("mark", {}, visible(peak[2]).replace(/\n/g, "⏎\n")), visible(peak[3])] : visible(text);
 }

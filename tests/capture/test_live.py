@@ -180,7 +180,7 @@ def test_t_cap_7_rows_do_not_depend_on_neighbours_chunks_or_preemption(model, se
     count = scaled(64, 16)
     waiting = []
     for number in range(count):
-        prompt = random_tokens(TINY, rng.randint(5, 140), number + seed % 1000).tolist()
+        prompt = random_tokens(TINY, rng.randint(9, 140), number + seed % 1000).tolist()  # each capture finds something
         waiting.append(
             request_of(prompt, random_capture(rng) if rng.random() < 0.8 else None, rng.randint(3, 10), number)
         )

@@ -20,14 +20,18 @@ from rich.text import Text
 from safetensors.torch import save_file
 
 import birkhoff
+from birkhoff import Add, SaeSet
 from birkhoff.cli.draw import mixing_matrix, sparks
 from birkhoff.cli.talk import visible
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CheckpointError
 from birkhoff.output import Output, Trace
+from birkhoff.steering.container import SteeringVector
 from birkhoff.weights import inspect_checkpoint, open_checkpoint
 
 QUESTION = [{"role": "user", "content": "Tell me a short story about a cat."}]
+SENTENCE = "The little dog was afraid of the dark forest."
+FEATURE, FEATURE_STRENGTH = "the sea", 1.5  # by its label; in largest activations seen
 OUT = Path(sys.argv[1] if len(sys.argv) > 1 else "captures/tour")
 console = Console(highlight=False)
 
@@ -82,10 +86,43 @@ def show_answer(engine: birkhoff.Engine, trained: bool) -> Output:
     return output
 
 
+def show_steered(engine: birkhoff.Engine) -> None:
+    """The same request and seed with vectors that ship with the model."""
+    heading("3  The same request, steered")
+    names = [name for name in ("spooky", "dialogue") if name in engine.modules]
+    for name in names:
+        vector = engine.modules[name]
+        output = engine.chat(QUESTION, max_tokens=64, temperature=0.7, seed=1, steer=[Add(name)])
+        where = f"{vector.hook} of layer {vector.layers[0]}" if isinstance(vector, SteeringVector) else ""
+        console.print(f"[dim]+ {name}, added at {where} to {output.interp['rows_steered']} tokens[/]")
+        console.print(Text(visible(output.text)))
+    console.print(f"[dim]All of them: {', '.join(sorted(engine.modules))}.[/]")
+
+
+def show_features(engine: birkhoff.Engine) -> None:
+    """What a dictionary of features says of a sentence, and a story with one of them held high."""
+    heading("5  What the features of a sentence are")
+    ids = engine.prompt_ids(SENTENCE)
+    with engine.attach("features", "nano"):
+        table = Table(box=None, pad_edge=False, padding=(0, 2))
+        table.add_column("token", style="cyan")
+        table.add_column("its strongest features that have a label, and how strong")
+        for token, found in list(zip(ids, engine.features(ids, "features", k=64)))[-8:]:
+            labelled = [one for one in found if one.label][:3]
+            said = "   ".join(f"{one.label} {one.activation:.1f}" for one in labelled)
+            table.add_row(visible(engine.tokenizer.decode([token])), Text(said))
+        console.print(table)
+        plain = engine.chat(QUESTION, max_tokens=48, temperature=0.7, seed=2)
+        clamp = [SaeSet("features", {FEATURE: {"x_max": FEATURE_STRENGTH}}, kind="additive")]
+        held = engine.chat(QUESTION, max_tokens=48, temperature=0.7, seed=2, steer=clamp)
+        console.print(Text.assemble(("without  ", "dim"), visible(plain.text)))
+        console.print(Text.assemble((f"with the feature “{FEATURE}” turned up  ", "dim"), visible(held.text)))
+
+
 def show_mixing(engine: birkhoff.Engine, trace: Trace, output: Output) -> None:
     layer = engine.config.num_hidden_layers // 2
     token = engine.tokenizer.decode(output.token_ids[-1:])
-    heading(f"3  How layer {layer} mixes the four streams at the last token")
+    heading(f"4  How layer {layer} mixes the four streams at the last token")
     console.print(Text(f"token {len(trace.logits)}, {visible(token)!r}", "dim"))
     pictures = []
     for name, what in (("attn", "around attention"), ("ffn", "around the experts")):
@@ -99,7 +136,7 @@ def show_mixing(engine: birkhoff.Engine, trace: Trace, output: Output) -> None:
 
 
 def show_norms(trace: Trace, layers: int) -> None:
-    heading("4  How large each stream is, layer by layer, at the last token")
+    heading("6  How large each stream is, layer by layer, at the last token")
     norms = [trace["mhc_streams_pre_attn", layer][-1].float().norm(dim=-1).tolist() for layer in range(layers)]
     norms.append(trace["mhc_streams_final", layers - 1][-1].float().norm(dim=-1).tolist())
     for stream in range(len(norms[0])):
@@ -110,7 +147,7 @@ def show_norms(trace: Trace, layers: int) -> None:
 
 
 def show_experts(trace: Trace, layers: int) -> None:
-    heading("5  Which experts the last token went to")
+    heading("7  Which experts the last token went to")
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     table.add_column("layer", style="dim")
     table.add_column("expert:weight")
@@ -121,7 +158,7 @@ def show_experts(trace: Trace, layers: int) -> None:
 
 
 def write_files(trace: Trace) -> None:
-    heading("6  Files written")
+    heading("8  Files written")
     OUT.mkdir(parents=True, exist_ok=True)
     kept = {f"{hook}.{layer}": trace[hook, layer].contiguous() for hook, layer in trace if hook.startswith("mhc_")}
     save_file(kept, OUT / "streams.safetensors")
@@ -140,13 +177,19 @@ def main() -> None:
             show_model(path)
             output = show_answer(engine, trained)
             trace = engine.trace(output.prompt_token_ids + output.token_ids)
+            if trained:
+                show_steered(engine)
             show_mixing(engine, trace, output)
+            if trained:
+                show_features(engine)
             show_norms(trace, layers)
             show_experts(trace, layers)
             write_files(trace)
     heading("What to try next")
     if trained:
-        console.print(".venv/bin/birkhoff chat                         talk; /mix draws its mixers")
+        console.print(".venv/bin/birkhoff chat                         talk; /mix draws its mixers, /steer steers")
+        console.print('.venv/bin/birkhoff generate --chat "Tell me a story" --steer "+1 spooky"')
+        console.print(".venv/bin/birkhoff vectors list                 the vectors that ship with nano")
     else:
         console.print(".venv/bin/birkhoff synth random --like nano     keep a random model")
         console.print(".venv/bin/birkhoff chat --model random          talk; /mix draws its mixers")

@@ -195,7 +195,7 @@ def test_the_licence_is_whole():
 
 def test_the_tour_runs_and_shows_what_it_promises(tmp_path):
     done = python(str(ROOT / "examples/tour.py"), str(tmp_path / "out"))
-    for words in ("1  What was loaded", "csa layers", "2  An answer", "from 3", "write", "stream 3", "5  Which experts",
+    for words in ("1  What was loaded", "csa layers", "2  An answer", "from 3", "write", "stream 3", "7  Which experts",
                   "streams.safetensors", "What to try next"):  # fmt: skip
         assert words in done.stdout
     assert (tmp_path / "out/streams.safetensors").stat().st_size > 1e6

@@ -46,7 +46,7 @@ def walk(browser, server: Server, folder: Path, size: str, theme: str) -> None:
         if look == "captures":
             tab.page.click("#capture-now")
             tab.page.wait_for_selector('[data-panel="captures"] td', timeout=30000)
-            tab.page.locator('[data-panel="captures"] button:has-text("look")').first.click()
+            tab.page.locator('[data-panel="captures"] td button').first.click()
         if look == "features" and tab.page.locator('[data-panel="features"] .feature').count():
             tab.page.locator('[data-panel="features"] .feature').first.click()
             tab.page.wait_for_timeout(800)

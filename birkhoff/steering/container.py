@@ -219,13 +219,16 @@ class SteeringVector:
             except ValueError:
                 return metadata[name]
 
+        free: dict[str, Any] = {name: parsed(name) for name in _FREE if name in metadata}
+        if "note" in free:
+            free["note"] = metadata["note"]  # words, whatever they look like
         try:
             found = cls(
-                {int(name.removeprefix("layer.")): row for name, row in tensors.items()},
+                {int(name.removeprefix("layer.")): Vector(row, name) for name, row in tensors.items()},
                 metadata["op"], metadata["hook"], parsed("streams"), parsed("normalised"), metadata["scale_unit"],
                 metadata["model"], metadata["model_revision"], metadata["quant"], metadata["method"],
                 parsed("n_pairs"), metadata["created_at"],
-                **{name: parsed(name) if name != "note" else metadata[name] for name in _FREE if name in metadata},
+                **free,
             )  # fmt: skip
         except ValueError:
             raise VectorFileError(f"{path} holds {quoted(sorted(tensors))}, expected tensors named layer.N.") from None

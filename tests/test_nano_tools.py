@@ -37,7 +37,7 @@ def prompt(engine, text: str = ASK) -> list[int]:
 
 def test_vectors_are_there_by_name_and_say_what_they_do(nano):
     files = shipped_vectors("nano")
-    assert len(files) >= 4 and set(files) == set(nano.modules)
+    assert len(files) >= 6 and set(files) == set(nano.modules)
     for name, path in files.items():
         vector = SteeringVector.load(path)
         assert vector.model == "nano" and vector.note and nano.modules[name] == vector, name

@@ -38,8 +38,10 @@ def check_kernels(device: torch.device, seed: int = 0) -> float:
     (found_grad,) = torch.autograd.grad(found, fast, grad)
     worst = max(float((found - wanted).abs().max()), float((found_grad - wanted_grad).abs().max()))
     if not worst < KERNEL_TOLERANCE:
-        raise BirkhoffError(f"the Sinkhorn kernels are off by {worst:.1e}, expected less than {KERNEL_TOLERANCE:.0e}. "
-                            "Check the Triton version; without Triton the plain twin is used.")
+        raise BirkhoffError(
+            f"the Sinkhorn kernels are off by {worst:.1e}, expected less than {KERNEL_TOLERANCE:.0e}. "
+            "Check the Triton version; without Triton the plain twin is used."
+        )
     return worst
 
 

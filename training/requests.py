@@ -98,6 +98,8 @@ _CONTINUED = re.compile(r"^(?:Continue this story:|Finish the story:|What happen
 _HERO = re.compile(r"\b(?:was|lived|loved|saw) (an? (?:[a-z]+ ){1,3}(?:named|called) [A-Z][a-z]+)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])(?=\s)")
 _WORD = re.compile(r"\b[a-z]{4,}\b")
+
+
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 

@@ -29,8 +29,10 @@ def brief(line: dict) -> str:
     if kind in ("held-out", "unrounded", "stored"):
         both = line["both"]
         files = " ".join(f"{name} {part['nats_per_token']:.4f}" for name, part in line["files"].items())
-        return (f"{label} {kind} step {line.get('step', '-')}: {both['nats_per_token']:.4f} nats/token "
-                f"{both['bits_per_byte']:.4f} bits/byte, accepted {both['mtp_acceptance']:.3f} ({files})").strip()
+        return (
+            f"{label} {kind} step {line.get('step', '-')}: {both['nats_per_token']:.4f} nats/token "
+            f"{both['bits_per_byte']:.4f} bits/byte, accepted {both['mtp_acceptance']:.3f} ({files})"
+        ).strip()
     if kind == "alive":
         pairs = (("write", "write"), ("from identity", "from_identity"), ("from uniform", "from_uniform"))
         gates = ", ".join(f"{word} {line[f'attn_{key}']:.2f} {line[f'ffn_{key}']:.2f}" for word, key in pairs)

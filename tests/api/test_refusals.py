@@ -65,7 +65,9 @@ def test_prompts(idle, prompt, kind, says):
             continue  # a stream refuses lists of prompts before it looks into them
         with pytest.raises(kind, match=says) as caught:
             call(prompt)
-        assert caught.value.code in ("prompt-invalid", "token-invalid", "context-length") and len(str(caught.value)) < 400
+        assert (
+            caught.value.code in ("prompt-invalid", "token-invalid", "context-length") and len(str(caught.value)) < 400
+        )
 
 
 ODD_IDS = ["text", b"abc", 5, None, [], [512], [True], [1.5], [[1, 2]], torch.zeros(2, 2, dtype=torch.long)]

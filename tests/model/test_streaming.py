@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -40,7 +42,9 @@ def run_pieces(model, state, pieces):
 def run_cuts(model, tokens, cuts, state=None, slot=0):
     state = state or State.contiguous(model.config, slot + 1, len(tokens))
     bounds = [0, *sorted(set(cuts)), len(tokens)]
-    out = [run_pieces(model, state, [Piece(slot, a, tokens[a:b])])[slot] for a, b in zip(bounds, bounds[1:]) if b > a]
+    out = [
+        run_pieces(model, state, [Piece(slot, a, tokens[a:b])])[slot] for a, b in itertools.pairwise(bounds) if b > a
+    ]
     return torch.cat(out)
 
 

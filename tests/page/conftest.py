@@ -82,13 +82,16 @@ class Tab:
 
     def __init__(self, browser, url: str, width: int = 1400, height: int = 1000, theme: str = "light", init: str = ""):
         self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
-        self.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=url.rstrip("/").split("#")[0].rstrip("/"))
+        self.context.grant_permissions(
+            ["clipboard-read", "clipboard-write"], origin=url.rstrip("/").split("#")[0].rstrip("/")
+        )
         self.page = self.context.new_page()
         self.faults: list[str] = []
         self.page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
         self.page.on("console", self._console)
         self.page.add_init_script(
-            "addEventListener('securitypolicyviolation', e => console.error('policy: ' + e.violatedDirective + ' ' + e.blockedURI));" + init
+            "addEventListener('securitypolicyviolation',"
+            " e => console.error('policy: ' + e.violatedDirective + ' ' + e.blockedURI));" + init
         )
         self.page.goto(url)
 

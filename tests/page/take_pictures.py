@@ -1,6 +1,6 @@
 """Takes the pictures of docs/images: every view, light and dark, on a desk and on a phone.
 
-    python -m tests.page.take_pictures docs/images
+python -m tests.page.take_pictures docs/images
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def walk(browser, server: Server, folder: Path, size: str, theme: str) -> None:
         tab.page.click("#add-button")
         tab.page.click("#steer-run")
         tab.page.wait_for_function(
-            "() => document.querySelectorAll('[aria-busy=true]').length === 0 && document.querySelectorAll('[data-strip=steered] .tok').length > 5",
+            "() => document.querySelectorAll('[aria-busy=true]').length === 0"
+            " && document.querySelectorAll('[data-strip=steered] .tok').length > 5",
             timeout=60000,
         )
         if size == "desk" and theme == "light":

@@ -17,8 +17,26 @@ def fake_answer(route, pieces):
     head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "nano"}
     frames = []
     for piece in pieces:
-        token = {"token": piece, "logprob": -0.5, "bytes": [], "top_logprobs": [{"token": piece, "logprob": -0.5, "bytes": []}]}
-        frames.append({**head, "choices": [{"index": 0, "delta": {"content": piece}, "logprobs": {"content": [token]}, "token_ids": [5], "finish_reason": None}]})
+        token = {
+            "token": piece,
+            "logprob": -0.5,
+            "bytes": [],
+            "top_logprobs": [{"token": piece, "logprob": -0.5, "bytes": []}],
+        }
+        frames.append(
+            {
+                **head,
+                "choices": [
+                    {
+                        "index": 0,
+                        "delta": {"content": piece},
+                        "logprobs": {"content": [token]},
+                        "token_ids": [5],
+                        "finish_reason": None,
+                    }
+                ],
+            }
+        )
     frames.append({**head, "choices": [{"index": 0, "delta": {}, "logprobs": None, "finish_reason": "stop"}]})
     body = "".join(f"data: {json.dumps(frame)}\n\n" for frame in frames) + "data: [DONE]\n\n"
     route.fulfill(status=200, content_type="text/event-stream", body=body)

@@ -1,4 +1,4 @@
-"""Every view in a real browser against a real server: empty, live and in error; pinning; no complaint from the browser."""
+"""Every view in a real browser against a real server: empty, live and in error; pinning; no complaint from it."""
 
 import pytest
 
@@ -55,7 +55,9 @@ def test_the_pinned_token_is_the_same_everywhere(answered):
     for place in (1, 5):
         tokens.nth(place).click()
         position = tokens.nth(place).get_attribute("data-position")
-        tab.page.wait_for_function(f"() => document.querySelector('[data-pin]').textContent.includes('position {position}')")
+        tab.page.wait_for_function(
+            f"() => document.querySelector('[data-pin]').textContent.includes('position {position}')"
+        )
         assert tokens.nth(place).evaluate("node => node.classList.contains('pinned')")
         tab.page.wait_for_timeout(600)
         told.add((panel(tab, "lineage").inner_text(), panel(tab, "lens").inner_text()))
@@ -82,9 +84,15 @@ def test_every_scalar_can_be_shown(answered, scalar):
     tab = answered
     tab.page.select_option('[data-panel="heatmap"] select >> nth=0', scalar)
     tab.page.wait_for_selector('[data-panel="heatmap"] .figure canvas', timeout=20000)
-    painted = panel(tab, "heatmap").locator(".figure canvas").first.evaluate(
-        "node => { const c = node.getContext('2d'), d = c.getImageData(0, 0, node.width, node.height).data, seen = new Set();"
-        " for (let i = 0; i < d.length; i += 4) seen.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]); return seen.size; }"
+    painted = (
+        panel(tab, "heatmap")
+        .locator(".figure canvas")
+        .first.evaluate(
+            "node => { const c = node.getContext('2d'), d = c.getImageData(0, 0, node.width, node.height).data;"
+            " const seen = new Set();"
+            " for (let i = 0; i < d.length; i += 4) seen.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]);"
+            " return seen.size; }"
+        )
     )
     assert painted > 8, f"{scalar} drew {painted} colours"
     assert not tab.faults
@@ -117,7 +125,7 @@ def test_an_error_is_shown_in_words(open_tab):
 
 
 def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
-    """A vector made on the page changes the text; the slider changes it again, one pair in flight, the last one wins."""
+    """A vector made on the page changes the text; the slider changes it again, one at a time, the last wins."""
     tab = open_tab()
     tab.page.fill("input[type=number][max='4096']", "20")
     tab.page.keyboard.press("Tab")
@@ -137,7 +145,11 @@ def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
     tab.page.on("request", lambda r: asked.append(r) if "/v1/chat/completions" in r.url else None)
     slider.evaluate("node => { node.value = 8; node.dispatchEvent(new Event('input')); }")
     tab.page.click("#steer-run")
-    tab.page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0 && document.querySelectorAll('[data-strip=steered] .tok').length > 5", timeout=60000)
+    tab.page.wait_for_function(
+        "() => document.querySelectorAll('[aria-busy=true]').length === 0"
+        " && document.querySelectorAll('[data-strip=steered] .tok').length > 5",
+        timeout=60000,
+    )
     plain, pushed = tab.page.inner_text('[data-strip="plain"]'), tab.page.inner_text('[data-strip="steered"]')
     assert plain != pushed
     assert tab.page.locator(".tok.differs").count() > 0

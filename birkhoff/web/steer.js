@@ -117,12 +117,12 @@ const signed = (x) => `${x >= 0 ? "+" : ""}${nice(x)}`;
 function strongest(run) {
   const frames = [...run.frames.values()], twins = [...run.twinFrames.values()];
   const longest = (list) => Math.max(0, ...list.map((f) => Math.max(...(f.stream_norm?.at(-1) ?? [0]))));
-  const growth = twins.length && frames.length ? longest(frames) / (longest(twins) || 1) : 1, error = Math.max(0, ...frames.map((f) => Math.max(...(f.res_mix ?? [[[1]]]).map(stochasticError))));
+  const growth = twins.length && frames.length ? longest(frames) / (longest(twins) || 1) : 1, worst = (list) => Math.max(0, ...list.map((f) => Math.max(...(f.res_mix ?? [[[1]]]).map(stochasticError)))), error = worst(frames);
   const again = repetition(run.tokens), broken = frames.filter((f) => f.stream_norm?.some((norms) => norms.some((x) => x === null || !Number.isFinite(x)))).length;
   const level = (value, amber, red) => (value >= red ? "bad" : value >= amber ? "warn" : "ok");
   const word = { ok: "well", warn: "strained", bad: "broken" };
   const item = (name, text, kind) => h("span", { class: kind }, `${name} `, h("b", {}, text), ` ${word[kind]}`);
-  return [item("norm growth", `× ${growth.toFixed(2)}`, level(growth, 1.5, 3)), item("doubly stochastic within", error.toExponential(1), level(error, 1e-2, 1e-1)),
+  return [item("norm growth", `× ${growth.toFixed(2)}`, level(growth, 1.5, 3)), item("doubly stochastic within", `${error.toExponential(1)} (unsteered ${worst(twins).toExponential(1)})`, level(error / Math.max(worst(twins), 1e-3), 1.5, 4)),
     item("repetition", `${(again * 100).toFixed(0)} %`, level(again, 0.15, 0.4)), item("NaN", String(broken), broken ? "bad" : "ok")];
 }
 

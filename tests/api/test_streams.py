@@ -47,11 +47,11 @@ def test_a_stop_string_is_never_shown_in_part(idle, letters):
 
 
 def test_closing_frees_the_slot_before_the_next_step(idle):
-    streams = [idle.stream(IDS, max_tokens=100) for _ in range(REQUESTS)]
+    streams = [idle.stream(IDS, max_tokens=100, ignore_eos=True) for _ in range(REQUESTS)]
     assert all(next(stream).token_id is not None for stream in streams) and free_slots(idle) == 0
     streams[1].close()
     assert free_slots(idle) == 1
-    late = idle.stream(IDS, max_tokens=100, temperature=0)
+    late = idle.stream(IDS, max_tokens=100, temperature=0, ignore_eos=True)
     assert next(late).token_id is not None and free_slots(idle) == 0  # it got the place in this very step
     with streams[2]:
         next(streams[2])

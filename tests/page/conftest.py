@@ -67,8 +67,9 @@ def server(tmp_path_factory):
     made.stop()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
+    """A browser for one file: while it is open this process has an event loop, which other tests must not meet."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:

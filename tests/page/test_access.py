@@ -34,7 +34,7 @@ def test_the_bench_can_be_walked_by_keyboard(open_tab, server):
     rows = {"mhc_streams_pre_attn": {"3": [0.5] * (4 * 384)}}
     server.post("v1/steering/modules/register", {"name": "keys", "replace": True, "vectors": rows})
     tab = open_tab()
-    tab.page.wait_for_selector("#model:has-text('layers')")
+    tab.page.wait_for_selector("#add-edit option[value='keys']", state="attached")
     tab.page.focus("#tab-chat")
     tab.page.keyboard.press("ArrowRight")
     assert tab.page.evaluate("document.activeElement.id") == "tab-steer"

@@ -174,3 +174,25 @@ def test_an_empty_bench_says_what_is_missing(open_tab):
     tab.page.click("#steer-run")
     assert "nothing to push with" in tab.page.inner_text("#page-steer .fault")
     assert not tab.faults
+
+
+def test_another_token_branches_and_retry_draws_again(open_tab):
+    tab = open_tab()
+    tab.page.fill("input[type=number][max='4096']", "14")
+    tab.page.keyboard.press("Tab")
+    tab.ask("Tell me a story about a cat.")
+    first = tab.page.inner_text('[data-strip="answer"]')
+    token = tab.page.locator('[data-strip="answer"] .tok').nth(6)
+    position = token.get_attribute("data-position")
+    token.click()
+    tab.page.locator(".tip button:has-text('branch')").first.click()
+    tab.page.wait_for_selector("#toast:has-text('Going on from')")
+    # What was before the token now belongs to the prompt, the other token too: the answer goes on behind it.
+    begins = "Number(document.querySelector('[data-strip=answer] .tok')?.dataset.position)"
+    tab.page.wait_for_function(f"() => {begins} > {position}", timeout=30000)
+    tab.done()
+    tab.page.click("#retry")
+    tab.page.wait_for_function(f"() => {begins} <= {position}", timeout=30000)
+    tab.done()
+    assert tab.page.inner_text('[data-strip="answer"]') != first, "another seed said the same"
+    assert not tab.faults

@@ -76,7 +76,11 @@ export function steerPage(store) {
     } else add.focus();
     soon();
   }
-  store.on(["vectors"], ({ vectors }) => fill(add, vectors.length ? vectors.map((v) => h("option", { value: v.name }, v.title ?? v.name)) : h("option", { value: "" }, "none yet: make one under Contrast")));
+  store.on(["vectors"], ({ vectors }) => {
+    const chosen = add.value;  // a list that is read again must not take back what was chosen
+    fill(add, vectors.length ? vectors.map((v) => h("option", { value: v.name }, v.title ?? v.name)) : h("option", { value: "" }, "none yet: make one under Contrast"));
+    if (vectors.some((v) => v.name === chosen)) add.value = chosen;
+  });
   store.on(["benchPrompt"], ({ benchPrompt }) => { prompt.value = benchPrompt; });
   store.on(["live"], ({ live }) => { node.querySelector("#live").checked = Boolean(live); });
   store.on(["edits", "props"], (state) => {

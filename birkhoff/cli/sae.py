@@ -47,6 +47,8 @@ def train(
     steps: Annotated[int, typer.Option(help="Batches to learn from.")] = 1000,
     batch_rows: Annotated[int, typer.Option(help="Captured rows per batch.")] = 2048,
     rate: Annotated[float, typer.Option(help="Learning rate at its highest.")] = 2e-3,
+    decay: Annotated[float, typer.Option(help="Share of the steps over which the rate falls to nothing.")] = 0.3,
+    dead_after: Annotated[int, typer.Option(help="Rows without firing after which a feature is helped.")] = 100_000,
     seed: Annotated[int, typer.Option(help="The same seed and rows give the same dictionary.")] = 0,
     json: Json = False,
     **options: Any,
@@ -59,7 +61,7 @@ def train(
     from birkhoff.api.sae_train import train_sae
     from birkhoff.sae.train import StepReport, TrainOptions
 
-    wish = TrainOptions(features, k=k, kind=kind, steps=steps, rate=rate, seed=seed)
+    wish = TrainOptions(features, k=k, kind=kind, steps=steps, rate=rate, decay=decay, dead_after=dead_after, seed=seed)
 
     def run(source: RowSource) -> None:
         with bar("training", "steps") as advance:

@@ -1,0 +1,102 @@
+"""Which stream carries what: every concept added at every site, layer, stream and strength, and what it does to text.
+
+    python -m training.search DATA OUT [NAME ...]        DATA holds the *-train.jsonl.xz files
+
+The direction is a contrast of paragraphs (`training/concepts.py`); a trial adds it to all streams or to one, as long as
+a share of the mean row at that place, answers a few requests, and is judged by a probe of other paragraphs and by
+what its text costs the unsteered model. One JSON line per concept goes to OUT; a concept that is there already is left
+out, so a run that was stopped goes on. `training.vectors` chooses from it. The tables of docs/nano.md are printed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import birkhoff
+from birkhoff.api.contrast import ContrastRows, contrast_rows
+from birkhoff.api.effect import answers
+from birkhoff.api.search import Trial, search
+from birkhoff.steering.probe import WordProbe
+from training.concepts import CONCEPTS, as_answer, paragraphs, sets
+
+LAYERS, STRENGTHS = [2, 4, 6], [0.15, 0.3, 0.6]
+SITES = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mlp_out")
+SEEDS, BATCH = 2, 16
+LENGTH = 40  # tokens of an answer that is judged
+REQUESTS = [
+    "Tell me a story about a girl named Lily.", "Write a short story about a garden.",
+    "Write a story called The Red Door.", "Write a story about a long walk.",
+    "Tell me a story about a picture.", "Write a story about two friends.",
+    "Tell me a story about a cold morning.", "Write a story about a gift.",
+]  # fmt: skip
+
+
+def searched(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]]) -> dict[str, Any]:
+    """All trials of a concept, and how well each place tells its two kinds of paragraphs apart."""
+    up, down, probe_up, probe_down = sets(CONCEPTS[name], texts)
+    probe = WordProbe.trained(probe_up, probe_down)
+    contrasts = {site: rows_of(engine, up, down, site) for site in SITES}
+    plain = answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
+    trials = search(engine, contrasts, REQUESTS, probe.score, SEEDS, STRENGTHS, plain=plain, max_tokens=LENGTH,
+                    tell=lambda trial: print(f"{name} {line(trial)}", flush=True))  # fmt: skip
+    separation = [entry.to_json() for rows in contrasts.values() for entry in rows.separation()]
+    return {"name": name, "trials": [trial.to_json() for trial in trials], "separation": separation}
+
+
+def rows_of(engine: birkhoff.Engine, up: list[str], down: list[str], site: str) -> ContrastRows:
+    return contrast_rows(engine, [as_answer(text) for text in up], [as_answer(text) for text in down], site, LAYERS)
+
+
+def line(trial: Trial) -> str:
+    where = "all" if trial.streams is None else trial.streams[0]
+    place = f"{trial.hook} layer {trial.layer} stream {where} length {trial.strength}"
+    return f"{place}: moved {trial.moved:.0%}, measure {trial.gained:+.3f}, loss {trial.loss_gained:+.3f}"
+
+
+def trials_of(found: dict[str, Any]) -> list[Trial]:
+    return [
+        Trial(**{**trial, "streams": None if trial["streams"] is None else tuple(trial["streams"])})
+        for trial in found["trials"]
+    ]
+
+
+def read_searches(path: Path) -> dict[str, dict[str, Any]]:
+    """Finished searches by concept."""
+    if not path.exists():
+        return {}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return {found["name"]: found for found in map(json.loads, lines)}
+
+
+def tables(found: dict[str, Any]) -> str:
+    """Markdown, one row per site, layer and strength; a cell is share of answers moved and nats paid."""
+    cells = {(t.hook, t.layer, t.strength, t.streams): t for t in trials_of(found)}
+    rows = [f"| `{found['name']}` at | length | all | stream 0 | stream 1 | stream 2 | stream 3 |", "| --- " * 7 + "|"]
+    for site in SITES:
+        for layer in LAYERS:
+            for strength in STRENGTHS:
+                places = [cells.get((site, layer, strength, streams)) for streams in (None, (0,), (1,), (2,), (3,))]
+                said = ["–" if t is None else f"{t.moved:.0%} {t.loss_gained:+.2f}" for t in places]
+                rows.append(f"| `{site}[{layer}]` | {strength} | {' | '.join(said)} |")
+    return "\n".join(rows)
+
+
+def main() -> None:
+    data, out, *names = sys.argv[1:]
+    path = Path(out)
+    texts, done = list(paragraphs(Path(data))), read_searches(path)
+    with birkhoff.load("nano", max_requests=BATCH) as engine:
+        for name in names or CONCEPTS:
+            if name not in done:
+                done[name] = searched(engine, name, texts)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                with path.open("a", encoding="utf-8") as log:
+                    log.write(json.dumps(done[name]) + "\n")
+            print(tables(done[name]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

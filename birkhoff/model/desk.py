@@ -62,7 +62,7 @@ class Desk:
         self.mixed = make(rows, h * c.head_dim, dtype=dtype)
         self.middle, self.attended = make(rows, c.o_groups * c.o_lora_rank, dtype=half), make(rows, d)
         self.opened = make(rows, c.n_routed_experts + 2 * inner)
-        self.ids, self.weights = make(rows, k, dtype=number), make(rows, k)
+        self.ids, self.weights = make(c.num_hidden_layers, rows, k, dtype=number), make(rows, k)  # ids of every layer
         self.order = make(2, rows * k, dtype=number)
         self.slot_list = torch.zeros(min(c.n_routed_experts, rows * k), 16, dtype=number, device=device)
         self.z, self.z_shared = make(rows * k, inner, dtype=half), make(rows, inner, dtype=half)

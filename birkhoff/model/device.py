@@ -26,7 +26,7 @@ from birkhoff.model.block import Block
 from birkhoff.model.compressor import Compressor
 from birkhoff.model.desk import Desk
 from birkhoff.model.linear import Linear
-from birkhoff.model.moe import MoE
+from birkhoff.model.moe import Experts, MoE
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
 from birkhoff.model.transformer import Transformer
 
@@ -82,7 +82,7 @@ class LayerWeights:
         self.bias, self.hashed = m.gate.bias, m.gate.tid2eid
         self.shared_open, self.shared_close = _codes(m.shared_experts.open), _codes(m.shared_experts.w2)
         self.experts = addresses(m)
-        self.offsets = [scale_offset(m.experts.get_buffer(f"{name}_scale")) for name in ("gate_up", "down")]
+        self.offsets = [scale_offset(torch.tensor(span)) for span in spans(m.experts)]
         self.held = m.experts  # the addresses above stay valid as long as this lives
 
 
@@ -93,9 +93,21 @@ def _compressor(compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
 def addresses(moe: MoE) -> torch.Tensor:
     """Where each expert's codes and scales begin: [E, 4] int64 (gate and up, scales, down, scales)."""
     experts = moe.experts
-    parts = [experts.get_buffer(name) for name in ("gate_up", "gate_up_scale", "down", "down_scale")]
-    rows = [[part[expert].data_ptr() for part in parts] for expert in range(experts.count)]
-    return torch.tensor(rows, dtype=torch.int64, device=parts[0].device)
+    if experts.store is not None:
+        return experts.store.table[experts.layer]
+    rows = [[part.data_ptr() for part in experts.at_home(expert)] for expert in range(experts.count)]
+    return torch.tensor(rows, dtype=torch.int64, device=experts.gate_up.device)
+
+
+def spans(experts: Experts) -> list[tuple[int, int]]:
+    """The least and the largest scale of all experts' gate and up, and of their down."""
+    found = []
+    for name, place in (("gate_up_scale", 1), ("down_scale", 3)):
+        stored = [part[place] for part in map(experts.at_home, range(experts.count))]
+        whole = [experts.get_buffer(name)] if experts.store is None else stored
+        ends = torch.stack([torch.stack(scales.aminmax()).cpu() for scales in whole])
+        found.append((int(ends.min()), int(ends.max())))
+    return found
 
 
 class Decoder:
@@ -108,6 +120,7 @@ class Decoder:
             raise OptionError(f"this model cannot be decoded by GPU kernels: {reason}. Use kernels='reference'.")
         self.model, self.state, self.config = model, state, model.config
         self.dtype = model.numerics.dtype
+        self.store = model.expert_stacks()[0].store  # None: experts lie where they were loaded
         with torch.no_grad():
             self.layers = [LayerWeights(block) for block in model.layers]  # type: ignore[arg-type]
             self.head = Rows.plain([model.head.weight])
@@ -151,12 +164,15 @@ class Decoder:
                 fn, base, scale = w.mixers[sublayer]
                 mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding, kernels.early)
                 kernels.read_streams(desk, base, scale, w.norms[sublayer], *how)
-                y = self._experts(w, desk) if sublayer else self._attention(w, self.state.layers[number], desk)
+                at = self.state.layers[number]
+                y = self._experts(w, desk, desk.ids[number]) if sublayer else self._attention(w, at, desk)
                 mode = mhc.KEEP
         head, norm = self.model.hc_head, self.model.norm.weight
         mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, head.fn, desk.parts)
         mhc.read_streams(desk.parts, desk.streams, head.base, head.scale, norm, *how, desk.x, desk.pre)
         kernels.product([self.head], (desk.x, desk.x), desk.logits)
+        if self.store is not None:
+            self.store.count(desk.ids)
         return desk.logits
 
     def _phases(self, desk: Desk) -> None:
@@ -207,11 +223,11 @@ class Decoder:
         kernels.product(w.o_b, (desk.middle, desk.middle), desk.attended)
         return desk.attended
 
-    def _experts(self, w: LayerWeights, desk: Desk) -> torch.Tensor:
+    def _experts(self, w: LayerWeights, desk: Desk, ids: torch.Tensor) -> torch.Tensor:
         c, kernels = self.config, self.kernels
         kernels.open_shared(w, desk, c.swiglu_limit)
         kernels.route(
-            desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts, desk.ids, desk.weights,
+            desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts, ids, desk.weights,
             desk.order, desk.slot_list, c.routed_scaling_factor,
         )  # fmt: skip
         kernels.open_experts(w, desk, c.swiglu_limit)

@@ -15,6 +15,9 @@ from birkhoff.kernels import quant
 from birkhoff.model.batch import Batch
 from birkhoff.model.few import MoEFew
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
+from birkhoff.model.record import PARTS
+from birkhoff.model.stage import Stage
+from birkhoff.model.store import ExpertStore
 
 
 class Gate(nn.Module):
@@ -51,12 +54,15 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' matrices, stacked; gate (w1) above up (w3). Packed ones are unpacked one at a time."""
+    """The routed experts' matrices, stacked; gate (w1) above up (w3). Packed ones are unpacked one at a time, and may lie
+    elsewhere, behind a table of addresses (`hold`)."""
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
         self.count, self.inner = config.n_routed_experts, config.moe_intermediate_size
         self.numerics, self.packed, self.limit = numerics, packed, config.swiglu_limit
+        self.store: ExpertStore | None = None
+        self.layer = 0  # in the store
         hidden, inner, count = config.hidden_size, self.inner, self.count
         if packed:
             for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
@@ -67,31 +73,54 @@ class Experts(nn.Module):
             # Turned round, so that all experts side by side are one matrix.
             self.down = nn.Parameter(torch.empty(count, inner, hidden, dtype=numerics.dtype))
 
-    def stack(self) -> kernel.Stack:
+    def hold(self, store: ExpertStore, layer: int) -> None:
+        """From now on these experts are those of a layer of `store`; still to be filled, and without memory here."""
+        assert self.packed, "only packed experts can lie elsewhere"
+        for name in PARTS:
+            delattr(self, name)
+        self.store, self.layer = store, layer
+
+    def at_home(self, expert: int) -> tuple[torch.Tensor, ...]:
+        """One packed expert where it lies: codes and scales of gate and up, and of down."""
+        if self.store is not None:
+            return self.store.home((self.layer, expert))
+        return tuple(getattr(self, name)[expert] for name in PARTS)
+
+    def stack(self, stage: Stage | None = None) -> kernel.Stack:
         if not self.packed:
             dense = (self.gate_up, self.down)
             return kernel.Stack(self.count, self.gate_up.__getitem__, self.down.__getitem__, dense)
 
-        def unpack(name: str, expert: int) -> torch.Tensor:
-            codes, scale = getattr(self, name)[expert], getattr(self, f"{name}_scale")[expert]
+        parts = self.at_home if stage is None else stage.parts
+
+        def unpack(first: int, expert: int) -> torch.Tensor:
+            codes, scale = parts(expert)[first : first + 2]
+            if self.store is not None:  # where no run was free on the device, this is the copy
+                codes, scale = codes.to(self.store.device), scale.to(self.store.device)
             return quant.dequant_fp4(codes, scale).to(self.numerics.dtype)
 
-        return kernel.Stack(self.count, lambda e: unpack("gate_up", e), lambda e: unpack("down", e).T)
+        return kernel.Stack(self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T)
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[n, d] -> [n, d] float32, the weighted sum over each token's experts."""
         round_input = self.numerics.round_input if self.numerics.released else None
-        return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input)
+        if self.store is None:
+            return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input)
+        self.store.count(ids.unsqueeze(0), self.layer)
+        with Stage(self.store, self.layer, ids.unique().tolist()) as stage:
+            return self.numerics.kernels.experts(x, ids, weights, self.stack(stage), self.limit, round_input)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         gate, up, whole = slice(0, self.inner), slice(self.inner, None), slice(None)
         for expert in range(self.count):
-            for part, stack, rows in (("w1", "gate_up", gate), ("w3", "gate_up", up), ("w2", "down", whole)):
-                stored, full = getattr(self, stack).detach()[expert], f"{name}.{expert}.{part}"
+            packed = self.at_home(expert) if self.packed else ()
+            for part, first, rows in (("w1", 0, gate), ("w3", 0, up), ("w2", 2, whole)):
+                full = f"{name}.{expert}.{part}"
                 if self.packed:
-                    yield Destination(f"{full}.weight", stored[rows], "codes")
-                    yield Destination(f"{full}.scale", getattr(self, f"{stack}_scale")[expert, rows], "scale")
+                    yield Destination(f"{full}.weight", packed[first][rows], "codes")
+                    yield Destination(f"{full}.scale", packed[first + 1][rows], "scale")
                 else:
+                    stored = (self.down if first else self.gate_up).detach()[expert]
                     yield Destination(f"{full}.weight", stored.T if part == "w2" else stored[rows])
 
 

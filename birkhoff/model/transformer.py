@@ -22,10 +22,11 @@ from birkhoff.model.block import Block
 from birkhoff.model.few import AttentionFew, MoEFew, takes
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.mhc import HeadMixer
-from birkhoff.model.moe import MoE
+from birkhoff.model.moe import Experts, MoE
 from birkhoff.model.mtp import MTP
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import Fresh, State
+from birkhoff.model.store import ExpertStore
 
 
 class Transformer(nn.Module):
@@ -46,6 +47,15 @@ class Transformer(nn.Module):
         self.head = Linear(config.hidden_size, config.vocab_size, "f32", numerics)
         with_mtp = config.num_nextn_predict_layers > 0 if mtp is None else mtp
         self.mtp: MTP | None = MTP(config, rope, numerics, packed) if with_mtp else None
+
+    def expert_stacks(self) -> list[Experts]:
+        """The routed experts of every layer, those of the MTP block last."""
+        return [module for module in self.modules() if isinstance(module, Experts)]
+
+    def hold_experts(self, store: ExpertStore) -> None:
+        """Before memory is given to a packed model: its experts are to lie in `store`."""
+        for layer, stack in enumerate(self.expert_stacks()):
+            stack.hold(store, layer)
 
     def fuse(self) -> Transformer:
         """Once filled: let layers with a common input run as one product. Values and names stay as they are."""

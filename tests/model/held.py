@@ -1,0 +1,34 @@
+"""Models whose experts lie in a store: the same weights as `packed_model`'s, at any share of hot ones."""
+
+from __future__ import annotations
+
+import torch
+
+from birkhoff.model.record import Record
+from birkhoff.model.store import ExpertStore
+from birkhoff.model.transformer import Transformer
+from tests.interpreter import DEVICE
+
+
+def some_resident(layers: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
+    """[layers, experts] bool: that share of all, drawn."""
+    order = torch.randperm(layers * experts, generator=torch.Generator().manual_seed(seed))
+    chosen = order[: round(share * layers * experts)]
+    return torch.zeros(layers * experts, dtype=torch.bool).index_fill_(0, chosen, True).view(layers, experts)
+
+
+def held_model(source: Transformer, share: float, spare: int = 4, courier=None) -> tuple[Transformer, ExpertStore]:
+    """A copy of a packed model with its experts in a store."""
+    with torch.device("meta"):
+        model = Transformer(source.config, source.numerics, packed=True, mtp=source.mtp is not None)
+    stacks = model.expert_stacks()
+    resident = some_resident(len(stacks), source.config.n_routed_experts, share)
+    store = ExpertStore(Record.of(source.config), resident, DEVICE, spare, courier)
+    model.hold_experts(store)
+    model = model.to_empty(device=DEVICE).eval()
+    with torch.no_grad():
+        for mine, theirs in zip(model.destinations(), source.destinations(), strict=True):
+            assert mine.name == theirs.name
+            mine.tensor.copy_(theirs.tensor)
+    store.courier.fence()
+    return model, store

@@ -29,8 +29,8 @@ THINGS = (
 BATCH = 24
 
 
-def main() -> None:
-    out, count = Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 300
+def write(out: Path, count: int) -> None:
+    """The first `count` requests, answered."""
     asked = [form.format(thing) for thing, form in itertools.product(THINGS, FORMS)][:count]
     with birkhoff.load("nano", max_requests=BATCH) as engine, out.open("w", encoding="utf-8") as stream:
         for start in range(0, len(asked), BATCH):
@@ -40,6 +40,10 @@ def main() -> None:
             for request, output in zip(some, outputs):
                 said = [{"role": "user", "content": request}, {"role": "assistant", "content": output.text}]
                 stream.write(json.dumps({"messages": said}) + "\n")
+
+
+def main() -> None:
+    write(Path(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 300)
 
 
 if __name__ == "__main__":

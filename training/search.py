@@ -22,15 +22,14 @@ from birkhoff.api.search import Trial, search
 from birkhoff.steering.probe import WordProbe
 from training.concepts import CONCEPTS, as_answer, paragraphs, sets
 
-LAYERS, STRENGTHS = [2, 4, 6], [0.15, 0.3, 0.6]
-SITES = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mlp_out")
-SEEDS, BATCH = 2, 16
+STRENGTHS = [0.15, 0.3, 0.6]
+SITES = {"mhc_streams_pre_attn": [2, 4, 6], "mhc_streams_pre_mlp": [4], "mlp_out": [2, 4, 6]}  # and their layers
+SEEDS, BATCH = 2, 12
 LENGTH = 40  # tokens of an answer that is judged
 REQUESTS = [
     "Tell me a story about a girl named Lily.", "Write a short story about a garden.",
     "Write a story called The Red Door.", "Write a story about a long walk.",
-    "Tell me a story about a picture.", "Write a story about two friends.",
-    "Tell me a story about a cold morning.", "Write a story about a gift.",
+    "Tell me a story about a picture.", "Write a story about a gift.",
 ]  # fmt: skip
 
 
@@ -47,7 +46,9 @@ def searched(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]]) -
 
 
 def rows_of(engine: birkhoff.Engine, up: list[str], down: list[str], site: str) -> ContrastRows:
-    return contrast_rows(engine, [as_answer(text) for text in up], [as_answer(text) for text in down], site, LAYERS)
+    return contrast_rows(
+        engine, [as_answer(text) for text in up], [as_answer(text) for text in down], site, SITES[site]
+    )
 
 
 def line(trial: Trial) -> str:
@@ -75,8 +76,8 @@ def tables(found: dict[str, Any]) -> str:
     """Markdown, one row per site, layer and strength; a cell is share of answers moved and nats paid."""
     cells = {(t.hook, t.layer, t.strength, t.streams): t for t in trials_of(found)}
     rows = [f"| `{found['name']}` at | length | all | stream 0 | stream 1 | stream 2 | stream 3 |", "| --- " * 7 + "|"]
-    for site in SITES:
-        for layer in LAYERS:
+    for site, layers in SITES.items():
+        for layer in layers:
             for strength in STRENGTHS:
                 places = [cells.get((site, layer, strength, streams)) for streams in (None, (0,), (1,), (2,), (3,))]
                 said = ["–" if t is None else f"{t.moved:.0%} {t.loss_gained:+.2f}" for t in places]

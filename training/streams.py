@@ -91,26 +91,25 @@ def study(engine: birkhoff.Engine, texts: list[list[int]], skip: int = 8) -> Sum
 
 
 def wake(engine: birkhoff.Engine, texts: list[list[int]], vector: SteeringVector) -> dict[str, torch.Tensor]:
-    """How far each stream moves at each depth, relative to its size, for the vector in one stream and in all."""
+    """How far each stream moves at each depth, relative to its size: the vector as it is, in all streams, and its block
+    of each stream in that stream alone, as long as the whole."""
     layers, (layer,) = engine.config.num_hidden_layers, vector.layers
     row = vector.at(layer).tensor().view(engine.config.hc_mult, -1)
-    stream = int(row.norm(dim=1).argmax())
-    one = torch.zeros_like(row)
-    one[stream] = row[stream]
-    every = row[stream].expand_as(row) / 2  # the same direction in four streams, the same length in all
-    edits = {f"stream {stream}": one, "all streams": every}
-    found = {}
-    for name, change in edits.items():
-        moved = []
-        for ids in texts:
-            plain = engine.trace(ids, [HOOK, FINAL])
+    changes = {"all streams": row}
+    for stream in range(len(row)):
+        alone = torch.zeros_like(row)
+        alone[stream] = row[stream] / row[stream].norm() * row.norm()
+        changes[f"stream {stream}"] = alone
+    sites = [(HOOK, at) for at in range(layers)] + [(FINAL, layers - 1)]
+    moved: dict[str, list[torch.Tensor]] = {name: [] for name in changes}
+    for ids in texts:
+        plain = engine.trace(ids, [HOOK, FINAL])
+        for name, change in changes.items():
             steered = engine.trace(ids, [HOOK, FINAL], steer=[Add(change.flatten(), HOOK, [layer])])
-            sites = [(HOOK, at) for at in range(layers)] + [(FINAL, layers - 1)]
-            moved.append(
+            moved[name].append(
                 torch.stack([((steered[s] - plain[s]).norm(dim=-1) / plain[s].norm(dim=-1)).mean(0) for s in sites])
             )
-        found[name] = torch.stack(moved).mean(0)
-    return found
+    return {name: torch.stack(found).mean(0) for name, found in moved.items()}
 
 
 def grid(title: str, values: torch.Tensor, rows: list[str], columns: list[str], full: tuple[int, int, int]) -> str:

@@ -83,12 +83,15 @@ def test_a_dictionary_from_training_to_features(tiny, folder, capfd):
     texts.write_text("\n".join(lines))
     out = folder / "sae"
     ask = ["sae", "train", "--hook", "mlp_out", "--layer", "2", "--texts", str(texts), "--features", "64", "--k", "8",
-           "--steps", "30", "--batch-rows", "128", "--out", str(out), "--model", tiny]  # fmt: skip
+           "--steps", "30", "--batch-rows", "128", "--decay", "0.9", "--dead-after", "500", "--out", str(out),
+           "--model", tiny]  # fmt: skip
     assert run([*ask, "--json"]) == 0
     said = capfd.readouterr()
     trained = json.loads(said.out)
     assert trained["steps"] == 30 and trained["path"] == str(out) and "features dead" in said.err
-    assert (Sae.load(out).hook, Sae.load(out).layer) == ("mlp_out", 2)
+    sae = Sae.load(out)
+    assert (sae.hook, sae.layer) == ("mlp_out", 2)
+    assert (sae.metadata["training"]["decay"], sae.metadata["training"]["dead_after"]) == (0.9, 500)
 
     assert run(["sae", "eval", str(out), "--texts", str(texts), "--limit", "3", "--model", tiny, "--json"]) == 0
     judged = json.loads(capfd.readouterr().out)

@@ -1,0 +1,63 @@
+"""The folder of a dictionary as it ships: SAELens files at two bytes a number, labels, and what its features are about.
+
+Features are described (contexts in text nano wrote, density, the tokens they speak for) where they fired in at least
+five texts and not nearly everywhere: the ones that peak on one token first, then the rarer ones. A label names one
+feature, so repeats are numbered.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from birkhoff.sae.compact import compact
+from birkhoff.sae.dictionary import Sae
+
+DESCRIBED = 220
+LEAST_CONTEXTS = 5
+DENSITIES = (2e-4, 0.15)
+
+
+def ship(sae: Sae, entries: Mapping[str, Any], names: Mapping[int, str], said: dict[str, Any], out: Path) -> int:
+    """Write `out`; the bytes of all its files. `names` are labels found otherwise, and win."""
+    chosen = described(entries) | {feature: entries[str(feature)] for feature in names}
+    labels = numbered({feature: names.get(feature) or entry["label"] for feature, entry in sorted(chosen.items())})
+    Sae(
+        sae.encoder, sae.encoder_bias, sae.decoder, sae.decoder_bias, activation="jumprelu",
+        threshold=sae.activation.threshold, hook=sae.hook, layer=sae.layer, view=sae.view, x_max=sae.x_max,
+        labels=labels, metadata=said,
+    ).save(out)  # fmt: skip
+    compact(out)
+    lines = [f"{json.dumps(str(feature))}: {_line(chosen[feature], labels[feature])}" for feature in labels]
+    (out / "features.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    return sum(path.stat().st_size for path in out.iterdir())
+
+
+def described(entries: Mapping[str, Any]) -> dict[int, Any]:
+    """The features worth showing, at most `DESCRIBED` of them."""
+    low, high = DENSITIES
+    good = {
+        int(feature): entry
+        for feature, entry in entries.items()
+        if len(entry["contexts"]) >= LEAST_CONTEXTS and low < entry["density"] < high
+    }
+    pure = sorted(good, key=lambda feature: (good[feature]["label"][0] not in 'b"', good[feature]["density"], feature))
+    return {feature: good[feature] for feature in pure[:DESCRIBED]}
+
+
+def numbered(labels: Mapping[int, str]) -> dict[int, str]:
+    """Labels that tell features apart."""
+    repeated: dict[str, list[int]] = {}
+    for feature, label in labels.items():
+        repeated.setdefault(label, []).append(feature)
+    return {
+        feature: label if len(repeated[label]) == 1 else f"{label} ({repeated[label].index(feature) + 1})"
+        for feature, label in labels.items()
+    }
+
+
+def _line(entry: Mapping[str, Any], label: str) -> str:
+    shown = {**entry, "label": label, "promotes": entry["promotes"][:8], "suppresses": entry["suppresses"][:5]}
+    return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))

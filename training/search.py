@@ -22,7 +22,7 @@ from birkhoff.api.search import Trial, search
 from birkhoff.steering.probe import WordProbe
 from training.concepts import CONCEPTS, as_answer, paragraphs, sets
 
-STRENGTHS = [0.15, 0.3, 0.6]
+STRENGTHS = [0.25, 0.6]
 SITES = {"mhc_streams_pre_attn": [2, 4, 6], "mhc_streams_pre_mlp": [4], "mlp_out": [2, 4, 6]}  # and their layers
 SEEDS, BATCH = 2, 12
 LENGTH = 40  # tokens of an answer that is judged

@@ -43,7 +43,7 @@ def test_a_concept_knows_its_two_kinds_in_stories_alone(name, yes, no):
 
 
 def trial(layer: int, streams: tuple[int, ...] | None, moved: float, loss: float) -> Trial:
-    return Trial("mhc_streams_pre_attn", layer, streams, 0.3, 0.5, moved, 1.0 + loss, moved, loss)
+    return Trial("mhc_streams_pre_attn", layer, streams, 0.25, 0.5, moved, 1.0 + loss, moved, loss)
 
 
 def test_the_trial_that_moves_most_at_a_fair_price_is_chosen():
@@ -63,9 +63,9 @@ def test_searches_are_read_back_and_tabled(tmp_path):
     back = search.read_searches(path)["sea"]
     assert search.trials_of(back) == trials
     row = next(
-        line for line in search.tables(back).splitlines() if line.startswith("| `mhc_streams_pre_attn[4]` | 0.3")
+        line for line in search.tables(back).splitlines() if line.startswith("| `mhc_streams_pre_attn[4]` | 0.25")
     )
-    assert row == "| `mhc_streams_pre_attn[4]` | 0.3 | 75% +0.25 | – | – | 50% -0.12 | – |"
+    assert row == "| `mhc_streams_pre_attn[4]` | 0.25 | 75% +0.25 | – | – | 50% -0.12 | – |"
 
 
 def test_texts_are_the_same_every_time_and_no_record_is_trained_and_judged(data, tmp_path):

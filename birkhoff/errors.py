@@ -10,6 +10,7 @@
     │   ├── TensorDtype          weights-dtype
     │   └── TensorValue          weights-value     a scale that is NaN, an expert id out of range
     ├── SaeFileError             sae-file          files of a dictionary that are missing, cut short or of another kind
+    ├── CountsFileError          counts-file       counts of experts that are missing, changed or of another model
     ├── RequestError             request           what one caller asked for cannot be done
     │   ├── OptionError          option-invalid    a keyword, flag or sampling value
     │   ├── TokenError           token-invalid     a token id outside the vocabulary
@@ -95,6 +96,10 @@ class TensorValue(CheckpointError):
 
 class SaeFileError(BirkhoffError):
     code = "sae-file"
+
+
+class CountsFileError(BirkhoffError):
+    code = "counts-file"
 
 
 class RequestError(BirkhoffError):

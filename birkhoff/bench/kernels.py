@@ -163,8 +163,8 @@ def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterat
             for buffer in (desk.x, desk.opened, desk.x_half, desk.x_mixed, desk.z_shared):
                 assert buffer is not None
                 buffer.normal_()
-            kernels.route(desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts, desk.ids[0],
-                          desk.weights, desk.order, desk.slot_list, c.routed_scaling_factor)  # fmt: skip
+            kernels.route(desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts,
+                          desk.ids[0], desk.weights, desk.order, desk.slot_list, c.routed_scaling_factor)  # fmt: skip
             used += int((desk.slot_list[:, 2] > 0).sum())
         each = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
         for name, part, call in (

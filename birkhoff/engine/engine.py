@@ -24,6 +24,7 @@ import torch
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
 from birkhoff.engine.graphs import Graphs
 from birkhoff.engine.pace import Pace
+from birkhoff.engine.placement import Placement
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 from birkhoff.engine.runner import Ran, Runner
@@ -53,11 +54,13 @@ class EngineCore:
         draft_always: bool = False,
         files: PageFiles | None = None,
         device: torch.device | str = "cpu",
+        placement: Placement | None = None,
     ):
         """`prefix_bytes` is what the prefix cache may use beside pages; without any there is none. `row_bytes` is for
         captured rows of past prompts. `draft_depth` tokens are guessed ahead, while it pays or, with `draft_always`,
-        whether it does or not. `files` takes what the prefix cache has no room for."""
-        self.model, self.max_context = model, max_context
+        whether it does or not. `files` takes what the prefix cache has no room for. `placement` moves experts
+        between steps, where some of them lie in host memory."""
+        self.model, self.max_context, self.placement = model, max_context, placement
         mtp = draft_depth > 0
         replays = model.numerics.kernels.name == "triton" and refusal(model) is None
         slots = max_requests + replays  # a replayed step fills its spare rows from a slot that nobody else has
@@ -97,7 +100,7 @@ class EngineCore:
                 return False
             try:
                 began, known = time.perf_counter(), sum(item.request.num_tokens for item in work)
-                ran = self.runner.run(work)
+                ran = self._run(work)
                 self._commit(work, ran)
                 if self.runner.speculator is not None:
                     self._guess(self.runner.speculator, work, ran, began, known)
@@ -107,6 +110,16 @@ class EngineCore:
                 self.scheduler.recompute(item.request for item in work)
                 raise
             return True
+
+    def _run(self, work: list[Work]) -> list[Ran | None]:
+        if self.placement is None:
+            return self.runner.run(work)
+        tokens = [token for item in work for token in item.tokens]
+        self.placement.before(tokens, chunk=any(item.stop - item.start > 1 for item in work))
+        try:
+            return self.runner.run(work)
+        finally:
+            self.placement.after()
 
     def drive(self, request: Request) -> None:
         """Step until `request` has something to say."""

@@ -9,8 +9,8 @@ need not know. Experts never change, so three rules are enough:
 - Only `settle` and `join` write the table, in the order of the current stream: never during a step.
 
 `swap` exchanges the homes of a cold and a hot expert through spare runs on both sides, without room for a second copy
-of everything in host memory. `lend` puts a copy of a cold expert beside its home: a loan is used while it is held, stays
-as long as its run is not wanted, and ends without a copy back.
+of everything in host memory. `lend` puts a copy of a cold expert beside its home: a loan is used while it is held,
+stays as long as its run is not wanted, and ends without a copy back.
 """
 
 from __future__ import annotations
@@ -227,8 +227,8 @@ class ExpertStore:
     # The table
 
     def count(self, ids: torch.Tensor, layer: int = 0) -> None:
-        """One more read for every expert that occurs in `ids` [l, n, k], the choices of layers `layer`, ...: a step reads
-        an expert once, however many tokens chose it. Fixed operations, so that a graph can hold them."""
+        """One more read for every expert that occurs in `ids` [l, n, k], the choices of layers `layer`, ...: a step
+        reads an expert once, however many tokens chose it. Fixed operations, so that a graph can hold them."""
         used = torch.zeros(len(ids), self.experts, dtype=torch.int32, device=ids.device)
         used.scatter_(1, ids.flatten(1).long(), 1)
         self.counts[layer : layer + len(ids)].add_(used)

@@ -27,13 +27,16 @@ from birkhoff.text.live import ChatStream
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """News of one request: its tokens since last time, what they meant in a chat, signals, and why it was refused."""
+    """News of one request: its tokens since last time, what they meant in a chat, signals, and why it was refused.
+
+    `read` is how many tokens of the prompt are known, told until the first token of the answer is there."""
 
     request: Request
     tokens: tuple[TokenEvent, ...] = ()
     parsed: tuple[Event, ...] = ()
     frames: tuple[Frame, ...] = ()
     refused: BirkhoffError | None = None
+    read: int | None = None
 
     @property
     def last(self) -> bool:
@@ -124,8 +127,10 @@ class Driver:
                 parsed = tuple(request.sink.events[self._parsed[request] :])
                 self._parsed[request] += len(parsed)
             frames = _frames(request)
-            if tokens or parsed or frames:
-                news.append(Told(request, tokens, parsed, frames))
+            first = len(request.output_ids) <= len(tokens) and request.computed > 0
+            if tokens or parsed or frames or first:
+                read = min(request.computed, len(request.prompt_ids)) if first else None
+                news.append(Told(request, tokens, parsed, frames, read=read))
             if request.done:
                 del self._parsed[request]
         if news:

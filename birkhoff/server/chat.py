@@ -9,8 +9,6 @@ with an `error` object. Joined deltas are the unstreamed answer.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -20,24 +18,11 @@ from starlette.responses import Response
 from birkhoff.api.driver import Told
 from birkhoff.engine.request import Request
 from birkhoff.server.body import Wire
-from birkhoff.server.calls import (
-    Call,
-    check_end,
-    is_end,
-    new_id,
-    now,
-    parsed,
-    problems,
-    stop_reason,
-    token_logprob,
-    usage,
-)
+from birkhoff.server.calls import Call, is_end, new_id, now, parsed, stop_reason, token_logprob
+from birkhoff.server.choices import Choices
 from birkhoff.server.desk import Desk
 from birkhoff.server.fields import ResponseFormat, Sampling
-from birkhoff.server.hub import Running
-from birkhoff.server.inside import captured, findings
 from birkhoff.server.problems import bad
-from birkhoff.server.sse import DONE, PING, frame
 from birkhoff.server.tools import forced
 from birkhoff.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
 
@@ -153,55 +138,18 @@ def _text_part(part: Any, where: str) -> dict[str, Any]:
     raise bad(f"{where}: expected a text part; this model reads no images, sound or files.", where, "content-kind")
 
 
-class ChatShape:
+class ChatShape(Choices):
     """How one call's answers look in this dialect."""
 
     def __init__(self, desk: Desk, call: Call, model: str, body: ChatBody):
-        self._desk, self._call, self._body = desk, call, body
-        self._head = {"id": new_id("chatcmpl-"), "created": now(), "model": model}
-        self._ids: dict[tuple[int, int], str] = {}
+        named = {"id": new_id("chatcmpl-"), "created": now(), "model": model, "system_fingerprint": desk.fingerprint}
+        head, chunk_head = ({**named, "object": kind} for kind in ("chat.completion", "chat.completion.chunk"))
+        super().__init__(desk, [call], body, head, chunk_head)
+        self._plain, self._logprobs = call.thinking is None, bool(body.logprobs)
         self._begun: set[int] = set()
-        self._streamed = bool(body.stream)
         self._calls_done: set[int] = set()
 
-    # The whole answer
-
-    def whole(self, running: Running) -> dict[str, Any]:
-        count = self._count(running)
-        for request in running.requests:
-            check_end(request)
-        choices = [self._choice(index, request) for index, request in enumerate(running.requests[:count])]
-        if count > 1 and self._call.capture is not None:  # each has files of its own
-            for choice, request in zip(choices, running.requests):
-                choice["capture_results"] = captured(request, self._desk.shelf, self._call.capture_wait)
-        answer = {**self._head, "object": "chat.completion", "system_fingerprint": self._desk.fingerprint,
-                  "choices": choices,
-                  "usage": usage(running.requests[:count], self._call, self._desk.engine)}  # fmt: skip
-        twins = [self._choice(index, request) for index, request in enumerate(running.requests[count:])]
-        if twins:
-            answer["baseline"] = twins
-        return answer | self._tail(running)
-
-    def _count(self, running: Running) -> int:
-        return len(running.requests) // (2 if self._call.baseline else 1)
-
-    def _tail(self, running: Running) -> dict[str, Any]:
-        """What the answer says about itself."""
-        chosen = running.requests[: self._count(running)]
-        found = findings(chosen, self._call, self._desk.shelf, self._streamed)
-        said = list(self._call.warnings)
-        for request in running.requests:
-            said += problems(request)
-        return {**found, **({"warnings": said} if said else {}), **self._prompt()}
-
-    def _prompt(self) -> dict[str, Any]:
-        """The prompt as the model read it, when it was asked for."""
-        found: dict[str, Any] = {"prompt_token_ids": self._call.prompt} if self._body.return_token_ids else {}
-        if self._body.return_prompt_text:
-            found["prompt_text"] = self._desk.engine.tokenizer.decode(self._call.prompt)
-        return found
-
-    def _choice(self, index: int, request: Request) -> dict[str, Any]:
+    def choice(self, index: int, request: Request) -> dict[str, Any]:
         message = parsed(request)
         said: dict[str, Any] = {"role": "assistant", "content": message.content or None, "refusal": None}
         if message.reasoning:
@@ -218,57 +166,23 @@ class ChatShape:
             "index": index, "message": said, "finish_reason": _reason(request, bool(message.tool_calls)),
             "logprobs": None, "stop_reason": stop_reason(request),
         }  # fmt: skip
-        if self._body.logprobs:
+        if self._logprobs:
             content = [token_logprob(p, self._desk.engine) for p in request.logprobs if not is_end(p.token_id, request)]
             choice["logprobs"] = {"content": content, "refusal": None}
         if self._body.return_token_ids:
             choice["token_ids"] = list(request.output_ids)
         return choice
 
-    # The stream
-
-    async def frames(self, running: Running, ping_seconds: float) -> AsyncIterator[bytes]:
-        count = self._count(running)
-        ready = b""
-        try:
-            async for item in running.news(ping_seconds):
-                if item is None:
-                    yield PING
-                    continue
-                index, told = item
-                if told.refused is not None:
-                    raise told.refused
-                ready += b"".join(frame(chunk) for chunk in self._chunks(index, told, twin=index >= count))
-                if ready and not running.behind:
-                    yield ready
-                    ready = b""
-            if ready:
-                yield ready
-                ready = b""
-            if running.cancelled:
-                return  # closed without an error, and without the frame that says all is said
-            tail = await asyncio.to_thread(self._tail, running)
-            if tail:
-                yield frame(self._chunk([], **tail))
-            options = self._body.stream_options
-            if options is not None and options.include_usage:
-                yield frame(self._chunk([], usage=usage(running.requests[:count], self._call, self._desk.engine)))
-        except Exception as error:
-            yield ready + frame(self._desk.told(error, running.id))
-        yield DONE
-
-    def _chunks(self, index: int, told: Told, twin: bool) -> list[dict[str, Any]]:
-        mark: dict[str, Any] = {"baseline": True} if twin else {}
-        chunks = []
+    def pieces(self, index: int, told: Told) -> list[dict[str, Any]]:
+        made = []
         if index not in self._begun:
             self._begun.add(index)
-            chunks.append(self._chunk([_delta(index, {"role": "assistant", "content": ""})], **mark))
-        last = told.tokens[-1] if told.tokens else None
+            made.append(_delta(index, {"role": "assistant", "content": ""}))
         deltas = self._deltas(index, told.parsed)
-        if told.request.sink is None or self._call.thinking is None:
+        if told.request.sink is None or self._plain:
             text = "".join(token.text for token in told.tokens)
             deltas = [{"content": text}] if text else []
-        logprobs = self._logprobs(told)
+        logprobs = self._chances(told) if self._logprobs else []
         ids = [token.token_id for token in told.tokens if token.token_id is not None]
         if not deltas and (logprobs or (ids and self._body.return_token_ids)):
             deltas = [{"content": ""}]  # a token may be half a character; its numbers come with it all the same
@@ -278,16 +192,14 @@ class ChatShape:
                 choice["logprobs"] = {"content": logprobs, "refusal": None}
             if place == 0 and self._body.return_token_ids:
                 choice["token_ids"] = ids
-            chunks.append(self._chunk([choice], **mark))
-        if told.frames:
-            chunks.append(self._chunk([], signals=list(told.frames), index=index, **mark))
-        if last is not None and last.finish_reason is not None:
-            check_end(told.request)
-            choice = _delta(index, {})
-            choice["finish_reason"] = _reason(told.request, index in self._calls_done)
-            choice["stop_reason"] = stop_reason(told.request)
-            chunks.append(self._chunk([choice], **mark))
-        return chunks
+            made.append(choice)
+        return made
+
+    def end(self, index: int, request: Request) -> dict[str, Any]:
+        choice = _delta(index, {})
+        choice["finish_reason"] = _reason(request, index in self._calls_done)
+        choice["stop_reason"] = stop_reason(request)
+        return choice
 
     def _deltas(self, index: int, events: tuple[Event, ...]) -> list[dict[str, Any]]:
         out: list[dict[str, Any]] = []
@@ -297,7 +209,7 @@ class ChatShape:
             elif isinstance(event, ReasoningDelta):
                 _join(out, "reasoning_content", event.text)
             elif isinstance(event, ToolCallStart):
-                call_id = self._ids[index, event.index] = new_id("call_")
+                call_id = new_id("call_")
                 function = {"name": event.name, "arguments": ""}
                 out.append(
                     {"tool_calls": [{"index": event.index, "id": call_id, "type": "function", "function": function}]}
@@ -311,15 +223,9 @@ class ChatShape:
                 delta["reasoning"] = delta["reasoning_content"]  # clients are split between the two names
         return out
 
-    def _logprobs(self, told: Told) -> list[dict[str, Any]]:
-        if not self._body.logprobs:
-            return []
+    def _chances(self, told: Told) -> list[dict[str, Any]]:
         found = [token.logprob for token in told.tokens if not is_end(token.token_id, told.request)]
         return [token_logprob(logprob, self._desk.engine) for logprob in found if logprob is not None]
-
-    def _chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "system_fingerprint": self._desk.fingerprint,
-                "choices": choices, **more}  # fmt: skip
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

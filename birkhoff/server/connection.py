@@ -1,7 +1,7 @@
 """Connections and the life of the server process, where uvicorn's habits are not ours.
 
-`Connection` adds to uvicorn's h11 protocol: a deadline for the head of a call, a limit on connections, a way for the
-application to drop one, and our error shape for bytes that are no HTTP. `Server` stops on SIGTERM or SIGINT by letting
+`Connection` adds to uvicorn's h11 protocol: a deadline for the head of a call, one for readers that take nothing, a
+limit on connections, and our error shape for bytes that are no HTTP. `Server` stops on SIGTERM or SIGINT by letting
 running answers end, at once on a second signal, and leaves the exit status to its caller.
 """
 
@@ -19,10 +19,9 @@ from typing import Any
 import h11
 import orjson
 import uvicorn
-from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from birkhoff.server.gate import ABORT
+from birkhoff.server.gate import STALLED
 from birkhoff.server.problems import Problem
 from birkhoff.server.settings import ServerSettings
 
@@ -34,13 +33,7 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
         def __init__(self, *arguments: Any, **keywords: Any):
             super().__init__(*arguments, **keywords)
             self._deadline: asyncio.TimerHandle | None = None
-            inner: ASGIApp = self.app
-
-            async def with_abort(scope: Scope, receive: Receive, send: Send) -> None:
-                scope.setdefault("extensions", {})[ABORT] = self.transport.abort
-                await inner(scope, receive, send)
-
-            self.app = with_abort
+            self._stall: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -52,7 +45,27 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._head_is_here()
+            self._end_stall()
             super().connection_lost(exc)
+
+        def pause_writing(self) -> None:
+            """The system takes no more, since the reader takes nothing: that may not last."""
+            super().pause_writing()
+            self._stall = self._stall or self.loop.call_later(settings.stall_seconds, self._drop)
+
+        def resume_writing(self) -> None:
+            self._end_stall()
+            super().resume_writing()
+
+        def _end_stall(self) -> None:
+            if self._stall is not None:
+                self._stall.cancel()
+                self._stall = None
+
+        def _drop(self) -> None:
+            if self.cycle is not None:
+                self.cycle.scope.setdefault("state", {})["note"] = STALLED
+            self.transport.abort()
 
         def data_received(self, data: bytes) -> None:
             if self.transport.is_closing():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request as HttpRequest
@@ -56,8 +57,9 @@ class Desk:
         """Whether answers begin with reasoning when nobody says: a released checkpoint's do, nano was not taught to."""
         return self.engine.name != "nano"
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
+        """What decides the bits of an answer besides the weights; the same for as long as the engine is."""
         settings = self.engine.settings
         return "birkhoff-" + "-".join(str(settings[key]) for key in ("dtype", "numerics", "kernels"))
 

@@ -90,6 +90,7 @@ class Sampling(Looking):
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
     return_token_ids: bool | None = None
     return_prompt_text: bool | None = None
+    return_progress: bool | None = None
 
     def options(self, most_choices: int) -> dict[str, Any]:
         """The keywords of `generate`; those that were not given are left to its defaults."""

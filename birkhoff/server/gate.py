@@ -2,8 +2,8 @@
 
 In order: an id for the call, the shape of its head, `Host` (a foreign name may be a rebound one), `Origin` (a page of a
 foreign site may not call), the key. What is open without a key is a list; everything else is closed. Answers carry the
-id and headers that keep browsers from guessing; a reader that takes nothing for too long is dropped. One line is
-logged per call, under the same id, and a defect is logged with its stack, which no client ever sees.
+id and headers that keep browsers from guessing. One line is logged per call, under the same id, and a defect is logged
+with its stack, which no client ever sees.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from birkhoff.server.settings import ServerSettings, is_loopback
 
 OPEN = frozenset({"/", "/favicon.ico", "/health", "/v1/health", "/ready", "/version"})
 OPEN_UNDER = "/assets/"
-ABORT = "birkhoff.abort"  # in the scope's extensions: drops the connection at once
+STALLED = "stalled"  # the note of a call whose reader took nothing for too long
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 FAILURES_PER_MINUTE = 20
 ALLOWED_HEADERS = "authorization, content-type, range, x-api-key, x-steering-key, x-request-id, x-strict"
@@ -65,13 +65,7 @@ class Gate:
                 fields["x-request-id"] = request_id
                 for name, value in extra.items():
                     fields.setdefault(name, value)
-            try:
-                async with asyncio.timeout(self._settings.stall_seconds):
-                    await send(message)
-            except TimeoutError:
-                self._metrics.cancelled.labels("stalled").inc()
-                scope.get("extensions", {}).get(ABORT, lambda: None)()
-                raise Stalled from None
+            await send(message)
 
         note = ""
         try:
@@ -82,8 +76,6 @@ class Gate:
             else:
                 await self._check_key(scope, headers, state)
                 await self._app(scope, receive, answer)
-        except Stalled:
-            note = "stalled"
         except asyncio.CancelledError:
             note = "cancelled"
             raise
@@ -94,6 +86,9 @@ class Gate:
             if not started:
                 await problem.response(scope["path"], request_id)(scope, receive, answer)
         finally:
+            note = note or state.get("note", "")
+            if note == STALLED:
+                self._metrics.cancelled.labels(STALLED).inc()
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.calls.labels(route, str(status)).inc()
             self._journal.call(
@@ -102,7 +97,7 @@ class Gate:
                 scope["path"],
                 status,
                 time.perf_counter() - began,
-                note or state.get("note", ""),
+                note,
             )
 
     def _check_head(self, scope: Scope, headers: Headers) -> None:
@@ -179,10 +174,6 @@ class Gate:
             raise Problem(
                 429, "too many wrong keys. Try again in a minute.", code="key-failures", headers={"Retry-After": "60"}
             )
-
-
-class Stalled(Exception):
-    """The reader took nothing for too long; the connection is gone."""
 
 
 def matching(keys: list[bytes], shown: str) -> int | None:

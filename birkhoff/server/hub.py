@@ -12,7 +12,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from birkhoff.api.driver import Driver, Told
 from birkhoff.engine.request import Request
@@ -162,9 +162,11 @@ class Running:
     def __init__(self, hub: Hub, requests: Sequence[Request], caller: str, call_id: str):
         self.requests, self.caller, self.began = tuple(requests), caller, time.monotonic()
         self.id = call_id
-        self._hub = hub
+        self._hub, self._loop = hub, asyncio.get_running_loop()
         self._places = {request: place for place, request in enumerate(requests)}
-        self._news: asyncio.Queue[Told | None] = asyncio.Queue()
+        self._news: deque[Told | Literal["quiet", "cancelled"]] = deque()
+        self._waiting: asyncio.Future[None] | None = None  # the one who waits for news
+        self.heard = self._loop.time()  # when there was news last
         self._open = len(requests)
         self._cancelled = ""
 
@@ -177,8 +179,8 @@ class Running:
             raise
         taken = 0
         while taken < len(self.requests):  # all are taken before the next step, or it is said why not
-            told = await self._news.get()
-            if told is None:
+            told = await self._next()
+            if not isinstance(told, Told):
                 break
             if told.refused is not None:
                 self._hub.leave(self, "refused")
@@ -196,12 +198,15 @@ class Running:
             if not request.done and request.slot is None and not request.output_ids:
                 request.finish("cancelled")
 
-    def hear(self, told: Told) -> None:
-        self._news.put_nowait(told)
+    def hear(self, told: Told | Literal["quiet", "cancelled"]) -> None:
+        self._news.append(told)
+        self.heard = self._loop.time()
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
 
     def cancel(self, cause: str) -> None:
         self._cancelled = cause
-        self._news.put_nowait(None)
+        self.hear("cancelled")
 
     @property
     def cancelled(self) -> bool:
@@ -210,28 +215,51 @@ class Running:
     @property
     def behind(self) -> bool:
         """Whether more is known already; what is written can then wait for it and go out in one piece."""
-        return not self._news.empty()
+        return bool(self._news)
+
+    async def _next(self) -> Told | Literal["quiet", "cancelled"]:
+        while not self._news:
+            self._waiting = self._loop.create_future()
+            await self._waiting
+        return self._news.popleft()
 
     async def news(self, ping_seconds: float | None = None) -> AsyncIterator[tuple[int, Told] | None]:
         """(choice, what is new) until every request has ended; None when there was nothing for so long."""
-        while self._open:
-            if self._news.empty():
-                try:
-                    async with asyncio.timeout(ping_seconds):
-                        told = await self._news.get()
-                except TimeoutError:
+        watch = None if ping_seconds is None else _Watch(self, ping_seconds)
+        try:
+            while self._open:
+                told = await self._next()
+                if told == "cancelled":
+                    return
+                if told == "quiet":
                     yield None
                     continue
-            else:
-                told = self._news.get_nowait()
-            if told is None:
-                return
-            if told.last:
-                self._open -= 1
-            if told.tokens or told.parsed or told.frames or told.refused:
-                yield self._places[told.request], told
+                if told.last:
+                    self._open -= 1
+                if told.tokens or told.parsed or told.frames or told.refused or told.read is not None:
+                    yield self._places[told.request], told
+        finally:
+            if watch is not None:
+                watch.close()
 
     async def finish(self) -> None:
         """Wait for the end of all of them."""
         async for _ in self.news():
             pass
+
+
+class _Watch:
+    """Says "quiet" to a call that has heard nothing for so long. One timer, looked at when it is over: setting one for
+    every token would cost more than writing the token."""
+
+    def __init__(self, running: Running, seconds: float):
+        self._running, self._seconds, self._loop = running, seconds, asyncio.get_running_loop()
+        self._timer = self._loop.call_later(seconds, self._look)
+
+    def _look(self) -> None:
+        if self._loop.time() >= self._running.heard + self._seconds:
+            self._running.hear("quiet")
+        self._timer = self._loop.call_at(self._running.heard + self._seconds, self._look)
+
+    def close(self) -> None:
+        self._timer.cancel()

@@ -43,7 +43,7 @@ class EventStream(Response):
                 await asyncio.wait([work])
             self._leave()
         if left:
-            scope["state"]["note"] = "left"
+            scope["state"].setdefault("note", "left")
         else:
             work.result()
 

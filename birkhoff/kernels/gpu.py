@@ -1,7 +1,8 @@
 """Whether Triton kernels can run here, and the few facts about a device that choices depend on.
 
-Triton is optional and is imported by the `triton.py` files alone, which nobody imports before `available` said yes:
-with a CUDA device, or under Triton's interpreter (`TRITON_INTERPRET=1`), which runs the same kernels on a CPU, slowly.
+Triton is optional and is imported by `triton.py` and `many.py` files alone, which nobody imports before `available`
+said yes: with a CUDA device, or under Triton's interpreter (`TRITON_INTERPRET=1`), which runs the same kernels on a
+CPU, slowly.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Which implementation of each operation a model uses.
 
-Every operation has a plain twin (`reference.py`); some have a fast one next door (`cpu.py`, or `triton.py` for a GPU)
-with the same signature. `select` fills a `KernelSet` that a model is built with; nothing is chosen behind its back
-later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead. On a GPU the set
-serves what the decoder of `model/device.py` does not: prompts, and steps that are watched or changed.
+Every operation has a plain twin (`reference.py`); some have a fast one next door (`cpu.py`; `many.py` or `triton.py`
+for a GPU) with the same signature. `select` fills a `KernelSet` that a model is built with; nothing is chosen behind
+its back later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead. On a GPU
+the set serves prompts, and what else the decoder of `model/device.py` does not.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from birkhoff.kernels.attend import cpu as attend_cpu
 from birkhoff.kernels.attend import reference as attend_plain
 from birkhoff.kernels.experts import cpu as experts_cpu
 from birkhoff.kernels.experts import reference as experts_plain
+from birkhoff.kernels.index import reference as index_plain
 from birkhoff.kernels.linear import cpu as linear_cpu
 from birkhoff.kernels.linear import reference as linear_plain
 from birkhoff.kernels.mhc import cpu as mhc_cpu
@@ -38,24 +39,33 @@ class KernelSet:
 
     name: str
     linear: Op
+    product: Op
     rms_norm: Op
     rotate: Op
     mhc_read: Op
     mhc_write: Op
     attend: Op
     attend_one: Op
+    pick: Op
     route: Op
     experts: Op
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether `product` and `experts` read weights as stored, and `attend` takes entries by number."""
+        return self.name == "triton"
 
 
 PAIRS: dict[str, tuple[Op, Op]] = {
     "linear": (linear_plain.linear, linear_cpu.linear),
+    "product": (linear_plain.product, linear_plain.product),
     "rms_norm": (norm_plain.rms_norm, norm_cpu.rms_norm),
     "rotate": (rope_plain.rotate, rope_cpu.rotate),
     "mhc_read": (mhc_plain.read, mhc_cpu.read),
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
     "attend": (attend_plain.attend, attend_cpu.attend),
     "attend_one": (attend_plain.attend_one, attend_plain.attend_one),
+    "pick": (index_plain.pick, index_plain.pick),
     "route": (experts_plain.route, experts_plain.route),
     "experts": (experts_plain.experts, experts_cpu.experts),
 }
@@ -70,12 +80,27 @@ def select(choice: Choice) -> KernelSet:
 
 
 def _triton() -> KernelSet:
+    from birkhoff.kernels.attend import many as attend_many
+    from birkhoff.kernels.experts import many as experts_many
+    from birkhoff.kernels.index import many as index_many
+    from birkhoff.kernels.linear import many as linear_many
+    from birkhoff.kernels.mhc import many as mhc_many
     from birkhoff.kernels.mhc import triton as mhc_triton
+    from birkhoff.kernels.norm import triton as norm_triton
+    from birkhoff.kernels.rope import many as rope_many
 
-    pairs = {name: plain for name, (plain, _) in PAIRS.items()}
-    for name, fast in (("mhc_read", mhc_triton.read), ("mhc_write", mhc_triton.write)):
-        pairs[name] = _while_inferring(pairs[name], _for_four_streams(pairs[name], fast))
-    return KernelSet("triton", **pairs)
+    plain = {name: twin for name, (twin, _) in PAIRS.items()}
+    fast: dict[str, Op] = {
+        "mhc_read": _for_four_streams(plain["mhc_read"], mhc_many.read),
+        "mhc_write": _for_four_streams(plain["mhc_write"], mhc_triton.write),
+        "product": linear_many.product,
+        "rms_norm": norm_triton.rms_norm,
+        "rotate": rope_many.rotate,
+        "attend": attend_many.attend,
+        "pick": index_many.pick,
+        "experts": experts_many.experts,
+    }
+    return KernelSet("triton", **plain | {name: _while_inferring(plain[name], twin) for name, twin in fast.items()})
 
 
 def _for_four_streams(plain: Op, fast: Op) -> Op:

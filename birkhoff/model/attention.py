@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.kernels.attend import Picked
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compressor import Compressor, visible_entries
 from birkhoff.model.few import AttentionFew
@@ -73,12 +74,13 @@ class Attention(nn.Module):
         entries = chosen = None
         if self.compressor is not None:
             entries = self.compressor(group.view(rows[0]), group, state)
-            chosen = None if entries is None else visible_entries(group, entries.shape[1], self.ratio)
+            chosen = None if entries is None else self._visible(group, entries.shape[1])
         if self.indexer is not None:
             raw, weights = group.view(rows[1]), group.view(rows[2])
             chosen = self.indexer(raw, weights, group.view(latent), turn.view(group.view), chosen, group, state)
         if group.length == 1:
             recent, seen = state.window(group, own)
+            assert not isinstance(chosen, Picked), "one query a sequence is given a mask"
             seen = _both(seen, recent, chosen, entries)
             return self.kernels.attend_one(queries[group.rows], recent, entries, seen, self.attn_sink, self.scale)
         recent, oldest = state.recent(group, own)
@@ -87,8 +89,18 @@ class Attention(nn.Module):
         )
         return mixed.flatten(0, 1)
 
+    def _visible(self, group: Group, count: int) -> torch.Tensor | Picked | None:
+        """Entries that each query sees: as a mask, or by number for kernels that want no mask."""
+        if group.length == 1 or not self.kernels.reads_codes or torch.is_grad_enabled():
+            return visible_entries(group, count, self.ratio)
+        finished = (group.positions() + 1) // self.ratio
+        return group.once(("picked", self.ratio), lambda: Picked(finished.to(torch.int32)))
+
     def _project_out(self, mixed: torch.Tensor) -> torch.Tensor:
         """[n, h, c] -> [n, d] through one low-rank matrix per group of heads; its input is never rounded."""
+        if self.wo_a.reads_codes:
+            product = self.kernels.product
+            return self.wo_b(product(mixed.flatten(1), self.wo_a.rows(), self.group_rank, mixed.dtype))
         grouped = mixed.reshape(-1, self.groups, self.heads // self.groups * self.head_dim)
         first = self.wo_a.dense().view(self.groups, self.group_rank, -1)
         middle = torch.bmm(grouped.transpose(0, 1), first.transpose(1, 2))  # [G, n, rank]

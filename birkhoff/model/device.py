@@ -92,11 +92,7 @@ def _compressor(compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def addresses(moe: MoE) -> torch.Tensor:
     """Where each expert's codes and scales begin: [E, 4] int64 (gate and up, scales, down, scales)."""
-    experts = moe.experts
-    if experts.store is not None:
-        return experts.store.table[experts.layer]
-    rows = [[part.data_ptr() for part in experts.at_home(expert)] for expert in range(experts.count)]
-    return torch.tensor(rows, dtype=torch.int64, device=experts.gate_up.device)
+    return moe.experts.addresses()
 
 
 def spans(experts: Experts) -> list[tuple[int, int]]:

@@ -9,14 +9,14 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import index
+from birkhoff.kernels.attend import Picked
+from birkhoff.kernels.index.reference import QUERY_BLOCK
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.batch import Group
 from birkhoff.model.compressor import Compressor
 from birkhoff.model.linear import Destination, Linear, Numerics
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import INDEX, Fresh, LayerState
-
-QUERY_BLOCK = 256  # queries scored at a time, so that the score of every head against every entry stays small
 
 
 class Indexer(nn.Module):
@@ -34,12 +34,12 @@ class Indexer(nn.Module):
         weights: torch.Tensor,
         latent: torch.Tensor,
         phases: Phases,
-        visible: torch.Tensor | None,
+        visible: torch.Tensor | Picked | None,
         group: Group,
         state: LayerState | Fresh,
-    ) -> torch.Tensor | None:
+    ) -> torch.Tensor | Picked | None:
         """Rows of the compressor's projection, head weights [B, T, h], latent [B, T, q_lora], visible [B, T, E]
-        (None: all) -> chosen entries [B, T, E]."""
+        (None: all) -> chosen entries [B, T, E]; by number when the visible ones come so."""
         keys = self.compressor(raw, group, state)  # kept up to date even while every entry is chosen
         if keys is None or keys.shape[1] <= self.topk:
             return visible
@@ -48,6 +48,8 @@ class Indexer(nn.Module):
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.width))
         queries = self.numerics.round_index(self.numerics.kernels.rotate(queries, phases))
         weights = weights.float() * (self.width * self.heads) ** -0.5
+        if isinstance(visible, Picked):
+            return self.numerics.kernels.pick(queries, keys, weights, visible.counts, self.topk)
         blocks = [
             index.choose(index.score(q, keys, w), v, self.topk)
             for q, w, v in zip(*(t.split(QUERY_BLOCK, dim=1) for t in (queries, weights, visible)))

@@ -3,7 +3,7 @@
 A layer's `role` is how the release stores it: "fp8" and "fp4" weights meet inputs rounded to FP8 when numerics are
 "released"; "bf16" weights compute in the model's dtype; "f32" weights (compressors, gate, head) compute in float32
 whatever the model's dtype. A weight is held either as numbers or packed as the file has it (codes and scales), in
-which case it is unpacked exactly when used.
+which case it is unpacked exactly when used, or read as it is by kernels that can.
 
 One layer may hold several of the file's matrices, stacked, when they always read the same input. `SharedInput` goes
 further: it lets different layers with one input run as one product, by making their weights views of one matrix.
@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from birkhoff.kernels import quant
+from birkhoff.kernels.linear.rows import Rows
 from birkhoff.kernels.select import KernelSet, select
 
 Role = Literal["fp8", "fp4", "bf16", "f32"]
@@ -75,6 +76,7 @@ class Linear(nn.Module):
         else:
             dtype = torch.float32 if role == "f32" else numerics.dtype
             self.weight = nn.Parameter(torch.empty(sum(self.parts.values()), fan_in, dtype=dtype))
+        self._rows: tuple[int, Rows] | None = None
 
     @property
     def rounds(self) -> bool:
@@ -88,9 +90,27 @@ class Linear(nn.Module):
         parts = [unpack(getattr(self, f"codes_{p}"), getattr(self, f"scale_{p}")) for p in self.parts]
         return torch.cat(parts).to(self.numerics.dtype)
 
+    @property
+    def reads_codes(self) -> bool:
+        """Whether the product reads the weight as stored: where kernels can, and no gradient is recorded."""
+        stored = (self.packed and self.role == "fp8") or self.role == "f32"
+        return stored and self.numerics.kernels.reads_codes and not torch.is_grad_enabled()
+
+    def rows(self) -> Rows:
+        """The weight as kernels read it, made once for as long as it stays where it is."""
+        held = [getattr(self, f"codes_{part}") for part in self.parts] if self.packed else [self.weight]
+        place = held[0].data_ptr()
+        if self._rows is None or self._rows[0] != place:
+            scales = [getattr(self, f"scale_{part}") for part in self.parts] if self.packed else []
+            self._rows = place, Rows.fp8(list(zip(held, scales))) if self.packed else Rows.plain(held)
+        return self._rows[1]
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.rounds:
             x = self.numerics.round_input(x)
+        if self.reads_codes:
+            dtype = torch.float32 if self.role == "f32" else self.numerics.dtype
+            return self.numerics.kernels.product(x, self.rows(), None, dtype)
         weight = self.dense()
         return self.numerics.kernels.linear(x.to(weight.dtype), weight)
 

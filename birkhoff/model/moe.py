@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -54,8 +54,8 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' matrices, stacked; gate (w1) above up (w3). Packed ones are unpacked one at a time, and may lie
-    elsewhere, behind a table of addresses (`hold`)."""
+    """The routed experts' matrices, stacked; gate (w1) above up (w3). Packed ones are unpacked one at a time, and may
+    lie elsewhere, behind a table of addresses (`hold`)."""
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
@@ -63,6 +63,7 @@ class Experts(nn.Module):
         self.numerics, self.packed, self.limit = numerics, packed, config.swiglu_limit
         self.store: ExpertStore | None = None
         self.layer = 0  # in the store
+        self._table: tuple[int, torch.Tensor] | None = None
         hidden, inner, count = config.hidden_size, self.inner, self.count
         if packed:
             for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
@@ -99,7 +100,20 @@ class Experts(nn.Module):
                 codes, scale = codes.to(self.store.device), scale.to(self.store.device)
             return quant.dequant_fp4(codes, scale).to(self.numerics.dtype)
 
-        return kernel.Stack(self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T)
+        def turns() -> Iterable[tuple[Sequence[int] | None, torch.Tensor]]:
+            return [(None, self.addresses())] if stage is None else stage.waves()
+
+        return kernel.Stack(self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T, None, turns, self.inner)
+
+    def addresses(self) -> torch.Tensor:
+        """Where each packed expert's codes and scales begin: [E, 4] int64 (gate and up, scales, down, scales)."""
+        if self.store is not None:
+            return self.store.table[self.layer]
+        place = self.gate_up.data_ptr()
+        if self._table is None or self._table[0] != place:  # they may have moved since
+            rows = [[part.data_ptr() for part in self.at_home(expert)] for expert in range(self.count)]
+            self._table = place, torch.tensor(rows, dtype=torch.int64, device=self.gate_up.device)
+        return self._table[1]
 
     def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """[n, d] -> [n, d] float32, the weighted sum over each token's experts."""

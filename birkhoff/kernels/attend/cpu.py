@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from birkhoff.kernels.attend import reference
+from birkhoff.kernels.attend.picked import Picked
 
 LEAST_BLOCK = 64
 
@@ -19,13 +20,15 @@ def attend(
     recent: torch.Tensor,
     oldest: torch.Tensor,
     entries: torch.Tensor | None,
-    chosen: torch.Tensor | None,
+    chosen: torch.Tensor | Picked | None,
     sink: torch.Tensor,
     window: int,
     scale: float,
 ) -> torch.Tensor:
     if queries.dtype is not torch.float32:
         return reference.attend(queries, recent, oldest, entries, chosen, sink, window, scale)
+    if isinstance(chosen, Picked):
+        chosen = None if entries is None else chosen.mask(entries.shape[1])
     batch, length, heads, width = queries.shape
     past, block = recent.shape[1] - length, max(window, LEAST_BLOCK)
     reach = None if chosen is None else _reach(chosen)

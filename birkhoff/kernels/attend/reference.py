@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from birkhoff.kernels.attend.picked import Picked
+
 QUERY_BLOCK = 256
 
 
@@ -12,11 +14,13 @@ def attend(
     recent: torch.Tensor,
     oldest: torch.Tensor,
     entries: torch.Tensor | None,
-    chosen: torch.Tensor | None,
+    chosen: torch.Tensor | Picked | None,
     sink: torch.Tensor,
     window: int,
     scale: float,
 ) -> torch.Tensor:
+    if isinstance(chosen, Picked):
+        chosen = None if entries is None else chosen.mask(entries.shape[1])
     length, past = queries.shape[1], recent.shape[1] - queries.shape[1]
     blocks = []
     for start in range(0, length, QUERY_BLOCK):

@@ -7,7 +7,7 @@
 `experts(x [n, d], ids, weights, stack: Stack, limit, round_input) -> [n, d]` float32:
     sum over the chosen experts, in ascending expert order whatever the batch holds; the routing weight multiplies
     before `down`. `round_input` is applied to what enters either product (None unless numerics are "released").
-    `Stack` gives each expert's matrices; packed ones are unpacked one at a time.
+    `Stack` gives each expert's matrices; packed ones are unpacked one at a time, or read by kernels where they lie.
 """
 
 from birkhoff.kernels.experts.reference import Stack, experts, route, swiglu

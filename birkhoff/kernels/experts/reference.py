@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,12 +11,16 @@ import torch.nn.functional as F
 
 @dataclass(frozen=True)
 class Stack:
-    """The routed experts' matrices. `dense` holds all of them as numbers, unless they are kept packed."""
+    """The routed experts' matrices. `dense` holds all of them as numbers, unless they are kept packed. Packed ones may
+    have `turns` for kernels: experts that are ready to be read (None: all), and the addresses of everybody's codes and
+    scales at that time, [E, 4] int64; each turn ends when the next is asked for."""
 
     count: int
     gate_up: Callable[[int], torch.Tensor]  # expert -> [2i, d], gate above up
     down: Callable[[int], torch.Tensor]  # expert -> [i, d], to be multiplied from the left
     dense: tuple[torch.Tensor, torch.Tensor] | None = None  # [E, 2i, d], [E, i, d]
+    turns: Callable[[], Iterable[tuple[Sequence[int] | None, torch.Tensor]]] | None = None
+    inner: int = 0  # i
 
 
 def swiglu(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:

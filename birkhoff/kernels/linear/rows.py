@@ -34,6 +34,13 @@ class Rows:
     def nbytes(self) -> int:
         return self.weight.nbytes + (0 if self.scale is None else self.scale.nbytes)
 
+    def dense(self) -> torch.Tensor:
+        """The numbers [out, in], float32 where they are codes."""
+        if self.scale is None:
+            return self.weight
+        factor = torch.exp2(self.scale.float() - 127).T.repeat_interleave(BLOCK, 1)[:, : self.inner]
+        return self.weight.view(torch.float8_e4m3fn).float() * factor
+
     @classmethod
     def fp8(cls, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Rows:
         """Stacks (codes [out, in], scale [out / 128, in / 128]); a single matrix is taken where it lies."""

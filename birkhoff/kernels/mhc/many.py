@@ -1,0 +1,175 @@
+"""Hyper-connections for the many rows of a prompt on a GPU: twins of `read` and `write`, bound by memory alone.
+
+Few tokens want few launches (`triton.py`); thousands want each launch to stream. Here the 24 dot products of a read are
+a tensor-core product: 128 tokens against all of `fn`, cut along the 4 * d columns into `SPLITS` parts whose order of
+addition is fixed, with the square sum of the same tile beside it. Streams of 16 bits are exact there; `fn` is float32
+and is taken as two 16-bit halves (high + low) in two products with float32 sums: relative error 2^-17 in bfloat16,
+2^-22 in float16, where one TF32 product would have 2^-11. float32 streams are multiplied as float32. `_coefficients`
+then walks Sinkhorn's way with one token a thread, and `_collapse` reads the streams once more.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.mhc import triton as few
+from birkhoff.kernels.mhc.triton import _share, _sigmoid
+
+SPLITS = 4
+COUNT, PADDED = few.COUNT, few.padded(few.COUNT)
+MANY = 256  # rows from which this form is used
+
+
+@triton.jit
+def _mix(
+    streams, fn, parts, rows, columns, share,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    piece = tl.program_id(1)
+    m = tl.arange(0, PADDED)
+    kept: tl.constexpr = streams.dtype.element_ty
+    at = streams + t.to(tl.int64)[:, None] * columns
+    dots = tl.zeros([TOKENS, PADDED], tl.float32)
+    squares = tl.zeros([TOKENS], tl.float32)
+    for start in range(piece * share, tl.minimum(piece * share + share, columns), BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        x = tl.load(at + k[None, :], mask=(t < rows)[:, None] & (k < columns)[None, :], other=0.0)
+        f = tl.load(
+            fn + m[None, :] * columns + k[:, None], mask=(m < COUNT)[None, :] & (k < columns)[:, None], other=0.0
+        )
+        if WIDE:
+            dots = tl.dot(x, f, dots, input_precision="ieee")
+        else:
+            high = f.to(kept)
+            low = (f - high.to(tl.float32)).to(kept)
+            dots = tl.dot(x, low, tl.dot(x, high, dots))
+        wide = x.to(tl.float32)
+        squares += tl.sum(wide * wide, axis=1)
+    dots = tl.where((m == COUNT)[None, :], squares[:, None], dots)
+    into = parts + (t[:, None] * SPLITS + piece) * PADDED + m[None, :]
+    tl.store(into, dots, mask=(t < rows)[:, None])
+
+
+@triton.jit
+def _logit(parts, t, alive, rho, gain, base, J: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
+    """Product J of every token, its parts added in order, scaled and moved."""
+    total = tl.zeros_like(rho)
+    for piece in tl.static_range(SPLITS):
+        total += tl.load(parts + (t * SPLITS + piece) * PADDED + J, mask=alive, other=0.0)
+    return total * rho * gain + tl.load(base + J)
+
+
+@triton.jit
+def _mixer_row(
+    parts, t, alive, rho, gain, base, eps, FROM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """Row FROM of the mixer before its columns are normalised."""
+    a = _logit(parts, t, alive, rho, gain, base, 8 + 4 * FROM, PADDED, SPLITS)
+    b = _logit(parts, t, alive, rho, gain, base, 9 + 4 * FROM, PADDED, SPLITS)
+    c = _logit(parts, t, alive, rho, gain, base, 10 + 4 * FROM, PADDED, SPLITS)
+    d = _logit(parts, t, alive, rho, gain, base, 11 + 4 * FROM, PADDED, SPLITS)
+    top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
+    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    over = 1.0 / (a + b + c + d)
+    return a * over + eps, b * over + eps, c * over + eps, d * over + eps
+
+
+@triton.jit
+def _coefficients(
+    parts, base, scale, pre, post, mix, rows, columns, iters, eps, rms_eps,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    alive = t < rows
+    squares = tl.zeros([TOKENS], tl.float32)
+    for piece in tl.static_range(SPLITS):
+        squares += tl.load(parts + (t * SPLITS + piece) * PADDED + COUNT, mask=alive, other=1.0)
+    rho = 1.0 / tl.sqrt(squares / columns + rms_eps)
+    gain = tl.load(scale)
+    for k in tl.static_range(4):
+        z = _logit(parts, t, alive, rho, gain, base, k, PADDED, SPLITS)
+        tl.store(pre + t * 4 + k, _sigmoid(z) + eps, mask=alive)
+    gain = tl.load(scale + 1)
+    for k in tl.static_range(4):
+        z = _logit(parts, t, alive, rho, gain, base, 4 + k, PADDED, SPLITS)
+        tl.store(post + t * 4 + k, 2 * _sigmoid(z), mask=alive)
+    gain = tl.load(scale + 2)
+    a00, a01, a02, a03 = _mixer_row(parts, t, alive, rho, gain, base, eps, 0, PADDED, SPLITS)
+    a10, a11, a12, a13 = _mixer_row(parts, t, alive, rho, gain, base, eps, 1, PADDED, SPLITS)
+    a20, a21, a22, a23 = _mixer_row(parts, t, alive, rho, gain, base, eps, 2, PADDED, SPLITS)
+    a30, a31, a32, a33 = _mixer_row(parts, t, alive, rho, gain, base, eps, 3, PADDED, SPLITS)
+    for step in range(iters):
+        if step > 0:
+            a00, a01, a02, a03 = _share(a00, a01, a02, a03, eps)
+            a10, a11, a12, a13 = _share(a10, a11, a12, a13, eps)
+            a20, a21, a22, a23 = _share(a20, a21, a22, a23, eps)
+            a30, a31, a32, a33 = _share(a30, a31, a32, a33, eps)
+        a00, a10, a20, a30 = _share(a00, a10, a20, a30, eps)
+        a01, a11, a21, a31 = _share(a01, a11, a21, a31, eps)
+        a02, a12, a22, a32 = _share(a02, a12, a22, a32, eps)
+        a03, a13, a23, a33 = _share(a03, a13, a23, a33, eps)
+    c = mix + t * 16
+    tl.store(c, a00, mask=alive)
+    tl.store(c + 1, a01, mask=alive)
+    tl.store(c + 2, a02, mask=alive)
+    tl.store(c + 3, a03, mask=alive)
+    tl.store(c + 4, a10, mask=alive)
+    tl.store(c + 5, a11, mask=alive)
+    tl.store(c + 6, a12, mask=alive)
+    tl.store(c + 7, a13, mask=alive)
+    tl.store(c + 8, a20, mask=alive)
+    tl.store(c + 9, a21, mask=alive)
+    tl.store(c + 10, a22, mask=alive)
+    tl.store(c + 11, a23, mask=alive)
+    tl.store(c + 12, a30, mask=alive)
+    tl.store(c + 13, a31, mask=alive)
+    tl.store(c + 14, a32, mask=alive)
+    tl.store(c + 15, a33, mask=alive)
+
+
+@triton.jit
+def _collapse(streams, pre, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = d < width
+    at = streams + row * 4 * width + d
+    u = tl.load(pre + row * 4) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    u += tl.load(pre + row * 4 + 1) * tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
+    u += tl.load(pre + row * 4 + 2) * tl.load(at + 2 * width, mask=inside, other=0.0).to(tl.float32)
+    u += tl.load(pre + row * 4 + 3) * tl.load(at + 3 * width, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + d, u.to(out.dtype.element_ty), mask=inside)
+
+
+def read(streams, fn, base, scale, iters, eps, rms_eps):
+    streams = streams.contiguous()
+    if len(streams) < MANY:
+        return few.read(streams, fn, base, scale, iters, eps, rms_eps)
+    return read_many(streams, fn, base, scale, iters, eps, rms_eps)
+
+
+def read_many(streams, fn, base, scale, iters, eps, rms_eps):
+    """`read` in this form whatever the number of rows."""
+    n, m, width = streams.shape
+    columns, wide = m * width, streams.dtype is torch.float32
+    made = {"dtype": torch.float32, "device": streams.device}
+    parts = torch.empty(n, SPLITS, PADDED, **made)
+    u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
+    pre, post, mix = torch.empty(n, m, **made), torch.empty(n, m, **made), torch.empty(n, m, m, **made)
+    tokens, block = (32, 32) if wide else (128, 64)
+    share = -(-columns // (SPLITS * block)) * block
+    _mix[(-(-n // tokens), SPLITS)](
+        streams, fn, parts, n, columns, share, COUNT=COUNT, PADDED=PADDED, SPLITS=SPLITS, TOKENS=tokens, BLOCK=block,
+        WIDE=wide, num_warps=4 if wide else 8, num_stages=4,
+    )  # fmt: skip
+    _coefficients[(-(-n // 64),)](
+        parts, base, scale, pre, post, mix, n, columns, iters, eps, rms_eps,
+        COUNT=COUNT, PADDED=PADDED, SPLITS=SPLITS, TOKENS=64, num_warps=2,
+    )  # fmt: skip
+    block = min(2048, power_of_two(width))
+    _collapse[(n, -(-width // block))](streams, pre, u, width, BLOCK=block, num_warps=4)
+    return u, pre, post, mix

@@ -1,0 +1,43 @@
+"""Rotation of many rows on a GPU: one pass that copies the still channels and turns the others."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.rope.reference import Phases
+
+
+@triton.jit
+def _rotate(
+    x, cos, sin, out, rows, heads, still,
+    SIGN: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    d = tl.arange(0, PADDED)
+    tile = (r < rows)[:, None] & (d < WIDTH)[None, :]
+    at = r[:, None] * WIDTH + d[None, :]
+    even, odd = tl.split(tl.reshape(tl.load(x + at, mask=tile, other=0.0).to(tl.float32), [ROWS, PADDED // 2, 2]))
+    i = tl.arange(0, PADDED // 2) - still // 2
+    turning = (r < rows)[:, None] & (i >= 0)[None, :] & (i < PAIRS)[None, :]
+    angle = (r // heads)[:, None] * PAIRS + i[None, :]
+    c = tl.load(cos + angle, mask=turning, other=1.0)
+    s = SIGN * tl.load(sin + angle, mask=turning, other=0.0)
+    turned = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, PADDED])
+    tl.store(out + at, turned.to(out.dtype.element_ty), mask=tile)
+
+
+def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+    x, cos, sin = x.contiguous(), phases.cos.contiguous(), phases.sin.contiguous()
+    out, width, pairs = torch.empty_like(x), x.shape[-1], cos.shape[-1]
+    count, positions = x.numel() // width, cos.numel() // pairs
+    padded = power_of_two(width, 2)
+    rows = max(1, 2048 // padded)
+    if count:
+        _rotate[(-(-count // rows),)](
+            x, cos, sin, out, count, count // positions, width - 2 * pairs, SIGN=-1 if inverse else 1, WIDTH=width,
+            PADDED=padded, PAIRS=pairs, ROWS=rows, num_warps=4,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,72 @@
+"""Compile the kernels for many rows as an H200 would run them, and print what came out, one JSON line each.
+
+A program of its own: Triton decides at import between interpreting and compiling, and the tests interpret. No GPU is
+needed to compile for one.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from birkhoff.kernels.attend import many as attend
+from birkhoff.kernels.experts import many as experts
+from birkhoff.kernels.index import many as index
+from birkhoff.kernels.linear import many as linear
+from birkhoff.kernels.mhc import many as mhc
+
+BF16, F16, F32, U8, I32, I64 = "*bf16", "*fp16", "*fp32", "*u8", "*i32", "*i64"
+EXPERTS = {"x": BF16, "z": BF16, "y": BF16, "table": I64, "blocks": I32, "order": I32, "weights": F32, "limit": "fp32"}
+# V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
+KERNELS: dict[str, tuple] = {
+    "experts open": (experts._open, EXPERTS, {"WIDE": False, "TOKENS": 128, **experts.shape_of(128, False, True)}),
+    "experts close": (experts._close, EXPERTS, {"WIDE": False, "TOKENS": 128, **experts.shape_of(128, False, False)}),
+    "product fp8": (
+        linear._product,
+        {"x": F16, "weight": U8, "scale": U8, "out": BF16},
+        {"FP8": True, "WIDE": False, "TOGETHER": linear.TOGETHER, **linear.shape_of(4096, 4096, False)},
+    ),
+    "streams mix": (
+        mhc._mix,
+        {"streams": BF16, "fn": F32, "parts": F32},
+        {"COUNT": mhc.COUNT, "PADDED": mhc.PADDED, "SPLITS": mhc.SPLITS, "TOKENS": 128, "BLOCK": 64, "WIDE": False,
+         "num_warps": 8, "num_stages": 4},
+    ),
+    "attention": (
+        attend._attend,
+        {"queries": BF16, "recent": BF16, "entries": BF16, "out": BF16, "sink": F32, "oldest": I64, "counts": I32,
+         "numbers": I32, "scale": "fp32"},
+        {"ENTRIES": True, "LISTED": True, "WIDTH": 512, "PADDED": 512, "WIDE": False, **attend.shape_of(64, False)},
+    ),
+    "index score": (
+        index._score,
+        {"queries": BF16, "keys": BF16, "weights": F32, "counts": I32, "scores": F32},
+        {"HEADS": 64, "WIDTH": 128, "QUERIES": 16, "ENTRIES": 128, "WIDE": False, "num_warps": 8, "num_stages": 2},
+    ),
+}  # fmt: skip
+
+
+def compiled(kernel, types: dict[str, str], given: dict[str, int]):
+    options = {name: given[name] for name in ("num_warps", "num_stages")}
+    fixed = {name: value for name, value in given.items() if name not in options}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
+    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name].startswith("*")}
+    constants = {(names.index(name),): value for name, value in fixed.items()}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+
+
+def main() -> None:
+    for name in sys.argv[1:] or KERNELS:
+        made = compiled(*KERNELS[name])
+        found = {"kernel": name, "shared": made.metadata.shared, "tensor_cores": "wgmma.mma_async" in made.asm["ptx"]}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,36 @@
+"""Kernels for many rows compile for an H200 within its shared memory and use its tensor cores; no GPU is needed for it.
+
+The interpreter, which all other tests use, takes programs that the compiler does not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.sizes import FULL
+
+pytest.importorskip("triton", reason="triton is not installed")
+SHARED = 232_448  # bytes a block may use
+ALL = ("experts open", "experts close", "product fp8", "streams mix", "attention", "index score")
+SOME = ("experts close", "product fp8", "streams mix", "index score")  # the others take several seconds each
+
+
+def test_kernels_for_many_rows_compile_for_hopper(tmp_path):
+    root = Path(__file__).parent.parent.parent
+    chosen = ALL if FULL else SOME
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_for_hopper", *chosen],
+        cwd=root, env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    rows = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert [row["kernel"] for row in rows] == list(chosen)
+    for row in rows:
+        assert row["shared"] <= SHARED and row["tensor_cores"], row

@@ -1,8 +1,9 @@
 """Decoding steps on a CPU: the same sublayers for a few rows, in one or two compiled calls each.
 
-`Attention.forward` and `MoE.forward` are the plain twins; a model is given these by `Transformer.fuse` when it computes
-in float32 with plain numerics and compiled kernels. They hold their weights as arrays, taken once, and read the state's
-rings and pages where they lie.
+`Attention.forward`, `MoE.forward`, `Mixer` and `HeadMixer` are the plain twins; a model is given these by
+`Transformer.fuse` when it computes in float32 with plain numerics and compiled kernels. They hold their weights as
+arrays, taken once, and read the state's rings and pages where they lie. A row costs the same whoever it stands beside,
+so the guesses of a request are rows like any other, and weights are read once for all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
 if TYPE_CHECKING:
     from birkhoff.kernels.rope import Phases
     from birkhoff.model.attention import Attention
+    from birkhoff.model.compressor import Compressor
+    from birkhoff.model.mhc import HeadMixer, Mixer
     from birkhoff.model.moe import MoE
 
 MOST_ROWS = 16
@@ -41,8 +44,52 @@ def takes(batch: Batch, state: object) -> bool:
     )
 
 
+def few_rows(streams: torch.Tensor) -> bool:
+    """Few enough, and no gradient is recorded."""
+    return len(streams) <= MOST_ROWS and not torch.is_grad_enabled()
+
+
 def _array(tensor: torch.Tensor) -> np.ndarray:
     return tensor.detach().numpy()
+
+
+class MixerFew:
+    def __init__(self, mixer: Mixer):
+        self.weights = _array(mixer.fn), _array(mixer.base), _array(mixer.scale)
+        self.how = mixer.iters, np.float32(mixer.eps), np.float32(mixer.rms_eps)
+
+    def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        n, m, d = streams.shape
+        u, pre, post = np.empty((n, d), np.float32), np.empty((n, m), np.float32), np.empty((n, m), np.float32)
+        mix = np.empty((n, m, m), np.float32)
+        few.read_streams(streams.contiguous().numpy(), *self.weights, *self.how, u, pre, post, mix)
+        return torch.from_numpy(u), torch.from_numpy(pre), torch.from_numpy(post), torch.from_numpy(mix)
+
+    def write(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+        out = np.empty(streams.shape, np.float32)
+        few.write_streams(*(x.contiguous().numpy() for x in (streams, y, post, mix)), out)
+        return torch.from_numpy(out)
+
+
+class HeadFew:
+    def __init__(self, head: HeadMixer):
+        self.weights = _array(head.fn), _array(head.base), _array(head.scale)
+        self.how = np.float32(head.eps), np.float32(head.rms_eps)
+
+    def __call__(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        n, m, d = streams.shape
+        merged, weights = np.empty((n, d), np.float32), np.empty((n, m), np.float32)
+        few.merge_streams(streams.contiguous().numpy(), *self.weights, *self.how, merged, weights)
+        return torch.from_numpy(merged), torch.from_numpy(weights)
+
+
+class Pooling:
+    """What a compressor's loops read."""
+
+    def __init__(self, compressor: Compressor):
+        self.kind, self.ratio, self.overlap = compressor.kind, compressor.ratio, compressor.overlap
+        self.ape, self.norm = _array(compressor.ape), _array(compressor.norm.weight)
+        self.omega = _array(compressor.rope.compressed)
 
 
 class AttentionFew:
@@ -54,6 +101,8 @@ class AttentionFew:
         self.wo_a = _array(a.wo_a.weight).reshape(a.groups, a.group_rank, -1)
         self.rank, self.hidden = self.wq_b.shape[1], self.wo_b.shape[0]
         self.eps, self.scale = np.float32(a.eps), np.float32(a.scale)
+        self.entries = None if a.compressor is None else Pooling(a.compressor)
+        self.index_keys = None if a.indexer is None else Pooling(a.indexer.compressor)
 
     def __call__(self, x: torch.Tensor, batch: Batch, turn: Phases, state: LayerState) -> torch.Tensor:
         a, group = self.attention, batch.groups[0]
@@ -73,9 +122,9 @@ class AttentionFew:
         if a.compressor is not None:
             at = self.rank + a.head_dim
             pages, table = _array(state.pages[ENTRY]), state.state.table_array
-            at = self._compress(a.compressor, entered, at, group, slots, positions, state)
+            at = self._compress(self.entries, entered, at, slots, positions, state)
             if a.indexer is not None:
-                at = self._compress(a.indexer.compressor, entered, at, group, slots, positions, state)
+                at = self._compress(self.index_keys, entered, at, slots, positions, state)
                 chosen = self._choose(entered[:, at:], latent, cos, sin, group, slots, positions, state)
         out = torch.empty(n, self.hidden)
         few.close_attention(
@@ -84,12 +133,15 @@ class AttentionFew:
         )  # fmt: skip
         return out
 
-    def _compress(self, compressor, entered, at: int, group: Group, slots, positions, state: LayerState) -> int:
+    def _compress(self, pooling: Pooling, entered, at: int, slots, positions, state: LayerState) -> int:
         """Carry this token's row and finish what it completes; returns where the next reader's columns begin."""
-        ape = _array(compressor.ape)
-        stop = at + 2 * ape.shape[1]
-        few.carry(entered[:, at:stop], ape, state.raw[compressor.kind].array, slots, positions)
-        compressor.finish_single(group, state)
+        stop = at + 2 * pooling.ape.shape[1]
+        ring, pages = state.raw[pooling.kind].array, _array(state.pages[pooling.kind])
+        few.carry(entered[:, at:stop], pooling.ape, ring, slots, positions)
+        few.finish(
+            ring, pages, state.state.table_array, slots, positions, pooling.ratio, pooling.overlap, pooling.norm,
+            self.eps, pooling.omega,
+        )  # fmt: skip
         return stop
 
     def _choose(self, weights, latent, cos, sin, group: Group, slots, positions, state: LayerState) -> np.ndarray:

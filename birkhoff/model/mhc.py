@@ -9,6 +9,7 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import mhc
+from birkhoff.model.few import HeadFew, MixerFew, few_rows
 from birkhoff.model.linear import Destination, Numerics
 
 
@@ -23,9 +24,12 @@ class Mixer(nn.Module):
         self.fn = nn.Parameter(torch.empty((2 + m) * m, m * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty((2 + m) * m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
+        self.few: MixerFew | None = None
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[n, m, d] -> input [n, d], read-in [n, m], write-out [n, m], mixer [n, from, to]."""
+        if self.few is not None and few_rows(streams):
+            return self.few.read(streams)
         return self.kernels.mhc_read(streams, self.fn, self.base, self.scale, self.iters, self.eps, self.rms_eps)
 
     def weights(self, streams: torch.Tensor) -> torch.Tensor:
@@ -33,6 +37,8 @@ class Mixer(nn.Module):
         return self.read(streams)[1]
 
     def write(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+        if self.few is not None and few_rows(streams):
+            return self.few.write(streams, y, post, mix)
         return self.kernels.mhc_write(streams, y, post, mix)
 
     def destinations(self, name: str) -> Iterator[Destination]:
@@ -50,9 +56,12 @@ class HeadMixer(nn.Module):
         self.fn = nn.Parameter(torch.empty(m, m * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty(m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
+        self.few: HeadFew | None = None
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, m, d] -> merged [n, d], read-out weights [n, m]."""
+        if self.few is not None and few_rows(streams):
+            return self.few(streams)
         return mhc.head(streams, self.fn, self.base, self.scale, self.eps, self.rms_eps)
 
     def weights(self, streams: torch.Tensor) -> torch.Tensor:

@@ -19,9 +19,9 @@ from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.attention import Attention
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
-from birkhoff.model.few import AttentionFew, MoEFew, takes
+from birkhoff.model.few import AttentionFew, HeadFew, MixerFew, MoEFew, takes
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
-from birkhoff.model.mhc import HeadMixer
+from birkhoff.model.mhc import HeadMixer, Mixer
 from birkhoff.model.moe import Experts, MoE
 from birkhoff.model.mtp import MTP
 from birkhoff.model.rope import Rope
@@ -71,6 +71,10 @@ class Transformer(nn.Module):
                     module.few = AttentionFew(module)
                 elif isinstance(module, MoE):
                     module.few = MoEFew(module)
+                elif isinstance(module, Mixer):
+                    module.few = MixerFew(module)
+                elif isinstance(module, HeadMixer):
+                    module.few = HeadFew(module)
         return self
 
     def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:

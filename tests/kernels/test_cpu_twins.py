@@ -253,12 +253,12 @@ def test_with_nowhere_to_keep_it_it_is_compiled_every_time(tmp_path):
 
 def test_a_compiled_function_is_what_its_source_says():
     """Python runs the very same loops, slowly."""
-    from birkhoff.kernels.mhc.cpu import _write
+    from birkhoff.kernels.mhc.cpu import mix_back
 
     g = np.random.default_rng(1)
     streams, y = g.standard_normal((2, 3, 5), np.float32), g.standard_normal((2, 5), np.float32)
     post, mix = g.standard_normal((2, 3), np.float32), g.standard_normal((2, 3, 3), np.float32)
     compiled, interpreted = np.empty_like(streams), np.empty_like(streams)
-    _write(streams, y, post, mix, compiled)
-    _write.py_func(streams, y, post, mix, interpreted)
+    mix_back(streams, y, post, mix, compiled)
+    mix_back.py_func(streams, y, post, mix, interpreted)
     assert np.abs(compiled - interpreted).max() < 1e-6

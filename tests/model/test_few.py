@@ -135,6 +135,23 @@ def test_a_state_that_can_step_back(fast, sequences, lookback):
         assert all((rows[s] - sequences[s][1][at[s]]).abs().max() <= TOLERANCE for s in range(3))
 
 
+@pytest.mark.parametrize("length", [2, 3, 4])
+def test_several_tokens_of_one_sequence_are_rows_of_one_step(fast, sequences, length):
+    """Guesses are verified so: rows of one slot whose blocks end in the middle of the step, beside another sequence."""
+    state, tokens, (other, beside) = State.contiguous(TINY, 2, LENGTH, lookback=3), sequences[0][0], sequences[1]
+    step(fast, state, [Piece(0, 0, tokens[:40])])
+    step(fast, state, [Piece(1, 0, other[:122])])
+    for ahead in range(0, 96, length):
+        at, place = 40 + ahead, 122 + ahead // length
+        pieces = [Piece(0, at + n, tokens[at + n : at + n + 1]) for n in range(length)]
+        with torch.inference_mode():
+            batch = Batch.of([*pieces, Piece(1, place, other[place : place + 1])])
+            assert takes(batch, state)
+            logits = fast.logits(fast.run(batch, state, NoTap())[0])
+        assert (logits[:length] - sequences[0][1][at : at + length]).abs().max() <= TOLERANCE
+        assert (logits[length] - beside[place]).abs().max() <= TOLERANCE
+
+
 def test_slots_and_pages_lie_anywhere_and_need_no_clearing(fast, sequences):
     state, slots = State(TINY, 6, 24), [4, 1, 5]
     for slot, pages in zip(slots, ([17, 3, 20, 9], [22, 0, 11, 5], [8, 23, 1, 14])):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from birkhoff.kernels.jit import compiled
-from birkhoff.kernels.linear.cpu import rows_by_weight
+from birkhoff.kernels.linear.cpu import add_product, rows_by_weight
 from birkhoff.kernels.norm.cpu import normalise
 from birkhoff.kernels.rope.cpu import turn
 
@@ -76,63 +76,106 @@ def choose(latent, wq_b, heads, cos, sin, weights, scale, pages, table, slots, p
 
 
 @compiled
+def finish(ring, pages, table, slots, positions, ratio, overlap, norm, eps, omega):
+    """The entry of every row that ends a block: pooled from the ring, normalised, turned, put on its page.
+
+    With `overlap` 2 the block before lends the first half of its channels; the first block has none before it."""
+    size, per_page, width = ring.shape[1], pages.shape[1], pages.shape[2]
+    gate, pairs = overlap * width, omega.shape[0]
+    entry = np.empty((1, 1, width), np.float32)
+    cos, sin = np.empty((1, pairs), np.float32), np.empty((1, pairs), np.float32)
+    for row in range(slots.shape[0]):
+        at, slot = positions[row], slots[row]
+        if (at + 1) % ratio:
+            continue
+        number = at // ratio
+        first = number * ratio
+        oldest = max(first - (overlap - 1) * ratio, 0)
+        top, total = np.full(width, -np.inf, np.float32), np.zeros(width, np.float32)
+        pooled = entry[0, 0]
+        pooled[:] = 0
+        for p in range(oldest, at + 1):
+            part = width if overlap == 2 and p >= first else 0
+            gates = ring[slot, p % size, gate + part : gate + part + width]
+            for c in range(width):
+                top[c] = max(top[c], gates[c])
+        for p in range(oldest, at + 1):
+            part = width if overlap == 2 and p >= first else 0
+            source = ring[slot, p % size]
+            for c in range(width):
+                share = np.exp(source[gate + part + c] - top[c])
+                total[c] += share
+                pooled[c] += share * source[part + c]
+        for c in range(width):
+            pooled[c] /= total[c]
+        normalise(entry[0], norm, eps, entry[0])
+        for i in range(pairs):
+            angle = np.float32(first) * omega[i]
+            cos[0, i], sin[0, i] = np.cos(angle), np.sin(angle)
+        page = table[slot, number // per_page]
+        place = number % per_page
+        turn(entry, cos, sin, 1, pages[page : page + 1, place : place + 1])
+
+
+@compiled
 def close_attention(
     queries, ring, window, pages, table, ratio, chosen, slots, positions, sink, scale, cos, sin, wo_a, wo_b, out
 ):
     """queries [n, h, c] -> out [n, d]. `ratio` 0: no compressed entries; `chosen` without rows: all finished ones."""
     count, heads, width = queries.shape
-    size, groups, rank = ring.shape[1], wo_a.shape[0], wo_a.shape[1]
+    groups, rank = wo_a.shape[0], wo_a.shape[1]
     mixed = np.zeros((count, heads, width), np.float32)
+    every = np.arange(heads)
     for row in range(count):
-        at, slot = positions[row], slots[row]
-        near = min(at + 1, window)
-        far = (at + 1) // ratio if ratio else 0
-        logits = np.empty((heads, near + far), np.float32)
-        used = 0
-        for e in range(near + far):
-            if e >= near and chosen.shape[0] and not chosen[row, e - near]:
-                continue
-            used += 1
-            key = _key(e, near, at, slot, ring, size, pages, table)
-            for h in range(heads):
-                query, match = queries[row, h], np.float32(0)
-                for k in range(width):
-                    match += query[k] * key[k]
-                logits[h, used - 1] = match * scale
-        for h in range(heads):
-            weights = logits[h]
-            top = sink[h]
-            for e in range(used):
-                top = max(top, weights[e])
-            total = np.exp(sink[h] - top)
-            for e in range(used):
-                weights[e] = np.exp(weights[e] - top)
-                total += weights[e]
-            for e in range(used):
-                weights[e] /= total
-        used = 0
-        for e in range(near + far):
-            if e >= near and chosen.shape[0] and not chosen[row, e - near]:
-                continue
-            key = _key(e, near, at, slot, ring, size, pages, table)
-            for h in range(heads):
-                target, weight = mixed[row, h], logits[h, used]
-                for k in range(width):
-                    target[k] += weight * key[k]
-            used += 1
+        keys = _visible(row, ring, window, pages, table, ratio, chosen, slots[row], positions[row])
+        weights = np.empty((heads, keys.shape[0]), np.float32)
+        rows_by_weight(queries[row], keys, weights)
+        _soften(weights, sink, scale)
+        add_product(weights, keys, every, mixed[row])
     turned = np.empty((count, heads, width), np.float32)
     turn(mixed, cos, sin, -1, turned)
     grouped = turned.reshape(count, groups, heads // groups * width)
+    own = np.empty((count, grouped.shape[2]), np.float32)  # rows that are known to lie in one piece are read faster
     middle = np.empty((count, groups * rank), np.float32)
     for g in range(groups):
-        rows_by_weight(grouped[:, g], wo_a[g], middle[:, g * rank : (g + 1) * rank])
+        own[:] = grouped[:, g]
+        rows_by_weight(own, wo_a[g], middle[:, g * rank : (g + 1) * rank])
     rows_by_weight(middle, wo_b, out)
 
 
 @compiled
-def _key(e, near, at, slot, ring, size, pages, table):
-    """Entry e of a query's view: first the window, oldest first, then the pages."""
-    if e < near:
-        return ring[slot, (at - near + 1 + e) % size]
-    per_page = pages.shape[1]
-    return pages[table[slot, (e - near) // per_page], (e - near) % per_page]
+def _visible(row, ring, window, pages, table, ratio, chosen, slot, at):
+    """What a query attends to, side by side [e, c]: the window, oldest first, then its entries."""
+    size, width, per_page = ring.shape[1], ring.shape[2], pages.shape[1]
+    near = min(at + 1, window)
+    far = (at + 1) // ratio if ratio else 0
+    keys = np.empty((near + far, width), np.float32)
+    for e in range(near):
+        source, target = ring[slot, (at - near + 1 + e) % size], keys[e]
+        for c in range(width):
+            target[c] = source[c]
+    used = near
+    for e in range(far):
+        if chosen.shape[0] and not chosen[row, e]:
+            continue
+        source, target = pages[table[slot, e // per_page], e % per_page], keys[used]
+        for c in range(width):
+            target[c] = source[c]
+        used += 1
+    return keys[:used]
+
+
+@compiled
+def _soften(logits, sink, scale):
+    """A softmax over each head's logits [h, e], in place, with the sink in its sum."""
+    for h in range(logits.shape[0]):
+        weights, top = logits[h], sink[h]
+        for e in range(weights.shape[0]):
+            weights[e] *= scale
+            top = max(top, weights[e])
+        total = np.exp(sink[h] - top)
+        for e in range(weights.shape[0]):
+            weights[e] = np.exp(weights[e] - top)
+            total += weights[e]
+        for e in range(weights.shape[0]):
+            weights[e] /= total

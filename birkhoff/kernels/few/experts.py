@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from birkhoff.kernels.jit import compiled
-from birkhoff.kernels.linear.cpu import rows_by_weight
+from birkhoff.kernels.linear.cpu import add_product, rows_by_weight
 
 
 @compiled
@@ -46,7 +46,7 @@ def experts(x, entry, given, bias, factor, gate_up, down, shared_down, limit, lo
             weight = z[g, 0]
             for i in range(inner):
                 z[g, i] = _swiglu(opened[g, i], opened[g, inner + i], limit) * weight
-        _add_down(z, guests, down[e], whose, out)
+        add_product(z[:guests], down[e], whose, out)
 
 
 @compiled
@@ -79,23 +79,3 @@ def _route(logits, given, row, bias, factor, ids, weights):
         total += scores[ids[place]]
     for place in range(places):
         weights[place] = scores[ids[place]] / total * factor
-
-
-@compiled
-def _add_down(z, guests, down, whose, out):
-    """out[whose[g]] += z[g] @ down, four rows of `down` at a time."""
-    inner, width = down.shape
-    i = 0
-    while i + 4 <= inner:
-        d0, d1, d2, d3 = down[i], down[i + 1], down[i + 2], down[i + 3]
-        for g in range(guests):
-            target, z0, z1, z2, z3 = out[whose[g]], z[g, i], z[g, i + 1], z[g, i + 2], z[g, i + 3]
-            for c in range(width):
-                target[c] += z0 * d0[c] + z1 * d1[c] + z2 * d2[c] + z3 * d3[c]
-        i += 4
-    while i < inner:
-        for g in range(guests):
-            target, z0, d0 = out[whose[g]], z[g, i], down[i]
-            for c in range(width):
-                target[c] += z0 * d0[c]
-        i += 1

@@ -6,6 +6,7 @@ that PyTorch links reads 10 GB/s (150 us), these loops 36 GB/s (43 us).
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -17,28 +18,47 @@ FEW = 12  # rows up to which the loops win
 
 @compiled
 def rows_by_weight(x, weight, out):
-    """out[n, o] = sum_k x[n, k] weight[o, k], four rows at a time so that a weight is read once for them."""
+    """out[n, o] = sum_k x[n, k] weight[o, k], two rows at a time so that a weight is read once for them.
+
+    Sums start from a float32: one that starts from anything wider is carried wider, at half the speed."""
     count, width = x.shape
+    zero = np.float32(0)
     for o in range(weight.shape[0]):
         w = weight[o]
         row = 0
-        while row + 4 <= count:
-            x0, x1, x2, x3 = x[row], x[row + 1], x[row + 2], x[row + 3]
-            s0 = s1 = s2 = s3 = w[0] * 0
+        while row + 2 <= count:
+            x0, x1 = x[row], x[row + 1]
+            s0 = s1 = zero
             for k in range(width):
                 s0 += w[k] * x0[k]
                 s1 += w[k] * x1[k]
-                s2 += w[k] * x2[k]
-                s3 += w[k] * x3[k]
-            out[row, o], out[row + 1, o], out[row + 2, o], out[row + 3, o] = s0, s1, s2, s3
-            row += 4
-        while row < count:
-            x0 = x[row]
-            s0 = w[0] * 0
+            out[row, o], out[row + 1, o] = s0, s1
+            row += 2
+        if row < count:
+            x0, s0 = x[row], zero
             for k in range(width):
                 s0 += w[k] * x0[k]
             out[row, o] = s0
-            row += 1
+
+
+@compiled
+def add_product(x, weight, whose, out):
+    """out[whose[g]] += sum_i x[g, i] weight[i], four rows of `weight` at a time."""
+    inner, width = weight.shape
+    i = 0
+    while i + 4 <= inner:
+        w0, w1, w2, w3 = weight[i], weight[i + 1], weight[i + 2], weight[i + 3]
+        for g in range(x.shape[0]):
+            target, x0, x1, x2, x3 = out[whose[g]], x[g, i], x[g, i + 1], x[g, i + 2], x[g, i + 3]
+            for c in range(width):
+                target[c] += x0 * w0[c] + x1 * w1[c] + x2 * w2[c] + x3 * w3[c]
+        i += 4
+    while i < inner:
+        for g in range(x.shape[0]):
+            target, x0, w0 = out[whose[g]], x[g, i], weight[i]
+            for c in range(width):
+                target[c] += x0 * w0[c]
+        i += 1
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

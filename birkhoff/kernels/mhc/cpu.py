@@ -14,18 +14,17 @@ from birkhoff.kernels.linear import cpu as product
 
 
 @compiled
-def _square_mean(x, out):
+def square_mean(x, out):
     count, width = x.shape
     for row in range(count):
-        source = x[row]
-        total = source[0] * 0
+        source, total = x[row], np.float32(0)
         for k in range(width):
             total += source[k] * source[k]
         out[row] = total / width
 
 
 @compiled
-def _finish(logits, mean, base, scale, iters, eps, rms_eps, streams, u, pre, post, mix):
+def finish(logits, mean, base, scale, iters, eps, rms_eps, streams, u, pre, post, mix):
     """Everything after the projection: logits [n, (2+m)m] -> pre, post, mix, and u = sum_s pre[s] streams[s]."""
     count, m, width = streams.shape
     one = np.float32(1)
@@ -83,9 +82,9 @@ def read(
     wide = streams.float().contiguous()
     flat = wide.view(n, m * d)
     logits, mean = product.linear(flat, fn), torch.empty(n)
-    _square_mean(flat.numpy(), mean.numpy())
+    square_mean(flat.numpy(), mean.numpy())
     u, pre, post, mix = torch.empty(n, d), torch.empty(n, m), torch.empty(n, m), torch.empty(n, m, m)
-    _finish(
+    finish(
         logits.numpy(), mean.numpy(), base.numpy(), scale.numpy(), iters, np.float32(eps), np.float32(rms_eps),
         wide.numpy(), u.numpy(), pre.numpy(), post.numpy(), mix.numpy(),
     )  # fmt: skip
@@ -93,7 +92,7 @@ def read(
 
 
 @compiled
-def _write(streams, y, post, mix, out):
+def mix_back(streams, y, post, mix, out):
     count, m, width = streams.shape
     for row in range(count):
         for k in range(m):
@@ -109,5 +108,5 @@ def _write(streams, y, post, mix, out):
 def write(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
     wide = streams.float().contiguous()
     out = torch.empty_like(wide)
-    _write(wide.numpy(), y.float().contiguous().numpy(), post.numpy(), mix.numpy(), out.numpy())
+    mix_back(wide.numpy(), y.float().contiguous().numpy(), post.numpy(), mix.numpy(), out.numpy())
     return out.to(streams.dtype)

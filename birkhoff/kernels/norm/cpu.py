@@ -14,8 +14,7 @@ NO_WEIGHT = np.ones(0, np.float32)
 def normalise(x, weight, eps, out):
     count, width = x.shape
     for row in range(count):
-        source, target = x[row], out[row]
-        total = source[0] * 0
+        source, target, total = x[row], out[row], np.float32(0)
         for k in range(width):
             total += source[k] * source[k]
         rho = np.float32(1 / np.sqrt(total / width + eps))
@@ -28,7 +27,8 @@ def normalise(x, weight, eps, out):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    wide = x.float().reshape(-1, x.shape[-1])
-    out = torch.empty_like(wide)
-    normalise(wide.numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out.numpy())
-    return out.view(x.shape).to(x.dtype)
+    wide = x if x.dtype is torch.float32 and x.dim() == 2 else x.float().reshape(-1, x.shape[-1])
+    out = np.empty(wide.shape, np.float32)
+    normalise(wide.contiguous().numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out)
+    made = torch.from_numpy(out)
+    return made if wide is x else made.view(x.shape).to(x.dtype)

@@ -119,11 +119,11 @@ class AttentionFew:
         pages: np.ndarray = _NO_PAGES
         table: np.ndarray | None = _NO_TABLE
         chosen: np.ndarray = _ALL
-        if a.compressor is not None:
+        if self.entries is not None:
             at = self.rank + a.head_dim
             pages, table = _array(state.pages[ENTRY]), state.state.table_array
             at = self._compress(self.entries, entered, at, slots, positions, state)
-            if a.indexer is not None:
+            if self.index_keys is not None:
                 at = self._compress(self.index_keys, entered, at, slots, positions, state)
                 chosen = self._choose(entered[:, at:], latent, cos, sin, group, slots, positions, state)
         out = torch.empty(n, self.hidden)

@@ -335,6 +335,12 @@ class Engine:
         """What was not computed twice and what was guessed, since the engine was loaded."""
         return self._core.reuse()
 
+    @property
+    def placement(self) -> dict[str, Any] | None:
+        """How many experts lie on the device, how much of their use that caught, and how many have moved; None where
+        all of them lie with the model."""
+        return None if self._core.placement is None else self._core.placement.report()
+
     def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CaptureDesk | None = None) -> Request:
         """Queue a prompt for its activations alone; they go through `desk` when it is not this engine's own."""
         request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture, desk=desk)

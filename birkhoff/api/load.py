@@ -9,9 +9,11 @@ from pathlib import Path
 import torch
 
 from birkhoff.api.engine import Engine, dtype_name
+from birkhoff.api.placing import place, placed_text, refuse_unplaceable, wish_of
 from birkhoff.api.reuse import check_prefix_cache, drafts_of, files_for, plan_memory
 from birkhoff.api.shipped import shipped_vectors
 from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.placement import Placement
 from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import (
     CheckpointError,
@@ -38,7 +40,9 @@ def load(
     dtype: str = "auto",
     numerics: str = "plain",
     kernels: str = "auto",
-    experts: str | int = "auto",
+    experts: str | int | float = "auto",
+    gpu_memory: str | int | None = None,
+    expert_counts: str | Path | None = None,
     max_requests: int = 8,
     max_batch_tokens: int = 2048,
     max_context: int | None = None,
@@ -54,9 +58,10 @@ def load(
     """Open a checkpoint and make it ready to answer. See the package's documentation for every option.
 
     `context_root` is a folder for pages of past prompts that memory has no room for, of at most `context_bytes`; they
-    are found there again by a later process. `progress` is called with (bytes read, bytes in all) while weights are
-    loaded."""
-    _refuse_unbuilt(experts)
+    are found there again by a later process. `expert_counts` is a file of how often each expert was read: where there
+    is one, it decides which experts begin on the device, and it is written anew when the engine is closed. `progress`
+    is called with (bytes read, bytes in all) while weights are loaded."""
+    wish = wish_of(experts, gpu_memory, expert_counts)
     check_prefix_cache(prefix_cache)
     drafts_of(speculative, has_mtp=True, batch_invariant=False)  # a wrong value is refused before anything is read
     _one_of("numerics", numerics, ("plain", "released"))
@@ -88,17 +93,26 @@ def load(
     drafts = drafts_of(wanted, checkpoint.has_mtp, batch_invariant)
     compute = torch.float32 if dtype == "auto" and where.type == "cpu" else _DTYPES.get(dtype, torch.bfloat16)
     how = Numerics(compute, numerics == "released", select(choice))
+    with_mtp = checkpoint.has_mtp and not (packed and drafts.depth == 0)  # device memory is for what is used
     with torch.device("meta"):
-        network = Transformer(config, how, packed, mtp=checkpoint.has_mtp)
+        network = Transformer(config, how, packed, mtp=with_mtp)
+    placed = None
+    if packed:
+        room = _free_bytes(where), _free_bytes(torch.device("cpu"))
+        placed = place(network, wish, where, *room, cache_bytes, max_requests, max_context)
+    else:
+        refuse_unplaceable(wish)
+    if placed is not None:
+        network.hold_experts(placed.store)
     network = network.to_empty(device=where).eval()
-    load_into(network.destinations(), checkpoint, progress=progress)
+    load_into(network.destinations(), checkpoint, skip=() if with_mtp else ("mtp.",), progress=progress)
     network.fuse()
     if how.kernels.name == "cpu":
         seconds = compile_kernels()
         if seconds > 2:
             print(f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time", file=sys.stderr)
     if cache_bytes is None:
-        cache_bytes = _free_bytes(where) // 4
+        cache_bytes = _free_bytes(where) // 4 if placed is None else placed.budget.cache_bytes
     memory = plan_memory(config, compute.itemsize, cache_bytes, max_requests, max_context, prefix_cache, drafts.depth)
     tokenizer = _tokenizer(checkpoint)
     core = EngineCore(
@@ -114,6 +128,7 @@ def load(
         draft_always=drafts.always,
         files=files_for(network, context_root, context_bytes) if memory.prefix_bytes else None,
         device=where,
+        placement=None if placed is None else Placement(placed.store, placed.heat, network, file=wish.counts),
     )
     for notice in checkpoint.notices:
         print(f"birkhoff: {notice}", file=sys.stderr)
@@ -121,7 +136,8 @@ def load(
         f"birkhoff: {model} on {where}, {dtype_name(compute)}, {numerics} numerics, {how.kernels.name} kernels; "
         f"{max_requests} requests of up to {memory.context} tokens, cache_bytes {cache_bytes}; prefix cache "
         + (f"of {memory.pages} pages" if memory.prefix_bytes else "off")
-        + f", {drafts}",
+        + f", {drafts}"
+        + (f"; {placed_text(placed.budget)}" if placed is not None else ""),
         file=sys.stderr,
     )
     engine = Engine(core, tokenizer, _literals(checkpoint), str(model), capture_root)
@@ -206,11 +222,6 @@ def _free_bytes(where: torch.device) -> int:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
     except (OSError, StopIteration):
         return 4 * 2**30
-
-
-def _refuse_unbuilt(experts: object) -> None:
-    if experts not in ("auto", "device"):
-        raise OptionError(f"experts={experts!r} is not built yet: all experts live on the device. Use 'auto'.")
 
 
 def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:

@@ -173,6 +173,8 @@ class EngineCore:
             if self.scheduler.prefix is not None:
                 self.scheduler.prefix.close()
         self.runner.close()
+        if self.placement is not None:
+            self.placement.close()
 
     def _commit(self, work: list[Work], ran: list[Ran | None]) -> None:
         """Book what was computed, sample where a sequence ends, release what is finished."""

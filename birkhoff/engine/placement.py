@@ -8,6 +8,7 @@ most `most` exchanges begin, which run beside the coming steps. None of it chang
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -27,13 +28,15 @@ When = Literal["chunks", "always", "never"]
 
 class Placement:
     """`heat` is what is known before the first step. `ahead` says for which steps experts of hash-routed layers are
-    sent for: a single token is known too late to gain by it, so by default only for chunks."""
+    sent for: a single token is known too late to gain by it, so by default only for chunks. `file` is given the
+    counts at the end."""
 
     def __init__(
         self, store: ExpertStore, heat: Heat, model: Transformer, *, every: int = EVERY, most: int = MOST,
-        ahead: When = "chunks",
+        ahead: When = "chunks", file: Path | None = None,
     ):  # fmt: skip
         self.store, self.heat, self.every, self.most, self.when = store, heat, every, most, ahead
+        self.file = file
         self.ahead = Ahead(store, _hash_tables(model))
         self.steps = self.exchanged = 0
         self.reads = {"hot": 0, "cold": 0}
@@ -62,6 +65,15 @@ class Placement:
         """What is known of the experts' use, for a file."""
         return self.heat.counts()
 
+    def close(self) -> None:
+        """Leave what was learnt in the file, where there is one."""
+        self.store.settle(wait=True)
+        if self.file is not None:
+            counts, ticket = self.store.courier.fetch(self.store.counts)
+            self.store.courier.wait(ticket)
+            self._note(counts, self.steps)
+            self.counts().save(self.file)
+
     def report(self) -> dict[str, Any]:
         """Numbers for people: shares of experts and of reads that were on the device, and exchanges so far."""
         reads, resident = sum(self.reads.values()), self.store.resident()
@@ -75,13 +87,16 @@ class Placement:
         }
 
     def _learn(self, counts: torch.Tensor, steps: int) -> None:
+        self._note(counts, steps)
+        for arriving, leaving in self.heat.exchanges(self.store.resident(), self.most):
+            self.store.swap(arriving, leaving)
+
+    def _note(self, counts: torch.Tensor, steps: int) -> None:
         fresh, resident = counts - self._seen, self.store.resident()
         self.reads["hot"] += int(fresh[resident].sum())
         self.reads["cold"] += int(fresh[~resident].sum())
         self.heat.note(fresh, steps - self._seen_steps)
         self._seen, self._seen_steps = counts.clone(), steps
-        for arriving, leaving in self.heat.exchanges(resident, self.most):
-            self.store.swap(arriving, leaving)
 
 
 def _hash_tables(model: Transformer) -> dict[int, torch.Tensor]:

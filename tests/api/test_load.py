@@ -31,6 +31,8 @@ def test_options_and_defaults_are_the_promised_ones():
         "progress",
         "context_root",
         "context_bytes",
+        "gpu_memory",
+        "expert_counts",
     }
 
 

@@ -174,13 +174,14 @@ def serve(
     streams: Annotated[int, typer.Option(help="Clients at a time, and slots.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
     threads: Annotated[int, typer.Option(help="PyTorch threads of the server and of the engine alone.")] = 1,
+    cache_bytes: Annotated[int, typer.Option(help="Bytes of caches; a small one is soon full. 0: the default.")] = 0,
     json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
 ) -> None:
     """A real server under streams and under overload, beside the engine's own rate; fails if a request did not end."""
     from birkhoff.bench.serve import Setting, bench_serve
 
     with bar("measuring", "seconds") as advance:
-        rows = list(bench_serve(model, Setting(seconds, streams, tokens, threads), advance))
+        rows = list(bench_serve(model, Setting(seconds, streams, tokens, threads, cache_bytes), advance))
     for row in rows:
         if json or not sys.stdout.isatty():
             typer.echo(json_module.dumps(row))

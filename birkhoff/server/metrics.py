@@ -1,6 +1,8 @@
-"""Numbers for Prometheus: some twenty series with names of our own, no prompt, key or user in any label."""
+"""Numbers for Prometheus: some twenty-five series with names of our own, no prompt, key or user in any label."""
 
 from __future__ import annotations
+
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import generate_latest
@@ -42,6 +44,9 @@ class Metrics:
         self.running = gauge("running", "Answers in a slot.")
         self.waiting = gauge("waiting", "Answers that wait for a slot.")
         self.slots_free = gauge("slots_free", "Slots that are free.")
+        self.prefix_pages = gauge("prefix_pages", "Pages of past prompts that are kept.")
+        self.prefix_bytes = gauge("prefix_bytes", "Bytes that are kept beside those pages: states and captured rows.")
+        self.prefix_evictions = gauge("prefix_evictions", "Pages that had to go since the start.")
         self.first_token = spread("time_to_first_token_seconds", "From submission to the first token.")
         self.per_token = spread("time_per_token_seconds", "Between tokens of one answer, on average.", _TOKEN_SECONDS)
         self.queue = spread("queue_seconds", "From submission to a slot.")
@@ -70,6 +75,13 @@ class Metrics:
             self.first_token.observe(times.first_token - times.submitted)
             if times.finished is not None and tokens > 1:
                 self.per_token.observe((times.finished - times.first_token) / (tokens - 1))
+
+    def held(self, prefix: dict[str, Any] | None) -> None:
+        """Note what the prefix cache holds, when there is one."""
+        if prefix is not None:
+            self.prefix_pages.set(prefix["pages"])
+            self.prefix_bytes.set(prefix["snapshot_bytes"] + prefix["row_bytes"])
+            self.prefix_evictions.set(prefix["evictions"])
 
     def text(self) -> bytes:
         return generate_latest(self.registry)

@@ -117,6 +117,7 @@ class Service:
         self._metrics.waiting.set(len(live) - running)
         if self._desk.hub.loaded:
             self._metrics.slots_free.set(self._desk.engine.max_requests - running)
+            self._metrics.held(self._desk.engine.reuse["prefix"])
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def no_embeddings(self) -> Response:

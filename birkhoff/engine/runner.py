@@ -101,21 +101,21 @@ class Runner:
             self.state.give_pages(request.slot, request.pages)
             self._given[request.slot] = list(request.pages)
 
-    def _arm(self, work: Sequence[Work], firsts: Sequence[int], staging: Staging) -> LiveTap | None:
+    def _arm(self, work: Sequence[Work], firsts: Sequence[int], num_rows: int, staging: Staging) -> LiveTap | None:
         """The tap of this step, when some request of it has a plan that wants something of it."""
         spans = [
             Span(w.request.plan, first, w.start, w.tokens, len(w.request.prompt_ids))
             for w, first in zip(work, firsts)
-            if w.request.plan is not None
+            if w.request.plan is not None and not (w.request.plan.rests and w.start >= len(w.request.prompt_ids))
         ]
-        return arm(staging, spans) if spans else None
+        return arm(staging, spans, num_rows) if spans else None
 
     def _forward(self, work: Sequence[Work], staging: Staging | None = None) -> list[Ran | None]:
         parts = [_pieces(w) for w in work]
         batch = Batch.of([piece for pieces in parts for piece in pieces], self.state.device)
         row_of = {id(piece): row for piece, row in zip(batch.pieces, batch.offsets)}
         firsts = [row_of[id(pieces[0])] for pieces in parts]
-        tap = self._arm(work, firsts, staging or self._stagings[0])
+        tap = self._arm(work, firsts, batch.num_tokens, staging or self._stagings[0])
         if tap is None and self.graphs is not None and self._decodes(work):
             self._deliver(work, None)
             return self._replay(work, self.graphs)
@@ -144,7 +144,7 @@ class Runner:
 
     def _deliver(self, work: Sequence[Work], tap: LiveTap | None) -> None:
         """Captured rows to whoever wants them; those of guesses only when it is known that they stay."""
-        planned = {w.request.plan: w.request for w in work if w.request.plan is not None}
+        planned = {w.request.plan: w.request for w in work if w.request.plan is not None and w.request.plan.jobs}
         witness = self.prefix.keep_rows(planned) if self.prefix is not None and planned else None
         waiting = {w.request.plan: w for w in work if w.guesses and w.request.plan is not None}
         for plan, w in waiting.items():

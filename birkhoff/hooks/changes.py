@@ -1,7 +1,8 @@
 """What one step changes, by site: additions out of the tables, and everything else row by row.
 
-`ChangeDesk.of` asks every edit of every span which tokens of its piece it changes. While requests only decode, the
-answers are the same step after step; then the same `Changes` are handed out again and nothing is built. The index from
+`ChangeDesk.of` asks every edit of every span which tokens of its piece it changes, unless the plan knows it of all
+generated tokens. While requests only decode, the answers are the same step after step; then the same `Changes` are
+handed out again and nothing is built. The index from
 tokens to table rows is a buffer of a few fixed sizes, padded with the row that changes nothing and written in place.
 
 A plan that holds no rows of a table (one forward pass for a trace, say) has its additions done row by row: the same
@@ -12,15 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
-from birkhoff.hooks.edit import Around, Path, SiteEdit, Splice, apply
+from birkhoff.hooks.edit import Around, Path, SiteEdit, Splice, Stage, stages
 from birkhoff.hooks.plan import Key, Span
 from birkhoff.hooks.table import SENTINEL, Tables, gather_add
 
+LeftOut = Literal["none", "carry", "read"]  # the path whose edits a tensor does not get
 RowEdits = list[tuple[SiteEdit | Splice, list[int]]]
 SIZES = (8, 64, 512)  # tokens an index can hold; beyond the last, multiples of it
 FEW = 4  # when fewer than one token in so many is touched, only those are gathered
@@ -58,6 +61,7 @@ class Changes:
     tables: Tables | None = None
     token_rows: torch.Tensor | None = None
     only: torch.Tensor | None = None
+    _sorted: dict[tuple[Key, LeftOut], list[Stage]] = field(default_factory=dict)
 
     def needs_post(self) -> bool:
         """Whether some edit wants the write-out weights of the sublayer before it."""
@@ -69,31 +73,33 @@ class Changes:
 
     def whole(self, key: Key, x: torch.Tensor, around: Around) -> torch.Tensor:
         """A site with one tensor."""
-        change = self.sites[key]
-        return self._apply(key, change.paths, change.others, x, around)
+        return self._apply(key, "none", x, around)
 
     def parted(self, key: Key, x: torch.Tensor, around: Around) -> tuple[torch.Tensor, torch.Tensor]:
         """Streams: what is read and what is carried."""
         change = self.sites[key]
         if change.one_tensor:
-            both = self._apply(key, change.paths, change.others, x, around)
+            both = self._apply(key, "none", x, around)
             return both, both
-        read, carried = (
-            self._apply(key, change.paths - {path}, [c for c in change.others if c[0].path != path], x, around)
-            for path in ("carry", "read")
-        )
-        return read, carried
+        return self._apply(key, "carry", x, around), self._apply(key, "read", x, around)
 
-    def _apply(self, key: Key, paths: set[Path], others: RowEdits, x: torch.Tensor, around: Around) -> torch.Tensor:
-        if not paths:
-            return apply(x, others, around)
-        if not others:
-            return self._add(key, paths, x)
-        return apply(x, others, around, lambda out: self._add(key, paths, out))
+    def _apply(self, key: Key, left_out: LeftOut, x: torch.Tensor, around: Around) -> torch.Tensor:
+        sorted_out = self._sorted.get((key, left_out))
+        if sorted_out is None:
+            sorted_out = self._sorted[key, left_out] = self._stages(key, left_out)
+        for stage in sorted_out:
+            x = stage(x, around)
+        return x
 
-    def _add(self, key: Key, paths: set[Path], x: torch.Tensor) -> torch.Tensor:
+    def _stages(self, key: Key, left_out: LeftOut) -> list[Stage]:
+        change = self.sites[key]
+        paths = [path for path in sorted(change.paths) if path != left_out]
+        others = [(edit, rows) for edit, rows in change.others if edit.path != left_out]
+        return stages(others, partial(self._add, key, paths) if paths else None)
+
+    def _add(self, key: Key, paths: Sequence[Path], x: torch.Tensor) -> torch.Tensor:
         assert self.tables is not None and self.token_rows is not None
-        sites = [self.tables.site((*key, path)) for path in sorted(paths)]
+        sites = [self.tables.site((*key, path)) for path in paths]
         if self.only is None:
             return gather_add(x, self.token_rows, sites)
         return x.index_copy(0, self.only, gather_add(x.index_select(0, self.only), self.token_rows, sites))
@@ -112,6 +118,16 @@ class _Active:
         return [self.span.first_row + int(offset) for offset in self.offsets]
 
 
+# The edits of a plan that meet a piece: numbers alone when each meets its one token, else with the tokens they meet.
+Met = Sequence[int] | Sequence[tuple[int, Sequence[int]]]
+
+
+def _uses(span: Span, met: Met) -> Iterator[_Active]:
+    for one in met:
+        number, offsets = one if isinstance(one, tuple) else (one, range(1))
+        yield _Active(span, number, offsets)
+
+
 class ChangeDesk:
     """Makes the changes of a step, and keeps the last ones for as long as nothing is different."""
 
@@ -123,32 +139,38 @@ class ChangeDesk:
 
     def of(self, spans: Sequence[Span], num_rows: int | None) -> Changes | None:
         """The changes of a step of `num_rows` tokens (None: many), or None when there are none."""
-        active: list[_Active] = []
+        met: list[tuple[Span, Met]] = []
         signature: list[Any] = [num_rows]
         for span in spans:
             plan = span.plan
-            if plan.edits:
-                active += self._ask(span, signature)
-                if plan.table is not None:
-                    signature.append(plan.table.tables.version)
-        if not active:
+            if not plan.edits:
+                continue
+            if span.start >= span.prompt_len and len(span.token_ids) == 1 and plan.on_generated is not None:
+                here: Met = plan.on_generated  # known without asking, and the same for every token to come
+                if here:
+                    plan.steered.add(span.start)
+            else:
+                here = self._ask(span)
+            if here:
+                met.append((span, here))
+                version = 0 if plan.table is None else plan.table.tables.version
+                signature.append((plan, span.first_row, span.start if plan.by_position else 0, here, version))
+        if not met:
             return None
         if signature != self._signature:
+            active = [use for span, here in met for use in _uses(span, here)]
             self._last, self._signature = self._build(active, num_rows), signature
         return self._last
 
-    def _ask(self, span: Span, signature: list[Any]) -> Iterator[_Active]:
-        plan = span.plan
-        signature += [plan, span.first_row]
-        if plan.by_position:
-            signature.append(span.start)
-        for number, edit in enumerate(plan.edits):
+    def _ask(self, span: Span) -> list[tuple[int, Sequence[int]]]:
+        found: list[tuple[int, Sequence[int]]] = []
+        for number, edit in enumerate(span.plan.edits):
             offsets = edit.offsets(span.start, span.token_ids, span.prompt_len)
             if len(offsets):
                 offsets = offsets if isinstance(offsets, range) else [int(offset) for offset in offsets]
-                signature += [number, offsets]
-                plan.steered.update(span.start + offset for offset in offsets)
-                yield _Active(span, number, offsets)
+                found.append((number, offsets))
+                span.plan.steered.update(span.start + offset for offset in offsets)
+        return found
 
     def _build(self, active: Sequence[_Active], num_rows: int | None) -> Changes:
         changes = Changes()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal, Protocol
 
 import torch
@@ -99,31 +100,52 @@ class SiteEdit:
         return whole.flatten()
 
 
-def apply(
-    x: torch.Tensor,
+Stage = Callable[[torch.Tensor, Around], torch.Tensor]
+
+
+def stages(
     edits: Sequence[tuple[SiteEdit | Splice, list[int]]],
-    around: Around,
     added: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """All edits of one site of one step, in their fixed order. `added` does the plain additions that are in tables."""
-    out = x
+) -> list[Stage]:
+    """All edits of one site in their fixed order, sorted out once for as many steps as they stay the same. `added`
+    does the plain additions that are in tables."""
+    found: list[Stage] = []
     for op in ORDER:
         if op == "add" and added is not None:
-            out = added(out)
+            found.append(lambda x, around: added(x))
         hosts: dict[SpliceHost, list[tuple[Splice, list[int]]]] = {}
         chosen = [(edit, rows) for edit, rows in edits if edit.op == op and isinstance(edit, SiteEdit)]
         for edit, rows in edits:
             if edit.op == op and not isinstance(edit, SiteEdit):
                 hosts.setdefault(edit.host, []).append((edit, rows))
         for host in sorted(hosts, key=lambda host: host.order):
-            out = host.run(out, hosts[host], around)
+            found.append(partial(_spliced, host, hosts[host]))
         plain = [(edit, rows) for edit, rows in chosen if edit.is_plain]
         if plain:
-            out = _add_constants(out, plain)
-        for edit, rows in chosen:
-            if not edit.is_plain:
-                out = _edit_rows(out, edit, rows, around.post)
-    return out
+            found.append(partial(_constants_added, plain))
+        found += [partial(_edited, edit, rows) for edit, rows in chosen if not edit.is_plain]
+    return found
+
+
+def apply(x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]], around: Around) -> torch.Tensor:
+    """All edits of one site of one step."""
+    for stage in stages(edits):
+        x = stage(x, around)
+    return x
+
+
+def _spliced(
+    host: SpliceHost, uses: Sequence[tuple[Splice, list[int]]], x: torch.Tensor, around: Around
+) -> torch.Tensor:
+    return host.run(x, uses, around)
+
+
+def _constants_added(edits: list[tuple[SiteEdit, list[int]]], x: torch.Tensor, around: Around) -> torch.Tensor:
+    return _add_constants(x, edits)
+
+
+def _edited(edit: SiteEdit, rows: list[int], x: torch.Tensor, around: Around) -> torch.Tensor:
+    return _edit_rows(x, edit, rows, around.post)
 
 
 def _add_constants(x: torch.Tensor, edits: list[tuple[SiteEdit, list[int]]]) -> torch.Tensor:

@@ -210,7 +210,8 @@ def arm(staging: Staging, spans: Sequence[Span], num_rows: int | None = None) ->
     wanted: dict[tuple[Key, bool], _Wanted] = {}
     changes = staging.changes.of(spans, num_rows)
     for span in spans:
-        _collect(span, wanted)
+        if span.plan.jobs:
+            _collect(span, wanted)
     if not wanted and changes is None:
         return None
     if not wanted and staging.armed is not None and staging.armed.changes is changes:

@@ -22,6 +22,13 @@ def covers(phases: str, phase: Phase) -> bool:
     return phases in ("both", phase)
 
 
+def every_generated(phases: str, selector: PositionSelector | None) -> bool | None:
+    """Whether all generated tokens are meant, or none of them; None when each has to be asked about."""
+    if not covers(phases, "decode"):
+        return False
+    return True if selector is None else None
+
+
 def offsets(
     phases: str, selector: PositionSelector | None, start: int, token_ids: Sequence[int], prompt_len: int
 ) -> Sequence[int]:

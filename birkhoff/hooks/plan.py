@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -65,6 +65,11 @@ class Edit(Protocol):
         """Which of the tokens at positions `start, start + 1, ...` are changed."""
         ...
 
+    @property
+    def generated(self) -> bool | None:
+        """Whether it changes every generated token, or none of them; None when each has to be asked about."""
+        ...
+
     def digest_parts(self, phase: Phase) -> Sequence[Part]:
         """What it does to tokens of a phase, in canonical bytes; nothing when it leaves all of them alone."""
         ...
@@ -101,6 +106,17 @@ class Plan:
         return any(isinstance(change, SiteEdit) and change.places is not None for change in changes)
 
     @cached_property
+    def on_generated(self) -> tuple[int, ...] | None:
+        """Numbers of the edits of every generated token; None when some edit chooses among those tokens."""
+        said = [edit.generated for edit in self.edits]
+        return None if None in said else tuple(number for number, changes in enumerate(said) if changes)
+
+    @cached_property
+    def rests(self) -> bool:
+        """Nothing is wanted of generated tokens and nothing is done to them."""
+        return not self.jobs and self.on_generated == ()
+
+    @cached_property
     def prefill_digest(self) -> bytes | None:
         """128 bits of what is done to the tokens of the prompt; None when nothing is."""
         return combine(part for edit in self.edits for part in edit.digest_parts("prefill"))
@@ -133,8 +149,7 @@ class Plan:
             job.close(finish_reason, num_tokens)
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """One request's piece of a step: tokens at `start..` stand in rows `first_row..` of the flattened batch."""
 
     plan: Plan

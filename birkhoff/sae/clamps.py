@@ -197,12 +197,35 @@ class ClampTable:
         made = (torch.tensor(union, dtype=torch.long), kind, low, high, gate)
         return cls(*(tensor.to(device) for tensor in made))
 
-    def apply(self, f: torch.Tensor, lines: torch.Tensor, signed: bool) -> torch.Tensor:
-        """f' of features `[n, C]`, each row by its line; `signed` activations are live wherever they are not zero."""
-        kind, low, high, gate = (table[lines] for table in (self.kind, self.low, self.high, self.gate))
-        out = torch.where(kind == ABSOLUTE, low, f)
-        out = torch.where(kind == ADDITIVE, f + low, out)
-        out = torch.where(kind == MULTIPLY, f * low, out)
-        out = torch.where(kind == BOUND, torch.minimum(torch.maximum(f, low), high), out)
+    def at(self, lines: torch.Tensor) -> LaidClamps:
+        """The clamps of rows, each by its line."""
+        kind, low, high, gate = (t.index_select(0, lines) for t in (self.kind, self.low, self.high, self.gate))
+        return LaidClamps(kind, low, high, gate, frozenset(self.kind.unique().tolist()), bool(self.gate.any()))
+
+
+@dataclass(frozen=True, eq=False)
+class LaidClamps:
+    """Clamps `[n, C]` of rows. `kinds` are all codes among them, so that a step does only what somebody asked for."""
+
+    kind: torch.Tensor
+    low: torch.Tensor
+    high: torch.Tensor
+    gate: torch.Tensor
+    kinds: frozenset[int]
+    gated: bool
+
+    def apply(self, f: torch.Tensor, signed: bool) -> torch.Tensor:
+        """f' of features `[n, C]`; `signed` activations are live wherever they are not zero."""
+        out = f
+        if ABSOLUTE in self.kinds:
+            out = self.low if len(self.kinds) == 1 else torch.where(self.kind == ABSOLUTE, self.low, out)
+        if ADDITIVE in self.kinds:
+            out = torch.where(self.kind == ADDITIVE, f + self.low, out)
+        if MULTIPLY in self.kinds:
+            out = torch.where(self.kind == MULTIPLY, f * self.low, out)
+        if BOUND in self.kinds:
+            out = torch.where(self.kind == BOUND, torch.minimum(torch.maximum(f, self.low), self.high), out)
+        if not self.gated:
+            return out
         live = f != 0 if signed else f > 0
-        return torch.where(gate & ~live, f, out)
+        return torch.where(self.gate & ~live, f, out)

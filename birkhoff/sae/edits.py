@@ -19,7 +19,7 @@ from birkhoff.errors import SaeError, SiteError, quoted
 from birkhoff.hooks import names
 from birkhoff.hooks.digest import Part, Phase, framed
 from birkhoff.hooks.edit import Op
-from birkhoff.hooks.phases import PHASES, covers, offsets
+from birkhoff.hooks.phases import PHASES, covers, every_generated, offsets
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.schema import HookSchema
@@ -182,6 +182,10 @@ class ResolvedSae:
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return offsets(self.phase, self.selector, start, token_ids, prompt_len)
+
+    @property
+    def generated(self) -> bool | None:
+        return every_generated(self.phase, self.selector)
 
     def digest_parts(self, phase: Phase) -> Sequence[Part]:
         if not covers(self.phase, phase):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -69,6 +69,7 @@ class ProbePlan:
     """A probe as a plan carries it: every token, at one site."""
 
     sites: dict[Key, Probe]
+    generated: ClassVar[bool] = True
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return range(len(token_ids))

@@ -22,13 +22,14 @@ from typing import Any
 import torch
 
 from birkhoff.hooks.edit import Around, Op, Path
-from birkhoff.sae.clamps import ClampRow, ClampTable
+from birkhoff.sae.clamps import ClampRow, ClampTable, LaidClamps
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.encode import Chosen, Held, Kept, columns, kept, reconstruct
 from birkhoff.sae.views import View
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # heights of the block; beyond the last, multiples of half of it
 MOST_COMPOSITIONS = 64
+MOST_LAYOUTS = 16
 
 
 def capacity(units: int) -> int:
@@ -72,6 +73,21 @@ class _Composition:
     decoder: torch.Tensor  # [C, d]
 
 
+@dataclass(frozen=True, eq=False)
+class _Layout:
+    """Units of a step and what is done to each, as tensors. `index` is filled up to a fixed size by repeating the first
+    unit; `picked` are the places whose features have to be found, None for all of them."""
+
+    index: torch.Tensor
+    units: torch.Tensor  # the first `count` of them, which are written
+    count: int
+    composition: _Composition
+    encodes: bool
+    picked: torch.Tensor | None
+    clamps: LaidClamps | None
+    constants: torch.Tensor | None  # [n, d]
+
+
 class SaeHost:
     """One dictionary at one site. `features` are those whose rows are held, None for all."""
 
@@ -81,6 +97,7 @@ class SaeHost:
         self._place = None if self.features is None else {name: place for place, name in enumerate(self.features)}
         self.held = self._hold(sae)
         self._compositions: dict[tuple[tuple[bytes, ...], ...], _Composition] = {}
+        self._layouts: dict[tuple[tuple[SaeUse, tuple[int, ...]], ...], _Layout] = {}
 
     def _hold(self, sae: Sae) -> Held:
         if self.features is None:
@@ -120,22 +137,49 @@ class SaeHost:
         return x
 
     def _run(self, x: torch.Tensor, uses: list[tuple[SaeUse, list[int]]], around: Around, error: str) -> torch.Tensor:
-        numbers, lines, met = self._compact(uses)
-        composition = self._composition(met)
-        if not numbers:
+        laid_out = self._layout(uses)
+        if not laid_out.count:
             return x
-        spare = capacity(len(numbers)) - len(numbers)
-        laid = self.view.laid_out(x)
-        index = torch.tensor(numbers + numbers[:1] * spare, device=x.device)
-        units = self.view.read(laid, index, around)
-        found = kept(self.held, units.v) if error == "drop" or any(composition.encodes) else None
-        delta = self._surgery(units.v, lines + lines[:1] * spare, composition, found)
+        rows = self.view.laid_out(x)
+        units = self.view.read(rows, laid_out.index, around)
+        found = kept(self.held, units.v) if error == "drop" or laid_out.encodes else None
+        delta = self._surgery(units.v, laid_out, found)
         if error == "keep":
             new = self.view.changed(units, delta)
         else:
             new = self.view.replaced(units, reconstruct(self.held, units.v, found) + delta)
-        count = len(numbers)
-        return laid.index_copy(0, index[:count], new[:count].to(x.dtype)).view(x.shape)
+        new = new if new.dtype is x.dtype else new.to(x.dtype)
+        return rows.index_copy(0, laid_out.units, new[: laid_out.count]).view(x.shape)
+
+    def _layout(self, uses: list[tuple[SaeUse, list[int]]]) -> _Layout:
+        """Where a step's uses meet the units. Requests that decode meet the same ones step after step."""
+        key = tuple((use, tuple(rows)) for use, rows in uses)
+        known = self._layouts.get(key)
+        if known is None:
+            known = self._lay_out(uses)
+            if known.count <= LADDER[-1]:  # those of prompts are large and do not come again
+                if len(self._layouts) >= MOST_LAYOUTS:
+                    self._layouts.clear()
+                self._layouts[key] = known
+        return known
+
+    def _lay_out(self, uses: list[tuple[SaeUse, list[int]]]) -> _Layout:
+        numbers, lines, met = self._compact(uses)
+        composition = self._composition(met)
+        spare = capacity(len(numbers)) - len(numbers) if numbers else 0
+        lines += lines[:1] * spare
+        return self._laid(numbers + numbers[:1] * spare, lines, composition, len(numbers))
+
+    def _laid(self, index: list[int], lines: list[int], composition: _Composition, count: int) -> _Layout:
+        where = [place for place, line in enumerate(lines) if composition.encodes[line]]
+        encodes = bool(where) and composition.chosen is not None
+        everywhere = len(where) == len(lines)
+        at = torch.tensor(lines, dtype=torch.long, device=self.device)
+        picked = torch.tensor(where, dtype=torch.long, device=self.device) if encodes and not everywhere else None
+        clamps = composition.table.at(at if picked is None else at[picked]) if encodes else None
+        constants = None if composition.constants is None else composition.constants[at]
+        units = torch.tensor(index, dtype=torch.long, device=self.device)
+        return _Layout(units, units[:count], count, composition, encodes, picked, clamps, constants)
 
     def _compact(self, uses: list[tuple[SaeUse, list[int]]]) -> tuple[list[int], list[int], list[tuple[SaeUse, ...]]]:
         """The units that opted in, the line of each, and the uses that every line holds."""
@@ -174,24 +218,18 @@ class SaeHost:
             return torch.tensor(list(features), dtype=torch.long, device=self.device)
         return self._places(features)
 
-    def _surgery(
-        self, v: torch.Tensor, lines: list[int], composition: _Composition, found: Kept | None
-    ) -> torch.Tensor:
+    def _surgery(self, v: torch.Tensor, laid: _Layout, found: Kept | None) -> torch.Tensor:
         """sum over clamped features of (f' - f) w, [n, d]."""
-        at = torch.tensor(lines, device=v.device)
-        delta = torch.zeros_like(v) if composition.constants is None else composition.constants[at]
-        where = [place for place, line in enumerate(lines) if composition.encodes[line]]
-        if not where or composition.chosen is None:
-            return delta
-        everywhere = len(where) == len(lines)
-        picked = None if everywhere else torch.tensor(where, device=v.device)
-        part, part_at = (v, at) if picked is None else (v[picked], at[picked])
+        composition, picked, constants = laid.composition, laid.picked, laid.constants
+        if laid.clamps is None or composition.chosen is None:
+            return torch.zeros_like(v) if constants is None else constants
+        part = v if picked is None else v[picked]
         found = found if picked is None or found is None else found.rows(picked)
-        table = composition.table
-        f = columns(part, table.features, composition.chosen, found)
-        changed = table.apply(f, part_at, self.held.activation.whole_row)
-        change = (changed - f) @ composition.decoder
-        return delta + change if picked is None else delta.index_add(0, picked, change)
+        f = columns(part, composition.table.features, composition.chosen, found)
+        change = (laid.clamps.apply(f, self.held.activation.whole_row) - f) @ composition.decoder
+        if picked is None:
+            return change if constants is None else constants + change
+        return (torch.zeros_like(v) if constants is None else constants).index_add(0, picked, change)
 
     def warm(self) -> None:
         """Run everything once on a row of zeros, so that nothing is set up inside a step."""
@@ -200,7 +238,7 @@ class SaeHost:
         row = ClampRow((first,), (1,), (0.0,), (0.0,), (False,))
         composition = self._compose([(SaeUse(self, row, "delta"),)])
         found = kept(self.held, v)
-        self._surgery(v, [0], composition, found)
+        self._surgery(v, self._laid([0], [0], composition, 1), found)
         if self.features is None:
             reconstruct(self.held, v, found)
 
@@ -211,6 +249,6 @@ def plain(sae: Sae, v: torch.Tensor, row: ClampRow, error: str) -> torch.Tensor:
     table = ClampTable.of([[row]], v.device)
     lines = torch.zeros(len(v), dtype=torch.long)
     changed = f.clone()
-    changed[:, table.features] = table.apply(f[:, table.features], lines, sae.activation.whole_row)
+    changed[:, table.features] = table.at(lines).apply(f[:, table.features], sae.activation.whole_row)
     lost = v.float() - sae.decode(f) if error == "keep" else 0.0
     return sae.decode(changed) + lost

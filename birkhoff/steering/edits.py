@@ -26,6 +26,7 @@ from birkhoff.hooks import names
 from birkhoff.hooks.digest import Part, Phase
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.layers import LayerSelector, parse_layers
+from birkhoff.hooks.phases import every_generated
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.schema import HookSchema
@@ -315,6 +316,11 @@ class ResolvedEdit:
     phase: str
     places: frozenset[int] | None = None
     prompt_len: int = 0
+
+    @property
+    def generated(self) -> bool | None:
+        every = every_generated(self.phase, self.selector)
+        return every if self.places is None or every is False else None
 
     def digest_parts(self, phase: Phase) -> Sequence[Part]:
         if self.phase not in ("both", phase):

@@ -25,6 +25,8 @@ PATHS = ("both", "read", "carry")
 class Everywhere:
     """An edit of every token, or of some offsets of each piece."""
 
+    generated = None
+
     def __init__(self, sites, only=None):
         self.sites, self._only = sites, only
 

@@ -1,0 +1,278 @@
+"""The taps of a decoding step as fixed operations on buffers that stay: what a recorded graph can hold.
+
+A `Pattern` says what is done where: which sites are captured, added to, changed row by row or spliced, and in how many
+lanes; it is all that a recorded step depends on. Which rows, vectors, features and bounds there are is data, written by
+`fill` between replays, so edits come, go and change without recording anything again. When nobody wants anything there
+is no pattern, and a step without any of this is replayed.
+
+A capture is an indexed copy of rows into a staging buffer; spare places repeat a row that nobody is given.
+`StillTap` is made of an armed `LiveTap` and gives it back its rows, so that who asked for them notices no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from birkhoff.hooks.changes import Changes, SiteChange
+from birkhoff.hooks.edit import ORDER, Around, Op, Path, SiteEdit
+from birkhoff.hooks.lanes import Laid, Lane, LaneBuffers, lay
+from birkhoff.hooks.live import SENTINEL, LiveTap
+from birkhoff.hooks.plan import Key
+from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
+from birkhoff.hooks.table import gather_add
+from birkhoff.hooks.tap import Reads, together
+
+Stage = Callable[[torch.Tensor, Around], torch.Tensor]
+
+
+class StillSplice(Protocol):
+    """Something spliced into a site, in fixed shapes."""
+
+    def fill(self, uses: Sequence[tuple[Any, list[int]]]) -> None: ...
+
+    def run(self, x: torch.Tensor, around: Around) -> torch.Tensor: ...
+
+
+class Spliced(NamedTuple):
+    """Uses of one host at one site. `kind` is whatever fixes the shapes of its operations."""
+
+    op: Op
+    path: Path
+    host: Any
+    kind: Hashable
+
+
+class Pattern(NamedTuple):
+    captures: tuple[tuple[Key, bool], ...]  # before or after the edits
+    adds: tuple[tuple[Key, Path], ...]
+    token_lanes: int
+    lanes: tuple[tuple[Key, Lane], ...]
+    splices: tuple[tuple[Key, Spliced], ...]
+    places: tuple[int, ...]  # where the tables' slabs and maps lie: they move when they grow
+
+
+class Wishes(NamedTuple):
+    """What an armed tap wants, sorted out."""
+
+    pattern: Pattern
+    lanes: dict[Key, Laid]
+    uses: dict[tuple[Key, Spliced], list[tuple[Any, list[int]]]]
+
+
+def sort_out(tap: LiveTap, widths: Mapping[str, int]) -> Wishes | None:
+    """A tap's wishes, or None when one of them has no fixed shape. `widths` tells a site's numbers a row by hook."""
+    changes = tap.changes
+    sites: dict[Key, SiteChange] = {} if changes is None else changes.sites
+    lanes: dict[Key, Laid] = {}
+    uses: dict[tuple[Key, Spliced], list[tuple[Any, list[int]]]] = {}
+    adds = sorted((key, path) for key, change in sites.items() for path in change.paths)
+    for key, change in sites.items():
+        lanes[key] = lay([(edit, rows) for edit, rows in change.others if isinstance(edit, SiteEdit)], widths[key[0]])
+        together_: dict[tuple[Op, Path, Any], list[tuple[Any, list[int]]]] = {}
+        for edit, rows in change.others:
+            if not isinstance(edit, SiteEdit):
+                together_.setdefault((edit.op, edit.path, edit.host), []).append((edit, rows))
+        for (op, path, host), users in together_.items():
+            kind = host.still_kind(users) if hasattr(host, "still_kind") else None
+            if kind is None:
+                return None
+            uses[key, Spliced(op, path, host, kind)] = users
+    rows = None if changes is None else changes.token_rows
+    pattern = Pattern(
+        tuple(sorted((want.key, want.after) for want in tap._wanted)),
+        tuple(adds),
+        0 if rows is None else len(rows),
+        tuple((key, lane) for key, laid in sorted(lanes.items()) for lane in laid),
+        tuple(uses),
+        () if changes is None else _places(changes, adds),
+    )
+    return Wishes(pattern, lanes, uses)
+
+
+def _places(changes: Changes, adds: Sequence[tuple[Key, Path]]) -> tuple[int, ...]:
+    if changes.tables is None:
+        return ()
+    return tuple(part.data_ptr() for key, path in adds for part in changes.tables.site((*key, path)))
+
+
+class _Capture:
+    """One site's rows in their staging buffer."""
+
+    def __init__(self, rows: int, device: torch.device):
+        self.index = torch.full((rows,), SENTINEL, dtype=torch.long, device=device)
+        self.staged: torch.Tensor | None = None
+        self.rows: list[int] = []
+
+    def fill(self, rows: list[int]) -> None:
+        if rows != self.rows:
+            self.rows = list(rows)
+            self.index.copy_(torch.tensor(rows + [SENTINEL] * (len(self.index) - len(rows))))
+
+    def take(self, parts: Sequence[torch.Tensor]) -> None:
+        picked = [part.index_select(0, self.index) for part in parts]
+        whole = together(*picked)
+        if self.staged is None:
+            self.staged = torch.empty_like(whole)
+        self.staged.copy_(whole)
+
+
+class StillTap:
+    """A pattern's operations and buffers, for steps of `rows` tokens."""
+
+    def __init__(self, wishes: Wishes, changes: Changes | None, rows: int, device: torch.device):
+        pattern = wishes.pattern
+        self.pattern, self._rows, self._device = pattern, rows, device
+        self._captures = {wanted: _Capture(rows, device) for wanted in pattern.captures}
+        self._token_rows = torch.zeros(pattern.token_lanes, rows, dtype=torch.long, device=device)
+        self._lanes = {(key, lane): LaneBuffers(lane, rows, device) for key, lane in pattern.lanes}
+        self._splices: dict[tuple[Key, Spliced], StillSplice] = {
+            (key, spliced): spliced.host.still(spliced.kind) for key, spliced in pattern.splices
+        }
+        self._tables = None if changes is None else changes.tables
+        self._filled: Changes | None = None
+        self._layers: dict[int, _StillLayer] = {}
+        self._written = _Written()
+        wanted = {key for key, _ in pattern.captures}
+        changed = {key for key, _ in (*pattern.adds, *pattern.lanes, *pattern.splices)}
+        for key in sorted(wanted | changed):
+            self._layer(key[1]).add(BY_NAME[key[0]], self._site(key))
+
+    def _layer(self, layer: int) -> _StillLayer:
+        if layer not in self._layers:
+            self._layers[layer] = _StillLayer(self._written)
+        return self._layers[layer]
+
+    def _site(self, key: Key) -> _StillSite:
+        paths = {path for at, path in self.pattern.adds if at == key}
+        paths |= {lane.path for at, lane in self.pattern.lanes if at == key}
+        paths |= {spliced.path for at, spliced in self.pattern.splices if at == key}
+        return _StillSite(
+            self._captures.get((key, False)),
+            self._captures.get((key, True)),
+            {left_out: self._stages(key, left_out) for left_out in ("none", "carry", "read")},
+            paths,
+        )
+
+    def _stages(self, key: Key, left_out: str) -> list[Stage]:
+        """In the order of `edit.stages`."""
+        found: list[Stage] = []
+        pattern = self.pattern
+        for op in ORDER:
+            paths = [path for at, path in pattern.adds if at == key and path != left_out and op == "add"]
+            if paths:
+                assert self._tables is not None
+                sites = [self._tables.site((*key, path)) for path in paths]
+                found.append(lambda x, around, sites=sites: gather_add(x, self._token_rows[:, : len(x)], sites))
+            mine = [s for at, s in pattern.splices if at == key and s.op == op and s.path != left_out]
+            for spliced in sorted(mine, key=lambda s: s.host.order):
+                found.append(self._splices[key, spliced].run)
+            for at, lane in pattern.lanes:
+                if at == key and lane.op == op and lane.path != left_out:
+                    buffers = self._lanes[key, lane]
+                    found.append(lambda x, around, buffers=buffers: buffers.run(x, around.post))
+        return found
+
+    def fill(self, tap: LiveTap, wishes: Wishes) -> None:
+        """Write what the coming step wants; nothing when it is what the last one wanted."""
+        for want in tap._wanted:
+            self._captures[want.key, want.after].fill(want.rows)
+        changes = tap.changes
+        if changes is None or changes is self._filled:
+            return
+        self._filled = changes
+        if changes.token_rows is not None:
+            self._token_rows.zero_()
+            count = changes.token_rows.shape[1]
+            if changes.only is None:
+                self._token_rows[:, :count].copy_(changes.token_rows)
+            else:
+                self._token_rows.index_copy_(1, changes.only, changes.token_rows)
+        for key, laid in wishes.lanes.items():
+            for lane, given in laid.items():
+                self._lanes[key, lane].fill(given)
+        for (key, spliced), users in wishes.uses.items():
+            self._splices[key, spliced].fill(users)
+
+    def staged(self, key: Key, after: bool) -> torch.Tensor:
+        """What the last step left of a site, the wanted rows first."""
+        held = self._captures[key, after].staged
+        assert held is not None, "a step has run"
+        return held
+
+    def at(self, layer: int) -> _StillLayer:
+        return self._layers.get(layer) or _StillLayer(self._written)
+
+
+class _Written:
+    """Write-out weights of the sublayer that wrote the streams last."""
+
+    def __init__(self) -> None:
+        self.post: torch.Tensor | None = None
+
+
+class _StillSite(NamedTuple):
+    before: _Capture | None
+    after: _Capture | None
+    stages: Mapping[str, list[Stage]]  # by the path that is left out
+    paths: set[Path]
+
+    def run(self, left_out: str, x: torch.Tensor, around: Around) -> torch.Tensor:
+        for stage in self.stages[left_out]:
+            x = stage(x, around)
+        return x
+
+
+class _StillLayer:
+    """The tap of one layer."""
+
+    def __init__(self, written: _Written):
+        self._written = written
+        self._sites: dict[int, _StillSite] = {}
+
+    def add(self, site: Site, what: _StillSite) -> None:
+        self._sites[site.id] = what
+
+    def live(self, site: Site) -> bool:
+        """Whether anything happens at a site: where fused launches have to be taken apart."""
+        return site.id in self._sites
+
+    def at(self, layer: int) -> _StillLayer:
+        return self
+
+    def see(self, site: Site, *parts: torch.Tensor) -> None:
+        if site.id in (MHC_ATTN_POST_MIX.id, MHC_FFN_POST_MIX.id):
+            self._written.post = parts[0]
+        found = self._sites.get(site.id)
+        if found is not None:
+            for capture in (found.before, found.after):
+                if capture is not None:
+                    capture.take(parts)
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        found = self._sites.get(site.id)
+        if found is None:
+            return x
+        if found.before is not None:
+            found.before.take([x])
+        x = found.run("none", x, Around(self._written.post))
+        if found.after is not None:
+            found.after.take([x])
+        return x
+
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        found = self._sites.get(site.id)
+        if found is None:
+            return x, x
+        if found.before is not None:
+            found.before.take([x])
+        around = Around(self._written.post, reads)
+        if found.paths <= {"both"}:
+            read = carried = found.run("none", x, around)
+        else:
+            read, carried = found.run("carry", x, around), found.run("read", x, around)
+        if found.after is not None:
+            found.after.take([carried if found.paths - {"read"} else read])
+        return read, carried

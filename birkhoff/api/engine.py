@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from birkhoff.api.attention import attention
+from birkhoff.api.blocks import signal_jobs
 from birkhoff.api.captures import CaptureDesk, CaptureRules, CaptureWish
 from birkhoff.api.driver import Driver, Told
 from birkhoff.api.feed import ActBatch, feed
@@ -37,7 +38,7 @@ from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavail
 from birkhoff.hooks.names import Address
 from birkhoff.hooks.plan import Edit, Holding, Plan
 from birkhoff.hooks.schema import HookSchema, schema_of
-from birkhoff.hooks.signals import SignalJob, check_signals
+from birkhoff.hooks.signals import check_signals
 from birkhoff.hooks.table import Tables
 from birkhoff.model.memory import Memory
 from birkhoff.model.transformer import Transformer
@@ -469,7 +470,7 @@ class Engine:
             if capture is None and not wishes:
                 return Plan(edits=edits, holdings=holdings, table=table) if edits else None
             made = Plan() if capture is None else (desk or self._desk).plan(capture, ids, wanted, tail)
-            told = [SignalJob(wishes, self.config.num_hidden_layers, self.modules)] if wishes else []
+            told = signal_jobs(self.model, wishes, self.modules) if wishes else ()
             return replace(made, edits=edits, holdings=holdings, table=table, jobs=(*made.jobs, *told))
 
         def made(choice: int) -> Request:

@@ -11,6 +11,10 @@ layer 0, experts of layer 0, attention of layer 1, ...), S = 2 * layers of them:
     stream_norm          [S + 1][m]       length of each stream; the last place is what the head gets
     experts              [layers][k][2]   chosen experts and their weights
     cosine:NAME          [S + 1][m]       of each stream to a named vector
+    blocks               [layers]         spans [from, to) of the compressed blocks that were attended to; null in a
+                                          layer that has no choice to make
+
+All but the last two are meant by "all": a direction has a name, and the blocks have to be chosen a second time.
 
 A signal is a job of the request's plan like a capture: asking changes no bit of the answer, and frames come in order,
 each when its token has been computed. The last token of an answer is never computed, so it has none.
@@ -34,7 +38,7 @@ MIXES = {
 }
 STREAMS = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp")
 NAMES = ("res_mix", "pre_mix", "post_mix", "head_mix", "stream_norm", "experts")
-COSINE = "cosine:"
+COSINE, BLOCKS = "cosine:", "blocks"
 Frame = dict[str, Any]
 
 
@@ -43,7 +47,7 @@ def check_signals(signals: Any, modules: Mapping[str, Any], width: int) -> tuple
     if signals is True or signals == "all":
         return NAMES
     if isinstance(signals, str) or not isinstance(signals, Sequence):
-        raise OptionError(f"signals is {quoted(signals)}, expected a list of {', '.join(NAMES)}, or 'all'.")
+        raise OptionError(f"signals is {quoted(signals)}, expected a list of {', '.join(NAMES)}, {BLOCKS}, or 'all'.")
     for place, name in enumerate(signals):
         if isinstance(name, str) and name.startswith(COSINE):
             known = name[len(COSINE) :]
@@ -54,8 +58,9 @@ def check_signals(signals: Any, modules: Mapping[str, Any], width: int) -> tuple
                 )
             if direction(modules[known]).shape[-1] % width:
                 raise OptionError(f"signals[{place}]: {quoted(known)} is no vector of streams of {width} numbers.")
-        elif name not in NAMES:
-            raise OptionError(f"signals[{place}] is {quoted(name)}, expected {', '.join(NAMES)} or {COSINE}NAME.")
+        elif name not in NAMES and name != BLOCKS:
+            known = ", ".join((*NAMES, BLOCKS))
+            raise OptionError(f"signals[{place}] is {quoted(name)}, expected {known} or {COSINE}NAME.")
     return tuple(dict.fromkeys(signals))
 
 
@@ -66,12 +71,20 @@ def direction(vector: Any) -> torch.Tensor:
 
 
 class SignalJob:
-    """One request's frames. `take` hands out those that became complete since it was last called."""
+    """One request's frames. `take` hands out those that became complete since it was last called.
+
+    `others` are rows that another job is given, and tells of through `put`."""
 
     after = False
 
-    def __init__(self, names: Sequence[str], num_layers: int, modules: Mapping[str, Any] | None = None):
-        self.names, self._layers = tuple(names), num_layers
+    def __init__(
+        self,
+        names: Sequence[str],
+        num_layers: int,
+        modules: Mapping[str, Any] | None = None,
+        others: Sequence[Key] = (),
+    ):
+        self.names, self._layers, self._others = tuple(names), num_layers, tuple(others)
         self._directions = {
             name: direction((modules or {})[name[len(COSINE) :]]) for name in self.names if name.startswith(COSINE)
         }
@@ -95,10 +108,16 @@ class SignalJob:
         return range(len(token_ids))
 
     def deliver(self, rows: Rows) -> None:
-        values = self._values(rows)
+        self._fill(rows, self._values(rows))
+
+    def put(self, rows: Rows, name: str, layer: int, values: Sequence[Any]) -> None:
+        """What another job found in these rows."""
+        self._fill(rows, {name: (layer, values)})
+
+    def _fill(self, rows: Rows, values: Mapping[str, tuple[int | None, Sequence[Any]]]) -> None:
         for place, (position, token) in enumerate(zip(rows.positions, rows.token_ids)):
             frame, missing = self._open.setdefault(
-                position, ({"position": position, "token_id": token}, set(self.keys))
+                position, ({"position": position, "token_id": token}, {*self.keys, *self._others})
             )
             for name, (sublayer, numbers) in values.items():
                 if sublayer is None:
@@ -120,9 +139,9 @@ class SignalJob:
         return fresh
 
     def _places(self, name: str) -> int:
-        return {"experts": self._layers}.get(name, 2 * self._layers + (name not in MIXES))
+        return {"experts": self._layers, BLOCKS: self._layers}.get(name, 2 * self._layers + (name not in MIXES))
 
-    def _values(self, rows: Rows) -> dict[str, tuple[int | None, list[Any]]]:
+    def _values(self, rows: Rows) -> dict[str, tuple[int | None, Sequence[Any]]]:
         """What these rows say, by signal: which place of the frame, and the numbers of each row."""
         tensor, at = rows.tensor.float(), 2 * rows.layer
         for name, (attn, ffn) in MIXES.items():
@@ -133,7 +152,7 @@ class SignalJob:
         if rows.hook == "moe_topk":
             return {"experts": (rows.layer, _rounded(tensor))}
         place = {"mhc_streams_pre_attn": at, "mhc_streams_pre_mlp": at + 1}.get(rows.hook, 2 * self._layers)
-        found: dict[str, tuple[int | None, list[Any]]] = {}
+        found: dict[str, tuple[int | None, Sequence[Any]]] = {}
         norms = tensor.norm(dim=-1)  # [rows, m]
         if "stream_norm" in self.names:
             found["stream_norm"] = (place, _rounded(norms))

@@ -106,3 +106,34 @@ def test_surprise_under_the_lens_ends_as_the_models_own(engine, traced, told):
     assert torch.equal(found[:-1], own)
     assert torch.isnan(found[-1])
     assert not torch.equal(lens.surprise(0, 1)[:-1], own)
+
+
+def test_blocks_are_those_attention_reads(engine):
+    """Streamed choices, made token by token behind a prefill, are the choices of whole passes over the same text."""
+    ids = [(7 * i * i + 3 * i) % 500 for i in range(70)]  # 17 blocks, of which 12 may be chosen
+    told = engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True, signals=["blocks", "head_mix"])
+    assert told.token_ids == engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True).token_ids
+    text, topk = [*ids, *told.token_ids], engine.config.index_topk
+    assert [set(frame) for frame in told.signals] == [{"position", "token_id", "blocks", "head_mix"}] * (len(text) - 1)
+    left_out = 0
+    for position in (0, 2, 3, 4, 11, 47, 48, 51, 66, 69, 70, 71, 74, 90, 98):
+        found = told.signals[position]["blocks"]
+        for layer, (spans, memory) in enumerate(zip(found, engine.attention(text, position))):
+            if engine.config.compress_ratios[layer] != 4:
+                assert spans is None
+                continue
+            chosen = [block for start, stop in spans for block in range(start, stop)]
+            assert chosen == memory.chosen.nonzero().flatten().tolist()
+            assert len(chosen) == min((position + 1) // 4, topk)
+            left_out += len(memory.chosen) - len(chosen)
+    assert left_out > 0
+
+
+def test_blocks_follow_an_edit_of_what_the_sublayer_reads(engine):
+    ids = [(5 * i * i + i) % 500 for i in range(90)]
+    push = birkhoff.Add(torch.randn(engine.config.hidden_size, generator=torch.Generator().manual_seed(2)) * 4,
+                        "pre_attn", [4])  # fmt: skip
+    frames = engine.generate(ids, max_tokens=1, temperature=0, steer=[push], signals=["blocks"]).signals
+    plain = engine.generate(ids, max_tokens=1, temperature=0, signals=["blocks"]).signals
+    assert [frame["blocks"][2] for frame in frames] == [frame["blocks"][2] for frame in plain]
+    assert [frame["blocks"][4] for frame in frames] != [frame["blocks"][4] for frame in plain]

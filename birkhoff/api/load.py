@@ -195,8 +195,9 @@ def _kernels(kernels: str, where: torch.device) -> Choice:
 
 
 def _stored_packed(checkpoint: Checkpoint) -> bool:
-    """Whether the files hold FP8 matrices and FP4 experts, as the release does."""
-    kinds = {"layers.0.attn.wq_a.weight": ("F8_E4M3",), "layers.0.ffn.experts.0.w1.weight": ("I8", "U8")}
+    """Whether the files hold FP8 matrices, FP4 experts and 16 bits of the rest, as the release does."""
+    kinds = {"layers.0.attn.wq_a.weight": ("F8_E4M3",), "layers.0.ffn.experts.0.w1.weight": ("I8", "U8"),
+             "layers.0.ffn.gate.weight": ("BF16",), "head.weight": ("BF16",)}  # fmt: skip
     return all(name in checkpoint and checkpoint[name].dtype in kind for name, kind in kinds.items())
 
 

@@ -1,11 +1,14 @@
-"""`birkhoff inspect PATH`: what is in a checkpoint, from headers alone. Exit status 1 when problems were found."""
+"""`birkhoff inspect MODEL`: what is in a checkpoint, from headers alone. Exit status 1 when problems were found.
+
+A config alone is enough for a plan (`--gpu`): a config.json, a directory that holds nothing else, or a release's name.
+"""
 
 from __future__ import annotations
 
 import json as json_module
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -31,36 +34,62 @@ _CLASS_TEXT = {
 
 
 def inspect(
-    path: Annotated[Path, typer.Argument(help="Directory with safetensors files, or a GGUF file.", show_default=False)],
+    model: Annotated[
+        Path,
+        typer.Argument(
+            help="Directory with safetensors files, or a GGUF file; for sizes alone a config.json, flash or pro.",
+            show_default=False,
+        ),
+    ],
     gpu_memory: Annotated[
-        str | None, typer.Option(help="Plan for a device of this size, such as 80GiB.", show_default=False)
+        str | None,
+        typer.Option("--gpu", "--gpu-memory", help="Plan for a GPU of this size, such as 24GiB.", show_default=False),
     ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens of cache per request in that plan.", show_default=False)
     ] = None,
     requests: Annotated[int, typer.Option(help="Requests at once in that plan.")] = 1,
+    gpu_speed: Annotated[str, typer.Option(help="Bytes that GPU reads in a second.")] = "4.3TB",
+    bus_speed: Annotated[str, typer.Option(help="Bytes it reads of host memory in a second.")] = "55GB",
     json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
 ) -> None:
     """Show layers, bytes by class, what fits where, and every problem found; reads headers only."""
     from rich.console import Console
 
+    from birkhoff.cli.plan import config_alone, plan_lines, planned
     from birkhoff.weights.inspect import inspect_checkpoint
     from birkhoff.weights.memory import parse_bytes
 
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # a pipe has no edge to wrap at
     if requests < 1 or (context is not None and context < 1):
         raise OptionError(f"requests {requests} and context {context} are no plan, expected positive numbers.")
     room = parse_bytes(gpu_memory) if gpu_memory is not None else None
-    report = inspect_checkpoint(path)
+    speeds = float(parse_bytes(gpu_speed)), float(parse_bytes(bus_speed))
+    config = config_alone(model)
+    if config is not None:
+        if room is None:
+            raise OptionError(f"{model} is a config without tensors, there is nothing to inspect. Plan: --gpu 24GiB")
+        found = planned(config, room, context, requests, speeds)
+        typer.echo(json_module.dumps(found)) if json else console.print("\n".join(plan_lines(found)))
+        if "refused" in found:
+            raise typer.Exit(1)
+        return
+    report = inspect_checkpoint(model)
     plans = report.memory(room, context, requests) if room is not None else {}
+    packed = report.released_config if room is not None else None
+    gpu = planned(packed, room, context, requests, speeds) if packed is not None and room is not None else None
     if json:
-        extra = {"memory": {form: plan.to_dict() for form, plan in plans.items()}} if plans else {}
+        extra: dict[str, Any] = {"memory": {form: plan.to_dict() for form, plan in plans.items()}} if plans else {}
+        extra |= {} if gpu is None else {"gpu": gpu}
         typer.echo(json_module.dumps({**json_module.loads(report.to_json()), **extra}, ensure_ascii=False))
     else:
-        console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # a pipe has no edge to wrap at
         _print(report, console)
         for form, plan in plans.items():
-            console.print(_plan_text(form, plan))
-    if report.problems:
+            if gpu is None or form != "stored":
+                console.print(_plan_text(form, plan))
+        if gpu is not None:
+            console.print("\n".join(plan_lines(gpu)))
+    if report.problems or (gpu is not None and "refused" in gpu):
         raise typer.Exit(1)
 
 

@@ -34,7 +34,7 @@ class Attention(nn.Module):
         self.attn_sink = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
         self.wo_a = Linear(wide // self.groups, self.groups * self.group_rank, "fp8", numerics, packed)
         self.wo_b = Linear(self.groups * self.group_rank, config.hidden_size, "fp8", numerics, packed)
-        self.compressor = Compressor(config, ratio, ENTRY, rope, numerics) if ratio else None
+        self.compressor = Compressor(config, ratio, ENTRY, rope, numerics, packed) if ratio else None
         self.indexer = Indexer(config, rope, numerics, packed) if ratio == 4 else None
         readers = [self.wq_a, self.wkv]
         if self.compressor is not None:

@@ -124,14 +124,14 @@ def _kind(name: str, module: torch.nn.Module) -> str:
 
 
 def _copies(name: str, layer: Linear) -> int:
-    """What kernels keep beside a matrix, at most: for decoding and for prompts each, scales row by row, codes again
-    where several matrices are stacked, and 16 bits of what is held in 32."""
+    """What kernels keep beside a matrix: scales row by row, codes again where several matrices are stacked in a layer,
+    and once more, for decoding, those of small layers that read the same input."""
+    small = name.endswith(("attn.wq_a", "attn.wkv", "compressor.project", "weights_proj"))
     if not layer.packed:
-        return 2 * 2 * layer.weight.numel()
+        return 2 * layer.weight.numel() if small else 0
     codes = [getattr(layer, f"codes_{part}") for part in layer.parts]
     rows, inner = sum(len(part) for part in codes), codes[0].shape[1]
-    times = 2 if len(codes) > 1 else 1 if name.endswith(("wq_a", "attn.wkv")) else 0  # the latter for decoding only
-    return 2 * -(-inner // 128) * rows + times * rows * inner
+    return (1 + small) * -(-inner // 128) * rows + ((len(codes) > 1) + small) * rows * inner
 
 
 @dataclass(frozen=True)

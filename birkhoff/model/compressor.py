@@ -26,14 +26,14 @@ from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
 class Compressor(nn.Module):
     """Turns a group's tokens into entries and keeps them; `kind` says whose entries they are."""
 
-    def __init__(self, config: V4Config, ratio: int, kind: str, rope: Rope, numerics: Numerics):
+    def __init__(self, config: V4Config, ratio: int, kind: str, rope: Rope, numerics: Numerics, packed: bool = False):
         super().__init__()
         self.ratio, self.kind, self.rope, self.numerics = ratio, kind, rope, numerics
         self.overlap = 2 if ratio == 4 else 1
         self.width = config.head_dim if kind == ENTRY else config.index_head_dim
         self.rope_dim = config.qk_rope_head_dim
         channels = self.overlap * self.width
-        self.project = Linear(config.hidden_size, {"wkv": channels, "wgate": channels}, "f32", numerics)
+        self.project = Linear(config.hidden_size, {"wkv": channels, "wgate": channels}, "f32", numerics, packed)
         self.ape = nn.Parameter(torch.empty(ratio, self.overlap * self.width, dtype=torch.float32))
         self.norm = RMSNorm(self.width, config.rms_norm_eps, numerics)
 

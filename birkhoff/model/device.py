@@ -51,7 +51,9 @@ def refusal(model: Transformer) -> str | None:
 
 
 def _codes(*layers: Linear) -> Rows:
-    """FP8 layers that read one input, stacked."""
+    """FP8 layers that read one input, stacked; a single one as prompts read it."""
+    if len(layers) == 1:
+        return layers[0].rows()
     named = [(layer, part) for layer in layers for part in layer.parts]
     return Rows.fp8([(getattr(layer, f"codes_{part}"), getattr(layer, f"scale_{part}")) for layer, part in named])
 
@@ -78,7 +80,7 @@ class LayerWeights:
         self.o_a, self.o_b = [_codes(a.wo_a)], [_codes(a.wo_b)]
         self.compressor = None if a.compressor is None else _compressor(a.compressor)
         self.index = None if a.indexer is None else _compressor(a.indexer.compressor)
-        self.gate = Rows.plain([m.gate.project.weight])
+        self.gate = m.gate.project.rows()
         self.bias, self.hashed = m.gate.bias, m.gate.tid2eid
         self.shared_open, self.shared_close = _codes(m.shared_experts.open), _codes(m.shared_experts.w2)
         self.experts = addresses(m)
@@ -119,7 +121,7 @@ class Decoder:
         self.store = model.expert_stacks()[0].store  # None: experts lie where they were loaded
         with torch.no_grad():
             self.layers = [LayerWeights(block) for block in model.layers]  # type: ignore[arg-type]
-            self.head = Rows.plain([model.head.weight])
+            self.head = model.head.rows()
         omega = model.rope.sliding, model.rope.compressed
         device = state.device
         self.omega = torch.stack([omega[0], omega[1], omega[1], omega[1]]).to(device)  # see `_phases`

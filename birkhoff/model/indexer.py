@@ -26,7 +26,7 @@ class Indexer(nn.Module):
         self.numerics = numerics
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, "fp8", numerics, packed)
         self.weights_proj = Linear(config.hidden_size, self.heads, "bf16", numerics)
-        self.compressor = Compressor(config, 4, INDEX, rope, numerics)
+        self.compressor = Compressor(config, 4, INDEX, rope, numerics, packed)
 
     def forward(
         self,

@@ -2,8 +2,8 @@
 
 A layer's `role` is how the release stores it: "fp8" and "fp4" weights meet inputs rounded to FP8 when numerics are
 "released"; "bf16" weights compute in the model's dtype; "f32" weights (compressors, gate, head) compute in float32
-whatever the model's dtype. A weight is held either as numbers or packed as the file has it (codes and scales), in
-which case it is unpacked exactly when used, or read as it is by kernels that can.
+whatever the model's dtype. A weight is held either as numbers or packed as the file has it (codes and scales, and
+bfloat16 for "f32"), in which case it is unpacked exactly when used, or read as it is by kernels that can.
 
 One layer may hold several of the file's matrices, stacked, when they always read the same input. `SharedInput` goes
 further: it lets different layers with one input run as one product, by making their weights views of one matrix.
@@ -74,7 +74,7 @@ class Linear(nn.Module):
                 self.register_buffer(f"codes_{part}", torch.empty(codes, dtype=kind))
                 self.register_buffer(f"scale_{part}", torch.empty(scale, dtype=torch.uint8))
         else:
-            dtype = torch.float32 if role == "f32" else numerics.dtype
+            dtype = numerics.dtype if role != "f32" else torch.bfloat16 if packed else torch.float32
             self.weight = nn.Parameter(torch.empty(sum(self.parts.values()), fan_in, dtype=dtype))
         self._rows: tuple[int, Rows] | None = None
 
@@ -85,7 +85,7 @@ class Linear(nn.Module):
     def dense(self) -> torch.Tensor:
         """The weight as numbers [out, in]."""
         if not self.packed:
-            return self.weight
+            return self.weight.float() if self.role == "f32" else self.weight
         unpack = quant.dequant_fp8 if self.role == "fp8" else quant.dequant_fp4
         parts = [unpack(getattr(self, f"codes_{p}"), getattr(self, f"scale_{p}")) for p in self.parts]
         return torch.cat(parts).to(self.numerics.dtype)

@@ -23,11 +23,11 @@ from birkhoff.model.store import ExpertStore
 class Gate(nn.Module):
     """Which experts a token goes to and with which weights; always float32."""
 
-    def __init__(self, config: V4Config, hashed: bool, numerics: Numerics):
+    def __init__(self, config: V4Config, hashed: bool, numerics: Numerics, packed: bool = False):
         super().__init__()
         self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
         self.kernels = numerics.kernels
-        self.project = Linear(config.hidden_size, config.n_routed_experts, "f32", numerics)
+        self.project = Linear(config.hidden_size, config.n_routed_experts, "f32", numerics, packed)
         self.bias: nn.Parameter | None = None
         self.tid2eid: torch.Tensor | None
         if hashed:
@@ -161,7 +161,7 @@ class SharedExpert(nn.Module):
 class MoE(nn.Module):
     def __init__(self, config: V4Config, hashed: bool, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.gate = Gate(config, hashed, numerics)
+        self.gate = Gate(config, hashed, numerics, packed)
         self.experts = Experts(config, numerics, packed)
         self.shared_experts = SharedExpert(config, numerics, packed)
         self.entry = SharedInput([self.gate.project, self.shared_experts.open])

@@ -44,7 +44,7 @@ class Transformer(nn.Module):
         )
         self.hc_head = HeadMixer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, numerics)
-        self.head = Linear(config.hidden_size, config.vocab_size, "f32", numerics)
+        self.head = Linear(config.hidden_size, config.vocab_size, "f32", numerics, packed)
         with_mtp = config.num_nextn_predict_layers > 0 if mtp is None else mtp
         self.mtp: MTP | None = MTP(config, rope, numerics, packed) if with_mtp else None
 

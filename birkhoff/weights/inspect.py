@@ -64,6 +64,7 @@ class Inspection:
     cache_bytes_per_sequence: int | None = None
     notices: list[str] = field(default_factory=list)
     problems: list[dict[str, str]] = field(default_factory=list)
+    model: V4Config | None = field(default=None, repr=False)
     expert_bytes: int = 0  # routed experts of trunk and MTP, as stored
     expert_parameters: int = 0
 
@@ -86,6 +87,11 @@ class Inspection:
             plans[form] = plan_memory(device_bytes, form, always, experts, count, cache)
         return plans
 
+    @property
+    def released_config(self) -> V4Config | None:
+        """The config of a checkpoint whose matrices are FP8 and experts FP4, as the release has them."""
+        return self.model if self.model is not None and {"F8_E4M3", "I8"} <= set(self.bytes_by_type) else None
+
     def fits(self, places: Mapping[str, int]) -> dict[str, list[str]]:
         """For each place with so many bytes, the forms of the weights that fit it."""
         return {
@@ -93,7 +99,8 @@ class Inspection:
         }
 
     def to_json(self) -> str:
-        return json.dumps({**asdict(self), "weight_bytes": self.weight_bytes}, ensure_ascii=False)
+        rows = {name: value for name, value in asdict(self).items() if name != "model"}
+        return json.dumps({**rows, "weight_bytes": self.weight_bytes}, ensure_ascii=False)
 
 
 class _Problems:
@@ -217,6 +224,7 @@ def _of_config(config: V4Config) -> dict[str, Any]:
     per_token, per_sequence = cache_bytes(config)
     return {
         "layers": {kind: [layer for layer, k in enumerate(kinds) if k == kind] for kind in KINDS},
+        "model": config,
         "mtp_blocks": config.num_nextn_predict_layers,
         "config": {name: getattr(config, name) for name in SHOWN},
         "cache_bytes_per_token": per_token,

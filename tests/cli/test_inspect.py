@@ -7,6 +7,7 @@ import typer
 from typer.testing import CliRunner
 
 from birkhoff.cli.inspect import inspect
+from birkhoff.convert.presets import preset
 from birkhoff.convert.synth import synth
 
 
@@ -44,3 +45,43 @@ def test_problems_set_the_exit_status(app, tmp_path, flags):
     sorted((tmp_path / "c").glob("*.safetensors"))[1].unlink()
     result = CliRunner().invoke(app, [str(tmp_path / "c"), *flags], env={"COLUMNS": "200"})
     assert result.exit_code == 1 and "are missing" in result.stdout
+
+
+def test_a_plan_for_a_gpu_from_sizes_alone(app, tmp_path):
+    """The true V4-Flash on 24 GiB: what is where, and how fast it can be at most."""
+    result = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--requests", "2"], env={"COLUMNS": "200"})
+    assert result.exit_code == 0, result.output
+    for words in ("24.00 GiB: 2 x 32768 tokens", "projections", "4.45 GiB", "hot experts, spare places",
+                  "of 11008 on the", "64 spare places of 12.75 MiB", "of host memory", "csa 6720 B, hca 160 B a token",
+                  "4.3 TB/s of the GPU, 55 GB/s of the bus", "(random placement): 1",
+                  "(no misses): 383 at batch 1, 1036 at batch 8, 2243 at batch 64 tokens/s"):  # fmt: skip
+        assert words in result.stdout, words
+    found = json.loads(CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--json"]).stdout)
+    plan = found["plan"]
+    parts = sum(plan["weights"].values()) + plan["cache_bytes"] + plan["working_bytes"] + plan["hot_bytes"]
+    assert parts + plan["left_bytes"] == plan["device_bytes"] == 24 * 2**30
+    slower = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--json", "--gpu-speed", "1TB", "--bus-speed", "25GB"])
+    for one, two in zip(found["limits"], json.loads(slower.stdout)["limits"]):
+        assert two["tokens_per_second"]["1"] < one["tokens_per_second"]["1"] / 2
+    (tmp_path / "config.json").write_text(json.dumps(preset("flash").to_dict()))
+    for where in (tmp_path, tmp_path / "config.json"):
+        again = CliRunner().invoke(app, [str(where), "--gpu", "24GiB", "--json"])
+        assert json.loads(again.stdout) == found
+
+
+def test_a_gpu_that_is_too_small_is_refused_with_the_numbers(app):
+    result = CliRunner().invoke(app, ["flash", "--gpu", "8GiB"], env={"COLUMNS": "400"})
+    assert result.exit_code == 1 and "does not fit: the model needs" in result.stdout
+    assert "without a single routed expert (weights" in result.stdout and "may use 8.00 GiB" in result.stdout
+    result = CliRunner().invoke(app, ["flash"])
+    assert result.exit_code != 0 and "nothing to inspect" in str(result.exception)
+
+
+def test_a_plan_for_local_files_uses_their_config(app, path):
+    result = CliRunner().invoke(app, [str(path), "--gpu", "2MiB", "--json"])
+    report = json.loads(result.stdout)
+    assert result.exit_code == 0 and "model" not in report
+    assert report["gpu"]["plan"]["experts"] == 48 and report["gpu"]["context"]["requests"] == 1
+    assert CliRunner().invoke(app, [str(path), "--gpu", "64KiB"]).exit_code == 1, "it does not fit"
+    text = CliRunner().invoke(app, [str(path), "--gpu", "2MiB", "--context", "512"], env={"COLUMNS": "200"}).stdout
+    assert "1 x 512 tokens" in text and "memory      bfloat16" in text and "memory      stored" not in text

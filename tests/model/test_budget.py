@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import gc
-
 import pytest
 import torch
 
 from birkhoff.convert.presets import preset
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
 from birkhoff.errors import CapacityError
-from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.budget import (
     cache_by_kind,
     context_bytes,
@@ -24,9 +20,10 @@ from birkhoff.model.budget import (
     weights_of,
 )
 from birkhoff.model.device import Decoder
+from birkhoff.model.linear import Linear
 from birkhoff.model.state import State
 from tests.interpreter import DEVICE, packed_model
-from tests.models import TINY, random_tokens, variant
+from tests.models import TINY, variant
 
 GIB = 2**30
 FLASH = preset("flash", mtp=False)
@@ -117,10 +114,12 @@ def test_the_plan_covers_what_a_model_and_its_kernels_hold():
     assert dense == alone - routed, "to the byte"
     state = State.contiguous(config, 1, 128, device=DEVICE)
     decoder = Decoder(model, state, fast=False)
-    model.run(Batch.of([Piece(0, 0, random_tokens(config, 9))], DEVICE), state, NoTap())
-    gc.collect()
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.rows()  # as prompts read it
     beside = bytes_of_tensors(model, decoder.layers, decoder.head) - alone
-    assert 0.3 * planned.held["copies for kernels"] < beside <= planned.held["copies for kernels"] + 4096
+    tables = 3 * config.n_routed_experts * 4 * 8  # addresses of experts
+    assert 0.9 * planned.held["copies for kernels"] < beside - tables <= planned.held["copies for kernels"]
 
 
 def test_a_device_is_filled_and_never_overfilled():
@@ -132,7 +131,7 @@ def test_a_device_is_filled_and_never_overfilled():
         used = budget.dense_bytes + budget.cache_bytes + budget.working_bytes + budget.hot_bytes
         assert used + budget.left_bytes == memory * GIB and budget.left_bytes >= 0
         assert budget.left_bytes < 2 * budget.expert_bytes or budget.share == 1.0, "no room is wasted"
-        assert budget.spare == (0 if budget.share == 1.0 else 64)
+        assert budget.spare == spare_runs(budget.experts - budget.hot, 43)
         assert budget.host_bytes == (budget.experts - budget.hot + budget.spare) * budget.expert_bytes
         shares.append(budget.share)
     assert shares == sorted(shares) and shares[0] < 0.1 and shares[-1] == 1.0

@@ -30,6 +30,8 @@ def packed_and_unpacked(released: bool, dtype: torch.dtype) -> tuple[Transformer
                 made[d.name], made[d.name.removesuffix("weight") + "scale"] = codes, scale
                 unpack = quant.dequant_fp8 if d.tensor.dtype == torch.float8_e4m3fn else quant.dequant_fp4
                 values[d.name].copy_(unpack(codes, scale))
+            elif d.tensor.dtype is torch.bfloat16:  # the release stores what it computes in float32 in 16 bits
+                values[d.name].copy_(values[d.name].bfloat16())
         for d in packed.destinations():
             source = made.get(d.name)
             if source is None:

@@ -22,6 +22,7 @@ from birkhoff.engine.scheduler import Work
 from birkhoff.engine.speculation import Speculator
 from birkhoff.hooks.live import LiveTap, Staging, Witness, arm
 from birkhoff.hooks.plan import Plan, Span
+from birkhoff.hooks.still import Wishes
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.state import Snapshot, State
@@ -116,9 +117,12 @@ class Runner:
         row_of = {id(piece): row for piece, row in zip(batch.pieces, batch.offsets)}
         firsts = [row_of[id(pieces[0])] for pieces in parts]
         tap = self._arm(work, firsts, batch.num_tokens, staging or self._stagings[0])
-        if tap is None and self.graphs is not None and self._decodes(work):
-            self._deliver(work, None)
-            return self._replay(work, self.graphs)
+        if self.graphs is not None and self._decodes(work):
+            wishes = None if tap is None else self.graphs.sorted_out(tap)
+            if tap is None or wishes is not None:
+                replayed = self._replay(work, self.graphs, tap, wishes)
+                self._deliver(work, tap)
+                return replayed
         hidden, streams = self.model.run(batch, self.state, tap or NoTap())
         self._deliver(work, tap)
         if self.speculator is not None:
@@ -137,9 +141,11 @@ class Runner:
         single = all(w.stop - w.start == 1 and not w.guesses for w in work)
         return single and self.speculator is None and self.graphs is not None and self.graphs.takes(len(work))
 
-    def _replay(self, work: Sequence[Work], graphs: Graphs) -> list[Ran | None]:
-        slots = [w.request.slot for w in work]
-        logits, streams = graphs.step([w.tokens[0] for w in work], [w.start for w in work], slots)  # type: ignore[arg-type]
+    def _replay(
+        self, work: Sequence[Work], graphs: Graphs, tap: LiveTap | None, wishes: Wishes | None
+    ) -> list[Ran | None]:
+        slots: list[int] = [w.request.slot for w in work]  # type: ignore[misc]
+        logits, streams = graphs.step([w.tokens[0] for w in work], [w.start for w in work], slots, tap, wishes)
         return [Ran(*row) if w.samples else None for w, row in zip(work, zip(logits.split(1), streams.split(1)))]
 
     def _deliver(self, work: Sequence[Work], tap: LiveTap | None) -> None:

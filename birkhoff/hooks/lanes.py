@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from birkhoff.hooks.edit import ORDER, Op, Path, SiteEdit
+from birkhoff.hooks.edit import ORDER, Around, Op, Path, SiteEdit
 
 MOST_STREAMS = 16  # columns of a lane's mask
 
@@ -34,7 +34,8 @@ Laid = dict[Lane, list[tuple[int, SiteEdit]]]  # by lane: rows and their edits
 
 
 def lay(edits: Iterable[tuple[SiteEdit, Sequence[int]]], width: int) -> Laid:
-    """Rows of one site, each `width` numbers, by lane. Vectors that are simply added to a row are summed up first, in float32."""
+    """Rows of one site, each of `width` numbers, by lane. Vectors that are simply added to a row are summed up first,
+    in float32."""
     found: Laid = {}
     turns: dict[tuple[Op, int], int] = {}
     sums: dict[tuple[Path, int], torch.Tensor] = {}
@@ -84,7 +85,7 @@ class LaneBuffers:
             mask[row, list(edit.streams) if edit.streams is not None else [0]] = True
         self.active.copy_(mask)
 
-    def run(self, x: torch.Tensor, post: torch.Tensor | None) -> torch.Tensor:
+    def run(self, x: torch.Tensor, around: Around) -> torch.Tensor:
         """x [n, width] or [n, m, d] -> a new one; fixed operations on fixed buffers."""
         lane, n = self.lane, len(x)
         vector, active = self.vector[:n], self.active[:n]
@@ -95,9 +96,9 @@ class LaneBuffers:
         else:
             old, own = x.flatten(1).float(), vector
         scale = self.scale[:n].view(-1, *[1] * (old.dim() - 1))
-        if lane.post_mix and post is not None:
+        if lane.post_mix and around.post is not None:
             old = x.float()
-            new = old + scale.view(-1, 1, 1) * (post.unsqueeze(-1) * vector.unsqueeze(1))
+            new = old + scale.view(-1, 1, 1) * (around.post.unsqueeze(-1) * vector.unsqueeze(1))
             active = active.unsqueeze(-1)
         elif lane.op == "patch":
             new = old + scale * (own - old)

@@ -9,7 +9,7 @@ shape. After the step, `deliver` cuts the staged rows into what each job asked f
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +21,7 @@ from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, S
 from birkhoff.hooks.tap import NoTap, Reads, Tap, together
 
 Witness = Callable[[Plan, Job, Rows], None]  # sees rows on their way to a job
+Landing = Callable[[], Mapping[tuple[Key, bool], torch.Tensor]]  # rows on the host by site, when they have arrived
 SENTINEL = 0  # padding reads this row; its copies are never delivered
 
 
@@ -47,12 +48,20 @@ class _Wanted:
     index: torch.Tensor | None = None
     staged: torch.Tensor | None = None
     copied: torch.Tensor | None = None
+    landing: Landing | None = None  # the step ran elsewhere: where its rows come out
+
+    @property
+    def has_rows(self) -> bool:
+        return self.staged is not None or self.landing is not None
 
     def on_host(self) -> torch.Tensor:
         """The staged rows, copied out of their buffer once for everybody who asked for some."""
-        assert self.staged is not None
         if self.copied is None:
-            self.copied = self.staged[: len(self.rows)].to("cpu", copy=True)
+            if self.landing is not None:
+                self.copied = self.landing()[self.key, self.after]
+            else:
+                assert self.staged is not None
+                self.copied = self.staged[: len(self.rows)].to("cpu", copy=True)
         return self.copied
 
 
@@ -81,7 +90,8 @@ class Staging:
 
     def copy(self, wanted: _Wanted, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The indexed rows of a site, in its buffer of this turn."""
-        assert wanted.index is not None
+        if wanted.index is None:
+            wanted.index = self.index(wanted)
         picked = together(*(part.index_select(0, wanted.index) for part in parts)) if len(parts) > 1 else None
         shape = picked.shape if picked is not None else (len(wanted.index), *parts[0].shape[1:])
         name = (wanted.key, wanted.after, len(wanted.index), self._turn)
@@ -98,10 +108,10 @@ class LiveTap:
     """The sites of one step that somebody wants or changes, by layer."""
 
     def __init__(self, staging: Staging, wanted: dict[tuple[Key, bool], _Wanted], changes: Changes | None):
-        self._staging, self._wanted, self.changes = staging, list(wanted.values()), changes
+        self._staging, self.wanted, self.changes = staging, list(wanted.values()), changes
         self._layers: dict[int, _LayerTap] = {}
         written = _Written()
-        for want in self._wanted:
+        for want in self.wanted:
             hook, layer = want.key
             self._layers.setdefault(layer, _LayerTap(staging, written)).add(BY_NAME[hook], want)
         for hook, layer in changes.sites if changes is not None else ():
@@ -123,23 +133,28 @@ class LiveTap:
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         pass
 
+    def hand_over(self, landing: Landing) -> None:
+        """The step ran elsewhere: every wanted site's rows come from there."""
+        for want in self.wanted:
+            want.landing = landing
+
     def deliver(self, waiting: Collection[Plan] = (), witness: Witness | None = None) -> None:
         """Hand every job its rows, copied out of the buffers, except jobs of plans that have to wait."""
-        for want in self._wanted:
+        for want in self.wanted:
             for share in want.shares:
                 if share.plan not in waiting:
                     _hand_out(want, share, len(share.positions), witness)
 
     def deliver_kept(self, plan: Plan, stop: int, witness: Witness | None = None) -> None:
         """Hand one plan its rows before position `stop`: those behind it were guesses that did not stay."""
-        for want in self._wanted:
+        for want in self.wanted:
             for share in want.shares:
                 if share.plan is plan:
                     _hand_out(want, share, sum(position < stop for position in share.positions), witness)
 
 
 def _hand_out(want: _Wanted, share: _Share, count: int, witness: Witness | None) -> None:
-    if want.staged is None or not count:
+    if not want.has_rows or not count:
         return
     tensor = want.on_host()[share.first : share.first + count]
     positions, token_ids = share.positions[:count], share.token_ids[:count]
@@ -217,8 +232,6 @@ def arm(staging: Staging, spans: Sequence[Span], num_rows: int | None = None) ->
     if not wanted and staging.armed is not None and staging.armed.changes is changes:
         return staging.armed
     staging.next_turn()
-    for want in wanted.values():
-        want.index = staging.index(want)
     tap = LiveTap(staging, wanted, changes)
     staging.armed = None if wanted else tap
     return tap

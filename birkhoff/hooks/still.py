@@ -12,6 +12,7 @@ A capture is an indexed copy of rows into a staging buffer; spare places repeat 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -71,20 +72,20 @@ def sort_out(tap: LiveTap, widths: Mapping[str, int]) -> Wishes | None:
     adds = sorted((key, path) for key, change in sites.items() for path in change.paths)
     for key, change in sites.items():
         lanes[key] = lay([(edit, rows) for edit, rows in change.others if isinstance(edit, SiteEdit)], widths[key[0]])
-        together_: dict[tuple[Op, Path, Any], list[tuple[Any, list[int]]]] = {}
+        joint: dict[tuple[Op, Path, Any], list[tuple[Any, list[int]]]] = {}
         for edit, rows in change.others:
             if not isinstance(edit, SiteEdit):
-                together_.setdefault((edit.op, edit.path, edit.host), []).append((edit, rows))
-        for (op, path, host), users in together_.items():
+                joint.setdefault((edit.op, edit.path, edit.host), []).append((edit, rows))
+        for (op, path, host), users in joint.items():
             kind = host.still_kind(users) if hasattr(host, "still_kind") else None
             if kind is None:
                 return None
             uses[key, Spliced(op, path, host, kind)] = users
-    rows = None if changes is None else changes.token_rows
+    token_rows = None if changes is None else changes.token_rows
     pattern = Pattern(
-        tuple(sorted((want.key, want.after) for want in tap._wanted)),
+        tuple(sorted((want.key, want.after) for want in tap.wanted)),
         tuple(adds),
-        0 if rows is None else len(rows),
+        0 if token_rows is None else len(token_rows),
         tuple((key, lane) for key, laid in sorted(lanes.items()) for lane in laid),
         tuple(uses),
         () if changes is None else _places(changes, adds),
@@ -165,19 +166,21 @@ class StillTap:
             if paths:
                 assert self._tables is not None
                 sites = [self._tables.site((*key, path)) for path in paths]
-                found.append(lambda x, around, sites=sites: gather_add(x, self._token_rows[:, : len(x)], sites))
+                found.append(partial(self._add, sites))
             mine = [s for at, s in pattern.splices if at == key and s.op == op and s.path != left_out]
             for spliced in sorted(mine, key=lambda s: s.host.order):
                 found.append(self._splices[key, spliced].run)
             for at, lane in pattern.lanes:
                 if at == key and lane.op == op and lane.path != left_out:
-                    buffers = self._lanes[key, lane]
-                    found.append(lambda x, around, buffers=buffers: buffers.run(x, around.post))
+                    found.append(self._lanes[key, lane].run)
         return found
+
+    def _add(self, sites: Sequence[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, _: Around) -> torch.Tensor:
+        return gather_add(x, self._token_rows[:, : len(x)], sites)
 
     def fill(self, tap: LiveTap, wishes: Wishes) -> None:
         """Write what the coming step wants; nothing when it is what the last one wanted."""
-        for want in tap._wanted:
+        for want in tap.wanted:
             self._captures[want.key, want.after].fill(want.rows)
         changes = tap.changes
         if changes is None or changes is self._filled:

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from birkhoff.errors import OptionError
+from birkhoff.hooks import sites
+from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import gpu
 from birkhoff.kernels.cuda.compile import find_nvrtc
 from birkhoff.kernels.cuda.launch import FastKernels, scale_offset, unfit
@@ -108,6 +110,17 @@ def spans(experts: Experts) -> list[tuple[int, int]]:
     return found
 
 
+def _rows_of_store(model: Transformer) -> list[tuple[int, int, int]]:
+    """Layers first .. stop - 1 of the model are layers from a third number on in its store; one span, as a rule."""
+    spans: list[tuple[int, int, int]] = []
+    for number, layer in enumerate(stack.layer for stack in model.expert_stacks()[: len(model.layers)]):
+        if spans and layer == spans[-1][2] + number - spans[-1][0]:
+            spans[-1] = (spans[-1][0], number + 1, spans[-1][2])
+        else:
+            spans.append((number, number + 1, layer))
+    return spans
+
+
 class Decoder:
     """`fast` demands (or refuses) the CUDA kernels, which are otherwise used where they apply; `early` lets them begin
     while their predecessors end."""
@@ -119,6 +132,7 @@ class Decoder:
         self.model, self.state, self.config = model, state, model.config
         self.dtype = model.numerics.dtype
         self.store = model.expert_stacks()[0].store  # None: experts lie where they were loaded
+        self._counted = _rows_of_store(model) if self.store is not None else []
         with torch.no_grad():
             self.layers = [LayerWeights(block) for block in model.layers]  # type: ignore[arg-type]
             self.head = model.head.rows()
@@ -169,8 +183,8 @@ class Decoder:
         mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, head.fn, desk.parts)
         mhc.read_streams(desk.parts, desk.streams, head.base, head.scale, norm, *how, desk.x, desk.pre)
         kernels.product([self.head], (desk.x, desk.x), desk.logits)
-        if self.store is not None:
-            self.store.count(desk.ids)
+        for first, stop, layer in self._counted:
+            self.store.count(desk.ids[first:stop], layer)  # type: ignore[union-attr]
         return desk.logits
 
     def _phases(self, desk: Desk) -> None:
@@ -221,13 +235,16 @@ class Decoder:
         kernels.product(w.o_b, (desk.middle, desk.middle), desk.attended)
         return desk.attended
 
-    def _experts(self, w: LayerWeights, desk: Desk, ids: torch.Tensor) -> torch.Tensor:
+    def _experts(self, w: LayerWeights, desk: Desk, ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
         c, kernels = self.config, self.kernels
         kernels.open_shared(w, desk, c.swiglu_limit)
         kernels.route(
             desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts, ids, desk.weights,
             desk.order, desk.slot_list, c.routed_scaling_factor,
         )  # fmt: skip
+        if tap is not None:
+            tap.see(sites.MOE_ROUTER_LOGITS, desk.opened[:, : c.n_routed_experts])
+            tap.see(sites.MOE_TOPK, ids, desk.weights)
         kernels.open_experts(w, desk, c.swiglu_limit)
         kernels.close_experts(w, desk)
         return desk.y

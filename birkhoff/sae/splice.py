@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from birkhoff.hooks.edit import Around, Op, Path
+from birkhoff.sae import still
 from birkhoff.sae.clamps import ClampRow, ClampTable, LaidClamps
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.encode import Chosen, Held, Kept, columns, kept, reconstruct
@@ -230,6 +231,13 @@ class SaeHost:
         if picked is None:
             return change if constants is None else constants + change
         return (torch.zeros_like(v) if constants is None else constants).index_add(0, picked, change)
+
+    def still_kind(self, uses: Sequence[tuple[Any, list[int]]]) -> still.Kind | None:
+        """Which fixed shapes these uses fit, or None."""
+        return still.kind_of(self, uses, capacity)
+
+    def still(self, kind: still.Kind) -> still.StillSae:
+        return still.StillSae(self, kind)
 
     def warm(self) -> None:
         """Run everything once on a row of zeros, so that nothing is set up inside a step."""

@@ -158,7 +158,6 @@ def read_many(streams, fn, base, scale, iters, eps, rms_eps):
     columns, wide = m * width, streams.dtype is torch.float32
     made = {"dtype": torch.float32, "device": streams.device}
     parts = torch.empty(n, SPLITS, PADDED, **made)
-    u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
     pre, post, mix = torch.empty(n, m, **made), torch.empty(n, m, **made), torch.empty(n, m, m, **made)
     tokens, block = (32, 32) if wide else (128, 64)
     share = -(-columns // (SPLITS * block)) * block
@@ -170,6 +169,13 @@ def read_many(streams, fn, base, scale, iters, eps, rms_eps):
         parts, base, scale, pre, post, mix, n, columns, iters, eps, rms_eps,
         COUNT=COUNT, PADDED=PADDED, SPLITS=SPLITS, TOKENS=64, num_warps=2,
     )  # fmt: skip
+    return collapse(streams, pre), pre, post, mix
+
+
+def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    """sum_s pre[s] streams[s], [n, d] in the streams' dtype."""
+    n, _, width = streams.shape
+    u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
     block = min(2048, power_of_two(width))
     _collapse[(n, -(-width // block))](streams, pre, u, width, BLOCK=block, num_warps=4)
-    return u, pre, post, mix
+    return u

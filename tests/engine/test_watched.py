@@ -1,0 +1,130 @@
+"""A decoding step that is watched and changed on the GPU path is that of the plain model, at every site.
+
+In Triton's interpreter nothing is recorded, but the same launches run on the same buffers; that they can be recorded is
+what `tests/hooks/test_still.py` asks of the taps.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from birkhoff.engine.graphs import Graphs, site_widths
+from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.live import Staging, arm
+from birkhoff.hooks.plan import Plan, Span
+from birkhoff.hooks.sites import SITES
+from birkhoff.hooks.table import TableRows, Tables
+from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.device import Decoder
+from birkhoff.model.state import State
+from tests.hooks.test_still import Wish
+from tests.hooks.test_table import Everywhere, vector
+from tests.interpreter import DEVICE, packed_model
+from tests.models import variant
+
+SHORT = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_layers=0)
+LAYERS, D, M = 2, SHORT.hidden_size, SHORT.hc_mult
+TOKENS, POSITIONS, SLOTS = [5, 6, 8], [0, 3, 1], [2, 0, 1]
+ALL = [
+    (site.name, layer) for site in SITES if not site.absent for layer in ([LAYERS - 1] if site.once else range(LAYERS))
+]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return packed_model(SHORT)
+
+
+def made(model, **options) -> Graphs:
+    state = State.contiguous(SHORT, 4, 128, device=DEVICE)
+    return Graphs(Decoder(model, state, fast=False), scratch=3, max_context=128, **options)
+
+
+def edits(seed: int):
+    """Additions, a replaced output, a bounded input, and streams that are read otherwise than they are carried."""
+    unit = vector(D, seed) / vector(D, seed).norm()
+    return [
+        Everywhere({("mhc_streams_pre_mlp", 0): SiteEdit("add", vector(M * D, seed, 0.3)),
+                    ("mlp_out", 1): SiteEdit("add", vector(D, seed + 1, 0.3))}),
+        Everywhere({("post_attn", 0): SiteEdit("patch", vector(D, seed + 2, 0.5), 0.5),
+                    ("mlp_in", 1): SiteEdit("clamp", unit, low=-0.1, high=0.1)}),
+        Everywhere({("mhc_streams_pre_attn", 1): SiteEdit("add", vector(M * D, seed + 3, 0.3), path="read"),
+                    ("final_hidden", 1): SiteEdit("add", vector(D, seed + 4), 0.1, norm_match=True)}),
+    ]  # fmt: skip
+
+
+def plans(tables: Tables, seed: int, widths) -> list[Plan]:
+    """One request that is captured, one that is changed and captured after its edits, one that is only changed."""
+    found = []
+    for row in range(3):
+        own = edits(seed + 10 * row) if row else []
+        plan = Plan(jobs=(Wish(ALL, after=row == 1),) if row < 2 else (), edits=tuple(own))
+        plan.table = TableRows(tables, [edit.sites for edit in own], widths)
+        assert plan.table.reserve()
+        found.append(plan)
+    return found
+
+
+def armed(wanted: list[Plan]):
+    spans = [Span(plan, row, POSITIONS[row], [TOKENS[row]], 0) for row, plan in enumerate(wanted)]
+    return arm(Staging(DEVICE), spans, len(spans))
+
+
+def plainly(model, tap):
+    """Logits and streams from the plain forward pass, rows in the order of the requests."""
+    state = State.contiguous(SHORT, 4, 128, device=DEVICE)
+    pieces = [Piece(s, p, torch.tensor([t])) for t, p, s in zip(TOKENS, POSITIONS, SLOTS)]
+    batch = Batch.of(pieces, DEVICE)
+    assert list(batch.pieces) == pieces
+    hidden, streams = model.run(batch, state, tap)
+    tap.deliver()
+    return model.logits(hidden), streams
+
+
+@torch.inference_mode()
+def test_every_site_is_seen_and_changed_as_in_the_plain_model(model):
+    graphs, tables = made(model), Tables(DEVICE)
+    widths = site_widths(graphs.decoder)
+    for seed in (1, 50):
+        mine, true = plans(tables, seed, widths), plans(tables, seed, widths)
+        logits, streams = plainly(model, armed(true))
+        tap = armed(mine)
+        wishes = graphs.sorted_out(tap)
+        assert wishes is not None
+        new_logits, new_streams = graphs.step(TOKENS, POSITIONS, SLOTS, tap, wishes)
+        tap.deliver()
+        assert (new_logits - logits).abs().max() < 2e-4 and (new_streams - streams).abs().max() < 2e-4
+        for plan, other in zip(mine[:2], true[:2]):
+            got, expected = plan.jobs[0].got, other.jobs[0].got
+            assert got.keys() == expected.keys() == set(ALL)
+            for key, (rows,) in expected.items():
+                assert got[key][0].shape == rows.shape and got[key][0].dtype == rows.dtype, key
+                assert (got[key][0].float() - rows.float()).abs().max() < 2e-4, key
+        for plan in (*mine, *true):
+            plan.release()
+    assert len(graphs._watched) == 1, "other vectors and bounds are the same pattern"
+
+
+@torch.inference_mode()
+def test_looking_changes_no_bit_and_a_step_without_taps_is_left_alone(model):
+    graphs, tables = made(model), Tables(DEVICE)
+    plain = graphs.step(TOKENS, POSITIONS, SLOTS)
+    watched = Plan(jobs=(Wish(ALL),))
+    tap = armed([watched, Plan(), Plan()])
+    seen = graphs.step(TOKENS, POSITIONS, SLOTS, tap, graphs.sorted_out(tap))
+    again = graphs.step(TOKENS, POSITIONS, SLOTS)
+    for one, two, three in zip(plain, seen, again):
+        assert torch.equal(one, two) and torch.equal(one, three)
+    assert list(graphs._captured) == [(4, 128)] and tables.rows_held == 0
+
+
+@torch.inference_mode()
+def test_patterns_unused_longest_are_let_go(model):
+    graphs = made(model, most_patterns=2)
+    for hook in ("mlp_out", "pre_attn", "mlp_out", "mlp_in"):
+        own = Plan(edits=(Everywhere({(hook, 0): SiteEdit("patch", vector(D, 1))}),))
+        tap = armed([own])
+        graphs.step(TOKENS[:1], POSITIONS[:1], SLOTS[:1], tap, graphs.sorted_out(tap))
+    kept = [(pattern.lanes[0][0][0], held.steps) for (_, _, pattern), held in graphs._watched.items()]
+    assert kept == [("mlp_out", 2), ("mlp_in", 1)]

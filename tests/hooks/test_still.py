@@ -1,0 +1,231 @@
+"""Taps of fixed shape do what live taps do, and are the same operations on the same buffers whatever they are given."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.live import Staging, arm
+from birkhoff.hooks.plan import Plan, Span
+from birkhoff.hooks.sites import BY_NAME, MHC_FFN_POST_MIX, MHC_STREAMS_PRE_ATTN, MLP_OUT
+from birkhoff.hooks.still import StillTap, sort_out
+from birkhoff.hooks.table import TableRows, Tables
+from tests.hooks.test_table import Everywhere, vector
+from tests.sizes import scaled
+
+D, M, ROWS, LAYER = 6, 4, 8, 1
+WIDTHS = {"mlp_out": D, "mhc_streams_pre_attn": M * D}
+KEYS = [(hook, LAYER) for hook in WIDTHS]
+
+
+class Wish:
+    """A job that takes every token's rows of some sites."""
+
+    def __init__(self, keys, after=False):
+        self.keys, self.after, self.got = keys, after, {}
+
+    def offsets(self, start, token_ids, prompt_len):
+        return range(len(token_ids))
+
+    def deliver(self, rows):
+        self.got.setdefault((rows.hook, rows.layer), []).append(rows.tensor)
+
+    def close(self, finish_reason, num_tokens):
+        pass
+
+
+@st.composite
+def site_edits(draw, hook):
+    """Any edit of a site that the grammar of steering knows."""
+    streams_site = hook.startswith("mhc")
+    op = draw(st.sampled_from(["add", "add", "patch", "clamp", "norm", "post"] if streams_site else
+                              ["add", "add", "patch", "clamp", "norm"]))  # fmt: skip
+    seed, scale = draw(st.integers(0, 9)), draw(st.sampled_from([0.5, -2.0]))
+    path = draw(st.sampled_from(["both", "read", "carry"])) if streams_site else "both"
+    streams = draw(st.sampled_from([None, (0,), (1, 3)])) if streams_site and op in ("add", "clamp", "norm") else None
+    width = D if streams is not None or op == "post" else WIDTHS[hook]
+    row = vector(width, seed)
+    if op == "clamp":
+        low, high = draw(st.sampled_from([(-0.2, 0.3), (None, 0.1), (0.4, None)]))
+        return SiteEdit("clamp", row / row.norm(), scale, path, streams, low=low, high=high)
+    if op == "patch":
+        return SiteEdit("patch", row, abs(scale) / 2, path, streams)
+    return SiteEdit("add", row, scale, path, streams, norm_match=op == "norm", post_mix=op == "post")
+
+
+@st.composite
+def requests(draw):
+    made = []
+    for _ in range(draw(st.integers(1, 4))):
+        edits = [
+            Everywhere({(hook, LAYER): draw(site_edits(hook)) for hook in draw(st.sets(st.sampled_from([*WIDTHS])))})
+            for _ in range(draw(st.integers(0, 3)))
+        ]
+        captured = draw(st.sampled_from([None, False, True]))
+        made.append((edits, captured, draw(st.booleans())))
+    return made
+
+
+def plans_of(made, tables):
+    plans = []
+    for edits, captured, tabled in made:
+        jobs = () if captured is None else (Wish(KEYS, captured),)
+        plan = Plan(jobs=jobs, edits=tuple(edits))
+        if tabled:
+            plan.table = TableRows(tables, [edit.sites for edit in edits], WIDTHS)
+            assert plan.table.reserve()
+        plans.append(plan)
+    return plans
+
+
+def armed(plans, staging=None):
+    spans = [Span(plan, row, 10, [5], 4) for row, plan in enumerate(plans)]
+    return arm(staging or Staging(), spans, len(plans))
+
+
+def numbers(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def through(tap, count, dtype):
+    """What two sites and the write-out weights before them become."""
+    post, y, x = (
+        torch.rand(ROWS, M, generator=torch.Generator().manual_seed(1)),
+        numbers(2, ROWS, D),
+        numbers(3, ROWS, M, D),
+    )
+    tap.at(LAYER - 1).see(MHC_FFN_POST_MIX, post[:count])
+    at = tap.at(LAYER)
+    read, carried = at.part(MHC_STREAMS_PRE_ATTN, x[:count].to(dtype))
+    return read, carried, at(MLP_OUT, y[:count].to(dtype))
+
+
+@settings(max_examples=scaled(400, 60))
+@given(made=requests(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_they_do_what_live_taps_do(made, dtype):
+    count = len(made)
+    tables = Tables()
+    live = armed(plans_of(made, tables))
+    if live is None:
+        return
+    true = through(live, count, dtype)
+    plans = plans_of(made, tables)
+    tap = armed(plans)
+    wishes = sort_out(tap, WIDTHS)
+    assert wishes is not None
+    still = StillTap(wishes, tap.changes, ROWS, torch.device("cpu"))
+    still.fill(tap, wishes)
+    mine = through(still, ROWS, dtype)
+    x, y = numbers(3, ROWS, M, D).to(dtype), numbers(2, ROWS, D).to(dtype)
+    for new, expected, old in zip(mine, true, (x, x, y)):
+        step = 1e-5 if dtype is torch.float32 else 2.0**-6
+        assert (new[:count].float() - expected.float()).abs().max() <= step * expected.float().abs().max().clamp_min(1)
+        assert torch.equal(new[count:], old[count:]), "rows of nobody keep their bits"
+        untouched = [row for row, (edits, _, _) in enumerate(made) if not any(edit.sites for edit in edits)]
+        assert torch.equal(new[untouched], old[untouched])
+    live.deliver()
+    tap.hand_over(lambda: {(w.key, w.after): still.staged(w.key, w.after)[: len(w.rows)].clone() for w in tap.wanted})
+    tap.deliver()
+    for (_, captured, _), plan in zip(made, plans):
+        if captured is not None:
+            assert set(plan.jobs[0].got) == set(KEYS)
+    for want, other in zip(tap.wanted, live.wanted):
+        assert want.key == other.key and want.rows == other.rows
+        close = (want.on_host().float() - other.on_host().float()).abs().max()
+        assert close <= (1e-5 if dtype is torch.float32 else 2.0**-6) * other.on_host().float().abs().max().clamp_min(1)
+
+
+class Operations(TorchDispatchMode):
+    """Every operation with the shapes it meets and where its inputs lie, when they lie in buffers that should stay."""
+
+    def __init__(self, buffers):
+        self.seen, self._buffers = [], buffers
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        places = []
+        for value in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(value, torch.Tensor):
+                storage = value.untyped_storage().data_ptr()
+                places.append((tuple(value.shape), storage if storage in self._buffers else None))
+            elif isinstance(value, (int, float, bool)):
+                places.append(value)
+        self.seen.append((str(op), tuple(places)))
+        return op(*args, **(kwargs or {}))
+
+
+def held_buffers(still):
+    tensors = [still._token_rows]
+    for capture in still._captures.values():
+        tensors += [capture.index] + ([] if capture.staged is None else [capture.staged])
+    for lane in still._lanes.values():
+        tensors += [lane.vector, lane.scale, lane.low, lane.high, lane.active]
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
+
+
+def request(seed, clamp, captured=True):
+    """One request with an added vector, a clamp and a capture."""
+    bound = SiteEdit("clamp", vector(D, seed) / vector(D, seed).norm(), low=-clamp, high=clamp)
+    edits = [
+        Everywhere({("mhc_streams_pre_attn", LAYER): SiteEdit("add", vector(M * D, seed))}),
+        Everywhere({("mlp_out", LAYER): bound}),
+    ]
+    return edits, False if captured else None, True
+
+
+def test_other_edits_and_captures_are_the_same_operations_on_the_same_buffers():
+    """Two steps whose requests, vectors, bounds and captured rows all differ: one pattern, one list of operations."""
+    tables, staging = Tables(), Staging()
+    first = [request(1, 0.1), request(2, 0.2, captured=False)]
+    other = [request(7, 0.9, captured=False), request(8, 0.5), request(9, 0.3)]
+    recorded, patterns, still = [], [], None
+    for made in (first, other):
+        plans = plans_of(made, tables)
+        tap = armed(plans, staging)
+        wishes = sort_out(tap, WIDTHS)
+        patterns.append(wishes.pattern)
+        if still is None:
+            still = StillTap(wishes, tap.changes, ROWS, torch.device("cpu"))
+            still.fill(tap, wishes)
+            through(still, ROWS, torch.float32)  # makes the staging buffers, as the first step of a pattern does
+        still.fill(tap, wishes)
+        kept = held_buffers(still)
+        with Operations(kept) as operations:
+            mine = through(still, ROWS, torch.float32)
+        recorded.append((operations.seen, kept))
+        true = through(armed(plans_of(made, tables)), len(made), torch.float32)
+        for new, expected in zip(mine, true):
+            assert (new[: len(made)] - expected).abs().max() < 1e-5
+        for plan in plans:
+            plan.table.release()
+    assert patterns[0] == patterns[1] and hash(patterns[0]) == hash(patterns[1])
+    assert recorded[0] == recorded[1] and len(recorded[0][0]) > 10
+
+
+def test_a_tap_that_only_looks_hands_on_the_very_tensor():
+    plans = plans_of([([], False, False)], Tables())
+    tap = armed(plans)
+    wishes = sort_out(tap, WIDTHS)
+    still = StillTap(wishes, None, ROWS, torch.device("cpu"))
+    still.fill(tap, wishes)
+    x = numbers(1, ROWS, M, D)
+    read, carried = still.at(LAYER).part(MHC_STREAMS_PRE_ATTN, x)
+    assert read is x and carried is x
+    assert still.at(LAYER).live(MHC_STREAMS_PRE_ATTN) and not still.at(LAYER).live(BY_NAME["pre_attn"])
+    assert not still.at(0).live(MLP_OUT) and still.at(0)(MLP_OUT, x) is x
+
+
+def test_what_has_no_fixed_shape_is_said_so():
+    class Host:
+        order = 0
+
+        def run(self, x, uses, around):
+            return x
+
+    class Use:
+        op, path, needs_post, host = "delta", "both", False, Host()
+
+    plan = Plan(edits=(Everywhere({("mlp_out", LAYER): Use()}),))
+    assert sort_out(armed([plan]), WIDTHS) is None

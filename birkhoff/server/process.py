@@ -23,7 +23,7 @@ from birkhoff.server.connection import Server, connection_class
 from birkhoff.server.hub import Hub
 from birkhoff.server.journal import Journal
 from birkhoff.server.metrics import Metrics
-from birkhoff.server.saes import dictionaries
+from birkhoff.server.saes import attach
 from birkhoff.server.settings import ServerSettings
 from birkhoff.steering.container import SteeringVector
 
@@ -90,8 +90,7 @@ def _loaded(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
     engine.capture_max_request_bytes = settings.capture_max_request_bytes
     engine.capture_inline_max_bytes = settings.capture_inline_max_bytes
     engine.modules.update(vectors)
-    for name, path in dictionaries(settings, engine.name).items():
-        engine.attach(name, path)
+    attach(settings, engine)
     return engine
 
 

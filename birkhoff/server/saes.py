@@ -16,6 +16,7 @@ from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
+from birkhoff.api import Engine
 from birkhoff.api.sae_features import FILE
 from birkhoff.api.shipped import shipped_dictionary
 from birkhoff.errors import quoted
@@ -36,8 +37,16 @@ MOST_BOOK_BYTES = 64 << 20
 def dictionaries(settings: ServerSettings, model: str) -> dict[str, Path]:
     """What is attached at the start, by name: the model's own, when it ships with one, and those that were named."""
     own = shipped_dictionary(model)
-    named = {name: Path(path) for name, _, path in (text.partition("=") for text in settings.sae)}
+    given = (text.partition("=") for text in (*settings.sae, *settings.sae_full))
+    named = {name: Path(path) for name, _, path in given}
     return named if own is None else {model: own, **named}
+
+
+def attach(settings: ServerSettings, engine: Engine) -> None:
+    """Attach them all; those of `sae_full` whole, the others to change features with."""
+    full = {text.partition("=")[0] for text in settings.sae_full}
+    for name, path in dictionaries(settings, engine.name).items():
+        engine.attach(name, path, "full" if name in full else "delta")
 
 
 def read_book(folder: Path) -> dict[str, Any]:

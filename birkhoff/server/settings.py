@@ -38,6 +38,7 @@ class ServerSettings:
     capture_root: str = setting("", "Directory for captures that are written to files; none unless given.")
     steering_modules: tuple[str, ...] = setting((), "Vector file to register at start; may be given several times.")
     sae: tuple[str, ...] = setting((), "NAME=PATH of a dictionary of features to attach at start; several too.")
+    sae_full: tuple[str, ...] = setting((), "The same, for one whose reconstruction may replace rows; several too.")
     max_queue: int = setting(32, "Most answers that wait for a place; more are refused with 429.")
     max_connections: int = setting(64, "Most connections at a time.")
     max_choices: int = setting(8, "Most answers of one call.")
@@ -76,10 +77,11 @@ class ServerSettings:
                 isinstance(value, int) and wanted is int and not (0 if each.name in MAY_BE_ZERO else 1) <= value < 2**40
             ):
                 raise OptionError(f"{each.name} is {value}, expected a whole number above 0.")
-        for text in self.sae:
-            name, _, path = text.partition("=")
-            if not name or not path:
-                raise OptionError(f"sae is {quoted(text)}, expected NAME=PATH.")
+        for which in ("sae", "sae_full"):
+            for text in getattr(self, which):
+                name, _, path = text.partition("=")
+                if not name or not path:
+                    raise OptionError(f"{which} is {quoted(text)}, expected NAME=PATH.")
         if self.port > 65535:
             raise OptionError(f"port is {self.port}, expected 0 to 65535.")
         if self.log not in ("text", "json", "off"):

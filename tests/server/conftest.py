@@ -16,6 +16,7 @@ import httpx2
 import pytest
 
 from tests.cli.conftest import COMMAND, clean_environment
+from tests.sae.made import random_sae
 
 
 @dataclass
@@ -96,6 +97,14 @@ def serving(folder: Path, *flags: str, model: str = "nano", **environment: str) 
 
 
 @pytest.fixture(scope="session")
-def served(tmp_path_factory) -> Iterator[Served]:
-    with serving(tmp_path_factory.mktemp("served")) as running:
+def dictionary(tmp_path_factory) -> Path:
+    """Files of a random dictionary of features for nano, which the server below knows as `delta` and as `full`."""
+    made = random_sae("jumprelu", 48, 384, seed=4, hook="mlp_out", layer=2, view="single")
+    return made.save(tmp_path_factory.mktemp("dictionary") / "random")
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory, dictionary) -> Iterator[Served]:
+    flags = ("--sae", f"delta={dictionary}", "--sae-full", f"full={dictionary}")
+    with serving(tmp_path_factory.mktemp("served"), *flags) as running:
         yield running

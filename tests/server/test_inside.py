@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load as load_safetensors
 
 import birkhoff
-from birkhoff import Add, Capture, Clamp, Patch, Project
+from birkhoff import Add, Capture, Clamp, Patch, Project, SaeReconstruct, SaeSet
+from birkhoff.api.contrast import contrast_rows, vector_of
 from birkhoff.capture.reader import read_request
 from tests.cli.conftest import ROOT
 from tests.server.conftest import user
@@ -23,9 +24,11 @@ SHARED = {"temperature": 1, "seed": 11, "max_tokens": 12}
 
 
 @pytest.fixture(scope="module")
-def engine(served):
-    """The same model in Python, with the same modules."""
+def engine(served, dictionary):
+    """The same model in Python, with the same modules and dictionaries."""
     with birkhoff.load("nano") as loaded:
+        loaded.attach("delta", dictionary)
+        loaded.attach("full", dictionary, kind="full")
         generator = torch.Generator().manual_seed(5)
         for name, width in (("wide", 1536), ("narrow", 384)):
             vector = torch.randn(width, generator=generator)
@@ -61,6 +64,27 @@ CASES = {
     "patch": ({"interventions": [{"op": "patch", "at": {"hook": OUT, "layers": [6]}, "source": "zeros",
                                   "where": {"generated": "all"}}]},
               [Patch(0, OUT, [6], where={"generated": "all"})]),
+    "steering_name": ({"steering_name": "spooky"}, [Add("spooky", path="carry")]),
+    "steering_name with a scale": ({"steering_name": {"name": "sea", "scale": 2.5}},
+                                   [Add("sea", scale=2.5, path="carry")]),
+    "sae_clamp_specs": (
+        {"sae_clamp_specs": [
+            {"module_name": "delta", "phase": "decode", "clamps": {OUT: {"2": [
+                {"feature_idx": 3, "kind": "absolute", "value": 30.0},
+                {"feature_idx": 9, "kind": "multiply", "value": 0.0, "only_if_active": True}]}}},
+            {"module_name": "delta", "phase": "prefill",
+             "clamps": {OUT: {"2": [{"feature_idx": 5, "kind": "additive", "value": 20.0}]}}}]},
+        [SaeSet("delta", {(OUT, 2): {3: 30.0, 9: {"kind": "multiply", "value": 0.0, "only_if_active": True}}},
+                phase="decode"),
+         SaeSet("delta", {(OUT, 2): {5: {"kind": "additive", "value": 20.0}}}, phase="prefill")]),
+    "sae_full_reconstruction_specs": (
+        {"sae_full_reconstruction_specs": [
+            {"module_name": "full", "clamps": {OUT: {"2": [{"feature_idx": 7, "kind": "absolute", "value": 5.0}]}}}]},
+        [SaeReconstruct("full", {(OUT, 2): {7: 5.0}})]),
+    "full reconstruction that keeps the error": (
+        {"sae_full_reconstruction_specs": [{"module_name": "full", "error_term": "keep", "phase": "decode",
+                                            "clamps": {OUT: {"2": [{"feature_idx": 7, "value": 9.0}]}}}]},
+        [SaeReconstruct("full", {(OUT, 2): {7: 9.0}}, error="keep", phase="decode")]),
 }  # fmt: skip
 
 
@@ -156,6 +180,53 @@ def test_signals_ride_along_whole_and_streamed(served, engine):
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "signals[0]"
 
 
+def test_chosen_blocks_ride_along_and_are_those_of_python(served, engine):
+    """Whole and streamed; each prompt is new to both sides, so that both read it in one step."""
+    ask = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "signals": ["blocks", "head_mix"]}
+    for animal in ("hen", "cow"):
+        ids = engine.encode_chat(user(f"Tell me a story about a fox and a {animal}. " * 26))
+        assert len(ids) > 4 * engine.config.index_topk + 8  # more blocks than may be chosen
+        mine, body = json.loads(json.dumps(engine.generate(ids, **ask).signals)), {"prompt": ids, **ask}
+        if animal == "hen":
+            found = served.post("/v1/completions", body).json()["signals"]
+        else:
+            found = [frame for chunk in served.events("/v1/completions", body) for frame in chunk.get("signals", ())]
+        assert [frame["position"] for frame in found] == list(range(len(ids) + 5))
+        prompt = slice(0, len(ids))
+        assert [frame["blocks"] for frame in found[prompt]] == [frame["blocks"] for frame in mine[prompt]]
+        for theirs, ours in zip(found, mine):
+            assert theirs["head_mix"] == pytest.approx(ours["head_mix"], rel=1e-4)
+            for layer, spans in enumerate(theirs["blocks"]):
+                assert (spans is None) == (engine.config.compress_ratios[layer] != 4)
+                if spans is not None:
+                    count = min((theirs["position"] + 1) // 4, engine.config.index_topk)
+                    assert sum(stop - start for start, stop in spans) == count
+
+
+def test_a_stream_tells_how_far_its_prompt_is_read_when_asked(served):
+    body = {"prompt": [1] * 2500, "max_tokens": 2, "temperature": 0, "ignore_eos": True}  # more than one step takes
+
+    def says(choice):
+        return choice.get("text") or choice.get("delta", {}).get("content")
+
+    def progress(path, ask):
+        chunks = served.events(path, {**ask, "return_progress": True})
+        told = [(place, chunk["prompt_progress"]) for place, chunk in enumerate(chunks) if "prompt_progress" in chunk]
+        total = chunks[-1]["timings"]["prompt_tokens"]
+        for _, each in told:
+            assert set(each) == {"total", "cache", "processed", "time_ms"} and each["total"] == total
+            assert 0 <= each["cache"] <= each["processed"] and each["time_ms"] >= 0
+        first = next(place for place, chunk in enumerate(chunks) if any(map(says, chunk["choices"])))
+        assert told[-1][0] < first and told[-1][1]["processed"] == total
+        return [(each["cache"], each["processed"]) for _, each in told]
+
+    assert progress("/v1/completions", body) == [(0, 2048), (0, 2500)]
+    ((known, read),) = progress("/v1/completions", body)  # pages of the first are known by now
+    assert 2048 < known < read == 2500
+    assert len(progress(CHAT, {"messages": MESSAGES, "max_tokens": 2})) == 1
+    assert not any("prompt_progress" in chunk for chunk in served.events("/v1/completions", body))
+
+
 def test_the_lens_attention_schema_and_estimate(served, engine):
     ids = engine.tokenizer.encode("Once upon a time there was a fox")
     lens = engine.lens(ids)
@@ -245,6 +316,45 @@ def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
         assert client.delete(f"/v1/patch_source/{wide['run']}").status_code == 200
     assert served.post("/v1/completions", ask).status_code == 400
     assert served.post("/v1/patch_sweep", {**body, "positions": [200]}).status_code == 400
+
+
+POSITIVE = ["The sun was warm and the children laughed.", "She smiled and hugged her happy little dog.",
+            "What a wonderful, bright and merry day it was!", "They danced and sang with joy."]  # fmt: skip
+NEGATIVE = ["The night was cold and the wolves howled.", "He wept alone in the dark, broken house.",
+            "It was a grim and dreadful day of loss.", "They were afraid and hid in the cave."]  # fmt: skip
+
+
+def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engine):
+    """The table, the best place and the vector are Python's; a name that is taken or a place that is not is refused."""
+    where, body = "/v1/interp/contrast", {"positive": POSITIVE, "negative": NEGATIVE, "hook": STREAMS}
+    rows = contrast_rows(engine, POSITIVE, NEGATIVE, STREAMS)
+    mine = {(entry.layer, entry.stream): entry for entry in rows.separation()}
+    found = served.post(where, body).json()
+    assert found["layers"] == rows.layers and found["columns"] == ["whole row", *(f"stream {s}" for s in range(4))]
+    for layer, aucs, apart in zip(found["layers"], found["table"], found["d_prime"]):
+        for stream, auc, d_prime in zip([None, 0, 1, 2, 3], aucs, apart):
+            assert (auc, d_prime) == pytest.approx((mine[layer, stream].auc, mine[layer, stream].d_prime), abs=1e-5)
+    assert found["best"]["auc"] == max(max(row) for row in found["table"]) and "saved" not in found
+
+    named = {**body, "name": "warmth", "layer": 5, "column": "stream 2"}
+    assert served.post(where, named).json()["saved"] == "warmth"
+    engine.modules["warmth"] = vector_of(engine, rows, [5], "mean_diff", [2])
+    ask = {"messages": MESSAGES, **SHARED, "return_token_ids": True}
+    steered = served.post(CHAT, {**ask, "steering_name": {"name": "warmth", "scale": 4}}).json()
+    edit = Add("warmth", scale=4.0, path="carry")
+    assert steered["choices"][0]["token_ids"] == engine.chat(MESSAGES, steer=[edit], **SHARED).token_ids
+    assert steered["interp"]["rows_steered"] > 0
+
+    taken = served.post(where, named)
+    assert taken.status_code == 409 and taken.json()["error"]["code"] == "module-taken"
+    assert served.post(where, {**named, "replace": True, "how": "pca"}).status_code == 200
+    for wrong, param in (({"column": "stream 9"}, "column"), ({"layer": 99}, "column"), ({"hook": "nowhere"}, None),
+                         ({"positive": ["one"]}, "positive"), ({"hook": "mhc_ffn_res_mix"}, None)):  # fmt: skip
+        refused = served.post(where, {**named, "name": "other", **wrong})
+        assert refused.status_code == 400 and param in (None, refused.json()["error"]["param"]), refused.text
+    modules = served.get("/v1/steering/modules").json()["modules"]
+    assert "other" not in {each["name"] for each in modules}
+    assert served.post("/v1/steering/modules/unregister", {"name": "warmth"}).status_code == 200
 
 
 def test_several_answers_have_files_of_their_own(served):

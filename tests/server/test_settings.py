@@ -40,7 +40,8 @@ def test_a_misspelt_setting_is_refused(tmp_path):
 @pytest.mark.parametrize(
     "wrong",
     [{"host": "0.0.0.0"}, {"host": "192.168.1.2"}, {"port": -1}, {"port": True}, {"max_body_bytes": 0}, {"log": ""},
-     {"stall_seconds": 0}, {"api_key": ("",)}, {"api_key": ("a\n",)}, {"sae": ("a",)}, {"drain_seconds": "1"}],
+     {"stall_seconds": 0}, {"api_key": ("",)}, {"api_key": ("a\n",)}, {"sae": ("a",)}, {"sae_full": ("=x",)},
+     {"drain_seconds": "1"}],
     ids=str,
 )  # fmt: skip
 def test_settings_that_make_no_sense(wrong):

@@ -4,9 +4,12 @@
                  a prefix cache: milliseconds to the first token; `disk` is an engine that finds those pages on disk
     turns        a conversation of several turns, each prompt the one before with an answer and a question more
     speculation  one request decoding with guesses 1 to 3 ahead, always or while it pays, beside plain decoding
+    rows         what decoding 1 to 4 tokens in one step costs, and guessing one behind 1 or 2 of them
 
 Contenders take turns within every round, in alternating order; a ratio is the median over rounds of ratios within a
-round. Answers of all contenders are compared: `same_tokens` says whether they agree.
+round. Decoding goes by turns of a few tokens, so that whatever else the machine does meets everybody alike, and counts
+the time on the clock and the processor's. Answers of all contenders are compared: `same_tokens` says whether they
+agree.
 """
 
 from __future__ import annotations
@@ -30,10 +33,14 @@ from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.engine.spill import PageFiles
 from birkhoff.errors import OptionError
+from birkhoff.hooks.tap import NoTap
+from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.state import State
 
 Row = dict[str, Any]
 Progress = Callable[[int, int], None]
 ROOM = 2**28
+TURN = 12  # tokens that a contender writes before the next one does
 STORIES = (
     "Tell me a story about a dog and a red ball.", "Write a story about a girl who finds a key.",
     "Tell a story about a boat in a storm.", "Write a story about an old clock that stops.",
@@ -70,7 +77,7 @@ def bench_reuse(
         nonlocal done
         done += 1
         if progress is not None:
-            progress(done, 3 * (setting.rounds + 1))
+            progress(done, 4 * (setting.rounds + 1))
 
     with birkhoff.load(model, device="cpu", max_requests=1) as engine, _threads(setting.threads):
         if engine.model.mtp is None:
@@ -82,6 +89,7 @@ def bench_reuse(
         yield common | _turns(engine, setting, tell)
         for row in _speculation(engine, setting, tell):
             yield common | row
+        yield common | _rows(engine, setting, tell)
 
 
 def _core(engine: birkhoff.Engine, tokens: int, **options: Any) -> EngineCore:
@@ -177,39 +185,111 @@ def _turns(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) 
     }  # fmt: skip
 
 
+@dataclass
+class _Answer:
+    """One contender's request, and what its tokens after the first have cost."""
+
+    core: EngineCore
+    request: Request
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+
+    def go_on(self, tokens: int) -> None:
+        before, began, processor = len(self.request.output_ids), time.perf_counter(), time.thread_time()
+        while not self.request.done and len(self.request.output_ids) - before < tokens:
+            self.core.step()
+            self.steps += 1
+        self.seconds += time.perf_counter() - began
+        self.processor_seconds += time.thread_time() - processor
+        self.tokens += len(self.request.output_ids) - before
+
+
+def _in_turns(cores: dict[str, EngineCore], ids: Sequence[int], count: int, order: int) -> dict[str, _Answer]:
+    """The same prompt for everybody, who then write a few tokens at a time in rotating order."""
+    options = SamplingOptions(temperature=0, max_tokens=count + 1, ignore_eos=True)
+    answers = {name: _Answer(core, Request(tuple(ids), options, count + 1, seed=0)) for name, core in cores.items()}
+    for answer in answers.values():
+        answer.core.submit(answer.request)
+        while not answer.request.output_ids:
+            answer.core.step()
+    names, turn = list(cores), order
+    while not all(answer.request.done for answer in answers.values()):
+        for place in range(len(names)):
+            answers[names[(place + turn) % len(names)]].go_on(TURN)
+        turn += 1
+    for answer in answers.values():
+        if answer.request.error is not None:
+            raise answer.request.error
+    return answers
+
+
 def _speculation(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) -> list[Row]:
     longest = 64 + setting.steps + 8
     cores = {"plain": _core(engine, longest), "while it pays": _core(engine, longest, draft_depth=1)}
     cores |= {f"{n} ahead": _core(engine, longest, draft_depth=n, draft_always=True) for n in (1, 2, 3)}
-    speeds: dict[str, list[float]] = {name: [] for name in cores}
-    counts: dict[str, list[int]] = {name: [0, 0] for name in cores}
-    same = dict.fromkeys(cores, True)
+    rounds: list[dict[str, _Answer]] = []
     prompts = [engine.encode_chat([{"role": "user", "content": text}]) for text in STORIES]
     for number in range(setting.rounds + 1):
-        ids = prompts[number % len(prompts)]
-        answers = {}
-        for name in cores if number % 2 else reversed(cores):
-            request, _, rest = _run(cores[name], ids, setting.steps + 1)
-            answers[name] = request.output_ids
-            if number:
-                speeds[name].append(setting.steps / rest * 1e3)
-                counts[name] = [counts[name][0] + request.drafted, counts[name][1] + request.accepted]
-        for name in cores:
-            same[name] &= answers[name] == answers["plain"]
+        answers = _in_turns(cores, prompts[number % len(prompts)], setting.steps, number)
+        rounds += [answers] if number else []  # the first round only warms up
         tell()
     pace = cores["while it pays"].pace
     assert pace is not None
+
+    def rate(answer: _Answer, seconds: str) -> float:
+        return answer.tokens / getattr(answer, seconds)
+
     rows = []
-    for name, values in speeds.items():
-        drafted, accepted = counts[name]
+    for name in cores:
+        own = [answers[name] for answers in rounds]
+        drafted, accepted = sum(a.request.drafted for a in own), sum(a.request.accepted for a in own)
+        times = {
+            key: summary([rate(answers[name], of) / rate(answers["plain"], of) for answers in rounds])
+            for key, of in (("times_plain", "seconds"), ("times_plain_by_processor", "processor_seconds"))
+        }
         rows.append({
-            "kind": "speculation", "contender": name, "batch": 1, "tokens_per_second": summary(values),
-            "times_plain": summary([own / other for own, other in zip(values, speeds["plain"])]),
+            "kind": "speculation", "contender": name, "batch": 1,
+            "tokens_per_second": summary([rate(a, "seconds") for a in own]),
+            "tokens_per_processor_second": summary([rate(a, "processor_seconds") for a in own]), **times,
+            "tokens_per_step": significant(sum(a.tokens for a in own) / sum(a.steps for a in own)),
+            "step_ms": summary([a.processor_seconds / a.steps * 1e3 for a in own]),
             "drafted": drafted, "accepted": accepted,
-            "acceptance": significant(accepted / drafted) if drafted else None, "same_tokens": same[name],
+            "acceptance": significant(accepted / drafted) if drafted else None,
+            "same_tokens": all(a[name].request.output_ids == a["plain"].request.output_ids for a in rounds),
             **({"pace": pace.report()} if name == "while it pays" else {}),
         })  # fmt: skip
     return rows
+
+
+@torch.inference_mode()
+def _rows(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) -> Row:
+    """Processor milliseconds of one step of 1 to 4 tokens of one sequence with their logits, and of guessing one more
+    behind 1 or 2 of them with the logits it is drawn from; the median over steps, the least of the rounds."""
+    model, state = engine.model, State.contiguous(engine.config, 1, 128, lookback=3, mtp=True)
+    ids = torch.randint(2, engine.config.vocab_size, (80,), generator=_seeded()).tolist()
+    model.run(Batch.of([Piece(0, 0, ids[:64])]), state, NoTap())
+    least: dict[str, float] = {}
+    for _ in range(setting.rounds + 1):
+        spent: dict[str, list[float]] = {}
+        for at in range(64, 76):
+            for count in (1, 2, 3, 4):
+                began = time.thread_time()
+                batch = Batch.of([Piece(0, at + n, [ids[at + n]]) for n in range(count)])
+                hidden, streams = model.run(batch, state, NoTap())
+                model.logits(hidden)
+                spent.setdefault(f"verify_{count}", []).append(time.thread_time() - began)
+                if count <= 2:
+                    began = time.thread_time()
+                    pieces = [Piece(0, at + n, [ids[at + n + 1]]) for n in range(count)]
+                    hidden, _ = model.draft(streams, Batch.of(pieces), state)
+                    model.logits(hidden[-1:])
+                    spent.setdefault(f"guess_behind_{count}", []).append(time.thread_time() - began)
+        for name, values in spent.items():
+            least[name] = min(least.get(name, float("inf")), sorted(values)[len(values) // 2] * 1e3)
+        tell()
+    return {"kind": "rows", "step_ms": {name: significant(ms) for name, ms in least.items()}, "same_tokens": True}
 
 
 def _seeded() -> torch.Generator:

@@ -225,10 +225,13 @@ def reuse(
             )
         elif row["kind"] == "turns":
             typer.echo(f"{turns} turns: {row['share_of_recomputation']['median']:g} of reading everything again")
+        elif row["kind"] == "rows":
+            typer.echo(", ".join(f"{name.replace('_', ' ')}: {ms:g} ms" for name, ms in row["step_ms"].items()))
         else:
             typer.echo(
                 f"{row['contender']}: {row['tokens_per_second']['median']:g} tokens/s, "
-                f"{row['times_plain']['median']:g} times plain, accepted {row['accepted']} of {row['drafted']}"
+                f"{row['times_plain']['median']:g} times plain ({row['times_plain_by_processor']['median']:g} by the "
+                f"processor's time), accepted {row['accepted']} of {row['drafted']}"
             )
     if not all(row["same_tokens"] for row in rows):
         raise typer.Exit(1)

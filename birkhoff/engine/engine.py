@@ -75,6 +75,8 @@ class EngineCore:
         self.sampler = Sampler()
         self.drafted = self.accepted = 0
         self.pace = Pace() if mtp and not draft_always else None
+        # A CPU that others use too holds steps up at random; what a step costs is the processor's time.
+        self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
         if mtp:
             self.runner.speculator = Speculator(model, state, self.sampler, draft_depth, self.pace)
         self._lock = threading.Lock()
@@ -99,7 +101,7 @@ class EngineCore:
             if not work:
                 return False
             try:
-                began, known = time.perf_counter(), sum(item.request.num_tokens for item in work)
+                began, known = self._clock(), sum(item.request.num_tokens for item in work)
                 ran = self._run(work)
                 self._commit(work, ran)
                 if self.runner.speculator is not None:
@@ -220,7 +222,7 @@ class EngineCore:
         if self.pace is not None and all(item.samples_only for item in work):
             tokens = sum(item.request.num_tokens for item in work) - known
             verified = any(item.guesses for item in work)
-            self.pace.note(len(work), verified, guessed, tokens, time.perf_counter() - began)
+            self.pace.note(len(work), verified, guessed, tokens, self._clock() - began)
 
     def reuse(self) -> dict[str, Any]:
         """Numbers of the prefix cache and of speculation; a part that is off is None."""

@@ -69,8 +69,9 @@ class Speculator:
             last.append(len(pieces) - 1)
         guesses: list[list[int]] = [[] for _ in going]
         batch = Batch.of(pieces, self.state.device)
-        hidden, streams = self.model.draft(torch.cat(rows), batch, self.state)
-        hidden, streams = hidden[last], streams[last]
+        hidden, streams = self.model.draft(torch.cat(rows) if len(rows) > 1 else rows[0], batch, self.state)
+        if len(last) < len(pieces):
+            hidden, streams = hidden[last], streams[last]
         for ahead in range(self.depth):
             logits = self.model.logits(hidden)
             drawn = self.sampler.guess([(request, row) for (request, _, _), row in zip(going, logits)], ahead)

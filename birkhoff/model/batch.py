@@ -96,6 +96,8 @@ class Batch:
             length = len(piece.token_ids)
             return (length, piece.start if length > 1 else 0)
 
+        if pieces and all(len(piece.token_ids) == 1 for piece in pieces):
+            return cls._singles(tuple(pieces), device)
         ordered = tuple(sorted(pieces, key=together))  # stable: equal pieces keep the caller's order
         groups, offsets, row = [], [], 0
         begin = 0
@@ -114,6 +116,18 @@ class Batch:
         token_ids = torch.cat(flat).to(device)
         positions = torch.cat([torch.arange(piece.start, piece.stop) for piece in ordered]).to(device)
         return cls(token_ids, positions, tuple(groups), ordered, tuple(offsets))
+
+    @classmethod
+    def _singles(cls, pieces: tuple[Piece, ...], device: torch.device | str) -> Batch:
+        """A decoding step, which is laid out many times a second: one group in the caller's order."""
+        starts = tuple(piece.start for piece in pieces)
+        token_ids = torch.tensor([int(piece.token_ids[0]) for piece in pieces], device=device)
+        positions = torch.tensor(starts, device=device)
+        slots = torch.tensor([piece.slot for piece in pieces], device=device)
+        rows = range(len(pieces))
+        return cls(
+            token_ids, positions, (Group(slice(0, len(rows)), 1, starts, slots, positions),), pieces, tuple(rows)
+        )
 
     @classmethod
     def whole(cls, token_ids: torch.Tensor) -> Batch:

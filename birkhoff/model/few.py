@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from birkhoff.model.compressor import Compressor
     from birkhoff.model.mhc import HeadMixer, Mixer
     from birkhoff.model.moe import MoE
+    from birkhoff.model.mtp import MTP
 
 MOST_ROWS = 16
 _NO_PAGES = np.zeros((1, 1, 1), np.float32)
@@ -81,6 +82,17 @@ class HeadFew:
         merged, weights = np.empty((n, d), np.float32), np.empty((n, m), np.float32)
         few.merge_streams(streams.contiguous().numpy(), *self.weights, *self.how, merged, weights)
         return torch.from_numpy(merged), torch.from_numpy(weights)
+
+
+class MTPFew:
+    def __init__(self, mtp: MTP):
+        self.norms = _array(mtp.hnorm.weight), _array(mtp.enorm.weight), np.float32(mtp.hnorm.eps)
+        self.weights = _array(mtp.h_proj.weight), _array(mtp.e_proj.weight)
+
+    def mix(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        out = np.empty(streams.shape, np.float32)
+        few.join_streams(streams.contiguous().numpy(), embedded.numpy(), *self.norms, *self.weights, out)
+        return torch.from_numpy(out)
 
 
 class Pooling:

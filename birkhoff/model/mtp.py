@@ -11,6 +11,7 @@ from birkhoff.config import V4Config
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
+from birkhoff.model.few import MTPFew, few_rows
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.rope import Rope
@@ -29,6 +30,7 @@ class MTP(nn.Module):
         self.enorm, self.hnorm, self.norm = (RMSNorm(width, eps, numerics) for _ in range(3))
         self.block = Block(config, 0, False, rope, numerics, packed)
         self.hc_head = HeadMixer(config)
+        self.few: MTPFew | None = None
 
     def forward(
         self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState | Fresh
@@ -46,6 +48,8 @@ class MTP(nn.Module):
         self.block.attn.remember(self.block.attn_norm(u), batch, self.rope.step(batch.positions), state)
 
     def _mix(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+        if self.few is not None and few_rows(streams):
+            return self.few.mix(streams, embedded)
         return self.e_proj(self.enorm(embedded)).unsqueeze(1) + self.h_proj(self.hnorm(streams))
 
     def destinations(self, name: str) -> Iterator[Destination]:

@@ -31,9 +31,11 @@ class Rope:
         )
         self.sliding = rope.frequencies(dim, config.rope_theta)
         self.compressed = rope.frequencies(dim, config.compress_rope_theta, *yarn)
+        self._both = torch.stack((self.sliding, self.compressed)).unsqueeze(1)  # [2, 1, r]
 
     def step(self, positions: torch.Tensor) -> StepPhases:
-        return StepPhases(self.at(positions, compressed=False), self.at(positions, compressed=True))
+        both = rope.phases(positions, self._both.to(positions.device))
+        return StepPhases(*(Phases(cos, sin) for cos, sin in zip(both.cos, both.sin)))
 
     def at(self, positions: torch.Tensor, compressed: bool) -> Phases:
         omega = self.compressed if compressed else self.sliding

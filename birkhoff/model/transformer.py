@@ -19,7 +19,7 @@ from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.attention import Attention
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
-from birkhoff.model.few import AttentionFew, HeadFew, MixerFew, MoEFew, takes
+from birkhoff.model.few import AttentionFew, HeadFew, MixerFew, MoEFew, MTPFew, takes
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.mhc import HeadMixer, Mixer
 from birkhoff.model.moe import Experts, MoE
@@ -75,6 +75,8 @@ class Transformer(nn.Module):
                     module.few = MixerFew(module)
                 elif isinstance(module, HeadMixer):
                     module.few = HeadFew(module)
+                elif isinstance(module, MTP):
+                    module.few = MTPFew(module)
         return self
 
     def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:

@@ -12,15 +12,16 @@ of the result's scale.
 `choose`            indexer: which compressed entries each query attends to
 `close_attention`   attention over ring and pages, turned back, through both output projections
 `read_streams`, `write_streams`, `merge_streams`   mHC around a sublayer and before the head
+`join_streams`      what enters the MTP block
 `experts`           gate, routing, routed and shared experts
 """
 
 from birkhoff.kernels.few.attention import carry, choose, close_attention, finish, open_attention
 from birkhoff.kernels.few.experts import experts
-from birkhoff.kernels.few.streams import merge_streams, read_streams
+from birkhoff.kernels.few.streams import join_streams, merge_streams, read_streams
 from birkhoff.kernels.mhc.cpu import mix_back as write_streams
 
 __all__ = [
-    "carry", "choose", "close_attention", "experts", "finish", "merge_streams", "open_attention", "read_streams",
-    "write_streams",
+    "carry", "choose", "close_attention", "experts", "finish", "join_streams", "merge_streams", "open_attention",
+    "read_streams", "write_streams",
 ]  # fmt: skip

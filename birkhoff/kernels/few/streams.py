@@ -7,6 +7,7 @@ import numpy as np
 from birkhoff.kernels.jit import compiled
 from birkhoff.kernels.linear.cpu import rows_by_weight
 from birkhoff.kernels.mhc.cpu import finish, square_mean
+from birkhoff.kernels.norm.cpu import normalise
 
 
 @compiled
@@ -36,3 +37,19 @@ def merge_streams(streams, fn, base, scale, eps, rms_eps, merged, weights):
             weights[row, s], source = weight, streams[row, s]
             for c in range(width):
                 target[c] += weight * source[c]
+
+
+@compiled
+def join_streams(streams, embedded, hnorm, enorm, eps, h_proj, e_proj, out):
+    """MTP's entrance: streams [n, m, d] and embedded tokens [n, d], normalised and projected, added up in out."""
+    count, m, width = streams.shape
+    flat, target = streams.reshape(count * m, width), out.reshape(count * m, width)
+    quiet, token, added = np.empty_like(flat), np.empty_like(embedded), np.empty_like(embedded)
+    normalise(flat, hnorm, eps, quiet)
+    rows_by_weight(quiet, h_proj, target)
+    normalise(embedded, enorm, eps, token)
+    rows_by_weight(token, e_proj, added)
+    for row in range(count):
+        for s in range(m):
+            for c in range(width):
+                target[row * m + s, c] += added[row, c]

@@ -28,6 +28,7 @@ from birkhoff.server.desk import Desk
 from birkhoff.server.gate import Gate
 from birkhoff.server.hub import Hub
 from birkhoff.server.journal import Journal
+from birkhoff.server.links import Links
 from birkhoff.server.looking import AttentionBody, EstimateBody, LensBody, Lookers
 from birkhoff.server.messages import CountBody, Messages, MessagesBody
 from birkhoff.server.metrics import Metrics
@@ -68,7 +69,8 @@ def build_app(
     table = Table(app)
     service, chats, completions, tokens = Service(desk, metrics), Chats(desk), Completions(desk), Tokens(desk)
     responses, messages = Responses(desk), Messages(desk)
-    looking, captures, steering = Lookers(desk), CaptureRoutes(desk), SteeringRoutes(desk)
+    links = Links()
+    looking, captures, steering = Lookers(desk), CaptureRoutes(desk, links), SteeringRoutes(desk)
     saes, patching = SaeRoutes(desk, looking), PatchRoutes(desk, looking)
     page = Page()
     table.get("/", page.home, "The page", "text/html")
@@ -102,6 +104,7 @@ def build_app(
     table.get("/v1/interp/captures", captures.listed, "Captures of this server")
     table.get("/v1/interp/captures/{capture_id}", captures.one, "One capture")
     table.get("/v1/interp/captures/{capture_id}/data", captures.data, "Its rows", "application/octet-stream")
+    table.post("/v1/interp/captures/{capture_id}/link", captures.link, None, "Where to find them for a minute")
     table.get("/v1/interp/captures/{capture_id}/slice", captures.slice, "Some of its rows as numbers")
     table.post("/v1/interp/contrast", Contrasts(desk).compare, ContrastBody, "Two sets of texts, and where they differ")
     table.get("/v1/saes", saes.attached, "Dictionaries of features")
@@ -120,7 +123,7 @@ def build_app(
     table.post("/v1/steering/modules/register", steering.register, ModuleBody, "Name a vector")
     table.post("/v1/steering/modules/unregister", steering.unregister, UnregisterBody, "Forget a name")
     table.finish()
-    return Gate(app, settings, metrics, journal)
+    return Gate(app, settings, metrics, journal, links)
 
 
 class Table:

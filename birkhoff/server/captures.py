@@ -4,6 +4,7 @@
     GET /v1/interp/captures/{id}        state and entries; `?wait=S` waits for the disk; with `Range` or
                                         `Accept: application/octet-stream`, the bytes
     GET /v1/interp/captures/{id}/data   one safetensors file, with ranges
+    POST /v1/interp/captures/{id}/link  where a browser finds that file for a minute, without showing a key
     GET /v1/interp/captures/{id}/slice  rows of one hook and layer as numbers, for pictures
 
 The safetensors file is made once, from files whose checksums are compared on the way, and kept for a while.
@@ -25,6 +26,7 @@ from starlette.responses import FileResponse, Response
 from birkhoff.capture.export import to_safetensors
 from birkhoff.capture.reader import CaptureEntry, read_request, read_sharded
 from birkhoff.server.desk import Desk
+from birkhoff.server.links import SECONDS, Links
 from birkhoff.server.problems import Problem, bad
 from birkhoff.server.reply import json_response
 
@@ -33,8 +35,8 @@ Entries = dict[tuple[int, str], CaptureEntry]
 
 
 class CaptureRoutes:
-    def __init__(self, desk: Desk):
-        self._desk = desk
+    def __init__(self, desk: Desk, links: Links):
+        self._desk, self._links = desk, links
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._made: OrderedDict[str, tuple[Path, str]] = OrderedDict()
         self._one = asyncio.Lock()
@@ -60,6 +62,11 @@ class CaptureRoutes:
         return FileResponse(
             path, headers=headers, media_type="application/octet-stream", filename=f"{capture_id}.safetensors"
         )
+
+    async def link(self, capture_id: str) -> Response:
+        await asyncio.to_thread(self._desk.shelf.told, capture_id)  # a 404 if there is none
+        made = self._links.made(f"/v1/interp/captures/{capture_id}/data")
+        return json_response({"url": made, "expires_in": SECONDS})
 
     async def slice(self, http: HttpRequest, capture_id: str) -> Response:
         hook, layer = http.query_params.get("hook", ""), http.query_params.get("layer", "")

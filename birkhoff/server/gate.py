@@ -22,6 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from birkhoff.errors import quoted
 from birkhoff.server.journal import Journal
+from birkhoff.server.links import Links
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.problems import Problem, problem_of
 from birkhoff.server.settings import ServerSettings, is_loopback
@@ -40,8 +41,9 @@ SECURITY = {
 
 
 class Gate:
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, journal: Journal):
+    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, journal: Journal, links: Links):
         self._app, self._settings, self._metrics, self._journal = app, settings, metrics, journal
+        self._links = links
         self._keys = [key.encode() for key in settings.api_key]
         self._hosts = {host.lower() for host in settings.allowed_host}
         self._failures: OrderedDict[str, list[float]] = OrderedDict()
@@ -150,7 +152,7 @@ class Gate:
 
     async def _check_key(self, scope: Scope, headers: Headers, state: dict[str, Any]) -> None:
         path = scope["path"]
-        if not self._keys or path in OPEN or path.startswith(OPEN_UNDER):
+        if not self._keys or path in OPEN or path.startswith(OPEN_UNDER) or self._links.admits(scope):
             return
         shown = [*headers.getlist("authorization"), *headers.getlist("x-api-key")]
         key = _shown_key(headers)

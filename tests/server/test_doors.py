@@ -9,10 +9,12 @@ import random
 import socket
 import statistics
 import time
+from urllib.parse import unquote
 
 import httpx2
 import pytest
 
+from birkhoff.server.links import Links
 from tests.server.conftest import serving, user
 from tests.sizes import scaled
 
@@ -60,6 +62,44 @@ def test_r10_every_route_is_closed_but_those_on_the_list(guarded):
                 assert answer.json()["error"]["code"] == "key-failures"
     for good in (BEARER, {"x-api-key": OTHER}, {"authorization": f"bearer {KEY}"}):
         assert guarded.get("/v1/models", **good).status_code == 200
+
+
+def test_r10_a_link_opens_one_file_and_nothing_else(guarded):
+    spec = {"filesystem": {"request_id": "linked", "tag": "t", "hooks": {"mhc_head_mix": "all"}, "positions": "all"}}
+    body = {"messages": user("Hello."), "max_tokens": 2, "capture": spec, "capture_wait": True}
+    made = guarded.post(CHAT, body, **BEARER).json()["capture_results"]["filesystem"]
+    where = f"/v1/interp/captures/{made['id']}"
+    link = guarded.post(f"{where}/link", **BEARER).json()
+    assert link["url"].startswith(f"{where}/data?until=") and link["expires_in"] == 60
+    whole = guarded.get(f"{where}/data", **BEARER)
+    assert whole.status_code == 200 and guarded.get(link["url"]).content == whole.content
+    assert guarded.get(link["url"], range="bytes=0-7").content == whole.content[:8]
+    query = link["url"].partition("?")[2]
+    for other in (f"{where}?{query}", f"{where}/slice?{query}", f"/slots?{query}", link["url"][:-1]):
+        assert guarded.get(other).status_code in (401, 429), other
+    assert guarded.post(f"/v1/completions?{query}", {"prompt": "x"}).status_code in (401, 429)
+    assert guarded.post(f"{where}/link").status_code in (401, 429)
+    assert guarded.post("/v1/interp/captures/cap-none/link", **BEARER).status_code == 404
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda url: url.replace("until=", "until=1"), lambda url: url.replace("token=", "token=%C3%A9"),
+     lambda url: url.replace("until=", "until=x"), lambda url: url.replace("/a", "/b"), lambda url: url + "&token=0",
+     lambda url: url.partition("&")[0], lambda url: url.replace("until", "since")],
+    ids=["later", "not ascii", "no number", "path", "two tokens", "no token", "no time"],
+)  # fmt: skip
+def test_a_link_that_was_changed_or_is_old_opens_nothing(change):
+    links = Links()
+
+    def call(url, method="GET"):
+        path, _, query = url.partition("?")
+        return {"method": method, "path": unquote(path), "query_string": query.encode()}
+
+    made = links.made("/v1/a file/a")
+    assert links.admits(call(made)) and not links.admits(call(change(made)))
+    assert not links.admits(call(made, "POST")) and not Links().admits(call(made))
+    assert not links.admits(call(links.made("/v1/a file/a", seconds=-2)))
 
 
 def test_r10_odd_ways_to_show_a_key(guarded):

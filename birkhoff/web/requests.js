@@ -1,5 +1,5 @@
 // What the server is doing now, and what captures it has kept.
-import { call, post } from "./api.js";
+import { call, keys, post } from "./api.js";
 import { nice } from "./chart.js";
 import { empty, fault, fill, h, panel, takeAlong, toast, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
@@ -40,9 +40,15 @@ export function capturePage(store) {
       found = await call("/v1/interp/captures");
       const captures = found.captures ?? found.data ?? found;
       fill(list, captures.length ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["id", "state", "rows", "bytes", ""].map((t) => h("th", {}, t)))), h("tbody", {}, captures.map((c) => h("tr", {}, h("td", { class: "mono" }, visible(c.id)), h("td", {}, c.status), h("td", { class: "number" }, String(c.rows ?? "")), h("td", { class: "number" }, nice(c.bytes ?? NaN)),
-        h("td", {}, h("a", { href: `/v1/interp/captures/${encodeURIComponent(c.id)}/data`, download: `${c.id}.safetensors` }, "download"), " ", h("button", { type: "button", class: "small", onclick: () => slice(c.id) }, "look"))))))) : empty("Nothing captured yet."));
+        h("td", {}, h("a", { href: `/v1/interp/captures/${encodeURIComponent(c.id)}/data`, download: `${c.id}.safetensors`, onclick: (event) => save(event, c.id) }, "download"), " ", h("button", { type: "button", class: "small", onclick: () => slice(c.id) }, "look"))))))) : empty("Nothing captured yet."));
     } catch (error) { fill(list, fault(error)); }
   };
+  /** A followed link shows no key; where one is wanted, the server is asked for a link that needs none. */
+  async function save(event, id) {
+    if (!keys.get()) return;
+    event.preventDefault();
+    try { location.assign((await post(`/v1/interp/captures/${encodeURIComponent(id)}/link`)).url); } catch (error) { fill(shown, fault(error)); }
+  }
   async function take() {
     const conversation = store.state.conversation.length ? store.state.conversation : [{ role: "user", content: store.state.benchPrompt }];
     const asked = conversation.filter((m, i) => !(i === conversation.length - 1 && m.role === "assistant")), layer = Math.floor((store.state.props?.num_layers ?? 2) / 2);

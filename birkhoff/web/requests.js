@@ -1,6 +1,5 @@
 // What the server is doing now, and what captures it has kept.
 import { call, keys, post } from "./api.js";
-import { nice } from "./chart.js";
 import { empty, fault, fill, h, panel, takeAlong, toast, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 
@@ -17,8 +16,8 @@ export function requestPage(store) {
     try {
       last = await call("/slots");
       const head = ["request", "state", "prompt", "read", "written", "of at most", "steered", ""];
-      fill(body, h("p", {}, `${last.slots - last.free} of ${last.slots} slots in use.`), last.requests.length ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, head.map((t) => h("th", { scope: "col" }, t)))),
-        h("tbody", {}, last.requests.map((r) => h("tr", {}, h("td", { class: "mono" }, visible(r.id)), h("td", {}, r.state), [r.prompt_tokens, r.computed, r.output_tokens, r.max_tokens].map((n) => h("td", { class: "number" }, String(n))), h("td", {}, r.steered ? "yes" : "no"),
+      fill(body, h("p", {}, `${last.slots - last.free} of ${last.slots} slots in use.`), last.requests.length ? h("div", { class: "scroll" }, h("table", { class: "cards" }, h("thead", {}, h("tr", {}, head.map((t) => h("th", { scope: "col" }, t)))),
+        h("tbody", {}, last.requests.map((r) => h("tr", {}, h("td", { class: "mono" }, visible(r.id)), h("td", { "data-name": head[1] }, r.state), [r.prompt_tokens, r.computed, r.output_tokens, r.max_tokens].map((n, i) => h("td", { class: "number", "data-name": head[i + 2] }, String(n))), h("td", { "data-name": head[6] }, r.steered ? "yes" : "no"),
           h("td", {}, h("button", { type: "button", class: "small", onclick: () => cancel(r.id) }, "Cancel"))))))) : empty("Nothing is running."));
     } catch (error) { fill(body, fault(error)); }
   };
@@ -39,7 +38,7 @@ export function capturePage(store) {
     try {
       found = await call("/v1/interp/captures");
       const captures = found.captures ?? found.data ?? found;
-      fill(list, captures.length ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["id", "state", "rows", "bytes", ""].map((t) => h("th", {}, t)))), h("tbody", {}, captures.map((c) => h("tr", {}, h("td", { class: "mono" }, visible(c.id)), h("td", {}, c.status), h("td", { class: "number" }, String(c.rows ?? "")), h("td", { class: "number" }, nice(c.bytes ?? NaN)),
+      fill(list, captures.length ? h("div", { class: "scroll" }, h("table", { class: "cards" }, h("thead", {}, h("tr", {}, ["id", "state", "rows", "kilobytes", ""].map((t) => h("th", {}, t)))), h("tbody", {}, captures.map((c) => h("tr", {}, h("td", { class: "mono" }, visible(c.id)), h("td", { "data-name": "state" }, c.status), h("td", { class: "number", "data-name": "rows" }, String(c.rows ?? "")), h("td", { class: "number", "data-name": "kilobytes" }, ((c.bytes ?? NaN) / 1000).toFixed(0)),
         h("td", {}, h("a", { href: `/v1/interp/captures/${encodeURIComponent(c.id)}/data`, download: `${c.id}.safetensors`, onclick: (event) => save(event, c.id) }, "download"), " ", h("button", { type: "button", class: "small", onclick: () => slice(c.id) }, "look"))))))) : empty("Nothing captured yet."));
     } catch (error) { fill(list, fault(error)); }
   };

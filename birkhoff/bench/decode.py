@@ -12,17 +12,18 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from birkhoff.bench.report import facts, significant, summary
 from birkhoff.bench.synthetic import filled_state, random_on_device
-from birkhoff.config import V4Config
+from birkhoff.config import PAGE_TOKENS, V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.budget import KINDS, context_bytes, step_cache_bytes
 from birkhoff.model.desk import Desk
 from birkhoff.model.device import Decoder
 from birkhoff.model.state import State
@@ -105,16 +106,16 @@ def advance(decoder: Decoder, desk: Desk) -> None:
     desk.positions.add_(1)
 
 
-def captured(decoder: Decoder, desk: Desk) -> torch.cuda.CUDAGraph:
+def captured(decoder: Decoder, desk: Desk, step: Callable[[Decoder, Desk], None] = advance) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            advance(decoder, desk)
+            step(decoder, desk)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        advance(decoder, desk)
+        step(decoder, desk)
     return graph
 
 
@@ -187,11 +188,29 @@ def bench_decode(
     for batch in batches:
         decoder = Decoder(model, filled_state(config, batch, context, device))
         row, desk = decode_speed(decoder, batch, context, steps)
-        yield common | row | {"layers_with_own_experts": min(distinct, layers)}
+        yield (
+            common
+            | row
+            | cache_facts(decoder.state, batch, context)
+            | {"layers_with_own_experts": min(distinct, layers)}
+        )
         place(desk, torch.randint(config.vocab_size, (batch,)).tolist(), [context] * batch)
         yield common | profile_row(decoder, desk, common["read_bytes_per_second"])
         del decoder, desk
         _clear()
+
+
+def cache_facts(state: State, batch: int, context: int) -> Row:
+    """Bytes of the cache by kind of layer, as they are and as they were computed, and what a step reads of them."""
+    real: defaultdict[str, int] = defaultdict(int)
+    for layer in state.layers:
+        tensors = (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values())
+        real[KINDS[layer.ratio]] += sum(tensor.nbytes for tensor in tensors)
+    config, item = state.config, state.dtype.itemsize
+    room = state.num_pages // batch * PAGE_TOKENS
+    planned = {kind: batch * size for kind, size in context_bytes(config, room, item).items() if size}
+    read = {kind: round(batch * size) for kind, size in step_cache_bytes(config, context, item).items() if size}
+    return {"cache_bytes": dict(real), "cache_bytes_computed": planned, "cache_bytes_read_per_step": read}
 
 
 def against_transformers(layers: int, device: torch.device, context: int, steps: int) -> Iterator[Row]:

@@ -6,6 +6,7 @@ among them: a line that was taken while others used the machine says so itself.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import os
 import platform
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 
+PACKAGE = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "numba", "transformers", "numpy")
 
 
@@ -25,6 +27,7 @@ def facts() -> dict[str, Any]:
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
+        "sources": sources(),
         "machine": {
             "cpu": cpu_model(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -53,21 +56,33 @@ def cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def commit() -> str | None:
-    """The commit of the code that runs, with a + when it was changed since; None outside a checkout."""
-    here = Path(__file__).resolve().parent
+def commit(package: Path = PACKAGE) -> str | None:
+    """The commit of the code that runs, with a + when it was changed since; None outside a checkout. A copy that
+    lies inside some other checkout has no commit: the files that run must be the ones git keeps there."""
 
     def git(*words: str) -> str:
-        done = subprocess.run(["git", "-C", str(here), *words], capture_output=True, text=True, timeout=30)
+        done = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, timeout=30)
         if done.returncode:
             raise OSError(done.stderr)
         return done.stdout.strip()
 
     try:
-        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(here.parent))
+        git("ls-files", "--error-unmatch", "--", "__init__.py", "bench/report.py")
+        if Path(git("rev-parse", "--show-toplevel")).resolve() != package.parent:
+            return None
+        changed = git("status", "--porcelain", "--untracked-files=no", "--", str(package))
         return git("rev-parse", "--short=12", "HEAD") + ("+" if changed else "")
     except (OSError, subprocess.TimeoutExpired):
         return None
+
+
+def sources(package: Path = PACKAGE) -> str:
+    """Twelve digits that name the code itself, wherever it lies: of every source file of the package and its name."""
+    digest = hashlib.sha256()
+    for file in sorted(path for kind in ("*.py", "*.cu") for path in package.rglob(kind)):
+        digest.update(f"{file.relative_to(package).as_posix()}\0{file.stat().st_size}\0".encode())
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:

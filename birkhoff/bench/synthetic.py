@@ -14,21 +14,30 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.kernels.select import Choice, select
+from birkhoff.model.block import Block
 from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.moe import Experts
+from birkhoff.model.record import Record
 from birkhoff.model.state import State
+from birkhoff.model.store import ExpertStore
 from birkhoff.model.transformer import Transformer
 
 _FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the codes drawn below
 
 
 def random_on_device(
-    config: V4Config, device: torch.device, seed: int = 0, distinct: int | None = None, dtype=torch.bfloat16
+    config: V4Config,
+    device: torch.device,
+    seed: int = 0,
+    distinct: int | None = None,
+    dtype=torch.bfloat16,
+    kernels: Choice = "reference",
 ) -> Transformer:
     """A packed model with random weights; `distinct` layers have experts of their own."""
     torch.manual_seed(seed)
     with torch.device("meta"):
-        model = Transformer(config, Numerics(dtype), packed=True, mtp=False).eval()
+        model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=False).eval()
     stacks: list[dict[str, torch.Tensor]] = []
     everybody = [module for module in model.modules() if isinstance(module, Experts)]
     for number, module in enumerate(everybody):
@@ -39,6 +48,58 @@ def random_on_device(
         if not isinstance(part, Experts):
             _fill(part, device, config)
     return model
+
+
+def random_placed(
+    config: V4Config,
+    device: torch.device,
+    resident: torch.Tensor,
+    *,
+    spare: int = 64,
+    kernels: Choice = "reference",
+    seed: int = 0,
+    dtype=torch.bfloat16,
+) -> tuple[Transformer, ExpertStore]:
+    """The same with experts in a store; as many layers as `resident` has rows have experts of their own. They are
+    copies of a few drawn ones: a step reads as many bytes as if all were different."""
+    torch.manual_seed(seed)
+    with torch.device("meta"):
+        model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=False).eval()
+    store = ExpertStore(Record.of(config), resident, device, spare)
+    for number, stack in enumerate(model.expert_stacks()):
+        stack.hold(store, number % store.layers)
+    drawn = torch.randint(0, 256, (16, store.record.nbytes), dtype=torch.uint8, device=device)
+    for run in drawn:
+        _, opened, _, closed = store.record.parts(run)
+        for scales, inner in ((opened, config.hidden_size), (closed, config.moe_intermediate_size)):
+            scales.copy_(_scales(scales.shape, inner**-0.5 / _FP4_SPREAD, device))
+    for layer in range(store.layers):
+        for number in range(store.experts):
+            values = store.record.parts(drawn[(layer * 7 + number) % len(drawn)])
+            for place, value in zip(store.home((layer, number)), values):
+                place.copy_(value, non_blocking=True)
+    for part in model.modules():
+        if not isinstance(part, Experts):
+            _fill(part, device, config)
+    store.courier.fence()
+    return model, store
+
+
+def skew_routing(model: Transformer, strength: float, seed: int = 0) -> None:
+    """Let experts be chosen unequally, as text does it: scores lowered by `strength` times the logarithm of a rank that
+    is drawn for every layer, and token tables drawn with shares of 1 / rank."""
+    g = torch.Generator().manual_seed(seed)
+    for block in model.layers:
+        assert isinstance(block, Block)
+        gate = block.ffn.gate
+        experts = model.config.n_routed_experts
+        rank = torch.randperm(experts, generator=g).float() + 1
+        if gate.bias is not None:
+            gate.bias.data.copy_(-strength * rank.log())
+        elif gate.tid2eid is not None:
+            vocabulary, places = gate.tid2eid.shape
+            drawn = torch.multinomial((1 / rank).expand(vocabulary, -1), places, generator=g)
+            gate.tid2eid.copy_(drawn.to(torch.int32))
 
 
 def _expert_stack(module: Experts, device: torch.device) -> dict[str, torch.Tensor]:

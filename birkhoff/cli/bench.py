@@ -69,17 +69,45 @@ def kernels() -> None:
 @app.command()
 def decode(
     batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be given several times.")] = None,
-    context: Annotated[int, typer.Option(help="Tokens behind each sequence.")] = 4096,
+    context: Annotated[str, typer.Option(help="Tokens behind each sequence, such as 4096 or 128k.")] = "4096",
     layers: Annotated[int, typer.Option(help="Layers of V4-Flash's width.")] = 43,
     distinct: Annotated[int, typer.Option(help="Layers with experts of their own, as many as fit the device.")] = 38,
     rival_layers: Annotated[int, typer.Option(help="Layers to compare with transformers; 0: not at all.")] = 6,
+    placement: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Experts in host memory instead: a share on the GPU (0.925) or a GPU's size (24GiB); several times.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Decoding at full V4-Flash width on a GPU with random weights, checked, timed and profiled; JSON lines."""
+    tokens = _tokens(context)
     _on_a_gpu()
     from birkhoff.bench.decode import bench_decode
+    from birkhoff.bench.placement import bench_placement
 
-    for row in bench_decode(batch or (1, 8, 32, 64), context, layers, distinct, rival_layers=rival_layers):
+    if placement:
+        rows = bench_placement(placement, batch or (1, 8), tokens, layers, min(distinct, 24))
+    else:
+        rows = bench_decode(batch or (1, 8, 32, 64), tokens, layers, distinct, rival_layers=rival_layers)
+    failed = False
+    for row in rows:
         typer.echo(json_module.dumps(row))
+        failed |= row["kind"] in ("agreement", "same bits") and not row["passed"]
+    if failed:
+        raise typer.Exit(1)
+
+
+def _tokens(text: str) -> int:
+    """`4096`, `128k` (times 1,024) or `1M`."""
+    from birkhoff.errors import OptionError, quoted
+
+    number, unit = text[:-1], {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 0)
+    digits = number if unit else text
+    if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * (unit or 1) <= 2**24:
+        raise OptionError(f"context is {quoted(text)}, expected a number of tokens such as 4096, 128k or 1M.")
+    return int(digits) * (unit or 1)
 
 
 def _on_a_gpu() -> None:

@@ -15,6 +15,8 @@ import torch
 
 from birkhoff.errors import CapacityError
 
+_FOR_EVERY_DEVICE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+
 
 class Courier:
     """Copies that are done when `copy` returns: for a CPU, where both kinds of memory are the same."""
@@ -57,14 +59,14 @@ class StreamCourier(Courier):
         runs = torch.empty(count, nbytes, dtype=torch.uint8)
         if runs.numel():
             library, pointer, size = torch.cuda.cudart(), runs.data_ptr(), runs.numel()
-            status = int(library.cudaHostRegister(pointer, size, 0))
+            status = int(library.cudaHostRegister(pointer, size, _FOR_EVERY_DEVICE_AND_MAPPED))
             if status:
                 raise CapacityError(
                     f"the driver refused to lock {size / 2**30:.2f} GiB of host memory for {count} experts (CUDA error "
                     f"{status}). Free host memory, raise the limit of locked memory (ulimit -l), or give the device a "
                     "larger share of the experts."
                 )
-            weakref.finalize(runs.untyped_storage(), library.cudaHostUnregister, pointer)
+            weakref.finalize(runs, library.cudaHostUnregister, pointer)
         return runs
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:

@@ -1,6 +1,7 @@
 """What a measurement carries with it."""
 
 import json
+import shutil
 import subprocess
 
 import pytest
@@ -26,6 +27,50 @@ def test_the_commit_is_the_one_that_runs():
     assert (
         commit is not None and head.stdout.startswith(commit.removesuffix("+")) and len(commit.removesuffix("+")) >= 12
     )
+
+
+def copy_of_package(folder):
+    package = folder / "birkhoff"
+    (package / "bench").mkdir(parents=True)
+    for name in ("__init__.py", "bench/report.py"):
+        (package / name).write_text(f"# {name}\n")
+    return package
+
+
+def git(folder, *words):
+    who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
+    return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def test_a_copy_has_no_commit_even_inside_another_checkout(tmp_path):
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+    git(tmp_path, "init", "-q")
+    (tmp_path / "file").write_text("x")
+    git(tmp_path, "add", "file")
+    git(tmp_path, "commit", "-qm", "another project")
+    package = copy_of_package(tmp_path / "copy")
+    assert report.commit(package) is None, "the outer project's commit is not ours"
+    git(tmp_path, "add", "copy")
+    git(tmp_path, "commit", "-qm", "a copy that the other project keeps")
+    assert report.commit(package) is None, "nor is it when the copy is kept there"
+
+
+def test_the_sources_are_named_wherever_they_lie(tmp_path):
+    first, second = copy_of_package(tmp_path / "a"), copy_of_package(tmp_path / "b")
+    assert report.sources(first) == report.sources(second)
+    (second / "bench" / "report.py").write_text("# other\n")
+    assert report.sources(first) != report.sources(second)
+    (first / "bench" / "report.py").rename(first / "bench" / "other.py")
+    assert report.sources(first) != report.sources(copy_of_package(tmp_path / "c")), "names count too"
+    if shutil.which("git") is not None:
+        git(second.parent, "init", "-q")
+        git(second.parent, "add", ".")
+        git(second.parent, "commit", "-qm", "ours")
+        head = git(second.parent, "rev-parse", "HEAD")[:12]
+        assert report.commit(second) == head
+        (second / "bench" / "report.py").write_text("# changed\n")
+        assert report.commit(second) == head + "+"
 
 
 def test_a_package_that_is_not_there_has_no_version():

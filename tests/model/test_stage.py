@@ -153,3 +153,33 @@ def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
     assert store.room() == 16
     _, narrow = held_model(model, 0.0, spare=2)
     assert Ahead(narrow, tables).send(range(100)) == 1, "half of the spare runs are left for the other layers"
+
+
+@torch.inference_mode()
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
+def test_a_captured_step_gives_the_same_bits_while_experts_are_exchanged(short):
+    """Copies on their own stream beside replays: no replay sees an expert that is not whole."""
+    model, tokens, true = short
+    mine, store = held_model(model, 0.5, spare=4)
+    decoder = Decoder(mine, stand_behind(mine, tokens[:10]), fast=False)
+    desk = decoder.desk(1, 128)
+    desk.token_ids.fill_(int(tokens[10]))
+    desk.positions.fill_(10)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        decoder.step(desk)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step(desk)
+    made, moved = [], 0
+    for turn in range(200):
+        moved += store.settle()
+        hot, cold = store.resident().nonzero().tolist(), (~store.resident()).nonzero().tolist()
+        store.swap(tuple(cold[turn % len(cold)]), tuple(hot[(3 * turn) % len(hot)]))
+        graph.replay()
+        made.append(desk.logits.clone())
+    moved += store.settle(wait=True)
+    assert moved > 20
+    assert all(torch.equal(logits, true) for logits in made)

@@ -1,0 +1,308 @@
+"""Decoding with experts in host memory: checked, then timed beside what the bytes allow.
+
+`bench_placement` yields rows. `same bits`: a few layers with everything on the device and with shares of it, experts
+exchanged between steps; the logits must be equal. `bus`: how fast experts are copied. `placement`: tokens per second at
+a share of hot experts, chosen at random and by counts, under skewed routing; `limit` is what the reads that were
+counted would take at the measured speeds of device and bus, one after the other. `moving`: steps while experts are
+exchanged. `chunk`: a chunk of a prompt, whose cold experts are staged. Everything runs on a CPU too, for the tests.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from birkhoff.bench.decode import captured, device_facts, place, reading_speed, seconds
+from birkhoff.bench.report import facts, significant, summary
+from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
+from birkhoff.config import V4Config
+from birkhoff.convert.presets import preset
+from birkhoff.engine.heat import Heat
+from birkhoff.engine.placement import Placement
+from birkhoff.hooks.tap import NoTap
+from birkhoff.kernels.select import Choice
+from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.budget import default_cache, plan_budget, weights_of
+from birkhoff.model.desk import Desk
+from birkhoff.model.device import Decoder
+from birkhoff.model.store import ExpertStore
+from birkhoff.model.transformer import Transformer
+from birkhoff.weights.memory import parse_bytes
+
+Row = dict[str, Any]
+SKEW = 0.12  # of a score's unit per logarithm of rank; scores of random weights spread over about 0.25
+LEAST_SHARE = 0.6  # of the limit
+
+
+def share_of(wish: str, config: V4Config) -> float:
+    """A share of hot experts as it stands ("0.925"), or what a GPU of that size has room for ("24GiB")."""
+    try:
+        return float(wish)
+    except ValueError:
+        memory = parse_bytes(wish)
+        return plan_budget(config, memory, default_cache(config, memory)).share
+
+
+def some_hot(layers: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
+    """[layers, experts] bool: a share of all, at random."""
+    order = torch.randperm(layers * experts, generator=torch.Generator().manual_seed(seed))
+    chosen = order[: round(share * layers * experts)]
+    return torch.zeros(layers * experts, dtype=torch.bool).index_fill_(0, chosen, True).view(layers, experts)
+
+
+def hot_share(store: ExpertStore) -> float:
+    return significant(float(store.resident().double().mean()))
+
+
+def move_to(store: ExpertStore, wanted: torch.Tensor) -> tuple[int, float]:
+    """Exchange homes until the hot ones are those of `wanted`, of which there are as many; exchanges and seconds."""
+    began, moved = time.perf_counter(), 0
+    while True:
+        now = store.resident()
+        arriving, leaving = (wanted & ~now).nonzero().tolist(), (now & ~wanted).nonzero().tolist()
+        if not arriving:
+            return moved, time.perf_counter() - began
+        for a, b in zip(arriving[: store.spare], leaving):
+            store.swap((a[0], a[1]), (b[0], b[1]))
+        moved += store.settle(wait=True)
+
+
+def advance(decoder: Decoder, desk: Desk) -> None:
+    """One step, then other tokens at the next position: all on the device, and never a cycle of few tokens."""
+    decoder.step(desk)
+    desk.token_ids.mul_(48271).add_(11).remainder_(decoder.config.vocab_size)
+    desk.positions.add_(1)
+
+
+class Steps:
+    """Steps of one desk: a captured graph on a GPU, plain launches elsewhere."""
+
+    def __init__(self, decoder: Decoder, batch: int, context: int):
+        self.decoder, self.desk = decoder, decoder.desk(batch, context + 256)
+        self.cuda = decoder.state.device.type == "cuda"
+        tokens = torch.randint(decoder.config.vocab_size, (batch,)).tolist()
+        place(self.desk, tokens, [context] * batch)
+        self.one: Callable[[], None] = lambda: advance(decoder, self.desk)
+        if self.cuda:
+            self.one = captured(decoder, self.desk, advance).replay
+        place(self.desk, tokens, [context] * batch)
+
+    def milliseconds(self, count: int) -> list[float]:
+        if self.cuda:
+            return [1e3 * span for span in seconds(self.one, count)]
+        spans = []
+        for _ in range(count):
+            began = time.perf_counter()
+            self.one()
+            spans.append(1e3 * (time.perf_counter() - began))
+        return spans
+
+    def reads(self, count: int) -> torch.Tensor:
+        """How often each expert was read in so many steps."""
+        store = self.decoder.store
+        assert store is not None
+        before = store.counts.cpu().clone()
+        for _ in range(count):
+            self.one()
+        return store.counts.cpu() - before
+
+
+@torch.inference_mode()
+def same_bits(config: V4Config, device: torch.device, shares: Sequence[float], steps: int) -> Row:
+    """Logits of the kernels at each share, with exchanges between steps, against everything on the device."""
+    found: dict[str, bool] = {}
+    true: list[torch.Tensor] = []
+    layers, experts = config.num_hidden_layers, config.n_routed_experts
+    for share in (1.0, *shares):
+        model, store = random_placed(config, device, some_hot(layers, experts, share), spare=8, seed=1)
+        state = filled_state(config, 2, 300, device)
+        for layer in state.layers:  # the same past for everybody
+            for tensor in (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values()):
+                tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
+        decoder = Decoder(model, state)
+        desk = decoder.desk(2, 512)
+        made = []
+        for step in range(steps):
+            if 0 < share < 1:
+                hot = store.resident()
+                arriving, leaving = (~hot).nonzero()[step].tolist(), hot.nonzero()[-1 - step].tolist()
+                store.swap((arriving[0], arriving[1]), (leaving[0], leaving[1]))
+                store.settle(wait=True)
+            place(desk, [5 + step, 9 + step], [300 + step] * 2)
+            desk.poison()
+            made.append(decoder.step(desk).clone())
+        true = true or made
+        found[f"{share:g}"] = all(torch.equal(a, b) for a, b in zip(made, true))
+        del model, store, decoder, desk, state
+        clear(device)
+    return {"kind": "same bits", "layers": layers, "steps": steps, "equal": found, "passed": all(found.values())}
+
+
+def bus_speed(store: ExpertStore, rounds: int = 3) -> float:
+    """Bytes a second of copying cold experts to the device through all spare runs."""
+    cold = (~store.resident()).nonzero().tolist()[: store.spare * rounds]
+    rates = []
+    for first in range(0, len(cold), store.spare):
+        began = time.perf_counter()
+        loans = [loan for layer, number in cold[first : first + store.spare] if (loan := store.lend((layer, number)))]
+        store.settle(wait=True)
+        rates.append(len(loans) * store.record.nbytes / (time.perf_counter() - began))
+        for loan in loans:
+            store.let_go(loan)
+    return max(rates)
+
+
+def speed_row(steps: Steps, count: int, read: int, speeds: tuple[float, float]) -> Row:
+    """Speed of one placement, and the limit that its own reads set."""
+    store = steps.decoder.store
+    assert store is not None
+    reads, hot = steps.reads(count), store.resident()
+    ms = steps.milliseconds(count)
+    median = sorted(ms)[len(ms) // 2]
+    inside, outside = (int(reads[where].sum()) / count * store.record.nbytes for where in (hot, ~hot))
+    limit = ((read + inside) / speeds[0] + outside / speeds[1]) * 1e3
+    batch = steps.desk.rows
+    return {
+        "batch": batch, "ms": summary(ms), "tokens_per_second": significant(batch / median * 1e3),
+        "misses": significant(outside / max(inside + outside, 1)),
+        "cold_experts_per_step": significant(outside / store.record.nbytes),
+        "limit_tokens_per_second": significant(batch / limit * 1e3), "share_of_limit": significant(limit / median),
+        "passed": limit / median >= LEAST_SHARE,
+    }  # fmt: skip
+
+
+@torch.inference_mode()
+def placement_rows(
+    model: Transformer,
+    store: ExpertStore,
+    batches: Sequence[int],
+    context: int,
+    count: int,
+    speeds: tuple[float, float],
+) -> Iterator[Row]:
+    """Random placement, then by counts of as many steps as are timed; and the steps that run beside exchanges."""
+    config, device = model.config, store.device
+    read = weights_of(config).read
+    for name in ("random", "counts"):
+        for batch in batches:
+            steps = Steps(Decoder(model, filled_state(config, batch, context, device)), batch, context)
+            row: Row = {
+                "kind": "placement",
+                "placement": name,
+                "hot": hot_share(store),
+            }
+            if name == "counts":
+                heat = Heat(store.layers, store.experts)
+                heat.note(steps.reads(4 * count), 4 * count)
+                moved, took = move_to(store, heat.hottest(int(store.resident().sum())))
+                row |= {"exchanged": moved, "exchanges_per_second": significant(moved / took) if moved else 0.0}
+            yield row | speed_row(steps, count, read, speeds)
+            if name == "counts":
+                yield moving_row(steps, count)
+            del steps
+            clear(device)
+
+
+def moving_row(steps: Steps, count: int) -> Row:
+    """Steps with and without exchanges under way, which begin after every fourth step whether they pay or not."""
+    store = steps.decoder.store
+    assert store is not None
+    plain = steps.milliseconds(count)
+    placement = Placement(store, _Restless(store.layers, store.experts), steps.decoder.model, every=min(4, count))
+    spans = []
+    for _ in range(count):
+        placement.before([], chunk=False)
+        spans += steps.milliseconds(1)
+        placement.after()
+    moved = placement.exchanged + store.settle(wait=True)
+    times = sorted(spans)[count // 2] / sorted(plain)[count // 2]
+    return {"kind": "moving", "batch": steps.desk.rows, "ms": summary(spans), "ms_at_rest": summary(plain),
+            "exchanged": moved, "times_at_rest": significant(times)}  # fmt: skip
+
+
+class _Restless(Heat):
+    """Always wants to exchange: the coldest for the hottest."""
+
+    def exchanges(self, resident, most):
+        hot, cold = resident.nonzero().tolist(), (~resident).nonzero().tolist()
+        return [((a[0], a[1]), (b[0], b[1])) for a, b in zip(cold[:most], hot[:most])]
+
+
+@torch.inference_mode()
+def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus: float, rounds: int = 3) -> Row:
+    """A chunk of a prompt: each cold expert it asks for comes over the bus once."""
+    config, device = model.config, store.device
+    state = filled_state(config, 1, tokens, device)
+    chunk = torch.randint(config.vocab_size, (tokens,))
+    spans = []
+    before = store.counts.cpu().clone()
+    for _ in range(rounds):
+        _wait(device)
+        began = time.perf_counter()
+        model.run(Batch.of([Piece(0, 0, chunk)], device), state, NoTap())
+        _wait(device)
+        spans.append(1e3 * (time.perf_counter() - began))
+    fresh = store.counts.cpu() - before
+    cold = float(fresh[~store.resident()].sum()) / rounds * store.record.nbytes
+    median = sorted(spans)[rounds // 2]
+    return {
+        "kind": "chunk", "tokens": tokens, "ms": summary(spans),
+        "tokens_per_second": significant(tokens / median * 1e3), "cold_bytes": int(cold),
+        "bus_ms": significant(cold / bus * 1e3), "hot": hot_share(store),
+    }  # fmt: skip
+
+
+def bench_placement(
+    wishes: Sequence[str] = ("0.925", "24GiB"),
+    batches: Sequence[int] = (1, 8),
+    context: int = 4096,
+    layers: int = 43,
+    distinct: int = 24,
+    count: int = 60,
+    config: V4Config | None = None,
+    device: torch.device | None = None,
+    kernels: Choice = "triton",
+    chunk: int = 2048,
+    checked: int = 3,
+) -> Iterator[Row]:
+    """All rows, at V4-Flash's width unless a `config` is given. `distinct` layers have experts of their own: host
+    memory may be smaller than all of them. `count` steps are timed, `checked` steps compared."""
+    config = config or preset("flash", layers, False)
+    device = device or torch.device("cuda")
+    on_gpu = device.type == "cuda"
+    common = {"bench": "placement", **(device_facts(device) if on_gpu else facts())}
+    few = config if not on_gpu else preset("flash", 4, False)
+    yield common | same_bits(few, device, (0.5, 0.0), checked)
+    own = min(distinct, config.num_hidden_layers)
+    reading = reading_speed(device) if on_gpu else 1e10
+    for wish in wishes:
+        share = share_of(wish, config)
+        model, store = random_placed(
+            config, device, some_hot(own, config.n_routed_experts, share), spare=64 if on_gpu else 4, kernels=kernels
+        )
+        skew_routing(model, SKEW)
+        bus = bus_speed(store)
+        about = common | {"wish": wish, "layers": config.num_hidden_layers, "layers_with_own_experts": own,
+                          "context": context, "skew": SKEW, "read_bytes_per_second": significant(reading),
+                          "bus_bytes_per_second": significant(bus)}  # fmt: skip
+        yield about | {"kind": "bus", "host_bytes": store.host_runs.numel(), "device_bytes": store.runs.numel()}
+        for row in placement_rows(model, store, batches, context, count, (reading, bus)):
+            yield about | row
+        yield about | chunk_row(model, store, chunk, bus)
+        del model, store
+        clear(device)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def clear(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,29 @@
+"""What rows of decoding say about the cache."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from birkhoff.bench.decode import cache_facts
+from birkhoff.bench.synthetic import filled_state
+from birkhoff.cli.bench import _tokens
+from birkhoff.errors import OptionError
+from tests.models import TINY
+
+
+def test_the_cache_is_as_large_as_computed():
+    found = cache_facts(filled_state(TINY, 2, 700, torch.device("cpu")), 2, 700)
+    assert found["cache_bytes"] == found["cache_bytes_computed"] and set(found["cache_bytes"]) == {"swa", "csa", "hca"}
+    assert 0 < found["cache_bytes_read_per_step"]["csa"] < found["cache_bytes"]["csa"]
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("128k", 131_072), ("1M", 2**20), ("1K", 1024)])
+def test_contexts_may_be_written_short(text, tokens):
+    assert _tokens(text) == tokens
+
+
+@pytest.mark.parametrize("text", ["", "k", "-5", "0", "1.5k", "99999M", "four", "²k"])
+def test_other_contexts_are_refused(text):
+    with pytest.raises(OptionError, match="expected a number of tokens such as 4096, 128k or 1M"):
+        _tokens(text)

@@ -263,8 +263,8 @@ def test_a_million_tokens_of_prompt_cost_nothing_while_decoding():
         {"prompt": {"window": [0, 9]}},
     ):
         selector, steps = bind(parse_positions(value), prompt, 10_000), scaled(20_000)
-        began = time.perf_counter()
+        began = time.process_time()
         for position in range(len(prompt), len(prompt) + steps):
             assert not len(selector.rows(position, (7,)))
-        each = (time.perf_counter() - began) / steps
-        assert each < 50e-6, f"{value}: {each * 1e6:.1f} microseconds a step"  # about 1; a scan of the prompt is 1000s
+        each = (time.process_time() - began) / steps
+        assert each < 300e-6, f"{value}: {each * 1e6:.1f} microseconds a step"  # about 1; a scan of the prompt is 1000s

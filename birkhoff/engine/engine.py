@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
 from birkhoff.engine.graphs import Graphs
 from birkhoff.engine.pace import Pace
@@ -33,6 +34,7 @@ from birkhoff.engine.scheduler import Scheduler, Work
 from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.spill import PageFiles
 from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed
+from birkhoff.model.budget import cache_by_kind
 from birkhoff.model.device import Decoder, refusal
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
@@ -117,11 +119,12 @@ class EngineCore:
         if self.placement is None:
             return self.runner.run(work)
         tokens = [token for item in work for token in item.tokens]
-        self.placement.before(tokens, chunk=any(item.stop - item.start > 1 for item in work))
-        try:
-            return self.runner.run(work)
-        finally:
-            self.placement.after()
+        with self.placement.store.lock:
+            self.placement.before(tokens, chunk=any(item.stop - item.start > 1 for item in work))
+            try:
+                return self.runner.run(work)
+            finally:
+                self.placement.after()
 
     def drive(self, request: Request) -> None:
         """Step until `request` has something to say."""
@@ -260,9 +263,11 @@ class EngineCore:
         if needed > total:
             config, item = self.model.config, self.model.numerics.dtype.itemsize
             each = page_bytes(config, item)
+            kinds = {kind: PAGE_TOKENS * needed * of.per_token for kind, of in cache_by_kind(config, item).items()}
+            parts = ", ".join(f"{_size(count)} in {kind} layers" for kind, count in kinds.items() if count)
             raise CapacityError(
                 f"this request needs {_size(needed * each)} of cache ({needed} pages), {_size(total * each)} can ever "
-                f"be free ({total} pages). Shorten it or load with a larger cache_bytes."
+                f"be free ({total} pages). It would be {parts}. Shorten it or load with a larger cache_bytes."
             )
 
 

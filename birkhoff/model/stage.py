@@ -22,16 +22,19 @@ class Stage:
     def __init__(self, store: ExpertStore, layer: int, wanted: Sequence[int]):
         self.store, self.layer = store, layer
         self.wanted = sorted(wanted)
-        self._waiting = deque(number for number in self.wanted if store.is_cold((layer, number)))
+        self._waiting: deque[int] = deque()
         self._loans: dict[int, Loan] = {}
 
     def __enter__(self) -> Stage:
+        self.store.lock.acquire()
+        self._waiting.extend(number for number in self.wanted if self.store.is_cold((self.layer, number)))
         return self
 
     def __exit__(self, *_: object) -> None:
         for loan in self._loans.values():
             self.store.let_go(loan)
         self._loans.clear()
+        self.store.lock.release()
 
     def parts(self, number: int) -> tuple[torch.Tensor, ...]:
         """The four matrices of an expert, on the device if a run was to be had, else at home; whoever asks for the next

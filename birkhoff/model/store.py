@@ -11,14 +11,19 @@ need not know. Experts never change, so three rules are enough:
 `swap` exchanges the homes of a cold and a hot expert through spare runs on both sides, without room for a second copy
 of everything in host memory. `lend` puts a copy of a cold expert beside its home: a loan is used while it is held,
 stays as long as its run is not wanted, and ends without a copy back.
+
+Passes of several threads may share a store: `lock` is held by whoever moves something, by a `Stage` while it is up, and
+by an engine for a step, so that nothing moves between finding an expert and giving the device what reads it.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -26,6 +31,8 @@ from birkhoff.model.courier import Courier, courier_for
 from birkhoff.model.record import Record
 
 Expert = tuple[int, int]  # layer, number
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 @dataclass
@@ -48,6 +55,15 @@ class _Exchange:
     run: int
     host_run: int
     ticket: Any
+
+
+def _locked(method: Callable[Concatenate[ExpertStore, P], T]) -> Callable[Concatenate[ExpertStore, P], T]:
+    @functools.wraps(method)
+    def alone(self: ExpertStore, *arguments: P.args, **options: P.kwargs) -> T:
+        with self.lock:
+            return method(self, *arguments, **options)
+
+    return alone
 
 
 class ExpertStore:
@@ -82,6 +98,7 @@ class ExpertStore:
         self._loans: OrderedDict[Expert, Loan] = OrderedDict()  # the one used longest ago first
         self._exchanges: list[_Exchange] = []
         self._busy: set[Expert] = set()
+        self.lock = threading.RLock()
         self._show(self._homes)
 
     # What is where
@@ -123,6 +140,7 @@ class ExpertStore:
 
     # Homes
 
+    @_locked
     def swap(self, arriving: Expert, leaving: Expert) -> bool:
         """Begin to exchange the homes of a cold and a hot expert; False where no run is free or one of them moves."""
         assert self.is_cold(arriving) and not self.is_cold(leaving), (arriving, leaving)
@@ -141,6 +159,7 @@ class ExpertStore:
         self._exchanges.append(_Exchange(arriving, leaving, run, host_run, self.courier.ticket()))
         return True
 
+    @_locked
     def settle(self, wait: bool = False) -> int:
         """Between steps: show kernels what has arrived; the number of finished exchanges. `wait` for all of them."""
         still, moved = [], []
@@ -169,6 +188,7 @@ class ExpertStore:
 
     # Loans
 
+    @_locked
     def lend(self, expert: Expert) -> Loan | None:
         """Hold a copy of a cold expert on the device, begun now if there is none; None where no run is free."""
         assert self.is_cold(expert), expert
@@ -185,6 +205,7 @@ class ExpertStore:
         loan.held += 1
         return loan
 
+    @_locked
     def join(self, loans: Iterable[Loan], show: bool = True) -> None:
         """Let the current stream wait for these copies and, to `show` them, read them through the table from now on."""
         new = []
@@ -196,6 +217,7 @@ class ExpertStore:
         if new:
             self._show(new)
 
+    @_locked
     def let_go(self, loan: Loan) -> None:
         """The copy stays until its run is wanted."""
         assert loan.held, loan

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 
@@ -9,6 +11,9 @@ from birkhoff.engine.counts import Counts
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.heat import Heat
 from birkhoff.engine.placement import Placement
+from birkhoff.engine.request import Request
+from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.errors import CapacityError
 from tests.engine.traffic import Traffic, hit_rate, zipf
 from tests.interpreter import DEVICE, packed_model
 from tests.model.held import held_model, some_resident
@@ -140,6 +145,34 @@ def test_an_engine_answers_the_same_while_its_experts_move(model, ahead):
     assert report["experts"] == 16 and report["experts_on_device"] == 8 == int(store.resident().sum())
     assert report["reads"] == int(store.counts.sum()) > 0 and 0 < report["share_of_reads_on_device"] < 1
     assert not any(loan.held for loan in store._loans.values())
+
+
+def test_a_request_that_can_never_fit_is_refused_with_the_bytes_by_kind_of_layer(model):
+    core = EngineCore(model, max_requests=1, max_context=1024, num_pages=3, device=DEVICE)
+    with pytest.raises(CapacityError, match=r"4 pages\), .* free \(3 pages\)\. It would be 24\.0 KiB in csa layers\."):
+        core.submit(Request(tuple(range(400)), SamplingOptions(max_tokens=100), 100, seed=0))
+    core.close()
+
+
+def test_passes_of_another_thread_are_not_disturbed(model):
+    """Traces run beside steps, and read experts that the steps move about."""
+    mine, store = held_model(model, 0.4, spare=3)
+    ids = random_tokens(SMALL, 20).to(DEVICE)
+    with torch.no_grad():
+        true = model(ids)
+    placement = Placement(store, _Restless(2, 8), mine, every=1, most=3)
+    wrong: list[int] = []
+
+    def look():
+        with torch.no_grad():
+            wrong.extend(turn for turn in range(scaled(60, 15)) if not torch.equal(mine(ids), true))
+
+    other = threading.Thread(target=look)
+    other.start()
+    prompts = [random_tokens(SMALL, length, length).tolist() for length in (9, 30)]
+    found = answers(mine, placement, prompts)
+    other.join()
+    assert found == answers(model, None, prompts) and not wrong
 
 
 class _Restless(Heat):

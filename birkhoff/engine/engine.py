@@ -221,11 +221,12 @@ class EngineCore:
             self.scheduler.release(request)
 
     def _guess(self, speculator: Speculator, work: list[Work], ran: list[Ran | None], began: float, known: int) -> None:
+        ended = self._clock()  # what a step spends on remembering for later guesses is no cost of plain steps
         guessed = speculator.guess(work, ran) > 0
         if self.pace is not None and all(item.samples_only for item in work):
             tokens = sum(item.request.num_tokens for item in work) - known
             verified = any(item.guesses for item in work)
-            self.pace.note(len(work), verified, guessed, tokens, self._clock() - began)
+            self.pace.note(len(work), verified, guessed, tokens, (self._clock() if guessed else ended) - began)
 
     def reuse(self) -> dict[str, Any]:
         """Numbers of the prefix cache and of speculation; a part that is off is None."""

@@ -2,9 +2,10 @@
 
 A step that verifies guesses costs more than a plain one and brings more tokens when guesses are right. How much of each
 depends on the machine, the model, the text and how many requests decode together, so nothing is assumed: for every size
-of batch (1, 2, up to 4, up to 8, ...) guessing is tried, then plain steps, then the better of the two goes on. What was
-switched off is tried again with a later prompt, when many steps have passed: a trial needs the MTP block to have read
-that prompt from its start.
+of batch (1, 2, up to 4, up to 8, ...) a few guessing and a few plain steps take turns, so that whatever else the
+machine does meets both alike, and then the better of the two goes on. Numbers are only compared with others of the
+same time: guessing that seems to pay no more is tried again beside plain steps. What was switched off is tried again
+with a later prompt, when many steps have passed: a trial needs the MTP block to have read that prompt from its start.
 
 Only speed is decided here. Which tokens come out does not depend on it.
 """
@@ -16,11 +17,13 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 TRIAL = 24  # steps of each kind before they are compared
-SETTLE = 4  # steps after a change that do not count: caches warm up, MTP catches up
+TURN = 6  # steps of one kind before the other has its turn
+SETTLE = 1  # steps after a change that do not count: caches warm up
 PATIENCE = 400  # plain steps before guessing is tried again
+RECHECK = 100  # guessing steps before it may be put to the test again
 MARGIN = 1.03  # times faster it must be to be worth its while
 
-Mode = Literal["trying guesses", "trying plain", "guessing", "plain"]
+Mode = Literal["trying", "guessing", "plain"]
 
 
 @dataclass
@@ -56,7 +59,11 @@ class Pace:
 
     def guesses(self, requests: int) -> bool:
         """Whether that many requests should guess now."""
-        return self._size(requests).mode in ("trying guesses", "guessing")
+        return self._size(requests).guesses
+
+    def trying(self, requests: int) -> bool:
+        """Whether it is still open what pays for that many requests."""
+        return self._size(requests).mode == "trying"
 
     def note(self, requests: int, verified: bool, guessed: bool, tokens: int, seconds: float) -> None:
         """One step of nothing but decoding; `guessed` when it also made guesses for the next."""
@@ -82,34 +89,39 @@ class _Size:
     """The decision for batches of about one size. Tokens are counted per request."""
 
     def __init__(self) -> None:
-        self.mode: Mode = "trying guesses"
         self.rates = {True: Rate(), False: Rate()}
-        self._in_mode = 0
+        self._enter("trying")
+
+    @property
+    def guesses(self) -> bool:
+        return self._guesses_turn if self.mode == "trying" else self.mode == "guessing"
 
     def note(self, verified: bool, tokens: float, seconds: float) -> None:
-        if verified != (self.mode in ("trying guesses", "guessing")):
+        if verified != self.guesses:
             return
-        self._in_mode += 1
-        if self._in_mode > SETTLE:
+        self._in_mode, self._in_turn = self._in_mode + 1, self._in_turn + 1
+        if self._in_turn > SETTLE:
             self.rates[verified].note(tokens, seconds)  # type: ignore[arg-type]
-        if self._in_mode >= SETTLE + TRIAL:
-            self._advance()
+        if self.mode == "trying":
+            if all(len(rate.steps) >= TRIAL for rate in self.rates.values()):
+                self._enter("guessing" if self._pays() else "plain")
+            elif self._in_turn == SETTLE + TURN:
+                self._guesses_turn, self._in_turn = not self._guesses_turn, 0
+        elif self.mode == "guessing" and self._in_mode >= RECHECK and not self._pays():
+            self._enter("trying")
 
     def reconsider(self) -> None:
         if self.mode == "plain" and self._in_mode >= PATIENCE:
-            self._enter("trying guesses")
+            self._enter("trying")
 
-    def _advance(self) -> None:
+    def _pays(self) -> bool:
         guessing, plain = self.rates[True].tokens_per_second, self.rates[False].tokens_per_second
-        if self.mode == "trying guesses" and plain is None:
-            self._enter("trying plain")
-        elif self.mode != "plain":
-            assert guessing is not None and plain is not None
-            better: Mode = "guessing" if guessing > MARGIN * plain else "plain"
-            if better != self.mode:
-                self._enter(better)
+        assert guessing is not None and plain is not None
+        return guessing > MARGIN * plain
 
     def _enter(self, mode: Mode) -> None:
-        if mode == "trying guesses":
-            self.rates[True].steps.clear()
-        self.mode, self._in_mode = mode, 0
+        if mode == "trying":
+            for rate in self.rates.values():
+                rate.steps.clear()
+        self.mode, self._guesses_turn = mode, True
+        self._in_mode = self._in_turn = 0

@@ -58,7 +58,10 @@ class Speculator:
             for w, made in zip(work, ran)
             if made is not None and w.request.slot is not None and self._room(w.request) > 0
         ]
-        if not going or (self.pace is not None and not self.pace.guesses(len(going))):
+        if not going:
+            return 0
+        guesses_now = self.pace is None or self.pace.guesses(len(going))
+        if not guesses_now and not (self.pace is not None and self.pace.trying(len(going))):
             return 0
         pieces, rows, last = [], [], []
         for request, base, streams in going:
@@ -67,9 +70,12 @@ class Speculator:
                 pieces.append(Piece(_slot(request), base + offset, [token]))
             rows.append(streams[:kept])
             last.append(len(pieces) - 1)
+        batch, read = Batch.of(pieces, self.state.device), torch.cat(rows) if len(rows) > 1 else rows[0]
+        if not guesses_now:  # between two turns of a trial: no hole in what MTP remembers
+            self.model.remember(read, batch, self.state)
+            return 0
         guesses: list[list[int]] = [[] for _ in going]
-        batch = Batch.of(pieces, self.state.device)
-        hidden, streams = self.model.draft(torch.cat(rows) if len(rows) > 1 else rows[0], batch, self.state)
+        hidden, streams = self.model.draft(read, batch, self.state)
         if len(last) < len(pieces):
             hidden, streams = hidden[last], streams[last]
         for ahead in range(self.depth):

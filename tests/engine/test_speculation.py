@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.pace import PATIENCE, SETTLE, TRIAL, Pace
+from birkhoff.engine.pace import PATIENCE, RECHECK, SETTLE, TRIAL, TURN, Pace
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.engine.speculation import Speculator
@@ -229,32 +229,54 @@ def step(pace: Pace, seconds: dict[bool, float], tokens: dict[bool, int], reques
     return guessing
 
 
+TRIED = 2 * TRIAL * (TURN + SETTLE) // TURN  # steps of a whole trial
+
+
 @pytest.mark.parametrize(
     ("slower", "more", "pays"), [(1.3, 2, True), (1.9, 1, False), (2.1, 2, False), (1.0, 1, False)]
 )
 def test_guessing_goes_on_exactly_when_it_pays(slower, more, pays):
     pace = Pace()
-    did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(6 * (TRIAL + SETTLE))]
-    assert did[: TRIAL + SETTLE] == [True] * (TRIAL + SETTLE) and not any(did[TRIAL + SETTLE : 2 * (TRIAL + SETTLE)])
-    assert did[-1] is pays and pace.report()["1"]["mode"] == ("guessing" if pays else "plain")
+    did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(TRIED)]
+    turns = [TURN + SETTLE] * (len(did) // (TURN + SETTLE))
+    assert did == [guesses for turn, length in enumerate(turns) for guesses in [turn % 2 == 0] * length]
+    did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(3 * RECHECK)]
+    assert set(did) == {pays} and pace.report()["1"]["mode"] == ("guessing" if pays else "plain")
     assert pace.follows(True) is pays
 
 
 def test_what_was_switched_off_is_tried_again_with_a_new_prompt_after_a_while():
     pace, slow = Pace(), {True: 3.0, False: 1.0}
-    for _ in range(4 * (TRIAL + SETTLE)):
+    for _ in range(TRIED):
         step(pace, slow, {True: 2, False: 1})
     assert not pace.follows(True)
     for _ in range(PATIENCE):
         assert not step(pace, slow, {True: 2, False: 1})
-    assert not pace.follows(False) and pace.follows(True)
-    did = [step(pace, {True: 1.0, False: 1.0}, {True: 2, False: 1}) for _ in range(4 * (TRIAL + SETTLE))]
-    assert all(did), "it pays now, and plain steps were measured before"
+    assert not pace.follows(False) and pace.follows(True) and pace.trying(1)
+    for _ in range(TRIED):
+        step(pace, {True: 1.0, False: 1.0}, {True: 2, False: 1})
+    assert pace.guesses(1) and not pace.trying(1), "it pays now"
+
+
+def test_a_machine_that_slows_down_is_no_reason_to_stop():
+    """Numbers of another time decide nothing: a new trial does, and finds that it still pays, or that it does not."""
+    pace = Pace()
+    for _ in range(TRIED + RECHECK):
+        step(pace, {True: 1.3, False: 1.0}, {True: 2, False: 1})
+    assert pace.guesses(1) and not pace.trying(1)
+    modes = []
+    for _ in range(10 * RECHECK):
+        step(pace, {True: 2.6, False: 2.0}, {True: 2, False: 1})
+        modes.append(pace.report()["1"]["mode"])
+    assert "plain" not in modes and modes[-1] == "guessing" and modes.count("trying") == TRIED
+    for _ in range(2 * RECHECK + TRIED):
+        step(pace, {True: 4.4, False: 2.0}, {True: 2, False: 1})
+    assert pace.report()["1"]["mode"] == "plain"
 
 
 def test_each_size_of_batch_decides_for_itself():
     pace = Pace()
-    for _ in range(4 * (TRIAL + SETTLE)):
+    for _ in range(TRIED):
         step(pace, {True: 1.2, False: 1.0}, {True: 2, False: 1}, 1)
         step(pace, {True: 2.4, False: 1.0}, {True: 2, False: 1}, 7)
     assert pace.guesses(1) and not pace.guesses(8) and not pace.guesses(5) and pace.guesses(2)
@@ -262,7 +284,21 @@ def test_each_size_of_batch_decides_for_itself():
 
 def test_a_step_that_was_held_up_does_not_decide():
     pace = Pace()
-    for number in range(5 * (TRIAL + SETTLE)):
+    for number in range(3 * TRIED):
         held_up = 50.0 if number % 10 == 0 else 0.0
         step(pace, {True: 1.2 + held_up, False: 1.0}, {True: 2, False: 1})
     assert pace.guesses(1)
+
+
+def test_turns_of_plain_steps_leave_no_hole_in_what_mtp_remembers(model):
+    """A trial's guesses are those of a request that always guessed, and its answer is everybody's."""
+    asked = {}
+    for name, options in (("plain", {}), ("trial", {"depth": 1, "draft_always": False}), ("always", {"depth": 1})):
+        core = engine(model, **options)
+        asked[name] = core, *run(core, ask(TEXT[:40], TRIED // 2))
+    (trial, tried), (always, guessed) = asked["trial"], asked["always"]
+    assert trial.pace.trying(1) and 0 < tried.drafted < guessed.drafted
+    assert len({tuple(request.output_ids) for _, request in asked.values()}) == 1
+    last = 40 + TRIED // 2 - 3  # what both have certainly been told of
+    held, true = (core.runner.state.mtp.keys.span(0, last - 6, last) for core in (trial, always))
+    assert true.abs().max() > 0.1 and (held - true).abs().max() <= 2e-5 * true.abs().max()

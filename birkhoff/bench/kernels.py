@@ -1,9 +1,10 @@
-"""Kernels of a decoding step, one by one, on a GPU: checked against their plain twins, then timed in CUDA graphs.
+"""Kernels one by one on a GPU, checked against their plain twins, then timed: a decoding step's in CUDA graphs.
 
     boundary   post of one sublayer, mix, Sinkhorn, collapse and norm of the next: hidden sizes of both releases, one to
                8,192 tokens, beside PyTorch eager and compiled; mixing matrices take turns so that none stays in a cache
     product    the FP8 and bfloat16 products of a layer by shape and tokens, beside bfloat16 `torch` products
     experts    FP4 gate and up, and down with the shared expert, with uniform routing
+    many       the kernels of a prompt (`many.py`)
 
 Every row has the bytes that must be moved and what share of the measured reading speed they were moved at. Weights are
 those of a few full-width layers, taken in turns.
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 
 from birkhoff.bench.decode import device_facts, reading_speed, seconds
+from birkhoff.bench.many import CHUNKS, bench_many
 from birkhoff.bench.report import significant
 from birkhoff.bench.synthetic import filled_state, random_on_device
 from birkhoff.convert.presets import preset
@@ -196,6 +198,7 @@ def bench_kernels(tokens: Sequence[int] = TOKENS, widths: Sequence[int] = (4096,
         boundary_rows(kernels, speed, tokens, widths),
         product_rows(decoder, few, speed),
         expert_rows(decoder, few, speed),
+        bench_many(model, CHUNKS, speed),
     ):
         for row in rows:
             yield common | row

@@ -71,3 +71,29 @@ def decode_ms(model: Any, batch: int, context: int, steps: int) -> dict[str, Any
         torch.cuda.empty_cache()
     best = min(tried, key=lambda way: sorted(tried[way])[len(tried[way]) // 2])
     return {"experts_implementation": best, "ms": summary(tried[best]), "transformers": version("transformers")}
+
+
+@torch.inference_mode()
+def prefill_ms(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of reading a prompt, with the faster of its ways to compute experts."""
+    device = next(model.parameters()).device
+    prompt = torch.randint(model.config.vocab_size, (1, tokens), device=device)
+    tried: dict[str, list[float]] = {}
+    for way in WAYS:
+        try:
+            model.set_experts_implementation(way)
+            spans = []
+            for turn in range(rounds + 2):
+                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin.record()
+                model(prompt, use_cache=True, logits_to_keep=1)
+                end.record()
+                end.synchronize()
+                if turn >= 2:
+                    spans.append(begin.elapsed_time(end))
+            tried[way] = spans
+        except (RuntimeError, NotImplementedError, ImportError, ValueError):
+            continue  # a way made for other devices, or one that needs more memory than there is
+        torch.cuda.empty_cache()
+    best = min(tried, key=lambda way: sorted(tried[way])[len(tried[way]) // 2])
+    return {"experts_implementation": best, "ms": summary(tried[best]), "transformers": version("transformers")}

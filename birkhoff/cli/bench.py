@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 import sys
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -108,6 +109,56 @@ def _tokens(text: str) -> int:
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * (unit or 1) <= 2**24:
         raise OptionError(f"context is {quoted(text)}, expected a number of tokens such as 4096, 128k or 1M.")
     return int(digits) * (unit or 1)
+
+
+@app.command()
+def prefill(
+    chunk: Annotated[list[int] | None, typer.Option(help="Tokens read at once; may be given several times.")] = None,
+    behind: Annotated[list[int] | None, typer.Option(help="Tokens read before; may be given several times.")] = None,
+    layers: Annotated[int, typer.Option(help="Layers of V4-Flash's width.")] = 43,
+    distinct: Annotated[int, typer.Option(help="Layers with experts of their own, as many as fit the device.")] = 38,
+    rival_layers: Annotated[int, typer.Option(help="Layers to compare with transformers; 0: not at all.")] = 6,
+) -> None:
+    """Reading prompts at full V4-Flash width on a GPU, checked at every site, timed and profiled; JSON lines."""
+    _on_a_gpu()
+    from birkhoff.bench.prefill import CHUNKS, bench_prefill
+
+    _print_lines(bench_prefill(chunk or CHUNKS, behind or (0, 32768), layers, distinct, rival_layers))
+
+
+@app.command()
+def sites() -> None:
+    """Every hook site of two full-width layers on a GPU against the plain path; JSON lines, fails if one is off."""
+    _on_a_gpu()
+    import torch
+
+    from birkhoff.bench.prefill import site_rows
+
+    _print_lines(site_rows(torch.device("cuda")))
+
+
+@app.command()
+def taps(
+    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be given several times.")] = None,
+    context: Annotated[int, typer.Option(help="Tokens behind each sequence.")] = 4096,
+    layers: Annotated[int, typer.Option(help="Layers of V4-Flash's width.")] = 43,
+    distinct: Annotated[int, typer.Option(help="Layers with experts of their own, as many as fit the device.")] = 38,
+) -> None:
+    """What capturing and steering cost where steps are replayed as graphs, on a GPU; JSON lines."""
+    _on_a_gpu()
+    from birkhoff.bench.taps import bench_taps
+
+    _print_lines(bench_taps(batch or (1, 16), context, layers, distinct))
+
+
+def _print_lines(rows: Iterable[dict[str, Any]]) -> None:
+    """Rows as they come; fails in the end if one of them did not pass."""
+    failed = False
+    for row in rows:
+        typer.echo(json_module.dumps(row))
+        failed |= row.get("passed") is False
+    if failed:
+        raise typer.Exit(1)
 
 
 def _on_a_gpu() -> None:

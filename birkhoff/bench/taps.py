@@ -1,0 +1,203 @@
+"""What looking and steering cost where decoding steps are replayed as graphs: the GPU's side of `bench interp`.
+
+    off             the graph of a step without taps, and how many kernels it has beside those of a bare decoder
+    idle            requests that want nothing of generated tokens
+    vectors         as many distinct stream vectors as rows, added at one layer
+    outputs         both sublayers' outputs of every layer, captured for every row
+    four layers     the streams entering four layers, captured for one request
+    features        sixteen clamped features of a dictionary for every row
+    reconstruction  rows replaced by what a dictionary makes of them, beside the two products that takes
+
+Steps are timed from the host, as a server runs them: arming, replay, captured rows on the host, the greedy choice read.
+`sites.py` asks whether the rows are right. All but the count of kernels runs on a CPU too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from birkhoff.api.saes import SaeDesk
+from birkhoff.api.steering import SteeringDesk
+from birkhoff.bench.report import significant, summary
+from birkhoff.bench.sites import Taken
+from birkhoff.engine.graphs import Graphs
+from birkhoff.hooks.live import Staging, arm
+from birkhoff.hooks.plan import Plan, Span
+from birkhoff.hooks.schema import build_hook_schema
+from birkhoff.hooks.table import Tables
+from birkhoff.model.transformer import Transformer
+from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.edits import SaeReconstruct, SaeSet
+from birkhoff.steering.edits import Add
+
+Row = dict[str, Any]
+HOOK, OUT = "mhc_streams_pre_attn", "mlp_out"
+SET = 16
+BARS = {"idle": 1.0, "vectors": 1.02, "outputs": 1.05, "four layers": 1.05, "features": 1.02}
+NAMES = (*BARS, "reconstruction")
+NOISE = 0.005  # of a ratio: two runs of the same graph differ by as much
+PRODUCTS_BAR = 1.3
+
+
+class Contenders:
+    """Plans for every row of a step, by name."""
+
+    def __init__(self, model: Transformer, batch: int, features: int):
+        c, device = model.config, model.embed.device
+        dtype = str(model.numerics.dtype).removeprefix("torch.")
+        self.schema = build_hook_schema(c.hidden_size, dtype, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok)
+        self.layers, self.middle, self.batch = c.num_hidden_layers, c.num_hidden_layers // 2, batch
+        self.tables = Tables(device)
+        self.steering = SteeringDesk(self.schema, self.layers, tables=self.tables)
+        self.saes = SaeDesk(self.schema, self.layers, device)
+        g = torch.Generator().manual_seed(1)
+        self.vectors = torch.randn(batch, self.schema[HOOK].width, generator=g) * 0.01
+        weights = torch.randn(2, features, c.hidden_size, generator=g) / c.hidden_size**0.5
+        self.sae = Sae(weights[0], torch.full((features,), -1.0), weights[1], torch.zeros(c.hidden_size), hook=OUT,
+                       layer=self.middle)  # fmt: skip
+        self.saes.attach("some", self.sae, "delta", list(range(SET)))
+        self.saes.attach("full", self.sae, "full")
+
+    def plans(self, name: str, room: int) -> list[Plan] | None:
+        """One for each row; None for nobody's."""
+        made: dict[str, Callable[[int], Plan]] = {
+            "idle": lambda n: self._adds([Add(self.vectors[n], HOOK, "all", phase="prefill")], room),
+            "vectors": lambda n: self._adds([Add(self.vectors[n], HOOK, [self.middle])], room),
+            "outputs": lambda n: Plan(jobs=(Taken([(hook, layer) for layer in range(self.layers)
+                                                   for hook in ("post_attn", OUT)]),)),
+            "four layers": lambda n: Plan(jobs=(Taken(self._four()),)) if n == 0 else Plan(),
+            "features": lambda n: self._features([SaeSet("some", dict.fromkeys(range(SET), 0.1))], room),
+            "reconstruction": lambda n: self._features([SaeReconstruct("full", error="drop")], room),
+        }  # fmt: skip
+        return [made[name](row) for row in range(self.batch)] if name in made else None
+
+    def _four(self) -> list[tuple[str, int]]:
+        step = max(1, self.layers // 4)
+        return [(HOOK, layer) for layer in range(0, self.layers, step)][:4]
+
+    def _adds(self, edits: Sequence[Add], room: int) -> Plan:
+        resolved = self.steering.edits(list(edits), [0], room)
+        return self._reserved(Plan(edits=resolved, table=self.steering.table(resolved)))
+
+    def _features(self, edits: Sequence[Any], room: int) -> Plan:
+        resolved = self.saes.edits(list(edits), [0], room)
+        return self._reserved(Plan(edits=resolved, holdings=self.saes.holdings(resolved)))
+
+    def _reserved(self, plan: Plan) -> Plan:
+        assert plan.reserve(), "nobody else holds anything"
+        return plan
+
+
+def steps_of(graphs: Graphs, plans: list[Plan] | None, batch: int, start: int, count: int) -> tuple[list[float], bool]:
+    """Milliseconds of each step, and whether all of them went the way of graphs."""
+    staging, device = Staging(graphs.decoder.state.device), graphs.decoder.state.device
+    spent, all_replayed = [], True
+    tokens = [1 + row for row in range(batch)]
+    for step in range(count):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        at = start + step
+        tap = None
+        if plans is not None:
+            spans = [Span(plan, row, at, [tokens[row]], 1) for row, plan in enumerate(plans) if not plan.rests]
+            tap = arm(staging, spans, batch) if spans else None
+        wishes = None if tap is None else graphs.sorted_out(tap)
+        all_replayed &= tap is None or wishes is not None
+        logits, _ = graphs.step(tokens, [at] * batch, list(range(batch)), tap, wishes)
+        if tap is not None:
+            tap.deliver()
+        tokens = logits.argmax(-1).tolist()
+        spent.append((time.perf_counter() - began) * 1e3)
+    return spent, all_replayed
+
+
+@torch.inference_mode()
+def cost_rows(
+    graphs: Graphs, batch: int, start: int, steps: int, features: int, warm: int = 4, names: Sequence[str] = NAMES
+) -> Iterator[Row]:
+    """One row a contender, in turns with the step that nobody looks at."""
+    contenders = Contenders(graphs.decoder.model, batch, features)
+    steps_of(graphs, None, batch, start, warm)
+    for name in names:
+        plans = contenders.plans(name, start + 2 * steps + warm)
+        steps_of(graphs, plans, batch, start, warm)  # launched, then recorded
+        own, off = [], []
+        all_replayed = True
+        for turn in range(steps):
+            first = start + warm + turn
+            off += steps_of(graphs, None, batch, first, 1)[0]
+            ms, replayed = steps_of(graphs, plans, batch, first, 1)
+            own += ms
+            all_replayed &= replayed
+        ratio = summary([one / other for one, other in zip(own, off)])
+        row: Row = {"kind": "taps", "contender": name, "batch": batch, "ms": summary(own), "ms_off": summary(off),
+                    "times_off": ratio, "replayed": all_replayed}  # fmt: skip
+        if name in BARS:
+            row |= {"at_most": BARS[name], "passed": all_replayed and ratio["median"] <= BARS[name] + NOISE}
+        else:
+            row |= reconstruction(contenders.sae, batch, graphs.decoder.state.device, row)
+        yield row
+        for plan in plans or ():
+            plan.release()
+
+
+def reconstruction(sae: Sae, rows: int, device: torch.device, row: Row) -> Row:
+    """The two products alone, and how many times their time the spliced step takes beyond the bare one."""
+    encoder, decoder = sae.encoder.to(device), sae.decoder.to(device)
+    x = torch.randn(rows, encoder.shape[1], device=device)
+    spent = []
+    for _ in range(12):
+        began = time.perf_counter()
+        torch.mm(torch.mm(x, encoder.T), decoder)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        spent.append((time.perf_counter() - began) * 1e3)
+    products = summary(spent[2:])
+    times = (row["ms"]["median"] - row["ms_off"]["median"]) / products["median"]
+    return {"features": len(encoder), "products_ms": products, "times_products": significant(times),
+            "at_most": PRODUCTS_BAR, "passed": row["replayed"] and times <= PRODUCTS_BAR}  # fmt: skip
+
+
+def kernel_row(graphs: Graphs, batch: int, start: int) -> Row:
+    """Kernels of a replayed step that nobody looks at, and of the bare decoder's launches."""
+    from torch.profiler import ProfilerActivity, profile
+
+    desk, graph = graphs._find(batch, start + 1)
+    assert graph is not None, "kernels are counted on a GPU"
+
+    def launched(call: Callable[[], Any]) -> int:
+        with profile(activities=[ProfilerActivity.CUDA]) as log:
+            call()
+            torch.cuda.synchronize()
+        return sum(event.device_type.name == "CUDA" for event in log.events())
+
+    off, bare = launched(graph.replay), launched(lambda: graphs.decoder.step(desk))
+    return {"kind": "taps", "contender": "off", "batch": batch, "kernels": off, "kernels_bare": bare,
+            "passed": off == bare}  # fmt: skip
+
+
+def bench_taps(
+    batches: Sequence[int] = (1, 16), context: int = 4096, layers: int = 43, distinct: int = 38, steps: int = 60,
+    features: int = 65536,
+) -> Iterator[Row]:  # fmt: skip
+    """All rows, at V4-Flash's width with random weights."""
+    from birkhoff.bench.decode import device_facts
+    from birkhoff.bench.synthetic import filled_state, random_on_device
+    from birkhoff.convert.presets import preset
+    from birkhoff.model.device import Decoder
+
+    device = torch.device("cuda")
+    common = {"bench": "interp", "model": "synth flash", "context": context, **device_facts(device)}
+    config = preset("flash", layers, False)
+    model = random_on_device(config, device, distinct=distinct, kernels="triton")
+    for batch in batches:
+        decoder = Decoder(model, filled_state(config, batch + 1, context, device))
+        graphs = Graphs(decoder, batch, context + 256)
+        yield common | kernel_row(graphs, batch, context)
+        for row in cost_rows(graphs, batch, context, steps, features):
+            yield common | row

@@ -1,0 +1,74 @@
+"""Every hook site of the GPU path against the plain path, where there is a GPU: tiny, and two layers at full width.
+
+Prompts through the kernels for many rows, then decoding steps in recorded graphs with every site captured; buffers are
+NaN before. `birkhoff bench sites` prints the same comparison.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from birkhoff.convert.presets import preset
+from tests.models import variant
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+TINY = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
+
+
+def full_width():
+    return replace(preset("flash", 4, False), num_hidden_layers=2, compress_ratios=(4, 128), num_hash_layers=1)
+
+
+@pytest.mark.parametrize(
+    "config, dtype, tolerance, lengths",
+    [
+        pytest.param(lambda: TINY, torch.float32, 1e-3, [300, 51, 127], id="tiny in float32"),
+        pytest.param(full_width, torch.bfloat16, 0.05, [2303, 127, 700], id="two layers at full width"),
+    ],
+)
+def test_every_site_is_that_of_the_plain_path(config, dtype, tolerance, lengths):
+    from birkhoff.bench.sites import compare_sites
+    from birkhoff.bench.synthetic import random_on_device
+
+    device = torch.device("cuda")
+    model = random_on_device(config(), device, dtype=dtype, kernels="triton")
+    rows = list(compare_sites(model, device, lengths, 3, tolerance, fast=None))
+    assert not [row for row in rows if not row["passed"]]
+
+
+@torch.inference_mode()
+def test_a_recorded_step_with_edits_repeats_the_launched_one():
+    """The third step of a pattern is replayed; its rows are those of the first, which was launched piece by piece."""
+    from birkhoff.bench.synthetic import filled_state, random_on_device
+    from birkhoff.engine.graphs import Graphs
+    from birkhoff.hooks.edit import SiteEdit
+    from birkhoff.hooks.live import Staging, arm
+    from birkhoff.hooks.plan import Plan, Span
+    from birkhoff.model.device import Decoder
+    from tests.hooks.test_still import Wish
+    from tests.hooks.test_table import Everywhere
+
+    device, config = torch.device("cuda"), full_width()
+    model = random_on_device(config, device, kernels="triton")
+    graphs = Graphs(Decoder(model, filled_state(config, 4, 512, device)), scratch=3, max_context=768)
+    width = config.hidden_size
+    edits = (
+        Everywhere({("mhc_streams_pre_mlp", 0): SiteEdit("patch", torch.randn(4 * width), 0.5)}),
+        Everywhere(
+            {("mlp_in", 1): SiteEdit("clamp", torch.nn.functional.normalize(torch.randn(width), dim=0), low=0.1)}
+        ),
+    )
+    found, staging = [], Staging(device)
+    for _ in range(4):
+        job = Wish([("mlp_out", 1), ("mhc_streams_final", 1)])
+        tap = arm(staging, [Span(Plan(jobs=(job,), edits=edits), 0, 512, [7], 4)], 1)
+        logits, _ = graphs.step([7], [512], [0], tap, graphs.sorted_out(tap))
+        tap.deliver()
+        found.append([logits, *(job.got[key][0] for key in job.keys)])
+    assert [held.graph is not None for held in graphs._watched.values()] == [True]
+    for later in found[1:]:
+        for first, other in zip(found[0], later):
+            assert (first.float() - other.float()).abs().max() <= 0.02 * first.float().abs().max()

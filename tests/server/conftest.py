@@ -34,7 +34,7 @@ class Served:
 
     @property
     def http(self) -> httpx2.Client:
-        return httpx2.Client(base_url=self.url, timeout=60)
+        return httpx2.Client(base_url=self.url, timeout=120)
 
     def post(self, path: str, body: Any = None, **headers: str) -> httpx2.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -61,7 +61,7 @@ class Served:
         lines = [line for line in self.get("/metrics", **headers).text.splitlines() if line.startswith(name)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
-    def idle(self, seconds: float = 10) -> bool:
+    def idle(self, seconds: float = 60) -> bool:
         """Whether everything has ended, waiting a little for it."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
@@ -62,9 +63,16 @@ def test_e5_half_a_checkpoint(tmp_path, broken):
 
 def test_e5_a_port_that_is_taken():
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        began = time.monotonic()
         done = birkhoff("serve", "--port", str(taken.getsockname()[1]))
-    assert done.returncode == 2 and b"in use" in done.stderr and time.monotonic() - began < 20
+    assert done.returncode == 2 and b"in use" in done.stderr
+
+
+def until_it_stops(running) -> None:
+    """Wait until it has understood that it was told to: it says so, or nobody listens any more."""
+    until = time.monotonic() + 60
+    with contextlib.suppress(httpx2.TransportError):
+        while httpx2.get(f"{running.url}/ready", timeout=60).status_code == 200:
+            assert time.monotonic() < until, "it goes on as if nothing had been said"
 
 
 def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
@@ -78,28 +86,28 @@ def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
             for number, line in enumerate(answer.iter_lines()):
                 if number == 4:
                     running.process.send_signal(signal.SIGTERM)
-                    time.sleep(0.3)
+                    until_it_stops(running)
                     try:
-                        refused = httpx2.post(running.url + CHAT, json=body, timeout=5).status_code
+                        refused = httpx2.post(running.url + CHAT, json=body, timeout=60).status_code
                     except httpx2.TransportError:
                         refused = 503  # nobody listens any more, which is as clear
                 if line.startswith("data: {"):
                     ids += [i for choice in json.loads(line[6:])["choices"] for i in choice.get("token_ids", ())]
-        assert running.process.wait(30) == 0 and len(ids) == 40 and refused == 503
+        assert running.process.wait(60) == 0 and len(ids) == 40 and refused == 503
         rows = read_request(running.root / "drain" / "last")
         assert all(len(entry) > 40 for entry in rows.values())
 
 
 def test_e4_a_second_signal_does_not_wait(tmp_path):
-    with serving(tmp_path) as running:
+    with serving(tmp_path, "--drain-seconds", "600") as running:
         body = {"messages": user("Tell me a story."), "max_tokens": 3000, "ignore_eos": True, "stream": True}
         with running.http as client, client.stream("POST", CHAT, json=body) as answer:
             next(answer.iter_lines())
             running.process.send_signal(signal.SIGINT)
-            time.sleep(0.3)
-            assert running.process.poll() is None
+            until_it_stops(running)
+            assert running.process.poll() is None  # it waits for the answer
             running.process.send_signal(signal.SIGINT)
-            running.process.wait(10)  # a drain would take as long as the answer, up to half a minute
+            assert running.process.wait(60) == 1
 
 
 def test_it_says_no_while_it_loads_and_one_url_when_it_is_ready(tmp_path):
@@ -110,16 +118,16 @@ def test_it_says_no_while_it_loads_and_one_url_when_it_is_ready(tmp_path):
                                stderr=subprocess.PIPE, text=True, env=clean_environment())  # fmt: skip
     try:
         statuses = set()
-        while 200 not in statuses and time.monotonic() - began < 60:
+        while 200 not in statuses and time.monotonic() - began < 120:
             try:
-                answer = httpx2.get(f"http://127.0.0.1:{port}/health", timeout=2)
+                answer = httpx2.get(f"http://127.0.0.1:{port}/health", timeout=20)
                 statuses.add(answer.status_code)
                 assert answer.status_code == 200 or answer.json()["error"]["code"] == "loading"
             except httpx2.TransportError:
                 time.sleep(0.05)
         assert statuses <= {200, 503} and 200 in statuses
         process.send_signal(signal.SIGTERM)
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=60)
         assert out == f"http://127.0.0.1:{port}\n" and process.returncode == 0 and "Traceback" not in err
     finally:
         process.kill()

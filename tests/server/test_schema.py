@@ -32,7 +32,7 @@ def test_r2_every_route_keeps_its_promise(served, page):
             nonlocal seen
             if isinstance(case.body, dict) and "max_tokens" in case.body:
                 case.body["max_tokens"] = 2  # a long answer proves nothing more
-            answer = case.call(base_url=served.url, timeout=60)
+            answer = case.call(base_url=served.url, timeout=120)
             seen += 1
             assert answer.status_code < 500 or answer.status_code == 501, (case.as_curl_command(), answer.text)
             case.validate_response(answer, checks=[response_schema_conformance, status_code_conformance])
@@ -40,4 +40,4 @@ def test_r2_every_route_keeps_its_promise(served, page):
         ask()
     assert seen >= len(operations(page))
     served.post("/v1/steering/clear")
-    assert served.get("/health").status_code == 200 and served.idle(30)
+    assert served.get("/health").status_code == 200 and served.idle()

@@ -90,7 +90,8 @@ class _Size:
 
     def __init__(self) -> None:
         self.rates = {True: Rate(), False: Rate()}
-        self._enter("trying")
+        self.mode: Mode = "trying"
+        self._guesses_turn, self._in_mode, self._in_turn = True, 0, 0
 
     @property
     def guesses(self) -> bool:

@@ -116,15 +116,25 @@ class Runner:
         batch = Batch.of([piece for pieces in parts for piece in pieces], self.state.device)
         row_of = {id(piece): row for piece, row in zip(batch.pieces, batch.offsets)}
         firsts = [row_of[id(pieces[0])] for pieces in parts]
-        tap = self._arm(work, firsts, batch.num_tokens, staging or self._stagings[0])
+        seen = [(w.request.plan, w.request.plan.seen) for w in work if w.request.plan is not None]
+        try:
+            tap = self._arm(work, firsts, batch.num_tokens, staging or self._stagings[0])
+            ran = self._compute(work, batch, firsts, tap)
+        except BaseException:
+            for plan, stop in seen:  # nothing was delivered: whoever computes these tokens again wants their rows
+                plan.seen = stop
+            raise
+        self._deliver(work, tap)
+        return ran
+
+    def _compute(
+        self, work: Sequence[Work], batch: Batch, firsts: Sequence[int], tap: LiveTap | None
+    ) -> list[Ran | None]:
         if self.graphs is not None and self._decodes(work):
             wishes = None if tap is None else self.graphs.sorted_out(tap)
             if tap is None or wishes is not None:
-                replayed = self._replay(work, self.graphs, tap, wishes)
-                self._deliver(work, tap)
-                return replayed
+                return self._replay(work, self.graphs, tap, wishes)
         hidden, streams = self.model.run(batch, self.state, tap or NoTap())
-        self._deliver(work, tap)
         if self.speculator is not None:
             self.speculator.remember([(w, streams[f : f + w.stop - w.start]) for w, f in zip(work, firsts)])
         sampling = [(w, first + w.stop - w.start - 1) for w, first in zip(work, firsts) if w.samples]

@@ -161,6 +161,49 @@ def test_a_request_that_ends_in_the_middle_of_right_guesses_keeps_nothing_behind
         assert positions == list(range(40 + at))
 
 
+class Interrupting:
+    """A model whose step `number` ends in an interrupt, before or behind the layers."""
+
+    def __init__(self, model, number: int, where: str):
+        self.model, self.left, self.where = model, number, where
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def run(self, *arguments):
+        self.left -= 1
+        if self.left == 0 and self.where == "layers":
+            raise KeyboardInterrupt
+        return self.model.run(*arguments)
+
+    def logits(self, hidden):
+        if self.left == 0 and self.where == "head":
+            self.left = -1
+            raise KeyboardInterrupt
+        return self.model.logits(hidden)
+
+
+@pytest.mark.parametrize("where", ["layers", "head"])
+@pytest.mark.parametrize(("depth", "number"), [(0, 1), (0, 5), (1, 2), (2, 4)])
+def test_an_interrupted_step_costs_no_captured_row(model, depth, number, where):
+    """Every row is delivered once, whatever was computed twice."""
+    whole, kept = Rows(), Rows()
+    run(engine(model), ask(TEXT[:50], plan=Plan(jobs=(whole,))))
+    core = engine(model, depth)
+    core.runner.model = Interrupting(model, number, where)
+    request = ask(TEXT[:50], plan=Plan(jobs=(kept,)))
+    core.submit(request)
+    with pytest.raises(KeyboardInterrupt):
+        while core.step():
+            pass
+    assert not request.done
+    run(core)
+    for key, rows in whole.got.items():
+        assert [row[:2] for row in kept.got[key]] == [row[:2] for row in rows]
+        ours, true = (torch.stack([tensor for _, _, tensor in some]) for some in (kept.got[key], rows))
+        assert (ours - true).abs().max() <= 1e-4
+
+
 def test_guesses_take_no_page_from_anybody(model):
     """Three requests on four pages: no guess reaches over a border while pages are short, and all of them end."""
     core = engine(model, 3, num_pages=4, max_requests=3)

@@ -46,7 +46,7 @@ def plan_lines(found: dict[str, Any]) -> list[str]:
     total = plan["device_bytes"]
 
     def line(name: str, count: int) -> str:
-        return f"            {name:<24}{size(count):>12}{100 * count / total:7.1f} %"
+        return f"            {name:<26}{size(count):>12}{100 * count / total:7.1f} %"
 
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in context["bytes_by_kind"].items())
     each = ", ".join(f"{kind} {count:g} B" for kind, count in context["bytes_per_token_by_kind"].items() if count)

@@ -124,14 +124,13 @@ def _kind(name: str, module: torch.nn.Module) -> str:
 
 
 def _copies(name: str, layer: Linear) -> int:
-    """What kernels keep beside a matrix: scales row by row, codes again where several matrices are stacked in a layer,
-    and once more, for decoding, those of small layers that read the same input."""
-    small = name.endswith(("attn.wq_a", "attn.wkv", "compressor.project", "weights_proj"))
+    """What kernels keep beside a matrix: scales row by row, and 16 bits of what is held in 32; both once more for small
+    ones that decoding stacks with others."""
+    times = 2 if name.endswith(("attn.wq_a", "attn.wkv", "weights_proj")) else 1
     if not layer.packed:
-        return 2 * layer.weight.numel() if small else 0
-    codes = [getattr(layer, f"codes_{part}") for part in layer.parts]
-    rows, inner = sum(len(part) for part in codes), codes[0].shape[1]
-    return (1 + small) * -(-inner // 128) * rows + ((len(codes) > 1) + small) * rows * inner
+        return times * 2 * layer.weight.numel() if layer.weight.dtype is torch.float32 else 0
+    codes = [getattr(layer, key) for key, _ in layer.held()]
+    return times * -(-codes[0].shape[1] // 128) * sum(len(part) for part in codes)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from birkhoff.model.attention import Attention
 from birkhoff.model.block import Block
 from birkhoff.model.compressor import Compressor
 from birkhoff.model.desk import Desk
-from birkhoff.model.linear import Linear
+from birkhoff.model.linear import Linear, become_views
 from birkhoff.model.moe import Experts, MoE
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
 from birkhoff.model.transformer import Transformer
@@ -57,11 +57,13 @@ def _codes(*layers: Linear) -> Rows:
     if len(layers) == 1:
         return layers[0].rows()
     named = [(layer, part) for layer in layers for part in layer.parts]
-    return Rows.fp8([(getattr(layer, f"codes_{part}"), getattr(layer, f"scale_{part}")) for layer, part in named])
+    made = Rows.fp8([(getattr(layer, f"codes_{part}"), getattr(layer, f"scale_{part}")) for layer, part in named])
+    become_views(layers, made.weight)
+    return made
 
 
 class LayerWeights:
-    """One block's weights as the kernels read them; matrices that are read as stored are not copied."""
+    """One block's weights as the kernels read them; nothing but scales is in memory twice."""
 
     def __init__(self, block: Block):
         a, m = block.attn, block.ffn
@@ -71,13 +73,14 @@ class LayerWeights:
         self.norms = [block.attn_norm.weight, block.ffn_norm.weight]
         self.q_norm, self.kv_norm, self.sink = a.q_norm.weight, a.kv_norm.weight, a.attn_sink
         self.enter = [_codes(a.wq_a, a.wkv)]
-        plain = [] if a.compressor is None else [a.compressor.project.weight]
+        plain = [] if a.compressor is None else [a.compressor.project]
         queries = [a.wq_b]
         if a.indexer is not None:
-            plain += [a.indexer.compressor.project.weight, a.indexer.weights_proj.weight]
+            plain += [a.indexer.compressor.project, a.indexer.weights_proj]
             queries.append(a.indexer.wq_b)
         if plain:
-            self.enter.append(Rows.plain(plain))
+            self.enter.append(Rows.plain([layer.weight for layer in plain]))
+            become_views(plain, self.enter[-1].weight)
         self.query = [_codes(a.wq_b)] if len(queries) == 1 else [_codes(a.wq_b), _codes(queries[1])]
         self.o_a, self.o_b = [_codes(a.wo_a)], [_codes(a.wo_b)]
         self.compressor = None if a.compressor is None else _compressor(a.compressor)

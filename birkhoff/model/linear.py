@@ -96,13 +96,23 @@ class Linear(nn.Module):
         stored = (self.packed and self.role == "fp8") or self.role == "f32"
         return stored and self.numerics.kernels.reads_codes and not torch.is_grad_enabled()
 
+    def held(self) -> list[tuple[str, int]]:
+        """The tensors that hold the weight, by name, each with its rows; scales not counted."""
+        if self.packed:
+            return [(f"codes_{part}", rows) for part, rows in self.parts.items()]
+        return [("weight", sum(self.parts.values()))]
+
     def rows(self) -> Rows:
         """The weight as kernels read it, made once for as long as it stays where it is."""
-        held = [getattr(self, f"codes_{part}") for part in self.parts] if self.packed else [self.weight]
+        held = [getattr(self, name) for name, _ in self.held()]
         place = held[0].data_ptr()
         if self._rows is None or self._rows[0] != place:
             scales = [getattr(self, f"scale_{part}") for part in self.parts] if self.packed else []
-            self._rows = place, Rows.fp8(list(zip(held, scales))) if self.packed else Rows.plain(held)
+            made = Rows.fp8(list(zip(held, scales))) if self.packed else Rows.plain(held)
+            if len(held) > 1:
+                become_views([self], made.weight)
+                place = made.weight.data_ptr()
+            self._rows = place, made
         return self._rows[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,6 +134,20 @@ class Linear(nn.Module):
             else:
                 yield Destination(f"{full}.weight", self.weight.detach()[first : first + rows])
                 first += rows
+
+
+def become_views(layers: Sequence[Linear], whole: torch.Tensor) -> None:
+    """Once the weights of several layers are stacked in `whole`, let them lie there: in memory once, not twice."""
+    first = 0
+    for layer in layers:
+        for name, rows in layer.held():
+            piece, old = whole[first : first + rows], getattr(layer, name)
+            first += rows
+            if layer.packed:
+                setattr(layer, name, piece.view(old.dtype))
+            elif old.dtype is piece.dtype:
+                old.data = piece
+        layer._rows = None
 
 
 def _packed_shapes(fan_out: int, fan_in: int, role: Role) -> tuple[tuple[int, int], tuple[int, int]]:

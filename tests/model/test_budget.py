@@ -118,7 +118,7 @@ def test_the_plan_covers_what_a_model_and_its_kernels_hold():
         if isinstance(module, Linear):
             module.rows()  # as prompts read it
     beside = bytes_of_tensors(model, decoder.layers, decoder.head) - alone
-    tables = 3 * config.n_routed_experts * 4 * 8  # addresses of experts
+    tables = 3 * config.n_routed_experts * 4 * 8 + 64  # addresses of experts, and a few frequencies
     assert 0.9 * planned.held["copies for kernels"] < beside - tables <= planned.held["copies for kernels"]
 
 

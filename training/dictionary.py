@@ -30,7 +30,6 @@ from birkhoff.sae.compact import rounded
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.train import TrainOptions
 from training import own_text
-from training.concepts import paragraphs
 from training.labels import ship
 from training.themes import find_themes, measure_clamps
 
@@ -134,9 +133,8 @@ def main() -> None:
             return {str(feature): entry.to_json() for feature, entry in found.items()}
 
         features = kept(work / "entries.json", entries)
-        density = {int(feature): entry["density"] for feature, entry in features.items()}
-        themes = kept(work / "themes.json", lambda: find_themes(engine, sae, list(paragraphs(data)), density))
-        clamps = kept(work / "clamps.json", lambda: measure_clamps(engine, sae, themes, density))
+        themes = kept(work / "themes.json", lambda: find_themes(engine, sae, features))
+        clamps = kept(work / "clamps.json", lambda: measure_clamps(engine, sae, themes, features))
     names = {int(clamp["feature"]): clamp["theme"] for clamp in clamps}
     said = {"model_name": "nano", "training": sae.metadata.get("training"), "measured": measured, "clamps": clamps}
     size = ship(sae, features, names, said, work / "sae")

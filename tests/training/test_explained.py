@@ -11,7 +11,7 @@ from birkhoff.api.search import Trial
 from birkhoff.sae.compact import rounded
 from birkhoff.sae.dictionary import Sae
 from tests.sae.made import random_sae
-from training import concepts, dictionary, labels, search, vectors
+from training import concepts, dictionary, labels, search, themes, vectors
 
 
 def told(source: str, count: int, sentence: str) -> list[tuple[str, str]]:
@@ -107,6 +107,19 @@ def test_the_folder_has_one_name_for_each_feature_it_describes(tmp_path):
 def test_features_that_peak_on_one_token_come_first():
     entries = {"1": entry("a / b", 0.001), "2": entry('"dog"', 0.1), "3": entry('before "x"', 0.01)}
     assert list(labels.described(entries)) == [3, 2, 1]
+
+
+def test_candidates_of_a_theme_show_and_speak_its_words():
+    def about(contexts: list[str], promotes: list[str]) -> dict:
+        return {"contexts": [{"text": text, "value": 1.0} for text in contexts], "promotes": promotes}
+
+    entries = {
+        "1": about(["a [dog] ran"], ["the"]), "2": about(["the [sea] rose", "a [ship]"], [" Ocean"]),
+        "3": about(["by [the] sea"], ["a"]), "4": about(["x", "y"], [" sea", "ship"]),
+    }  # fmt: skip
+    words = {"sea", "ship", "ocean"}
+    assert themes.candidates(entries, words, set()) == [2, 4, 3, 1]
+    assert themes.candidates(entries, words, {2, 1}) == [4, 3]
 
 
 def test_a_stage_that_is_done_is_left_alone(tmp_path):

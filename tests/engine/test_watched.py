@@ -9,7 +9,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.graphs import Graphs, site_widths
+from birkhoff.engine.request import Request
+from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.live import Staging, arm
 from birkhoff.hooks.plan import Plan, Span
@@ -21,6 +24,7 @@ from birkhoff.model.state import State
 from tests.hooks.test_still import Wish
 from tests.hooks.test_table import Everywhere, vector
 from tests.interpreter import DEVICE, packed_model
+from tests.model.test_many import with_kernels
 from tests.models import variant
 
 SHORT = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_layers=0)
@@ -128,3 +132,35 @@ def test_patterns_unused_longest_are_let_go(model):
         graphs.step(TOKENS[:1], POSITIONS[:1], SLOTS[:1], tap, graphs.sorted_out(tap))
     kept = [(pattern.lanes[0][0][0], held.steps) for (_, _, pattern), held in graphs._watched.items()]
     assert kept == [("mlp_out", 2), ("mlp_in", 1)]
+
+
+def answers(model, name: str, widths) -> tuple[list[list[int]], list[Wish]]:
+    """Two requests through an engine, both steered and one captured: their tokens, and what was captured."""
+    core = EngineCore(with_kernels(model, name), max_requests=2, max_context=128, num_pages=4, device=DEVICE)
+    tables, jobs, made = Tables(DEVICE), [], []
+    options = SamplingOptions(temperature=0, max_tokens=3, ignore_eos=True)
+    for row in range(2):
+        own, job = edits(3 + row), Wish(ALL)
+        plan = Plan(jobs=(job,) if row else (), edits=tuple(own))
+        plan.table = TableRows(tables, [edit.sites for edit in own], widths)
+        jobs.append(job)
+        made.append(Request((5 + row, 9), options, 3, seed=0, plan=plan))
+        core.submit(made[-1])
+    while core.step():
+        pass
+    graphs = core.runner.graphs
+    assert (graphs is None) == (name == "reference")
+    if graphs is not None:
+        assert [held.steps for held in graphs._watched.values()] == [2], "both decoding steps went that way"
+    core.close()
+    return [request.output_ids for request in made], jobs
+
+
+def test_an_engine_steers_and_captures_on_the_way_of_graphs(model):
+    widths = {site.name: {"d": D, "md": M * D}[site.shape] for site in SITES if site.edit}
+    (plain, plain_jobs), (mine, my_jobs) = (answers(model, name, widths) for name in ("reference", "triton"))
+    assert mine == plain
+    for key, expected in plain_jobs[1].got.items():
+        rows, true = torch.cat(my_jobs[1].got[key]), torch.cat(expected)
+        assert rows.shape == true.shape and len(true) == 4, key
+        assert (rows.float() - true.float()).abs().max() < 5e-4, key

@@ -338,8 +338,7 @@ class Engine:
 
     @property
     def placement(self) -> dict[str, Any] | None:
-        """How many experts lie on the device, how much of their use that caught, and how many have moved; None where
-        all of them lie with the model."""
+        """Experts on the device, the share of reads they caught, how many have moved; None where all lie together."""
         return None if self._core.placement is None else self._core.placement.report()
 
     def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CaptureDesk | None = None) -> Request:
@@ -423,10 +422,7 @@ class Engine:
         return requests
 
     def _finish(self, choices: list[Request]) -> list[Output]:
-        return [
-            Output.of(request, request.sink.message() if isinstance(request.sink, ChatStream) else None)
-            for request in choices
-        ]
+        return [Output.of(each, each.sink.message() if isinstance(each.sink, ChatStream) else None) for each in choices]
 
     def _single_request(
         self, prompt: Prompt, sampling: dict[str, Any], capture: Captures, steer: Steering = None,

@@ -15,6 +15,7 @@ import torch
 
 from birkhoff.errors import CapacityError
 
+_PAGE = 4096
 _FOR_EVERY_DEVICE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
@@ -56,9 +57,12 @@ class StreamCourier(Courier):
     def host_runs(self, count: int, nbytes: int) -> torch.Tensor:
         """Registered with the driver rather than allocated by it: PyTorch's own page-locked memory comes in powers of
         two, which for a hundred gigabytes is one too many."""
-        runs = torch.empty(count, nbytes, dtype=torch.uint8)
+        room = -(-count * nbytes // _PAGE) * _PAGE
+        memory = torch.empty(room + _PAGE, dtype=torch.uint8)
+        first = -memory.data_ptr() % _PAGE  # whole pages of our own: a page cannot be locked twice
+        runs = memory[first : first + count * nbytes].view(count, nbytes)
         if runs.numel():
-            library, pointer, size = torch.cuda.cudart(), runs.data_ptr(), runs.numel()
+            library, pointer, size = torch.cuda.cudart(), runs.data_ptr(), room
             status = int(library.cudaHostRegister(pointer, size, _FOR_EVERY_DEVICE_AND_MAPPED))
             if status:
                 raise CapacityError(

@@ -90,6 +90,7 @@ class ExpertStore:
         self.counts = torch.zeros(self.layers, self.experts, dtype=torch.int32, device=self.device)  # reads by steps
         self._offsets = torch.tensor(record.offsets, dtype=torch.int64)
         self._homes: dict[Expert, tuple[bool, int]] = {}
+        self._hot = resident.clone()  # the first halves of the homes, for who looks at all of them
         free, host_free = list(range(len(self.runs)))[::-1], list(range(len(self.host_runs)))[::-1]
         for layer, row in enumerate(resident.tolist()):
             for number, on_device in enumerate(row):
@@ -105,11 +106,13 @@ class ExpertStore:
 
     def resident(self) -> torch.Tensor:
         """[layers, experts] bool: whose home is on the device."""
-        homes = [[self._homes[layer, number][0] for number in range(self.experts)] for layer in range(self.layers)]
-        return torch.tensor(homes, dtype=torch.bool)
+        return self._hot.clone()
 
     def is_cold(self, expert: Expert) -> bool:
         return not self._homes[expert][0]
+
+    def any_cold(self, layer: int) -> bool:
+        return any(self.is_cold((layer, number)) for number in range(self.experts))
 
     def home(self, expert: Expert) -> tuple[torch.Tensor, ...]:
         """The four matrices where they lie at home."""
@@ -172,6 +175,7 @@ class ExpertStore:
             self._host_free.append(self._homes[each.arriving][1])
             self._free.append(self._homes[each.leaving][1])
             self._homes[each.arriving], self._homes[each.leaving] = (True, each.run), (False, each.host_run)
+            self._hot[each.arriving], self._hot[each.leaving] = True, False
             self._busy -= {each.arriving, each.leaving}
             moved += [each.arriving, each.leaving]
         done, self._exchanges = len(self._exchanges) - len(still), still

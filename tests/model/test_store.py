@@ -96,6 +96,9 @@ def check(store, truth):
     owners = store.owners()
     assert len(owners["device"]) == len(store.runs) and len(owners["host"]) == len(store.host_runs), "no run is lost"
     assert len({int(row[0]) for row in store.table.view(-1, 4)}) == len(EVERYBODY), "an address belongs to one expert"
+    assert store.resident().tolist() == [
+        [not store.is_cold((layer, number)) for number in range(EXPERTS)] for layer in range(LAYERS)
+    ]
     for expert in EVERYBODY:
         for seen, true in zip(read(store, expert), truth[expert]):
             assert torch.equal(seen, true), f"{expert} is not what it was"

@@ -19,6 +19,8 @@ from birkhoff.model.record import PARTS
 from birkhoff.model.stage import Stage
 from birkhoff.model.store import ExpertStore
 
+EVERYBODY = 16  # choices for each expert, on average, from which all are taken to be chosen
+
 
 class Gate(nn.Module):
     """Which experts a token goes to and with which weights; always float32."""
@@ -121,7 +123,11 @@ class Experts(nn.Module):
         if self.store is None:
             return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input)
         self.store.count(ids.unsqueeze(0), self.layer)
-        with Stage(self.store, self.layer, ids.unique().tolist()) as stage:
+        if self.numerics.kernels.reads_codes and not self.store.any_cold(self.layer):
+            return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input)
+        # Asking the device who is wanted would let it run dry; a chunk of thousands wants nearly everybody.
+        many = ids.numel() >= EVERYBODY * self.count
+        with Stage(self.store, self.layer, range(self.count) if many else ids.unique().tolist()) as stage:
             return self.numerics.kernels.experts(x, ids, weights, self.stack(stage), self.limit, round_input)
 
     def destinations(self, name: str) -> Iterator[Destination]:

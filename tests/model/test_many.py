@@ -16,6 +16,7 @@ from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from tests.interpreter import DEVICE, packed_model
+from tests.model.held import held_model
 from tests.models import random_tokens, variant
 from tests.sizes import FULL
 
@@ -85,3 +86,22 @@ def test_a_weight_is_laid_out_for_kernels_once_and_again_where_it_moved():
     assert layer.rows() is not rows
     with torch.enable_grad():
         assert not layer.reads_codes
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [5, 64], ids=["those asked", "everybody"])
+def test_experts_in_host_memory_come_in_turns_and_change_no_bit(rows):
+    config = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0)
+    source = with_kernels(packed_model(config), "triton")
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, config.hidden_size, generator=g).to(DEVICE)
+    ids = torch.rand(rows, config.n_routed_experts, generator=g).argsort(-1)[:, : config.num_experts_per_tok].to(DEVICE)
+    weights = torch.rand(ids.shape, generator=g).to(DEVICE)
+    (stack,) = source.expert_stacks()
+    true = stack(x, ids, weights)
+    for share in (1.0, 0.5, 0.0):
+        model, store = held_model(source, share)
+        (mine,) = model.expert_stacks()
+        assert store.any_cold(0) == (share < 1)
+        assert torch.equal(mine(x, ids, weights), true)
+        assert not any(loan.held for loan in store._loans.values()), "every loan was let go"

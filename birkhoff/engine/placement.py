@@ -66,12 +66,13 @@ class Placement:
         return self.heat.counts()
 
     def close(self) -> None:
-        """Leave what was learnt in the file, where there is one."""
-        self.store.settle(wait=True)
+        """Let what moves arrive, learn of the last steps, and leave all of it in the file, where there is one."""
+        self.exchanged += self.store.settle(wait=True)
+        counts, ticket = self.store.courier.fetch(self.store.counts)
+        self.store.courier.wait(ticket)
+        self._note(counts, self.steps)
+        self._coming = None
         if self.file is not None:
-            counts, ticket = self.store.courier.fetch(self.store.counts)
-            self.store.courier.wait(ticket)
-            self._note(counts, self.steps)
             self.counts().save(self.file)
 
     def report(self) -> dict[str, Any]:

@@ -90,9 +90,10 @@ def path(tmp_path_factory):
 
 
 def engine(path, **options):
-    pytest.importorskip("triton")
+    from tests.interpreter import DEVICE
+
     return birkhoff.load(
-        path, device="cpu", kernels="triton", dtype="float32", max_requests=1, max_context=256, prefix_cache=False,
+        path, device=DEVICE.type, kernels="triton", dtype="float32", max_requests=1, max_context=256, prefix_cache=False,
         **options,
     )  # fmt: skip
 

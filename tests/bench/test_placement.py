@@ -15,6 +15,7 @@ from birkhoff.model.device import Decoder
 from tests.models import variant
 
 pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs the measurement itself")
 CPU = torch.device("cpu")
 LEAST = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0, hc_sinkhorn_iters=2)
 SMALL = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_layers=0, hc_sinkhorn_iters=2)

@@ -93,8 +93,8 @@ def engine(path, **options):
     from tests.interpreter import DEVICE
 
     return birkhoff.load(
-        path, device=DEVICE.type, kernels="triton", dtype="float32", max_requests=1, max_context=256, prefix_cache=False,
-        **options,
+        path, device=DEVICE.type, kernels="triton", dtype="float32", max_requests=1, max_context=256,
+        prefix_cache=False, **options,
     )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from birkhoff.kernels.mhc import many as mhc
 
 BF16, F16, F32, U8, I32, I64 = "*bf16", "*fp16", "*fp32", "*u8", "*i32", "*i64"
 EXPERTS = {"x": BF16, "z": BF16, "y": BF16, "table": I64, "blocks": I32, "order": I32, "weights": F32, "limit": "fp32"}
+COUNTS = {"n", "rows", "places", "length", "span", "num_entries", "first_row", "row_tiles", "token_tiles"}
 # V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
 KERNELS: dict[str, tuple] = {
     "experts open": (experts._open, EXPERTS, {"WIDE": False, "TOKENS": 128, **experts.shape_of(128, False, True)}),
@@ -55,7 +56,12 @@ def compiled(kernel, types: dict[str, str], given: dict[str, int]):
     fixed = {name: value for name, value in given.items() if name not in options}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in fixed else types.get(name, "i32") for name in names}
-    aligned = {(at,): [["tt.divisibility", 16]] for at, name in enumerate(names) if signature[name].startswith("*")}
+    # Triton looks at each call's numbers: addresses and widths are multiples of 16 at V4's sizes, counts are not.
+    aligned = {
+        (at,): [["tt.divisibility", 16]]
+        for at, name in enumerate(names)
+        if signature[name].startswith("*") or (signature[name] == "i32" and name not in COUNTS)
+    }
     constants = {(names.index(name),): value for name, value in fixed.items()}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
@@ -64,7 +70,9 @@ def compiled(kernel, types: dict[str, str], given: dict[str, int]):
 def main() -> None:
     for name in sys.argv[1:] or KERNELS:
         made = compiled(*KERNELS[name])
-        found = {"kernel": name, "shared": made.metadata.shared, "tensor_cores": "wgmma.mma_async" in made.asm["ptx"]}
+        code = made.asm["ptx"]
+        found = {"kernel": name, "shared": made.metadata.shared, "tensor_cores": "wgmma.mma_async" in code,
+                 "copies_ahead": "cp.async" in code}  # fmt: skip
         print(json.dumps(found), flush=True)
 
 

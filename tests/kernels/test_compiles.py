@@ -34,3 +34,4 @@ def test_kernels_for_many_rows_compile_for_hopper(tmp_path):
     assert [row["kernel"] for row in rows] == list(chosen)
     for row in rows:
         assert row["shared"] <= SHARED and row["tensor_cores"], row
+        assert row["copies_ahead"] or row["kernel"] == "index score", row  # which loads its keys once

@@ -198,6 +198,40 @@ def test_a_run_that_was_left_is_not_written_while_a_step_may_read_it():
     check(store, truth)
 
 
+def test_the_run_of_an_ended_loan_is_not_written_while_a_step_may_read_it():
+    courier = Slow()
+    store, truth = filled(resident(4), 1, courier)
+    first, second = [expert for expert in EVERYBODY if store.is_cold(expert)][:2]
+    loan = store.lend(first)
+    store.join([loan])
+    store.let_go(loan)
+    taken = store.lend(second)
+    assert taken.run == loan.run
+    courier.move(1 << 20)
+    assert all(torch.equal(a, b) for a, b in zip(store.lent(loan), truth[first])), "a step may still be reading it"
+    courier.steps_end()
+    courier.move(1 << 20)
+    assert all(torch.equal(a, b) for a, b in zip(store.lent(taken), truth[second]))
+    check(store, truth)
+
+
+def test_who_is_moving_cannot_move_again_before_arriving():
+    courier = Slow()
+    store, truth = filled(resident(6), 4, courier)
+    hot = [expert for expert in EVERYBODY if not store.is_cold(expert)]
+    cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
+    assert store.swap(cold[0], hot[0])
+    assert not store.swap(cold[0], hot[1]) and not store.swap(cold[1], hot[0]) and store.lend(cold[0]) is None
+    assert store.swap(cold[1], hot[1]), "others can"
+    loan = store.lend(cold[2])
+    assert not store.swap(cold[2], hot[2]), "nor can one that somebody holds a copy of"
+    store.let_go(loan)
+    assert store.swap(cold[2], hot[2])
+    store.settle(wait=True)
+    assert [store.is_cold(expert) for expert in cold[:3] + hot[:3]] == [False] * 3 + [True] * 3
+    check(store, truth)
+
+
 def test_loans_give_way_to_what_is_wanted_now():
     store, truth = filled(resident(5), spare=2)
     cold = [expert for expert in EVERYBODY if store.is_cold(expert)]

@@ -140,7 +140,9 @@ def expert_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iter
             moved = used * each * (0.5 + 1 / 32) + 4 * x.nbytes
             what = {"kind": "many", "kernel": "experts", "tokens": count, "skewed": skewed, "experts_used": used,
                     "block": many.block_size(ids.numel(), c.n_routed_experts)}  # fmt: skip
-            yield meter.row(what, call, operations, moved, error_of(call()[:CHECKED], true), 1e-2)
+            given = (x, ids, weights, stack, limit, None)
+            others = [({"block": size}, partial(many.experts, *given, size)) for size in many.BLOCKS[1:]]
+            yield meter.row(what, call, operations, moved, error_of(call()[:CHECKED], true), 1e-2, others)
 
 
 def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device) -> Iterator[Row]:
@@ -155,8 +157,14 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
         fn = torch.randn(24, 4 * width, device=device) * (4 * width) ** -0.5
         base, scale = torch.randn(24, device=device), torch.rand(3, device=device)
 
-        def boundary(streams=streams, y=y, post=post, mix=mix, fn=fn, base=base, scale=scale):
-            return many.read_many(mhc.write(streams, y, post, mix), fn, base, scale, iters, eps, eps)
+        def boundary(part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=fn, base=base, scale=scale):
+            written = mhc.write(streams[part], y[part], post[part], mix[part])
+            return many.read_many(written, fn, base, scale, iters, eps, eps)
+
+        def in_pieces(rows: int, count=count, boundary=boundary) -> None:
+            """A piece's streams may still be in L2 when they are read again."""
+            for start in range(0, count, rows):
+                boundary(slice(start, start + rows))
 
         few = plain_mhc.write(streams[:CHECKED], y[:CHECKED], post[:CHECKED], mix[:CHECKED])
         true = plain_mhc.read(few, fn, base, scale, iters, eps, eps)
@@ -164,7 +172,8 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
         error = max(error_of(mine, true) for mine, true in pairs)
         moved = count * width * 2 * (4 + 1 + 4 + 4 + 4 + 1)
         what = {"kind": "many", "kernel": "streams", "tokens": count, "hidden": width}
-        row = meter.row(what, boundary, 2.0 * count * 24 * 4 * width, moved, error, 5e-3)
+        others = [({"rows_at_once": rows}, partial(in_pieces, rows)) for rows in (512, 1024, 2048)]
+        row = meter.row(what, boundary, 2.0 * count * 24 * 4 * width, moved, error, 5e-3, others)
         if count == 8192:
             row |= {"at_most_us": BOUNDARY_US, "passed": row["passed"] and row["us"] <= BOUNDARY_US}
         yield row

@@ -200,11 +200,13 @@ def experts(
     stack: Stack,
     limit: float,
     round_input: Callable[[torch.Tensor], torch.Tensor] | None,
+    size: int | None = None,
 ) -> torch.Tensor:
+    """`size` are the tokens of a block, chosen by their number unless given."""
     if stack.turns is None or round_input is not None:
         return reference.experts(x, ids, weights, stack, limit, round_input)
     count, places = ids.shape
-    size = block_size(count * places, stack.count)
+    size = size or block_size(count * places, stack.count)
     order, blocks = plan(ids, stack.count, size)
     z = torch.empty(count * places, stack.inner, dtype=x.dtype, device=x.device)
     y = torch.empty(count * places, x.shape[1], dtype=x.dtype, device=x.device)

@@ -359,6 +359,7 @@ def test_bits_do_not_depend_on_what_came_before(model, asked, pages, snapshots):
     assert {node.page for node in prefix._nodes.values()} == set(prefix._by_page)
 
 
+@pytest.mark.timeout(scaled(3600, 600))
 def test_memory_stays_within_bounds_over_many_requests(tmp_path):
     """Ten thousand random requests under `make test-all`, with little memory and little disk."""
     model = random_model(MICRO, kernels="cpu").fuse()

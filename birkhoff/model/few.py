@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from birkhoff.model.mtp import MTP
 
 MOST_ROWS = 16
+MOST_EXPERT_ROWS = 64  # of any sequences: reading each expert once for all its rows takes half as long up to there
 _NO_PAGES = np.zeros((1, 1, 1), np.float32)
 _NO_TABLE = np.zeros((1, 1), np.int64)
 _ALL = np.zeros((0, 0), np.bool_)
@@ -48,6 +49,11 @@ def takes(batch: Batch, state: object) -> bool:
 def few_rows(streams: torch.Tensor) -> bool:
     """Few enough, and no gradient is recorded."""
     return len(streams) <= MOST_ROWS and not torch.is_grad_enabled()
+
+
+def few_expert_rows(x: torch.Tensor) -> bool:
+    """Few enough for the expert sublayer, which asks no row where it stands; and no gradient is recorded."""
+    return len(x) <= MOST_EXPERT_ROWS and not torch.is_grad_enabled()
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray:

@@ -13,7 +13,7 @@ from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels import quant
 from birkhoff.model.batch import Batch
-from birkhoff.model.few import MoEFew
+from birkhoff.model.few import MoEFew, few_expert_rows
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
 from birkhoff.model.record import PARTS
 from birkhoff.model.stage import Stage
@@ -175,7 +175,7 @@ class MoE(nn.Module):
 
     def forward(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
-        if self.few is not None and batch.few:
+        if self.few is not None and few_expert_rows(x):
             return self.few(x, batch, tap)
         logits, opened = self.entry(x)
         ids, weights = self.gate(logits, batch.token_ids, tap)

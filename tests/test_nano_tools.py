@@ -18,6 +18,7 @@ from birkhoff.steering.container import SteeringVector
 from birkhoff.steering.probe import WordProbe
 from tests.oracle import build_oracle
 from tests.sizes import scaled
+from training.streams import wake
 
 FOLDER = Path(birkhoff.__file__).parent / "models" / "nano"
 LOSS_BOUND = 1.0  # nats per token
@@ -85,6 +86,18 @@ def test_transformers_with_a_plain_hook_writes_the_same_steered_text(nano):
     assert written[len(ids) :] == ours
 
 
+def test_a_wake_begins_behind_the_vector_and_is_small_from_the_stream_nobody_reads(nano):
+    ids = prompt(nano) + nano.generate(prompt(nano), max_tokens=24, temperature=0).token_ids
+    vector = nano.modules["spooky"]
+    (layer,) = vector.layers
+    found = wake(nano, [ids], vector)
+    assert set(found) == {"all streams", "stream 0", "stream 1", "stream 2", "stream 3"}
+    for name, moved in found.items():
+        assert moved.shape == (nano.config.num_hidden_layers + 1, 4), name
+        assert not moved[: layer + 1].any() and (moved[layer + 1 :] > 0).all(), name
+    assert found["stream 0"][-1].mean() < 0.5 * found["stream 1"][-1].mean()
+
+
 def test_the_dictionary_is_small_and_labelled():
     folder = shipped_dictionary("nano")
     assert folder is not None
@@ -107,6 +120,34 @@ def test_the_dictionary_carries_what_the_model_needs(nano):
     assert found.recovered > 0.93 and found.added < 0.5
     quality, _ = row_quality(nano, sae, texts, skip=len(ids))
     assert quality.explained_variance > 0.8
+
+
+def test_the_card_of_the_dictionary_meets_its_bars():
+    """Measured on held-out records, which do not ship, by the command that made it."""
+    card = Sae.load(shipped_dictionary("nano")).metadata
+    quality, loss = card["measured"]["quality"], card["measured"]["loss"]
+    assert quality["rows"] > 5_000 and loss["tokens"] > 5_000
+    assert quality["explained_variance"] >= 0.86 and quality["dead_share"] <= 0.05 and loss["recovered"] >= 0.95
+    proved = [clamp for clamp in card["clamps"] if clamp["moved"] >= 8]
+    assert len(proved) >= 5 and all(clamp["seeds"] == 10 for clamp in proved)
+    for clamp in proved:
+        assert clamp["random_moved"] / clamp["random_seeds"] <= clamp["moved"] / clamp["seeds"] - 0.4, clamp["theme"]
+
+
+def test_a_raised_feature_leads_where_its_name_says(nano):
+    """The clamp that did best on the card, on fewer seeds, beside the card's own random feature."""
+    sae = Sae.load(shipped_dictionary("nano"))
+    clamp, seeds = sae.metadata["clamps"][0], scaled(10, 4)
+    feature, probe = clamp["feature"], WordProbe.of_words(clamp["words"].split())
+    assert sae.labels[feature] == clamp["theme"]
+    amount, ids = clamp["strength"] * float(sae.x_max[feature]), prompt(nano, "Tell me a story.")
+    counts = []
+    with nano.attach("features", "nano"):
+        for raised in (feature, clamp["random"][0]):
+            steer = [SaeSet("features", {raised: amount}, kind="additive")]
+            outputs = nano.generate(ids, n=seeds, seed=11, max_tokens=50, temperature=0.8, top_k=40, steer=steer)
+            counts.append(sum(probe.score(output.text) > 0 for output in outputs))
+    assert counts[0] > counts[1] and counts[0] >= seeds / 2
 
 
 def test_a_feature_is_held_by_its_label(nano):

@@ -31,7 +31,7 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.train import TrainOptions
 from training import own_text
 from training.labels import ship
-from training.themes import find_themes, measure_clamps
+from training.themes import PROVED, find_themes, measure_clamps
 
 HOOK, LAYER, VIEW = "mhc_streams_pre_attn", 5, "flat"
 HARVESTED = [5, 7]  # layer 7 for the comparison of views
@@ -135,7 +135,7 @@ def main() -> None:
         features = kept(work / "entries.json", entries)
         themes = kept(work / "themes.json", lambda: find_themes(engine, sae, features))
         clamps = kept(work / "clamps.json", lambda: measure_clamps(engine, sae, themes, features))
-    names = {int(clamp["feature"]): clamp["theme"] for clamp in clamps}
+    names = {int(clamp["feature"]): clamp["theme"] for clamp in clamps if clamp["moved"] >= PROVED}
     said = {"model_name": "nano", "training": sae.metadata.get("training"), "measured": measured, "clamps": clamps}
     size = ship(sae, features, names, said, work / "sae")
     print(f"{work / 'sae'}: {size} bytes", flush=True)

@@ -1,10 +1,10 @@
 """Features about what a story is about: found by a theme's words in what is known of them, proved by raising them.
 
 Candidates of a theme are the features with most of its words in their strongest contexts and among the tokens they
-speak for. Each is raised while the model answers a trial request; of those after which most answers hold more of the
-words, give or take one, the one is kept whose text costs the unsteered model least. The proof is another request and
-other seeds: answers with more of the words than the unsteered answer of the same seed, beside live features drawn at
-random and raised by the same amount (decoder rows have norm one, so the rows of the model are moved equally far).
+speak for. Each is raised while the model answers a trial request; among those whose text does not cost the unsteered
+model far more, the one is kept after which most answers hold more of the words. The proof is another request and other
+seeds: answers with more of the words than the unsteered answer of the same seed, beside live features drawn at random
+and raised by the same amount (decoder rows have norm one, so the rows of the model are moved equally far).
 """
 
 from __future__ import annotations
@@ -26,16 +26,14 @@ THEMES = {
     "planets and stars": "planet planets galaxy universe star stars earth space moon cosmos galaxies",
     "mother and father": "mom mommy mother dad daddy father parents",
     "the forest": "forest woods tree trees leaves branches dense wood jungle path",
-    "cooking and kitchens": "kitchen cook cooking cake bread smell eat ate food cream delicious bake baked baker taste "
-    "tasted cookies",
-    "haunted and eerie": "dark darkness ghost ghosts haunted eerie cursed shadow shadows afraid strange twisted terror "
-    "cold scream whispers",
-    "kings and castles": "king queen palace castle royal prince princess kingdom crown lady throne",
-    "dogs and cats": "dog dogs puppy cat cats kitten tail bark barked paws fur",
+    "food and drink": "food eat ate eating drink drank cook cooking bake baked kitchen cake bread cream milk sugar "
+    "soup fruit juice pie cookies chocolate delicious yummy tasty taste tasted sweet hungry breakfast lunch dinner",
 }
-CANDIDATES, STRENGTHS = 4, (1.5, 2.0, 3.0)  # strengths in largest activations
+CANDIDATES, STRENGTHS = 4, (1.5, 2.0)  # strengths in largest activations
 TRIAL, PROOF = ("Write a short story.", 100), ("Tell me a story.", 3)  # request and first seed
 SEEDS, LENGTH, RANDOM = 10, 50, 3
+LOSS_BOUND = 2.0  # nats per token: text that costs more is no text
+PROVED = 8  # answers of ten, for a feature to be called by its theme
 LIVE = (0.002, 0.2)  # densities of the features drawn at random
 
 Entries = Mapping[str, Mapping[str, Any]]
@@ -56,9 +54,13 @@ def find_themes(engine: birkhoff.Engine, sae: Sae, entries: Entries) -> list[dic
                     tried.append(
                         {"theme": theme, "feature": feature, "strength": strength, "moved": moved, "loss": loss}
                     )
-            most = max(trial["moved"] for trial in tried)
-            found.append(min((t for t in tried if t["moved"] >= most - 1), key=lambda trial: trial["loss"]))
+            found.append(chosen([t for t in tried if t["loss"] <= _loss(plain) + LOSS_BOUND] or tried))
     return found
+
+
+def chosen(tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The one that led most answers; of equals the first, as candidates come with those of most words first."""
+    return max(tried, key=lambda trial: trial["moved"])
 
 
 def candidates(entries: Entries, words: set[str], taken: set[int]) -> list[int]:

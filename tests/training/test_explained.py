@@ -122,6 +122,11 @@ def test_candidates_of_a_theme_show_and_speak_its_words():
     assert themes.candidates(entries, words, {2, 1}) == [4, 3]
 
 
+def test_the_feature_that_led_most_answers_is_chosen_and_the_first_of_equals():
+    tried = [{"feature": feature, "moved": moved} for feature, moved in ((3, 8), (1, 9), (2, 9))]
+    assert themes.chosen(tried)["feature"] == 1
+
+
 def test_a_stage_that_is_done_is_left_alone(tmp_path):
     path = tmp_path / "found.json"
     assert dictionary.kept(path, lambda: {"a": 1}) == {"a": 1}

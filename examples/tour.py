@@ -107,7 +107,7 @@ def show_features(engine: birkhoff.Engine) -> None:
         table = Table(box=None, pad_edge=False, padding=(0, 2))
         table.add_column("token", style="cyan")
         table.add_column("its strongest features that have a label, and how strong")
-        for token, found in list(zip(ids, engine.features(ids, "features", k=64)))[-8:]:
+        for token, found in list(zip(ids, engine.features(ids, "features", k=160)))[-8:]:
             labelled = [one for one in found if one.label][:3]
             said = "   ".join(f"{one.label} {one.activation:.1f}" for one in labelled)
             table.add_row(visible(engine.tokenizer.decode([token])), Text(said))

@@ -15,7 +15,7 @@ from typing import Any
 from birkhoff.sae.compact import compact
 from birkhoff.sae.dictionary import Sae
 
-DESCRIBED = 220
+DESCRIBED = 500
 LEAST_CONTEXTS = 5
 DENSITIES = (2e-4, 0.15)
 
@@ -43,7 +43,14 @@ def described(entries: Mapping[str, Any]) -> dict[int, Any]:
         for feature, entry in entries.items()
         if len(entry["contexts"]) >= LEAST_CONTEXTS and low < entry["density"] < high
     }
-    pure = sorted(good, key=lambda feature: (good[feature]["label"][0] not in 'b"', good[feature]["density"], feature))
+    pure = sorted(
+        good,
+        key=lambda feature: (
+            not good[feature]["label"].startswith(('"', "before ")),
+            good[feature]["density"],
+            feature,
+        ),
+    )
     return {feature: good[feature] for feature in pure[:DESCRIBED]}
 
 

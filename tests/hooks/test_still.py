@@ -176,12 +176,14 @@ def request(seed, clamp, captured=True):
 
 
 def test_other_edits_and_captures_are_the_same_operations_on_the_same_buffers():
-    """Two steps whose requests, vectors, bounds and captured rows all differ: one pattern, one list of operations."""
+    """Steps whose requests, vectors, bounds and captured rows all differ: one pattern, one list of operations. What was
+    there before is gone: the last step has fewer requests, and rows behind it keep their bits."""
     tables, staging = Tables(), Staging()
     first = [request(1, 0.1), request(2, 0.2, captured=False)]
     other = [request(7, 0.9, captured=False), request(8, 0.5), request(9, 0.3)]
     recorded, patterns, still = [], [], None
-    for made in (first, other):
+    x, y = numbers(3, ROWS, M, D), numbers(2, ROWS, D)
+    for made in (first, other, [request(4, 0.4)]):
         plans = plans_of(made, tables)
         tap = armed(plans, staging)
         wishes = sort_out(tap, WIDTHS)
@@ -198,10 +200,32 @@ def test_other_edits_and_captures_are_the_same_operations_on_the_same_buffers():
         true = through(armed(plans_of(made, tables)), len(made), torch.float32)
         for new, expected in zip(mine, true):
             assert (new[: len(made)] - expected).abs().max() < 1e-5
+        for new, old in zip(mine, (x, x, y)):
+            assert torch.equal(new[len(made) :], old[len(made) :])
         for plan in plans:
             plan.table.release()
-    assert patterns[0] == patterns[1] and hash(patterns[0]) == hash(patterns[1])
-    assert recorded[0] == recorded[1] and len(recorded[0][0]) > 10
+    assert patterns[0] == patterns[1] == patterns[2] and hash(patterns[0]) == hash(patterns[1])
+    assert recorded[0] == recorded[1] == recorded[2] and len(recorded[0][0]) > 10
+
+
+def test_edits_of_one_kind_that_meet_in_a_row_are_made_in_their_order():
+    """Two patches and two clamps of one row, one of each of another: lanes one after the other."""
+    unit, other = (torch.nn.functional.normalize(vector(D, seed), dim=0) for seed in (5, 6))
+    kinds = [
+        SiteEdit("patch", vector(D, 1), 0.5), SiteEdit("patch", vector(D, 2), 0.25),
+        SiteEdit("clamp", unit, low=0.5), SiteEdit("clamp", other, high=-0.5),
+    ]  # fmt: skip
+    made = [
+        ([Everywhere({("mlp_out", LAYER): kind}) for kind in kinds], None, False),
+        ([Everywhere({("mlp_out", LAYER): kinds[1]})], None, False),
+    ]
+    tap = armed(plans_of(made, Tables()))
+    wishes = sort_out(tap, WIDTHS)
+    still = StillTap(wishes, tap.changes, ROWS, torch.device("cpu"))
+    still.fill(tap, wishes)
+    true = through(armed(plans_of(made, Tables())), 2, torch.float32)[2]
+    assert (through(still, ROWS, torch.float32)[2][:2] - true).abs().max() < 1e-5
+    assert [lane.turn for _, lane in wishes.pattern.lanes] == [0, 1, 0, 1]
 
 
 def test_a_tap_that_only_looks_hands_on_the_very_tensor():

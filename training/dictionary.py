@@ -4,8 +4,8 @@
 
 Each stage leaves its result in WORK and is left out when that is there, so the command can be stopped and given again.
 What is measured is the dictionary as it ships, matrices rounded to bfloat16, on records that no training has seen. The
-marks of the chat (`MARKS`) are neither trained on nor replaced. On one machine the same text gives the same dictionary,
-bit for bit, if the harvest was not interrupted; another machine's products may round otherwise.
+marks of the chat (`MARKS`) are neither trained on nor replaced. Seeds decide everything else; texts are harvested
+together, so last bits may depend on interruptions and on the machine.
 """
 
 from __future__ import annotations

@@ -28,9 +28,14 @@ THEMES = {
     "the forest": "forest woods tree trees leaves branches dense wood jungle path",
     "food and drink": "food eat ate eating drink drank cook cooking bake baked kitchen cake bread cream milk sugar "
     "soup fruit juice pie cookies chocolate delicious yummy tasty taste tasted sweet hungry breakfast lunch dinner",
+    "rain and storms": "rain rainy storm clouds cloud wind thunder wet umbrella puddle",
+    "smiles": "smile smiled smiling laugh laughed laughing grin grinned giggled",
+    "tears": "sad sadly cry cried crying tears",
+    "night": "night moon dark sleep asleep bed bedtime dream dreams",
+    "playing": "play played playing game games toy toys ball",
 }
 CANDIDATES, STRENGTHS = 4, (1.5, 2.0)  # strengths in largest activations
-TRIAL, PROOF = ("Write a short story.", 100), ("Tell me a story.", 3)  # request and first seed
+TRIAL, PROOF = ("Write a short story.", 100), ("Tell me a story about a day.", 5000)  # request and first seed
 SEEDS, LENGTH, RANDOM = 10, 50, 3
 LOSS_BOUND = 2.0  # nats per token: text that costs more is no text
 PROVED = 8  # answers of ten, for a feature to be called by its theme

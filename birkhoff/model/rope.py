@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import rope
 from birkhoff.kernels.rope import Phases
+
+FEW = 64  # positions of a step that decodes
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,13 @@ class Rope:
         self._both = torch.stack((self.sliding, self.compressed)).unsqueeze(1)  # [2, 1, r]
 
     def step(self, positions: torch.Tensor) -> StepPhases:
-        both = rope.phases(positions, self._both.to(positions.device))
+        if positions.device.type == "cpu" and len(positions) <= FEW:
+            # PyTorch's cosine wakes its threads for 128 numbers, which costs more than a whole decoding step when the
+            # other cores are busy.
+            angle = positions.numpy().astype(np.float32)[:, None] * self._both.numpy()
+            both = Phases(torch.from_numpy(np.cos(angle)), torch.from_numpy(np.sin(angle)))
+        else:
+            both = rope.phases(positions, self._both.to(positions.device))
         return StepPhases(*(Phases(cos, sin) for cos, sin in zip(both.cos, both.sin)))
 
     def at(self, positions: torch.Tensor, compressed: bool) -> Phases:

@@ -16,6 +16,7 @@ from birkhoff.hooks.tap import EagerTap, NoTap
 from birkhoff.kernels import jit
 from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.few import MOST_ROWS, takes
+from birkhoff.model.rope import Rope
 from birkhoff.model.state import Fresh, State
 from tests.models import TINY, fill_random, random_model, random_tokens, variant
 from tests.sizes import scaled
@@ -305,6 +306,16 @@ def test_an_edited_tensor_may_lie_anyhow(fast, sequences):
     plain = decode(fast, sequences, STARTS[:2], 6)
     edited = decode(fast, sequences, STARTS[:2], 6, tap=EagerTap(edit=strided))
     assert all((plain[i] - edited[i]).abs().max() <= TOLERANCE for i in range(2))
+
+
+@pytest.mark.parametrize("count", [1, 2, 64, 65])
+def test_phases_are_the_same_for_a_few_positions_and_for_many(count):
+    rope, positions = Rope(TINY), torch.arange(count) * 61
+    step = rope.step(positions)
+    for phases, compressed in ((step.sliding, False), (step.compressed, True)):
+        expected = rope.at(positions, compressed)
+        assert phases.cos.shape == expected.cos.shape and phases.cos.dtype == torch.float32
+        assert (phases.cos - expected.cos).abs().max() <= 2.5e-7 and (phases.sin - expected.sin).abs().max() <= 2.5e-7
 
 
 def test_it_is_left_alone_while_gradients_are_recorded(fast, sequences):

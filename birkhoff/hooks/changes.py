@@ -21,11 +21,12 @@ import torch
 
 from birkhoff.hooks.edit import Around, Path, SiteEdit, Splice, Stage, stages
 from birkhoff.hooks.plan import Key, Span
-from birkhoff.hooks.table import SENTINEL, Tables, gather_add
+from birkhoff.hooks.table import SENTINEL, Tables, add_total, gather
 
 LeftOut = Literal["none", "carry", "read"]  # the path whose edits a tensor does not get
 RowEdits = list[tuple[SiteEdit | Splice, list[int]]]
 SIZES = (8, 64, 512)  # tokens an index can hold; beyond the last, multiples of it
+KEPT = 64  # tokens for which the sum of what is added is kept from step to step
 FEW = 4  # when fewer than one token in so many is touched, only those are gathered
 
 
@@ -62,6 +63,7 @@ class Changes:
     token_rows: torch.Tensor | None = None
     only: torch.Tensor | None = None
     _sorted: dict[tuple[Key, LeftOut], list[Stage]] = field(default_factory=dict)
+    _totals: dict[tuple[Key, tuple[Path, ...]], torch.Tensor] = field(default_factory=dict)  # while tables stay as is
 
     def needs_post(self) -> bool:
         """Whether some edit wants the write-out weights of the sublayer before it."""
@@ -93,16 +95,20 @@ class Changes:
 
     def _stages(self, key: Key, left_out: LeftOut) -> list[Stage]:
         change = self.sites[key]
-        paths = [path for path in sorted(change.paths) if path != left_out]
+        paths = tuple(path for path in sorted(change.paths) if path != left_out)
         others = [(edit, rows) for edit, rows in change.others if edit.path != left_out]
         return stages(others, partial(self._add, key, paths) if paths else None)
 
-    def _add(self, key: Key, paths: Sequence[Path], x: torch.Tensor) -> torch.Tensor:
+    def _add(self, key: Key, paths: tuple[Path, ...], x: torch.Tensor) -> torch.Tensor:
         assert self.tables is not None and self.token_rows is not None
-        sites = [self.tables.site((*key, path)) for path in paths]
+        total = self._totals.get((key, paths))
+        if total is None:
+            total = gather(self.token_rows, [self.tables.site((*key, path)) for path in paths])
+            if len(total) <= KEPT:
+                self._totals[key, paths] = total
         if self.only is None:
-            return gather_add(x, self.token_rows, sites)
-        return x.index_copy(0, self.only, gather_add(x.index_select(0, self.only), self.token_rows, sites))
+            return add_total(x, total)
+        return x.index_copy(0, self.only, add_total(x.index_select(0, self.only), total))
 
 
 @dataclass(frozen=True, eq=False)

@@ -226,12 +226,21 @@ def gather_add(
     """x [n, ...] plus what each token's rows [lanes, n] mean at these sites; summed in float32, rounded once.
 
     Every operation has a fixed shape and reads buffers that stay where they are."""
+    return add_total(x, gather(token_rows, sites))
+
+
+def gather(token_rows: torch.Tensor, sites: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """What is added to each token, [n, width] float32."""
     total: torch.Tensor | None = None
     for rows in token_rows:
         for slab, slots in sites:
             vectors = slab.index_select(0, slots.index_select(0, rows))
             total = vectors if total is None else total + vectors
     assert total is not None, "there is a lane and a site"
+    return total
+
+
+def add_total(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     changed = x + total.view(x.shape)
     return changed if changed.dtype is x.dtype else changed.to(x.dtype)
 

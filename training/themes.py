@@ -32,9 +32,10 @@ THEMES = {
     "smiles": "smile smiled smiling laugh laughed laughing grin grinned giggled",
     "tears": "sad sadly cry cried crying tears",
     "night": "night moon dark sleep asleep bed bedtime dream dreams",
+    "speech": "said asked replied shouted told answered says",
     "playing": "play played playing game games toy toys ball",
 }
-CANDIDATES, STRENGTHS = 4, (1.5, 2.0)  # strengths in largest activations
+CANDIDATES, STRENGTHS = 4, (1.5, 2.0, 0.6)  # strengths in largest activations; of equals the first is kept
 TRIAL, PROOF = ("Write a short story.", 100), ("Tell me a story about a day.", 5000)  # request and first seed
 SEEDS, LENGTH, RANDOM = 10, 50, 3
 LOSS_BOUND = 2.0  # nats per token: text that costs more is no text

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -25,24 +26,24 @@ from birkhoff.server.sse import DONE, PING, frame
 Json = dict[str, Any]
 
 
-class Choices:
+class Choices(ABC):
     """How one call's answers look; `head` begins the whole answer, `chunk_head` every chunk."""
 
     def __init__(self, desk: Desk, calls: list[Call], body: Sampling, head: Json, chunk_head: Json):
         self._desk, self._calls, self._body = desk, calls, body
         self._head, self._chunk_head = head, chunk_head
 
+    @abstractmethod
     def choice(self, index: int, request: Request) -> Json:
         """One answer that has ended."""
-        raise NotImplementedError
 
+    @abstractmethod
     def pieces(self, index: int, told: Told) -> list[Json]:
         """What is new of one answer, as choices of chunks."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end(self, index: int, request: Request) -> Json:
         """The choice of an answer's last chunk, the one with its `finish_reason`."""
-        raise NotImplementedError
 
     def whole(self, running: Running) -> Json:
         for request in running.requests:

@@ -49,6 +49,7 @@ def decode_ms(model: Any, batch: int, context: int, steps: int) -> dict[str, Any
     device = next(model.parameters()).device
     prompt = torch.randint(model.config.vocab_size, (batch, context), device=device)
     tried: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
     for way in WAYS:
         try:
             model.set_experts_implementation(way)
@@ -65,12 +66,12 @@ def decode_ms(model: Any, batch: int, context: int, steps: int) -> dict[str, Any
                 if step >= 3:
                     spans.append(begin.elapsed_time(end))
             tried[way] = spans
-        except (RuntimeError, NotImplementedError, ImportError, ValueError):
-            continue  # a way made for other devices
+        except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
+            failed[way] = str(error)[:200]  # a way made for other devices
+            continue
         del out, cache
         torch.cuda.empty_cache()
-    best = min(tried, key=lambda way: sorted(tried[way])[len(tried[way]) // 2])
-    return {"experts_implementation": best, "ms": summary(tried[best]), "transformers": version("transformers")}
+    return _faster(tried, failed)
 
 
 @torch.inference_mode()
@@ -79,6 +80,7 @@ def prefill_ms(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
     device = next(model.parameters()).device
     prompt = torch.randint(model.config.vocab_size, (1, tokens), device=device)
     tried: dict[str, list[float]] = {}
+    failed: dict[str, str] = {}
     for way in WAYS:
         try:
             model.set_experts_implementation(way)
@@ -92,8 +94,15 @@ def prefill_ms(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
                 if turn >= 2:
                     spans.append(begin.elapsed_time(end))
             tried[way] = spans
-        except (RuntimeError, NotImplementedError, ImportError, ValueError):
-            continue  # a way made for other devices, or one that needs more memory than there is
+        except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
+            failed[way] = str(error)[:200]  # a way made for other devices, or one that needs more memory than there is
+            continue
         torch.cuda.empty_cache()
+    return _faster(tried, failed)
+
+
+def _faster(tried: dict[str, list[float]], failed: dict[str, str]) -> dict[str, Any]:
+    """The way with the smaller median, and what the ways that did not run said."""
     best = min(tried, key=lambda way: sorted(tried[way])[len(tried[way]) // 2])
-    return {"experts_implementation": best, "ms": summary(tried[best]), "transformers": version("transformers")}
+    row = {"experts_implementation": best, "ms": summary(tried[best]), "transformers": version("transformers")}
+    return row | ({"ways_that_failed": failed} if failed else {})

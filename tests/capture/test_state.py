@@ -111,8 +111,11 @@ def checkpoint(tmp_path_factory):
     return path
 
 
-def open_engine(checkpoint, **options):
-    engine = birkhoff.load(checkpoint, max_requests=8, max_batch_tokens=48, cache_bytes=2**25, **options)
+def open_engine(checkpoint, device="cpu", **options):
+    """On a CPU unless said otherwise, also where there is a GPU: its own choice would be bfloat16 there."""
+    engine = birkhoff.load(
+        checkpoint, device=device, dtype="float32", max_requests=8, max_batch_tokens=48, cache_bytes=2**25, **options
+    )
     generator = torch.Generator().manual_seed(4)
     for hook, schema in engine.schema.items():
         engine.projections[f"fits {hook}"] = torch.randn(schema.width, 3, generator=generator)
@@ -128,11 +131,11 @@ def engine(checkpoint):
 
 @pytest.fixture(scope="module")
 def plain(checkpoint, engine):
-    """The prompt, its answer, and every site of one whole forward pass over both, by the reference kernels."""
+    """The prompt, its answer, and every site of one whole forward pass over both, by the reference kernels on a CPU."""
     prompt = torch.randint(100, 500, (P,), generator=torch.Generator().manual_seed(1)).tolist()
     prompt[5] = prompt[11] = 77
     answer = engine.generate(prompt, max_tokens=OUT, temperature=0, ignore_eos=True)
-    with birkhoff.load(checkpoint, kernels="reference", max_requests=1, cache_bytes=2**25) as other:
+    with birkhoff.load(checkpoint, device="cpu", kernels="reference", max_requests=1, cache_bytes=2**25) as other:
         trace = other.trace([*prompt, *answer.token_ids[:-1]])
     return prompt, answer.token_ids, trace
 
@@ -265,7 +268,7 @@ def test_t_state_1_every_hook_in_files(checkpoint, plain, mode, tmp_path):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_t_state_1_every_hook_on_a_device(checkpoint, plain, mode):
-    with open_engine(checkpoint, device="cuda", dtype="float32") as engine:
+    with open_engine(checkpoint, device="cuda") as engine:
         test_t_state_1_every_hook_in_memory(engine, plain, mode)
 
 

@@ -93,7 +93,8 @@ def _store_fp8(rows: torch.Tensor) -> Stored:
     flat = rows.flatten(1).float()
     finite = flat.isfinite()
     largest = torch.where(finite, flat, 0.0).abs().amax(dim=1) if flat.shape[1] else flat.new_zeros(len(flat))
-    scale = torch.where(largest == 0, 1.0, (largest / _FP8_MAX).clamp_min(_SMALLEST_SCALE))
+    # By a tensor: CUDA multiplies with the reciprocal of a number, and a scale would depend on its device.
+    scale = torch.where(largest == 0, 1.0, (largest / largest.new_full((), _FP8_MAX)).clamp_min(_SMALLEST_SCALE))
     # The largest quotient may round to just above 448; up to 464 the cast makes that 448.
     values = torch.where(finite, flat / scale.unsqueeze(1), torch.nan).to(torch.float8_e4m3fn)
     return Stored(values.view(rows.shape), "fp8_e4m3", scale)

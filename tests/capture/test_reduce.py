@@ -237,6 +237,7 @@ def test_a_long_sum_does_not_drift():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_on_a_gpu_nothing_waits_and_the_results_are_those_of_a_cpu():
     rows, matrix = draw(51, 300, 4, 512, dtype=torch.bfloat16), draw(52, 1024, 3, spread=0.5)
     held, weights, whole = rows.cuda(), matrix.cuda(), {reduce: fed(reduce, rows, []) for reduce in REDUCTIONS}

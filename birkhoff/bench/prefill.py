@@ -139,7 +139,7 @@ def two_layers() -> V4Config:
 def site_rows(device: torch.device) -> Iterator[Row]:
     """Every site of two full-width layers, prompts and recorded steps, against the plain path."""
     model = random_on_device(two_layers(), device, kernels="triton")
-    yield from compare_sites(model, device, [2303, 127, 700], 2, 0.05, fast=None)
+    yield from compare_sites(model, device, [2303, 127, 700, 5, 128, 129, 1000, 64], 2, 0.05, fast=None)
 
 
 def bench_prefill(

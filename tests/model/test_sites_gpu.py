@@ -26,7 +26,9 @@ def full_width():
     "config, dtype, tolerance, lengths",
     [
         pytest.param(lambda: TINY, torch.float32, 1e-3, [300, 51, 127], id="tiny in float32"),
-        pytest.param(full_width, torch.bfloat16, 0.05, [2303, 127, 700], id="two layers at full width"),
+        pytest.param(
+            full_width, torch.bfloat16, 0.05, [2303, 127, 700, 5, 128, 129, 1000, 64], id="two layers at full width"
+        ),
     ],
 )
 def test_every_site_is_that_of_the_plain_path(config, dtype, tolerance, lengths):
@@ -36,7 +38,8 @@ def test_every_site_is_that_of_the_plain_path(config, dtype, tolerance, lengths)
     device = torch.device("cuda")
     model = random_on_device(config(), device, dtype=dtype, kernels="triton")
     rows = list(compare_sites(model, device, lengths, 3, tolerance, fast=None))
-    assert not [row for row in rows if not row["passed"]]
+    failed = [row for row in rows if not row["passed"]]
+    assert not failed, "\n".join(map(str, failed))
 
 
 @torch.inference_mode()

@@ -7,6 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from birkhoff.kernels.linear.cpu import filled_rows
+
 
 @given(rows=st.integers(0, 40), inputs=st.integers(1, 130), outputs=st.integers(1, 130), seed=st.integers(0, 999))
 def test_it_is_the_product(kernels, rows, inputs, outputs, seed):
@@ -23,6 +25,21 @@ def test_any_leading_shape_and_a_large_weight(kernels, lead):
     x, weight = torch.randn(*lead, 384, generator=g), torch.randn(1024, 384, generator=g) * 384**-0.5
     out = kernels.linear(x, weight)
     assert out.shape == (*lead, 1024) and (out - x.double() @ weight.double().T).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("lead", [(13,), (2, 20), (129,)])
+def test_many_rows_against_a_weight_of_more_than_half_a_million_numbers(kernels, lead):
+    g = torch.Generator().manual_seed(4)
+    x, weight = torch.randn(*lead, 600, generator=g), torch.randn(1024, 600, generator=g) * 600**-0.5
+    out = kernels.linear(x, weight)
+    assert out.shape == (*lead, 1024) and (out - x.double() @ weight.double().T).abs().max() < 1e-5
+
+
+def test_rows_are_filled_up_to_few_numbers_and_by_little():
+    """Every number is a program that oneDNN compiles and keeps, for each shape of weight."""
+    filled = {rows: filled_rows(rows) for rows in range(1, 2049)}
+    assert all(rows <= more <= max(rows + 7, rows * 1.125) for rows, more in filled.items())
+    assert len(set(filled.values())) < 50 and all(filled_rows(more) == more for more in filled.values())
 
 
 def test_bfloat16_accumulates_in_float32(kernels):

@@ -6,7 +6,7 @@ edit reaches is shared with requests that have none. A page is entered under its
 for good and is never written again.
 
 Pages hold compressed entries alone. To go on behind one, windows and carries are needed as they were at its end: a
-`Snapshot`, taken in passing and kept within a bound of bytes, least recently used out first. A request starts behind
+`Snapshot`, taken in passing and kept in the memory of `States`, least recently used out first. A request starts behind
 the last page that has one, and always computes at least its last token. It starts no later than the first row that it
 captures, since a row that is not computed cannot be seen, unless all rows it would miss are in the `RowStore`.
 
@@ -31,11 +31,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from birkhoff.config import PAGE_TOKENS
-from birkhoff.engine.cache import Pool
+from birkhoff.engine.cache import Pool, snapshot_bytes
 from birkhoff.engine.contexts import Contexts
 from birkhoff.engine.request import Request
 from birkhoff.engine.rows import RowStore
 from birkhoff.engine.spill import PageFiles
+from birkhoff.engine.states import Kept, States
 from birkhoff.hooks.digest import combine, framed
 from birkhoff.hooks.live import Witness
 from birkhoff.hooks.plan import Job, Plan, Rows
@@ -51,7 +52,7 @@ class Node:
 
     key: bytes
     page: int
-    snapshot: Snapshot | None = None
+    snapshot: Kept | None = None
     tokens: int = PAGE_TOKENS
     parent: bytes = b""  # of an end: the key before it
 
@@ -61,7 +62,7 @@ class Hit:
     """Pages a request can use as they are, and the state behind the last of them."""
 
     pages: list[int]
-    snapshot: Snapshot
+    snapshot: Kept
     seen: tuple[tuple[Job, Rows], ...] = ()  # captured rows that need not be computed
     copied: tuple[int, ...] = ()  # an unfinished page, to go on in a copy of it
 
@@ -85,12 +86,14 @@ class PrefixCache:
         self,
         state: State,
         pages: Pool,
-        snapshot_bytes: int,
+        limit_bytes: int,
         row_bytes: int = 0,
         prompts_only: bool = False,
         files: PageFiles | None = None,
     ) -> None:
-        self.state, self.pages, self.snapshot_bytes = state, pages, snapshot_bytes
+        self.state, self.pages = state, pages
+        border = snapshot_bytes(state.config, state.dtype.itemsize, state.mtp is not None)
+        self.states = States(limit_bytes, border, state.device)
         self.rows = RowStore(row_bytes) if row_bytes else None
         self.prompts_only, self.files = prompts_only, files
         self.root = b"" if files is None else bytes.fromhex(files.identity)
@@ -99,7 +102,7 @@ class PrefixCache:
         self._precious = self.contexts.precious
         if files is not None:
             files.precious = self._precious
-        self.held_bytes = self.hits = self.hit_tokens = self.evictions = 0
+        self.hits = self.hit_tokens = self.evictions = 0
         self._nodes: dict[bytes, Node] = {}
         self._by_page: dict[int, Node] = {}
         self._snapshots: OrderedDict[bytes, Node] = OrderedDict()
@@ -109,6 +112,11 @@ class PrefixCache:
 
     def __len__(self) -> int:
         return len(self._nodes)
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the states behind pages."""
+        return self.states.held_bytes
 
     def report(self) -> dict[str, Any]:
         """What is held and what came of it, in numbers."""
@@ -224,11 +232,14 @@ class PrefixCache:
         self.pages.give_back(held)
         return node
 
-    def _write(self, node: Node) -> None:
+    def _write(self, node: Node, snapshot: Snapshot | None = None) -> None:
+        """A page to disk, with the state behind it: the one that is held, or `snapshot`."""
         if self.files is None or node.key in self.files or node.tokens < PAGE_TOKENS:
             return
         said = {f"page {name}": place for name, place in self.state.page(node.page).items()}
-        rows = {} if node.snapshot is None else node.snapshot.rows
+        if node.snapshot is not None:
+            snapshot = self.states.get(node.snapshot)
+        rows = {} if snapshot is None else snapshot.rows
         self.files.write(node.key, said | {f"rows {name}": kept for name, kept in rows.items()})
 
     def _enter(self, key: bytes, page: int) -> Node:
@@ -241,7 +252,7 @@ class PrefixCache:
     def start(self, request: Request, hit: Hit) -> None:
         """Put a request that has its slot and pages behind what it shares."""
         assert request.slot is not None and request.pages[: len(hit.pages)] == hit.pages
-        self.state.restore(request.slot, hit.snapshot)
+        self.state.restore(request.slot, self.states.get(hit.snapshot))
         for page in hit.copied:
             self.state.copy_page(page, request.pages[len(hit.pages)])
         self.pages.give_back(hit.copied)
@@ -390,17 +401,30 @@ class PrefixCache:
         return chain.keys[:pages]
 
     def _hold(self, node: Node, snapshot: Snapshot) -> None:
-        node.snapshot = snapshot
-        self._snapshots[node.key] = node
-        self.held_bytes += snapshot.nbytes
-        while self.held_bytes > self.snapshot_bytes:
-            oldest = next((key for key in self._snapshots if key not in self._precious), next(iter(self._snapshots)))
-            self._write(self._snapshots[oldest])  # a page on disk is of use with its snapshot only
-            self._release_snapshot(self._snapshots[oldest])
+        """Keep the state behind a page, at the cost of those used longest ago."""
+        if self._make_room(node, snapshot):
+            node.snapshot = self.states.put(snapshot)
+            self._snapshots[node.key] = node
+        else:
+            self._write(node, snapshot)
+
+    def _make_room(self, node: Node, snapshot: Snapshot) -> bool:
+        """Whether there is room for a snapshot, in the end; precious ones make room only for one of their own."""
+        if not self.states.fits(snapshot, empty=True):
+            return False
+        while not self.states.fits(snapshot):
+            oldest = next((other for key, other in self._snapshots.items() if key not in self._precious), None)
+            if oldest is None:
+                if node.key not in self._precious:
+                    return False
+                oldest = next(iter(self._snapshots.values()))
+            self._write(oldest)  # a page on disk is of use with its snapshot only
+            self._release_snapshot(oldest)
+        return True
 
     def _release_snapshot(self, node: Node) -> None:
         if node.snapshot is not None:
-            self.held_bytes -= node.snapshot.nbytes
+            self.states.drop(node.snapshot)
             node.snapshot = None
             del self._snapshots[node.key]
 

@@ -355,7 +355,7 @@ def test_bits_do_not_depend_on_what_came_before(model, asked, pages, snapshots):
     for warm, plain in zip(run(core, *requests[0]), run(cold, *requests[1])):
         assert warm.logprobs == plain.logprobs
     prefix = core.scheduler.prefix
-    assert prefix.held_bytes <= prefix.snapshot_bytes and len(prefix) <= pages
+    assert prefix.held_bytes <= prefix.states.nbytes <= snapshots and len(prefix) <= pages
     assert {node.page for node in prefix._nodes.values()} == set(prefix._by_page)
 
 
@@ -375,7 +375,7 @@ def test_memory_stays_within_bounds_over_many_requests(tmp_path):
             core.step()
         if cancel % 7 == 0:
             core.cancel(request)
-        assert prefix.held_bytes <= prefix.snapshot_bytes and len(prefix) <= 9 and files.held_bytes <= 200_000
+        assert prefix.held_bytes <= prefix.states.nbytes <= 15_000 and len(prefix) <= 9 and files.held_bytes <= 200_000
         assert prefix.held_bytes == sum(n.snapshot.nbytes for n in prefix._nodes.values() if n.snapshot)
     run(core)
     assert prefix.hits > 10 and prefix.evictions > 3 and len(prefix._chains) < 30

@@ -6,6 +6,9 @@ machine's speed drifts; then ten times as many callers as there is room for. Ans
 cheaper: their tokens go to the same experts. Reported are the time to the first token and between tokens as callers saw
 them, tokens per second as a share of the engine's, by the clock and by processor time, the server's resident memory
 over the run with what its prefix cache holds, and whether every request ended.
+
+A prefix cache grows until it is full. So it is filled first, with short prompts nobody asks again, for at most as long
+as the run itself; `pages_before` says how far that came. From there on memory has no reason to grow.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import re
 import subprocess
 import sys
@@ -28,6 +32,8 @@ from birkhoff.bench.callers import Seen, call_all
 from birkhoff.bench.report import facts, significant, summary
 
 PROMPT = "Tell me a story about a fox."
+MOST_FILLING = 150.0  # seconds
+SERIES = 30.0  # seconds between the points of a series
 Advance = Callable[[int, int], None]
 
 ENGINE = """
@@ -65,7 +71,9 @@ def bench_serve(model: str, setting: Setting, progress: Advance | None = None) -
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads)}
     alone = [_engine_alone(model, setting, environment)]
     with _Server(model, setting, environment) as server:
-        _streams(server, setting, min(10.0, setting.seconds))  # warm: caches fill, callers and kernels are ready
+        _fill(server, setting, min(MOST_FILLING, setting.seconds))
+        _streams(server, setting, min(10.0, setting.seconds))  # warm: callers and kernels are ready
+        filled = server.number("birkhoff_prefix_pages")
         memory = [(0.0, server.resident_bytes())]
         began, spent, own = time.monotonic(), server.cpu_seconds(), time.process_time()
 
@@ -92,7 +100,8 @@ def bench_serve(model: str, setting: Setting, progress: Advance | None = None) -
             "callers_cpu_ms_per_token": significant(own * 1e3 / made),
             "answers": seen.ended, "failed": seen.failed, "first_token_ms": _spread(seen.first),
             "between_tokens_ms": _spread(seen.between), "resident_bytes": _course(memory),
-            "prefix": {name: server.number(f"birkhoff_prefix_{name}") for name in ("pages", "bytes", "evictions")},
+            "prefix": {"pages_before": filled,
+                       **{name: server.number(f"birkhoff_prefix_{name}") for name in ("pages", "bytes", "evictions")}},
             "everything_ended": idle,
         }  # fmt: skip
         yield {**common, "kind": "overload", **_overload(server, setting)}
@@ -115,14 +124,18 @@ def _spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def _course(memory: list[tuple[float, int]]) -> dict[str, float]:
-    """Resident bytes at the beginning, half-way and at the end, and how they grow in the second half, by the minute."""
+def _course(memory: list[tuple[float, int]]) -> dict[str, Any]:
+    """Resident bytes at the beginning, half-way, at the end and in between; and how they grow in the second half: at
+    most, and by the minute."""
     later = memory[len(memory) // 2 :]
     middle = [sum(each) / len(later) for each in zip(*later)]
     moved = sum((at - middle[0]) * (held - middle[1]) for at, held in later)
     spread = sum((at - middle[0]) ** 2 for at, _ in later)
+    marks = itertools.takewhile(lambda mark: mark <= memory[-1][0], itertools.count(0.0, SERIES))
     return {"before": memory[0][1], "half": later[0][1], "after": memory[-1][1],
-            "later_growth_per_minute": round(60 * moved / spread) if spread else 0}  # fmt: skip
+            "later_growth": max(held for _, held in later) - later[0][1],
+            "later_growth_per_minute": round(60 * moved / spread) if spread else 0,
+            "series": [next(held for at, held in memory if at >= mark) for mark in marks]}  # fmt: skip
 
 
 class _Server:
@@ -186,6 +199,19 @@ def _bodies(setting: Setting, until: float = float("inf")) -> Iterator[dict[str,
             return
         messages = [{"role": "user", "content": PROMPT}]
         yield {"messages": messages, "max_tokens": setting.tokens, "seed": seed, "ignore_eos": True}
+
+
+def _fill(server: _Server, setting: Setting, seconds: float) -> None:
+    """Short prompts of their own, a page or two each, until the prefix cache puts out old ones or the time is up."""
+    until, pick = time.monotonic() + seconds, random.Random(0)
+
+    def bodies() -> Iterator[dict[str, Any]]:
+        while time.monotonic() < until:
+            numbers = " ".join(str(pick.randrange(1000, 10000)) for _ in range(40))
+            yield {"messages": [{"role": "user", "content": numbers}], "max_tokens": 1}
+
+    while time.monotonic() < until and not server.number("birkhoff_prefix_evictions"):
+        call_all(server.address, itertools.islice(bodies(), 8 * setting.streams), setting.streams)
 
 
 def _streams(server: _Server, setting: Setting, seconds: float, tick: Callable[[], None] = lambda: None) -> Seen:

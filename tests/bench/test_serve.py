@@ -20,7 +20,7 @@ def test_a_short_run_ends_everything(tmp_path):
     json.dumps([engine, held, over])
     assert [row["kind"] for row in (engine, held, over)] == ["engine", "streams", "overload"]
     assert held["answers"] > 0 and not held["failed"] and held["everything_ended"] and held["share_of_engine"] > 0
-    assert held["prefix"]["pages"] >= 0 and held["callers_cpu_ms_per_token"] > 0
+    assert held["prefix"]["pages"] >= held["prefix"]["pages_before"] > 0 and held["callers_cpu_ms_per_token"] > 0
     assert held["first_token_ms"]["p50"] <= held["first_token_ms"]["p95"] and held["resident_bytes"]["before"] > 1 << 26
     assert sum(over["statuses"].values()) == over["callers"] == 20 and set(over["statuses"]) <= {200, 429}
     assert not over["failed"] and over["recovered"] and engine["machine"]["cores"]
@@ -28,9 +28,14 @@ def test_a_short_run_ends_everything(tmp_path):
 
 def test_memory_is_told_by_its_course():
     level = [(float(at), 500 + 40 * min(at, 10)) for at in range(31)]  # rises for ten seconds, then stays
-    assert _course(level) == {"before": 500, "half": 900, "after": 900, "later_growth_per_minute": 0}
+    assert _course(level) == {
+        "before": 500, "half": 900, "after": 900, "later_growth": 0, "later_growth_per_minute": 0, "series": [500, 900],
+    }  # fmt: skip
     rising = [(float(at), 1000 + 7 * at) for at in range(21)]
-    assert _course(rising) == {"before": 1000, "half": 1070, "after": 1140, "later_growth_per_minute": 420}
+    assert _course(rising) == {
+        "before": 1000, "half": 1070, "after": 1140, "later_growth": 70, "later_growth_per_minute": 420,
+        "series": [1000],
+    }  # fmt: skip
 
 
 ANSWERS = {

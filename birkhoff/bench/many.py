@@ -141,7 +141,7 @@ def expert_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iter
             what = {"kind": "many", "kernel": "experts", "tokens": count, "skewed": skewed, "experts_used": used,
                     "block": many.block_size(ids.numel(), c.n_routed_experts)}  # fmt: skip
             given = (x, ids, weights, stack, limit, None)
-            others = [({"block": size}, partial(many.experts, *given, size)) for size in many.BLOCKS[1:]]
+            others = [({"block": size}, partial(many.experts, *given, None, size)) for size in many.BLOCKS[1:]]
             yield meter.row(what, call, operations, moved, error_of(call()[:CHECKED], true), 1e-2, others)
 
 

@@ -48,6 +48,7 @@ class KernelSet:
     attend_one: Op
     pick: Op
     route: Op
+    glu: Op
     experts: Op
 
     @property
@@ -67,6 +68,7 @@ PAIRS: dict[str, tuple[Op, Op]] = {
     "attend_one": (attend_plain.attend_one, attend_plain.attend_one),
     "pick": (index_plain.pick, index_plain.pick),
     "route": (experts_plain.route, experts_plain.route),
+    "glu": (experts_plain.glu, experts_plain.glu),
     "experts": (experts_plain.experts, experts_cpu.experts),
 }
 
@@ -82,6 +84,7 @@ def select(choice: Choice) -> KernelSet:
 def _triton() -> KernelSet:
     from birkhoff.kernels.attend import many as attend_many
     from birkhoff.kernels.experts import many as experts_many
+    from birkhoff.kernels.experts import routing as experts_routing
     from birkhoff.kernels.index import many as index_many
     from birkhoff.kernels.linear import many as linear_many
     from birkhoff.kernels.mhc import many as mhc_many
@@ -98,6 +101,8 @@ def _triton() -> KernelSet:
         "rotate": rope_many.rotate,
         "attend": attend_many.attend,
         "pick": index_many.pick,
+        "route": experts_routing.route,
+        "glu": experts_many.glu,
         "experts": experts_many.experts,
     }
     return KernelSet("triton", **plain | {name: _while_inferring(plain[name], twin) for name, twin in fast.items()})

@@ -52,12 +52,12 @@ class Attention(nn.Module):
         latent, keys, *rows = self.entry(x)  # rows: what the compressor and the indexer read
         latent = self.q_norm(latent)  # [n, q_lora], also read by the indexer
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = self.kernels.rotate(self.kernels.rms_norm(queries, None, self.eps), turn)  # [n, h, c]
+        queries = self.kernels.rotate(self.kernels.rms_norm(queries, None, self.eps), turn, own=True)  # [n, h, c]
         keys = self.kernels.rotate(self.kv_norm(keys), turn)  # [n, c]
         keys = self.numerics.round_key(keys, self.rope_dim)
         parts = [self._attend_group(queries, keys, latent, rows, turn, group, state) for group in batch.groups]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._project_out(self.kernels.rotate(mixed, turn, inverse=True))  # values carry phase: turn it back
+        return self._project_out(self.kernels.rotate(mixed, turn, inverse=True, own=True))  # values carry phase
 
     def remember(self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState) -> None:
         """Sliding layers: keep the keys of these tokens without attending to anything."""

@@ -117,18 +117,20 @@ class Experts(nn.Module):
             self._table = place, torch.tensor(rows, dtype=torch.int64, device=self.gate_up.device)
         return self._table[1]
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """[n, d] -> [n, d] float32, the weighted sum over each token's experts."""
+    def forward(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, beside: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[n, d] -> [n, d] float32, the weighted sum over each token's experts; with what stands `beside`, like it."""
         round_input = self.numerics.round_input if self.numerics.released else None
         if self.store is None:
-            return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input)
+            return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input, beside)
         self.store.count(ids.unsqueeze(0), self.layer)
         if self.numerics.kernels.reads_codes and not self.store.any_cold(self.layer):
-            return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input)
+            return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input, beside)
         # Asking the device who is wanted would let it run dry; a chunk of thousands wants nearly everybody.
         many = ids.numel() >= EVERYBODY * self.count
         with Stage(self.store, self.layer, range(self.count) if many else ids.unique().tolist()) as stage:
-            return self.numerics.kernels.experts(x, ids, weights, self.stack(stage), self.limit, round_input)
+            return self.numerics.kernels.experts(x, ids, weights, self.stack(stage), self.limit, round_input, beside)
 
     def destinations(self, name: str) -> Iterator[Destination]:
         gate, up, whole = slice(0, self.inner), slice(self.inner, None), slice(None)
@@ -149,15 +151,14 @@ class SharedExpert(nn.Module):
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.limit, self.dtype = config.swiglu_limit, numerics.dtype
+        self.limit, self.dtype, self.kernels = config.swiglu_limit, numerics.dtype, numerics.kernels
         inner = config.moe_intermediate_size
         self.open = Linear(config.hidden_size, {"w1": inner, "w3": inner}, "fp8", numerics, packed)
         self.w2 = Linear(inner, config.hidden_size, "fp8", numerics, packed)
 
     def forward(self, opened: torch.Tensor) -> torch.Tensor:
         """Rows of `open` [n, gate and up] -> [n, d]."""
-        gate, up = opened.chunk(2, dim=-1)
-        return self.w2(kernel.swiglu(gate, up, self.limit).to(self.dtype))
+        return self.w2(self.kernels.glu(opened, self.limit, self.dtype))
 
     def destinations(self, name: str) -> Iterator[Destination]:
         yield from self.open.destinations(name)
@@ -179,7 +180,7 @@ class MoE(nn.Module):
             return self.few(x, batch, tap)
         logits, opened = self.entry(x)
         ids, weights = self.gate(logits, batch.token_ids, tap)
-        return (self.experts(x, ids, weights) + self.shared_experts(opened).float()).to(x.dtype)
+        return self.experts(x, ids, weights, self.shared_experts(opened))
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("gate", "experts", "shared_experts"):

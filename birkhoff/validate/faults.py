@@ -100,7 +100,7 @@ def _transposed_write(kernels: KernelSet) -> KernelSet:
 
 
 def _half_split(kernels: KernelSet) -> KernelSet:
-    def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+    def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
         dim = 2 * phases.cos.shape[-1]
         still, turning = x[..., :-dim], x[..., -dim:]
         neighbours = turning.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2)
@@ -111,7 +111,7 @@ def _half_split(kernels: KernelSet) -> KernelSet:
 
 
 def _left_rotated(kernels: KernelSet) -> KernelSet:
-    def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+    def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
         return x if inverse else kernels.rotate(x, phases)
 
     return replace(kernels, rotate=rotate)

@@ -24,8 +24,8 @@ EXPERTS = {"x": BF16, "z": BF16, "y": BF16, "table": I64, "blocks": I32, "order"
 COUNTS = {"n", "rows", "places", "length", "span", "num_entries", "first_row", "row_tiles", "token_tiles"}
 # V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
 KERNELS: dict[str, tuple] = {
-    "experts open": (experts._open, EXPERTS, {"WIDE": False, "TOKENS": 128, **experts.shape_of(128, False, True)}),
-    "experts close": (experts._close, EXPERTS, {"WIDE": False, "TOKENS": 128, **experts.shape_of(128, False, False)}),
+    "experts open": (experts._open, EXPERTS, {"WIDE": False, "PAIRED": True, "TOKENS": 128, **experts.shape_of(128, False, True)}),
+    "experts close": (experts._close, EXPERTS, {"WIDE": False, "PAIRED": True, "TOKENS": 128, **experts.shape_of(128, False, False)}),
     "product fp8": (
         linear._product,
         {"x": F16, "weight": U8, "scale": U8, "out": BF16},
@@ -33,9 +33,8 @@ KERNELS: dict[str, tuple] = {
     ),
     "streams mix": (
         mhc._mix,
-        {"streams": BF16, "fn": F32, "parts": F32},
-        {"COUNT": mhc.COUNT, "PADDED": mhc.PADDED, "SPLITS": mhc.SPLITS, "TOKENS": 128, "BLOCK": 64, "WIDE": False,
-         "num_warps": 8, "num_stages": 4},
+        {"streams": BF16, "high": BF16, "low": BF16, "parts": F32},
+        {"COUNT": mhc.COUNT, "PADDED": mhc.PADDED, "SPLITS": mhc.SPLITS, "WIDE": False, **mhc.shape_of(False)},
     ),
     "attention": (
         attend._attend,

@@ -27,6 +27,7 @@ from tests.kernels.test_triton import close, normal
 
 from birkhoff.kernels.attend import many as attend  # isort: skip
 from birkhoff.kernels.experts import many as experts  # isort: skip
+from birkhoff.kernels.experts import routing  # isort: skip
 from birkhoff.kernels.index import many as index  # isort: skip
 from birkhoff.kernels.linear import many as linear  # isort: skip
 from birkhoff.kernels.mhc import many as mhc  # isort: skip
@@ -99,7 +100,32 @@ def test_experts_of_a_prompt(dtype):
         answers.append(experts.experts(x, ids, weights, stack, 1.0, None))
     true = plain_experts.experts(x, ids, weights, stack, 1.0, None)
     close(answers[0], true, slack(dtype))
+    beside = normal(3, n, width).to(dtype)
+    both = experts.experts(x, ids, weights, stack, 1.0, None, beside)
+    assert both.dtype is dtype
+    close(both, plain_experts.experts(x, ids, weights, stack, 1.0, None, beside), slack(dtype))
     assert torch.equal(*answers) and held
+
+
+@pytest.mark.parametrize("given_ids", [False, True], ids=["by score", "by token"])
+def test_routing_of_a_prompt(given_ids):
+    """Equal scores go to the lowest number, hopeless ones still have weights, and no row is too many for a program."""
+    logits = normal(1, 37, 24) * 6
+    logits[3], logits[4, :10], logits[5] = 0.5, 2.0, -60.0
+    bias = normal(2, 24)
+    bias[:8] = 0.25
+    ids = torch.randint(24, (37, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE) if given_ids else None
+    mine, true = (twin(logits, bias, ids, 3, 1.5) for twin in (routing.route, plain_experts.route))
+    assert torch.equal(mine[0], true[0]) and mine[0].dtype is true[0].dtype
+    close(mine[1], true[1], 1e-5)
+    assert routing.route(logits[:0], bias, None, 3, 1.5)[0].shape == (0, 3)
+
+
+@DTYPES
+def test_a_gated_product_of_a_prompt(dtype):
+    opened = (normal(1, 9, 72) * 3).to(dtype)
+    close(experts.glu(opened, 1.5, dtype), plain_experts.glu(opened, 1.5, dtype), slack(dtype))
+    assert experts.glu(opened[:0], 1.5, dtype).shape == (0, 36)
 
 
 def test_experts_that_are_rounded_or_not_addressed_go_the_plain_way():
@@ -208,5 +234,7 @@ def test_norms_and_turns(dtype):
         close(norm.rms_norm(x, factor, 1e-6), plain_norm.rms_norm(x, factor, 1e-6), slack(dtype))
     turn = phases(torch.arange(7, device=DEVICE) * 5, frequencies(8, 10000.0).to(DEVICE))
     for inverse in (False, True):
-        close(rope.rotate(x, turn, inverse), plain_rotate(x, turn, inverse), slack(dtype))
+        true = plain_rotate(x, turn, inverse)
+        close(rope.rotate(x, turn, inverse), true, slack(dtype))
+        close(rope.rotate(x.clone(), turn, inverse, own=True), true, slack(dtype))
     assert norm.rms_norm(x[:0], None, 1e-6).shape == rope.rotate(x[:0], turn).shape == (0, 3, 40)

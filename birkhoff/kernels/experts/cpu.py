@@ -18,9 +18,10 @@ def experts(
     stack: Stack,
     limit: float,
     round_input: Callable[[torch.Tensor], torch.Tensor] | None,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if round_input is not None or x.dtype is not torch.float32:
-        return reference.experts(x, ids, weights, stack, limit, round_input)
+        return reference.experts(x, ids, weights, stack, limit, round_input, beside)
     count, places = ids.shape
     order = ids.flatten().argsort(stable=True)
     visits = torch.bincount(ids.flatten(), minlength=stack.count).tolist()
@@ -37,4 +38,4 @@ def experts(
             first += number
     back = torch.empty_like(answers)
     back[order] = answers
-    return back.view(count, places, -1).sum(1)
+    return reference.together(back.view(count, places, -1).sum(1), beside)

@@ -27,6 +27,11 @@ def swiglu(a: torch.Tensor, b: torch.Tensor, limit: float) -> torch.Tensor:
     return F.silu(a.float().clamp(max=limit)) * b.float().clamp(-limit, limit)
 
 
+def glu(opened: torch.Tensor, limit: float, dtype: torch.dtype) -> torch.Tensor:
+    gate, up = opened.chunk(2, dim=-1)
+    return swiglu(gate, up, limit).to(dtype)
+
+
 def route(
     logits: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor | None, topk: int, factor: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,6 +50,7 @@ def experts(
     stack: Stack,
     limit: float,
     round_input: Callable[[torch.Tensor], torch.Tensor] | None,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     enter = round_input or (lambda tensor: tensor)
@@ -55,4 +61,9 @@ def experts(
         z = swiglu(a, b, limit) * weights[rows, places].unsqueeze(-1)
         y = enter(z.to(x.dtype)) @ stack.down(expert)
         out = out.index_add(0, rows, y.float())
-    return out
+    return together(out, beside)
+
+
+def together(routed: torch.Tensor, beside: torch.Tensor | None) -> torch.Tensor:
+    """What the routed experts made, [n, d] float32, and what stands beside it, in that one's dtype."""
+    return routed if beside is None else (routed + beside.float()).to(beside.dtype)

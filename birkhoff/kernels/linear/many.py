@@ -1,10 +1,12 @@
-"""The product of many rows with a weight kept as stored, on a GPU: FP8 codes unpacked in registers, sums in float32.
+"""The product of many rows with a weight kept as stored, on a GPU: sums in float32.
 
-`product(x [n, in], rows, group=None, dtype=None) -> [n, out]` is the twin of the one in `reference.py`. Codes meet
-inputs of 16 bits without their scales: E4M3 is exact in float16 and bfloat16, and a scale holds for 128 columns of a
-row, so it multiplies the float32 sum of those columns. Inputs in bfloat16 go through float16, where one instruction
-unpacks two codes: what enters an FP8 layer is normalised or gated, so it stays far below 65,504, and float16 keeps
-three more bits of it. float32 inputs are multiplied as float32.
+`product(x [n, in], rows, group=None, dtype=None) -> [n, out]` is the twin of the one in `reference.py`. From `MANY`
+rows on, bfloat16 inputs are left to the vendor's product: FP8 codes are unpacked for as long as it takes (`unpack`;
+bfloat16 holds them exactly), which is a few hundredths of the product's time. For fewer rows and other dtypes a kernel
+unpacks codes in registers. They meet inputs of 16 bits without their scales: E4M3 is exact in float16 and bfloat16, and
+a scale holds for 128 columns of a row, so it multiplies the float32 sum of those columns. Inputs in bfloat16 go through
+float16, where one instruction unpacks two codes: what enters an FP8 layer is normalised or gated, so it stays far below
+65,504, and float16 keeps three more bits of it. float32 inputs are multiplied as float32.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.linear.rows import Rows
 from birkhoff.kernels.linear.triton import decode_e4m3, decode_e8m0
 
+MANY = 256  # rows from which unpacking a weight pays
 TOGETHER = 8  # tiles of tokens that take turns over the rows of a weight, so that both stay in L2
 
 
@@ -60,6 +63,28 @@ def _product(
     tl.store(into, total.to(out.dtype.element_ty), mask=(t < n)[None, :] & (r < rows)[:, None])
 
 
+@triton.jit
+def _unpack(codes, scale, out, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr):
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start = tl.program_id(1) * INNER
+    k = start + tl.arange(0, INNER)
+    tile = (r < rows)[:, None] & (k < inner)[None, :]
+    at = r.to(tl.int64)[:, None] * inner + k[None, :]
+    factor = decode_e8m0(tl.load(scale + (start // 128) * rows + r, mask=r < rows, other=127))
+    value = decode_e4m3(tl.load(codes + at, mask=tile, other=0)) * factor[:, None]
+    tl.store(out + at, value.to(out.dtype.element_ty), mask=tile)
+
+
+def unpack(rows: Rows) -> torch.Tensor:
+    """The numbers of FP8 rows [out, in] in bfloat16, which holds them exactly."""
+    assert rows.scale is not None
+    out = torch.empty(rows.weight.shape, dtype=torch.bfloat16, device=rows.weight.device)
+    _unpack[(-(-rows.out // 64), -(-rows.inner // 128))](
+        rows.weight, rows.scale, out, rows.out, rows.inner, ROWS=64, INNER=128, num_warps=4
+    )
+    return out
+
+
 def shape_of(n: int, tall: int, wide: bool) -> dict[str, int]:
     """Tiles for n tokens and a weight (or a group of its rows) of `tall` rows; INNER divides a scale's 128 columns."""
     if wide:
@@ -80,6 +105,8 @@ def product(
     dtype = dtype or x.dtype
     flat = x.reshape(-1, x.shape[-1])
     coded = rows.scale is not None
+    if shape is None and len(flat) >= MANY and flat.dtype is torch.bfloat16 and (coded or _short(rows)):
+        return _at_once(flat, unpack(rows) if coded else rows.weight, group, dtype).view(*x.shape[:-1], rows.out)
     wide = flat.dtype is torch.float32 or rows.weight.dtype is torch.float32
     if not wide and coded and flat.dtype is torch.bfloat16:
         flat = flat.half()
@@ -97,3 +124,22 @@ def product(
             FP8=coded, WIDE=wide, TOGETHER=TOGETHER, **shape,
         )  # fmt: skip
     return out.view(*x.shape[:-1], rows.out)
+
+
+def _short(rows: Rows) -> bool:
+    return rows.weight.dtype is torch.bfloat16
+
+
+def _at_once(x: torch.Tensor, weight: torch.Tensor, group: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """x [n, groups * in] with numbers [out, in] -> [n, out], both in bfloat16."""
+    if group is None:
+        if dtype is x.dtype:
+            return torch.nn.functional.linear(x, weight)
+        if x.is_cuda:
+            return torch.mm(x, weight.T, out_dtype=dtype)
+        return torch.mm(x.to(dtype), weight.T.to(dtype))  # other devices have no product with longer results
+    groups = len(weight) // group
+    out = torch.empty(len(x), groups, group, dtype=x.dtype, device=x.device)
+    parts = weight.view(groups, group, -1).transpose(1, 2)
+    torch.bmm(x.view(len(x), groups, -1).transpose(0, 1), parts, out=out.transpose(0, 1))
+    return out.flatten(1).to(dtype)

@@ -3,9 +3,10 @@
 Few tokens want few launches (`triton.py`); thousands want each launch to stream. Here the 24 dot products of a read are
 a tensor-core product: 128 tokens against all of `fn`, cut along the 4 * d columns into `SPLITS` parts whose order of
 addition is fixed, with the square sum of the same tile beside it. Streams of 16 bits are exact there; `fn` is float32
-and is taken as two 16-bit halves (high + low) in two products with float32 sums: relative error 2^-17 in bfloat16,
-2^-22 in float16, where one TF32 product would have 2^-11. float32 streams are multiplied as float32. `_coefficients`
-then walks Sinkhorn's way with one token a thread, and `_collapse` reads the streams once more.
+and is taken as two 16-bit halves (high + low, cut before so that tiles are copied as they are) in two products with
+float32 sums: relative error 2^-17 in bfloat16, 2^-22 in float16, where one TF32 product would have 2^-11. float32
+streams are multiplied as float32. `_coefficients` then walks Sinkhorn's way with one token a thread, and `_collapse`
+reads the streams once more. A launch begins where the one before it ended: what was touched last is still in L2.
 """
 
 from __future__ import annotations
@@ -24,33 +25,38 @@ MANY = 256  # rows from which this form is used
 
 
 @triton.jit
+def _halves(fn, high, low, count, BLOCK: tl.constexpr):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(fn + i, mask=i < count, other=0.0)
+    first = value.to(high.dtype.element_ty)
+    tl.store(high + i, first, mask=i < count)
+    tl.store(low + i, (value - first.to(tl.float32)).to(high.dtype.element_ty), mask=i < count)
+
+
+@triton.jit
 def _mix(
-    streams, fn, parts, rows, columns, share,
+    streams, high, low, parts, rows, columns, share,
     COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    piece = tl.program_id(1)
+    t = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS + tl.arange(0, TOKENS)  # what was written last, first
+    piece = tl.program_id(0)
     m = tl.arange(0, PADDED)
-    kept: tl.constexpr = streams.dtype.element_ty
     at = streams + t.to(tl.int64)[:, None] * columns
     dots = tl.zeros([TOKENS, PADDED], tl.float32)
-    squares = tl.zeros([TOKENS], tl.float32)
+    squares = tl.zeros([TOKENS, BLOCK], tl.float32)
     for start in range(piece * share, tl.minimum(piece * share + share, columns), BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(at + k[None, :], mask=(t < rows)[:, None] & (k < columns)[None, :], other=0.0)
-        f = tl.load(
-            fn + m[None, :] * columns + k[:, None], mask=(m < COUNT)[None, :] & (k < columns)[:, None], other=0.0
-        )
+        of, known = m[None, :] * columns + k[:, None], (m < COUNT)[None, :] & (k < columns)[:, None]
+        first = tl.load(high + of, mask=known, other=0.0)
         if WIDE:
-            dots = tl.dot(x, f, dots, input_precision="ieee")
+            dots = tl.dot(x, first, dots, input_precision="ieee")
         else:
-            high = f.to(kept)
-            low = (f - high.to(tl.float32)).to(kept)
-            dots = tl.dot(x, low, tl.dot(x, high, dots))
+            dots = tl.dot(x, tl.load(low + of, mask=known, other=0.0), tl.dot(x, first, dots))
         wide = x.to(tl.float32)
-        squares += tl.sum(wide * wide, axis=1)
-    dots = tl.where((m == COUNT)[None, :], squares[:, None], dots)
+        squares += wide * wide
+    dots = tl.where((m == COUNT)[None, :], tl.sum(squares, axis=1)[:, None], dots)
     into = parts + (t[:, None] * SPLITS + piece) * PADDED + m[None, :]
     tl.store(into, dots, mask=(t < rows)[:, None])
 
@@ -80,20 +86,22 @@ def _mixer_row(
 
 
 @triton.jit
-def _coefficients(
-    parts, base, scale, pre, post, mix, rows, columns, iters, eps, rms_eps,
-    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+def _read_scale(
+    parts, t, alive, scale, columns, rms_eps, COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
 ):  # fmt: skip
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    alive = t < rows
-    squares = tl.zeros([TOKENS], tl.float32)
+    """What divides every product of a token, and the gain of the first four."""
+    squares = tl.zeros_like(t).to(tl.float32)
     for piece in tl.static_range(SPLITS):
-        squares += tl.load(parts + (t * SPLITS + piece) * PADDED + COUNT, mask=alive, other=1.0)
-    rho = 1.0 / tl.sqrt(squares / columns + rms_eps)
-    gain = tl.load(scale)
-    for k in tl.static_range(4):
-        z = _logit(parts, t, alive, rho, gain, base, k, PADDED, SPLITS)
-        tl.store(pre + t * 4 + k, _sigmoid(z) + eps, mask=alive)
+        at = parts + (t * SPLITS + piece) * PADDED + COUNT
+        squares += tl.load(at, mask=alive, other=1.0)
+    return 1.0 / tl.sqrt(squares / columns + rms_eps), tl.load(scale)
+
+
+@triton.jit
+def _spread(
+    parts, t, alive, rho, base, scale, post, mix, iters, eps, PADDED: tl.constexpr, SPLITS: tl.constexpr
+):  # fmt: skip
+    """How a token's output is spread and its streams are mixed: Sinkhorn's way, one token a thread."""
     gain = tl.load(scale + 1)
     for k in tl.static_range(4):
         z = _logit(parts, t, alive, rho, gain, base, 4 + k, PADDED, SPLITS)
@@ -133,6 +141,20 @@ def _coefficients(
 
 
 @triton.jit
+def _coefficients(
+    parts, base, scale, pre, post, mix, rows, columns, iters, eps, rms_eps,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    alive = t < rows
+    rho, gain = _read_scale(parts, t, alive, scale, columns, rms_eps, COUNT, PADDED, SPLITS)
+    for k in tl.static_range(4):
+        z = _logit(parts, t, alive, rho, gain, base, k, PADDED, SPLITS)
+        tl.store(pre + t * 4 + k, _sigmoid(z) + eps, mask=alive)
+    _spread(parts, t, alive, rho, base, scale, post, mix, iters, eps, PADDED, SPLITS)
+
+
+@triton.jit
 def _collapse(streams, pre, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -145,6 +167,15 @@ def _collapse(streams, pre, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + d, u.to(out.dtype.element_ty), mask=inside)
 
 
+def halves(fn: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """fn as the sum of two tensors of 16 bits; float32 is left whole."""
+    if dtype is torch.float32:
+        return fn, fn
+    high, low = (torch.empty(fn.shape, dtype=dtype, device=fn.device) for _ in range(2))
+    _halves[(-(-fn.numel() // 1024),)](fn, high, low, fn.numel(), BLOCK=1024, num_warps=4)
+    return high, low
+
+
 def read(streams, fn, base, scale, iters, eps, rms_eps):
     streams = streams.contiguous()
     if len(streams) < MANY:
@@ -152,22 +183,29 @@ def read(streams, fn, base, scale, iters, eps, rms_eps):
     return read_many(streams, fn, base, scale, iters, eps, rms_eps)
 
 
-def read_many(streams, fn, base, scale, iters, eps, rms_eps):
+def shape_of(wide: bool) -> dict[str, int]:
+    if wide:
+        return {"TOKENS": 32, "BLOCK": 32, "num_warps": 4, "num_stages": 2}
+    return {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 4}
+
+
+def read_many(streams, fn, base, scale, iters, eps, rms_eps, shape: dict[str, int] | None = None, splits=SPLITS):
     """`read` in this form whatever the number of rows."""
     n, m, width = streams.shape
     columns, wide = m * width, streams.dtype is torch.float32
     made = {"dtype": torch.float32, "device": streams.device}
-    parts = torch.empty(n, SPLITS, PADDED, **made)
+    parts = torch.empty(n, splits, PADDED, **made)
     pre, post, mix = torch.empty(n, m, **made), torch.empty(n, m, **made), torch.empty(n, m, m, **made)
-    tokens, block = (32, 32) if wide else (128, 64)
-    share = -(-columns // (SPLITS * block)) * block
-    _mix[(-(-n // tokens), SPLITS)](
-        streams, fn, parts, n, columns, share, COUNT=COUNT, PADDED=PADDED, SPLITS=SPLITS, TOKENS=tokens, BLOCK=block,
-        WIDE=wide, num_warps=4 if wide else 8, num_stages=4,
+    shape = shape or shape_of(wide)
+    tokens, block = shape["TOKENS"], shape["BLOCK"]
+    share = -(-columns // (splits * block)) * block
+    _mix[(splits, -(-n // tokens))](
+        streams, *halves(fn, streams.dtype), parts, n, columns, share,
+        COUNT=COUNT, PADDED=PADDED, SPLITS=splits, WIDE=wide, **shape,
     )  # fmt: skip
-    _coefficients[(-(-n // 64),)](
+    _coefficients[(-(-n // 32),)](
         parts, base, scale, pre, post, mix, n, columns, iters, eps, rms_eps,
-        COUNT=COUNT, PADDED=PADDED, SPLITS=SPLITS, TOKENS=64, num_warps=2,
+        COUNT=COUNT, PADDED=PADDED, SPLITS=splits, TOKENS=32, num_warps=1,
     )  # fmt: skip
     return collapse(streams, pre), pre, post, mix
 

@@ -271,11 +271,11 @@ def _write(streams, y, post, mix, out, width, BLOCK: tl.constexpr):
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
     at = row * 4 * width + d
-    a0 = tl.load(streams + at, mask=inside, other=0.0).to(tl.float32)
-    a1 = tl.load(streams + at + width, mask=inside, other=0.0).to(tl.float32)
-    a2 = tl.load(streams + at + 2 * width, mask=inside, other=0.0).to(tl.float32)
-    a3 = tl.load(streams + at + 3 * width, mask=inside, other=0.0).to(tl.float32)
-    total = tl.load(y + row * width + d, mask=inside, other=0.0).to(tl.float32)
+    a0 = tl.load(streams + at, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    a1 = tl.load(streams + at + width, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    a2 = tl.load(streams + at + 2 * width, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    a3 = tl.load(streams + at + 3 * width, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
+    total = tl.load(y + row * width + d, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)
     kept = out.dtype.element_ty
     for k in tl.static_range(4):
         x = _carried(a0, a1, a2, a3, total, post + row * 4, mix + row * 16, k)

@@ -26,7 +26,7 @@ def turn(x, cos, sin, sign, out):
                 target[still + 2 * i + 1] = a * s + b * c
 
 
-def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
     pairs = phases.cos.shape[-1]
     cos, sin = phases.cos.reshape(-1, pairs), phases.sin.reshape(-1, pairs)
     wide = x.float().reshape(cos.shape[0], -1, x.shape[-1])

@@ -1,4 +1,5 @@
-"""Rotation of many rows on a GPU: one pass that copies the still channels and turns the others."""
+"""Rotation of many rows on a GPU: one pass that copies the still channels and turns the others, or, where the rows may
+be overwritten, touches those alone that turn."""
 
 from __future__ import annotations
 
@@ -29,10 +30,39 @@ def _rotate(
     tl.store(out + at, turned.to(out.dtype.element_ty), mask=tile)
 
 
-def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+@triton.jit
+def _turn(
+    x, cos, sin, rows, heads, still, width, SIGN: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):  # fmt: skip
+    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    d = tl.arange(0, 2 * PADDED)
+    tile = (r < rows)[:, None] & (d < 2 * PAIRS)[None, :]
+    at = x + r[:, None] * width + still + d[None, :]
+    even, odd = tl.split(tl.reshape(tl.load(at, mask=tile, other=0.0).to(tl.float32), [ROWS, PADDED, 2]))
+    i = tl.arange(0, PADDED)
+    turning = (r < rows)[:, None] & (i < PAIRS)[None, :]
+    angle = (r // heads)[:, None] * PAIRS + i[None, :]
+    c = tl.load(cos + angle, mask=turning, other=1.0)
+    s = SIGN * tl.load(sin + angle, mask=turning, other=0.0)
+    turned = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, 2 * PADDED])
+    tl.store(at, turned.to(x.dtype.element_ty), mask=tile)
+
+
+def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
     x, cos, sin = x.contiguous(), phases.cos.contiguous(), phases.sin.contiguous()
-    out, width, pairs = torch.empty_like(x), x.shape[-1], cos.shape[-1]
+    width, pairs = x.shape[-1], cos.shape[-1]
     count, positions = x.numel() // width, cos.numel() // pairs
+    if own:
+        padded = power_of_two(pairs)
+        rows = max(1, 1024 // padded)
+        if count:
+            _turn[(-(-count // rows),)](
+                x, cos, sin, count, count // positions, width - 2 * pairs, width, SIGN=-1 if inverse else 1,
+                PAIRS=pairs, PADDED=padded, ROWS=rows, num_warps=4,
+            )  # fmt: skip
+        return x
+    out = torch.empty_like(x)
     padded = power_of_two(width, 2)
     rows = max(1, 2048 // padded)
     if count:

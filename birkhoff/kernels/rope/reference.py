@@ -41,7 +41,7 @@ def phases(positions: torch.Tensor, omega: torch.Tensor) -> Phases:
     return Phases(angle.cos(), angle.sin())
 
 
-def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False) -> torch.Tensor:
+def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
     cos, sin = phases.cos, phases.sin
     dim = 2 * cos.shape[-1]
     while cos.dim() < x.dim():

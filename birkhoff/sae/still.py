@@ -1,10 +1,14 @@
 """A dictionary spliced into a site in fixed shapes, so that a step with it can be recorded and replayed.
 
 `SaeHost.run` does as little as a step's uses allow, which makes its shapes follow from them. Here shapes come in a few
-sizes: a block of so many units, and for each of them room for so many clamped features. Units, features and bounds are
-data. Spare units repeat the first one and write the same numbers again; spare features have no clamp and change none.
-Features are read by gathering their encoder rows for each unit, or, where who is live depends on all of them (top-k),
-by encoding whole rows; reconstruction is two products.
+sizes: a block of so many units, and room for so many clamped features. Units, features and bounds are data, and so are
+the rows of the dictionary: those of the features that somebody clamps are gathered when uses change (`fill`), not in a
+step. Spare units repeat the first one and write the same numbers again; features that a unit does not clamp change by
+nothing. Where who is live depends on all features (top-k), whole rows are encoded; reconstruction is two products.
+
+Every kind of clamp is one piece of arithmetic, the change of a feature
+    f' - f = scale f + shift, held between low - f and high - f
+and nothing where f is at `gate`: at most zero (top-k: zero) under `only_if_active`, never where `gate` is no number.
 """
 
 from __future__ import annotations
@@ -16,13 +20,12 @@ import torch
 from torch.nn.functional import linear
 
 from birkhoff.hooks.edit import Around
-from birkhoff.sae.clamps import ABSOLUTE, ADDITIVE, BOUND, MULTIPLY
+from birkhoff.sae.clamps import ABSOLUTE, ADDITIVE, BOUND, MULTIPLY, ClampTable
 
 if TYPE_CHECKING:
     from birkhoff.sae.splice import SaeHost
 
-ROOM = (0, 4, 16, 64, 256)  # clamped features of a unit
-MOST_GATHERED = 1 << 28  # numbers of encoder rows gathered at a time: 1 GiB
+ROOM = (0, 4, 16, 64, 256, 1024)  # clamped features of all units together
 
 
 class Kind(NamedTuple):
@@ -35,14 +38,11 @@ def kind_of(host: SaeHost, uses: Sequence[tuple[Any, list[int]]], capacity) -> K
     """The shapes that these uses need, or None when there are none."""
     errors = {use.error for use, rows in uses if rows}
     numbers, _, met = host._compact([(use, rows) for use, rows in uses if rows])
-    most = max((sum(len(use.row.features) for use in line) for line in met), default=0)
-    room = next((size for size in ROOM if most <= size), None)
+    features = {feature for line in met for use in line for feature in use.row.features}
+    room = next((size for size in ROOM if len(features) <= size), None)
     if len(errors) != 1 or room is None or not numbers:
         return None
-    units = capacity(len(numbers))
-    if units * room * host.held.decoder.shape[1] > MOST_GATHERED:
-        return None
-    return Kind(errors.pop(), units, room)
+    return Kind(errors.pop(), capacity(len(numbers)), room)
 
 
 class StillSae:
@@ -50,70 +50,78 @@ class StillSae:
 
     def __init__(self, host: SaeHost, kind: Kind):
         self.host, self.kind = host, kind
-        shape, device = (kind.units, kind.room), host.device
+        held, device = host.held, host.device
+        self.whole = kind.error == "drop" or held.activation.whole_row  # every feature is encoded
         self.index = torch.zeros(kind.units, dtype=torch.long, device=device)
-        self.places, self.rows = (torch.zeros(shape, dtype=torch.long, device=device) for _ in range(2))
-        self.clamp = torch.zeros(shape, dtype=torch.int8, device=device)
-        self.low, self.high = torch.zeros(shape, device=device), torch.zeros(shape, device=device)
-        self.gate = torch.zeros(shape, dtype=torch.bool, device=device)
+        self.places = torch.zeros(kind.room, dtype=torch.long, device=device)  # of the clamped features
+        self.clamps = torch.zeros(5, kind.units, kind.room, device=device)
+        self.decoder = held.decoder.new_zeros(kind.room, held.decoder.shape[1])
+        if not self.whole:
+            self.encoder = held.encoder.new_zeros(kind.room, held.encoder.shape[1])
+            self.bias = held.encoder_bias.new_zeros(kind.room)
+            self.activation = held.activation.part(self.places)
 
     def fill(self, uses: Sequence[tuple[Any, list[int]]]) -> None:
         """From now on these uses are at work, and no others."""
-        host, (_, units, room) = self.host, self.kind
+        host, held, (_, units, room) = self.host, self.host.held, self.kind
         numbers, lines, met = host._compact([(use, rows) for use, rows in uses if rows])
         spare = units - len(numbers)
-        at = torch.tensor(lines + lines[:1] * spare)
         self.index.copy_(torch.tensor(numbers + numbers[:1] * spare))
         if not room:
             return
-        shape = (len(met), room)
-        places, rows = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
-        clamp, gate = torch.zeros(shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.bool)
-        low, high = torch.zeros(shape), torch.zeros(shape)
-        for line, together in enumerate(met):
-            first = 0
-            for row in (use.row for use in together):
-                part = slice(first, first + len(row.features))
-                places[line, part] = host._encoder_places(row.features).cpu()
-                rows[line, part] = host._places(row.features).cpu()
-                clamp[line, part] = torch.tensor(row.kinds, dtype=torch.int8)
-                low[line, part], high[line, part] = torch.tensor(row.lows), torch.tensor(row.highs)
-                gate[line, part] = torch.tensor(row.gates, dtype=torch.bool)
-                first += len(row.features)
-        for held, values in (
-            (self.places, places), (self.rows, rows), (self.clamp, clamp), (self.low, low), (self.high, high),
-            (self.gate, gate),
-        ):  # fmt: skip
-            held.copy_(values[at])
+        table = ClampTable.of([[use.row for use in line] for line in met], torch.device("cpu"))
+        self.clamps.copy_(_arithmetic(table, room)[:, lines + lines[:1] * spare])
+        features = table.features.tolist()
+        features += features[:1] * (room - len(features))
+        self.places.copy_(host._encoder_places(features))
+        torch.index_select(held.decoder, 0, host._places(features), out=self.decoder)
+        if not self.whole:
+            torch.index_select(held.encoder, 0, self.places, out=self.encoder)
+            torch.index_select(held.encoder_bias, 0, self.places, out=self.bias)
+            own, all_of_them = self.activation.tensors(), held.activation.tensors()
+            for name, buffer in own.items():
+                torch.index_select(all_of_them[name], 0, self.places, out=buffer)
 
     def run(self, x: torch.Tensor, around: Around) -> torch.Tensor:
         host, held = self.host, self.host.held
         rows = host.view.laid_out(x)
         units = host.view.read(rows, self.index, around)
         dense = None
-        if self.kind.error == "drop" or held.activation.whole_row:
+        if self.whole:
             dense = held.activation(linear(units.v, held.encoder, held.encoder_bias))  # [units, F]
-        delta = self._surgery(units.v, dense) if self.kind.room else torch.zeros_like(units.v)
-        if self.kind.error == "keep":
+        delta = self._surgery(units.v, dense) if self.kind.room else None
+        if self.kind.error == "drop":
+            assert dense is not None
+            made = torch.addmm(held.decoder_bias, dense, held.decoder)
+            new = host.view.replaced(units, made if delta is None else made + delta)
+        elif delta is not None:
             new = host.view.changed(units, delta)
         else:
-            assert dense is not None
-            new = host.view.replaced(units, torch.addmm(held.decoder_bias, dense, held.decoder) + delta)
+            return x  # nothing is clamped, and the error is kept: that is the row itself
         return rows.index_copy(0, self.index, new.to(x.dtype)).view(x.shape)
 
     def _surgery(self, v: torch.Tensor, dense: torch.Tensor | None) -> torch.Tensor:
         """sum over clamped features of (f' - f) w, [units, d]."""
-        held = self.host.held
-        if dense is not None:
-            f = dense.gather(1, self.places)
+        if dense is None:
+            f = self.activation(linear(v, self.encoder, self.bias))  # [units, room]
         else:
-            z = torch.einsum("ud,ukd->uk", v, held.encoder[self.places]) + held.encoder_bias[self.places]
-            f = held.activation.part(self.places)(z)
-        bound = torch.minimum(torch.maximum(f, self.low), self.high)
-        change = torch.where(self.clamp == ABSOLUTE, self.low - f, 0.0)
-        change = torch.where(self.clamp == ADDITIVE, self.low, change)
-        change = torch.where(self.clamp == MULTIPLY, f * self.low - f, change)
-        change = torch.where(self.clamp == BOUND, bound - f, change)
-        live = f != 0 if held.activation.whole_row else f > 0
-        change = torch.where(self.gate & ~live, 0.0, change)
-        return torch.einsum("uk,ukd->ud", change, held.decoder[self.rows])
+            f = dense.index_select(1, self.places)
+        scale, shift, low, high, gate = self.clamps
+        change = torch.clamp(torch.addcmul(shift, scale, f), low - f, high - f)
+        still = f == gate if self.host.held.activation.whole_row else f <= gate
+        return change.masked_fill_(still, 0.0) @ self.decoder
+
+
+def _arithmetic(table: ClampTable, room: int) -> torch.Tensor:
+    """Scale, shift, low, high and gate of the features of every line, [5, lines, room]; features behind change none."""
+    kind, low, high = table.kind, table.low, table.high
+    lines, count = kind.shape
+    found = torch.zeros(5, lines, room)
+    found[2], found[3], found[4] = -torch.inf, torch.inf, torch.nan
+    scale, shift, least, most, gate = found[:, :, :count]
+    scale.copy_(torch.where(kind == ABSOLUTE, -1.0, torch.where(kind == MULTIPLY, low - 1, 0.0)))
+    shift.copy_(torch.where((kind == ABSOLUTE) | (kind == ADDITIVE), low, 0.0))
+    least.copy_(torch.where(kind == BOUND, low, -torch.inf))
+    most.copy_(torch.where(kind == BOUND, high, torch.inf))
+    gate.copy_(torch.where(table.gate, 0.0, torch.nan))
+    return found

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from birkhoff.sae.dictionary import VIEWS
 from birkhoff.sae.still import ROOM
+from tests.operations import Issued
 from tests.sae.made import FAMILIES
 from tests.sae.test_splice import CLAMPS, F, around_of, host_of, rows_of, sae_for, use_of
 from tests.sizes import scaled
@@ -52,19 +53,24 @@ def test_the_fixed_form_is_the_splice(family, view, mode, rows, chosen, seed):
     assert torch.equal(new[others], x[others])
 
 
+def buffers(still):
+    own = [value for value in vars(still).values() if isinstance(value, torch.Tensor)]
+    return [*own, *still.activation.tensors().values()]
+
+
 def test_other_rows_and_features_fit_the_same_buffers():
     sae = sae_for("jumprelu", "flat")
     host, around = host_of(sae), around_of(COUNT)
     first = [(use_of(host, sae, {3: CLAMPS[3]}), [0, 2])]
     kind = host.still_kind(first)
     still = host.still(kind)
-    places = [t.data_ptr() for t in (still.index, still.places, still.rows, still.clamp, still.low, still.high)]
+    places = [tensor.data_ptr() for tensor in buffers(still)]
     for seed, uses in enumerate((first, [(use_of(host, sae, {7: CLAMPS[7], 20: CLAMPS[20]}), [5])], first)):
         x = rows_of(COUNT, "flat", seed)
         assert host.still_kind(uses)[2] == kind.room
         still.fill(uses)
         assert (still.run(x, around) - host.run(x, uses, around)).abs().max() < 1e-4
-    assert places == [t.data_ptr() for t in (still.index, still.places, still.rows, still.clamp, still.low, still.high)]
+    assert places == [tensor.data_ptr() for tensor in buffers(still)]
 
 
 def test_features_that_alone_are_held_are_found():
@@ -77,7 +83,21 @@ def test_features_that_alone_are_held_are_found():
 
 @pytest.mark.parametrize("count", [0, ROOM[-1] + 1])
 def test_what_does_not_fit_is_said_so(count):
-    sae = sae_for("relu", "single", features=300)
+    sae = sae_for("relu", "single", features=ROOM[-1] + 1)
     host = host_of(sae)
     uses = [(use_of(host, sae, dict.fromkeys(range(count), CLAMPS[7])), [0] if count else [])]
     assert host.still_kind(uses) is None
+
+
+def test_a_step_reads_the_rows_of_its_features_where_they_lie_and_asks_for_little_else():
+    """Two products and the clamps between them, for any number of features; nothing is gathered but the units."""
+    sae = sae_for("jumprelu", "single", features=40)
+    host, x, around = host_of(sae), rows_of(COUNT, "single"), around_of(COUNT)
+    for clamps, mode, most in (({3: SOME[3], 7: SOME[7], 20: SOME[20]}, "delta", 14), ({}, "drop", 7)):
+        uses = [(use_of(host, sae, clamps, mode), [1, 4]), (use_of(host, sae, clamps, mode), [5])]
+        still = host.still(host.still_kind(uses))
+        still.fill(uses)
+        with Issued() as step:
+            still.run(x, around)
+        assert step.names.count("index_select") == 1 and not {"index", "gather", "zeros_like"} & set(step.names)
+        assert sum(name in ("addmm", "mm") for name in step.names) == 2 and len(step.names) <= most, step.names

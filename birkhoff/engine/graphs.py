@@ -7,7 +7,8 @@ and slots, and reads nothing but what it asks of the logits.
 
 A step that is watched or changed has graphs of its own, one for each pattern of what is done where (`hooks/still.py`).
 The first step of a pattern is launched piece by piece, the second is recorded: what comes once is not worth a graph.
-Captured rows leave on a stream of their own into page-locked memory while the next kernels already run.
+Captured rows leave through `exit.py`. A step that wants what the last one wanted is sorted out, filled and cut as that
+one was: beside its replay it costs two comparisons.
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
 
-from birkhoff.hooks.live import LiveTap
-from birkhoff.hooks.plan import Key
-from birkhoff.hooks.still import Pattern, StillTap, Wishes, sort_out
+from birkhoff.engine.exit import Exit
+from birkhoff.hooks.changes import Changes
+from birkhoff.hooks.live import Layout, LiveTap
+from birkhoff.hooks.still import Pattern, Scratch, StillTap, Wishes, sort_out
+from birkhoff.hooks.tray import Cut
 from birkhoff.model.desk import Desk
 from birkhoff.model.device import Decoder
 from birkhoff.model.tapped import tapped_step
@@ -39,6 +41,24 @@ class Watched:
     tap: StillTap
     steps: int = 0
     graph: torch.cuda.CUDAGraph | None = None
+    cut: tuple[Layout, Cut] | None = None  # who was given what in the last step
+
+    def cut_for(self, layout: Layout) -> Cut:
+        if self.cut is None or self.cut[0] is not layout:
+            assert self.tap.tray is not None, "a step has run"
+            assert all(len(rows) == 1 for rows in layout.rows), "a decoding step has one token of each request"
+            sites = [[(want.key, want.after) for want, _ in share] for share in layout.shares]
+            self.cut = layout, Cut(self.tap.tray, [(rows[0], own) for rows, own in zip(layout.rows, sites)])
+        return self.cut[1]
+
+
+@dataclass(frozen=True, eq=False)
+class _Sorted:
+    """The last tap's wishes, for as long as taps want the same."""
+
+    layout: Layout
+    changes: Changes | None
+    wishes: Wishes | None
 
 
 class Graphs:
@@ -49,7 +69,9 @@ class Graphs:
         self.most_patterns, self.widths = most_patterns, site_widths(decoder)
         self._captured: dict[tuple[int, int], tuple[Desk, torch.cuda.CUDAGraph | None]] = {}
         self._watched: OrderedDict[tuple[int, int, Pattern], Watched] = OrderedDict()
-        self._exit = Exit()
+        self._exit, self._scratch = Exit(), Scratch(decoder.state.device)
+        self._sorted: _Sorted | None = None
+        self._last: tuple[Desk, Wishes, Watched] | None = None  # the last step that was watched or changed
         self._pool: Any = None  # memory that all graphs share
 
     def takes(self, rows: int) -> bool:
@@ -57,7 +79,10 @@ class Graphs:
 
     def sorted_out(self, tap: LiveTap) -> Wishes | None:
         """What a tap wants, when a replayed step can do all of it."""
-        return sort_out(tap, self.widths)
+        last = self._sorted
+        if last is None or last.layout is not tap.layout or last.changes is not tap.changes:
+            last = self._sorted = _Sorted(tap.layout, tap.changes, sort_out(tap, self.widths))
+        return last.wishes
 
     def step(
         self,
@@ -72,12 +97,10 @@ class Graphs:
         With a `tap` and its `wishes`, its rows are changed and its captures filled."""
         count = len(token_ids)
         desk, graph = self._find(count, max(positions) + 1)
-        spare = desk.rows - count
-        device = desk.token_ids.device
+        spare = desk.given.shape[1] - count
         rows = ([*token_ids, *[0] * spare], [*positions, *[0] * spare], [*slots, *[self.scratch] * spare])
-        given = torch.tensor(rows, dtype=torch.long).to(device, non_blocking=True)
-        for held, values in zip((desk.token_ids, desk.positions, desk.slots), given):
-            held.copy_(values)
+        given = torch.tensor(rows, dtype=torch.long, pin_memory=desk.given.is_cuda)
+        desk.given.copy_(given, non_blocking=True)
         if tap is not None and wishes is not None:
             self._step_watched(desk, tap, wishes)
         elif graph is None:
@@ -114,14 +137,7 @@ class Graphs:
         return graph
 
     def _step_watched(self, desk: Desk, tap: LiveTap, wishes: Wishes) -> None:
-        name = (desk.rows, desk.context, wishes.pattern)
-        held = self._watched.get(name)
-        if held is None:
-            made = StillTap(wishes, tap.changes, desk.rows, desk.token_ids.device)
-            held = self._watched[name] = Watched(made)
-            while len(self._watched) > self.most_patterns:
-                self._watched.popitem(last=False)
-        self._watched.move_to_end(name)
+        held = self._find_watched(desk, tap, wishes)
         held.tap.fill(tap, wishes)
         self._exit.wait()  # a copy of the rows before may still be under way
         if held.steps == 1 and desk.token_ids.device.type == "cuda":
@@ -131,49 +147,28 @@ class Graphs:
             tapped_step(self.decoder, desk, held.tap)
         else:
             held.graph.replay()
-        wanted = [(want.key, want.after, len(want.rows)) for want in tap.wanted]
-        tap.hand_over(self._exit.take(held.tap, wanted))
+        if tap.takes:
+            assert held.tap.tray is not None
+            tap.hand_over(self._exit.take(held.tap.tray, held.cut_for(tap.layout)))
 
+    @property
+    def last_watched(self) -> Watched | None:
+        """What ran the last step that was watched or changed."""
+        return None if self._last is None else self._last[2]
 
-class Exit:
-    """Captured rows on their way to the host, on a stream of their own, through page-locked memory that stays."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-        self._arrived: torch.cuda.Event | None = None
-        self._pinned: dict[tuple[Key, bool, torch.Size], torch.Tensor] = {}
-
-    def wait(self) -> None:
-        """Whatever the current stream is given from now on may write over what `take` was asked for."""
-        if self._arrived is not None:
-            torch.cuda.current_stream().wait_event(self._arrived)
-
-    def take(
-        self, tap: StillTap, wanted: Sequence[tuple[Key, bool, int]]
-    ) -> Callable[[], dict[tuple[Key, bool], torch.Tensor]]:
-        """Begin to copy the first rows of these sites; the answer waits for them and gives them out."""
-        staged = {(key, after): tap.staged(key, after)[:count] for key, after, count in wanted}
-        if not staged or next(iter(staged.values())).device.type != "cuda":
-            copies = {name: rows.clone() for name, rows in staged.items()}
-            return lambda: copies
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
-        landed = {}
-        with torch.cuda.stream(self._stream):
-            for (key, after), rows in staged.items():
-                name = (key, after, rows.shape)
-                if name not in self._pinned:
-                    self._pinned[name] = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True)
-                landed[key, after] = self._pinned[name].copy_(rows, non_blocking=True)
-            arrived = self._arrived = torch.cuda.Event()
-            arrived.record(self._stream)
-
-        @cache
-        def give_out() -> dict[tuple[Key, bool], torch.Tensor]:
-            arrived.synchronize()
-            return {name: rows.clone() for name, rows in landed.items()}
-
-        return give_out
+    def _find_watched(self, desk: Desk, tap: LiveTap, wishes: Wishes) -> Watched:
+        if self._last is not None and self._last[0] is desk and self._last[1] is wishes:
+            return self._last[2]
+        name = (desk.rows, desk.context, wishes.pattern)
+        held = self._watched.get(name)
+        if held is None:
+            made = StillTap(wishes, tap.changes, desk.rows, desk.token_ids.device, self._scratch)
+            held = self._watched[name] = Watched(made)
+            while len(self._watched) > self.most_patterns:
+                self._watched.popitem(last=False)
+        self._watched.move_to_end(name)
+        self._last = desk, wishes, held
+        return held
 
 
 def site_widths(decoder: Decoder) -> dict[str, int]:

@@ -102,7 +102,7 @@ class Request:
     guesses: tuple[int, ...] = ()  # tokens that may come next, to be verified with the next step
     drafted: int = 0
     accepted: int = 0
-    settle: Callable[[int], None] | None = None  # hands out captured rows once it is known which tokens stay
+    settle: Callable[[int], None] | None = None  # hands out captured rows that had to wait
 
     @property
     def num_tokens(self) -> int:

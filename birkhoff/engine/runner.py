@@ -3,6 +3,9 @@
 A token that was only guessed is a row of its own, as if it came from another sequence in the same place: positions say
 what each row sees, and rings keep enough of the past that a guess which does not stay has destroyed nothing.
 
+A replayed step is only launched here; whoever reads its logits waits for it. While it runs, the rows captured by the
+step before are handed to whoever wants them. A request that ends, by whatever way, is given all of its rows first.
+
 On a CPU a step that only decodes is split in two when there are rows and cores enough: compiled kernels run one row
 after the other without the interpreter's lock, so two halves of a batch are two threads' work.
 """
@@ -52,6 +55,7 @@ class Runner:
         self._stagings = (Staging(state.device), Staging(state.device))
         self._helper = ThreadPoolExecutor(1, "birkhoff-decode")  # starts no thread before it is needed
         self._given: dict[int, list[int]] = {}  # pages the state's table already knows, by slot
+        self._owed: list[Request] = []  # whose captured rows of the last step are on their way
 
     @torch.inference_mode()
     def run(self, work: Sequence[Work]) -> list[Ran | None]:
@@ -112,39 +116,38 @@ class Runner:
         return arm(staging, spans, num_rows) if spans else None
 
     def _forward(self, work: Sequence[Work], staging: Staging | None = None) -> list[Ran | None]:
-        parts = [_pieces(w) for w in work]
-        batch = Batch.of([piece for pieces in parts for piece in pieces], self.state.device)
-        row_of = {id(piece): row for piece, row in zip(batch.pieces, batch.offsets)}
-        firsts = [row_of[id(pieces[0])] for pieces in parts]
         seen = [(w.request.plan, w.request.plan.seen) for w in work if w.request.plan is not None]
         try:
-            tap = self._arm(work, firsts, batch.num_tokens, staging or self._stagings[0])
-            ran = self._compute(work, batch, firsts, tap)
+            tap, ran = self._compute(work, staging or self._stagings[0])
         except BaseException:
             for plan, stop in seen:  # nothing was delivered: whoever computes these tokens again wants their rows
                 plan.seen = stop
             raise
+        self._hand_over()
         self._deliver(work, tap)
         return ran
 
-    def _compute(
-        self, work: Sequence[Work], batch: Batch, firsts: Sequence[int], tap: LiveTap | None
-    ) -> list[Ran | None]:
+    def _compute(self, work: Sequence[Work], staging: Staging) -> tuple[LiveTap | None, list[Ran | None]]:
         if self.graphs is not None and self._decodes(work):
+            tap = self._arm(work, range(len(work)), len(work), staging)
             wishes = None if tap is None else self.graphs.sorted_out(tap)
             if tap is None or wishes is not None:
-                return self._replay(work, self.graphs, tap, wishes)
+                return tap, self._replay(work, self.graphs, tap, wishes)
+            batch, firsts = _flattened(work, self.state.device)
+        else:
+            batch, firsts = _flattened(work, self.state.device)
+            tap = self._arm(work, firsts, batch.num_tokens, staging)
         hidden, streams = self.model.run(batch, self.state, tap or NoTap())
         if self.speculator is not None:
             self.speculator.remember([(w, streams[f : f + w.stop - w.start]) for w, f in zip(work, firsts)])
         sampling = [(w, first + w.stop - w.start - 1) for w, first in zip(work, firsts) if w.samples]
         if not sampling:
-            return [None] * len(work)
+            return tap, [None] * len(work)
         rows = [row + guess for w, row in sampling for guess in range(1 + len(w.guesses))]
         counts = [1 + len(w.guesses) for w, _ in sampling]
         logits, streams = self.model.logits(hidden[rows]).split(counts), streams[rows].split(counts)
         ran = iter(map(Ran, logits, streams))
-        return [next(ran) if w.samples else None for w in work]
+        return tap, [next(ran) if w.samples else None for w in work]
 
     def _decodes(self, work: Sequence[Work]) -> bool:
         """One token each, none of them a guess, and nobody who wants the streams."""
@@ -158,10 +161,22 @@ class Runner:
         logits, streams = graphs.step([w.tokens[0] for w in work], [w.start for w in work], slots, tap, wishes)
         return [Ran(*row) if w.samples else None for w, row in zip(work, zip(logits.split(1), streams.split(1)))]
 
+    def _hand_over(self) -> None:
+        """Rows of the step before; those of requests that have ended since were handed over then."""
+        owed, self._owed = self._owed, []
+        for request in owed:
+            request.settle_rows()
+
     def _deliver(self, work: Sequence[Work], tap: LiveTap | None) -> None:
-        """Captured rows to whoever wants them; those of guesses only when it is known that they stay."""
+        """Captured rows to whoever wants them; those on their way later, those of guesses when it is known that they
+        stay."""
         planned = {w.request.plan: w.request for w in work if w.request.plan is not None and w.request.plan.jobs}
         witness = self.prefix.keep_rows(planned) if self.prefix is not None and planned else None
+        if tap is not None and tap.lands_later:
+            for plan, request in planned.items():
+                request.settle = _deliverer(plan, tap, witness)
+                self._owed.append(request)
+            return
         waiting = {w.request.plan: w for w in work if w.guesses and w.request.plan is not None}
         for plan, w in waiting.items():
             w.request.settle = _settler(plan, w, tap, witness)
@@ -169,11 +184,23 @@ class Runner:
             tap.deliver(waiting, witness)
 
 
+def _flattened(work: Sequence[Work], device: torch.device) -> tuple[Batch, list[int]]:
+    """The batch of a step, and the first row of each piece of work."""
+    parts = [_pieces(w) for w in work]
+    batch = Batch.of([piece for pieces in parts for piece in pieces], device)
+    row_of = {id(piece): row for piece, row in zip(batch.pieces, batch.offsets)}
+    return batch, [row_of[id(pieces[0])] for pieces in parts]
+
+
 def _pieces(work: Work) -> list[Piece]:
     assert work.request.slot is not None
     if not work.guesses:
         return [Piece(work.request.slot, work.start, work.tokens)]
     return [Piece(work.request.slot, work.start + offset, [token]) for offset, token in enumerate(work.tokens)]
+
+
+def _deliverer(plan: Plan, tap: LiveTap, witness: Witness | None) -> Callable[[int], None]:
+    return lambda stop: tap.deliver_kept(plan, None, witness)  # nothing of it was a guess
 
 
 def _settler(plan: Plan, work: Work, tap: LiveTap | None, witness: Witness | None) -> Callable[[int], None]:

@@ -61,29 +61,24 @@ class LaneBuffers:
 
     def __init__(self, lane: Lane, rows: int, device: torch.device):
         self.lane = lane
-        self.vector = torch.zeros(rows, lane.width, device=device)
-        self.scale, self.low, self.high = (torch.zeros(rows, device=device) for _ in range(3))
+        self.numbers = torch.zeros(rows, lane.width + 3, device=device)
+        self.vector = self.numbers[:, : lane.width]
+        self.scale, self.low, self.high = self.numbers[:, lane.width :].unbind(1)
         columns = MOST_STREAMS if lane.per_stream else 1
         self.active = torch.zeros(rows, columns, dtype=torch.bool, device=device)
 
     def fill(self, given: Sequence[tuple[int, SiteEdit]]) -> None:
-        """From now on these rows are changed, and no others."""
-        rows, edits = [row for row, _ in given], [edit for _, edit in given]
-        where = torch.tensor(rows, device=self.vector.device)
-        vectors = torch.stack([edit.vector.float().to(self.vector.device) for edit in edits])
-        if self.lane.norm_match:
-            vectors = vectors / vectors.norm(dim=-1, keepdim=True)
-        self.vector.index_copy_(0, where, vectors)
-        numbers = [
-            [edit.scale, -torch.inf if edit.low is None else edit.low, torch.inf if edit.high is None else edit.high]
-            for edit in edits
-        ]
-        for held, column in zip((self.scale, self.low, self.high), torch.tensor(numbers).T):
-            held.index_copy_(0, where, column.to(held))
-        mask = torch.zeros(self.active.shape, dtype=torch.bool)
+        """From now on these rows are changed, and no others. Everything is put together on the host and copied once."""
+        numbers, active = torch.zeros(self.numbers.shape), torch.zeros(self.active.shape, dtype=torch.bool)
         for row, edit in given:
-            mask[row, list(edit.streams) if edit.streams is not None else [0]] = True
-        self.active.copy_(mask)
+            vector = edit.vector.float().cpu()
+            numbers[row, : self.lane.width] = vector / vector.norm() if self.lane.norm_match else vector
+            low = -torch.inf if edit.low is None else edit.low
+            high = torch.inf if edit.high is None else edit.high
+            numbers[row, self.lane.width :] = torch.tensor([edit.scale, low, high])
+            active[row, list(edit.streams) if edit.streams is not None else [0]] = True
+        self.numbers.copy_(numbers)
+        self.active.copy_(active)
 
     def run(self, x: torch.Tensor, around: Around) -> torch.Tensor:
         """x [n, width] or [n, m, d] -> a new one; fixed operations on fixed buffers."""

@@ -5,12 +5,16 @@ answers None and the step runs with `NoTap`, so idle costs nothing. During the s
 into its staging buffer. Index buffers and staging are kept between steps and come in a few fixed sizes; an index is
 padded with the number of a row that nobody reads from the copy, so what requests want is data and never changes a
 shape. After the step, `deliver` cuts the staged rows into what each job asked for.
+
+Which rows of which sites go to whom is a `Layout`. While requests only decode it is the same step after step; then the
+last one is used again, and all that is new are positions and tokens (`Take`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+from weakref import ref
 
 import torch
 
@@ -21,48 +25,54 @@ from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, S
 from birkhoff.hooks.tap import NoTap, Reads, Tap, together
 
 Witness = Callable[[Plan, Job, Rows], None]  # sees rows on their way to a job
-Landing = Callable[[], Mapping[tuple[Key, bool], torch.Tensor]]  # rows on the host by site, when they have arrived
+Landing = Callable[[int], Iterable[tuple[Key, torch.Tensor]]]  # a take's rows on the host, by its number, when there
 SENTINEL = 0  # padding reads this row; its copies are never delivered
 
 
-@dataclass
-class _Share:
-    """Rows `first..first+count` of a staged site belong to this job."""
+class Take(NamedTuple):
+    """What one job wants of one step: rows of the step, in order of position."""
 
     plan: Plan
     job: Job
-    first: int
+    rows: list[int]
     positions: tuple[int, ...]
     token_ids: tuple[int, ...]
     prompt_rows: int
 
 
-@dataclass
-class _Wanted:
-    """What one step wants of one site."""
+class Wanted:
+    """One site that somebody wants, and the rows wanted there."""
 
-    key: Key
-    after: bool
-    rows: list[int] = field(default_factory=list)
-    shares: list[_Share] = field(default_factory=list)
-    index: torch.Tensor | None = None
-    staged: torch.Tensor | None = None
-    copied: torch.Tensor | None = None
-    landing: Landing | None = None  # the step ran elsewhere: where its rows come out
+    def __init__(self, key: Key, after: bool):
+        self.key, self.after = key, after
+        self.rows: list[int] = []
+        self.index: torch.Tensor | None = None
 
-    @property
-    def has_rows(self) -> bool:
-        return self.staged is not None or self.landing is not None
 
-    def on_host(self) -> torch.Tensor:
-        """The staged rows, copied out of their buffer once for everybody who asked for some."""
-        if self.copied is None:
-            if self.landing is not None:
-                self.copied = self.landing()[self.key, self.after]
-            else:
-                assert self.staged is not None
-                self.copied = self.staged[: len(self.rows)].to("cpu", copy=True)
-        return self.copied
+class Layout:
+    """Where the rows of takes lie. It keeps no job alive: what a job holds may be large, and it may have ended."""
+
+    def __init__(self, takes: Sequence[Take]):
+        self._jobs = [ref(take.job) for take in takes]
+        self.rows = [take.rows for take in takes]
+        self.shares: list[list[tuple[Wanted, int]]] = []  # of each take: its sites, and its first row there
+        sites: dict[tuple[Key, bool], Wanted] = {}
+        for take in takes:
+            share, after = [], take.job.after
+            for key in take.job.keys:
+                want = sites.get((key, after))
+                if want is None:
+                    want = sites[key, after] = Wanted(key, after)
+                share.append((want, len(want.rows)))
+                want.rows += take.rows
+            self.shares.append(share)
+        self.wanted = list(sites.values())
+
+    def fits(self, takes: Sequence[Take]) -> bool:
+        """Whether these are the jobs it was made for, wanting the same rows."""
+        return len(takes) == len(self._jobs) and all(
+            job() is take.job and rows == take.rows for job, rows, take in zip(self._jobs, self.rows, takes)
+        )
 
 
 class Staging:
@@ -72,13 +82,19 @@ class Staging:
         self.device, self.depth, self._turn = torch.device(device), depth, 0
         self.changes = ChangeDesk(self.device)
         self.armed: LiveTap | None = None  # the last tap that only changed things, for as long as it does
+        self._layout = Layout(())
         self._index: dict[tuple[Key, bool, int], torch.Tensor] = {}
         self._rows: dict[tuple[Key, bool, int, int], torch.Tensor] = {}
+
+    def layout(self, takes: Sequence[Take]) -> Layout:
+        if not self._layout.fits(takes):
+            self._layout = Layout(takes)
+        return self._layout
 
     def next_turn(self) -> None:
         self._turn = (self._turn + 1) % self.depth
 
-    def index(self, wanted: _Wanted) -> torch.Tensor:
+    def index(self, wanted: Wanted) -> torch.Tensor:
         size = bucket(len(wanted.rows))
         name = (wanted.key, wanted.after, size)
         if name not in self._index:
@@ -88,7 +104,7 @@ class Staging:
         held.copy_(torch.tensor(padded))
         return held
 
-    def copy(self, wanted: _Wanted, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def copy(self, wanted: Wanted, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The indexed rows of a site, in its buffer of this turn."""
         if wanted.index is None:
             wanted.index = self.index(wanted)
@@ -107,22 +123,39 @@ class Staging:
 class LiveTap:
     """The sites of one step that somebody wants or changes, by layer."""
 
-    def __init__(self, staging: Staging, wanted: dict[tuple[Key, bool], _Wanted], changes: Changes | None):
-        self._staging, self.wanted, self.changes = staging, list(wanted.values()), changes
-        self._layers: dict[int, _LayerTap] = {}
-        written = _Written()
-        for want in self.wanted:
-            hook, layer = want.key
-            self._layers.setdefault(layer, _LayerTap(staging, written)).add(BY_NAME[hook], want)
-        for hook, layer in changes.sites if changes is not None else ():
-            self._layers.setdefault(layer, _LayerTap(staging, written)).change(BY_NAME[hook], layer, changes)
+    def __init__(self, staging: Staging, layout: Layout, takes: Sequence[Take], changes: Changes | None):
+        self._staging, self.layout, self.takes, self.changes = staging, layout, takes, changes
+        self._staged: dict[Wanted, torch.Tensor] = {}
+        self._copied: dict[Wanted, torch.Tensor] = {}
+        self._landing: Landing | None = None  # the step ran elsewhere: where its rows come out
+        self._layers: dict[int, Tap] | None = None
         self._unwatched: Tap = NoTap()
-        if changes is not None and changes.needs_post():
-            self._unwatched = _LayerTap(staging, written)  # every sublayer's write-out weights are remembered
-            written.wanted = True
+
+    @property
+    def wanted(self) -> list[Wanted]:
+        return self.layout.wanted
 
     def at(self, layer: int) -> Tap:
+        if self._layers is None:
+            self._layers = self._by_layer()
         return self._layers.get(layer, self._unwatched)
+
+    def _by_layer(self) -> dict[int, Tap]:
+        found: dict[int, _LayerTap] = {}
+        written = _Written()
+
+        def layer_tap(layer: int) -> _LayerTap:
+            return found.setdefault(layer, _LayerTap(self._staging, self._staged, written))
+
+        for want in self.wanted:
+            layer_tap(want.key[1]).add(BY_NAME[want.key[0]], want)
+        for hook, layer in self.changes.sites if self.changes is not None else ():
+            layer_tap(layer).change(BY_NAME[hook], layer, self.changes)
+        if self.changes is not None and self.changes.needs_post():
+            # every sublayer's write-out weights are remembered
+            self._unwatched = _LayerTap(self._staging, self._staged, written)
+            written.wanted = True
+        return {**found}
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -134,34 +167,51 @@ class LiveTap:
         pass
 
     def hand_over(self, landing: Landing) -> None:
-        """The step ran elsewhere: every wanted site's rows come from there."""
-        for want in self.wanted:
-            want.landing = landing
+        """The step ran elsewhere: every take's rows come from there."""
+        self._landing = landing
+
+    @property
+    def lands_later(self) -> bool:
+        """Rows are on their way, and asking for them waits until they are there."""
+        return self._landing is not None
 
     def deliver(self, waiting: Collection[Plan] = (), witness: Witness | None = None) -> None:
         """Hand every job its rows, copied out of the buffers, except jobs of plans that have to wait."""
-        for want in self.wanted:
-            for share in want.shares:
-                if share.plan not in waiting:
-                    _hand_out(want, share, len(share.positions), witness)
+        for number, take in enumerate(self.takes):
+            if take.plan not in waiting:
+                self._hand_out(number, len(take.positions), witness)
 
-    def deliver_kept(self, plan: Plan, stop: int, witness: Witness | None = None) -> None:
-        """Hand one plan its rows before position `stop`: those behind it were guesses that did not stay."""
-        for want in self.wanted:
-            for share in want.shares:
-                if share.plan is plan:
-                    _hand_out(want, share, sum(position < stop for position in share.positions), witness)
+    def deliver_kept(self, plan: Plan, stop: int | None = None, witness: Witness | None = None) -> None:
+        """Hand one plan its rows, or those before position `stop`: others were guesses that did not stay."""
+        for number, take in enumerate(self.takes):
+            if take.plan is plan:
+                kept = sum(position < stop for position in take.positions) if stop is not None else len(take.positions)
+                self._hand_out(number, kept, witness)
 
+    def _hand_out(self, number: int, count: int, witness: Witness | None) -> None:
+        if not count:
+            return
+        take = self.takes[number]
+        whole = count == len(take.positions)
+        positions, token_ids, prompt_rows = take.positions[:count], take.token_ids[:count], min(take.prompt_rows, count)
+        landing = self._landing or self._out_of_staging
+        for (hook, layer), tensor in landing(number):
+            rows = Rows(hook, layer, tensor if whole else tensor[:count], positions, token_ids, prompt_rows)
+            if witness is not None:
+                witness(take.plan, take.job, rows)
+            take.job.deliver(rows)
 
-def _hand_out(want: _Wanted, share: _Share, count: int, witness: Witness | None) -> None:
-    if not want.has_rows or not count:
-        return
-    tensor = want.on_host()[share.first : share.first + count]
-    positions, token_ids = share.positions[:count], share.token_ids[:count]
-    rows = Rows(*want.key, tensor, positions, token_ids, min(share.prompt_rows, count))
-    if witness is not None:
-        witness(share.plan, share.job, rows)
-    share.job.deliver(rows)
+    def _out_of_staging(self, number: int) -> Iterable[tuple[Key, torch.Tensor]]:
+        count = len(self.takes[number].positions)
+        for want, first in self.layout.shares[number]:
+            if want in self._staged:
+                yield want.key, self.on_host(want)[first : first + count]
+
+    def on_host(self, want: Wanted) -> torch.Tensor:
+        """The staged rows of a site, copied out of their buffer once for everybody who asked for some."""
+        if want not in self._copied:
+            self._copied[want] = self._staged[want][: len(want.rows)].to("cpu", copy=True)
+        return self._copied[want]
 
 
 class _Written:
@@ -174,17 +224,17 @@ class _Written:
 class _LayerTap:
     """One layer's share. At a site: capture, then the edits in their order, then captures of the edited tensor."""
 
-    def __init__(self, staging: Staging, written: _Written):
-        self._staging, self._written = staging, written
-        self._before: dict[int, _Wanted] = {}
-        self._after: dict[int, _Wanted] = {}
+    def __init__(self, staging: Staging, staged: dict[Wanted, torch.Tensor], written: _Written):
+        self._staging, self._staged, self._written = staging, staged, written
+        self._before: dict[int, Wanted] = {}
+        self._after: dict[int, Wanted] = {}
         self._changes: dict[int, tuple[Key, Changes]] = {}
 
     def change(self, site: Site, layer: int, changes: Changes | None) -> None:
         assert changes is not None
         self._changes[site.id] = (site.name, layer), changes
 
-    def add(self, site: Site, want: _Wanted) -> None:
+    def add(self, site: Site, want: Wanted) -> None:
         (self._after if want.after else self._before)[site.id] = want
 
     def at(self, layer: int) -> _LayerTap:
@@ -214,44 +264,42 @@ class _LayerTap:
         self._stage(self._after, site, carried if changes.sites[key].carries else read)
         return read, carried
 
-    def _stage(self, sites: dict[int, _Wanted], site: Site, *parts: torch.Tensor) -> None:
+    def _stage(self, sites: dict[int, Wanted], site: Site, *parts: torch.Tensor) -> None:
         want = sites.get(site.id)
         if want is not None:
-            want.staged = self._staging.copy(want, parts)
+            self._staged[want] = self._staging.copy(want, parts)
 
 
 def arm(staging: Staging, spans: Sequence[Span], num_rows: int | None = None) -> LiveTap | None:
     """The tap of a step of `num_rows` tokens with these spans, or None when nothing of it is wanted or changed."""
-    wanted: dict[tuple[Key, bool], _Wanted] = {}
     changes = staging.changes.of(spans, num_rows)
-    for span in spans:
-        if span.plan.jobs:
-            _collect(span, wanted)
-    if not wanted and changes is None:
-        return None
-    if not wanted and staging.armed is not None and staging.armed.changes is changes:
-        return staging.armed
+    takes = [take for span in spans if span.plan.jobs for take in _takes(span)]
+    if not takes:
+        if changes is None:
+            return None
+        if staging.armed is not None and staging.armed.changes is changes:
+            return staging.armed
     staging.next_turn()
-    tap = LiveTap(staging, wanted, changes)
-    staging.armed = None if wanted else tap
+    tap = LiveTap(staging, staging.layout(takes), takes, changes)
+    staging.armed = None if takes else tap
     return tap
 
 
-def _collect(span: Span, wanted: dict[tuple[Key, bool], _Wanted]) -> None:
-    skip = max(span.plan.seen - span.start, 0)  # computed again after a preemption: delivered before
-    span.plan.seen = max(span.plan.seen, span.start + len(span.token_ids))
-    tokens = span.token_ids[skip:]
+def _takes(span: Span) -> list[Take]:
+    plan, first_row, start, tokens, prompt_len = span
+    skip = max(plan.seen - start, 0)  # computed again after a preemption: delivered before
+    plan.seen = max(plan.seen, start + len(tokens))
+    if skip:
+        tokens, start, first_row = tokens[skip:], start + skip, first_row + skip
     if not len(tokens):
-        return
-    for job in span.plan.jobs:
-        offsets = job.offsets(span.start + skip, tokens, span.prompt_len)
-        if not len(offsets):
-            continue
-        positions = tuple(int(span.start + skip + offset) for offset in offsets)
-        ids = tuple(int(tokens[offset]) for offset in offsets)
-        prompt_rows = sum(position < span.prompt_len for position in positions)
-        rows = [span.first_row + skip + int(offset) for offset in offsets]
-        for key in job.keys:
-            want = wanted.setdefault((key, job.after), _Wanted(key, job.after))
-            want.shares.append(_Share(span.plan, job, len(want.rows), positions, ids, prompt_rows))
-            want.rows += rows
+        return []
+    found = []
+    for job in plan.jobs:
+        offsets = job.offsets(start, tokens, prompt_len)
+        if len(offsets) and len(job.keys):
+            places = [int(offset) for offset in offsets]
+            positions = tuple(start + place for place in places)
+            ids = tuple(int(tokens[place]) for place in places)
+            prompt_rows = sum(position < prompt_len for position in positions)
+            found.append(Take(plan, job, [first_row + place for place in places], positions, ids, prompt_rows))
+    return found

@@ -21,8 +21,7 @@ from birkhoff.hooks.table import TableRows
 Key = tuple[str, int]  # hook name, layer
 
 
-@dataclass(frozen=True)
-class Rows:
+class Rows(NamedTuple):
     """Rows of one site that one job asked for, in order of position: `tensor` [rows, *row_shape] on the host."""
 
     hook: str

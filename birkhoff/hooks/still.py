@@ -5,13 +5,13 @@ lanes; it is all that a recorded step depends on. Which rows, vectors, features 
 `fill` between replays, so edits come, go and change without recording anything again. When nobody wants anything there
 is no pattern, and a step without any of this is replayed.
 
-A capture is an indexed copy of rows into a staging buffer; spare places repeat a row that nobody is given.
-`StillTap` is made of an armed `LiveTap` and gives it back its rows, so that who asked for them notices no difference.
+A captured site is copied whole into its column of a `Tray`. An output that is only looked at is not even copied at its
+site: the sublayer writes it to a place of its own (`keep`), and `end` takes all of them at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -20,11 +20,15 @@ import torch
 from birkhoff.hooks.changes import Changes, SiteChange
 from birkhoff.hooks.edit import ORDER, Around, Op, Path, SiteEdit
 from birkhoff.hooks.lanes import Laid, Lane, LaneBuffers, lay
-from birkhoff.hooks.live import SENTINEL, LiveTap
+from birkhoff.hooks.live import LiveTap
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
 from birkhoff.hooks.table import gather_add
 from birkhoff.hooks.tap import Reads, together
+from birkhoff.hooks.tray import Kind, Tray
+
+MOST_SHARED = 1 << 27  # bytes of scratch memory
+APART = 512  # bytes: what is kept begins at a multiple, as memory of its own would
 
 Stage = Callable[[torch.Tensor, Around], torch.Tensor]
 
@@ -99,34 +103,96 @@ def _places(changes: Changes, adds: Sequence[tuple[Key, Path]]) -> tuple[int, ..
     return tuple(part.data_ptr() for key, path in adds for part in changes.tables.site((*key, path)))
 
 
+class Scratch:
+    """Memory that the steps of all patterns share: what is in it is written and read within one step."""
+
+    def __init__(self, device: torch.device, most: int = MOST_SHARED):
+        self.most = most
+        self._held = torch.empty(0, dtype=torch.uint8, device=device)
+
+    def take(self, num_bytes: int) -> torch.Tensor | None:
+        """So many bytes, or None where that is too much. Others that were given out stay where they are: graphs were
+        recorded with them."""
+        if not 0 < num_bytes <= self.most:
+            return None
+        if len(self._held) < num_bytes:
+            self._held = self._held.new_empty(1 << (num_bytes - 1).bit_length())
+        return self._held[:num_bytes]
+
+
 class _Capture:
-    """One site's rows in their staging buffer."""
+    """One site on its way into the tray. In a pattern's first step there is none yet, since sizes are learnt there."""
 
-    def __init__(self, rows: int, device: torch.device):
-        self.index = torch.full((rows,), SENTINEL, dtype=torch.long, device=device)
-        self.staged: torch.Tensor | None = None
-        self.rows: list[int] = []
-
-    def fill(self, rows: list[int]) -> None:
-        if rows != self.rows:
-            self.rows = list(rows)
-            self.index.copy_(torch.tensor(rows + [SENTINEL] * (len(self.index) - len(rows))))
+    def __init__(self) -> None:
+        self.first: torch.Tensor | None = None
+        self.column: torch.Tensor | None = None
 
     def take(self, parts: Sequence[torch.Tensor]) -> None:
-        picked = [part.index_select(0, self.index) for part in parts]
-        whole = together(*picked)
-        if self.staged is None:
-            self.staged = torch.empty_like(whole)
-        self.staged.copy_(whole)
+        whole = together(*parts)
+        if self.column is None:
+            self.first = whole.clone()
+        else:
+            self.column.copy_(whole)
+
+    @property
+    def kind(self) -> Kind:
+        assert self.first is not None, "the site was met in the first step"
+        return tuple(self.first.shape[1:]), self.first.dtype
+
+
+class _Kept:
+    """Outputs of one hook that are only looked at, of some layers: in parts [n, p, d] or whole [n, d]."""
+
+    def __init__(self, layers: Sequence[int]):
+        self.layers = list(layers)
+        self.like: torch.Tensor | None = None
+        self._buffer: torch.Tensor | None = None  # [layers, n, (p,) d]
+
+    @property
+    def size(self) -> int:
+        """Bytes of one layer's, and those left free behind."""
+        return 0 if self.like is None else -(-self.like.nbytes // APART) * APART
+
+    def place(self, memory: torch.Tensor) -> None:
+        assert self.like is not None
+        flat = memory.view(self.like.dtype).view(len(self.layers), -1)[:, : self.like.numel()]
+        self._buffer = flat.unflatten(1, self.like.shape)
+
+    def at(self, layer: int, like: torch.Tensor) -> torch.Tensor | None:
+        self.like = like
+        return None if self._buffer is None else self._buffer[self.layers.index(layer)]
+
+    def put(self, hook: str, sites: Collection[tuple[Key, bool]], tray: Tray) -> None:
+        """Into their columns: as many copies as there are runs of layers, as a rule one."""
+        if self._buffer is None:
+            return
+        whole = self._buffer if self._buffer.dim() == 3 else self._buffer.sum(2)
+        for after in (False, True):
+            mine = [place for place, layer in enumerate(self.layers) if ((hook, layer), after) in sites]
+            for first, stop in _runs(mine):
+                columns = [((hook, layer), after) for layer in self.layers[first:stop]]
+                tray.sites(columns).copy_(whole[first:stop].transpose(0, 1))
+
+
+def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+    first = 0
+    for place in range(1, len(numbers) + 1):
+        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
+            yield numbers[first], numbers[place - 1] + 1
+            first = place
 
 
 class StillTap:
     """A pattern's operations and buffers, for steps of `rows` tokens."""
 
-    def __init__(self, wishes: Wishes, changes: Changes | None, rows: int, device: torch.device):
+    def __init__(
+        self, wishes: Wishes, changes: Changes | None, rows: int, device: torch.device, scratch: Scratch | None = None
+    ):
         pattern = wishes.pattern
         self.pattern, self._rows, self._device = pattern, rows, device
-        self._captures = {wanted: _Capture(rows, device) for wanted in pattern.captures}
+        self.tray: Tray | None = None
+        self._scratch = scratch or Scratch(device)
+        self._captures = {wanted: _Capture() for wanted in pattern.captures}
         self._token_rows = torch.zeros(pattern.token_lanes, rows, dtype=torch.long, device=device)
         self._lanes = {(key, lane): LaneBuffers(lane, rows, device) for key, lane in pattern.lanes}
         self._splices: dict[tuple[Key, Spliced], StillSplice] = {
@@ -138,12 +204,14 @@ class StillTap:
         self._written = _Written()
         wanted = {key for key, _ in pattern.captures}
         changed = {key for key, _ in (*pattern.adds, *pattern.lanes, *pattern.splices)}
+        looked_at = sorted(wanted - changed)
+        self._kept = {hook: _Kept([layer for name, layer in looked_at if name == hook]) for hook, _ in looked_at}
         for key in sorted(wanted | changed):
             self._layer(key[1]).add(BY_NAME[key[0]], self._site(key))
 
     def _layer(self, layer: int) -> _StillLayer:
         if layer not in self._layers:
-            self._layers[layer] = _StillLayer(self._written)
+            self._layers[layer] = _StillLayer(self._written, layer)
         return self._layers[layer]
 
     def _site(self, key: Key) -> _StillSite:
@@ -155,6 +223,7 @@ class StillTap:
             self._captures.get((key, True)),
             {left_out: self._stages(key, left_out) for left_out in ("none", "carry", "read")},
             paths,
+            self._kept.get(key[0]) if not paths else None,
         )
 
     def _stages(self, key: Key, left_out: str) -> list[Stage]:
@@ -179,9 +248,7 @@ class StillTap:
         return gather_add(x, self._token_rows[:, : len(x)], sites)
 
     def fill(self, tap: LiveTap, wishes: Wishes) -> None:
-        """Write what the coming step wants; nothing when it is what the last one wanted."""
-        for want in tap.wanted:
-            self._captures[want.key, want.after].fill(want.rows)
+        """Write what the coming step changes; nothing when it is what the last one changed."""
         changes = tap.changes
         if changes is None or changes is self._filled:
             return
@@ -199,14 +266,38 @@ class StillTap:
         for (key, spliced), users in wishes.uses.items():
             self._splices[key, spliced].fill(users)
 
-    def staged(self, key: Key, after: bool) -> torch.Tensor:
-        """What the last step left of a site, the wanted rows first."""
-        held = self._captures[key, after].staged
-        assert held is not None, "a step has run"
-        return held
+    def end(self) -> None:
+        """Behind the last site of a step: everything captured is in the tray."""
+        if self.tray is None and self._captures:
+            self._lay_out()
+        elif self.tray is not None:
+            for hook, kept in self._kept.items():
+                kept.put(hook, self._captures, self.tray)
+
+    def _lay_out(self) -> None:
+        """The first step has shown what sites hold. Columns of one hook lie together, those put at once in a row."""
+
+        def order(site: tuple[Key, bool]) -> tuple:
+            (hook, layer), after = site
+            kept = self._kept.get(hook)
+            return hook, after, kept is None or layer not in kept.layers, layer
+
+        self.tray = Tray(
+            self._rows, {site: self._captures[site].kind for site in sorted(self._captures, key=order)}, self._device
+        )
+        for site, capture in self._captures.items():
+            capture.column = self.tray.site(site)
+            capture.take([capture.first])  # type: ignore[list-item]
+            capture.first = None
+        sizes = {hook: len(kept.layers) * kept.size for hook, kept in self._kept.items()}
+        memory = self._scratch.take(sum(sizes.values()))
+        if memory is not None:  # else every output is copied at its site
+            for kept, part in zip(self._kept.values(), memory.split([*sizes.values()])):
+                if len(part):
+                    kept.place(part)
 
     def at(self, layer: int) -> _StillLayer:
-        return self._layers.get(layer) or _StillLayer(self._written)
+        return self._layers.get(layer) or _StillLayer(self._written, layer)
 
 
 class _Written:
@@ -221,6 +312,7 @@ class _StillSite(NamedTuple):
     after: _Capture | None
     stages: Mapping[str, list[Stage]]  # by the path that is left out
     paths: set[Path]
+    kept: _Kept | None  # where nothing is changed
 
     def run(self, left_out: str, x: torch.Tensor, around: Around) -> torch.Tensor:
         for stage in self.stages[left_out]:
@@ -231,8 +323,8 @@ class _StillSite(NamedTuple):
 class _StillLayer:
     """The tap of one layer."""
 
-    def __init__(self, written: _Written):
-        self._written = written
+    def __init__(self, written: _Written, layer: int):
+        self._written, self._number = written, layer
         self._sites: dict[int, _StillSite] = {}
 
     def add(self, site: Site, what: _StillSite) -> None:
@@ -241,6 +333,11 @@ class _StillLayer:
     def live(self, site: Site) -> bool:
         """Whether anything happens at a site: where fused launches have to be taken apart."""
         return site.id in self._sites
+
+    def keep(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
+        """A place for an output like this one, which is then captured without another word; None: there is none."""
+        found = self._sites.get(site.id)
+        return None if found is None or found.kept is None else found.kept.at(self._number, like)
 
     def at(self, layer: int) -> _StillLayer:
         return self

@@ -1,8 +1,9 @@
 """Where a decoding step on a GPU puts what it computes: fixed buffers, made once for a number of rows and a context.
 
 Everything a captured graph touches beside weights and state is here. Token ids, positions and slots are written by the
-host between steps; all else is overwritten by every step. Kernels that multiply in float16 get their inputs in that
-form too (`halves`); the experts' inputs also in the order in which FP4 codes leave their words (`x_mixed`).
+host between steps, in one copy (`given`); all else is overwritten by every step. Kernels that multiply in float16 get
+their inputs in that form too (`halves`); the experts' inputs also in the order in which FP4 codes leave their words
+(`x_mixed`).
 """
 
 from __future__ import annotations
@@ -49,9 +50,8 @@ class Desk:
         self.shares = {ratio: shares_of(rows, h, reach[ratio], processors) for ratio in ratios}
         most = rows * max(shares for shares, _ in self.shares.values()) * h
 
-        self.token_ids, self.positions, self.slots = (
-            torch.zeros(rows, dtype=torch.long, device=device) for _ in range(3)
-        )
+        self.given = torch.zeros(3, max(rows, 2), dtype=torch.long, device=device)  # each row begins at 16 bytes
+        self.token_ids, self.positions, self.slots = self.given[:, :rows]
         self.streams, self.parts = make(rows, 4, d, dtype=dtype), make(rows, slices(rows, d)[1], padded(COUNT))
         self.pre, self.post, self.mix = make(rows, 4), make(rows, 4), make(rows, 4, 4)
         self.cos, self.sin = make(rows, 4, phases), make(rows, 4, phases)

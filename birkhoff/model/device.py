@@ -186,9 +186,13 @@ class Decoder:
         mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, head.fn, desk.parts)
         mhc.read_streams(desk.parts, desk.streams, head.base, head.scale, norm, *how, desk.x, desk.pre)
         kernels.product([self.head], (desk.x, desk.x), desk.logits)
+        self.count_reads(desk)
+        return desk.logits
+
+    def count_reads(self, desk: Desk) -> None:
+        """Tell the store of experts which of them this step has read."""
         for first, stop, layer in self._counted:
             self.store.count(desk.ids[first:stop], layer)  # type: ignore[union-attr]
-        return desk.logits
 
     def _phases(self, desk: Desk) -> None:
         """Angles by a token's position in sliding and in compressed layers, and by the first of the 4 and of the 128

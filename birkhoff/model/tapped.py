@@ -35,9 +35,17 @@ class WiredTap(Tap, Protocol):
 
     def live(self, site: Site) -> bool: ...
 
+    def keep(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
+        """Where to write an output that is only looked at, so that it need not be copied; None: anywhere."""
+        ...
+
 
 class WiredTaps(Protocol):
     def at(self, layer: int) -> WiredTap: ...
+
+    def end(self) -> None:
+        """All sites of the step were met."""
+        ...
 
 
 def tapped_step(decoder: Decoder, desk: Desk, taps: WiredTaps) -> torch.Tensor:
@@ -60,11 +68,12 @@ def tapped_step(decoder: Decoder, desk: Desk, taps: WiredTaps) -> torch.Tensor:
             tap.see(post, desk.post)
             tap.see(mix, desk.mix)
             _input(tap, entering, reading, w.norms[sublayer], c.rms_norm_eps)
+            kept = tap.keep(leaving, desk.y if sublayer else desk.attended)
             if sublayer:
-                made = decoder._experts(w, desk, desk.ids[number], tap)
+                made = decoder._experts(w, _with(desk, y=kept), desk.ids[number], tap)
             else:
-                made = decoder._attention(w, decoder.state.layers[number], desk)
-            y = _output(tap, leaving, made, decoder.dtype)
+                made = decoder._attention(w, decoder.state.layers[number], _with(desk, attended=kept))
+            y = made if kept is not None else _output(tap, leaving, made, decoder.dtype)
             mode = mhc.KEEP
     tap = taps.at(len(decoder.layers) - 1)
     head = model.hc_head
@@ -75,9 +84,20 @@ def tapped_step(decoder: Decoder, desk: Desk, taps: WiredTaps) -> torch.Tensor:
     tap.see(sites.MHC_HEAD_MIX, desk.pre)
     _input(tap, sites.FINAL_HIDDEN, reading, norm, c.rms_norm_eps)
     kernels.product([decoder.head], (desk.x, desk.x), desk.logits)
-    if decoder.store is not None:
-        decoder.store.count(desk.ids)
+    decoder.count_reads(desk)
+    taps.end()
     return desk.logits
+
+
+def _with(desk: Desk, **places: torch.Tensor | None) -> Desk:
+    """The desk, with another place for some of what is computed."""
+    given = {name: tensor for name, tensor in places.items() if tensor is not None}
+    if not given:
+        return desk
+    other = copy(desk)
+    for name, tensor in given.items():
+        setattr(other, name, tensor)
+    return other
 
 
 def _part(tap: WiredTap, site: Site, desk: Desk, fn: torch.Tensor, reads: Reads) -> Desk:

@@ -6,6 +6,8 @@ what `tests/hooks/test_still.py` asks of the taps.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 
@@ -21,11 +23,13 @@ from birkhoff.hooks.table import TableRows, Tables
 from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.device import Decoder
 from birkhoff.model.state import State
+from birkhoff.model.tapped import tapped_step
 from tests.hooks.test_still import Wish
 from tests.hooks.test_table import Everywhere, vector
 from tests.interpreter import DEVICE, packed_model
 from tests.model.test_many import with_kernels
 from tests.models import variant
+from tests.operations import Issued
 
 SHORT = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_layers=0)
 LAYERS, D, M = 2, SHORT.hidden_size, SHORT.hc_mult
@@ -164,3 +168,115 @@ def test_an_engine_steers_and_captures_on_the_way_of_graphs(model):
         rows, true = torch.cat(my_jobs[1].got[key]), torch.cat(expected)
         assert rows.shape == true.shape and len(true) == 4, key
         assert (rows.float() - true.float()).abs().max() < 5e-4, key
+
+
+@torch.no_grad()
+def test_a_steady_step_writes_nothing_and_asks_no_more_of_the_host_than_a_bare_one(model):
+    """Beside what is recorded: token ids, positions and slots in one copy, logits and streams handed out. Captured rows
+    are one copy more, which is not an operation of PyTorch's on a host."""
+    graphs, tables, staging = made(model), Tables(DEVICE), Staging(DEVICE)
+    wanted = plans(tables, 1, site_widths(graphs.decoder))
+    asked = []
+    for step in range(3):
+        spans = [Span(plan, row, 4 + step, [TOKENS[row]], 0) for row, plan in enumerate(wanted)]
+        at = [4 + step] * len(spans)
+        with Issued() as whole:
+            tap = arm(staging, spans, len(spans))
+            graphs.step(TOKENS, at, SLOTS, tap, graphs.sorted_out(tap))
+        asked.append(Counter(whole.names))
+        tap.deliver()
+    held = graphs.last_watched
+    assert held is not None and len(held.cut_for(tap.layout).copies) == 1
+    with Issued() as recorded:
+        tapped_step(graphs.decoder, graphs._find(3, 8)[0], held.tap)
+    steady = asked[2] - Counter(recorded.names)
+    assert asked[1] == asked[2] and (asked[0] - asked[2]).total() > 30, "the first of them had something to write"
+    with Issued() as whole:
+        graphs.step(TOKENS, at, SLOTS)
+    with Issued() as recorded:
+        graphs.decoder.step(graphs._find(3, 8)[0])
+    bare = Counter(whole.names) - Counter(recorded.names)
+    assert steady == bare and bare["copy_"] == 1 and bare["clone"] == 2 and bare.total() <= 6, (steady, bare)
+
+
+class Numbered(Wish):
+    """A job that remembers whose rows it was given; at the end, how many of them there were."""
+
+    def __init__(self, keys):
+        super().__init__(keys)
+        self.positions, self.at_the_end = [], None
+
+    def deliver(self, rows):
+        super().deliver(rows)
+        if (rows.hook, rows.layer) == self.keys[0]:
+            self.positions += rows.positions
+
+    def close(self, finish_reason, num_tokens):
+        self.at_the_end = (finish_reason, len(self.positions))
+
+
+class Trouble:
+    """A form that allows everything, until it fails once."""
+
+    def __init__(self, after, error):
+        self.left, self.error = after, error
+
+    def allowed(self, output_ids, vocab_size):
+        self.left -= 1
+        if self.left == -1:
+            raise self.error
+        return torch.ones(vocab_size, dtype=torch.bool)
+
+
+def watched_request(core, tokens, mask=None):
+    job = Numbered([("mlp_out", 0), ("mhc_streams_final", 1)])
+    options = SamplingOptions(temperature=0, max_tokens=tokens, ignore_eos=True)
+    request = Request((5, 9), options, tokens, seed=0, plan=Plan(jobs=(job,)), mask=mask)
+    core.submit(request)
+    return request, job
+
+
+def small_core(model):
+    return EngineCore(with_kernels(model, "triton"), max_requests=3, max_context=128, num_pages=4, device=DEVICE)
+
+
+def test_rows_are_handed_over_while_the_next_step_runs_and_all_of_them_before_a_request_ends(model):
+    core = small_core(model)
+    _, job = watched_request(core, 5)
+    left, other = watched_request(core, 9)
+    core.step()  # prompts, which are not replayed
+    assert job.positions == other.positions == [0, 1]
+    core.step()
+    assert job.positions == [0, 1], "the row of this step is on its way"
+    core.step()
+    assert job.positions == other.positions == [0, 1, 2]
+    core.cancel(left)
+    assert other.positions == [0, 1, 2, 3] and other.at_the_end == ("cancelled", 4)
+    while core.step():
+        pass
+    assert job.positions == [0, 1, 2, 3, 4, 5] and job.at_the_end == ("length", 6)
+    assert [len(rows) for rows in job.got.values()] == [5, 5], "the prompt came in one piece"
+    core.close()
+    assert core.runner._owed == [] or all(request.settle is None for request in core.runner._owed)
+
+
+@pytest.mark.parametrize("error", [ValueError("a broken form"), KeyboardInterrupt()], ids=["fails", "interrupted"])
+def test_no_row_is_lost_or_given_twice_when_a_step_goes_wrong(model, error):
+    core = small_core(model)
+    request, job = watched_request(core, 6, Trouble(3, error))
+    _, beside = watched_request(core, 6)
+    interrupted = 0
+    while not request.done:
+        try:
+            core.step()
+        except KeyboardInterrupt:
+            interrupted += 1
+    while core.step():
+        pass
+    if interrupted:
+        assert job.positions == beside.positions == [0, 1, 2, 3, 4, 5, 6]
+        assert job.at_the_end == beside.at_the_end == ("length", 7)
+    else:
+        assert job.positions == [0, 1, 2, 3, 4] and job.at_the_end == ("error", 5), "with that of the step that failed"
+        assert beside.at_the_end == ("error", 5)
+    core.close()

@@ -8,8 +8,9 @@
     features        sixteen clamped features of a dictionary for every row
     reconstruction  rows replaced by what a dictionary makes of them, beside the two products that takes
 
-Steps are timed from the host, as a server runs them: arming, replay, captured rows on the host, the greedy choice read.
-`sites.py` asks whether the rows are right. All but the count of kernels runs on a CPU too.
+Steps are timed from the host, as a server runs them: arming, launching, handing out the rows that the step before has
+captured, reading the greedy choice. Reconstruction is timed on the device alone, where there is one. `sites.py` asks
+whether the rows are right. All but the count of kernels runs on a CPU too.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from birkhoff.api.steering import SteeringDesk
 from birkhoff.bench.report import significant, summary
 from birkhoff.bench.sites import Taken
 from birkhoff.engine.graphs import Graphs
-from birkhoff.hooks.live import Staging, arm
+from birkhoff.hooks.live import LiveTap, Staging, arm
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.schema import build_hook_schema
 from birkhoff.hooks.table import Tables
 from birkhoff.model.transformer import Transformer
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.edits import SaeReconstruct, SaeSet
+from birkhoff.sae.encode import Held
 from birkhoff.steering.edits import Add
 
 Row = dict[str, Any]
@@ -57,10 +59,10 @@ class Contenders:
         g = torch.Generator().manual_seed(1)
         self.vectors = torch.randn(batch, self.schema[HOOK].width, generator=g) * 0.01
         weights = torch.randn(2, features, c.hidden_size, generator=g) / c.hidden_size**0.5
-        self.sae = Sae(weights[0], torch.full((features,), -1.0), weights[1], torch.zeros(c.hidden_size), hook=OUT,
-                       layer=self.middle)  # fmt: skip
-        self.saes.attach("some", self.sae, "delta", list(range(SET)))
-        self.saes.attach("full", self.sae, "full")
+        sae = Sae(weights[0], torch.full((features,), -1.0), weights[1], torch.zeros(c.hidden_size), hook=OUT,
+                  layer=self.middle)  # fmt: skip
+        self.saes.attach("some", sae, "delta", list(range(SET)))
+        self.held = self.saes.attach("full", sae, "full").module.hosts[OUT, self.middle].held
 
     def plans(self, name: str, room: int) -> list[Plan] | None:
         """One for each row; None for nobody's."""
@@ -92,28 +94,39 @@ class Contenders:
         return plan
 
 
-def steps_of(graphs: Graphs, plans: list[Plan] | None, batch: int, start: int, count: int) -> tuple[list[float], bool]:
-    """Milliseconds of each step, and whether all of them went the way of graphs."""
-    staging, device = Staging(graphs.decoder.state.device), graphs.decoder.state.device
-    spent, all_replayed = [], True
-    tokens = [1 + row for row in range(batch)]
-    for step in range(count):
-        if device.type == "cuda":
+class Steps:
+    """Steps of a batch as `engine.runner` runs them, with what it keeps between them. `plans`: one for each row."""
+
+    def __init__(self, graphs: Graphs, plans: list[Plan] | None, batch: int):
+        self.graphs, self.plans, self.batch = graphs, plans, batch
+        self.device = graphs.decoder.state.device
+        self.all_replayed = True
+        self._staging = Staging(self.device)
+        self._tokens = [1 + row for row in range(batch)]
+        self._owed: LiveTap | None = None
+
+    def step(self, at: int) -> float:
+        """Milliseconds of a step whose tokens stand at position `at`."""
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
-        at = start + step
         tap = None
-        if plans is not None:
-            spans = [Span(plan, row, at, [tokens[row]], 1) for row, plan in enumerate(plans) if not plan.rests]
-            tap = arm(staging, spans, batch) if spans else None
-        wishes = None if tap is None else graphs.sorted_out(tap)
-        all_replayed &= tap is None or wishes is not None
-        logits, _ = graphs.step(tokens, [at] * batch, list(range(batch)), tap, wishes)
-        if tap is not None:
-            tap.deliver()
-        tokens = logits.argmax(-1).tolist()
-        spent.append((time.perf_counter() - began) * 1e3)
-    return spent, all_replayed
+        if self.plans is not None:
+            spans = [Span(p, row, at, [self._tokens[row]], 1) for row, p in enumerate(self.plans) if not p.rests]
+            tap = arm(self._staging, spans, self.batch) if spans else None
+        wishes = None if tap is None else self.graphs.sorted_out(tap)
+        self.all_replayed &= tap is None or wishes is not None
+        logits, _ = self.graphs.step(self._tokens, [at] * self.batch, list(range(self.batch)), tap, wishes)
+        self.hand_over()
+        self._owed = tap
+        self._tokens = logits.argmax(-1).tolist()
+        return (time.perf_counter() - began) * 1e3
+
+    def hand_over(self) -> None:
+        """What is still owed of the last step."""
+        if self._owed is not None:
+            self._owed.deliver()
+        self._owed = None
 
 
 @torch.inference_mode()
@@ -122,45 +135,62 @@ def cost_rows(
 ) -> Iterator[Row]:
     """One row a contender, in turns with the step that nobody looks at."""
     contenders = Contenders(graphs.decoder.model, batch, features)
-    steps_of(graphs, None, batch, start, warm)
+    bare = Steps(graphs, None, batch)
+    for step in range(warm):
+        bare.step(start + step)
     for name in names:
         plans = contenders.plans(name, start + 2 * steps + warm)
-        steps_of(graphs, plans, batch, start, warm)  # launched, then recorded
+        watched = Steps(graphs, plans, batch)
+        for step in range(warm):  # launched, then recorded
+            watched.step(start + step)
         own, off = [], []
-        all_replayed = True
-        for turn in range(steps):
-            first = start + warm + turn
-            off += steps_of(graphs, None, batch, first, 1)[0]
-            ms, replayed = steps_of(graphs, plans, batch, first, 1)
-            own += ms
-            all_replayed &= replayed
+        for turn in range(start + warm, start + warm + steps):
+            off.append(bare.step(turn))
+            own.append(watched.step(turn))
+        watched.hand_over()
         ratio = summary([one / other for one, other in zip(own, off)])
         row: Row = {"kind": "taps", "contender": name, "batch": batch, "ms": summary(own), "ms_off": summary(off),
-                    "times_off": ratio, "replayed": all_replayed}  # fmt: skip
+                    "times_off": ratio, "replayed": watched.all_replayed}  # fmt: skip
         if name in BARS:
-            row |= {"at_most": BARS[name], "passed": all_replayed and ratio["median"] <= BARS[name] + NOISE}
+            row |= {"at_most": BARS[name], "passed": watched.all_replayed and ratio["median"] <= BARS[name] + NOISE}
         else:
-            row |= reconstruction(contenders.sae, batch, graphs.decoder.state.device, row)
+            row |= reconstruction(contenders.held, graphs, batch, start + warm + steps, row)
         yield row
         for plan in plans or ():
             plan.release()
 
 
-def reconstruction(sae: Sae, rows: int, device: torch.device, row: Row) -> Row:
+def reconstruction(held: Held, graphs: Graphs, rows: int, length: int, row: Row) -> Row:
     """The two products alone, and how many times their time the spliced step takes beyond the bare one."""
-    encoder, decoder = sae.encoder.to(device), sae.decoder.to(device)
-    x = torch.randn(rows, encoder.shape[1], device=device)
+    device = graphs.decoder.state.device
+    x = torch.randn(rows, held.encoder.shape[1], device=device)
+    products = summary(milliseconds(lambda: torch.mm(torch.mm(x, held.encoder.T), held.decoder), device))
+    own, off = row["ms"], row["ms_off"]
+    last, (_, graph) = graphs.last_watched, graphs._find(rows, length)
+    if last is not None and last.graph is not None and graph is not None:
+        own, off = (summary(milliseconds(one.replay, device)) for one in (last.graph, graph))
+    times = (own["median"] - off["median"]) / products["median"]
+    return {"features": len(held.encoder), "products_ms": products, "device_ms": own, "device_ms_off": off,
+            "times_products": significant(times), "at_most": PRODUCTS_BAR,
+            "passed": row["replayed"] and times <= PRODUCTS_BAR}  # fmt: skip
+
+
+def milliseconds(call: Callable[[], Any], device: torch.device, count: int = 20, warm: int = 4) -> list[float]:
+    """Of each of many calls one after the other: on a GPU by its own clock, so that what the host does is hidden."""
     spent = []
-    for _ in range(12):
-        began = time.perf_counter()
-        torch.mm(torch.mm(x, encoder.T), decoder)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        spent.append((time.perf_counter() - began) * 1e3)
-    products = summary(spent[2:])
-    times = (row["ms"]["median"] - row["ms_off"]["median"]) / products["median"]
-    return {"features": len(encoder), "products_ms": products, "times_products": significant(times),
-            "at_most": PRODUCTS_BAR, "passed": row["replayed"] and times <= PRODUCTS_BAR}  # fmt: skip
+    if device.type != "cuda":
+        for _ in range(warm + count):
+            began = time.perf_counter()
+            call()
+            spent.append((time.perf_counter() - began) * 1e3)
+        return spent[warm:]
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(warm + count + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
+        call()
+        mark.record()
+    torch.cuda.synchronize()
+    return [one.elapsed_time(other) for one, other in zip(marks[warm:], marks[warm + 1 :])]
 
 
 def kernel_row(graphs: Graphs, batch: int, start: int) -> Row:

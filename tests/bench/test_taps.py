@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from birkhoff.bench.synthetic import random_on_device
-from birkhoff.bench.taps import NAMES, cost_rows
+from birkhoff.bench.taps import NAMES, Contenders, Steps, cost_rows
 from birkhoff.engine.graphs import Graphs
 from birkhoff.model.device import Decoder
 from birkhoff.model.state import State
@@ -16,10 +16,26 @@ from tests.sizes import FULL
 SHORT = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0)
 
 
-def test_every_contender_is_replayed():
+def made() -> Graphs:
     model = random_on_device(SHORT, DEVICE, dtype=torch.float32, kernels="triton")
-    state = State.contiguous(SHORT, 2, 128, device=DEVICE)
-    graphs = Graphs(Decoder(model, state, fast=False), 1, 128)
+    return Graphs(Decoder(model, State.contiguous(SHORT, 2, 128, device=DEVICE), fast=False), 1, 128)
+
+
+@torch.inference_mode()
+def test_steps_are_measured_as_an_engine_runs_them():
+    """Rows are handed out one step later, and what a step leaves for the next one is not made again."""
+    steps = Steps(graphs := made(), Contenders(graphs.decoder.model, 1, 24).plans("outputs", 100), 1)
+    layouts, taken = [], steps.plans[0].jobs[0].got
+    for at in range(2, 5):
+        assert steps.step(at) > 0
+        layouts.append(steps._owed.layout)
+        assert [len(rows) for rows in taken.values()] == ([at - 2] * 2 if at > 2 else [])
+    steps.hand_over()
+    assert [len(rows) for rows in taken.values()] == [3, 3] and len(set(map(id, layouts))) == 1 and steps.all_replayed
+
+
+def test_every_contender_is_replayed():
+    graphs = made()
     names = NAMES if FULL else ("idle", "vectors", "reconstruction")
     rows = list(cost_rows(graphs, batch=1, start=2, steps=1, features=24, warm=1, names=names))
     assert [row["contender"] for row in rows] == list(names)

@@ -2,7 +2,8 @@
 
 A step copies every captured site into its column of the tray, for all rows: no index, no shape that depends on who
 asked. Which rows leave, and whose they are, is cut afterwards (`Cut`), once for as long as the same jobs want the same
-rows: a few long copies to the host, and for each job one block of memory of its own, seen as the rows of its sites.
+rows: a few long copies to the host, and for each job memory of its own, seen as the rows of its sites. That memory is
+made for several steps at once: touching new pages is most of what handing out rows costs, and large pages are fewer.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Site = tuple[Key, bool]  # before or after the edits
 Kind = tuple[tuple[int, ...], torch.dtype]  # of one row
 ALIGNED = 16
 GAP = 1 << 18  # bytes that nobody wants and that are cheaper to copy along than a second copy is to begin
+STEPS, MOST_ROOM = 16, 1 << 24  # a job's memory is made for so many steps, but not for more than so many bytes
 
 
 class Column(NamedTuple):
@@ -92,6 +94,7 @@ class Cut:
         self.num_bytes = self._size()
         self.shares = [Share(tuple(self._landed(*run) for run in mine), tuple(_columns(tray, sites)))
                        for mine, (_, sites) in zip(runs, own)]  # fmt: skip
+        self._rooms = [_Room(sum(stop - first for first, stop in mine)) for mine in runs]
 
     def _size(self) -> int:
         return self.copies[-1][2] + self.copies[-1][1] - self.copies[-1][0] if self.copies else 0
@@ -104,13 +107,30 @@ class Cut:
         """The rows of one job out of the bytes that came, in memory of its own. NumPy copies: PyTorch would wake its
         threads for it, and wait for them where they find no core free."""
         runs, parts = self.shares[number]
-        pieces = [host[first:stop] for first, stop in runs]
-        block = torch.from_numpy(pieces[0].copy() if len(pieces) == 1 else np.concatenate(pieces))
+        memory = self._rooms[number].take()
+        to = 0
+        for first, stop in runs:
+            memory[to : to + stop - first] = host[first:stop]
+            to += stop - first
+        block = torch.from_numpy(memory)
         for keys, first, stop, column in parts:
             shape, dtype = column.kind
             rows = block[first:stop].view(dtype).view(len(keys), 1, -1)
             rows = rows[..., : column.items] if rows.shape[-1] != column.items else rows
             yield from zip(keys, rows.unflatten(-1, shape).unbind())
+
+
+class _Room:
+    """Memory for one job's rows, a piece a step. A piece that was given away is never given again."""
+
+    def __init__(self, size: int):
+        self._size, self._left = size, np.empty(0, np.uint8)
+
+    def take(self) -> np.ndarray:
+        if len(self._left) < self._size:
+            self._left = np.empty(max(self._size, min(STEPS * self._size, MOST_ROOM)), np.uint8)
+        piece, self._left = self._left[: self._size], self._left[self._size :]
+        return piece
 
 
 def _runs(tray: Tray, sites: Sequence[Site]) -> list[tuple[int, int]]:

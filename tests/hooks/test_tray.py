@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from birkhoff.engine.exit import Exit
-from birkhoff.hooks.tray import ALIGNED, GAP, Cut, Tray
+from birkhoff.hooks.tray import ALIGNED, GAP, STEPS, Cut, Tray
 
 ROWS = 5
 KINDS = [((6,), torch.bfloat16), ((4, 6), torch.bfloat16), ((4,), torch.float32), ((3, 2), torch.float32)]
@@ -75,3 +75,16 @@ def test_page_locked_memory_goes_back_when_everybody_has_his_rows():
     assert way_out._free == []
     first(1)
     assert way_out.take(tray, cut)._buffer is first._buffer
+
+
+def test_what_was_handed_out_stays_as_it_is_while_more_comes():
+    site = (("a", 0), False)
+    tray, _ = filled({site: KINDS[1]})
+    cut, way_out = Cut(tray, [(2, [site])]), Exit()
+    given_out, true = [], []
+    for step in range(2 * STEPS + 1):
+        tray.site(site).fill_(step)
+        ((_, rows),) = way_out.take(tray, cut)(0)
+        given_out.append(rows)
+        true.append(torch.full((1, 4, 6), float(step)))
+    assert torch.equal(torch.cat(given_out).float(), torch.cat(true))

@@ -59,6 +59,26 @@ def seconds(call, times: int) -> list[float]:
     return spans
 
 
+def graph_us(calls: Sequence[Callable[[], Any]], times: int = 15) -> float:
+    """Median microseconds of one of `calls`, captured together and replayed."""
+
+    def launches() -> None:
+        for call in calls:
+            call()
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        launches()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launches()
+    graph.replay()
+    spans = sorted(seconds(graph.replay, times))
+    return spans[len(spans) // 2] * 1e6 / len(calls)
+
+
 @torch.inference_mode()
 def agreement(config: V4Config, device: torch.device, lengths: Sequence[int], steps: int, fast: bool) -> Row:
     """Prompts of `lengths` tokens read plainly, then `steps` tokens by the decoder and by the plain path."""

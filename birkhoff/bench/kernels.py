@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from birkhoff.bench.decode import device_facts, reading_speed, seconds
+from birkhoff.bench.decode import device_facts, graph_us, reading_speed
 from birkhoff.bench.many import CHUNKS, bench_many
 from birkhoff.bench.report import significant
 from birkhoff.bench.synthetic import filled_state, random_on_device
@@ -34,26 +34,6 @@ Row = dict[str, Any]
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 4096, 8192)
 COMPILED = (1, 8, 512)
 ITERS, EPS = 20, 1e-6
-
-
-def graph_us(calls: Sequence[Callable[[], Any]], times: int = 15) -> float:
-    """Median microseconds of one of `calls`, captured together and replayed."""
-
-    def launches() -> None:
-        for call in calls:
-            call()
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        launches()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launches()
-    graph.replay()
-    spans = sorted(seconds(graph.replay, times))
-    return spans[len(spans) // 2] * 1e6 / len(calls)
 
 
 class Boundary:

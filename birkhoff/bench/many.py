@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from birkhoff.bench.decode import seconds
+from birkhoff.bench.decode import graph_us, seconds
 from birkhoff.bench.report import significant
 from birkhoff.config import V4Config
 from birkhoff.kernels.attend import Picked
@@ -174,6 +174,9 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
         what = {"kind": "many", "kernel": "streams", "tokens": count, "hidden": width}
         others = [({"rows_at_once": rows}, partial(in_pieces, rows)) for rows in (512, 1024, 2048)]
         row = meter.row(what, boundary, 2.0 * count * 24 * 4 * width, moved, error, 5e-3, others)
+        us = graph_us([boundary] * 4)  # as in a chunk, where launches are waiting; row has them one by one
+        row |= {"us_launched": row["us"], "us": significant(us),
+                "share_of_reading_speed": significant(moved / meter.reading / (us * 1e-6))}  # fmt: skip
         if count == 8192:
             row |= {"at_most_us": BOUNDARY_US, "passed": row["passed"] and row["us"] <= BOUNDARY_US}
         yield row

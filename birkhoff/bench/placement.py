@@ -36,6 +36,7 @@ from birkhoff.weights.memory import parse_bytes
 Row = dict[str, Any]
 SKEW = 0.12  # of a score's unit per logarithm of rank; scores of random weights spread over about 0.25
 LEAST_SHARE = 0.6  # of the limit
+ROOM = 256  # steps that a state has room for
 
 
 def share_of(wish: str, config: V4Config) -> float:
@@ -82,16 +83,23 @@ class Steps:
     """Steps of one desk: a captured graph on a GPU, plain launches elsewhere."""
 
     def __init__(self, decoder: Decoder, batch: int, context: int):
-        self.decoder, self.desk = decoder, decoder.desk(batch, context + 256)
+        self.decoder, self.desk = decoder, decoder.desk(batch, context + ROOM)
         self.cuda = decoder.state.device.type == "cuda"
         tokens = torch.randint(decoder.config.vocab_size, (batch,)).tolist()
         place(self.desk, tokens, [context] * batch)
         self.one: Callable[[], None] = lambda: advance(decoder, self.desk)
         if self.cuda:
             self.one = captured(decoder, self.desk, advance).replay
+        self.context = context
         place(self.desk, tokens, [context] * batch)
 
+    def _behind(self, count: int) -> None:
+        """Stand behind `context` tokens again: there is room for so many steps only."""
+        assert count <= ROOM
+        self.desk.positions.fill_(self.context)
+
     def milliseconds(self, count: int) -> list[float]:
+        self._behind(count)
         if self.cuda:
             return [1e3 * span for span in seconds(self.one, count)]
         spans = []
@@ -106,7 +114,9 @@ class Steps:
         store = self.decoder.store
         assert store is not None
         before = store.counts.cpu().clone()
-        for _ in range(count):
+        for step in range(count):
+            if step % ROOM == 0:
+                self._behind(min(ROOM, count - step))
             self.one()
         return store.counts.cpu() - before
 

@@ -90,6 +90,7 @@ class LayerWeights:
         self.shared_open, self.shared_close = _codes(m.shared_experts.open), _codes(m.shared_experts.w2)
         self.experts = addresses(m)
         self.offsets = [scale_offset(torch.tensor(span)) for span in spans(m.experts)]
+        self.far = None if m.experts.store is None else m.experts.store.far()
         self.held = m.experts  # the addresses above stay valid as long as this lives
 
 

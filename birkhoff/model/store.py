@@ -252,6 +252,11 @@ class ExpertStore:
 
     # The table
 
+    def far(self) -> tuple[int, int] | None:
+        """Addresses from .. to of experts that lie in host memory; None if none can."""
+        first = self.host_runs.data_ptr()
+        return (first, first + self.host_runs.nbytes) if self.host_runs.numel() else None
+
     def count(self, ids: torch.Tensor, layer: int = 0) -> None:
         """One more read for every expert that occurs in `ids` [l, n, k], the choices of layers `layer`, ...: a step
         reads an expert once, however many tokens chose it. Fixed operations, so that a graph can hold them."""

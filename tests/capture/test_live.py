@@ -88,7 +88,8 @@ def test_t_cap_6_captured_rows_equal_the_reference_forward(which, model, fast_mo
     for key, rows in acts.items():
         assert rows.positions == tuple(range(len(run))) and rows.token_ids == tuple(run)
         assert rows.tensor.shape == expected[key].shape
-        assert (rows.tensor - expected[key]).abs().max() < 1e-4, key
+        size = expected[key].abs().max().clamp_min(10.0)  # streams grow to some twenty
+        assert (rows.tensor - expected[key]).abs().max() < 1e-5 * size, key
 
 
 @pytest.mark.parametrize("which", ["plain", "compiled"])

@@ -21,11 +21,12 @@ from birkhoff.kernels.mhc import many as mhc
 
 BF16, F16, F32, U8, I32, I64 = "*bf16", "*fp16", "*fp32", "*u8", "*i32", "*i64"
 EXPERTS = {"x": BF16, "z": BF16, "y": BF16, "table": I64, "blocks": I32, "order": I32, "weights": F32, "limit": "fp32"}
+PACKED = {"WIDE": False, "PAIRED": True, "TOKENS": 128}
 COUNTS = {"n", "rows", "places", "length", "span", "num_entries", "first_row", "row_tiles", "token_tiles"}
 # V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
 KERNELS: dict[str, tuple] = {
-    "experts open": (experts._open, EXPERTS, {"WIDE": False, "PAIRED": True, "TOKENS": 128, **experts.shape_of(128, False, True)}),
-    "experts close": (experts._close, EXPERTS, {"WIDE": False, "PAIRED": True, "TOKENS": 128, **experts.shape_of(128, False, False)}),
+    "experts open": (experts._open, EXPERTS, PACKED | experts.shape_of(128, False, True)),
+    "experts close": (experts._close, EXPERTS, PACKED | experts.shape_of(128, False, False)),
     "product fp8": (
         linear._product,
         {"x": F16, "weight": U8, "scale": U8, "out": BF16},

@@ -9,6 +9,12 @@ import torch
 
 from tests.models import TINY
 
+pytest.importorskip("triton", reason="triton is not installed")
+import triton  # isort: skip
+import triton.language as tl  # isort: skip
+
+from birkhoff.kernels.experts.many import _unpacked  # isort: skip
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
@@ -65,3 +71,54 @@ def test_a_replayed_graph_repeats_itself(early):
         desk.logits.fill_(torch.nan)
         graph.replay()
         assert torch.equal(desk.logits, first)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 20])
+@torch.inference_mode()
+def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
+    """Some or all experts in host memory, which kernels fetch by other instructions."""
+    from birkhoff.bench.decode import place
+    from birkhoff.bench.placement import some_hot
+    from birkhoff.bench.synthetic import filled_state, random_placed
+    from birkhoff.model.device import Decoder
+
+    device, found = torch.device("cuda"), []
+    for share in (1.0, 0.5, 0.0):
+        hot = some_hot(WIDE.num_hidden_layers, WIDE.n_routed_experts, share)
+        model, _ = random_placed(WIDE, device, hot, spare=4, seed=rows)
+        torch.manual_seed(rows)
+        decoder = Decoder(model, filled_state(WIDE, rows, 384, device), fast=True)
+        assert [w.far is None for w in decoder.layers] == [share == 1.0] * WIDE.num_hidden_layers
+        desk = decoder.desk(rows, 640)
+        desk.poison()
+        place(desk, list(range(rows)), [380 + 3 * row for row in range(rows)])
+        found.append(decoder.step(desk).clone())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@triton.jit
+def unpack(codes, scales, even, odd, half, PAIRED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+    r = tl.arange(0, ROWS)
+    for start in range(0, half, HALF):
+        e, o = _unpacked(codes, scales, r, r < ROWS, start, half, tl.bfloat16, PAIRED, ROWS, HALF)
+        at = r[:, None] * half + start + tl.arange(0, HALF)[None, :]
+        tl.store(even + at, e)
+        tl.store(odd + at, o)
+
+
+@torch.inference_mode()
+def test_codes_become_pairs_exactly():
+    """Every byte with scales from the least to the largest, against the arithmetic that other GPUs use."""
+    device = torch.device("cuda")
+    codes = torch.arange(256, dtype=torch.uint8, device=device).repeat(256, 1)
+    scales = torch.arange(256, dtype=torch.uint8, device=device).clamp(1, 250).view(256, 1).repeat(1, 16)
+    found = []
+    for paired in (False, True):
+        parts = [torch.full((256, 256), torch.nan, dtype=torch.bfloat16, device=device) for _ in range(2)]
+        for first in (0, 128):
+            rows = slice(first, first + 128)
+            unpack[(1,)](
+                codes[rows], scales[rows], *(part[rows] for part in parts), 256, PAIRED=paired, ROWS=128, HALF=64
+            )
+        found.append(torch.cat(parts))
+    assert torch.equal(*(part.view(torch.int16) for part in found)) and found[0].isfinite().all()

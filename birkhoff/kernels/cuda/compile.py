@@ -91,8 +91,9 @@ class Module:
         self._functions: dict[str, c_void_p] = {}
 
     def launch(
-        self, name: str, grid: tuple[int, int], threads: int, *arguments: torch.Tensor | int | float | None, early: bool
-    ) -> None:
+        self, name: str, grid: tuple[int, int], threads: int,
+        *arguments: torch.Tensor | int | float | c_void_p | None, early: bool,
+    ) -> None:  # fmt: skip
         """On the current stream. Tensors go as addresses, whole numbers as int, others as float.
 
         `early`: may begin before its predecessor has ended, which the kernel then waits for by itself."""
@@ -110,9 +111,9 @@ class Module:
         _ok(self._driver.cuLaunchKernelEx(byref(config), function, pointers, None), name)
 
 
-def _argument(value: torch.Tensor | int | float | None) -> c_void_p | c_int | c_float:
-    if value is None:
-        return c_void_p(0)
+def _argument(value: torch.Tensor | int | float | c_void_p | None) -> c_void_p | c_int | c_float:
+    if value is None or isinstance(value, c_void_p):
+        return value or c_void_p(0)
     if isinstance(value, torch.Tensor):
         return c_void_p(value.data_ptr())
     return c_int(value) if isinstance(value, int) else c_float(value)

@@ -8,6 +8,7 @@ when the weights are bound and taken out of the sums. Weights that do not fit ar
 from __future__ import annotations
 
 from collections.abc import Sequence
+from ctypes import c_void_p
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,6 +35,8 @@ def unfit(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | N
         return "the GPU is older than compute capability 9.0"
     if dtype is not torch.bfloat16:
         return "the model does not compute in bfloat16"
+    if max(config.hidden_size, config.moe_intermediate_size) > 8192:
+        return "rows are longer than 8192"
     widths = {"hidden_size": 512, "moe_intermediate_size": 512, "q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 128,
               "n_routed_experts": 16, "vocab_size": 16, "index_head_dim": 16}  # fmt: skip
     for name, multiple in widths.items():
@@ -100,9 +103,9 @@ class FastKernels:
         inner, width = desk.z.shape[1], desk.x.shape[1]
         offset = w.offsets[0]
         self.module.launch(
-            f"open_experts_{warps}", (inner // 16, desk.slot_list.shape[0]), warps * 32, desk.slot_list, desk.order[1],
-            desk.weights, desk.x_mixed, desk.z, inner, width, desk.weights.shape[1], float(limit), offset,
-            _gain(offset), early=self.early,
+            f"open_experts_{warps}{_bus(w)}", (inner // 16, desk.slot_list.shape[0]), warps * 32, desk.slot_list,
+            desk.order[1], desk.weights, desk.x_mixed, desk.z, inner, width, desk.weights.shape[1], float(limit),
+            offset, _gain(offset), *_far(w), early=self.early,
         )  # fmt: skip
 
     def close_experts(self, w: Any, desk: Any, variant: tuple[int, int] | None = None) -> None:
@@ -110,9 +113,9 @@ class FastKernels:
         inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
         offset, slots = w.offsets[1], desk.slot_list.shape[0]
         self.module.launch(
-            f"close_experts_{warps}_{tall}", (width // (16 * tall), slots + -(-n // 8)), warps * 32, desk.slot_list,
-            slots, desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset, _gain(offset),
-            w.shared_close.weight, w.shared_close.scale, desk.z_shared, n, early=self.early,
+            f"close_experts_{warps}_{tall}{_bus(w)}", (width // (16 * tall), slots + -(-n // 8)), warps * 32,
+            desk.slot_list, slots, desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset,
+            _gain(offset), w.shared_close.weight, w.shared_close.scale, desk.z_shared, n, *_far(w), early=self.early,
         )  # fmt: skip
 
     def read_streams(
@@ -147,6 +150,15 @@ class FastKernels:
         self.small.launch(
             f"choose_{each}", (n, 1), 256, scores, positions, chosen, room, chosen.shape[1], early=self.early
         )
+
+
+def _far(w: Any) -> tuple[c_void_p, c_void_p] | tuple[None, None]:
+    return (None, None) if w.far is None else (c_void_p(w.far[0]), c_void_p(w.far[1]))
+
+
+def _bus(w: Any) -> str:
+    """Which kind of kernel: one that expects some experts in host memory, or one that does not."""
+    return "" if w.far is None else "_bus"
 
 
 def _fields(coded: list[Rows], place: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:

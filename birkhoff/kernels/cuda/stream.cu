@@ -169,19 +169,53 @@ __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* we
     if (!waited) wait_for_inputs();
 }
 
+// Sixteen rows that lie across the bus come by way of shared memory: sixteen lanes ask for 256 bytes of a row at once, so
+// that whole lines cross, where lanes that load what they multiply ask for 64 bytes of eight rows each.
+__device__ __forceinline__ void fetch(uint4* into, const u8* codes, int row_bytes, int lane) {
+    const u32 place = (u32)__cvta_generic_to_shared(into);
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+        const int row = 2 * i + (lane >> 4), at = lane & 15;
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(place + (row * 16 + (at ^ (row & 7))) * 16),
+                     "l"(codes + (i64)row * row_bytes + at * 16));
+    }
+}
+
+__device__ __forceinline__ void fetched() {
+    asm volatile("cp.async.commit_group;" :::);
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+    __syncwarp();
+}
+
 // FP4: RT times sixteen rows; a lane's sixteen bytes are one group of 32 codes with one scale. K in steps of 512.
-// Codes leave a 32-bit word as pairs (0,2) (4,6) (1,3) (5,7); the inputs lie in that order already.
-template <int RT, int WARPS>
+// Codes leave a 32-bit word as pairs (0,2) (4,6) (1,3) (5,7); the inputs lie in that order already. With FAR rows are
+// fetched into `lent`, RT * 256 places for each warp, and scales wait in `known`.
+template <int RT, int WARPS, bool FAR = false>
 __device__ __forceinline__ void fp4_rows(float (&acc)[RT][1][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
-                                         const u16* x, bool there, int inner, int offset) {
+                                         const u16* x, bool there, int inner, int offset, uint4* lent = nullptr,
+                                         const uint4* known = nullptr) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
     const int steps = inner >> 9, row_bytes = inner >> 1, scale_bytes = inner >> 5;
     for (int kb = warp; kb < steps; kb += WARPS) {
         uint4 w[RT][2][4], s[RT][2];
+        if (FAR) {
+            __syncwarp();
+#pragma unroll
+            for (int r = 0; r < RT; r++) fetch(lent + (warp * RT + r) * 256, codes[r] + kb * 256, row_bytes, lane);
+            fetched();
+        }
 #pragma unroll
         for (int r = 0; r < RT; r++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
+                if (FAR) {
+                    const int row = g + 8 * h;
+                    s[r][h] = known[(r * 16 + row) * (scale_bytes >> 4) + kb];
+#pragma unroll
+                    for (int c = 0; c < 4; c++)
+                        w[r][h][c] = lent[(warp * RT + r) * 256 + row * 16 + ((c * 4 + q) ^ (row & 7))];
+                    continue;
+                }
                 const i64 row = g + 8 * h;
                 s[r][h] = stream16(scale[r] + row * scale_bytes + kb * 16);
 #pragma unroll
@@ -385,11 +419,25 @@ struct Slot {
     int rest[4];
 };
 
-// Experts of the step's plan: blockIdx.y is a slot, blockIdx.x sixteen rows of gate and of up.
-template <int WARPS>
+constexpr int FAR_SCALES = 256;  // sixteen bytes of scales for up to 8,192 inputs of sixteen rows
+
+// Scales of RT times sixteen rows that lie across the bus, all of them at once: sixteen rows are one piece of memory.
+template <int RT, int WARPS>
+__device__ __forceinline__ void fetch_scales(uint4* known, const u8* const (&scale)[RT], int scale_bytes) {
+#pragma unroll
+    for (int r = 0; r < RT; r++)
+        for (int i = threadIdx.x; i < scale_bytes; i += WARPS * 32) known[r * scale_bytes + i] = stream16(scale[r] + i * 16);
+    __syncthreads();
+}
+
+// Experts of the step's plan: blockIdx.y is a slot, blockIdx.x sixteen rows of gate and of up. With BUS some experts, those
+// at addresses from `far_from` to `far_to`, lie in host memory.
+template <int WARPS, bool BUS>
 __device__ __forceinline__ void open_experts(const Slot* slots, const int* order, const float* weights, const u16* x, u16* z,
-                                             int inner, int width, int places, float limit, int offset, float gain) {
+                                             int inner, int width, int places, float limit, int offset, float gain,
+                                             i64 far_from, i64 far_to) {
     __shared__ float shared[WARPS * 2 * 16 * 8];
+    __shared__ uint4 lent[BUS ? WARPS * 2 * 256 : 1], known[BUS ? 2 * FAR_SCALES : 1];
     let_next_start();
     wait_for_inputs();
     const Slot& slot = slots[blockIdx.y];
@@ -400,11 +448,16 @@ __device__ __forceinline__ void open_experts(const Slot* slots, const int* order
     const u8* scale = reinterpret_cast<const u8*>(slot.address[1]) + (i64)row * (width >> 5);
     const u8* const c[2] = {codes, codes + (i64)inner * (width >> 1)};
     const u8* const s[2] = {scale, scale + (i64)inner * (width >> 5)};
+    const bool far = BUS && slot.address[0] >= far_from && slot.address[0] < far_to;
+    if (far) fetch_scales<2, WARPS>(known, s, width >> 5);
     for (int base = 0; base < count; base += 8) {
         const bool there = base + g < count;
         const int token = there ? order[first + base + g] / places : 0;
         float acc[2][1][4] = {};
-        fp4_rows<2, WARPS>(acc, c, s, x + (i64)token * width, there, width, offset);
+        if (far)
+            fp4_rows<2, WARPS, true>(acc, c, s, x + (i64)token * width, there, width, offset, lent, known);
+        else
+            fp4_rows<2, WARPS>(acc, c, s, x + (i64)token * width, there, width, offset);
         if (base) __syncthreads();
         gather<1, 2, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
@@ -421,11 +474,12 @@ __device__ __forceinline__ void open_experts(const Slot* slots, const int* order
 }
 
 // Slots as above, RT times sixteen rows of down; behind the last slot the shared expert's down, up to eight tokens a block.
-template <int WARPS, int RT>
+template <int WARPS, int RT, bool BUS>
 __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count, const int* order, const u16* z, float* y,
                                               int inner, int width, int places, int offset, float gain, const u8* codes,
-                                              const u8* scale, const u16* z_shared, int n) {
+                                              const u8* scale, const u16* z_shared, int n, i64 far_from, i64 far_to) {
     __shared__ float shared[WARPS * RT * 16 * 8];
+    __shared__ uint4 lent[BUS ? WARPS * RT * 256 : 1], known[BUS ? RT * FAR_SCALES : 1];
     let_next_start();
     const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16 * RT;
     const u8 *c[RT], *s[RT];
@@ -457,6 +511,8 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
         c[r] = reinterpret_cast<const u8*>(slot.address[2]) + (i64)(row + 16 * r) * (inner >> 1);
         s[r] = reinterpret_cast<const u8*>(slot.address[3]) + (i64)(row + 16 * r) * (inner >> 5);
     }
+    const bool far = BUS && slot.address[2] >= far_from && slot.address[2] < far_to;
+    if (far) fetch_scales<RT, WARPS>(known, s, inner >> 5);
     for (int base = 0; base < count; base += 8) {
         const bool there = base + g < count;
         const int mine = there ? order[first + base + g] : 0;
@@ -464,7 +520,10 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
         for (int r = 0; r < RT; r++)
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[r][0][i] = 0.f;
-        fp4_rows<RT, WARPS>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
+        if (far)
+            fp4_rows<RT, WARPS, true>(acc, c, s, z + (i64)mine * inner, there, inner, offset, lent, known);
+        else
+            fp4_rows<RT, WARPS>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
         if (base) __syncthreads();
         gather<1, RT, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {
@@ -478,20 +537,25 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
     }
 }
 
-#define OPEN(WARPS)                                                                                                        \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) open_experts_##WARPS(                                         \
+#define OPEN(NAME, WARPS, BUS)                                                                                             \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                         \
         const Slot* slots, const int* order, const float* weights, const u16* x, u16* z, int inner, int width, int places, \
-        float limit, int offset, float gain) {                                                                            \
-        open_experts<WARPS>(slots, order, weights, x, z, inner, width, places, limit, offset, gain);                      \
+        float limit, int offset, float gain, i64 far_from, i64 far_to) {                                                  \
+        open_experts<WARPS, BUS>(slots, order, weights, x, z, inner, width, places, limit, offset, gain, far_from,        \
+                                 far_to);                                                                                 \
     }
-#define CLOSE(WARPS, RT)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) close_experts_##WARPS##_##RT(                                 \
+#define CLOSE(NAME, WARPS, RT, BUS)                                                                                        \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                         \
         const Slot* slots, int slot_count, const int* order, const u16* z, float* y, int inner, int width, int places,     \
-        int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n) {                           \
-        close_experts<WARPS, RT>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes, scale,        \
-                                 z_shared, n);                                                                            \
+        int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n, i64 far_from, i64 far_to) { \
+        close_experts<WARPS, RT, BUS>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes, scale,   \
+                                      z_shared, n, far_from, far_to);                                                     \
     }
-OPEN(2)
-OPEN(4)
-CLOSE(4, 1)
-CLOSE(2, 2)
+OPEN(open_experts_2, 2, false)
+OPEN(open_experts_4, 4, false)
+OPEN(open_experts_2_bus, 2, true)
+OPEN(open_experts_4_bus, 4, true)
+CLOSE(close_experts_4_1, 4, 1, false)
+CLOSE(close_experts_2_2, 2, 2, false)
+CLOSE(close_experts_4_1_bus, 4, 1, true)
+CLOSE(close_experts_2_2_bus, 2, 2, true)

@@ -31,8 +31,9 @@ from birkhoff.kernels.linear.triton import decode_e8m0
 
 BLOCKS = (16, 32, 64, 128)  # tokens of a block
 
-# Bytes 0 to 3 of $4, times scales $5 (bytes 0 and 1) and $6: low halves to $0 and $1, high halves to $2 and $3. A code's
-# bits in the places of a bfloat16 are its value times 2^-126; scales come after that is undone, or they would overflow.
+# Bytes 0 to 3 of $4, times scales $5 (bytes 0 and 1) and $6: low halves to $0 and $1, high halves to $2 and $3. A
+# code's bits in the places of a bfloat16 are its value times 2^-126; that is undone before the scale comes, since one
+# factor for both could be too large.
 FOUR_BYTES: tl.constexpr = tl.constexpr(
     """{
     .reg .b32 a, b, t, u, m;

@@ -19,7 +19,8 @@ from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.mhc import triton as few
 from birkhoff.kernels.mhc.triton import _share, _sigmoid
 
-SPLITS = 4
+SPLITS, LONG_SPLITS = 8, 2  # parts of a row: for some hundreds of rows, and for thousands, which keep a GPU busy
+TILE = {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 6}
 COUNT, PADDED = few.COUNT, few.padded(few.COUNT)
 MANY = 256  # rows from which this form is used
 
@@ -86,22 +87,21 @@ def _mixer_row(
 
 
 @triton.jit
-def _read_scale(
-    parts, t, alive, scale, columns, rms_eps, COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """What divides every product of a token, and the gain of the first four."""
-    squares = tl.zeros_like(t).to(tl.float32)
-    for piece in tl.static_range(SPLITS):
-        at = parts + (t * SPLITS + piece) * PADDED + COUNT
-        squares += tl.load(at, mask=alive, other=1.0)
-    return 1.0 / tl.sqrt(squares / columns + rms_eps), tl.load(scale)
+def _rho(parts, t, alive, columns, rms_eps, COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
+    """What every product of a token is divided by, turned over."""
+    squares = tl.load(parts + t * SPLITS * PADDED + COUNT, mask=alive, other=1.0)
+    for piece in tl.static_range(1, SPLITS):
+        squares += tl.load(parts + (t * SPLITS + piece) * PADDED + COUNT, mask=alive, other=1.0)
+    return 1.0 / tl.sqrt(squares / columns + rms_eps)
 
 
 @triton.jit
 def _spread(
-    parts, t, alive, rho, base, scale, post, mix, iters, eps, PADDED: tl.constexpr, SPLITS: tl.constexpr
+    parts, t, alive, columns, base, scale, post, mix, iters, eps, rms_eps,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """How a token's output is spread and its streams are mixed: Sinkhorn's way, one token a thread."""
+    rho = _rho(parts, t, alive, columns, rms_eps, COUNT, PADDED, SPLITS)
     gain = tl.load(scale + 1)
     for k in tl.static_range(4):
         z = _logit(parts, t, alive, rho, gain, base, 4 + k, PADDED, SPLITS)
@@ -141,29 +141,54 @@ def _spread(
 
 
 @triton.jit
-def _coefficients(
-    parts, base, scale, pre, post, mix, rows, columns, iters, eps, rms_eps,
-    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr,
+def _settle(
+    parts, base, scale, streams, pre, post, mix, out, rows, width, columns, iters, eps, rms_eps, mixers,
+    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    alive = t < rows
-    rho, gain = _read_scale(parts, t, alive, scale, columns, rms_eps, COUNT, PADDED, SPLITS)
-    for k in tl.static_range(4):
-        z = _logit(parts, t, alive, rho, gain, base, k, PADDED, SPLITS)
-        tl.store(pre + t * 4 + k, _sigmoid(z) + eps, mask=alive)
-    _spread(parts, t, alive, rho, base, scale, post, mix, iters, eps, PADDED, SPLITS)
+    """The first programs walk Sinkhorn's way for some tokens each; all others collapse one token's streams."""
+    program = tl.program_id(0)
+    if program < mixers:
+        t = program * TOKENS + tl.arange(0, TOKENS)
+        _spread(parts, t, t < rows, columns, base, scale, post, mix, iters, eps, rms_eps, COUNT, PADDED, SPLITS)
+    else:
+        row = program - mixers
+        d = tl.arange(0, BLOCK)
+        inside = d < width
+        at = streams + row.to(tl.int64) * columns + d
+        x0 = tl.load(at, mask=inside, other=0.0)  # on their way while their weights are worked out
+        x1 = tl.load(at + width, mask=inside, other=0.0)
+        x2 = tl.load(at + 2 * width, mask=inside, other=0.0)
+        x3 = tl.load(at + 3 * width, mask=inside, other=0.0)
+        rho = _rho(parts, row, True, columns, rms_eps, COUNT, PADDED, SPLITS)
+        gain = tl.load(scale)
+        p0 = _sigmoid(_logit(parts, row, True, rho, gain, base, 0, PADDED, SPLITS)) + eps
+        p1 = _sigmoid(_logit(parts, row, True, rho, gain, base, 1, PADDED, SPLITS)) + eps
+        p2 = _sigmoid(_logit(parts, row, True, rho, gain, base, 2, PADDED, SPLITS)) + eps
+        p3 = _sigmoid(_logit(parts, row, True, rho, gain, base, 3, PADDED, SPLITS)) + eps
+        tl.store(pre + row * 4, p0)
+        tl.store(pre + row * 4 + 1, p1)
+        tl.store(pre + row * 4 + 2, p2)
+        tl.store(pre + row * 4 + 3, p3)
+        u = _collapsed(x0, x1, x2, x3, p0, p1, p2, p3)
+        tl.store(out + row.to(tl.int64) * width + d, u.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _collapsed(x0, x1, x2, x3, p0, p1, p2, p3):
+    return p0 * x0.to(tl.float32) + p1 * x1.to(tl.float32) + p2 * x2.to(tl.float32) + p3 * x3.to(tl.float32)
 
 
 @triton.jit
 def _collapse(streams, pre, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
+    p0, p1 = tl.load(pre + row * 4), tl.load(pre + row * 4 + 1)
+    p2, p3 = tl.load(pre + row * 4 + 2), tl.load(pre + row * 4 + 3)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
     at = streams + row * 4 * width + d
-    u = tl.load(pre + row * 4) * tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    u += tl.load(pre + row * 4 + 1) * tl.load(at + width, mask=inside, other=0.0).to(tl.float32)
-    u += tl.load(pre + row * 4 + 2) * tl.load(at + 2 * width, mask=inside, other=0.0).to(tl.float32)
-    u += tl.load(pre + row * 4 + 3) * tl.load(at + 3 * width, mask=inside, other=0.0).to(tl.float32)
+    x0, x1 = tl.load(at, mask=inside, other=0.0), tl.load(at + width, mask=inside, other=0.0)
+    x2, x3 = tl.load(at + 2 * width, mask=inside, other=0.0), tl.load(at + 3 * width, mask=inside, other=0.0)
+    u = _collapsed(x0, x1, x2, x3, p0, p1, p2, p3)
     tl.store(out + row * width + d, u.to(out.dtype.element_ty), mask=inside)
 
 
@@ -186,14 +211,15 @@ def read(streams, fn, base, scale, iters, eps, rms_eps):
 def shape_of(wide: bool) -> dict[str, int]:
     if wide:
         return {"TOKENS": 32, "BLOCK": 32, "num_warps": 4, "num_stages": 2}
-    return {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 4}
+    return dict(TILE)
 
 
-def read_many(streams, fn, base, scale, iters, eps, rms_eps, shape: dict[str, int] | None = None, splits=SPLITS):
+def read_many(streams, fn, base, scale, iters, eps, rms_eps, shape: dict[str, int] | None = None, splits=0, warps=0):
     """`read` in this form whatever the number of rows."""
     n, m, width = streams.shape
     columns, wide = m * width, streams.dtype is torch.float32
     made = {"dtype": torch.float32, "device": streams.device}
+    splits = splits or (SPLITS if n < 4096 else LONG_SPLITS)
     parts = torch.empty(n, splits, PADDED, **made)
     pre, post, mix = torch.empty(n, m, **made), torch.empty(n, m, **made), torch.empty(n, m, m, **made)
     shape = shape or shape_of(wide)
@@ -203,11 +229,14 @@ def read_many(streams, fn, base, scale, iters, eps, rms_eps, shape: dict[str, in
         streams, *halves(fn, streams.dtype), parts, n, columns, share,
         COUNT=COUNT, PADDED=PADDED, SPLITS=splits, WIDE=wide, **shape,
     )  # fmt: skip
-    _coefficients[(-(-n // 32),)](
-        parts, base, scale, pre, post, mix, n, columns, iters, eps, rms_eps,
-        COUNT=COUNT, PADDED=PADDED, SPLITS=splits, TOKENS=32, num_warps=1,
+    u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
+    mixers, row_block = -(-n // 32), power_of_two(width)
+    _settle[(mixers + n,)](
+        parts, base, scale, streams, pre, post, mix, u, n, width, columns, iters, eps, rms_eps, mixers,
+        COUNT=COUNT, PADDED=PADDED, SPLITS=splits, TOKENS=32, BLOCK=row_block,
+        num_warps=warps or min(max(row_block // 1024, 1), 16),
     )  # fmt: skip
-    return collapse(streams, pre), pre, post, mix
+    return u, pre, post, mix
 
 
 def collapse(streams: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:

@@ -267,6 +267,7 @@ CLASSES = {
     "_settle": "small stage",
     "_score": "indexer",
     "choose": "indexer",
+    "_choose": "indexer",
     "_attend": "attention",
     "_combine": "attention",
 }

@@ -6,7 +6,9 @@ needed to compile for one.
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 import sys
 
 import triton
@@ -67,12 +69,20 @@ def compiled(kernel, types: dict[str, str], given: dict[str, int]):
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
 
+def _ends_products(text: str) -> bool:
+    """Whether a loop waits for its last product before it sends for other tiles."""
+    loop = text[text.find("scf.for") : text.find("scf.yield")]
+    events = re.findall(r"warp_group_dot_wait.*pendings = 0|warp_group_dot |async_copy_global_to_local", loop)
+    kinds = [event.split()[0] for event in events]
+    return ("warp_group_dot", "async_copy_global_to_local") not in itertools.pairwise(kinds)
+
+
 def main() -> None:
     for name in sys.argv[1:] or KERNELS:
         made = compiled(*KERNELS[name])
         code = made.asm["ptx"]
         found = {"kernel": name, "shared": made.metadata.shared, "tensor_cores": "wgmma.mma_async" in code,
-                 "copies_ahead": "cp.async" in code}  # fmt: skip
+                 "copies_ahead": "cp.async" in code, "ends_products": _ends_products(made.asm["ttgir"])}  # fmt: skip
         print(json.dumps(found), flush=True)
 
 

@@ -34,4 +34,6 @@ def test_kernels_for_many_rows_compile_for_hopper(tmp_path):
     assert [row["kernel"] for row in rows] == list(chosen)
     for row in rows:
         assert row["shared"] <= SHARED and row["tensor_cores"], row
+        # Streams are multiplied twice and squared: nothing keeps their tile for a product that is still under way.
+        assert row["ends_products"] or row["kernel"] != "streams mix", row
         assert row["copies_ahead"] or row["kernel"] == "index score", row  # which loads its keys once

@@ -48,7 +48,7 @@ def slack(dtype: torch.dtype) -> float:
     size=st.sampled_from(experts.BLOCKS),
 )
 def test_every_pair_is_in_one_block_of_its_expert(ids, size):
-    given_ids = torch.tensor(ids, dtype=torch.long).view(-1, 2)
+    given_ids = torch.tensor(ids, dtype=torch.long, device=DEVICE).view(-1, 2)
     order, blocks = experts.plan(given_ids, 7, size)
     flat, met = given_ids.flatten(), []
     used = [bool(count) for count in blocks[:, 2].tolist()]

@@ -53,8 +53,8 @@ def _mix(
         first = tl.load(high + of, mask=known, other=0.0)
         if WIDE:
             dots = tl.dot(x, first, dots, input_precision="ieee")
-        else:
-            dots = tl.dot(x, tl.load(low + of, mask=known, other=0.0), tl.dot(x, first, dots))
+        else:  # adding here ends the products here: x has no place of its own to stay in while the next tiles arrive
+            dots += tl.dot(x, tl.load(low + of, mask=known, other=0.0), tl.dot(x, first))
         wide = x.to(tl.float32)
         squares += wide * wide
     dots = tl.where((m == COUNT)[None, :], tl.sum(squares, axis=1)[:, None], dots)

@@ -32,17 +32,26 @@ LEAST = 8000  # tokens a second of all layers, chunks of 4,096
 RIVAL_LEAST = 3  # times as fast as `transformers`, a few layers
 CLASSES = {
     "_product": "products",
+    "_unpack": "products",
+    "nvjet": "products",
+    "_choose_experts": "routing",
+    "_count": "routing",
+    "_place": "routing",
+    "_planes": "experts",
     "_open": "experts",
     "_close": "experts",
+    "_gather": "experts",
+    "_swiglu": "experts",
     "_attend": "attention",
     "_score": "indexer",
     "_choose": "indexer",
+    "_halves": "streams",
     "_mix": "streams",
-    "_coefficients": "streams",
-    "_collapse": "streams",
+    "_settle": "streams",
     "_write": "streams",
     "_rms_norm": "norms and turns",
     "_rotate": "norms and turns",
+    "_turn": "norms and turns",
 }
 
 
@@ -106,7 +115,8 @@ def profile_row(model: Transformer, batch: Batch, state: Any) -> Row:
     spent: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in log.events():
         if event.device_type.name == "CUDA":
-            kind = spent[next((kind for name, kind in CLASSES.items() if event.name.startswith(name)), "PyTorch")]
+            known = max((name for name in CLASSES if event.name.startswith(name)), key=len, default="")
+            kind = spent[CLASSES.get(known, "PyTorch")]
             kind[0] += event.device_time / 1e3
             kind[1] += 1
     ordered = sorted(spent.items(), key=lambda item: -item[1][0])

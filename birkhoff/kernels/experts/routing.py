@@ -21,7 +21,7 @@ BLOCKS = 64  # at a time
 
 
 @triton.jit
-def _choose(
+def _choose_experts(
     logits, bias, given, ids, weights, n, experts, places, factor,
     GIVEN: tl.constexpr, BIASED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr,
 ):  # fmt: skip
@@ -57,7 +57,7 @@ def route(logits, bias, ids, topk: int, factor: float) -> tuple[torch.Tensor, to
     chosen = torch.empty(n, topk, dtype=torch.int64, device=logits.device)
     weights = torch.empty(n, topk, dtype=torch.float32, device=logits.device)
     if n:
-        _choose[(-(-n // TOKENS),)](
+        _choose_experts[(-(-n // TOKENS),)](
             logits, logits if bias is None else bias, given, chosen, weights, n, experts, topk, factor,
             GIVEN=ids is not None, BIASED=bias is not None and ids is None, TOKENS=TOKENS,
             EXPERTS=power_of_two(experts), PLACES=power_of_two(topk), num_warps=4,

@@ -5,7 +5,8 @@ depends on the machine, the model, the text and how many requests decode togethe
 of batch (1, 2, up to 4, up to 8, ...) a few guessing and a few plain steps take turns, so that whatever else the
 machine does meets both alike, and then the better of the two goes on. Numbers are only compared with others of the
 same time: guessing that seems to pay no more is tried again beside plain steps. What was switched off is tried again
-with a later prompt, when many steps have passed: a trial needs the MTP block to have read that prompt from its start.
+with a later prompt, when many steps have passed, and twice as many each time it fails: a trial needs the MTP block to
+have read every request's prompt from its start, which costs time too.
 
 Only speed is decided here. Which tokens come out does not depend on it.
 """
@@ -19,7 +20,8 @@ from typing import Literal
 TRIAL = 24  # steps of each kind before they are compared
 TURN = 6  # steps of one kind before the other has its turn
 SETTLE = 1  # steps after a change that do not count: caches warm up
-PATIENCE = 400  # plain steps before guessing is tried again
+PATIENCE = 400  # plain steps before guessing is tried again, the first time
+LONGEST = 16  # times as many, at most, when it failed again and again
 RECHECK = 100  # guessing steps before it may be put to the test again
 MARGIN = 1.03  # times faster it must be to be worth its while
 
@@ -50,12 +52,13 @@ class Pace:
     def __init__(self) -> None:
         self._sizes: dict[int, _Size] = {}
 
-    def follows(self, reads_prompt: bool) -> bool:
-        """Whether MTP should read along; a new prompt is the time to try again what was switched off."""
+    def follows(self, requests: int, reads_prompt: bool) -> bool:
+        """Whether MTP should read along with so many requests; a new prompt is the time to try again what was switched
+        off."""
+        size = self._size(requests)
         if reads_prompt:
-            for size in self._sizes.values():
-                size.reconsider()
-        return not self._sizes or any(size.mode != "plain" for size in self._sizes.values())
+            size.reconsider()
+        return size.mode != "plain"
 
     def guesses(self, requests: int) -> bool:
         """Whether that many requests should guess now."""
@@ -92,6 +95,7 @@ class _Size:
         self.rates = {True: Rate(), False: Rate()}
         self.mode: Mode = "trying"
         self._guesses_turn, self._in_mode, self._in_turn = True, 0, 0
+        self._failed = 0  # trials one after the other
 
     @property
     def guesses(self) -> bool:
@@ -105,14 +109,16 @@ class _Size:
             self.rates[verified].note(tokens, seconds)  # type: ignore[arg-type]
         if self.mode == "trying":
             if all(len(rate.steps) >= TRIAL for rate in self.rates.values()):
-                self._enter("guessing" if self._pays() else "plain")
+                pays = self._pays()
+                self._failed = 0 if pays else self._failed + 1
+                self._enter("guessing" if pays else "plain")
             elif self._in_turn == SETTLE + TURN:
                 self._guesses_turn, self._in_turn = not self._guesses_turn, 0
         elif self.mode == "guessing" and self._in_mode >= RECHECK and not self._pays():
             self._enter("trying")
 
     def reconsider(self) -> None:
-        if self.mode == "plain" and self._in_mode >= PATIENCE:
+        if self.mode == "plain" and self._in_mode >= PATIENCE * min(2 ** (self._failed - 1), LONGEST):
             self._enter("trying")
 
     def _pays(self) -> bool:

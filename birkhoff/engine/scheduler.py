@@ -168,6 +168,7 @@ class Scheduler:
                 self.prefix.start(request, hit)
             elif request.cached_tokens is None:
                 request.cached_tokens = 0
+            request.followed = request.computed
             if request.timings.admitted is None:
                 request.timings.admitted = time.perf_counter()
             self.running.append(request)

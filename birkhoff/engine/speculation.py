@@ -38,30 +38,35 @@ class Speculator:
 
     def remember(self, read: Sequence[tuple[Work, torch.Tensor]]) -> None:
         """Prompt chunks with their streams: what MTP needs of tokens whose successor is known already."""
-        if self.pace is not None and not self.pace.follows(any(w.start < len(w.request.prompt_ids) for w, _ in read)):
+        reads_prompt = any(w.start < len(w.request.prompt_ids) for w, _ in read)
+        if self.pace is not None and not self.pace.follows(len(read), reads_prompt):
             return
         pieces, kept = [], []
         for w, streams in read:
             known = min(w.stop, w.request.num_tokens - 1) - w.start
-            if known > 0 and w.request.slot is not None:
+            if known > 0 and w.request.slot is not None and w.request.followed == w.start:
                 pieces.append(Piece(w.request.slot, w.start, w.request.tokens(w.start + 1, w.start + known + 1)))
                 kept.append(streams[:known])
+                w.request.followed += known
         if pieces:
             batch, order = _laid_out(pieces, self.state.device)
             self.model.remember(torch.cat([kept[i] for i in order]), batch, self.state)
 
     @torch.inference_mode()
     def guess(self, work: Sequence[Work], ran: Sequence[Ran | None]) -> int:
-        """Guesses for everybody who goes on and can use them; how many requests got some."""
-        going = [
+        """Guesses for everybody who goes on and can use them, and whom MTP has followed; how many requests got some."""
+        all_going = [
             (w.request, w.stop - 1, made.streams)
             for w, made in zip(work, ran)
             if made is not None and w.request.slot is not None and self._room(w.request) > 0
         ]
+        going = [each for each in all_going if each[0].followed == each[1]]
         if not going:
             return 0
-        guesses_now = self.pace is None or self.pace.guesses(len(going))
-        if not guesses_now and not (self.pace is not None and self.pace.trying(len(going))):
+        guesses_now = self.pace is None or self.pace.guesses(len(all_going))
+        if self.pace is not None and self.pace.trying(len(all_going)):
+            guesses_now &= len(going) == len(all_going)  # a trial is one of all or none
+        elif not guesses_now:
             return 0
         pieces, rows, last = [], [], []
         for request, base, streams in going:
@@ -70,6 +75,7 @@ class Speculator:
                 pieces.append(Piece(_slot(request), base + offset, [token]))
             rows.append(streams[:kept])
             last.append(len(pieces) - 1)
+            request.followed = base + kept
         batch, read = Batch.of(pieces, self.state.device), torch.cat(rows) if len(rows) > 1 else rows[0]
         if not guesses_now:  # between two turns of a trial: no hole in what MTP remembers
             self.model.remember(read, batch, self.state)

@@ -285,17 +285,17 @@ def test_guessing_goes_on_exactly_when_it_pays(slower, more, pays):
     assert did == [guesses for turn, length in enumerate(turns) for guesses in [turn % 2 == 0] * length]
     did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(3 * RECHECK)]
     assert set(did) == {pays} and pace.report()["1"]["mode"] == ("guessing" if pays else "plain")
-    assert pace.follows(True) is pays
+    assert pace.follows(1, True) is pays
 
 
 def test_what_was_switched_off_is_tried_again_with_a_new_prompt_after_a_while():
     pace, slow = Pace(), {True: 3.0, False: 1.0}
     for _ in range(TRIED):
         step(pace, slow, {True: 2, False: 1})
-    assert not pace.follows(True)
+    assert not pace.follows(1, True)
     for _ in range(PATIENCE):
         assert not step(pace, slow, {True: 2, False: 1})
-    assert not pace.follows(False) and pace.follows(True) and pace.trying(1)
+    assert not pace.follows(1, False) and pace.follows(1, True) and pace.trying(1)
     for _ in range(TRIED):
         step(pace, {True: 1.0, False: 1.0}, {True: 2, False: 1})
     assert pace.guesses(1) and not pace.trying(1), "it pays now"
@@ -323,6 +323,44 @@ def test_each_size_of_batch_decides_for_itself():
         step(pace, {True: 1.2, False: 1.0}, {True: 2, False: 1}, 1)
         step(pace, {True: 2.4, False: 1.0}, {True: 2, False: 1}, 7)
     assert pace.guesses(1) and not pace.guesses(8) and not pace.guesses(5) and pace.guesses(2)
+
+
+def test_nobody_reads_along_for_a_size_of_batch_that_does_not_come():
+    pace, slow, few = Pace(), {True: 2.4, False: 1.0}, {True: 2, False: 1}
+    step(pace, slow, few, 1)  # on the way to eight; whether one request should guess stays open
+    for _ in range(TRIED):
+        step(pace, slow, few, 8)
+    assert pace.trying(1) and not pace.follows(8, True) and pace.follows(1, True)
+
+
+def test_what_fails_again_and_again_is_tried_less_and_less():
+    pace, slow, few = Pace(), {True: 2.4, False: 1.0}, {True: 2, False: 1}
+    waited = []
+    for _ in range(8):
+        while pace.trying(8):
+            step(pace, slow, few, 8)
+        waited.append(0)
+        while not pace.follows(8, True):
+            waited[-1] += 1
+            step(pace, slow, few, 8)
+    assert waited == [PATIENCE * times for times in (1, 2, 4, 8, 16, 16, 16, 16)]
+
+
+def test_who_was_not_followed_does_not_guess(model):
+    """MTP read nothing of a request while guessing was switched off, and so it has nothing to say about it later."""
+    core = engine(model, depth=1, draft_always=False)
+    for _ in range(TRIED):
+        step(core.pace, {True: 3.0, False: 1.0}, {True: 2, False: 1})
+    first = ask(TEXT[:40], 60)
+    core.submit(first)
+    while len(first.output_ids) < 5:
+        core.step()
+    core.pace._sizes.clear()  # now it is open again
+    (later,) = run(core, ask(TEXT[:40], 60))
+    while not first.done:
+        core.step()
+    assert first.drafted == 0 and later.drafted > 0
+    assert first.output_ids == later.output_ids
 
 
 def test_a_step_that_was_held_up_does_not_decide():

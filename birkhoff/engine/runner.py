@@ -139,7 +139,7 @@ class Runner:
             tap = self._arm(work, firsts, batch.num_tokens, staging)
         hidden, streams = self.model.run(batch, self.state, tap or NoTap())
         if self.speculator is not None:
-            self.speculator.remember([(w, streams[f : f + w.stop - w.start]) for w, f in zip(work, firsts)])
+            self.speculator.remember(work, firsts, streams)
         sampling = [(w, first + w.stop - w.start - 1) for w, first in zip(work, firsts) if w.samples]
         if not sampling:
             return tap, [None] * len(work)

@@ -36,17 +36,18 @@ class Speculator:
         self.model, self.state, self.sampler, self.depth = model, state, sampler, depth
         self.pace = pace
 
-    def remember(self, read: Sequence[tuple[Work, torch.Tensor]]) -> None:
-        """Prompt chunks with their streams: what MTP needs of tokens whose successor is known already."""
-        reads_prompt = any(w.start < len(w.request.prompt_ids) for w, _ in read)
-        if self.pace is not None and not self.pace.follows(len(read), reads_prompt):
+    def remember(self, work: Sequence[Work], firsts: Sequence[int], streams: torch.Tensor) -> None:
+        """What MTP needs of tokens whose successor is known already, which are those of prompts; a piece's streams are
+        rows from its first on."""
+        reads_prompt = any(w.start < len(w.request.prompt_ids) for w in work)
+        if self.pace is not None and not self.pace.follows(len(work), reads_prompt):
             return
         pieces, kept = [], []
-        for w, streams in read:
+        for w, first in zip(work, firsts):
             known = min(w.stop, w.request.num_tokens - 1) - w.start
             if known > 0 and w.request.slot is not None and w.request.followed == w.start:
                 pieces.append(Piece(w.request.slot, w.start, w.request.tokens(w.start + 1, w.start + known + 1)))
-                kept.append(streams[:known])
+                kept.append(streams[first : first + known])
                 w.request.followed += known
         if pieces:
             batch, order = _laid_out(pieces, self.state.device)

@@ -11,7 +11,7 @@ make one tile, half of it each, so that a tile of inputs serves both.
 
 Four warps a program leave room for two programs on a multiprocessor: while one unpacks, the other multiplies. Unpacking
 is what a block of a hundred tokens cannot hide, so on GPUs that multiply pairs of bfloat16 eight codes are made of four
-bytes by some twenty instructions (`FOUR_BYTES`), where plain arithmetic takes three times as many.
+bytes by 24 instructions (`FOUR_BYTES`), where plain arithmetic takes twice as many.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
 `product(x [n, in], rows, group=None, dtype=None) -> [n, out]` is the twin of the one in `reference.py`. From `MANY`
 rows on, bfloat16 inputs are left to the vendor's product: FP8 codes are unpacked for as long as it takes (`unpack`;
-bfloat16 holds them exactly), which is a few hundredths of the product's time. For fewer rows and other dtypes a kernel
-unpacks codes in registers. They meet inputs of 16 bits without their scales: E4M3 is exact in float16 and bfloat16, and
-a scale holds for 128 columns of a row, so it multiplies the float32 sum of those columns. Inputs in bfloat16 go through
-float16, where one instruction unpacks two codes: what enters an FP8 layer is normalised or gated, so it stays far below
-65,504, and float16 keeps three more bits of it. float32 inputs are multiplied as float32.
+bfloat16 holds them exactly), which is less than a tenth of the product's time for thousands of rows. For fewer rows and
+other dtypes a kernel unpacks codes in registers. They meet inputs of 16 bits without their scales: E4M3 is exact in
+float16 and bfloat16, and a scale holds for 128 columns of a row, so it multiplies the float32 sum of those columns.
+Inputs in bfloat16 go through float16, where one instruction unpacks two codes: what enters an FP8 layer is normalised
+or gated, so it stays far below 65,504, and float16 keeps three more bits of it. float32 inputs are multiplied as
+float32.
 """
 
 from __future__ import annotations

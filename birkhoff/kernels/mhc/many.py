@@ -214,15 +214,15 @@ def shape_of(wide: bool) -> dict[str, int]:
     return dict(TILE)
 
 
-def read_many(streams, fn, base, scale, iters, eps, rms_eps, shape: dict[str, int] | None = None, splits=0, warps=0):
+def read_many(streams, fn, base, scale, iters, eps, rms_eps):
     """`read` in this form whatever the number of rows."""
     n, m, width = streams.shape
     columns, wide = m * width, streams.dtype is torch.float32
     made = {"dtype": torch.float32, "device": streams.device}
-    splits = splits or (SPLITS if n < 4096 else LONG_SPLITS)
+    splits = SPLITS if n < 4096 else LONG_SPLITS
     parts = torch.empty(n, splits, PADDED, **made)
     pre, post, mix = torch.empty(n, m, **made), torch.empty(n, m, **made), torch.empty(n, m, m, **made)
-    shape = shape or shape_of(wide)
+    shape = shape_of(wide)
     tokens, block = shape["TOKENS"], shape["BLOCK"]
     share = -(-columns // (splits * block)) * block
     _mix[(splits, -(-n // tokens))](
@@ -234,7 +234,7 @@ def read_many(streams, fn, base, scale, iters, eps, rms_eps, shape: dict[str, in
     _settle[(mixers + n,)](
         parts, base, scale, streams, pre, post, mix, u, n, width, columns, iters, eps, rms_eps, mixers,
         COUNT=COUNT, PADDED=PADDED, SPLITS=splits, TOKENS=32, BLOCK=row_block,
-        num_warps=warps or min(max(row_block // 1024, 1), 16),
+        num_warps=min(max(row_block // 1024, 1), 16),
     )  # fmt: skip
     return u, pre, post, mix
 

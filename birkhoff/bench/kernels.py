@@ -138,6 +138,7 @@ def _dense(rows: Any) -> torch.Tensor:
 @torch.inference_mode()
 def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
     c, kernels, layers = decoder.config, decoder.kernels, decoder.layers[3:]
+    assert isinstance(kernels, FastKernels)
     for count in tokens:
         desks = [decoder.desk(count, 4096) for _ in layers]
         used = 0

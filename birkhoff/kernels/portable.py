@@ -35,14 +35,12 @@ class PortableKernels:
         given = (iters, eps, rms_eps, norm_eps)
         mhc.read_streams(desk.parts, desk.streams, base, scale, norm, *given, desk.x, desk.pre, desk.post, desk.mix)
 
-    def open_shared(self, w: Any, desk: Any, limit: float) -> None:
-        experts_count = w.gate.out
-        opened = desk.opened[:, experts_count:]
+    def enter_experts(self, w: Any, desk: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
+        count = w.gate.out
         product([w.gate, w.shared_open], desk.x, desk.opened)
-        experts.swiglu(opened, desk.z_shared, limit)
-
-    def route(self, *arguments: Any) -> None:
-        experts.route(*arguments)
+        experts.swiglu(desk.opened[:, count:], desk.z_shared, limit)
+        experts.route(desk.opened[:, :count], w.bias, w.hashed, desk.token_ids, w.experts, ids, desk.weights,
+                      desk.order, desk.slot_list, factor)  # fmt: skip
 
     def open_experts(self, w: Any, desk: Any, limit: float) -> None:
         experts.open_experts(desk.x, w.experts, desk.slot_list, desk.order, desk.weights, desk.z, limit)

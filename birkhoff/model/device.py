@@ -7,7 +7,8 @@ What differs between sequences (lengths, pages, chosen experts and entries) is d
 that is watched or changed runs the plain way.
 
 Per layer: boundary (two launches), first products, small stage, query products, indexer when there are more entries
-than it keeps, attention (two), two output products, boundary, router with the shared expert, routing, experts (two).
+than it keeps, attention (two), two output products, boundary, router with the shared expert, routing (with the router
+where there is one token), experts (two).
 """
 
 from __future__ import annotations
@@ -245,11 +246,7 @@ class Decoder:
 
     def _experts(self, w: LayerWeights, desk: Desk, ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
         c, kernels = self.config, self.kernels
-        kernels.open_shared(w, desk, c.swiglu_limit)
-        kernels.route(
-            desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts, ids, desk.weights,
-            desk.order, desk.slot_list, c.routed_scaling_factor,
-        )  # fmt: skip
+        kernels.enter_experts(w, desk, ids, c.swiglu_limit, c.routed_scaling_factor)
         if tap is not None:
             tap.see(sites.MOE_ROUTER_LOGITS, desk.opened[:, : c.n_routed_experts])
             tap.see(sites.MOE_TOPK, ids, desk.weights)

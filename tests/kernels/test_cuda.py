@@ -96,6 +96,25 @@ def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
+@pytest.mark.parametrize("room", [600, 8192, 8193, 32768, 65536, 131072, 262144])
+@torch.inference_mode()
+def test_the_best_entries_are_found_however_many_there_are(room):
+    """Against a stable sort: many equals, a sequence that fills the room, one of a third, one that keeps everything."""
+    from birkhoff.kernels.cuda.launch import FastKernels
+
+    device, topk = torch.device("cuda"), 512
+    torch.manual_seed(room)
+    counts = [room, room // 3 + 400, topk - 1]
+    scores = torch.randn(3, room, device=device)
+    scores[1] = (scores[1] * 4).round()
+    chosen = torch.full((3, topk), -1, dtype=torch.int32, device=device)
+    positions = torch.tensor([4 * count + 2 for count in counts], device=device)
+    FastKernels(device).choose(scores, positions, chosen)
+    for row, count in enumerate(counts):
+        best = scores[row, :count].sort(descending=True, stable=True).indices[:topk].sort().values
+        assert torch.equal(chosen[row, : len(best)].long(), best)
+
+
 @triton.jit
 def unpack(codes, scales, even, odd, half, PAIRED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
     r = tl.arange(0, ROWS)

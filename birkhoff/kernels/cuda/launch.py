@@ -56,7 +56,7 @@ def _compiled(file: str, device: torch.device) -> Module:
     """Once per process and device: it takes seconds."""
     nvrtc = find_nvrtc()
     assert nvrtc is not None
-    return Module(nvrtc, (HERE / file).read_text(encoding="utf-8"), device)
+    return Module(nvrtc, "".join((HERE / name).read_text(encoding="utf-8") for name in ("common.cuh", file)), device)
 
 
 class FastKernels:
@@ -88,15 +88,25 @@ class FastKernels:
             x[0], x[1], n, inner, x[1].stride(0), out, out.stride(0), group or 0, early=self.early,
         )  # fmt: skip
 
-    def open_shared(self, w: Any, desk: Any, limit: float) -> None:
+    def enter_experts(self, w: Any, desk: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
+        """The router's logits, the choice of experts and the plan of the step; and the shared expert's gate and up."""
         n, width = desk.x.shape
         inner, experts = desk.z_shared.shape[1], w.gate.out
+        given = (w.shared_open.weight, w.shared_open.scale, inner, w.gate.weight, experts, desk.x_half, desk.x)
+        routing = (w.bias, w.hashed, desk.token_ids, w.experts, ids, desk.weights)
+        if n == 1:
+            self.module.launch(
+                f"open_one_{8 if experts <= 256 else 16}", (experts // 8 + inner // 16, 1), 256, *given, width,
+                desk.z_shared, desk.opened, float(limit), desk.opened[0, experts:], desk.arrived, *routing,
+                desk.order[1], desk.slot_list, ids.shape[1], float(factor), early=self.early,
+            )  # fmt: skip
+            return
         tiles = _tiles(n)
         self.module.launch(
-            f"open_shared_{tiles}", ((inner + experts) // 16, 1), 128 if tiles == 8 else 256,
-            w.shared_open.weight, w.shared_open.scale, inner, w.gate.weight, experts, desk.x_half, desk.x, n, width,
+            f"open_shared_{tiles}", ((inner + experts) // 16, 1), 128 if tiles == 8 else 256, *given, n, width,
             desk.z_shared, desk.opened, desk.opened.stride(0), float(limit), early=self.early,
         )  # fmt: skip
+        self.route(desk.opened[:, :experts], *routing, desk.order, desk.slot_list, factor)
 
     def open_experts(self, w: Any, desk: Any, limit: float, warps: int | None = None) -> None:
         warps = warps or (2 if desk.rows == 1 else 4)
@@ -139,17 +149,20 @@ class FastKernels:
         )  # fmt: skip
 
     def choose(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
-        """The contract of `index.triton.choose`, which takes over when there are too many scores for one block."""
+        """The contract of `index.triton.choose`, which takes over beyond 262,144 entries (1M tokens)."""
         n, room = scores.shape
-        each = next((count for count in (4, 8, 16, 32) if room <= 256 * count), None)
+        wide = room > 256 * 32  # then eight blocks of 1,024 threads share a sequence
+        blocks, threads = (8, 1024) if wide else (1, 256)
+        each = next((count for count in (4, 8, 16, 32) if room <= blocks * threads * count), None)
         if each is None:
             from birkhoff.kernels.index.triton import choose
 
             choose(scores, positions, chosen)
             return
         self.small.launch(
-            f"choose_{each}", (n, 1), 256, scores, positions, chosen, room, chosen.shape[1], early=self.early
-        )
+            f"choose_{'wide_' if wide else ''}{each}", (n * blocks, 1), threads, scores, positions, chosen, room,
+            chosen.shape[1], early=self.early,
+        )  # fmt: skip
 
 
 def _far(w: Any) -> tuple[c_void_p, c_void_p] | tuple[None, None]:

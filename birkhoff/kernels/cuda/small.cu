@@ -1,14 +1,6 @@
 // The small stages of a decoding step that are all latency: reading the streams, routing, and the indexer's choice.
 // Their portable twins are mhc/triton.py, experts/triton.py and index/triton.py.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned long long u64;
-typedef long long i64;
-
-__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" :::); }
-
 __device__ __forceinline__ float wide(u32 bits) { return __uint_as_float(bits << 16); }  // of a bfloat16
 __device__ __forceinline__ u32 bf16_bits(float v) {
     u32 r;
@@ -170,18 +162,6 @@ extern "C" __global__ void __launch_bounds__(512)
     }
 }
 
-__device__ __forceinline__ float score_of(float z) { return sqrtf(fmaxf(z, 0.f) + log1pf(__expf(-fabsf(z)))); }
-__device__ __forceinline__ u32 ordered(float v) {  // a float's place among floats
-    const u32 bits = __float_as_uint(v);
-    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
-}
-
-struct Slot {
-    int expert, first, count, pad;
-    i64 address[4];  // gate and up, their scales, down, its scales
-    int rest[4];
-};
-
 // One block: a warp per token chooses; then pairs are grouped by expert. Up to 1024 pairs and 512 experts. Which of an
 // expert's pairs comes first is whoever arrives first: no result depends on it.
 template <int EACH>
@@ -194,61 +174,21 @@ __device__ __forceinline__ void route(const float* logits, int logit_stride, con
     const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
     let_next_start();
     float offset[EACH];
-    if (!table) {
-#pragma unroll
-        for (int j = 0; j < EACH; j++) offset[j] = lane + 32 * j < experts ? bias[lane + 32 * j] : 0.f;
-    }
+    load_each(offset, bias, experts);
     if (t < 32 * EACH) counts[t] = 0;
     wait_for_inputs();
     __syncthreads();
     for (int b = warp; b < n; b += 32) {
-        const float* row = logits + (i64)b * logit_stride;
-        float scores[EACH];
-        u32 rivals[EACH];
-#pragma unroll
-        for (int j = 0; j < EACH; j++) scores[j] = lane + 32 * j < experts ? row[lane + 32 * j] : 0.f;
-#pragma unroll
-        for (int j = 0; j < EACH; j++) {
-            scores[j] = score_of(scores[j]);
-            rivals[j] = lane + 32 * j < experts && !table ? ordered(scores[j] + offset[j]) : 0u;
-        }
-        float total = 0.f, mine = 0.f;
-        int my_id = 0;
-        for (int k = 0; k < places; k++) {
-            int best;
-            if (table) {
-                best = table[tokens[b] * places + k];
-            } else {
-                u32 top = 0;
-#pragma unroll
-                for (int j = 0; j < EACH; j++) top = max(top, rivals[j]);
-                top = __reduce_max_sync(~0u, top);
-                u32 id = 0xffffffffu;  // the lowest id among equals
-#pragma unroll
-                for (int j = EACH - 1; j >= 0; j--)
-                    if (rivals[j] == top) id = lane + 32 * j;
-                best = __reduce_min_sync(~0u, id);
-#pragma unroll
-                for (int j = 0; j < EACH; j++)
-                    if (lane + 32 * j == best) rivals[j] = 0u;
-            }
-            float score = 0.f;
-#pragma unroll
-            for (int j = 0; j < EACH; j++)
-                if (j == best >> 5) score = scores[j];
-            score = __shfl_sync(~0u, score, best & 31);
-            total += score;
-            if (lane == k) {
-                mine = score;
-                my_id = best;
-            }
-        }
+        float each[EACH], weight;
+        int id;
+        load_each(each, logits + (i64)b * logit_stride, experts);
+        choose_experts(each, offset, table ? table + tokens[b] * places : nullptr, experts, places, factor, id, weight);
         if (lane < places) {
             const int at = b * places + lane;
-            weights[at] = mine / total * factor;
-            ids[at] = my_id;
-            chosen[at] = my_id;
-            before[at] = atomicAdd(&counts[my_id], 1);
+            weights[at] = weight;
+            ids[at] = id;
+            chosen[at] = id;
+            before[at] = atomicAdd(&counts[id], 1);
         }
     }
     __syncthreads();
@@ -308,29 +248,71 @@ __device__ __forceinline__ void route(const float* logits, int logit_stride, con
 ROUTE(8)
 ROUTE(16)
 
-// The topk best of a sequence's scores, the lower entry among equals, in ascending order. Thread t has entries t * PER ...
-// Two bits of the last place's value are found a round, by counting who reaches each of three values.
-template <int PER>
+// The blocks of a cluster tell each other one pair of numbers a round: everyone's lie in everyone's shared memory, by rank.
+// Rounds take turns with two places, so one barrier each is enough.
+template <int BLOCKS>
+struct Board {
+    uint2 told[2][BLOCKS];
+    __device__ __forceinline__ void tell(int round, int rank, int to, uint2 v) {
+        u32 place = (u32)__cvta_generic_to_shared(&told[round & 1][rank]), there;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(to));
+        asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(there), "r"(v.x), "r"(v.y) : "memory");
+    }
+};
+__device__ __forceinline__ void meet() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// The topk best of a sequence's scores, the lower entry among equals, in ascending order. Thread t of all has entries
+// t * PER ... Two bits of the last place's value are found a round, by counting who reaches each of three values. BLOCKS
+// of a cluster share a sequence.
+template <int PER, int WARPS, int BLOCKS>
 __device__ __forceinline__ void choose(const float* scores, const i64* positions, int* chosen, int room, int topk) {
-    __shared__ uint2 parts[2][8];
-    __shared__ int warp_ties[8], warp_kept[8];
-    const int t = threadIdx.x, lane = t & 31, warp = t >> 5;
+    __shared__ uint2 parts[2][WARPS];
+    __shared__ Board<BLOCKS> board;
+    const int t = threadIdx.x, lane = t & 31, warp = t >> 5, rank = blockIdx.x % BLOCKS;
+    const i64 row = blockIdx.x / BLOCKS;
+    int round = 0;
     let_next_start();
     wait_for_inputs();
-    const int count = (int)((positions[blockIdx.x] + 1) >> 2);
-    int* out = chosen + (i64)blockIdx.x * topk;
+    const int count = (int)((positions[row] + 1) >> 2), first = (rank * WARPS * 32 + t) * PER;
+    int* out = chosen + row * topk;
     if (count <= topk) {
-        for (int e = t; e < count; e += 256) out[e] = e;
+        for (int e = rank * WARPS * 32 + t; e < count; e += BLOCKS * WARPS * 32) out[e] = e;
         return;
     }
+    // Every warp's pair (in lane 0), before a thread's own: the sum of all, of the warps before, of the blocks before.
+    auto exchange = [&](uint2 mine, uint2& earlier, uint2 (&blocks)[BLOCKS]) {
+        uint2* all = parts[round & 1];
+        if (lane == 0) all[warp] = mine;
+        __syncthreads();
+        uint2 sum = make_uint2(0, 0);
+        earlier = sum;
+#pragma unroll
+        for (int w = 0; w < WARPS; w++) {
+            const uint2 other = all[w];
+            if (w < warp) earlier = make_uint2(earlier.x + other.x, earlier.y + other.y);
+            sum = make_uint2(sum.x + other.x, sum.y + other.y);
+        }
+        blocks[0] = sum;
+        if (BLOCKS > 1) {
+            if (t < BLOCKS) board.tell(round, rank, t, sum);
+            meet();
+#pragma unroll
+            for (int b = 0; b < BLOCKS; b++) blocks[b] = board.told[round & 1][b];
+        }
+        round++;
+    };
+    if (BLOCKS > 1) meet();  // nobody is told anything before it has begun
     u32 key[PER];
 #pragma unroll
     for (int i = 0; i < PER; i++) {
-        const int e = t * PER + i;
-        key[i] = e < count ? ordered(scores[(i64)blockIdx.x * room + e]) : 0u;
+        const int e = first + i;
+        key[i] = e < count ? ordered(scores[row * room + e]) : 0u;
     }
     u32 place = 0;
     int better = 0;
+    uint2 earlier, blocks[BLOCKS];
     for (int bit = 30; bit >= 0; bit -= 2) {  // the largest value that topk entries reach
         const u32 one = place | 1u << bit, two = place | 2u << bit, three = place | 3u << bit;
         u32 low = 0, high = 0;
@@ -341,64 +323,69 @@ __device__ __forceinline__ void choose(const float* scores, const i64* positions
         }
         low = __reduce_add_sync(~0u, low);
         high = __reduce_add_sync(~0u, high);
-        uint2* round = parts[(bit >> 1) & 1];
-        if (lane == 0) round[warp] = make_uint2(low, high);
-        __syncthreads();
-        low = high = 0;
+        exchange(make_uint2(low, high), earlier, blocks);
+        int reach[3] = {0, 0, 0};
 #pragma unroll
-        for (int w = 0; w < 8; w++) {
-            low += round[w].x;
-            high += round[w].y;
+        for (int b = 0; b < BLOCKS; b++) {
+            reach[0] += blocks[b].x & 0xffffu;
+            reach[1] += blocks[b].x >> 16;
+            reach[2] += blocks[b].y;
         }
-        if ((int)high >= topk) place = three;
-        else if ((int)(low >> 16) >= topk) place = two, better = high;
-        else if ((int)(low & 0xffffu) >= topk) place = one, better = low >> 16;
-        else better = low & 0xffffu;
+        if (reach[2] >= topk) place = three;
+        else if (reach[1] >= topk) place = two, better = reach[2];
+        else if (reach[0] >= topk) place = one, better = reach[1];
+        else better = reach[0];
     }
-    int ties = 0;
-#pragma unroll
-    for (int i = 0; i < PER; i++) ties += key[i] == place;
-    const int places = topk - better;
-    int sum = ties;
-#pragma unroll
-    for (int s = 1; s < 32; s <<= 1) {
-        const int more = __shfl_up_sync(~0u, sum, s);
-        if (lane >= s) sum += more;
-    }
-    if (lane == 31) warp_ties[warp] = sum;
-    __syncthreads();
-    int rank = sum - ties;
-    for (int w = 0; w < warp; w++) rank += warp_ties[w];
-    int mine = 0;
-    u32 kept = 0;
+    // How many before this thread tie with the last place, and how many are better: who is kept, and where it stands.
+    int ties = 0, above = 0;
 #pragma unroll
     for (int i = 0; i < PER; i++) {
-        const bool keep = key[i] > place || (key[i] == place && rank < places);
-        rank += key[i] == place;
-        mine += keep;
-        kept |= (u32)keep << i;
+        ties += key[i] == place;
+        above += key[i] > place;
     }
-    sum = mine;
+    int tied = ties, over = above;
 #pragma unroll
     for (int s = 1; s < 32; s <<= 1) {
-        const int more = __shfl_up_sync(~0u, sum, s);
-        if (lane >= s) sum += more;
+        const int more = __shfl_up_sync(~0u, tied, s), also = __shfl_up_sync(~0u, over, s);
+        if (lane >= s) {
+            tied += more;
+            over += also;
+        }
     }
-    if (lane == 31) warp_kept[warp] = sum;
-    __syncthreads();
-    int at = sum - mine;
-    for (int w = 0; w < warp; w++) at += warp_kept[w];
+    exchange(make_uint2(__shfl_sync(~0u, tied, 31), __shfl_sync(~0u, over, 31)), earlier, blocks);
+    tied += earlier.x - ties;
+    over += earlier.y - above;
 #pragma unroll
-    for (int i = 0; i < PER; i++)
-        if (kept >> i & 1) out[at++] = t * PER + i;
+    for (int b = 0; b < BLOCKS; b++)
+        if (b < rank) {
+            tied += blocks[b].x;
+            over += blocks[b].y;
+        }
+    const int places = topk - better;  // for those that tie
+#pragma unroll
+    for (int i = 0; i < PER; i++) {
+        const bool ties_too = key[i] == place;
+        if (key[i] > place || (ties_too && tied < places)) out[over + min(tied, places)] = first + i;
+        tied += ties_too;
+        over += key[i] > place;
+    }
 }
 
 #define CHOOSE(PER)                                                                                \
     extern "C" __global__ void __launch_bounds__(256)                                              \
         choose_##PER(const float* scores, const i64* positions, int* chosen, int room, int topk) { \
-        choose<PER>(scores, positions, chosen, room, topk);                                        \
+        choose<PER, 8, 1>(scores, positions, chosen, room, topk);                                  \
+    }
+#define CHOOSE_WIDE(PER)                                                                                \
+    extern "C" __global__ void __cluster_dims__(8, 1, 1) __launch_bounds__(1024)                        \
+        choose_wide_##PER(const float* scores, const i64* positions, int* chosen, int room, int topk) { \
+        choose<PER, 32, 8>(scores, positions, chosen, room, topk);                                      \
     }
 CHOOSE(4)
 CHOOSE(8)
 CHOOSE(16)
 CHOOSE(32)
+CHOOSE_WIDE(4)
+CHOOSE_WIDE(8)
+CHOOSE_WIDE(16)
+CHOOSE_WIDE(32)

@@ -7,20 +7,16 @@
 // what one does. Warps of a block share K and add up through shared memory at the end, in a fixed order.
 // Products are exact, sums are float32. Inputs are float16 beside FP8 and FP4, bfloat16 beside bfloat16.
 
-typedef unsigned int u32;
-typedef unsigned short u16;
-typedef unsigned char u8;
-typedef long long i64;
-
-// A kernel launched with leave to start early loads weights, which nobody writes, before it waits for its predecessor; and
-// it gives the next kernel the same leave as soon as all its blocks have begun.
-__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" :::); }
-
 __device__ __forceinline__ uint4 stream16(const void* p) {  // read once: do not keep it in L1
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
                  : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+    return v;
+}
+
+__device__ __forceinline__ uint2 stream8(const void* p) {
+    uint2 v;
+    asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
     return v;
 }
 
@@ -127,10 +123,10 @@ __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* cons
     if (!waited) wait_for_inputs();
 }
 
-// bfloat16: sixteen rows; K in blocks of 128.
+// bfloat16: sixteen rows, `stride` apart; K in blocks of 128.
 template <int NT, int WARPS, int U, int WM = 1>
 __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* weight, const u16* const (&x)[NT],
-                                           const bool (&there)[NT], int inner) {
+                                           const bool (&there)[NT], int inner, int stride) {
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) / WM, g = lane >> 2, q = lane & 3;
     const int blocks = inner >> 7;
     bool waited = false;
@@ -140,11 +136,11 @@ __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* we
         for (int u = 0; u < U; u++) {
             const int at = kb + u * WARPS;
             if (at < blocks) {
-                const u16* row = weight + (i64)g * inner + at * 128 + q * 8;
+                const u16* row = weight + (i64)g * stride + at * 128 + q * 8;
 #pragma unroll
                 for (int c = 0; c < 4; c++) {
                     w[u][c][0] = stream16(row + c * 32);
-                    w[u][c][1] = stream16(row + (i64)8 * inner + c * 32);
+                    w[u][c][1] = stream16(row + (i64)8 * stride + c * 32);
                 }
             }
         }
@@ -187,68 +183,108 @@ __device__ __forceinline__ void fetched() {
     __syncwarp();
 }
 
-// FP4: RT times sixteen rows; a lane's sixteen bytes are one group of 32 codes with one scale. K in steps of 512.
-// Codes leave a 32-bit word as pairs (0,2) (4,6) (1,3) (5,7); the inputs lie in that order already. With FAR rows are
-// fetched into `lent`, RT * 256 places for each warp, and scales wait in `known`.
-template <int RT, int WARPS, bool FAR = false>
-__device__ __forceinline__ void fp4_rows(float (&acc)[RT][1][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
-                                         const u16* x, bool there, int inner, int offset, uint4* lent = nullptr,
-                                         const uint4* known = nullptr) {
-    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
-    const int steps = inner >> 9, row_bytes = inner >> 1, scale_bytes = inner >> 5;
-    for (int kb = warp; kb < steps; kb += WARPS) {
-        uint4 w[RT][2][4], s[RT][2];
-        if (FAR) {
-            __syncwarp();
+// FP4: RT times sixteen rows; a lane's sixteen bytes are one group of 32 codes with one scale. K in steps of 512, each in
+// two halves.
+template <int RT>
+struct Half {
+    uint4 w[RT][2][2];
+    uint2 s[RT][2];
+};
+
+template <int RT>
+__device__ __forceinline__ void load_half(Half<RT>& half, const u8* const (&codes)[RT], const u8* const (&scale)[RT], int inner,
+                                          int kb, int side) {
+    const int lane = threadIdx.x & 31, g = lane >> 2, q = lane & 3;
 #pragma unroll
-            for (int r = 0; r < RT; r++) fetch(lent + (warp * RT + r) * 256, codes[r] + kb * 256, row_bytes, lane);
-            fetched();
+    for (int r = 0; r < RT; r++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+            const i64 row = g + 8 * h;
+            half.s[r][h] = stream8(scale[r] + row * (inner >> 5) + kb * 16 + side * 8);
+#pragma unroll
+            for (int c = 0; c < 2; c++)
+                half.w[r][h][c] = stream16(codes[r] + row * (inner >> 1) + kb * 256 + side * 128 + c * 64 + q * 16);
         }
+}
+
+// Codes leave a 32-bit word as pairs (0,2) (4,6) (1,3) (5,7); the inputs lie in that order already.
+template <int RT>
+__device__ __forceinline__ void multiply_half(float (&acc)[RT][1][4], const Half<RT>& half, const u16* x, bool there, int offset,
+                                              int kb, int side) {
+    const int q = threadIdx.x & 3;
+#pragma unroll
+    for (int c = 0; c < 2; c++) {
+        u32 factor[RT][2];
 #pragma unroll
         for (int r = 0; r < RT; r++)
 #pragma unroll
             for (int h = 0; h < 2; h++) {
-                if (FAR) {
-                    const int row = g + 8 * h;
-                    s[r][h] = known[(r * 16 + row) * (scale_bytes >> 4) + kb];
-#pragma unroll
-                    for (int c = 0; c < 4; c++)
-                        w[r][h][c] = lent[(warp * RT + r) * 256 + row * 16 + ((c * 4 + q) ^ (row & 7))];
-                    continue;
-                }
-                const i64 row = g + 8 * h;
-                s[r][h] = stream16(scale[r] + row * scale_bytes + kb * 16);
-#pragma unroll
-                for (int c = 0; c < 4; c++) w[r][h][c] = stream16(codes[r] + row * row_bytes + kb * 256 + c * 64 + q * 16);
+                const u32 four = c ? half.s[r][h].y : half.s[r][h].x;
+                const u32 one = (((four >> (8 * q)) & 255u) + offset) << 10;  // a float16 power of two
+                factor[r][h] = one | one << 16;
             }
 #pragma unroll
-        for (int c = 0; c < 4; c++) {
-            u32 factor[RT][2];
+        for (int i = 0; i < 4; i++) {
+            const uint4 b = input16(x + kb * 512 + side * 256 + c * 128 + q * 32 + i * 8, there);
+#pragma unroll
+            for (int r = 0; r < RT; r++) {
+                u32 even[2], odd[2];
+#pragma unroll
+                for (int h = 0; h < 2; h++) {
+                    const u32 v = word(half.w[r][h][c], i);
+                    even[h] = ((v << 4) & 0x80808080u) | ((v << 2) & 0x1c1c1c1cu);
+                    odd[h] = (v & 0x80808080u) | ((v >> 2) & 0x1c1c1c1cu);
+                }
+                mma<false>(acc[r][0], scaled(pair(even[0]), factor[r][0]), scaled(pair(even[1]), factor[r][1]),
+                           scaled(pair(even[0] >> 16), factor[r][0]), scaled(pair(even[1] >> 16), factor[r][1]), b.x, b.y);
+                mma<false>(acc[r][0], scaled(pair(odd[0]), factor[r][0]), scaled(pair(odd[1]), factor[r][1]),
+                           scaled(pair(odd[0] >> 16), factor[r][0]), scaled(pair(odd[1] >> 16), factor[r][1]), b.z, b.w);
+            }
+        }
+    }
+}
+
+// PIPE: a half is asked for while the one before is multiplied; otherwise both at once, which takes fewer registers.
+template <int RT, int WARPS, bool PIPE>
+__device__ __forceinline__ void fp4_rows(float (&acc)[RT][1][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
+                                         const u16* x, bool there, int inner, int offset) {
+    const int warp = threadIdx.x >> 5, steps = inner >> 9;
+    Half<RT> left, right;
+    if (PIPE && warp < steps) load_half(left, codes, scale, inner, warp, 0);
+    for (int kb = warp; kb < steps; kb += WARPS) {
+        if (!PIPE) load_half(left, codes, scale, inner, kb, 0);
+        load_half(right, codes, scale, inner, kb, 1);
+        multiply_half(acc, left, x, there, offset, kb, 0);
+        if (PIPE && kb + WARPS < steps) load_half(left, codes, scale, inner, kb + WARPS, 0);
+        multiply_half(acc, right, x, there, offset, kb, 1);
+    }
+}
+
+// The same for rows across the bus: they are fetched into `lent`, RT * 256 places for each warp; scales wait in `known`.
+template <int RT, int WARPS>
+__device__ __forceinline__ void far_rows(float (&acc)[RT][1][4], const u8* const (&codes)[RT], const u16* x, bool there,
+                                         int inner, int offset, uint4* lent, const uint4* known) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, q = lane & 3;
+    for (int kb = warp; kb < inner >> 9; kb += WARPS) {
+        __syncwarp();
+#pragma unroll
+        for (int r = 0; r < RT; r++) fetch(lent + (warp * RT + r) * 256, codes[r] + kb * 256, inner >> 1, lane);
+        fetched();
+#pragma unroll
+        for (int side = 0; side < 2; side++) {
+            Half<RT> half;
 #pragma unroll
             for (int r = 0; r < RT; r++)
 #pragma unroll
                 for (int h = 0; h < 2; h++) {
-                    const u32 one = (((word(s[r][h], c) >> (8 * q)) & 255u) + offset) << 10;  // a float16 power of two
-                    factor[r][h] = one | one << 16;
+                    const int row = g + 8 * h;
+                    const uint4 s = known[(r * 16 + row) * (inner >> 9) + kb];
+                    half.s[r][h] = side ? make_uint2(s.z, s.w) : make_uint2(s.x, s.y);
+#pragma unroll
+                    for (int c = 0; c < 2; c++)
+                        half.w[r][h][c] = lent[(warp * RT + r) * 256 + row * 16 + ((side * 8 + c * 4 + q) ^ (row & 7))];
                 }
-#pragma unroll
-            for (int i = 0; i < 4; i++) {
-                const uint4 b = input16(x + kb * 512 + c * 128 + q * 32 + i * 8, there);
-#pragma unroll
-                for (int r = 0; r < RT; r++) {
-                    u32 even[2], odd[2];
-#pragma unroll
-                    for (int h = 0; h < 2; h++) {
-                        const u32 v = word(w[r][h][c], i);
-                        even[h] = ((v << 4) & 0x80808080u) | ((v << 2) & 0x1c1c1c1cu);
-                        odd[h] = (v & 0x80808080u) | ((v >> 2) & 0x1c1c1c1cu);
-                    }
-                    mma<false>(acc[r][0], scaled(pair(even[0]), factor[r][0]), scaled(pair(even[1]), factor[r][1]),
-                               scaled(pair(even[0] >> 16), factor[r][0]), scaled(pair(even[1] >> 16), factor[r][1]), b.x, b.y);
-                    mma<false>(acc[r][0], scaled(pair(odd[0]), factor[r][0]), scaled(pair(odd[1]), factor[r][1]),
-                               scaled(pair(odd[0] >> 16), factor[r][0]), scaled(pair(odd[1] >> 16), factor[r][1]), b.z, b.w);
-                }
-            }
+            multiply_half(acc, half, x, there, offset, kb, side);
         }
     }
 }
@@ -322,7 +358,7 @@ __device__ __forceinline__ void product(const u8* codes, const u8* scale, int ro
         fp8_rows<NT, 1, WARPS, U, WM>(acc, c, s, second ? rows8b : rows8, x, there, inner);
     } else {
         row -= rows8 + rows8b;
-        plain_rows<NT, WARPS, U, WM>(acc, plain + (i64)row * inner, x, there, inner);
+        plain_rows<NT, WARPS, U, WM>(acc, plain + (i64)row * inner, x, there, inner, inner);
     }
     gather<NT, 1, WM * WARPS>(shared, acc);
     const int lane = (threadIdx.x >> 5) / WM * 32 + (threadIdx.x & 31);  // among the threads of this row block
@@ -337,7 +373,33 @@ __device__ __forceinline__ void product(const u8* codes, const u8* scale, int ro
     }
 }
 
-// Gate and up rows of the shared expert, gated at once; then the router's rows.
+// Sixteen rows of the shared expert's gate and as many of its up, gated.
+template <int NT, int WARPS, int U>
+__device__ __forceinline__ void gated_rows(float* shared, int row, const u8* codes, const u8* scale, int inner, const u16* xh,
+                                           int n, int width, u16* z, float limit) {
+    const int g = (threadIdx.x & 31) >> 2;
+    const u16* x[NT];
+    bool there[NT];
+#pragma unroll
+    for (int t = 0; t < NT; t++) {
+        there[t] = t * 8 + g < n;
+        x[t] = xh + (i64)(t * 8 + g) * width;
+    }
+    float acc[2][NT][4] = {};
+    const u8* const c[2] = {codes + (i64)row * width, codes + (i64)(inner + row) * width};
+    const u8* const s[2] = {scale + row, scale + inner + row};
+    fp8_rows<NT, 2, WARPS, U>(acc, c, s, 2 * inner, x, there, width);
+    gather<NT, 2, WARPS>(shared, acc);
+    for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
+        const int r = i & 15, t = i >> 4, at = r * (NT * 8) + t, size = 2 * 16 * NT * 8;
+        if (t < n) {
+            const float a = whole<WARPS>(shared, at, size), b = whole<WARPS>(shared, at + 16 * NT * 8, size);
+            put(z + (i64)t * inner + row + r, gated(a, b, limit));
+        }
+    }
+}
+
+// Gate and up rows of the shared expert; then the router's rows.
 template <int NT, int WARPS, int U>
 __device__ __forceinline__ void open_shared(const u8* codes, const u8* scale, int inner, const u16* router, int experts,
                                             const u16* xh, const u16* xb, int n, int width, u16* z, float* logits,
@@ -345,37 +407,90 @@ __device__ __forceinline__ void open_shared(const u8* codes, const u8* scale, in
     __shared__ float shared[WARPS * 2 * 16 * NT * 8];
     let_next_start();
     const int g = (threadIdx.x & 31) >> 2;
-    const int row = blockIdx.x * 16;
-    const bool coded = row < inner;
+    int row = blockIdx.x * 16;
+    if (row < inner) {
+        gated_rows<NT, WARPS, U>(shared, row, codes, scale, inner, xh, n, width, z, limit);
+        return;
+    }
+    row -= inner;
     const u16* x[NT];
     bool there[NT];
 #pragma unroll
     for (int t = 0; t < NT; t++) {
         there[t] = t * 8 + g < n;
-        x[t] = (coded ? xh : xb) + (i64)(t * 8 + g) * width;
+        x[t] = xb + (i64)(t * 8 + g) * width;
     }
-    if (coded) {
-        float acc[2][NT][4] = {};
-        const u8* const c[2] = {codes + (i64)row * width, codes + (i64)(inner + row) * width};
-        const u8* const s[2] = {scale + row, scale + inner + row};
-        fp8_rows<NT, 2, WARPS, U>(acc, c, s, 2 * inner, x, there, width);
-        gather<NT, 2, WARPS>(shared, acc);
-        for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
-            const int r = i & 15, t = i >> 4, at = r * (NT * 8) + t, size = 2 * 16 * NT * 8;
-            if (t < n) {
-                const float a = whole<WARPS>(shared, at, size), b = whole<WARPS>(shared, at + 16 * NT * 8, size);
-                put(z + (i64)t * inner + row + r, gated(a, b, limit));
-            }
-        }
-    } else {
-        float acc[1][NT][4] = {};
-        plain_rows<NT, WARPS, U>(acc, router + (i64)(row - inner) * width, x, there, width);
-        gather<NT, 1, WARPS>(shared, acc);
-        for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
-            const int r = i & 15, t = i >> 4;
-            if (t < n) logits[(i64)t * logit_stride + row - inner + r] = whole<WARPS>(shared, r * (NT * 8) + t, 16 * NT * 8);
+    float acc[1][NT][4] = {};
+    plain_rows<NT, WARPS, U>(acc, router + (i64)row * width, x, there, width, width);
+    gather<NT, 1, WARPS>(shared, acc);
+    for (int i = threadIdx.x; i < 16 * NT * 8; i += WARPS * 32) {
+        const int r = i & 15, t = i >> 4;
+        if (t < n) logits[(i64)t * logit_stride + row + r] = whole<WARPS>(shared, r * (NT * 8) + t, 16 * NT * 8);
+    }
+}
+
+// The same for a single token, routed on the way: router rows come first, in two halves of K so that they are done early.
+// The last of their blocks adds the halves, chooses, and writes the plan, while the shared expert is still being read.
+// `arrived` counts those blocks and is left at zero; `parts` has room for two halves of all logits.
+template <int EACH, int WARPS>
+__device__ __forceinline__ void open_one(const u8* codes, const u8* scale, int inner, const u16* router, int experts,
+                                         const u16* xh, const u16* xb, int width, u16* z, float* logits, float limit,
+                                         float* parts, int* arrived, const float* bias, const int* table, const i64* tokens,
+                                         const i64* addresses, int* ids, float* weights, int* order, Slot* slots, int places,
+                                         float factor) {
+    __shared__ float shared[WARPS * 2 * 16 * 8];
+    __shared__ bool last;
+    let_next_start();
+    const int t = threadIdx.x, lane = t & 31, routing = experts / 8;
+    if (blockIdx.x >= routing) {
+        gated_rows<1, WARPS, 2>(shared, (blockIdx.x - routing) * 16, codes, scale, inner, xh, 1, width, z, limit);
+        return;
+    }
+    if (blockIdx.x == 0) {  // what is needed at the end is on its way
+        for (int i = t; i < experts / 4; i += WARPS * 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(addresses + i * 16));
+        if (bias && t < experts / 32) asm volatile("prefetch.global.L2 [%0];" ::"l"(bias + t * 32));
+    }
+    const int row = blockIdx.x / 2 * 16, side = blockIdx.x & 1, half = width / 2;
+    const u16* const x[1] = {xb + side * half};
+    const bool there[1] = {lane < 4};
+    float acc[1][1][4] = {};
+    plain_rows<1, WARPS, 2>(acc, router + (i64)row * width + side * half, x, there, half, width);
+    gather<1, 1, WARPS>(shared, acc);
+    if (t < 16) {
+        parts[side * experts + row + t] = whole<WARPS>(shared, t * 8, 128);
+        __threadfence();
+    }
+    __syncthreads();
+    if (t == 0) last = atomicAdd(arrived, 1) == routing - 1;
+    __syncthreads();
+    if (!last || t >= 32) return;
+    __threadfence();
+    float each[EACH], offset[EACH], weight;
+    int id;
+    load_each(offset, bias, experts);
+#pragma unroll
+    for (int j = 0; j < EACH; j++) {
+        const int e = lane + 32 * j;
+        each[j] = 0.f;
+        if (e < experts) {
+            each[j] = __ldcg(parts + e) + __ldcg(parts + experts + e);
+            logits[e] = each[j];
         }
     }
+    choose_experts(each, offset, table ? table + tokens[0] * places : nullptr, experts, places, factor, id, weight);
+    if (lane == 0) *arrived = 0;
+    if (lane >= places) return;
+    ids[lane] = id;
+    weights[lane] = weight;
+    order[lane] = lane;
+    Slot& into = slots[lane];
+    into.expert = id;
+    into.first = lane;
+    into.count = 1;
+    const longlong2 opens = reinterpret_cast<const longlong2*>(addresses)[id * 2];
+    const longlong2 closes = reinterpret_cast<const longlong2*>(addresses)[id * 2 + 1];
+    reinterpret_cast<longlong2*>(into.address)[0] = opens;
+    reinterpret_cast<longlong2*>(into.address)[1] = closes;
 }
 
 #define PRODUCT(NAME, NT, WARPS, U, WM, OUT)                                                                              \
@@ -412,12 +527,17 @@ OPEN_SHARED(2, 8, 1)
 OPEN_SHARED(4, 8, 1)
 OPEN_SHARED(8, 4, 1)
 
-// A slot of the step's plan, as `route` writes it.
-struct Slot {
-    int expert, first, count, pad;
-    i64 address[4];  // gate and up, their scales, down, its scales
-    int rest[4];
-};
+#define OPEN_ONE(EACH)                                                                                                    \
+    extern "C" __global__ void __launch_bounds__(256) open_one_##EACH(                                                    \
+        const u8* codes, const u8* scale, int inner, const u16* router, int experts, const u16* xh, const u16* xb,        \
+        int width, u16* z, float* logits, float limit, float* parts, int* arrived, const float* bias, const int* table,   \
+        const i64* tokens, const i64* addresses, int* ids, float* weights, int* order, Slot* slots, int places,           \
+        float factor) {                                                                                                   \
+        open_one<EACH, 8>(codes, scale, inner, router, experts, xh, xb, width, z, logits, limit, parts, arrived, bias,    \
+                          table, tokens, addresses, ids, weights, order, slots, places, factor);                          \
+    }
+OPEN_ONE(8)
+OPEN_ONE(16)
 
 constexpr int FAR_SCALES = 256;  // sixteen bytes of scales for up to 8,192 inputs of sixteen rows
 
@@ -432,7 +552,7 @@ __device__ __forceinline__ void fetch_scales(uint4* known, const u8* const (&sca
 
 // Experts of the step's plan: blockIdx.y is a slot, blockIdx.x sixteen rows of gate and of up. With BUS some experts, those
 // at addresses from `far_from` to `far_to`, lie in host memory.
-template <int WARPS, bool BUS>
+template <int WARPS, bool BUS, bool PIPE>
 __device__ __forceinline__ void open_experts(const Slot* slots, const int* order, const float* weights, const u16* x, u16* z,
                                              int inner, int width, int places, float limit, int offset, float gain,
                                              i64 far_from, i64 far_to) {
@@ -455,9 +575,9 @@ __device__ __forceinline__ void open_experts(const Slot* slots, const int* order
         const int token = there ? order[first + base + g] / places : 0;
         float acc[2][1][4] = {};
         if (far)
-            fp4_rows<2, WARPS, true>(acc, c, s, x + (i64)token * width, there, width, offset, lent, known);
+            far_rows<2, WARPS>(acc, c, x + (i64)token * width, there, width, offset, lent, known);
         else
-            fp4_rows<2, WARPS>(acc, c, s, x + (i64)token * width, there, width, offset);
+            fp4_rows<2, WARPS, PIPE>(acc, c, s, x + (i64)token * width, there, width, offset);
         if (base) __syncthreads();
         gather<1, 2, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
@@ -521,9 +641,9 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
 #pragma unroll
             for (int i = 0; i < 4; i++) acc[r][0][i] = 0.f;
         if (far)
-            fp4_rows<RT, WARPS, true>(acc, c, s, z + (i64)mine * inner, there, inner, offset, lent, known);
+            far_rows<RT, WARPS>(acc, c, z + (i64)mine * inner, there, inner, offset, lent, known);
         else
-            fp4_rows<RT, WARPS>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
+            fp4_rows<RT, WARPS, false>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
         if (base) __syncthreads();
         gather<1, RT, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {
@@ -537,12 +657,12 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
     }
 }
 
-#define OPEN(NAME, WARPS, BUS)                                                                                             \
+#define OPEN(NAME, WARPS, BUS, PIPE)                                                                                       \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                         \
         const Slot* slots, const int* order, const float* weights, const u16* x, u16* z, int inner, int width, int places, \
         float limit, int offset, float gain, i64 far_from, i64 far_to) {                                                  \
-        open_experts<WARPS, BUS>(slots, order, weights, x, z, inner, width, places, limit, offset, gain, far_from,        \
-                                 far_to);                                                                                 \
+        open_experts<WARPS, BUS, PIPE>(slots, order, weights, x, z, inner, width, places, limit, offset, gain, far_from,  \
+                                       far_to);                                                                           \
     }
 #define CLOSE(NAME, WARPS, RT, BUS)                                                                                        \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                         \
@@ -551,10 +671,10 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
         close_experts<WARPS, RT, BUS>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes, scale,   \
                                       z_shared, n, far_from, far_to);                                                     \
     }
-OPEN(open_experts_2, 2, false)
-OPEN(open_experts_4, 4, false)
-OPEN(open_experts_2_bus, 2, true)
-OPEN(open_experts_4_bus, 4, true)
+OPEN(open_experts_2, 2, false, true)
+OPEN(open_experts_4, 4, false, false)
+OPEN(open_experts_2_bus, 2, true, true)
+OPEN(open_experts_4_bus, 4, true, false)
 CLOSE(close_experts_4_1, 4, 1, false)
 CLOSE(close_experts_2_2, 2, 2, false)
 CLOSE(close_experts_4_1_bus, 4, 1, true)

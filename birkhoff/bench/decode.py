@@ -268,6 +268,8 @@ CLASSES = {
     "_score": "indexer",
     "choose": "indexer",
     "_choose": "indexer",
+    "attend": "attention",
+    "combine": "attention",
     "_attend": "attention",
     "_combine": "attention",
 }

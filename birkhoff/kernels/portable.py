@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from birkhoff.kernels.attend import triton as attention
 from birkhoff.kernels.experts import triton as experts
 from birkhoff.kernels.index import triton as index
 from birkhoff.kernels.linear.rows import Rows
@@ -51,3 +52,6 @@ class PortableKernels:
 
     def choose(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
         index.choose(scores, positions, chosen)
+
+    def attend(self, *given: Any) -> None:
+        attention.attend(*given)

@@ -204,7 +204,6 @@ class Decoder:
         torch.sin(at, out=desk.sin)
 
     def _attention(self, w: LayerWeights, state: LayerState, desk: Desk) -> torch.Tensor:
-        from birkhoff.kernels.attend.triton import attend
         from birkhoff.kernels.compress.triton import settle
         from birkhoff.kernels.index.triton import score
 
@@ -233,12 +232,12 @@ class Decoder:
         shares, share = desk.shares[w.ratio]
         size = (desk.rows, shares, c.num_attention_heads)
         count = desk.rows * shares * c.num_attention_heads
-        attend(
+        kernels.attend(
             desk.queries, state.keys.rows, c.sliding_window, state.pages.get(ENTRY), w.ratio, table,
             desk.chosen if searched else None, *ids, cos, sin,
             desk.sums[: count * c.head_dim].view(*size, c.head_dim), desk.peaks[:count].view(size),
             desk.masses[:count].view(size), w.sink, share, c.head_dim**-0.5, c.rms_norm_eps, desk.mixed,
-            desk.mixed_half, early,
+            desk.mixed_half,
         )  # fmt: skip
         kernels.product(w.o_a, (desk.mixed_half, desk.mixed), desk.middle, c.o_lora_rank)
         kernels.product(w.o_b, (desk.middle, desk.middle), desk.attended)

@@ -3,7 +3,8 @@
 The keys of a token are its window's ring and its compressed entries (all finished ones, or those in a list), as one
 range that is cut among programs: each takes sixteen heads and a share of the keys, normalises and rotates its queries
 itself, and leaves an unnormalised sum with its largest logit and mass. `combine` adds the shares, lets the sink in, and
-turns the result back. Scores and sums are float32, probabilities meet the values in the keys' dtype.
+turns the result back. Scores and sums are float32, probabilities meet the values in the keys' dtype. On NVIDIA GPUs
+`cuda/attend.cu` does the same for few rows, in the same buffers.
 """
 
 from __future__ import annotations

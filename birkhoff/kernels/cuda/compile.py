@@ -74,6 +74,7 @@ class _Config(ctypes.Structure):
 
 
 _PROGRAMMATIC_SERIALIZATION = 6
+_MOST_DYNAMIC_SHARED = 8
 _EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
 
 
@@ -89,13 +90,15 @@ class Module:
             self._module = c_void_p()
             _ok(self._driver.cuModuleLoadData(byref(self._module), self._cubin), "cuModuleLoadData")
         self._functions: dict[str, c_void_p] = {}
+        self._allowed: dict[str, int] = {}  # bytes of shared memory beside what a source declares
 
     def launch(
-        self, name: str, grid: tuple[int, int], threads: int,
-        *arguments: torch.Tensor | int | float | c_void_p | None, early: bool,
+        self, name: str, grid: tuple[int, int] | tuple[int, int, int], threads: int,
+        *arguments: torch.Tensor | int | float | c_void_p | None, early: bool, shared: int = 0,
     ) -> None:  # fmt: skip
         """On the current stream. Tensors go as addresses, whole numbers as int, others as float.
 
+        `shared`: bytes of shared memory beside what the source declares.
         `early`: may begin before its predecessor has ended, which the kernel then waits for by itself."""
         function = self._functions.get(name)
         if function is None:
@@ -103,9 +106,13 @@ class Module:
             found = self._driver.cuModuleGetFunction(byref(function), self._module, name.encode())
             _ok(found, f"cuModuleGetFunction({name})")
             self._functions[name] = function
+        if shared > self._allowed.get(name, 0):
+            _ok(self._driver.cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED, shared), f"cuFuncSetAttribute({name})")
+            self._allowed[name] = shared
         values = [_argument(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        config = _Config((grid[0], grid[1], 1), (threads, 1, 1), 0, torch.cuda.current_stream().cuda_stream)
+        blocks = (grid[0], grid[1], grid[2] if len(grid) > 2 else 1)
+        config = _Config(blocks, (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
         if early:
             config.attributes, config.count = ctypes.addressof(_EARLY), 1
         _ok(self._driver.cuLaunchKernelEx(byref(config), function, pointers, None), name)

@@ -1,4 +1,4 @@
-"""Launches of `stream.cu`: which variant for how many tokens, which grid, which addresses.
+"""Launches of the CUDA sources: which variant for how many tokens, which grid, which addresses.
 
 The weights' widths must suit sixteen-byte loads: inputs a multiple of 128 (of 512 for experts), outputs of 16. Expert
 scales become float16 powers of two, which hold 29 octaves: each matrix kind is moved by a common power of two, found
@@ -68,6 +68,7 @@ class FastKernels:
     def __init__(self, device: torch.device, early: bool = True):
         self.early = early
         self.module, self.small = _compiled("stream.cu", device), _compiled("small.cu", device)
+        self.attention = _compiled("attend.cu", device)
 
     def product(
         self, weights: Sequence[Rows], x: tuple[torch.Tensor | None, torch.Tensor], out: torch.Tensor,
@@ -162,6 +163,34 @@ class FastKernels:
         self.small.launch(
             f"choose_{'wide_' if wide else ''}{each}", (n * blocks, 1), threads, scores, positions, chosen, room,
             chosen.shape[1], early=self.early,
+        )  # fmt: skip
+
+    def attend(
+        self, queries, keys, window: int, pages, ratio: int, table, chosen, slots, positions, cos, sin, sums, peaks,
+        masses, sink, share: int, scale: float, eps: float, out, half,
+    ) -> None:  # fmt: skip
+        """The contract of `attend.triton.attend`, which takes over for many rows, other widths and other dtypes."""
+        n, shares, heads, width = sums.shape
+        turning = 2 * cos.shape[-1]
+        few = n < 16 and share % 32 == 0 and keys.dtype is torch.bfloat16
+        aligned = heads % 16 == 0 and turning % 8 == 0 and queries.stride(0) % 8 == 0
+        if not few or not aligned or width not in (128, 512) or turning > width:
+            from birkhoff.kernels.attend.triton import attend
+
+            attend(queries, keys, window, pages, ratio, table, chosen, slots, positions, cos, sin, sums, peaks, masses,
+                   sink, share, scale, eps, out, half, self.early)  # fmt: skip
+            return
+        stages = 1 if share == 32 else 2
+        warps = width // 64  # each has 4 KiB of keys a stage, and 2 KiB of scores
+        self.attention.launch(
+            f"attend_{width}", (n, heads // 16, shares), warps * 32, queries, queries.stride(0), keys, keys.shape[1],
+            window, pages if ratio else None, max(ratio.bit_length() - 1, 0), table, table.stride(0), chosen,
+            1 if chosen is None else chosen.shape[1], slots, positions, cos, sin, turning, sums, peaks, masses, heads,
+            share, stages, float(scale), float(eps), early=self.early, shared=warps * (4096 * stages + 2048),
+        )  # fmt: skip
+        self.attention.launch(
+            f"combine_{width}", (n, heads * (width // 128)), 256, sums, peaks, masses, sink, cos, sin, turning, out,
+            half, heads, shares, early=self.early,
         )  # fmt: skip
 
 

@@ -4,7 +4,8 @@
 plain path on the device, then decoded by the kernels and by the plain path; logits are compared. `decode`: tokens per
 second of all layers at each batch size, weights random and made on the device, states as long as `context`, one CUDA
 graph per step with the greedy choice and the next positions inside it. `profile`: microseconds of a step by kernel,
-beside what the bytes it must read would take at the device's measured reading speed.
+beside what the bytes it must read would take at the device's measured reading speed. `layers`: the same by kind of
+layer, attention of the three kinds and experts, as they run in a graph.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import gc
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -216,6 +218,7 @@ def bench_decode(
         )
         place(desk, torch.randint(config.vocab_size, (batch,)).tolist(), [context] * batch)
         yield common | profile_row(decoder, desk, common["read_bytes_per_second"])
+        yield common | layer_row(decoder, desk, context, common["read_bytes_per_second"])
         del decoder, desk
         _clear()
 
@@ -295,6 +298,34 @@ def profile_row(decoder: Decoder, desk: Desk, speed: float) -> Row:
             "us_total": significant(total), "floor_us_total": significant(sum(floors.values()))}  # fmt: skip
 
 
+PRODUCTS = ("enter", "query", "o_a", "o_b")  # of a layer's attention
+
+
+@torch.inference_mode()
+def layer_row(decoder: Decoder, desk: Desk, context: int, speed: float) -> Row:
+    """Microseconds of a layer by its kind: attention, all layers of a kind in one graph, and experts; boundaries are
+    neither. Beside them the bytes of weights and of the cache, and what these take at the device's reading speed."""
+    c = decoder.config
+    read = step_cache_bytes(c, context, decoder.state.dtype.itemsize)
+    kinds: dict[str, Row] = {}
+    for ratio in sorted({w.ratio for w in decoder.layers}):
+        its = [(w, at) for w, at in zip(decoder.layers, decoder.state.layers) if w.ratio == ratio]
+        weights = sum(rows.nbytes for w, _ in its for part in PRODUCTS for rows in getattr(w, part)) / len(its)
+        us = graph_us([partial(decoder._attention, w, at, desk) for w, at in its])
+        kinds[KINDS[ratio]] = _cost(us, len(its), weights, desk.rows * read[KINDS[ratio]] / len(its), speed)
+    us = graph_us([partial(decoder._experts, w, desk, ids) for w, ids in zip(decoder.layers, desk.ids)])
+    floors = floor_bytes(decoder, desk)
+    experts = (floors["experts"] + floors["router and shared expert"]) / len(decoder.layers)
+    kinds["experts"] = _cost(us, len(decoder.layers), experts, 0, speed)
+    whole = sum(kind["layers"] * kind["us"] for kind in kinds.values())
+    return {"kind": "layers", "batch": desk.rows, "context": context, "kinds": kinds, "us_of_all": significant(whole)}
+
+
+def _cost(us: float, layers: int, weights: float, cache: float, speed: float) -> Row:
+    return {"layers": layers, "us": significant(us), "bytes_weights": round(weights), "bytes_cache": round(cache),
+            "us_floor": significant((weights + cache) / speed * 1e6)}  # fmt: skip
+
+
 def floor_bytes(decoder: Decoder, desk: Desk) -> dict[str, float]:
     """Bytes a step must read by class, weights first; experts as many as this step's last layer used."""
     c, layers = decoder.config, decoder.layers
@@ -302,9 +333,8 @@ def floor_bytes(decoder: Decoder, desk: Desk) -> dict[str, float]:
     expert = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
     streams = desk.rows * c.hidden_size * (4 * 2 + 4 * 2 + 4 * 2 + 2 + 4)  # read, written, read again, output, input
     keys = {ratio: shares * size * c.head_dim * 2 * desk.rows for ratio, (shares, size) in desk.shares.items()}
-    parts = ("enter", "query", "o_a", "o_b")
     return {
-        "products": sum(r.nbytes for w in layers for part in parts for r in getattr(w, part)) + decoder.head.nbytes,
+        "products": sum(r.nbytes for w in layers for part in PRODUCTS for r in getattr(w, part)) + decoder.head.nbytes,
         "router and shared expert": sum(w.gate.nbytes + w.shared_open.nbytes for w in layers),
         "experts": len(layers) * used * expert + sum(w.shared_close.nbytes for w in layers),
         "boundary": (2 * len(layers) + 1) * (24 * 4 * c.hidden_size * 4 + streams),

@@ -155,9 +155,10 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
         streams, y = (torch.randn(count, *shape, width, device=device).bfloat16() for shape in ((4,), ()))
         post, mix = torch.rand(count, 4, device=device), torch.rand(count, 4, 4, device=device) / 4
         fn = torch.randn(24, 4 * width, device=device) * (4 * width) ** -0.5
+        made = many.ready(fn, streams.dtype)  # once, as a model does
         base, scale = torch.randn(24, device=device), torch.rand(3, device=device)
 
-        def boundary(part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=fn, base=base, scale=scale):
+        def boundary(part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=made, base=base, scale=scale):
             written = mhc.write(streams[part], y[part], post[part], mix[part])
             return many.read_many(written, fn, base, scale, iters, eps, eps)
 

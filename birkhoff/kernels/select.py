@@ -42,6 +42,7 @@ class KernelSet:
     product: Op
     rms_norm: Op
     rotate: Op
+    mhc_ready: Op
     mhc_read: Op
     mhc_write: Op
     attend: Op
@@ -62,6 +63,7 @@ PAIRS: dict[str, tuple[Op, Op]] = {
     "product": (linear_plain.product, linear_plain.product),
     "rms_norm": (norm_plain.rms_norm, norm_cpu.rms_norm),
     "rotate": (rope_plain.rotate, rope_cpu.rotate),
+    "mhc_ready": (mhc_plain.ready, mhc_plain.ready),
     "mhc_read": (mhc_plain.read, mhc_cpu.read),
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
     "attend": (attend_plain.attend, attend_cpu.attend),
@@ -94,6 +96,7 @@ def _triton() -> KernelSet:
 
     plain = {name: twin for name, (twin, _) in PAIRS.items()}
     fast: dict[str, Op] = {
+        "mhc_ready": mhc_many.ready,
         "mhc_read": _for_four_streams(plain["mhc_read"], mhc_many.read),
         "mhc_write": _for_four_streams(plain["mhc_write"], mhc_triton.write),
         "product": linear_many.product,

@@ -65,9 +65,7 @@ class Desk:
         self.ids, self.weights = make(c.num_hidden_layers, rows, k, dtype=number), make(rows, k)  # ids of every layer
         self.order = make(2, rows * k, dtype=number)
         self.slot_list = torch.zeros(min(c.n_routed_experts, rows * k), 16, dtype=number, device=device)
-        self.arrived = torch.zeros(
-            1, dtype=number, device=device
-        )  # blocks of a launch; 0 between them
+        self.arrived = torch.zeros(1, dtype=number, device=device)  # blocks of a launch that are done
         self.z, self.z_shared = make(rows * k, inner, dtype=half), make(rows, inner, dtype=half)
         self.y, self.logits = make(rows, k + 1, d), make(rows, c.vocab_size)
         self.x_half = self.x_mixed = self.latent_half = self.mixed_half = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,12 +26,23 @@ class Mixer(nn.Module):
         self.base = nn.Parameter(torch.empty((2 + m) * m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
         self.few: MixerFew | None = None
+        self._made: tuple[tuple, Any] | None = None
+
+    def _fn(self, dtype: torch.dtype) -> Any:
+        """`fn` as kernels like it best beside streams of `dtype`, made once for as long as it stays as it is."""
+        if torch.is_grad_enabled():
+            return self.fn
+        now = (self.fn.data_ptr(), 0 if self.fn.is_inference() else self.fn._version, dtype)
+        if self._made is None or self._made[0] != now:
+            self._made = now, self.kernels.mhc_ready(self.fn, dtype)
+        return self._made[1]
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[n, m, d] -> input [n, d], read-in [n, m], write-out [n, m], mixer [n, from, to]."""
         if self.few is not None and few_rows(streams):
             return self.few.read(streams)
-        return self.kernels.mhc_read(streams, self.fn, self.base, self.scale, self.iters, self.eps, self.rms_eps)
+        given = (self.base, self.scale, self.iters, self.eps, self.rms_eps)
+        return self.kernels.mhc_read(streams, self._fn(streams.dtype), *given)
 
     def weights(self, streams: torch.Tensor) -> torch.Tensor:
         """The read-in weights [n, m] alone."""

@@ -120,7 +120,7 @@ class FastKernels:
         )  # fmt: skip
 
     def close_experts(self, w: Any, desk: Any, variant: tuple[int, int] | None = None) -> None:
-        warps, tall = variant or ((4, 1) if desk.rows < 8 else (2, 2))
+        warps, tall = variant or ((1, 1) if desk.rows == 1 else (4, 1) if desk.rows < 8 else (2, 2))
         inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
         offset, slots = w.offsets[1], desk.slot_list.shape[0]
         self.module.launch(

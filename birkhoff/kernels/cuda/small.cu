@@ -281,22 +281,21 @@ __device__ __forceinline__ void choose(const float* scores, const i64* positions
         for (int e = rank * WARPS * 32 + t; e < count; e += BLOCKS * WARPS * 32) out[e] = e;
         return;
     }
-    // Every warp's pair (in lane 0), before a thread's own: the sum of all, of the warps before, of the blocks before.
-    auto exchange = [&](uint2 mine, uint2& earlier, uint2 (&blocks)[BLOCKS]) {
+    // Every warp's pair, which lane 0 has, added up for each block.
+    auto exchange = [&](uint2 mine, uint2 (&blocks)[BLOCKS]) {
         uint2* all = parts[round & 1];
         if (lane == 0) all[warp] = mine;
         __syncthreads();
-        uint2 sum = make_uint2(0, 0);
-        earlier = sum;
+        if (BLOCKS == 1) {
+            blocks[0] = make_uint2(0, 0);
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) {
-            const uint2 other = all[w];
-            if (w < warp) earlier = make_uint2(earlier.x + other.x, earlier.y + other.y);
-            sum = make_uint2(sum.x + other.x, sum.y + other.y);
-        }
-        blocks[0] = sum;
-        if (BLOCKS > 1) {
-            if (t < BLOCKS) board.tell(round, rank, t, sum);
+            for (int w = 0; w < WARPS; w++) blocks[0] = make_uint2(blocks[0].x + all[w].x, blocks[0].y + all[w].y);
+        } else {
+            if (warp == 0) {
+                const uint2 its = lane < WARPS ? all[lane] : make_uint2(0, 0);
+                const uint2 sum = make_uint2(__reduce_add_sync(~0u, its.x), __reduce_add_sync(~0u, its.y));
+                if (lane < BLOCKS) board.tell(round, rank, lane, sum);
+            }
             meet();
 #pragma unroll
             for (int b = 0; b < BLOCKS; b++) blocks[b] = board.told[round & 1][b];
@@ -312,7 +311,7 @@ __device__ __forceinline__ void choose(const float* scores, const i64* positions
     }
     u32 place = 0;
     int better = 0;
-    uint2 earlier, blocks[BLOCKS];
+    uint2 blocks[BLOCKS];
     for (int bit = 30; bit >= 0; bit -= 2) {  // the largest value that topk entries reach
         const u32 one = place | 1u << bit, two = place | 2u << bit, three = place | 3u << bit;
         u32 low = 0, high = 0;
@@ -323,7 +322,7 @@ __device__ __forceinline__ void choose(const float* scores, const i64* positions
         }
         low = __reduce_add_sync(~0u, low);
         high = __reduce_add_sync(~0u, high);
-        exchange(make_uint2(low, high), earlier, blocks);
+        exchange(make_uint2(low, high), blocks);
         int reach[3] = {0, 0, 0};
 #pragma unroll
         for (int b = 0; b < BLOCKS; b++) {
@@ -331,10 +330,16 @@ __device__ __forceinline__ void choose(const float* scores, const i64* positions
             reach[1] += blocks[b].x >> 16;
             reach[2] += blocks[b].y;
         }
-        if (reach[2] >= topk) place = three;
-        else if (reach[1] >= topk) place = two, better = reach[2];
-        else if (reach[0] >= topk) place = one, better = reach[1];
+        int reached = 0;
+        if (reach[2] >= topk) place = three, reached = reach[2];
+        else if (reach[1] >= topk) place = two, better = reach[2], reached = reach[1];
+        else if (reach[0] >= topk) place = one, better = reach[1], reached = reach[0];
         else better = reach[0];
+        if (reached == topk) {  // nobody else is in question: all of these are above the value before this one
+            place -= 1;
+            better = topk;
+            break;
+        }
     }
     // How many before this thread tie with the last place, and how many are better: who is kept, and where it stands.
     int ties = 0, above = 0;
@@ -352,9 +357,13 @@ __device__ __forceinline__ void choose(const float* scores, const i64* positions
             over += also;
         }
     }
-    exchange(make_uint2(__shfl_sync(~0u, tied, 31), __shfl_sync(~0u, over, 31)), earlier, blocks);
-    tied += earlier.x - ties;
-    over += earlier.y - above;
+    exchange(make_uint2(__shfl_sync(~0u, tied, 31), __shfl_sync(~0u, over, 31)), blocks);
+    tied -= ties;
+    over -= above;
+    for (int w = 0; w < warp; w++) {
+        tied += parts[(round - 1) & 1][w].x;
+        over += parts[(round - 1) & 1][w].y;
+    }
 #pragma unroll
     for (int b = 0; b < BLOCKS; b++)
         if (b < rank) {

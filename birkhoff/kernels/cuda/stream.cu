@@ -244,8 +244,9 @@ __device__ __forceinline__ void multiply_half(float (&acc)[RT][1][4], const Half
     }
 }
 
-// PIPE: a half is asked for while the one before is multiplied; otherwise both at once, which takes fewer registers.
-template <int RT, int WARPS, bool PIPE>
+// PIPE: a half is asked for while the one before is multiplied; otherwise both at once, which takes fewer registers. WAIT:
+// inputs are waited for when the first weights are on their way.
+template <int RT, int WARPS, bool PIPE, bool WAIT>
 __device__ __forceinline__ void fp4_rows(float (&acc)[RT][1][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
                                          const u16* x, bool there, int inner, int offset) {
     const int warp = threadIdx.x >> 5, steps = inner >> 9;
@@ -254,10 +255,12 @@ __device__ __forceinline__ void fp4_rows(float (&acc)[RT][1][4], const u8* const
     for (int kb = warp; kb < steps; kb += WARPS) {
         if (!PIPE) load_half(left, codes, scale, inner, kb, 0);
         load_half(right, codes, scale, inner, kb, 1);
+        if (WAIT && kb == warp) wait_for_inputs();
         multiply_half(acc, left, x, there, offset, kb, 0);
         if (PIPE && kb + WARPS < steps) load_half(left, codes, scale, inner, kb + WARPS, 0);
         multiply_half(acc, right, x, there, offset, kb, 1);
     }
+    if (WAIT) wait_for_inputs();
 }
 
 // The same for rows across the bus: they are fetched into `lent`, RT * 256 places for each warp; scales wait in `known`.
@@ -440,8 +443,8 @@ __device__ __forceinline__ void open_one(const u8* codes, const u8* scale, int i
                                          float factor) {
     __shared__ float shared[WARPS * 2 * 16 * 8];
     __shared__ bool last;
-    let_next_start();
     const int t = threadIdx.x, lane = t & 31, routing = experts / 8;
+    let_next_start();
     if (blockIdx.x >= routing) {
         gated_rows<1, WARPS, 2>(shared, (blockIdx.x - routing) * 16, codes, scale, inner, xh, 1, width, z, limit);
         return;
@@ -551,50 +554,52 @@ __device__ __forceinline__ void fetch_scales(uint4* known, const u8* const (&sca
 }
 
 // Experts of the step's plan: blockIdx.y is a slot, blockIdx.x sixteen rows of gate and of up. With BUS some experts, those
-// at addresses from `far_from` to `far_to`, lie in host memory.
+// at addresses from `far_from` to `far_to`, lie in host memory. The next launch is given leave when the plan is there, so
+// that it may read it before it waits.
 template <int WARPS, bool BUS, bool PIPE>
 __device__ __forceinline__ void open_experts(const Slot* slots, const int* order, const float* weights, const u16* x, u16* z,
                                              int inner, int width, int places, float limit, int offset, float gain,
                                              i64 far_from, i64 far_to) {
     __shared__ float shared[WARPS * 2 * 16 * 8];
     __shared__ uint4 lent[BUS ? WARPS * 2 * 256 : 1], known[BUS ? 2 * FAR_SCALES : 1];
-    let_next_start();
     wait_for_inputs();
-    const Slot& slot = slots[blockIdx.y];
-    const int count = slot.count, first = slot.first;
+    let_next_start();
+    const Slot* slot = slots + blockIdx.y;
+    const int4 about = __ldcg(reinterpret_cast<const int4*>(slot));
+    const int count = about.z, first = about.y;
     const int g = (threadIdx.x & 31) >> 2, row = blockIdx.x * 16;
-    if (count == 0) return;
-    const u8* codes = reinterpret_cast<const u8*>(slot.address[0]) + (i64)row * (width >> 1);
-    const u8* scale = reinterpret_cast<const u8*>(slot.address[1]) + (i64)row * (width >> 5);
+    const longlong2 place = __ldcg(reinterpret_cast<const longlong2*>(slot->address));
+    const u8* codes = reinterpret_cast<const u8*>(place.x) + (i64)row * (width >> 1);
+    const u8* scale = reinterpret_cast<const u8*>(place.y) + (i64)row * (width >> 5);
     const u8* const c[2] = {codes, codes + (i64)inner * (width >> 1)};
     const u8* const s[2] = {scale, scale + (i64)inner * (width >> 5)};
-    const bool far = BUS && slot.address[0] >= far_from && slot.address[0] < far_to;
-    if (far) fetch_scales<2, WARPS>(known, s, width >> 5);
+    const bool far = BUS && place.x >= far_from && place.x < far_to;
+    if (far && count) fetch_scales<2, WARPS>(known, s, width >> 5);
     for (int base = 0; base < count; base += 8) {
         const bool there = base + g < count;
-        const int token = there ? order[first + base + g] / places : 0;
+        const int token = there ? __ldcg(order + first + base + g) / places : 0;
         float acc[2][1][4] = {};
         if (far)
             far_rows<2, WARPS>(acc, c, x + (i64)token * width, there, width, offset, lent, known);
         else
-            fp4_rows<2, WARPS, PIPE>(acc, c, s, x + (i64)token * width, there, width, offset);
+            fp4_rows<2, WARPS, PIPE, false>(acc, c, s, x + (i64)token * width, there, width, offset);
         if (base) __syncthreads();
         gather<1, 2, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < 128; i += WARPS * 32) {
             const int r = i & 15, t = i >> 4;
             if (base + t < count) {
-                const int mine = order[first + base + t];
+                const int mine = __ldcg(order + first + base + t);
                 const float a = whole<WARPS>(shared, r * 8 + t, 256) * gain;
                 const float b = whole<WARPS>(shared, 128 + r * 8 + t, 256) * gain;
                 const int at = row + (r & 8) + ((r & 7) >> 1) + 4 * (r & 1);  // the order in which codes of `down` are met
-                put(z + (i64)mine * inner + at, gated(a, b, limit) * weights[mine]);
+                put(z + (i64)mine * inner + at, gated(a, b, limit) * __ldcg(weights + mine));
             }
         }
     }
 }
 
 // Slots as above, RT times sixteen rows of down; behind the last slot the shared expert's down, up to eight tokens a block.
-template <int WARPS, int RT, bool BUS>
+template <int WARPS, int RT, bool BUS, bool PIPE>
 __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count, const int* order, const u16* z, float* y,
                                               int inner, int width, int places, int offset, float gain, const u8* codes,
                                               const u8* scale, const u16* z_shared, int n, i64 far_from, i64 far_to) {
@@ -613,7 +618,7 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
             c[r] = codes + (i64)(row + 16 * r) * inner;
             s[r] = scale + row + 16 * r;
         }
-        fp8_rows<1, RT, WARPS, 2>(acc, c, s, width, x, there, inner);
+        fp8_rows<1, RT, WARPS, WARPS == 1 ? 4 : 2>(acc, c, s, width, x, there, inner);
         gather<1, RT, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {
             const int r = i & (16 * RT - 1), t = i / (16 * RT);
@@ -622,20 +627,21 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
         }
         return;
     }
-    wait_for_inputs();
-    const Slot& slot = slots[blockIdx.y];
-    const int count = slot.count, first = slot.first;
-    if (count == 0) return;
+    const Slot* slot = slots + blockIdx.y;  // which stood there before the launch before gave leave
+    const int4 about = __ldcg(reinterpret_cast<const int4*>(slot));
+    const int count = about.z, first = about.y;
+    const longlong2 place = __ldcg(reinterpret_cast<const longlong2*>(slot->address) + 1);
 #pragma unroll
     for (int r = 0; r < RT; r++) {
-        c[r] = reinterpret_cast<const u8*>(slot.address[2]) + (i64)(row + 16 * r) * (inner >> 1);
-        s[r] = reinterpret_cast<const u8*>(slot.address[3]) + (i64)(row + 16 * r) * (inner >> 5);
+        c[r] = reinterpret_cast<const u8*>(place.x) + (i64)(row + 16 * r) * (inner >> 1);
+        s[r] = reinterpret_cast<const u8*>(place.y) + (i64)(row + 16 * r) * (inner >> 5);
     }
-    const bool far = BUS && slot.address[2] >= far_from && slot.address[2] < far_to;
-    if (far) fetch_scales<RT, WARPS>(known, s, inner >> 5);
+    const bool far = BUS && place.x >= far_from && place.x < far_to;
+    if (far && count) fetch_scales<RT, WARPS>(known, s, inner >> 5);
+    if (far || !count) wait_for_inputs();
     for (int base = 0; base < count; base += 8) {
         const bool there = base + g < count;
-        const int mine = there ? order[first + base + g] : 0;
+        const int mine = there ? __ldcg(order + first + base + g) : 0;
 #pragma unroll
         for (int r = 0; r < RT; r++)
 #pragma unroll
@@ -643,13 +649,13 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
         if (far)
             far_rows<RT, WARPS>(acc, c, z + (i64)mine * inner, there, inner, offset, lent, known);
         else
-            fp4_rows<RT, WARPS, false>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
+            fp4_rows<RT, WARPS, PIPE, true>(acc, c, s, z + (i64)mine * inner, there, inner, offset);
         if (base) __syncthreads();
         gather<1, RT, WARPS>(shared, acc);
         for (int i = threadIdx.x; i < RT * 128; i += WARPS * 32) {
             const int r = i & (16 * RT - 1), t = i / (16 * RT);
             if (base + t < count) {
-                const int p = order[first + base + t];
+                const int p = __ldcg(order + first + base + t);
                 y[((i64)(p / places) * (places + 1) + p % places) * width + row + r] =
                     whole<WARPS>(shared, r * 8 + t, RT * 128) * gain;
             }
@@ -664,18 +670,20 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
         open_experts<WARPS, BUS, PIPE>(slots, order, weights, x, z, inner, width, places, limit, offset, gain, far_from,  \
                                        far_to);                                                                           \
     }
-#define CLOSE(NAME, WARPS, RT, BUS)                                                                                        \
+#define CLOSE(NAME, WARPS, RT, BUS, PIPE)                                                                                  \
     extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                         \
         const Slot* slots, int slot_count, const int* order, const u16* z, float* y, int inner, int width, int places,     \
         int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n, i64 far_from, i64 far_to) { \
-        close_experts<WARPS, RT, BUS>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes, scale,   \
-                                      z_shared, n, far_from, far_to);                                                     \
+        close_experts<WARPS, RT, BUS, PIPE>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes,    \
+                                            scale, z_shared, n, far_from, far_to);                                        \
     }
 OPEN(open_experts_2, 2, false, true)
 OPEN(open_experts_4, 4, false, false)
 OPEN(open_experts_2_bus, 2, true, true)
 OPEN(open_experts_4_bus, 4, true, false)
-CLOSE(close_experts_4_1, 4, 1, false)
-CLOSE(close_experts_2_2, 2, 2, false)
-CLOSE(close_experts_4_1_bus, 4, 1, true)
-CLOSE(close_experts_2_2_bus, 2, 2, true)
+CLOSE(close_experts_1_1, 1, 1, false, true)
+CLOSE(close_experts_4_1, 4, 1, false, false)
+CLOSE(close_experts_2_2, 2, 2, false, false)
+CLOSE(close_experts_1_1_bus, 1, 1, true, true)
+CLOSE(close_experts_4_1_bus, 4, 1, true, false)
+CLOSE(close_experts_2_2_bus, 2, 2, true, false)

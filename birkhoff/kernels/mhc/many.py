@@ -11,6 +11,8 @@ reads the streams once more. A launch begins where the one before it ended: what
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -20,7 +22,7 @@ from birkhoff.kernels.mhc import triton as few
 from birkhoff.kernels.mhc.triton import _share, _sigmoid
 
 SPLITS, LONG_SPLITS = 8, 2  # parts of a row: for some hundreds of rows, and for thousands, which keep a GPU busy
-TILE = {"TOKENS": 128, "BLOCK": 64, "num_warps": 8, "num_stages": 6}
+TILE = {"TOKENS": 128, "BLOCK": 128, "num_warps": 8, "num_stages": 4}
 COUNT, PADDED = few.COUNT, few.padded(few.COUNT)
 MANY = 256  # rows from which this form is used
 
@@ -192,19 +194,28 @@ def _collapse(streams, pre, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + d, u.to(out.dtype.element_ty), mask=inside)
 
 
-def halves(fn: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """fn as the sum of two tensors of 16 bits; float32 is left whole."""
+class Fn(NamedTuple):
+    """`fn`, and the same as the sum of two tensors of 16 bits; float32 is left whole."""
+
+    whole: torch.Tensor
+    high: torch.Tensor
+    low: torch.Tensor
+
+
+def ready(fn: torch.Tensor, dtype: torch.dtype) -> Fn | torch.Tensor:
+    if len(fn) != COUNT:
+        return fn  # not four streams, which only the plain twin knows
     if dtype is torch.float32:
-        return fn, fn
+        return Fn(fn, fn, fn)
     high, low = (torch.empty(fn.shape, dtype=dtype, device=fn.device) for _ in range(2))
     _halves[(-(-fn.numel() // 1024),)](fn, high, low, fn.numel(), BLOCK=1024, num_warps=4)
-    return high, low
+    return Fn(fn, high, low)
 
 
 def read(streams, fn, base, scale, iters, eps, rms_eps):
     streams = streams.contiguous()
     if len(streams) < MANY:
-        return few.read(streams, fn, base, scale, iters, eps, rms_eps)
+        return few.read(streams, fn.whole if isinstance(fn, Fn) else fn, base, scale, iters, eps, rms_eps)
     return read_many(streams, fn, base, scale, iters, eps, rms_eps)
 
 
@@ -217,16 +228,18 @@ def shape_of(wide: bool) -> dict[str, int]:
 def read_many(streams, fn, base, scale, iters, eps, rms_eps):
     """`read` in this form whatever the number of rows."""
     n, m, width = streams.shape
+    made = fn if isinstance(fn, Fn) else ready(fn, streams.dtype)
+    assert isinstance(made, Fn)
     columns, wide = m * width, streams.dtype is torch.float32
-    made = {"dtype": torch.float32, "device": streams.device}
+    numbers = {"dtype": torch.float32, "device": streams.device}
     splits = SPLITS if n < 4096 else LONG_SPLITS
-    parts = torch.empty(n, splits, PADDED, **made)
-    pre, post, mix = torch.empty(n, m, **made), torch.empty(n, m, **made), torch.empty(n, m, m, **made)
+    parts = torch.empty(n, splits, PADDED, **numbers)
+    pre, post, mix = torch.empty(n, m, **numbers), torch.empty(n, m, **numbers), torch.empty(n, m, m, **numbers)
     shape = shape_of(wide)
     tokens, block = shape["TOKENS"], shape["BLOCK"]
     share = -(-columns // (splits * block)) * block
     _mix[(splits, -(-n // tokens))](
-        streams, *halves(fn, streams.dtype), parts, n, columns, share,
+        streams, made.high, made.low, parts, n, columns, share,
         COUNT=COUNT, PADDED=PADDED, SPLITS=splits, WIDE=wide, **shape,
     )  # fmt: skip
     u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)

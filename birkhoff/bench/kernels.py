@@ -54,7 +54,7 @@ class Boundary:
         self.pre = torch.empty_like(self.post)
 
     def ours(self, kernels: FastKernels, fn: torch.Tensor) -> None:
-        mhc_triton.write_and_mix(self.streams, self.y, self.post, self.mix, fn, self.parts, early=kernels.early)
+        kernels.write_and_mix(self.streams, self.y, self.post, self.mix, fn, self.parts)
         kernels.read_streams(self, self.base, self.scale, self.norm, ITERS, EPS, EPS, EPS)
 
     def plain(self, fn: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -32,6 +32,9 @@ class PortableKernels:
     ) -> None:
         product(weights, x[1], out, group)
 
+    def write_and_mix(self, streams, y, post, mix, fn, parts, mode: int = mhc.KEEP, embed=None, tokens=None) -> None:
+        mhc.write_and_mix(streams, y, post, mix, fn, parts, mode, embed, tokens)
+
     def read_streams(self, desk: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float):
         given = (iters, eps, rms_eps, norm_eps)
         mhc.read_streams(desk.parts, desk.streams, base, scale, norm, *given, desk.x, desk.pre, desk.post, desk.mix)

@@ -179,7 +179,7 @@ class Decoder:
         for number, w in enumerate(self.layers):
             for sublayer in (0, 1):
                 fn, base, scale = w.mixers[sublayer]
-                mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding, kernels.early)
+                kernels.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding)
                 kernels.read_streams(desk, base, scale, w.norms[sublayer], *how)
                 at = self.state.layers[number]
                 y = self._experts(w, desk, desk.ids[number]) if sublayer else self._attention(w, at, desk)

@@ -61,7 +61,7 @@ def tapped_step(decoder: Decoder, desk: Desk, taps: WiredTaps) -> torch.Tensor:
         tap = taps.at(number)
         for sublayer, (streams, pre, post, mix, entering, leaving) in enumerate((ATTENTION, EXPERTS)):
             fn, base, scale = w.mixers[sublayer]
-            mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding, kernels.early)
+            kernels.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding)
             reading = _part(tap, streams, desk, fn, partial(_read_weights, (fn, base, scale, *how[:3])))
             kernels.read_streams(reading, base, scale, w.norms[sublayer], *how)
             tap.see(pre, desk.pre)

@@ -39,15 +39,17 @@ def test_a_step_is_that_of_the_portable_kernels(rows):
 
     device = torch.device("cuda")
     model = random_on_device(WIDE, device, seed=rows)
-    logits = []
-    for fast in (False, True):
+    logits: list[list[torch.Tensor]] = [[], []]
+    for made, fast in zip(logits, (False, True)):
         torch.manual_seed(rows)
         decoder = Decoder(model, filled_state(WIDE, rows, 384, device), fast=fast)
         desk = decoder.desk(rows, 640)
-        desk.poison()
-        place(desk, list(range(rows)), [380 + 3 * row for row in range(rows)])
-        logits.append(decoder.step(desk).clone())
-    error = (logits[0] - logits[1]).norm(dim=-1) / logits[0].norm(dim=-1)
+        for step in range(max(1, 16 // rows)):
+            desk.poison()
+            place(desk, [50 * step + row for row in range(rows)], [380 + 3 * row + step for row in range(rows)])
+            made.append(decoder.step(desk).clone())
+    true, mine = (torch.cat(made) for made in logits)
+    error = (mine - true).norm(dim=-1) / true.norm(dim=-1)
     assert error.median() < 0.02  # a choice between two almost equal experts may fall differently in a few rows
 
 
@@ -94,6 +96,31 @@ def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
         place(desk, list(range(rows)), [380 + 3 * row for row in range(rows)])
         found.append(decoder.step(desk).clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("parts", [0, 1, 7])
+@torch.inference_mode()
+def test_an_output_is_written_and_mixed_as_by_the_portable_kernel(rows, parts):
+    """Sums of `parts` into the streams; without any, an embedding begins them."""
+    from birkhoff.kernels.cuda.launch import FastKernels
+    from birkhoff.kernels.mhc import triton as mhc
+
+    device, width = torch.device("cuda"), 1024
+    torch.manual_seed(rows)
+    streams = torch.randn(rows, 4, width, device=device).bfloat16()
+    y = torch.randn(rows, parts, width, device=device) if parts else None
+    post, mix = torch.rand(rows, 4, device=device), torch.rand(rows, 4, 4, device=device)
+    fn, embed = torch.randn(24, 4 * width, device=device), torch.randn(50, width, device=device).bfloat16()
+    tokens = torch.arange(rows, device=device) * 5
+    found = []
+    for write in (mhc.write_and_mix, FastKernels(device).write_and_mix):
+        into, sums = streams.clone(), torch.full((rows, width // 64, 32), torch.nan, device=device)
+        write(into, y, post, mix, fn, sums, mhc.KEEP if parts else mhc.EMBED, embed, tokens)
+        found.append((into.float(), sums[:, :, :25]))
+    (true, true_sums), (mine, mine_sums) = found
+    assert ((mine - true).abs() <= true.abs() / 128).all()
+    assert (mine_sums - true_sums).norm() < 1e-3 * true_sums.norm() and (mine != true).float().mean() < 0.01
 
 
 @pytest.mark.parametrize("room", [600, 8192, 8193, 32768, 65536, 131072, 262144])

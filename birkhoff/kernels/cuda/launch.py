@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 HERE = Path(__file__).parent
 MOST_ROWS = 64
+FEW = 8  # rows up to which a boundary's `fn` is read for each of them
 _OUT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _OCTAVES = 29
 
@@ -129,6 +130,21 @@ class FastKernels:
             _gain(offset), w.shared_close.weight, w.shared_close.scale, desk.z_shared, n, *_far(w), early=self.early,
         )  # fmt: skip
 
+    def write_and_mix(self, streams, y, post, mix, fn, parts, mode: int = 0, embed=None, tokens=None) -> None:
+        """The contract of `mhc.triton.write_and_mix`, which takes over for many rows, the head, and other dtypes."""
+        from birkhoff.kernels.mhc import triton as mhc
+
+        n, _, width = streams.shape
+        known = y.dtype is torch.float32 if mode == mhc.KEEP else mode == mhc.EMBED and embed.dtype is torch.bfloat16
+        if n > FEW or fn.shape[0] != mhc.COUNT or width % 64 or not known:
+            mhc.write_and_mix(streams, y, post, mix, fn, parts, mode, embed, tokens, self.early)
+            return
+        added = y if mode == mhc.KEEP else None
+        self.small.launch(
+            "write_and_mix", (width // 64, n), 128, streams, added, 1 if y is None or y.dim() == 2 else y.shape[1],
+            post, mix, fn, parts, embed, tokens, width, early=self.early,
+        )  # fmt: skip
+
     def read_streams(
         self, desk: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float
     ) -> None:
@@ -211,10 +227,10 @@ def _fields(coded: list[Rows], place: int) -> tuple[torch.Tensor | None, torch.T
 
 
 def _variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int, int, int]:
-    """Warps that share a row's input, blocks of 128 that each loads before it computes, and row blocks side by side in
-    one block of threads; the fastest measured."""
+    """Warps that share a row's input, blocks of 128 that each has on its way, and row blocks side by side in one block
+    of threads; the fastest measured."""
     if tiles == 1:
-        return (4, 2, 1) if inner <= 1024 else (8, 1, 1) if grouped else (8, 2, 1)
+        return (8, 1, 1) if inner <= 1024 or grouped else (8, 3, 1) if total <= 8192 else (8, 2, 1)
     if tiles == 2:
         return (4, 1, 1) if inner <= 1024 else (8, 1, 1)
     if tiles == 4:

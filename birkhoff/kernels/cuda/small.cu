@@ -26,6 +26,72 @@ __device__ __forceinline__ void share(float& a, float& b, float& c, float& d, fl
     d *= over;
 }
 
+// Sums of 32 numbers over a warp, number i in lane i: after every round a lane has half as many, of twice as many lanes.
+template <int HALF>
+__device__ __forceinline__ void fold(float (&v)[32], int lane) {
+    const bool upper = lane & HALF;
+#pragma unroll
+    for (int i = 0; i < HALF; i++) {
+        const float keep = upper ? v[i + HALF] : v[i], give = upper ? v[i] : v[i + HALF];
+        v[i] = keep + __shfl_xor_sync(~0u, give, HALF);
+    }
+    if constexpr (HALF > 1) fold<HALF / 2>(v, lane);
+}
+
+// A sublayer's output goes into the streams, and while a slice of them is in registers, its part of the next sublayer's 24
+// products and of the square sum is taken. Block (slice of 64 columns, token); warp k has stream k, a lane two columns.
+// Without `y` the streams begin as a token's embedding. `fn` is read before anything is waited for; leave to start is given
+// only then, since whoever starts now would read weights while the launch before still does.
+extern "C" __global__ void __launch_bounds__(128)
+    write_and_mix(u16* streams, const float* y, int y_parts, const float* post, const float* mix, const float* fn,
+                  float* parts, const u16* embed, const i64* tokens, int width) {
+    __shared__ float sums[4][32];
+    const int lane = threadIdx.x & 31, k = threadIdx.x >> 5, d = blockIdx.x * 64 + 2 * lane;
+    const i64 row = blockIdx.y;
+    float2 f[24];
+#pragma unroll
+    for (int m = 0; m < 24; m++) f[m] = *reinterpret_cast<const float2*>(fn + (i64)m * 4 * width + k * width + d);
+    wait_for_inputs();
+    let_next_start();
+    u16* mine = streams + row * 4 * width + d;
+    u32 made;
+    if (y) {
+        u32 a[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) a[j] = *reinterpret_cast<const u32*>(mine + (i64)j * width);
+        float2 total = make_float2(0.f, 0.f);
+        const float* part = y + row * y_parts * width + d;
+#pragma unroll 8
+        for (int p = 0; p < y_parts; p++) {
+            const float2 more = *reinterpret_cast<const float2*>(part + (i64)p * width);
+            total = make_float2(total.x + more.x, total.y + more.y);
+        }
+        float by[4];
+#pragma unroll
+        for (int j = 0; j < 4; j++) by[j] = mix[row * 16 + 4 * j + k];
+        const float out = post[row * 4 + k];
+        float2 x;
+        x.x = by[0] * wide(a[0] & 0xffffu) + by[1] * wide(a[1] & 0xffffu);
+        x.x += by[2] * wide(a[2] & 0xffffu) + by[3] * wide(a[3] & 0xffffu);
+        x.y = by[0] * wide(a[0] >> 16) + by[1] * wide(a[1] >> 16);
+        x.y += by[2] * wide(a[2] >> 16) + by[3] * wide(a[3] >> 16);
+        made = bf16_bits(x.x + out * wide(bf16_bits(total.x))) | bf16_bits(x.y + out * wide(bf16_bits(total.y))) << 16;
+        __syncthreads();  // all four streams were read before any is written
+    } else {
+        made = *reinterpret_cast<const u32*>(embed + tokens[row] * width + d);
+    }
+    *reinterpret_cast<u32*>(mine + (i64)k * width) = made;
+    const float2 g = make_float2(wide(made & 0xffffu), wide(made >> 16));
+    float v[32];
+#pragma unroll
+    for (int m = 0; m < 32; m++) v[m] = m < 24 ? f[m].x * g.x + f[m].y * g.y : m == 24 ? g.x * g.x + g.y * g.y : 0.f;
+    fold<16>(v, lane);
+    sums[k][lane] = v[0];
+    __syncthreads();
+    if (k == 0)
+        parts[(row * gridDim.x + blockIdx.x) * 32 + lane] = (sums[0][lane] + sums[1][lane]) + (sums[2][lane] + sums[3][lane]);
+}
+
 // Block (token, 0) collapses and normalises; block (token, 1) finds the weights of the write. Parts are [n, splits, 32].
 extern "C" __global__ void __launch_bounds__(512)
     read_streams(const float* parts, int splits, const u16* streams, const float* base, const float* scale, const float* norm,

@@ -50,77 +50,75 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// FP8: rows `first + 16 r ..` for r < RT at codes[r]; K in blocks of 128 with one scale byte each.
+// FP8: rows `first + 16 r ..` for r < RT at codes[r]; K in blocks of 128 with one scale byte each. A warp has U blocks on
+// their way, and asks for another as soon as one is multiplied.
 template <int NT, int RT, int WARPS, int U, int WM = 1>
 __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
                                          int scale_stride, const u16* const (&x)[NT], const bool (&there)[NT], int inner) {
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) / WM, g = lane >> 2, q = lane & 3;
     const int blocks = inner >> 7;
-    bool waited = false;
-    for (int kb = warp; kb < blocks; kb += WARPS * U) {
-        uint4 w[U][RT][2][2];
-        float s[U][RT];
+    uint4 w[U][RT][2][2];
+    float s[U][RT];
+    auto load = [&](int u, int at) {
 #pragma unroll
-        for (int u = 0; u < U; u++) {
-            const int at = kb + u * WARPS;
-            if (at < blocks) {
+        for (int r = 0; r < RT; r++) {
+            const u8* row = codes[r] + (i64)g * inner + at * 128 + q * 16;
+#pragma unroll
+            for (int c = 0; c < 2; c++) {
+                w[u][r][c][0] = stream16(row + c * 64);
+                w[u][r][c][1] = stream16(row + (i64)8 * inner + c * 64);
+            }
+            s[u][r] = __uint_as_float((u32)scale[r][(i64)at * scale_stride] << 23);
+        }
+    };
+    auto multiply = [&](int u, int at) {
+        float part[RT][NT][4];
+#pragma unroll
+        for (int r = 0; r < RT; r++)
+#pragma unroll
+            for (int t = 0; t < NT; t++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) part[r][t][i] = 0.f;
+#pragma unroll
+        for (int c = 0; c < 2; c++) {
+            uint4 b[NT][2];
+#pragma unroll
+            for (int t = 0; t < NT; t++) {
+                const u16* from = x[t] + at * 128 + c * 64 + q * 16;
+                b[t][0] = input16(from, there[t]);
+                b[t][1] = input16(from + 8, there[t]);
+            }
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
 #pragma unroll
                 for (int r = 0; r < RT; r++) {
-                    const u8* row = codes[r] + (i64)g * inner + at * 128 + q * 16;
+                    const u32 low = word(w[u][r][c][0], i), high = word(w[u][r][c][1], i);
+                    const u32 a0 = pair(low), a1 = pair(high), a2 = pair(low >> 16), a3 = pair(high >> 16);
 #pragma unroll
-                    for (int c = 0; c < 2; c++) {
-                        w[u][r][c][0] = stream16(row + c * 64);
-                        w[u][r][c][1] = stream16(row + (i64)8 * inner + c * 64);
-                    }
-                    s[u][r] = __uint_as_float((u32)scale[r][(i64)at * scale_stride] << 23);
+                    for (int t = 0; t < NT; t++)
+                        mma<false>(part[r][t], a0, a1, a2, a3, word(b[t][i >> 1], 2 * (i & 1)),
+                                   word(b[t][i >> 1], 2 * (i & 1) + 1));
                 }
             }
         }
-        if (!waited) wait_for_inputs();
-        waited = true;
+#pragma unroll
+        for (int r = 0; r < RT; r++)
+#pragma unroll
+            for (int t = 0; t < NT; t++)
+#pragma unroll
+                for (int i = 0; i < 4; i++) acc[r][t][i] += s[u][r] * part[r][t][i];
+    };
+#pragma unroll
+    for (int u = 0; u < U; u++)
+        if (warp + u * WARPS < blocks) load(u, warp + u * WARPS);
+    wait_for_inputs();
+    for (int kb = warp; kb < blocks; kb += WARPS * U)
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            const int at = kb + u * WARPS;
-            if (at < blocks) {
-                float part[RT][NT][4];
-#pragma unroll
-                for (int r = 0; r < RT; r++)
-#pragma unroll
-                    for (int t = 0; t < NT; t++)
-#pragma unroll
-                        for (int i = 0; i < 4; i++) part[r][t][i] = 0.f;
-#pragma unroll
-                for (int c = 0; c < 2; c++) {
-                    uint4 b[NT][2];
-#pragma unroll
-                    for (int t = 0; t < NT; t++) {
-                        const u16* from = x[t] + at * 128 + c * 64 + q * 16;
-                        b[t][0] = input16(from, there[t]);
-                        b[t][1] = input16(from + 8, there[t]);
-                    }
-#pragma unroll
-                    for (int i = 0; i < 4; i++) {
-#pragma unroll
-                        for (int r = 0; r < RT; r++) {
-                            const u32 low = word(w[u][r][c][0], i), high = word(w[u][r][c][1], i);
-                            const u32 a0 = pair(low), a1 = pair(high), a2 = pair(low >> 16), a3 = pair(high >> 16);
-#pragma unroll
-                            for (int t = 0; t < NT; t++)
-                                mma<false>(part[r][t], a0, a1, a2, a3, word(b[t][i >> 1], 2 * (i & 1)),
-                                           word(b[t][i >> 1], 2 * (i & 1) + 1));
-                        }
-                    }
-                }
-#pragma unroll
-                for (int r = 0; r < RT; r++)
-#pragma unroll
-                    for (int t = 0; t < NT; t++)
-#pragma unroll
-                        for (int i = 0; i < 4; i++) acc[r][t][i] += s[u][r] * part[r][t][i];
-            }
+            const int at = kb + u * WARPS, next = at + WARPS * U;
+            if (at < blocks) multiply(u, at);
+            if (next < blocks) load(u, next);
         }
-    }
-    if (!waited) wait_for_inputs();
 }
 
 // bfloat16: sixteen rows, `stride` apart; K in blocks of 128.
@@ -129,40 +127,37 @@ __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* we
                                            const bool (&there)[NT], int inner, int stride) {
     const int lane = threadIdx.x & 31, warp = (threadIdx.x >> 5) / WM, g = lane >> 2, q = lane & 3;
     const int blocks = inner >> 7;
-    bool waited = false;
-    for (int kb = warp; kb < blocks; kb += WARPS * U) {
-        uint4 w[U][4][2];
+    uint4 w[U][4][2];
+    auto load = [&](int u, int at) {
+        const u16* row = weight + (i64)g * stride + at * 128 + q * 8;
 #pragma unroll
-        for (int u = 0; u < U; u++) {
-            const int at = kb + u * WARPS;
-            if (at < blocks) {
-                const u16* row = weight + (i64)g * stride + at * 128 + q * 8;
+        for (int c = 0; c < 4; c++) {
+            w[u][c][0] = stream16(row + c * 32);
+            w[u][c][1] = stream16(row + (i64)8 * stride + c * 32);
+        }
+    };
+    auto multiply = [&](int u, int at) {
 #pragma unroll
-                for (int c = 0; c < 4; c++) {
-                    w[u][c][0] = stream16(row + c * 32);
-                    w[u][c][1] = stream16(row + (i64)8 * stride + c * 32);
-                }
+        for (int c = 0; c < 4; c++) {
+#pragma unroll
+            for (int t = 0; t < NT; t++) {
+                const uint4 b = input16(x[t] + at * 128 + c * 32 + q * 8, there[t]);
+                mma<true>(acc[0][t], w[u][c][0].x, w[u][c][1].x, w[u][c][0].y, w[u][c][1].y, b.x, b.y);
+                mma<true>(acc[0][t], w[u][c][0].z, w[u][c][1].z, w[u][c][0].w, w[u][c][1].w, b.z, b.w);
             }
         }
-        if (!waited) wait_for_inputs();
-        waited = true;
+    };
+#pragma unroll
+    for (int u = 0; u < U; u++)
+        if (warp + u * WARPS < blocks) load(u, warp + u * WARPS);
+    wait_for_inputs();
+    for (int kb = warp; kb < blocks; kb += WARPS * U)
 #pragma unroll
         for (int u = 0; u < U; u++) {
-            const int at = kb + u * WARPS;
-            if (at < blocks) {
-#pragma unroll
-                for (int c = 0; c < 4; c++) {
-#pragma unroll
-                    for (int t = 0; t < NT; t++) {
-                        const uint4 b = input16(x[t] + at * 128 + c * 32 + q * 8, there[t]);
-                        mma<true>(acc[0][t], w[u][c][0].x, w[u][c][1].x, w[u][c][0].y, w[u][c][1].y, b.x, b.y);
-                        mma<true>(acc[0][t], w[u][c][0].z, w[u][c][1].z, w[u][c][0].w, w[u][c][1].w, b.z, b.w);
-                    }
-                }
-            }
+            const int at = kb + u * WARPS, next = at + WARPS * U;
+            if (at < blocks) multiply(u, at);
+            if (next < blocks) load(u, next);
         }
-    }
-    if (!waited) wait_for_inputs();
 }
 
 // Sixteen rows that lie across the bus come by way of shared memory: sixteen lanes ask for 256 bytes of a row at once, so
@@ -507,9 +502,9 @@ __device__ __forceinline__ void open_one(const u8* codes, const u8* scale, int i
     PRODUCT(product_f32_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, float) \
     PRODUCT(product_f16_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, u16)   \
     PRODUCT(product_bf16_##NT##_##WARPS##_##U##_##WM, NT, WARPS, U, WM, bf16)
-PRODUCTS(1, 4, 2, 1)
 PRODUCTS(1, 8, 1, 1)
 PRODUCTS(1, 8, 2, 1)
+PRODUCTS(1, 8, 3, 1)
 PRODUCTS(2, 4, 1, 1)
 PRODUCTS(2, 8, 1, 1)
 PRODUCTS(4, 2, 1, 4)
@@ -663,27 +658,28 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
     }
 }
 
-#define OPEN(NAME, WARPS, BUS, PIPE)                                                                                       \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                         \
+#define OPEN(NAME, WARPS, BUS, PIPE, BLOCKS)                                                                               \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(                                                 \
         const Slot* slots, const int* order, const float* weights, const u16* x, u16* z, int inner, int width, int places, \
         float limit, int offset, float gain, i64 far_from, i64 far_to) {                                                  \
         open_experts<WARPS, BUS, PIPE>(slots, order, weights, x, z, inner, width, places, limit, offset, gain, far_from,  \
                                        far_to);                                                                           \
     }
-#define CLOSE(NAME, WARPS, RT, BUS, PIPE)                                                                                  \
-    extern "C" __global__ void __launch_bounds__(WARPS * 32) NAME(                                                         \
+#define CLOSE(NAME, WARPS, RT, BUS, PIPE, BLOCKS)                                                                          \
+    extern "C" __global__ void __launch_bounds__(WARPS * 32, BLOCKS) NAME(                                                 \
         const Slot* slots, int slot_count, const int* order, const u16* z, float* y, int inner, int width, int places,     \
         int offset, float gain, const u8* codes, const u8* scale, const u16* z_shared, int n, i64 far_from, i64 far_to) { \
         close_experts<WARPS, RT, BUS, PIPE>(slots, slot_count, order, z, y, inner, width, places, offset, gain, codes,    \
                                             scale, z_shared, n, far_from, far_to);                                        \
     }
-OPEN(open_experts_2, 2, false, true)
-OPEN(open_experts_4, 4, false, false)
-OPEN(open_experts_2_bus, 2, true, true)
-OPEN(open_experts_4_bus, 4, true, false)
-CLOSE(close_experts_1_1, 1, 1, false, true)
-CLOSE(close_experts_4_1, 4, 1, false, false)
-CLOSE(close_experts_2_2, 2, 2, false, false)
-CLOSE(close_experts_1_1_bus, 1, 1, true, true)
-CLOSE(close_experts_4_1_bus, 4, 1, true, false)
-CLOSE(close_experts_2_2_bus, 2, 2, true, false)
+// The last number is how many blocks are to stay on a processor: all of a single token's launches at once on an H200.
+OPEN(open_experts_2, 2, false, true, 6)
+OPEN(open_experts_4, 4, false, false, 4)
+OPEN(open_experts_2_bus, 2, true, true, 6)
+OPEN(open_experts_4_bus, 4, true, false, 4)
+CLOSE(close_experts_1_1, 1, 1, false, true, 14)
+CLOSE(close_experts_4_1, 4, 1, false, false, 5)
+CLOSE(close_experts_2_2, 2, 2, false, false, 6)
+CLOSE(close_experts_1_1_bus, 1, 1, true, true, 14)
+CLOSE(close_experts_4_1_bus, 4, 1, true, false, 5)
+CLOSE(close_experts_2_2_bus, 2, 2, true, false, 6)

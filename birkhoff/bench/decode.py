@@ -259,11 +259,13 @@ def _clear() -> None:
 
 
 CLASSES = {
+    "write_and_mix": "boundary",
     "_write_and_mix": "boundary",
     "read_streams": "boundary",
     "_read_streams": "boundary",
     "product": "products",
     "open_shared": "router and shared expert",
+    "open_one": "router and shared expert",  # with the routing of a single token
     "route": "routing",
     "open_experts": "experts",
     "close_experts": "experts",

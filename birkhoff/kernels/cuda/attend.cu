@@ -4,6 +4,8 @@
 // values: it fetches them itself and needs no other warp for that. Warps meet to add squares of the queries, to add
 // scores (each then does the softmax of a few heads, a lane a key) and to take the probabilities.
 
+#include "common.cuh"
+
 __device__ __forceinline__ void copy16(void* to, const void* from, bool there) {  // zeros where nothing is there
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((u32)__cvta_generic_to_shared(to)), "l"(from),
                  "r"(there ? 16 : 0) : "memory");

@@ -1,4 +1,6 @@
-// What both sources begin with: types, leave to start early, a step's plan, and the choice of experts.
+// What all sources begin with: types, leave to start early, a step's plan, and the choice of experts.
+
+#pragma once
 
 typedef unsigned int u32;
 typedef unsigned short u16;

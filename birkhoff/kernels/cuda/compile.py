@@ -34,9 +34,15 @@ def find_nvrtc() -> ctypes.CDLL | None:
     return None
 
 
-def compile_cubin(nvrtc: ctypes.CDLL, source: str, capability: tuple[int, int]) -> bytes:
+def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -> bytes:
+    """One source, which may include the headers that lie beside it."""
     program = c_void_p()
-    _ok(nvrtc.nvrtcCreateProgram(byref(program), source.encode(), b"birkhoff.cu", 0, None, None), "nvrtcCreateProgram")
+    headers = {header.name.encode(): header.read_bytes() for header in path.parent.glob("*.cuh")}
+    texts, names = ((c_char_p * len(headers))(*part) for part in (headers.values(), headers))
+    made = nvrtc.nvrtcCreateProgram(
+        byref(program), path.read_bytes(), path.name.encode(), len(headers), texts, names
+    )  # fmt: skip
+    _ok(made, "nvrtcCreateProgram")
     options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17", b"-default-device"]
     done = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
     if done:
@@ -81,12 +87,12 @@ _EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
 class Module:
     """Compiled kernels of one source, on the device that is current."""
 
-    def __init__(self, nvrtc: ctypes.CDLL, source: str, device: torch.device):
+    def __init__(self, nvrtc: ctypes.CDLL, path: Path, device: torch.device):
         torch.cuda.init()
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # makes the device's context current in this thread
             self._driver = ctypes.CDLL("libcuda.so.1")
-            self._cubin = compile_cubin(nvrtc, source, torch.cuda.get_device_capability(device))
+            self._cubin = compile_cubin(nvrtc, path, torch.cuda.get_device_capability(device))
             self._module = c_void_p()
             _ok(self._driver.cuModuleLoadData(byref(self._module), self._cubin), "cuModuleLoadData")
         self._functions: dict[str, c_void_p] = {}

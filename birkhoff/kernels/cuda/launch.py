@@ -57,7 +57,7 @@ def _compiled(file: str, device: torch.device) -> Module:
     """Once per process and device: it takes seconds."""
     nvrtc = find_nvrtc()
     assert nvrtc is not None
-    return Module(nvrtc, "".join((HERE / name).read_text(encoding="utf-8") for name in ("common.cuh", file)), device)
+    return Module(nvrtc, HERE / file, device)
 
 
 class FastKernels:
@@ -68,8 +68,8 @@ class FastKernels:
 
     def __init__(self, device: torch.device, early: bool = True):
         self.early = early
-        self.module, self.small = _compiled("stream.cu", device), _compiled("small.cu", device)
-        self.attention = _compiled("attend.cu", device)
+        sources = ("products.cu", "experts.cu", "small.cu", "attend.cu")
+        self.products, self.experts, self.small, self.attention = (_compiled(file, device) for file in sources)
 
     def product(
         self, weights: Sequence[Rows], x: tuple[torch.Tensor | None, torch.Tensor], out: torch.Tensor,
@@ -83,7 +83,7 @@ class FastKernels:
         tiles = _tiles(n)
         total = sum(rows.out for rows in weights)
         warps, depth, beside = variant or _variant(tiles, inner, total, group is not None)
-        self.module.launch(
+        self.products.launch(
             f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}_{beside}", (-(-total // (16 * beside)), 1),
             beside * warps * 32,
             *_fields(coded, 0), *_fields(coded, 1), plain[0].weight if plain else None, plain[0].out if plain else 0,
@@ -97,14 +97,14 @@ class FastKernels:
         given = (w.shared_open.weight, w.shared_open.scale, inner, w.gate.weight, experts, desk.x_half, desk.x)
         routing = (w.bias, w.hashed, desk.token_ids, w.experts, ids, desk.weights)
         if n == 1:
-            self.module.launch(
+            self.products.launch(
                 f"open_one_{8 if experts <= 256 else 16}", (experts // 8 + inner // 16, 1), 256, *given, width,
                 desk.z_shared, desk.opened, float(limit), desk.opened[0, experts:], desk.arrived, *routing,
                 desk.order[1], desk.slot_list, ids.shape[1], float(factor), early=self.early,
             )  # fmt: skip
             return
         tiles = _tiles(n)
-        self.module.launch(
+        self.products.launch(
             f"open_shared_{tiles}", ((inner + experts) // 16, 1), 128 if tiles == 8 else 256, *given, n, width,
             desk.z_shared, desk.opened, desk.opened.stride(0), float(limit), early=self.early,
         )  # fmt: skip
@@ -114,7 +114,7 @@ class FastKernels:
         warps = warps or (2 if desk.rows == 1 else 4)
         inner, width = desk.z.shape[1], desk.x.shape[1]
         offset = w.offsets[0]
-        self.module.launch(
+        self.experts.launch(
             f"open_experts_{warps}{_bus(w)}", (inner // 16, desk.slot_list.shape[0]), warps * 32, desk.slot_list,
             desk.order[1], desk.weights, desk.x_mixed, desk.z, inner, width, desk.weights.shape[1], float(limit),
             offset, _gain(offset), *_far(w), early=self.early,
@@ -124,7 +124,7 @@ class FastKernels:
         warps, tall = variant or ((1, 1) if desk.rows == 1 else (4, 1) if desk.rows < 8 else (2, 2))
         inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
         offset, slots = w.offsets[1], desk.slot_list.shape[0]
-        self.module.launch(
+        self.experts.launch(
             f"close_experts_{warps}_{tall}{_bus(w)}", (width // (16 * tall), slots + -(-n // 8)), warps * 32,
             desk.slot_list, slots, desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset,
             _gain(offset), w.shared_close.weight, w.shared_close.scale, desk.z_shared, n, *_far(w), early=self.early,

@@ -1,6 +1,8 @@
 // The small stages of a decoding step that are all latency: reading the streams, routing, and the indexer's choice.
 // Their portable twins are mhc/triton.py, experts/triton.py and index/triton.py.
 
+#include "common.cuh"
+
 __device__ __forceinline__ float wide(u32 bits) { return __uint_as_float(bits << 16); }  // of a bfloat16
 __device__ __forceinline__ u32 bf16_bits(float v) {
     u32 r;

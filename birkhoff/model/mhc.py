@@ -32,7 +32,7 @@ class Mixer(nn.Module):
         """`fn` as kernels like it best beside streams of `dtype`, made once for as long as it stays as it is."""
         if torch.is_grad_enabled():
             return self.fn
-        now = (self.fn.data_ptr(), 0 if self.fn.is_inference() else self.fn._version, dtype)
+        now = (self.fn.data_ptr(), 0 if self.fn.is_inference() else self.fn._version, dtype, self.kernels.name)
         if self._made is None or self._made[0] != now:
             self._made = now, self.kernels.mhc_ready(self.fn, dtype)
         return self._made[1]

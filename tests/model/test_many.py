@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from birkhoff.hooks.tap import EagerTap
+from birkhoff.kernels.mhc import reference as plain
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.linear import Linear, Numerics
@@ -50,6 +51,33 @@ def read(model: Transformer, state: State, tokens: list[torch.Tensor], start: in
         start = cut
     found = {key: torch.cat(parts) for key, parts in seen.items()}
     return found | {("streams", -1): streams, ("logits", -1): model.logits(hidden)}
+
+
+@torch.no_grad()
+def test_a_mixer_follows_its_matrix_though_its_halves_are_kept(monkeypatch):
+    """Changed in place, put elsewhere, and read by other kernels, each after it was read."""
+    from birkhoff.kernels.mhc import many
+
+    monkeypatch.setattr(many, "MANY", 16)  # rows from which the halves are read: the interpreter is slow
+    model = with_kernels(packed_model(SMALL), "triton")
+    mixer = model.layers[0].hc_attn
+    streams = torch.randn(20, 4, SMALL.hidden_size, generator=torch.Generator().manual_seed(1)).to(DEVICE).half()
+
+    def follows() -> torch.Tensor:
+        found = mixer.read(streams)
+        true = plain.read(streams, mixer.fn, mixer.base, mixer.scale, mixer.iters, mixer.eps, mixer.rms_eps)
+        for mine, expected in zip(found, true):
+            assert (mine.float() - expected.float()).norm() < 1e-3 * expected.float().norm()
+        return found[3]
+
+    first = follows()
+    mixer.fn.mul_(-3.0)
+    second = follows()
+    assert (first - second).abs().max() > 0.01
+    mixer.fn.data = mixer.fn.data.flip(0).contiguous()
+    assert (second - follows()).abs().max() > 0.01
+    with_kernels(model, "reference")
+    follows()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -53,8 +53,23 @@ __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a
 
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
-// FP8: rows `first + 16 r ..` for r < RT at codes[r]; K in blocks of 128 with one scale byte each. A warp has U blocks on
-// their way, and asks for another as soon as one is multiplied.
+// A warp's share of K: it has U blocks on their way, and asks for another as soon as one is multiplied.
+template <int WARPS, int U, typename LOAD, typename MULTIPLY>
+__device__ __forceinline__ void roll(int warp, int blocks, const LOAD& load, const MULTIPLY& multiply) {
+#pragma unroll
+    for (int u = 0; u < U; u++)
+        if (warp + u * WARPS < blocks) load(u, warp + u * WARPS);
+    wait_for_inputs();
+    for (int kb = warp; kb < blocks; kb += WARPS * U)
+#pragma unroll
+        for (int u = 0; u < U; u++) {
+            const int at = kb + u * WARPS, next = at + WARPS * U;
+            if (at < blocks) multiply(u, at);
+            if (next < blocks) load(u, next);
+        }
+}
+
+// FP8: rows `first + 16 r ..` for r < RT at codes[r]; K in blocks of 128 with one scale byte each.
 template <int NT, int RT, int WARPS, int U, int WM = 1>
 __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* const (&codes)[RT], const u8* const (&scale)[RT],
                                          int scale_stride, const u16* const (&x)[NT], const bool (&there)[NT], int inner) {
@@ -111,17 +126,7 @@ __device__ __forceinline__ void fp8_rows(float (&acc)[RT][NT][4], const u8* cons
 #pragma unroll
                 for (int i = 0; i < 4; i++) acc[r][t][i] += s[u][r] * part[r][t][i];
     };
-#pragma unroll
-    for (int u = 0; u < U; u++)
-        if (warp + u * WARPS < blocks) load(u, warp + u * WARPS);
-    wait_for_inputs();
-    for (int kb = warp; kb < blocks; kb += WARPS * U)
-#pragma unroll
-        for (int u = 0; u < U; u++) {
-            const int at = kb + u * WARPS, next = at + WARPS * U;
-            if (at < blocks) multiply(u, at);
-            if (next < blocks) load(u, next);
-        }
+    roll<WARPS, U>(warp, blocks, load, multiply);
 }
 
 // bfloat16: sixteen rows, `stride` apart; K in blocks of 128.
@@ -150,17 +155,7 @@ __device__ __forceinline__ void plain_rows(float (&acc)[1][NT][4], const u16* we
             }
         }
     };
-#pragma unroll
-    for (int u = 0; u < U; u++)
-        if (warp + u * WARPS < blocks) load(u, warp + u * WARPS);
-    wait_for_inputs();
-    for (int kb = warp; kb < blocks; kb += WARPS * U)
-#pragma unroll
-        for (int u = 0; u < U; u++) {
-            const int at = kb + u * WARPS, next = at + WARPS * U;
-            if (at < blocks) multiply(u, at);
-            if (next < blocks) load(u, next);
-        }
+    roll<WARPS, U>(warp, blocks, load, multiply);
 }
 
 // Adds the warps' sums: whole[r][row][token] for RT tiles of sixteen rows.

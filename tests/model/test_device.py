@@ -6,15 +6,18 @@ block, at the first entry beyond what the indexer keeps, at a page's border. Eve
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from birkhoff.convert.presets import preset
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError
 from birkhoff.hooks.tap import NoTap
-from birkhoff.kernels.cuda.launch import scale_offset, unfit
+from birkhoff.kernels.cuda.launch import scale_offset, unfit, unsuited
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.device import Decoder, refusal
@@ -113,3 +116,10 @@ def test_the_cuda_kernels_say_what_they_need():
     assert unfit(TINY, torch.bfloat16, torch.device("cpu")) == "no NVIDIA GPU"
     assert scale_offset(torch.tensor([100, 129], dtype=torch.uint8)) == 30 - 129
     assert scale_offset(torch.tensor([99, 129], dtype=torch.uint8)) is None
+    flash = preset("flash", 4, False)
+    assert unsuited(flash) is None and unsuited(preset("pro", 4, False)) is None
+    for name, value, reason in (
+        ("n_routed_experts", 528, "528 experts, more than 512"), ("num_experts_per_tok", 17, "17 experts"),
+        ("hidden_size", 8704, "longer than 8192"), ("q_lora_rank", 1000, "no multiple of 128"),
+    ):  # fmt: skip
+        assert reason in (unsuited(replace(flash, **{name: value})) or "")

@@ -36,8 +36,17 @@ def unfit(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | N
         return "the GPU is older than compute capability 9.0"
     if dtype is not torch.bfloat16:
         return "the model does not compute in bfloat16"
+    return unsuited(config)
+
+
+def unsuited(config: V4Config) -> str | None:
+    """Which of a model's sizes these kernels cannot serve, or None."""
     if max(config.hidden_size, config.moe_intermediate_size) > 8192:
         return "rows are longer than 8192"
+    if config.n_routed_experts > 512:
+        return f"a layer has {config.n_routed_experts} experts, more than 512"
+    if config.num_experts_per_tok > 16:
+        return f"a token asks {config.num_experts_per_tok} experts, more than 16"
     widths = {"hidden_size": 512, "moe_intermediate_size": 512, "q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 128,
               "n_routed_experts": 16, "vocab_size": 16, "index_head_dim": 16}  # fmt: skip
     for name, multiple in widths.items():

@@ -1,12 +1,13 @@
 """Whether guessing pays, measured: tokens per second of steps that verify guesses beside steps that do not.
 
-A step that verifies guesses costs more than a plain one and brings more tokens when guesses are right. How much of each
-depends on the machine, the model, the text and how many requests decode together, so nothing is assumed: for every size
-of batch (1, 2, up to 4, up to 8, ...) a few guessing and a few plain steps take turns, so that whatever else the
-machine does meets both alike, and then the better of the two goes on. Numbers are only compared with others of the
-same time: guessing that seems to pay no more is tried again beside plain steps. What was switched off is tried again
-with a later prompt, when many steps have passed, and twice as many each time it fails: a trial needs the MTP block to
-have read every request's prompt from its start, which costs time too.
+A step that verifies guesses costs more than a plain one and brings more tokens when guesses are right. How much of
+each depends on the machine, the model, the text and how many requests decode together, so nothing is assumed: for
+every size of batch (1, 2, up to 4, up to 8, ...) a few guessing and a few plain steps take turns, so that whatever
+else the machine does meets both alike, and then the better of the two goes on; at once when they are far apart and
+many requests had their say. Numbers are only compared with others of the same time: guessing that seems to pay no more
+is tried again beside plain steps. What was switched off is tried again with a later prompt, when many steps have
+passed, and twice as many each time it fails: a trial needs the MTP block to have read every request's prompt from its
+start, which costs time too.
 
 Only speed is decided here. Which tokens come out does not depend on it.
 """
@@ -19,6 +20,7 @@ from typing import Literal
 
 TRIAL = 24  # steps of each kind before they are compared
 TURN = 6  # steps of one kind before the other has its turn
+SURE = 1.25  # times apart after a turn of each, with TRIAL rows of requests in it: nothing more to learn
 SETTLE = 1  # steps after a change that do not count: caches warm up
 PATIENCE = 400  # plain steps before guessing is tried again, the first time
 LONGEST = 16  # times as many, at most, when it failed again and again
@@ -85,14 +87,16 @@ class Pace:
         }
 
     def _size(self, requests: int) -> _Size:
-        return self._sizes.setdefault((requests - 1).bit_length(), _Size())
+        key = (requests - 1).bit_length()
+        return self._sizes.setdefault(key, _Size(2**key))
 
 
 class _Size:
     """The decision for batches of about one size. Tokens are counted per request."""
 
-    def __init__(self) -> None:
+    def __init__(self, requests: int) -> None:
         self.rates = {True: Rate(), False: Rate()}
+        self._soonest = max(TURN, -(-TRIAL // requests))  # steps of each kind before a large difference decides
         self.mode: Mode = "trying"
         self._guesses_turn, self._in_mode, self._in_turn = True, 0, 0
         self._failed = 0  # trials one after the other
@@ -108,7 +112,7 @@ class _Size:
         if self._in_turn > SETTLE:
             self.rates[verified].note(tokens, seconds)  # type: ignore[arg-type]
         if self.mode == "trying":
-            if all(len(rate.steps) >= TRIAL for rate in self.rates.values()):
+            if self._decided():
                 pays = self._pays()
                 self._failed = 0 if pays else self._failed + 1
                 self._enter("guessing" if pays else "plain")
@@ -120,6 +124,13 @@ class _Size:
     def reconsider(self) -> None:
         if self.mode == "plain" and self._in_mode >= PATIENCE * min(2 ** (self._failed - 1), LONGEST):
             self._enter("trying")
+
+    def _decided(self) -> bool:
+        seen = min(len(rate.steps) for rate in self.rates.values())
+        if not self._soonest <= seen < TRIAL:
+            return seen >= TRIAL
+        fast, slow = sorted(rate.tokens_per_second or 0.0 for rate in self.rates.values())[::-1]
+        return fast > SURE * slow
 
     def _pays(self) -> bool:
         guessing, plain = self.rates[True].tokens_per_second, self.rates[False].tokens_per_second

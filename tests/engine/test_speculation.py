@@ -301,6 +301,22 @@ def test_what_was_switched_off_is_tried_again_with_a_new_prompt_after_a_while():
     assert pace.guesses(1) and not pace.trying(1), "it pays now"
 
 
+@pytest.mark.parametrize(("requests", "turns"), [(1, 8), (2, 4), (4, 2), (8, 2), (16, 2)])
+@pytest.mark.parametrize(("slower", "pays"), [(2.6, False), (1.1, True)])
+def test_a_large_difference_between_many_requests_decides_early(requests, turns, slower, pays):
+    """As many rows of requests as a whole trial of one has; a small difference takes the whole trial."""
+    pace, few = Pace(), {True: 2, False: 1}
+    steps = 0
+    while pace.trying(requests):
+        step(pace, {True: slower, False: 1.0}, few, requests)
+        steps += 1
+    assert pace.guesses(requests) is pays and steps == turns * (TURN + SETTLE)
+    close = Pace()
+    for _ in range(TRIED - 1):
+        step(close, {True: 2.1, False: 1.0}, few, requests)
+    assert close.trying(requests)
+
+
 def test_a_machine_that_slows_down_is_no_reason_to_stop():
     """Numbers of another time decide nothing: a new trial does, and finds that it still pays, or that it does not."""
     pace = Pace()

@@ -16,6 +16,7 @@ import torch
 from birkhoff.config import PAGE_TOKENS, V4Config
 from birkhoff.errors import CapacityError
 from birkhoff.model.linear import Linear, Numerics
+from birkhoff.model.mhc import Mixer
 from birkhoff.model.moe import Experts, SharedExpert
 from birkhoff.model.record import Record
 from birkhoff.model.transformer import Transformer
@@ -95,10 +96,12 @@ def weights_of(config: V4Config, dtype: torch.dtype = torch.bfloat16, mtp: bool 
             continue
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         size = sum(tensor.nbytes for tensor in own)
-        inside, used = _kind(name, module), size
+        inside, used, beside = _kind(name, module), size, 0
         if isinstance(module, Linear):
             beside, used = _copies(name, module), size if module.packed else 2 * module.weight.numel()
-            held["mtp" if name.startswith("mtp") else "copies for kernels"] += beside
+        elif isinstance(module, Mixer) and dtype.itemsize == 2:
+            beside = module.fn.nbytes  # its two halves, which prompts read
+        held["mtp" if name.startswith("mtp") else "copies for kernels"] += beside
         if inside == "embedding" and own:
             used = 0
         used -= sum(tensor.nbytes for key, tensor in module.named_buffers(recurse=False) if key == "tid2eid")

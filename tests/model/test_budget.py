@@ -8,6 +8,7 @@ import torch
 from birkhoff.convert.presets import preset
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
 from birkhoff.errors import CapacityError
+from birkhoff.kernels.select import select
 from birkhoff.model.budget import (
     cache_by_kind,
     context_bytes,
@@ -21,6 +22,7 @@ from birkhoff.model.budget import (
 )
 from birkhoff.model.device import Decoder
 from birkhoff.model.linear import Linear
+from birkhoff.model.mhc import Mixer
 from birkhoff.model.state import State
 from tests.interpreter import DEVICE, packed_model
 from tests.models import TINY, variant
@@ -103,20 +105,24 @@ def bytes_of_tensors(*roots) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.inference_mode()
-def test_the_plan_covers_what_a_model_and_its_kernels_hold():
+def test_the_plan_covers_what_a_model_and_its_kernels_hold(dtype):
     config = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
-    planned = weights_of(config, torch.float32)
-    model = packed_model(config)
+    planned = weights_of(config, dtype)
+    model = packed_model(config, dtype=dtype)
     alone = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     routed = sum(tensor.nbytes for stack in model.expert_stacks() for tensor in stack.buffers())
     dense = sum(size for kind, size in planned.held.items() if kind != "copies for kernels")
     assert dense == alone - routed, "to the byte"
-    state = State.contiguous(config, 1, 128, device=DEVICE)
+    state = State.contiguous(config, 1, 128, device=DEVICE, dtype=dtype)
     decoder = Decoder(model, state, fast=False)
     for module in model.modules():
         if isinstance(module, Linear):
             module.rows()  # as prompts read it
+        elif isinstance(module, Mixer):
+            module.kernels = select("triton")
+            module.read(torch.zeros(1, config.hc_mult, config.hidden_size, dtype=dtype, device=DEVICE))
     beside = bytes_of_tensors(model, decoder.layers, decoder.head) - alone
     tables = 3 * config.n_routed_experts * 4 * 8 + 64  # addresses of experts, and a few frequencies
     assert 0.9 * planned.held["copies for kernels"] < beside - tables <= planned.held["copies for kernels"]

@@ -207,9 +207,10 @@ def plan_budget(
     room = device_bytes - dense - cache_bytes - working
     text = f"weights {size(dense)}, cache {size(cache_bytes)}, working space {size(working)}"
     if room < 0:
+        unit = " A size without a unit is bytes: write it as 24GiB." if device_bytes < 2**20 else ""
         raise CapacityError(
             f"the model needs {size(device_bytes - room)} without a single routed expert ({text}), and may use "
-            f"{size(device_bytes)}. Lower max_context, max_requests or cache_bytes, or take a larger device."
+            f"{size(device_bytes)}. Lower max_context, max_requests or cache_bytes, or take a larger device.{unit}"
         )
 
     total, places = weights.experts, room // weights.expert

@@ -3,8 +3,8 @@
 `Transformer.run` is the plain twin. A `Decoder` takes a filled model whose quantised weights are packed and a `State`;
 `step` launches everything for the rows of a `Desk`: token ids, positions and slots are tensors on the device, the host
 asks nothing of them, and every buffer stays where it is, so a step can be captured as a CUDA graph and replayed.
-What differs between sequences (lengths, pages, chosen experts and entries) is data. Taps are not served here: a step
-that is watched or changed runs the plain way.
+What differs between sequences (lengths, pages, chosen experts and entries) is data. A step that is watched or changed
+is `tapped.py`'s: these launches, and more where a site is live.
 
 Per layer: boundary (two launches), first products, small stage, query products, indexer when there are more entries
 than it keeps, attention (two), two output products, boundary, router with the shared expert, routing (with the router

@@ -73,6 +73,9 @@ def test_a_gpu_that_is_too_small_is_refused_with_the_numbers(app):
     result = CliRunner().invoke(app, ["flash", "--gpu", "8GiB"], env={"COLUMNS": "400"})
     assert result.exit_code == 1 and "does not fit: the model needs" in result.stdout
     assert "without a single routed expert (weights" in result.stdout and "may use 8.00 GiB" in result.stdout
+    assert "write it as" not in result.stdout
+    result = CliRunner().invoke(app, ["flash", "--gpu", "24"], env={"COLUMNS": "400"})
+    assert "A size without a unit is bytes: write it as 24GiB" in result.stdout
     result = CliRunner().invoke(app, ["flash"])
     assert result.exit_code != 0 and "nothing to inspect" in str(result.exception)
 

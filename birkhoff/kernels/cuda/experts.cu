@@ -215,7 +215,7 @@ __device__ __forceinline__ void close_experts(const Slot* slots, int slot_count,
         }
         return;
     }
-    const Slot* slot = slots + blockIdx.y;  // which stood there before the launch before gave leave
+    const Slot* slot = slots + blockIdx.y;  // written before `open_experts` let this launch start
     const int4 about = __ldcg(reinterpret_cast<const int4*>(slot));
     const int count = about.z, first = about.y;
     const longlong2 place = __ldcg(reinterpret_cast<const longlong2*>(slot->address) + 1);

@@ -82,7 +82,7 @@ class FastKernels:
 
     def product(
         self, weights: Sequence[Rows], x: tuple[torch.Tensor | None, torch.Tensor], out: torch.Tensor,
-        group: int | None = None, variant: tuple[int, int, int] | None = None,
+        group: int | None = None,
     ) -> None:  # fmt: skip
         """Up to two FP8 matrices and one of bfloat16; x as float16 for the former and bfloat16 for the latter."""
         coded = [rows for rows in weights if rows.scale is not None]
@@ -91,7 +91,7 @@ class FastKernels:
         n, inner = x[1].shape[0], weights[0].inner
         tiles = _tiles(n)
         total = sum(rows.out for rows in weights)
-        warps, depth, beside = variant or _variant(tiles, inner, total, group is not None)
+        warps, depth, beside = _variant(tiles, inner, total, group is not None)
         self.products.launch(
             f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}_{beside}", (-(-total // (16 * beside)), 1),
             beside * warps * 32,
@@ -119,8 +119,8 @@ class FastKernels:
         )  # fmt: skip
         self.route(desk.opened[:, :experts], *routing, desk.order, desk.slot_list, factor)
 
-    def open_experts(self, w: Any, desk: Any, limit: float, warps: int | None = None) -> None:
-        warps = warps or (2 if desk.rows == 1 else 4)
+    def open_experts(self, w: Any, desk: Any, limit: float) -> None:
+        warps = 2 if desk.rows == 1 else 4
         inner, width = desk.z.shape[1], desk.x.shape[1]
         offset = w.offsets[0]
         self.experts.launch(
@@ -129,8 +129,8 @@ class FastKernels:
             offset, _gain(offset), *_far(w), early=self.early,
         )  # fmt: skip
 
-    def close_experts(self, w: Any, desk: Any, variant: tuple[int, int] | None = None) -> None:
-        warps, tall = variant or ((1, 1) if desk.rows == 1 else (4, 1) if desk.rows < 8 else (2, 2))
+    def close_experts(self, w: Any, desk: Any) -> None:
+        warps, tall = (1, 1) if desk.rows == 1 else (4, 1) if desk.rows < 8 else (2, 2)
         inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
         offset, slots = w.offsets[1], desk.slot_list.shape[0]
         self.experts.launch(

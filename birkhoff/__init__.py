@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from birkhoff import mhc as mhc
     from birkhoff.api import Engine as Engine
     from birkhoff.api import load as load
-    from birkhoff.capture.spec import Capture as Capture
+    from birkhoff.capture.spec.request import Capture as Capture
     from birkhoff.errors import BirkhoffError as BirkhoffError
     from birkhoff.output import Output as Output
     from birkhoff.output import Trace as Trace
     from birkhoff.sae.dictionary import Sae as Sae
-    from birkhoff.sae.edits import SaeReconstruct as SaeReconstruct
-    from birkhoff.sae.edits import SaeSet as SaeSet
-    from birkhoff.steering.edits import Add as Add
-    from birkhoff.steering.edits import Clamp as Clamp
-    from birkhoff.steering.edits import Patch as Patch
-    from birkhoff.steering.edits import Project as Project
+    from birkhoff.sae.feature_edits import SaeReconstruct as SaeReconstruct
+    from birkhoff.sae.feature_edits import SaeSet as SaeSet
+    from birkhoff.steering.vector_edits import Add as Add
+    from birkhoff.steering.vector_edits import Clamp as Clamp
+    from birkhoff.steering.vector_edits import Patch as Patch
+    from birkhoff.steering.vector_edits import Project as Project
 
 __version__ = "0.1.0"
 __all__ = [

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from birkhoff.capture.acts import CapturedRows, NoActs
-from birkhoff.capture.job import CaptureJob, MemoryKeeper
-from birkhoff.capture.result import CaptureResult
+from birkhoff.capture.sinks.captured_rows import CapturedRows, NoActs
+from birkhoff.capture.sinks.job import CaptureJob, MemorySink
+from birkhoff.capture.sinks.result import CaptureResult
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
 from birkhoff.errors import CaptureError, RequestError, SiteError
 from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.signals import Frame, SignalJob
-from birkhoff.sae.edits import ResolvedSae
+from birkhoff.sae.feature_edits import ResolvedSae
 
 _UNASKED = SiteError("nothing was captured. Say what to keep: generate(..., capture=Capture({hook: layers})).")
 
@@ -62,7 +62,7 @@ def _acts(request: Request) -> Mapping[tuple[str, int], CapturedRows]:
     """What the request's capture kept in memory. A failed capture leaves the answer whole: asking for rows tells."""
     jobs = _captures(request)
     for job in jobs:
-        if isinstance(job.keeper, MemoryKeeper):
+        if isinstance(job.keeper, MemorySink):
             try:
                 return job.keeper.acts()
             except CaptureError as error:

@@ -16,8 +16,8 @@ from rich.console import Console
 
 import birkhoff
 from birkhoff import Add
-from birkhoff.api.contrast import contrast_rows
-from birkhoff.api.search import scaled_vector
+from birkhoff.analysis.contrast import contrast_rows
+from birkhoff.analysis.search import scaled_vector
 from birkhoff.cli.separation import separation_table
 
 HOOK = "mhc_streams_pre_attn"

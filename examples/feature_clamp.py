@@ -14,9 +14,9 @@ from pathlib import Path
 
 import birkhoff
 from birkhoff import SaeSet
-from birkhoff.api.sae_features import explain, save_features
-from birkhoff.api.sae_rows import LiveRows
-from birkhoff.api.sae_train import train_sae
+from birkhoff.analysis.sae_features import explain, save_features
+from birkhoff.analysis.sae_rows import LiveRows
+from birkhoff.analysis.sae_train import train_sae
 from birkhoff.sae.train import TrainOptions
 
 STARTS = [

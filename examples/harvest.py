@@ -14,8 +14,8 @@ import numpy as np
 
 import birkhoff
 from birkhoff import Capture
-from birkhoff.api.harvest import harvest
-from birkhoff.capture.reader import iter_rows, read_sharded
+from birkhoff.analysis.harvest import harvest
+from birkhoff.capture.store.reader import iter_rows, read_sharded
 
 TEXTS = [
     "The cat sat on the wall and looked at the moon.",

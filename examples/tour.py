@@ -26,7 +26,7 @@ from birkhoff.cli.talk import visible
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CheckpointError
 from birkhoff.output import Output, Trace
-from birkhoff.steering.container import SteeringVector
+from birkhoff.steering.vector_file import SteeringVector
 from birkhoff.weights import inspect_checkpoint, open_checkpoint
 
 QUESTION = [{"role": "user", "content": "Tell me a short story about a cat."}]

@@ -15,12 +15,12 @@ from tests.models import random_model, weights_of
 
 pytest.importorskip("triton", reason="triton is not installed")
 
-from birkhoff.kernels.attend import triton as attend
-from birkhoff.kernels.compress import triton as compress
-from birkhoff.kernels.experts import triton as experts
-from birkhoff.kernels.index import triton as index
-from birkhoff.kernels.linear import triton as linear
-from birkhoff.kernels.mhc import triton as mhc
+from birkhoff.kernels.attend import decode as attend
+from birkhoff.kernels.compress import decode as compress
+from birkhoff.kernels.experts import decode as experts
+from birkhoff.kernels.index import decode as index
+from birkhoff.kernels.linear import decode as linear
+from birkhoff.kernels.mhc import decode as mhc
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

@@ -7,7 +7,7 @@ import torch
 
 import birkhoff
 from birkhoff import Capture
-from birkhoff.capture.reader import read_request, to_torch
+from birkhoff.capture.store.reader import read_request, to_torch
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CaptureValidationError, OptionError
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff.capture.reader import read_sharded
+from birkhoff.capture.store.reader import read_sharded
 from birkhoff.convert.synth import synth
 from tests.cli.conftest import ROOT, clean_environment
 

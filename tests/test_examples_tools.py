@@ -9,7 +9,7 @@ import pytest
 
 from birkhoff.convert.synth import synth
 from birkhoff.sae.dictionary import Sae
-from birkhoff.steering.container import SteeringVector
+from birkhoff.steering.vector_file import SteeringVector
 from tests.cli.conftest import ROOT
 from tests.test_examples import run
 

@@ -14,7 +14,7 @@ from transformers import DeepseekV4ForCausalLM
 
 import birkhoff
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 from birkhoff.weights.released import write_released
 from tests.sizes import scaled
@@ -61,7 +61,7 @@ def test_prefill_equals_decoding_token_by_token(nano, story, length):
         whole = nano.model(torch.tensor(ids))
         rows = []
         for start, stop in [(0, length - steps), *((at, at + 1) for at in range(length - steps, length))]:
-            hidden, _ = nano.model.run(Batch.of([Piece(0, start, ids[start:stop])]), state, NoTap())
+            hidden, _ = nano.model.run(Batch.of([SequenceChunk(0, start, ids[start:stop])]), state, NoTap())
             rows.append(nano.model.logits(hidden))
     error = (torch.cat(rows) - whole).abs().max().item()
     print(f"length {length}: {error:.1e} of {whole.std():.1f}")

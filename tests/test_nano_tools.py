@@ -10,12 +10,12 @@ import torch
 
 import birkhoff
 from birkhoff import Add, SaeSet
-from birkhoff.api.effect import answers, compared
-from birkhoff.api.sae_quality import loss_recovered, row_quality
-from birkhoff.api.shipped import shipped_dictionary, shipped_vectors
+from birkhoff.analysis.effect import answers, compared
+from birkhoff.analysis.sae_quality import loss_recovered, row_quality
+from birkhoff.embedded import shipped_dictionary, shipped_vectors
 from birkhoff.sae.dictionary import Sae
-from birkhoff.steering.container import SteeringVector
-from birkhoff.steering.probe import WordProbe
+from birkhoff.steering.vector_file import SteeringVector
+from birkhoff.steering.word_probe import WordProbe
 from tests.oracle import build_oracle
 from tests.sizes import scaled
 from training.streams import wake

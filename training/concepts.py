@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from birkhoff.steering.probe import WordProbe, words_of
+from birkhoff.steering.word_probe import WordProbe, words_of
 
 PAIRS, PROBE_TEXTS = 60, 800
 ASKED = "Tell me a story."

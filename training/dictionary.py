@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import birkhoff
-from birkhoff.api.dataset import DataFile
-from birkhoff.api.harvest import harvest
-from birkhoff.api.sae_features import explain
-from birkhoff.api.sae_quality import loss_recovered, row_quality
-from birkhoff.api.sae_rows import StoreRows
-from birkhoff.api.sae_train import train_sae
-from birkhoff.capture.spec import Capture
+from birkhoff.analysis.dataset import DataFile
+from birkhoff.analysis.harvest import harvest
+from birkhoff.analysis.sae_features import explain
+from birkhoff.analysis.sae_quality import loss_recovered, row_quality
+from birkhoff.analysis.sae_rows import StoreRows
+from birkhoff.analysis.sae_train import train_sae
+from birkhoff.capture.spec.request import Capture
 from birkhoff.sae.compact import rounded
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.train import TrainOptions

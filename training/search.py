@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import birkhoff
-from birkhoff.api.contrast import ContrastRows, contrast_rows
-from birkhoff.api.effect import answers
-from birkhoff.api.search import Trial, search
-from birkhoff.steering.probe import WordProbe
+from birkhoff.analysis.contrast import ContrastRows, contrast_rows
+from birkhoff.analysis.effect import answers
+from birkhoff.analysis.search import Trial, search
+from birkhoff.steering.word_probe import WordProbe
 from training.concepts import CONCEPTS, as_answer, paragraphs, sets
 
 STRENGTHS = [0.25, 0.6]

@@ -20,7 +20,7 @@ import torch
 
 import birkhoff
 from birkhoff import Add
-from birkhoff.steering.container import SteeringVector
+from birkhoff.steering.vector_file import SteeringVector
 
 HOOK, FINAL = "mhc_streams_pre_attn", "mhc_streams_final"
 WARM, COOL = (190, 70, 20), (20, 90, 170)

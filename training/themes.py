@@ -17,9 +17,9 @@ import torch
 
 import birkhoff
 from birkhoff import SaeSet
-from birkhoff.api.effect import Answer, answers
+from birkhoff.analysis.effect import ScoredAnswer, answers
 from birkhoff.sae.dictionary import Sae
-from birkhoff.steering.probe import WordProbe, words_of
+from birkhoff.steering.word_probe import WordProbe, words_of
 
 THEMES = {
     "the sea": "sea ocean water waters waves wave fish swim swam shore boat ship beach island river lake sail",
@@ -108,16 +108,16 @@ def measure_clamps(
     return sorted(found, key=lambda clamp: (-clamp["moved"], clamp["random_moved"]))
 
 
-def _answers(engine: birkhoff.Engine, asked: tuple[str, int], raised: Mapping[int, float] | None) -> list[Answer]:
+def _answers(engine: birkhoff.Engine, asked: tuple[str, int], raised: Mapping[int, float] | None) -> list[ScoredAnswer]:
     """Unscored: every theme reads the same plain answers with words of its own."""
     request, seed = asked
     steer = None if raised is None else [SaeSet("dictionary", dict(raised), kind="additive")]
     return answers(engine, [request], SEEDS, lambda text: 0.0, steer, seed, max_tokens=LENGTH)
 
 
-def _moved(probe: WordProbe, raised: Sequence[Answer], plain: Sequence[Answer]) -> int:
+def _moved(probe: WordProbe, raised: Sequence[ScoredAnswer], plain: Sequence[ScoredAnswer]) -> int:
     return sum(probe.score(a.text) > probe.score(b.text) for a, b in zip(raised, plain, strict=True))
 
 
-def _loss(found: Sequence[Answer]) -> float:
+def _loss(found: Sequence[ScoredAnswer]) -> float:
     return fmean(answer.loss for answer in found)

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import birkhoff
-from birkhoff.api.effect import answers, effect
-from birkhoff.api.search import Trial, best_trial, scaled_vector
-from birkhoff.steering.probe import WordProbe
+from birkhoff.analysis.effect import answers, effect
+from birkhoff.analysis.search import Trial, best_trial, scaled_vector
+from birkhoff.steering.word_probe import WordProbe
 from training.concepts import CONCEPTS, paragraphs, sets
 from training.search import LENGTH, read_searches, rows_of, trials_of
 

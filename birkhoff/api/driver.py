@@ -21,12 +21,12 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent
 from birkhoff.errors import BirkhoffError, EngineClosed
 from birkhoff.hooks.signals import Frame, SignalJob
+from birkhoff.text.detokenizer import ChatStream
 from birkhoff.text.events import Event
-from birkhoff.text.live import ChatStream
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class RequestOutput:
     """News of one request: its tokens since last time, what they meant in a chat, signals, and why it was refused.
 
     `read` is how many tokens of the prompt are known, told until the first token of the answer is there."""
@@ -44,7 +44,7 @@ class Told:
 
 
 class Driver:
-    def __init__(self, core: EngineCore, deliver: Callable[[list[Told]], None]):
+    def __init__(self, core: EngineCore, deliver: Callable[[list[RequestOutput]], None]):
         self._core, self._deliver = core, deliver
         self._inbox: deque[Request] = deque()
         self._parsed: dict[Request, int] = {}  # taken and not ended: how many chat events were passed on
@@ -111,10 +111,10 @@ class Driver:
             try:
                 self._core.submit(request)
             except BirkhoffError as refusal:
-                news.append(Told(request, refused=refusal))
+                news.append(RequestOutput(request, refused=refusal))
             else:
                 self._parsed[request] = 0
-                news.append(Told(request))
+                news.append(RequestOutput(request))
         if news:
             self._deliver(news)
 
@@ -130,7 +130,7 @@ class Driver:
             first = len(request.output_ids) <= len(tokens) and request.computed > 0
             if tokens or parsed or frames or first:
                 read = min(request.computed, len(request.prompt_ids)) if first else None
-                news.append(Told(request, tokens, parsed, frames, read=read))
+                news.append(RequestOutput(request, tokens, parsed, frames, read=read))
             if request.done:
                 del self._parsed[request]
         if news:

@@ -11,43 +11,43 @@ from typing import Any
 
 import torch
 
-from birkhoff.api.attention import attention
-from birkhoff.api.blocks import signal_jobs
-from birkhoff.api.captures import CaptureDesk, CaptureRules, CaptureWish
-from birkhoff.api.driver import Driver, Told
-from birkhoff.api.feed import ActBatch, feed
-from birkhoff.api.lens import Lens, look
-from birkhoff.api.manifest import model_digest
-from birkhoff.api.modules import Modules
-from birkhoff.api.passes import edit_tap, features, trace
+from birkhoff.analysis.activations_store import ActBatch, feed
+from birkhoff.analysis.attention import attention
+from birkhoff.analysis.attention_readout import AttentionReadout
+from birkhoff.analysis.block_signals import signal_jobs
+from birkhoff.analysis.forward import edit_tap, features, trace
+from birkhoff.analysis.lens import Lens, look
+from birkhoff.analysis.run_manifest import model_digest
+from birkhoff.api.driver import Driver, RequestOutput
 from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt, room_for
-from birkhoff.api.saes import Attachment, SaeDesk, split_edits
-from birkhoff.api.steering import Steering, SteeringDesk, per_prompt_edits
-from birkhoff.capture.acts import CapturedRows
-from birkhoff.capture.consumers.protocol import Consumer
-from birkhoff.capture.estimate import Estimate
-from birkhoff.capture.projections import Projections
-from birkhoff.capture.spec import Capture
+from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec, CaptureRules
+from birkhoff.capture.sinks.captured_rows import CapturedRows
+from birkhoff.capture.sinks.consumer import Consumer
+from birkhoff.capture.spec.estimate import Estimate
+from birkhoff.capture.spec.projections import Projections
+from birkhoff.capture.spec.request import Capture
 from birkhoff.config import V4Config
-from birkhoff.engine.contexts import check_name
 from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.named_contexts import check_name
 from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable
-from birkhoff.hooks.names import Address
-from birkhoff.hooks.plan import Edit, Holding, Plan
+from birkhoff.hooks.plan import Edit, Plan, Reservation
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.signals import check_signals
-from birkhoff.hooks.table import Tables
-from birkhoff.model.memory import Memory
+from birkhoff.hooks.site_names import Address
+from birkhoff.hooks.vector_table import Tables
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream, Trace
-from birkhoff.sae.probe import Feature
-from birkhoff.sae.wire import PARSERS
+from birkhoff.sae.feature_probe import Feature
+from birkhoff.sae.resolver import Attachment, SaeResolver, split_edits
+from birkhoff.sae.sae_fields import PARSERS
+from birkhoff.steering.modules import NamedVectors
+from birkhoff.steering.resolver import Steering, SteeringResolver, per_prompt_edits
 from birkhoff.text.chat import encode_chat
+from birkhoff.text.detokenizer import ChatStream, TextStream
 from birkhoff.text.literals import Literals
-from birkhoff.text.live import ChatStream, TextStream
 from birkhoff.text.tokenizer import Tokenizer
 
 
@@ -59,11 +59,11 @@ class Engine:
         capture_root: str | Path | None = None,
     ):  # fmt: skip
         self._core, self._tokenizer, self._literals, self.name = core, tokenizer, literals, name
-        self._desk = CaptureDesk(self.schema, self.config.num_hidden_layers, name, capture_root)
+        self._desk = CapturePlanner(self.schema, self.config.num_hidden_layers, name, capture_root)
         tables = Tables(self.model.embed.device)
-        self._steering = SteeringDesk(self.schema, self.config.num_hidden_layers, self.identity, tables)
+        self._steering = SteeringResolver(self.schema, self.config.num_hidden_layers, self.identity, tables)
         self._steering.parsers |= PARSERS
-        self.saes = SaeDesk(self.schema, self.config.num_hidden_layers, self.model.embed.device)
+        self.saes = SaeResolver(self.schema, self.config.num_hidden_layers, self.model.embed.device)
 
     @property
     def model(self) -> Transformer:
@@ -111,12 +111,12 @@ class Engine:
         """What every stream, their mean and the head's merge of them would predict at every depth."""
         return look(self, token_ids, per_stream, steer)
 
-    def attention(self, token_ids: Sequence[int], position: int = -1, steer: Steering = None) -> list[Memory]:
+    def attention(self, token_ids: Sequence[int], position: int = -1, steer: Steering = None) -> list[AttentionReadout]:
         """Where one token's attention goes, layer by layer: single tokens, compressed blocks, the sink."""
         return attention(self, token_ids, position, steer)
 
     @property
-    def modules(self) -> Modules:
+    def modules(self) -> NamedVectors:
         """Named vectors that edits may refer to."""
         return self._steering.modules
 
@@ -149,7 +149,7 @@ class Engine:
 
     def resolve(
         self, steer: Steering, ids: Sequence[int], max_tokens: int
-    ) -> tuple[tuple[Edit, ...], tuple[Holding, ...]]:
+    ) -> tuple[tuple[Edit, ...], tuple[Reservation, ...]]:
         """Everything done to one request, resolved, and what it holds while it runs beside rows of tables."""
         vectors, features = split_edits(steer)
         sets = self.saes.edits(features, ids, max_tokens)
@@ -297,7 +297,7 @@ class Engine:
         """Limits and matrices together, for another desk that goes by the same."""
         return self._desk.rules
 
-    def estimate(self, capture: CaptureWish, prompt: Prompt, max_tokens: int = 1) -> dict[str, Estimate]:
+    def estimate(self, capture: CaptureRequestSpec, prompt: Prompt, max_tokens: int = 1) -> dict[str, Estimate]:
         """What a capture would store at most, by consumer, without running anything."""
         return self._desk.estimate(capture, tuple(self.prompt_ids(prompt)), max_tokens)
 
@@ -341,7 +341,7 @@ class Engine:
         """Experts on the device, the share of reads they caught, how many have moved; None where all lie together."""
         return None if self._core.placement is None else self._core.placement.report()
 
-    def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CaptureDesk | None = None) -> Request:
+    def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CapturePlanner | None = None) -> Request:
         """Queue a prompt for its activations alone; they go through `desk` when it is not this engine's own."""
         request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture, desk=desk)
         self._core.submit(request)
@@ -372,7 +372,7 @@ class Engine:
             request.mask = None if mask is None else mask()
         return made
 
-    def driver(self, deliver: Callable[[list[Told]], None]) -> Driver:
+    def driver(self, deliver: Callable[[list[RequestOutput]], None]) -> Driver:
         """A thread that steps for everybody from now on and tells `deliver` what came of it."""
         return Driver(self._core, deliver)
 
@@ -426,7 +426,7 @@ class Engine:
 
     def _single_request(
         self, prompt: Prompt, sampling: dict[str, Any], capture: Captures, steer: Steering = None,
-        desk: CaptureDesk | None = None,
+        desk: CapturePlanner | None = None,
     ) -> Request:  # fmt: skip
         if not is_single(prompt):
             raise PromptError("stream takes one prompt: a text or a list of token ids. Start one stream per prompt.")
@@ -440,11 +440,11 @@ class Engine:
         self,
         prompt: Prompt,
         sampling: dict[str, Any],
-        capture: CaptureWish | None,
+        capture: CaptureRequestSpec | None,
         steer: Steering = None,
         thinking: bool | None = None,
         mark: str = "",
-        desk: CaptureDesk | None = None,
+        desk: CapturePlanner | None = None,
         signals: Any = None,
     ) -> list[Request]:
         """One request per choice of one prompt; `mark` tells the captures of several prompts apart."""

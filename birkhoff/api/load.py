@@ -9,11 +9,10 @@ from pathlib import Path
 import torch
 
 from birkhoff.api.engine import Engine, dtype_name
-from birkhoff.api.placing import place, placed_text, refuse_unplaceable, wish_of
-from birkhoff.api.reuse import check_prefix_cache, drafts_of, files_for, plan_memory
-from birkhoff.api.shipped import shipped_vectors
+from birkhoff.api.expert_placement import place, placed_text, refuse_unplaceable, wish_of
+from birkhoff.embedded import EMBEDDED, shipped_vectors
+from birkhoff.engine.cache_plan import check_prefix_cache, drafts_of, files_for, plan_memory
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.placement import Placement
 from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import (
     CheckpointError,
@@ -24,12 +23,12 @@ from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
+from birkhoff.offload.placement import Placement
 from birkhoff.text.literals import Literals, literals_from_json, load_literals
 from birkhoff.text.tokenizer import Tokenizer
 from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
-from birkhoff.weights.load import load_into
+from birkhoff.weights.weight_loader import load_into
 
-EMBEDDED = Path(__file__).parent.parent / "models"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 

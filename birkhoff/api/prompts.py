@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from birkhoff.api.captures import CaptureWish
-from birkhoff.capture.spec import Capture
+from birkhoff.capture.planner import CaptureRequestSpec
+from birkhoff.capture.spec.request import Capture
 from birkhoff.config import V4Config
 from birkhoff.errors import ContextError, OptionError, PromptError, TokenError, quoted
 
 Prompt = str | Sequence[int]
-Captures = CaptureWish | Sequence[CaptureWish | None] | None  # one for all prompts, or one per prompt
+Captures = CaptureRequestSpec | Sequence[CaptureRequestSpec | None] | None  # one for all prompts, or one per prompt
 _ARRAYS = (torch.Tensor, np.ndarray)
 
 
@@ -68,7 +68,7 @@ def not_built(name: str, value: object) -> None:
         raise OptionError(f"{name} is not built yet. Leave it out.")
 
 
-def per_prompt(capture: Captures, prompts: int) -> list[CaptureWish | None]:
+def per_prompt(capture: Captures, prompts: int) -> list[CaptureRequestSpec | None]:
     """One capture for each prompt: the same for all, or as many as there are prompts."""
     if capture is None or isinstance(capture, (Capture, Mapping)):
         return [capture] * prompts

@@ -23,11 +23,11 @@ from birkhoff.bench.report import facts, significant, summary
 from birkhoff.bench.synthetic import filled_state, random_on_device
 from birkhoff.config import PAGE_TOKENS, V4Config
 from birkhoff.convert.presets import preset
+from birkhoff.decode.buffers import DecodeBuffers
+from birkhoff.decode.gpu import Decoder
+from birkhoff.engine.memory_plan import KINDS, context_bytes, step_cache_bytes
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
-from birkhoff.model.budget import KINDS, context_bytes, step_cache_bytes
-from birkhoff.model.desk import Desk
-from birkhoff.model.device import Decoder
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 
 Row = dict[str, Any]
@@ -91,13 +91,13 @@ def agreement(config: V4Config, device: torch.device, lengths: Sequence[int], st
               for _ in range(2)]  # fmt: skip
     for state in states:
         for slot, length in enumerate(lengths):
-            model.run(Batch.of([Piece(slot, 0, tokens[slot, :length])], device), state, NoTap())
+            model.run(Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device), state, NoTap())
     decoder = Decoder(model, states[1], fast=fast)
     desk = decoder.desk(rows, max(lengths) + steps)
     worst, same = [], 0
     for step in range(steps):
         at = [length + step for length in lengths]
-        pieces = [Piece(slot, at[slot], tokens[slot, at[slot]].view(1)) for slot in range(rows)]
+        pieces = [SequenceChunk(slot, at[slot], tokens[slot, at[slot]].view(1)) for slot in range(rows)]
         hidden, _ = model.run(Batch.of(pieces, device), states[0], NoTap())
         plain = model.logits(hidden.to(model.head.weight.dtype)).float()
         place(desk, [int(tokens[slot, at[slot]]) for slot in range(rows)], at)
@@ -114,21 +114,23 @@ def agreement(config: V4Config, device: torch.device, lengths: Sequence[int], st
 
 
 @torch.inference_mode()
-def place(desk: Desk, tokens: Sequence[int], positions: Sequence[int]) -> None:
+def place(desk: DecodeBuffers, tokens: Sequence[int], positions: Sequence[int]) -> None:
     device = desk.token_ids.device
     desk.token_ids.copy_(torch.tensor(tokens, device=device))
     desk.positions.copy_(torch.tensor(positions, device=device))
     desk.slots.copy_(torch.arange(desk.rows, device=device))
 
 
-def advance(decoder: Decoder, desk: Desk) -> None:
+def advance(decoder: Decoder, desk: DecodeBuffers) -> None:
     """One step with the greedy choice and the next position, all on the device."""
     logits = decoder.step(desk)
     desk.token_ids.copy_(logits.argmax(-1))
     desk.positions.add_(1)
 
 
-def captured(decoder: Decoder, desk: Desk, step: Callable[[Decoder, Desk], None] = advance) -> torch.cuda.CUDAGraph:
+def captured(
+    decoder: Decoder, desk: DecodeBuffers, step: Callable[[Decoder, DecodeBuffers], None] = advance
+) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -142,7 +144,7 @@ def captured(decoder: Decoder, desk: Desk, step: Callable[[Decoder, Desk], None]
 
 
 @torch.inference_mode()
-def decode_speed(decoder: Decoder, batch: int, context: int, steps: int) -> tuple[Row, Desk]:
+def decode_speed(decoder: Decoder, batch: int, context: int, steps: int) -> tuple[Row, DecodeBuffers]:
     """Milliseconds a step, tokens fed back on the device; positions begin at `context`."""
     desk = decoder.desk(batch, context + 256)
     random = torch.randint(decoder.config.vocab_size, (batch,)).tolist()
@@ -171,7 +173,7 @@ def decode_speed(decoder: Decoder, batch: int, context: int, steps: int) -> tupl
 
 
 @torch.inference_mode()
-def profile(decoder: Decoder, desk: Desk, steps: int = 3) -> dict[str, tuple[float, float]]:
+def profile(decoder: Decoder, desk: DecodeBuffers, steps: int = 3) -> dict[str, tuple[float, float]]:
     """Microseconds a step and launches a step, by kernel name; launched one by one, so without a graph's overlap."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
@@ -238,11 +240,11 @@ def cache_facts(state: State, batch: int, context: int) -> Row:
 
 def against_transformers(layers: int, device: torch.device, context: int, steps: int) -> Iterator[Row]:
     """Decoding of one sequence through a few layers, theirs in bfloat16 and ours in the released formats."""
-    from birkhoff.bench import rival
+    from birkhoff.bench import hf_baseline
 
     config = preset("flash", layers, False)
-    theirs = rival.build(config, device)
-    found = rival.decode_ms(theirs, 1, context, 20)
+    theirs = hf_baseline.build(config, device)
+    found = hf_baseline.decode_ms(theirs, 1, context, 20)
     del theirs
     _clear()
     model = random_on_device(config, device)
@@ -280,7 +282,7 @@ CLASSES = {
 }
 
 
-def profile_row(decoder: Decoder, desk: Desk, speed: float) -> Row:
+def profile_row(decoder: Decoder, desk: DecodeBuffers, speed: float) -> Row:
     """Where a step's time goes, by class of kernel, beside the time its bytes take at the device's reading speed."""
     spent = profile(decoder, desk)
     classes: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -304,7 +306,7 @@ PRODUCTS = ("enter", "query", "o_a", "o_b")  # of a layer's attention
 
 
 @torch.inference_mode()
-def layer_row(decoder: Decoder, desk: Desk, context: int, speed: float) -> Row:
+def layer_row(decoder: Decoder, desk: DecodeBuffers, context: int, speed: float) -> Row:
     """Microseconds of a layer by its kind: attention, all layers of a kind in one graph, and experts; boundaries are
     neither. Beside them the bytes of weights and of the cache, and what these take at the device's reading speed."""
     c = decoder.config
@@ -328,7 +330,7 @@ def _cost(us: float, layers: int, weights: float, cache: float, speed: float) ->
             "us_floor": significant((weights + cache) / speed * 1e6)}  # fmt: skip
 
 
-def floor_bytes(decoder: Decoder, desk: Desk) -> dict[str, float]:
+def floor_bytes(decoder: Decoder, desk: DecodeBuffers) -> dict[str, float]:
     """Bytes a step must read by class, weights first; experts as many as this step's last layer used."""
     c, layers = decoder.config, decoder.layers
     used = int((desk.slot_list[:, 2] > 0).sum())

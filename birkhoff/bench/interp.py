@@ -25,17 +25,17 @@ from typing import Any
 import torch
 
 import birkhoff
-from birkhoff.api.captures import FILES, CaptureDesk
-from birkhoff.bench.contenders import OurEngine, Tokens
+from birkhoff.bench.baselines import OurEngine, Tokens
 from birkhoff.bench.report import facts, significant, summary
-from birkhoff.capture.job import CaptureJob
-from birkhoff.capture.spec import Capture
+from birkhoff.capture.planner import FILES, CapturePlanner
+from birkhoff.capture.sinks.job import CaptureJob
+from birkhoff.capture.spec.request import Capture
 from birkhoff.convert.synth import synth
 from birkhoff.engine.request import Request
 from birkhoff.engine.runner import Runner
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import CaptureWriteError, OptionError
-from birkhoff.hooks.plan import Plan, Rows
+from birkhoff.hooks.plan import Plan, SiteRows
 
 Row = dict[str, Any]
 Progress = Callable[[int, int], None]
@@ -46,7 +46,7 @@ CONTENDERS = ("plain", "idle", "waiting", "one hook", "all streams", "files")
 
 
 @dataclass(frozen=True)
-class Setting:
+class InterpSetting:
     """What is measured; every row repeats it."""
 
     prompt_tokens: int = 256
@@ -68,14 +68,16 @@ class UntappedRunner(Runner):
         return None
 
 
-class Watched(OurEngine):
+class CapturingEngine(OurEngine):
     """Our engine with requests that carry a capture, or none."""
 
-    def __init__(self, engine: birkhoff.Engine, setting: Setting, name: str, wish: Capture | None, root: Path | None):
+    def __init__(
+        self, engine: birkhoff.Engine, setting: InterpSetting, name: str, wish: Capture | None, root: Path | None
+    ):
         super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
         self.name, self._wish, self._began = name, wish, 0.0
         self.prompt_tokens, self._schema = setting.prompt_tokens, engine.schema
-        self._desk = CaptureDesk(engine.schema, engine.config.num_hidden_layers, "", root, overload_policy="block")
+        self._desk = CapturePlanner(engine.schema, engine.config.num_hidden_layers, "", root, overload_policy="block")
         if name == "plain":
             self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
 
@@ -114,7 +116,7 @@ class Watched(OurEngine):
             for plan in plans:
                 (job,) = plan.jobs
                 for hook, layer in job.keys:
-                    job.deliver(Rows(hook, layer, made[hook], places, places, piece))
+                    job.deliver(SiteRows(hook, layer, made[hook], places, places, piece))
         for plan in plans:
             plan.close("length", count + 1)
         return self._stored(plans), time.perf_counter() - began
@@ -137,13 +139,13 @@ class Watched(OurEngine):
 
 def bench_interp(
     model: str | Path | None = None,
-    setting: Setting | None = None,
+    setting: InterpSetting | None = None,
     *,
     disk: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
     """Measure a checkpoint, or a random one of nano's size. `disk` is where files go: a temporary place without."""
-    setting = setting or Setting()
+    setting = setting or InterpSetting()
     threads = torch.get_num_threads()
     torch.set_num_threads(setting.threads)
     try:
@@ -158,7 +160,7 @@ def bench_interp(
 
 
 def _measure(
-    engine: birkhoff.Engine, setting: Setting, folder: Path, model: str | Path | None, progress: Progress | None
+    engine: birkhoff.Engine, setting: InterpSetting, folder: Path, model: str | Path | None, progress: Progress | None
 ) -> Iterator[Row]:
     config = engine.config
     drawn = torch.randint(
@@ -210,7 +212,7 @@ def _measure(
         yield common | {"kind": "stored", "contender": name, "stored_bytes": times[0][0], **rates}
 
 
-def _contenders(engine: birkhoff.Engine, setting: Setting, folder: Path) -> list[Watched]:
+def _contenders(engine: birkhoff.Engine, setting: InterpSetting, folder: Path) -> list[CapturingEngine]:
     middle = engine.config.num_hidden_layers // 2
     wishes: dict[str, Capture | None] = {
         "plain": None,
@@ -222,12 +224,12 @@ def _contenders(engine: birkhoff.Engine, setting: Setting, folder: Path) -> list
         "files": Capture(STREAMS, positions="all", returns="file", layout="sharded"),
     }
     return [
-        Watched(engine, setting, name, wish, folder / "captures" if name == "files" else None)
+        CapturingEngine(engine, setting, name, wish, folder / "captures" if name == "files" else None)
         for name, wish in wishes.items()
     ]
 
 
-def _round(who: Watched, prompts: list[Tokens], steps: int) -> tuple[float, float]:
+def _round(who: CapturingEngine, prompts: list[Tokens], steps: int) -> tuple[float, float]:
     """Seconds of reading the prompts and of writing the answers, once."""
     began = time.perf_counter()
     tokens = who.prefill(prompts)

@@ -20,15 +20,15 @@ from typing import Any
 import torch
 
 from birkhoff.bench.decode import device_facts, graph_us, reading_speed
-from birkhoff.bench.many import CHUNKS, bench_many
+from birkhoff.bench.prefill_kernels import CHUNKS, bench_many
 from birkhoff.bench.report import significant
 from birkhoff.bench.synthetic import filled_state, random_on_device
 from birkhoff.convert.presets import preset
-from birkhoff.kernels.cuda.launch import FastKernels
+from birkhoff.decode.gpu import Decoder
+from birkhoff.kernels.cuda.backend import CudaBackend
+from birkhoff.kernels.mhc import decode as mhc_triton
 from birkhoff.kernels.mhc import reference as mhc
-from birkhoff.kernels.mhc import triton as mhc_triton
 from birkhoff.kernels.norm.reference import rms_norm
-from birkhoff.model.device import Decoder
 
 Row = dict[str, Any]
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 4096, 8192)
@@ -53,7 +53,7 @@ class Boundary:
         self.x_half, self.x_mixed = (torch.empty_like(self.x, dtype=torch.float16) for _ in range(2))
         self.pre = torch.empty_like(self.post)
 
-    def ours(self, kernels: FastKernels, fn: torch.Tensor) -> None:
+    def ours(self, kernels: CudaBackend, fn: torch.Tensor) -> None:
         kernels.write_and_mix(self.streams, self.y, self.post, self.mix, fn, self.parts)
         kernels.read_streams(self, self.base, self.scale, self.norm, ITERS, EPS, EPS, EPS)
 
@@ -64,7 +64,7 @@ class Boundary:
 
 
 @torch.inference_mode()
-def boundary_rows(kernels: FastKernels, speed: float, tokens: Sequence[int], widths: Sequence[int]) -> Iterator[Row]:
+def boundary_rows(kernels: CudaBackend, speed: float, tokens: Sequence[int], widths: Sequence[int]) -> Iterator[Row]:
     for width in widths:
         for count in tokens:
             device = torch.device("cuda")
@@ -138,7 +138,7 @@ def _dense(rows: Any) -> torch.Tensor:
 @torch.inference_mode()
 def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
     c, kernels, layers = decoder.config, decoder.kernels, decoder.layers[3:]
-    assert isinstance(kernels, FastKernels)
+    assert isinstance(kernels, CudaBackend)
     for count in tokens:
         desks = [decoder.desk(count, 4096) for _ in layers]
         used = 0
@@ -151,8 +151,8 @@ def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterat
             used += int((desk.slot_list[:, 2] > 0).sum())
         each = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
         for name, part, call in (
-            ("open", 2 / 3, partial(kernels.open_experts, limit=c.swiglu_limit)),
-            ("close", 1 / 3, kernels.close_experts),
+            ("open", 2 / 3, partial(kernels.gate_up, limit=c.swiglu_limit)),
+            ("close", 1 / 3, kernels.down),
         ):
             us = graph_us([partial(call, w, desk) for w, desk in zip(layers, desks)])
             moved = used / len(layers) * each * part
@@ -173,7 +173,7 @@ def bench_kernels(tokens: Sequence[int] = TOKENS, widths: Sequence[int] = (4096,
     model = random_on_device(config, device)
     decoder = Decoder(model, filled_state(config, 1, 4096, device), fast=True)
     kernels = decoder.kernels
-    assert isinstance(kernels, FastKernels)
+    assert isinstance(kernels, CudaBackend)
     few = tuple(count for count in (1, 8, 32, 64) if count <= max(tokens))
     for rows in (
         boundary_rows(kernels, speed, tokens, widths),

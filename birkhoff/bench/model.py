@@ -21,9 +21,9 @@ import torch
 
 import birkhoff
 from birkhoff.bench.agreement import compare_logits, compare_tokens
-from birkhoff.bench.contenders import Contender, OurEngine, OurModel, Tokens, Transformers
+from birkhoff.bench.baselines import Baseline, OurEngine, OurModel, Tokens, Transformers
 from birkhoff.bench.report import facts, summary, version
-from birkhoff.bench.shares import ClockTap, engine_shares, model_shares
+from birkhoff.bench.time_shares import ClockTap, engine_shares, model_shares
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 from birkhoff.model.transformer import Transformer
@@ -38,7 +38,7 @@ TRIAL_STEPS = 4
 
 
 @dataclass(frozen=True)
-class Setting:
+class ModelSetting:
     """What is measured; every row repeats it."""
 
     prompt_tokens: int = 512
@@ -61,13 +61,13 @@ class Setting:
 
 def bench_model(
     model: str | Path | None = None,
-    setting: Setting | None = None,
+    setting: ModelSetting | None = None,
     *,
     alone: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
     """Measure a checkpoint, or a random one of nano's size; `alone` leaves `transformers` out."""
-    setting = setting or Setting()
+    setting = setting or ModelSetting()
     if not alone and version("transformers") is None:
         raise OptionError("transformers is not installed, so there is nothing to compare with. Install it, or measure "
                           "without it: --alone")  # fmt: skip
@@ -124,10 +124,14 @@ def _agreement(engine: birkhoff.Engine, rival: Transformers, prompt: Tokens, ste
 
 
 def _speeds(
-    network: Transformer, rival: Transformers | None, prompts: list[Tokens], setting: Setting, tell: Callable[[], None]
+    network: Transformer,
+    rival: Transformers | None,
+    prompts: list[Tokens],
+    setting: ModelSetting,
+    tell: Callable[[], None],
 ) -> list[Row]:
     size = (len(prompts), setting.prompt_tokens, setting.steps)
-    contenders: list[Contender] = [OurEngine(network, *size), OurModel(network, *size)]
+    contenders: list[Baseline] = [OurEngine(network, *size), OurModel(network, *size)]
     if rival is not None:
         rival.choose_fastest(prompts, TRIAL_STEPS)
         contenders.append(rival)
@@ -148,7 +152,7 @@ def _speeds(
     ]  # fmt: skip
 
 
-def _round(who: Contender, prompts: list[Tokens], steps: int) -> tuple[float, float]:
+def _round(who: Baseline, prompts: list[Tokens], steps: int) -> tuple[float, float]:
     """Tokens per second of reading and of writing, once."""
     began = time.perf_counter()
     tokens = who.prefill(prompts)
@@ -169,7 +173,7 @@ def _against(rival: Transformers | None, speeds: Speeds, values: Sequence[float]
     return {"times_transformers": summary([own / other for own, other in zip(values, theirs)])}
 
 
-def _shares(network: Transformer, prompts: list[Tokens], setting: Setting) -> Row:
+def _shares(network: Transformer, prompts: list[Tokens], setting: ModelSetting) -> Row:
     size, clock = (len(prompts), setting.prompt_tokens, setting.steps), ClockTap()
     inside = model_shares(OurModel(network, *size, tap=clock), clock, prompts, setting.steps)
     around = engine_shares(OurEngine(network, *size), prompts, setting.steps)
@@ -179,7 +183,7 @@ def _shares(network: Transformer, prompts: list[Tokens], setting: Setting) -> Ro
 class _Teller:
     """Counts rounds for a progress bar."""
 
-    def __init__(self, progress: Progress | None, setting: Setting, alone: bool):
+    def __init__(self, progress: Progress | None, setting: ModelSetting, alone: bool):
         self._progress, self._done = progress, 0
         self._total = len(setting.dtypes) * len(setting.batches) * (setting.rounds + 2)
 

@@ -21,17 +21,17 @@ from birkhoff.bench.report import facts, significant, summary
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
-from birkhoff.engine.heat import Heat
-from birkhoff.engine.placement import Placement
+from birkhoff.decode.buffers import DecodeBuffers
+from birkhoff.decode.gpu import Decoder
+from birkhoff.engine.memory_plan import default_cache, plan_budget, weights_of
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels.select import Choice
-from birkhoff.model.batch import Batch, Piece
-from birkhoff.model.budget import default_cache, plan_budget, weights_of
-from birkhoff.model.desk import Desk
-from birkhoff.model.device import Decoder
-from birkhoff.model.store import ExpertStore
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.transformer import Transformer
-from birkhoff.weights.memory import parse_bytes
+from birkhoff.offload.expert_store import ExpertStore
+from birkhoff.offload.expert_usage import ExpertUsage
+from birkhoff.offload.placement import Placement
+from birkhoff.weights.memory_size import parse_bytes
 
 Row = dict[str, Any]
 SKEW = 0.12  # of a score's unit per logarithm of rank; scores of random weights spread over about 0.25
@@ -72,14 +72,14 @@ def move_to(store: ExpertStore, wanted: torch.Tensor) -> tuple[int, float]:
         moved += store.settle(wait=True)
 
 
-def advance(decoder: Decoder, desk: Desk) -> None:
+def advance(decoder: Decoder, desk: DecodeBuffers) -> None:
     """One step, then other tokens at the next position: all on the device, and never a cycle of few tokens."""
     decoder.step(desk)
     desk.token_ids.mul_(48271).add_(11).remainder_(decoder.config.vocab_size)
     desk.positions.add_(1)
 
 
-class Steps:
+class PlacedSteps:
     """Steps of one desk: a captured graph on a GPU, plain launches elsewhere."""
 
     def __init__(self, decoder: Decoder, batch: int, context: int):
@@ -166,7 +166,7 @@ def bus_speed(store: ExpertStore, rounds: int = 3) -> float:
     return max(rates)
 
 
-def speed_row(steps: Steps, count: int, read: int, speeds: tuple[float, float]) -> Row:
+def speed_row(steps: PlacedSteps, count: int, read: int, speeds: tuple[float, float]) -> Row:
     """Speed of one placement, and the limit that its own reads set."""
     store = steps.decoder.store
     assert store is not None
@@ -199,14 +199,14 @@ def placement_rows(
     read = weights_of(config).read
     for name in ("random", "counts"):
         for batch in batches:
-            steps = Steps(Decoder(model, filled_state(config, batch, context, device)), batch, context)
+            steps = PlacedSteps(Decoder(model, filled_state(config, batch, context, device)), batch, context)
             row: Row = {
                 "kind": "placement",
                 "placement": name,
                 "hot": hot_share(store),
             }
             if name == "counts":
-                heat = Heat(store.layers, store.experts)
+                heat = ExpertUsage(store.layers, store.experts)
                 heat.note(steps.reads(4 * count), 4 * count)
                 moved, took = move_to(store, heat.hottest(int(store.resident().sum())))
                 row |= {"exchanged": moved, "exchanges_per_second": significant(moved / took) if moved else 0.0}
@@ -217,7 +217,7 @@ def placement_rows(
             clear(device)
 
 
-def moving_row(steps: Steps, count: int) -> Row:
+def moving_row(steps: PlacedSteps, count: int) -> Row:
     """Steps with and without exchanges under way, which begin after every fourth step whether they pay or not."""
     store = steps.decoder.store
     assert store is not None
@@ -234,7 +234,7 @@ def moving_row(steps: Steps, count: int) -> Row:
             "exchanged": moved, "times_at_rest": significant(times)}  # fmt: skip
 
 
-class _Restless(Heat):
+class _Restless(ExpertUsage):
     """Always wants to exchange: the coldest for the hottest."""
 
     def exchanges(self, resident, most):
@@ -253,7 +253,7 @@ def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus: float, r
     for _ in range(rounds):
         _wait(device)
         began = time.perf_counter()
-        model.run(Batch.of([Piece(0, 0, chunk)], device), state, NoTap())
+        model.run(Batch.of([SequenceChunk(0, 0, chunk)], device), state, NoTap())
         _wait(device)
         spans.append(1e3 * (time.perf_counter() - began))
     fresh = store.counts.cpu() - before

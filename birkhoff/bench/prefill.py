@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from birkhoff.bench.decode import device_facts, reading_speed, seconds
-from birkhoff.bench.many import CHUNKS, product_speed
+from birkhoff.bench.prefill_kernels import CHUNKS, product_speed
 from birkhoff.bench.report import significant, summary
 from birkhoff.bench.sites import compare_sites
 from birkhoff.bench.synthetic import filled_state, random_on_device
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.transformer import Transformer
 
 Row = dict[str, Any]
@@ -83,7 +83,7 @@ def operations_of(config: V4Config, tokens: int, behind: int) -> float:
 def speed_row(model: Transformer, tokens: int, behind: int, rounds: int, product: float) -> tuple[Row, Batch, Any]:
     config, device = model.config, model.embed.device
     state = filled_state(config, 1, behind + tokens, device)
-    batch = Batch.of([Piece(0, behind, torch.randint(config.vocab_size, (tokens,)))], device)
+    batch = Batch.of([SequenceChunk(0, behind, torch.randint(config.vocab_size, (tokens,)))], device)
 
     def read() -> None:
         hidden, _ = model.run(batch, state, NoTap())
@@ -127,11 +127,11 @@ def profile_row(model: Transformer, batch: Batch, state: Any) -> Row:
 
 def against_transformers(layers: int, device: torch.device, tokens: int, product: float) -> Row:
     """A prompt through a few layers, theirs in bfloat16 and ours in the released formats."""
-    from birkhoff.bench import rival
+    from birkhoff.bench import hf_baseline
 
     config = preset("flash", layers, False)
-    theirs = rival.build(config, device)
-    found = rival.prefill_ms(theirs, tokens, 5)
+    theirs = hf_baseline.build(config, device)
+    found = hf_baseline.prefill_ms(theirs, tokens, 5)
     del theirs
     _clear()
     row, *_ = speed_row(random_on_device(config, device, kernels="triton"), tokens, 0, 7, product)

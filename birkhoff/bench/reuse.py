@@ -28,13 +28,13 @@ import birkhoff
 from birkhoff.bench.report import facts, significant, summary
 from birkhoff.engine.cache import pages_for
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.identity import model_identity
+from birkhoff.engine.model_identity import model_identity
+from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
-from birkhoff.engine.spill import PageFiles
 from birkhoff.errors import OptionError
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 
 Row = dict[str, Any]
@@ -50,7 +50,7 @@ STORIES = (
 
 
 @dataclass(frozen=True)
-class Setting:
+class ReuseSetting:
     """What is measured; every row repeats it."""
 
     shared_tokens: int = 900
@@ -67,10 +67,10 @@ class Setting:
 
 
 def bench_reuse(
-    model: str | Path = "nano", setting: Setting | None = None, *, progress: Progress | None = None
+    model: str | Path = "nano", setting: ReuseSetting | None = None, *, progress: Progress | None = None
 ) -> Iterator[Row]:
     """Measure a checkpoint that has a tokenizer and an MTP block."""
-    setting = setting or Setting()
+    setting = setting or ReuseSetting()
     done = 0
 
     def tell() -> None:
@@ -113,7 +113,7 @@ def _run(core: EngineCore, ids: Sequence[int], count: int) -> tuple[Request, flo
     return request, (first - began) * 1e3, (time.perf_counter() - first) * 1e3
 
 
-def _prefix(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) -> Row:
+def _prefix(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
     length, longest = setting.shared_tokens, setting.shared_tokens + 32
     drawn = torch.randint(2, engine.config.vocab_size, (setting.rounds + 1, length + 16), generator=_seeded())
     spent: dict[str, list[float]] = {"cold": [], "warm": [], "disk": []}
@@ -149,7 +149,7 @@ def _prefix(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None])
     }  # fmt: skip
 
 
-def _turns(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) -> Row:
+def _turns(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
     """Cost of reading is the time to every turn's first token; `all_ms` has the writing too."""
     longest = engine.max_context
     reading: dict[str, list[float]] = {"cold": [], "warm": []}
@@ -186,7 +186,7 @@ def _turns(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) 
 
 
 @dataclass
-class _Answer:
+class _TimedAnswer:
     """One contender's request, and what its tokens after the first have cost."""
 
     core: EngineCore
@@ -206,10 +206,12 @@ class _Answer:
         self.tokens += len(self.request.output_ids) - before
 
 
-def _in_turns(cores: dict[str, EngineCore], ids: Sequence[int], count: int, order: int) -> dict[str, _Answer]:
+def _in_turns(cores: dict[str, EngineCore], ids: Sequence[int], count: int, order: int) -> dict[str, _TimedAnswer]:
     """The same prompt for everybody, who then write a few tokens at a time in rotating order."""
     options = SamplingOptions(temperature=0, max_tokens=count + 1, ignore_eos=True)
-    answers = {name: _Answer(core, Request(tuple(ids), options, count + 1, seed=0)) for name, core in cores.items()}
+    answers = {
+        name: _TimedAnswer(core, Request(tuple(ids), options, count + 1, seed=0)) for name, core in cores.items()
+    }
     for answer in answers.values():
         answer.core.submit(answer.request)
         while not answer.request.output_ids:
@@ -225,11 +227,11 @@ def _in_turns(cores: dict[str, EngineCore], ids: Sequence[int], count: int, orde
     return answers
 
 
-def _speculation(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) -> list[Row]:
+def _speculation(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> list[Row]:
     longest = 64 + setting.steps + 8
     cores = {"plain": _core(engine, longest), "while it pays": _core(engine, longest, draft_depth=1)}
     cores |= {f"{n} ahead": _core(engine, longest, draft_depth=n, draft_always=True) for n in (1, 2, 3)}
-    rounds: list[dict[str, _Answer]] = []
+    rounds: list[dict[str, _TimedAnswer]] = []
     prompts = [engine.encode_chat([{"role": "user", "content": text}]) for text in STORIES]
     for number in range(setting.rounds + 1):
         answers = _in_turns(cores, prompts[number % len(prompts)], setting.steps, number)
@@ -238,7 +240,7 @@ def _speculation(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], N
     pace = cores["while it pays"].pace
     assert pace is not None
 
-    def rate(answer: _Answer, seconds: str) -> float:
+    def rate(answer: _TimedAnswer, seconds: str) -> float:
         return answer.tokens / getattr(answer, seconds)
 
     rows = []
@@ -264,25 +266,25 @@ def _speculation(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], N
 
 
 @torch.inference_mode()
-def _rows(engine: birkhoff.Engine, setting: Setting, tell: Callable[[], None]) -> Row:
+def _rows(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
     """Processor milliseconds of one step of 1 to 4 tokens of one sequence with their logits, and of guessing one more
     behind 1 or 2 of them with the logits it is drawn from; the median over steps, the least of the rounds."""
     model, state = engine.model, State.contiguous(engine.config, 1, 128, lookback=3, mtp=True)
     ids = torch.randint(2, engine.config.vocab_size, (80,), generator=_seeded()).tolist()
-    model.run(Batch.of([Piece(0, 0, ids[:64])]), state, NoTap())
+    model.run(Batch.of([SequenceChunk(0, 0, ids[:64])]), state, NoTap())
     least: dict[str, float] = {}
     for _ in range(setting.rounds + 1):
         spent: dict[str, list[float]] = {}
         for at in range(64, 76):
             for count in (1, 2, 3, 4):
                 began = time.thread_time()
-                batch = Batch.of([Piece(0, at + n, [ids[at + n]]) for n in range(count)])
+                batch = Batch.of([SequenceChunk(0, at + n, [ids[at + n]]) for n in range(count)])
                 hidden, streams = model.run(batch, state, NoTap())
                 model.logits(hidden)
                 spent.setdefault(f"verify_{count}", []).append(time.thread_time() - began)
                 if count <= 2:
                     began = time.thread_time()
-                    pieces = [Piece(0, at + n, [ids[at + n + 1]]) for n in range(count)]
+                    pieces = [SequenceChunk(0, at + n, [ids[at + n + 1]]) for n in range(count)]
                     hidden, _ = model.draft(streams, Batch.of(pieces), state)
                     model.logits(hidden[-1:])
                     spent.setdefault(f"guess_behind_{count}", []).append(time.thread_time() - began)

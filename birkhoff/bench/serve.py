@@ -28,7 +28,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from birkhoff.bench.callers import Seen, call_all
+from birkhoff.bench.load_generator import Seen, call_all
 from birkhoff.bench.report import facts, significant, summary
 
 PROMPT = "Tell me a story about a fox."
@@ -55,7 +55,7 @@ for seed in range(rounds):
 
 
 @dataclass(frozen=True)
-class Setting:
+class ServeSetting:
     seconds: float = 60.0
     streams: int = 8
     tokens: int = 128
@@ -63,7 +63,7 @@ class Setting:
     cache_bytes: int = 0  # 0: what the model is given by default
 
 
-def bench_serve(model: str, setting: Setting, progress: Advance | None = None) -> Iterator[dict[str, Any]]:
+def bench_serve(model: str, setting: ServeSetting, progress: Advance | None = None) -> Iterator[dict[str, Any]]:
     """One line for the engine, one for the streams, one for the overload."""
     common = {**facts(), "bench": "serve", "model": model, "streams": setting.streams, "tokens": setting.tokens}
     if setting.cache_bytes:
@@ -107,7 +107,7 @@ def bench_serve(model: str, setting: Setting, progress: Advance | None = None) -
         yield {**common, "kind": "overload", **_overload(server, setting)}
 
 
-def _engine_alone(model: str, setting: Setting, environment: dict[str, str]) -> tuple[float, float]:
+def _engine_alone(model: str, setting: ServeSetting, environment: dict[str, str]) -> tuple[float, float]:
     """Tokens per second, and milliseconds of processor time per token."""
     numbers = (setting.streams, setting.tokens, 3, setting.cache_bytes)
     words = [sys.executable, "-c", ENGINE % PROMPT, model, *map(str, numbers)]
@@ -141,7 +141,7 @@ def _course(memory: list[tuple[float, int]]) -> dict[str, Any]:
 class _Server:
     """`birkhoff serve` in a process of its own."""
 
-    def __init__(self, model: str, setting: Setting, environment: dict[str, str]):
+    def __init__(self, model: str, setting: ServeSetting, environment: dict[str, str]):
         words = [sys.executable, "-m", "birkhoff", "serve", "--model", model, "--port", "0", "--log", "off",
                  "--max-requests", str(setting.streams), "--max-connections", "256"]  # fmt: skip
         if setting.cache_bytes:
@@ -192,7 +192,7 @@ class _Server:
         return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def _bodies(setting: Setting, until: float = float("inf")) -> Iterator[dict[str, Any]]:
+def _bodies(setting: ServeSetting, until: float = float("inf")) -> Iterator[dict[str, Any]]:
     """Calls for answers that differ from all others, until the time is up."""
     for seed in itertools.count(time.monotonic_ns() % 2**40):
         if time.monotonic() >= until:
@@ -201,7 +201,7 @@ def _bodies(setting: Setting, until: float = float("inf")) -> Iterator[dict[str,
         yield {"messages": messages, "max_tokens": setting.tokens, "seed": seed, "ignore_eos": True}
 
 
-def _fill(server: _Server, setting: Setting, seconds: float) -> None:
+def _fill(server: _Server, setting: ServeSetting, seconds: float) -> None:
     """Short prompts of their own, a page or two each, until the prefix cache puts out old ones or the time is up."""
     until, pick = time.monotonic() + seconds, random.Random(0)
 
@@ -214,12 +214,12 @@ def _fill(server: _Server, setting: Setting, seconds: float) -> None:
         call_all(server.address, itertools.islice(bodies(), 8 * setting.streams), setting.streams)
 
 
-def _streams(server: _Server, setting: Setting, seconds: float, tick: Callable[[], None] = lambda: None) -> Seen:
+def _streams(server: _Server, setting: ServeSetting, seconds: float, tick: Callable[[], None] = lambda: None) -> Seen:
     """Each caller asks again and again until the time is up, and lets its last answer end."""
     return call_all(server.address, _bodies(setting, time.monotonic() + seconds), setting.streams, tick)
 
 
-def _overload(server: _Server, setting: Setting) -> dict[str, Any]:
+def _overload(server: _Server, setting: ServeSetting) -> dict[str, Any]:
     """Ten times as many callers as slots at once; then one more, who must be served."""
     callers = 10 * setting.streams
     seen = call_all(server.address, itertools.islice(_bodies(setting), callers), callers)

@@ -21,14 +21,14 @@ import torch.nn.functional as F
 
 from birkhoff.bench.report import significant
 from birkhoff.config import V4Config
-from birkhoff.engine.graphs import Graphs
-from birkhoff.hooks.live import Staging, arm
-from birkhoff.hooks.plan import Key, Plan, Rows, Span
+from birkhoff.decode.gpu import Decoder
+from birkhoff.engine.cuda_graphs import CudaGraphs
+from birkhoff.hooks.batch_tap import StepStaging, arm
+from birkhoff.hooks.plan import Key, Plan, SiteRows, Span
 from birkhoff.hooks.sites import MLP_OUT, MOE_ROUTER_LOGITS, MOE_TOPK, SITES
 from birkhoff.hooks.tap import EagerTap, NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.block import Block
-from birkhoff.model.device import Decoder
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
@@ -63,7 +63,7 @@ class Taken:
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> range:
         return range(len(token_ids))
 
-    def deliver(self, rows: Rows) -> None:
+    def deliver(self, rows: SiteRows) -> None:
         self.got.setdefault((rows.hook, rows.layer), []).append(rows.tensor)
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
@@ -83,11 +83,11 @@ def read_plainly(model: Transformer, batch: Batch, state: State, plain: bool) ->
     return seen
 
 
-def replayed(graphs: Graphs, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Seen:
+def replayed(graphs: CudaGraphs, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Seen:
     """The same sites of one decoding step, captured on the way."""
     jobs = [Taken(every_site(graphs.decoder.config)) for _ in tokens]
     spans = [Span(Plan(jobs=(job,)), row, positions[row], [tokens[row]], 0) for row, job in enumerate(jobs)]
-    tap = arm(Staging(graphs.decoder.state.device), spans, len(spans))
+    tap = arm(StepStaging(graphs.decoder.state.device), spans, len(spans))
     assert tap is not None
     wishes = graphs.sorted_out(tap)
     assert wishes is not None, "captures have a fixed shape"
@@ -187,22 +187,22 @@ def compare_sites(
     about = {"hidden": config.hidden_size, "layers_in_all": config.num_hidden_layers,
              "dtype": str(model.numerics.dtype).removeprefix("torch.")}  # fmt: skip
     for slot, length in enumerate(lengths):
-        batch = Batch.of([Piece(slot, 0, tokens[slot, :length])], device)
+        batch = Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device)
         true = read_plainly(model, batch, states[0], plain=True)
         mine = read_plainly(model, batch, states[1], plain=False)
         yield from compare(mine, true, biases, tolerance, about | {"phase": "prompt", "tokens": length})
     with torch.no_grad():
         for slot, length in enumerate(lengths):  # both decode behind the same past
-            model.run(Batch.of([Piece(slot, 0, tokens[slot, :length])], device), states[1], NoTap())
+            model.run(Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device), states[1], NoTap())
             states[1].restore(slot, states[0].save(slot, length))
         for layer, other in zip(states[1].layers, states[0].layers):
             for kind, pages in other.pages.items():
                 layer.pages[kind].copy_(pages)
-        graphs = Graphs(Decoder(model, states[1], fast=fast), scratch=rows, max_context=max(lengths) + steps)
+        graphs = CudaGraphs(Decoder(model, states[1], fast=fast), scratch=rows, max_context=max(lengths) + steps)
     for step in range(steps):
         at = [length + step for length in lengths]
         chosen = [int(tokens[slot, at[slot]]) for slot in range(rows)]
-        pieces = [Piece(slot, at[slot], torch.tensor([chosen[slot]])) for slot in range(rows)]
+        pieces = [SequenceChunk(slot, at[slot], torch.tensor([chosen[slot]])) for slot in range(rows)]
         true = read_plainly(model, Batch.of(pieces, device), states[0], plain=True)
         with torch.no_grad():
             mine = replayed(graphs, chosen, at, list(range(rows)))

@@ -25,20 +25,20 @@ from typing import Any
 import torch
 
 import birkhoff
-from birkhoff.api.saes import SaeDesk
-from birkhoff.api.steering import SteeringDesk
-from birkhoff.bench.contenders import OurEngine, Tokens
+from birkhoff.bench.baselines import OurEngine, Tokens
 from birkhoff.bench.interp import UntappedRunner
 from birkhoff.bench.report import facts, summary
 from birkhoff.convert.synth import synth
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError
-from birkhoff.hooks.edit import Around
+from birkhoff.hooks.edit import SiteContext
 from birkhoff.hooks.plan import Plan
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.edits import SaeReconstruct, SaeSet
-from birkhoff.steering.edits import Add
+from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
+from birkhoff.sae.resolver import SaeResolver
+from birkhoff.steering.resolver import SteeringResolver
+from birkhoff.steering.vector_edits import Add
 
 Row = dict[str, Any]
 BARS = {"idle": 1.01, "one vector": 1.02, "own vectors": 1.05, "features": 1.05}  # times plain, at most
@@ -47,7 +47,7 @@ FEATURES, SET = 3072, 16
 
 
 @dataclass(frozen=True)
-class Setting:
+class SteeringSetting:
     """What is measured; every row repeats it."""
 
     prompt_tokens: int = 64
@@ -65,7 +65,7 @@ class Steered(OurEngine):
     """Our engine with requests that carry plans, or none."""
 
     def __init__(
-        self, engine: birkhoff.Engine, setting: Setting, name: str, plan: Callable[[int, Tokens], Plan | None]
+        self, engine: birkhoff.Engine, setting: SteeringSetting, name: str, plan: Callable[[int, Tokens], Plan | None]
     ):
         super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
         self.name, self._plan = name, plan
@@ -83,9 +83,9 @@ class Steered(OurEngine):
         return self.step([])
 
 
-def bench_steering(model: str | Path | None = None, setting: Setting | None = None) -> Iterator[Row]:
+def bench_steering(model: str | Path | None = None, setting: SteeringSetting | None = None) -> Iterator[Row]:
     """Measure a checkpoint, or a random one of nano's size."""
-    setting = setting or Setting()
+    setting = setting or SteeringSetting()
     threads = torch.get_num_threads()
     torch.set_num_threads(setting.threads)
     try:
@@ -106,7 +106,7 @@ def bench_steering(model: str | Path | None = None, setting: Setting | None = No
         torch.set_num_threads(threads)
 
 
-def _decoding(engine: birkhoff.Engine, setting: Setting) -> Iterator[Row]:
+def _decoding(engine: birkhoff.Engine, setting: SteeringSetting) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
     shape = (setting.batch, setting.prompt_tokens)
     prompts = torch.randint(engine.config.vocab_size, shape, generator=generator).tolist()
@@ -139,13 +139,13 @@ def _decoding(engine: birkhoff.Engine, setting: Setting) -> Iterator[Row]:
         yield row
 
 
-def _contenders(engine: birkhoff.Engine, setting: Setting) -> list[Steered]:
+def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steered]:
     layers, width = engine.config.num_hidden_layers, engine.schema["mhc_streams_pre_attn"].width
     hook, middle = "mhc_streams_pre_attn", layers // 2
     vectors = torch.randn(setting.batch, width, generator=torch.Generator().manual_seed(1)) * 0.01
 
     def adds(make: Callable[[int], Sequence[Add]]) -> Callable[[int, Tokens], Plan]:
-        desk = SteeringDesk(engine.schema, layers)
+        desk = SteeringResolver(engine.schema, layers)
 
         def plan(number: int, ids: Tokens) -> Plan:
             edits = desk.edits(list(make(number)), ids, setting.steps + 1)
@@ -153,7 +153,7 @@ def _contenders(engine: birkhoff.Engine, setting: Setting) -> list[Steered]:
 
         return plan
 
-    saes = SaeDesk(engine.schema, layers, engine.model.embed.device)
+    saes = SaeResolver(engine.schema, layers, engine.model.embed.device)
     saes.attach("sae", _dictionary(engine), "delta", list(range(SET)))
 
     def features(number: int, ids: Tokens) -> Plan:
@@ -178,9 +178,9 @@ def _dictionary(engine: birkhoff.Engine) -> Sae:
                layer=engine.config.num_hidden_layers // 2)  # fmt: skip
 
 
-def _reconstruction(engine: birkhoff.Engine, setting: Setting) -> Row:
+def _reconstruction(engine: birkhoff.Engine, setting: SteeringSetting) -> Row:
     """A site's reconstruction beside encoder and decoder products of the same rows, turn by turn."""
-    saes = SaeDesk(engine.schema, engine.config.num_hidden_layers, engine.model.embed.device)
+    saes = SaeResolver(engine.schema, engine.config.num_hidden_layers, engine.model.embed.device)
     sae = _dictionary(engine)
     saes.attach("full", sae, "full")
     (edit,) = saes.edits([SaeReconstruct("full")], [0] * 8, 2)
@@ -192,7 +192,7 @@ def _reconstruction(engine: birkhoff.Engine, setting: Setting) -> Row:
     with torch.inference_mode():
         for turn in range(20):
             began = time.perf_counter()
-            use.host.run(x, [(use, list(range(rows)))], Around())
+            use.host.run(x, [(use, list(range(rows)))], SiteContext())
             middle = time.perf_counter()
             (x @ encoder) @ decoder
             ended = time.perf_counter()

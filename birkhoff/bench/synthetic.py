@@ -18,10 +18,10 @@ from birkhoff.kernels.select import Choice, select
 from birkhoff.model.block import Block
 from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.moe import Experts
-from birkhoff.model.record import Record
 from birkhoff.model.state import State
-from birkhoff.model.store import ExpertStore
 from birkhoff.model.transformer import Transformer
+from birkhoff.offload.expert_layout import PackedExpertLayout
+from birkhoff.offload.expert_store import ExpertStore
 
 _FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the codes drawn below
 
@@ -65,7 +65,7 @@ def random_placed(
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=False).eval()
-    store = ExpertStore(Record.of(config), resident, device, spare)
+    store = ExpertStore(PackedExpertLayout.of(config), resident, device, spare)
     for number, stack in enumerate(model.expert_stacks()):
         stack.hold(store, number % store.layers)
     drawn = torch.randint(0, 256, (16, store.record.nbytes), dtype=torch.uint8, device=device)

@@ -21,20 +21,20 @@ from typing import Any
 
 import torch
 
-from birkhoff.api.saes import SaeDesk
-from birkhoff.api.steering import SteeringDesk
 from birkhoff.bench.report import significant, summary
 from birkhoff.bench.sites import Taken
-from birkhoff.engine.graphs import Graphs
-from birkhoff.hooks.live import LiveTap, Staging, arm
+from birkhoff.engine.cuda_graphs import CudaGraphs
+from birkhoff.hooks.batch_tap import BatchTap, StepStaging, arm
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.schema import build_hook_schema
-from birkhoff.hooks.table import Tables
+from birkhoff.hooks.vector_table import Tables
 from birkhoff.model.transformer import Transformer
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.edits import SaeReconstruct, SaeSet
-from birkhoff.sae.encode import Held
-from birkhoff.steering.edits import Add
+from birkhoff.sae.encode import DeviceSae
+from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
+from birkhoff.sae.resolver import SaeResolver
+from birkhoff.steering.resolver import SteeringResolver
+from birkhoff.steering.vector_edits import Add
 
 Row = dict[str, Any]
 HOOK, OUT = "mhc_streams_pre_attn", "mlp_out"
@@ -45,7 +45,7 @@ NOISE = 0.005  # of a ratio: two runs of the same graph differ by as much
 PRODUCTS_BAR = 1.3
 
 
-class Contenders:
+class TapBaselines:
     """Plans for every row of a step, by name."""
 
     def __init__(self, model: Transformer, batch: int, features: int):
@@ -54,8 +54,8 @@ class Contenders:
         self.schema = build_hook_schema(c.hidden_size, dtype, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok)
         self.layers, self.middle, self.batch = c.num_hidden_layers, c.num_hidden_layers // 2, batch
         self.tables = Tables(device)
-        self.steering = SteeringDesk(self.schema, self.layers, tables=self.tables)
-        self.saes = SaeDesk(self.schema, self.layers, device)
+        self.steering = SteeringResolver(self.schema, self.layers, tables=self.tables)
+        self.saes = SaeResolver(self.schema, self.layers, device)
         g = torch.Generator().manual_seed(1)
         self.vectors = torch.randn(batch, self.schema[HOOK].width, generator=g) * 0.01
         weights = torch.randn(2, features, c.hidden_size, generator=g) / c.hidden_size**0.5
@@ -94,16 +94,16 @@ class Contenders:
         return plan
 
 
-class Steps:
+class TappedSteps:
     """Steps of a batch as `engine.runner` runs them, with what it keeps between them. `plans`: one for each row."""
 
-    def __init__(self, graphs: Graphs, plans: list[Plan] | None, batch: int):
+    def __init__(self, graphs: CudaGraphs, plans: list[Plan] | None, batch: int):
         self.graphs, self.plans, self.batch = graphs, plans, batch
         self.device = graphs.decoder.state.device
         self.all_replayed = True
-        self._staging = Staging(self.device)
+        self._staging = StepStaging(self.device)
         self._tokens = [1 + row for row in range(batch)]
-        self._owed: LiveTap | None = None
+        self._owed: BatchTap | None = None
 
     def step(self, at: int) -> float:
         """Milliseconds of a step whose tokens stand at position `at`."""
@@ -131,16 +131,16 @@ class Steps:
 
 @torch.inference_mode()
 def cost_rows(
-    graphs: Graphs, batch: int, start: int, steps: int, features: int, warm: int = 4, names: Sequence[str] = NAMES
+    graphs: CudaGraphs, batch: int, start: int, steps: int, features: int, warm: int = 4, names: Sequence[str] = NAMES
 ) -> Iterator[Row]:
     """One row a contender, in turns with the step that nobody looks at."""
-    contenders = Contenders(graphs.decoder.model, batch, features)
-    bare = Steps(graphs, None, batch)
+    contenders = TapBaselines(graphs.decoder.model, batch, features)
+    bare = TappedSteps(graphs, None, batch)
     for step in range(warm):
         bare.step(start + step)
     for name in names:
         plans = contenders.plans(name, start + 2 * steps + warm)
-        watched = Steps(graphs, plans, batch)
+        watched = TappedSteps(graphs, plans, batch)
         for step in range(warm):  # launched, then recorded
             watched.step(start + step)
         own, off = [], []
@@ -160,7 +160,7 @@ def cost_rows(
             plan.release()
 
 
-def reconstruction(held: Held, graphs: Graphs, rows: int, length: int, row: Row) -> Row:
+def reconstruction(held: DeviceSae, graphs: CudaGraphs, rows: int, length: int, row: Row) -> Row:
     """The two products alone, and how many times their time the spliced step takes beyond the bare one."""
     device = graphs.decoder.state.device
     x = torch.randn(rows, held.encoder.shape[1], device=device)
@@ -193,7 +193,7 @@ def milliseconds(call: Callable[[], Any], device: torch.device, count: int = 20,
     return [one.elapsed_time(other) for one, other in zip(marks[warm:], marks[warm + 1 :])]
 
 
-def kernel_row(graphs: Graphs, batch: int, start: int) -> Row:
+def kernel_row(graphs: CudaGraphs, batch: int, start: int) -> Row:
     """Kernels of a replayed step that nobody looks at, and of the bare decoder's launches."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -219,7 +219,7 @@ def bench_taps(
     from birkhoff.bench.decode import device_facts
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.convert.presets import preset
-    from birkhoff.model.device import Decoder
+    from birkhoff.decode.gpu import Decoder
 
     device = torch.device("cuda")
     common = {"bench": "interp", "model": "synth flash", "context": context, **device_facts(device)}
@@ -227,7 +227,7 @@ def bench_taps(
     model = random_on_device(config, device, distinct=distinct, kernels="triton")
     for batch in batches:
         decoder = Decoder(model, filled_state(config, batch + 1, context, device))
-        graphs = Graphs(decoder, batch, context + 256)
+        graphs = CudaGraphs(decoder, batch, context + 256)
         yield common | kernel_row(graphs, batch, context)
         for row in cost_rows(graphs, batch, context, steps, features):
             yield common | row

@@ -33,7 +33,7 @@ class ChatAnswer:
         self, engine: Engine, messages: Messages, sampling: Mapping[str, Any], *, thinking: bool, effort: str | None,
         steer: Sequence[Any] | None = None,
     ):  # fmt: skip
-        from birkhoff.text.live import ChatStream
+        from birkhoff.text.detokenizer import ChatStream
 
         stops = sampling.get("stop", ())
         prompt = engine.encode_chat(messages, thinking=thinking, effort=effort)

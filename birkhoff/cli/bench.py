@@ -40,9 +40,9 @@ def model(
     json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
 ) -> None:
     """Tokens per second of reading and writing, beside transformers in the same run; fails if the two disagree."""
-    from birkhoff.bench.model import Setting, bench_model
+    from birkhoff.bench.model import ModelSetting, bench_model
 
-    setting = Setting(prompt_tokens, steps, rounds, tuple(batch), tuple(dtype), threads)
+    setting = ModelSetting(prompt_tokens, steps, rounds, tuple(batch), tuple(dtype), threads)
     rows: list[dict[str, Any]] = []
     with bar("measuring", "rounds") as advance:
         for row in bench_model(model, setting, alone=alone, progress=advance):
@@ -186,9 +186,9 @@ def interp(
     json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
 ) -> None:
     """What looking costs: plain, idle, one hook, all streams to memory and to files, in the same run."""
-    from birkhoff.bench.interp import Setting, bench_interp
+    from birkhoff.bench.interp import InterpSetting, bench_interp
 
-    setting = Setting(prompt_tokens, steps, rounds, batch, threads)
+    setting = InterpSetting(prompt_tokens, steps, rounds, batch, threads)
     with bar("measuring", "rounds") as advance:
         rows = list(bench_interp(model, setting, disk=disk, progress=advance))
     if json or not sys.stdout.isatty():
@@ -225,9 +225,9 @@ def steering(
     json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
 ) -> None:
     """What steering costs: idle, one vector for all, one for each, features of a dictionary, in the same run."""
-    from birkhoff.bench.steering import Setting, bench_steering
+    from birkhoff.bench.steering import SteeringSetting, bench_steering
 
-    rows = list(bench_steering(model, Setting(prompt_tokens, steps, batch, threads)))
+    rows = list(bench_steering(model, SteeringSetting(prompt_tokens, steps, batch, threads)))
     if json or not sys.stdout.isatty():
         for row in rows:
             typer.echo(json_module.dumps(row))
@@ -257,10 +257,10 @@ def serve(
     json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
 ) -> None:
     """A real server under streams and under overload, beside the engine's own rate; fails if a request did not end."""
-    from birkhoff.bench.serve import Setting, bench_serve
+    from birkhoff.bench.serve import ServeSetting, bench_serve
 
     with bar("measuring", "seconds") as advance:
-        rows = list(bench_serve(model, Setting(seconds, streams, tokens, threads, cache_bytes), advance))
+        rows = list(bench_serve(model, ServeSetting(seconds, streams, tokens, threads, cache_bytes), advance))
     for row in rows:
         if json or not sys.stdout.isatty():
             typer.echo(json_module.dumps(row))
@@ -289,9 +289,9 @@ def reuse(
     json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
 ) -> None:
     """What a known prompt, a conversation and guesses save, in the same run; fails if answers differ."""
-    from birkhoff.bench.reuse import Setting, bench_reuse
+    from birkhoff.bench.reuse import ReuseSetting, bench_reuse
 
-    setting = Setting(shared_tokens, turns, answer_tokens, steps, rounds, threads)
+    setting = ReuseSetting(shared_tokens, turns, answer_tokens, steps, rounds, threads)
     with bar("measuring", "rounds") as advance:
         rows = list(bench_reuse(model, setting, progress=advance))
     for row in rows:

@@ -22,7 +22,7 @@ from birkhoff.cli.talk import bar, say
 from birkhoff.errors import OptionError, quoted
 
 if TYPE_CHECKING:
-    from birkhoff.api.dataset import Text
+    from birkhoff.analysis.dataset import DatasetText
 
 MOST_AT_ONCE = 8
 _RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)")
@@ -78,15 +78,15 @@ def capture(
         fields["streams"] = _numbers("streams", streams)
     loading, _ = divide({"batch_invariant": True, **options} | ({"dtype": compute_dtype} if compute_dtype else {}))
 
-    from birkhoff.api.harvest import estimate_harvest, harvest
-    from birkhoff.capture.spec import Capture
+    from birkhoff.analysis.harvest import estimate_harvest, harvest
+    from birkhoff.capture.spec.request import Capture
     from birkhoff.cli.data import open_data
 
     wish = Capture.from_json({name: value for name, value in fields.items() if value is not None})
     source = open_data(data, text_field, whole_file)
     known = source.describe()
     total = known["texts"] if limit is None else min(limit, known["texts"])
-    texts: Iterable[Text] = itertools.islice(source, limit)
+    texts: Iterable[DatasetText] = itertools.islice(source, limit)
     with open_engine(loading, MOST_AT_ONCE) as engine:
         if not loading["batch_invariant"]:
             say("texts may run together, so the last bits of a row can depend on its neighbours and on interruptions")
@@ -171,7 +171,7 @@ def _say_bad(skipped: int, some: list[str]) -> None:
 
 
 def _repair(root: Path, json: bool) -> None:
-    from birkhoff.capture.repair import repair
+    from birkhoff.capture.store.repair import repair
 
     found = repair(root)
     for name, reason in found.failed.items():

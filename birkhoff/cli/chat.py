@@ -46,7 +46,7 @@ def chat(
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
     with open_engine(loading) as engine:
         from birkhoff.cli.conversation import Conversation
-        from birkhoff.steering.grammar import print_line
+        from birkhoff.steering.edit_syntax import print_line
 
         edits = with_vectors(asked, engine) or None
         how: dict[str, Any] = {"thinking": thinking, "effort": effort, "steer": edits, "steered_by": print_line(asked)}

@@ -20,7 +20,7 @@ from birkhoff.cli.draw import mixing_matrix
 from birkhoff.cli.steer import read_line, with_vectors
 from birkhoff.cli.talk import visible
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
-from birkhoff.steering.grammar import print_line
+from birkhoff.steering.edit_syntax import print_line
 from birkhoff.text.events import ContentDelta, Event, ReasoningDelta
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ def convert(
 ) -> None:
     """Convert between the released layout and GGUF; streaming, resumable, checked."""
     from birkhoff.convert.convert import convert as run
-    from birkhoff.weights.memory import parse_bytes
+    from birkhoff.weights.memory_size import parse_bytes
 
     with bar("converting") as advance:
         result = run(

@@ -1,7 +1,7 @@
 """Data files by their ending. Parquet needs pyarrow, which only this file knows and nobody else asks for.
 
 A Parquet file is read in batches of rows, the columns that can hold a text alone, so that neither its width nor its
-length costs memory. Numbers, places and problems of its texts are those of `api/dataset.py`; what is wrong with the
+length costs memory. Numbers, places and problems of its texts are those of `analysis/dataset.py`; what is wrong with the
 file itself, also when it shows only half-way, is a `DataError` that names it.
 """
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from birkhoff.api.dataset import DataFile, Text, text_of
+from birkhoff.analysis.dataset import DataFile, DatasetText, text_of
 from birkhoff.errors import DataError, quoted
 
 BATCH_ROWS = 1024
@@ -45,7 +45,7 @@ class ParquetFile:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
         return {"sha256": digest, "bytes": self.path.stat().st_size, "texts": texts, "text_field": self.text_field}
 
-    def __iter__(self) -> Iterator[Text]:
+    def __iter__(self) -> Iterator[DatasetText]:
         file = self._open()
         names = file.schema_arrow.names
         if self.text_field not in names and "messages" not in names:

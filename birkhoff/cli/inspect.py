@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from birkhoff.weights.inspect import Inspection
-    from birkhoff.weights.memory import MemoryPlan
+    from birkhoff.weights.memory_size import MemoryPlan
 
 _CLASS_TEXT = {
     "experts": "routed experts",
@@ -58,7 +58,7 @@ def inspect(
 
     from birkhoff.cli.plan import config_alone, plan_lines, planned
     from birkhoff.weights.inspect import inspect_checkpoint
-    from birkhoff.weights.memory import parse_bytes
+    from birkhoff.weights.memory_size import parse_bytes
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # a pipe has no edge to wrap at
     if requests < 1 or (context is not None and context < 1):

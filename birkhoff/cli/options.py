@@ -16,7 +16,7 @@ import typer
 
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError, quoted
-from birkhoff.server.settings import ServerSettings
+from birkhoff.server.server_settings import ServerSettings
 
 
 @dataclass(frozen=True)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.config import V4Config
+from birkhoff.engine.memory_plan import size
 from birkhoff.errors import CapacityError
-from birkhoff.model.budget import size
 
 RELEASES = ("flash", "pro")
 
@@ -30,7 +30,7 @@ def planned(
     config: V4Config, device_bytes: int, context: int | None, requests: int, speeds: tuple[float, float]
 ) -> dict[str, Any]:
     """The plan, or why there is none; both are answers."""
-    from birkhoff.api.forecast import forecast
+    from birkhoff.engine.forecast import forecast
 
     try:
         return forecast(config, device_bytes, context=context, requests=requests, device_speed=speeds[0],

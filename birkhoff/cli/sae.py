@@ -57,8 +57,8 @@ def train(
     if (store is None) == (texts is None):
         raise OptionError("sae train needs --store DIR or --texts FILE, one of the two.")
     loading, _ = divide(options)
-    from birkhoff.api.sae_rows import LiveRows, RowSource, StoreRows
-    from birkhoff.api.sae_train import train_sae
+    from birkhoff.analysis.sae_rows import LiveRows, RowSource, StoreRows
+    from birkhoff.analysis.sae_train import train_sae
     from birkhoff.sae.train import StepReport, TrainOptions
 
     wish = TrainOptions(features, k=k, kind=kind, steps=steps, rate=rate, decay=decay, dead_after=dead_after, seed=seed)
@@ -102,7 +102,7 @@ def evaluate(
 ) -> None:
     """Explained variance, features per row, dead share, and the loss recovered with the model in the loop."""
     loading, _ = divide(options)
-    from birkhoff.api.sae_quality import loss_recovered, row_quality
+    from birkhoff.analysis.sae_quality import loss_recovered, row_quality
     from birkhoff.sae.dictionary import Sae
 
     with open_engine(loading, MOST_AT_ONCE) as engine:
@@ -136,7 +136,7 @@ def features_of(
 ) -> None:
     """Where each feature fires, how often, and which tokens it speaks for."""
     loading, _ = divide(options)
-    from birkhoff.api.sae_features import explain, save_features
+    from birkhoff.analysis.sae_features import explain, save_features
     from birkhoff.sae.dictionary import Sae
 
     with open_engine(loading, MOST_AT_ONCE) as engine:

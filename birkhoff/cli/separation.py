@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
-from birkhoff.api.search import Trial
+from birkhoff.analysis.search import Trial
 from birkhoff.cli.draw import shade
 from birkhoff.steering.extract import Separation
 

@@ -34,14 +34,14 @@ def read_line(line: str | None) -> list[Any]:
     """The edits of a line, names not yet looked up."""
     if line is None:
         return []
-    from birkhoff.steering.grammar import parse_line
+    from birkhoff.steering.edit_syntax import parse_line
 
     return list(parse_line(line))
 
 
 def with_vectors(edits: Sequence[Any], engine: Engine) -> list[Any]:
     """The same edits with names that this engine knows, and vectors read from files for the others."""
-    from birkhoff.steering.container import SteeringVector
+    from birkhoff.steering.vector_file import SteeringVector
 
     found = []
     for edit in edits:

@@ -12,7 +12,7 @@ from birkhoff.cli.talk import say
 from birkhoff.errors import DataError, OptionError
 
 if TYPE_CHECKING:
-    from birkhoff.validate.greedy import Answer
+    from birkhoff.validate.greedy import GreedyComparison
 
 
 def validate(
@@ -111,7 +111,7 @@ def _read_tokens(path: Path | None) -> list[int] | None:
     return ids
 
 
-def _answers(a: str, b: str, count: int) -> list[Answer]:
+def _answers(a: str, b: str, count: int) -> list[GreedyComparison]:
     from birkhoff.api.load import load
     from birkhoff.validate.greedy import compare_greedy
 

@@ -21,9 +21,9 @@ from birkhoff.cli.talk import bar, say
 from birkhoff.errors import OptionError, quoted
 
 if TYPE_CHECKING:
-    from birkhoff.api.search import Trial
-    from birkhoff.steering.container import SteeringVector
+    from birkhoff.analysis.search import Trial
     from birkhoff.steering.extract import Separation
+    from birkhoff.steering.vector_file import SteeringVector
 
 app = typer.Typer(no_args_is_help=True, help="Steering vectors: make, search, import, look at.")
 MOST_AT_ONCE = 16
@@ -51,7 +51,7 @@ def contrast(
 ) -> None:
     """A steering vector from two sets of texts, and how well each layer and stream tells them apart."""
     loading, _ = divide(options)
-    from birkhoff.api.contrast import contrast_rows, vector_of
+    from birkhoff.analysis.contrast import contrast_rows, vector_of
     from birkhoff.cli.separation import separation_svg, separation_table
 
     up, down, chosen = read_texts(positive), read_texts(negative), parse_layers(layers)
@@ -95,11 +95,11 @@ def search(
     """Try a contrast at every place and strength, and show what it does to answers. Without words, a probe trained on
     half of the texts judges, and the other half makes the direction."""
     loading, _ = divide(options)
-    from birkhoff.api.contrast import contrast_rows
-    from birkhoff.api.search import best_trial, scaled_vector
-    from birkhoff.api.search import search as run_search
+    from birkhoff.analysis.contrast import contrast_rows
+    from birkhoff.analysis.search import best_trial, scaled_vector
+    from birkhoff.analysis.search import search as run_search
     from birkhoff.cli.separation import trials_table
-    from birkhoff.steering.probe import WordProbe
+    from birkhoff.steering.word_probe import WordProbe
 
     higher, lower, asked = read_texts(positive), read_texts(negative), [str(text) for text in read_texts(requests)]
     sizes = [_number("strengths", piece) for piece in strengths.split(",")]
@@ -151,8 +151,8 @@ def list_vectors(
     json: Json = False,
 ) -> None:
     """Vector files of a directory, one line each."""
-    from birkhoff.api.shipped import shipped_vectors
-    from birkhoff.steering.container import SteeringVector
+    from birkhoff.embedded import shipped_vectors
+    from birkhoff.steering.vector_file import SteeringVector
 
     if folder is not None and not folder.is_dir():
         raise OptionError(f"{folder} is no directory. Show one file: birkhoff vectors show FILE")
@@ -174,7 +174,7 @@ def show(
     json: Json = False,
 ) -> None:
     """What a vector file says of itself."""
-    from birkhoff.steering.container import SteeringVector
+    from birkhoff.steering.vector_file import SteeringVector
 
     said = SteeringVector.load(file).describe()
     if json:
@@ -198,7 +198,7 @@ def import_file(
     json: Json = False,
 ) -> None:
     """Give a vector of another tool the words it lacks, and write it as a vector file."""
-    from birkhoff.api.vectors import import_vectors
+    from birkhoff.analysis.vector_files import import_vectors
 
     said: dict[str, Any] = {"model": model, "note": note}
     if streams is not None:

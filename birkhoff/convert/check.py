@@ -15,7 +15,7 @@ from birkhoff.kernels import quant
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.inspect import class_of
 from birkhoff.weights.layout import FP8_BLOCK, ModelTensor, model_tensors, scale_name
-from birkhoff.weights.stored import recognise
+from birkhoff.weights.tensor_ref import recognise
 
 ROW_RANGES = 4
 EXPERTS_PER_LAYER = 3

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.convert.check import check_output
+from birkhoff.convert.conversion_plan import ConversionPlan
 from birkhoff.convert.to_gguf import GGUFPlan
 from birkhoff.convert.to_safetensors import plan_safetensors
-from birkhoff.convert.work import Work
 from birkhoff.convert.write import Done, fill, journal_path
 from birkhoff.errors import ConvertError, OptionError
 from birkhoff.text.literals import Literals, literals_from_json, load_literals
@@ -115,7 +115,7 @@ def convert(
 
 
 def _embedded(src: str | Path) -> str | Path:
-    from birkhoff.api.load import EMBEDDED
+    from birkhoff.embedded import EMBEDDED
 
     return EMBEDDED / "nano" if src == "nano" else src
 
@@ -123,7 +123,7 @@ def _embedded(src: str | Path) -> str | Path:
 def _plan(
     source: Checkpoint, destination: Path, to: str, experts: str, dense: str, preset: str, mtp: bool,
     shard_bytes: int | None,
-) -> Work:  # fmt: skip
+) -> ConversionPlan:  # fmt: skip
     options = {"to": to, "experts": experts, "dense": dense, "preset": preset, "mtp": mtp, "shard_bytes": shard_bytes}
     tokenizer = source.tokenizer_json or _text(source.path / "tokenizer.json")
     if to == "safetensors":
@@ -149,12 +149,12 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _opened_by(work: Work) -> Path:
+def _opened_by(work: ConversionPlan) -> Path:
     """What to open to see the output: the directory, or the first GGUF part."""
     return work.destination if work.texts else work.files[0].path
 
 
-def _refuse_existing(work: Work) -> None:
+def _refuse_existing(work: ConversionPlan) -> None:
     if journal_path(work.destination).exists():
         return
     there = [file.path for file in work.files if file.path.exists()]

@@ -14,12 +14,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from birkhoff.convert.work import Pieces, Tally
+from birkhoff.convert.conversion_plan import Pieces, RoundingTally
 from birkhoff.kernels import quant
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.gguf_blocks import pack_mxfp4, pack_q8_0, unpack_q8_0
 from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, ModelTensor, scale_name
-from birkhoff.weights.stored import (
+from birkhoff.weights.tensor_ref import (
     check_codes,
     check_experts,
     check_finite,
@@ -29,7 +29,7 @@ from birkhoff.weights.stored import (
     value_strips,
 )
 
-Produce = Callable[[Tally], Pieces]
+Produce = Callable[[RoundingTally], Pieces]
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
@@ -52,7 +52,7 @@ def producer(source: Checkpoint, tensor: ModelTensor, kind: str) -> Produce:
 def side_by_side(source: Checkpoint, left: ModelTensor, right: ModelTensor, kind: str) -> Produce:
     """Two matrices of equal height as one, for GGUF's eh_proj."""
 
-    def produce(tally: Tally) -> Pieces:
+    def produce(tally: RoundingTally) -> Pieces:
         pairs = zip(_values(source, left), _values(source, right), strict=True)
         for (start, first), (_, second) in pairs:
             values = torch.cat((first, second), 1)
@@ -70,19 +70,19 @@ def _values(source: Checkpoint, tensor: ModelTensor):
     return value_strips(source, tensor.name, tensor.shape)
 
 
-def _rounded(name: str, start: int, values: torch.Tensor, dtype: torch.dtype, tally: Tally) -> np.ndarray:
+def _rounded(name: str, start: int, values: torch.Tensor, dtype: torch.dtype, tally: RoundingTally) -> np.ndarray:
     after = values.to(dtype)
     check_finite(name, after, start)
     tally.compare(values, after.float())
     return _raw(after)
 
 
-def _floats(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: Tally) -> Pieces:
+def _floats(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: RoundingTally) -> Pieces:
     for start, values in _values(source, tensor):
         yield 0, _rounded(tensor.name, start, values, dtype, tally)
 
 
-def _copied(source: Checkpoint, tensor: ModelTensor, tally: Tally) -> Pieces:
+def _copied(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
     for start, stop in strips(tensor.shape):
         rows = source[tensor.name].rows(start, stop)
         if not torch.isfinite(
@@ -93,14 +93,14 @@ def _copied(source: Checkpoint, tensor: ModelTensor, tally: Tally) -> Pieces:
         yield 0, _raw(rows)
 
 
-def _q8_0(source: Checkpoint, tensor: ModelTensor, tally: Tally) -> Pieces:
+def _q8_0(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
     for _, values in _values(source, tensor):
         blocks = pack_q8_0(values)
         tally.compare(values, unpack_q8_0(blocks))
         yield 0, blocks.numpy()
 
 
-def _ids(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: Tally) -> Pieces:
+def _ids(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: RoundingTally) -> Pieces:
     for start, stop in strips(tensor.shape, 8):
         ids = source[tensor.name].rows(start, stop)
         check_experts(tensor.name, ids, source.config.n_routed_experts, start)
@@ -108,7 +108,7 @@ def _ids(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: Tal
         yield 0, _raw(ids.to(dtype))
 
 
-def _fp4_codes(source: Checkpoint, tensor: ModelTensor, blocks: bool, tally: Tally) -> Pieces:
+def _fp4_codes(source: Checkpoint, tensor: ModelTensor, blocks: bool, tally: RoundingTally) -> Pieces:
     weight, scale_ref = source[tensor.name], source[scale_name(tensor.name)]
     for start, stop in strips((tensor.shape[0], tensor.shape[1] // 2), 1):
         codes, scale = weight.rows(start, stop), scale_ref.rows(start, stop)
@@ -117,7 +117,7 @@ def _fp4_codes(source: Checkpoint, tensor: ModelTensor, blocks: bool, tally: Tal
         yield from _fp4_pieces(codes, scale, blocks)
 
 
-def _fp4_values(source: Checkpoint, tensor: ModelTensor, blocks: bool, tally: Tally) -> Pieces:
+def _fp4_values(source: Checkpoint, tensor: ModelTensor, blocks: bool, tally: RoundingTally) -> Pieces:
     kept = _kept(source.scales, tensor.name, (tensor.shape[0], tensor.shape[1] // FP4_GROUP))
     for start, values in _values(source, tensor):
         found = None
@@ -136,7 +136,7 @@ def _fp4_pieces(codes: torch.Tensor, scale: torch.Tensor, blocks: bool) -> Piece
         yield 1, _raw(scale)
 
 
-def _fp8_codes(source: Checkpoint, tensor: ModelTensor, tally: Tally) -> Pieces:
+def _fp8_codes(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
     weight, scale_ref = source[tensor.name], source[scale_name(tensor.name)]
     for start, stop in strips(tensor.shape, 1):
         codes = weight.rows(start, stop)
@@ -148,7 +148,7 @@ def _fp8_codes(source: Checkpoint, tensor: ModelTensor, tally: Tally) -> Pieces:
     yield 1, _raw(scale)
 
 
-def _fp8_values(source: Checkpoint, tensor: ModelTensor, tally: Tally) -> Pieces:
+def _fp8_values(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
     shape = tensor.shape
     kept = _kept(source.scales, tensor.name, (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)))
     for start, values in _values(source, tensor):

@@ -18,19 +18,19 @@ import numpy as np
 from birkhoff import __version__
 from birkhoff.config import V4Config
 from birkhoff.convert.chat_template import chat_template
+from birkhoff.convert.conversion_plan import ConversionPlan, OutputFile, Region, Unit
 from birkhoff.convert.gguf_bytes import TensorRow, block_width, encode_header
 from birkhoff.convert.produce import Produce, producer, side_by_side
-from birkhoff.convert.work import OutputFile, Region, Unit, Work
 from birkhoff.errors import OptionError, TensorShape
 from birkhoff.text.literals import literals_to_json, own_literals
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.gguf import CHAT_TEXTS, SCALE_NAMES, SCALES
 from birkhoff.weights.gguf_keys import STRING, U32, Key, keys_of
-from birkhoff.weights.gguf_names import DS4_MTP, EH_PROJ, NEXTN, ROOT, STACKS, Place, place_in_block, trunk_place
+from birkhoff.weights.gguf_names import DS4_MTP, EH_PROJ, NEXTN, ROOT, STACKS, GGUFLocation, place_in_block, trunk_place
 from birkhoff.weights.gguf_text import tokenizer_keys
 from birkhoff.weights.inspect import class_of
 from birkhoff.weights.layout import ModelTensor, model_tensors, scale_name
-from birkhoff.weights.stored import recognise
+from birkhoff.weights.tensor_ref import recognise
 
 EXPERTS = {"mxfp4": "MXFP4", "fp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
 DENSE = {"q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
@@ -61,7 +61,9 @@ class GGUFPlan:
         self.notices: list[str] = []
         self._place = {name: index for index, name in enumerate(source)}
 
-    def work(self, options: dict[str, Any], texts: dict[str, str], tokenizer: str | None, literals: Any) -> Work:
+    def work(
+        self, options: dict[str, Any], texts: dict[str, str], tokenizer: str | None, literals: Any
+    ) -> ConversionPlan:
         trunk = list(self._trunk())
         parts = self._parts(trunk)
         keys = self._keys(tokenizer, literals, mtp_file=False)
@@ -83,7 +85,9 @@ class GGUFPlan:
         if self.mtp:
             mtp_keys = self._keys(tokenizer, literals, mtp_file=True)
             self._add(files, units, self.path.with_name(f"{stem}-mtp.gguf"), mtp_keys, list(self._mtp()))
-        return Work(str(self.source.path), self.path, options, files, units, self.source.files, texts, self.notices)
+        return ConversionPlan(
+            str(self.source.path), self.path, options, files, units, self.source.files, texts, self.notices
+        )
 
     def _add(self, files: list[OutputFile], units: list[Unit], path: Path, keys: list[Key], items: list[Item]) -> None:
         rows = [row for row, _ in items]
@@ -149,13 +153,13 @@ class GGUFPlan:
                     yield self._stack(name, experts)
                 stacks = {}
 
-    def _place_of(self, name: str, block: str) -> Place:
+    def _place_of(self, name: str, block: str) -> GGUFLocation:
         if not block:
             place = trunk_place(name)
         else:
             suffix = name.removeprefix("mtp.0.")
             table = DS4_MTP if block.startswith("mtp.") else NEXTN
-            place = Place(f"{block}.{table[suffix]}") if suffix in table else place_in_block(suffix, block)
+            place = GGUFLocation(f"{block}.{table[suffix]}") if suffix in table else place_in_block(suffix, block)
         assert place is not None, name
         return place
 

@@ -11,8 +11,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from birkhoff.convert.conversion_plan import ConversionPlan, OutputFile, Region, Unit
 from birkhoff.convert.produce import producer
-from birkhoff.convert.work import OutputFile, Region, Unit, Work
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.inspect import class_of
 from birkhoff.weights.layout import ModelTensor, check_formats, model_tensors, stored_as
@@ -26,7 +26,7 @@ _METADATA = {"format": "pt"}
 def plan_safetensors(
     source: Checkpoint, path: Path, experts: str, dense: str, mtp: bool, shard_bytes: int, options: dict[str, Any],
     texts: dict[str, str],
-) -> Work:  # fmt: skip
+) -> ConversionPlan:  # fmt: skip
     """Files, units and texts of the output directory `path`."""
     from dataclasses import replace
 
@@ -56,7 +56,7 @@ def plan_safetensors(
         "model.safetensors.index.json": _json(index),
         "config.json": _json(released_config(config, dense, experts)),
     }
-    return Work(str(source.path), path, options, files, units, source.files, beside)
+    return ConversionPlan(str(source.path), path, options, files, units, source.files, beside)
 
 
 def _packed(config: Any, dense: str, experts: str, shard_bytes: int) -> list[list[ModelTensor]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birkhoff.convert.work import Tally, Unit, Work
+from birkhoff.convert.conversion_plan import ConversionPlan, RoundingTally, Unit
 from birkhoff.errors import BirkhoffError, ConvertError
 from birkhoff.weights.safetensors import sync_directory, write_text
 
@@ -50,7 +50,9 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def fill(work: Work, workers: int, exact: bool, progress: Progress | None = None, sync_bytes: int = SYNC_BYTES) -> Done:
+def fill(
+    work: ConversionPlan, workers: int, exact: bool, progress: Progress | None = None, sync_bytes: int = SYNC_BYTES
+) -> Done:
     """Write everything that is not there yet, and publish."""
     began = time.perf_counter()
     for file in work.files:
@@ -81,7 +83,7 @@ def fill(work: Work, workers: int, exact: bool, progress: Progress | None = None
     return done
 
 
-def discard(work: Work) -> None:
+def discard(work: ConversionPlan) -> None:
     """Remove what a failed conversion left."""
     for file in work.files:
         partial_path(file.path).unlink(missing_ok=True)
@@ -139,7 +141,7 @@ def _opened(path: Path, header: bytes, nbytes: int) -> int | None:
 
 
 def _run(
-    work: Work, handles: list[int | None], known: dict[int, list[Any]], log: Any, workers: int, exact: bool,
+    work: ConversionPlan, handles: list[int | None], known: dict[int, list[Any]], log: Any, workers: int, exact: bool,
     progress: Progress | None, sync_bytes: int,
 ) -> None:  # fmt: skip
     total = work.payload_bytes
@@ -190,7 +192,7 @@ def _run(
 def _do(number: int, unit: Unit, handle: int | None, exact: bool) -> list[Any]:
     """Write one unit; the journal's row about it."""
     assert handle is not None, "a file that has its name is complete"
-    tally = Tally()
+    tally = RoundingTally()
     hashes = [hashlib.sha256() for _ in unit.regions]
     at = [region.offset for region in unit.regions]
     for index, data in unit.produce(tally):
@@ -215,7 +217,7 @@ def _write_at(handle: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(handle, view[done : done + (1 << 30)], offset + done)
 
 
-def _summarise(work: Work, known: dict[int, list[Any]], done: Done) -> None:
+def _summarise(work: ConversionPlan, known: dict[int, list[Any]], done: Done) -> None:
     for number, unit in enumerate(work.units):
         _, digests, (numbers, changed, largest, worst) = known[number]
         file = done.hashes.setdefault(work.files[unit.file].path.name, {})
@@ -227,7 +229,7 @@ def _summarise(work: Work, known: dict[int, list[Any]], done: Done) -> None:
         row[3] = max(row[3], worst)
 
 
-def _publish(work: Work, done: Done) -> None:
+def _publish(work: ConversionPlan, done: Done) -> None:
     """Give the files their names, the one that says "complete" last."""
     for file in reversed(work.files):
         partial = partial_path(file.path)

@@ -22,22 +22,22 @@ from typing import Any
 import torch
 
 from birkhoff.config import PAGE_TOKENS
+from birkhoff.decode.gpu import Decoder, refusal
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
-from birkhoff.engine.graphs import Graphs
-from birkhoff.engine.pace import Pace
-from birkhoff.engine.placement import Placement
+from birkhoff.engine.cuda_graphs import CudaGraphs
+from birkhoff.engine.memory_plan import cache_by_kind
+from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
-from birkhoff.engine.runner import Ran, Runner
+from birkhoff.engine.runner import ModelOutput, Runner
 from birkhoff.engine.sampler import Sampler
-from birkhoff.engine.scheduler import Scheduler, Work
+from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
 from birkhoff.engine.speculation import Speculator
-from birkhoff.engine.spill import PageFiles
+from birkhoff.engine.speculation_controller import SpeculationController
 from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed
-from birkhoff.model.budget import cache_by_kind
-from birkhoff.model.device import Decoder, refusal
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
+from birkhoff.offload.placement import Placement
 
 
 class EngineCore:
@@ -70,13 +70,13 @@ class EngineCore:
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
         self.runner = Runner(model, state, batch_invariant)
         if replays:
-            self.runner.graphs = Graphs(Decoder(model, state), max_requests, max_context)
+            self.runner.graphs = CudaGraphs(Decoder(model, state), max_requests, max_context)
         if prefix_bytes:
             prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes, row_bytes, batch_invariant, files)
             self.scheduler.prefix = self.runner.prefix = prefix
         self.sampler = Sampler()
         self.drafted = self.accepted = 0
-        self.pace = Pace() if mtp and not draft_always else None
+        self.pace = SpeculationController() if mtp and not draft_always else None
         # A CPU that others use too holds steps up at random; what a step costs is the processor's time.
         self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
         if mtp:
@@ -115,7 +115,7 @@ class EngineCore:
                 raise
             return True
 
-    def _run(self, work: list[Work]) -> list[Ran | None]:
+    def _run(self, work: list[ScheduledChunk]) -> list[ModelOutput | None]:
         if self.placement is None:
             return self.runner.run(work)
         tokens = [token for item in work for token in item.tokens]
@@ -181,11 +181,11 @@ class EngineCore:
         if self.placement is not None:
             self.placement.close()
 
-    def _commit(self, work: list[Work], ran: list[Ran | None]) -> None:
+    def _commit(self, work: list[ScheduledChunk], ran: list[ModelOutput | None]) -> None:
         """Book what was computed, sample where a sequence ends, release what is finished."""
         sampling = []
         for item, made in zip(work, ran):
-            if item.guesses and made is not None:
+            if item.draft_tokens and made is not None:
                 self._verify(item, made)
                 continue
             item.request.computed = item.stop
@@ -200,10 +200,10 @@ class EngineCore:
             if request.done:
                 self.scheduler.release(request)
 
-    def _verify(self, item: Work, made: Ran) -> None:
+    def _verify(self, item: ScheduledChunk, made: ModelOutput) -> None:
         """Draw behind guesses for as long as they are right; what was computed behind a wrong one does not count."""
         request = item.request
-        for drawn in self.sampler.draw_along(request, made.logits, item.guesses):
+        for drawn in self.sampler.draw_along(request, made.logits, item.draft_tokens):
             if isinstance(drawn, BirkhoffError):
                 request.finish("error", error=drawn)
             else:
@@ -211,21 +211,28 @@ class EngineCore:
             if request.done:
                 break
         request.computed = request.num_tokens - 1
-        request.drafted += len(item.guesses)
+        request.drafted += len(item.draft_tokens)
         stayed = max(request.num_tokens - item.stop - 1, 0)
         request.accepted += stayed
-        self.drafted, self.accepted = self.drafted + len(item.guesses), self.accepted + stayed
+        self.drafted, self.accepted = self.drafted + len(item.draft_tokens), self.accepted + stayed
         request.settle_rows()
         self._enter_pages(request)
         if request.done:
             self.scheduler.release(request)
 
-    def _guess(self, speculator: Speculator, work: list[Work], ran: list[Ran | None], began: float, known: int) -> None:
+    def _guess(
+        self,
+        speculator: Speculator,
+        work: list[ScheduledChunk],
+        ran: list[ModelOutput | None],
+        began: float,
+        known: int,
+    ) -> None:
         ended = self._clock()  # what a step spends on remembering for later guesses is no cost of plain steps
         guessed = speculator.guess(work, ran) > 0
         if self.pace is not None and all(item.samples_only for item in work):
             tokens = sum(item.request.num_tokens for item in work) - known
-            verified = any(item.guesses for item in work)
+            verified = any(item.draft_tokens for item in work)
             self.pace.note(len(work), verified, guessed, tokens, (self._clock() if guessed else ended) - began)
 
     def reuse(self) -> dict[str, Any]:
@@ -247,7 +254,7 @@ class EngineCore:
         if self.scheduler.prefix is not None:
             self.scheduler.prefix.extend(request, self.runner.passed.get(request, ()))
 
-    def _fail(self, work: list[Work], error: Exception) -> None:
+    def _fail(self, work: list[ScheduledChunk], error: Exception) -> None:
         for item in work:
             if not item.request.done:
                 item.request.finish("error", error=error)

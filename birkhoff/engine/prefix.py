@@ -6,9 +6,9 @@ edit reaches is shared with requests that have none. A page is entered under its
 for good and is never written again.
 
 Pages hold compressed entries alone. To go on behind one, windows and carries are needed as they were at its end: a
-`Snapshot`, taken in passing and kept in the memory of `States`, least recently used out first. A request starts behind
+`Snapshot`, taken in passing and kept in the memory of `SnapshotPool`, least recently used out first. A request starts behind
 the last page that has one, and always computes at least its last token. It starts no later than the first row that it
-captures, since a row that is not computed cannot be seen, unless all rows it would miss are in the `RowStore`.
+captures, since a row that is not computed cannot be seen, unless all rows it would miss are in the `RowCache`.
 
 A request that has ended also leaves its last, unfinished page behind, with the state at its very last token: the next
 turn of a conversation then computes its own words only. Whoever starts there goes on in a copy of that page.
@@ -32,14 +32,14 @@ from weakref import WeakKeyDictionary
 
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.cache import Pool, snapshot_bytes
-from birkhoff.engine.contexts import Contexts
+from birkhoff.engine.named_contexts import Contexts
+from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request
-from birkhoff.engine.rows import RowStore
-from birkhoff.engine.spill import PageFiles
-from birkhoff.engine.states import Kept, States
+from birkhoff.engine.row_cache import RowCache
+from birkhoff.engine.snapshot_pool import PooledSnapshot, SnapshotPool
+from birkhoff.hooks.batch_tap import RowObserver
 from birkhoff.hooks.digest import combine, framed
-from birkhoff.hooks.live import Witness
-from birkhoff.hooks.plan import Job, Plan, Rows
+from birkhoff.hooks.plan import Job, Plan, SiteRows
 from birkhoff.model.state import Snapshot, State
 
 KEY_BYTES = 16
@@ -52,7 +52,7 @@ class Node:
 
     key: bytes
     page: int
-    snapshot: Kept | None = None
+    snapshot: PooledSnapshot | None = None
     tokens: int = PAGE_TOKENS
     parent: bytes = b""  # of an end: the key before it
 
@@ -62,8 +62,8 @@ class Hit:
     """Pages a request can use as they are, and the state behind the last of them."""
 
     pages: list[int]
-    snapshot: Kept
-    seen: tuple[tuple[Job, Rows], ...] = ()  # captured rows that need not be computed
+    snapshot: PooledSnapshot
+    seen: tuple[tuple[Job, SiteRows], ...] = ()  # captured rows that need not be computed
     copied: tuple[int, ...] = ()  # an unfinished page, to go on in a copy of it
 
     @property
@@ -93,8 +93,8 @@ class PrefixCache:
     ) -> None:
         self.state, self.pages = state, pages
         border = snapshot_bytes(state.config, state.dtype.itemsize, state.mtp is not None)
-        self.states = States(limit_bytes, border, state.device)
-        self.rows = RowStore(row_bytes) if row_bytes else None
+        self.states = SnapshotPool(limit_bytes, border, state.device)
+        self.rows = RowCache(row_bytes) if row_bytes else None
         self.prompts_only, self.files = prompts_only, files
         self.root = b"" if files is None else bytes.fromhex(files.identity)
         self.root += b"prompts only" if prompts_only else b""  # other cuts, other bits
@@ -147,7 +147,7 @@ class PrefixCache:
             most = min(most, len(request.prompt_ids) - 1)
         walked = self._walk(request, most // PAGE_TOKENS)
         known = _startable(walked)
-        seen: tuple[tuple[Job, Rows], ...] | None = ()
+        seen: tuple[tuple[Job, SiteRows], ...] | None = ()
         wanted = self._first_wanted(request)
         for pages in range(len(walked), len(known) - 1, -1):
             end = self._end(request, pages, min(most, wanted))
@@ -159,7 +159,7 @@ class PrefixCache:
                 known = _startable(walked[: wanted // PAGE_TOKENS])
         return self._hit(known, None, seen or ()) if known else None
 
-    def _hit(self, known: list[Node], end: Node | None, seen: tuple[tuple[Job, Rows], ...] = ()) -> Hit:
+    def _hit(self, known: list[Node], end: Node | None, seen: tuple[tuple[Job, SiteRows], ...] = ()) -> Hit:
         last = end or known[-1]
         assert last.snapshot is not None
         self._snapshots.move_to_end(last.key)
@@ -329,13 +329,13 @@ class PrefixCache:
         for node in self._nodes.values() if self.files is not None else ():
             self._write(node)
 
-    def keep_rows(self, requests: Mapping[Plan, Request]) -> Witness | None:
+    def keep_rows(self, requests: Mapping[Plan, Request]) -> RowObserver | None:
         """Somebody to show rows to on their way to the jobs of these requests."""
         store = self.rows
         if store is None:
             return None
 
-        def keep(plan: Plan, job: Job, rows: Rows) -> None:
+        def keep(plan: Plan, job: Job, rows: SiteRows) -> None:
             request = requests[plan]
             store.put(self._keys(request, request.num_tokens // PAGE_TOKENS), job.after, rows)
 
@@ -365,7 +365,7 @@ class PrefixCache:
         firsts = [job.offsets(plan.seen, tokens, len(request.prompt_ids)) for job in plan.jobs]
         return min((plan.seen + int(offsets[0]) for offsets in firsts if len(offsets)), default=request.num_tokens)
 
-    def _seen(self, request: Request, stop: int) -> tuple[tuple[Job, Rows], ...] | None:
+    def _seen(self, request: Request, stop: int) -> tuple[tuple[Job, SiteRows], ...] | None:
         """Every row that the request's jobs want before `stop` and have not had; None unless all are here."""
         plan, border = request.plan, len(request.prompt_ids)
         if self.rows is None or plan is None:
@@ -380,7 +380,7 @@ class PrefixCache:
                 if tensor is None:
                     return None
                 inside = sum(position < border for position in positions)
-                found.append((job, Rows(hook, layer, tensor, positions, ids, inside)))
+                found.append((job, SiteRows(hook, layer, tensor, positions, ids, inside)))
         return tuple(found)
 
     def _chain(self, request: Request) -> _Chain:

@@ -100,7 +100,7 @@ class Request:
     cached_tokens: int | None = None  # how many of the first tokens were known when it was admitted
     shared_pages: int = 0
     followed: int = 0  # how many of the first tokens MTP has read along, without a hole
-    guesses: tuple[int, ...] = ()  # tokens that may come next, to be verified with the next step
+    draft_tokens: tuple[int, ...] = ()  # tokens that may come next, to be verified with the next step
     drafted: int = 0
     accepted: int = 0
     settle: Callable[[int], None] | None = None  # hands out captured rows that had to wait

@@ -137,7 +137,7 @@ class Sampler:
         ]
 
     def draw_along(
-        self, request: Request, logits: Tensor, guesses: Sequence[int]
+        self, request: Request, logits: Tensor, draft_tokens: Sequence[int]
     ) -> list[tuple[int, TokenLogprob | None] | LogitsError]:
         """The tokens that would be drawn one after the other from rows [1 + guesses, vocab], where each row was
         computed behind the guesses before it: up to the first that is not what was guessed. Nothing is booked."""
@@ -148,7 +148,7 @@ class Sampler:
             if isinstance(drawn, LogitsError):
                 return [*out, drawn]
             out.append((drawn.token, _token_logprob(drawn)))
-            if number == len(guesses) or drawn.token != guesses[number]:
+            if number == len(draft_tokens) or drawn.token != draft_tokens[number]:
                 break
             row.accept(drawn.token)  # ahead of its request until the token is booked there
         return out

@@ -27,18 +27,18 @@ from birkhoff.engine.request import Request
 
 
 @dataclass(frozen=True)
-class Work:
-    """Tokens `start..stop` of one request; `samples` when the last of them has no successor yet. Then `guesses` may
+class ScheduledChunk:
+    """Tokens `start..stop` of one request; `samples` when the last of them has no successor yet. Then `draft_tokens` may
     follow, which are computed along and stay if they turn out right."""
 
     request: Request
     start: int
     stop: int
-    guesses: tuple[int, ...] = ()
+    draft_tokens: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> list[int]:
-        return [*self.request.tokens(self.start, self.stop), *self.guesses]
+        return [*self.request.tokens(self.start, self.stop), *self.draft_tokens]
 
     @property
     def samples_only(self) -> bool:
@@ -71,7 +71,7 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def next(self) -> list[Work]:
+    def next(self) -> list[ScheduledChunk]:
         """The work of one step; empty only when there is none at all."""
         self._steps += 1
         work, budget = self._decoding()
@@ -100,7 +100,7 @@ class Scheduler:
             else:
                 self._preempt(request)
 
-    def _decoding(self) -> tuple[list[Work], int]:
+    def _decoding(self) -> tuple[list[ScheduledChunk], int]:
         ready = [r for r in self.running if r.num_tokens - r.computed == 1 and r.computed >= len(r.prompt_ids)]
         for request in ready:
             if request.slot is not None:  # may have been preempted for an older one
@@ -109,20 +109,22 @@ class Scheduler:
         spare = self.max_batch_tokens - len(ready)
         work = []
         for request in ready:
-            guesses = request.guesses if len(request.guesses) <= spare and self._room_for_guesses(request) else ()
-            request.guesses, spare = (), spare - len(guesses)
-            work.append(Work(request, request.computed, request.num_tokens, guesses))
+            draft_tokens = (
+                request.draft_tokens if len(request.draft_tokens) <= spare and self._room_for_guesses(request) else ()
+            )
+            request.draft_tokens, spare = (), spare - len(draft_tokens)
+            work.append(ScheduledChunk(request, request.computed, request.num_tokens, draft_tokens))
         return work, spare
 
     def _room_for_guesses(self, request: Request) -> bool:
         """Pages for what may not stay are taken when they are free and from nobody."""
-        missing = pages_for(request.num_tokens + len(request.guesses)) - len(request.pages)
+        missing = pages_for(request.num_tokens + len(request.draft_tokens)) - len(request.pages)
         more = self.pages.take(missing) if missing > 0 else []
         if more:
             request.pages += more
         return more is not None
 
-    def _prefilling(self, budget: int) -> list[Work]:
+    def _prefilling(self, budget: int) -> list[ScheduledChunk]:
         reading = [r for r in self.running if r.num_tokens - r.computed > 1 or r.computed < len(r.prompt_ids)]
         if self.invariant:
             reading.sort(key=lambda r: self._read_at[_slot(r)])
@@ -131,7 +133,7 @@ class Scheduler:
             share = -(-budget // (len(reading) - place))  # rounded up, so that the oldest gets something
             count = self._piece(request, budget if self.invariant else share)
             if count > 0:
-                work.append(Work(request, request.computed, request.computed + count))
+                work.append(ScheduledChunk(request, request.computed, request.computed + count))
                 self._read_at[_slot(request)] = self._steps
                 budget -= count
         return work
@@ -193,7 +195,7 @@ class Scheduler:
         if self.prefix is not None:
             self.prefix.restart(request)
         request.settle_rows()
-        request.computed, request.guesses = 0, ()
+        request.computed, request.draft_tokens = 0, ()
         request.timings.preemptions += 1
         self.waiting.appendleft(request)
 

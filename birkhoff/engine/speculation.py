@@ -6,7 +6,7 @@ guess stays if it is what was drawn. So speculation changes when tokens come and
 draw depends on its own row of logits and on noise that is hashed from the seed and the place.
 
 What MTP remembers only makes its guesses better. A hole in it (a prompt read while guessing was off) costs acceptance
-and nothing else. With `Pace`, guessing goes on only while it is measured to pay.
+and nothing else. With `SpeculationController`, guessing goes on only while it is measured to pay.
 """
 
 from __future__ import annotations
@@ -16,27 +16,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from birkhoff.engine.pace import Pace
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampler import Sampler
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.engine.speculation_controller import SpeculationController
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
 if TYPE_CHECKING:
-    from birkhoff.engine.runner import Ran
-    from birkhoff.engine.scheduler import Work
+    from birkhoff.engine.runner import ModelOutput
+    from birkhoff.engine.scheduler import ScheduledChunk
 
 
 class Speculator:
     """Guesses up to `depth` tokens ahead; the state must be able to step back as many."""
 
-    def __init__(self, model: Transformer, state: State, sampler: Sampler, depth: int, pace: Pace | None = None):
+    def __init__(
+        self, model: Transformer, state: State, sampler: Sampler, depth: int, pace: SpeculationController | None = None
+    ):
         assert state.lookback >= depth and state.mtp is not None
         self.model, self.state, self.sampler, self.depth = model, state, sampler, depth
         self.pace = pace
 
-    def remember(self, work: Sequence[Work], firsts: Sequence[int], streams: torch.Tensor) -> None:
+    def remember(self, work: Sequence[ScheduledChunk], firsts: Sequence[int], streams: torch.Tensor) -> None:
         """What MTP needs of tokens whose successor is known already, which are those of prompts; a piece's streams are
         rows from its first on."""
         reads_prompt = any(w.start < len(w.request.prompt_ids) for w in work)
@@ -46,7 +48,9 @@ class Speculator:
         for w, first in zip(work, firsts):
             known = min(w.stop, w.request.num_tokens - 1) - w.start
             if known > 0 and w.request.slot is not None and w.request.followed == w.start:
-                pieces.append(Piece(w.request.slot, w.start, w.request.tokens(w.start + 1, w.start + known + 1)))
+                pieces.append(
+                    SequenceChunk(w.request.slot, w.start, w.request.tokens(w.start + 1, w.start + known + 1))
+                )
                 kept.append(streams[first : first + known])
                 w.request.followed += known
         if pieces:
@@ -54,7 +58,7 @@ class Speculator:
             self.model.remember(torch.cat([kept[i] for i in order]), batch, self.state)
 
     @torch.inference_mode()
-    def guess(self, work: Sequence[Work], ran: Sequence[Ran | None]) -> int:
+    def guess(self, work: Sequence[ScheduledChunk], ran: Sequence[ModelOutput | None]) -> int:
         """Guesses for everybody who goes on and can use them, and whom MTP has followed; how many requests got some."""
         all_going = [
             (w.request, w.stop - 1, made.streams)
@@ -64,7 +68,7 @@ class Speculator:
         going = [each for each in all_going if each[0].followed == each[1]]
         if not going:
             return 0
-        guesses_now = self.pace is None or self.pace.guesses(len(all_going))
+        guesses_now = self.pace is None or self.pace.draft_tokens(len(all_going))
         if self.pace is not None and self.pace.trying(len(all_going)):
             guesses_now &= len(going) == len(all_going)  # a trial is one of all or none
         elif not guesses_now:
@@ -73,7 +77,7 @@ class Speculator:
         for request, base, streams in going:
             kept = request.computed - base  # the token that was computed for sure and the guesses that stayed
             for offset, token in enumerate(request.tokens(base + 1, base + 1 + kept)):
-                pieces.append(Piece(_slot(request), base + offset, [token]))
+                pieces.append(SequenceChunk(_slot(request), base + offset, [token]))
             rows.append(streams[:kept])
             last.append(len(pieces) - 1)
             request.followed = base + kept
@@ -81,20 +85,22 @@ class Speculator:
         if not guesses_now:  # between two turns of a trial: no hole in what MTP remembers
             self.model.remember(read, batch, self.state)
             return 0
-        guesses: list[list[int]] = [[] for _ in going]
+        draft_tokens: list[list[int]] = [[] for _ in going]
         hidden, streams = self.model.draft(read, batch, self.state)
         if len(last) < len(pieces):
             hidden, streams = hidden[last], streams[last]
         for ahead in range(self.depth):
             logits = self.model.logits(hidden)
             drawn = self.sampler.guess([(request, row) for (request, _, _), row in zip(going, logits)], ahead)
-            for own, token in zip(guesses, drawn):
+            for own, token in zip(draft_tokens, drawn):
                 own.append(token)
             if ahead + 1 < self.depth:  # on from its own streams, one position further
-                pieces = [Piece(_slot(r), r.computed + ahead, [token]) for (r, _, _), token in zip(going, drawn)]
+                pieces = [
+                    SequenceChunk(_slot(r), r.computed + ahead, [token]) for (r, _, _), token in zip(going, drawn)
+                ]
                 hidden, streams = self.model.draft(streams, Batch.of(pieces, self.state.device), self.state)
-        for (request, _, _), own in zip(going, guesses):
-            request.guesses = tuple(own[: self._room(request)])
+        for (request, _, _), own in zip(going, draft_tokens):
+            request.draft_tokens = tuple(own[: self._room(request)])
         return len(going)
 
     def _room(self, request: Request) -> int:
@@ -102,7 +108,7 @@ class Speculator:
         return 0 if request.done else request.max_tokens - len(request.output_ids) - 1
 
 
-def _laid_out(pieces: list[Piece], device: torch.device) -> tuple[Batch, list[int]]:
+def _laid_out(pieces: list[SequenceChunk], device: torch.device) -> tuple[Batch, list[int]]:
     """A batch, and in which order its rows take the pieces."""
     batch = Batch.of(pieces, device)
     place = {id(piece): number for number, piece in enumerate(pieces)}

@@ -14,7 +14,7 @@ import torch
 from birkhoff.config import V4Config
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels.select import select
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.linear import Numerics
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
@@ -38,7 +38,7 @@ def compile_kernels() -> float:
         for rows in (1, 2):  # part of one row lies in memory like a whole, parts of several do not: other types
             state = State.contiguous(MICRO, rows, 32, lookback=1, mtp=True)
             for at, tokens in [(0, [1, 2]), (2, [1] * 18), *((at, [1]) for at in range(20, 27))]:
-                batch = Batch.of([Piece(slot, at, tokens) for slot in range(rows)])
+                batch = Batch.of([SequenceChunk(slot, at, tokens) for slot in range(rows)])
                 hidden, streams = model.run(batch, state, NoTap())
                 model.logits(hidden)
                 model.draft(streams, batch, state)

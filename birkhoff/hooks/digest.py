@@ -1,6 +1,6 @@
 """What a request's edits amount to, as bytes: equal bytes, equal effect on the tokens of a phase.
 
-Every edit says what it does to the tokens of a phase as `Part`s: canonical bytes, each in the block of its operation.
+Every edit says what it does to the tokens of a phase as `DigestPart`s: canonical bytes, each in the block of its operation.
 `combine` frames every part with its length and every block with a name of its own, so that no content of one kind can
 be read as content of another. Parts of a block whose order cannot matter are sorted; the others stand as they came. A
 phase that nothing touches has no digest, whatever the other phase does: edits of generated tokens leave the cache of a
@@ -25,7 +25,7 @@ DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, order=True)
-class Part:
+class DigestPart:
     """One edit at one site, or one use of a dictionary of features, in canonical bytes."""
 
     block: Block
@@ -53,7 +53,7 @@ def row_digest(row: Any) -> bytes:
     return hashlib.sha256(b"birkhoff row 1" + float32_bytes(row)).digest()[:DIGEST_BYTES]
 
 
-def combine(parts: Iterable[Part]) -> bytes | None:
+def combine(parts: Iterable[DigestPart]) -> bytes | None:
     """128 bits that name what all parts do together; None when there are none."""
     blocks: dict[str, list[bytes]] = {}
     for part in parts:

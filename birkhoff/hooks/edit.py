@@ -22,7 +22,7 @@ ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "clamp")  # at one sit
 
 
 @dataclass(frozen=True, eq=False)
-class Around:
+class SiteContext:
     """What stands around a site. `post` [n, m]: write-out weights of the sublayer that wrote the streams last; `read`
     gives the weights [n, m] with which the coming sublayer reads streams [n, m, d]."""
 
@@ -54,7 +54,7 @@ class SpliceHost(Protocol):
         """Hosts at one site run in ascending order, whoever's request stands first in the batch."""
         ...
 
-    def run(self, x: torch.Tensor, uses: Sequence[tuple[Splice, list[int]]], around: Around) -> torch.Tensor:
+    def run(self, x: torch.Tensor, uses: Sequence[tuple[Splice, list[int]]], around: SiteContext) -> torch.Tensor:
         """A new tensor with the named rows changed and all others bit-identical."""
         ...
 
@@ -100,16 +100,16 @@ class SiteEdit:
         return whole.flatten()
 
 
-Stage = Callable[[torch.Tensor, Around], torch.Tensor]
+EditStage = Callable[[torch.Tensor, SiteContext], torch.Tensor]
 
 
 def stages(
     edits: Sequence[tuple[SiteEdit | Splice, list[int]]],
     added: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> list[Stage]:
+) -> list[EditStage]:
     """All edits of one site in their fixed order, sorted out once for as many steps as they stay the same. `added`
     does the plain additions that are in tables."""
-    found: list[Stage] = []
+    found: list[EditStage] = []
     for op in ORDER:
         if op == "add" and added is not None:
             found.append(lambda x, around: added(x))
@@ -127,7 +127,7 @@ def stages(
     return found
 
 
-def apply(x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]], around: Around) -> torch.Tensor:
+def apply(x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]], around: SiteContext) -> torch.Tensor:
     """All edits of one site of one step."""
     for stage in stages(edits):
         x = stage(x, around)
@@ -135,16 +135,16 @@ def apply(x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]],
 
 
 def _spliced(
-    host: SpliceHost, uses: Sequence[tuple[Splice, list[int]]], x: torch.Tensor, around: Around
+    host: SpliceHost, uses: Sequence[tuple[Splice, list[int]]], x: torch.Tensor, around: SiteContext
 ) -> torch.Tensor:
     return host.run(x, uses, around)
 
 
-def _constants_added(edits: list[tuple[SiteEdit, list[int]]], x: torch.Tensor, around: Around) -> torch.Tensor:
+def _constants_added(edits: list[tuple[SiteEdit, list[int]]], x: torch.Tensor, around: SiteContext) -> torch.Tensor:
     return _add_constants(x, edits)
 
 
-def _edited(edit: SiteEdit, rows: list[int], x: torch.Tensor, around: Around) -> torch.Tensor:
+def _edited(edit: SiteEdit, rows: list[int], x: torch.Tensor, around: SiteContext) -> torch.Tensor:
     return _edit_rows(x, edit, rows, around.post)
 
 

@@ -14,14 +14,14 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from birkhoff.hooks.digest import Part, Phase, combine
+from birkhoff.hooks.digest import DigestPart, Phase, combine
 from birkhoff.hooks.edit import SiteEdit, Splice
-from birkhoff.hooks.table import TableRows
+from birkhoff.hooks.vector_table import TableRows
 
 Key = tuple[str, int]  # hook name, layer
 
 
-class Rows(NamedTuple):
+class SiteRows(NamedTuple):
     """Rows of one site that one job asked for, in order of position: `tensor` [rows, *row_shape] on the host."""
 
     hook: str
@@ -47,7 +47,7 @@ class Job(Protocol):
         """Which of the tokens at positions `start, start + 1, ...` are wanted."""
         ...
 
-    def deliver(self, rows: Rows) -> None: ...
+    def deliver(self, rows: SiteRows) -> None: ...
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
         """The request has ended; no more rows will come."""
@@ -69,12 +69,12 @@ class Edit(Protocol):
         """Whether it changes every generated token, or none of them; None when each has to be asked about."""
         ...
 
-    def digest_parts(self, phase: Phase) -> Sequence[Part]:
+    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         """What it does to tokens of a phase, in canonical bytes; nothing when it leaves all of them alone."""
         ...
 
 
-class Holding(Protocol):
+class Reservation(Protocol):
     """Room that a request needs while it runs, such as rows of a table. Taken whole or not at all."""
 
     def reserve(self) -> bool:
@@ -95,7 +95,7 @@ class Plan:
     edits: tuple[Edit, ...] = ()
     seen: int = 0
     steered: set[int] = field(default_factory=set)
-    holdings: tuple[Holding, ...] = ()
+    holdings: tuple[Reservation, ...] = ()
     table: TableRows | None = None  # rows for the vectors its edits add; without, they are added row by row
 
     @cached_property
@@ -140,7 +140,7 @@ class Plan:
         for holding in self._everything():
             holding.release()
 
-    def _everything(self) -> tuple[Holding, ...]:
+    def _everything(self) -> tuple[Reservation, ...]:
         return self.holdings if self.table is None else (*self.holdings, self.table)
 
     def close(self, finish_reason: str, num_tokens: int) -> None:

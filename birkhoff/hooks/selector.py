@@ -25,14 +25,14 @@ _FIRST.setflags(write=False)
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _TokenRange:
     """Tokens in [start, stop) that are among `places`, have one of `token_ids`, and are in none of `without`."""
 
     start: int
     stop: int
     places: np.ndarray | None = None  # ascending
     token_ids: np.ndarray | None = None
-    without: tuple[_Part, ...] = ()
+    without: tuple[_TokenRange, ...] = ()
 
     @cached_property
     def reads_ids(self) -> bool:
@@ -100,8 +100,8 @@ class PositionSelector:
 
     prompt_len: int
     max_tokens: int
-    _prompt: _Part | None = None
-    _generated: _Part | None = None
+    _prompt: _TokenRange | None = None
+    _generated: _TokenRange | None = None
     demanded: np.ndarray = field(default_factory=lambda: _NONE)
 
     def wants(self, position: int, token_id: int) -> bool:
@@ -166,8 +166,8 @@ def bind(
 ) -> PositionSelector:
     """Fix a selector to a prompt, given by its token ids (or its length alone) and the tokens that may follow."""
     prompt_len = prompt if isinstance(prompt, int) else len(prompt)
-    whole_text = _Span(0, prompt_len + max_tokens, prompt_len)
-    early, late = _Span(0, prompt_len, prompt_len), _Span(prompt_len, prompt_len + max_tokens, None)
+    whole_text = _SelectorSpan(0, prompt_len + max_tokens, prompt_len)
+    early, late = _SelectorSpan(0, prompt_len, prompt_len), _SelectorSpan(prompt_len, prompt_len + max_tokens, None)
     without = () if positions.exclude is None else (_part(positions.exclude, whole_text, f"{path}.exclude"),)
     part_of_prompt = part_of_rest = None
     if positions.places is not None:
@@ -199,7 +199,7 @@ def bind(
 
 
 @dataclass(frozen=True)
-class _Span:
+class _SelectorSpan:
     """Where a side lies in the whole text, and what negative places count back from (None: nothing)."""
 
     start: int
@@ -232,7 +232,7 @@ class _Span:
         return first, last
 
 
-def _part(side: Side, span: _Span, path: str, without: tuple[_Part, ...] = ()) -> _Part:
+def _part(side: Side, span: _SelectorSpan, path: str, without: tuple[_TokenRange, ...] = ()) -> _TokenRange:
     places = None if side.places is None else span.places(side.places, path)
     start, stop = span.window(side.window)
     if places is not None:
@@ -241,9 +241,9 @@ def _part(side: Side, span: _Span, path: str, without: tuple[_Part, ...] = ()) -
     ids = None if side.token_ids is None else np.array(side.token_ids, np.int64)
     if side.exclude is not None:
         without = (*without, _part(side.exclude, span, f"{path}.exclude"))
-    return _Part(start, stop, places, ids, without)
+    return _TokenRange(start, stop, places, ids, without)
 
 
-def _at(places: np.ndarray) -> _Part | None:
+def _at(places: np.ndarray) -> _TokenRange | None:
     places.setflags(write=False)  # callers of `rows` are handed views
-    return _Part(int(places[0]), int(places[-1]) + 1, places) if len(places) else None
+    return _TokenRange(int(places[0]), int(places[-1]) + 1, places) if len(places) else None

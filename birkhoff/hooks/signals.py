@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from birkhoff.errors import OptionError, quoted
-from birkhoff.hooks.plan import Key, Rows
+from birkhoff.hooks.plan import Key, SiteRows
 
 MIXES = {
     "res_mix": ("mhc_attn_res_mix", "mhc_ffn_res_mix"),
@@ -107,14 +107,14 @@ class SignalJob:
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return range(len(token_ids))
 
-    def deliver(self, rows: Rows) -> None:
+    def deliver(self, rows: SiteRows) -> None:
         self._fill(rows, self._values(rows))
 
-    def put(self, rows: Rows, name: str, layer: int, values: Sequence[Any]) -> None:
+    def put(self, rows: SiteRows, name: str, layer: int, values: Sequence[Any]) -> None:
         """What another job found in these rows."""
         self._fill(rows, {name: (layer, values)})
 
-    def _fill(self, rows: Rows, values: Mapping[str, tuple[int | None, Sequence[Any]]]) -> None:
+    def _fill(self, rows: SiteRows, values: Mapping[str, tuple[int | None, Sequence[Any]]]) -> None:
         for place, (position, token) in enumerate(zip(rows.positions, rows.token_ids)):
             frame, missing = self._open.setdefault(
                 position, ({"position": position, "token_id": token}, {*self.keys, *self._others})
@@ -141,7 +141,7 @@ class SignalJob:
     def _places(self, name: str) -> int:
         return {"experts": self._layers, BLOCKS: self._layers}.get(name, 2 * self._layers + (name not in MIXES))
 
-    def _values(self, rows: Rows) -> dict[str, tuple[int | None, Sequence[Any]]]:
+    def _values(self, rows: SiteRows) -> dict[str, tuple[int | None, Sequence[Any]]]:
         """What these rows say, by signal: which place of the frame, and the numbers of each row."""
         tensor, at = rows.tensor.float(), 2 * rows.layer
         for name, (attn, ffn) in MIXES.items():

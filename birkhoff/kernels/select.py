@@ -3,7 +3,7 @@
 Every operation has a plain twin (`reference.py`); some have a fast one next door (`cpu.py`; `many.py` or `triton.py`
 for a GPU) with the same signature. `select` fills a `KernelSet` that a model is built with; nothing is chosen behind
 its back later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead. On a GPU
-the set serves prompts, and what else the decoder of `model/device.py` does not.
+the set serves prompts, and what else the decoder of `decode/gpu.py` does not.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ def select(choice: Choice) -> KernelSet:
 
 
 def _triton() -> KernelSet:
-    from birkhoff.kernels.attend import many as attend_many
-    from birkhoff.kernels.experts import many as experts_many
+    from birkhoff.kernels.attend import prefill as attend_many
+    from birkhoff.kernels.experts import prefill as experts_many
     from birkhoff.kernels.experts import routing as experts_routing
-    from birkhoff.kernels.index import many as index_many
-    from birkhoff.kernels.linear import many as linear_many
-    from birkhoff.kernels.mhc import many as mhc_many
-    from birkhoff.kernels.mhc import triton as mhc_triton
+    from birkhoff.kernels.index import prefill as index_many
+    from birkhoff.kernels.linear import prefill as linear_many
+    from birkhoff.kernels.mhc import decode as mhc_triton
+    from birkhoff.kernels.mhc import prefill as mhc_many
     from birkhoff.kernels.norm import triton as norm_triton
-    from birkhoff.kernels.rope import many as rope_many
+    from birkhoff.kernels.rope import prefill as rope_many
 
     plain = {name: twin for name, (twin, _) in PAIRS.items()}
     fast: dict[str, Op] = {

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.kernels.attend import Picked
+from birkhoff.decode.cpu import CpuAttention
+from birkhoff.kernels.attend import TopkIndices
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compressor import Compressor, visible_entries
-from birkhoff.model.few import AttentionFew
 from birkhoff.model.indexer import Indexer
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.rope import Rope, StepPhases
@@ -42,7 +42,7 @@ class Attention(nn.Module):
         if self.indexer is not None:
             readers += [self.indexer.compressor.project, self.indexer.weights_proj]
         self.entry = SharedInput(readers)
-        self.few: AttentionFew | None = None
+        self.few: CpuAttention | None = None
 
     def forward(self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
@@ -80,7 +80,7 @@ class Attention(nn.Module):
             chosen = self.indexer(raw, weights, group.view(latent), turn.view(group.view), chosen, group, state)
         if group.length == 1:
             recent, seen = state.window(group, own)
-            assert not isinstance(chosen, Picked), "one query a sequence is given a mask"
+            assert not isinstance(chosen, TopkIndices), "one query a sequence is given a mask"
             seen = _both(seen, recent, chosen, entries)
             return self.kernels.attend_one(queries[group.rows], recent, entries, seen, self.attn_sink, self.scale)
         recent, oldest = state.recent(group, own)
@@ -89,12 +89,12 @@ class Attention(nn.Module):
         )
         return mixed.flatten(0, 1)
 
-    def _visible(self, group: Group, count: int) -> torch.Tensor | Picked | None:
+    def _visible(self, group: Group, count: int) -> torch.Tensor | TopkIndices | None:
         """Entries that each query sees: as a mask, or by number for kernels that want no mask."""
         if group.length == 1 or not self.kernels.reads_codes or torch.is_grad_enabled():
             return visible_entries(group, count, self.ratio)
         finished = (group.positions() + 1) // self.ratio
-        return group.once(("picked", self.ratio), lambda: Picked(finished.to(torch.int32)))
+        return group.once(("picked", self.ratio), lambda: TopkIndices(finished.to(torch.int32)))
 
     def _project_out(self, mixed: torch.Tensor) -> torch.Tensor:
         """[n, h, c] -> [n, d] through one low-rank matrix per group of heads; its input is never rounded."""

@@ -1,6 +1,6 @@
 """One step, flattened: the tokens of many sequences side by side, whatever stage each is at.
 
-A `Piece` is what one sequence contributes: some consecutive tokens starting at some position. `Batch.of` lays pieces
+A `SequenceChunk` is what one sequence contributes: some consecutive tokens starting at some position. `Batch.of` lays pieces
 out so that attention meets rectangles: all single tokens (decoding) form one group whatever their positions, longer
 pieces are grouped with those that have the same start and length. Everything that is per token (linear layers,
 streams, experts) sees the flat rows and never asks which sequence they belong to.
@@ -18,7 +18,7 @@ import torch
 
 
 @dataclass(frozen=True)
-class Piece:
+class SequenceChunk:
     """`token_ids` of one sequence at positions `start, start + 1, ...`; `slot` is its place in the state."""
 
     slot: int
@@ -78,7 +78,7 @@ class Batch:
     token_ids: torch.Tensor  # [n]
     positions: torch.Tensor  # [n]
     groups: tuple[Group, ...]
-    pieces: tuple[Piece, ...]  # in row order
+    pieces: tuple[SequenceChunk, ...]  # in row order
     offsets: tuple[int, ...]  # first row of each piece
     few: bool = False  # single tokens, few enough for the compiled decoding path
 
@@ -91,8 +91,8 @@ class Batch:
         return [offset + len(piece.token_ids) - 1 for offset, piece in zip(self.offsets, self.pieces)]
 
     @classmethod
-    def of(cls, pieces: Sequence[Piece], device: torch.device | str = "cpu") -> Batch:
-        def together(piece: Piece) -> tuple[int, int]:
+    def of(cls, pieces: Sequence[SequenceChunk], device: torch.device | str = "cpu") -> Batch:
+        def together(piece: SequenceChunk) -> tuple[int, int]:
             length = len(piece.token_ids)
             return (length, piece.start if length > 1 else 0)
 
@@ -118,7 +118,7 @@ class Batch:
         return cls(token_ids, positions, tuple(groups), ordered, tuple(offsets))
 
     @classmethod
-    def _singles(cls, pieces: tuple[Piece, ...], device: torch.device | str) -> Batch:
+    def _singles(cls, pieces: tuple[SequenceChunk, ...], device: torch.device | str) -> Batch:
         """A decoding step, which is laid out many times a second: one group in the caller's order."""
         starts = tuple(piece.start for piece in pieces)
         token_ids = torch.tensor([int(piece.token_ids[0]) for piece in pieces], device=device)
@@ -134,4 +134,4 @@ class Batch:
         """Complete sequences `[B, T]` from position 0, on the device of `token_ids`."""
         if token_ids.dim() == 1:
             token_ids = token_ids.unsqueeze(0)
-        return cls.of([Piece(slot, 0, row) for slot, row in enumerate(token_ids.cpu())], token_ids.device)
+        return cls.of([SequenceChunk(slot, 0, row) for slot, row in enumerate(token_ids.cpu())], token_ids.device)

@@ -9,7 +9,7 @@ from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels import index
-from birkhoff.kernels.attend import Picked
+from birkhoff.kernels.attend import TopkIndices
 from birkhoff.kernels.index.reference import QUERY_BLOCK
 from birkhoff.kernels.rope import Phases
 from birkhoff.model.batch import Group
@@ -34,10 +34,10 @@ class Indexer(nn.Module):
         weights: torch.Tensor,
         latent: torch.Tensor,
         phases: Phases,
-        visible: torch.Tensor | Picked | None,
+        visible: torch.Tensor | TopkIndices | None,
         group: Group,
         state: LayerState | Fresh,
-    ) -> torch.Tensor | Picked | None:
+    ) -> torch.Tensor | TopkIndices | None:
         """Rows of the compressor's projection, head weights [B, T, h], latent [B, T, q_lora], visible [B, T, E]
         (None: all) -> chosen entries [B, T, E]; by number when the visible ones come so."""
         keys = self.compressor(raw, group, state)  # kept up to date even while every entry is chosen
@@ -48,7 +48,7 @@ class Indexer(nn.Module):
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.width))
         queries = self.numerics.round_index(self.numerics.kernels.rotate(queries, phases))
         weights = weights.float() * (self.width * self.heads) ** -0.5
-        if isinstance(visible, Picked):
+        if isinstance(visible, TopkIndices):
             return self.numerics.kernels.pick(queries, keys, weights, visible.counts, self.topk)
         blocks = [
             index.choose(index.score(q, keys, w), v, self.topk)

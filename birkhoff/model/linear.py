@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from birkhoff.kernels import quant
-from birkhoff.kernels.linear.rows import Rows
+from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.select import KernelSet, select
 
 Role = Literal["fp8", "fp4", "bf16", "f32"]
@@ -76,7 +76,7 @@ class Linear(nn.Module):
         else:
             dtype = numerics.dtype if role != "f32" else torch.bfloat16 if packed else torch.float32
             self.weight = nn.Parameter(torch.empty(sum(self.parts.values()), fan_in, dtype=dtype))
-        self._rows: tuple[int, Rows] | None = None
+        self._rows: tuple[int, PackedWeight] | None = None
 
     @property
     def rounds(self) -> bool:
@@ -102,13 +102,13 @@ class Linear(nn.Module):
             return [(f"codes_{part}", rows) for part, rows in self.parts.items()]
         return [("weight", sum(self.parts.values()))]
 
-    def rows(self) -> Rows:
+    def rows(self) -> PackedWeight:
         """The weight as kernels read it, made once for as long as it stays where it is."""
         held = [getattr(self, name) for name, _ in self.held()]
         place = held[0].data_ptr()
         if self._rows is None or self._rows[0] != place:
             scales = [getattr(self, f"scale_{part}") for part in self.parts] if self.packed else []
-            made = Rows.fp8(list(zip(held, scales))) if self.packed else Rows.plain(held)
+            made = PackedWeight.fp8(list(zip(held, scales))) if self.packed else PackedWeight.plain(held)
             if len(held) > 1:
                 become_views([self], made.weight)
                 place = made.weight.data_ptr()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.decode.cpu import CpuHeadMixer, CpuMixer, few_rows
 from birkhoff.kernels import mhc
-from birkhoff.model.few import HeadFew, MixerFew, few_rows
 from birkhoff.model.linear import Destination, Numerics
 
 
@@ -25,7 +25,7 @@ class Mixer(nn.Module):
         self.fn = nn.Parameter(torch.empty((2 + m) * m, m * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty((2 + m) * m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
-        self.few: MixerFew | None = None
+        self.few: CpuMixer | None = None
         self._made: tuple[tuple, Any] | None = None
 
     def _fn(self, dtype: torch.dtype) -> Any:
@@ -68,7 +68,7 @@ class HeadMixer(nn.Module):
         self.fn = nn.Parameter(torch.empty(m, m * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty(m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
-        self.few: HeadFew | None = None
+        self.few: CpuHeadMixer | None = None
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, m, d] -> merged [n, d], read-out weights [n, m]."""

@@ -8,16 +8,16 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.decode.cpu import CpuMoE, few_expert_rows
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels import quant
 from birkhoff.model.batch import Batch
-from birkhoff.model.few import MoEFew, few_expert_rows
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
-from birkhoff.model.record import PARTS
-from birkhoff.model.stage import Stage
-from birkhoff.model.store import ExpertStore
+from birkhoff.offload.expert_layout import PARTS
+from birkhoff.offload.expert_store import ExpertStore
+from birkhoff.offload.prefetch import ExpertPrefetch
 
 EVERYBODY = 16  # choices for each expert, on average, from which all are taken to be chosen
 
@@ -89,7 +89,7 @@ class Experts(nn.Module):
             return self.store.home((self.layer, expert))
         return tuple(getattr(self, name)[expert] for name in PARTS)
 
-    def stack(self, stage: Stage | None = None) -> kernel.Stack:
+    def stack(self, stage: ExpertPrefetch | None = None) -> kernel.Stack:
         if not self.packed:
             dense = (self.gate_up, self.down)
             return kernel.Stack(self.count, self.gate_up.__getitem__, self.down.__getitem__, dense)
@@ -129,7 +129,7 @@ class Experts(nn.Module):
             return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input, beside)
         # Asking the device who is wanted would let it run dry; a chunk of thousands wants nearly everybody.
         many = ids.numel() >= EVERYBODY * self.count
-        with Stage(self.store, self.layer, range(self.count) if many else ids.unique().tolist()) as stage:
+        with ExpertPrefetch(self.store, self.layer, range(self.count) if many else ids.unique().tolist()) as stage:
             return self.numerics.kernels.experts(x, ids, weights, self.stack(stage), self.limit, round_input, beside)
 
     def destinations(self, name: str) -> Iterator[Destination]:
@@ -172,7 +172,7 @@ class MoE(nn.Module):
         self.experts = Experts(config, numerics, packed)
         self.shared_experts = SharedExpert(config, numerics, packed)
         self.entry = SharedInput([self.gate.project, self.shared_experts.open])
-        self.few: MoEFew | None = None
+        self.few: CpuMoE | None = None
 
     def forward(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""

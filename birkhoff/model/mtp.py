@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.decode.cpu import CpuMTP, few_rows
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
-from birkhoff.model.few import MTPFew, few_rows
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.rope import Rope
@@ -30,7 +30,7 @@ class MTP(nn.Module):
         self.enorm, self.hnorm, self.norm = (RMSNorm(width, eps, numerics) for _ in range(3))
         self.block = Block(config, 0, False, rope, numerics, packed)
         self.hc_head = HeadMixer(config)
-        self.few: MTPFew | None = None
+        self.few: CpuMTP | None = None
 
     def forward(
         self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState | Fresh

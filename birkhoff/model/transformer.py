@@ -14,19 +14,19 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
+from birkhoff.decode.cpu import CpuAttention, CpuHeadMixer, CpuMixer, CpuMoE, CpuMTP, takes
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.attention import Attention
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
-from birkhoff.model.few import AttentionFew, HeadFew, MixerFew, MoEFew, MTPFew, takes
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
 from birkhoff.model.mhc import HeadMixer, Mixer
 from birkhoff.model.moe import Experts, MoE
 from birkhoff.model.mtp import MTP
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import Fresh, State
-from birkhoff.model.store import ExpertStore
+from birkhoff.offload.expert_store import ExpertStore
 
 
 class Transformer(nn.Module):
@@ -68,15 +68,15 @@ class Transformer(nn.Module):
         if numerics.kernels.name == "cpu" and plain:
             for module in self.modules():
                 if isinstance(module, Attention):
-                    module.few = AttentionFew(module)
+                    module.few = CpuAttention(module)
                 elif isinstance(module, MoE):
-                    module.few = MoEFew(module)
+                    module.few = CpuMoE(module)
                 elif isinstance(module, Mixer):
-                    module.few = MixerFew(module)
+                    module.few = CpuMixer(module)
                 elif isinstance(module, HeadMixer):
-                    module.few = HeadFew(module)
+                    module.few = CpuHeadMixer(module)
                 elif isinstance(module, MTP):
-                    module.few = MTPFew(module)
+                    module.few = CpuMTP(module)
         return self
 
     def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:

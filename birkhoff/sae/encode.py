@@ -24,7 +24,7 @@ SPARSE_SHARE = 8  # decode by gathering when fewer than one in so many features 
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
+class DeviceSae:
     """A dictionary's tensors where the model computes. `decoder` may hold chosen features only; see `splice.py`."""
 
     encoder: torch.Tensor  # [F, d]
@@ -34,7 +34,7 @@ class Held:
     activation: Activation
 
     @classmethod
-    def of(cls, sae: Sae, device: torch.device | str) -> Held:
+    def of(cls, sae: Sae, device: torch.device | str) -> DeviceSae:
         bias, activation = sae.decoder_bias.to(device), sae.activation.to(device)
         return cls(sae.encoder.to(device), sae.encoder_bias.to(device), sae.decoder.to(device), bias, activation)
 
@@ -43,11 +43,11 @@ class Held:
         return (slice(first, min(first + TILE, size)) for first in range(0, size, TILE))
 
 
-def pre_activations(held: Held, v: torch.Tensor, part: slice) -> torch.Tensor:
+def pre_activations(held: DeviceSae, v: torch.Tensor, part: slice) -> torch.Tensor:
     return linear(v, held.encoder[part], held.encoder_bias[part])
 
 
-def top(held: Held, v: torch.Tensor, k: int, activated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def top(held: DeviceSae, v: torch.Tensor, k: int, activated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of each row and their features, `[n, k]` both, ascending by feature; ties to the lowest one.
 
     Of pre-activations, or of features (`activated`). One tile is joined to the best so far, and the best are kept."""
@@ -77,20 +77,20 @@ def _places(z: torch.Tensor, k: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class TopkFeatures:
     """What a top-k dictionary keeps of each row: values and features, `[n, k]`."""
 
     f: torch.Tensor
     names: torch.Tensor
 
     @classmethod
-    def of(cls, held: Held, v: torch.Tensor, activation: TopK) -> Kept:
+    def of(cls, held: DeviceSae, v: torch.Tensor, activation: TopK) -> TopkFeatures:
         parts = [top(held, piece, activation.k) for piece in v.split(CHUNK)]
         values, names = (torch.cat(column) for column in zip(*parts))
         return cls(activation.finish(values), names)
 
-    def rows(self, picked: torch.Tensor) -> Kept:
-        return Kept(self.f[picked], self.names[picked])
+    def rows(self, picked: torch.Tensor) -> TopkFeatures:
+        return TopkFeatures(self.f[picked], self.names[picked])
 
     def columns(self, features: torch.Tensor) -> torch.Tensor:
         """f of chosen features, `[n, C]`: zero where they were not kept."""
@@ -100,18 +100,18 @@ class Kept:
         return found
 
 
-def kept(held: Held, v: torch.Tensor) -> Kept | None:
+def kept(held: DeviceSae, v: torch.Tensor) -> TopkFeatures | None:
     """What top-k keeps of rows, found once for all that is asked of them; None for the other families."""
-    return Kept.of(held, v, held.activation) if isinstance(held.activation, TopK) else None
+    return TopkFeatures.of(held, v, held.activation) if isinstance(held.activation, TopK) else None
 
 
-def columns(v: torch.Tensor, features: torch.Tensor, chosen: Chosen, found: Kept | None) -> torch.Tensor:
+def columns(v: torch.Tensor, features: torch.Tensor, chosen: FeatureSubset, found: TopkFeatures | None) -> torch.Tensor:
     """f of chosen features, `[n, C]`."""
     return chosen.activation(linear(v, chosen.encoder, chosen.bias)) if found is None else found.columns(features)
 
 
 @dataclass(frozen=True, eq=False)
-class Chosen:
+class FeatureSubset:
     """The encoder rows of some features, next to each other; unused under top-k, which needs every row."""
 
     encoder: torch.Tensor
@@ -119,13 +119,13 @@ class Chosen:
     activation: Activation
 
     @classmethod
-    def of(cls, held: Held, places: torch.Tensor) -> Chosen:
+    def of(cls, held: DeviceSae, places: torch.Tensor) -> FeatureSubset:
         if held.activation.whole_row:
             return cls(held.encoder[:0], held.encoder_bias[:0], held.activation)
         return cls(held.encoder[places], held.encoder_bias[places], held.activation.part(places))
 
 
-def reconstruct(held: Held, v: torch.Tensor, found: Kept | None) -> torch.Tensor:
+def reconstruct(held: DeviceSae, v: torch.Tensor, found: TopkFeatures | None) -> torch.Tensor:
     """sum_i f_i w_i + b of rows `[n, d]`; `found` is `kept` of the same rows."""
     if found is not None:
         pieces = zip(found.f.split(CHUNK), found.names.split(CHUNK))
@@ -133,7 +133,7 @@ def reconstruct(held: Held, v: torch.Tensor, found: Kept | None) -> torch.Tensor
     return torch.cat([_reconstruct_tiles(held, piece) for piece in v.split(CHUNK)])
 
 
-def _reconstruct_tiles(held: Held, v: torch.Tensor) -> torch.Tensor:
+def _reconstruct_tiles(held: DeviceSae, v: torch.Tensor) -> torch.Tensor:
     out = held.decoder_bias.expand(len(v), -1).clone()
     for part in held.tiles():
         f, decoder = held.activation.part(part)(pre_activations(held, v, part)), held.decoder[part]
@@ -146,7 +146,7 @@ def _reconstruct_tiles(held: Held, v: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _decode_kept(held: Held, f: torch.Tensor, names: torch.Tensor) -> torch.Tensor:
+def _decode_kept(held: DeviceSae, f: torch.Tensor, names: torch.Tensor) -> torch.Tensor:
     out = held.decoder_bias.expand(len(f), -1).clone()
     if f.numel() * SPARSE_SHARE < held.encoder.shape[0]:
         return out + torch.einsum("nk,nkd->nd", f, held.decoder[names])

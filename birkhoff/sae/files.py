@@ -19,7 +19,7 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.load_dictionary_learning import dictionary_learning_file, load_dictionary_learning
 from birkhoff.sae.load_gemma_scope import gemma_scope_file, load_gemma_scope
 from birkhoff.sae.load_saelens import is_saelens, load_saelens, read_labels, save_saelens
-from birkhoff.sae.manifest import MANIFEST, load_manifest, save_manifest
+from birkhoff.sae.sae_manifest import MANIFEST, load_manifest, save_manifest
 
 
 def load_all(

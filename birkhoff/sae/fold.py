@@ -14,7 +14,7 @@ import torch
 
 
 @dataclass(frozen=True, eq=False)
-class Weights:
+class SaeWeights:
     """`gate_bias` is None except for gated dictionaries, where `encoder_bias` is the magnitude's."""
 
     encoder: torch.Tensor  # [F, d]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from birkhoff.errors import SaeFileError, quoted
-from birkhoff.sae.fold import Weights
+from birkhoff.sae.fold import SaeWeights
 from birkhoff.sae.load_saelens import read_json
 from birkhoff.sae.torch_zip import read_plain_tensors
 
@@ -86,7 +86,7 @@ def _kind(names: set[str], said: str, path: Path) -> str:
 
 def _weights(
     tensors: dict[str, torch.Tensor], encoder: str, c: str, decoder: str, b: str, path: Path, transposed: bool = False
-) -> Weights:
+) -> SaeWeights:
     missing = [name for name in (encoder, c, decoder, b) if name not in tensors]
     if missing:
         raise SaeFileError(f"{path} lacks {', '.join(missing)}.")
@@ -97,6 +97,6 @@ def _weights(
         )
     scale = tensors["r_mag"].double().exp() if "r_mag" in tensors else None
     threshold = tensors["threshold"] if transposed else None
-    made = Weights(e.T if transposed else e, tensors[c], w if transposed else w.T, tensors[b], threshold,
+    made = SaeWeights(e.T if transposed else e, tensors[c], w if transposed else w.T, tensors[b], threshold,
                    tensors.get("gate_bias"), scale)  # fmt: skip
     return made.double()

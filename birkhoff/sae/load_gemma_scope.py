@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from birkhoff.errors import SaeFileError
-from birkhoff.sae.fold import Weights
+from birkhoff.sae.fold import SaeWeights
 
 NAMES = ("W_enc", "W_dec", "b_enc", "b_dec", "threshold")
 
@@ -36,5 +36,5 @@ def load_gemma_scope(path: Path) -> dict[str, Any]:
     missing = [name for name in NAMES if name not in tensors]
     if missing:
         raise SaeFileError(f"{path} lacks {', '.join(missing)}; a Gemma Scope dictionary has {', '.join(NAMES)}.")
-    w = Weights(tensors["W_enc"].T, tensors["b_enc"], tensors["W_dec"], tensors["b_dec"], tensors["threshold"])
+    w = SaeWeights(tensors["W_enc"].T, tensors["b_enc"], tensors["W_dec"], tensors["b_dec"], tensors["threshold"])
     return {"activation": "jumprelu", **w.arguments()}

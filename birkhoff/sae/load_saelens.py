@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from birkhoff.errors import SaeError, SaeFileError, quoted
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.fold import Weights
+from birkhoff.sae.fold import SaeWeights
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SCALER = "activation_scaler.json"
@@ -42,7 +42,7 @@ def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     if missing:
         raise SaeFileError(f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks.")
     gated = kind == "gated"
-    weights = Weights(
+    weights = SaeWeights(
         tensors["W_enc"].T, tensors["b_mag" if gated else "b_enc"], tensors["W_dec"], tensors["b_dec"],
         threshold=tensors.get("threshold") if kind == "jumprelu" else None,
         gate_bias=tensors["b_gate"] if gated else None, scale=tensors["r_mag"].double().exp() if gated else None,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from birkhoff.errors import CapacityError, SaeBusy, SaeError, SiteError, quoted
-from birkhoff.hooks import names
+from birkhoff.hooks import site_names
 from birkhoff.hooks.digest import framed
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.schema import HookSchema
@@ -83,7 +83,7 @@ class RowPool:
 
 
 @dataclass(eq=False)
-class SaeHolding:
+class SaeReservation:
     """What one request holds of the registry while it runs."""
 
     registry: SaeRegistry
@@ -186,7 +186,7 @@ class SaeRegistry:
                 )
             self._take_out(module)
 
-    def reserve(self, holding: SaeHolding) -> bool:
+    def reserve(self, holding: SaeReservation) -> bool:
         with self._lock:
             assert not holding.held, "a request is admitted once"
             for kind, rows in holding.rows.items():
@@ -200,7 +200,7 @@ class SaeRegistry:
                 module.live += 1
             return True
 
-    def release(self, holding: SaeHolding) -> None:
+    def release(self, holding: SaeReservation) -> None:
         with self._lock:
             if not holding.held:
                 return
@@ -215,7 +215,7 @@ class SaeRegistry:
                     self._leaving.remove(module)
 
     def holding(self, modules: Sequence[Attached], rows: Mapping[str, Collection[bytes]],
-                writes: Collection[Written]) -> SaeHolding:  # fmt: skip
+                writes: Collection[Written]) -> SaeReservation:  # fmt: skip
         """What a request will take when it is admitted; refused when it can never be."""
         for kind, wanted in rows.items():
             if len(set(wanted)) > self.pools[kind].size:
@@ -223,7 +223,7 @@ class SaeRegistry:
                     f"this request needs {len(set(wanted))} rows of {kind} clamps, and {self.pools[kind].size} can "
                     "ever be free. Ask for fewer features in fewer edits."
                 )
-        return SaeHolding(self, tuple(modules), {kind: frozenset(wanted) for kind, wanted in rows.items()},
+        return SaeReservation(self, tuple(modules), {kind: frozenset(wanted) for kind, wanted in rows.items()},
                           frozenset(writes))  # fmt: skip
 
     def check_not_written(self, writes: Collection[Written]) -> None:
@@ -253,7 +253,7 @@ class SaeRegistry:
             missing = "hook" if sae.hook is None else "layer"
             raise SaeError(f"{sae} says no {missing}. Give it when loading, or place it with sae.at(hook, layer).")
         try:
-            hook, layer = names.resolve(sae.hook, sae.layer, self.schema, self.num_layers)
+            hook, layer = site_names.resolve(sae.hook, sae.layer, self.schema, self.num_layers)
         except SiteError as error:
             raise SaeError(str(error)) from None
         if not self.schema[hook].steerable:

@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from birkhoff.hooks.edit import Around, Op, Path
-from birkhoff.sae import still
+from birkhoff.hooks.edit import Op, Path, SiteContext
+from birkhoff.sae import graph_sae
 from birkhoff.sae.clamps import ClampRow, ClampTable, LaidClamps
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.encode import Chosen, Held, Kept, columns, kept, reconstruct
+from birkhoff.sae.encode import DeviceSae, FeatureSubset, TopkFeatures, columns, kept, reconstruct
 from birkhoff.sae.views import View
 
 LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # heights of the block; beyond the last, multiples of half of it
@@ -70,12 +70,12 @@ class _Composition:
     constants: torch.Tensor | None  # [lines, d]
     encodes: tuple[bool, ...]  # by line
     table: ClampTable
-    chosen: Chosen | None  # None when nothing has to be encoded
+    chosen: FeatureSubset | None  # None when nothing has to be encoded
     decoder: torch.Tensor  # [C, d]
 
 
 @dataclass(frozen=True, eq=False)
-class _Layout:
+class _SpliceLayout:
     """Units of a step and what is done to each, as tensors. `index` is filled up to a fixed size by repeating the first
     unit; `picked` are the places whose features have to be found, None for all of them."""
 
@@ -98,17 +98,19 @@ class SaeHost:
         self._place = None if self.features is None else {name: place for place, name in enumerate(self.features)}
         self.held = self._hold(sae)
         self._compositions: dict[tuple[tuple[bytes, ...], ...], _Composition] = {}
-        self._layouts: dict[tuple[tuple[SaeUse, tuple[int, ...]], ...], _Layout] = {}
+        self._layouts: dict[tuple[tuple[SaeUse, tuple[int, ...]], ...], _SpliceLayout] = {}
 
-    def _hold(self, sae: Sae) -> Held:
+    def _hold(self, sae: Sae) -> DeviceSae:
         if self.features is None:
-            return Held.of(sae, self.device)
+            return DeviceSae.of(sae, self.device)
         chosen = torch.tensor(self.features, dtype=torch.long)
         decoder, bias = sae.decoder[chosen].to(self.device), sae.decoder_bias.to(self.device)
         if sae.activation.whole_row:  # who is among the k largest takes all of the encoder to know
-            return Held(sae.encoder.to(self.device), sae.encoder_bias.to(self.device), decoder, bias, sae.activation)
+            return DeviceSae(
+                sae.encoder.to(self.device), sae.encoder_bias.to(self.device), decoder, bias, sae.activation
+            )
         encoder, c = sae.encoder[chosen].to(self.device), sae.encoder_bias[chosen].to(self.device)
-        return Held(encoder, c, decoder, bias, sae.activation.part(chosen).to(self.device))
+        return DeviceSae(encoder, c, decoder, bias, sae.activation.part(chosen).to(self.device))
 
     @property
     def num_bytes(self) -> int:
@@ -129,7 +131,7 @@ class SaeHost:
         places = features if self._place is None else [self._place[name] for name in features]
         return torch.tensor(places, dtype=torch.long, device=self.device)
 
-    def run(self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], around: Around) -> torch.Tensor:
+    def run(self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], around: SiteContext) -> torch.Tensor:
         """A new tensor with the named rows changed and all others bit-identical."""
         for error in ("keep", "drop"):  # of one dictionary a row is in one of the two: requests are refused otherwise
             chosen = [(use, rows) for use, rows in uses if use.error == error and len(rows)]
@@ -137,7 +139,9 @@ class SaeHost:
                 x = self._run(x, chosen, around, error)
         return x
 
-    def _run(self, x: torch.Tensor, uses: list[tuple[SaeUse, list[int]]], around: Around, error: str) -> torch.Tensor:
+    def _run(
+        self, x: torch.Tensor, uses: list[tuple[SaeUse, list[int]]], around: SiteContext, error: str
+    ) -> torch.Tensor:
         laid_out = self._layout(uses)
         if not laid_out.count:
             return x
@@ -152,7 +156,7 @@ class SaeHost:
         new = new if new.dtype is x.dtype else new.to(x.dtype)
         return rows.index_copy(0, laid_out.units, new[: laid_out.count]).view(x.shape)
 
-    def _layout(self, uses: list[tuple[SaeUse, list[int]]]) -> _Layout:
+    def _layout(self, uses: list[tuple[SaeUse, list[int]]]) -> _SpliceLayout:
         """Where a step's uses meet the units. Requests that decode meet the same ones step after step."""
         key = tuple((use, tuple(rows)) for use, rows in uses)
         known = self._layouts.get(key)
@@ -164,14 +168,14 @@ class SaeHost:
                 self._layouts[key] = known
         return known
 
-    def _lay_out(self, uses: list[tuple[SaeUse, list[int]]]) -> _Layout:
+    def _lay_out(self, uses: list[tuple[SaeUse, list[int]]]) -> _SpliceLayout:
         numbers, lines, met = self._compact(uses)
         composition = self._composition(met)
         spare = capacity(len(numbers)) - len(numbers) if numbers else 0
         lines += lines[:1] * spare
         return self._laid(numbers + numbers[:1] * spare, lines, composition, len(numbers))
 
-    def _laid(self, index: list[int], lines: list[int], composition: _Composition, count: int) -> _Layout:
+    def _laid(self, index: list[int], lines: list[int], composition: _Composition, count: int) -> _SpliceLayout:
         where = [place for place, line in enumerate(lines) if composition.encodes[line]]
         encodes = bool(where) and composition.chosen is not None
         everywhere = len(where) == len(lines)
@@ -180,7 +184,7 @@ class SaeHost:
         clamps = composition.table.at(at if picked is None else at[picked]) if encodes else None
         constants = None if composition.constants is None else composition.constants[at]
         units = torch.tensor(index, dtype=torch.long, device=self.device)
-        return _Layout(units, units[:count], count, composition, encodes, picked, clamps, constants)
+        return _SpliceLayout(units, units[:count], count, composition, encodes, picked, clamps, constants)
 
     def _compact(self, uses: list[tuple[SaeUse, list[int]]]) -> tuple[list[int], list[int], list[tuple[SaeUse, ...]]]:
         """The units that opted in, the line of each, and the uses that every line holds."""
@@ -211,7 +215,7 @@ class SaeHost:
         table = ClampTable.of(rest, self.device)
         features = table.features.tolist()
         encodes = tuple(any(row.features for row in line) for line in rest)
-        chosen = Chosen.of(self.held, self._encoder_places(features)) if features else None
+        chosen = FeatureSubset.of(self.held, self._encoder_places(features)) if features else None
         return _Composition(constants, encodes, table, chosen, self.decoder_rows(features))
 
     def _encoder_places(self, features: Sequence[int]) -> torch.Tensor:
@@ -219,7 +223,7 @@ class SaeHost:
             return torch.tensor(list(features), dtype=torch.long, device=self.device)
         return self._places(features)
 
-    def _surgery(self, v: torch.Tensor, laid: _Layout, found: Kept | None) -> torch.Tensor:
+    def _surgery(self, v: torch.Tensor, laid: _SpliceLayout, found: TopkFeatures | None) -> torch.Tensor:
         """sum over clamped features of (f' - f) w, [n, d]."""
         composition, picked, constants = laid.composition, laid.picked, laid.constants
         if laid.clamps is None or composition.chosen is None:
@@ -232,12 +236,12 @@ class SaeHost:
             return change if constants is None else constants + change
         return (torch.zeros_like(v) if constants is None else constants).index_add(0, picked, change)
 
-    def still_kind(self, uses: Sequence[tuple[Any, list[int]]]) -> still.Kind | None:
+    def graph_kind(self, uses: Sequence[tuple[Any, list[int]]]) -> graph_sae.GraphSaeKind | None:
         """Which fixed shapes these uses fit, or None."""
-        return still.kind_of(self, uses, capacity)
+        return graph_sae.kind_of(self, uses, capacity)
 
-    def still(self, kind: still.Kind) -> still.StillSae:
-        return still.StillSae(self, kind)
+    def still(self, kind: graph_sae.GraphSaeKind) -> graph_sae.GraphSae:
+        return graph_sae.GraphSae(self, kind)
 
     def warm(self) -> None:
         """Run everything once on a row of zeros, so that nothing is set up inside a step."""

@@ -55,7 +55,7 @@ def read_plain_tensors(path: Path) -> dict[str, Any]:
             index = [name for name in archive.namelist() if name.endswith("/data.pkl") or name == "data.pkl"]
             if len(index) != 1:
                 raise SaeFileError(f"{path} is an archive without the index of torch.save.")
-            read = _Reader(path, archive, index[0].removesuffix("data.pkl"))
+            read = _PickleReader(path, archive, index[0].removesuffix("data.pkl"))
             found = read.run(archive.read(index[0]))
     except (zipfile.BadZipFile, KeyError, EOFError, OSError) as error:
         raise SaeFileError(
@@ -67,7 +67,7 @@ def read_plain_tensors(path: Path) -> dict[str, Any]:
     return found
 
 
-class _Reader:
+class _PickleReader:
     def __init__(self, path: Path, archive: zipfile.ZipFile, prefix: str):
         self._path, self._archive, self._prefix = path, archive, prefix
         self._stack: list[Any] = []

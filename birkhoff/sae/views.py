@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from birkhoff.errors import SaeError
-from birkhoff.hooks.edit import Around
+from birkhoff.hooks.edit import SiteContext
 from birkhoff.hooks.schema import HookSchema
 
 
@@ -61,7 +61,7 @@ class View:
         chosen = range(self.streams) if streams is None else streams
         return [row * self.streams + stream for row in rows for stream in chosen]
 
-    def read(self, x: torch.Tensor, index: torch.Tensor, around: Around) -> Units:
+    def read(self, x: torch.Tensor, index: torch.Tensor, around: SiteContext) -> Units:
         """Units at `index` of a laid-out tensor."""
         old = x.index_select(0, index).float()
         if self.name == "mean":

@@ -19,28 +19,28 @@ from starlette.types import ASGIApp
 
 from birkhoff import __version__
 from birkhoff.errors import BirkhoffError
-from birkhoff.server.body import Wire
-from birkhoff.server.captures import CaptureRoutes
-from birkhoff.server.chat import ChatBody, Chats
-from birkhoff.server.completions import CompletionBody, Completions
-from birkhoff.server.contrasts import ContrastBody, Contrasts
-from birkhoff.server.desk import Desk
-from birkhoff.server.gate import Gate
-from birkhoff.server.hub import Hub
-from birkhoff.server.journal import Journal
+from birkhoff.server.access_log import AccessLog
+from birkhoff.server.api_errors import ApiError, problem_of
+from birkhoff.server.async_engine import AsyncEngine
+from birkhoff.server.body import RequestBody
+from birkhoff.server.capture_routes import CaptureRoutes
+from birkhoff.server.chat_routes import ChatBody, ChatRoutes
+from birkhoff.server.completion_routes import CompletionBody, CompletionRoutes
+from birkhoff.server.context import ServingContext
+from birkhoff.server.contrast_routes import ContrastBody, ContrastRoutes
+from birkhoff.server.interp_routes import AttentionBody, EstimateBody, InterpRoutes, LensBody
 from birkhoff.server.links import Links
-from birkhoff.server.looking import AttentionBody, EstimateBody, LensBody, Lookers
-from birkhoff.server.messages import CountBody, Messages, MessagesBody
+from birkhoff.server.message_routes import CountBody, MessageRoutes, MessagesBody
 from birkhoff.server.metrics import Metrics
-from birkhoff.server.page import Page
-from birkhoff.server.patching import PatchRoutes, SweepBody
-from birkhoff.server.problems import Problem, problem_of
-from birkhoff.server.responses import Responses, ResponsesBody
-from birkhoff.server.saes import FeaturesBody, GlobalBody, SaeRoutes
-from birkhoff.server.service import Service
-from birkhoff.server.settings import ServerSettings
-from birkhoff.server.steering import ModuleBody, SetBody, SteeringRoutes, UnregisterBody
-from birkhoff.server.tokens import DetokenizeBody, TemplateBody, TokenizeBody, Tokens
+from birkhoff.server.middleware import Middleware
+from birkhoff.server.page_routes import PageRoutes
+from birkhoff.server.patching_routes import PatchRoutes, SweepBody
+from birkhoff.server.response_routes import ResponseRoutes, ResponsesBody
+from birkhoff.server.sae_routes import FeaturesBody, GlobalBody, SaeRoutes
+from birkhoff.server.server_settings import ServerSettings
+from birkhoff.server.service_routes import ServiceRoutes
+from birkhoff.server.steering_routes import ModuleBody, SetBody, SteeringRoutes, UnregisterBody
+from birkhoff.server.token_routes import DetokenizeBody, TemplateBody, TokenizeBody, TokenRoutes
 
 Handler = Callable[..., Awaitable[Response]]
 REFERENCE = "#/components/schemas/{model}"
@@ -61,18 +61,23 @@ MESSAGES_ERROR = {
 
 
 def build_app(
-    settings: ServerSettings, hub: Hub, metrics: Metrics, journal: Journal, loading: Mapping[str, Any]
+    settings: ServerSettings, hub: AsyncEngine, metrics: Metrics, journal: AccessLog, loading: Mapping[str, Any]
 ) -> ASGIApp:
     name = settings.served_name or PurePath(str(loading.get("model", "nano"))).name
-    desk = Desk(settings, hub, journal, name)
+    desk = ServingContext(settings, hub, journal, name)
     app = FastAPI(title="Birkhoff", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    table = Table(app)
-    service, chats, completions, tokens = Service(desk, metrics), Chats(desk), Completions(desk), Tokens(desk)
-    responses, messages = Responses(desk), Messages(desk)
+    table = RouteTable(app)
+    service, chats, completions, tokens = (
+        ServiceRoutes(desk, metrics),
+        ChatRoutes(desk),
+        CompletionRoutes(desk),
+        TokenRoutes(desk),
+    )
+    responses, messages = ResponseRoutes(desk), MessageRoutes(desk)
     links = Links()
-    looking, captures, steering = Lookers(desk), CaptureRoutes(desk, links), SteeringRoutes(desk)
+    looking, captures, steering = InterpRoutes(desk), CaptureRoutes(desk, links), SteeringRoutes(desk)
     saes, patching = SaeRoutes(desk, looking), PatchRoutes(desk, looking)
-    page = Page()
+    page = PageRoutes()
     table.get("/", page.home, "The page", "text/html")
     table.get("/favicon.ico", page.icon, "Its picture", "image/svg+xml")
     table.get("/assets/{name}", page.asset, "The page's files", "text/javascript")
@@ -106,7 +111,9 @@ def build_app(
     table.get("/v1/interp/captures/{capture_id}/data", captures.data, "Its rows", "application/octet-stream")
     table.post("/v1/interp/captures/{capture_id}/link", captures.link, None, "Where to find them for a minute")
     table.get("/v1/interp/captures/{capture_id}/slice", captures.slice, "Some of its rows as numbers")
-    table.post("/v1/interp/contrast", Contrasts(desk).compare, ContrastBody, "Two sets of texts, and where they differ")
+    table.post(
+        "/v1/interp/contrast", ContrastRoutes(desk).compare, ContrastBody, "Two sets of texts, and where they differ"
+    )
     table.get("/v1/saes", saes.attached, "Dictionaries of features")
     table.post("/v1/interp/features", saes.features, FeaturesBody, "Features that fire on a text")
     table.get("/v1/interp/features/{sae}/{feature}", saes.feature, "What is known of one feature")
@@ -123,15 +130,15 @@ def build_app(
     table.post("/v1/steering/modules/register", steering.register, ModuleBody, "Name a vector")
     table.post("/v1/steering/modules/unregister", steering.unregister, UnregisterBody, "Forget a name")
     table.finish()
-    return Gate(app, settings, metrics, journal, links)
+    return Middleware(app, settings, metrics, journal, links)
 
 
-class Table:
+class RouteTable:
     """Routes with the models of their bodies."""
 
     def __init__(self, app: FastAPI):
-        self._app, self._models = app, list[type[Wire]]()
-        for kind in (Problem, BirkhoffError, Exception):
+        self._app, self._models = app, list[type[RequestBody]]()
+        for kind in (ApiError, BirkhoffError, Exception):
             app.add_exception_handler(kind, _problem)
         app.add_exception_handler(HTTPException, _http_problem)
 
@@ -141,7 +148,7 @@ class Table:
     def delete(self, path: str, handler: Handler, summary: str) -> None:
         self._add(path, handler, "DELETE", None, summary)
 
-    def post(self, path: str, handler: Handler, body: type[Wire] | None, summary: str) -> None:
+    def post(self, path: str, handler: Handler, body: type[RequestBody] | None, summary: str) -> None:
         self._add(path, handler, "POST", body, summary)
 
     def _add(
@@ -149,7 +156,7 @@ class Table:
         path: str,
         handler: Handler,
         method: str,
-        body: type[Wire] | None,
+        body: type[RequestBody] | None,
         summary: str,
         kind: str = "application/json",
     ) -> None:
@@ -194,7 +201,7 @@ async def _http_problem(http: HttpRequest, error: Exception) -> Response:
         404: "there is no such route. /openapi.json lists those there are.",
         405: "this route takes another method.",
     }
-    problem = Problem(
+    problem = ApiError(
         error.status_code,
         said.get(error.status_code, "the call was refused."),
         code="route",

@@ -18,15 +18,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from birkhoff.errors import quoted
-from birkhoff.server.problems import Problem, bad
+from birkhoff.server.api_errors import ApiError, bad
 
 LARGE = 256 * 1024  # bytes from which parsing leaves the event loop
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
-Model = TypeVar("Model", bound="Wire")
+Model = TypeVar("Model", bound="RequestBody")
 
 
-class Wire(BaseModel):
+class RequestBody(BaseModel):
     """A JSON object of the wire. Unknown fields are kept, so that the route can name them."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
@@ -36,7 +36,7 @@ class Wire(BaseModel):
         return list(self.model_extra or ())
 
 
-class Exact(Wire):
+class StrictBody(RequestBody):
     """An object in which an unknown field is a mistake."""
 
     model_config = ConfigDict(extra="forbid")
@@ -55,12 +55,12 @@ async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
                     raise _too_large(most_bytes)
                 parts.append(part)
     except TimeoutError:
-        raise Problem(
+        raise ApiError(
             408, f"the body did not arrive within {seconds:g} s. Send it again, in one go.", code="body-too-slow",
             headers={"Connection": "close"},
         ) from None  # fmt: skip
     except ClientDisconnect:
-        raise Problem(499, "the client left before its body had arrived.") from None
+        raise ApiError(499, "the client left before its body had arrived.") from None
     return b"".join(parts)
 
 
@@ -96,9 +96,9 @@ async def json_fields(request: Request, most_bytes: int, seconds: float, most_de
     """Read and parse."""
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json":
-        raise Problem(415, f"the content type is {quoted(kind)}, expected application/json.", code="content-type")
+        raise ApiError(415, f"the content type is {quoted(kind)}, expected application/json.", code="content-type")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
-        raise Problem(415, "the body is compressed, expected plain JSON.", code="content-encoding")
+        raise ApiError(415, "the body is compressed, expected plain JSON.", code="content-encoding")
     raw = await read_body(request, most_bytes, seconds)
     return parse(raw, most_depth) if len(raw) < LARGE else await asyncio.to_thread(parse, raw, most_depth)
 
@@ -137,8 +137,8 @@ def _path(location: tuple[int | str, ...]) -> str:
     return out
 
 
-def _too_large(most_bytes: int) -> Problem:
-    return Problem(
+def _too_large(most_bytes: int) -> ApiError:
+    return ApiError(
         413, f"the body is larger than {most_bytes} bytes. Send less, or raise the server's limit.",
         code="body-too-large", headers={"Connection": "close"},
     )  # fmt: skip

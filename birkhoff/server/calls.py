@@ -1,6 +1,6 @@
 """A call in no dialect: what is to be run, and the requests that run it.
 
-Routes read their own wire and make a `Call`; from here on OpenAI's and Anthropic's clients are the same. The choices
+Routes read their own wire and make a `GenerationCall`; from here on OpenAI's and Anthropic's clients are the same. The choices
 come first among its requests; with `baseline` their unsteered twins follow, drawn from the same seed.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from birkhoff.engine.request import Request, TokenLogprob, TokenMask
-from birkhoff.server.problems import Problem, problem_of
+from birkhoff.server.api_errors import ApiError, problem_of
+from birkhoff.text.detokenizer import ChatStream
 from birkhoff.text.events import ParsedMessage
-from birkhoff.text.live import ChatStream
 from birkhoff.text.markers import END_THINK
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Call:
+class GenerationCall:
     prompt: list[int]
     sampling: dict[str, Any]
     thinking: bool | None = None  # None: plain text
@@ -63,7 +63,7 @@ def check_end(request: Request) -> None:
         steered = request.plan is not None and bool(request.plan.edits)
         raise problem_of(request.error or RuntimeError("the engine stopped"), steered)
     if request.finish_reason == "cancelled":
-        raise Problem(499, "this answer was cancelled.", code="cancelled")
+        raise ApiError(499, "this answer was cancelled.", code="cancelled")
 
 
 def parsed(request: Request) -> ParsedMessage:
@@ -89,7 +89,7 @@ def problems(request: Request) -> list[str]:
     return [*found, lost] if lost else found
 
 
-def usage(requests: Sequence[Request], call: Call, engine: Engine) -> dict[str, Any]:
+def usage(requests: Sequence[Request], call: GenerationCall, engine: Engine) -> dict[str, Any]:
     """Tokens of a call: its prompt once, all its answers."""
     prompt = len(requests[0].prompt_ids)
     completion = sum(len(request.output_ids) for request in requests)
@@ -108,7 +108,7 @@ def cached(request: Request) -> int:
     return request.cached_tokens or 0
 
 
-def reasoning_tokens(request: Request, call: Call, engine: Engine) -> int:
+def reasoning_tokens(request: Request, call: GenerationCall, engine: Engine) -> int:
     if not call.thinking:
         return 0
     end = engine.tokenizer.markers.get(END_THINK)

@@ -14,13 +14,13 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from typing import Any
 
-from birkhoff.api.driver import Told
+from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request
-from birkhoff.server.calls import Call, check_end, problems, usage
-from birkhoff.server.desk import Desk
+from birkhoff.server.async_engine import ActiveCall
+from birkhoff.server.calls import GenerationCall, check_end, problems, usage
+from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import Sampling
-from birkhoff.server.hub import Running
-from birkhoff.server.inside import captured, findings
+from birkhoff.server.interp_response import captured, findings
 from birkhoff.server.sse import DONE, PING, frame
 
 Json = dict[str, Any]
@@ -29,7 +29,7 @@ Json = dict[str, Any]
 class Choices(ABC):
     """How one call's answers look; `head` begins the whole answer, `chunk_head` every chunk."""
 
-    def __init__(self, desk: Desk, calls: list[Call], body: Sampling, head: Json, chunk_head: Json):
+    def __init__(self, desk: ServingContext, calls: list[GenerationCall], body: Sampling, head: Json, chunk_head: Json):
         self._desk, self._calls, self._body = desk, calls, body
         self._head, self._chunk_head = head, chunk_head
 
@@ -38,14 +38,14 @@ class Choices(ABC):
         """One answer that has ended."""
 
     @abstractmethod
-    def pieces(self, index: int, told: Told) -> list[Json]:
+    def pieces(self, index: int, told: RequestOutput) -> list[Json]:
         """What is new of one answer, as choices of chunks."""
 
     @abstractmethod
     def end(self, index: int, request: Request) -> Json:
         """The choice of an answer's last chunk, the one with its `finish_reason`."""
 
-    def whole(self, running: Running) -> Json:
+    def whole(self, running: ActiveCall) -> Json:
         for request in running.requests:
             check_end(request)
         chosen, twins = self._sides(running)
@@ -58,7 +58,7 @@ class Choices(ABC):
             answer["baseline"] = [self.choice(index, request) for index, request in enumerate(twins)]
         return answer | self._tail(running)
 
-    async def frames(self, running: Running, ping_seconds: float) -> AsyncIterator[bytes]:
+    async def frames(self, running: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
         chosen, _ = self._sides(running)
         ready = b""
         try:
@@ -83,12 +83,12 @@ class Choices(ABC):
             yield ready + frame(self._desk.told(error, running.id))
         yield DONE
 
-    def _sides(self, running: Running) -> tuple[tuple[Request, ...], tuple[Request, ...]]:
+    def _sides(self, running: ActiveCall) -> tuple[tuple[Request, ...], tuple[Request, ...]]:
         """The choices, and their unsteered twins if there are any."""
         count = len(running.requests) // (2 if self._calls[0].baseline else 1)
         return running.requests[:count], running.requests[count:]
 
-    def _news(self, index: int, told: Told, count: int) -> bytes:
+    def _news(self, index: int, told: RequestOutput, count: int) -> bytes:
         if told.refused is not None:
             raise told.refused
         mark: Json = {} if index < count else {"baseline": True}  # an index of its own: clients join deltas by it
@@ -117,7 +117,7 @@ class Choices(ABC):
                 first[key] += other[key]
         return first
 
-    def _tail(self, running: Running) -> Json:
+    def _tail(self, running: ActiveCall) -> Json:
         """What the answer says about itself, and the prompt as the model read it when it was asked for."""
         call, body = self._calls[0], self._body
         found = findings(self._sides(running)[0], call, self._desk.shelf, bool(body.stream))
@@ -131,7 +131,7 @@ class Choices(ABC):
         return found
 
 
-def _progress(told: Told) -> Json:
+def _progress(told: RequestOutput) -> Json:
     """How much of a prompt is known, and how much of it was known before; milliseconds since its turn came."""
     request, began = told.request, told.request.timings.admitted
     waited = 0.0 if began is None else (request.timings.first_token or time.perf_counter()) - began

@@ -21,9 +21,9 @@ import orjson
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from birkhoff.server.gate import STALLED
-from birkhoff.server.problems import Problem
-from birkhoff.server.settings import ServerSettings
+from birkhoff.server.api_errors import ApiError
+from birkhoff.server.middleware import STALLED
+from birkhoff.server.server_settings import ServerSettings
 
 
 def connection_class(settings: ServerSettings) -> type[H11Protocol]:
@@ -38,7 +38,7 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
             if len(self.connections) > settings.max_connections:
-                refusal = Problem(503, "too many connections. Try again later.", code="connections")
+                refusal = ApiError(503, "too many connections. Try again later.", code="connections")
                 self._close_with(refusal, b"503 Service Unavailable")
             else:
                 self._expect_head()
@@ -81,7 +81,7 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
             super().on_response_complete()
 
         def send_400_response(self, msg: str) -> None:
-            self._close_with(Problem(400, msg, code="http-invalid"), b"400 Bad Request")
+            self._close_with(ApiError(400, msg, code="http-invalid"), b"400 Bad Request")
 
         def _expect_head(self) -> None:
             if self._deadline is None:
@@ -93,10 +93,10 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
                 self._deadline = None
 
         def _too_slow(self) -> None:
-            self._close_with(Problem(408, "the head of the call did not arrive in time.", code="head-too-slow"),
+            self._close_with(ApiError(408, "the head of the call did not arrive in time.", code="head-too-slow"),
                              b"408 Request Timeout")  # fmt: skip
 
-        def _close_with(self, problem: Problem, status: bytes) -> None:
+        def _close_with(self, problem: ApiError, status: bytes) -> None:
             """Answer without h11, which may be in no state to send, and close."""
             if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
                 body = orjson.dumps(problem.as_json())

@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from birkhoff.server.body import Exact, Wire
-from birkhoff.server.problems import bad
+from birkhoff.server.api_errors import bad
+from birkhoff.server.body import RequestBody, StrictBody
 
 Stop = Annotated[str, Field(min_length=1, max_length=64)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -39,7 +39,7 @@ EXTENSIONS = (
 )  # fmt: skip
 
 
-class Looking(Wire):
+class InterpFields(RequestBody):
     """The extension fields, as they come; their own rooms read them."""
 
     capture: dict[str, Any] | None = None
@@ -63,11 +63,11 @@ class Looking(Wire):
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-class StreamOptions(Wire):
+class StreamOptions(RequestBody):
     include_usage: bool | None = None
 
 
-class Sampling(Looking):
+class Sampling(InterpFields):
     model: Annotated[str, Field(max_length=512)] | None = None
     max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
@@ -103,14 +103,14 @@ class Sampling(Looking):
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
-class JsonSchemaFormat(Exact):
+class JsonSchemaFormat(StrictBody):
     name: Annotated[str, Field(max_length=64)] | None = None
     description: Annotated[str, Field(max_length=4096)] | None = None
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
 
-class ResponseFormat(Exact):
+class ResponseFormat(StrictBody):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
@@ -119,7 +119,7 @@ def schema_format(schema: dict[str, Any]) -> ResponseFormat:
     return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
 
 
-def notices(body: Wire, strict: bool) -> list[str]:
+def notices(body: RequestBody, strict: bool) -> list[str]:
     """What to say about fields we do not know; those that would change the answer are refused."""
     unknown = body.unknown
     if len(unknown) > MOST_UNKNOWN:

@@ -18,14 +18,14 @@ import uvicorn
 
 from birkhoff.api import Engine
 from birkhoff.errors import OptionError
+from birkhoff.server.access_log import AccessLog
 from birkhoff.server.app import build_app
+from birkhoff.server.async_engine import AsyncEngine
 from birkhoff.server.connection import Server, connection_class
-from birkhoff.server.hub import Hub
-from birkhoff.server.journal import Journal
 from birkhoff.server.metrics import Metrics
-from birkhoff.server.saes import attach
-from birkhoff.server.settings import ServerSettings
-from birkhoff.steering.container import SteeringVector
+from birkhoff.server.sae_routes import attach
+from birkhoff.server.server_settings import ServerSettings
+from birkhoff.steering.vector_file import SteeringVector
 
 SEND_BUFFER = 128 * 1024
 # Two threads share the interpreter: the engine's, which computes, and the loop's, which writes a little and waits. At
@@ -39,8 +39,8 @@ def serve(
     """Serve until told to stop; the exit status. `announce` is given the one URL once calls are answered."""
     listener = _bind(settings)
     sys.setswitchinterval(SWITCH_SECONDS)
-    journal, metrics = Journal(settings.log), Metrics()
-    hub = Hub(settings, metrics)
+    journal, metrics = AccessLog(settings.log), Metrics()
+    hub = AsyncEngine(settings, metrics)
     app = build_app(settings, hub, metrics, journal, loading)
     config = uvicorn.Config(
         app, http=connection_class(settings), ws="none", loop="asyncio", lifespan="off", log_config=None,

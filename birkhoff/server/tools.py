@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from birkhoff.errors import quoted
-from birkhoff.server.grammar import Grammars, MakeMask, forced_call
-from birkhoff.server.problems import bad
+from birkhoff.server.api_errors import bad
+from birkhoff.server.json_grammar import Grammars, MakeMask, forced_call
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 Tools = list[dict[str, Any]]

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from birkhoff.hooks.digest import Block, Part, combine, float32_bytes, framed, number, short
+from birkhoff.hooks.digest import Block, DigestPart, combine, float32_bytes, framed, number, short
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.plan import Key
 
 Vectors = Mapping[str, Mapping[int, tuple[Any, float]]]  # hook, layer -> numbers and scale
 
 
-def site_part(key: Key, edit: SiteEdit, positions: bytes) -> Part:
+def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
     """One edit at one site. `positions` says which tokens of the phase, empty for all of them."""
     hook, layer = key
     flags = bytes([edit.norm_match, edit.post_mix])
@@ -35,7 +35,7 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> Part:
         hook.encode(), str(layer).encode(), edit.path.encode(), streams, flags, float32_bytes(edit.vector), scale,
         bounds, positions, places,
     )  # fmt: skip
-    return Part(edit.op, content)
+    return DigestPart(edit.op, content)
 
 
 def hash_steering_config(
@@ -55,14 +55,14 @@ def digest_steering_config(
     sae_full_reconstruction_specs: Sequence[bytes] = (),
 ) -> bytes | None:
     """The same as 128 bits, or None. A module is named by its content digest."""
-    parts = [Part("add", content) for content in _vectors(effective_vectors or {})]
+    parts = [DigestPart("add", content) for content in _vectors(effective_vectors or {})]
     if module_ref is not None:
-        parts.append(Part("add", framed(b"module", module_ref)))
+        parts.append(DigestPart("add", framed(b"module", module_ref)))
     blocks: tuple[tuple[Block, Iterable[bytes]], ...] = (
         ("delta", sae_clamp_specs),
         ("full", sae_full_reconstruction_specs),
     )
-    parts += [Part(block, spec) for block, specs in blocks for spec in specs]
+    parts += [DigestPart(block, spec) for block, specs in blocks for spec in specs]
     return combine(parts)
 
 

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from birkhoff.errors import SteeringError, quoted
-from birkhoff.hooks.names import STREAMS_POST_MLP
-from birkhoff.steering.container import OPS, SteeringVector
-from birkhoff.steering.packed import layer_vectors
+from birkhoff.hooks.site_names import STREAMS_POST_MLP
 from birkhoff.steering.vector import Vector
+from birkhoff.steering.vector_encoding import layer_vectors
+from birkhoff.steering.vector_file import OPS, SteeringVector
 
 TIERS = {"vectors": "both", "prefill_vectors": "prefill", "decode_vectors": "decode"}
 _DIRECTION = re.compile(r"direction\.(0|[1-9][0-9]{0,5})")

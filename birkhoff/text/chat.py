@@ -1,7 +1,7 @@
 """A conversation to a prompt, as DeepSeek-V4 was trained to read it (spec 13.2, steps 3 to 5).
 
 `render` gives segments, `encode_chat` gives token ids. Markers are placed here and nowhere else; everything that came
-with a message (contents, reasoning, tool names, arguments, results, schemas) is `Text` and stays text. Only our own
+with a message (contents, reasoning, tool names, arguments, results, schemas) is `TextSegment` and stays text. Only our own
 fixed texts are searched for markers, because the release's prompt texts contain some.
 
 Three habits of the format worth knowing: chat mode answers after `<｜Assistant｜></think>`; in a finished earlier turn
@@ -18,8 +18,8 @@ from typing import Any
 from birkhoff.errors import ChatError
 from birkhoff.text.literals import Literals
 from birkhoff.text.markers import ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, TASKS, THINK, USER
-from birkhoff.text.messages import Call, Turn, read_conversation
-from birkhoff.text.segments import Marker, Segment, Text, encode_segments, joined, split_markers
+from birkhoff.text.messages import EncodedToolCall, Turn, read_conversation
+from birkhoff.text.segments import Marker, Segment, TextSegment, encode_segments, joined, split_markers
 from birkhoff.text.tokenizer import Tokenizer
 
 
@@ -101,25 +101,25 @@ class _Scene:
         turn = self.turns[index]
         if turn.role == "user":
             yield Marker(USER)
-            yield Text("\n\n".join(_result(b.text) if b.is_result else b.text for b in turn.blocks))
+            yield TextSegment("\n\n".join(_result(b.text) if b.is_result else b.text for b in turn.blocks))
         elif turn.role == "assistant":
             yield from self._answer(index)
         elif turn.role == "latest_reminder":
             yield Marker(LATEST_REMINDER)
-            yield Text(turn.content)
+            yield TextSegment(turn.content)
         else:  # system and developer
             if turn.role == "developer":
                 yield Marker(USER)
-            yield Text(turn.content)
+            yield TextSegment(turn.content)
             yield from self._instructions(turn)
 
     def _answer(self, index: int) -> Iterator[Segment]:
         turn = self.turns[index]
         answers_task = index > 0 and self.turns[index - 1].task is not None
         if self.thinking and not answers_task and (not self.drop_thinking or index > self.last_user):
-            yield Text(turn.reasoning)
+            yield TextSegment(turn.reasoning)
             yield Marker(END_THINK)
-        yield Text(turn.content)
+        yield TextSegment(turn.content)
         if turn.calls:
             yield from render_calls(turn.calls)
         if not turn.wo_eos:
@@ -127,14 +127,14 @@ class _Scene:
 
     def _instructions(self, turn: Turn) -> Iterator[Segment]:
         if turn.tools:
-            yield Text("\n\n")
+            yield TextSegment("\n\n")
             yield from split_markers(self.literals.require("tools_head"))
-            yield Text("\n".join(turn.tools))
+            yield TextSegment("\n".join(turn.tools))
             yield from split_markers(self.literals.require("tools_tail"))
         if turn.response_format is not None:
-            yield Text("\n\n")
+            yield TextSegment("\n\n")
             yield from split_markers(self.literals.require("response_format_head"))
-            yield Text(turn.response_format)
+            yield TextSegment(turn.response_format)
 
     def transition(self, index: int) -> Iterator[Segment]:
         """What stands between a message and the answer to it."""
@@ -156,23 +156,23 @@ def _result(text: str) -> str:
     return f"<tool_result>{text}</tool_result>"
 
 
-def render_calls(calls: Sequence[Call]) -> Iterator[Segment]:
+def render_calls(calls: Sequence[EncodedToolCall]) -> Iterator[Segment]:
     """The block of tool calls that ends an answer. Names and values are text, whatever they spell."""
-    yield Text("\n\n")
+    yield TextSegment("\n\n")
     yield from _tag("<", "tool_calls>")
     for call in calls:
-        yield Text("\n")
+        yield TextSegment("\n")
         yield from _tag("<", f'invoke name="{call.name}">\n')
         for place, (name, is_string, value) in enumerate(call.parameters):
             kind = "true" if is_string else "false"
-            yield Text("\n" if place else "")
+            yield TextSegment("\n" if place else "")
             yield from _tag("<", f'parameter name="{name}" string="{kind}">{value}')
             yield from _tag("</", "parameter>")
-        yield Text("\n")
+        yield TextSegment("\n")
         yield from _tag("</", "invoke>")
-    yield Text("\n")
+    yield TextSegment("\n")
     yield from _tag("</", "tool_calls>")
 
 
 def _tag(opening: str, rest: str) -> tuple[Segment, ...]:
-    return Text(opening), Marker(DSML), Text(rest)
+    return TextSegment(opening), Marker(DSML), TextSegment(rest)

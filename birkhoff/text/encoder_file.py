@@ -73,7 +73,7 @@ def read_templates(file: Path) -> list[Template]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a stranger's bad escape sequence is not our user's concern
             tree = ast.parse(file.read_bytes())
-        return list(_Reader(tree).templates())
+        return list(_EncoderReader(tree).templates())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise CheckpointError(
             f"{file.name} cannot be read as Python ({type(error).__name__}), so the model's prompt texts are unknown. "
@@ -81,7 +81,7 @@ def read_templates(file: Path) -> list[Template]:
         ) from None
 
 
-class _Reader:
+class _EncoderReader:
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
         self._known: dict[str, str] = {}

@@ -45,14 +45,14 @@ class ToolCallEnd:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class FormatProblem:
     """The completion left the format. `raw` is the text that reached no other event, markers spelled out."""
 
     message: str
     raw: str = ""
 
 
-Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | ToolCallEnd | Problem
+Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | ToolCallEnd | FormatProblem
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ParsedMessage:
     reasoning: str = ""
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    problems: tuple[Problem, ...] = field(default=())
+    problems: tuple[FormatProblem, ...] = field(default=())
 
 
 def assemble(events: Iterable[Event]) -> ParsedMessage:
@@ -76,7 +76,7 @@ def assemble(events: Iterable[Event]) -> ParsedMessage:
     names: dict[int, str] = {}
     arguments: dict[int, list[str]] = {}
     complete: list[int] = []
-    problems: list[Problem] = []
+    problems: list[FormatProblem] = []
     for event in events:
         match event:
             case ReasoningDelta(text):
@@ -89,7 +89,7 @@ def assemble(events: Iterable[Event]) -> ParsedMessage:
                 arguments[index].append(piece)
             case ToolCallEnd(index, True):
                 complete.append(index)
-            case Problem():
+            case FormatProblem():
                 problems.append(event)
     calls = tuple(ToolCall(names[index], "".join(arguments[index])) for index in complete)
     return ParsedMessage("".join(reasoning), "".join(content), calls, tuple(problems))

@@ -35,7 +35,7 @@ _IGNORED = ("role", "name", "mask", "annotations", "id")
 
 
 @dataclass(frozen=True)
-class Block:
+class UserPart:
     """A part of a user turn: typed text, or the result of a tool call."""
 
     text: str
@@ -44,7 +44,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Call:
+class EncodedToolCall:
     """A tool call of an assistant turn; arguments as (name, is_string, value) with JSON written out."""
 
     name: str
@@ -57,8 +57,8 @@ class Turn:
     role: str
     content: str = ""
     reasoning: str = ""
-    blocks: tuple[Block, ...] = ()
-    calls: tuple[Call, ...] = ()
+    blocks: tuple[UserPart, ...] = ()
+    calls: tuple[EncodedToolCall, ...] = ()
     tools: tuple[str, ...] = ()  # one JSON line each
     response_format: str | None = None  # JSON
     task: str | None = None
@@ -96,7 +96,7 @@ def _read_message(message: object, path: str) -> Turn:
     content = message.get("content")
     if role == "tool":
         call_id = _text_or_empty(message.get("tool_call_id"), f"{path}.tool_call_id")
-        block = Block(_content(content, f"{path}.content", required=True, is_result=True), True, call_id)
+        block = UserPart(_content(content, f"{path}.content", required=True, is_result=True), True, call_id)
         return Turn(role, blocks=(block,))
     turn = Turn(
         role,
@@ -112,7 +112,7 @@ def _read_message(message: object, path: str) -> Turn:
         raise ChatError(
             f"{path}.content is empty, but a developer message needs text. Use role 'system' for tools alone."
         )
-    return replace(turn, blocks=(Block(turn.content),)) if role == "user" else turn
+    return replace(turn, blocks=(UserPart(turn.content),)) if role == "user" else turn
 
 
 def _attach(turns: list[Turn], tools: tuple[str, ...], response_format: str | None) -> list[Turn]:
@@ -191,7 +191,7 @@ def _reasoning(message: Mapping[str, Any], path: str) -> str:
     return texts.pop() if texts else ""
 
 
-def _read_calls(value: object, path: str) -> tuple[Call, ...]:
+def _read_calls(value: object, path: str) -> tuple[EncodedToolCall, ...]:
     if value is None:
         return ()
     calls = []
@@ -204,7 +204,7 @@ def _read_calls(value: object, path: str) -> tuple[Call, ...]:
         name = _text(function.get("name"), f"{path}[{i}].function.name")
         parameters = _parameters(function.get("arguments"), f"{path}[{i}].function.arguments")
         call_id = item.get("id") or function.get("id")
-        calls.append(Call(name, parameters, _text_or_empty(call_id, f"{path}[{i}].id")))
+        calls.append(EncodedToolCall(name, parameters, _text_or_empty(call_id, f"{path}[{i}].id")))
     return tuple(calls)
 
 

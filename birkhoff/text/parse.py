@@ -8,8 +8,8 @@ Strict reading raises `ChatError` at the first deviation from the format. Lenien
 
 * a stray marker is left out and reported; `<think>` inside content opens reasoning again;
 * a tool block inside reasoning ends the reasoning; line breaks before a block may be missing;
-* a block that breaks the format ends its open call as incomplete and is kept whole in a `Problem`;
-* text behind the block is content again; text behind the end marker is kept in a `Problem`.
+* a block that breaks the format ends its open call as incomplete and is kept whole in a `FormatProblem`;
+* text behind the block is content again; text behind the end marker is kept in a `FormatProblem`.
 
 A missing end marker is no deviation: engines take it off, and a token limit may cut it.
 """
@@ -20,9 +20,9 @@ import re
 from collections.abc import Sequence
 
 from birkhoff.errors import ChatError, PromptError
-from birkhoff.text.events import ContentDelta, Event, ParsedMessage, Problem, ReasoningDelta, assemble
+from birkhoff.text.events import ContentDelta, Event, FormatProblem, ParsedMessage, ReasoningDelta, assemble
 from birkhoff.text.markers import DSML, END_THINK, EOS, THINK
-from birkhoff.text.segments import Marker, Segment, Text, split_markers
+from birkhoff.text.segments import Marker, Segment, TextSegment, split_markers
 from birkhoff.text.stream import SegmentDecoder
 from birkhoff.text.tokenizer import Tokenizer
 from birkhoff.text.tool_block import ToolBlock
@@ -52,7 +52,7 @@ def _segments(completion: str | Sequence[int] | Sequence[Segment], tokenizer: To
     out: list[Segment] = []
     decoder = None if tokenizer is None else SegmentDecoder(tokenizer)
     for item in completion:
-        if isinstance(item, (Marker, Text)):
+        if isinstance(item, (Marker, TextSegment)):
             out.append(item)
         elif decoder is not None:
             out += decoder.feed(item)
@@ -92,7 +92,7 @@ class CompletionParser:
         if not self._ended:
             self._end()
         if self._beyond:
-            self._events.append(Problem("there is text behind the end marker", "".join(self._beyond)))
+            self._events.append(FormatProblem("there is text behind the end marker", "".join(self._beyond)))
             self._beyond = []
         return self._take_events()
 
@@ -211,7 +211,7 @@ class CompletionParser:
 
     def _report(self, message: str, raw: str = "") -> None:
         self._refuse_if_strict(message)
-        self._events.append(Problem(message, raw))
+        self._events.append(FormatProblem(message, raw))
 
     def _refuse_if_strict(self, message: str) -> None:
         if self._strict:

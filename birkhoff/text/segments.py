@@ -1,7 +1,7 @@
 """A prompt as segments: markers we place, and text that others wrote.
 
 The one rule that keeps a conversation safe is kept here: a `Marker` becomes its token id by its exact string, and a
-`Text` is encoded as plain text, whatever it spells. Nobody's text can turn into a marker, because no text is ever
+`TextSegment` is encoded as plain text, whatever it spells. Nobody's text can turn into a marker, because no text is ever
 searched for markers on its way to ids; only *our own* fixed texts are, by `split_markers`, on their way to segments.
 
 Neighbouring texts are joined before they are encoded, so that ids equal those of the released pipeline (one string,
@@ -30,28 +30,28 @@ class Marker:
 
 
 @dataclass(frozen=True, slots=True)
-class Text:
+class TextSegment:
     """Plain text; may spell a marker and is still text."""
 
     string: str
 
 
-Segment = Marker | Text
+Segment = Marker | TextSegment
 
 
 def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
     """The same prompt with neighbouring texts made one and empty texts gone."""
     pending: list[str] = []
     for segment in segments:
-        if isinstance(segment, Text):
+        if isinstance(segment, TextSegment):
             pending.append(segment.string)
             continue
         if text := "".join(pending):
-            yield Text(text)
+            yield TextSegment(text)
         pending.clear()
         yield segment
     if text := "".join(pending):
-        yield Text(text)
+        yield TextSegment(text)
 
 
 def render_text(segments: Iterable[Segment]) -> str:
@@ -79,4 +79,4 @@ def _marker_pattern() -> re.Pattern[str]:
 def split_markers(text: str) -> list[Segment]:
     """Cut a text of *ours* (a prompt literal, a recorded completion) at the chat markers it spells."""
     pieces = _marker_pattern().split(text)  # odd places hold the markers
-    return [Marker(piece) if i % 2 else Text(piece) for i, piece in enumerate(pieces) if piece]
+    return [Marker(piece) if i % 2 else TextSegment(piece) for i, piece in enumerate(pieces) if piece]

@@ -5,14 +5,14 @@ there, and bytes that are not UTF-8 come out as U+FFFD in the same places. It ne
 byte-level tokenizers make possible.
 
 `SegmentDecoder` does the same but tells markers from text by id, which is what the completion parser needs: text that
-merely spells a marker comes out as `Text`.
+merely spells a marker comes out as `TextSegment`.
 """
 
 from __future__ import annotations
 
 import codecs
 
-from birkhoff.text.segments import Marker, Segment, Text
+from birkhoff.text.segments import Marker, Segment, TextSegment
 from birkhoff.text.tokenizer import Tokenizer
 
 _utf8 = codecs.getincrementaldecoder("utf-8")
@@ -48,9 +48,9 @@ class SegmentDecoder:
         marker = self._tokenizer.marker(token_id)
         if marker is None:
             text = self._decoder.feed(token_id)
-            return [Text(text)] if text else []
+            return [TextSegment(text)] if text else []
         return [*self.finish(), Marker(marker)]  # a character cannot go on behind a marker
 
     def finish(self) -> list[Segment]:
         text = self._decoder.finish()
-        return [Text(text)] if text else []
+        return [TextSegment(text)] if text else []

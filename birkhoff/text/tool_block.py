@@ -10,7 +10,7 @@ Arguments come out as the pieces of one JSON object: string values are escaped a
 in verbatim once they are known to be JSON. Inside VALUE every marker is part of the value, since a tool may be asked to
 write any text; only the closing parameter tag, spelled with the DSML marker itself, ends it. Strict reading raises at
 the first deviation. Lenient reading forgives spaces, a missing `string` and a value that is not JSON (it becomes a
-string); after anything worse the rest of the answer is kept in one `Problem`, so no text is lost and none leaks.
+string); after anything worse the rest of the answer is kept in one `FormatProblem`, so no text is lost and none leaks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import re
 from collections.abc import Callable
 
 from birkhoff.errors import ChatError, quoted
-from birkhoff.text.events import Event, Problem, ToolCallDelta, ToolCallEnd, ToolCallStart
+from birkhoff.text.events import Event, FormatProblem, ToolCallDelta, ToolCallEnd, ToolCallStart
 from birkhoff.text.markers import DSML
 
 LONGEST_TAG = 8192  # characters between a tag's marker and its '>'
@@ -75,7 +75,7 @@ class ToolBlock:
     def finish(self) -> None:
         """The answer ended inside the block."""
         self._break("the answer ends inside a tool-call block")
-        self.events.append(Problem(self._why, "".join(self._raw)))
+        self.events.append(FormatProblem(self._why, "".join(self._raw)))
 
     # Between tags: a line break, then the '<' or '</' of the next tag.
 
@@ -240,7 +240,7 @@ class ToolBlock:
     def _note(self, message: str) -> None:
         if self._strict:
             raise ChatError(f"tool call: {message}.")
-        self.events.append(Problem(message))
+        self.events.append(FormatProblem(message))
 
     def _break(self, message: str) -> None:
         """From here on the answer is kept as it is; `finish` hands it over."""

@@ -17,7 +17,7 @@ import torch
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
 from birkhoff.hooks.sites import BY_NAME
-from birkhoff.validate.gates import Gate
+from birkhoff.validate.gates import ToleranceGate
 from birkhoff.validate.runs import Run
 
 # The order in which a layer computes its sites; `first diverging` follows it.
@@ -67,7 +67,7 @@ class Choice:
 class Comparison:
     first: str
     second: str
-    gate: Gate
+    gate: ToleranceGate
     rows: int
     compared_rows: int
     sites: list[SiteRow]
@@ -109,7 +109,7 @@ class Comparison:
 def compare(
     first: Run,
     second: Run,
-    gate: Gate,
+    gate: ToleranceGate,
     config: V4Config | None = None,
     biases: Mapping[int, torch.Tensor] | None = None,
 ) -> Comparison:
@@ -152,7 +152,7 @@ def _place(key: tuple[str, int]) -> tuple[int, int]:
     return (key[1] if not BY_NAME[key[0]].once else 1 << 30, ORDER.index(key[0]))
 
 
-def _site_row(key: tuple[str, int], a: torch.Tensor, b: torch.Tensor, rows: int, gate: Gate) -> SiteRow:
+def _site_row(key: tuple[str, int], a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate) -> SiteRow:
     if a.shape != b.shape:
         raise OptionError(f"{key[0]}[{key[1]}] is {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size.")
     a, b = a[:rows], b[:rows]
@@ -167,7 +167,7 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(a @ b) / size if size else float(torch.equal(a, b))
 
 
-def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: Gate) -> LogitsRow:
+def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate) -> LogitsRow:
     if a.shape != b.shape:
         raise OptionError(f"logits are {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size.")
     a, b = a[:rows].double(), b[:rows].double()

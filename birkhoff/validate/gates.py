@@ -8,7 +8,7 @@ from birkhoff.errors import OptionError
 
 
 @dataclass(frozen=True)
-class Gate:
+class ToleranceGate:
     """Limits; None leaves one out. `site` and `logits` bound relative errors, `median_row` that of a typical row."""
 
     name: str
@@ -23,21 +23,25 @@ class Gate:
 GATES = {
     gate.name: gate
     for gate in (
-        Gate("float32", 1e-5, 1e-4, None, 1.0, None, "two implementations or builds with the same float32 numbers"),
-        Gate("engine", None, 1e-4, None, 1.0, None, "another engine's logits, float32 throughout"),
-        Gate("bfloat16", None, None, 3e-2, 0.94, None, "bfloat16 against float32, random weights"),
-        Gate("trained", None, None, None, 0.98, 1e-3, "bfloat16 or 8-bit against float32, trained weights"),
-        Gate("released", None, 1e-2, None, 0.98, None, "the release's activation rounding against its own kernels"),
+        ToleranceGate(
+            "float32", 1e-5, 1e-4, None, 1.0, None, "two implementations or builds with the same float32 numbers"
+        ),
+        ToleranceGate("engine", None, 1e-4, None, 1.0, None, "another engine's logits, float32 throughout"),
+        ToleranceGate("bfloat16", None, None, 3e-2, 0.94, None, "bfloat16 against float32, random weights"),
+        ToleranceGate("trained", None, None, None, 0.98, 1e-3, "bfloat16 or 8-bit against float32, trained weights"),
+        ToleranceGate(
+            "released", None, 1e-2, None, 0.98, None, "the release's activation rounding against its own kernels"
+        ),
     )
 }
 
 
-def gate_named(name: str) -> Gate:
+def gate_named(name: str) -> ToleranceGate:
     if name not in GATES:
         raise OptionError(f"gate is {name!r}, expected one of {', '.join(GATES)}.")
     return GATES[name]
 
 
-def usual_gate(first_dtype: str, second_dtype: str) -> Gate:
+def usual_gate(first_dtype: str, second_dtype: str) -> ToleranceGate:
     """Both in float32: the strict one. One in bfloat16: what its rounding allows."""
     return GATES["float32" if first_dtype == second_dtype == "float32" else "bfloat16"]

@@ -14,7 +14,7 @@ PROMPTS = ("What is 1+1?", "Say 1 to 100 then backwards", "Say 1 to 1000")
 
 
 @dataclass(frozen=True)
-class Answer:
+class GreedyComparison:
     """`same` tokens agree out of `tokens`; `gap` is between the two best logits of the second where they part."""
 
     prompt: str
@@ -29,7 +29,7 @@ class Answer:
 
 def compare_greedy(
     first: Engine, second: Engine, prompts: tuple[str, ...] = PROMPTS, max_tokens: int = 100
-) -> list[Answer]:
+) -> list[GreedyComparison]:
     """Chat prompts, temperature 0, no end of text."""
     if first.tokenizer is None or second.tokenizer is None:
         raise OptionError("comparing answers needs a tokenizer in both checkpoints.")
@@ -45,5 +45,5 @@ def compare_greedy(
         if same < len(theirs):
             two = second.logits([*ids, *theirs[:same]])[-1].topk(2).values
             gap = float(two[0] - two[1])
-        out.append(Answer(prompt, len(theirs), same, gap))
+        out.append(GreedyComparison(prompt, len(theirs), same, gap))
     return out

@@ -30,7 +30,7 @@ _MAX_STEPS = 10_000
 
 
 @dataclass(frozen=True)
-class Step:
+class OfficialStep:
     selected: bytes
     top: tuple[tuple[bytes, float], ...]
 
@@ -40,11 +40,11 @@ class Case:
     name: str
     context: int
     prompt_file: str
-    steps: tuple[Step, ...]
+    steps: tuple[OfficialStep, ...]
 
 
 @dataclass(frozen=True)
-class Held:
+class StepCheck:
     """How one step went."""
 
     case: str
@@ -77,7 +77,7 @@ def read_vectors(path: str | Path) -> list[Case]:
     return cases
 
 
-def _step(reader: _Lines, number: int) -> Step:
+def _step(reader: _Lines, number: int) -> OfficialStep:
     index, selected, count = reader.fields(reader.next(), "step", 3)
     if reader.whole(index) != number:
         reader.refuse(f"step {index} follows step {number - 1}")
@@ -86,7 +86,7 @@ def _step(reader: _Lines, number: int) -> Step:
     for _ in range(reader.whole(count, 1000)):
         token, value = reader.fields(reader.next(), "top", 2)
         top.append((reader.bytes(token), reader.number(value)))
-    return Step(chosen, tuple(pair for pair in top if pair[1] != SENTINEL))
+    return OfficialStep(chosen, tuple(pair for pair in top if pair[1] != SENTINEL))
 
 
 class _Lines:
@@ -129,7 +129,7 @@ class _Lines:
             return self.refuse(f"{quoted(word)} is not hex")
 
 
-def hold(engine: Engine, cases: list[Case], prompts: str | Path) -> list[Held]:
+def hold(engine: Engine, cases: list[Case], prompts: str | Path) -> list[StepCheck]:
     """Run every case, each step after the official tokens before it."""
     if engine.tokenizer is None:
         raise OptionError("official vectors compare text, and this checkpoint has no tokenizer.")
@@ -154,10 +154,10 @@ def hold(engine: Engine, cases: list[Case], prompts: str | Path) -> list[Held]:
     return out
 
 
-def _held(engine: Engine, case: str, number: int, step: Step, logits: torch.Tensor) -> Held:
+def _held(engine: Engine, case: str, number: int, step: OfficialStep, logits: torch.Tensor) -> StepCheck:
     values = logits.double().log_softmax(-1)
     ours = {engine.tokenizer.piece(int(i)): float(values[i]) for i in values.topk(min(TOP, len(values))).indices}
     best = engine.tokenizer.piece(int(values.argmax()))
     listed = all(token in ours for token, _ in step.top)
     gap = max((abs(ours[token] - value) for token, value in step.top if token in ours), default=0.0)
-    return Held(case, number, best == step.selected, listed, gap)
+    return StepCheck(case, number, best == step.selected, listed, gap)

@@ -18,7 +18,7 @@ from birkhoff.errors import OptionError
 from birkhoff.validate.runs import Run, Sites
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.layout import ModelTensor, model_tensors
-from birkhoff.weights.stored import value_strips
+from birkhoff.weights.tensor_ref import value_strips
 
 # Our words -> theirs, applied in this order (spec 10).
 _WORDS = (

@@ -21,7 +21,7 @@ from birkhoff.kernels.select import KernelSet, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
 from birkhoff.weights.checkpoint import Checkpoint
-from birkhoff.weights.load import load_into
+from birkhoff.weights.weight_loader import load_into
 
 Sites = dict[tuple[str, int], torch.Tensor]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

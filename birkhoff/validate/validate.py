@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from birkhoff.api.load import EMBEDDED
+from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import OptionError, TokenError
 from birkhoff.model.transformer import Transformer
 from birkhoff.validate.compare import Comparison, compare

@@ -10,9 +10,9 @@ inspect_checkpoint(path)                -> Inspection, from headers alone
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.inspect import Inspection, inspect_checkpoint
 from birkhoff.weights.layout import expected_tensors
-from birkhoff.weights.load import LoadReport, load_into
 from birkhoff.weights.released import Packed, write_released
-from birkhoff.weights.stored import TensorRef
+from birkhoff.weights.tensor_ref import TensorRef
+from birkhoff.weights.weight_loader import LoadReport, load_into
 
 __all__ = [
     "Checkpoint",

@@ -20,10 +20,10 @@ from birkhoff.config import V4Config
 from birkhoff.errors import CheckpointError, TensorMissing, TensorUnexpected, UnsupportedModel
 from birkhoff.weights.gguf import open_gguf
 from birkhoff.weights.layout import model_tensors, scale_name
-from birkhoff.weights.names import TRANSFORMERS, Table, names_table, to_ours
 from birkhoff.weights.safetensors import TensorEntry, read_rows
-from birkhoff.weights.shards import Complain, gather, raise_it, some
-from birkhoff.weights.stored import FLOATS, INSPECT, TensorRef, check_ids, recognise
+from birkhoff.weights.shard_index import Complain, gather, raise_it, some
+from birkhoff.weights.tensor_names import TRANSFORMERS, Table, names_table, to_ours
+from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_ids, recognise
 
 _DRAFTER = ("main_proj", "markov_head", "confidence_head")
 _V41 = re.compile(r"(^|\.)(engram|vision|aligner)|gate\.bias_vl$")

@@ -26,7 +26,7 @@ from birkhoff.weights import gguf_header
 from birkhoff.weights.gguf_keys import STUB_ADVICE, check_architecture, config_from
 from birkhoff.weights.gguf_tensors import GGUFTensor, References, read_exactly, refer
 from birkhoff.weights.gguf_text import tokenizer_json
-from birkhoff.weights.shards import Complain, raise_it, some
+from birkhoff.weights.shard_index import Complain, raise_it, some
 
 DEADLINE_SECONDS = 30.0  # of the clock; the child itself stops after five seconds of work
 CHILD_LIMITS = {"seconds": 5, "bytes": 2 << 30}
@@ -48,7 +48,7 @@ sys.exit(runpy.run_path(sys.argv[1])["main"](sys.argv[2]))
 """
 
 
-class Header(NamedTuple):
+class GGUFHeader(NamedTuple):
     """One file: its metadata, and its tensors in file order."""
 
     path: Path
@@ -58,7 +58,7 @@ class Header(NamedTuple):
     alignment: int
 
 
-class Opened(NamedTuple):
+class OpenedGGUF(NamedTuple):
     """What a GGUF model is made of."""
 
     config: V4Config
@@ -71,7 +71,7 @@ class Opened(NamedTuple):
     scales: Mapping[str, torch.Tensor]  # E8M0 scales the source had, for numbers that are stored without them
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path) -> GGUFHeader:
     """The header of one file, read in a child process."""
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing in {path.parent}. Download it again.")
@@ -92,7 +92,7 @@ def read_header(path: Path) -> Header:
     return header_from(path, answer)
 
 
-def header_from(path: Path, answer: dict[str, Any]) -> Header:
+def header_from(path: Path, answer: dict[str, Any]) -> GGUFHeader:
     """What the reader said, as a header or as a typed error."""
     if "malformed" in answer:
         kind = {"shape": TensorShape, "dtype": TensorDtype}.get(answer["kind"], CheckpointError)
@@ -100,7 +100,7 @@ def header_from(path: Path, answer: dict[str, Any]) -> Header:
     raw = answer["header"]
     tensors = [GGUFTensor(path, name, kind, tuple(shape), at, size) for name, kind, shape, at, size in raw["tensors"]]
     keys = {key: _long_array(path, value) for key, value in raw["keys"].items()}
-    return Header(path, keys, raw["types"], tensors, raw["alignment"])
+    return GGUFHeader(path, keys, raw["types"], tensors, raw["alignment"])
 
 
 def _long_array(path: Path, value: Any) -> Any:
@@ -114,7 +114,9 @@ def _long_array(path: Path, value: Any) -> Any:
     return array if kind.itemsize == 1 else array.tolist()
 
 
-def open_gguf(path: Path, complain: Complain = raise_it, read: Callable[[Path], Header] = read_header) -> Opened:
+def open_gguf(
+    path: Path, complain: Complain = raise_it, read: Callable[[Path], GGUFHeader] = read_header
+) -> OpenedGGUF:
     """Open a file, the parts it belongs to, and the MTP file beside it; `read` is how a header is read."""
     headers = _parts(path, complain, read)
     notices: list[str] = []
@@ -151,7 +153,7 @@ def open_gguf(path: Path, complain: Complain = raise_it, read: Callable[[Path], 
     text = tokenizer_json(first.keys, first.path.name, notices)
     texts = first.keys.get(CHAT_TEXTS)
     texts = texts if isinstance(texts, str) else None
-    return Opened(config, _dialect(tensors), references, notices, files, text, texts, kept_scales(first.keys))
+    return OpenedGGUF(config, _dialect(tensors), references, notices, files, text, texts, kept_scales(first.keys))
 
 
 def raw_references(path: Path) -> References:
@@ -186,7 +188,7 @@ def kept_scales(keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return out if at == len(values) else {}
 
 
-def _parts(path: Path, complain: Complain, read: Callable[[Path], Header]) -> list[Header]:
+def _parts(path: Path, complain: Complain, read: Callable[[Path], GGUFHeader]) -> list[GGUFHeader]:
     """Every part of a split file, first part first; the file itself when it is whole."""
     match = _PART.fullmatch(path.name)
     if match is None:

@@ -43,7 +43,7 @@ SCALARS: dict[int, str] = {
 }  # fmt: skip
 
 
-class Malformed(ValueError):
+class MalformedGGUF(ValueError):
     """What is wrong with a file. `kind` is "file", "shape" or "dtype"."""
 
     def __init__(self, message: str, kind: str = "file"):
@@ -60,16 +60,16 @@ class _Cursor:
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.at:
-            raise Malformed(f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}")
+            raise MalformedGGUF(f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}")
         self.at += count
         data = self.file.read(count)
         if len(data) != count:
-            raise Malformed(f"ended while it was read, at byte {self.at}")
+            raise MalformedGGUF(f"ended while it was read, at byte {self.at}")
         return data
 
     def skip(self, count: int, what: str) -> None:
         if count > self.size - self.at:
-            raise Malformed(f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}")
+            raise MalformedGGUF(f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}")
         self.at += count
         self.file.seek(self.at)
 
@@ -79,11 +79,11 @@ class _Cursor:
     def string(self, limit: int, what: str) -> str:
         length = self.number("Q", f"the length of {what}")
         if length > limit:
-            raise Malformed(f"announces {length} bytes for {what}, more than the {limit} allowed")
+            raise MalformedGGUF(f"announces {length} bytes for {what}, more than the {limit} allowed")
         try:
             return self.take(length, what).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise Malformed(f"has {what} that is not UTF-8 ({error.reason} at byte {error.start})") from None
+            raise MalformedGGUF(f"has {what} that is not UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def read_header(path: str) -> dict[str, Any]:
@@ -97,11 +97,11 @@ def read_header(path: str) -> dict[str, Any]:
         num_tensors, num_keys = cursor.number("Q", "the tensor count"), cursor.number("Q", "the key count")
         for count, cap, what in ((num_tensors, MAX_TENSORS, "tensors"), (num_keys, MAX_KEYS, "keys")):
             if count > cap:
-                raise Malformed(f"announces {count} {what}, more than the {cap} allowed")
+                raise MalformedGGUF(f"announces {count} {what}, more than the {cap} allowed")
         keys, types = _keys(cursor, num_keys)
         alignment = keys.get("general.alignment", DEFAULT_ALIGNMENT)
         if type(alignment) is not int or not 8 <= alignment <= 1 << 16 or alignment & (alignment - 1):
-            raise Malformed(f"has the alignment {alignment!r}, expected a power of two from 8 to 65536")
+            raise MalformedGGUF(f"has the alignment {alignment!r}, expected a power of two from 8 to 65536")
         rows = [_tensor(cursor, index) for index in range(num_tensors)]
     data = -(-cursor.at // alignment) * alignment
     tensors = _placed(rows, data, alignment, cursor.size)
@@ -119,12 +119,12 @@ def read_header(path: str) -> dict[str, Any]:
 def _version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "the magic")
     if magic != b"GGUF":
-        raise Malformed(f"begins with {magic!r}, expected b'GGUF': it is not a GGUF file")
+        raise MalformedGGUF(f"begins with {magic!r}, expected b'GGUF': it is not a GGUF file")
     version = cursor.number("I", "the version")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         why = " (a big-endian file; convert it on the machine it came from)" if swapped in (2, 3) else ""
-        raise Malformed(f"has version {version}, expected 2 or 3{why}")
+        raise MalformedGGUF(f"has version {version}, expected 2 or 3{why}")
     return version
 
 
@@ -134,7 +134,7 @@ def _keys(cursor: _Cursor, count: int) -> tuple[dict[str, Any], dict[str, int]]:
     for index in range(count):
         key = cursor.string(MAX_NAME_BYTES, f"the name of key {index}")
         if key in keys:
-            raise Malformed(f"has the key {key[:80]!r} twice")
+            raise MalformedGGUF(f"has the key {key[:80]!r} twice")
         kind = cursor.number("I", f"the type of {key[:80]!r}")
         keys[key], types[key] = _value(cursor, kind, key), kind
     return keys, types
@@ -147,19 +147,19 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
     if kind == _STRING:
         return cursor.string(MAX_STRING_BYTES, what)
     if kind != _ARRAY:
-        raise Malformed(f"gives {key[:80]!r} the value type {kind}, which the format does not have")
+        raise MalformedGGUF(f"gives {key[:80]!r} the value type {kind}, which the format does not have")
     inner, count = cursor.number("I", what), cursor.number("Q", what)
     if inner == _STRING:
         cursor.strings += count
         if cursor.strings > MAX_STRINGS:
-            raise Malformed(f"announces {count} strings in {key[:80]!r}, more than the {MAX_STRINGS} allowed")
+            raise MalformedGGUF(f"announces {count} strings in {key[:80]!r}, more than the {MAX_STRINGS} allowed")
         return [cursor.string(MAX_STRING_BYTES, f"an entry of {key[:80]!r}") for _ in range(count)]
     if inner not in SCALARS:
-        raise Malformed(f"has an array of type {inner} in {key[:80]!r}, expected numbers or strings")
+        raise MalformedGGUF(f"has an array of type {inner} in {key[:80]!r}, expected numbers or strings")
     code = SCALARS[inner]
     size = count * struct.calcsize("<" + code)
     if size > MAX_ARRAY_BYTES:
-        raise Malformed(f"announces {size} bytes for {key[:80]!r}, more than the {MAX_ARRAY_BYTES} allowed")
+        raise MalformedGGUF(f"announces {size} bytes for {key[:80]!r}, more than the {MAX_ARRAY_BYTES} allowed")
     if count > MAX_INLINE:
         place = {"at": cursor.at, "count": count, "type": code}
         cursor.skip(size, what)
@@ -170,19 +170,21 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 def _tensor(cursor: _Cursor, index: int) -> tuple[str, str, list[int], int, int]:
     name = cursor.string(MAX_NAME_BYTES, f"the name of tensor {index}")
     if not name.isprintable() or not name:
-        raise Malformed(f"has a tensor named {name[:80]!a}")
+        raise MalformedGGUF(f"has a tensor named {name[:80]!a}")
     dimensions = cursor.number("I", f"the dimensions of {name}")
     if not 1 <= dimensions <= MAX_DIMENSIONS:
-        raise Malformed(f"gives {name} {dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}", "shape")
+        raise MalformedGGUF(f"gives {name} {dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}", "shape")
     shape = [cursor.number("Q", f"the shape of {name}") for _ in range(dimensions)]
     kind, offset = cursor.number("I", f"the type of {name}"), cursor.number("Q", f"the offset of {name}")
     if kind not in TYPES:
-        raise Malformed(f"stores {name} as type {kind}, which Birkhoff does not know", "dtype")
+        raise MalformedGGUF(f"stores {name} as type {kind}, which Birkhoff does not know", "dtype")
     label, block, block_bytes = TYPES[kind]
     if not all(1 <= size < 1 << 48 for size in shape):
-        raise Malformed(f"gives {name} the shape {shape[::-1]}, expected positive sizes", "shape")
+        raise MalformedGGUF(f"gives {name} the shape {shape[::-1]}, expected positive sizes", "shape")
     if shape[0] % block:
-        raise Malformed(f"stores {name} with rows of {shape[0]} as {label}, expected a multiple of {block}", "shape")
+        raise MalformedGGUF(
+            f"stores {name} with rows of {shape[0]} as {label}, expected a multiple of {block}", "shape"
+        )
     numbers = 1
     for size in shape:
         numbers *= size
@@ -194,23 +196,23 @@ def _placed(rows: list, data: int, alignment: int, size: int) -> list[list[Any]]
     seen: set[str] = set()
     for name, *_ in rows:
         if name in seen:
-            raise Malformed(f"names the tensor {name} twice")
+            raise MalformedGGUF(f"names the tensor {name} twice")
         seen.add(name)
     placed, end = [], 0
     for name, label, shape, offset, nbytes in sorted(rows, key=lambda row: row[3]):
         expected = -(-end // alignment) * alignment
         if offset != expected:
             word = "overlaps the tensor before it" if offset < end else "leaves a hole before it"
-            raise Malformed(f"has {name} at {offset} where {expected} is expected: it {word}")
+            raise MalformedGGUF(f"has {name} at {offset} where {expected} is expected: it {word}")
         end = offset + nbytes
         placed.append([name, label, shape, data + offset, nbytes])
     if not rows:
         return placed
     present = size - data
     if end > present:
-        raise Malformed(f"is cut short: its tensors need {data + end} bytes, the file has {size}")
+        raise MalformedGGUF(f"is cut short: its tensors need {data + end} bytes, the file has {size}")
     if present - end >= alignment:
-        raise Malformed(f"is too long: its tensors need {data + end} bytes, the file has {size}")
+        raise MalformedGGUF(f"is too long: its tensors need {data + end} bytes, the file has {size}")
     return placed
 
 
@@ -218,7 +220,7 @@ def main(path: str) -> int:
     """Print the header as JSON, or what is wrong with it; always one object."""
     try:
         answer: dict[str, Any] = {"header": read_header(path)}
-    except Malformed as error:
+    except MalformedGGUF as error:
         answer = {"kind": error.kind, "malformed": str(error)}
     except OSError as error:
         answer = {"kind": "file", "malformed": f"cannot be read ({error.strerror})"}

@@ -111,7 +111,7 @@ def check_architecture(keys: Mapping[str, Any], label: str) -> None:
     )
 
 
-class _Reader:
+class _KeyReader:
     """Typed look-ups that remember what was missing instead of stopping at the first."""
 
     def __init__(self, keys: Mapping[str, Any], label: str):
@@ -169,7 +169,7 @@ def shortest(value: float) -> float:
 def config_from(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], label: str) -> V4Config:
     """The model a file describes; `shapes` are its tensors, outermost first, for what keys do not say."""
     check_architecture(keys, label)
-    read = _Reader(keys, label)
+    read = _KeyReader(keys, label)
     blocks = read.whole("block_count")
     nextn = read.whole("nextn_predict_layers", 0)
     groups = read.whole("attention.output_group_count")
@@ -255,7 +255,7 @@ def _derived(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], gro
     return out
 
 
-def _scaling(read: _Reader) -> RopeScaling | None:
+def _scaling(read: _KeyReader) -> RopeScaling | None:
     kind = read.get("rope.scaling.type", str)
     factor, length = read.number("rope.scaling.factor"), read.whole("rope.scaling.original_context_length")
     if kind in (None, "none") or factor is None or length is None:

@@ -83,14 +83,14 @@ _DS4_BACK = {theirs: ours for ours, theirs in DS4_MTP.items()}
 _NEXTN_BACK = {theirs: ours for ours, theirs in NEXTN.items()}
 
 
-class Place(NamedTuple):
+class GGUFLocation(NamedTuple):
     """Where one of our tensors lies: a GGUF tensor, and the expert inside it where it is a stack."""
 
     name: str
     expert: int | None = None
 
 
-class Meaning(NamedTuple):
+class GGUFMeaning(NamedTuple):
     """What a GGUF tensor is. `ours` has `{}` where the expert's number goes; `halves` marks e_proj beside h_proj."""
 
     ours: str
@@ -98,26 +98,26 @@ class Meaning(NamedTuple):
     halves: bool = False
 
 
-def place_in_block(suffix: str, prefix: str) -> Place | None:
+def place_in_block(suffix: str, prefix: str) -> GGUFLocation | None:
     """`attn.wq_a.weight`, `blk.3` -> `blk.3.attn_q_a.weight`; None for a name that blocks do not have."""
     if suffix in BLOCK:
-        return Place(f"{prefix}.{BLOCK[suffix]}")
+        return GGUFLocation(f"{prefix}.{BLOCK[suffix]}")
     match = _EXPERT.fullmatch(suffix)
-    return Place(f"{prefix}.{STACKS[match[2]]}", int(match[1])) if match else None
+    return GGUFLocation(f"{prefix}.{STACKS[match[2]]}", int(match[1])) if match else None
 
 
-def trunk_place(name: str) -> Place | None:
+def trunk_place(name: str) -> GGUFLocation | None:
     """Where a trunk tensor of ours lies in a GGUF file."""
     if name in ROOT:
-        return Place(ROOT[name])
+        return GGUFLocation(ROOT[name])
     parts = name.split(".", 2)
     return place_in_block(parts[2], f"blk.{parts[1]}") if parts[0] == "layers" and len(parts) == 3 else None
 
 
-def meaning(name: str, trunk_layers: int) -> Meaning | None:
+def meaning(name: str, trunk_layers: int) -> GGUFMeaning | None:
     """What a GGUF tensor is in our words; blocks from `trunk_layers` on are MTP."""
     if name in _ROOT_BACK:
-        return Meaning(_ROOT_BACK[name])
+        return GGUFMeaning(_ROOT_BACK[name])
     head, _, rest = name.partition(".")
     number, _, suffix = rest.partition(".")
     if head not in ("blk", "mtp") or not number.isdecimal() or len(number) > 5 or str(int(number)) != number:
@@ -127,13 +127,13 @@ def meaning(name: str, trunk_layers: int) -> Meaning | None:
         return _in_block(suffix, f"layers.{index}")
     ours = f"mtp.{index if head == 'mtp' else index - trunk_layers}"
     if head == "blk" and suffix == EH_PROJ:
-        return Meaning(f"{ours}.{{}}_proj.weight", halves=True)
+        return GGUFMeaning(f"{ours}.{{}}_proj.weight", halves=True)
     own = (_DS4_BACK if head == "mtp" else _NEXTN_BACK).get(suffix)
-    return Meaning(f"{ours}.{own}") if own else _in_block(suffix, ours)
+    return GGUFMeaning(f"{ours}.{own}") if own else _in_block(suffix, ours)
 
 
-def _in_block(suffix: str, ours: str) -> Meaning | None:
+def _in_block(suffix: str, ours: str) -> GGUFMeaning | None:
     if suffix in _BLOCK_BACK:
-        return Meaning(f"{ours}.{_BLOCK_BACK[suffix]}")
+        return GGUFMeaning(f"{ours}.{_BLOCK_BACK[suffix]}")
     part = _STACK_BACK.get(suffix)
-    return Meaning(f"{ours}.ffn.experts.{{}}.{part}.weight", stacked=True) if part else None
+    return GGUFMeaning(f"{ours}.ffn.experts.{{}}.{part}.weight", stacked=True) if part else None

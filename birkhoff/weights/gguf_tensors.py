@@ -17,11 +17,11 @@ import torch
 
 from birkhoff.errors import CheckpointError, TensorShape
 from birkhoff.weights.gguf_blocks import GROUP, decode, unpack_mxfp4
-from birkhoff.weights.gguf_names import Meaning, meaning
+from birkhoff.weights.gguf_names import GGUFMeaning, meaning
 from birkhoff.weights.layout import scale_name
 from birkhoff.weights.safetensors import TORCH_DTYPES
-from birkhoff.weights.shards import Complain
-from birkhoff.weights.stored import STRIP_BYTES, TensorRef
+from birkhoff.weights.shard_index import Complain
+from birkhoff.weights.tensor_ref import STRIP_BYTES, TensorRef
 
 PLAIN = ("F32", "F16", "BF16", "I32", "I64", "I8", "I16")
 MAX_EXPERTS = 65_536
@@ -150,7 +150,7 @@ def refer(
     return copies
 
 
-def _add(tensor: GGUFTensor, ours: str, what: Meaning, references: References, complain: Complain) -> None:
+def _add(tensor: GGUFTensor, ours: str, what: GGUFMeaning, references: References, complain: Complain) -> None:
     shape = tensor.shape
     if what.halves:
         if len(shape) != 2 or shape[1] % 2:

@@ -18,9 +18,9 @@ from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError, ConfigError
 from birkhoff.weights.checkpoint import EntryRefs, is_gguf, open_checkpoint
 from birkhoff.weights.gguf import raw_references
-from birkhoff.weights.memory import MemoryPlan, plan_memory
-from birkhoff.weights.shards import gather
-from birkhoff.weights.stored import BYTES, TensorRef
+from birkhoff.weights.memory_size import MemoryPlan, plan_memory
+from birkhoff.weights.shard_index import gather
+from birkhoff.weights.tensor_ref import BYTES, TensorRef
 
 CLASSES = ("experts", "dense", "vocabulary", "compressor", "router", "mhc", "norms", "mtp", "other")
 KINDS = ("swa", "csa", "hca")

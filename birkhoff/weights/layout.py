@@ -32,7 +32,7 @@ class ModelTensor(NamedTuple):
     storage: Storage
 
 
-class Stored(NamedTuple):
+class StoredTensor(NamedTuple):
     """One tensor as it lies in a file."""
 
     shape: tuple[int, ...]
@@ -59,32 +59,32 @@ def model_tensors(config: V4Config) -> Iterator[ModelTensor]:
         yield from _head_mixer(f"{prefix}.", hidden, streams)
 
 
-def expected_tensors(config: V4Config, dense: str = "fp8", experts: str = "fp4") -> dict[str, Stored]:
+def expected_tensors(config: V4Config, dense: str = "fp8", experts: str = "fp4") -> dict[str, StoredTensor]:
     """Every tensor of a checkpoint file, scales included, with stored shape and dtype."""
-    out: dict[str, Stored] = {}
+    out: dict[str, StoredTensor] = {}
     for tensor in model_tensors(config):
         for name, stored in stored_as(tensor, dense, experts):
             out[name] = stored
     return out
 
 
-def stored_as(tensor: ModelTensor, dense: str = "fp8", experts: str = "fp4") -> list[tuple[str, Stored]]:
+def stored_as(tensor: ModelTensor, dense: str = "fp8", experts: str = "fp4") -> list[tuple[str, StoredTensor]]:
     """The one or two (weight and scale) stored tensors of a logical one."""
     check_formats(dense, experts)
     name, shape, storage = tensor
     written = {"dense": dense, "expert": experts, "ids": "ids"}.get(storage, storage)
     if written == "fp8":
-        scale = Stored((-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)), "F8_E8M0", storage)
-        return [(name, Stored(shape, "F8_E4M3", storage)), (scale_name(name), scale)]
+        scale = StoredTensor((-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)), "F8_E8M0", storage)
+        return [(name, StoredTensor(shape, "F8_E4M3", storage)), (scale_name(name), scale)]
     if written == "fp4":
         if shape[1] % FP4_GROUP:
             raise TensorShape(
                 f"{name} is {shape}: FP4 needs an input width that is a multiple of {FP4_GROUP}. "
                 "Write the experts as fp8, bf16 or f32."
             )
-        scale = Stored((shape[0], shape[1] // FP4_GROUP), "F8_E8M0", storage)
-        return [(name, Stored((shape[0], shape[1] // 2), "I8", storage)), (scale_name(name), scale)]
-    return [(name, Stored(shape, {"bf16": "BF16", "f32": "F32", "ids": "I64"}[written], storage))]
+        scale = StoredTensor((shape[0], shape[1] // FP4_GROUP), "F8_E8M0", storage)
+        return [(name, StoredTensor((shape[0], shape[1] // 2), "I8", storage)), (scale_name(name), scale)]
+    return [(name, StoredTensor(shape, {"bf16": "BF16", "f32": "F32", "ids": "I64"}[written], storage))]
 
 
 def scale_name(name: str) -> str:

@@ -22,8 +22,8 @@ from birkhoff.errors import OptionError, TensorMissing, TensorShape, TensorUnexp
 from birkhoff.kernels import quant
 from birkhoff.weights.layout import FP8_BLOCK, ModelTensor, check_formats, model_tensors, scale_name, stored_as
 from birkhoff.weights.safetensors import SafetensorsWriter, item_bytes, write_text
-from birkhoff.weights.shards import some
-from birkhoff.weights.stored import check_experts, check_finite, strips
+from birkhoff.weights.shard_index import some
+from birkhoff.weights.tensor_ref import check_experts, check_finite, strips
 
 
 class Packed(NamedTuple):
@@ -56,7 +56,7 @@ def write_released(
     path = Path(path)
     if path.is_file() or (path.is_dir() and any(path.glob("*.safetensors"))):
         raise OptionError(f"{path} already holds a checkpoint. Choose another directory or remove it first.")
-    shards = _Shards(path, config, dense, experts, shard_bytes)
+    shards = _ShardLayout(path, config, dense, experts, shard_bytes)
     path.mkdir(parents=True, exist_ok=True)
     try:
         source = _from_rows(shards.tensors, tensors) if callable(tensors) else _from_pairs(shards.tensors, tensors)
@@ -91,7 +91,7 @@ def released_config(config: V4Config, dense: str = "fp8", experts: str = "fp4") 
     return {**out, "torch_dtype": "float32" if dense == "f32" else "bfloat16"}
 
 
-class _Shards:
+class _ShardLayout:
     """Where every tensor will lie, and the files being written."""
 
     def __init__(self, path: Path, config: V4Config, dense: str, experts: str, shard_bytes: int):

@@ -59,7 +59,7 @@ class _Form(NamedTuple):
     nbytes: int
 
 
-class Header(NamedTuple):
+class SafetensorsHeader(NamedTuple):
     tensors: dict[str, TensorEntry]  # in file order
     metadata: dict[str, str]
 
@@ -68,7 +68,7 @@ def item_bytes(dtype: str) -> int:
     return TORCH_DTYPES[dtype].itemsize
 
 
-def read_header(path: str | Path) -> Header:
+def read_header(path: str | Path) -> SafetensorsHeader:
     """Names, dtypes, shapes and offsets of a file, fully checked against its size. Reads no payload."""
     path = Path(path)
     try:
@@ -254,7 +254,7 @@ def _header_bytes(path: Path, file: BinaryIO) -> tuple[bytes, int]:
     return bytes(raw), total - 8 - length
 
 
-def _parse(path: Path, raw: bytes, payload_bytes: int) -> Header:
+def _parse(path: Path, raw: bytes, payload_bytes: int) -> SafetensorsHeader:
     rows = raw.count(b'"data_offsets"')
     if rows > MAX_TENSORS:
         raise CheckpointError(
@@ -285,7 +285,7 @@ def _parse(path: Path, raw: bytes, payload_bytes: int) -> Header:
         raise CheckpointError(
             f"{path.name} {word}: its header describes {end} bytes, the file has {present}. Download it again."
         )
-    return Header(entries, metadata)
+    return SafetensorsHeader(entries, metadata)
 
 
 def _entries(path: Path, header: dict[str, Any], base: int) -> dict[str, TensorEntry]:

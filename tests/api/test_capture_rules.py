@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from birkhoff import Capture
-from birkhoff.api.harvest import estimate_harvest, harvest
-from birkhoff.capture.reader import read_request, read_sharded, to_torch
+from birkhoff.analysis.harvest import estimate_harvest, harvest
+from birkhoff.capture.store.reader import read_request, read_sharded, to_torch
 from birkhoff.errors import CaptureError, CaptureSettings, CaptureValidationError, DataError, OptionError, SiteError
 from birkhoff.output import Output
 from tests.api.conftest import open_engine

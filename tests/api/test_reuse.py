@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import birkhoff
 from birkhoff import Add, Capture
-from birkhoff.api.reuse import Drafts, drafts_of, plan_memory
 from birkhoff.convert.synth import synth
 from birkhoff.engine.cache import page_bytes, slot_bytes, snapshot_bytes
+from birkhoff.engine.cache_plan import DraftOptions, drafts_of, plan_memory
 from birkhoff.errors import CapacityError, OptionError
 from tests.api.conftest import open_engine
 from tests.models import TINY
@@ -292,9 +292,9 @@ def test_a_named_context_survives_a_restart(checkpoint, cold, tmp_path):
 
 
 def test_values_of_the_options():
-    assert drafts_of("auto", True, False) == Drafts(1) and drafts_of(False, True, False) == Drafts()
-    assert drafts_of(True, True, False) == Drafts(1, True) and drafts_of(3, True, False) == Drafts(3, True)
-    assert drafts_of("auto", False, False) == drafts_of("auto", True, True) == Drafts()
+    assert drafts_of("auto", True, False) == DraftOptions(1) and drafts_of(False, True, False) == DraftOptions()
+    assert drafts_of(True, True, False) == DraftOptions(1, True) and drafts_of(3, True, False) == DraftOptions(3, True)
+    assert drafts_of("auto", False, False) == drafts_of("auto", True, True) == DraftOptions()
     for value in (0, 4, "yes", None, 1.5, [1]):
         with pytest.raises(OptionError, match="speculative is"):
             drafts_of(value, True, False)

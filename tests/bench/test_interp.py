@@ -6,13 +6,13 @@ import json
 
 import pytest
 
-from birkhoff.bench.interp import CONTENDERS, Setting, UntappedRunner, Watched, bench_interp
-from birkhoff.capture.spec import Capture
+from birkhoff.bench.interp import CONTENDERS, CapturingEngine, InterpSetting, UntappedRunner, bench_interp
+from birkhoff.capture.spec.request import Capture
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 from tests.cli.conftest import birkhoff as command
 
-SMALL = Setting(prompt_tokens=12, steps=3, rounds=2, batch=2, threads=1)
+SMALL = InterpSetting(prompt_tokens=12, steps=3, rounds=2, batch=2, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_contenders_say_the_same_and_only_those_who_look_get_rows(tiny):
     said, kept = {}, {}
     with birkhoff.load(tiny) as engine:
         for name, wish in {"plain": None, "idle": None, "all": Capture({"mlp_out": "all"}, positions="all")}.items():
-            who = Watched(engine, SMALL, name, wish, None)
+            who = CapturingEngine(engine, SMALL, name, wish, None)
             tokens = [who.prefill([[1, 2, 3] * 4, [4, 5, 6] * 4])]
             tokens += [who.step(tokens[-1]) for _ in range(SMALL.steps)]
             said[name], kept[name] = tokens, [request.plan for request in who._requests]
@@ -83,4 +83,4 @@ def test_the_verb_prints_json_lines(tiny):
 
 def test_sizes_that_make_no_sense_are_refused():
     with pytest.raises(OptionError, match="steps is 0"):
-        Setting(steps=0)
+        InterpSetting(steps=0)

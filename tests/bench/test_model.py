@@ -9,13 +9,13 @@ import torch
 import birkhoff
 from birkhoff.bench import agreement
 from birkhoff.bench import model as bench
-from birkhoff.bench.contenders import WAYS, OurModel, Transformers
+from birkhoff.bench.baselines import WAYS, OurModel, Transformers
 from birkhoff.cli.main import run
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 from tests.models import TINY, random_model, random_tokens
 
-QUICK = bench.Setting(prompt_tokens=24, steps=3, rounds=2, batches=(1, 2), dtypes=("float32",), threads=1)
+QUICK = bench.ModelSetting(prompt_tokens=24, steps=3, rounds=2, batches=(1, 2), dtypes=("float32",), threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_alone_needs_nobody(path, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", nothing_is_installed)
     with pytest.raises(OptionError, match="--alone"):
         next(bench.bench_model(path, QUICK))
-    rows = list(bench.bench_model(path, bench.Setting(16, 2, 1, (1,), ("bfloat16",), 1), alone=True))
+    rows = list(bench.bench_model(path, bench.ModelSetting(16, 2, 1, (1,), ("bfloat16",), 1), alone=True))
     assert {row["kind"] for row in rows} == {"speed", "shares"} and rows[0]["dtype"] == "bfloat16"
     assert not any("times_transformers" in row for row in rows)
 
@@ -125,4 +125,4 @@ def test_alone_needs_nobody(path, monkeypatch):
 )
 def test_an_impossible_setting_is_refused(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))[:5]):
-        bench.Setting(**wrong)
+        bench.ModelSetting(**wrong)

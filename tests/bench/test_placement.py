@@ -7,11 +7,11 @@ import json
 import pytest
 import torch
 
-from birkhoff.bench.placement import Steps, bench_placement, move_to, share_of, some_hot
+from birkhoff.bench.placement import PlacedSteps, bench_placement, move_to, share_of, some_hot
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
 from birkhoff.convert.presets import preset
-from birkhoff.engine.heat import Heat
-from birkhoff.model.device import Decoder
+from birkhoff.decode.gpu import Decoder
+from birkhoff.offload.expert_usage import ExpertUsage
 from tests.models import variant
 
 pytest.importorskip("triton")
@@ -45,9 +45,9 @@ def test_experts_go_where_they_are_wanted_and_skew_is_found():
     skew_routing(model, 0.5)
     with torch.inference_mode():
         decoder = Decoder(model, filled_state(SMALL, 1, 64, CPU, torch.float32))
-        reads = Steps(decoder, 1, 64).reads(2)
+        reads = PlacedSteps(decoder, 1, 64).reads(2)
     assert reads.sum() == 2 * 2 * SMALL.num_experts_per_tok
-    heat = Heat(1, 8)
+    heat = ExpertUsage(1, 8)
     heat.note(reads, 2)
     wanted = heat.hottest(4)
     different = int((wanted & ~store.resident()).sum())

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from birkhoff.bench.reuse import Setting, bench_reuse
+from birkhoff.bench.reuse import ReuseSetting, bench_reuse
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 
@@ -14,7 +14,7 @@ from birkhoff.errors import OptionError
 def test_every_row_has_its_numbers_and_nobody_answers_otherwise(tmp_path):
     synth(tmp_path / "c", "tiny")
     told = []
-    setting = Setting(shared_tokens=140, turns=3, answer_tokens=4, steps=6, rounds=1, threads=1)
+    setting = ReuseSetting(shared_tokens=140, turns=3, answer_tokens=4, steps=6, rounds=1, threads=1)
     rows = list(bench_reuse(tmp_path / "c", setting, progress=lambda *at: told.append(at)))
     assert [row["kind"] for row in rows] == ["prefix", "turns"] + ["speculation"] * 5 + ["rows"]
     assert all(row["same_tokens"] and row["machine"] and row["commit"] is not None for row in rows)
@@ -32,7 +32,7 @@ def test_every_row_has_its_numbers_and_nobody_answers_otherwise(tmp_path):
 
 def test_what_cannot_be_measured_is_refused(tmp_path):
     with pytest.raises(OptionError, match="turns is 0"):
-        Setting(turns=0)
+        ReuseSetting(turns=0)
     synth(tmp_path / "c", "tiny", mtp=False)
     with pytest.raises(OptionError, match="no MTP block"):
         next(bench_reuse(tmp_path / "c"))

@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from birkhoff.bench.callers import Seen, call_all
-from birkhoff.bench.serve import Setting, _course, bench_serve
+from birkhoff.bench.load_generator import Seen, call_all
+from birkhoff.bench.serve import ServeSetting, _course, bench_serve
 from birkhoff.convert.synth import synth
 
 
 def test_a_short_run_ends_everything(tmp_path):
     synth(tmp_path / "tiny", "tiny")
-    engine, held, over = bench_serve(str(tmp_path / "tiny"), Setting(seconds=1.5, streams=2, tokens=12))
+    engine, held, over = bench_serve(str(tmp_path / "tiny"), ServeSetting(seconds=1.5, streams=2, tokens=12))
     json.dumps([engine, held, over])
     assert [row["kind"] for row in (engine, held, over)] == ["engine", "streams", "overload"]
     assert held["answers"] > 0 and not held["failed"] and held["everything_ended"] and held["share_of_engine"] > 0

@@ -12,7 +12,7 @@ from birkhoff.bench.sites import MARGIN, Seen, compare, compare_sites, every_sit
 from birkhoff.bench.synthetic import random_on_device
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.kernels.experts.reference import route
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 from tests.interpreter import DEVICE
 from tests.models import variant
@@ -41,7 +41,7 @@ def test_two_precisions_part_at_near_ties_only():
     for dtype in (torch.bfloat16, torch.float32):
         model = random_on_device(wide, here, dtype=dtype)
         state = State.contiguous(wide, 1, len(tokens), device=here, dtype=dtype)
-        seen.append(read_plainly(model, Batch.of([Piece(0, 0, tokens)], here), state, plain=True))
+        seen.append(read_plainly(model, Batch.of([SequenceChunk(0, 0, tokens)], here), state, plain=True))
     rows = {row["site"]: row for row in compare(*seen, router_biases(model), 0.05, {"phase": "prompt"})}
     assert all(row["passed"] and row["share_beyond"] == 0.0 for row in rows.values())
     assert rows["mlp_out"]["share_parted"] > 0 and rows["moe_topk"]["margin_most"] > 0

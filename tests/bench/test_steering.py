@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 import birkhoff
-from birkhoff.bench.steering import BARS, Setting, _contenders, bench_steering
+from birkhoff.bench.steering import BARS, SteeringSetting, _contenders, bench_steering
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 
-SMALL = Setting(prompt_tokens=8, steps=6, batch=3, threads=1)
+SMALL = SteeringSetting(prompt_tokens=8, steps=6, batch=3, threads=1)
 
 
 @pytest.fixture(scope="module")
@@ -54,4 +54,4 @@ def test_contenders_do_what_their_names_say(tiny):
 
 def test_settings_that_measure_nothing_are_refused():
     with pytest.raises(OptionError, match="batch is 0"):
-        Setting(batch=0)
+        SteeringSetting(batch=0)

@@ -7,7 +7,7 @@ import torch
 from birkhoff.bench.synthetic import filled_state, random_on_device
 from birkhoff.convert.presets import preset
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ def test_a_model_made_in_memory_runs_and_is_alive():
     config = preset("tiny", None, False)
     model = random_on_device(config, CPU)
     state = filled_state(config, 2, 256, CPU)
-    pieces = [Piece(0, 256, torch.tensor([5])), Piece(1, 256, torch.tensor([6]))]
+    pieces = [SequenceChunk(0, 256, torch.tensor([5])), SequenceChunk(1, 256, torch.tensor([6]))]
     hidden, streams = model.run(Batch.of(pieces), state, NoTap())
     assert hidden.isfinite().all() and 0.5 < hidden.float().std() < 2 and streams.isfinite().all()
     assert not torch.equal(hidden[0], hidden[1])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from birkhoff.bench.synthetic import random_on_device
-from birkhoff.bench.taps import NAMES, Contenders, Steps, cost_rows
-from birkhoff.engine.graphs import Graphs
-from birkhoff.model.device import Decoder
+from birkhoff.bench.taps import NAMES, TapBaselines, TappedSteps, cost_rows
+from birkhoff.decode.gpu import Decoder
+from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.model.state import State
 from tests.interpreter import DEVICE
 from tests.models import variant
@@ -16,15 +16,15 @@ from tests.sizes import FULL
 SHORT = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0)
 
 
-def made() -> Graphs:
+def made() -> CudaGraphs:
     model = random_on_device(SHORT, DEVICE, dtype=torch.float32, kernels="triton")
-    return Graphs(Decoder(model, State.contiguous(SHORT, 2, 128, device=DEVICE), fast=False), 1, 128)
+    return CudaGraphs(Decoder(model, State.contiguous(SHORT, 2, 128, device=DEVICE), fast=False), 1, 128)
 
 
 @torch.inference_mode()
 def test_steps_are_measured_as_an_engine_runs_them():
     """Rows are handed out one step later, and what a step leaves for the next one is not made again."""
-    steps = Steps(graphs := made(), Contenders(graphs.decoder.model, 1, 24).plans("outputs", 100), 1)
+    steps = TappedSteps(graphs := made(), TapBaselines(graphs.decoder.model, 1, 24).plans("outputs", 100), 1)
     layouts, taken = [], steps.plans[0].jobs[0].got
     for at in range(2, 5):
         assert steps.step(at) > 0

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from birkhoff.capture.disk import Disk
+from birkhoff.capture.store.disk import Disk
 
 
 class SoftDisk(Disk):

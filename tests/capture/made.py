@@ -7,8 +7,8 @@ import zlib
 
 import numpy as np
 
-from birkhoff.capture.chunk import Chunk
-from birkhoff.capture.dtypes import STORED
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.spec.dtypes import STORED
 
 SHAPES = {
     "post_attn": ("bfloat16", (8,)),

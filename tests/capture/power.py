@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from birkhoff.capture.disk import CREATE
+from birkhoff.capture.store.disk import CREATE
 from tests.capture.disks import SoftDisk
 
 

@@ -7,9 +7,9 @@ import json
 import sys
 import time
 
-from birkhoff.capture.chunk import Chunk
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.ring import RingReader
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.sinks.shm_ring import RingReader
 from birkhoff.errors import CaptureError
 
 
@@ -26,7 +26,7 @@ def main(name: str, pause: float) -> None:
         print(json.dumps({"kind": "error", "words": str(error)}), flush=True)
 
 
-def described(item: CaptureRequest | Chunk | Finish) -> dict[str, object]:
+def described(item: CaptureRequest | Chunk | CaptureFinish) -> dict[str, object]:
     if isinstance(item, Chunk):
         scales = item.scales()
         return {
@@ -35,7 +35,7 @@ def described(item: CaptureRequest | Chunk | Finish) -> dict[str, object]:
             "token_ids": list(item.token_ids or ()), "phases": item.letters(), "rows": item.num_rows,
             "sha256": hashlib.sha256(item.data()).hexdigest(), "scale": None if scales is None else scales.tolist(),
         }  # fmt: skip
-    if isinstance(item, Finish):
+    if isinstance(item, CaptureFinish):
         return {"kind": "finish", "request": item.key, "dropped": item.dropped_rows, "reason": item.finish_reason}
     return {"kind": "begin", "request": item.key, "id": item.request_id, "meta": dict(item.meta)}
 

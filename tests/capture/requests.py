@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from birkhoff.capture.checks import ConsumerRules, Facts
-from birkhoff.capture.spec import parse_capture_request
+from birkhoff.capture.spec.request import parse_capture_request
+from birkhoff.capture.spec.validation import CaptureContext, ConsumerRules
 from birkhoff.errors import CaptureValidationError, RequestError
 from birkhoff.hooks.schema import build_hook_schema, schema_of
 from tests.models import TINY
@@ -13,7 +13,7 @@ from tests.models import TINY
 V4, L, M, D = schema_of(TINY, "bfloat16"), TINY.num_hidden_layers, TINY.hc_mult, TINY.hidden_size
 PLAIN = build_hook_schema(32, "float32", None)
 PROMPT, MAX_TOKENS = [7, 8, 9, 7], 5
-FACTS = Facts(
+FACTS = CaptureContext(
     V4, L, PROMPT, MAX_TOKENS,
     consumers={"memory": ConsumerRules(), "disk": ConsumerRules(needs_ids=True, layouts=("packed",), returns="file"),
                "shm": None},

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from birkhoff.capture.chunk import Chunk
+from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.errors import CaptureWriteError
 from tests.capture.made import SHAPES, bits, chunk, same_bits
 

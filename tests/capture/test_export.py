@@ -7,11 +7,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from birkhoff.capture.export import to_safetensors
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import read_request, to_torch
-from birkhoff.capture.result import Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.result import CaptureFinish
+from birkhoff.capture.store.export import to_safetensors
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.reader import read_request, to_torch
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError, CaptureWriteError
 from tests.capture.disks import SoftDisk
 from tests.capture.made import chunk
@@ -25,7 +25,7 @@ def directory(quick_path):
         for start in (0, 2):
             for hook, layer in SITES:
                 files.append(chunk("a", hook, layer, start, 2, meta={"model": "nano"}))
-        assert files.finish(Finish("a", "stop", 4)).result(30).status == "ok"
+        assert files.finish(CaptureFinish("a", "stop", 4)).result(30).status == "ok"
     return quick_path / "run/a"
 
 

@@ -15,14 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from birkhoff.capture.chunk import Chunk
-from birkhoff.capture.consumers.filesystem import FilesystemConsumer
-from birkhoff.capture.dispatch import Dispatcher
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import read_request, read_sharded
-from birkhoff.capture.repair import repair
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.dispatcher import Dispatcher
+from birkhoff.capture.sinks.filesystem import FilesystemConsumer
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.reader import read_request, read_sharded
+from birkhoff.capture.store.repair import repair
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureLocked, CaptureWriteError
 from tests.capture.disks import FaultyDisk, SoftDisk
 from tests.capture.made import assert_is_prefix, chunk
@@ -35,7 +35,7 @@ def capture(files: CaptureWriter, request: str, rows: int = 4):
     for start in range(0, rows, 2):
         for hook, layer in SITES:
             files.append(chunk(request, hook, layer, start, 2))
-    return files.finish(Finish(request, "stop")).result(30)
+    return files.finish(CaptureFinish(request, "stop")).result(30)
 
 
 def entries_of(root: Path, layout: str, request: str) -> dict:
@@ -165,7 +165,7 @@ def test_a_real_disk_that_is_full(small_disk, layout):
         files.append(
             Chunk("big", "run", "post_attn", 0, big, "float32", (256,), range(600), range(600), "p" * 600)
         )  # fmt: skip
-        result = files.finish(Finish("big")).result(30)
+        result = files.finish(CaptureFinish("big")).result(30)
         assert result.status == "error" and "No space left" in result.error
         ballast.unlink()
         assert capture(files, "after").status == "ok"
@@ -264,10 +264,10 @@ def test_a_request_that_lost_a_shard_is_not_called_complete_by_another(quick_pat
     with CaptureWriter(options, Disk()) as files:
         gate.clear()
         files.begin(CaptureRequest("holdup", "holdup", "run", "packed"))
-        files.finish(Finish("holdup"))  # the committer is busy with this one while the other comes to its end
+        files.finish(CaptureFinish("holdup"))  # the committer is busy with this one while the other comes to its end
         for start in range(0, 6, 2):
             files.append(chunk("a", "post_attn", 0, start, 2))
-        future = files.finish(Finish("a"))
+        future = files.finish(CaptureFinish("a"))
         gate.set()
         assert future.result(30).status == "error"
     told = [json.loads(path.read_text())["requests"] for path in quick_path.rglob("shard-*.json")]
@@ -306,7 +306,7 @@ def test_two_writers_on_one_root_are_refused_at_once(quick_path):
         assert min(waits) < 0.1  # of several, because this machine may be busy
         assert capture(files, "a").status == "ok"
         code = (
-            "import sys, time\nfrom birkhoff.capture.writer import *\nfrom birkhoff.errors import CaptureLocked\n"
+            "import sys, time\nfrom birkhoff.capture.store.writer import *\nfrom birkhoff.errors import CaptureLocked\n"
             "def once():\n start = time.perf_counter()\n try: CaptureWriter(FileOptions(sys.argv[1]))\n"
             " except CaptureLocked: return time.perf_counter() - start\nprint(min(once() for _ in range(5)))"
         )
@@ -320,7 +320,7 @@ def test_two_writers_on_one_root_are_refused_at_once(quick_path):
 
 
 def test_the_lock_of_a_dead_writer_is_free(quick_path):
-    code = "import os, sys\nfrom birkhoff.capture.writer import *\nCaptureWriter(FileOptions(sys.argv[1]))\nos._exit(9)"
+    code = "import os, sys\nfrom birkhoff.capture.store.writer import *\nCaptureWriter(FileOptions(sys.argv[1]))\nos._exit(9)"
     died = subprocess.run([sys.executable, "-c", code, str(quick_path)], cwd=Path(__file__).parents[2])
     assert died.returncode == 9
     with CaptureWriter(FileOptions(quick_path)) as files:
@@ -356,7 +356,7 @@ def test_a_clock_that_goes_back_changes_nothing(quick_path, monkeypatch):
 
 def test_a_failing_disk_never_reaches_the_engine(quick_path):
     """Through the dispatcher, as the engine calls it: nothing raises, the other consumer's rows are whole."""
-    from birkhoff.capture.consumers.memory import MemoryConsumer
+    from birkhoff.capture.sinks.memory_consumer import MemoryConsumer
 
     bad = [False]
     disk = FaultyDisk(lambda call, path: errno.EIO if bad[0] else None)

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from birkhoff.capture.chunk import Chunk
-from birkhoff.capture.openfile import MAX_ENTRIES, OpenFile, RequestState
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import read_packed, read_per_file, read_request, read_sharded
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.open_file import MAX_ENTRIES, OpenFile, RequestState
+from birkhoff.capture.store.reader import read_packed, read_per_file, read_request, read_sharded
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureWriteError, OptionError
 from tests.capture import foreign
 from tests.capture.disks import SlowDisk, SoftDisk
@@ -38,7 +38,7 @@ def capture(files: CaptureWriter, request: str, rows: int = 7, sites=SITES, step
 
 
 def finished(files: CaptureWriter, request: str, reason: str = "stop"):
-    return files.finish(Finish(request, reason, 4)).result(30)
+    return files.finish(CaptureFinish(request, reason, 4)).result(30)
 
 
 def read_back(root: Path, layout: str, request: str):
@@ -369,7 +369,7 @@ def test_requests_that_end_together_share_their_syncs(quick_path):
         before, rounds = disk.calls["fsync"], files.rounds
         for number in range(count):
             capture(files, f"r{number}", 2, SITES[:1])
-        futures = [files.finish(Finish(f"r{number}")) for number in range(count)]
+        futures = [files.finish(CaptureFinish(f"r{number}")) for number in range(count)]
         assert all(future.result(30).status == "ok" for future in futures)
         assert files.rounds - rounds <= 3 and disk.calls["fsync"] - before <= 6, "two syncs a round, three rounds"
 

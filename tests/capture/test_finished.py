@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from birkhoff.capture.disk import Disk
-from birkhoff.capture.finished import forget, survey
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import read_request, read_sharded
-from birkhoff.capture.repair import repair
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.disk import Disk
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.finished import forget, survey
+from birkhoff.capture.store.reader import read_request, read_sharded
+from birkhoff.capture.store.repair import repair
+from birkhoff.capture.store.writer import CaptureWriter
 from tests.capture.made import assert_is_prefix, chunk
 
 ENDS = {"whole": "length", "stopped": "stop", "cancelled": "cancelled", "failed": "error", "open": None}
@@ -28,7 +28,7 @@ def write(root, layout: str, names=ENDS, shard_max_bytes: int = 900) -> None:
                     writer.append(chunk(name, hook, 1, start, 3))
         for name in names:
             if ENDS[name] is not None:
-                writer.finish(Finish(name, ENDS[name], 4)).result(30)
+                writer.finish(CaptureFinish(name, ENDS[name], 4)).result(30)
 
 
 def read_all(root, layout: str):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from birkhoff.capture.job import CaptureJob, MemoryKeeper
-from birkhoff.capture.spec import Capture
-from birkhoff.hooks.plan import Rows
+from birkhoff.capture.sinks.job import CaptureJob, MemorySink
+from birkhoff.capture.spec.request import Capture
+from birkhoff.hooks.plan import SiteRows
 from tests.capture.requests import V4, L, M
 
 PROMPT = [5, 6, 7]
@@ -22,10 +22,10 @@ def run(capture, hook, matrix=None):
     """What the capture keeps of one piece of rows, and how it said it would be stored."""
     projections = {} if matrix is None else {"p": tuple(matrix.shape)}
     resolved = capture.resolve(V4, L, PROMPT, 4, projections=projections)
-    keeper = MemoryKeeper(resolved)
+    keeper = MemorySink(resolved)
     job = CaptureJob(resolved, keeper, matrix)
     offsets = job.offsets(0, PROMPT, len(PROMPT))
-    job.deliver(Rows(hook, 1, rows_of(hook)[offsets], (0, 1, 2), tuple(PROMPT), 3))
+    job.deliver(SiteRows(hook, 1, rows_of(hook)[offsets], (0, 1, 2), tuple(PROMPT), 3))
     job.close("length", len(PROMPT))
     assert job.error is None and keeper.missing == []
     return keeper.acts()[hook, 1].tensor, resolved.rows[hook]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import iter_rows, read_packed, read_per_file, read_request, read_sharded
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.reader import iter_rows, read_packed, read_per_file, read_request, read_sharded
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError
 from tests.capture.disks import SoftDisk
 from tests.capture.made import SHAPES, bits, chunk
@@ -33,7 +33,7 @@ def captures(tmp_path_factory) -> Path:
             for start in (0, 3):
                 for hook, layer in SITES:
                     files.append(chunk(layout, hook, layer, start, 3))
-            assert files.finish(Finish(layout)).result(30).status == "ok"
+            assert files.finish(CaptureFinish(layout)).result(30).status == "ok"
     return root / "run"
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import read_request, read_sharded
-from birkhoff.capture.repair import repair
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.sidecar import CaptureFile
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.reader import read_request, read_sharded
+from birkhoff.capture.store.repair import repair
+from birkhoff.capture.store.sidecar import CaptureFile
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError
 from tests.capture.disks import SoftDisk
 from tests.capture.made import assert_is_prefix, chunk
@@ -45,7 +45,7 @@ def record(root: Path, layout: str, seed: int) -> list:
                     files.append(chunk(key, hook, layer, start, 2))
         for name, key in keys.items():
             disk.mark("finishing", name, key)
-            future = files.finish(Finish(key))
+            future = files.finish(CaptureFinish(key))
             future.add_done_callback(lambda f, n=name, k=key: disk.mark("ack", n, k, f.result().status))
             futures.append(future)
         if batch == 3 or layout != "sharded":  # a name is free again when its capture is done

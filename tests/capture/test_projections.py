@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from birkhoff.capture.projections import Projections
-from birkhoff.capture.reduce import project
-from birkhoff.capture.spec import Capture, capture_hash
+from birkhoff.capture.sinks.reduce import project
+from birkhoff.capture.spec.projections import Projections
+from birkhoff.capture.spec.request import Capture, capture_hash
 from birkhoff.errors import OptionError
 from birkhoff.hooks.schema import build_hook_schema
 from tests.capture.requests import PLAIN, V4, D, M

@@ -15,10 +15,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.capture.chunk import Chunk
-from birkhoff.capture.dtypes import to_float32
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import (
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.spec.dtypes import to_float32
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.reader import (
     CaptureEntry,
     latest_per_position,
     read_packed,
@@ -27,9 +28,8 @@ from birkhoff.capture.reader import (
     read_sharded,
     to_torch,
 )
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.sidecar import CaptureFile
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.store.sidecar import CaptureFile
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureChecksum, CaptureFileError, OptionError
 from tests.capture.disks import SoftDisk
 from tests.capture.made import assert_is_prefix, bits, chunk, same_bits
@@ -42,7 +42,7 @@ def written(root: Path, rows: int = 6, sites=(("post_attn", 0), ("mhc_attn_res_m
         for start in range(0, rows, 2):
             for hook, layer in sites:
                 files.append(chunk("a", hook, layer, start, 2))
-        assert files.finish(Finish("a")).result(30).status == "ok"
+        assert files.finish(CaptureFinish("a")).result(30).status == "ok"
     return root / "run/a" if options.get("default_layout") != "sharded" else root / "run"
 
 
@@ -84,7 +84,7 @@ def test_speculative_rows_read_back_and_collapse(quick_path):
         for start, offset in ((0, 0), (4, 4), (5, 5), (5, 6)):  # position 5 twice
             part = chunk("a", "post_attn", 0, start, 1 if start else 4)
             files.append(Chunk(**{**vars(part), "row_offset": offset, "rows": part.rows + offset}))
-        files.finish(Finish("a")).result(30)
+        files.finish(CaptureFinish("a")).result(30)
     entry = read_request(quick_path / "run/a")[0, "post_attn"]
     assert entry.positions == [0, 1, 2, 3, 4, 5, 5]
     latest = latest_per_position(entry)
@@ -254,8 +254,8 @@ def test_tensors_share_the_memory_of_the_array(quick_path, mmap):
 
 def test_the_reader_needs_no_torch():
     code = (
-        "import sys; sys.modules.update(torch=None, safetensors=None); import birkhoff.capture.reader as r, "
-        "birkhoff.capture.repair, birkhoff.capture.dispatch, birkhoff.capture.consumers.registry; "
+        "import sys; sys.modules.update(torch=None, safetensors=None); import birkhoff.capture.store.reader as r, "
+        "birkhoff.capture.store.repair, birkhoff.capture.sinks.dispatcher, birkhoff.capture.sinks.consumer_registry; "
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'safetensors', 'tokenizers')))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
@@ -271,7 +271,7 @@ def test_readers_see_one_capture_or_the_other_while_it_is_replaced(quick_path):
                 key = f"t{turn}"
                 files.begin(CaptureRequest(key, "a", "run", meta={"turn": turn}))
                 files.append(chunk(key, "post_attn", 0, 0, 1 + turn % 5))
-                assert files.finish(Finish(key)).result(30).status == "ok"
+                assert files.finish(CaptureFinish(key)).result(30).status == "ok"
         over.set()
 
     over = threading.Event()

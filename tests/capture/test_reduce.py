@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birkhoff.capture.estimate import REDUCTIONS, stored_row
-from birkhoff.capture.reduce import Transform, accumulator, keep_streams, project, store
+from birkhoff.capture.sinks.reduce import Transform, accumulator, keep_streams, project, store
+from birkhoff.capture.spec.estimate import REDUCTIONS, stored_row
 from birkhoff.errors import OptionError
 from birkhoff.hooks.schema import schema_of
 from tests.models import TINY

@@ -16,13 +16,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from birkhoff.capture.chunk import Chunk
-from birkhoff.capture.journal import Journal
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import read_request, read_sharded
-from birkhoff.capture.repair import repair
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.journal import Journal
+from birkhoff.capture.store.reader import read_request, read_sharded
+from birkhoff.capture.store.repair import repair
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureFileError
 from tests.capture.disks import SoftDisk, Stopped, StoppingDisk
 from tests.capture.made import assert_is_prefix, bits, chunk, same_bits
@@ -41,7 +41,7 @@ def left_by_a_crash(
     files = CaptureWriter(FileOptions(source, **{**defaults, **options}), SoftDisk())
     for name in acknowledged:
         files.append(chunk(name, "post_attn", 0, 0, 3))
-        assert files.finish(Finish(name)).result(30).status == "ok"
+        assert files.finish(CaptureFinish(name)).result(30).status == "ok"
     for step in range(steps):
         files.append(chunk("a", "post_attn", 0, step, 1))
         files.append(chunk("a", "mhc_attn_res_mix", 1, step, 1))
@@ -165,7 +165,7 @@ def test_a_replacement_that_never_finished_does_not_replace(quick_path, layout):
     root = quick_path / "root"
     with CaptureWriter(FileOptions(root, default_layout=layout), SoftDisk()) as files:
         files.append(chunk("a", "mlp_out", 0, 0, 3))
-        files.finish(Finish("a")).result(30)
+        files.finish(CaptureFinish("a")).result(30)
     files = CaptureWriter(
         FileOptions(root, default_layout=layout, on_collision="overwrite", coalesce_max_bytes=0), SoftDisk()
     )
@@ -190,8 +190,8 @@ def test_a_replacement_stopped_at_any_call_is_old_or_new(quick_path, layout):
             for hook in ("mlp_out", "post_attn"):
                 files.append(chunk("old", hook, 0, 0, 3))
             files.begin(CaptureRequest("x", "x", "run"))
-            files.finish(Finish("old")).result(30)
-            files.finish(Finish("x")).result(30)
+            files.finish(CaptureFinish("old")).result(30)
+            files.finish(CaptureFinish("x")).result(30)
         os.rename(root / "run/old", root / "run/a")
         for sidecar in (root / "run/a").glob("*.json"):
             sidecar.write_text(sidecar.read_text().replace('"request_id": "old"', '"request_id": "a"'))
@@ -201,7 +201,7 @@ def test_a_replacement_stopped_at_any_call_is_old_or_new(quick_path, layout):
             files.begin(CaptureRequest("new", "a", "run"))
             for hook in ("post_attn", "mlp_in"):
                 files.append(chunk("new", hook, 0, 0, 3))
-            assert files.finish(Finish("new")).result(30).status == "ok"
+            assert files.finish(CaptureFinish("new")).result(30).status == "ok"
         if not (quick_path / "crash").exists():
             break
         assert not repair(quick_path / "crash", SoftDisk()).failed
@@ -272,7 +272,7 @@ def test_opening_a_root_that_was_closed_does_not_search_it(quick_path):
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         assert files.repaired is not None  # a new root has no note yet
         files.append(chunk("a", "post_attn", 0, 0, 2))
-        files.finish(Finish("a")).result(30)
+        files.finish(CaptureFinish("a")).result(30)
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         assert files.repaired is None
     left_by_a_crash(quick_path / "b", "packed")
@@ -373,7 +373,7 @@ def test_the_repair_keeps_up_with_a_gigabyte_a_second_or_so(quick_path):
             Chunk("a", "run", "post_attn", 0, block, "bfloat16", (width,), range(start, start + 256), range(256),
                   "p" * 256, start)
         )  # fmt: skip
-    assert files.finish(Finish("a")).result(60).status == "ok"
+    assert files.finish(CaptureFinish("a")).result(60).status == "ok"
     shutil.copytree(quick_path / "live", quick_path / "crash")
     files.close()
     report = repair(quick_path / "crash", SoftDisk())

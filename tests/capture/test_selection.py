@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.capture.selection import Selection, bind
+from birkhoff.capture.spec.selection import Selection, bind
 from birkhoff.hooks.positions import parse_positions
 
 PROMPT = [7, 8, 9, 7]

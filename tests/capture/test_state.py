@@ -16,8 +16,8 @@ import torch
 
 import birkhoff
 from birkhoff import Capture
-from birkhoff.capture.checks import FIELDS
-from birkhoff.capture.reader import CaptureEntry, read_request, read_sharded, to_torch
+from birkhoff.capture.spec.validation import FIELDS
+from birkhoff.capture.store.reader import CaptureEntry, read_request, read_sharded, to_torch
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CaptureValidationError
 from birkhoff.hooks.sites import SITES

@@ -10,9 +10,9 @@ import random
 import sys
 import threading
 
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.writer import CaptureWriter
 from tests.capture.made import chunk
 
 SITES = [("mhc_streams_pre_attn", 1), ("mhc_attn_res_mix", 1), ("post_attn", 4)]
@@ -34,7 +34,7 @@ def main(root: str, seed: int) -> None:
             for start in range(0, rows, 4):
                 for hook, layer in SITES:
                     files.append(chunk(request, hook, layer, start, min(4, rows - start)))
-            result = files.finish(Finish(request, "stop")).result()
+            result = files.finish(CaptureFinish(request, "stop")).result()
             told = {"request": request, "rows": rows, "layout": layout, "status": result.status, "error": result.error}
             with said:
                 sys.stdout.write(json.dumps(told) + "\n")

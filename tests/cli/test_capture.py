@@ -7,10 +7,10 @@ import os
 
 import pytest
 
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import read_request, read_sharded
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.reader import read_request, read_sharded
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.cli.capture import parse_hooks, parse_positions
 from birkhoff.errors import OptionError
 from tests.capture.made import chunk
@@ -118,7 +118,7 @@ def test_repair_seals_what_a_crash_left(tmp_path):
         writer._states["r"].files[0].flush()
         writer.begin(CaptureRequest("done", "done", "run"))
         writer.append(chunk("done", "mlp_out", 0, 0, 2))
-        writer.finish(Finish("done", "length", 2)).result(30)
+        writer.finish(CaptureFinish("done", "length", 2)).result(30)
         os._exit(9)
     os.waitpid(child, 0)
     assert list(tmp_path.rglob("*.journal"))

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
-from birkhoff.api.dataset import DataFile
-from birkhoff.capture.reader import read_sharded
+from birkhoff.analysis.dataset import DataFile
+from birkhoff.capture.store.reader import read_sharded
 from birkhoff.cli.data import BATCH_ROWS, open_data
 from birkhoff.errors import DataError
 from tests.cli.conftest import ROOT, birkhoff, no_trace_of_python

@@ -9,7 +9,7 @@ import pytest
 import birkhoff as package
 from birkhoff import Add
 from birkhoff.cli.main import run
-from birkhoff.steering.container import SteeringVector
+from birkhoff.steering.vector_file import SteeringVector
 from tests.cli.conftest import birkhoff
 
 SAME = ("--max-tokens", "8", "--temperature", "0", "--ignore-eos")

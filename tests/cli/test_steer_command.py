@@ -7,7 +7,7 @@ import torch
 
 import birkhoff as package
 from birkhoff import Add
-from birkhoff.steering.container import SteeringVector
+from birkhoff.steering.vector_file import SteeringVector
 from tests.cli.conftest import birkhoff, no_trace_of_python
 
 SAMPLING = {"max_tokens": 8, "temperature": 0}

@@ -10,7 +10,7 @@ import torch
 
 from birkhoff.cli.main import run
 from birkhoff.sae.dictionary import Sae
-from birkhoff.steering.container import SteeringVector
+from birkhoff.steering.vector_file import SteeringVector
 
 UP = ["zzz zzzz zz", "zzzz z zzz zz", "zz zz zz", "zzzzzz", "z zz zzz"]
 DOWN = [text.replace("z", "a") for text in UP]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff.api.load import EMBEDDED
+from birkhoff.embedded import EMBEDDED
 from birkhoff.convert.check import check_output
 from birkhoff.convert.convert import convert
 from birkhoff.convert.synth import synth

@@ -10,15 +10,15 @@ from hypothesis import strategies as st
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.cache import Pool, page_bytes, plan_prefix, slot_bytes, snapshot_bytes
 from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import page_key
 from birkhoff.engine.request import Request
-from birkhoff.engine.rows import RowStore
+from birkhoff.engine.row_cache import RowCache
 from birkhoff.engine.sampling import SamplingOptions
-from birkhoff.engine.spill import PageFiles
-from birkhoff.hooks.digest import Part
-from birkhoff.hooks.plan import Plan, Rows
+from birkhoff.hooks.digest import DigestPart
+from birkhoff.hooks.plan import Plan, SiteRows
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import Snapshot, State
 from tests.models import TINY, random_model, random_tokens, variant
 from tests.sizes import scaled
@@ -107,19 +107,19 @@ def test_a_restored_slot_goes_on_as_if_it_had_never_left(model, position):
     tokens = TEXTS[0]
     with torch.inference_mode():
         state = State.contiguous(SMALL, 3, 1024, lookback=2)
-        model.run(Batch.of([Piece(0, 0, tokens[:position])]), state, NoTap())
+        model.run(Batch.of([SequenceChunk(0, 0, tokens[:position])]), state, NoTap())
         saved = state.save(0, position)
         passing = Snapshot(position)
         state.watched[1] = [passing]
-        model.run(Batch.of([Piece(1, 0, tokens[: position + 70])]), state, NoTap())
+        model.run(Batch.of([SequenceChunk(1, 0, tokens[: position + 70])]), state, NoTap())
         state.watched.clear()
         assert saved.rows.keys() == passing.rows.keys()
         for name, rows in saved.rows.items():
             torch.testing.assert_close(rows, passing.rows[name], atol=1e-4, rtol=0, msg=name)
-        expected = model.run(Batch.of([Piece(0, position, tokens[position : position + 9])]), state, NoTap())[0]
+        expected = model.run(Batch.of([SequenceChunk(0, position, tokens[position : position + 9])]), state, NoTap())[0]
         state.restore(2, saved)
         state.give_pages(2, state.page_table[0, :8].tolist())
-        again = model.run(Batch.of([Piece(2, position, tokens[position : position + 9])]), state, NoTap())[0]
+        again = model.run(Batch.of([SequenceChunk(2, position, tokens[position : position + 9])]), state, NoTap())[0]
     assert torch.equal(expected, again)
 
 
@@ -150,7 +150,7 @@ class Named:
         return [p - start for p in sorted(self.positions) if start <= p < start + len(token_ids)]
 
     def digest_parts(self, phase):
-        return [] if self.name is None else [Part(self.block, self.name.encode())]
+        return [] if self.name is None else [DigestPart(self.block, self.name.encode())]
 
 
 def key(*edits, tokens=None, prompt=None, page=0, before=b"root"):
@@ -193,9 +193,9 @@ def test_rows_come_back_whole_or_not_at_all_and_within_their_bound():
 
     def rows(first, stop, layer=0):
         positions = tuple(range(first, stop))
-        return Rows("mlp_out", layer, torch.arange(first, stop).float().unsqueeze(-1), positions, positions, 0)
+        return SiteRows("mlp_out", layer, torch.arange(first, stop).float().unsqueeze(-1), positions, positions, 0)
 
-    store = RowStore(4 * 300)
+    store = RowCache(4 * 300)
     store.put(keys, False, rows(0, 100))
     store.put(keys, False, rows(100, 260))  # the last four are of a page without a key
     got = store.get(keys, "mlp_out", 0, False, [3, 99, 100, 127, 128, 255])
@@ -207,7 +207,7 @@ def test_rows_come_back_whole_or_not_at_all_and_within_their_bound():
     assert store.held_bytes == 160 * 4 and store.get(keys, "mlp_out", 0, False, [200]) is None
     assert store.get(keys, "mlp_out", 0, False, [3]) is not None
     store.put(keys, False, rows(0, 256, layer=2))
-    store.put(keys, False, Rows("mlp_out", 3, torch.zeros(128, 99), tuple(range(128)), tuple(range(128)), 0))
+    store.put(keys, False, SiteRows("mlp_out", 3, torch.zeros(128, 99), tuple(range(128)), tuple(range(128)), 0))
     assert store.held_bytes <= store.limit_bytes and store.get(keys, "mlp_out", 3, False, [3]) is None
     store.clear()
     assert store.held_bytes == 0 and store.get(keys, "mlp_out", 2, False, [3]) is None

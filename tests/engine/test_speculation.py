@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.pace import PATIENCE, RECHECK, SETTLE, TRIAL, TURN, Pace
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.engine.speculation import Speculator
+from birkhoff.engine.speculation_controller import PATIENCE, RECHECK, SETTLE, TRIAL, TURN, SpeculationController
 from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 from tests.models import random_model, random_tokens, variant
 from tests.sizes import scaled
@@ -70,13 +70,13 @@ class Forced(Speculator):
             request = item.request
             if made is None or request.slot is None or self._room(request) <= 0:
                 continue
-            known, guesses = len(request.output_ids), []
+            known, draft_tokens = len(request.output_ids), []
             for ahead in range(min(self.depth, self._room(request))):
                 right = self.pattern[self.asked % len(self.pattern)]
                 self.asked += 1
                 token = self.truth[request][known + ahead]
-                guesses.append(token if right else (token + 1) % SMALL.vocab_size)
-            request.guesses = tuple(guesses)
+                draft_tokens.append(token if right else (token + 1) % SMALL.vocab_size)
+            request.draft_tokens = tuple(draft_tokens)
         return 1
 
 
@@ -231,8 +231,8 @@ def test_what_mtp_remembers_of_a_prompt_is_what_drafting_through_it_leaves(model
     tokens = TEXT[:50]
     with torch.inference_mode():
         states = [State.contiguous(SMALL, 1, 128, lookback=1, mtp=True) for _ in range(2)]
-        streams = model.run(Batch.of([Piece(0, 0, tokens[:-1])]), states[0], NoTap())[1]
-        batch = Batch.of([Piece(0, 0, tokens[1:])])
+        streams = model.run(Batch.of([SequenceChunk(0, 0, tokens[:-1])]), states[0], NoTap())[1]
+        batch = Batch.of([SequenceChunk(0, 0, tokens[1:])])
         model.draft(streams, batch, states[0])
         model.remember(streams, batch, states[1])
     ours, theirs = (state.mtp.keys.rows for state in states)
@@ -266,8 +266,8 @@ def test_sampled_tokens_follow_the_models_distribution(micro):
 # Whether it pays
 
 
-def step(pace: Pace, seconds: dict[bool, float], tokens: dict[bool, int], requests: int = 1) -> bool:
-    guessing = pace.guesses(requests)
+def step(pace: SpeculationController, seconds: dict[bool, float], tokens: dict[bool, int], requests: int = 1) -> bool:
+    guessing = pace.draft_tokens(requests)
     pace.note(requests, guessing, guessing, tokens[guessing] * requests, seconds[guessing])
     return guessing
 
@@ -279,17 +279,17 @@ TRIED = 2 * TRIAL * (TURN + SETTLE) // TURN  # steps of a whole trial
     ("slower", "more", "pays"), [(1.3, 2, True), (1.9, 1, False), (2.1, 2, False), (1.0, 1, False)]
 )
 def test_guessing_goes_on_exactly_when_it_pays(slower, more, pays):
-    pace = Pace()
+    pace = SpeculationController()
     did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(TRIED)]
     turns = [TURN + SETTLE] * (len(did) // (TURN + SETTLE))
-    assert did == [guesses for turn, length in enumerate(turns) for guesses in [turn % 2 == 0] * length]
+    assert did == [draft_tokens for turn, length in enumerate(turns) for draft_tokens in [turn % 2 == 0] * length]
     did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(3 * RECHECK)]
     assert set(did) == {pays} and pace.report()["1"]["mode"] == ("guessing" if pays else "plain")
     assert pace.follows(1, True) is pays
 
 
 def test_what_was_switched_off_is_tried_again_with_a_new_prompt_after_a_while():
-    pace, slow = Pace(), {True: 3.0, False: 1.0}
+    pace, slow = SpeculationController(), {True: 3.0, False: 1.0}
     for _ in range(TRIED):
         step(pace, slow, {True: 2, False: 1})
     assert not pace.follows(1, True)
@@ -298,20 +298,20 @@ def test_what_was_switched_off_is_tried_again_with_a_new_prompt_after_a_while():
     assert not pace.follows(1, False) and pace.follows(1, True) and pace.trying(1)
     for _ in range(TRIED):
         step(pace, {True: 1.0, False: 1.0}, {True: 2, False: 1})
-    assert pace.guesses(1) and not pace.trying(1), "it pays now"
+    assert pace.draft_tokens(1) and not pace.trying(1), "it pays now"
 
 
 @pytest.mark.parametrize(("requests", "turns"), [(1, 8), (2, 4), (4, 2), (8, 2), (16, 2)])
 @pytest.mark.parametrize(("slower", "pays"), [(2.6, False), (1.1, True)])
 def test_a_large_difference_between_many_requests_decides_early(requests, turns, slower, pays):
     """As many rows of requests as a whole trial of one has; a small difference takes the whole trial."""
-    pace, few = Pace(), {True: 2, False: 1}
+    pace, few = SpeculationController(), {True: 2, False: 1}
     steps = 0
     while pace.trying(requests):
         step(pace, {True: slower, False: 1.0}, few, requests)
         steps += 1
-    assert pace.guesses(requests) is pays and steps == turns * (TURN + SETTLE)
-    close = Pace()
+    assert pace.draft_tokens(requests) is pays and steps == turns * (TURN + SETTLE)
+    close = SpeculationController()
     for _ in range(TRIED - 1):
         step(close, {True: 2.1, False: 1.0}, few, requests)
     assert close.trying(requests)
@@ -319,10 +319,10 @@ def test_a_large_difference_between_many_requests_decides_early(requests, turns,
 
 def test_a_machine_that_slows_down_is_no_reason_to_stop():
     """Numbers of another time decide nothing: a new trial does, and finds that it still pays, or that it does not."""
-    pace = Pace()
+    pace = SpeculationController()
     for _ in range(TRIED + RECHECK):
         step(pace, {True: 1.3, False: 1.0}, {True: 2, False: 1})
-    assert pace.guesses(1) and not pace.trying(1)
+    assert pace.draft_tokens(1) and not pace.trying(1)
     modes = []
     for _ in range(10 * RECHECK):
         step(pace, {True: 2.6, False: 2.0}, {True: 2, False: 1})
@@ -334,15 +334,15 @@ def test_a_machine_that_slows_down_is_no_reason_to_stop():
 
 
 def test_each_size_of_batch_decides_for_itself():
-    pace = Pace()
+    pace = SpeculationController()
     for _ in range(TRIED):
         step(pace, {True: 1.2, False: 1.0}, {True: 2, False: 1}, 1)
         step(pace, {True: 2.4, False: 1.0}, {True: 2, False: 1}, 7)
-    assert pace.guesses(1) and not pace.guesses(8) and not pace.guesses(5) and pace.guesses(2)
+    assert pace.draft_tokens(1) and not pace.draft_tokens(8) and not pace.draft_tokens(5) and pace.draft_tokens(2)
 
 
 def test_nobody_reads_along_for_a_size_of_batch_that_does_not_come():
-    pace, slow, few = Pace(), {True: 2.4, False: 1.0}, {True: 2, False: 1}
+    pace, slow, few = SpeculationController(), {True: 2.4, False: 1.0}, {True: 2, False: 1}
     step(pace, slow, few, 1)  # on the way to eight; whether one request should guess stays open
     for _ in range(TRIED):
         step(pace, slow, few, 8)
@@ -350,7 +350,7 @@ def test_nobody_reads_along_for_a_size_of_batch_that_does_not_come():
 
 
 def test_what_fails_again_and_again_is_tried_less_and_less():
-    pace, slow, few = Pace(), {True: 2.4, False: 1.0}, {True: 2, False: 1}
+    pace, slow, few = SpeculationController(), {True: 2.4, False: 1.0}, {True: 2, False: 1}
     waited = []
     for _ in range(8):
         while pace.trying(8):
@@ -380,11 +380,11 @@ def test_who_was_not_followed_does_not_guess(model):
 
 
 def test_a_step_that_was_held_up_does_not_decide():
-    pace = Pace()
+    pace = SpeculationController()
     for number in range(3 * TRIED):
         held_up = 50.0 if number % 10 == 0 else 0.0
         step(pace, {True: 1.2 + held_up, False: 1.0}, {True: 2, False: 1})
-    assert pace.guesses(1)
+    assert pace.draft_tokens(1)
 
 
 def test_turns_of_plain_steps_leave_no_hole_in_what_mtp_remembers(model):

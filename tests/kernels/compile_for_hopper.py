@@ -15,11 +15,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from birkhoff.kernels.attend import many as attend
-from birkhoff.kernels.experts import many as experts
-from birkhoff.kernels.index import many as index
-from birkhoff.kernels.linear import many as linear
-from birkhoff.kernels.mhc import many as mhc
+from birkhoff.kernels.attend import prefill as attend
+from birkhoff.kernels.experts import prefill as experts
+from birkhoff.kernels.index import prefill as index
+from birkhoff.kernels.linear import prefill as linear
+from birkhoff.kernels.mhc import prefill as mhc
 
 BF16, F16, F32, U8, I32, I64 = "*bf16", "*fp16", "*fp32", "*u8", "*i32", "*i64"
 EXPERTS = {"x": BF16, "z": BF16, "y": BF16, "table": I64, "blocks": I32, "order": I32, "weights": F32, "limit": "fp32"}

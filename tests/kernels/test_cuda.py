@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from birkhoff.kernels.experts.many import _unpacked  # isort: skip
+from birkhoff.kernels.experts.prefill import _unpacked  # isort: skip
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,7 +35,7 @@ WIDE = replace(
 def test_a_step_is_that_of_the_portable_kernels(rows):
     from birkhoff.bench.decode import place
     from birkhoff.bench.synthetic import filled_state, random_on_device
-    from birkhoff.model.device import Decoder
+    from birkhoff.decode.gpu import Decoder
 
     device = torch.device("cuda")
     model = random_on_device(WIDE, device, seed=rows)
@@ -60,7 +60,7 @@ def test_a_replayed_graph_repeats_itself(early, rows):
     """Kernels that begin early wait for what they read: fifty replays give the same bits."""
     from birkhoff.bench.decode import place
     from birkhoff.bench.synthetic import filled_state, random_on_device
-    from birkhoff.model.device import Decoder
+    from birkhoff.decode.gpu import Decoder
 
     device = torch.device("cuda")
     decoder = Decoder(random_on_device(WIDE, device), filled_state(WIDE, rows, 384, device), fast=True, early=early)
@@ -83,7 +83,7 @@ def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
     from birkhoff.bench.decode import place
     from birkhoff.bench.placement import some_hot
     from birkhoff.bench.synthetic import filled_state, random_placed
-    from birkhoff.model.device import Decoder
+    from birkhoff.decode.gpu import Decoder
 
     device, found = torch.device("cuda"), []
     for share in (1.0, 0.5, 0.0):
@@ -104,8 +104,8 @@ def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
 @torch.inference_mode()
 def test_an_output_is_written_and_mixed_as_by_the_portable_kernel(rows, parts):
     """Sums of `parts` into the streams; without any, an embedding begins them."""
-    from birkhoff.kernels.cuda.launch import FastKernels
-    from birkhoff.kernels.mhc import triton as mhc
+    from birkhoff.kernels.cuda.backend import CudaBackend
+    from birkhoff.kernels.mhc import decode as mhc
 
     device, width = torch.device("cuda"), 1024
     torch.manual_seed(rows)
@@ -115,7 +115,7 @@ def test_an_output_is_written_and_mixed_as_by_the_portable_kernel(rows, parts):
     fn, embed = torch.randn(24, 4 * width, device=device), torch.randn(50, width, device=device).bfloat16()
     tokens = torch.arange(rows, device=device) * 5
     found = []
-    for write in (mhc.write_and_mix, FastKernels(device).write_and_mix):
+    for write in (mhc.write_and_mix, CudaBackend(device).write_and_mix):
         into, sums = streams.clone(), torch.full((rows, width // 64, 32), torch.nan, device=device)
         write(into, y, post, mix, fn, sums, mhc.KEEP if parts else mhc.EMBED, embed, tokens)
         found.append((into.float(), sums[:, :, :25]))
@@ -128,7 +128,7 @@ def test_an_output_is_written_and_mixed_as_by_the_portable_kernel(rows, parts):
 @torch.inference_mode()
 def test_the_best_entries_are_found_however_many_there_are(room):
     """Against a stable sort: many equals, a sequence that fills the room, one of a third, one that keeps everything."""
-    from birkhoff.kernels.cuda.launch import FastKernels
+    from birkhoff.kernels.cuda.backend import CudaBackend
 
     device, topk = torch.device("cuda"), 512
     torch.manual_seed(room)
@@ -137,7 +137,7 @@ def test_the_best_entries_are_found_however_many_there_are(room):
     scores[1] = (scores[1] * 4).round()
     chosen = torch.full((3, topk), -1, dtype=torch.int32, device=device)
     positions = torch.tensor([4 * count + 2 for count in counts], device=device)
-    FastKernels(device).choose(scores, positions, chosen)
+    CudaBackend(device).choose(scores, positions, chosen)
     for row, count in enumerate(counts):
         best = scores[row, :count].sort(descending=True, stable=True).indices[:topk].sort().values
         assert torch.equal(chosen[row, : len(best)].long(), best)
@@ -149,8 +149,8 @@ def test_the_best_entries_are_found_however_many_there_are(room):
 @torch.inference_mode()
 def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, heads, turning):
     """From the first token to several hundred, in rings longer than the window; what is not yet written is NaN."""
-    from birkhoff.kernels.attend import triton as portable
-    from birkhoff.kernels.cuda.launch import FastKernels
+    from birkhoff.kernels.attend import decode as portable
+    from birkhoff.kernels.cuda.backend import CudaBackend
 
     device, window, ring, topk, context = torch.device("cuda"), 64, 70, 96, 1024
     torch.manual_seed(rows + ratio)
@@ -168,7 +168,7 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
     reach = ring + (min(topk, context // 4) if listed else context // ratio if ratio else 0)
     shares, share = portable.shares_of(rows, heads, reach)
     size = (rows, shares, heads)
-    kernels = FastKernels(device)
+    kernels = CudaBackend(device)
     for base in (0, 2, 60, 127, 300, 700):
         at = [(base + 37 * row) % 1000 for row in range(rows)]
         keys = torch.randn(rows + 2, ring, width, device=device).bfloat16()

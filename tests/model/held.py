@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from birkhoff.model.record import Record
-from birkhoff.model.store import ExpertStore
 from birkhoff.model.transformer import Transformer
+from birkhoff.offload.expert_layout import PackedExpertLayout
+from birkhoff.offload.expert_store import ExpertStore
 from tests.interpreter import DEVICE
 
 
@@ -23,7 +23,7 @@ def held_model(source: Transformer, share: float, spare: int = 4, courier=None) 
         model = Transformer(source.config, source.numerics, packed=True, mtp=source.mtp is not None)
     stacks = model.expert_stacks()
     resident = some_resident(len(stacks), source.config.n_routed_experts, share)
-    store = ExpertStore(Record.of(source.config), resident, DEVICE, spare, courier)
+    store = ExpertStore(PackedExpertLayout.of(source.config), resident, DEVICE, spare, courier)
     model.hold_experts(store)
     model = model.to_empty(device=DEVICE).eval()
     with torch.no_grad():

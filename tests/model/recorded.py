@@ -14,7 +14,7 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.hooks.tap import EagerTap
-from birkhoff.model.batch import Batch, Group, Piece
+from birkhoff.model.batch import Batch, Group, SequenceChunk
 from birkhoff.model.linear import Numerics
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
@@ -87,7 +87,7 @@ def record(config, dtype) -> Run:
         module.register_forward_hook(hook)
     tokens = random_tokens(config, LENGTH, 11)
     state = State.contiguous(config, 1, LENGTH, lookback=LENGTH, dtype=dtype)  # the ring forgets nothing
-    batch = Batch.of([Piece(0, 0, tokens)])
+    batch = Batch.of([SequenceChunk(0, 0, tokens)])
     with torch.no_grad():
         hidden, _ = model.run(batch, state, EagerTap(lambda s, i, x: sites.update({(s.name, i): array(x)})))
         logits = model.logits(hidden)

@@ -6,16 +6,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 
 
 @st.composite
-def steps(draw) -> list[Piece]:
+def steps(draw) -> list[SequenceChunk]:
     count = draw(st.integers(1, 9))
     pieces = []
     for slot in range(count):
         start, length = draw(st.sampled_from([0, 0, 3, 8, 100])), draw(st.sampled_from([1, 1, 1, 2, 5, 9]))
-        pieces.append(Piece(slot, start, [1000 * slot + start + i for i in range(length)]))  # a token names its place
+        pieces.append(
+            SequenceChunk(slot, start, [1000 * slot + start + i for i in range(length)])
+        )  # a token names its place
     return draw(st.permutations(pieces))
 
 
@@ -51,7 +53,7 @@ def test_groups_are_rectangles_that_cover_the_rows_in_order(pieces):
 
 
 def test_decoding_sequences_form_one_group_whatever_their_positions():
-    batch = Batch.of([Piece(slot, 10 * slot, [slot]) for slot in range(5)])
+    batch = Batch.of([SequenceChunk(slot, 10 * slot, [slot]) for slot in range(5)])
     (group,) = batch.groups
     assert group.starts == (0, 10, 20, 30, 40) and group.length == 1
     later = group.after([1, 3])

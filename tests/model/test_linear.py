@@ -7,7 +7,7 @@ import torch
 
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels import quant
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
@@ -55,7 +55,7 @@ def test_a_packed_model_is_the_unpacked_one(released, dtype):
         assert (packed(tokens) - logits).abs().max() < near
         states = [State.contiguous(TINY, 1, LENGTH, dtype=dtype, mtp=True) for _ in range(2)]
         for at, stop in ((0, 100), (100, 101), (101, 102)):
-            batch = Batch.of([Piece(0, at, tokens[at:stop])])
+            batch = Batch.of([SequenceChunk(0, at, tokens[at:stop])])
             (mine, streams), (theirs, _) = (m.run(batch, s, NoTap()) for m, s in zip((packed, dense), states))
             drafts = [m.draft(streams, batch, s)[0] for m, s in zip((packed, dense), states)]
             assert (mine - theirs).abs().max() < near and (drafts[0] - drafts[1]).abs().max() < near

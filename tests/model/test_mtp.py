@@ -8,7 +8,7 @@ import torch
 
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import EagerTap, NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import Fresh, State
 from birkhoff.model.transformer import Transformer
 from tests.model.float64 import Float64
@@ -67,7 +67,7 @@ def test_step_by_step_with_its_own_window(tiny, tokens, trunk, true, sizes):
     """The block's keys live in a ring of their own; the trunk's rings are untouched by it."""
     state, at, rows = State.contiguous(TINY, 1, LENGTH, mtp=True), 0, []
     for size in sizes:
-        batch = Batch.of([Piece(0, at, tokens[at + 1 : at + 1 + size])])
+        batch = Batch.of([SequenceChunk(0, at, tokens[at + 1 : at + 1 + size])])
         with torch.no_grad():
             hidden, _ = tiny.draft(trunk[at : at + size], batch, state)
             rows.append(tiny.logits(hidden))
@@ -82,7 +82,7 @@ def test_two_sequences_side_by_side_in_one_step(tiny, tokens, trunk, true):
     with torch.no_grad():
         elsewhere = tiny.run(Batch.whole(other[:-1]), Fresh(), NoTap())[1]
         for t in range(LENGTH):
-            batch = Batch.of([Piece(0, t, tokens[t + 1 : t + 2]), Piece(1, t, other[t + 1 : t + 2])])
+            batch = Batch.of([SequenceChunk(0, t, tokens[t + 1 : t + 2]), SequenceChunk(1, t, other[t + 1 : t + 2])])
             hidden, _ = tiny.draft(torch.stack((trunk[t], elsewhere[t])), batch, state)
             assert np.abs(array(tiny.logits(hidden))[0] - true[0][t]).max() <= TOLERANCE
 
@@ -92,7 +92,7 @@ def test_drafting_on_feeds_the_block_its_own_streams(tiny, tokens, trunk):
     start, ahead = 40, 4
     state, model = State.contiguous(TINY, 1, LENGTH + ahead, mtp=True), reference(tiny)
     with torch.no_grad():
-        hidden, streams = tiny.draft(trunk[:start], Batch.of([Piece(0, 0, tokens[1 : start + 1])]), state)
+        hidden, streams = tiny.draft(trunk[:start], Batch.of([SequenceChunk(0, 0, tokens[1 : start + 1])]), state)
     for t in range(start):
         row, after = model.draft(array(trunk[t]), int(tokens[t + 1]), t)
     hidden, streams = hidden[-1:], streams[-1:]
@@ -100,7 +100,7 @@ def test_drafting_on_feeds_the_block_its_own_streams(tiny, tokens, trunk):
         drafted = int(tiny.logits(hidden).argmax())
         assert drafted == row.argmax()
         with torch.no_grad():
-            hidden, streams = tiny.draft(streams, Batch.of([Piece(0, start + k, [drafted])]), state)
+            hidden, streams = tiny.draft(streams, Batch.of([SequenceChunk(0, start + k, [drafted])]), state)
         row, after = model.draft(after, drafted, start + k)
         assert hidden.shape == (1, TINY.hidden_size) and streams.shape == (1, TINY.hc_mult, TINY.hidden_size)
         assert np.abs(array(tiny.logits(hidden))[0] - row).max() <= TOLERANCE
@@ -112,7 +112,7 @@ def test_released_numerics_round_what_enters_the_projections(tokens):
     model = random_model(seed=9, released=True)
     with torch.no_grad():
         trunk = model.run(Batch.whole(tokens[:-1]), Fresh(), NoTap())[1]
-        hidden, _ = model.draft(trunk[:1], Batch.of([Piece(0, 0, tokens[1:2])]), Fresh())
+        hidden, _ = model.draft(trunk[:1], Batch.of([SequenceChunk(0, 0, tokens[1:2])]), Fresh())
         logits = array(model.logits(hidden))[0]
     weights = {name: array(tensor) for name, tensor in weights_of(model).items()}
     rounded = Float64(TINY.to_dict(), weights, released=True).draft(array(trunk[0]), int(tokens[1]), 0)[0]

@@ -46,17 +46,17 @@ def test_every_site_is_that_of_the_plain_path(config, dtype, tolerance, lengths)
 def test_a_recorded_step_with_edits_repeats_the_launched_one():
     """The third step of a pattern is replayed; its rows are those of the first, which was launched piece by piece."""
     from birkhoff.bench.synthetic import filled_state, random_on_device
-    from birkhoff.engine.graphs import Graphs
+    from birkhoff.decode.gpu import Decoder
+    from birkhoff.engine.cuda_graphs import CudaGraphs
+    from birkhoff.hooks.batch_tap import StepStaging, arm
     from birkhoff.hooks.edit import SiteEdit
-    from birkhoff.hooks.live import Staging, arm
     from birkhoff.hooks.plan import Plan, Span
-    from birkhoff.model.device import Decoder
     from tests.hooks.test_still import Wish
     from tests.hooks.test_table import Everywhere
 
     device, config = torch.device("cuda"), full_width()
     model = random_on_device(config, device, kernels="triton")
-    graphs = Graphs(Decoder(model, filled_state(config, 4, 512, device)), scratch=3, max_context=768)
+    graphs = CudaGraphs(Decoder(model, filled_state(config, 4, 512, device)), scratch=3, max_context=768)
     width = config.hidden_size
     edits = (
         Everywhere({("mhc_streams_pre_mlp", 0): SiteEdit("patch", torch.randn(4 * width), 0.5)}),
@@ -64,7 +64,7 @@ def test_a_recorded_step_with_edits_repeats_the_launched_one():
             {("mlp_in", 1): SiteEdit("clamp", torch.nn.functional.normalize(torch.randn(width), dim=0), low=0.1)}
         ),
     )
-    found, staging = [], Staging(device)
+    found, staging = [], StepStaging(device)
     for _ in range(4):
         job = Wish([("mlp_out", 1), ("mhc_streams_final", 1)])
         tap = arm(staging, [Span(Plan(jobs=(job,), edits=edits), 0, 512, [7], 4)], 1)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 from tests.models import TINY, random_model, random_tokens, variant
 from tests.sizes import scaled
@@ -43,7 +43,9 @@ def run_cuts(model, tokens, cuts, state=None, slot=0):
     state = state or State.contiguous(model.config, slot + 1, len(tokens))
     bounds = [0, *sorted(set(cuts)), len(tokens)]
     out = [
-        run_pieces(model, state, [Piece(slot, a, tokens[a:b])])[slot] for a, b in itertools.pairwise(bounds) if b > a
+        run_pieces(model, state, [SequenceChunk(slot, a, tokens[a:b])])[slot]
+        for a, b in itertools.pairwise(bounds)
+        if b > a
     ]
     return torch.cat(out)
 
@@ -83,7 +85,7 @@ def test_mixed_batches_at_different_positions_equal_single_runs(tiny, data):
                 room, data.draw(st.sampled_from([0, 1, 1, 1, 3, 4, 17, 64]), label="take") or (0 if pieces else 1)
             )
             if take:
-                pieces.append(Piece(slot, at[slot], tokens[slot][at[slot] : at[slot] + take]))
+                pieces.append(SequenceChunk(slot, at[slot], tokens[slot][at[slot] : at[slot] + take]))
                 at[slot] += take
         for slot, logits in run_pieces(tiny, state, pieces).items() if pieces else ():
             got[slot].append(logits)
@@ -112,13 +114,13 @@ def test_pages_may_lie_anywhere_in_the_pool(tiny, whole):
 def test_stepping_back_within_the_lookback_loses_nothing(tiny, whole, back):
     """Wrong tokens are run, then the right ones over them, as a rejected draft is."""
     tokens, state = random_tokens(TINY, LENGTH), State.contiguous(TINY, 1, LENGTH, lookback=8)
-    rows = [run_pieces(tiny, state, [Piece(0, 0, tokens[:125])])[0]]
+    rows = [run_pieces(tiny, state, [SequenceChunk(0, 0, tokens[:125])])[0]]
     at = 125
     while at < LENGTH:
         wrong = random_tokens(TINY, back, at)
-        run_pieces(tiny, state, [Piece(0, at, wrong[: LENGTH - at])])
+        run_pieces(tiny, state, [SequenceChunk(0, at, wrong[: LENGTH - at])])
         step = tokens[at : at + back + 1]
-        rows.append(run_pieces(tiny, state, [Piece(0, at, step)])[0])
+        rows.append(run_pieces(tiny, state, [SequenceChunk(0, at, step)])[0])
         at += len(step)
     assert (torch.cat(rows) - whole).abs().max() < TOLERANCE
 

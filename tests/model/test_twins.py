@@ -10,7 +10,7 @@ import torch
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import EagerTap, NoTap
 from birkhoff.kernels.select import select
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.linear import Numerics
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
@@ -51,7 +51,7 @@ def run(model, tokens, cuts, tap=None):
     bounds = [0, *cuts, len(tokens)]
     with torch.no_grad():
         for a, b in pairwise(bounds):
-            hidden, _ = model.run(Batch.of([Piece(0, a, tokens[a:b])]), state, tap or NoTap())
+            hidden, _ = model.run(Batch.of([SequenceChunk(0, a, tokens[a:b])]), state, tap or NoTap())
             rows.append(model.logits(hidden))
     return torch.cat(rows)
 
@@ -76,10 +76,10 @@ def test_a_batch_of_decoding_sequences_equals_each_alone(fast):
     with torch.no_grad():
         expected = [random_model()(p) for p in prompts]
         state = State.contiguous(TINY, count, length)
-        fast.run(Batch.of([Piece(s, 0, p[: start - s]) for s, p in enumerate(prompts)]), state, NoTap())
+        fast.run(Batch.of([SequenceChunk(s, 0, p[: start - s]) for s, p in enumerate(prompts)]), state, NoTap())
         for step in range(length - start):
             at = [start - s + step for s in range(count)]  # every sequence at another position
-            batch = Batch.of([Piece(s, at[s], prompts[s][at[s] : at[s] + 1]) for s in range(count)])
+            batch = Batch.of([SequenceChunk(s, at[s], prompts[s][at[s] : at[s] + 1]) for s in range(count)])
             logits = fast.logits(fast.run(batch, state, NoTap())[0])
             for piece, row in zip(batch.pieces, logits):
                 assert (row - expected[piece.slot][piece.start]).abs().max() < TOLERANCE

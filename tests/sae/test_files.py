@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from birkhoff.errors import SaeError, SaeFileError
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.files import load_all
-from birkhoff.sae.manifest import clampable_features, save_manifest
+from birkhoff.sae.sae_manifest import clampable_features, save_manifest
 from birkhoff.sae.torch_zip import read_plain_tensors
 from tests.sae.made import random_sae
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 import torch
 
-from birkhoff.hooks.edit import Around
-from birkhoff.hooks.live import Staging, arm
+from birkhoff.hooks.batch_tap import StepStaging, arm
+from birkhoff.hooks.edit import SiteContext
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.schema import schema_of
 from birkhoff.hooks.tap import NoTap, RecordingTap
 from birkhoff.sae.dictionary import Sae
-from birkhoff.sae.edits import SaeReconstruct, SaeSet
+from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 from birkhoff.sae.registry import SaeRegistry
 from tests.models import random_model, random_tokens, variant
 
@@ -31,7 +31,7 @@ LAYER = 1
 def run(model, ids, edit):
     span = Span(Plan(edits=(edit,)), 0, 0, ids.tolist(), len(ids))
     with torch.no_grad():
-        return model(ids, arm(Staging(), [span]))
+        return model(ids, arm(StepStaging(), [span]))
 
 
 def check(path: Path) -> None:
@@ -69,7 +69,7 @@ def check(path: Path) -> None:
         logits = run(model, ids, use)
         host = use.sites["mlp_out", LAYER].host
         before = torch.from_numpy(rows["before"]).float()
-        after = host.run(before, [(use.sites["mlp_out", LAYER], list(range(len(ids))))], Around())
+        after = host.run(before, [(use.sites["mlp_out", LAYER], list(range(len(ids))))], SiteContext())
         np.testing.assert_allclose(after.numpy(), expected, atol=2e-4 * max(scale, np.abs(expected).max()))
         assert not torch.allclose(logits, plain, atol=1e-3)
     half = SaeSet("few", {0: set_to}, where={"prompt": [3]}).resolve(registry, ids.tolist(), 1)

@@ -12,9 +12,9 @@ from birkhoff import SaeReconstruct, SaeSet
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CapacityError, SaeBusy, SaeError
 from birkhoff.hooks.schema import build_hook_schema
-from birkhoff.sae.edits import check_together
-from birkhoff.sae.manifest import save_manifest
+from birkhoff.sae.feature_edits import check_together
 from birkhoff.sae.registry import RowPool, SaeRegistry
+from birkhoff.sae.sae_manifest import save_manifest
 from tests.sae.made import random_sae
 from tests.sizes import scaled
 

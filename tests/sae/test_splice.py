@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from birkhoff.hooks.edit import Around, apply
+from birkhoff.hooks.edit import SiteContext, apply
 from birkhoff.hooks.schema import build_hook_schema
 from birkhoff.sae import encode
 from birkhoff.sae.clamps import parse_clamp, resolve_clamps
 from birkhoff.sae.dictionary import VIEWS
-from birkhoff.sae.encode import Held, kept, reconstruct, top
+from birkhoff.sae.encode import DeviceSae, kept, reconstruct, top
 from birkhoff.sae.splice import SaeHost, SaeUse, capacity, plain
 from birkhoff.sae.views import make_view
 from tests.sae.made import FAMILIES, changed_row, random_sae
@@ -39,7 +39,7 @@ def rows_of(count, view, seed=0):
 def around_of(count, seed=1):
     g = torch.Generator().manual_seed(seed)
     weights, post = torch.rand(M, D, generator=g), torch.rand(count, M, generator=g) * 2
-    return Around(
+    return SiteContext(
         post, lambda streams: torch.sigmoid((streams * weights).sum(-1))
     )  # any function of the streams will do
 
@@ -251,7 +251,7 @@ def test_the_block_is_a_little_higher_than_its_rows_at_most():
 def test_tiles_change_nothing_but_memory(family, rows, monkeypatch):
     """Dense, sparse, one tile or many: the rows a dictionary makes are those of its plain twin."""
     sae, x = random_sae(family, features=300, width=24, seed=3), torch.randn(rows, 24)
-    held, expected = Held.of(sae, "cpu"), sae.reconstruct(x)
+    held, expected = DeviceSae.of(sae, "cpu"), sae.reconstruct(x)
     for tile in (7, 64, 300, 8192):
         for share in (0, 8, 10**6):  # always gather, by the rule, always multiply
             monkeypatch.setattr(encode, "TILE", tile)
@@ -298,7 +298,7 @@ def test_a_running_top_k_is_the_top_k(features, rows, k, seed, ties):
     if ties:
         sae.encoder.round_()
         sae.encoder_bias.zero_()
-    held, z = Held.of(sae, "cpu"), sae.pre_activations(x)
+    held, z = DeviceSae.of(sae, "cpu"), sae.pre_activations(x)
     k, tile = min(k, features), encode.TILE
     try:
         encode.TILE = 5

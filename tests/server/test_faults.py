@@ -10,11 +10,11 @@ import pytest
 
 import birkhoff
 from birkhoff.convert.synth import synth
+from birkhoff.server.access_log import AccessLog
 from birkhoff.server.app import build_app
-from birkhoff.server.hub import Hub
-from birkhoff.server.journal import Journal
+from birkhoff.server.async_engine import AsyncEngine
 from birkhoff.server.metrics import Metrics
-from birkhoff.server.settings import ServerSettings
+from birkhoff.server.server_settings import ServerSettings
 from tests.sizes import scaled
 
 ASK = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "return_token_ids": True}
@@ -47,8 +47,8 @@ def served(engine, work):
 
     async def run():
         settings, metrics = ServerSettings(log="off"), Metrics()
-        hub = Hub(settings, metrics)
-        app = build_app(settings, hub, metrics, Journal("off"), {"model": "tiny"})
+        hub = AsyncEngine(settings, metrics)
+        app = build_app(settings, hub, metrics, AccessLog("off"), {"model": "tiny"})
         hub.start(engine)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         try:

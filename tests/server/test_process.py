@@ -13,8 +13,8 @@ import time
 import httpx2
 import pytest
 
-from birkhoff.api.load import EMBEDDED
-from birkhoff.capture.reader import read_request
+from birkhoff.embedded import EMBEDDED
+from birkhoff.capture.store.reader import read_request
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 from tests.server.conftest import serving, user
 

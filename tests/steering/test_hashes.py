@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.hooks.digest import BLOCKS, IN_ORDER, Part, combine, framed, number, short
+from birkhoff.hooks.digest import BLOCKS, IN_ORDER, DigestPart, combine, framed, number, short
 from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.schema import build_hook_schema
-from birkhoff.steering.edits import Add, Clamp, Patch, Project
 from birkhoff.steering.hashes import digest_steering_config, hash_steering_config
-from birkhoff.steering.rows import PositionRows
+from birkhoff.steering.position_rows import PositionRows
+from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project
 
 D, M, L = 4, 2, 6
 SCHEMA = build_hook_schema(D, "float32", M)
@@ -103,7 +103,7 @@ def test_order_counts_where_it_has_an_effect():
     assert digests(*patches) != digests(*reversed(patches))
 
 
-parts = st.lists(st.builds(Part, st.sampled_from(BLOCKS), st.binary(max_size=6)), max_size=6)
+parts = st.lists(st.builds(DigestPart, st.sampled_from(BLOCKS), st.binary(max_size=6)), max_size=6)
 
 
 @given(one=parts, other=parts)

@@ -11,9 +11,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from birkhoff.api.vectors import import_vectors
+from birkhoff.analysis.vector_files import import_vectors
 from birkhoff.errors import BirkhoffError, VectorFileError
-from birkhoff.steering.container import SteeringVector
+from birkhoff.steering.vector_file import SteeringVector
 
 ROWS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 

@@ -15,7 +15,7 @@ import birkhoff
 from birkhoff import Add, Capture, Clamp, Patch, Project, SaeReconstruct, SaeSet
 from birkhoff.convert.synth import synth
 from birkhoff.output import Output
-from birkhoff.steering.rows import PositionRows
+from birkhoff.steering.position_rows import PositionRows
 from tests.sae.made import random_sae
 from tests.sizes import scaled
 

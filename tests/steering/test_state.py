@@ -15,7 +15,7 @@ from birkhoff.convert.synth import synth
 from birkhoff.errors import BirkhoffError
 from birkhoff.hooks.sites import BY_NAME, SITES
 from birkhoff.hooks.tap import EagerTap
-from birkhoff.steering.rows import PositionRows
+from birkhoff.steering.position_rows import PositionRows
 from tests.sizes import scaled
 
 LAYER, STEPS = 2, 3

@@ -11,7 +11,7 @@ import birkhoff
 from birkhoff import Add, Capture, Clamp, Patch, Project
 from birkhoff.convert.synth import synth
 from birkhoff.errors import BirkhoffError, SteeringError
-from birkhoff.steering.rows import PositionRows
+from birkhoff.steering.position_rows import PositionRows
 from tests.oracle import build_oracle
 from tests.sizes import scaled
 from tests.steering.hooked import LAYER, hook_oracle

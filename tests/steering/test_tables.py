@@ -12,7 +12,7 @@ from birkhoff.convert.synth import synth
 from birkhoff.errors import CapacityError
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.schema import build_hook_schema
-from birkhoff.hooks.table import TableRows, Tables
+from birkhoff.hooks.vector_table import TableRows, Tables
 
 PROMPT = [0, *range(40, 60)]
 GREEDY = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 1}

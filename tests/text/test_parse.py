@@ -8,7 +8,7 @@ from birkhoff.errors import ChatError, PromptError
 from birkhoff.text.chat import encode_chat, render
 from birkhoff.text.events import (
     ContentDelta,
-    Problem,
+    FormatProblem,
     ReasoningDelta,
     ToolCall,
     ToolCallDelta,
@@ -19,7 +19,7 @@ from birkhoff.text.events import (
 from birkhoff.text.literals import own_literals
 from birkhoff.text.markers import CHAT_MARKERS, DSML, END_THINK, EOS, THINK, USER
 from birkhoff.text.parse import CompletionParser, parse_completion
-from birkhoff.text.segments import Marker, Text, render_text, split_markers
+from birkhoff.text.segments import Marker, TextSegment, render_text, split_markers
 from tests.sizes import scaled
 from tests.text.conversations import HOSTILE, HOSTILE_PIECES, assistants
 
@@ -69,9 +69,9 @@ def pieces_of(segments, cuts):
         for i in range(1, len(segment.string)):
             place += 1
             if place in cuts:
-                out.append(Text(segment.string[start:i]))
+                out.append(TextSegment(segment.string[start:i]))
                 start = i
-        out.append(Text(segment.string[start:]))
+        out.append(TextSegment(segment.string[start:]))
     return out
 
 
@@ -141,15 +141,15 @@ def test_arguments_stream_before_the_call_ends():
     parser = CompletionParser(thinking=False)
     events = [event for segment in opening for event in parser.feed(segment)]
     assert events == [ToolCallStart(0, "f"), ToolCallDelta(0, '{"t": '), ToolCallDelta(0, '"')]
-    assert parser.feed(Text('say "hi')) == [ToolCallDelta(0, 'say \\"hi')]
+    assert parser.feed(TextSegment('say "hi')) == [ToolCallDelta(0, 'say \\"hi')]
 
 
 def test_text_is_held_back_only_while_it_may_open_a_block():
     parser = CompletionParser(thinking=False)
-    assert parser.feed(Text("a\n")) == [ContentDelta("a")]
-    assert parser.feed(Text("\n")) == [] and parser.feed(Text("<")) == []
-    assert parser.feed(Text("b>")) == [ContentDelta("\n\n<b>")]
-    assert parser.feed(Text("x <")) == [ContentDelta("x ")]
+    assert parser.feed(TextSegment("a\n")) == [ContentDelta("a")]
+    assert parser.feed(TextSegment("\n")) == [] and parser.feed(TextSegment("<")) == []
+    assert parser.feed(TextSegment("b>")) == [ContentDelta("\n\n<b>")]
+    assert parser.feed(TextSegment("x <")) == [ContentDelta("x ")]
     assert parser.finish() == [ContentDelta("<")]
 
 
@@ -259,7 +259,7 @@ def test_a_broken_call_ends_incomplete_and_the_rest_is_kept_whole():
 def test_an_answer_cut_off_inside_a_call_says_so():
     cut = tool_block(CALL.replace("false", "true").split("</")[0])
     events = events_of(split_markers(cut))
-    assert events[-2:] == [ToolCallEnd(0, False), Problem("the answer ends inside a tool-call block", cut)]
+    assert events[-2:] == [ToolCallEnd(0, False), FormatProblem("the answer ends inside a tool-call block", cut)]
     assert assemble(events).tool_calls == ()
 
 
@@ -268,10 +268,10 @@ SEGMENTS = st.lists(
         st.sampled_from(CHAT_MARKERS).map(Marker),
         st.just(Marker(DSML)),
         st.sampled_from(["tool_calls>", "\n<", "\n</", 'invoke name="f">', "invoke>", "parameter>", "\n\n<", "x"]).map(
-            Text
+            TextSegment
         ),
-        st.just(Text('parameter name="k" string="true">')),
-        st.sampled_from(HOSTILE_PIECES).map(Text),
+        st.just(TextSegment('parameter name="k" string="true">')),
+        st.sampled_from(HOSTILE_PIECES).map(TextSegment),
     ),
     max_size=24,
 )
@@ -285,22 +285,22 @@ def test_any_rubbish_is_read_the_same_at_every_cut_and_leaks_no_marker(segments,
     same(whole, events_of(pieces_of(segments, cuts), thinking=thinking))
     # What is said is made of text that was text: taking every text away leaves nothing of it.
     said = "".join(e.text for e in whole if isinstance(e, (ReasoningDelta, ContentDelta)))
-    texts = iter("".join(s.string for s in segments if isinstance(s, Text)))
+    texts = iter("".join(s.string for s in segments if isinstance(s, TextSegment)))
     assert all(character in texts for character in said)
 
 
 @settings(max_examples=scaled(2000))
 @given(
     segments=st.lists(
-        st.one_of(st.sampled_from([THINK, END_THINK, USER, DSML]).map(Marker), HOSTILE.map(Text)), max_size=10
+        st.one_of(st.sampled_from([THINK, END_THINK, USER, DSML]).map(Marker), HOSTILE.map(TextSegment)), max_size=10
     ),
     thinking=st.booleans(),
 )
 def test_without_a_tool_block_no_text_is_lost(segments, thinking):
-    segments = [Text(s.string.replace("tool_calls", "")) if isinstance(s, Text) else s for s in segments]
+    segments = [TextSegment(s.string.replace("tool_calls", "")) if isinstance(s, TextSegment) else s for s in segments]
     events = events_of(segments, thinking=thinking)
     said = "".join(e.text for e in events if isinstance(e, (ReasoningDelta, ContentDelta)))
-    assert said == "".join(s.string for s in segments if isinstance(s, Text))
+    assert said == "".join(s.string for s in segments if isinstance(s, TextSegment))
 
 
 def test_text_that_spells_markers_is_content(tokenizer):

@@ -4,10 +4,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from birkhoff.text.markers import CHAT_MARKERS, DSML, THINK, USER
-from birkhoff.text.segments import Marker, Text, encode_segments, joined, render_text, split_markers
+from birkhoff.text.segments import Marker, TextSegment, encode_segments, joined, render_text, split_markers
 
 PIECES = st.lists(
-    st.one_of(st.text(max_size=6).map(Text), st.sampled_from(CHAT_MARKERS).map(Marker)), max_size=10
+    st.one_of(st.text(max_size=6).map(TextSegment), st.sampled_from(CHAT_MARKERS).map(Marker)), max_size=10
 )  # fmt: skip
 
 
@@ -16,8 +16,8 @@ def test_joining_changes_neither_prompt_nor_markers(pieces):
     out = list(joined(pieces))
     assert render_text(out) == render_text(pieces)
     assert [s for s in out if isinstance(s, Marker)] == [s for s in pieces if isinstance(s, Marker)]
-    assert not any(isinstance(a, Text) and isinstance(b, Text) for a, b in itertools.pairwise(out))
-    assert Text("") not in out
+    assert not any(isinstance(a, TextSegment) and isinstance(b, TextSegment) for a, b in itertools.pairwise(out))
+    assert TextSegment("") not in out
 
 
 def test_how_text_was_cut_does_not_change_ids(tokenizer):
@@ -25,7 +25,7 @@ def test_how_text_was_cut_does_not_change_ids(tokenizer):
     whole = tokenizer.encode(text)
     differing = 0
     for cut in range(len(text) + 1):
-        pieces = [Text(text[:cut]), Text(""), Text(text[cut:])]
+        pieces = [TextSegment(text[:cut]), TextSegment(""), TextSegment(text[cut:])]
         assert encode_segments(pieces, tokenizer) == whole
         differing += tokenizer.encode(text[:cut]) + tokenizer.encode(text[cut:]) != whole
     assert differing > 20 or tokenizer.vocab_size == 512  # it matters, where there are merges
@@ -42,6 +42,6 @@ def test_ids_hold_exactly_the_placed_markers(tokenizer, pieces):
 def test_our_own_texts_are_cut_at_markers():
     text = f"<{DSML}tool_calls> after {THINK} {USER}"
     assert split_markers(text) == [
-        Text("<"), Marker(DSML), Text("tool_calls> after "), Marker(THINK), Text(" "), Marker(USER),
+        TextSegment("<"), Marker(DSML), TextSegment("tool_calls> after "), Marker(THINK), TextSegment(" "), Marker(USER),
     ]  # fmt: skip
     assert render_text(split_markers(text)) == text and split_markers("") == []

@@ -4,7 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.text.markers import DSML, EOS, USER
-from birkhoff.text.segments import Marker, Text, render_text
+from birkhoff.text.segments import Marker, TextSegment, render_text
 from birkhoff.text.stream import IncrementalDecoder, SegmentDecoder
 from tests.sizes import scaled
 
@@ -62,8 +62,8 @@ def test_spelled_markers_stay_text_and_half_characters_end_at_a_marker(byte_toke
     decoder = SegmentDecoder(byte_tokenizer)
     ids = [*spelled, *half, byte_tokenizer.token_id(DSML), byte_tokenizer.token_id(EOS)]
     segments = [segment for i in ids for segment in decoder.feed(i)]
-    assert "".join(s.string for s in segments if isinstance(s, Text)) == USER + "\ufffd"
-    assert segments[-3:] == [Text("\ufffd"), Marker(DSML), Marker(EOS)]
+    assert "".join(s.string for s in segments if isinstance(s, TextSegment)) == USER + "\ufffd"
+    assert segments[-3:] == [TextSegment("\ufffd"), Marker(DSML), Marker(EOS)]
 
 
 def test_cost_per_token_does_not_grow(byte_tokenizer):

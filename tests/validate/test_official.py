@@ -5,7 +5,7 @@ import pytest
 import birkhoff
 from birkhoff.errors import DataError
 from birkhoff.validate.greedy import PROMPTS, compare_greedy
-from birkhoff.validate.official import Step, hold, read_vectors
+from birkhoff.validate.official import OfficialStep, hold, read_vectors
 
 GOOD = """# captured somewhere
 case short 4096 2 hello.txt
@@ -23,7 +23,10 @@ def test_a_file_is_read(tmp_path):
     (tmp_path / "official.vec").write_text(GOOD)
     (case,) = read_vectors(tmp_path / "official.vec")
     assert (case.name, case.context, case.prompt_file) == ("short", 4096, "hello.txt")
-    assert case.steps == (Step(b"Hi", ((b"Hi", 0.0),)), Step(b"!", ((b"!", -0.5),)))  # the sentinel is dropped
+    assert case.steps == (
+        OfficialStep(b"Hi", ((b"Hi", 0.0),)),
+        OfficialStep(b"!", ((b"!", -0.5),)),
+    )  # the sentinel is dropped
 
 
 @pytest.mark.parametrize(("change", "words"), [

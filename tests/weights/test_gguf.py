@@ -29,7 +29,7 @@ from birkhoff.weights.gguf_keys import Key
 from birkhoff.weights.gguf_names import meaning, trunk_place
 from birkhoff.weights.gguf_text import tokenizer_json
 from birkhoff.weights.layout import model_tensors
-from birkhoff.weights.memory import parse_bytes
+from birkhoff.weights.memory_size import parse_bytes
 from tests.weights.gguf_files import by_the_package, raw_file
 
 R = """context_length embedding_length block_count attention.head_count attention.head_count_kv attention.key_length
@@ -185,7 +185,7 @@ def test_a_file_by_the_gguf_package_with_small_quants_loads(made, tmp_path):
         name = meaning(tensor.name, 6)
         if name.stacked:
             experts = [ours[name.ours.format(e)] for e in range(tensor.shape[0])]
-            from birkhoff.weights.stored import value_strips
+            from birkhoff.weights.tensor_ref import value_strips
 
             rows = [torch.cat([v for _, v in value_strips(ours, r.name, tensor.shape[1:])]).numpy() for r in experts]
             tensors[tensor.name] = (np.stack(rows), "Q4_0")
@@ -213,7 +213,7 @@ def test_a_file_by_the_gguf_package_with_small_quants_loads(made, tmp_path):
 
 
 def test_tokenizers_are_rebuilt_from_lists(made):
-    from birkhoff.api.load import EMBEDDED
+    from birkhoff.embedded import EMBEDDED
     from birkhoff.text.tokenizer import Tokenizer
     from birkhoff.weights.gguf_text import WHOLE, tokenizer_keys
 

@@ -16,7 +16,7 @@ from birkhoff.errors import BirkhoffError, CheckpointError, TensorDtype, TensorS
 from birkhoff.weights import gguf_header
 from birkhoff.weights.checkpoint import check_layout, open_checkpoint
 from birkhoff.weights.gguf import header_from, open_gguf, read_header
-from birkhoff.weights.gguf_header import TYPES, Malformed
+from birkhoff.weights.gguf_header import TYPES, MalformedGGUF
 from birkhoff.weights.gguf_keys import Key
 from tests.sizes import scaled
 from tests.weights.gguf_files import head, raw_file, string, tensor_row, tiny_gguf
@@ -85,7 +85,7 @@ def test_every_lie_has_its_own_message(case, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(raw)
     began = time.process_time()
-    with pytest.raises(Malformed) as caught:
+    with pytest.raises(MalformedGGUF) as caught:
         gguf_header.read_header(str(path))
     assert words in str(caught.value) and time.process_time() - began < 5
 
@@ -199,7 +199,7 @@ def _open_here(path):
     def read(path):
         try:
             answer = {"header": gguf_header.read_header(str(path))}
-        except Malformed as error:
+        except MalformedGGUF as error:
             answer = {"kind": error.kind, "malformed": str(error)}
         return header_from(path, answer)
 

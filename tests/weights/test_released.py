@@ -15,7 +15,7 @@ from birkhoff.kernels import quant
 from birkhoff.model.transformer import Transformer
 from birkhoff.weights import expected_tensors, load_into, open_checkpoint, write_released
 from birkhoff.weights.layout import model_tensors
-from birkhoff.weights.stored import strips
+from birkhoff.weights.tensor_ref import strips
 from tests.weights.files import random_weights
 
 TINY = preset("tiny")

@@ -12,7 +12,7 @@ un-normalised probabilities are rounded before they meet the values and the quot
         -> [B, H, c]`: one query per sequence against keys in any order; `seen=None` means every key is visible.
 """
 
-from birkhoff.kernels.attend.picked import Picked
 from birkhoff.kernels.attend.reference import attend, attend_one
+from birkhoff.kernels.attend.topk_indices import TopkIndices
 
-__all__ = ["Picked", "attend", "attend_one"]
+__all__ = ["TopkIndices", "attend", "attend_one"]

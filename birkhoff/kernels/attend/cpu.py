@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from birkhoff.kernels.attend import reference
-from birkhoff.kernels.attend.picked import Picked
+from birkhoff.kernels.attend.topk_indices import TopkIndices
 
 LEAST_BLOCK = 64
 
@@ -20,14 +20,14 @@ def attend(
     recent: torch.Tensor,
     oldest: torch.Tensor,
     entries: torch.Tensor | None,
-    chosen: torch.Tensor | Picked | None,
+    chosen: torch.Tensor | TopkIndices | None,
     sink: torch.Tensor,
     window: int,
     scale: float,
 ) -> torch.Tensor:
     if queries.dtype is not torch.float32:
         return reference.attend(queries, recent, oldest, entries, chosen, sink, window, scale)
-    if isinstance(chosen, Picked):
+    if isinstance(chosen, TopkIndices):
         chosen = None if entries is None else chosen.mask(entries.shape[1])
     batch, length, heads, width = queries.shape
     past, block = recent.shape[1] - length, max(window, LEAST_BLOCK)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from birkhoff.kernels.attend.picked import Picked
+from birkhoff.kernels.attend.topk_indices import TopkIndices
 
 QUERY_BLOCK = 256
 
@@ -14,12 +14,12 @@ def attend(
     recent: torch.Tensor,
     oldest: torch.Tensor,
     entries: torch.Tensor | None,
-    chosen: torch.Tensor | Picked | None,
+    chosen: torch.Tensor | TopkIndices | None,
     sink: torch.Tensor,
     window: int,
     scale: float,
 ) -> torch.Tensor:
-    if isinstance(chosen, Picked):
+    if isinstance(chosen, TopkIndices):
         chosen = None if entries is None else chosen.mask(entries.shape[1])
     length, past = queries.shape[1], recent.shape[1] - queries.shape[1]
     blocks = []

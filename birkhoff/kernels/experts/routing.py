@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from birkhoff.kernels.experts.triton import _score
+from birkhoff.kernels.experts.decode import _score
 from birkhoff.kernels.gpu import power_of_two
 
 TOKENS = 16  # of a program that chooses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from birkhoff.kernels.attend.picked import Picked
+from birkhoff.kernels.attend.topk_indices import TopkIndices
 
 QUERY_BLOCK = 256  # queries scored at a time, so that the score of every head against every entry stays small
 
@@ -30,12 +30,14 @@ def choose(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tens
     return (better | (tied & (tied.cumsum(-1) <= places))) & visible
 
 
-def pick(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, topk: int) -> Picked:
-    visible = Picked(counts).mask(keys.shape[1])
+def pick(
+    queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, topk: int
+) -> TopkIndices:
+    visible = TopkIndices(counts).mask(keys.shape[1])
     blocks = [
         choose(score(q, keys, w), v, topk)
         for q, w, v in zip(*(t.split(QUERY_BLOCK, dim=1) for t in (queries, weights, visible)))
     ]
     # Chosen entries first, in ascending order; what stands behind them is not counted.
     numbers = (~torch.cat(blocks, dim=1)).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :topk]
-    return Picked(counts.to(torch.int32).clamp_max(topk), numbers.to(torch.int32))
+    return TopkIndices(counts.to(torch.int32).clamp_max(topk), numbers.to(torch.int32))

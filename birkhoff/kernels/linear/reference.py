@@ -5,14 +5,16 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from birkhoff.kernels.linear.rows import Rows
+from birkhoff.kernels.linear.packed import PackedWeight
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
-def product(x: torch.Tensor, rows: Rows, group: int | None = None, dtype: torch.dtype | None = None) -> torch.Tensor:
+def product(
+    x: torch.Tensor, rows: PackedWeight, group: int | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
     dtype = dtype or x.dtype
     weight = rows.dense().to(torch.promote_types(x.dtype, dtype))
     if group is None:

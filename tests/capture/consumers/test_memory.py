@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from birkhoff.capture.consumers.memory import LABEL_BYTES, MemoryConsumer
-from birkhoff.capture.consumers.protocol import Consumer
-from birkhoff.capture.options import FileOptions
-from birkhoff.capture.reader import read_request
-from birkhoff.capture.result import CaptureRequest, Finish
-from birkhoff.capture.writer import CaptureWriter
+from birkhoff.capture.sinks.consumer import Consumer
+from birkhoff.capture.sinks.memory_consumer import LABEL_BYTES, MemoryConsumer
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.store.file_options import FileOptions
+from birkhoff.capture.store.reader import read_request
+from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureError, OptionError
 from tests.capture.disks import SoftDisk
 from tests.capture.made import SHAPES, assert_is_prefix, chunk, same_bits
@@ -20,7 +20,7 @@ ROW = 16 + LABEL_BYTES  # of post_attn
 def capture(memory: MemoryConsumer, request: str, rows: int = 4):
     for start in range(0, rows, 2):
         memory.submit_chunk(chunk(request, "post_attn", 0, start, min(2, rows - start)))
-    return memory.finalize(Finish(request)).result()
+    return memory.finalize(CaptureFinish(request)).result()
 
 
 def test_entries_equal_those_read_from_files(tmp_path):
@@ -30,8 +30,8 @@ def test_entries_equal_those_read_from_files(tmp_path):
             for hook in SHAPES:
                 files.append(chunk("a", hook, 2, start, 3))
                 memory.submit_chunk(chunk("a", hook, 2, start, 3))
-        files.finish(Finish("a")).result(30)
-    result = memory.finalize(Finish("a", "stop")).result()
+        files.finish(CaptureFinish("a")).result(30)
+    result = memory.finalize(CaptureFinish("a", "stop")).result()
     assert result.status == "ok" and result.rows == 6 * len(SHAPES) and result.keys == len(SHAPES)
     stored, held = read_request(tmp_path / "run/a"), memory.entries("a")
     assert set(stored) == set(held)
@@ -60,7 +60,7 @@ def test_unfinished_requests_are_not_evicted_for_others():
     memory.submit_chunk(chunk("open", "post_attn", 0, 0, 4))
     result = capture(memory, "late", 4)
     assert result.status == "partial_error" and result.rows == 2 and result.dropped_rows == 2 and "240" in result.error
-    assert memory.finalize(Finish("open")).result().status == "ok"
+    assert memory.finalize(CaptureFinish("open")).result().status == "ok"
     assert_is_prefix(memory.entries("open")[0, "post_attn"], "open", 4)
 
 
@@ -78,8 +78,10 @@ def test_states_of_a_request():
     assert memory.get_result("a").status == "not_requested"
     memory.begin(CaptureRequest("a", "probe", "run"))
     assert memory.get_result("a").status == "pending"
-    assert memory.finalize(Finish("a")).result().id == "probe"
-    assert memory.get_result("a").status == "ok" and memory.finalize(Finish("b")).result().status == "not_requested"
+    assert memory.finalize(CaptureFinish("a")).result().id == "probe"
+    assert (
+        memory.get_result("a").status == "ok" and memory.finalize(CaptureFinish("b")).result().status == "not_requested"
+    )
     memory.shutdown()
     assert memory.nbytes == 0
     with pytest.raises(OptionError):

@@ -6,12 +6,12 @@ import uuid
 
 import pytest
 
-from birkhoff.capture.consumers.filesystem import FilesystemConsumer
-from birkhoff.capture.consumers.memory import MemoryConsumer
-from birkhoff.capture.consumers.protocol import Consumer
-from birkhoff.capture.consumers.registry import KINDS, build_consumer, parameters
-from birkhoff.capture.consumers.sae_stats import SaeStatsConsumer
-from birkhoff.capture.result import CaptureRequest, Finish
+from birkhoff.capture.sinks.consumer import Consumer
+from birkhoff.capture.sinks.consumer_registry import KINDS, build_consumer, parameters
+from birkhoff.capture.sinks.filesystem import FilesystemConsumer
+from birkhoff.capture.sinks.memory_consumer import MemoryConsumer
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.sinks.sae_stats import SaeStatsConsumer
 from birkhoff.errors import CaptureValidationError, OptionError
 from tests.capture.made import chunk
 
@@ -84,7 +84,7 @@ def test_results_of_the_filesystem_can_be_waited_for(tmp_path):
     files.begin(CaptureRequest("a", "a", "run"))
     files.submit_chunk(chunk("a", "post_attn", 0, 0, 2))
     assert files.get_result("a").status == "pending"
-    files.finalize(Finish("a", "stop"))
+    files.finalize(CaptureFinish("a", "stop"))
     result = files.get_result("a", wait=True)
     assert result.status == "ok" and result.durable and files.get_result("a") == result
     wire = result.to_json()

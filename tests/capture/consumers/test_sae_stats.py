@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.capture.chunk import Chunk
-from birkhoff.capture.consumers.protocol import Consumer
-from birkhoff.capture.consumers.sae_stats import SaeStatsConsumer
-from birkhoff.capture.dtypes import to_float32
-from birkhoff.capture.result import CaptureRequest, Finish
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.consumer import Consumer
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.sinks.sae_stats import SaeStatsConsumer
+from birkhoff.capture.spec.dtypes import to_float32
 from birkhoff.errors import CaptureWriteError, OptionError
 from tests.capture.made import chunk
 
@@ -100,7 +100,7 @@ def test_only_its_own_site_counts_and_requests_get_results():
     for hook, layer in (("post_attn", 1), ("post_attn", 2), ("mlp_out", 1)):
         stats.submit_chunk(Chunk(**{**vars(chunk("a", "post_attn", layer, 0, 2)), "hook": hook}))
     assert stats.get_result("a").status == "pending"
-    assert stats.finalize(Finish("a")).result().rows == 2 == stats.stats().rows
+    assert stats.finalize(CaptureFinish("a")).result().rows == 2 == stats.stats().rows
     assert stats.get_result("a").status == "ok"
 
 
@@ -125,7 +125,7 @@ def test_memory_does_not_depend_on_the_number_of_rows():
         tracemalloc.start()
         for number in range(count):
             stats.submit_chunk(rows(10 * (number % 6), 10 * (number % 6) + 10))
-            stats.finalize(Finish(f"r{number % 6}"))
+            stats.finalize(CaptureFinish(f"r{number % 6}"))
         used = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return used

@@ -7,10 +7,10 @@ import threading
 
 import pytest
 
-from birkhoff.capture.consumers.log import LoggingConsumer
-from birkhoff.capture.consumers.protocol import Consumer
-from birkhoff.capture.consumers.stream import StreamConsumer
-from birkhoff.capture.result import CaptureRequest, Finish
+from birkhoff.capture.sinks.consumer import Consumer
+from birkhoff.capture.sinks.log_consumer import LoggingConsumer
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.sinks.stream_consumer import StreamConsumer
 from birkhoff.errors import OptionError
 from tests.capture.made import chunk
 
@@ -28,9 +28,9 @@ def test_a_subscriber_sees_its_request_from_first_to_last():
         for name in "ab":
             stream.submit_chunk(chunk(name, "post_attn", 0, start, 2))
     assert stream.get_result("a").status == "pending"
-    assert stream.finalize(Finish("a")).result().rows == 6
+    assert stream.finalize(CaptureFinish("a")).result().rows == 6
     assert positions(mine) == list(range(6)), "the iteration ends with the request"
-    stream.finalize(Finish("b"))
+    stream.finalize(CaptureFinish("b"))
     stream.shutdown()
     assert len(list(every)) == 6 and stream.subscribe().get() is None
     assert stream.get_result("a").status == "ok"
@@ -41,7 +41,7 @@ def test_a_slow_subscriber_loses_the_oldest_and_knows_how_many():
     mine = stream.subscribe("a")
     for start in range(0, 10, 2):
         stream.submit_chunk(chunk("a", "post_attn", 0, start, 2))
-    result = stream.finalize(Finish("a")).result()
+    result = stream.finalize(CaptureFinish("a")).result()
     assert mine.dropped_rows == 6 == result.dropped_rows and result.status == "partial_error"
     assert positions(mine) == [6, 7, 8, 9]
 
@@ -59,7 +59,7 @@ def test_a_blocking_stream_waits_for_its_subscriber():
     listener.start()
     for start in range(50):
         stream.submit_chunk(chunk("a", "post_attn", 0, start, 1))
-    assert stream.finalize(Finish("a")).result().status == "ok"
+    assert stream.finalize(CaptureFinish("a")).result().status == "ok"
     listener.join(30)
     assert seen == list(range(50)) and mine.dropped_rows == 0
 
@@ -73,7 +73,7 @@ def test_nobody_listening_is_no_loss_and_leaving_is_allowed():
             listener.get(0.01)
     for start in range(1, 5):
         stream.submit_chunk(chunk("a", "post_attn", 0, start, 1))
-    result = stream.finalize(Finish("a")).result()
+    result = stream.finalize(CaptureFinish("a")).result()
     assert result.status == "ok" and result.rows == 5 and listener.dropped_rows == 0
     for wrong in ({"depth": 0}, {"overflow": "panic"}):
         with pytest.raises(OptionError):
@@ -88,13 +88,13 @@ def test_the_log_says_what_was_captured_and_nothing_of_it(caplog):
         for layer in (1, 2):
             consumer.submit_chunk(chunk("key", "post_attn", layer, 0, 3))
         assert consumer.get_result("key").status == "pending"
-        result = consumer.finalize(Finish("key", "length", dropped_rows=2)).result()
+        result = consumer.finalize(CaptureFinish("key", "length", dropped_rows=2)).result()
     assert result.rows == 6 and result.bytes == 96 and result.keys == 2 and result.status == "partial_error"
     assert consumer.get_result("key") == result
     lines = [record.getMessage() for record in caplog.records]
     assert lines[-1] == "capture probe finished (length): 6 rows, 96 bytes, 2 layers of post_attn" and len(lines) == 3
     token = chunk("key", "post_attn", 1, 0, 3).token_ids[0]
     assert not any(str(token) in line for line in lines)
-    assert consumer.finalize(Finish("other")).result().status == "not_requested"
+    assert consumer.finalize(CaptureFinish("other")).result().status == "not_requested"
     with pytest.raises(OptionError, match="level"):
         LoggingConsumer("loud")

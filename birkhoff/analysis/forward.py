@@ -1,0 +1,68 @@
+"""One whole forward pass of a text, outside the batches: every token belongs to the prompt, and every site can be seen.
+
+`edit_tap` is the tap of such a pass with a caller's edits; `trace` keeps what passes, `features` reads it with an
+attached dictionary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence, Set
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from birkhoff.api.prompts import Prompt, check_ids
+from birkhoff.errors import SiteError, quoted
+from birkhoff.hooks.batch_tap import StepStaging, arm
+from birkhoff.hooks.plan import Edit, Plan, Span
+from birkhoff.hooks.sites import Site
+from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
+from birkhoff.output import Trace
+from birkhoff.sae.feature_probe import Feature, live_features
+
+if TYPE_CHECKING:
+    from birkhoff.api.engine import Engine
+
+
+def edit_tap(engine: Engine, steer: Any, ids: Sequence[int], first: tuple[Edit, ...] = ()) -> Tap:
+    """The tap of a pass over these tokens with a caller's edits, and those that go `first`."""
+    edits, _ = engine.resolve(steer, ids, 1)
+    span = Span(Plan(edits=(*first, *edits)), 0, 0, ids, len(ids))
+    return arm(StepStaging(engine.model.embed.device), [span]) or NoTap()
+
+
+def trace(engine: Engine, token_ids: Sequence[int], hooks: str | Sequence[str], steer: Any) -> Trace:
+    wanted = _check_hooks(engine, hooks)
+    ids = check_ids(token_ids, engine.config)
+    kept: dict[tuple[str, int], torch.Tensor] = {}
+
+    def keep(site: Site, layer: int, tensor: torch.Tensor) -> None:
+        if site.name in wanted:
+            kept[site.name, layer] = tensor.detach().clone()
+
+    with torch.no_grad():
+        tokens = torch.tensor(ids, device=engine.model.embed.device)
+        logits = engine.model(tokens, RecordingTap(edit_tap(engine, steer, ids), keep))
+    return Trace(logits, kept)
+
+
+def features(
+    engine: Engine, prompt: Prompt, name: str, k: int, at: tuple[str, int] | None, steer: Any
+) -> list[list[Feature]]:
+    probe, plan, sae = engine.saes.probe(name, k, at)
+    ids = engine.prompt_ids(prompt)
+    with torch.no_grad():
+        tokens = torch.tensor(ids, device=engine.model.embed.device)
+        engine.model(tokens, edit_tap(engine, steer, ids, (plan,)))
+    return live_features(probe, sae, len(ids))
+
+
+def _check_hooks(engine: Engine, hooks: str | Sequence[str]) -> set[str]:
+    known = engine.schema
+    if hooks == "all":
+        return set(known)
+    names = [hooks] if isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set)) else list(hooks)
+    for hook in names:
+        if not isinstance(hook, str) or hook not in known:
+            raise SiteError(f"{quoted(hook)} is not a hook of this model. It has: {', '.join(sorted(known))}.")
+    return set(names)

@@ -1,0 +1,120 @@
+"""Where the time of a step goes.
+
+Inside the model a tap is the clock: it is called at every site, so the time between two calls belongs to the part of
+the layer that lies between them, and no code of the model has to change for it. Around the model, the runner and the
+sampler of an engine are put behind stopwatches; what is left of a step is the engine's own book-keeping.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from birkhoff.bench.baselines import OurEngine, OurModel, Tokens
+from birkhoff.bench.report import significant
+from birkhoff.hooks import sites
+from birkhoff.hooks.sites import Site
+from birkhoff.hooks.tap import Reads
+
+# What lies before each site. A site without an entry lies behind a mixer's own work.
+PART = {
+    sites.POST_ATTN: "attention",
+    sites.MOE_ROUTER_LOGITS: "experts",
+    sites.MOE_TOPK: "experts",
+    sites.MLP_OUT: "experts",
+}
+
+
+class ClockTap:
+    """A tap that looks at nothing but the time."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.last = 0.0
+        self.begun = False
+
+    def start(self) -> None:
+        self.seconds.clear()
+        self.last, self.begun = time.perf_counter(), False
+
+    def mark(self, part: str) -> None:
+        now = time.perf_counter()
+        self.seconds[part] += now - self.last
+        self.last = now
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        self.see(site)
+        return x
+
+    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.see(site)
+        return x, x
+
+    def see(self, site: Site, *parts: torch.Tensor) -> None:
+        self.mark(PART.get(site, "mhc") if self.begun else "other")  # before the first site: batch, embedding, phases
+        self.begun = True
+
+    def at(self, layer: int) -> ClockTap:
+        return self
+
+
+class Stopwatch:
+    """Stands in for a part of the engine and times one of its calls."""
+
+    def __init__(self, inner: Any, call: str):
+        self._inner, self._call = inner, call
+        self.seconds: list[float] = []
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._inner, name)
+        if name != self._call:
+            return found
+
+        def timed(*arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = found(*arguments)
+            self.seconds.append(time.perf_counter() - began)
+            return result
+
+        return timed
+
+
+def model_shares(contender: OurModel, clock: ClockTap, prompts: list[Tokens], steps: int) -> dict[str, float]:
+    """Milliseconds of each part of the model in the median decoding step; `head` is the last norm and the logits."""
+    tokens = contender.prefill(prompts)
+    rows: list[dict[str, float]] = []
+    for _ in range(steps):
+        clock.start()
+        tokens = contender.step(tokens)
+        clock.mark("head")
+        rows.append(dict(clock.seconds))
+    return {part: _median_ms([row.get(part, 0.0) for row in rows]) for part in rows[0]}
+
+
+def engine_shares(contender: OurEngine, prompts: list[Tokens], steps: int) -> dict[str, float]:
+    """Milliseconds of the model, the sampler and the engine itself in the median decoding step."""
+    core = contender.core
+    tokens = contender.prefill(prompts)
+    runner, sampler = Stopwatch(core.runner, "run"), Stopwatch(core.sampler, "draw")
+    core.runner, core.sampler = runner, sampler  # type: ignore[assignment]
+    try:
+        whole = []
+        for _ in range(steps):
+            began = time.perf_counter()
+            tokens = contender.step(tokens)
+            whole.append(time.perf_counter() - began)
+    finally:
+        core.runner, core.sampler = runner._inner, sampler._inner
+    rest = [all_ - ran - drawn for all_, ran, drawn in zip(whole, runner.seconds, sampler.seconds)]
+    return {
+        "model": _median_ms(runner.seconds),
+        "sampling": _median_ms(sampler.seconds),
+        "engine": _median_ms(rest),
+    }
+
+
+def _median_ms(seconds: list[float]) -> float:
+    return significant(1e3 * torch.tensor(seconds, dtype=torch.float64).median().item())

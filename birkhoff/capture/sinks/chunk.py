@@ -1,0 +1,155 @@
+"""A chunk: rows of one hook and layer that left the engine in one step or a few, on their way to the consumers.
+
+Whoever makes a chunk gives its rows away: the memory is not written again. Rows are flat, [rows, width], and a row is
+reshaped to `row_shape` by whoever reads it. `row_offset` is the number of rows that this request and site produced
+before, so that a gap shows. `check` is one look at sizes and dtypes; it is made before a chunk is queued, because an
+error that surfaces in a writer thread can no longer say where the chunk came from. Imports no torch until a chunk
+holds a tensor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from birkhoff.capture.spec.dtypes import STORED, WRITTEN, Array
+from birkhoff.errors import CaptureWriteError, quoted
+
+if TYPE_CHECKING:
+    import torch
+
+PREFILL, DECODE = "p", "d"  # one letter per row
+PHASES = {PREFILL: "prefill", DECODE: "decode"}
+
+Key = tuple[str, int, str]  # request, layer, hook
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """`rows` is [rows, width] on the host; bf16 as a torch tensor or as uint16, fp8 as a torch tensor or as uint8."""
+
+    request_id: str
+    tag: str
+    hook: str
+    layer: int
+    rows: torch.Tensor | Array
+    dtype: str
+    row_shape: tuple[int, ...]
+    positions: Sequence[int] | None  # None where rows stand for no single token: a mean, say
+    token_ids: Sequence[int] | None
+    phases: str | bytes | None  # PREFILL or DECODE for each row
+    row_offset: int = 0
+    step_index: int = 0
+    scale: torch.Tensor | Array | None = None  # one float32 per row, for fp8
+    meta: Mapping[str, Any] = field(default_factory=dict)  # facts about the request, for the sidecar
+    num_steps: int = 1  # how many steps of the site it joins, from `step_index` on
+
+    @property
+    def last_step(self) -> int:
+        return self.step_index + self.num_steps - 1
+
+    @property
+    def key(self) -> Key:
+        return self.request_id, self.layer, self.hook
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.rows.shape[0])
+
+    @property
+    def width(self) -> int:
+        return int(self.rows.shape[1])
+
+    @property
+    def nbytes(self) -> int:
+        return self.num_rows * self.width * STORED[self.dtype].itemsize
+
+    def check(self) -> None:
+        """Refuse what could not be written and read back."""
+        where = f"chunk of {quoted(self.hook)}[{self.layer}] of request {quoted(self.request_id)}"
+        if self.dtype not in WRITTEN:
+            raise CaptureWriteError(f"{where}: dtype is {quoted(self.dtype)}, expected one of {', '.join(WRITTEN)}.")
+        if self.rows.ndim != 2 or self.width < 1 or math.prod(self.row_shape) != self.width:
+            raise CaptureWriteError(
+                f"{where}: rows have shape {tuple(self.rows.shape)}, expected [rows, {math.prod(self.row_shape)}] for "
+                f"row_shape {tuple(self.row_shape)}. Flatten each row."
+            )
+        held = str(self.rows.dtype).removeprefix("torch.")
+        if held not in _HELD_AS[self.dtype]:
+            raise CaptureWriteError(f"{where}: rows are {held}, expected {' or '.join(_HELD_AS[self.dtype])}.")
+        labels = {"positions": self.positions, "token_ids": self.token_ids, "phases": self.phases}
+        if self.dtype == "fp8_e4m3" or self.scale is not None:
+            labels["scale"] = () if self.scale is None else self.scale.reshape(-1)  # type: ignore[assignment]
+        for name, values in labels.items():
+            if values is not None and len(values) != self.num_rows:
+                raise CaptureWriteError(f"{where}: {len(values)} {name} for {self.num_rows} rows, expected one each.")
+        if not set(self.letters() or "") <= set(PHASES):
+            raise CaptureWriteError(f"{where}: phases are {quoted(self.phases)}, expected letters of {list(PHASES)}.")
+        scales = self.scales()
+        if scales is not None and not np.isfinite(scales).all():
+            raise CaptureWriteError(
+                f"{where}: a scale is not finite. The rows hold a NaN or an infinity; use bfloat16."
+            )
+
+    def array(self) -> Array:
+        """The rows in NumPy's nearest dtype (`dtypes.STORED`), sharing memory where the rows are contiguous."""
+        rows: Any = self.rows
+        if not isinstance(rows, np.ndarray):
+            import torch
+
+            rows = rows.detach().contiguous()
+            if rows.dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                rows = rows.view(torch.int16 if rows.dtype == torch.bfloat16 else torch.uint8)
+            rows = rows.numpy()
+        return np.ascontiguousarray(rows).view(STORED[self.dtype])
+
+    def part(self, start: int, stop: int) -> Chunk:
+        """Rows start..stop, as a chunk of their own."""
+        rows = slice(start, stop)
+        return replace(
+            self,
+            rows=self.rows[rows],
+            positions=None if self.positions is None else self.positions[rows],
+            token_ids=None if self.token_ids is None else self.token_ids[rows],
+            phases=None if self.phases is None else self.phases[rows],
+            row_offset=self.row_offset + start,
+            scale=None if self.scale is None else self.scale.reshape(-1)[rows],
+        )
+
+    def data(self) -> memoryview:
+        """The bytes of the payload."""
+        rows: Any = self.array()
+        return memoryview(rows.reshape(-1).view(np.uint8))
+
+    def scales(self) -> Array | None:
+        return None if self.scale is None else np.asarray(self.scale, dtype=np.float32).reshape(-1)
+
+    def letters(self) -> str | None:
+        return self.phases.decode("ascii", "replace") if isinstance(self.phases, bytes) else self.phases
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What rows must share to be described by one entry."""
+        labelled = (self.positions is None, self.token_ids is None, self.phases is None, self.scale is None)
+        return self.dtype, tuple(self.row_shape), self.width, labelled
+
+
+_HELD_AS = {
+    "bfloat16": ("bfloat16", "uint16", "int16"),
+    "float16": ("float16",),
+    "float32": ("float32",),
+    "fp8_e4m3": ("float8_e4m3fn", "uint8"),
+}
+
+
+def plain_ints(values: Sequence[int] | None) -> list[int]:
+    """Labels as JSON takes them, whatever integers they came as."""
+    if values is None:
+        return []
+    if hasattr(values, "tolist"):
+        return values.tolist()
+    return [int(value) for value in values]

@@ -1,0 +1,290 @@
+"""A ring of captured rows in shared memory: one process writes, another on the same host reads.
+
+    bytes 0..127   sixteen 64-bit words, native order:
+                   0 magic   1 capacity   2 bytes written   3 writer's pid   4 closed   5 rows dropped
+                   8 bytes read   9 reader's pid        (the reader's words have a cache line of their own)
+    then `capacity` bytes of records, each beginning at a multiple of 8:
+                   head bytes, checksum (32 bits each), body bytes (64 bits), head, body, zeros up to a multiple of 8
+
+A head is JSON: what a chunk says about its rows, or that a request begins or ends; a body is the rows. Both counts only
+grow, so their difference is what waits; a count is moved after the bytes it speaks of are in place or done with. A
+record never wraps: what is left at the end is skipped, marked by a head of all ones. The checksum covers head and body.
+NumPy only: a training process that reads needs neither an engine nor torch.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.shared_memory import SharedMemory
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from birkhoff.capture.sinks.chunk import Chunk, plain_ints
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
+from birkhoff.capture.spec.dtypes import STORED
+from birkhoff.errors import CaptureChecksum, CaptureError, CaptureWriteError, OptionError, quoted
+
+MAGIC = int.from_bytes(b"BKRING01", "little")
+HEADER_BYTES = 128
+MOST_BYTES = 1 << 40
+_CAPACITY, _WRITTEN, _WRITER, _CLOSED, _DROPPED, _READ, _READER = 1, 2, 3, 4, 5, 8, 9
+_RECORD = struct.Struct("=IIQ")
+_FOLDER = Path("/dev/shm")  # where Linux shows shared memory as files
+
+Item = CaptureRequest | Chunk | CaptureFinish
+
+
+def check_ring_name(name: object) -> str:
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z0-9._-]{1,200}", name) or name.startswith("."):
+        raise OptionError(
+            f"name is {quoted(name)}, expected 1 to 200 letters, digits, dots, dashes or underscores, the first no dot."
+        )
+    return name
+
+
+class RingWriter:
+    """Makes the ring and fills it. `put` says whether a record had room within `seconds`."""
+
+    def __init__(self, name: str, max_bytes: int):
+        check_ring_name(name)
+        if type(max_bytes) is not int or not 4096 <= max_bytes <= MOST_BYTES:
+            raise OptionError(f"max_bytes is {quoted(max_bytes)}, expected a whole number from 4096 up.")
+        capacity = max_bytes // 8 * 8
+        try:
+            self._memory = SharedMemory(name, create=True, size=HEADER_BYTES + capacity)
+        except FileExistsError:
+            raise OptionError(
+                f"shared memory called {quoted(name)} is there already: another engine has it, or one that crashed "
+                f"left it. Choose another name, or remove {_FOLDER / name}."
+            ) from None
+        try:  # take the memory now: a page that is missing later would kill the process
+            with (_FOLDER / name).open("r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + capacity)
+        except OSError as error:
+            self._memory.close()
+            self._memory.unlink()
+            raise CaptureWriteError(
+                f"no shared memory of {max_bytes} bytes ({error.strerror}). Ask for less, or enlarge {_FOLDER}."
+            ) from None
+        self.name, self.capacity = name, capacity
+        view = self._memory.buf
+        assert view is not None
+        self._words = view[:HEADER_BYTES].cast("Q")
+        self._ring = view[HEADER_BYTES : HEADER_BYTES + capacity]
+        self._words[_CAPACITY], self._words[_WRITER] = capacity, os.getpid()
+        self._words[0] = MAGIC  # last: whoever sees it sees the rest
+        self._stalled_at = -1
+
+    def put(self, head: dict[str, Any], body: memoryview | bytes, seconds: float) -> bool:
+        """Add a record; False when there was no room in time. A reader that let one wait is not waited for again
+        before it has read on."""
+        text = json.dumps(head, separators=(",", ":")).encode()
+        size = _padded(_RECORD.size + len(text) + len(body))
+        if size > self.capacity // 2:
+            raise CaptureWriteError(
+                f"a record of {size} bytes does not fit a ring of {self.capacity}. Raise max_bytes to {4 * size}."
+            )
+        written = self._words[_WRITTEN]
+        place = written % self.capacity
+        skipped = self.capacity - place if self.capacity - place < size else 0
+        if not self._wait_for(size + skipped, seconds):
+            return False
+        if skipped:
+            self._ring[place : place + 4] = b"\xff" * 4
+            written, place = written + skipped, 0
+        total = zlib.crc32(body, zlib.crc32(text))
+        _RECORD.pack_into(self._ring, place, len(text), total, len(body))
+        at = place + _RECORD.size
+        self._ring[at : at + len(text)] = text
+        at += len(text)
+        self._ring[at : at + len(body)] = body
+        self._words[_WRITTEN] = written + size
+        return True
+
+    def drop(self, rows: int) -> None:
+        self._words[_DROPPED] += rows
+
+    def close(self) -> None:
+        """No more will come. A reader that has the ring open reads what is left; nobody can open it any more."""
+        self._words[_CLOSED] = 1
+        self._words.release()
+        self._ring.release()
+        self._memory.close()
+        self._memory.unlink()
+
+    def _wait_for(self, size: int, seconds: float) -> bool:
+        until, pause = time.monotonic() + seconds, 5e-5
+        while self.capacity - (self._words[_WRITTEN] - self._words[_READ]) < size:
+            read, reader = self._words[_READ], self._words[_READER]
+            gone = reader != 0 and not _alive(reader)
+            if gone or read == self._stalled_at or time.monotonic() >= until:
+                self._stalled_at = read
+                return False
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+        self._stalled_at = -1
+        return True
+
+
+@dataclass
+class _Open:
+    memory: mmap.mmap
+    words: memoryview
+    ring: memoryview
+
+    def close(self) -> None:
+        self.words.release()
+        self.ring.release()
+        self.memory.close()
+
+
+class RingReader:
+    """Iterate for chunks, in the order they were written; `items` gives beginnings and ends of requests too.
+
+    Ends when the writer has closed and everything is read. One reader at a time."""
+
+    def __init__(self, name: str):
+        path = _FOLDER / check_ring_name(name)
+        try:
+            with path.open("r+b") as file:
+                memory = mmap.mmap(file.fileno(), 0)
+        except (OSError, ValueError) as error:
+            raise CaptureError(
+                f"there is no ring {quoted(name)} ({error}). Start the engine with the consumer shm first."
+            ) from None
+        if len(memory) <= HEADER_BYTES:
+            memory.close()
+            raise CaptureError(f"{path} is not a ring of captured rows. Check the name.")
+        with memoryview(memory) as view:
+            held = _Open(memory, view[:HEADER_BYTES].cast("Q"), view[HEADER_BYTES:])
+        words = held.words
+        why = None
+        if words[0] != MAGIC or not 0 < words[_CAPACITY] <= len(memory) - HEADER_BYTES:
+            why = f"{path} is not a ring of captured rows, or is only being made. Check the name."
+        elif words[_READER] and _alive(words[_READER]):
+            why = f"ring {quoted(name)} is being read by process {words[_READER]}. One reader at a time."
+        if why is not None:
+            held.close()
+            raise CaptureError(why)
+        words[_READER] = os.getpid()
+        self.name, self.capacity = name, words[_CAPACITY]
+        self._open: _Open | None = held
+
+    @property
+    def dropped_rows(self) -> int:
+        """Rows that never reached the ring, so far."""
+        return self._held().words[_DROPPED]
+
+    def __iter__(self) -> Iterator[Chunk]:
+        for item in self.items():
+            if isinstance(item, Chunk):
+                yield item
+
+    def items(self) -> Iterator[Item]:
+        while (item := self.get()) is not None:
+            yield item
+
+    def get(self, timeout: float | None = None) -> Item | None:
+        """The next item; None at the end. Raises TimeoutError when nothing came in time."""
+        held = self._held()
+        until, pause = None if timeout is None else time.monotonic() + timeout, 5e-5
+        while held.words[_WRITTEN] == held.words[_READ]:
+            # A count that moved before the writer closed or died is seen by looking once more.
+            if held.words[_CLOSED] or not _alive(held.words[_WRITER]):
+                if held.words[_WRITTEN] != held.words[_READ]:
+                    break
+                if held.words[_CLOSED]:
+                    return None
+                raise CaptureError(f"process {held.words[_WRITER]} that wrote ring {quoted(self.name)} is gone.")
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError(f"nothing came through ring {self.name} in {timeout} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+        return self._take(held)
+
+    def close(self) -> None:
+        if self._open is not None:
+            held, self._open = self._open, None
+            held.words[_READER] = 0
+            held.close()  # a chunk is a copy, so nothing else looks into the mapping
+
+    def __enter__(self) -> RingReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _held(self) -> _Open:
+        if self._open is None:
+            raise CaptureError(f"the reader of ring {quoted(self.name)} is closed. Open another one.")
+        return self._open
+
+    def _take(self, held: _Open) -> Item:
+        read = held.words[_READ]
+        place = read % self.capacity
+        if self.capacity - place < _RECORD.size or held.ring[place : place + 4] == b"\xff" * 4:
+            read, place = read + self.capacity - place, 0
+        head_bytes, total, body_bytes = _RECORD.unpack_from(held.ring, place)
+        end = place + _RECORD.size + head_bytes + body_bytes
+        if end > self.capacity or read + _padded(end - place) > held.words[_WRITTEN]:
+            raise CaptureChecksum(f"ring {quoted(self.name)} has a record beyond its end: somebody wrote into it.")
+        raw = bytes(held.ring[place + _RECORD.size : end])
+        if zlib.crc32(raw) != total:
+            raise CaptureChecksum(f"a record of ring {quoted(self.name)} changed on its way. Open a new ring.")
+        held.words[_READ] = read + _padded(end - place)
+        return decoded(json.loads(raw[:head_bytes]), raw[head_bytes:])
+
+
+def encoded(item: Item) -> tuple[dict[str, Any], memoryview | bytes]:
+    """An item as head and body of a record."""
+    if isinstance(item, CaptureRequest):
+        names = ("key", "request_id", "tag", "layout")
+        return {"kind": "begin", **{name: getattr(item, name) for name in names}, "meta": dict(item.meta)}, b""
+    if isinstance(item, CaptureFinish):
+        return {"kind": "finish", **vars(item)}, b""
+    scales = item.scales()
+    head = {
+        "kind": "chunk", "request_id": item.request_id, "tag": item.tag, "hook": item.hook, "layer": item.layer,
+        "dtype": item.dtype, "row_shape": list(item.row_shape), "row_offset": item.row_offset,
+        "positions": None if item.positions is None else plain_ints(item.positions),
+        "token_ids": None if item.token_ids is None else plain_ints(item.token_ids), "phases": item.letters(),
+        "step_index": item.step_index, "num_steps": item.num_steps,
+        "scale": None if scales is None else scales.tolist(),
+    }  # fmt: skip
+    return head, item.data()
+
+
+def decoded(head: dict[str, Any], body: bytes) -> Item:
+    kind = head.pop("kind")
+    if kind == "begin":
+        return CaptureRequest(**head)
+    if kind == "finish":
+        return CaptureFinish(**head)
+    width = int(np.prod(head["row_shape"]))
+    scale = None if head["scale"] is None else np.array(head["scale"], np.float32)
+    rows = np.frombuffer(body, STORED[head["dtype"]]).reshape(-1, width)
+    return Chunk(**head | {"rows": rows, "row_shape": tuple(head["row_shape"]), "scale": scale})
+
+
+def _padded(size: int) -> int:
+    return -(-size // 8) * 8
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # somebody else's, and there
+        return True
+    return True

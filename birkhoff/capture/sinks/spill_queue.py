@@ -1,0 +1,134 @@
+"""Where chunks wait when memory is full: files without a name, read once, in the order they were written.
+
+A segment is unlinked as soon as it is open, so nothing is left behind however the process ends, and its space returns
+when its last chunk has been read. A chunk comes back as it went, labels included. Nothing here is durable or meant to
+be: a chunk that waits has not been acknowledged.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import uuid
+from dataclasses import dataclass
+
+import numpy as np
+
+from birkhoff.capture.sinks.chunk import Chunk, plain_ints
+from birkhoff.capture.spec.dtypes import STORED
+from birkhoff.capture.store.disk import CREATE, Disk, write_all
+from birkhoff.errors import CaptureWriteError
+
+SEGMENT_BYTES = 64 << 20
+
+
+@dataclass(eq=False)
+class _Segment:
+    file: int
+    size: int = 0
+    waiting: int = 0  # chunks that have not been read
+
+
+@dataclass(frozen=True, slots=True)
+class Spilled:
+    """A chunk on disk: what the queue holds in its place."""
+
+    segment: _Segment
+    offset: int
+    head_bytes: int
+    body_bytes: int
+    num_rows: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.head_bytes + self.body_bytes
+
+
+class Spill:
+    """At most `max_bytes` at a time, counted until they are read."""
+
+    def __init__(self, directory: str | None, max_bytes: int, disk: Disk | None = None):
+        self._directory, self.max_bytes, self._disk = directory or tempfile.gettempdir(), max_bytes, disk or Disk()
+        self._lock = threading.Lock()
+        self._current: _Segment | None = None
+        self.held_bytes = 0
+
+    def put(self, chunk: Chunk) -> Spilled | None:
+        """Write a chunk out; None when there is no room, on the disk or by the limit."""
+        body = chunk.data()
+        scales = chunk.scales()
+        head = json.dumps({
+            "request_id": chunk.request_id, "tag": chunk.tag, "hook": chunk.hook, "layer": chunk.layer,
+            "dtype": chunk.dtype, "row_shape": list(chunk.row_shape), "row_offset": chunk.row_offset,
+            "positions": None if chunk.positions is None else plain_ints(chunk.positions),
+            "token_ids": None if chunk.token_ids is None else plain_ints(chunk.token_ids), "phases": chunk.letters(),
+            "step_index": chunk.step_index, "num_steps": chunk.num_steps,
+            "scale": None if scales is None else scales.tolist(), "meta": dict(chunk.meta),
+        }).encode()  # fmt: skip
+        head += b" " * (-len(head) % 8)  # rows stay aligned
+        size = len(head) + len(body)
+        with self._lock:
+            if self.held_bytes + size > self.max_bytes:
+                return None
+            try:
+                segment = self._segment()
+                offset = segment.size
+                for piece in (head, body):
+                    write_all(self._disk, segment.file, piece, offset)
+                    offset += len(piece)
+            except OSError:
+                return None  # the next chunk goes over what was written of this one
+            spilled = Spilled(segment, segment.size, len(head), len(body), chunk.num_rows)
+            segment.size += size
+            segment.waiting += 1
+            self.held_bytes += size
+            return spilled
+
+    def take(self, spilled: Spilled) -> Chunk:
+        """Read a chunk back and give its space up."""
+        raw = self._read(spilled)
+        with self._lock:
+            self.held_bytes -= spilled.nbytes
+            spilled.segment.waiting -= 1
+            self._drop_if_empty(spilled.segment)
+        head = json.loads(bytes(raw[: spilled.head_bytes]))
+        width = int(np.prod(head["row_shape"]))
+        rows = np.frombuffer(raw, STORED[head["dtype"]], offset=spilled.head_bytes).reshape(-1, width)
+        scale = None if head["scale"] is None else np.array(head["scale"], np.float32)
+        return Chunk(**head | {"rows": rows, "row_shape": tuple(head["row_shape"]), "scale": scale})
+
+    def close(self) -> None:
+        with self._lock:
+            if self._current is not None:
+                segment, self._current = self._current, None
+                self._drop_if_empty(segment)
+
+    def _segment(self) -> _Segment:
+        if self._current is not None and self._current.size >= SEGMENT_BYTES:
+            segment, self._current = self._current, None
+            self._drop_if_empty(segment)
+        if self._current is None:
+            os.makedirs(self._directory, exist_ok=True)
+            path = os.path.join(self._directory, f"birkhoff-spill-{uuid.uuid4().hex}")
+            self._current = _Segment(self._disk.open(path, CREATE))
+            self._disk.unlink(path)
+        return self._current
+
+    def _drop_if_empty(self, segment: _Segment) -> None:
+        if not segment.waiting:
+            if segment is self._current:
+                segment.size = 0  # start over in the same file
+                self._disk.truncate(segment.file, 0)
+            else:
+                self._disk.close(segment.file)
+
+    def _read(self, spilled: Spilled) -> bytearray:
+        raw = bytearray()
+        while len(raw) < spilled.nbytes:
+            piece = self._disk.read(spilled.segment.file, spilled.nbytes - len(raw), spilled.offset + len(raw))
+            if not piece:
+                raise CaptureWriteError("a spilled chunk cannot be read back: the spill file was cut.")
+            raw += piece
+        return raw

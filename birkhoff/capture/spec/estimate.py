@@ -1,0 +1,100 @@
+"""What a capture costs before it runs: the rows that can come at most, and the bytes they take as they are stored.
+
+A stored row is the hook's row after the stream subset, the projection and the storage cast, in that order; fp8 adds one
+float32 scale per row. A row that was computed with (projected, or the mean or sum of several) is kept as float32 unless
+a dtype was asked for; one that was only picked keeps the hook's own dtype and so its bits. Bytes are payload: file
+headers, labels and JSON are not counted. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from birkhoff.hooks.schema import ITEM_BYTES, HookSchema
+from birkhoff.hooks.selector import PositionSelector
+from birkhoff.hooks.site_names import Address
+
+DTYPES: Mapping[str, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8_e4m3": "fp8_e4m3"}
+REDUCTIONS = ("mean", "sum", "last", "max_norm")
+_SCALE_BYTES = 4
+
+
+@dataclass(frozen=True)
+class StoredRow:
+    """One row as it is kept: its shape, the name of its dtype in files, and which streams it was cut down to."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    streams: tuple[int, ...] | None = None
+
+    @property
+    def width(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        return self.width + _SCALE_BYTES if self.dtype == "fp8_e4m3" else self.width * ITEM_BYTES[self.dtype]
+
+
+def stored_row(
+    hook: HookSchema,
+    streams: Sequence[int] | None = None,
+    columns: int | None = None,
+    reduce: str | None = None,
+    dtype: str | None = None,
+) -> StoredRow:
+    """How a row of `hook` is kept; `columns` is the width of the projection, `dtype` the wire name of the cast."""
+    shape, kept = hook.logical_shape, None
+    if streams is not None and has_streams(hook):
+        kept = tuple(streams)
+        shape = (len(kept), *shape[1:])
+    if columns is not None:
+        shape = (columns,)
+    computed = columns is not None or reduce in ("mean", "sum")
+    return StoredRow(shape, DTYPES[dtype] if dtype is not None else "float32" if computed else hook.dtype, kept)
+
+
+def has_streams(hook: HookSchema) -> bool:
+    """Whether a row's first axis counts the streams, so that a subset of them can be kept."""
+    return hook.axes[:1] == ("stream",)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The most a capture can store. `exact`: all of it comes when the request runs to `max_tokens`."""
+
+    sites: int
+    prompt_rows: int  # of each site, before any reduction
+    generated_rows: int
+    rows: int  # over all sites, as stored
+    bytes: int
+    exact: bool
+    lowest_prompt_position: int | None  # a cached prefix is of use below it; None: all of it is
+    bytes_by_hook: tuple[tuple[str, int], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**vars(self), "bytes_by_hook": dict(self.bytes_by_hook)}
+
+
+def estimate(
+    rows: Mapping[str, StoredRow], addresses: Sequence[Address], selector: PositionSelector, reduce: str | None = None
+) -> Estimate:
+    """The cost of keeping `rows[hook]` at each address for the selected tokens."""
+    early, late = selector.most_rows()
+    each = early + late if reduce is None else min(early + late, 1)
+    by_hook: dict[str, int] = {}
+    for hook, _ in addresses:
+        by_hook[hook] = by_hook.get(hook, 0) + each * rows[hook].nbytes
+    return Estimate(
+        sites=len(addresses),
+        prompt_rows=early,
+        generated_rows=late,
+        rows=each * len(addresses),
+        bytes=sum(by_hook.values()),
+        exact=selector.exact,
+        lowest_prompt_position=selector.lowest_prompt_position(),
+        bytes_by_hook=tuple(sorted(by_hook.items())),
+    )

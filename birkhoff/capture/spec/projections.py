@@ -1,0 +1,107 @@
+"""Matrices by name that captured rows may be multiplied with: `engine.projections["probe"] = matrix`.
+
+A capture with `project="probe"` keeps `row @ matrix`: probe scores instead of rows. A matrix is [width, columns], width
+being that of some hook's row (or of some of its streams), so that one nobody could use is refused when it is given and
+not when it is asked for. It is copied, kept as float32, and known by a digest of its numbers: two captures are the same
+only if their matrices are. Replacing a matrix does not touch requests that already run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from birkhoff.capture.spec.estimate import has_streams
+from birkhoff.errors import OptionError, quoted
+from birkhoff.hooks.schema import HookSchema
+
+_LONGEST_NAME = 256
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """`matrix` [width, columns] as float32 on the host; `digest` is 128 bits of its shape and numbers, as text."""
+
+    matrix: torch.Tensor
+    digest: str
+
+
+class Projections(MutableMapping[str, torch.Tensor]):
+    """The matrices of one model, by name."""
+
+    def __init__(self, schema: Mapping[str, HookSchema]):
+        self._widths = _widths(schema)
+        self._held: dict[str, Projection] = {}
+
+    def __setitem__(self, name: str, matrix: Any) -> None:
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+            raise OptionError(f"the name of a projection is {quoted(name)}, expected 1 to {_LONGEST_NAME} characters.")
+        self._held[name] = self._checked(name, matrix)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.find(name).matrix.clone()
+
+    def __delitem__(self, name: str) -> None:
+        self.find(name)
+        del self._held[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._held)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._held
+
+    def __repr__(self) -> str:
+        return f"Projections({', '.join(f'{name}: {shape}' for name, shape in self.shapes.items())})"
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """(width, columns) by name: what a capture is checked against."""
+        return {name: (held.matrix.shape[0], held.matrix.shape[1]) for name, held in self._held.items()}
+
+    def find(self, name: str) -> Projection:
+        if name not in self._held:
+            known = ", ".join(sorted(self._held)) or "none"
+            raise OptionError(f"no projection is called {quoted(name)}. Registered: {known}.")
+        return self._held[name]
+
+    def _checked(self, name: str, matrix: Any) -> Projection:
+        what = f"projection {quoted(name)}"
+        try:
+            given = matrix.detach() if isinstance(matrix, torch.Tensor) else torch.as_tensor(matrix)
+            kept = (given.real if given.is_complex() else given).to("cpu", torch.float32, copy=True).contiguous()
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise OptionError(f"{what} is not a matrix of numbers ({quoted(error)}). Pass a tensor.") from None
+        if given.is_complex() or kept.dim() != 2 or 0 in kept.shape:
+            raise OptionError(
+                f"{what} has shape {tuple(kept.shape)} of {given.dtype}, expected real numbers [width, columns]. "
+                "A single direction is a matrix of one column: direction[:, None]."
+            )
+        if kept.shape[0] not in self._widths:
+            known = ", ".join(map(str, sorted(self._widths)))
+            raise OptionError(
+                f"{what} takes rows of {kept.shape[0]} numbers, and no hook of this model has such rows. Widths: "
+                f"{known}. Is it transposed?"
+            )
+        if not kept.isfinite().all():
+            raise OptionError(f"{what} holds a number that is not finite as float32. Every score would be lost.")
+        shape = f"{kept.shape[0]} {kept.shape[1]} ".encode()
+        return Projection(kept, hashlib.sha256(shape + kept.numpy().tobytes()).hexdigest()[:32])
+
+
+def _widths(schema: Mapping[str, HookSchema]) -> set[int]:
+    """Every width that rows of a hook can have, those of some of the streams included."""
+    found = set()
+    for hook in schema.values():
+        found.add(hook.width)
+        if has_streams(hook):
+            streams = hook.logical_shape[0]
+            found |= {kept * hook.width // streams for kept in range(1, streams)}
+    return found

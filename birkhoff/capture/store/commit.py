@@ -1,0 +1,193 @@
+"""Group commit: everything that waits to become durable goes through one round of syncing.
+
+A round takes all jobs that came while the last one ran. Each file is flushed and synced once, each directory once, and
+only then are the requests told. So a hundred requests that end together in one shard cost two syncs, not two hundred.
+Packed and per_file captures are sealed in the same round; sharded ones are acknowledged on the strength of payload and
+journal, and their shard is sealed when it is full. What fails is undone or, where it holds rows that were acknowledged
+before, saved by the repair. One thread does all of this, so no file is synced, closed or removed twice at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from birkhoff.capture.store.disk import Disk
+from birkhoff.capture.store.open_file import OpenFile, RequestState
+from birkhoff.capture.store.repair import RepairReport, repair_file
+from birkhoff.capture.store.sealing import Seal, publish, sync_directories
+from birkhoff.errors import CaptureError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(eq=False)
+class CommitTask:
+    """A request to acknowledge, a shard to seal, or (neither) a place in the queue to wait for."""
+
+    state: RequestState | None = None
+    seal: OpenFile | None = None
+    done: Future[None] = field(default_factory=Future)
+
+
+class Committer:
+    """`settled` is called with every request once its result is known."""
+
+    def __init__(self, disk: Disk, root: str, sync: bool, queue_size: int, settled: Callable[[RequestState], None]):
+        self._disk, self._root, self._sync, self._limit, self._settled = disk, root, sync, queue_size, settled
+        self._jobs: deque[CommitTask] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self.unsealed: list[OpenFile] = []  # shards with acknowledged rows that could not be sealed
+        self.left_behind = False  # something of a failed capture could not be removed
+        self.rounds = 0
+        self._thread = threading.Thread(target=self._run, name="capture-commit", daemon=True)
+        self._thread.start()
+
+    def submit(self, job: CommitTask) -> None:
+        """Queue a job; waits while the disk is too far behind."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._jobs) < self._limit)
+            self._jobs.append(job)
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Return when everything submitted so far is settled."""
+        barrier = CommitTask()
+        self.submit(barrier)
+        barrier.done.result()
+
+    def close(self) -> None:
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._jobs or self._closing)
+                if not self._jobs:
+                    return
+                jobs = list(self._jobs)
+                self._jobs.clear()
+                self._changed.notify_all()
+            try:
+                self._round(jobs)
+            except Exception as error:  # a mistake of ours must not leave anybody waiting
+                log.exception("capture commit failed")
+                for job in jobs:
+                    if job.state is not None and not job.state.future.done():
+                        job.state.fail(f"internal error: {error!r}")
+                        self._tell(job.state)
+            for job in jobs:
+                job.done.set_result(None)
+
+    def _round(self, jobs: list[CommitTask]) -> None:
+        self.rounds += 1
+        states = [job.state for job in jobs if job.state is not None]
+        full = [job.seal for job in jobs if job.seal is not None]
+        files = dict.fromkeys([*(file for state in states for file in state.files), *full])
+        alive = [file for file in files if not file.closed]
+        for file in alive:
+            if file.error is None and not self._doomed(file, states):
+                try:
+                    file.flush()
+                    file.sync()
+                except (OSError, CaptureError):
+                    pass  # the file is poisoned now and says why
+        self._sync_directories(alive)
+        self._acknowledge([state for state in states if state.layout == "sharded"])
+        own = {file: state for state in states if state.layout != "sharded" for file in state.files}
+        self._seal([file for file in alive if file in own or file in full or file.error is not None], own)
+        for state in states:
+            if not state.future.done():
+                self._tell(state)
+
+    def _doomed(self, file: OpenFile, states: list[RequestState]) -> bool:
+        """A capture of its own that is not going to be kept need not be synced."""
+        return file.layout != "sharded" and any(state.error for state in states if file in state.files)
+
+    def _sync_directories(self, files: list[OpenFile]) -> None:
+        """Names are part of being durable: a file that no directory mentions is lost."""
+        wanted = [path for file in files if file.error is None for path in sorted(file.unsynced_directories)]
+        failed = sync_directories(self._disk, wanted) if self._sync else {}
+        for file in files:
+            for path in file.unsynced_directories & failed.keys():
+                file.poison(failed[path])
+            if file.error is None:
+                file.unsynced_directories = set()
+
+    def _acknowledge(self, states: list[RequestState]) -> None:
+        for state in states:
+            failed = next((file.error for file in state.files if file.error is not None), None)
+            if failed is not None:
+                state.fail(failed)
+                for file in state.files:
+                    file.disown(state)
+            elif state.error is None:
+                for file in state.files:
+                    file.acknowledged.add(state.request.request_id)
+            self._tell(state)
+
+    def _seal(self, files: list[OpenFile], own: dict[OpenFile, RequestState]) -> None:
+        seals: dict[Seal, OpenFile] = {}
+        for file in files:
+            state = own.get(file)
+            if file.error is None and (state is None or state.error is None):
+                try:
+                    seals[Seal(self._disk, file.directory, file.journal_name, self._sync)] = file
+                except (OSError, ValueError, KeyError) as error:  # the journal cannot be read back
+                    file.poison(error)
+        failed = publish(list(seals), self._disk, self._sync)
+        for seal, file in seals.items():
+            if seal in failed:
+                file.poison(failed[seal])
+                file.interrupted = seal.cleared
+        for file in files:
+            state = own.get(file)
+            if state is not None and file.error is not None:
+                state.fail(file.error)
+            if state is not None and state.error is not None:
+                self._undo(file)
+            elif file.error is not None:
+                self._save(file)
+            else:
+                file.close()
+
+    def _undo(self, file: OpenFile) -> None:
+        """Leave nothing of a capture that was never acknowledged, unless another one has already made way for it."""
+        try:
+            if file.interrupted:
+                self.left_behind = True
+                file.close()
+            else:
+                file.discard()
+        except OSError as error:
+            self.left_behind = True
+            log.warning("left behind after a failed capture: %s/%s (%s)", file.relative, file.stem, error)
+
+    def _save(self, file: OpenFile) -> None:
+        """Seal the acknowledged rows of a shard that failed; if even that fails, the repair of the next start does."""
+        try:
+            file.close()
+            repair_file(
+                self._disk, self._root, file.directory, file.journal_name, RepairReport(), sync=self._sync,
+                only=file.acknowledged, rewrite=file.sync_failed,
+            )  # fmt: skip
+        except (OSError, CaptureError) as error:
+            log.warning("capture shard %s/%s is left for repair (%s)", file.relative, file.stem, error)
+            self.unsealed.append(file)
+
+    def retry_unsealed(self) -> None:
+        """Another try at the shards that could not be sealed: space may have returned."""
+        waiting, self.unsealed = self.unsealed, []
+        for file in waiting:
+            self._save(file)
+
+    def _tell(self, state: RequestState) -> None:
+        self._settled(state)

@@ -1,0 +1,60 @@
+"""How captures are written: the parameters of the filesystem consumer, checked when they are given.
+
+`packed` and `error` are the defaults because a request should be one file and a used name should not silently replace
+what is there. With `fsync` off a result says so (`durable: false`). With `atomic_publish` off a payload has its final
+name from the start, unless it replaces another; its sidecar still comes last. Shards only grow, so `overwrite` cannot
+apply to them: a used request id is refused there.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from typing import Any
+
+from birkhoff.capture.store.naming import LAYOUTS
+from birkhoff.errors import OptionError, quoted
+
+COLLISIONS = ("overwrite", "error", "suffix")
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    root: str | os.PathLike[str]
+    default_layout: str = "packed"
+    on_collision: str = "error"
+    fsync: bool = True
+    atomic_publish: bool = True
+    num_shards: int = 8
+    shard_max_bytes: int = 256 << 20
+    coalesce_max_bytes: int = 1 << 20  # rows that wait in memory, per open file
+    fd_cache_size: int = 256  # descriptors of one per_file capture; half as many open shards
+    queue_size: int = 1024  # finished requests that may wait for the disk
+    writer_threads: int = 4
+    timeout_seconds: float = 30.0  # how long a caller who waits for a result waits
+    pp_rank: int = 0
+    pp_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("default_layout", LAYOUTS), ("on_collision", COLLISIONS)):
+            if getattr(self, name) not in allowed:
+                raise OptionError(f"{name} is {quoted(getattr(self, name))}, expected one of {', '.join(allowed)}.")
+        for field in fields(self):
+            value: Any = getattr(self, field.name)
+            if field.type == "bool" and not isinstance(value, bool):
+                raise OptionError(f"{field.name} is {quoted(value)}, expected true or false.")
+            if field.type == "int":
+                lowest = 0 if field.name in ("pp_rank", "coalesce_max_bytes") else 1
+                if type(value) is not int or value < lowest:
+                    raise OptionError(f"{field.name} is {quoted(value)}, expected a whole number from {lowest} up.")
+        if isinstance(self.timeout_seconds, bool) or not isinstance(self.timeout_seconds, (int, float)):
+            raise OptionError(f"timeout_seconds is {quoted(self.timeout_seconds)}, expected a number of seconds.")
+        if not 0 <= self.timeout_seconds < 1e9:
+            raise OptionError(f"timeout_seconds is {self.timeout_seconds}, expected 0 or more.")
+        if not isinstance(self.root, (str, os.PathLike)) or not os.fspath(self.root):
+            raise OptionError(f"root is {quoted(self.root)}, expected the directory that captures go to.")
+        if self.pp_rank >= self.pp_size or self.num_shards > 1000:
+            raise OptionError(
+                f"pp_rank is {self.pp_rank} of {self.pp_size} and num_shards is {self.num_shards}: a rank is below "
+                "pp_size, and file names have room for 1000 shards."
+            )

@@ -1,0 +1,148 @@
+"""Which requests of a capture directory came to their end, and taking away what is there of the others.
+
+A request has come to its end when its sidecar says so, every row it claims is listed, none was dropped, and it was not
+cancelled. Whoever writes many requests and is killed can ask here which of them need not be run again. `forget` removes
+the beginnings of the others, so that they can be written anew under the same names. It may be killed at any moment and
+run again: a sidecar is replaced in one step, and a request that was forgotten in one shard is unfinished in the rest.
+Both want a directory that nobody is writing to, after a repair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from birkhoff.capture.store.disk import CREATE, Disk, remove, write_all
+from birkhoff.capture.store.naming import JOURNAL, OPEN, PAYLOAD, SIDECAR
+from birkhoff.capture.store.sidecar import CaptureFile, SidecarEntry
+
+_SHARD = re.compile(r"shard-.*\.json")
+
+
+@dataclass(slots=True)
+class Progress:
+    """One request so far. `rows` are those that sidecars list, `claimed` those it said it had at its end."""
+
+    rows: int = 0
+    nbytes: int = 0
+    claimed: int | None = None
+    ended: bool = False
+
+    @property
+    def finished(self) -> bool:
+        return self.ended and self.claimed == self.rows
+
+    def add(self, record: SidecarEntry) -> None:
+        self.rows += record.rows
+        self.nbytes += record.nbytes
+
+    def learn(self, facts: dict[str, Any]) -> None:
+        """What one sidecar says about the request; the end of it may stand in any of its shards."""
+        if facts.get("complete"):
+            self.claimed = facts.get("rows")
+            self.ended = facts.get("finish_reason") in ("stop", "length") and not facts.get("dropped_rows")
+
+
+@dataclass
+class Survey:
+    """Every request of a tag, by its id, and the sidecars that speak of it."""
+
+    requests: dict[str, Progress] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> dict[str, Progress]:
+        return {name: progress for name, progress in self.requests.items() if progress.finished}
+
+    @property
+    def unfinished(self) -> list[str]:
+        return sorted(name for name, progress in self.requests.items() if not progress.finished)
+
+
+def survey(directory: str | os.PathLike[str]) -> Survey:
+    """Read the sidecars of a tag's directory, one at a time, whatever their layout."""
+    found = Survey()
+    for sidecar in _sidecars(Path(directory)):
+        with CaptureFile(sidecar, labels=False) as file:
+            told = file.facts.get("requests")
+            if isinstance(told, dict):  # a shard
+                for name, facts in told.items():
+                    found.requests.setdefault(name, Progress()).learn(facts)
+                for record in file.records:
+                    found.requests.setdefault(str(record.request_id), Progress()).add(record)
+            else:
+                progress = found.requests.setdefault(str(file.facts.get("request_id")), Progress())
+                progress.learn(file.facts)
+                for record in file.records:
+                    progress.add(record)
+    return found
+
+
+def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: Disk | None = None) -> None:
+    """Take these requests out of a tag's directory. Their bytes in a shard stay and are nobody's."""
+    disk, wanted = disk or Disk(), frozenset(requests)
+    for sidecar in list(_sidecars(Path(directory))) if wanted else ():
+        facts = json.loads(sidecar.read_bytes())
+        told = facts.get("requests")
+        if not isinstance(told, dict):
+            if str(facts.get("request_id")) in wanted:
+                _remove(disk, sidecar)
+        elif wanted & told.keys():
+            facts["requests"] = {name: known for name, known in told.items() if name not in wanted}
+            facts["entries"] = [entry for entry in facts["entries"] if entry["request_id"] not in wanted]
+            if facts["requests"]:
+                _replace(disk, sidecar, facts)
+            else:
+                _remove(disk, sidecar)
+    _clear(disk, Path(directory))
+
+
+def _clear(disk: Disk, directory: Path) -> None:
+    """Payloads that no sidecar and no journal speaks of, and directories that hold nothing else."""
+    for place in [directory, *directory.glob("*/")]:
+        for payload in place.glob("*" + PAYLOAD):
+            if not payload.with_suffix(SIDECAR).exists() and not any(place.glob("*" + JOURNAL)):
+                remove(disk, str(payload))
+        if place != directory:
+            with contextlib.suppress(OSError):  # it holds something
+                disk.rmdir(str(place))
+
+
+def _sidecars(directory: Path) -> Iterator[Path]:
+    """Of shards in the directory itself, and of the requests that have a directory of their own."""
+    if not directory.is_dir():
+        return
+    for path in sorted(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            yield from sorted(path.glob("*" + SIDECAR))
+        elif _SHARD.fullmatch(path.name):
+            yield path
+
+
+def _remove(disk: Disk, sidecar: Path) -> None:
+    """The sidecar first: a payload without one is invisible, a sidecar without a payload is an error."""
+    remove(disk, str(sidecar))
+    disk.sync_directory(str(sidecar.parent))
+    remove(disk, str(sidecar.with_suffix(PAYLOAD)))
+
+
+def _replace(disk: Disk, sidecar: Path, facts: dict[str, Any]) -> None:
+    # The writer's own form: the names of requests stand in front of the entries, where it looks for them.
+    entries = facts.pop("entries")
+    lines = ",\n".join(json.dumps(entry) for entry in entries)
+    text = json.dumps(facts)[:-1] + ', "entries": [\n' + lines + "\n]}\n"
+    path = str(sidecar) + OPEN
+    remove(disk, path)  # an earlier attempt
+    file = disk.open(path, CREATE)
+    try:
+        write_all(disk, file, text.encode(), 0)
+        disk.fsync(file)
+    finally:
+        disk.close(file)
+    disk.rename(path, str(sidecar))
+    disk.sync_directory(str(sidecar.parent))

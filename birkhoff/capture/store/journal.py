@@ -1,0 +1,93 @@
+"""The journal beside an open capture file: one line per fact, each with a checksum that continues the line before.
+
+    8 hex digits  kind  JSON
+    open     layout, names, the write's own id          always first
+    begin    a request that starts here, and its facts
+    entry    rows that were written: what the sidecar will say about them, with the checksum of their bytes
+    finish   the end of a request
+
+A line is written after the bytes it speaks of. Reading stops at the first line that is cut, changed or out of order,
+so what is read is always a beginning of what was written; because the sum runs on, a whole line left over from another
+file does not fit. The sidecar is made from these lines when the file is sealed, by its writer or by the repair.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+from birkhoff.capture.store.disk import CREATE, READ, Disk, write_all
+from birkhoff.errors import CaptureWriteError
+
+MAX_LINE_BYTES = 64 << 20  # writers stay far below: an entry has at most 65,536 rows
+_BLOCK = 1 << 20
+
+
+class Journal:
+    """Lines gather in memory until `flush`; `sync` makes what was flushed durable."""
+
+    def __init__(self, disk: Disk, path: str):
+        self.path, self._disk = path, disk
+        self.file = disk.open(path, CREATE)
+        self._size, self._sum = 0, 0
+        self._lines: list[bytes] = []
+
+    def add(self, kind: str, body: dict[str, Any]) -> None:
+        try:
+            text = f"{kind} {json.dumps(body, allow_nan=False, separators=(',', ':'))}".encode()
+        except (TypeError, ValueError) as error:
+            raise CaptureWriteError(
+                f"the facts of a capture cannot be written as JSON ({error}). Use numbers, text, lists and maps only."
+            ) from None
+        self._sum = zlib.crc32(text, self._sum)
+        self._lines.append(b"%08x %s\n" % (self._sum, text))
+
+    def flush(self) -> None:
+        if self._lines:
+            data = b"".join(self._lines)
+            write_all(self._disk, self.file, data, self._size)
+            self._size += len(data)
+            self._lines.clear()
+
+    def sync(self) -> None:
+        self._disk.fsync(self.file)
+
+    def close(self) -> None:
+        self._disk.close(self.file)
+
+
+def read_journal(disk: Disk, path: str) -> Iterator[tuple[str, bytes]]:
+    """(kind, JSON) of every line up to the first that does not fit. A missing journal is an empty one."""
+    try:
+        file = disk.open(path, READ)
+    except FileNotFoundError:
+        return
+    try:
+        total, held = 0, b""
+        size, offset = disk.size(file), 0
+        while offset < size and len(held) < MAX_LINE_BYTES:
+            block = disk.read(file, _BLOCK, offset)
+            if not block:
+                return
+            offset += len(block)
+            *lines, held = (held + block).split(b"\n")
+            for line in lines:
+                checked = _checked(line, total)
+                if checked is None:
+                    return
+                total, kind, text = checked
+                yield kind, text
+    finally:
+        disk.close(file)
+
+
+def _checked(line: bytes, before: int) -> tuple[int, str, bytes] | None:
+    """The running sum, kind and JSON of a line that fits behind `before`."""
+    digits, space, text = line[:8], line[8:9], line[9:]
+    total = zlib.crc32(text, before)
+    if space != b" " or digits != b"%08x" % total:
+        return None
+    kind, _, body = text.partition(b" ")
+    return total, kind.decode("ascii", "replace"), body

@@ -1,0 +1,365 @@
+"""Capture files while they grow: one journal, and the payloads it speaks of.
+
+Rows wait in memory until a megabyte of them has come, so that many small steps become one entry per hook and layer.
+`flush` writes bytes first and their journal lines after. A failure of any call poisons the whole object: nothing more
+is written, and a descriptor whose sync failed is never synced again, because the system may have thrown the pages away
+and would answer that all is well. Appending is safe from several threads; syncing, closing and discarding are done by
+one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from birkhoff.capture.sinks.chunk import PHASES, Chunk, plain_ints
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest, CaptureResult
+from birkhoff.capture.store.disk import CREATE, READ_WRITE, Disk, remove, write_all
+from birkhoff.capture.store.journal import Journal
+from birkhoff.capture.store.naming import JOURNAL, OPEN, PAYLOAD, POISON, SIDECAR, per_file_stem
+from birkhoff.errors import CaptureWriteError
+from birkhoff.hooks.sites import BY_NAME
+
+_MATRICES = frozenset(name for name, site in BY_NAME.items() if site.shape == "mm")
+MAX_ENTRY_ROWS = 1 << 16  # keeps a journal line and a reader's unit of work small
+MAX_ENTRIES = 1 << 20  # of one packed file: what readers accept
+MAX_PATIENCE = 64 << 20
+ROW_OVERHEAD, CHUNK_OVERHEAD = 64, 1024  # what waiting labels cost in memory, roughly
+
+
+@dataclass(eq=False)
+class RequestState:
+    """One request on its way into files, and what is known of it so far."""
+
+    request: CaptureRequest
+    layout: str
+    directory: str = ""  # relative to the root
+    files: list[OpenFile] = field(default_factory=list)
+    offered_rows: int = 0  # accepted by `append`
+    rows: int = 0  # handed to the system
+    nbytes: int = 0
+    keys: set[tuple[int, str]] = field(default_factory=set)
+    lost_rows: int = 0
+    error: str | None = None  # the capture is lost
+    warning: str | None = None  # some of its rows are
+    abandoned: bool = False  # the writer was closed first
+    sums: dict[str, Any] = field(default_factory=dict)  # running sha256 by relative path
+    finish: CaptureFinish | None = None
+    future: Future[CaptureResult] = field(default_factory=Future)
+
+    def fail(self, error: BaseException | str) -> None:
+        self.error = self.error or (error if isinstance(error, str) else f"{type(error).__name__}: {error}")
+
+
+class _Payload:
+    """One growing payload: its descriptor, when it has one, and how far it goes."""
+
+    def __init__(self, path: str, relative: str):
+        self.path, self.relative = path, relative
+        self.file: int | None = None
+        self.created = False
+        self.size, self.sum = 0, 0
+
+
+class OpenFile:
+    """`header` goes into the journal's first line; `directory` is relative to `root`."""
+
+    def __init__(
+        self, disk: Disk, root: str, directory: str, stem: str, header: dict[str, Any], *,
+        sync: bool, atomic: bool, coalesce_bytes: int, fd_cache_size: int,
+    ):  # fmt: skip
+        self._disk, self._sync, self._atomic = disk, sync, atomic
+        self._coalesce, self._fd_cache = coalesce_bytes, fd_cache_size
+        self.directory, self.relative, self.stem = os.path.join(root, directory), directory, stem
+        self.layout, self.replaces = header["layout"], header["replace"]
+        self.lock = threading.RLock()
+        self.error: BaseException | None = None
+        self.sync_failed = False  # a sync that failed cannot be repeated: the pages may be gone
+        self.interrupted = False  # sealing failed after a previous capture had made way for this one
+        self.closed = False
+        self.acknowledged: set[str] = set()  # request ids whose rows here are known to be durable
+        self.unsynced_directories = {self.directory}
+        self._waiting: OrderedDict[tuple[RequestState, int, str], list[Chunk]] = OrderedDict()
+        self._weight, self._begun = 0, set[str]()
+        self._payloads: dict[str, _Payload] = {}
+        self._cached: OrderedDict[str, _Payload] = OrderedDict()  # payloads with a descriptor, oldest use first
+        self.num_entries = 0
+        self._journal = Journal(disk, os.path.join(self.directory, stem + JOURNAL))
+        self._journal.add("open", {**header, "stem": stem, "atomic": atomic})
+        if self.layout != "per_file":
+            try:
+                self._payload(stem)
+            except BaseException:
+                self._journal.close()
+                remove(disk, self._journal.path)
+                raise
+
+    @property
+    def journal_name(self) -> str:
+        return self.stem + JOURNAL
+
+    @property
+    def nbytes(self) -> int:
+        return sum(payload.size for payload in self._payloads.values())
+
+    @property
+    def num_lines(self) -> int:
+        """Entries and requests: what the sidecar will have to list."""
+        return self.num_entries + len(self._begun)
+
+    @property
+    def weight(self) -> int:
+        """Bytes of memory that rows are waiting in."""
+        return self._weight
+
+    def begin(self, state: RequestState) -> None:
+        """Note the request in the journal; only the first call says anything."""
+        name = state.request.request_id
+        with self.lock:
+            if name not in self._begun:
+                self._begun.add(name)
+                state.files.append(self)
+                facts = {**state.request.meta, "request_id": name, "tag": state.request.tag}
+                if state.offered_rows:  # the repair must not keep this part when an earlier one is lost
+                    facts["continues"] = state.offered_rows
+                self._journal.add("begin", facts)
+                if self.layout == "packed":  # the file is there also when no row ever comes
+                    state.sums[f"{self.relative}/{self.stem}{PAYLOAD}"] = hashlib.sha256()
+
+    def append(self, state: RequestState, chunk: Chunk) -> None:
+        with self.lock:
+            self._refuse_if_poisoned()
+            self._waiting.setdefault((state, chunk.layer, chunk.hook), []).append(chunk)
+            state.offered_rows += chunk.num_rows
+            self._weight += chunk.nbytes + ROW_OVERHEAD * chunk.num_rows + CHUNK_OVERHEAD
+            if self._weight >= self._patience():
+                self.flush()
+
+    def finish(self, state: RequestState, finish: CaptureFinish) -> None:
+        with self.lock:
+            self._refuse_if_poisoned()
+            self.flush()  # the end of a request is written behind its rows
+            facts: dict[str, Any] = {"request_id": state.request.request_id, "finish_reason": finish.finish_reason}
+            facts["rows"] = state.offered_rows  # of all files: a reader can tell when one of them is missing
+            if finish.prompt_len is not None:
+                facts["prompt_len"] = finish.prompt_len
+            lost = finish.dropped_rows + state.lost_rows
+            self._journal.add("finish", facts | ({"dropped_rows": lost} if lost else {}))
+
+    def disown(self, state: RequestState) -> None:
+        """Take back the end of a request whose rows in another file were lost."""
+        with self.lock:
+            if self.error is None and not self.closed:
+                self._journal.add("finish", {"request_id": state.request.request_id, "error": state.error})
+
+    def flush(self) -> None:
+        """Hand everything that waits to the system: payload, then journal."""
+        with self.lock:
+            self._refuse_if_poisoned()
+            try:
+                batch: list[tuple[_Payload, memoryview]] = []
+                for (state, layer, hook), chunks in self._waiting.items():
+                    for run in _runs(chunks):
+                        self._enter(state, layer, hook, run, batch)
+                self._write(batch)
+                self._journal.flush()
+            except Exception as error:
+                self.poison(error)
+                raise
+            finally:
+                self._waiting.clear()
+                self._weight = 0
+
+    def sync(self) -> None:
+        """Make what was flushed durable, but for the directory entries (`unsynced_directories`)."""
+        if not self._sync:
+            return
+        try:
+            with self.lock:
+                files = [payload.file for payload in self._cached.values()]
+            for file in files:  # without the lock: rows go on arriving while the disk works
+                assert file is not None
+                self._disk.fsync(file)
+            self._journal.sync()
+        except OSError as error:
+            self.sync_failed = True
+            self.poison(error)
+            raise
+
+    def close(self) -> None:
+        """Give the descriptors back; whatever becomes of the files is decided elsewhere."""
+        with self.lock:
+            if not self.closed:
+                self.closed = True
+                self._journal.close()
+                while self._cached:
+                    _, payload = self._cached.popitem()
+                    self._disk.close(payload.file)  # type: ignore[arg-type]
+                    payload.file = None
+
+    def poison(self, error: BaseException) -> None:
+        """No more writing. A file whose sync failed is marked, so that the repair copies instead of trusting it."""
+        with self.lock:
+            self.error = self.error or error
+            if self.sync_failed:
+                with contextlib.suppress(OSError):  # on a disk that is failing; the capture has failed either way
+                    self._disk.close(self._disk.open(os.path.join(self.directory, self.stem + POISON), CREATE))
+
+    def discard(self) -> None:
+        """Leave nothing behind of a capture that failed before it was acknowledged."""
+        self.close()
+        for stem, payload in self._payloads.items():
+            final = os.path.join(self.directory, stem)
+            for path in (final + SIDECAR, payload.path.removesuffix(OPEN)) if not self.replaces else ():
+                remove(self._disk, path)  # sealing may have failed half-way
+            for path in (final + SIDECAR + OPEN, payload.path):
+                remove(self._disk, path)
+        remove(self._disk, os.path.join(self.directory, self.journal_name))
+        remove(self._disk, os.path.join(self.directory, self.stem + POISON))
+
+    def _patience(self) -> int:
+        """How many bytes may wait. A long capture waits longer, so that its sidecar stays within what readers take."""
+        doublings = self.num_entries // (MAX_ENTRIES // 8)
+        return max(min(self._coalesce << doublings, MAX_PATIENCE), self._coalesce)
+
+    def _refuse_if_poisoned(self) -> None:
+        if self.error is not None:
+            raise CaptureWriteError(f"{self.relative}/{self.stem} failed earlier ({self.error}).")
+
+    def _enter(
+        self, state: RequestState, layer: int, hook: str, run: list[Chunk], batch: list[tuple[_Payload, memoryview]]
+    ) -> None:
+        """One entry: its bytes to the batch, its line to the journal, its sums to the request."""
+        if self.num_entries >= MAX_ENTRIES:
+            raise CaptureWriteError(
+                f"{self.relative}/{self.stem} has {MAX_ENTRIES} entries, as many as readers take. Use the sharded "
+                "layout, or raise coalesce_max_bytes."
+            )
+        payload = self._payload(per_file_stem(layer, hook) if self.layout == "per_file" else self.stem)
+        pieces = [chunk.data() for chunk in run]
+        rows, nbytes, first = sum(chunk.num_rows for chunk in run), sum(map(len, pieces)), run[0]
+        running = state.sums.setdefault(payload.relative, hashlib.sha256())
+        total = 0
+        for piece in pieces:
+            total = zlib.crc32(piece, total)
+            if self.layout == "per_file":
+                payload.sum = zlib.crc32(piece, payload.sum)
+            running.update(piece)
+            batch.append((payload, piece))
+        entry: dict[str, Any] = {
+            "layer": layer, "hook": hook, "offset": payload.size, "nbytes": nbytes, "shape": [rows, first.width],
+            "dtype": first.dtype, **_labels(run), "row_offset": first.row_offset,
+            "steps": [first.step_index, run[-1].last_step], "crc32": total,
+        }  # fmt: skip
+        if self.layout == "sharded":
+            entry["request_id"] = state.request.request_id
+        if self.layout == "per_file":
+            entry |= {"file": per_file_stem(layer, hook), "file_crc32": payload.sum}
+        self._journal.add("entry", entry)
+        payload.size += nbytes
+        self.num_entries += 1
+        state.rows += rows
+        state.nbytes += nbytes
+        state.keys.add((layer, hook))
+
+    def _write(self, batch: list[tuple[_Payload, memoryview]]) -> None:
+        """Write pieces where `_enter` put them; neighbours in one file go in one call."""
+        starts: dict[_Payload, int] = {}
+        for payload, piece in batch:
+            starts[payload] = starts.get(payload, payload.size) - len(piece)
+        held, place, target = bytearray(), 0, None
+        for payload, piece in batch:
+            if payload is not target or len(held) + len(piece) > self._coalesce:
+                self._put(target, held, place)
+                held, target, place = bytearray(), payload, starts[payload]
+            if not held and len(piece) >= self._coalesce:
+                self._put(payload, piece, place)  # large rows go out without another copy
+                place += len(piece)
+            else:
+                held += piece
+            starts[payload] += len(piece)
+        self._put(target, held, place)
+
+    def _put(self, payload: _Payload | None, data: bytearray | memoryview, place: int) -> None:
+        if payload is not None and len(data):
+            write_all(self._disk, self._descriptor(payload), data, place)
+
+    def _payload(self, stem: str) -> _Payload:
+        if stem not in self._payloads:
+            name = stem + PAYLOAD
+            path = os.path.join(self.directory, name + (OPEN if self._atomic else ""))
+            payload = self._payloads[stem] = _Payload(path, f"{self.relative}/{name}")
+            self._descriptor(payload)
+        return self._payloads[stem]
+
+    def _descriptor(self, payload: _Payload) -> int:
+        """The payload's descriptor, opened again if it was closed to make room."""
+        if payload.file is None:
+            while len(self._cached) >= self._fd_cache:
+                _, oldest = self._cached.popitem(last=False)
+                assert oldest.file is not None
+                file, oldest.file = oldest.file, None
+                if self._sync:  # while this descriptor can still be told of a failed write-back
+                    self._disk.fsync(file)
+                self._disk.close(file)
+            payload.file = self._disk.open(payload.path, READ_WRITE if payload.created else CREATE)
+            payload.created = True
+        self._cached[payload.path] = payload
+        self._cached.move_to_end(payload.path)
+        return payload.file
+
+
+def _runs(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Chunks that continue each other, as groups that one entry can describe."""
+    runs: list[list[Chunk]] = []
+    rows = 0
+    for chunk in _small_enough(chunks):
+        last = runs[-1][-1] if runs else None
+        if (
+            last is not None
+            and last.row_offset + last.num_rows == chunk.row_offset
+            and last.form == chunk.form
+            and rows + chunk.num_rows <= MAX_ENTRY_ROWS
+        ):
+            runs[-1].append(chunk)
+            rows += chunk.num_rows
+        else:
+            runs.append([chunk])
+            rows = chunk.num_rows
+    return runs
+
+
+def _small_enough(chunks: list[Chunk]) -> Iterator[Chunk]:
+    for chunk in chunks:
+        if chunk.num_rows <= MAX_ENTRY_ROWS:
+            yield chunk
+            continue
+        for first in range(0, chunk.num_rows, MAX_ENTRY_ROWS):
+            yield chunk.part(first, first + MAX_ENTRY_ROWS)
+
+
+def _labels(run: list[Chunk]) -> dict[str, Any]:
+    """What each row is, and how to read it."""
+    first = run[0]
+    labels: dict[str, Any] = {} if len(first.row_shape) == 1 else {"row_shape": list(first.row_shape)}
+    if first.positions is not None:
+        labels["positions"] = [position for chunk in run for position in plain_ints(chunk.positions)]
+    if first.token_ids is not None:
+        labels["token_ids"] = [token for chunk in run for token in plain_ints(chunk.token_ids)]
+    if first.phases is not None:
+        letters = "".join(chunk.letters() or "" for chunk in run)
+        labels["phase"] = PHASES[letters[0]] if len(set(letters)) == 1 else [PHASES[letter] for letter in letters]
+    if len(first.row_shape) == 2 and first.hook in _MATRICES:  # a projected one is no matrix any more
+        labels["axes"] = ["from", "to"]
+    scales = [chunk.scales() for chunk in run]
+    if scales[0] is not None:
+        labels["scale"] = [value for scale in scales if scale is not None for value in scale.tolist()]
+    return labels

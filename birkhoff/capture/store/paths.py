@@ -1,0 +1,193 @@
+"""Where a request's files go: directories made from names, and what happens when a name is taken.
+
+Two different ids that look alike once made safe do not share a directory: the second gets a hash of its own id behind
+its name. The same id twice is a collision, and the caller's choice decides: refuse, replace, or number it. Who owns a
+directory is read from the sidecars in it, so names are known across runs without being remembered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import threading
+from collections.abc import Iterator
+
+from birkhoff.capture.store.disk import Disk, ensure_directory
+from birkhoff.capture.store.naming import JOURNAL, SIDECAR, short_hash, slug
+from birkhoff.errors import CaptureExists, CaptureFileError, quoted
+
+Identity = tuple[str, str]  # tag and request id, as the caller wrote them
+
+_HEAD = 1 << 16
+
+
+class PathAllocator:
+    """Names given out by one writer. A claimed directory is released when its capture is sealed or discarded."""
+
+    def __init__(self, disk: Disk, root: str, on_collision: str, stage: str):
+        self._disk, self._root, self._on_collision, self._stage = disk, root, on_collision, stage
+        self._lock = threading.Lock()
+        self._claimed: dict[str, Identity] = {}
+        self._durable_tags: set[str] = set()  # directories whose name in the root has been synced by this run
+        self._tags: dict[str, str] = {}  # directory -> tag, for this run
+        self._directories: dict[str, str] = {}  # tag -> directory
+        self._shard_ids: dict[str, set[int]] = {}  # tag directory -> hashes of the request ids in its shards
+
+    def tag(self, tag: str) -> str:
+        """The directory of a tag, relative to the root."""
+        with self._lock:
+            if tag not in self._directories:
+                name = slug(tag)
+                if self._tags.get(name, tag) != tag:
+                    name = f"{name}-{short_hash(tag)}"
+                self._tags[name], self._directories[tag] = tag, name
+            name = self._directories[tag]
+            ensure_directory(self._disk, os.path.join(self._root, name))
+            return name
+
+    def unsynced(self, tag_directory: str) -> set[str]:
+        """Directories above a capture that have to be synced for its name to last.
+
+        Who made them does not matter: whoever did may have died, or be waiting for a sync of its own."""
+        return set() if tag_directory in self._durable_tags else {self._root}
+
+    def settle(self, tag_directory: str) -> None:
+        """A capture in this tag is durable, and so is the tag's own name."""
+        self._durable_tags.add(tag_directory)
+
+    def claim(self, tag: str, request_id: str) -> tuple[str, bool]:
+        """A directory for one request, relative to the root, and whether it replaces a capture."""
+        parent = self.tag(tag)
+        identity = (tag, request_id)
+        with self._lock:
+            base = f"{parent}/{slug(request_id)}"
+            if self._owner(base)[0] not in (None, identity):
+                base += "-" + short_hash(f"{tag}/{request_id}")
+            path = next(name for name in self._candidates(base) if self._free(name, identity))
+            replaces = self._owner(path)[0] is not None
+            self._claimed[path] = identity
+        try:
+            ensure_directory(self._disk, os.path.join(self._root, path))
+        except BaseException:
+            self.release(path)
+            raise
+        return path, replaces
+
+    def release(self, path: str) -> None:
+        with self._lock:
+            self._claimed.pop(path, None)
+
+    def claim_in_shards(self, tag_directory: str, request_id: str) -> str:
+        """The name under which a request goes into the shards of a tag: its id, numbered if it must be."""
+        with self._lock:
+            if tag_directory not in self._shard_ids:
+                self._shard_ids[tag_directory] = set(self._sealed_ids(tag_directory))
+            taken = self._shard_ids[tag_directory]
+            for name in _numbered(request_id):
+                number = _number(name)
+                if number not in taken:
+                    taken.add(number)
+                    return name
+                if self._on_collision != "suffix":
+                    break
+        raise CaptureExists(
+            f"request id {quoted(request_id)} is already in the shards of {tag_directory}, and shards cannot be "
+            "overwritten. Use another request_id, or on_collision suffix."
+        )
+
+    def _candidates(self, base: str) -> Iterator[str]:
+        yield base
+        if self._on_collision == "suffix":
+            yield from (f"{base}-{number}" for number in itertools.count(1))
+
+    def _free(self, path: str, identity: Identity) -> bool:
+        """Whether this capture may go there; raises where the answer is a refusal."""
+        owner, on_disk = self._owner(path)
+        if owner is None:
+            return True
+        if self._on_collision == "suffix":
+            return False
+        if self._on_collision == "overwrite" and on_disk and owner == identity:
+            return True
+        raise CaptureExists(
+            f"request id {quoted(identity[1])} with tag {quoted(identity[0])} "
+            f"{'already has a capture' if on_disk else 'is being captured right now'} in {path}. Use another "
+            "request_id, or on_collision suffix or overwrite."
+        )
+
+    def _owner(self, path: str) -> tuple[Identity | None, bool]:
+        """Whose capture a directory holds, if any, and whether it is on disk rather than being written."""
+        if path in self._claimed:
+            return self._claimed[path], False
+        full = os.path.join(self._root, path)
+        try:
+            names = sorted(os.listdir(full))
+        except FileNotFoundError:
+            return None, False
+        for name in names:
+            if name.endswith(SIDECAR) and not self._other_stage(name):
+                tag, request = _identity(os.path.join(full, name))
+                return (self._tags.get(path.split("/")[0], "") if tag is None else tag, request), True
+        return None, any(name.endswith(JOURNAL) for name in names)
+
+    def _other_stage(self, name: str) -> bool:
+        """Stages of one run share a directory; the parts of the others are not in the way."""
+        return bool(self._stage) and name.startswith("packed-pp") and name != f"packed{self._stage}{SIDECAR}"
+
+    def _sealed_ids(self, tag_directory: str) -> Iterator[int]:
+        directory = os.path.join(self._root, tag_directory)
+        for name in os.listdir(directory):
+            if name.startswith(f"shard{self._stage}-") and name.endswith(SIDECAR):
+                with contextlib.suppress(CaptureFileError):  # a damaged shard is the reader's to report
+                    yield from map(_number, _shard_requests(os.path.join(directory, name)))
+
+
+def _numbered(request_id: str) -> Iterator[str]:
+    yield request_id
+    yield from (f"{request_id}-{number}" for number in itertools.count(1))
+
+
+def _number(request_id: str) -> int:
+    """Eight bytes in place of a name: a run may have millions."""
+    return int(short_hash(request_id) + short_hash(request_id + "\0"), 16)
+
+
+def _identity(sidecar: str) -> tuple[str | None, str]:
+    """Tag and request id of a sidecar; it may be large, and they stand in front when it is ours."""
+    with open(sidecar, "rb") as file:
+        head = file.read(_HEAD)
+        found = {name: _string(head, name) for name in ("tag", "request_id")}
+        if found["request_id"] is None:
+            try:
+                whole = json.loads(head + file.read())
+                found = {name: whole.get(name) for name in found}
+            except (ValueError, RecursionError, AttributeError):
+                pass
+    request = found["request_id"]
+    return found["tag"], request if isinstance(request, str) else ""
+
+
+def _string(head: bytes, name: str) -> str | None:
+    start = head.find(f'"{name}": "'.encode())
+    if start < 0:
+        return None
+    try:
+        value, _ = json.JSONDecoder().raw_decode(head[start + len(name) + 4 :].decode("ascii", "replace"))
+    except ValueError:
+        return None
+    return value
+
+
+def _shard_requests(sidecar: str) -> list[str]:
+    """The request ids of a shard, without parsing its entries when they are listed in front of them."""
+    with open(sidecar, "rb") as file:
+        text = file.read().decode("utf-8", "replace")
+    start, end = text.find('"requests": '), text.find('"entries": ')
+    try:
+        if 0 <= start < end:
+            return list(json.JSONDecoder().raw_decode(text, start + len('"requests": '))[0])
+        return [str(entry["request_id"]) for entry in json.loads(text)["entries"]]
+    except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
+        raise CaptureFileError(f"{sidecar} is not a shard's sidecar. Run the repair, or move it away.") from None

@@ -1,0 +1,265 @@
+"""Reading captures: every layout, ours and those of other writers of the format, with NumPy alone.
+
+    read_request(dir)     {(layer, hook): CaptureEntry}, whatever the layout
+    read_packed(path)     the same for a packed capture: its directory, sidecar or payload
+    read_per_file(path)   one CaptureEntry: a payload or its sidecar
+    read_sharded(dir)     {request id: {(layer, hook): CaptureEntry}} of the sealed shards of a tag
+    iter_rows(dir, ...)   rows of one hook and layer of a whole tag, in batches, in little memory (`rows.py`)
+
+Rows of one hook and layer that were written in several parts are joined in the order they were written. Checksums are
+compared while reading. A damaged record raises and is named; with `on_damage` it is reported there, left out, and the
+rest is returned. bfloat16 comes back as uint16 and fp8 as uint8: `entry.values()` gives float32, `to_torch` the tensor.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+
+from birkhoff.capture.spec.dtypes import Array, to_float32
+from birkhoff.capture.store.row_reader import RowBatch, iter_rows
+from birkhoff.capture.store.sidecar import CaptureFile, SidecarEntry
+from birkhoff.errors import CaptureChecksum, CaptureFileError
+from birkhoff.hooks.site_names import to_tool
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CaptureEntry", "RowBatch", "iter_rows", "latest_per_position", "read_packed", "read_per_file", "read_request",
+    "read_sharded", "rename", "to_torch",
+]  # fmt: skip
+
+Address = tuple[int, str]
+OnDamage = Callable[[CaptureFileError], None]
+
+_PACKED = re.compile(r"packed(-pp\d+)?\.json")
+_SHARD = re.compile(r"shard-(pp\d+-)?\d+-(\d+)\.json")
+
+
+@dataclass
+class CaptureEntry:
+    """Rows of one hook and layer: `array` [rows, *row_shape]. Labels are None when a part of it has none."""
+
+    layer: int
+    hook: str
+    array: Array
+    dtype: str
+    positions: list[int] | None = None
+    token_ids: list[int] | None = None
+    phases: list[str] | None = None  # "prefill" or "decode"
+    scale: Array | None = None  # one factor per row, for fp8
+    axes: list[str] | None = None
+    meta: dict[str, Any] = field(default_factory=dict)  # what the sidecar says about the request
+
+    def values(self) -> Array:
+        """The rows as float32, fp8 scales applied."""
+        return to_float32(self.array, self.dtype, self.scale)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+
+def read_per_file(
+    path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False
+) -> CaptureEntry:  # fmt: skip
+    """One `{layer}_{hook}` payload with its sidecar. A sidecar that names no dtype means float32."""
+    path = Path(path)
+    with CaptureFile(path.with_suffix(".json")) as file:
+        if len(file.records) != 1 or "layout" in file.facts:
+            raise CaptureFileError(f"{path} describes {len(file.records)} entries, expected one. Use read_request.")
+        return _joined([(file.records[0], file.read(file.records[0], verify, mmap))], file.facts)
+
+
+def read_packed(
+    path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False, on_damage: OnDamage | None = None
+) -> dict[Address, CaptureEntry]:
+    """A request in one file, or in one file per pipeline stage when `path` is its directory."""
+    path = Path(path)
+    if path.is_dir():
+        sidecars = [path / name for name in sorted(_names(path)) if _PACKED.fullmatch(name)] or [path / "packed.json"]
+    else:
+        sidecars = [path.with_suffix(".json")]
+    entries: dict[Address, CaptureEntry] = {}
+    for sidecar in sidecars:
+        with CaptureFile(sidecar) as file:
+            parts: dict[Address, list[tuple[SidecarEntry, Array]]] = {}
+            for record in sorted(file.records, key=lambda record: record.offset):
+                array = _read(file, record, verify, mmap, on_damage)
+                if array is not None:
+                    parts.setdefault((record.layer, record.hook), []).append((record, array))
+            entries |= {address: _joined(found, file.facts) for address, found in parts.items()}
+    return entries
+
+
+@overload
+def read_request(
+    directory: str | os.PathLike[str], *, names: None = None, verify: bool = True, mmap: bool = False,
+    on_damage: OnDamage | None = None,
+) -> dict[Address, CaptureEntry]: ...  # fmt: skip
+@overload
+def read_request(
+    directory: str | os.PathLike[str], *, names: str, verify: bool = True, mmap: bool = False,
+    on_damage: OnDamage | None = None,
+) -> dict[str, CaptureEntry]: ...  # fmt: skip
+def read_request(
+    directory: str | os.PathLike[str], *, names: str | None = None, verify: bool = True, mmap: bool = False,
+    on_damage: OnDamage | None = None,
+) -> dict[Address, CaptureEntry] | dict[str, CaptureEntry]:  # fmt: skip
+    """Everything captured of one request. `names="transformer_lens"` keys it by the names of that tool."""
+    directory = Path(directory)
+    present = sorted(_names(directory))
+    entries: dict[Address, CaptureEntry] = {}
+    if any(_PACKED.fullmatch(name) for name in present):
+        entries = read_packed(directory, verify=verify, mmap=mmap, on_damage=on_damage)
+    else:
+        sidecars = [name for name in present if re.fullmatch(r"\d+_.+\.json", name)]
+        if not sidecars:
+            waiting = any(name.endswith((".tmp", ".journal")) for name in present)
+            raise CaptureFileError(
+                f"{directory} holds no finished capture. "
+                + ("It is still being written, or its writer died: run the repair." if waiting else "Give a request's "
+                   "directory, {root}/{tag}/{request}; for shards use read_sharded on the tag.")
+            )  # fmt: skip
+        for name in sidecars:
+            try:
+                entry = read_per_file(directory / name, verify=verify, mmap=mmap)
+            except CaptureFileError as error:
+                if on_damage is None:
+                    raise
+                on_damage(error)
+                continue
+            entries[entry.layer, entry.hook] = entry
+    return entries if names is None else rename(entries, names)
+
+
+def read_sharded(
+    directory: str | os.PathLike[str], *, requests: Iterable[str] | None = None, verify: bool = True,
+    on_damage: OnDamage | None = None,
+) -> dict[str, dict[Address, CaptureEntry]]:  # fmt: skip
+    """The sealed shards of a tag; `requests` reads only these. A request that spans shards is joined."""
+    directory = Path(directory)
+    wanted = None if requests is None else set(requests)
+    parts: dict[tuple[str, int, str], list[tuple[SidecarEntry, Array]]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    rows: dict[str, int] = {}  # that the shards list, by request: fewer than it says at its end when a shard is gone
+    found = [(int(match[2]), match[0]) for match in map(_SHARD.fullmatch, _names(directory)) if match]
+    for _, name in sorted(found):  # a slot's shards in the order they were written
+        with CaptureFile(directory / name) as file:
+            _collect_facts(file, wanted, facts)
+            for record in sorted(file.records, key=lambda record: record.offset):
+                if record.request_id is None:
+                    raise CaptureFileError(f"{file.path}: an entry of {record.name} names no request_id.")
+                if wanted is None or record.request_id in wanted:
+                    rows[record.request_id] = rows.get(record.request_id, 0) + record.rows
+                    array = _read(file, record, verify, False, on_damage)
+                    if array is not None:
+                        parts.setdefault((record.request_id, record.layer, record.hook), []).append((record, array))
+    entries: dict[str, dict[Address, CaptureEntry]] = {}
+    for request, known in facts.items():
+        known["complete"] = bool(known.get("complete")) and known.get("rows", rows.get(request)) == rows.get(request, 0)
+    for (request, layer, hook), pieces in parts.items():
+        entries.setdefault(request, {})[layer, hook] = _joined(pieces, facts.get(request, {}))
+    return entries
+
+
+def latest_per_position(entry: CaptureEntry) -> CaptureEntry:
+    """One row per position, the last one written, in order of position: what was accepted of speculative drafts."""
+    if entry.positions is None:
+        raise CaptureFileError(
+            f"{entry.hook}[{entry.layer}] has no positions, so its rows cannot be told apart by them."
+        )
+    last = {position: row for row, position in enumerate(entry.positions)}
+    rows = [last[position] for position in sorted(last)]
+    labels: dict[str, Any] = {
+        name: [values[row] for row in rows]
+        for name in ("positions", "token_ids", "phases")
+        if (values := getattr(entry, name)) is not None
+    }
+    return replace(entry, array=entry.array[rows], scale=None if entry.scale is None else entry.scale[rows], **labels)
+
+
+def rename(entries: dict[Address, CaptureEntry], names: str) -> dict[str, CaptureEntry]:
+    """Keyed as another tool would; hooks it has no name for keep ours, as `hook.layer`."""
+    # Once-per-model hooks are stored at the last layer, so any entry's layer is the last of a model that ends there.
+    return {
+        to_tool(names, (hook, layer), layer + 1) or f"{hook}.{layer}": entry
+        for (layer, hook), entry in entries.items()
+    }  # fmt: skip
+
+
+def to_torch(entry: CaptureEntry) -> torch.Tensor:
+    """The rows as a tensor that shares their memory: bf16 as bfloat16, fp8 as float8_e4m3fn without its scale."""
+    import torch
+
+    tensor = torch.from_numpy(entry.array)
+    views = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn}
+    return tensor.view(views[entry.dtype]) if entry.dtype in views else tensor
+
+
+def _names(directory: Path) -> list[str]:
+    try:
+        return os.listdir(directory)
+    except OSError as error:
+        raise CaptureFileError(f"{directory} cannot be listed ({error.strerror}).") from None
+
+
+def _read(
+    file: CaptureFile, record: SidecarEntry, verify: bool, mmap: bool, on_damage: OnDamage | None
+) -> Array | None:
+    try:
+        return file.read(record, verify, mmap)
+    except CaptureChecksum as error:
+        if on_damage is None:
+            raise
+        on_damage(error)
+        return None
+
+
+def _joined(parts: list[tuple[SidecarEntry, Array]], facts: dict[str, Any]) -> CaptureEntry:
+    """Parts of one hook and layer as one entry, in the order given."""
+    records = [record for record, _ in parts]
+    first = records[0]
+    for record in records:
+        if (record.dtype, record.shape[1:], record.axes) != (first.dtype, first.shape[1:], first.axes):
+            raise CaptureFileError(
+                f"parts of {first.hook}[{first.layer}] differ: {first.dtype} {first.shape[1:]} and {record.dtype} "
+                f"{record.shape[1:]}. The sidecar is damaged; take it from another copy."
+            )
+    arrays = [array for _, array in parts]
+    scales = [record.scale for record in records if record.scale is not None]
+    return CaptureEntry(
+        layer=first.layer,
+        hook=first.hook,
+        array=arrays[0] if len(arrays) == 1 else np.concatenate(arrays),
+        dtype=first.dtype,
+        positions=_joined_labels([record.positions for record in records]),
+        token_ids=_joined_labels([record.token_ids for record in records]),
+        phases=_joined_labels([record.phases for record in records]),
+        scale=np.concatenate(scales) if len(scales) == len(records) else None,
+        axes=first.axes,
+        meta=dict(facts),
+    )
+
+
+def _joined_labels(parts: list[Any]) -> Any:
+    """None as soon as one part has no labels: half a list would label the wrong rows."""
+    if any(part is None for part in parts):
+        return None
+    return [label for part in parts for label in (part if isinstance(part, list) else part.tolist())]
+
+
+def _collect_facts(file: CaptureFile, wanted: set[str] | None, facts: dict[str, dict[str, Any]]) -> None:
+    """What the shards of a tag say about each request; the end of a request may stand in a later shard."""
+    told = file.facts.get("requests")
+    shared = {name: value for name, value in file.facts.items() if name in ("tag", "format_version")}
+    for request, known in told.items() if isinstance(told, dict) else ():
+        if isinstance(known, dict) and (wanted is None or request in wanted):
+            complete = bool(known.get("complete")) or bool(facts.get(request, {}).get("complete"))
+            facts.setdefault(request, {}).update({**shared, **known, "request_id": request, "complete": complete})

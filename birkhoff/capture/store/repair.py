@@ -1,0 +1,183 @@
+"""What a crash left behind, sealed: every whole record is kept, a torn tail is dropped, nothing is guessed.
+
+A record counts when its journal line fits behind the line before and its bytes have the checksum the line names. Once
+a record of a request is bad, later ones of that request are dropped too, so each request keeps a beginning of its rows
+and is marked `complete: false`. Other requests of the same file are not touched. Running the repair again changes
+nothing; being killed in the middle of it loses nothing. A capture that was interrupted while it replaced another one
+does not replace it. Files marked as poisoned are copied: a sync that failed may have left pages only in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from birkhoff.capture.store.disk import CREATE, READ_WRITE, Disk, remove, write_all
+from birkhoff.capture.store.findings import Findings
+from birkhoff.capture.store.naming import JOURNAL, OPEN, PAYLOAD, POISON, SIDECAR
+from birkhoff.capture.store.root_lock import LOCK, RootLock
+from birkhoff.capture.store.sealing import Seal, publish
+from birkhoff.errors import CaptureError, CaptureFileError, CaptureWriteError
+
+_BLOCK = 1 << 20
+_COPY = ".copy"
+_ORPHAN = re.compile(r".+\.(bin|json)\.tmp|.+\.poison|.+\.copy")
+
+
+@dataclass
+class RepairReport:
+    """Paths are relative to the root. A record is an entry: the rows of one hook and layer between two flushes."""
+
+    sealed: list[str] = field(default_factory=list)
+    removed: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    kept_records: int = 0
+    dropped_records: int = 0
+    checked_bytes: int = 0
+    seconds: float = 0.0
+
+
+def repair(root: str | os.PathLike[str], disk: Disk | None = None, sync: bool = True) -> RepairReport:
+    """Seal everything under a capture root. Refuses while a writer is alive."""
+    root, disk = os.fspath(root), disk or Disk()
+    if not os.path.isdir(root):
+        raise CaptureFileError(f"{root} is not a directory. Give the capture root.")
+    stages = sorted({name.removeprefix(LOCK) for name in os.listdir(root) if name.startswith(LOCK)} | {""})
+    locks: list[RootLock] = []
+    clean = False
+    try:
+        try:
+            for stage in stages:
+                locks.append(RootLock(disk, root, stage, sync))
+        except OSError as error:
+            raise CaptureWriteError(f"{root} cannot be repaired ({error}). Make it writable first.") from None
+        report = repair_held(root, disk, sync=sync)
+        clean = not report.failed
+        return report
+    finally:
+        for lock in locks:
+            lock.release(clean)
+
+
+def repair_held(root: str, disk: Disk, stage: str | None = None, sync: bool = True) -> RepairReport:
+    """The same for whoever holds the lock already; `stage` limits it to the files of one pipeline stage."""
+    report, started = RepairReport(), time.perf_counter()
+    for directory in _directories(root):
+        for name in sorted(os.listdir(directory)):
+            if name.endswith(JOURNAL) and (stage is None or _of_stage(name, stage)):
+                try:
+                    repair_file(disk, root, directory, name, report, sync=sync)
+                except (OSError, CaptureError) as error:
+                    report.failed[os.path.relpath(os.path.join(directory, name), root)] = str(error)
+        _remove_orphans(disk, root, directory, report)
+    report.seconds = time.perf_counter() - started
+    return report
+
+
+def repair_file(
+    disk: Disk, root: str, directory: str, journal: str, report: RepairReport, *, sync: bool = True,
+    only: Iterable[str] | None = None, rewrite: bool = False,
+) -> None:  # fmt: skip
+    """Seal what one journal's files hold. `only` keeps these requests and no others; `rewrite` copies the payload."""
+    found = Findings(disk, directory, journal, None if only is None else frozenset(only))
+    report.checked_bytes += found.checked_bytes
+    kept = sum(found.good)
+    if found.published:
+        stems = found.stems
+        remove(disk, os.path.join(directory, journal))
+    elif found.worth_keeping:
+        poison = os.path.join(directory, found.stem + POISON)
+        for stem, end in found.ends.items():
+            _settle(disk, found, stem, end, rewrite or os.path.lexists(poison), sync)
+        if found.header["layout"] != "per_file" and found.payload_name(found.stem) is None:
+            _make_empty(disk, directory, found.stem, sync)
+        seal = Seal(disk, directory, journal, sync, keep=found.keep, broken=found.broken)
+        for error in publish([seal], disk, sync).values():
+            raise error
+        remove(disk, poison)
+        stems = seal.stems
+    else:
+        stems, kept = [], 0
+        for name in [*_leftovers(found), journal, found.stem + POISON]:
+            if remove(disk, os.path.join(directory, name)) and not name.endswith((JOURNAL, POISON)):
+                report.removed.append(os.path.relpath(os.path.join(directory, name), root))
+    report.sealed += [os.path.relpath(os.path.join(directory, stem + PAYLOAD), root) for stem in stems]
+    report.kept_records += kept
+    report.dropped_records += len(found.good) - kept
+
+
+def _settle(disk: Disk, found: Findings, stem: str, end: int, rewrite: bool, sync: bool) -> None:
+    """A payload that ends with its last good record, and is durable; a copy of it when it is poisoned."""
+    name = found.payload_name(stem)
+    assert name is not None, "it was read a moment ago"
+    path = os.path.join(found.directory, name)
+    file = disk.open(path, READ_WRITE)
+    try:
+        if rewrite:
+            copy = os.path.join(found.directory, stem + PAYLOAD + _COPY)
+            remove(disk, copy)
+            fresh = disk.open(copy, CREATE)
+            file, old = fresh, file
+            try:
+                for offset in range(0, end, _BLOCK):
+                    write_all(disk, fresh, disk.read(old, min(_BLOCK, end - offset), offset), offset)
+            finally:
+                disk.close(old)
+        elif disk.size(file) != end:
+            disk.truncate(file, end)
+        if sync:
+            disk.fsync(file)
+    finally:
+        disk.close(file)
+    if rewrite:
+        disk.rename(copy, path)
+
+
+def _make_empty(disk: Disk, directory: str, stem: str, sync: bool) -> None:
+    """A payload for a journal that tells of the end of requests and of no rows here: the name was not synced yet."""
+    file = disk.open(os.path.join(directory, stem + PAYLOAD + OPEN), CREATE)
+    try:
+        if sync:
+            disk.fsync(file)
+    finally:
+        disk.close(file)
+
+
+def _leftovers(found: Findings) -> list[str]:
+    """Files of a capture of which nothing is to be kept."""
+    if found.stem.startswith("per_file"):
+        return [name for name in os.listdir(found.directory) if re.fullmatch(r"\d+_.*\.(bin|json)\.tmp", name)]
+    # Without atomic publishing the payload has its final name from the start, and it is nobody else's.
+    direct = not found.header.get("atomic", True) and not found.would_replace()
+    return [found.stem + PAYLOAD + OPEN, found.stem + SIDECAR + OPEN, *([found.stem + PAYLOAD] if direct else [])]
+
+
+def _remove_orphans(disk: Disk, root: str, directory: str, report: RepairReport) -> None:
+    """Open files without a journal: they were never synced, so nobody was told that they are safe."""
+    names = os.listdir(directory)
+    if any(name.endswith(JOURNAL) for name in names):
+        return  # of another stage, or one that could not be repaired: its files are not orphans
+    for name in names:
+        path = os.path.join(directory, name)
+        if _ORPHAN.fullmatch(name) and not os.path.isdir(path) and remove(disk, path):
+            report.removed.append(os.path.relpath(path, root))
+
+
+def _directories(root: str) -> Iterator[str]:
+    """Tags and the requests in them, without following links."""
+    for tag in _subdirectories(root):
+        yield tag
+        yield from _subdirectories(tag)
+
+
+def _subdirectories(path: str) -> list[str]:
+    with os.scandir(path) as found:
+        return sorted(entry.path for entry in found if entry.is_dir(follow_symlinks=False))
+
+
+def _of_stage(journal: str, stage: str) -> bool:
+    return re.fullmatch(rf"(packed|per_file){re.escape(stage)}\.journal|shard{re.escape(stage)}-\d+-\d+\.journal",
+                        journal) is not None  # fmt: skip

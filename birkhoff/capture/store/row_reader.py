@@ -1,0 +1,225 @@
+"""Rows of one hook and layer of a whole run, batch by batch: the feed of a probe or an SAE, in bounded memory.
+
+What is held is an index of 40 bytes per block of rows, at most 16 open files with their lists of entries and, when
+shuffling, a pool of rows. Shuffling permutes blocks over the whole run and then draws from the pool, so neighbours of a
+prompt part while the disk still reads in blocks; every row comes exactly once, and the same seed gives the same order.
+Checksums are compared when a record is first touched. Labels are kept only when asked for. NumPy only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from birkhoff.capture.spec.dtypes import Array, to_float32
+from birkhoff.capture.store.naming import per_file_stem
+from birkhoff.capture.store.sidecar import CaptureFile, SidecarEntry
+from birkhoff.errors import CaptureFileError, OptionError, quoted
+
+OPEN_FILES = 16
+POOL_BATCHES = 16
+
+_SIDECAR = re.compile(r"packed(-pp\d+)?\.json|shard-(pp\d+-)?\d+-\d+\.json|\d+_.+\.json")
+
+
+@dataclass(frozen=True)
+class RowBatch:
+    """`array` [rows, *row_shape] as stored, or float32. Labels are None unless asked for; -1 where a file has none."""
+
+    array: Array
+    positions: Array | None = None
+    token_ids: Array | None = None
+    requests: list[str] | None = None
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+
+class _RowBlock(NamedTuple):
+    """Rows [start, stop) of record `number` of one file; `ordinal` counts records over all files."""
+
+    sidecar: int
+    number: int
+    start: int
+    stop: int
+    ordinal: int
+
+
+class _Files:
+    """Capture files by number, the least recently used closed first."""
+
+    def __init__(self, sidecars: list[Path], labels: bool):
+        self.sidecars, self._labels, self._open = sidecars, labels, OrderedDict[int, CaptureFile]()
+        self.checked = bytearray()  # a flag per record, by ordinal
+
+    def __getitem__(self, number: int) -> CaptureFile:
+        if number not in self._open:
+            while len(self._open) >= OPEN_FILES:
+                self._open.popitem(last=False)[1].close()
+            self._open[number] = CaptureFile(self.sidecars[number], self._labels)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def rows(self, block: _RowBlock, verify: bool) -> tuple[CaptureFile, SidecarEntry, Array]:
+        file = self[block.sidecar]
+        if block.number >= len(file.records):
+            raise CaptureFileError(f"{file.path} was replaced while it was read. Start the iteration again.")
+        record = file.records[block.number]
+        if verify and not self.checked[block.ordinal]:
+            file.check(record)
+            self.checked[block.ordinal] = 1
+        return file, record, file.read_rows(record, block.start, block.stop)
+
+    def close(self) -> None:
+        for file in self._open.values():
+            file.close()
+
+
+def iter_rows(
+    directory: str | os.PathLike[str], hook: str, layer: int, batch: int, shuffle: bool = False, seed: int = 0, *,
+    dtype: str | None = None, labels: bool = False, verify: bool = True, drop_last: bool = False,
+    pool_rows: int | None = None,
+) -> Iterator[RowBatch]:  # fmt: skip
+    """Batches of `batch` rows from every capture under a tag's directory (or one request's), all layouts.
+
+    `dtype="float32"` decodes; otherwise rows come as stored and must be of one dtype. The last batch may be short.
+    `pool_rows` is how many rows are mixed at a time when shuffling, by default 16 batches.
+    """
+    for name, value in (("batch", batch), ("pool_rows", pool_rows)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise OptionError(f"{name} is {quoted(value)}, expected a whole number from 1 up.")
+    if dtype not in (None, "float32"):
+        raise OptionError(f"dtype is {quoted(dtype)}, expected None or 'float32'.")
+    directory = Path(directory)
+    files = _Files(_sidecars(directory), labels)
+    form, blocks = _index(files, hook, layer, batch, dtype)
+    if not len(blocks):
+        files.close()
+        raise CaptureFileError(
+            f"{directory} holds no finished capture of {quoted(hook)}[{layer}]. Check hook and layer."
+        )
+    return _batches(files, form, blocks, batch, shuffle, seed, dtype, labels, verify, drop_last, pool_rows)
+
+
+def _batches(
+    files: _Files, form: tuple[str, tuple[int, ...]], blocks: Array, batch: int, shuffle: bool, seed: int,
+    dtype: str | None, labels: bool, verify: bool, drop_last: bool, pool_rows: int | None,
+) -> Iterator[RowBatch]:  # fmt: skip
+    random = np.random.default_rng(seed)
+    most = max(pool_rows or POOL_BATCHES * batch, batch) if shuffle else batch
+    held: list[RowBatch] = []
+    count = 0
+    try:
+        for last, number in _with_last(random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))):
+            held.append(_loaded(files, _RowBlock(*blocks[number].tolist()), form, dtype, labels, verify))
+            count += len(held[-1])
+            if count < most and not last:
+                continue
+            pool = _concatenated(held)
+            order = random.permutation(count) if shuffle else np.arange(count)
+            # Half of a shuffled pool stays, so that rows meet others that are read later.
+            keep = 0 if last or not shuffle else count // 2
+            first = 0
+            while count - first >= batch and count - first > keep:
+                yield _taken(pool, order[first : first + batch])
+                first += batch
+            held, count = [_taken(pool, order[first:])], count - first
+        if count and not drop_last:
+            yield held[0]
+    finally:
+        files.close()
+
+
+def _with_last(numbers: Array) -> Iterator[tuple[bool, int]]:
+    for place, number in enumerate(numbers):
+        yield place == len(numbers) - 1, int(number)
+
+
+def _sidecars(directory: Path) -> list[Path]:
+    """Finished captures of a tag: shards, and the files of its requests. Names decide the order, not the disk."""
+    found: list[Path] = []
+    try:
+        with os.scandir(directory) as entries:
+            names = sorted(entries, key=lambda entry: entry.name)
+        for entry in names:
+            if entry.is_dir():
+                found += [directory / entry.name / name for name in sorted(os.listdir(entry.path))]
+            else:
+                found.append(directory / entry.name)
+    except OSError as error:
+        raise CaptureFileError(f"{directory} cannot be listed ({error.strerror}). Give a tag's directory.") from None
+    return [path for path in found if _SIDECAR.fullmatch(path.name)]
+
+
+def _index(
+    files: _Files, hook: str, layer: int, batch: int, dtype: str | None
+) -> tuple[tuple[str, tuple[int, ...]], Array]:
+    """Dtype and row shape of what was asked for, and its rows in blocks [n, 5] of at most a batch."""
+    form: tuple[str, tuple[int, ...]] | None = None
+    blocks = array("q")
+    for number, sidecar in enumerate(files.sidecars):
+        if re.match(r"\d+_", sidecar.name) and sidecar.name != f"{per_file_stem(layer, hook)}.json":
+            continue  # another hook's file; its name says so
+        file = files[number]
+        for place, record in enumerate(file.records):
+            if (record.hook, record.layer) != (hook, layer) or not record.rows:
+                continue
+            found = (record.dtype, record.shape[1:])
+            form = form or found
+            if found[1] != form[1] or (dtype is None and found[0] != form[0]):
+                raise CaptureFileError(
+                    f"{file.path}: {record.name} is {found[0]} {found[1]}, and rows before it were {form[0]} "
+                    f"{form[1]}. Read them apart, or with dtype='float32' where only the dtypes differ."
+                )
+            for start in range(0, record.rows, batch):
+                blocks.extend((number, place, start, min(start + batch, record.rows), len(files.checked)))
+            files.checked.append(record.crc32 is None)
+    return form or ("float32", ()), np.array(blocks, np.int64).reshape(-1, 5)
+
+
+def _loaded(
+    files: _Files, block: _RowBlock, form: tuple[str, tuple[int, ...]], dtype: str | None, labels: bool, verify: bool
+) -> RowBatch:
+    file, record, stored = files.rows(block, verify)
+    if record.shape[1:] != form[1] or (dtype is None and record.dtype != form[0]):
+        raise CaptureFileError(f"{file.path} was replaced while it was read. Start the iteration again.")
+    rows = slice(block.start, block.stop)
+    if dtype == "float32":
+        stored = to_float32(stored, record.dtype, None if record.scale is None else record.scale[rows])
+    if not labels:
+        return RowBatch(stored)
+    request = record.request_id or str(file.facts.get("request_id", ""))
+    positions, token_ids = (
+        np.full(len(stored), -1, np.int64) if values is None else values[rows]
+        for values in (record.positions, record.token_ids)
+    )
+    return RowBatch(stored, positions, token_ids, [request] * len(stored))
+
+
+def _concatenated(batches: list[RowBatch]) -> RowBatch:
+    together = np.concatenate([batch.array for batch in batches])
+    if batches[0].positions is None:
+        return RowBatch(together)
+    return RowBatch(
+        together,
+        np.concatenate([batch.positions for batch in batches if batch.positions is not None]),
+        np.concatenate([batch.token_ids for batch in batches if batch.token_ids is not None]),
+        [name for batch in batches for name in batch.requests or ()],
+    )
+
+
+def _taken(batch: RowBatch, rows: Array) -> RowBatch:
+    """A copy of these rows; a view would keep the whole pool alive."""
+    if batch.positions is None or batch.token_ids is None or batch.requests is None:
+        return RowBatch(batch.array[rows])
+    return RowBatch(
+        batch.array[rows], batch.positions[rows], batch.token_ids[rows], [batch.requests[row] for row in rows]
+    )

@@ -1,0 +1,331 @@
+"""Capture files as records: sidecars parsed with distrust, payloads read by range.
+
+Every number of a sidecar is bounded before it is used: counts and sizes are whole, an entry's bytes follow from its
+shape and dtype and lie inside the payload, and a sidecar has a limited size and number of entries. So arbitrary bytes
+give a `CaptureFileError` or a correct array, never a crash, a hang or an allocation larger than the files themselves.
+Payload and sidecar are opened together and belong together: if a writer replaces a capture in that moment, the reader
+tries again. NumPy only.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import mmap as mapping
+import os
+import stat
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from birkhoff.capture.spec.dtypes import STORED, Array
+from birkhoff.errors import CaptureChecksum, CaptureFileError, quoted
+
+MAX_SIDECAR_BYTES = 512 << 20
+MAX_ENTRIES = 1 << 20
+MAX_ROWS, MAX_WIDTH, MAX_DIMENSIONS = 1 << 40, 1 << 31, 8
+_BLOCK = 4 << 20
+_ENTRY_WORDS = frozenset(
+    """layer hook shape offset nbytes dtype row_shape positions token_ids phase row_offset steps crc32 scale axes
+    entries""".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SidecarEntry:
+    """One entry of a sidecar: rows of one hook and layer, at `offset` of the payload."""
+
+    layer: int
+    hook: str
+    offset: int
+    nbytes: int
+    shape: tuple[int, ...]  # rows first
+    dtype: str
+    positions: Array | None  # int64
+    token_ids: Array | None
+    phases: list[str] | None
+    scale: Array | None
+    crc32: int | None
+    axes: list[str] | None
+    row_offset: int | None
+    request_id: str | None
+
+    @property
+    def rows(self) -> int:
+        return self.shape[0]
+
+    @property
+    def name(self) -> str:
+        return f"{self.hook}[{self.layer}], bytes {self.offset} to {self.offset + self.nbytes}"
+
+
+class CaptureFile:
+    """One sidecar and its payload, both open. `facts` is what the sidecar says besides its entries.
+
+    Without `labels`, positions, token ids and phases are checked and not kept: small rows have more of them than bytes.
+    """
+
+    def __init__(self, sidecar: str | os.PathLike[str], labels: bool = True):
+        self.path, self._keep_labels = Path(sidecar), labels
+        self.payload_path = self.path.with_suffix(".bin")
+        self._file = -1
+        for _ in range(8):  # a capture that is being replaced is whole again after a moment
+            self._file = _open(self.payload_path, "payload")
+            try:
+                self.facts = _load(self.path)
+                size = os.fstat(self._file).st_size
+                if os.path.samestat(os.fstat(self._file), os.stat(self.payload_path)):
+                    self.records = self._parse(size)
+                    return
+            except FileNotFoundError:
+                self._refuse(f"the payload {self.payload_path.name} has been removed. Read another capture.")
+            except BaseException:
+                self.close()
+                raise
+            self.close()
+        self._refuse("keeps changing while it is read. Wait until its writer is done.")
+
+    def read(self, record: SidecarEntry, verify: bool = True, mmap: bool = False) -> Array:
+        """The rows of a record, shaped. With `mmap` the file is mapped, and changes to the array stay private."""
+        stored = STORED[record.dtype]
+        if mmap and record.nbytes and record.offset % stored.itemsize == 0:
+            flat = self._mapped(record, stored)
+            total = zlib.crc32(_bytes_of(flat)) if verify and record.crc32 is not None else record.crc32
+        else:
+            flat = np.empty(record.nbytes // stored.itemsize, stored)
+            total = self._fill(record, _bytes_of(flat), verify)
+        self._compare(record, total)
+        return flat.reshape(record.shape)
+
+    def check(self, record: SidecarEntry) -> None:
+        """Compare a record with its checksum without holding it in memory."""
+        total, held = 0, memoryview(bytearray(min(_BLOCK, record.nbytes)))
+        for start in range(0, record.nbytes, _BLOCK):
+            view = held[: min(_BLOCK, record.nbytes - start)]
+            self._read_into(record, view, record.offset + start)
+            total = zlib.crc32(view, total)
+        if record.crc32 is not None:
+            self._compare(record, total)
+
+    def read_rows(self, record: SidecarEntry, start: int, stop: int) -> Array:
+        """Some rows of a record, without its checksum."""
+        row_bytes = record.nbytes // record.rows
+        out = np.empty((stop - start, *record.shape[1:]), STORED[record.dtype])
+        self._read_into(record, _bytes_of(out), record.offset + start * row_bytes)
+        return out
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> CaptureFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _mapped(self, record: SidecarEntry, stored: np.dtype[Any]) -> Array:
+        """The record in the file that is open here, whatever has taken its name since."""
+        first = record.offset - record.offset % mapping.ALLOCATIONGRANULARITY
+        pages = mapping.mmap(
+            self._file, record.offset + record.nbytes - first, access=mapping.ACCESS_COPY, offset=first
+        )  # fmt: skip
+        return np.frombuffer(pages, stored, record.nbytes // stored.itemsize, record.offset - first)
+
+    def _compare(self, record: SidecarEntry, total: int | None) -> None:
+        if total != record.crc32:
+            raise CaptureChecksum(
+                f"{self.payload_path}: {record.name} changed since it was written (checksum {total}, expected "
+                f"{record.crc32}). Take this record from another copy; the others can be read with on_damage."
+            )
+
+    def _fill(self, record: SidecarEntry, view: memoryview, verify: bool) -> int | None:
+        if not verify or record.crc32 is None:
+            self._read_into(record, view, record.offset)
+            return record.crc32
+        total = 0
+        for start in range(0, len(view), _BLOCK):  # while the block is still in the processor's cache
+            block = view[start : start + _BLOCK]
+            self._read_into(record, block, record.offset + start)
+            total = zlib.crc32(block, total)
+        return total
+
+    def _read_into(self, record: SidecarEntry, view: memoryview, offset: int) -> None:
+        done = 0
+        while done < len(view):
+            count = os.preadv(self._file, [view[done : done + (1 << 30)]], offset + done)
+            if not count:
+                self._refuse(f"{record.name} ends at byte {offset + done}: the payload is cut short.")
+            done += count
+
+    def _refuse(self, reason: str) -> NoReturn:
+        self.close()
+        raise CaptureFileError(f"{self.path}: {reason}")
+
+    def _parse(self, size: int) -> list[SidecarEntry]:
+        facts = self.facts
+        if "entries" not in facts:
+            rows = {**facts, "offset": 0, "dtype": facts.get("dtype", "float32")}
+            records = [self._record(rows, "float32", size, whole=True)]
+            if records[0].nbytes != size:
+                self._refuse(
+                    f"{records[0].name} are expected, and the payload has {size}. It was cut or belongs to another "
+                    "sidecar."
+                )
+        else:
+            entries = facts["entries"]
+            if not isinstance(entries, list) or len(entries) > MAX_ENTRIES:
+                self._refuse(f"entries are {_kind(entries)}, expected a list of up to {MAX_ENTRIES}.")
+            records, claimed = [], 0
+            for entry in entries:
+                records.append(self._record(entry, facts.get("dtype"), size))
+                claimed += records[-1].nbytes
+                if claimed > size:  # entries that share bytes could ask for any amount of memory
+                    self._refuse(f"entries up to {records[-1].name} claim more than the {size} bytes of the payload.")
+        self.facts = {name: value for name, value in facts.items() if name not in _ENTRY_WORDS}
+        return records
+
+    def _record(self, entry: Any, dtype: Any, size: int, whole: bool = False) -> SidecarEntry:
+        if not isinstance(entry, dict):
+            self._refuse(f"an entry is {_kind(entry)}, expected an object.")
+        layer, hook = self._whole(entry, "layer", 1 << 31), entry.get("hook")
+        if not isinstance(hook, str) or len(hook) > 256:
+            self._refuse(f"hook is {quoted(hook)}, expected a name.")
+        label = f"{quoted(hook)}[{layer}]"
+        dtype = entry.get("dtype", dtype)
+        if not isinstance(dtype, str) or dtype not in STORED:
+            self._refuse(f"dtype of {label} is {quoted(dtype)}, expected one of {', '.join(STORED)}.")
+        shape: Any = entry.get("shape")
+        if not _whole_numbers(shape, MAX_ROWS) or len(shape) != 2 or not 1 <= shape[1] <= MAX_WIDTH:
+            self._refuse(f"shape of {label} is {quoted(shape)}, expected [rows, width].")
+        rows, width = shape
+        needed = rows * width * STORED[dtype].itemsize
+        offset = self._whole(entry, "offset", 1 << 62)
+        nbytes = needed if whole else self._whole(entry, "nbytes", 1 << 62)
+        if nbytes != needed:
+            self._refuse(f"{label} has {nbytes} bytes, expected {needed} for {dtype} {shape}.")
+        if offset + nbytes > size:
+            self._refuse(
+                f"{label} needs bytes {offset} to {offset + nbytes}, and the payload has {size}. It is cut short; "
+                "take it from another copy."
+            )
+        row_shape = entry.get("row_shape")
+        if row_shape is not None and (
+            not _whole_numbers(row_shape, MAX_WIDTH)
+            or len(row_shape) > MAX_DIMENSIONS
+            or (row_shape and math.prod(row_shape) != width)
+        ):
+            self._refuse(f"row_shape of {label} is {quoted(row_shape)}, expected a shape of {width} numbers.")
+        return SidecarEntry(
+            layer, hook, offset, nbytes, (rows, *row_shape) if row_shape else (rows, width), dtype,
+            self._labels(entry, "positions", label, rows), self._labels(entry, "token_ids", label, rows),
+            self._phases(entry, label, rows), self._scale(entry, label, rows, dtype),
+            self._whole(entry, "crc32", 1 << 32) if entry.get("crc32") is not None else None,
+            self._axes(entry, label), self._whole(entry, "row_offset", 1 << 62) if "row_offset" in entry else None,
+            entry["request_id"] if isinstance(entry.get("request_id"), str) else None,
+        )  # fmt: skip
+
+    def _whole(self, entry: dict[str, Any], name: str, limit: int) -> int:
+        value = entry.get(name)
+        if type(value) is not int or not 0 <= value < limit:
+            self._refuse(f"{name} of an entry is {quoted(value)}, expected a whole number below {limit}.")
+        return value
+
+    def _labels(self, entry: dict[str, Any], name: str, label: str, rows: int) -> Array | None:
+        values = entry.get(name)
+        if values is not None and (not _whole_numbers(values, 1 << 62) or len(values) != rows):
+            self._refuse(f"{name} of {label} are {_kind(values)}, expected {rows} whole numbers.")
+        return None if values is None or not self._keep_labels else np.array(values, np.int64)
+
+    def _phases(self, entry: dict[str, Any], label: str, rows: int) -> list[str] | None:
+        phase = entry.get("phase")
+        words = [phase] * min(rows, 1) if isinstance(phase, str) else phase
+        if phase is None:
+            return None
+        known = isinstance(words, list) and all(
+            isinstance(word, str) and word in ("prefill", "decode") for word in words
+        )
+        if not known or (isinstance(phase, list) and len(phase) != rows):
+            self._refuse(f"phase of {label} is {_kind(phase)}, expected prefill or decode for {rows} rows.")
+        if not self._keep_labels:
+            return None
+        # The payload bounds the number of rows, so a word can be repeated for each of them.
+        return [phase] * rows if isinstance(phase, str) else phase
+
+    def _scale(self, entry: dict[str, Any], label: str, rows: int, dtype: str) -> Array | None:
+        scale = entry.get("scale")
+        if scale is None and dtype != "fp8_e4m3":
+            return None
+        numbers = isinstance(scale, list) and all(
+            type(value) in (int, float) and abs(value) <= 3.5e38 for value in scale  # NaN compares as false
+        )  # fmt: skip
+        if not numbers or len(scale) != rows:  # type: ignore[arg-type]
+            self._refuse(f"scale of {label} is {_kind(scale)}, expected {rows} numbers.")
+        return np.array(scale, dtype=np.float32)
+
+    def _axes(self, entry: dict[str, Any], label: str) -> list[str] | None:
+        axes = entry.get("axes")
+        if axes is not None and not (
+            isinstance(axes, list) and len(axes) <= MAX_DIMENSIONS and all(isinstance(axis, str) for axis in axes)
+        ):
+            self._refuse(f"axes of {label} are {quoted(axes)}, expected names.")
+        return axes
+
+
+def _bytes_of(array: Any) -> memoryview:
+    return memoryview(array.reshape(-1).view(np.uint8))
+
+
+def _open(path: Path, what: str) -> int:
+    """A descriptor of a regular file; anything else in its place could make a reader wait for ever."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise CaptureFileError(f"{path}: there is no such {what}.{_hint(path)}") from None
+    except (OSError, ValueError) as error:
+        raise CaptureFileError(f"{path}: the {what} cannot be opened ({error}).") from None
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise CaptureFileError(f"{path}: the {what} is not a file.")
+    return file
+
+
+def _hint(path: Path) -> str:
+    open_files = path.with_name(path.name + ".tmp").exists() or path.with_suffix(".journal").exists()
+    return (
+        " It is still being written, or a writer died: run birkhoff.capture.store.repair.repair." if open_files else ""
+    )
+
+
+def _load(path: Path) -> dict[str, Any]:
+    file = _open(path, "sidecar")
+    with open(file, "rb") as stream:
+        size = os.fstat(file).st_size
+        if size > MAX_SIDECAR_BYTES:
+            raise CaptureFileError(f"{path}: the sidecar has {size} bytes, expected up to {MAX_SIDECAR_BYTES}.")
+        raw = stream.read(size)
+    try:
+        facts = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        raise CaptureFileError(f"{path}: the sidecar is not JSON ({error}). Take it from another copy.") from None
+    if not isinstance(facts, dict):
+        raise CaptureFileError(f"{path}: the sidecar is {_kind(facts)}, expected an object.")
+    return facts
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, (list, dict, str)):
+        return f"a {type(value).__name__} of {len(value)}"
+    return quoted(value)
+
+
+def _whole_numbers(values: Any, limit: int) -> bool:
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < limit for value in values)

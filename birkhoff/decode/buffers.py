@@ -1,0 +1,81 @@
+"""Where a decoding step on a GPU puts what it computes: fixed buffers, made once for a number of rows and a context.
+
+Everything a captured graph touches beside weights and state is here. Token ids, positions and slots are written by the
+host between steps, in one copy (`given`); all else is overwritten by every step. Kernels that multiply in float16 get
+their inputs in that form too (`halves`); the experts' inputs also in the order in which FP4 codes leave their words
+(`x_mixed`).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from birkhoff.config import V4Config
+
+
+class DecodeBuffers:
+    """Buffers of a step of `rows` tokens, in sequences of up to `context` tokens.
+
+    `room` is how many entries an indexer may meet; 0 when it would keep all of them, so that nothing is scored.
+    `shares` tells by ratio into how many shares the keys of a token are cut, and how many keys a share has."""
+
+    def __init__(
+        self,
+        config: V4Config,
+        rows: int,
+        context: int,
+        ratios: set[int],
+        *,
+        entered: int,
+        queries: int,
+        ring: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        halves: bool,
+        processors: int,
+    ):
+        from birkhoff.kernels.attend.decode import shares_of
+        from birkhoff.kernels.mhc.decode import COUNT, padded, slices
+
+        def make(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.empty(*shape, dtype=dtype, device=device)
+
+        c, number = config, torch.int32
+        d, h, k, inner = c.hidden_size, c.num_attention_heads, c.num_experts_per_tok, c.moe_intermediate_size
+        phases = c.qk_rope_head_dim // 2
+        half = torch.float16 if halves else dtype
+        self.rows, self.context = rows, context
+        self.room = context // 4 if context // 4 > c.index_topk else 0
+        reach = {0: ring, 4: ring + min(c.index_topk, context // 4), 128: ring + context // 128}
+        self.shares = {ratio: shares_of(rows, h, reach[ratio], processors) for ratio in ratios}
+        most = rows * max(shares for shares, _ in self.shares.values()) * h
+
+        self.given = torch.zeros(3, max(rows, 2), dtype=torch.long, device=device)  # each row begins at 16 bytes
+        self.token_ids, self.positions, self.slots = self.given[:, :rows]
+        self.streams, self.parts = make(rows, 4, d, dtype=dtype), make(rows, slices(rows, d)[1], padded(COUNT))
+        self.pre, self.post, self.mix = make(rows, 4), make(rows, 4), make(rows, 4, 4)
+        self.cos, self.sin = make(rows, 4, phases), make(rows, 4, phases)
+        self.x, self.entered = make(rows, d, dtype=dtype), make(rows, entered)
+        self.latent, self.queries = make(rows, c.q_lora_rank, dtype=dtype), make(rows, queries, dtype=dtype)
+        self.scores, self.chosen = make(rows, max(self.room, 1)), make(rows, c.index_topk, dtype=number)
+        self.sums, self.peaks, self.masses = make(most * c.head_dim), make(most), make(most)
+        self.mixed = make(rows, h * c.head_dim, dtype=dtype)
+        self.middle, self.attended = make(rows, c.o_groups * c.o_lora_rank, dtype=half), make(rows, d)
+        self.opened = make(rows, c.n_routed_experts + 2 * inner)
+        self.ids, self.weights = make(c.num_hidden_layers, rows, k, dtype=number), make(rows, k)  # ids of every layer
+        self.order = make(2, rows * k, dtype=number)
+        self.slot_list = torch.zeros(min(c.n_routed_experts, rows * k), 16, dtype=number, device=device)
+        self.arrived = torch.zeros(1, dtype=number, device=device)  # blocks of a launch that are done
+        self.z, self.z_shared = make(rows * k, inner, dtype=half), make(rows, inner, dtype=half)
+        self.y, self.logits = make(rows, k + 1, d), make(rows, c.vocab_size)
+        self.x_half = self.x_mixed = self.latent_half = self.mixed_half = None
+        if halves:
+            self.x_half, self.x_mixed, self.latent_half, self.mixed_half = (
+                torch.empty_like(like, dtype=torch.float16) for like in (self.x, self.x, self.latent, self.mixed)
+            )
+
+    def poison(self) -> None:
+        """Fill every buffer of numbers with NaN: what a step does not write shows."""
+        for buffer in vars(self).values():
+            if isinstance(buffer, torch.Tensor) and buffer.is_floating_point():
+                buffer.fill_(torch.nan)

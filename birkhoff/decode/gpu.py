@@ -1,0 +1,276 @@
+"""Decoding steps on a GPU: the whole model for one new token per sequence, as a fixed list of kernel launches.
+
+`Transformer.run` is the plain twin. A `Decoder` takes a filled model whose quantised weights are packed and a `State`;
+`step` launches everything for the rows of a `DecodeBuffers`: token ids, positions and slots are tensors on the device, the host
+asks nothing of them, and every buffer stays where it is, so a step can be captured as a CUDA graph and replayed.
+What differs between sequences (lengths, pages, chosen experts and entries) is data. A step that is watched or changed
+is `tapped.py`'s: these launches, and more where a site is live.
+
+Per layer: boundary (two launches), first products, small stage, query products, indexer when there are more entries
+than it keeps, attention (two), two output products, boundary, router with the shared expert, routing (with the router
+where there is one token), experts (two).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from birkhoff.decode.buffers import DecodeBuffers
+from birkhoff.errors import OptionError
+from birkhoff.hooks import sites
+from birkhoff.hooks.tap import Tap
+from birkhoff.kernels import gpu
+from birkhoff.kernels.cuda.backend import CudaBackend, scale_offset, unfit
+from birkhoff.kernels.cuda.compile import find_nvrtc
+from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.model.attention import Attention
+from birkhoff.model.block import Block
+from birkhoff.model.compressor import Compressor
+from birkhoff.model.linear import Linear, become_views
+from birkhoff.model.moe import Experts, MoE
+from birkhoff.model.state import ENTRY, INDEX, LayerState, State
+from birkhoff.model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from birkhoff.kernels.triton_backend import TritonBackend
+
+
+def refusal(model: Transformer) -> str | None:
+    """Why a model cannot be decoded here, or None."""
+    config = model.config
+    if not model.packed:
+        return "its weights are not packed as FP8 and FP4 codes"
+    if model.numerics.released:
+        return "released numerics round activations, which these kernels do not"
+    if config.hc_mult != 4:
+        return f"it has {config.hc_mult} residual streams, the kernels know 4"
+    for name in ("head_dim", "q_lora_rank", "index_head_dim", "index_n_heads"):
+        value = getattr(config, name)
+        if value != gpu.power_of_two(value, 16):
+            return f"{name} is {value}, the kernels need a power of two from 16"
+    return None
+
+
+def _codes(*layers: Linear) -> PackedWeight:
+    """FP8 layers that read one input, stacked; a single one as prompts read it."""
+    if len(layers) == 1:
+        return layers[0].rows()
+    named = [(layer, part) for layer in layers for part in layer.parts]
+    made = PackedWeight.fp8(
+        [(getattr(layer, f"codes_{part}"), getattr(layer, f"scale_{part}")) for layer, part in named]
+    )
+    become_views(layers, made.weight)
+    return made
+
+
+class LayerWeights:
+    """One block's weights as the kernels read them; nothing but scales is in memory twice."""
+
+    def __init__(self, block: Block):
+        a, m = block.attn, block.ffn
+        assert isinstance(a, Attention) and isinstance(m, MoE)
+        self.ratio = a.ratio
+        self.mixers = [(mixer.fn, mixer.base, mixer.scale) for mixer in (block.hc_attn, block.hc_ffn)]
+        self.norms = [block.attn_norm.weight, block.ffn_norm.weight]
+        self.q_norm, self.kv_norm, self.sink = a.q_norm.weight, a.kv_norm.weight, a.attn_sink
+        self.enter = [_codes(a.wq_a, a.wkv)]
+        plain = [] if a.compressor is None else [a.compressor.project]
+        queries = [a.wq_b]
+        if a.indexer is not None:
+            plain += [a.indexer.compressor.project, a.indexer.weights_proj]
+            queries.append(a.indexer.wq_b)
+        if plain:
+            self.enter.append(PackedWeight.plain([layer.weight for layer in plain]))
+            become_views(plain, self.enter[-1].weight)
+        self.query = [_codes(a.wq_b)] if len(queries) == 1 else [_codes(a.wq_b), _codes(queries[1])]
+        self.o_a, self.o_b = [_codes(a.wo_a)], [_codes(a.wo_b)]
+        self.compressor = None if a.compressor is None else _compressor(a.compressor)
+        self.index = None if a.indexer is None else _compressor(a.indexer.compressor)
+        self.gate = m.gate.project.rows()
+        self.bias, self.hashed = m.gate.bias, m.gate.tid2eid
+        self.shared_open, self.shared_close = _codes(m.shared_experts.open), _codes(m.shared_experts.w2)
+        self.experts = addresses(m)
+        self.offsets = [scale_offset(torch.tensor(span)) for span in spans(m.experts)]
+        self.far = None if m.experts.store is None else m.experts.store.far()
+        self.held = m.experts  # the addresses above stay valid as long as this lives
+
+
+def _compressor(compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+    return compressor.ape, compressor.norm.weight
+
+
+def addresses(moe: MoE) -> torch.Tensor:
+    """Where each expert's codes and scales begin: [E, 4] int64 (gate and up, scales, down, scales)."""
+    return moe.experts.addresses()
+
+
+def spans(experts: Experts) -> list[tuple[int, int]]:
+    """The least and the largest scale of all experts' gate and up, and of their down."""
+    found = []
+    for name, place in (("gate_up_scale", 1), ("down_scale", 3)):
+        stored = [part[place] for part in map(experts.at_home, range(experts.count))]
+        whole = [experts.get_buffer(name)] if experts.store is None else stored
+        ends = torch.stack([torch.stack(scales.aminmax()).cpu() for scales in whole])
+        found.append((int(ends.min()), int(ends.max())))
+    return found
+
+
+def _rows_of_store(model: Transformer) -> list[tuple[int, int, int]]:
+    """Layers first .. stop - 1 of the model are layers from a third number on in its store; one span, as a rule."""
+    spans: list[tuple[int, int, int]] = []
+    for number, layer in enumerate(stack.layer for stack in model.expert_stacks()[: len(model.layers)]):
+        if spans and layer == spans[-1][2] + number - spans[-1][0]:
+            spans[-1] = (spans[-1][0], number + 1, spans[-1][2])
+        else:
+            spans.append((number, number + 1, layer))
+    return spans
+
+
+class Decoder:
+    """`fast` demands (or refuses) the CUDA kernels, which are otherwise used where they apply; `early` lets them begin
+    while their predecessors end."""
+
+    def __init__(self, model: Transformer, state: State, fast: bool | None = None, early: bool = True):
+        reason = refusal(model)
+        if reason is not None:
+            raise OptionError(f"this model cannot be decoded by GPU kernels: {reason}. Use kernels='reference'.")
+        self.model, self.state, self.config = model, state, model.config
+        self.dtype = model.numerics.dtype
+        self.store = model.expert_stacks()[0].store  # None: experts lie where they were loaded
+        self._counted = _rows_of_store(model) if self.store is not None else []
+        with torch.no_grad():
+            self.layers = [LayerWeights(block) for block in model.layers]  # type: ignore[arg-type]
+            self.head = model.head.rows()
+        omega = model.rope.sliding, model.rope.compressed
+        device = state.device
+        self.omega = torch.stack([omega[0], omega[1], omega[1], omega[1]]).to(device)  # see `_phases`
+        self.before = torch.tensor([0, 0, 3, 127], device=device)
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        reason = "not wanted" if fast is False else why_not_fast(self)
+        if fast and reason:
+            raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
+        self.kernels: CudaBackend | TritonBackend = CudaBackend(device, early) if reason is None else _portable()
+
+    def desk(self, rows: int, context: int) -> DecodeBuffers:
+        """Buffers for `rows` tokens at positions below `context`."""
+        return DecodeBuffers(
+            self.config,
+            rows,
+            context,
+            {w.ratio for w in self.layers},
+            entered=max(sum(part.out for part in w.enter) for w in self.layers),
+            queries=max(sum(part.out for part in w.query) for w in self.layers),
+            ring=self.config.sliding_window + self.state.lookback,
+            device=self.state.device,
+            dtype=self.dtype,
+            halves=self.kernels.halves,
+            processors=self.processors,
+        )
+
+    def step(self, desk: DecodeBuffers) -> torch.Tensor:
+        """Launch one step for the desk's tokens -> logits [rows, vocab] float32, in the desk's own memory."""
+        from birkhoff.kernels.mhc import decode as mhc
+
+        c, kernels = self.config, self.kernels
+        how = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, c.rms_norm_eps)
+        self._phases(desk)
+        embedding = (self.model.embed, desk.token_ids)
+        mode, y = mhc.EMBED, None
+        for number, w in enumerate(self.layers):
+            for sublayer in (0, 1):
+                fn, base, scale = w.mixers[sublayer]
+                kernels.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding)
+                kernels.read_streams(desk, base, scale, w.norms[sublayer], *how)
+                at = self.state.layers[number]
+                y = self._experts(w, desk, desk.ids[number]) if sublayer else self._attention(w, at, desk)
+                mode = mhc.KEEP
+        head, norm = self.model.hc_head, self.model.norm.weight
+        mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, head.fn, desk.parts)
+        mhc.read_streams(desk.parts, desk.streams, head.base, head.scale, norm, *how, desk.x, desk.pre)
+        kernels.product([self.head], (desk.x, desk.x), desk.logits)
+        self.count_reads(desk)
+        return desk.logits
+
+    def count_reads(self, desk: DecodeBuffers) -> None:
+        """Tell the store of experts which of them this step has read."""
+        for first, stop, layer in self._counted:
+            self.store.count(desk.ids[first:stop], layer)  # type: ignore[union-attr]
+
+    def _phases(self, desk: DecodeBuffers) -> None:
+        """Angles by a token's position in sliding and in compressed layers, and by the first of the 4 and of the 128
+        tokens it may end; a compressed layer is given the last three."""
+        at = (desk.positions.unsqueeze(-1) - self.before).float().unsqueeze(-1) * self.omega
+        torch.cos(at, out=desk.cos)
+        torch.sin(at, out=desk.sin)
+
+    def _attention(self, w: LayerWeights, state: LayerState, desk: DecodeBuffers) -> torch.Tensor:
+        from birkhoff.kernels.compress.decode import norm_rope_store
+        from birkhoff.kernels.index.decode import score
+
+        c, kernels, early = self.config, self.kernels, self.kernels.early
+        table, ids = self.state.page_table, (desk.slots, desk.positions)
+        cos, sin = (desk.cos, desk.sin) if w.ratio == 0 else (desk.cos[:, 1:], desk.sin[:, 1:])
+        kernels.product(w.enter, (desk.x_half, desk.x), desk.entered)
+        entry, index = [
+            None if part is None else (*part, state.raw[kind].rows, state.pages[kind])
+            for part, kind in ((w.compressor, ENTRY), (w.index, INDEX))
+        ]
+        norm_rope_store(
+            desk.entered, w.q_norm, desk.latent, desk.latent_half, w.kv_norm, state.keys.rows, entry, index, table,
+            *ids, cos, sin, c.rms_norm_eps, early,
+        )  # fmt: skip
+        searched = w.ratio == 4 and desk.room > 0
+        kernels.product(w.query if searched else w.query[:1], (desk.latent_half, desk.latent), desk.queries)
+        if searched:
+            heads, own = c.index_n_heads, c.num_attention_heads * c.head_dim
+            first = sum(part.out for part in w.enter) - heads
+            score(
+                desk.queries[:, own:], desk.entered[:, first : first + heads], state.pages[INDEX], table, *ids, cos,
+                sin, desk.scores, c.index_topk, (c.index_head_dim * heads) ** -0.5, early,
+            )  # fmt: skip
+            kernels.choose(desk.scores, desk.positions, desk.chosen)
+        shares, share = desk.shares[w.ratio]
+        size = (desk.rows, shares, c.num_attention_heads)
+        count = desk.rows * shares * c.num_attention_heads
+        kernels.attend(
+            desk.queries, state.keys.rows, c.sliding_window, state.pages.get(ENTRY), w.ratio, table,
+            desk.chosen if searched else None, *ids, cos, sin,
+            desk.sums[: count * c.head_dim].view(*size, c.head_dim), desk.peaks[:count].view(size),
+            desk.masses[:count].view(size), w.sink, share, c.head_dim**-0.5, c.rms_norm_eps, desk.mixed,
+            desk.mixed_half,
+        )  # fmt: skip
+        kernels.product(w.o_a, (desk.mixed_half, desk.mixed), desk.middle, c.o_lora_rank)
+        kernels.product(w.o_b, (desk.middle, desk.middle), desk.attended)
+        return desk.attended
+
+    def _experts(self, w: LayerWeights, desk: DecodeBuffers, ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
+        c, kernels = self.config, self.kernels
+        kernels.route_and_shared(w, desk, ids, c.swiglu_limit, c.routed_scaling_factor)
+        if tap is not None:
+            tap.see(sites.MOE_ROUTER_LOGITS, desk.opened[:, : c.n_routed_experts])
+            tap.see(sites.MOE_TOPK, ids, desk.weights)
+        kernels.gate_up(w, desk, c.swiglu_limit)
+        kernels.down(w, desk)
+        return desk.y
+
+
+def _portable() -> TritonBackend:
+    from birkhoff.kernels.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
+def why_not_fast(decoder: Decoder) -> str | None:
+    """What keeps a model from the CUDA kernels: the device, a width, or weights that were not stored as they expect."""
+    reason = unfit(decoder.config, decoder.dtype, decoder.state.device)
+    if reason is not None:
+        return reason
+    if find_nvrtc() is None:
+        return "NVRTC, which compiles them, was not found beside PyTorch or in CUDA_HOME"
+    if any(None in w.offsets for w in decoder.layers):
+        return "scales of its experts lie too far apart"
+    if any(rows.weight.dtype is torch.float32 for w in decoder.layers for rows in (*w.enter, w.gate)):
+        return "some of its weights need more than bfloat16"
+    return None

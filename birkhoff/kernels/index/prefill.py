@@ -1,0 +1,71 @@
+"""The indexer over the many queries of a prompt on a GPU: scores of a few hundred queries at a time, then their choice.
+
+`pick` is the twin of the plain one. `_score` keeps a tile of index keys and lets queries take turns on it; entries that
+a query cannot see, and queries that keep all they see, are not scored. Scores live for `AT_ONCE` queries only. The
+choice is that of decoding (`triton.py`): exact, the lowest entry among equals.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from birkhoff.kernels.attend.topk_indices import TopkIndices
+from birkhoff.kernels.gpu import power_of_two
+from birkhoff.kernels.index.decode import choose
+
+AT_ONCE = 1024
+
+
+@triton.jit
+def _score(
+    queries, keys, weights, counts, scores, rows, first_row, length, num_entries, topk,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ENTRIES
+    e = first + tl.arange(0, ENTRIES)
+    h = tl.arange(0, HEADS)
+    d = tl.arange(0, WIDTH)
+    began = tl.program_id(1) * QUERIES
+    piece = (first_row // length).to(tl.int64)  # queries of a launch are of one sequence
+    k = tl.load(
+        keys + (piece * num_entries + e.to(tl.int64)[None, :]) * WIDTH + d[:, None],
+        mask=(e < num_entries)[None, :], other=0.0,
+    )  # fmt: skip
+    for i in range(QUERIES):
+        row = began + i
+        count = tl.load(counts + row, mask=row < rows, other=0)
+        if (count > topk) & (first < count):
+            at = row.to(tl.int64) * HEADS
+            q = tl.load(queries + (at + h)[:, None] * WIDTH + d[None, :])
+            if WIDE:
+                match = tl.dot(q, k, input_precision="ieee")
+            else:
+                match = tl.dot(q, k)
+            w = tl.load(weights + at + h).to(tl.float32)
+            tl.store(scores + row.to(tl.int64) * num_entries + e, tl.sum(tl.maximum(match, 0.0) * w[:, None], axis=0),
+                     mask=e < count)  # fmt: skip
+
+
+def pick(
+    queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, topk: int
+) -> TopkIndices:
+    batch, length, heads, width = queries.shape
+    entries = keys.shape[1]
+    assert heads == power_of_two(heads, 16) and width == power_of_two(width, 16)
+    queries, keys = queries.to(keys.dtype).flatten(0, 1).contiguous(), keys.contiguous()
+    weights, seen = weights.float().flatten(0, 1).contiguous(), counts.to(torch.int32).flatten().contiguous()
+    numbers = torch.empty(batch * length, topk, dtype=torch.int32, device=keys.device)
+    wide = keys.dtype is torch.float32
+    size = min(AT_ONCE, length)
+    scores = torch.empty(size, entries, dtype=torch.float32, device=keys.device)
+    for start in (piece * length + first for piece in range(batch) for first in range(0, length, size)):
+        rows = min(size, length - start % length)
+        part = slice(start, start + rows)
+        _score[(-(-entries // 128), -(-rows // 16))](
+            queries[part], keys, weights[part], seen[part], scores, rows, start, length, entries, topk,
+            HEADS=heads, WIDTH=width, QUERIES=16, ENTRIES=128, WIDE=wide, num_warps=4 if wide else 8, num_stages=2,
+        )  # fmt: skip
+        choose(scores[:rows], 4 * seen[part].long() - 1, numbers[part])
+    return TopkIndices(counts.to(torch.int32).clamp_max(topk), numbers.view(batch, length, topk))

@@ -1,0 +1,291 @@
+"""What a request says about attached dictionaries: `SaeSet` and `SaeReconstruct`. Plain data, checked when made.
+
+    SaeSet("gg", {34: 5.0})                                   feature 34 is 5, everything else of the row stays
+    SaeSet("gg", {"bridge": {"x_max": 2.0}}, kind="additive") twice its largest activation more, by label
+    SaeReconstruct("gg_full", {34: 5.0}, error="keep")        the row becomes its reconstruction (+ what that misses)
+
+A value may say its own kind: `{34: {"kind": "multiply", "value": 0.5, "only_if_active": True}}`. A module with several
+sites is set at all of them, or by `(hook, layer)`: `{("mlp_out", 3): {34: 5.0}}`. `resolve` makes of an edit what a
+plan carries; `check_together` refuses edits that write one feature twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import InitVar, dataclass, field
+from typing import Any, ClassVar, Self
+
+from birkhoff.errors import SaeError, SiteError, quoted
+from birkhoff.hooks import site_names
+from birkhoff.hooks.digest import DigestPart, Phase, framed
+from birkhoff.hooks.edit import Op
+from birkhoff.hooks.phases import PHASES, covers, every_generated, offsets
+from birkhoff.hooks.plan import Key
+from birkhoff.hooks.positions import parse_positions
+from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.sae.clamps import FeatureClamp, parse_clamp, resolve_clamps
+from birkhoff.sae.registry import Attached, SaeRegistry, Written
+from birkhoff.sae.splice import SaeUse
+
+PATHS, ERRORS = ("both", "read", "carry"), ("drop", "keep")
+Site = tuple[str, int] | None  # None: every site of the module
+Clamps = tuple[tuple[Site, tuple[FeatureClamp, ...]], ...]
+
+
+@dataclass(frozen=True)
+class _SaeEdit:
+    """What both have. `clamps` is what `features` came to."""
+
+    name: str
+    features: InitVar[Any] = None
+    phase: str = "both"
+    where: Any = None
+    path: str = "both"
+    streams: Any = None
+    kind: InitVar[str] = "absolute"
+    only_if_active: InitVar[bool] = False
+    clamps: Clamps = field(init=False, default=())
+
+    mode: ClassVar[str] = ""
+    op: ClassVar[str] = "sae"
+
+    def __post_init__(self, features: Any, kind: str, only_if_active: bool) -> None:
+        put = object.__setattr__
+        if not isinstance(self.name, str) or not self.name:
+            raise SaeError(f"module is {quoted(self.name)}, expected the name of an attached dictionary.")
+        put(self, "clamps", _clamps(features, kind, only_if_active))
+        for field_, value, allowed in (("phase", self.phase, PHASES), ("path", self.path, PATHS)):
+            if value not in allowed:
+                raise SaeError(f"{field_} is {quoted(value)}, expected one of {', '.join(allowed)}.")
+        if self.where is not None:
+            put(self, "where", parse_positions(self.where, "where"))
+        put(self, "streams", _streams(self.streams))
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    def to_json(self) -> dict[str, Any]:
+        """The form of an intervention on the wire."""
+        out: dict[str, Any] = {"op": "sae", "module": self.name, "mode": self.mode}
+        sited: dict[str, Any] = {}
+        for site, clamps in self.clamps:
+            said = {str(clamp.feature): clamp.to_json() for clamp in clamps}
+            if site is None:
+                out["set"] = said
+            else:
+                sited.setdefault(site[0], {})[str(site[1])] = said
+        if sited:
+            out["set_at"] = sited
+        for name in ("phase", "path"):
+            if getattr(self, name) != "both":
+                out[name] = getattr(self, name)
+        if self.where is not None:
+            out["where"] = self.where.to_json()
+        if self.streams is not None:
+            out["streams"] = list(self.streams)
+        return out
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        from birkhoff.sae.sae_fields import parse_intervention  # it makes these edits: it stands on this file
+
+        edit = parse_intervention(raw, "")
+        if not isinstance(edit, cls):
+            raise SaeError(f"mode is {quoted(edit.mode)}, expected {cls.mode!r}.")
+        return edit
+
+    def resolve(
+        self,
+        registry: SaeRegistry,
+        prompt: Sequence[int] | int,
+        max_tokens: int,
+    ) -> ResolvedSae:
+        """Against what is attached and one prompt. Everything that can be refused is refused here."""
+        module = registry[self.name]
+        if module.kind != ("full" if self.mode == "reconstruct" else "delta"):
+            other = "SaeReconstruct" if module.kind == "full" else "SaeSet"
+            raise SaeError(
+                f"{quoted(self.name)} is attached as {module.kind!r}, and {type(self).__name__} uses the other kind. "
+                f"Use {other}, or attach it again with the kind you mean."
+            )
+        wanted = self._wanted(module, registry.schema, registry.num_layers)
+        uses: dict[Key, SaeUse] = {}
+        for key, clamps in wanted.items():
+            host, sae = module.hosts[key], module.saes[key]
+            if self.streams is not None and host.view.name != "per_stream":
+                raise SaeError(f"streams is {list(self.streams)}, and only view 'per_stream' takes streams one by one.")
+            if self.streams is not None and self.streams[-1] >= host.view.streams:
+                raise SaeError(f"streams is {list(self.streams)}, this model has streams 0..{host.view.streams - 1}.")
+            row = resolve_clamps(clamps, sae, module.features)
+            path: Any = self.path if key[0].startswith("mhc_streams") else "both"
+            op: Op = "full" if module.kind == "full" else "delta"
+            uses[key] = SaeUse(host, row, op, path, self._error(), self.streams)
+        selector = None if self.where is None else bind(self.where, prompt, max_tokens, "where")
+        return ResolvedSae(module, uses, selector, self.phase, _rank(registry, module))
+
+    def _error(self) -> str:
+        return "keep"
+
+    def _wanted(
+        self, module: Attached, schema: Mapping[str, HookSchema], num_layers: int
+    ) -> dict[Key, list[FeatureClamp]]:
+        """The clamps at each site of the module that this edit touches."""
+        found: dict[Key, list[FeatureClamp]] = {}
+        for site, clamps in self.clamps:
+            for key in module.saes if site is None else (_covered(site, module, schema, num_layers),):
+                found.setdefault(key, []).extend(clamps)
+        return found
+
+
+@dataclass(frozen=True)
+class SaeSet(_SaeEdit):
+    mode: ClassVar[str] = "delta"
+
+    def _check(self) -> None:
+        if not self.clamps:
+            raise SaeError("SaeSet names no feature. Give {feature: value}.")
+
+
+@dataclass(frozen=True)
+class SaeReconstruct(_SaeEdit):
+    error: str = "drop"
+
+    mode: ClassVar[str] = "reconstruct"
+
+    def _check(self) -> None:
+        if self.error not in ERRORS:
+            raise SaeError(f"error is {quoted(self.error)}, expected one of {', '.join(ERRORS)}.")
+
+    def to_json(self) -> dict[str, Any]:
+        return super().to_json() | {"error_term": self.error}
+
+    def _error(self) -> str:
+        return self.error
+
+    def _wanted(
+        self, module: Attached, schema: Mapping[str, HookSchema], num_layers: int
+    ) -> dict[Key, list[FeatureClamp]]:
+        return {key: [] for key in module.saes} | super()._wanted(module, schema, num_layers)
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedSae:
+    """An edit as a plan carries it."""
+
+    module: Attached
+    sites: Mapping[Key, SaeUse]
+    selector: PositionSelector | None
+    phase: str
+    rank: tuple[int, ...]  # its place among the modules at each site: it runs on what the earlier ones have left
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        return offsets(self.phase, self.selector, start, token_ids, prompt_len)
+
+    @property
+    def generated(self) -> bool | None:
+        return every_generated(self.phase, self.selector)
+
+    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
+        if not covers(self.phase, phase):
+            return ()
+        positions = b"" if self.selector is None else self.selector.signature(phase)
+        if positions is None:
+            return ()
+        parts = []
+        for (hook, layer), use in self.sites.items():
+            streams = b"" if use.streams is None else bytes(use.streams)
+            said = framed(hook.encode(), str(layer).encode(), self.module.saes[hook, layer].digest.encode(),
+                          use.path.encode(), use.error.encode(), streams, repr(self.rank).encode(), positions,
+                          use.row.content)  # fmt: skip
+            parts.append(DigestPart("full" if use.op == "full" else "delta", said))
+        return parts
+
+    @property
+    def phases(self) -> tuple[Phase, ...]:
+        both: tuple[Phase, ...] = ("prefill", "decode")
+        return tuple(phase for phase in both if covers(self.phase, phase))
+
+    def rows(self) -> set[bytes]:
+        """The pool's rows: one for each content and phase."""
+        whole = [framed(repr(key).encode(), use.error.encode(), use.row.content) for key, use in self.sites.items()]
+        return {framed(self.module.digest, phase.encode(), *sorted(whole)) for phase in self.phases}
+
+    def writes(self) -> set[Written]:
+        """Which features it sets; a reconstruction also owns its sites, as feature -1."""
+        features = [(key, feature) for key, use in self.sites.items() for feature in use.row.features]
+        found: set[Written] = {(self.module.order, key, name, phase) for key, name in features for phase in self.phases}
+        if self.module.kind == "full":
+            found |= {(self.module.order, key, -1, phase) for key in self.sites for phase in self.phases}
+        return found
+
+    def describe(self) -> dict[str, Any]:
+        """What was done, for the answer."""
+        use = next(iter(self.sites.values()))
+        told: dict[str, Any] = {"module": self.module.name, "mode": "delta" if use.op == "delta" else "reconstruct"}
+        if use.op == "full":
+            told["error_term"] = use.error
+        return told | {"sites": [f"{hook}[{layer}]" for hook, layer in self.sites], "path": use.path}
+
+
+def check_together(edits: Sequence[ResolvedSae]) -> None:
+    """No two edits of one request, those of every request included, write one feature in one phase."""
+    seen: dict[Written, ResolvedSae] = {}
+    for edit in edits:
+        for written in sorted(edit.writes()):
+            if written in seen:
+                _, (hook, layer), feature, phase = written
+                what = f"feature {feature}" if feature >= 0 else "the whole row"
+                raise SaeError(
+                    f"two edits set {what} of {quoted(edit.module.name)} at {hook}[{layer}] in {phase}, and only one "
+                    "can hold. Join them, or give them different phases."
+                )
+            seen[written] = edit
+
+
+def _rank(registry: SaeRegistry, module: Attached) -> tuple[int, ...]:
+    others = [registry[name] for name in registry]
+    return tuple(sum(key in other.saes and other.order < module.order for other in others) for key in module.saes)
+
+
+def _covered(site: tuple[str, int], module: Attached, schema: Mapping[str, HookSchema], num_layers: int) -> Key:
+    try:
+        key = site_names.resolve(*site, schema, num_layers)
+    except SiteError as error:
+        raise SaeError(str(error)) from None
+    if key not in module.saes:
+        covered = ", ".join(f"{hook}[{layer}]" for hook, layer in module.saes)
+        raise SaeError(f"{quoted(module.name)} has no dictionary at {site[0]}[{site[1]}]; it covers {covered}.")
+    return key
+
+
+def _clamps(features: Any, kind: str, only_if_active: bool) -> Clamps:
+    if features is None:
+        return ()
+    if not isinstance(features, Mapping):
+        raise SaeError(f"features is {quoted(features)}, expected {{feature: value}}.")
+    by_site = bool(features) and all(isinstance(key, tuple) for key in features)
+    groups: dict[Site, Any] = dict(features) if by_site else {None: features} if features else {}
+    found: dict[Site, tuple[FeatureClamp, ...]] = {}
+    for site, values in groups.items():
+        if site is not None and (len(site) != 2 or not isinstance(site[0], str) or type(site[1]) is not int):
+            raise SaeError(f"{quoted(site)} is no site, expected (hook, layer).")
+        if not isinstance(values, Mapping):
+            raise SaeError(f"features of {quoted(site)} is {quoted(values)}, expected {{feature: value}}.")
+        clamps = [parse_clamp(name, value, kind, only_if_active, f"features[{quoted(name)}]")
+                  for name, value in values.items()]  # fmt: skip
+        if len({clamp.feature for clamp in clamps}) < len(clamps):
+            raise SaeError(f"features {quoted(list(values))} names one feature twice. Give each feature once.")
+        found[site] = tuple(sorted(clamps, key=lambda clamp: (isinstance(clamp.feature, str), str(clamp.feature))))
+    return tuple(sorted(found.items(), key=lambda entry: entry[0] or ("", -1)))
+
+
+def _streams(value: Any) -> tuple[int, ...] | None:
+    if value is None:
+        return None
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise SaeError(f"streams is {quoted(value)}, expected a list of stream numbers.")
+    if any(isinstance(stream, bool) or not isinstance(stream, int) or not 0 <= stream < 256 for stream in value):
+        raise SaeError(f"streams is {quoted(value)}, expected stream numbers from 0.")
+    return tuple(sorted(set(value)))

@@ -1,0 +1,176 @@
+"""Dictionaries of an engine: attached and detached, set for every request, and read.
+
+The desk holds the registry of what is attached and the tier of clamps that every request gets. A change of that tier is
+checked whole, also against what running requests hold, before any of it counts.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from birkhoff.embedded import shipped_dictionary
+from birkhoff.errors import SaeError, quoted
+from birkhoff.hooks.digest import combine
+from birkhoff.hooks.plan import Key
+from birkhoff.hooks.schema import HookSchema
+from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.feature_edits import ResolvedSae, SaeReconstruct, SaeSet, check_together
+from birkhoff.sae.feature_probe import Probe, ProbePlan
+from birkhoff.sae.files import load_all
+from birkhoff.sae.registry import Attached, SaeRegistry, SaeReservation, Written
+from birkhoff.sae.sae_manifest import clampable_features
+
+SaeEdit = SaeSet | SaeReconstruct
+
+
+class Attachment:
+    """What `engine.attach` hands out: in a `with` block it detaches at the end, letting running requests finish."""
+
+    def __init__(self, registry: SaeRegistry, module: Attached):
+        self._registry, self.module = registry, module
+
+    @property
+    def name(self) -> str:
+        return self.module.name
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.name in self._registry and self._registry[self.name] is self.module:
+            self._registry.detach(self.name, drain=True)
+
+
+class SaeResolver:
+    def __init__(self, schema: Mapping[str, HookSchema], num_layers: int, device: torch.device | str):
+        self.registry = SaeRegistry(schema, num_layers, device)
+        self._for_all: list[tuple[SaeEdit, ...]] = []  # one entry per open block, and one for what was set to stay
+        self._stays: tuple[SaeEdit, ...] = ()
+
+    def attach(
+        self,
+        name: str,
+        sae: Any,
+        kind: str = "delta",
+        features: Iterable[int | str] | None = None,
+        replace: bool = False,
+    ) -> Attachment:
+        """A dictionary, several for several sites, the path of their files, or the name of a model that has one."""
+        given = sae
+        if isinstance(sae, (str, Path)):
+            path = shipped_dictionary(sae) or Path(sae)
+            given = load_all(path)
+            features = clampable_features(path) if features is None else features
+        if replace:
+            self._check_not_in_tier(name)
+        return Attachment(self.registry, self.registry.attach(name, given, kind, features, replace))
+
+    def detach(self, name: str, drain: bool = False) -> None:
+        self.registry[name]
+        self._check_not_in_tier(name)
+        self.registry.detach(name, drain)
+
+    def edits(self, own: Sequence[SaeEdit], prompt: Sequence[int] | int, max_tokens: int) -> tuple[ResolvedSae, ...]:
+        """The tier of every request and the request's own, resolved for one prompt and found to agree."""
+        resolved = tuple(edit.resolve(self.registry, prompt, max_tokens) for edit in (*self.tier, *own))
+        check_together(resolved)
+        return resolved
+
+    def holdings(self, edits: Sequence[ResolvedSae]) -> tuple[SaeReservation, ...]:
+        """What a request with these edits holds of the registry while it runs."""
+        if not edits:
+            return ()
+        modules = list(dict.fromkeys(edit.module for edit in edits))
+        rows: dict[str, set[bytes]] = {}
+        for edit in edits:
+            rows.setdefault(edit.module.kind, set()).update(edit.rows())
+        writes: set[Written] = set().union(*(edit.writes() for edit in edits))
+        return (self.registry.holding(modules, rows, writes),)
+
+    @property
+    def tier(self) -> tuple[SaeEdit, ...]:
+        """What every request gets: first what was set to stay, then open blocks from the outermost in."""
+        return (*self._stays, *(edit for block in self._for_all for edit in block))
+
+    @contextmanager
+    def for_all(self, edits: Sequence[SaeEdit]) -> Iterator[None]:
+        """Every request submitted inside the block gets these edits too."""
+        given = tuple(edits)
+        self._check_tier((*self.tier, *given), given)
+        self._for_all.append(given)
+        try:
+            yield
+        finally:
+            self._for_all.remove(given)
+
+    def set_for_all(self, edits: Sequence[SaeEdit], replace: bool = True) -> None:
+        """What stays set for every request until it is cleared; `replace` drops what was set before."""
+        kept = () if replace else self._stays
+        blocks = tuple(edit for block in self._for_all for edit in block)
+        self._check_tier((*kept, *edits, *blocks), edits)
+        self._stays = (*kept, *edits)
+
+    def clear_for_all(self) -> None:
+        self._stays = ()
+
+    def status(self) -> dict[str, Any]:
+        """What is attached, what every request gets, and how full the pools are."""
+        return {
+            "modules": [self.registry[name].describe() for name in self.registry],
+            "for_all": [edit.to_json() for edit in self.tier],
+            "rows": {kind: {"used": pool.used, "size": pool.size} for kind, pool in self.registry.pools.items()},
+        }
+
+    def digest(self) -> str | None:
+        """128 bits of the tier, dictionaries by their content; None when it is empty."""
+        edits = [edit.resolve(self.registry, 1, 2) for edit in self.tier]
+        parts = [
+            combine(part for edit in edits for part in edit.digest_parts(phase)) for phase in ("prefill", "decode")
+        ]
+        if not edits:
+            return None
+        return hashlib.sha256(b"|".join(part or b"" for part in parts)).hexdigest()[:32]
+
+    def probe(self, name: str, k: int, at: Key | None = None) -> tuple[Probe, ProbePlan, Sae]:
+        """A reading of the k largest features of an attached dictionary; `at` says where, when it has several sites."""
+        module = self.registry[name]
+        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
+            raise SaeError(f"k is {quoted(k)}, expected a whole number from 1.")
+        sites = ", ".join(f"{hook}[{layer}]" for hook, layer in module.saes)
+        if at is None and len(module.saes) > 1:
+            raise SaeError(f"{quoted(name)} has dictionaries at {sites}. Say which: at=(hook, layer).")
+        key = next(iter(module.saes)) if at is None else at
+        if key not in module.saes:
+            raise SaeError(f"{quoted(name)} has no dictionary at {quoted(at)}; it covers {sites}.")
+        probe = Probe(module.hosts[key], k)
+        return probe, ProbePlan({key: probe}), module.saes[key]
+
+    def _check_tier(self, tier: Sequence[SaeEdit], new: Sequence[SaeEdit]) -> None:
+        for edit in new:
+            if isinstance(edit, SaeReconstruct):
+                raise SaeError("SaeReconstruct is for single requests: the tier of every request sets features only.")
+        check_together([edit.resolve(self.registry, 1, 2) for edit in tier])
+        for edit in new:
+            self.registry.check_not_written(edit.resolve(self.registry, 1, 2).writes())
+
+    def _check_not_in_tier(self, name: str) -> None:
+        if any(edit.name == name for edit in self.tier):
+            raise SaeError(f"every request gets features of {quoted(name)} set. Clear that first.")
+
+
+def split_edits(steer: Any) -> tuple[Any, list[SaeEdit]]:
+    """Edits of vectors, as they came, and edits of features."""
+    if isinstance(steer, (SaeSet, SaeReconstruct)):
+        return None, [steer]
+    if not isinstance(steer, (list, tuple)):
+        return steer, []
+    features = [edit for edit in steer if isinstance(edit, (SaeSet, SaeReconstruct))]
+    rest = [edit for edit in steer if not isinstance(edit, (SaeSet, SaeReconstruct))]
+    return (rest if features else steer), features

@@ -1,0 +1,198 @@
+"""Edits of features as request fields: the two forms other servers know, and `{"op": "sae"}` interventions.
+
+    sae_clamp_specs                 [{"module_name", "phase", "clamps": {hook: {layer: [{"feature_idx", "kind",
+                                    "value", "only_if_active"}]}}}]                        -> SaeSet
+    sae_full_reconstruction_specs   the same, clamps may be empty, "error_term" drop|keep  -> SaeReconstruct
+    {"op": "sae", "module", "mode": "delta"|"reconstruct", "set": {feature: value}, ...}   -> either
+
+All become the same objects that Python makes. Every refusal names the field at fault. `PARSERS` is what
+`steering.wire.parse_steering` is handed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from birkhoff.errors import SaeError, SelectorError, quoted
+from birkhoff.hooks.layers import is_list
+from birkhoff.hooks.phases import PHASES
+from birkhoff.hooks.site_names import known_name
+from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
+
+SaeEdit = SaeSet | SaeReconstruct
+_SPEC = ("module_name", "phase", "clamps", "where", "streams", "path")
+_ENTRY = ("feature_idx", "kind", "value", "only_if_active")
+_NATIVE = ("op", "module", "mode", "set", "set_at", "kind", "only_if_active", "phase", "where", "streams", "path",
+           "error_term")  # fmt: skip
+
+
+def parse_clamp_specs(value: Any, path: str = "sae_clamp_specs", phase: str | None = None) -> list[SaeSet]:
+    """`phase` is that of specs which may not say their own, as those of a global tier by phase."""
+    return [
+        _made(SaeSet, spec, at, phase, {}) for spec, at in _specs(value, path, _SPEC)
+    ]  # an edit without clamps is refused by itself
+
+
+def parse_reconstruction_specs(value: Any, path: str = "sae_full_reconstruction_specs") -> list[SaeReconstruct]:
+    return [
+        _made(SaeReconstruct, spec, at, None, {"error": spec["error_term"]} if "error_term" in spec else {})
+        for spec, at in _specs(value, path, (*_SPEC, "error_term"))
+    ]
+
+
+def parse_global_specs(body: Mapping[str, Any]) -> list[SaeSet]:
+    """What every request gets from now on: `prefill_specs` and `decode_specs`, each a list of clamp specs."""
+    return [
+        edit
+        for phase in ("prefill", "decode")
+        for edit in parse_clamp_specs(body.get(f"{phase}_specs") or [], f"{phase}_specs", phase)
+    ]
+
+
+def parse_intervention(raw: Any, path: str) -> SaeEdit:
+    """One `{"op": "sae"}`; the inverse of an edit's `to_json`."""
+    if not isinstance(raw, Mapping):
+        raise SaeError(f"is {quoted(raw)}, expected an object with 'op', 'module' and 'mode'.", path)
+    _only(raw, _NATIVE, path)
+    if raw.get("op", "sae") != "sae":
+        raise SaeError(f"is {quoted(raw['op'])}, expected 'sae'.", _join(path, "op"))
+    mode = raw.get("mode", "delta")
+    if mode not in ("delta", "reconstruct"):
+        raise SaeError(f"is {quoted(mode)}, expected 'delta' or 'reconstruct'.", _join(path, "mode"))
+    if mode == "delta" and "error_term" in raw:
+        raise SaeError(
+            "a delta keeps the error by itself. Leave it out, or use mode 'reconstruct'.", _join(path, "error_term")
+        )
+    features: dict[Any, Any] = {}
+    if raw.get("set") is not None:
+        if not isinstance(raw["set"], Mapping):
+            raise SaeError(f"is {quoted(raw['set'])}, expected an object from features to values.", _join(path, "set"))
+        features = dict(raw["set"])
+    if raw.get("set_at") is not None:
+        if features:
+            raise SaeError("is given beside set. Use one of them.", _join(path, "set_at"))
+        features = _by_site(raw["set_at"], _join(path, "set_at"), _plain_values)
+    given = {name: raw[name] for name in ("kind", "only_if_active", "phase", "where", "streams", "path") if name in raw}
+    if mode == "reconstruct":
+        with _FieldPath(path):
+            error = {"error": raw["error_term"]} if "error_term" in raw else {}
+            return SaeReconstruct(raw.get("module"), features, **given, **error)  # type: ignore[arg-type]
+    with _FieldPath(path):
+        return SaeSet(raw.get("module"), features, **given)  # type: ignore[arg-type]
+
+
+def _specs(value: Any, path: str, known: Sequence[str]) -> list[tuple[Mapping[str, Any], str]]:
+    if not is_list(value):
+        raise SaeError(f"is {quoted(value)}, expected a list of objects with 'module_name' and 'clamps'.", path)
+    for place, spec in enumerate(value):
+        if not isinstance(spec, Mapping):
+            raise SaeError(
+                f"is {quoted(spec)}, expected an object with 'module_name' and 'clamps'.", f"{path}[{place}]"
+            )
+        _only(spec, known, f"{path}[{place}]")
+    return [(spec, f"{path}[{place}]") for place, spec in enumerate(value)]
+
+
+def _made(kind: Callable[..., Any], spec: Mapping[str, Any], path: str, phase: str | None, more: dict[str, Any]) -> Any:
+    said = spec.get("phase", phase or "both")
+    if said not in PHASES:
+        raise SaeError(f"is {quoted(said)}, expected one of {', '.join(PHASES)}.", f"{path}.phase")
+    if phase is not None and said != phase:
+        raise SaeError(f"is {quoted(said)} in a list of {phase} specs. Leave it out.", f"{path}.phase")
+    name = spec.get("module_name")
+    if not isinstance(name, str) or not name:
+        raise SaeError(f"is {quoted(name)}, expected the name of an attached dictionary.", f"{path}.module_name")
+    features = _by_site(spec.get("clamps") or {}, f"{path}.clamps", _entries)
+    given = {name: spec[name] for name in ("where", "streams", "path") if name in spec}
+    with _FieldPath(path):
+        return kind(name, features, phase=said, **given, **more)
+
+
+def _by_site(raw: Any, path: str, read: Callable[[Any, str], dict[Any, Any]]) -> dict[tuple[str, int], dict[Any, Any]]:
+    if not isinstance(raw, Mapping):
+        raise SaeError(f"is {quoted(raw)}, expected an object from hooks to layers.", path)
+    found: dict[tuple[str, int], dict[Any, Any]] = {}
+    for hook, layers in raw.items():
+        at = f"{path}.{hook}"
+        if not isinstance(hook, str) or not known_name(hook):
+            raise SaeError(f"{quoted(hook)} is no hook.", path)
+        if not isinstance(layers, Mapping):
+            raise SaeError(f"is {quoted(layers)}, expected an object from layers to clamps.", at)
+        for layer, entries in layers.items():
+            number = int(layer) if isinstance(layer, str) and layer.isdecimal() else layer
+            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+                raise SaeError(f"layer {quoted(layer)}, expected a whole number from 0.", at)
+            if (hook, number) in found:
+                raise SaeError(f"layer {number} is given twice.", at)
+            found[hook, number] = read(entries, f"{at}.{layer}")
+    return found
+
+
+def _entries(raw: Any, path: str) -> dict[Any, Any]:
+    if not is_list(raw):
+        raise SaeError(f"is {quoted(raw)}, expected a list of clamps.", path)
+    found: dict[Any, Any] = {}
+    for place, entry in enumerate(raw):
+        at = f"{path}[{place}]"
+        if not isinstance(entry, Mapping):
+            raise SaeError(f"is {quoted(entry)}, expected an object with 'feature_idx', 'kind' and 'value'.", at)
+        _only(entry, _ENTRY, at)
+        if "feature_idx" not in entry or "value" not in entry:
+            raise SaeError(f"lacks {'value' if 'feature_idx' in entry else 'feature_idx'}.", at)
+        feature = entry["feature_idx"]
+        if (
+            isinstance(feature, bool)
+            or not isinstance(feature, (int, str))
+            or feature == ""
+            or (type(feature) is int and feature < 0)
+        ):
+            raise SaeError(f"is {quoted(feature)}, expected a number from 0 or a label.", f"{at}.feature_idx")
+        if feature in found:
+            raise SaeError(f"feature {quoted(feature)} is given twice. Give each feature once.", at)
+        found[feature] = {"kind": entry.get("kind", "absolute"), "value": entry["value"],
+                          "only_if_active": entry.get("only_if_active", False)}  # fmt: skip
+    return found
+
+
+def _plain_values(raw: Any, path: str) -> dict[Any, Any]:
+    if not isinstance(raw, Mapping):
+        raise SaeError(f"is {quoted(raw)}, expected an object from features to values.", path)
+    return dict(raw)
+
+
+def _only(raw: Mapping[str, Any], known: Sequence[str], path: str) -> None:
+    unknown = [key for key in raw if key not in known]
+    if unknown:
+        raise SaeError(f"has the unknown key {quoted(unknown[0])}, expected {', '.join(known)}.", path)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+class _FieldPath:
+    """Refusals inside name the field they are about."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, SelectorError):
+            raise SaeError(error.reason, _join(self._path, error.path)) from None
+        if isinstance(error, SaeError) and self._path and not error.path.startswith(self._path):
+            raise SaeError(str(error), self._path) from None
+
+
+def _one(raw: Any, path: str) -> list[SaeEdit]:
+    return [parse_intervention(raw, path)]
+
+
+PARSERS: Mapping[str, Callable[[Any, str], Sequence[Any]]] = {
+    "sae": _one,
+    "sae_clamp_specs": parse_clamp_specs,
+    "sae_full_reconstruction_specs": parse_reconstruction_specs,
+}

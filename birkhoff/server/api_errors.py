@@ -1,0 +1,116 @@
+"""What goes wrong, as a client sees it: one shape, few statuses, a next move in every message.
+
+    {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}                    OpenAI's clients
+    {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}           Anthropic's
+
+`ApiError` is raised anywhere below a route; `problem_of` makes one of any other exception. A refusal of ours keeps its
+message and code, since those were written for callers. Everything else is told without detail: a client never reads a
+path, a stack or an address of this machine, and never more than a little of what it sent.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+
+from birkhoff.errors import (
+    BirkhoffError,
+    CapacityError,
+    CaptureError,
+    CaptureExists,
+    ContextError,
+    EngineClosed,
+    LogitsError,
+    RequestError,
+    TextUnavailable,
+)
+
+TYPES = {
+    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
+    415: "invalid_request_error", 416: "invalid_request_error", 421: "invalid_request_error", 429: "rate_limit_error",
+    431: "invalid_request_error", 499: "cancelled", 500: "server_error", 501: "not_implemented_error",
+    503: "overloaded_error", 507: "insufficient_storage",
+}  # fmt: skip
+_ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 408: "timeout_error"}
+LONGEST_MESSAGE = 1000
+_FIELD = re.compile(r"([a-z][a-z_]*(?:\.[a-z_]+|\[\d+\])*)(?: is |: )")
+
+
+class ApiError(Exception):
+    """A refusal or failure with its place on the wire."""
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):  # fmt: skip
+        super().__init__(message)
+        self.status, self.code, self.param, self.headers = status, code, param, headers or {}
+        self.message = message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"
+
+    @property
+    def type(self) -> str:
+        return TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+
+    def as_json(self) -> dict[str, Any]:
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def as_anthropic(self, request_id: str) -> dict[str, Any]:
+        kind = _ANTHROPIC.get(self.status, self.type)
+        return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
+
+    def response(self, path: str, request_id: str) -> Response:
+        """The answer in the dialect of the route that was called."""
+        body = self.as_anthropic(request_id) if path.startswith("/v1/messages") else self.as_json()
+        headers = dict(self.headers)
+        if self.status in (500, 501):
+            headers.setdefault("x-should-retry", "false")  # the same call would meet the same defect
+        return Response(orjson.dumps(body), self.status, headers, "application/json")
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def problem_of(error: BaseException, steered: bool = False) -> ApiError:
+    """How an exception is told; `steered` when the request changed activations, so that NaN is its own doing."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ContextError):
+        return bad(str(error), "messages", "context_length_exceeded")
+    if isinstance(error, RequestError):
+        return bad(str(error), getattr(error, "path", "") or _first_name(str(error)), error.code)
+    if isinstance(error, (CapacityError, TextUnavailable)):
+        return bad(str(error), None, error.code)
+    if isinstance(error, LogitsError):
+        return ApiError(400 if steered else 500, str(error), code=error.code)
+    if isinstance(error, EngineClosed):
+        return ApiError(503, "the server is stopping. Try again later.", code=error.code, headers={"Retry-After": "5"})
+    if isinstance(error, CaptureExists):
+        return ApiError(409, "this request_id already has files under its tag. Choose another.", code=error.code)
+    if isinstance(error, CaptureError):
+        return ApiError(507, "the capture could not be written or read. Ask again without it.", code=error.code)
+    if isinstance(error, MemoryError) or _out_of_memory(error):
+        message = "there was too little memory for this request; others are not affected. Shorten it or try again."
+        return ApiError(503, message, code="out-of-memory", headers={"Retry-After": "2"})
+    if isinstance(error, BirkhoffError):
+        return ApiError(500, "the server could not do this, by no fault of the request.", code=error.code)
+    return ApiError(
+        500, "this is a defect of the server; its log has the details, under this request's id.", code="defect"
+    )
+
+
+def _first_name(message: str) -> str | None:
+    """Refusals begin with the field at fault, such as `top_p is 2, expected …`."""
+    found = _FIELD.match(message)
+    return found[1] if found else None
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    """torch says it in words on the host and by class on a device."""
+    if type(error).__name__ == "OutOfMemoryError":
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

@@ -1,0 +1,77 @@
+"""`POST /v1/interp/contrast`: two sets of texts, how well every layer and stream tells them apart, and a vector of it.
+
+Reading the texts is ordinary work of the engine, beside everybody's answers. With a `name` the best direction, or the
+one of a stated layer and column, is registered as a module: a change, so it needs the steering key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+
+from birkhoff.analysis.contrast import contrast_rows, vector_of
+from birkhoff.server.api_errors import ApiError, bad
+from birkhoff.server.body import StrictBody
+from birkhoff.server.context import ServingContext, json_response
+from birkhoff.server.steering_routes import check_steering_key
+from birkhoff.steering.extract import best
+
+Texts = Annotated[list[Annotated[str, Field(min_length=1, max_length=20_000)]], Field(min_length=2, max_length=512)]
+WHOLE = "whole row"
+
+
+class ContrastBody(StrictBody):
+    positive: Texts
+    negative: Texts
+    hook: Annotated[str, Field(min_length=1, max_length=64)]
+    how: Literal["mean_diff", "pca"] = "mean_diff"
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = None
+    layer: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    column: Annotated[str, Field(max_length=64)] | None = None
+    replace: bool = False
+
+
+class ContrastRoutes:
+    def __init__(self, desk: ServingContext):
+        self._desk, self._one = desk, asyncio.Lock()
+
+    async def compare(self, http: HttpRequest) -> Response:
+        body, _ = await self._desk.read(http, ContrastBody)
+        engine = self._desk.engine
+        if body.name is not None:
+            check_steering_key(http, self._desk.settings)
+            if body.name in engine.modules and not body.replace:
+                raise ApiError(409, "a module of this name is registered. Say replace, or choose another.",
+                              code="module-taken", param="name", headers={"x-should-retry": "false"})  # fmt: skip
+        async with self._one:
+            return json_response(await asyncio.to_thread(self._compare, body))
+
+    def _compare(self, body: ContrastBody) -> dict[str, Any]:
+        engine = self._desk.engine
+        rows = contrast_rows(engine, body.positive, body.negative, body.hook)
+        entries = rows.separation(body.how)
+        streams = sorted({entry.stream for entry in entries if entry.stream is not None})
+        columns = [WHOLE, *(f"stream {stream}" for stream in streams)]
+        named = dict(zip([None, *streams], columns))
+        found = {(entry.layer, named[entry.stream]): entry for entry in entries}
+        top = best(entries)
+        told: dict[str, Any] = {
+            "hook": body.hook, "layers": rows.layers, "columns": columns,
+            "table": [[found[layer, column].auc for column in columns] for layer in rows.layers],
+            "d_prime": [[found[layer, column].d_prime for column in columns] for layer in rows.layers],
+            "best": {"layer": top.layer, "column": named[top.stream], "auc": top.auc, "d_prime": top.d_prime},
+        }  # fmt: skip
+        if body.name is not None:
+            layer = top.layer if body.layer is None else body.layer
+            column = named[top.stream] if body.column is None else body.column
+            if (layer, column) not in found:
+                raise bad(f"layer {layer}, {column!r} is not among what was compared.", "column")
+            stream = found[layer, column].stream
+            vector = vector_of(engine, rows, [layer], body.how, None if stream is None else [stream])
+            engine.modules[body.name] = vector
+            told["saved"] = body.name
+        return told

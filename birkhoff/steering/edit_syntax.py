@@ -1,0 +1,224 @@
+"""Steering in one line, for the command line and for people:
+
+    +2.0 calm @ mhc_streams_pre_attn[4] stream=1; -0.5 refusal @ mlp_out[4,6..8] op=project phase=decode
+
+`STRENGTH NAME @ HOOK[LAYERS] key=value ...`, several joined by `;`. The place may be left out when the vector brings
+one. LAYERS are numbers, ranges with both ends (`4..8`) or `*`; negative ones count from the end. Keys: `stream`
+(numbers, `all` or `post_mix`), `phase`, `path`, `op`. STRENGTH is the scale; of a clamp it is the value the direction
+is held at. A name with other characters than letters, digits and `._/~+-` stands in double quotes, as JSON has them.
+
+`parse_line` makes edits and `print_line` writes them in their one canonical form; each is the other's inverse. Errors
+show the line with a caret under the place where it stopped making sense.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from birkhoff.errors import SteeringError, SteeringSyntax, quoted
+from birkhoff.hooks.layers import LayerSelector
+from birkhoff.steering.vector_edits import PATHS, PHASES, Add, Clamp, Patch, Project, VectorEdit
+
+_NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
+_NAME = re.compile(r"[\w./~+-]+")
+_QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
+_WORD = re.compile(r"[A-Za-z_]+", re.ASCII)
+_WHOLE = re.compile(r"-?\d{1,9}", re.ASCII)
+_OPS = ("add", "project", "clamp", "patch")
+_KEYS = ("stream", "phase", "path", "op")
+
+
+def parse_line(line: str) -> list[VectorEdit]:
+    """The edits of a line, in order. Names stay names: they are looked up when the edits are used."""
+    reader = _EditReader(line)
+    found = [_edit(reader)]
+    while reader.take(";"):
+        if reader.at_end:
+            break  # a last semicolon ends the line
+        found.append(_edit(reader))
+    if not reader.at_end:
+        reader.fail("expected ';' and another edit, a key=value, or the end")
+    return found
+
+
+def print_line(edits: Sequence[Any]) -> str:
+    """The canonical form. What a line cannot say (numbers, `where`, some clamps) is refused."""
+    return "; ".join(_printed(edit) for edit in edits)
+
+
+class _EditReader:
+    def __init__(self, line: str):
+        self.line, self.place = line, 0
+        self._skip()
+
+    @property
+    def at_end(self) -> bool:
+        return self.place == len(self.line)
+
+    def take(self, text: str) -> bool:
+        """Step over `text` when it comes next."""
+        if not self.line.startswith(text, self.place):
+            return False
+        self.place += len(text)
+        self._skip()
+        return True
+
+    def blank(self) -> bool:
+        """Step over white space; whether there was any."""
+        before = self.place
+        self._skip()
+        return self.place > before
+
+    def match(self, pattern: re.Pattern[str], expected: str, skip: bool = True) -> str:
+        found = pattern.match(self.line, self.place)
+        if found is None:
+            self.fail(f"expected {expected}")
+        self.place = found.end()
+        if skip:
+            self._skip()
+        return found[0]
+
+    def fail(self, message: str, place: int | None = None) -> NoReturn:
+        raise SteeringSyntax(message, self.line, self.place if place is None else place)
+
+    def _skip(self) -> None:
+        while self.place < len(self.line) and self.line[self.place].isspace():
+            self.place += 1
+
+
+def _edit(reader: _EditReader) -> VectorEdit:
+    began = reader.place
+    strength = float(reader.match(_NUMBER, "a strength such as +2.0", skip=False))
+    if not math.isfinite(strength):
+        reader.fail("this strength is beyond every number", began)
+    if not reader.blank():
+        reader.fail("expected a blank between the strength and the name")
+    name = _name(reader)
+    hook, layers = (None, None) if not reader.take("@") else _place(reader)
+    given: dict[str, Any] = {}
+    while not reader.at_end and reader.line[reader.place] != ";":
+        began = reader.place
+        key = reader.match(_WORD, f"';' or one of {', '.join(_KEYS)}")
+        if key not in _KEYS:
+            reader.fail(f"{quoted(key)} is no key, expected one of {', '.join(_KEYS)}", began)
+        if key in given:
+            reader.fail(f"{key} is given twice", began)
+        if not reader.take("="):
+            reader.fail(f"expected '=' after {key}")
+        given[key] = _streams(reader) if key == "stream" else _choice(reader, key)
+    return _made(strength, name, hook, layers, given)
+
+
+def _name(reader: _EditReader) -> str:
+    if not reader.line.startswith('"', reader.place):
+        return reader.match(_NAME, "the name of a vector")
+    began = reader.place
+    text = reader.match(_QUOTED, "a closing quote after this one")
+    try:
+        name = json.loads(text)
+    except ValueError:
+        reader.fail("this quoted name is not as JSON writes texts", began)
+    if not name:
+        reader.fail("a name cannot be empty", began)
+    return name
+
+
+def _place(reader: _EditReader) -> tuple[str, Any]:
+    hook = reader.match(_WORD, "the name of a hook")
+    if not reader.take("["):
+        return hook, None
+    if reader.take("*"):
+        layers: Any = "all"
+    else:
+        layers = {"layers": [], "ranges": []}
+        _listed(reader, lambda: _layer(reader, layers))
+    if not reader.take("]"):
+        reader.fail("expected ',' and another layer, or ']'")
+    return hook, {name: found for name, found in layers.items() if found} if isinstance(layers, dict) else layers
+
+
+def _layer(reader: _EditReader, layers: dict[str, list[Any]]) -> None:
+    began = reader.place
+    first = int(reader.match(_WHOLE, "a layer, a range such as 4..8, or *"))
+    if not reader.take(".."):
+        layers["layers"].append(first)
+        return
+    last = int(reader.match(_WHOLE, "the last layer of this range"))
+    if (first < 0) == (last < 0) and first > last:
+        reader.fail("this range starts after its end", began)
+    layers["ranges"].append([first, last])
+
+
+def _streams(reader: _EditReader) -> Any:
+    for word in ("all", "post_mix"):
+        if reader.take(word):
+            return word
+    streams: list[int] = []
+
+    def one() -> None:
+        began = reader.place
+        streams.append(int(reader.match(_WHOLE, "stream numbers, all or post_mix")))
+        if streams[-1] < 0:
+            reader.fail("streams are counted from 0", began)
+
+    _listed(reader, one)
+    return streams
+
+
+def _listed(reader: _EditReader, one: Callable[[], None]) -> None:
+    one()
+    while reader.take(","):
+        one()
+
+
+def _choice(reader: _EditReader, key: str) -> str:
+    allowed = {"phase": PHASES, "path": PATHS, "op": _OPS}[key]
+    began = reader.place
+    word = reader.match(_WORD, f"one of {', '.join(allowed)}")
+    if word not in allowed:
+        reader.fail(f"{key} is {quoted(word)}, expected one of {', '.join(allowed)}", began)
+    return word
+
+
+def _made(strength: float, name: str, hook: str | None, layers: Any, given: dict[str, Any]) -> VectorEdit:
+    options: dict[str, Any] = {"hook": hook, "layers": layers, "streams": given.get("stream")}
+    options |= {key: given[key] for key in ("phase", "path") if key in given}
+    op = given.get("op", "add")
+    if op == "clamp":
+        return Clamp(name, min=strength, max=strength, **options)
+    return {"add": Add, "project": Project, "patch": Patch}[op](name, scale=strength, **options)
+
+
+def _printed(edit: Any) -> str:
+    if not isinstance(edit, (Add, Project, Clamp, Patch)) or not isinstance(edit.vector, str):
+        raise SteeringError(f"{quoted(edit)} has no line: only edits with a named vector do. Register it first.")
+    strength = edit.scale
+    if isinstance(edit, Clamp):
+        if edit.min != edit.max or edit.scale != 1 or edit.min is None:
+            raise SteeringError("a line can clamp to one value only. Use interventions for bounds and strengths.")
+        strength = edit.min
+    if edit.where is not None or (isinstance(edit, Add) and edit.norm_match):
+        raise SteeringError("a line cannot say where, or norm_match. Use interventions.")
+    parts = [f"{strength:+}", edit.vector if _NAME.fullmatch(edit.vector) else json.dumps(edit.vector)]
+    if edit.hook is not None:
+        parts += ["@", edit.hook + ("" if edit.layers is None else f"[{_layers(edit.layers)}]")]
+    elif edit.layers is not None:
+        raise SteeringError("a line names layers of a hook, and this edit names no hook. Give it one.")
+    if edit.streams is not None:
+        parts.append("stream=" + (edit.streams if isinstance(edit.streams, str) else ",".join(map(str, edit.streams))))
+    for key, value, usual in (("phase", edit.phase, "both"), ("path", edit.path, "both"), ("op", edit.op, "add")):
+        if value != usual:
+            parts.append(f"{key}={value}")
+    return " ".join(parts)
+
+
+def _layers(layers: LayerSelector) -> str:
+    if layers.every is not None:
+        if (layers.every, layers.start) != (1, 0):
+            raise SteeringError("a line cannot say every k-th layer. Name the layers.")
+        return "*"
+    return ",".join([*map(str, layers.layers), *(f"{first}..{last}" for first, last in layers.ranges)])

@@ -1,0 +1,255 @@
+"""Steering as request fields: the forms other servers know, and our `interventions`, made into the same edits.
+
+    steering_vectors, prefill_steering_vectors, decode_steering_vectors    {hook: vectors by layer}, see `packed.py`
+    steering_name                                                          a registered module, or {"name", "scale"}
+    interventions                                                          [{"op", "at", "vector", ...}], in order
+
+The compatible fields act on the carried streams (`path` "carry"), as where they come from; `interventions` on both
+paths, like the Python edits. A request uses one kind or the other. What is about dictionaries of features (`op: "sae"`
+and two fields of the compatible kind) is read by parsers that are handed in. `parse_steering` says for every edit in
+which field it came, and every refusal names the field at fault. `intervention` is the inverse for single edits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+from birkhoff.errors import SelectorError, SteeringError, quoted
+from birkhoff.hooks.layers import is_list
+from birkhoff.hooks.site_names import STREAMS_POST_MLP
+from birkhoff.hooks.sites import BY_NAME
+from birkhoff.steering.position_rows import PositionRows
+from birkhoff.steering.vector import Vector, finite_number
+from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project
+from birkhoff.steering.vector_encoding import LayerVector, layer_vectors, unpacked_vector
+from birkhoff.steering.vector_file import SteeringVector
+
+TIERS = {"steering_vectors": "both", "prefill_steering_vectors": "prefill", "decode_steering_vectors": "decode"}
+FEATURES = ("sae_clamp_specs", "sae_full_reconstruction_specs")
+COMPATIBLE = ("steering_name", *TIERS, *FEATURES)
+NATIVE = "interventions"
+OPS: Mapping[str, Any] = {"add": Add, "project": Project, "clamp": Clamp, "patch": Patch}
+_COMMON = ("op", "at", "vector", "scale", "streams", "where", "phase", "path")
+_OWN = {
+    "add": ("norm_match",),
+    "project": ("strength",),
+    "clamp": ("strength", "min", "max", "value"),
+    "patch": ("source",),
+}
+
+Parser = Callable[[Any, str], Sequence[Any]]  # what came, and in which field -> edits
+
+
+@dataclass(frozen=True)
+class WireEdit:
+    """An edit and the field it came in."""
+
+    path: str
+    edit: Any
+
+
+def parse_steering(
+    body: Mapping[str, Any],
+    modules: Mapping[str, Any],
+    features: Mapping[str, Parser] | None = None,
+    runs: Mapping[str, Mapping[tuple[str, int], Any]] | None = None,
+) -> list[WireEdit]:
+    """The edits of a request's fields, in order; fields of other kinds are not looked at.
+
+    `features` reads "sae" interventions and the fields of `FEATURES`; `runs` are captured rows that patches name."""
+    given = {name: body[name] for name in (*COMPATIBLE, NATIVE) if body.get(name) is not None}
+    if NATIVE in given and len(given) > 1:
+        other = next(name for name in given if name != NATIVE)
+        raise SteeringError(f"is given beside {other}. Use one kind: move everything into {NATIVE}.", NATIVE)
+    found: list[WireEdit] = []
+    for name, value in given.items():
+        if name == NATIVE:
+            found += _interventions(value, features or {}, runs or {})
+        elif name == "steering_name":
+            found.append(_named(value, modules))
+        elif name in TIERS:
+            found += _tier(value, name)
+        else:
+            found += [WireEdit(name, edit) for edit in _parser(features or {}, name, name)(value, name)]
+    return found
+
+
+def intervention(edit: Any) -> dict[str, Any]:
+    """One edit as an entry of `interventions`; `parse_steering` makes the same edit of it."""
+    if not isinstance(edit, (Add, Project, Clamp, Patch)):
+        return edit.to_json()
+    out: dict[str, Any] = {"op": edit.op}
+    said = edit.to_json()
+    at = {name: said[name] for name in ("hook", "layers") if name in said}
+    if at:
+        out["at"] = at
+    name = "source" if edit.op == "patch" else "vector"
+    if isinstance(edit.vector, str):
+        out[name] = f"@{edit.vector}"
+    else:
+        out[name] = "zeros" if edit.op == "patch" and edit.vector == 0 else said["vector"]
+    return out | {key: value for key, value in said.items() if key not in ("op", "hook", "layers", "vector")}
+
+
+def _named(value: Any, modules: Mapping[str, Any]) -> WireEdit:
+    path = "steering_name"
+    scale, name = 1.0, value
+    if isinstance(value, Mapping):
+        _only(value, ("name", "scale"), path)
+        scale, name = finite_number(value.get("scale", 1.0), "scale", f"{path}.scale"), value.get("name")
+    if not isinstance(name, str) or not name:
+        raise SteeringError(f"is {quoted(name)}, expected the name of a module.", path)
+    if name not in modules:
+        known = ", ".join(sorted(modules)) or "none"
+        raise SteeringError(f"there is no module named {quoted(name)}; registered: {known}.", path)
+    op = getattr(modules[name], "op", "add")
+    if op == "clamp":
+        raise SteeringError(f"{quoted(name)} is made to clamp, which needs bounds. Use {NATIVE} with min or max.", path)
+    hook = getattr(modules[name], "hook", None)
+    return WireEdit(path, OPS[op](name, scale=scale, path=_compatible_path(hook)))
+
+
+def _tier(value: Any, field: str) -> Iterator[WireEdit]:
+    if not isinstance(value, Mapping):
+        raise SteeringError(f"is {quoted(value)}, expected an object from hooks to vectors.", field)
+    for hook, raw in value.items():
+        path = f"{field}.{hook}"
+        entries = layer_vectors(raw, path)
+        if hook in BY_NAME and BY_NAME[hook].once and len(entries) > 1:
+            layers = [entry.layer for entry in entries]
+            raise SteeringError(f"{hook} fires once per model, and layers {layers} are given. Give one vector.", path)
+        for together in _alike(entries):
+            yield WireEdit(together[0].path if len(together) == 1 else path, _add(together, hook, TIERS[field], path))
+
+
+def _alike(entries: list[LayerVector]) -> Iterator[list[LayerVector]]:
+    """Layers that one edit can serve: the same strength and streams, and nothing a container would refuse."""
+    groups: dict[Any, list[LayerVector]] = {}
+    for entry in entries:
+        alone = entry.layer if entry.layer < 0 or not float(entry.vector.tensor().norm()) else None
+        groups.setdefault((entry.scale, str(entry.streams), len(entry.vector), alone), []).append(entry)
+    return iter(groups.values())
+
+
+def _add(entries: list[LayerVector], hook: str, phase: str, path: str) -> Add:
+    first = entries[0]
+    layers = [entry.layer for entry in entries]
+    vector: Any = first.vector
+    with _FieldPathContext(path):
+        if len(entries) > 1:
+            vector = SteeringVector({entry.layer: entry.vector for entry in entries}, "add", hook)
+        return Add(vector, hook, layers, first.scale, first.streams, phase=phase, path=_compatible_path(hook))
+
+
+def _compatible_path(hook: str | None) -> str:
+    return "both" if hook == STREAMS_POST_MLP else "carry"  # "after the layer" means to whatever comes then
+
+
+def _interventions(value: Any, features: Mapping[str, Parser], runs: Mapping[str, Any]) -> Iterator[WireEdit]:
+    if not is_list(value):
+        raise SteeringError(f"is {quoted(value)}, expected a list of objects with 'op' and 'at'.", NATIVE)
+    for place, raw in enumerate(value):
+        path = f"{NATIVE}[{place}]"
+        if not isinstance(raw, Mapping):
+            raise SteeringError(f"is {quoted(raw)}, expected an object with 'op' and 'at'.", path)
+        op = raw.get("op")
+        if op == "sae":
+            for edit in _parser(features, "sae", path)(raw, path):
+                yield WireEdit(path, edit)
+        elif not isinstance(op, str) or op not in OPS:
+            raise SteeringError(f"is {quoted(op)}, expected one of {', '.join(OPS)}, sae.", f"{path}.op")
+        else:
+            yield WireEdit(path, _native(raw, op, path, runs))
+
+
+def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any]) -> Any:
+    _only(raw, (*_COMMON, *_OWN[op]), path)
+    at = raw.get("at", {})
+    if not isinstance(at, Mapping):
+        raise SteeringError(f"is {quoted(at)}, expected an object with 'hook' and 'layers'.", f"{path}.at")
+    _only(at, ("hook", "layers"), f"{path}.at")
+    given = {name: raw[name] for name in ("scale", "streams", "where", "phase", "path") if raw.get(name) is not None}
+    given |= {name: raw[name] for name in ("norm_match", "min", "max") if name in raw and raw[name] is not None}
+    if not isinstance(given.get("norm_match", False), bool):
+        raise SteeringError(f"is {quoted(given['norm_match'])}, expected true or false.", f"{path}.norm_match")
+    if "strength" in raw:  # another word for scale, where the vector is a direction
+        if "scale" in raw:
+            raise SteeringError("is given beside scale, and means the same. Give one.", f"{path}.strength")
+        given["scale"] = raw["strength"]
+    if "value" in raw:
+        if "min" in given or "max" in given:
+            raise SteeringError("is given beside min or max. It stands for both.", f"{path}.value")
+        given["min"] = given["max"] = raw["value"]
+    vector = _source(raw, op, at, path, runs)
+    with _FieldPathContext(path):
+        return OPS[op](vector, hook=at.get("hook"), layers=at.get("layers"), **given)
+
+
+def _source(raw: Mapping[str, Any], op: str, at: Mapping[str, Any], path: str, runs: Mapping[str, Any]) -> Any:
+    field = "source" if op == "patch" and "source" in raw else "vector"
+    value, where = raw.get(field), f"{path}.{field}"
+    if op == "patch" and "source" in raw and "vector" in raw:
+        raise SteeringError("is given beside source, and means the same. Give one.", f"{path}.vector")
+    if isinstance(value, str):
+        if op == "patch" and value == "zeros":
+            return 0
+        if value.startswith("@") and len(value) > 1:
+            return value[1:]
+        raise SteeringError(f"is {quoted(value)}, expected '@' and the name of a module, or numbers.", where)
+    with _FieldPathContext(where):
+        if isinstance(value, Mapping):
+            if "data" in value or "dtype" in value:
+                return unpacked_vector(value, "")
+            if op == "patch" and "run" in value:
+                return _run(value, at, runs)
+            if op == "patch" and "positions" in value:
+                return PositionRows.from_json(value)
+            return SteeringVector.from_json(value)
+        if not is_list(value):
+            raise SteeringError(f"is {quoted(value)}, expected '@name', numbers or a packed vector.")
+        return Vector(value, "the vector")
+
+
+def _run(value: Mapping[str, Any], at: Mapping[str, Any], runs: Mapping[str, Any]) -> PositionRows:
+    _only(value, ("run", "layer"), "")
+    name, layers = value["run"], cast("Any", at.get("layers"))
+    if not isinstance(name, str) or name not in runs:
+        known = ", ".join(sorted(runs)) or "none"
+        raise SteeringError(f"run is {quoted(name)}, expected a kept run; there is {known}.")
+    layer = value.get("layer", layers[0] if is_list(layers) and len(layers) == 1 else None)
+    key = (at.get("hook"), layer)
+    if key not in runs[name]:
+        held = ", ".join(f"{hook}[{number}]" for hook, number in sorted(runs[name]))
+        raise SteeringError(f"run {quoted(name)} has no rows of {key[0]}[{key[1]}]; it has {held or 'nothing'}.")
+    return PositionRows.captured(runs[name][key])
+
+
+def _parser(features: Mapping[str, Parser], name: str, path: str) -> Parser:
+    if name not in features:
+        raise SteeringError("dictionaries of features are not served here. Attach one, or leave this out.", path)
+    return features[name]
+
+
+def _only(raw: Mapping[str, Any], known: Sequence[str], path: str) -> None:
+    unknown = [key for key in raw if key not in known]
+    if unknown:
+        raise SteeringError(f"has the unknown key {quoted(unknown[0])}, expected {', '.join(known)}.", path)
+
+
+class _FieldPathContext:
+    """Refusals inside name the field they are about."""
+
+    def __init__(self, path: str):
+        self._path = path
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if isinstance(error, SteeringError):
+            raise SteeringError(error.reason, ".".join(filter(None, (self._path, error.path)))) from None
+        if isinstance(error, SelectorError):
+            part = f"at.{error.path}" if error.path.startswith("layers") else error.path
+            raise SteeringError(error.reason, f"{self._path}.{part}") from None

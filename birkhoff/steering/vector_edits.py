@@ -1,0 +1,404 @@
+"""Edits a request may carry: `Add`, `Project`, `Clamp`, `Patch`. Plain data, checked when made and again on a model.
+
+    Add(vector, hook="mhc_streams_pre_attn", layers=[4], scale=2.0, streams=[1])     h' = h + scale * v
+    Project(vector, ...)                                                             h' = h - scale * (h.v) v
+    Clamp(vector, ..., min=None, max=None)                                           min <= h.v <= max on exit
+    Patch(vector, ...)                                                               h' = h + scale * (v - h)
+
+Directions of `Project` and `Clamp` are normalised here. `where` picks tokens as captures do, `phase` those of the
+prompt or generated ones, decided by position and never by the size of a step. `path` says who sees an edit of the
+streams: what the sublayer reads, what is carried past it, or both. `resolve` makes the `hooks.plan.Edit` that an engine
+runs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Self
+
+import numpy as np
+import torch
+
+from birkhoff.errors import SteeringError, quoted
+from birkhoff.hooks import site_names
+from birkhoff.hooks.digest import DigestPart, Phase
+from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.layers import LayerSelector, parse_layers
+from birkhoff.hooks.phases import every_generated
+from birkhoff.hooks.plan import Key
+from birkhoff.hooks.positions import Positions, parse_positions
+from birkhoff.hooks.schema import HookSchema
+from birkhoff.hooks.selector import PositionSelector, bind
+from birkhoff.hooks.sites import BY_NAME
+from birkhoff.steering.hashes import site_part
+from birkhoff.steering.position_rows import PositionRows
+from birkhoff.steering.vector import Vector, finite_number
+from birkhoff.steering.vector_file import SteeringVector
+
+MAX_DIRECTIONS = 4
+PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
+
+
+@dataclass(frozen=True)
+class VectorEdit:
+    """What every edit has. `vector` is the name of a module, a tensor, a list of numbers or a `SteeringVector`; the
+    last brings hook, layers and streams along for an edit that names none."""
+
+    vector: Any
+    hook: str | None = None
+    layers: Any = None
+    scale: float = 1.0
+    streams: Any = None
+    where: Any = None
+    phase: str = "both"
+    path: str = "both"
+
+    op: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "vector", self._source(self.vector))
+        if self.hook is not None and not isinstance(self.hook, str):
+            raise SteeringError(f"hook is {quoted(self.hook)}, expected the name of a hook.")
+        if self.layers is not None:
+            put(self, "layers", parse_layers(self.layers))
+        if self.where is not None:
+            put(self, "where", parse_positions(self.where, "where"))
+        put(self, "scale", finite_number(self.scale, "scale"))
+        put(self, "streams", _streams(self.streams))
+        for name, value, allowed in (("phase", self.phase, PHASES), ("path", self.path, PATHS)):
+            if value not in allowed:
+                raise SteeringError(f"{name} is {quoted(value)}, expected one of {', '.join(allowed)}.")
+        self._check()
+
+    def _check(self) -> None:
+        pass
+
+    @staticmethod
+    def _source(given: Any) -> Any:
+        if isinstance(given, Mapping):
+            return SteeringVector.from_json(given)
+        return given if isinstance(given, (str, Vector, SteeringVector)) else Vector(given)
+
+    def to_json(self) -> dict[str, Any]:
+        out: dict[str, Any] = {"op": self.op}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if value != f.default:
+                out[f.name] = (
+                    value.to_json() if hasattr(value, "to_json") else list(value) if isinstance(value, tuple) else value
+                )
+        return out
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Self:
+        given = dict(raw)
+        if given.pop("op", cls.op) != cls.op:
+            raise SteeringError(f"op is {quoted(raw['op'])}, expected {cls.op!r}.")
+        known = {f.name for f in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise SteeringError(
+                f"{quoted(unknown[0])} is no field of {cls.__name__}, expected {', '.join(sorted(known))}."
+            )
+        return cls(**given)
+
+    def resolve(
+        self,
+        schema: Mapping[str, HookSchema],
+        num_layers: int,
+        modules: Mapping[str, Any],
+        prompt: Sequence[int] | int | None,
+        max_tokens: int,
+    ) -> ResolvedEdit:
+        """Against one model and one prompt. Everything that can be refused is refused here; without a prompt, all but
+        which tokens there will be."""
+        edit = self._from_module(modules)._placed()
+        if edit.hook is None or edit.layers is None:
+            raise SteeringError(
+                f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
+                "vector brings none. Give hook= and layers=."
+            )
+        why = site_names.refusal(edit.hook, schema)
+        if why is not None:
+            raise SteeringError(why)
+        once = edit.hook in BY_NAME and BY_NAME[edit.hook].once
+        layers = [num_layers - 1] if once else edit.layers.expand(num_layers)
+        sites: dict[Key, SiteEdit] = {}
+        made: dict[tuple[str, int], SiteEdit] = {}  # layers with the same vector share one operation
+        for layer in layers:
+            hook, at = site_names.resolve(edit.hook, layer, schema, num_layers)
+            if not schema[hook].steerable:
+                steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
+                raise SteeringError(f"{hook} is capture-only: it can be read, not changed. Steerable: {steerable}.")
+            if edit.streams == "post_mix" and (hook, at) == ("mhc_streams_pre_attn", 0):
+                raise SteeringError(
+                    "streams='post_mix' at mhc_streams_pre_attn[0]: no sublayer has written those streams "
+                    "yet. Use a later layer, or name the streams."
+                )
+            path = edit.path if hook.startswith("mhc_streams") else "both"
+            if hook == "mhc_streams_final" and path == "carry":
+                path = "both"  # nothing comes after it that would not read what is carried
+            vector = edit.vector if edit.vector == 0 else edit.vector.at(layer)
+            if (hook, id(vector)) not in made:
+                values = torch.zeros(schema[hook].width) if vector == 0 else vector.tensor()
+                made[hook, id(vector)] = edit._at_site(values, schema[hook], hook, path)
+            sites[hook, at] = made[hook, id(vector)]
+        if prompt is None:
+            return ResolvedEdit(sites, None, edit.phase)
+        selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
+        length = prompt if isinstance(prompt, int) else len(prompt)
+        return ResolvedEdit(sites, selector, edit.phase, edit._places(length + max_tokens), length)
+
+    def _places(self, text_len: int) -> frozenset[int] | None:
+        """The only positions this edit has something for; None when it is the same at all of them."""
+        if not isinstance(self.vector, PositionRows):
+            return None
+        end = text_len - 1
+        late = [position for position in self.vector.positions if position >= end]
+        if late:
+            raise SteeringError(
+                f"there is a row for position {late[0]}, but the last token that is run stands at {end - 1}. Leave it "
+                "out, or patch a longer text."
+            )
+        return frozenset(self.vector.positions)
+
+    def _from_module(self, modules: Mapping[str, Any]) -> Self:
+        if not isinstance(self.vector, str):
+            return self
+        if self.vector not in modules:
+            known = ", ".join(sorted(modules)) or "none"
+            raise SteeringError(
+                f"there is no module named {quoted(self.vector)}; registered: {known}. "
+                "Register it first: engine.modules[name] = vector."
+            )
+        return replace(self, vector=modules[self.vector])
+
+    def _placed(self) -> Self:
+        """With the place that a steering vector brings, where this edit names none."""
+        found = self.vector
+        if not isinstance(found, SteeringVector):
+            return self
+        if found.op != "add" and self.op in ("add", "patch"):
+            raise SteeringError(
+                f"this vector is made to {found.op}, and {type(self).__name__} would take it for what to {self.op}. "
+                f"Use {found.op.capitalize()}, or import it again with op='add'."
+            )
+        given: dict[str, Any] = {}
+        if self.hook is None:
+            given["hook"] = found.hook
+        if self.layers is None:
+            given["layers"] = list(found.layers)
+        if self.streams is None and found.streams != "flat":
+            given["streams"] = found.streams
+        if found.scale_unit == "row_norm" and self.op == "add":
+            given["norm_match"] = True
+        return replace(self, **given)
+
+    def _at_site(self, vector: torch.Tensor, row: HookSchema, hook: str, path: Any) -> SiteEdit:
+        """The operation on rows of this shape; widths and streams are checked against it."""
+        streams, has_streams = self.streams, hook.startswith("mhc_streams")
+        width, numbers = row.width, vector.shape[-1]
+        if not has_streams:
+            if streams is not None:
+                raise SteeringError(f"streams is {quoted(streams)}, but {hook} has one stream. Leave streams out.")
+            if numbers != width:
+                raise SteeringError(f"the vector has {numbers} numbers, {hook} has rows of {width}.")
+            return self._site_edit(vector, None, False, path)
+        m, d = row.logical_shape
+        if streams == "post_mix":
+            if numbers != d or self.op != "add":
+                raise SteeringError(
+                    f"streams='post_mix' adds one vector of {d} numbers to every stream by its weight; "
+                    f"got {self.op} with {numbers} numbers."
+                )
+            return self._site_edit(vector, None, True, path)
+        chosen = tuple(range(m)) if streams == "all" else streams
+        if chosen is not None and any(s >= m for s in chosen):
+            raise SteeringError(f"streams is {list(chosen)}, this model has streams 0..{m - 1}.")
+        if numbers == d:
+            if chosen is None:
+                raise SteeringError(
+                    f"the vector has {d} numbers, one stream's width, and streams is not given; {hook} has "
+                    f"rows of m*d = {width}. Give streams='all', 'post_mix' or a list."
+                )
+            return self._site_edit(vector, chosen, False, path)
+        if numbers != width:
+            raise SteeringError(
+                f"the vector has {numbers} numbers, {hook} has rows of m*d = {m}*{d} = {width} (or {d} with streams=)."
+            )
+        if chosen is not None and self.op == "patch":  # the other streams are left as they are
+            return self._site_edit(vector, chosen, False, path)
+        if chosen is not None:  # those blocks are kept, the others are zeroed
+            keep = vector.new_zeros(m, d)
+            keep[list(chosen)] = vector.view(m, d)[list(chosen)]
+            vector = keep.flatten()
+        return self._site_edit(vector, None, False, path)
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        raise AssertionError("each kind of edit says what it does")
+
+
+@dataclass(frozen=True)
+class Add(VectorEdit):
+    norm_match: bool = False
+
+    op: ClassVar[str] = "add"
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        if self.norm_match and post_mix:
+            raise SteeringError("norm_match goes by a row's norm, streams='post_mix' by live weights. Choose one.")
+        if self.norm_match and float(vector.norm()) == 0:
+            raise SteeringError("norm_match needs a direction, and the vector is zero.")
+        return SiteEdit("add", vector, self.scale, path, streams, self.norm_match, post_mix)
+
+
+@dataclass(frozen=True)
+class Clamp(VectorEdit):
+    min: float | None = None
+    max: float | None = None
+
+    op: ClassVar[str] = "clamp"
+
+    def _check(self) -> None:
+        for name in ("min", "max"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, finite_number(getattr(self, name), name))
+        if self.min is None and self.max is None:
+            raise SteeringError("Clamp has neither min nor max. Give at least one bound; min = max holds a value.")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise SteeringError(f"min ({self.min}) is above max ({self.max}). Swap them.")
+        if not 0 <= self.scale <= 1:
+            raise SteeringError(f"scale is {self.scale}, expected 0 to 1 for a clamp. Project allows other strengths.")
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        return SiteEdit("clamp", _unit(vector), self.scale, path, streams, low=self.min, high=self.max)
+
+
+@dataclass(frozen=True)
+class Project(VectorEdit):
+    op: ClassVar[str] = "project"
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        return SiteEdit("clamp", _unit(vector), self.scale, path, streams, low=0.0, high=0.0)
+
+
+@dataclass(frozen=True)
+class Patch(VectorEdit):
+    """`vector` is what is put in place: as for other edits, 0 for zeros, or rows by position: `PositionRows`, or rows
+    of a capture (`output.acts[hook, layer]`). With rows by position only those positions are patched."""
+
+    op: ClassVar[str] = "patch"
+
+    @staticmethod
+    def _source(given: Any) -> Any:
+        if isinstance(given, PositionRows) or (type(given) in (int, float) and given == 0):
+            return given
+        if isinstance(given, Mapping) and "positions" in given:
+            return PositionRows.from_json(given)
+        if hasattr(given, "tensor") and hasattr(given, "positions"):
+            return PositionRows.captured(given)
+        return VectorEdit._source(given)
+
+    def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
+        places = self.vector.positions if isinstance(self.vector, PositionRows) else None
+        return SiteEdit("patch", vector, self.scale, path, streams, places=places)
+
+
+@dataclass(frozen=True, eq=False)
+class ResolvedEdit:
+    """An edit as a plan carries it: operations by site, and which tokens they meet."""
+
+    sites: Mapping[Key, SiteEdit]
+    selector: PositionSelector | None
+    phase: str
+    places: frozenset[int] | None = None
+    prompt_len: int = 0
+
+    @property
+    def generated(self) -> bool | None:
+        every = every_generated(self.phase, self.selector)
+        return every if self.places is None or every is False else None
+
+    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
+        if self.phase not in ("both", phase):
+            return ()
+        if self.places is not None and not any((p < self.prompt_len) == (phase == "prefill") for p in self.places):
+            return ()
+        positions = b"" if self.selector is None else self.selector.signature(phase)
+        return () if positions is None else [site_part(key, edit, positions) for key, edit in self.sites.items()]
+
+    def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
+        count = len(token_ids)
+        first = max(prompt_len - start, 0) if self.phase == "decode" else 0
+        stop = min(max(prompt_len - start, 0), count) if self.phase == "prefill" else count
+        if first >= stop:
+            return ()
+        if self.selector is None:
+            found: Sequence[int] = range(first, stop)
+        else:
+            rows = np.asarray(self.selector.rows(start, token_ids))
+            found = rows[(rows >= first) & (rows < stop)]  # type: ignore[assignment]
+        return found if self.places is None else [row for row in found if start + int(row) in self.places]
+
+
+Edits = Sequence[VectorEdit]
+
+
+def check_directions(edits: Iterable[Any]) -> None:
+    """Refuse more than `MAX_DIRECTIONS` clamps and projections that meet at one site in one phase."""
+    edits = [edit for edit in edits if isinstance(edit, ResolvedEdit)]
+    for phase in PHASES[1:]:
+        count: Counter[Key] = Counter()
+        for edit in edits:
+            if edit.phase in ("both", phase):
+                count.update(key for key, site in edit.sites.items() if site.op == "clamp")
+        for (hook, layer), directions in count.items():
+            if directions > MAX_DIRECTIONS:
+                raise SteeringError(
+                    f"{directions} directions are clamped or projected at {hook}[{layer}] during {phase}, at most "
+                    f"{MAX_DIRECTIONS} can be, global ones included. Drop some, or spread them over layers."
+                )
+
+
+def check_edits(edits: Any) -> tuple[VectorEdit, ...]:
+    """A list of edits, or a refusal that says what came instead."""
+    given = (edits,) if isinstance(edits, VectorEdit) else tuple(edits) if isinstance(edits, (list, tuple)) else None
+    if given is None or not all(isinstance(edit, VectorEdit) for edit in given):
+        raise SteeringError(f"steer is {quoted(edits)}, expected a list of Add, Project, Clamp or Patch.")
+    return given
+
+
+def _unit(vector: Any) -> Any:
+    norm = float(vector.norm())
+    if norm == 0:
+        raise SteeringError("the direction is zero, so nothing lies along it. Give a vector that is not zero.")
+    return vector / norm
+
+
+def _streams(value: Any) -> Any:
+    if value is None or value in ("all", "post_mix"):
+        return value
+    if isinstance(value, str) or not isinstance(value, Sequence) or not value:
+        raise SteeringError(f"streams is {quoted(value)}, expected 'all', 'post_mix' or a list of stream numbers.")
+    for stream in value:
+        if isinstance(stream, bool) or not isinstance(stream, int) or stream < 0:
+            raise SteeringError(f"streams holds {quoted(stream)}, expected stream numbers from 0.")
+    return tuple(sorted(set(value)))
+
+
+__all__ = [
+    "Add",
+    "Clamp",
+    "Edits",
+    "LayerSelector",
+    "Patch",
+    "Positions",
+    "Project",
+    "ResolvedEdit",
+    "VectorEdit",
+    "check_directions",
+    "check_edits",
+]

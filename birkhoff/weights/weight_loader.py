@@ -1,0 +1,167 @@
+"""From a checkpoint into a model's memory, one strip of one tensor at a time.
+
+The model says where each tensor goes (`WeightDestination`: name, tensor, kind); this room says what the files hold. The
+whole plan (names, shapes, dtypes) is checked from headers before the first byte of payload is read, so a model is
+either not touched or filled completely, short of damaged numbers. "value" destinations get exactly dequantised
+numbers rounded once to their dtype; "codes" and "scale" get the stored bytes; "ids" get a checked expert table.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorUnexpected
+from birkhoff.weights.checkpoint import Checkpoint
+from birkhoff.weights.layout import scale_name
+from birkhoff.weights.shard_index import some
+from birkhoff.weights.tensor_ref import (
+    FLOATS,
+    INSPECT,
+    check_codes,
+    check_experts,
+    check_finite,
+    check_ids,
+    check_scale,
+    recognise,
+    strips,
+    value_strips,
+)
+
+_PACKED_DTYPES: dict[torch.dtype, tuple[str, ...]] = {
+    torch.float8_e4m3fn: ("F8_E4M3",),
+    torch.int8: ("I8", "U8"),
+    torch.uint8: ("I8", "U8", "F8_E8M0"),
+    torch.float8_e8m0fnu: ("F8_E8M0", "U8"),
+}
+
+
+class WeightDestination(Protocol):
+    """What the model yields: `kind` is "value", "codes", "scale" or "ids"; `tensor` may be a view on any device."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def tensor(self) -> torch.Tensor: ...
+    @property
+    def kind(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    tensors: int
+    file_bytes: int
+    resident_bytes: int
+    seconds: float
+    skipped: int
+    notices: tuple[str, ...]
+
+
+def load_into(
+    destinations: Iterable[WeightDestination],
+    checkpoint: Checkpoint,
+    *,
+    skip: tuple[str, ...] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadReport:
+    """Fill every destination. Names in the files that start with one of `skip` may stay unused; others may not.
+
+    `progress` is called with (bytes read, bytes in all) after each tensor.
+    """
+    began = time.perf_counter()
+    plan, skipped = _plan(list(destinations), checkpoint, skip)
+    total, done, resident = sum(checkpoint[name].nbytes for _, names in plan for name in names), 0, 0
+    with torch.no_grad():
+        for destination, names in plan:
+            _FILL[destination.kind](destination, checkpoint)
+            resident += destination.tensor.nbytes
+            done += sum(checkpoint[name].nbytes for name in names)
+            if progress is not None:
+                progress(done, total)
+    seconds = time.perf_counter() - began
+    return LoadReport(len(plan), total, resident, seconds, skipped, tuple(checkpoint.notices))
+
+
+def _plan(
+    destinations: list[WeightDestination], checkpoint: Checkpoint, skip: tuple[str, ...]
+) -> tuple[list[tuple[WeightDestination, list[str]]], int]:
+    """Each destination with the stored tensors it uses, in file order; refuses anything that cannot work out."""
+    missing = [d.name for d in destinations if d.name not in checkpoint]
+    if missing:
+        raise TensorMissing(
+            f"{len(missing)} tensors the model needs are not in {checkpoint.path.name}: {some(missing)}. {INSPECT}"
+        )
+    plan = [(d, _check(d, checkpoint)) for d in destinations]
+    used = [name for _, names in plan for name in names]
+    assert len(used) == len(set(used)), "the model asks for a tensor twice"
+    unused = set(checkpoint) - set(used)
+    left_over = sorted(name for name in unused if not name.startswith(skip)) if skip else sorted(unused)
+    if left_over:
+        raise TensorUnexpected(
+            f"{checkpoint.path.name} holds {len(left_over)} tensors the model has no place for: "
+            f"{some(left_over)}. {INSPECT}"
+        )
+    place = {name: index for index, name in enumerate(checkpoint)}
+    plan.sort(key=lambda step: place[step[0].name])
+    return plan, len(unused)
+
+
+def _check(destination: WeightDestination, checkpoint: Checkpoint) -> list[str]:
+    """The stored names one destination uses, after checking dtype and shape from the headers."""
+    name, tensor, kind = destination.name, destination.tensor, destination.kind
+    shape, ref = tuple(tensor.shape), checkpoint[name]
+    if kind == "value":
+        assert tensor.is_floating_point(), f"{name} wants numbers in {tensor.dtype}"
+        stored = recognise(checkpoint, name, shape)
+        return [name] if stored == "float" else [name, scale_name(name)]
+    if kind == "ids":
+        check_ids(checkpoint, name, shape)
+        return [name]
+    assert kind in ("codes", "scale"), kind
+    wanted = _PACKED_DTYPES.get(tensor.dtype, ())
+    if ref.dtype not in wanted:
+        plain = " Plain floats cannot be kept packed; load them as numbers." if ref.dtype in FLOATS else ""
+        raise TensorDtype(
+            f"{name} is stored as {ref.dtype}, expected {' or '.join(wanted)} to keep it packed.{plain} {INSPECT}"
+        )
+    if ref.shape != shape:
+        raise TensorShape(f"{name} is {ref.shape}, expected {shape} as packed {kind}. {INSPECT}")
+    return [name]
+
+
+def _fill_value(destination: WeightDestination, checkpoint: Checkpoint) -> None:
+    name, tensor = destination.name, destination.tensor
+    for start, values in value_strips(checkpoint, name, tuple(tensor.shape), tensor.device):
+        rows = tensor[start : start + len(values)]
+        rows.copy_(values)
+        if tensor.dtype not in (torch.float32, torch.float64):
+            check_finite(name, rows, start)  # rounding to a narrower range may overflow
+
+
+def _fill_packed(destination: WeightDestination, checkpoint: Checkpoint) -> None:
+    ref, tensor = checkpoint[destination.name], destination.tensor
+    check = check_scale if destination.kind == "scale" else check_codes
+    for start, stop in strips(ref.shape, 1):
+        rows = ref.rows(start, stop).to(tensor.device)
+        check(destination.name, rows, start)
+        tensor[start:stop].copy_(rows if rows.dtype == tensor.dtype else rows.view(tensor.dtype))
+
+
+def _fill_ids(destination: WeightDestination, checkpoint: Checkpoint) -> None:
+    name, tensor = destination.name, destination.tensor
+    for start, stop in strips(tuple(tensor.shape), 8):
+        ids = checkpoint[name].rows(start, stop)
+        check_experts(name, ids, checkpoint.config.n_routed_experts, start)
+        tensor[start:stop].copy_(ids)
+
+
+_FILL: dict[str, Callable[[WeightDestination, Checkpoint], None]] = {
+    "value": _fill_value,
+    "codes": _fill_packed,
+    "scale": _fill_packed,
+    "ids": _fill_ids,
+}

@@ -1,0 +1,223 @@
+"""Training on a model's captures, judging with the model in the loop, explaining features: the whole chain, small."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from birkhoff import Add, Capture
+from birkhoff.analysis.sae_features import explain, read_features, save_features, speaks_for
+from birkhoff.analysis.sae_quality import LossRecovered, loss_recovered, row_quality, silent
+from birkhoff.analysis.sae_rows import LiveRows, StoreRows, check_view, view_rows
+from birkhoff.analysis.sae_train import STATE, train_sae
+from birkhoff.errors import OptionError, SaeError
+from birkhoff.hooks.tap import EagerTap
+from birkhoff.sae.compact import compact, rounded
+from birkhoff.sae.dictionary import Sae
+from birkhoff.sae.evaluate import quality
+from birkhoff.sae.features import suggested_label
+from birkhoff.sae.load_saelens import WEIGHTS
+from birkhoff.sae.train import TrainOptions
+from tests.api.conftest import open_engine
+
+HOOK, LAYER, PLANTED, WINDOW = "mlp_out", 2, 24, 2
+STREAMS = "mhc_streams_pre_attn"
+
+
+def texts(count: int, seed: int = 0, length: int = 24) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(3, 259, (count, length), generator=generator).tolist()
+
+
+@pytest.fixture(scope="module")
+def directions(engine) -> torch.Tensor:
+    drawn = torch.randn(PLANTED, engine.schema[HOOK].width, generator=torch.Generator().manual_seed(1))
+    return drawn / drawn.norm(dim=1, keepdim=True)
+
+
+@pytest.fixture(scope="module")
+def store(checkpoint, directions, tmp_path_factory):
+    """A synthetic model's captures with planted features: every two tokens carry two directions of their own, added
+    while the model runs, some ten times as strong as what was there."""
+    root = tmp_path_factory.mktemp("planted")
+    prompts = texts(160)
+    generator = torch.Generator().manual_seed(2)
+    with open_engine(checkpoint, capture_root=root) as engine:
+        size = engine.trace(prompts[0], [HOOK])[HOOK, LAYER].norm(dim=-1).mean().item()
+        steer = []
+        for prompt in prompts:
+            edits = []
+            for start in range(0, len(prompt), WINDOW):
+                for direction in torch.randperm(PLANTED, generator=generator)[:2].tolist():
+                    strength = size * 8 * (1 + torch.rand((), generator=generator).item())
+                    where = {"prompt": {"window": [start, start + WINDOW]}}
+                    edits.append(Add(directions[direction], HOOK, [LAYER], scale=strength, where=where))
+            steer.append(edits)
+        captures = [
+            Capture(
+                {HOOK: [LAYER]}, capture_point="after", tag="planted", request_id=f"r{number}", **{"return": "file"}
+            )
+            for number in range(len(prompts))
+        ]
+        outputs = engine.generate(prompts, max_tokens=1, temperature=0, capture=captures, steer=steer)
+        assert all(next(iter(output.capture_results.values())).status == "ok" for output in outputs)
+    return root / "planted"
+
+
+def test_planted_directions_of_a_models_captures_are_found_again(store, directions, tmp_path):
+    source = StoreRows(store, HOOK, LAYER, "single", 256)
+    done = train_sae(source, TrainOptions(32, k=2, steps=900, rate=5e-3), tmp_path / "sae")
+    best = (directions @ done.sae.decoder.T).amax(1)
+    assert done.quality.explained_variance >= 0.9
+    assert (best > 0.9).float().mean() >= 0.9
+    again = Sae.load(tmp_path / "sae")
+    assert (again.hook, again.layer, again.view, again.activation.name) == (HOOK, LAYER, "single", "jumprelu")
+    rows = next(source.batches(0))
+    assert torch.allclose(again.encode(rows), done.sae.encode(rows), atol=1e-3)
+
+
+def test_a_training_that_was_killed_ends_the_same(store, tmp_path):
+    source, options = StoreRows(store, HOOK, LAYER, "single", 128), TrainOptions(32, k=2, steps=24)
+    whole = train_sae(source, options, tmp_path / "whole")
+
+    class Stop(Exception):
+        pass
+
+    def stop(report):
+        if report.step == 17:
+            raise Stop
+
+    with pytest.raises(Stop):
+        train_sae(source, options, tmp_path / "cut", every=5, tell=stop)
+    assert (tmp_path / "cut" / STATE).is_file()
+    with pytest.raises(SaeError, match="other settings"):
+        train_sae(source, TrainOptions(32, k=3, steps=24), tmp_path / "cut")
+    seen = []
+    again = train_sae(source, options, tmp_path / "cut", tell=lambda report: seen.append(report.step))
+    assert seen[0] == 16 and torch.equal(again.sae.decoder, whole.sae.decoder)
+    assert again.sae.digest == whole.sae.digest and not (tmp_path / "cut" / STATE).exists()
+
+
+@pytest.mark.parametrize("view", ["flat", "per_stream", "mean", "read"])
+def test_live_rows_are_those_of_the_forward_pass(engine, view):
+    prompts = texts(5, 3)
+    source = LiveRows(engine, prompts, STREAMS, 2, view, batch_rows=40, pool_batches=2)
+    found = torch.cat(list(source.batches(0)))
+    hook = "pre_attn" if view == "read" else STREAMS
+    rows = torch.cat([view_rows(engine.trace(ids, [hook])[hook, 2], view) for ids in prompts])
+    assert found.shape == rows.shape
+    close = torch.cdist(found, rows).amin(1) / rows.norm(dim=1).mean()
+    assert close.max() < 1e-3, "every row is a row of the pass"
+    assert not torch.allclose(found, rows, atol=1e-3), "and they are mixed"
+    again = torch.cat(list(source.batches(0)))
+    assert torch.allclose(found, again, atol=1e-4), "by the seed"
+
+
+@pytest.fixture(scope="module")
+def dictionary(engine) -> Sae:
+    source = LiveRows(engine, texts(24, 7), STREAMS, 3, "flat", batch_rows=128, pool_batches=2)
+    return train_sae(source, TrainOptions(96, k=12, steps=60, rate=5e-3)).sae
+
+
+def test_loss_recovered_is_the_definition(engine, dictionary):
+    prompts = texts(3, 9)
+    found = loss_recovered(engine, dictionary, prompts)
+    assert found.tokens == 3 * 23
+
+    def loss(change) -> float:
+        total = 0.0
+        for ids in prompts:
+            with torch.no_grad():
+
+                def edit(site, layer, x):
+                    return change(x) if (site.name, layer) == (STREAMS, 3) else x
+
+                logits = engine.model(torch.tensor(ids), EagerTap(edit=edit))
+            total -= logits[:-1].log_softmax(-1)[torch.arange(23), ids[1:]].sum().item()
+        return total / found.tokens
+
+    assert found.plain == pytest.approx(loss(lambda x: x), abs=1e-4)
+    assert found.ablated == pytest.approx(loss(torch.zeros_like), abs=1e-4)
+    assert found.spliced == pytest.approx(loss(lambda x: dictionary.reconstruct(x.flatten(1)).view_as(x)), abs=1e-3)
+    assert found.added == pytest.approx(found.spliced - found.plain)
+    assert LossRecovered(9, 1.0, 1.5, 3.0).recovered == 0.75 and LossRecovered(9, 1.0, 1.5, 0.9).recovered == 0.0
+    nothing = loss_recovered(engine, silent(dictionary), prompts)
+    assert nothing.spliced == nothing.ablated
+    left_alone = loss_recovered(engine, dictionary, [[5, 5, 5, 5]], leave=[5])
+    assert left_alone.plain == left_alone.spliced == left_alone.ablated
+    with pytest.raises(OptionError, match="two tokens"):
+        loss_recovered(engine, dictionary, [[1]])
+
+
+def test_quality_of_texts_is_that_of_their_rows(engine, dictionary):
+    prompts = texts(4, 11)
+    found, measure = row_quality(engine, dictionary, prompts, skip=2)
+    rows = torch.cat([engine.trace(ids, [STREAMS])[STREAMS, 3][2:].flatten(1) for ids in prompts])
+    assert found.rows == len(rows) == measure.rows
+    assert found.explained_variance == pytest.approx(quality(dictionary, [rows]).explained_variance, abs=1e-5)
+
+
+def test_features_are_found_where_they_fire_most(engine, dictionary, tmp_path):
+    prompts = texts(6, 13)
+    book = read_features(engine, dictionary, prompts, skip=1, contexts=3)
+    every = [dictionary.encode(engine.trace(ids, [STREAMS])[STREAMS, 3].flatten(1)) for ids in prompts]
+    checked = 0
+    for feature in range(dictionary.d_sae):
+        best = sorted(((f[1:, feature].max().item(), n) for n, f in enumerate(every)), reverse=True)[:3]
+        peaks = book.peaks(feature)
+        assert [peak.text for peak in peaks] == [n for value, n in best if value > 0]
+        for peak in peaks:
+            assert every[peak.text][peak.position, feature].item() == pytest.approx(peak.value, abs=1e-4)
+            checked += 1
+    assert checked > 20
+    fired = torch.cat([f[1:] for f in every]).gt(0).float().mean(0)
+    assert torch.allclose(book.density, fired)
+
+    found = explain(engine, dictionary, prompts, contexts=3, tokens=4)
+    feature, entry = next(iter(found.items()))
+    assert entry.contexts[0]["value"] == pytest.approx(book.peaks(feature)[0].value, abs=1e-3)
+    assert "[" in entry.contexts[0]["text"] and len(entry.promotes) == len(entry.suppresses) == 4
+    said = json.loads(save_features(found, tmp_path).read_text())
+    assert set(said) == {str(number) for number in found}
+
+
+def test_the_tokens_a_feature_speaks_for_are_those_its_row_raises(engine, dictionary):
+    up, down = speaks_for(engine, dictionary, 3)
+    row = dictionary.decoder[5].view(4, -1).mean(0)
+    with torch.no_grad():
+        logits = engine.model.logits(engine.model.norm(row.unsqueeze(0)))[0]
+    assert logits.topk(3).indices.tolist() == up[5].tolist() and logits.argmin() == down[5][0]
+
+
+def test_labels_say_what_is_always_there():
+    assert suggested_label([" cat", "cat", " Cat"], ["a", "b", "c"]) == '"cat"'
+    assert suggested_label(["the", "a", "my"], [" dog", "dog", "dog"]) == 'before "dog"'
+    assert suggested_label(["red", "blue", "red", "green"], ["a", "b", "c", "d"]) == "red / blue / green"
+    assert suggested_label(["\n", " "], ["", ""]) == "spaces and breaks"
+
+
+def test_half_the_bytes_and_the_same_dictionary(dictionary, tmp_path):
+    small = rounded(dictionary)
+    small.save(tmp_path / "sae")
+    whole = (tmp_path / "sae" / WEIGHTS).stat().st_size
+    assert compact(tmp_path / "sae") < 0.6 * whole
+    again = Sae.load(tmp_path / "sae")
+    assert torch.equal(again.encoder, small.encoder) and torch.equal(again.decoder, small.decoder)
+    assert again.digest == small.digest != dictionary.digest
+    dictionary.save(tmp_path / "exact")
+    compact(tmp_path / "exact")  # what would lose something stays as it is
+    assert torch.equal(Sae.load(tmp_path / "exact").decoder, dictionary.decoder)
+
+
+def test_views_a_hook_does_not_have_are_refused(engine, tmp_path):
+    for hook, view, words in ((HOOK, "flat", "expected single"), (STREAMS, "single", "expected flat"),
+                              ("mhc_streams_final", "read", "final_hidden")):  # fmt: skip
+        with pytest.raises(OptionError, match=words):
+            check_view(hook, view)
+    with pytest.raises(SaeError, match="no rows"):
+        train_sae(LiveRows(engine, [], HOOK, 1), TrainOptions(8, k=2))
+    nowhere = Sae(torch.eye(4), None, torch.eye(4))
+    with pytest.raises(SaeError, match="where its rows come from"):
+        read_features(engine, nowhere, [[1, 2]])

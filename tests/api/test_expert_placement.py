@@ -1,0 +1,159 @@
+"""Loading with experts in two places: options, refusals with their numbers, and the same answers at any share."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import birkhoff
+from birkhoff.api.expert_placement import PlacementOptions, place, wish_of
+from birkhoff.convert.presets import preset
+from birkhoff.convert.synth import synth
+from birkhoff.engine.memory_plan import plan_budget
+from birkhoff.errors import CapacityError, CountsFileError, OptionError
+from birkhoff.model.linear import Numerics
+from birkhoff.model.transformer import Transformer
+from birkhoff.offload.expert_counts import ExpertCounts
+from tests.sizes import scaled
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("experts", "wish"), [
+    ("auto", PlacementOptions()),
+    ("device", PlacementOptions(everything=True)),
+    ("host", PlacementOptions(share=0.0)),
+    (0.25, PlacementOptions(share=0.25)),
+    ("0.25", PlacementOptions(share=0.25)),
+    (1.0, PlacementOptions(share=1.0)),
+    (2**33, PlacementOptions(expert_bytes=2**33)),
+    ("20GiB", PlacementOptions(expert_bytes=20 * GIB)),
+    ("1.5GiB", PlacementOptions(expert_bytes=3 * GIB // 2)),
+])  # fmt: skip
+def test_what_experts_may_be(experts, wish):
+    assert wish_of(experts, None, None) == wish
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    (("moon", None, None), r"experts is 'moon', expected bytes such as '24GiB', 'auto', 'device', 'host' or a share"),
+    ((True, None, None), "experts is 'True', expected"),
+    ((-5, None, None), "experts is -5, expected"),
+    ((0, None, None), "experts is 0, expected"),
+    ((1.5, None, None), r"experts is 1.5, a share lies between 0.0 and 1.0"),
+    ((float("nan"), None, None), "experts is 'nan', expected"),
+    ((None, None, None), "experts is 'None', expected"),
+    (("auto", "much", None), "gpu_memory is 'much', expected bytes such as '24GiB'"),
+    (("auto", 0.5, None), "gpu_memory is '0.5', expected bytes"),
+    (("auto", True, None), "gpu_memory is 'True'"),
+    (("auto", None, 5), "expert_counts is 5, expected the path of a file"),
+    (("auto", None, "/no/such/folder/counts.json"), "whose folder does not exist"),
+])  # fmt: skip
+def test_what_cannot_be_meant_is_refused(options, says):
+    with pytest.raises(OptionError, match=says):
+        wish_of(*options)
+
+
+@pytest.mark.parametrize("options", [{"experts": 0.5}, {"experts": "host"}, {"gpu_memory": "24GiB"}])
+def test_a_model_that_is_not_packed_cannot_be_placed(options):
+    with pytest.raises(
+        OptionError, match="need a checkpoint in the released formats, Triton kernels and plain numerics"
+    ):
+        birkhoff.load("nano", device="cpu", **options)
+
+
+def flash():
+    with torch.device("meta"):
+        return Transformer(preset("flash", mtp=False), Numerics(torch.bfloat16), packed=True, mtp=False)
+
+
+def refused(wish: PlacementOptions, free: int, host: int = 200 * GIB) -> str:
+    with pytest.raises(CapacityError) as caught:
+        place(flash(), wish, torch.device("cpu"), free, host, None, 1, 4096)
+    return str(caught.value)
+
+
+def test_refusals_say_what_was_needed_and_what_is_there():
+    small = refused(PlacementOptions(), 6 * GIB)
+    assert "without a single routed expert (weights" in small and "may use 6.00 GiB. Lower max_context" in small
+    capped = refused(PlacementOptions(gpu_memory=6 * GIB), 139 * GIB)
+    assert "may use 6.00 GiB" in capped, "gpu_memory counts, not what is free"
+    assert "experts is 'device', but" in refused(PlacementOptions(everything=True), 100 * GIB)
+    assert "11008 experts and places to move through take 137.06 GiB" in refused(PlacementOptions(share=1.0), 100 * GIB)
+    assert "of host memory, and 64.00 GiB are free" in refused(PlacementOptions(), 24 * GIB, host=64 * GIB)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    path = tmp_path_factory.mktemp("placing") / "tiny"
+    synth(path, "tiny", layers=1, tokenizer=False)
+    return path
+
+
+def engine(path, **options):
+    from tests.interpreter import DEVICE
+
+    return birkhoff.load(
+        path, device=DEVICE.type, kernels="triton", dtype="float32", max_requests=1, max_context=256,
+        prefix_cache=False, **options,
+    )  # fmt: skip
+
+
+PROMPT = [5, 80, 200]
+
+
+@pytest.fixture(scope="module")
+def answer(path):
+    with engine(path) as opened:
+        assert opened.placement is None, "everything fits"
+        return opened.generate(PROMPT, temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
+
+
+@pytest.mark.parametrize("experts", scaled([1.0, 0.5, "host", "40KB"], [0.5]))
+def test_an_engine_answers_the_same_at_any_share(path, answer, experts, tmp_path, capsys):
+    with engine(path, experts=experts, expert_counts=tmp_path / "counts.json") as opened:
+        share = {"host": 0.0, "40KB": None}.get(experts, experts)
+        said = capsys.readouterr().err
+        assert "experts on the device (" in said and "of host memory for the others" in said
+        assert share is None or opened.placement["experts_on_device"] == round(share * 8)
+        output = opened.generate(PROMPT, temperature=0, max_tokens=2, ignore_eos=True, logprobs=5)
+        assert (output.token_ids, output.logprobs) == (answer.token_ids, answer.logprobs), "to the last bit"
+    found = ExpertCounts.load(tmp_path / "counts.json", 1, 8)
+    assert found.steps == 2 and int(found.reads.sum()) >= 4, "a prompt and a token were counted"
+
+
+def test_counts_decide_who_begins_on_the_device(path, tmp_path):
+    reads = torch.zeros(3, 8, dtype=torch.int64)
+    reads[1, 5] = reads[2, 0] = reads[0, 7] = 50
+    ExpertCounts(reads, 50).save(tmp_path / "c.json")
+    network = packed_tiny()
+    placed = place(
+        network, PlacementOptions(share=3 / 24, counts=tmp_path / "c.json"), torch.device("cpu"), GIB, GIB, None, 1, 256
+    )
+    assert placed.store.resident().nonzero().tolist() == [[0, 7], [1, 5], [2, 0]]
+    ExpertCounts(reads[:2], 50).save(tmp_path / "c.json")
+    with pytest.raises(CountsFileError, match="counts 2 layers of 8 experts, this model has 1 of 8"):
+        engine(path, experts=0.5, expert_counts=tmp_path / "c.json")
+
+
+def packed_tiny():
+    config = preset("tiny", 3, False)
+    with torch.device("meta"):
+        return Transformer(config, Numerics(torch.float32), packed=True, mtp=False)
+
+
+def test_memory_decides_how_many():
+    """Between too little for anything and enough for all, every byte budget gives the most experts that fit."""
+    config, network = preset("tiny", 3, False), packed_tiny()
+    whole = plan_budget(config, 2**30, 100_000, dtype=torch.float32)
+    needed = whole.dense_bytes + 100_000
+    last = -1
+    for memory in range(int(needed * 1.10), int(needed * 1.8), int(needed * 0.1)):
+        placed = place(network, PlacementOptions(gpu_memory=memory), torch.device("cpu"), 2**30, 2**30, 100_000, 1, 256)
+        if placed is None:
+            assert last > 0
+            break
+        budget = placed.budget
+        assert last <= budget.hot < 24 and budget.left_bytes >= 0
+        last = budget.hot
+    else:
+        raise AssertionError("the largest device holds everything")

@@ -1,0 +1,429 @@
+"""Between engine and consumers: order, bounds, what overload does, and that nothing raises."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import threading
+import time
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.consumer import Consumer
+from birkhoff.capture.sinks.dispatcher import Dispatcher
+from birkhoff.capture.sinks.filesystem import FilesystemConsumer
+from birkhoff.capture.sinks.memory_consumer import MemoryConsumer
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest, CaptureResult, done
+from birkhoff.capture.sinks.spill_queue import Spill
+from birkhoff.capture.store.reader import read_request
+from birkhoff.errors import CaptureError, OptionError
+from tests.capture.disks import FaultyDisk, SoftDisk
+from tests.capture.made import SHAPES, assert_is_prefix, bits, chunk, same_bits
+from tests.sizes import scaled
+
+
+class Gate:
+    """A consumer that takes nothing until it is opened, and writes down all it is given."""
+
+    location, reads_client_spec = "worker", True
+
+    def __init__(self, threads: int = 1, fail: Exception | None = None, fail_at: str = ""):
+        self.writer_threads, self.open = threads, threading.Event()
+        self.taken: list[Chunk] = []
+        self.told: dict[str, CaptureFinish] = {}
+        self.begun: list[str] = []
+        self._fail, self._fail_at = fail, fail_at
+        self._lock = threading.Lock()
+        self.closed = False
+
+    def global_capture_spec(self):
+        return None
+
+    def validate_client_spec(self, spec, path):
+        pass
+
+    def begin(self, request: CaptureRequest) -> None:
+        self.begun.append(request.key)
+        if self._fail_at == "begin":
+            raise self._fail
+
+    def submit_chunk(self, chunk: Chunk) -> None:
+        assert self.open.wait(30)
+        with self._lock:
+            self.taken.append(chunk)
+        if self._fail_at == "submit":
+            raise self._fail
+
+    def finalize(self, finish: CaptureFinish) -> Future[CaptureResult]:
+        self.told[finish.key] = finish
+        if self._fail_at == "finalize":
+            raise self._fail
+        if self._fail_at == "result":
+            failed: Future[CaptureResult] = Future()
+            failed.set_exception(self._fail)
+            return failed
+        rows = sum(part.num_rows for part in self.taken if part.request_id == finish.key)
+        return done(CaptureResult("ok", finish.key, None, rows))
+
+    def get_result(self, key: str) -> CaptureResult:
+        return CaptureResult("ok")
+
+    def shutdown(self) -> None:
+        self.closed = True
+        if self._fail_at == "shutdown":
+            raise self._fail
+
+
+def send(dispatcher: Dispatcher, requests: dict[str, int], seed: int = 0) -> None:
+    """Rows of several requests and two sites, interleaved at random, in order for each of them."""
+    chance = random.Random(seed)
+    left = {(name, hook): 0 for name in requests for hook in ("post_attn", "mhc_attn_res_mix")}
+    while left:
+        name, hook = chance.choice(sorted(left))
+        start = left[name, hook]
+        count = min(chance.randint(1, 3), requests[name] - start)
+        dispatcher.submit(chunk(name, hook, 1, start, count))
+        left[name, hook] = start + count
+        if start + count == requests[name]:
+            del left[name, hook]
+
+
+def until(so, seconds: float = 30) -> None:
+    """Wait for another thread to have come somewhere."""
+    given_up = time.monotonic() + seconds
+    while not so():
+        assert time.monotonic() < given_up, "it never came so far"
+        time.sleep(0.005)
+
+
+def in_order(taken: list[Chunk], requests: dict[str, int]) -> None:
+    """Every row of every request, once, in order, with the bits it was sent with."""
+    for name, rows in requests.items():
+        for hook in ("post_attn", "mhc_attn_res_mix"):
+            mine = [part for part in taken if (part.request_id, part.hook) == (name, hook)]
+            assert [position for part in mine for position in part.positions] == list(range(rows))
+            assert [part.row_offset for part in mine] == [part.positions[0] for part in mine]
+            assert same_bits(np.concatenate([part.array() for part in mine]), bits(name, hook, 1, 0, rows))
+
+
+REQUESTS = {f"r{number}": 12 for number in range(6)}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_t_cap_8_block_keeps_every_row(quick_path, threads):
+    gate = Gate(threads)
+    with Dispatcher({"gate": gate}, queue_size=4, overload_policy="block") as dispatcher:
+        engine = threading.Thread(target=send, args=(dispatcher, REQUESTS))
+        engine.start()
+        until(lambda: dispatcher.lanes["gate"].depth >= 4)
+        time.sleep(0.05)
+        assert engine.is_alive() and dispatcher.lanes["gate"].depth <= 4, "the engine waits at the queue's limit"
+        gate.open.set()
+        engine.join(30)
+        for name in REQUESTS:
+            dispatcher.finish(name, "stop")
+            assert dispatcher.results(name, 30)["gate"].status == "ok"
+        counters = dispatcher.lanes["gate"].counters
+        assert counters.blocked_seconds > 0 and counters.dropped_rows == counters.spilled_chunks == 0
+        assert counters.submitted_rows == counters.delivered_rows == 2 * 12 * len(REQUESTS)
+    in_order(gate.taken, REQUESTS)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_t_cap_8_drop_counts_exactly(quick_path, threads):
+    gate = Gate(threads)
+    with Dispatcher({"gate": gate}, queue_size=4, overload_policy="drop") as dispatcher:
+        send(dispatcher, REQUESTS)
+        gate.open.set()
+        results = {}
+        for name in REQUESTS:
+            dispatcher.finish(name, "stop")
+            results[name] = dispatcher.results(name, 30)["gate"]
+        counters = dispatcher.lanes["gate"].counters
+    sent = 2 * 12 * len(REQUESTS)
+    kept = sum(part.num_rows for part in gate.taken)
+    assert 0 < kept < sent and counters.delivered_rows == kept and counters.dropped_rows == sent - kept
+    assert counters.submitted_rows == sent
+    for name, result in results.items():
+        mine = sum(part.num_rows for part in gate.taken if part.request_id == name)
+        assert result.dropped_rows == 24 - mine == gate.told[name].dropped_rows
+        assert result.status == ("partial_error" if mine < 24 else "ok")
+        assert mine == 24 or "dropped" in result.error
+    for part in gate.taken:  # what came through is whole and true
+        assert same_bits(part.array(), bits(part.request_id, part.hook, 1, part.positions[0], part.num_rows))
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("room", [1 << 30, 4000])
+def test_t_cap_8_spill_keeps_order(quick_path, threads, room):
+    """Chunks wait on disk in their place; when its share is full the engine waits. Nothing is lost either way."""
+    gate = Gate(threads)
+    spill = quick_path / "spill"
+    options = {"overload_policy": "spill", "spill_dir": str(spill), "spill_max_bytes": room}
+    with Dispatcher({"gate": gate}, queue_size=4, **options) as dispatcher:
+        engine = threading.Thread(target=send, args=(dispatcher, REQUESTS))
+        engine.start()
+        counters = dispatcher.lanes["gate"].counters
+        until(lambda: counters.spilled_chunks > 5)
+        engine.join(0.3 if room < 1 << 20 else 30)
+        assert engine.is_alive() == (room < 1 << 20), "with room it never waits; without, it does"
+        assert counters.spilled_chunks > 5
+        assert os.listdir(spill) == [], "spilled files have no name: nothing is left if we die"
+        gate.open.set()
+        engine.join(30)
+        for name in REQUESTS:
+            dispatcher.finish(name)
+            assert dispatcher.results(name, 30)["gate"].status == "ok"
+        assert counters.dropped_rows == 0 and counters.delivered_rows == 2 * 12 * len(REQUESTS)
+        assert (counters.blocked_seconds > 0) == (room < 1 << 20)
+    in_order(gate.taken, REQUESTS)
+
+
+def test_a_spill_disk_that_is_full_makes_the_engine_wait(quick_path):
+    gate, disk = Gate(), FaultyDisk(lambda call, path: errno.ENOSPC if call == "write" else None)
+    options = {"overload_policy": "spill", "spill_dir": str(quick_path), "disk": disk}
+    with Dispatcher({"gate": gate}, queue_size=2, **options) as dispatcher:
+        engine = threading.Thread(target=send, args=(dispatcher, {"a": 12}))
+        engine.start()
+        engine.join(0.1)
+        assert engine.is_alive()
+        gate.open.set()
+        engine.join(30)
+        dispatcher.finish("a")
+        assert dispatcher.results("a", 30)["gate"].status == "ok"
+    in_order(gate.taken, {"a": 12})
+
+
+@pytest.mark.parametrize("hook", SHAPES)
+def test_a_chunk_comes_back_from_the_spill_as_it_went(quick_path, hook):
+    spill = Spill(str(quick_path), 1 << 20, SoftDisk())
+    sent = [chunk("a", hook, 3, start, 2, meta={"model": "nano"}) for start in (0, 2, 4)]
+    sent.append(Chunk(**{**vars(sent[0]), "positions": None, "token_ids": None, "phases": None}))
+    waiting = [spill.put(part) for part in sent]
+    for before, spilled in zip(sent, waiting):
+        after = spill.take(spilled)
+        after.check()
+        assert same_bits(after.array(), before.array())
+        for name in ("request_id", "tag", "hook", "layer", "dtype", "row_shape", "positions", "token_ids", "phases",
+                     "row_offset", "step_index", "meta"):  # fmt: skip
+            assert getattr(after, name) == getattr(before, name), name
+        assert (after.scale is None) == (before.scale is None)
+        assert before.scale is None or same_bits(after.scales(), before.scales())
+    assert spill.held_bytes == 0
+    spill.close()
+
+
+def test_spilled_space_is_given_back(quick_path):
+    """Segments are closed when read; the same file is used over and over when the queue runs empty."""
+    spill = Spill(str(quick_path), 1 << 30, SoftDisk())
+    before = len(os.listdir("/proc/self/fd"))
+    big = np.zeros((1 << 14, 256), np.float32)  # 16 MiB: five fill a segment
+    part = Chunk("a", "run", "x", 0, big, "float32", (256,), range(1 << 14), range(1 << 14), "p" * (1 << 14))
+    waiting = [spill.put(part) for _ in range(10)]
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    for spilled in waiting:
+        spill.take(spilled)
+    assert spill.held_bytes == 0 and len(os.listdir("/proc/self/fd")) == before + 1
+    spill.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("fail_at", ["begin", "submit", "finalize", "result", "shutdown"])
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "bad disk"), CaptureError("no"), KeyError("x"), MemoryError()])
+def test_a_consumer_that_raises_harms_nobody_else(fail_at, error):
+    bad, good = Gate(fail=error, fail_at=fail_at), MemoryConsumer()
+    bad.open.set()
+    dispatcher = Dispatcher({"bad": bad, "good": good})
+    for name in ("a", "b"):
+        for start in range(0, 6, 2):
+            dispatcher.submit(chunk(name, "post_attn", 0, start, 2))
+        dispatcher.finish(name, "stop", 4)
+        results = dispatcher.results(name, 30)
+        assert results["good"].status == "ok" and results["good"].rows == 6
+        assert_is_prefix(good.entries(name)[0, "post_attn"], name, 6)
+        expected = {"finalize": "error", "result": "error", "shutdown": "ok"}.get(fail_at, "partial_error")
+        assert results["bad"].status == expected and (expected == "ok" or results["bad"].error)
+    if fail_at == "submit":
+        assert len(bad.taken) == 2, "after a failure the rest of a request is not offered again"
+    dispatcher.shutdown()
+    assert bad.closed
+
+
+def test_bad_chunks_become_results_not_exceptions():
+    gate = Gate()
+    gate.open.set()
+    with Dispatcher({"gate": gate}) as dispatcher:
+        good = chunk("a", "post_attn", 0, 0, 2)
+        dispatcher.submit(good)
+        for wrong in ({"positions": [0]}, {"dtype": "int3"}, {"rows": np.zeros(3)}, {"rows": None}, {"phases": "xx"}):
+            dispatcher.submit(Chunk(**{**vars(good), **wrong}))
+        dispatcher.finish("a")
+        result = dispatcher.results("a", 30)["gate"]
+    assert result.status == "partial_error" and "positions" in result.error and len(gate.taken) == 1
+
+
+def test_requests_reach_the_consumers_they_name():
+    one, two = MemoryConsumer(), MemoryConsumer()
+    with Dispatcher({"one": one, "two": two}) as dispatcher:
+        dispatcher.begin({"one": CaptureRequest("a", "probe", "run")})
+        dispatcher.begin({"one": CaptureRequest("b", "probe", "run"), "two": CaptureRequest("b", "other", "run")})
+        assert dispatcher.results("b")["two"].status == "pending"
+        for name in ("a", "b"):
+            dispatcher.submit(chunk(name, "post_attn", 0, 0, 2))
+        dispatcher.submit(chunk("b", "mlp_out", 0, 0, 2), consumers=["two"])
+        for name in ("a", "b"):
+            dispatcher.finish(name)
+        results = {name: dispatcher.results(name, 30) for name in ("a", "b", "never")}
+        assert results["a"]["one"].status == "ok" and results["a"]["two"].status == "not_requested"
+        assert results["b"]["one"].keys == 1 and results["b"]["two"].keys == 2
+        assert results["b"]["two"].id == "other"
+        assert all(result.status == "not_requested" for result in results["never"].values())
+        dispatcher.begin({"one": CaptureRequest("c", "c", "run")})
+        for wrong in ({"three": CaptureRequest("d", "d", "run")}, {"one": CaptureRequest("c", "c", "run")}, {}):
+            with pytest.raises(CaptureError):
+                dispatcher.begin(wrong)
+    with pytest.raises(CaptureError, match="shut down"):
+        dispatcher.begin({"one": CaptureRequest("e", "e", "run")})
+    dispatcher.submit(chunk("e", "post_attn", 0, 0, 2))  # the engine may still be stepping: ignored, not raised
+    dispatcher.finish("e")
+    dispatcher.shutdown()
+
+
+def test_shutting_down_finishes_what_is_open(quick_path):
+    dispatcher = Dispatcher({"files": FilesystemConsumer(str(quick_path), SoftDisk())})
+    for start in range(0, 40, 2):
+        dispatcher.submit(chunk("a", "post_attn", 0, start, 2))
+    dispatcher.shutdown()
+    entry = read_request(quick_path / "run/a")[0, "post_attn"]
+    assert_is_prefix(entry, "a", 40)
+    result = dispatcher.results("a")["files"]
+    assert result.status == "partial_error" and "shut down" in result.error
+
+
+def test_shutting_down_wakes_an_engine_that_waits():
+    gate = Gate()
+    dispatcher = Dispatcher({"gate": gate}, queue_size=1, overload_policy="block")
+    engine = threading.Thread(target=send, args=(dispatcher, {"a": 12}))
+    engine.start()
+    time.sleep(0.05)
+    closer = threading.Thread(target=dispatcher.shutdown)
+    closer.start()
+    engine.join(30)
+    assert not engine.is_alive()
+    gate.open.set()
+    closer.join(30)
+    counters = dispatcher.lanes["gate"].counters
+    assert counters.dropped_rows + counters.delivered_rows == counters.submitted_rows == 24
+    assert counters.dropped_rows > 0
+
+
+def test_results_wait_no_longer_than_told():
+    gate = Gate()
+    with Dispatcher({"gate": gate, "other": MemoryConsumer()}) as dispatcher:
+        dispatcher.submit(chunk("a", "post_attn", 0, 0, 2))
+        dispatcher.finish("a")
+        started = time.monotonic()
+        results = dispatcher.results("a", timeout=0.2)
+        assert 0.15 < time.monotonic() - started < 60 and results["gate"].status == "pending"
+        assert results["other"].status == "ok" or dispatcher.results("a")["other"].status == "ok"
+        gate.open.set()
+        assert dispatcher.results("a", 30)["gate"].status == "ok"
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"overload_policy": "panic"}, {"queue_size": 0}, {"queue_size": True}, {"spill_max_bytes": -1}]
+)
+def test_options_are_checked(wrong):
+    with pytest.raises(OptionError):
+        Dispatcher({}, **wrong)
+
+
+def test_the_gate_is_a_consumer():
+    assert isinstance(Gate(), Consumer)
+
+
+@pytest.mark.parametrize("policy", ["block", "drop", "spill"])
+def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
+    """More than the disk can take, for a while: rows kept or counted, and never more in memory than the queue holds."""
+
+    class Slow(SoftDisk):
+        def write(self, file: int, data: memoryview, offset: int) -> int:
+            time.sleep(0.002)
+            return super().write(file, data, offset)
+
+    files = FilesystemConsumer(str(quick_path), Slow(), coalesce_max_bytes=0, writer_threads=2)
+    rows, requests = scaled(400, 60), 4
+    most = 0
+    with Dispatcher({"files": files}, queue_size=16, overload_policy=policy) as dispatcher:
+        lane = dispatcher.lanes["files"]
+        for row in range(rows):
+            for number in range(requests):
+                dispatcher.submit(chunk(f"r{number}", "mhc_streams_pre_attn", 0, row, 1))
+            most = max(most, lane._in_memory)
+        for number in range(requests):
+            dispatcher.finish(f"r{number}", "stop", 4)
+        results = [dispatcher.results(f"r{number}", 60)["files"] for number in range(requests)]
+        counters = lane.counters
+    assert most <= 16
+    assert sum(result.rows + result.dropped_rows for result in results) == rows * requests == counters.submitted_rows
+    assert counters.delivered_rows + counters.dropped_rows == rows * requests
+    if policy == "drop":
+        assert counters.dropped_rows > 0 and any(result.status == "partial_error" for result in results)
+    else:
+        assert all(result.status == "ok" and result.rows == rows for result in results)
+    for number, result in enumerate(results):
+        directory = quick_path / "run" / f"r{number}"
+        entry = read_request(directory)[0, "mhc_streams_pre_attn"]
+        assert len(entry.array) == result.rows and entry.positions == sorted(set(entry.positions))
+        for stored, position in zip(entry.array, entry.positions):
+            assert stored.tobytes() == bits(f"r{number}", "mhc_streams_pre_attn", 0, position, 1).tobytes()
+        told = json.loads((directory / "packed.json").read_text())
+        assert told.get("dropped_rows", 0) == result.dropped_rows
+
+
+def test_memory_is_flat_while_a_million_small_rows_are_written(quick_path):
+    """Twice as many rows need no more memory: what is kept per row is on the disk. Measured in a process of its own."""
+    import subprocess
+    import sys
+
+    code = """
+import re, sys
+import numpy as np
+from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.filesystem import FilesystemConsumer
+from birkhoff.capture.sinks.dispatcher import Dispatcher
+from tests.capture.disks import SoftDisk
+def peak():  # not ru_maxrss, which remembers the process that started us
+    with open("/proc/self/status") as file:
+        return re.search(r"VmHWM:\\s+(\\d+)", file.read())[1]
+root, layout, total = sys.argv[1], sys.argv[2], int(sys.argv[3])
+files = FilesystemConsumer(root, SoftDisk(), default_layout=layout, shard_max_bytes=4 << 20)
+peaks, step, block = [], 50, np.arange(200, dtype=np.float32).reshape(50, 4)
+with Dispatcher({"files": files}, overload_policy="block") as dispatcher:
+    for start in range(0, total, step):
+        labels = np.arange(start, start + step)
+        site = ("a", "run", "mhc_attn_post_mix", 0)
+        dispatcher.submit(Chunk(*site, block, "float32", (4,), labels, labels, "d" * step, start))
+        if (start + step) % (total // 4) == 0:
+            peaks.append(peak())
+    dispatcher.finish("a", "stop")
+    assert dispatcher.results("a", 120)["files"].rows == total
+peaks.append(peak())
+print(*peaks)
+"""
+    total = scaled(1_000_000, 200_000)
+    for layout in ("packed", "sharded"):
+        ran = subprocess.run(
+            [sys.executable, "-c", code, str(quick_path / layout), layout, str(total)], capture_output=True, text=True,
+            cwd=Path(__file__).parents[2],
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr
+        peaks = [int(word) / 1024 for word in ran.stdout.split()]
+        print(f"{layout}, {total} rows: peak at each quarter and after sealing {[round(p, 1) for p in peaks]} MiB")
+        assert peaks[-1] - peaks[0] < 12, "labels of a row alone would be 100 bytes in Python, 100 MB in a million"

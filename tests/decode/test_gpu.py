@@ -1,0 +1,125 @@
+"""The decoder for a GPU is the model: logits of single tokens against the plain forward pass, in Triton's interpreter.
+
+Sequences stand where something happens: before the window is full, at its end, at the last token of a CSA and of an HCA
+block, at the first entry beyond what the indexer keeps, at a page's border. Everything a step writes is NaN before it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from birkhoff.convert.presets import preset
+from birkhoff.decode.gpu import Decoder, refusal
+from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.request import Request
+from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.errors import OptionError
+from birkhoff.hooks.tap import NoTap
+from birkhoff.kernels.cuda.backend import scale_offset, unfit, unsuited
+from birkhoff.kernels.select import select
+from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.state import State
+from tests.interpreter import DEVICE, packed_model
+from tests.models import TINY, random_model, random_tokens, variant
+from tests.sizes import FULL, scaled
+
+SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
+STARTS = (1, 3, 8, 51, 126, 127, 128, 255) if FULL else (3, 51, 127)
+STEPS = scaled(3, 2)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return packed_model(SMALL)
+
+
+def plain_step(model, state, pieces) -> torch.Tensor:
+    """Logits by slot, from the plain forward pass."""
+    batch = Batch.of(pieces, DEVICE)
+    hidden, _ = model.run(batch, state, NoTap())
+    order = sorted(range(len(pieces)), key=lambda i: batch.pieces[i].slot)
+    return model.logits(hidden[batch.last_rows()])[order]
+
+
+@torch.inference_mode()
+def test_steps_are_those_of_the_plain_model(model):
+    rows = len(STARTS)
+    tokens = [random_tokens(SMALL, max(STARTS) + STEPS, seed) for seed in range(rows)]
+    states = [State.contiguous(SMALL, rows, 384, device=DEVICE) for _ in range(2)]
+    for state in states:
+        for slot, start in enumerate(STARTS):
+            plain_step(model, state, [SequenceChunk(slot, 0, tokens[slot][:start])])
+    decoder = Decoder(model, states[1], fast=False)
+    desk = decoder.desk(rows, 384)
+    assert desk.room > 0, "the indexer is at work"
+    for step in range(STEPS):
+        at = [start + step for start in STARTS]
+        pieces = [SequenceChunk(slot, at[slot], tokens[slot][at[slot]].view(1)) for slot in range(rows)]
+        true = plain_step(model, states[0], pieces)
+        desk.poison()
+        desk.token_ids.copy_(torch.stack([tokens[slot][at[slot]] for slot in range(rows)]))
+        desk.positions.copy_(torch.tensor(at))
+        desk.slots.copy_(torch.arange(rows))
+        assert (decoder.step(desk) - true).abs().max() < 1e-4
+    for mine, true in zip(states[1].layers, states[0].layers):
+        for name, page in true.pages.items():
+            assert (mine.pages[name] - page).abs().max() < 1e-5
+        assert (mine.keys.rows - true.keys.rows).abs().max() < 1e-5
+
+
+def requests(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
+    options = SamplingOptions(temperature=0, max_tokens=count, ignore_eos=True)
+    made = [Request(tuple(ids), options, count, seed=0) for ids in prompts]
+    for request in made:
+        core.submit(request)
+    while core.step():
+        pass
+    return [request.output_ids for request in made]
+
+
+def test_an_engine_decodes_through_it(model):
+    """Three requests fill a step of four rows; the spare one harms nobody."""
+    prompts = [random_tokens(SMALL, length, length).tolist() for length in (2, 5, 9)]
+    answers = []
+    for name in ("reference", "triton"):
+        same = packed_model(SMALL)
+        numerics = type(same.numerics)(torch.float32, False, select(name))
+        for module in same.modules():
+            if hasattr(module, "numerics"):
+                module.numerics = numerics
+        same.numerics = numerics
+        core = EngineCore(same, max_requests=3, max_context=256, num_pages=8, device=DEVICE)
+        assert (core.runner.graphs is not None) == (name == "triton")
+        answers.append(requests(core, prompts, 2))
+        if core.runner.graphs is not None:
+            assert list(core.runner.graphs._captured) == [(4, 256)], "one step size was enough"
+        core.close()
+    assert answers[0] == answers[1]
+
+
+def test_what_it_cannot_decode_is_refused_with_the_reason(model):
+    plain = random_model(SMALL)
+    assert "not packed" in (refusal(plain) or "")
+    with pytest.raises(OptionError, match=r"not packed as FP8 and FP4 codes\. Use kernels='reference'"):
+        Decoder(plain, State.contiguous(SMALL, 1, 128))
+    odd = packed_model(variant(compress_ratios=(0,), num_hash_layers=1, q_lora_rank=48, num_nextn_predict_layers=0))
+    assert refusal(odd) == "q_lora_rank is 48, the kernels need a power of two from 16"
+    assert refusal(model) is None
+    with pytest.raises(OptionError, match=r"the CUDA kernels cannot serve this model: .*Use fast=False"):
+        Decoder(model, State.contiguous(SMALL, 1, 128, device=DEVICE), fast=True)
+
+
+def test_the_cuda_kernels_say_what_they_need():
+    assert unfit(TINY, torch.bfloat16, torch.device("cpu")) == "no NVIDIA GPU"
+    assert scale_offset(torch.tensor([100, 129], dtype=torch.uint8)) == 30 - 129
+    assert scale_offset(torch.tensor([99, 129], dtype=torch.uint8)) is None
+    flash = preset("flash", 4, False)
+    assert unsuited(flash) is None and unsuited(preset("pro", 4, False)) is None
+    for name, value, reason in (
+        ("n_routed_experts", 528, "528 experts, more than 512"), ("num_experts_per_tok", 17, "17 experts"),
+        ("hidden_size", 8704, "longer than 8192"), ("q_lora_rank", 1000, "no multiple of 128"),
+    ):  # fmt: skip
+        assert reason in (unsuited(replace(flash, **{name: value})) or "")

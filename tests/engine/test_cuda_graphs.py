@@ -1,0 +1,60 @@
+"""Which graph a step uses: rows and contexts come in a few sizes, and spare rows belong to nobody."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from birkhoff.decode.gpu import Decoder
+from birkhoff.engine.cuda_graphs import CONTEXTS, ROWS, CudaGraphs
+from birkhoff.hooks.tap import NoTap
+from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.state import State
+from tests.interpreter import DEVICE, packed_model
+from tests.models import variant
+
+SHORT = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0, max_position_embeddings=131072)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return packed_model(SHORT)
+
+
+def made(model, max_context: int = 100000) -> tuple[CudaGraphs, State]:
+    state = State.contiguous(SHORT, 4, 256, device=DEVICE)
+    return CudaGraphs(Decoder(model, state, fast=False), scratch=3, max_context=max_context), state
+
+
+@torch.inference_mode()
+def test_rows_come_back_in_order_and_spare_ones_touch_only_the_scratch_slot(model):
+    graphs, state = made(model)
+    plain = State.contiguous(SHORT, 4, 256, device=DEVICE)
+    tokens, positions, slots = [5, 6, 8], [0, 3, 1], [2, 0, 1]
+    logits, streams = graphs.step(tokens, positions, slots)
+    assert list(graphs._captured) == [(4, 2048)]
+    pieces = [SequenceChunk(s, p, torch.tensor([t])) for t, p, s in zip(tokens, positions, slots)]
+    batch = Batch.of(pieces, DEVICE)
+    hidden, true = model.run(batch, plain, NoTap())
+    place = [batch.pieces.index(piece) for piece in pieces]
+    assert (logits - model.logits(hidden)[place]).abs().max() < 1e-4
+    assert (streams - true[place]).abs().max() < 1e-4
+    rows, same = state.layers[0].keys.rows, plain.layers[0].keys.rows
+    assert (rows[:3] - same[:3]).abs().max() < 1e-5
+    assert rows[3].abs().sum() > 0 and (rows[3, 1:] == 0).all(), "the spare row stood at position 0"
+    kept = logits.clone()
+    graphs.step([1, 2, 3], [4, 5, 6], slots)
+    assert torch.equal(logits, kept), "the next step does not write what was handed out"
+
+
+@pytest.mark.parametrize("length, context", [(1, 2048), (2048, 2048), (2049, 8192), (40000, 100000)])
+def test_a_size_is_made_once_and_never_beyond_the_engine_s_limit(model, length, context):
+    graphs, _ = made(model)
+    first = graphs._find(5, length)
+    assert (first[0].rows, first[0].context) == (8, context) and graphs._find(6, length) is first
+
+
+def test_sizes_cover_what_is_taken(model):
+    graphs, _ = made(model)
+    assert graphs.takes(ROWS[-1]) and not graphs.takes(ROWS[-1] + 1)
+    assert list(ROWS) == sorted(ROWS) and list(CONTEXTS) == sorted(CONTEXTS)

@@ -1,0 +1,168 @@
+"""The plan of a device's memory, held against models that were really built, and against published arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from birkhoff.convert.presets import preset
+from birkhoff.decode.gpu import Decoder
+from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
+from birkhoff.engine.memory_plan import (
+    cache_by_kind,
+    context_bytes,
+    default_cache,
+    distinct_experts,
+    plan_budget,
+    spare_runs,
+    step_cache_bytes,
+    tokens_per_second,
+    weights_of,
+)
+from birkhoff.errors import CapacityError
+from birkhoff.kernels.select import select
+from birkhoff.model.linear import Linear
+from birkhoff.model.mhc import Mixer
+from birkhoff.model.state import State
+from tests.interpreter import DEVICE, packed_model
+from tests.models import TINY, variant
+
+GIB = 2**30
+FLASH = preset("flash", mtp=False)
+
+
+@pytest.fixture(scope="module")
+def flash():
+    return weights_of(FLASH)
+
+
+def test_the_limits_are_those_of_the_byte_arithmetic(flash):
+    """Batch 1, 8 and 64 on an H200 whose misses cross a bus of 55 GB/s, from the sizes of V4-Flash alone."""
+    published = {0.0: (384, 1036, 2243), 0.005: (343, 800, 1648), 0.01: (310, 651, 1302), 0.02: (260, 475, 917),
+                 0.04: (197, 308, 576), 0.075: (138, 190, 349), 0.5: (30, 34, 60)}  # fmt: skip
+    for misses, limits in published.items():
+        for batch, limit in zip((1, 8, 64), limits):
+            assert tokens_per_second(FLASH, misses, batch, flash.read) == pytest.approx(limit, rel=0.01)
+    assert [round(distinct_experts(FLASH, batch), 1) for batch in (1, 8, 64)] == [6.0, 44.2, 199.9]
+
+
+def test_the_experts_of_v4_flash_are_137_gib(flash):
+    assert flash.experts * flash.expert / GIB == pytest.approx(137.06, abs=0.01)
+    assert weights_of(preset("flash"), mtp=True).experts == 44 * 256
+
+
+def test_a_token_of_context_costs_what_the_cache_gives_out():
+    for config in (FLASH, preset("pro"), TINY):
+        for item in (2, 4):
+            kinds = cache_by_kind(config, item)
+            assert sum(each.per_token for each in kinds.values()) * 128 == page_bytes(config, item)
+            assert sum(each.per_sequence for each in kinds.values()) == slot_bytes(config, item)
+            assert sum(context_bytes(config, 1000, item).values()) == slot_bytes(config, item) + 8 * page_bytes(
+                config, item
+            )
+        back = cache_by_kind(config, 2, lookback=3)
+        assert sum(each.per_sequence for each in back.values()) == slot_bytes(config, 2, lookback=3)
+    by_kind = {kind: each.per_token for kind, each in cache_by_kind(FLASH).items()}
+    assert by_kind == {"swa": 0.0, "csa": 6720.0, "hca": 160.0}
+
+
+def test_a_state_takes_the_bytes_that_were_planned():
+    tokens, kinds = 700, {0: "swa", 4: "csa", 128: "hca"}
+    state = State.contiguous(TINY, 1, tokens)
+    real = dict.fromkeys(kinds.values(), 0)
+    for layer in state.layers:
+        tensors = (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values())
+        real[kinds[layer.ratio]] += sum(tensor.nbytes for tensor in tensors)
+    assert real == context_bytes(TINY, tokens, 4)
+
+
+def test_a_long_context_by_kind_of_layer():
+    """One request of 128K tokens: most of it in CSA layers, and of what a token reads most are index keys."""
+    held, read = context_bytes(FLASH, 131_072), step_cache_bytes(FLASH, 131_072)
+    assert {kind: round(size / 2**20, 2) for kind, size in held.items()} == {"swa": 0.25, "csa": 844.27, "hca": 32.5}
+    assert read["csa"] == 21 * 2 * (128 * 512 + 512 * 512 + 32_768 * 128)
+    assert sum(read.values()) / 1e9 == pytest.approx(0.214, abs=0.001)
+    assert step_cache_bytes(FLASH, 100)["swa"] == 2 * 2 * 100 * 512, "a young window is not full"
+
+
+def bytes_of_tensors(*roots) -> int:
+    """Memory behind every tensor that can be reached, each storage once."""
+    seen, storages, waiting = set(), {}, list(roots)
+    while waiting:
+        thing = waiting.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, torch.Tensor):
+            storage = thing.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        elif isinstance(thing, (list, tuple)):
+            waiting += thing
+        elif isinstance(thing, dict):
+            waiting += thing.values()
+        elif hasattr(thing, "__dict__") and type(thing).__module__.startswith(("birkhoff", "torch.nn")):
+            waiting += vars(thing).values()
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_the_plan_covers_what_a_model_and_its_kernels_hold(dtype):
+    config = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
+    planned = weights_of(config, dtype)
+    model = packed_model(config, dtype=dtype)
+    alone = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    routed = sum(tensor.nbytes for stack in model.expert_stacks() for tensor in stack.buffers())
+    dense = sum(size for kind, size in planned.held.items() if kind != "copies for kernels")
+    assert dense == alone - routed, "to the byte"
+    state = State.contiguous(config, 1, 128, device=DEVICE, dtype=dtype)
+    decoder = Decoder(model, state, fast=False)
+    for module in model.modules():
+        if isinstance(module, Linear):
+            module.rows()  # as prompts read it
+        elif isinstance(module, Mixer):
+            module.kernels = select("triton")
+            module.read(torch.zeros(1, config.hc_mult, config.hidden_size, dtype=dtype, device=DEVICE))
+    beside = bytes_of_tensors(model, decoder.layers, decoder.head) - alone
+    tables = 3 * config.n_routed_experts * 4 * 8 + 64  # addresses of experts, and a few frequencies
+    assert 0.9 * planned.held["copies for kernels"] < beside - tables <= planned.held["copies for kernels"]
+
+
+def test_a_device_is_filled_and_never_overfilled():
+    needed = plan_budget(FLASH, 400 * GIB, GIB)
+    assert needed.hot == needed.experts and needed.spare == 0 and needed.share == 1.0 and needed.host_bytes == 0
+    shares = []
+    for memory in (24, 32, 48, 80, 139, 200):
+        budget = plan_budget(FLASH, memory * GIB, default_cache(FLASH, memory * GIB, 8))
+        used = budget.dense_bytes + budget.cache_bytes + budget.working_bytes + budget.hot_bytes
+        assert used + budget.left_bytes == memory * GIB and budget.left_bytes >= 0
+        assert budget.left_bytes < 2 * budget.expert_bytes or budget.share == 1.0, "no room is wasted"
+        assert budget.spare == spare_runs(budget.experts - budget.hot, 43)
+        assert budget.host_bytes == (budget.experts - budget.hot + budget.spare) * budget.expert_bytes
+        shares.append(budget.share)
+    assert shares == sorted(shares) and shares[0] < 0.1 and shares[-1] == 1.0
+
+
+def test_asking_for_experts_takes_as_many_or_refuses():
+    half = plan_budget(FLASH, 139 * GIB, GIB, share=0.5)
+    assert half.hot == 5504 and half.left_bytes > 40 * GIB
+    some = plan_budget(FLASH, 139 * GIB, GIB, expert_bytes=10 * GIB)
+    assert some.hot == 10 * GIB // some.expert_bytes
+    with pytest.raises(
+        CapacityError, match=r"11008 experts and places to move through take 137\.06 GiB, beside weights"
+    ):
+        plan_budget(FLASH, 100 * GIB, GIB, share=1.0)
+    with pytest.raises(CapacityError, match=r"without a single routed expert \(weights .*may use 8\.00 GiB"):
+        plan_budget(FLASH, 8 * GIB, GIB)
+
+
+@pytest.mark.parametrize(("cold", "spare"), [(0, 0), (1, 1), (5, 5), (100, 8), (860, 40), (11_008, 64)])
+def test_spare_runs_hold_two_layers_of_cold_experts_within_limits(cold, spare):
+    assert spare_runs(cold, 43) == spare
+
+
+def test_the_default_cache_is_modest():
+    assert default_cache(FLASH, 24 * GIB, 100) == 3 * GIB, "an eighth of the device"
+    assert default_cache(FLASH, 139 * GIB, 1) == sum(context_bytes(FLASH, 32_768).values())
+    assert default_cache(FLASH, 24 * GIB, 1, 2**30) == sum(context_bytes(FLASH, 2**20).values()), "the model's limit"
+    assert pages_for(32_768) == 256

@@ -1,0 +1,136 @@
+"""A prompt through the GPU kernels is the plain prompt, at every site, in chunks; in Triton's interpreter.
+
+Weights stay codes in both models; one unpacks them and multiplies plainly, the other reads them as stored. Every tensor
+a site shows is compared, with what is left in the state and the logits.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from birkhoff.hooks.tap import EagerTap
+from birkhoff.kernels.mhc import reference as plain
+from birkhoff.kernels.select import select
+from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.linear import Linear, Numerics
+from birkhoff.model.state import State
+from birkhoff.model.transformer import Transformer
+from tests.interpreter import DEVICE, packed_model
+from tests.model.held import held_model
+from tests.models import random_tokens, variant
+from tests.sizes import FULL
+
+SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0, index_topk=4)
+# What was read plainly before, and where the chunks that are compared end; one ends a block of 128.
+CASES = {"two fresh prompts": (0, [7], 2), "a chunk that goes on": (122, [129], 1)}
+if FULL:
+    CASES |= {"a long prompt": (0, [300], 2), "several chunks": (0, [51, 127, 290], 1)}
+
+
+def with_kernels(model: Transformer, name: str) -> Transformer:
+    """The same weights, computed with other kernels."""
+    numerics = Numerics(model.numerics.dtype, False, select(name))
+    for module in model.modules():
+        for attribute, value in (("numerics", numerics), ("kernels", numerics.kernels)):
+            if hasattr(module, attribute):
+                setattr(module, attribute, value)
+    return model
+
+
+def read(model: Transformer, state: State, tokens: list[torch.Tensor], start: int, cuts: list[int]) -> dict:
+    """Every site of every chunk, the streams and logits at the end."""
+    seen: dict = {}
+
+    def see(site, layer, tensor) -> None:
+        seen.setdefault((site.name, layer), []).append(tensor.detach().float().clone())
+
+    for cut in cuts:
+        pieces = [SequenceChunk(slot, start, ids[start:cut]) for slot, ids in enumerate(tokens)]
+        hidden, streams = model.run(Batch.of(pieces, DEVICE), state, EagerTap(see))
+        start = cut
+    found = {key: torch.cat(parts) for key, parts in seen.items()}
+    return found | {("streams", -1): streams, ("logits", -1): model.logits(hidden)}
+
+
+@torch.no_grad()
+def test_a_mixer_follows_its_matrix_though_its_halves_are_kept(monkeypatch):
+    """Changed in place, put elsewhere, and read by other kernels, each after it was read."""
+
+    from birkhoff.kernels.mhc import prefill
+
+    monkeypatch.setattr(prefill, "MANY", 16)  # rows from which the halves are read: the interpreter is slow
+    model = with_kernels(packed_model(SMALL), "triton")
+    mixer = model.layers[0].hc_attn
+    streams = torch.randn(20, 4, SMALL.hidden_size, generator=torch.Generator().manual_seed(1)).to(DEVICE).half()
+
+    def follows() -> torch.Tensor:
+        found = mixer.read(streams)
+        true = plain.read(streams, mixer.fn, mixer.base, mixer.scale, mixer.iters, mixer.eps, mixer.rms_eps)
+        for mine, expected in zip(found, true):
+            assert (mine.float() - expected.float()).norm() < 1e-3 * expected.float().norm()
+        return found[3]
+
+    first = follows()
+    mixer.fn.mul_(-3.0)
+    second = follows()
+    assert (first - second).abs().max() > 0.01
+    mixer.fn.data = mixer.fn.data.flip(0).contiguous()
+    assert (second - follows()).abs().max() > 0.01
+    with_kernels(model, "reference")
+    follows()
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_every_site_of_a_prompt_is_that_of_the_plain_model(case):
+    past, cuts, sequences = CASES[case]
+    model = with_kernels(packed_model(SMALL), "reference")
+    tokens = [random_tokens(SMALL, cuts[-1], seed) for seed in range(sequences)]
+    states = [State.contiguous(SMALL, len(tokens), cuts[-1], device=DEVICE) for _ in range(2)]
+    if past:
+        for state in states:
+            read(model, state, tokens, 0, [past])
+    true = read(model, states[0], tokens, past, cuts)
+    mine = read(with_kernels(model, "triton"), states[1], tokens, past, cuts)
+    assert mine.keys() == true.keys() and len(true) > 30
+    for key, tensor in true.items():
+        assert (mine[key] - tensor).abs().max() <= 2e-4 * tensor.abs().max().clamp_min(1.0), key
+    for layer, other in zip(states[1].layers, states[0].layers):
+        for name, page in other.pages.items():
+            assert (layer.pages[name] - page).abs().max() < 1e-4
+        assert (layer.keys.rows - other.keys.rows).abs().max() < 1e-4
+
+
+@torch.inference_mode()
+def test_a_weight_is_laid_out_for_kernels_once_and_again_where_it_moved():
+    layer = Linear(32, {"a": 24, "b": 8}, "fp8", Numerics(kernels=select("triton")), packed=True).to(DEVICE)
+    for part in ("a", "b"):
+        getattr(layer, f"codes_{part}").copy_(torch.randn(layer.parts[part], 32).to(torch.float8_e4m3fn))
+        getattr(layer, f"scale_{part}").fill_(125)
+    rows = layer.rows()
+    assert layer.rows() is rows and layer.reads_codes
+    assert torch.equal(rows.dense(), layer.dense())
+    layer.codes_a = layer.codes_a.clone()
+    assert layer.rows() is not rows
+    with torch.enable_grad():
+        assert not layer.reads_codes
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [5, 64], ids=["those asked", "everybody"])
+def test_experts_in_host_memory_come_in_turns_and_change_no_bit(rows):
+    config = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0)
+    source = with_kernels(packed_model(config), "triton")
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(rows, config.hidden_size, generator=g).to(DEVICE)
+    ids = torch.rand(rows, config.n_routed_experts, generator=g).argsort(-1)[:, : config.num_experts_per_tok].to(DEVICE)
+    weights = torch.rand(ids.shape, generator=g).to(DEVICE)
+    (stack,) = source.expert_stacks()
+    true = stack(x, ids, weights)
+    for share in (1.0, 0.5, 0.0):
+        model, store = held_model(source, share)
+        (mine,) = model.expert_stacks()
+        assert store.any_cold(0) == (share < 1)
+        assert torch.equal(mine(x, ids, weights), true)
+        assert not any(loan.held for loan in store._loans.values()), "every loan was let go"

@@ -1,0 +1,106 @@
+"""Files of expert counts: written whole, read back as they were, and refused with a reason when anything is wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from birkhoff.errors import CountsFileError
+from birkhoff.offload.expert_counts import ExpertCounts, _digest
+from tests.sizes import scaled
+
+
+def saved(path, layers=3, experts=4, steps=100):
+    reads = torch.randint(0, steps + 1, (layers, experts), generator=torch.Generator().manual_seed(0))
+    ExpertCounts(reads, steps).save(path)
+    return reads
+
+
+def test_what_was_written_comes_back(tmp_path):
+    reads = saved(tmp_path / "counts.json")
+    found = ExpertCounts.load(tmp_path / "counts.json", 3, 4)
+    assert torch.equal(found.reads, reads) and found.reads.dtype is torch.int64 and found.steps == 100
+    assert [file.name for file in tmp_path.iterdir()] == ["counts.json"], "nothing is left beside it"
+
+
+def test_another_models_counts_are_refused_with_both_shapes(tmp_path):
+    saved(tmp_path / "c.json")
+    with pytest.raises(CountsFileError, match=r"counts 3 layers of 4 experts, this model has 43 of 256"):
+        ExpertCounts.load(tmp_path / "c.json", 43, 256)
+
+
+def resealed(path, **changes):
+    """The file with other contents and a checksum that fits them."""
+    body = json.loads(path.read_text())
+    body.pop("sha256")
+    body.update(changes)
+    body = {key: value for key, value in body.items() if value is not ...}
+    path.write_text(json.dumps({**body, "sha256": _digest(body)}))
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"version": 2}, "version 2, this build reads 1"),
+    ({"version": True}, "layers, experts or steps|version"),
+    ({"format": "something"}, "holds no expert counts"),
+    ({"steps": ...}, "lacks or adds steps"),
+    ({"more": 1}, "lacks or adds more"),
+    ({"layers": 0, "counts": []}, "no counts"),
+    ({"layers": "3"}, "no counts"),
+    ({"steps": -1}, "no counts"),
+    ({"steps": 1e3}, "no counts"),
+    ({"counts": [[1, 2, 3, 4]]}, "not that many"),
+    ({"counts": [[1], [2], [3]]}, "not that many"),
+    ({"counts": {"0": 1}}, "not that many"),
+    ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, -4]]}, "no whole number from 0 to its 100 steps"),
+    ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 101]]}, "no whole number from 0 to its 100 steps"),
+    ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4.0]]}, "no whole number"),
+    ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, True]]}, "no whole number"),
+])  # fmt: skip
+def test_what_cannot_be_counts_is_refused(tmp_path, changes, words):
+    path = tmp_path / "c.json"
+    saved(path)
+    resealed(path, **changes)
+    if changes == {"version": True}:  # equal to 1 in Python and harmless
+        assert ExpertCounts.load(path, 3, 4).steps == 100
+        return
+    with pytest.raises(CountsFileError, match=words):
+        ExpertCounts.load(path, 3, 4)
+
+
+@settings(max_examples=scaled(300, 60), deadline=None)
+@given(data=st.data())
+def test_any_changed_character_is_noticed(tmp_path_factory, data):
+    path = tmp_path_factory.mktemp("counts") / "c.json"
+    reads = saved(path)
+    text = path.read_bytes()
+    at = data.draw(st.integers(0, len(text) - 2))  # the last one is the end of the line
+    if data.draw(st.booleans()):
+        path.write_bytes(text[:at])
+    else:
+        path.write_bytes(text[:at] + bytes([data.draw(st.integers(0, 255))]) + text[at + 1 :])
+    try:
+        found = ExpertCounts.load(path, 3, 4)
+    except CountsFileError:
+        return
+    assert torch.equal(found.reads, reads) and found.steps == 100, "what is accepted is what was written"
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"null", b"\xff\xfe", b"NaN", b"[" * 100_000])
+def test_other_files_are_refused(tmp_path, content):
+    path = tmp_path / "c.json"
+    path.write_bytes(content)
+    with pytest.raises(CountsFileError, match=r"Count again, or load without the file"):
+        ExpertCounts.load(path, 3, 4)
+
+
+def test_places_that_cannot_be_read_or_written_are_named(tmp_path):
+    with pytest.raises(CountsFileError, match=r"cannot be read \(No such file"):
+        ExpertCounts.load(tmp_path / "missing.json", 3, 4)
+    with pytest.raises(CountsFileError, match=r"cannot be written \(No such file"):
+        saved(tmp_path / "no" / "c.json")
+    with pytest.raises(CountsFileError, match=r"cannot be read \(Is a directory"):
+        ExpertCounts.load(tmp_path, 3, 4)

@@ -1,0 +1,256 @@
+"""Experts in two kinds of memory: whatever moves, every address in the table is a whole, true expert.
+
+Copies are made by a courier of the tests, which moves a few bytes at a time when it is told to: what a kernel would
+read in the middle of a copy can be read here too. It also knows which runs a step may still be reading.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from birkhoff.offload.copy_stream import HostCopy
+from birkhoff.offload.expert_layout import ALIGNMENT, DTYPES, PackedExpertLayout
+from birkhoff.offload.expert_store import ExpertStore
+from tests.models import TINY, variant
+from tests.sizes import scaled
+
+SMALL = variant(hidden_size=32, moe_intermediate_size=32)
+LAYERS, EXPERTS = 3, 5
+EVERYBODY = [(layer, number) for layer in range(LAYERS) for number in range(EXPERTS)]
+
+
+class Slow(HostCopy):
+    """Copies that take their time, in order, as on a stream; `fence` makes later ones wait until `steps_end`."""
+
+    def __init__(self):
+        self.queue, self.begun, self.over, self.fences = [], 0, 0, 0
+
+    def copy(self, target, source):
+        self.queue.append(["copy", target, source, 0])
+        self.begun += 1
+
+    def ticket(self):
+        return self.begun
+
+    def arrived(self, ticket):
+        return self.over >= ticket
+
+    def wait(self, ticket):
+        while not self.arrived(ticket):
+            self.steps_end()
+            self.move(1 << 20)
+
+    join = wait
+
+    def fence(self):
+        self.queue.append(["fence"])
+
+    def steps_end(self):
+        """Everything the device was computing is done: copies may pass the fences there are."""
+        self.queue = [item for item in self.queue if item[0] == "copy"]
+
+    def move(self, count):
+        """The next `count` bytes; a fence holds up everything behind it."""
+        while count and self.queue and self.queue[0][0] == "copy":
+            _, target, source, done = item = self.queue[0]
+            now = min(count, target.numel() - done)
+            target[done : done + now] = source[done : done + now]
+            item[3], count = done + now, count - now
+            if item[3] == target.numel():
+                self.queue.pop(0)
+                self.over += 1
+
+
+def filled(resident, spare=2, courier=None):
+    """A store and the bytes its experts were given."""
+    store = ExpertStore(PackedExpertLayout.of(SMALL), resident, spare=spare, courier=courier)
+    store.runs.fill_(0xAA)
+    store.host_runs.fill_(0xBB)
+    truth = {}
+    g = torch.Generator().manual_seed(0)
+    for expert in EVERYBODY:
+        for part, dtype in zip(store.home(expert), DTYPES):
+            low = -128 if dtype is torch.int8 else 0
+            part.copy_(torch.randint(low, low + 256, part.shape, generator=g).to(dtype))
+        truth[expert] = [part.clone() for part in store.home(expert)]
+    return store, truth
+
+
+def read(store, expert):
+    """What a kernel would find at the addresses of the table."""
+    layer, number = expert
+    parts = []
+    for address, (rows, columns), dtype in zip(store.table[layer, number].tolist(), store.record.shapes, DTYPES):
+        data = bytearray(ctypes.string_at(address, rows * columns))
+        parts.append(torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(rows, columns))
+    return parts
+
+
+def check(store, truth):
+    owners = store.owners()
+    assert len(owners["device"]) == len(store.runs) and len(owners["host"]) == len(store.host_runs), "no run is lost"
+    assert len({int(row[0]) for row in store.table.view(-1, 4)}) == len(EVERYBODY), "an address belongs to one expert"
+    assert store.resident().tolist() == [
+        [not store.is_cold((layer, number)) for number in range(EXPERTS)] for layer in range(LAYERS)
+    ]
+    for expert in EVERYBODY:
+        for seen, true in zip(read(store, expert), truth[expert]):
+            assert torch.equal(seen, true), f"{expert} is not what it was"
+        assert all(torch.equal(a, b) for a, b in zip(store.home(expert), truth[expert]))
+
+
+def resident(count, seed=0):
+    chosen = torch.randperm(LAYERS * EXPERTS, generator=torch.Generator().manual_seed(seed))[:count]
+    return torch.zeros(LAYERS * EXPERTS, dtype=torch.bool).index_fill_(0, chosen, True).view(LAYERS, EXPERTS)
+
+
+def test_a_record_has_room_for_every_part_and_aligned_beginnings():
+    for config in (SMALL, TINY, variant(hidden_size=96, moe_intermediate_size=32)):
+        record = PackedExpertLayout.of(config)
+        parts = record.parts(torch.arange(record.nbytes, dtype=torch.int64).to(torch.uint8))
+        assert [tuple(part.shape) for part in parts] == list(record.shapes)
+        assert all(offset % ALIGNMENT == 0 for offset in (*record.offsets, record.nbytes))
+        ends = [offset + part.nbytes for offset, part in zip(record.offsets, parts)]
+        assert all(end <= begin for end, begin in zip(ends, (*record.offsets[1:], record.nbytes)))
+
+
+def test_a_true_expert_of_v4_flash_is_13_37_megabytes():
+    from birkhoff.config import V4Config
+
+    assert PackedExpertLayout.of(V4Config()).nbytes == 13_369_344
+
+
+@pytest.mark.parametrize("count", [0, 1, 7, 14, 15])
+def test_every_share_can_be_built(count):
+    store, truth = filled(resident(count))
+    check(store, truth)
+    assert int(store.resident().sum()) == count
+    assert store.spare == (2 if count < 15 else 0), "who has everything on the device needs no spare runs"
+
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["swap", "lend", "let_go", "settle", "settle", "join", "move", "move", "steps_end"]),
+        st.integers(0, 10**6),
+    ),
+    max_size=60,
+)
+
+
+@settings(max_examples=scaled(600, 80), deadline=None)
+@given(st.integers(0, 15), st.integers(1, 4), OPERATIONS)
+def test_no_sequence_of_moves_shows_a_wrong_or_half_copied_expert(count, spare, operations):
+    courier = Slow()
+    store, truth = filled(resident(count, spare), spare, courier)
+    held = []
+    for what, seed in operations:
+        pick = random.Random(seed)
+        hot = [expert for expert in EVERYBODY if not store.is_cold(expert)]
+        cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
+        if what == "swap" and hot and cold:
+            store.swap(pick.choice(cold), pick.choice(hot))
+        elif what == "lend" and cold:
+            loan = store.lend(pick.choice(cold))
+            if loan is not None:
+                held.append(loan)
+        elif what == "let_go" and held:
+            store.let_go(held.pop(pick.randrange(len(held))))
+        elif what == "join" and held:
+            loan = pick.choice(held)
+            store.join([loan])
+            assert all(torch.equal(a, b) for a, b in zip(store.lent(loan), truth[loan.expert]))
+        elif what == "settle":
+            store.settle()
+        elif what == "move":
+            courier.move(seed % (2 * store.record.nbytes))
+        elif what == "steps_end":
+            courier.steps_end()
+        check(store, truth)
+        assert int(store.resident().sum()) == count, "an exchange changes nothing about how many are hot"
+    store.settle(wait=True)
+    check(store, truth)
+    assert not store._busy and not store._exchanges
+
+
+def test_a_run_that_was_left_is_not_written_while_a_step_may_read_it():
+    courier = Slow()
+    store, truth = filled(resident(4), 1, courier)
+    hot = [expert for expert in EVERYBODY if not store.is_cold(expert)]
+    cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
+    assert store.swap(cold[0], hot[0])
+    old = store.table[hot[0]].clone()
+    courier.move(1 << 20)
+    assert store.settle() == 1 and not store.is_cold(cold[0])
+    assert store.swap(cold[1], hot[1]), "into the run that the first one left"
+    courier.move(1 << 20)
+    data = bytearray(ctypes.string_at(int(old[0]), truth[hot[0]][0].numel()))
+    assert torch.equal(torch.frombuffer(data, dtype=torch.int8).view_as(truth[hot[0]][0]), truth[hot[0]][0])
+    assert store.settle() == 0, "the copy waits for the step"
+    courier.steps_end()
+    courier.move(1 << 20)
+    assert store.settle() == 1
+    check(store, truth)
+
+
+def test_the_run_of_an_ended_loan_is_not_written_while_a_step_may_read_it():
+    courier = Slow()
+    store, truth = filled(resident(4), 1, courier)
+    first, second = [expert for expert in EVERYBODY if store.is_cold(expert)][:2]
+    loan = store.lend(first)
+    store.join([loan])
+    store.let_go(loan)
+    taken = store.lend(second)
+    assert taken.run == loan.run
+    courier.move(1 << 20)
+    assert all(torch.equal(a, b) for a, b in zip(store.lent(loan), truth[first])), "a step may still be reading it"
+    courier.steps_end()
+    courier.move(1 << 20)
+    assert all(torch.equal(a, b) for a, b in zip(store.lent(taken), truth[second]))
+    check(store, truth)
+
+
+def test_who_is_moving_cannot_move_again_before_arriving():
+    courier = Slow()
+    store, truth = filled(resident(6), 4, courier)
+    hot = [expert for expert in EVERYBODY if not store.is_cold(expert)]
+    cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
+    assert store.swap(cold[0], hot[0])
+    assert not store.swap(cold[0], hot[1]) and not store.swap(cold[1], hot[0]) and store.lend(cold[0]) is None
+    assert store.swap(cold[1], hot[1]), "others can"
+    loan = store.lend(cold[2])
+    assert not store.swap(cold[2], hot[2]), "nor can one that somebody holds a copy of"
+    store.let_go(loan)
+    assert store.swap(cold[2], hot[2])
+    store.settle(wait=True)
+    assert [store.is_cold(expert) for expert in cold[:3] + hot[:3]] == [False] * 3 + [True] * 3
+    check(store, truth)
+
+
+def test_loans_give_way_to_what_is_wanted_now():
+    store, truth = filled(resident(5), spare=2)
+    cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
+    first, second = store.lend(cold[0]), store.lend(cold[1])
+    assert first is not None and second is not None and store.lend(cold[2]) is None, "both runs are held"
+    store.join([first, second])
+    at = int(store.table[cold[0]][0])
+    assert at == store.lent(first)[0].data_ptr() != store.home(cold[0])[0].data_ptr()
+    again = store.lend(cold[0])
+    assert again is first and first.held == 2, "a second holder shares the copy"
+    store.let_go(second)
+    third = store.lend(cold[2])
+    assert third is not None and third.run == second.run, "the one nobody holds makes room"
+    assert int(store.table[cold[1]][0]) == store.home(cold[1])[0].data_ptr(), "and kernels go home again"
+    check(store, truth)
+
+
+def test_reads_are_counted_once_a_step_however_many_tokens_ask():
+    store, _ = filled(resident(5))
+    store.count(torch.tensor([[[0, 1], [1, 1]], [[4, 3], [4, 0]]], dtype=torch.int32), layer=1)
+    store.count(torch.tensor([[[2, 4]]]))
+    assert store.counts.tolist() == [[0, 0, 1, 0, 1], [1, 1, 0, 0, 0], [1, 0, 0, 1, 1]]

@@ -1,0 +1,104 @@
+"""Settings: one class behind flags, variables and a file; and the log that says what was called."""
+
+from __future__ import annotations
+
+import io
+import json
+
+import pytest
+
+from birkhoff.errors import OptionError
+from birkhoff.server.access_log import AccessLog
+from birkhoff.server.api_errors import ApiError, problem_of
+from birkhoff.server.body import RequestBody, StrictBody, checked, parse
+from birkhoff.server.server_settings import ServerSettings, is_loopback
+from tests.cli.conftest import birkhoff
+from tests.server.conftest import serving
+
+
+def test_flags_variables_and_file_come_in_that_order(tmp_path):
+    file = tmp_path / "birkhoff.toml"
+    file.write_text('[serve]\nserved_name = "file"\nmax_queue = 3\nmax_choices = 2\nlog = "off"\n')
+    with serving(tmp_path, "--served-name", "flag", BIRKHOFF_CONFIG=str(file), BIRKHOFF_MAX_QUEUE="5",
+                 BIRKHOFF_SERVED_NAME="variable") as running:  # fmt: skip
+        props = running.get("/props").json()
+        assert props["model"] == "flag" and props["limits"]["max_queue"] == 5 and props["limits"]["max_choices"] == 2
+        assert running.post("/v1/chat/completions", {"messages": [], "model": "file"}).status_code == 400
+    calls = [json.loads(line) for line in running.log.read_text().splitlines() if line.startswith("{")]
+    assert calls[0] | {"time": 0, "ms": 0, "id": 0} == {
+        "time": 0, "id": 0, "method": "GET", "path": "/props", "status": 200, "ms": 0, "note": ""}  # fmt: skip
+    assert calls[1]["status"] == 400 and calls[1]["id"].startswith("req-")
+
+
+def test_a_misspelt_setting_is_refused(tmp_path):
+    file = tmp_path / "birkhoff.toml"
+    file.write_text("[serve]\nmax_que = 3\n")
+    done = birkhoff("--config", str(file), "serve")
+    assert done.returncode == 2 and b"max_queue" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"host": "0.0.0.0"}, {"host": "192.168.1.2"}, {"port": -1}, {"port": True}, {"max_body_bytes": 0}, {"log": ""},
+     {"stall_seconds": 0}, {"api_key": ("",)}, {"api_key": ("a\n",)}, {"sae": ("a",)}, {"sae_full": ("=x",)},
+     {"drain_seconds": "1"}],
+    ids=str,
+)  # fmt: skip
+def test_settings_that_make_no_sense(wrong):
+    with pytest.raises(OptionError):
+        ServerSettings(**wrong)
+
+
+def test_loopback_is_told_from_what_looks_like_it():
+    assert all(map(is_loopback, ("127.0.0.1", "localhost", "::1", "[::1]", "127.8.9.10")))
+    assert not any(map(is_loopback, ("0.0.0.0", "localhost.evil", "127.0.0.1.evil", "", "::", "1")))
+    ServerSettings(host="0.0.0.0", api_key=("k",))
+    ServerSettings(host="0.0.0.0", i_know_this_is_open=True)
+
+
+def test_the_log_is_one_line_a_call_and_keeps_control_characters_out():
+    for form in ("text", "json"):
+        out = io.StringIO()
+        journal = AccessLog(form, out)
+        journal.call("req-1", "GET", "/a\n\x1b[2Jb" + "c" * 500, 404, 0.001, "left")
+        assert out.getvalue().count("\n") == 1 and "\x1b" not in out.getvalue() and len(out.getvalue()) < 500
+        journal.defect("req-2", ValueError("why"))
+        assert "req-2" in out.getvalue() and "why" in out.getvalue()
+
+
+def test_a_closed_log_does_not_stop_the_server():
+    out = io.StringIO()
+    journal = AccessLog("text", out)
+    out.close()
+    journal.call("req-1", "GET", "/", 200, 0.1)
+
+
+class Inner(StrictBody):
+    a: int
+
+
+class Outer(RequestBody):
+    inner: list[Inner]
+
+
+def test_a_refusal_names_the_field():
+    with pytest.raises(ApiError) as caught:
+        checked(Outer, {"inner": [{"a": 1}, {"a": "1"}]})
+    assert caught.value.param == "inner[1].a" and caught.value.status == 400
+    with pytest.raises(ApiError) as extra:
+        checked(Outer, {"inner": [{"a": 1, "b": 2}]})
+    assert extra.value.param == "inner[0].b"
+    assert checked(Outer, {"inner": [], "more": 1}).unknown == ["more"]
+
+
+def test_depth_is_counted_outside_of_strings():
+    assert parse(b'{"a":"' + b"[" * 500 + b'"}', 4) == {"a": "[" * 500}
+    assert parse(b'{"a":[[["\\"[["]]]}', 4)["a"] == [[['"[[']]]
+    with pytest.raises(ApiError, match="nested"):
+        parse(b'{"a":[[[[]]]]}', 4)
+
+
+def test_unknown_failures_tell_nothing():
+    told = problem_of(RuntimeError("/usr/secret 0x7f00"))
+    assert told.status == 500 and "secret" not in told.message
+    assert problem_of(MemoryError()).status == 503

@@ -20,7 +20,11 @@ LayerKind = Literal["swa", "csa", "hca"]
 KIND_OF_RATIO: dict[int, LayerKind] = {0: "swa", 4: "csa", 128: "hca"}
 PAGE_TOKENS = 128  # one cache page: 32 CSA entries and 1 HCA entry, so that prefixes can be shared
 
-_RATIO_OF_LAYER_TYPE = {"sliding_attention": 0, "compressed_sparse_attention": 4, "heavily_compressed_attention": 128}
+_RATIO_OF_LAYER_TYPE = {
+    "sliding_attention": 0,
+    "compressed_sparse_attention": 4,
+    "heavily_compressed_attention": 128,
+}
 
 # Keys of foreign config files that do not change what the trunk computes.
 _HARMLESS = frozenset(
@@ -122,7 +126,9 @@ class V4Config:
     @classmethod
     def from_dict(cls, raw: object) -> V4Config:
         if not isinstance(raw, dict):
-            raise ConfigError(f"config.json holds a {type(raw).__name__}, expected an object with the model's sizes.")
+            raise ConfigError(
+                f"config.json holds a {type(raw).__name__}, expected an object with the model's sizes."
+            )
         _check_model_type(raw)
         values = dict(raw)
         _translate_transformers_spelling(values)
@@ -133,9 +139,13 @@ class V4Config:
         known = {f.name for f in fields(cls)} - {"unknown"}
         unknown = tuple(sorted(k for k in values if k not in known and k not in _HARMLESS))
         if values.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"hidden_act is {values['hidden_act']!r}; V4 experts are SwiGLU, expected 'silu'.")
+            raise ConfigError(
+                f"hidden_act is {values['hidden_act']!r}; V4 experts are SwiGLU, expected 'silu'."
+            )
         if values.get("mlp_bias"):
-            raise ConfigError("mlp_bias is true; V4 experts have no biases. Take the checkpoint's own config.json.")
+            raise ConfigError(
+                "mlp_bias is true; V4 experts have no biases. Take the checkpoint's own config.json."
+            )
         return cls(**{k: v for k, v in values.items() if k in known}, unknown=unknown)
 
     def to_dict(self) -> dict[str, Any]:
@@ -161,7 +171,9 @@ def _check_model_type(raw: dict) -> None:
             f"model_type is {seen!r}: DeepSeek-V4.1 has another architecture (delayed mHC, Engram, "
             "shared compressed KV) and is not supported. Use a V4-Flash or V4-Pro checkpoint."
         )
-    raise UnsupportedModel(f"model_type is {seen!r}, expected 'deepseek_v4'. This is not a DeepSeek-V4 checkpoint.")
+    raise UnsupportedModel(
+        f"model_type is {seen!r}, expected 'deepseek_v4'. This is not a DeepSeek-V4 checkpoint."
+    )
 
 
 def _translate_transformers_spelling(values: dict) -> None:
@@ -169,7 +181,9 @@ def _translate_transformers_spelling(values: dict) -> None:
     kinds = {"compress_rates": dict, "rope_parameters": dict, "layer_types": list, "mlp_layer_types": list}
     for key, kind in kinds.items():
         if values.get(key) is not None and not isinstance(values[key], kind):
-            raise ConfigError(f"{key} is {values[key]!r}, expected a JSON {'object' if kind is dict else 'list'}.")
+            raise ConfigError(
+                f"{key} is {values[key]!r}, expected a JSON {'object' if kind is dict else 'list'}."
+            )
     rates = values.pop("compress_rates", None) or {}
     for name, expected in (("compressed_sparse_attention", 4), ("heavily_compressed_attention", 128)):
         if rates.get(name, expected) != expected:
@@ -181,13 +195,17 @@ def _translate_transformers_spelling(values: dict) -> None:
     if layer_types is not None and "compress_ratios" not in values:
         bad = [t for t in layer_types if not isinstance(t, str) or t not in _RATIO_OF_LAYER_TYPE]
         if bad:
-            raise ConfigError(f"layer_types holds {bad[0]!r}, expected one of {sorted(_RATIO_OF_LAYER_TYPE)}.")
+            raise ConfigError(
+                f"layer_types holds {bad[0]!r}, expected one of {sorted(_RATIO_OF_LAYER_TYPE)}."
+            )
         values["compress_ratios"] = [_RATIO_OF_LAYER_TYPE[t] for t in layer_types]
     mlp_types = values.pop("mlp_layer_types", None)
     if mlp_types is not None and "num_hash_layers" not in values:
         hashed = sum(t == "hash_moe" for t in mlp_types)
         if list(mlp_types) != ["hash_moe"] * hashed + ["moe"] * (len(mlp_types) - hashed):
-            raise ConfigError(f"mlp_layer_types is {mlp_types}, expected every 'hash_moe' before every 'moe'.")
+            raise ConfigError(
+                f"mlp_layer_types is {mlp_types}, expected every 'hash_moe' before every 'moe'."
+            )
         values["num_hash_layers"] = hashed
     rope = values.pop("rope_parameters", None)
     if isinstance(rope, dict) and isinstance(rope.get("compress"), dict):
@@ -195,7 +213,9 @@ def _translate_transformers_spelling(values: dict) -> None:
         if not isinstance(main, dict):
             raise ConfigError(f"rope_parameters.main is {main!r}, expected a JSON object.")
         values["rope_theta"] = main.get("rope_theta", values.get("rope_theta", 10000.0))
-        values["compress_rope_theta"] = compress.get("rope_theta", values.get("compress_rope_theta", 160000.0))
+        values["compress_rope_theta"] = compress.get(
+            "rope_theta", values.get("compress_rope_theta", 160000.0)
+        )
         if main.get("rope_type", "default") != "default":
             raise ConfigError(
                 f"rope_parameters.main.rope_type is {main['rope_type']!r}, expected 'default': "
@@ -274,7 +294,12 @@ def _check(c: V4Config) -> None:
         "compress_rope_theta",
     ):
         value = getattr(c, name)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or value <= 0
+        ):
             refuse(f"{name} is {value!r}, expected a positive number.")
     rope = c.qk_rope_head_dim
     if type(rope) is not int or rope < 2 or rope % 2 or rope > c.head_dim:
@@ -284,14 +309,18 @@ def _check(c: V4Config) -> None:
     if c.num_attention_heads % c.o_groups:
         refuse(f"num_attention_heads ({c.num_attention_heads}) is not a multiple of o_groups ({c.o_groups}).")
     if len(c.compress_ratios) != c.num_hidden_layers:
-        refuse(f"compress_ratios has {len(c.compress_ratios)} entries, expected {c.num_hidden_layers}, one per layer.")
+        refuse(
+            f"compress_ratios has {len(c.compress_ratios)} entries, expected {c.num_hidden_layers}, one per layer."
+        )
     bad = [r for r in c.compress_ratios if r not in KIND_OF_RATIO]
     if bad:
         refuse(f"compress_ratios holds {bad[0]}, expected 0 (sliding), 4 (CSA) or 128 (HCA).")
     if 4 in c.compress_ratios and c.index_head_dim < rope:
         refuse(f"index_head_dim is {c.index_head_dim}, expected at least qk_rope_head_dim ({rope}).")
     if c.num_experts_per_tok > c.n_routed_experts:
-        refuse(f"num_experts_per_tok ({c.num_experts_per_tok}) exceeds n_routed_experts ({c.n_routed_experts}).")
+        refuse(
+            f"num_experts_per_tok ({c.num_experts_per_tok}) exceeds n_routed_experts ({c.n_routed_experts})."
+        )
     if c.n_shared_experts != 1:
         refuse(f"n_shared_experts is {c.n_shared_experts}, expected 1.")
     if type(c.num_hash_layers) is not int or not 0 <= c.num_hash_layers <= c.num_hidden_layers:

@@ -15,7 +15,11 @@ VECTORS, DICTIONARY = "vectors", "sae"
 def shipped_vectors(model: object) -> dict[str, Path]:
     """Vector files of an embedded model, by module name."""
     folder = _embedded(model)
-    return {} if folder is None else {path.stem: path for path in sorted((folder / VECTORS).glob("*.safetensors"))}
+    return (
+        {}
+        if folder is None
+        else {path.stem: path for path in sorted((folder / VECTORS).glob("*.safetensors"))}
+    )
 
 
 def shipped_dictionary(model: object) -> Path | None:

@@ -141,7 +141,8 @@ class SteeringError(RequestError):
 
     def __init__(self, message: str, path: str = ""):
         super().__init__(f"{path}: {message}" if path else message)
-        self.reason, self.path = message, path
+        self.reason = message
+        self.path = path
 
 
 class SteeringSyntax(SteeringError):
@@ -154,7 +155,8 @@ class SteeringSyntax(SteeringError):
         start = max(0, place - 60)  # a long line is cut around the fault
         view = shown[start : place + 60]
         super().__init__(f"{message}, at character {place + 1}.\n  {view}\n  {' ' * (place - start)}^")
-        self.line, self.place = line, place
+        self.line = line
+        self.place = place
 
 
 class VectorFileError(SteeringError):
@@ -176,7 +178,9 @@ class SelectorError(RequestError):
 
     def __init__(self, message: str, path: str = "", kind: str = "form"):
         super().__init__(f"{path}: {message}" if path else message)
-        self.reason, self.path, self.kind = message, path, kind
+        self.reason = message
+        self.path = path
+        self.kind = kind
 
 
 class CaptureValidationError(RequestError):
@@ -186,7 +190,9 @@ class CaptureValidationError(RequestError):
 
     def __init__(self, message: str, path: str = "", rule: str = ""):
         super().__init__(f"{path}: {message}" if path else message)
-        self.reason, self.path, self.rule = message, path, rule
+        self.reason = message
+        self.path = path
+        self.rule = rule
 
 
 class CaptureError(BirkhoffError):

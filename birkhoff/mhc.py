@@ -21,7 +21,14 @@ from typing import Literal
 import torch
 from torch import nn
 
-from birkhoff.errors import OptionError, TensorDtype, TensorMissing, TensorShape, TensorUnexpected, TensorValue
+from birkhoff.errors import (
+    OptionError,
+    TensorDtype,
+    TensorMissing,
+    TensorShape,
+    TensorUnexpected,
+    TensorValue,
+)
 from birkhoff.kernels import mhc
 
 _TRIPLE = ("fn", "base", "scale")
@@ -38,19 +45,33 @@ class HyperConnection(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, streams: int = 4, sinkhorn_iters: int = 20, eps: float = 1e-6, rms_eps: float = 1e-6, *,
+        self,
+        hidden: int,
+        streams: int = 4,
+        sinkhorn_iters: int = 20,
+        eps: float = 1e-6,
+        rms_eps: float = 1e-6,
+        *,
         sublayer: int = 0,
-    ):  # fmt: skip
+    ):
         super().__init__()
-        for name, value, least in (("hidden", hidden, 1), ("streams", streams, 1),
-                                   ("sinkhorn_iters", sinkhorn_iters, 1), ("sublayer", sublayer, 0)):  # fmt: skip
+        for name, value, least in (
+            ("hidden", hidden, 1),
+            ("streams", streams, 1),
+            ("sinkhorn_iters", sinkhorn_iters, 1),
+            ("sublayer", sublayer, 0),
+        ):
             if type(value) is not int or value < least:
                 raise OptionError(f"{name} is {value!r}, expected a whole number of at least {least}.")
         for name, size in (("eps", eps), ("rms_eps", rms_eps)):
             if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1:
                 raise OptionError(f"{name} is {size!r}, expected a small positive number such as 1e-6.")
-        self.hidden, self.streams, self.sinkhorn_iters = hidden, streams, sinkhorn_iters
-        self.eps, self.rms_eps, self.sublayer = float(eps), float(rms_eps), sublayer
+        self.hidden = hidden
+        self.streams = streams
+        self.sinkhorn_iters = sinkhorn_iters
+        self.eps = float(eps)
+        self.rms_eps = float(rms_eps)
+        self.sublayer = sublayer
         outputs, inputs = (2 + streams) * streams, streams * hidden
         self.fn = nn.Parameter(torch.empty(outputs, inputs, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty(outputs, dtype=torch.float32))
@@ -65,7 +86,9 @@ class HyperConnection(nn.Module):
         """Staggered start: near-identity mixing, and read and write gates that prefer one stream per sublayer."""
         m, mine = self.streams, self.sublayer % self.streams
         for matrix in (self.fn, self.head_fn):
-            matrix.normal_(std=matrix.shape[1] ** -0.5)  # inputs have unit RMS: logits of unit size, then the scale
+            matrix.normal_(
+                std=matrix.shape[1] ** -0.5
+            )  # inputs have unit RMS: logits of unit size, then the scale
         self.scale.fill_(0.5)
         self.head_scale.fill_(0.5)
         self.head_base.zero_()
@@ -89,14 +112,18 @@ class HyperConnection(nn.Module):
         )
         return u, post, comb
 
-    def post(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor) -> torch.Tensor:
+    def post(
+        self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
+    ) -> torch.Tensor:
         """`post[k] * y + sum_j comb[j, k] * streams[j]` for every stream k; `streams` are those `pre` was given."""
         self._check_streams(streams)
         lead, m = tuple(streams.shape[:-2]), self.streams
         for name, tensor, tail in (("y", y, (self.hidden,)), ("post", post, (m,)), ("comb", comb, (m, m))):
             if tuple(tensor.shape) != lead + tail:
-                raise OptionError(f"{name} is {tuple(tensor.shape)}, expected {lead + tail} beside streams "
-                                  f"{tuple(streams.shape)}: pass what `pre` returned for them.")  # fmt: skip
+                raise OptionError(
+                    f"{name} is {tuple(tensor.shape)}, expected {lead + tail} beside streams "
+                    f"{tuple(streams.shape)}: pass what `pre` returned for them."
+                )
         return mhc.write(streams, y, post, comb)
 
     def head(self, streams: torch.Tensor) -> torch.Tensor:
@@ -105,9 +132,13 @@ class HyperConnection(nn.Module):
         return mhc.head(streams, self.head_fn, self.head_base, self.head_scale, self.eps, self.rms_eps)[0]
 
     def load_weights(
-        self, weights: Mapping[str, torch.Tensor] | None = None, *, prefix: str = "",
-        res_axes: Literal["from_to", "to_from"] = "from_to", **named: torch.Tensor,
-    ) -> HyperConnection:  # fmt: skip
+        self,
+        weights: Mapping[str, torch.Tensor] | None = None,
+        *,
+        prefix: str = "",
+        res_axes: Literal["from_to", "to_from"] = "from_to",
+        **named: torch.Tensor,
+    ) -> HyperConnection:
         """Fill the layer from a mapping, from keywords, or both; nothing is changed unless everything fits.
 
         Released form: `fn [(2+m)m, m*d]` (rows: pre, post, comb row-major), `base [(2+m)m]`, `scale [3]`, and for the
@@ -121,7 +152,9 @@ class HyperConnection(nn.Module):
         """
         if res_axes not in ("from_to", "to_from"):
             raise OptionError(f"res_axes is {res_axes!r}, expected 'from_to' or 'to_from'.")
-        given = {k.removeprefix(prefix): v for k, v in (weights or {}).items() if k.startswith(prefix)} | named
+        given = {
+            k.removeprefix(prefix): v for k, v in (weights or {}).items() if k.startswith(prefix)
+        } | named
         forms = _forms_in(given, prefix)
         for name, tensor in given.items():
             _check_numbers(name, tensor)
@@ -130,8 +163,10 @@ class HyperConnection(nn.Module):
             ready |= self._joined(given, res_axes)
         for name, tensor in ready.items():
             if tensor.shape != getattr(self, name).shape:
-                raise TensorShape(f"{name} is {tuple(tensor.shape)}, expected {tuple(getattr(self, name).shape)} for "
-                                  f"{self.streams} streams of {self.hidden}.")  # fmt: skip
+                raise TensorShape(
+                    f"{name} is {tuple(tensor.shape)}, expected {tuple(getattr(self, name).shape)} for "
+                    f"{self.streams} streams of {self.hidden}."
+                )
         with torch.no_grad():
             for name, tensor in ready.items():
                 getattr(self, name).copy_(tensor)
@@ -140,13 +175,17 @@ class HyperConnection(nn.Module):
     def _joined(self, given: Mapping[str, torch.Tensor], res_axes: str) -> dict[str, torch.Tensor]:
         """The split form as the released triple."""
         m, inputs = self.streams, self.streams * self.hidden
-        rows, biases, factors = [], [], []
+        rows = []
+        biases = []
+        factors = []
         for part, count in zip(_PARTS, (m, m, m * m)):
             matrix = _outputs_first(f"W_{part}", given[f"W_{part}"], count, inputs)
             bias, factor = given[f"S_{part}"], given[f"alpha_{part}"]
             shapes = [(count,), (m, m)] if part == "res" else [(count,)]
             if tuple(bias.shape) not in shapes:
-                raise TensorShape(f"S_{part} is {tuple(bias.shape)}, expected {' or '.join(map(str, shapes))}.")
+                raise TensorShape(
+                    f"S_{part} is {tuple(bias.shape)}, expected {' or '.join(map(str, shapes))}."
+                )
             if factor.numel() != 1:
                 raise TensorShape(f"alpha_{part} is {tuple(factor.shape)}, expected a single number.")
             bias = bias.reshape(count)
@@ -160,8 +199,10 @@ class HyperConnection(nn.Module):
 
     def _check_streams(self, streams: torch.Tensor) -> None:
         if streams.dim() < 2 or tuple(streams.shape[-2:]) != (self.streams, self.hidden):
-            raise OptionError(f"streams are {tuple(streams.shape)}, expected [..., {self.streams}, {self.hidden}]; "
-                              "`init` makes them from a single vector.")  # fmt: skip
+            raise OptionError(
+                f"streams are {tuple(streams.shape)}, expected [..., {self.streams}, {self.hidden}]; "
+                "`init` makes them from a single vector."
+            )
 
     def extra_repr(self) -> str:
         return f"hidden={self.hidden}, streams={self.streams}, sinkhorn_iters={self.sinkhorn_iters}"
@@ -175,34 +216,48 @@ def _forms_in(given: Mapping[str, object], prefix: str) -> list[tuple[str, ...]]
     """Which forms these names spell; each of them has to be whole."""
     unknown = sorted(set(given) - {*_TRIPLE, *_HEAD, *_SPLIT})
     if unknown:
-        raise TensorUnexpected(f"{_listed(unknown)}: expected {_listed(_TRIPLE + _HEAD)} or the split form "
-                               f"{_listed(_SPLIT)}. Pass prefix= to pick from a whole checkpoint.")  # fmt: skip
+        raise TensorUnexpected(
+            f"{_listed(unknown)}: expected {_listed(_TRIPLE + _HEAD)} or the split form "
+            f"{_listed(_SPLIT)}. Pass prefix= to pick from a whole checkpoint."
+        )
     forms = [form for form in (_TRIPLE, _SPLIT, _HEAD) if any(name in given for name in form)]
     if not forms or (_TRIPLE in forms and _SPLIT in forms):
-        raise TensorMissing(f"got {_listed(sorted(given))}, expected either {_listed(_TRIPLE)} or {_listed(_SPLIT)}, "
-                            f"and optionally {_listed(_HEAD)}. Check the names and the prefix {prefix!r}.")  # fmt: skip
+        raise TensorMissing(
+            f"got {_listed(sorted(given))}, expected either {_listed(_TRIPLE)} or {_listed(_SPLIT)}, "
+            f"and optionally {_listed(_HEAD)}. Check the names and the prefix {prefix!r}."
+        )
     missing = [name for form in forms for name in form if name not in given]
     if missing:
-        raise TensorMissing(f"{_listed(missing)} missing beside {_listed(sorted(given))}: a form is loaded whole.")
+        raise TensorMissing(
+            f"{_listed(missing)} missing beside {_listed(sorted(given))}: a form is loaded whole."
+        )
     return forms
 
 
 def _check_numbers(name: str, tensor: object) -> None:
     if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point() or tensor.element_size() < 2:
         seen = tensor.dtype if isinstance(tensor, torch.Tensor) else type(tensor).__name__
-        raise TensorDtype(f"{name} is {seen}, expected a floating-point tensor; the release keeps it in float32.")
+        raise TensorDtype(
+            f"{name} is {seen}, expected a floating-point tensor; the release keeps it in float32."
+        )
     if not torch.isfinite(tensor).all():
-        raise TensorValue(f"{name} holds NaN or infinity, expected finite numbers. Check the file it came from.")
+        raise TensorValue(
+            f"{name} holds NaN or infinity, expected finite numbers. Check the file it came from."
+        )
 
 
 def _outputs_first(name: str, matrix: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
     """The matrix as [out, in], turned if it lies the other way and its shape says so."""
     shape = tuple(matrix.shape)
     if shape == (outputs, inputs) == (inputs, outputs):
-        raise TensorShape(f"{name} is square {shape}, so its orientation cannot be seen. Join the split form into "
-                          "fn, base and scale, rows being outputs, and load those.")  # fmt: skip
+        raise TensorShape(
+            f"{name} is square {shape}, so its orientation cannot be seen. Join the split form into "
+            "fn, base and scale, rows being outputs, and load those."
+        )
     if shape == (inputs, outputs):
         return matrix.T
     if shape != (outputs, inputs):
-        raise TensorShape(f"{name} is {shape}, expected {(outputs, inputs)}, or {(inputs, outputs)} if transposed.")
+        raise TensorShape(
+            f"{name} is {shape}, expected {(outputs, inputs)}, or {(inputs, outputs)} if transposed."
+        )
     return matrix

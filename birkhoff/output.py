@@ -18,7 +18,9 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.signals import Frame, SignalJob
 from birkhoff.sae.feature_edits import ResolvedSae
 
-_UNASKED = SiteError("nothing was captured. Say what to keep: generate(..., capture=Capture({hook: layers})).")
+_UNASKED = SiteError(
+    "nothing was captured. Say what to keep: generate(..., capture=Capture({hook: layers}))."
+)
 
 
 @dataclass
@@ -71,7 +73,9 @@ def _acts(request: Request) -> Mapping[tuple[str, int], CapturedRows]:
     if jobs:
         names = ", ".join(repr(job.resolved.consumer) for job in jobs)
         return NoActs(
-            CaptureError(f"they went to {names}, not to memory. output.capture_results says what became of them.")
+            CaptureError(
+                f"they went to {names}, not to memory. output.capture_results says what became of them."
+            )
         )
     return NoActs(_UNASKED)
 
@@ -86,7 +90,9 @@ def _signals(request: Request) -> list[Frame] | None:
 
 
 def _captures(request: Request) -> list[CaptureJob]:
-    return [job for job in (request.plan.jobs if request.plan is not None else ()) if isinstance(job, CaptureJob)]
+    return [
+        job for job in (request.plan.jobs if request.plan is not None else ()) if isinstance(job, CaptureJob)
+    ]
 
 
 def interp_of(request: Request) -> dict[str, Any]:
@@ -120,11 +126,15 @@ def _steering(plan: Plan) -> dict[str, Any]:
     dictionaries."""
     hashes = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
     found: dict[str, Any] = {
-        "steering_hash": {phase: None if digest is None else digest.hex() for phase, digest in hashes.items()},
+        "steering_hash": {
+            phase: None if digest is None else digest.hex() for phase, digest in hashes.items()
+        },
         "rows_steered": len(plan.steered),
         "steered_positions": sorted(plan.steered),
     }
-    streams = {site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if "streams" in hook}
+    streams = {
+        site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if "streams" in hook
+    }
     if streams:
         found["paths"] = sorted(streams)
     features = [edit.describe() for edit in plan.edits if isinstance(edit, ResolvedSae)]
@@ -148,7 +158,8 @@ def timings_of(request: Request) -> dict[str, float | int | None]:
     def between(start: float | None, stop: float | None) -> float | None:
         return None if start is None or stop is None else (stop - start) * 1e3
 
-    decode_ms, later = between(t.first_token, t.finished), len(request.output_ids) - 1
+    decode_ms = between(t.first_token, t.finished)
+    later = len(request.output_ids) - 1
     return {
         "queue_ms": between(t.submitted, t.admitted),
         "prefill_ms": between(t.admitted, t.first_token),
@@ -169,7 +180,9 @@ class Stream:
     def __init__(
         self, request: Request, events: Generator[TokenEvent, None, None], cancel: Callable[[Request], None]
     ) -> None:
-        self._request, self._events, self._cancel = request, events, cancel
+        self._request = request
+        self._events = events
+        self._cancel = cancel
 
     def __iter__(self) -> Stream:
         return self
@@ -203,7 +216,8 @@ class Trace:
     Hooks that fire once per model sit at the last layer."""
 
     def __init__(self, logits: torch.Tensor, tensors: dict[tuple[str, int], torch.Tensor]):
-        self.logits, self._tensors = logits, tensors
+        self.logits = logits
+        self._tensors = tensors
 
     @property
     def sites(self) -> set[tuple[str, int]]:

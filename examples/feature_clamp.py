@@ -32,7 +32,9 @@ STARTS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="nano")
     parser.add_argument("--hook", default="mlp_out")
     parser.add_argument("--layer", type=int, default=4)
@@ -43,7 +45,8 @@ def main() -> None:
     options = parser.parse_args()
     with birkhoff.load(options.model) as engine:
         outputs = [
-            engine.generate(STARTS, max_tokens=48, seed=seed) for seed in range(max(1, options.texts // len(STARTS)))
+            engine.generate(STARTS, max_tokens=48, seed=seed)
+            for seed in range(max(1, options.texts // len(STARTS)))
         ]
         texts = [output.prompt_token_ids + output.token_ids for group in outputs for output in group]
         source = LiveRows(engine, texts, options.hook, options.layer, batch_rows=512, pool_batches=2)
@@ -54,14 +57,18 @@ def main() -> None:
 
         entries = explain(engine, done.sae, texts, contexts=4, tokens=5)
         print(f"{len(entries)} features in {save_features(entries, options.out)}")
-        rare = sorted(entries.values(), key=lambda entry: (entry.density > 0.05, -len(entry.contexts), -entry.largest))
+        rare = sorted(
+            entries.values(), key=lambda entry: (entry.density > 0.05, -len(entry.contexts), -entry.largest)
+        )
         for entry in rare[:5]:
             print(f"  {entry.feature:4d} {entry.density:6.2%} {entry.label!r}: {entry.contexts[0]['text']!r}")
         chosen = rare[0].feature
         with engine.attach("mine", done.sae, features=[chosen]):
             clamp = [SaeSet("mine", {chosen: {"x_max": options.strength}})]
             for name, steer in (("plain", None), (f"feature {chosen} up", clamp)):
-                output = engine.generate("Once upon a time", max_tokens=30, seed=5, temperature=0.7, steer=steer)
+                output = engine.generate(
+                    "Once upon a time", max_tokens=30, seed=5, temperature=0.7, steer=steer
+                )
                 print(f"{name}: {output.text.strip()!r}")
 
 

@@ -25,7 +25,9 @@ TEXTS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="nano")
     parser.add_argument("--out", type=Path, default=Path("captures/example"))
     options = parser.parse_args()
@@ -33,15 +35,23 @@ def main() -> None:
     with birkhoff.load(options.model, batch_invariant=True) as engine:
         report = harvest(engine, TEXTS, spec, options.out)
         layers = engine.config.num_hidden_layers
-    print(f"{report.texts} texts, {report.rows} rows, {report.bytes} bytes in {report.out}; new: {report.new_texts}")
+    print(
+        f"{report.texts} texts, {report.rows} rows, {report.bytes} bytes in {report.out}; new: {report.new_texts}"
+    )
 
-    by_text = read_sharded(options.out / "harvest")  # text -> (layer, hook) -> rows with positions and token ids
+    by_text = read_sharded(
+        options.out / "harvest"
+    )  # text -> (layer, hook) -> rows with positions and token ids
     for name, entries in sorted(by_text.items()):
         rows = entries[layers - 1, "mhc_streams_pre_attn"]
         print(f"text {int(name)}: {len(rows)} tokens, streams {rows.array.shape[1:]} each")
 
-    for layer in range(layers):  # what a sparse autoencoder would train on: rows of all texts, shuffled, in batches
-        feed = iter_rows(options.out / "harvest", "mhc_streams_pre_attn", layer, 64, shuffle=True, dtype="float32")
+    for layer in range(
+        layers
+    ):  # what a sparse autoencoder would train on: rows of all texts, shuffled, in batches
+        feed = iter_rows(
+            options.out / "harvest", "mhc_streams_pre_attn", layer, 64, shuffle=True, dtype="float32"
+        )
         norms = np.concatenate([np.linalg.norm(batch.array, axis=-1) for batch in feed])  # [rows, streams]
         print(f"layer {layer}: mean norm of each stream", norms.mean(0).round(2).tolist())
 

@@ -18,22 +18,30 @@ import birkhoff
 from birkhoff.cli.draw import mixing_matrix
 from birkhoff.output import Trace
 
-CELL, GAP, LEFT, TOP = 22, 26, 70, 40
+CELL = 22
+GAP = 26
+LEFT = 70
+TOP = 40
 SUBLAYERS = {"attn": "around attention", "ffn": "around the experts"}
 
 
 def svg(trace: Trace, layers: int) -> str:
     """The whole picture; each cell says its number when it is pointed at."""
     size = 4 * CELL
-    width, height = LEFT + 2 * (size + GAP), TOP + layers * (size + GAP)
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    width = LEFT + 2 * (size + GAP)
+    height = TOP + layers * (size + GAP)
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    ]
     out.append('<rect width="100%" height="100%" fill="white"/>')
     for column, (name, title) in enumerate(SUBLAYERS.items()):
         left = LEFT + column * (size + GAP)
         out.append(f'<text x="{left}" y="{TOP - 14}" font-size="10">{title}</text>')
         for layer in range(layers):
             top = TOP + layer * (size + GAP)
-            out.append(f'<text x="8" y="{top + size // 2}" font-size="12">layer {layer}</text>' * (column == 0))
+            out.append(
+                f'<text x="8" y="{top + size // 2}" font-size="12">layer {layer}</text>' * (column == 0)
+            )
             mix = trace[f"mhc_{name}_res_mix", layer].mean(0).tolist()  # [from, to]
             for source, row in enumerate(mix):
                 for target, share in enumerate(row):
@@ -47,7 +55,9 @@ def svg(trace: Trace, layers: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompt", nargs="?", default="Once upon a time there was a cat who could sing.")
     parser.add_argument("--model", default="nano")
     parser.add_argument("--out", type=Path, default=Path("mixing.svg"))
@@ -57,7 +67,9 @@ def main() -> None:
         trace = engine.trace(engine.prompt_ids(options.prompt))
     middle, pictures = layers // 2, []
     for name, title in SUBLAYERS.items():
-        mix, read, write = (trace[f"mhc_{name}_{kind}_mix", middle].mean(0).tolist() for kind in ("res", "pre", "post"))
+        mix, read, write = (
+            trace[f"mhc_{name}_{kind}_mix", middle].mean(0).tolist() for kind in ("res", "pre", "post")
+        )
         pictures.append(mixing_matrix(f"layer {middle}, {title}", mix, read, write))
     Console(highlight=False).print(Columns(pictures, padding=(0, 3)))
     options.out.write_text(svg(trace, layers), encoding="utf-8")

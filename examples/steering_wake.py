@@ -19,7 +19,10 @@ from rich.table import Table
 import birkhoff
 from birkhoff import Add
 
-HOOK, CELL, LEFT, TOP = "mhc_streams_pre_attn", 44, 70, 46
+HOOK = "mhc_streams_pre_attn"
+CELL = 44
+LEFT = 70
+TOP = 46
 
 
 def wake(engine: birkhoff.Engine, ids: list[int], edit: Add) -> torch.Tensor:
@@ -27,7 +30,8 @@ def wake(engine: birkhoff.Engine, ids: list[int], edit: Add) -> torch.Tensor:
     layers = engine.config.num_hidden_layers
     sites = [(HOOK, layer) for layer in range(layers)] + [("mhc_streams_final", layers - 1)]
     names = [HOOK, "mhc_streams_final"]
-    plain, steered = engine.trace(ids, hooks=names), engine.trace(ids, hooks=names, steer=[edit])
+    plain = engine.trace(ids, hooks=names)
+    steered = engine.trace(ids, hooks=names, steer=[edit])
     moved = [(steered[site] - plain[site]).norm(dim=-1) / plain[site].norm(dim=-1) for site in sites]
     return torch.stack([rows.mean(0) for rows in moved])
 
@@ -35,18 +39,24 @@ def wake(engine: birkhoff.Engine, ids: list[int], edit: Add) -> torch.Tensor:
 def svg(wakes: dict[str, torch.Tensor], layer: int) -> str:
     depths, streams = next(iter(wakes.values())).shape
     largest = max(float(found.max()) for found in wakes.values()) or 1.0
-    width, height = LEFT + len(wakes) * (streams * CELL + 40), TOP + depths * CELL
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    width = LEFT + len(wakes) * (streams * CELL + 40)
+    height = TOP + depths * CELL
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    ]
     out.append('<rect width="100%" height="100%" fill="white"/>')
     for column, (title, found) in enumerate(wakes.items()):
         left = LEFT + column * (streams * CELL + 40)
         out.append(f'<text x="{left}" y="16" font-size="12">{title} of layer {layer}</text>')
         for depth in range(depths):
-            place, top = f"layer {depth}" if depth < depths - 1 else "end", TOP + depth * CELL
+            place = f"layer {depth}" if depth < depths - 1 else "end"
+            top = TOP + depth * CELL
             out.append(f'<text x="8" y="{top + CELL // 2}" font-size="11">{place}</text>' * (column == 0))
             for stream in range(streams):
                 share = float(found[depth, stream])
-                red, green, blue = (round(255 - (255 - full) * (share / largest) ** 0.5) for full in (20, 90, 160))
+                red, green, blue = (
+                    round(255 - (255 - full) * (share / largest) ** 0.5) for full in (20, 90, 160)
+                )
                 out.append(
                     f'<rect x="{left + stream * CELL}" y="{top}" width="{CELL - 1}" height="{CELL - 1}" '
                     f'fill="rgb({red},{green},{blue})">'
@@ -56,7 +66,9 @@ def svg(wakes: dict[str, torch.Tensor], layer: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompt", nargs="?", default="Once upon a time there was a cat who could sing.")
     parser.add_argument("--model", default="nano")
     parser.add_argument("--layer", type=int, default=2)
@@ -65,7 +77,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("wake.svg"))
     options = parser.parse_args()
     with birkhoff.load(options.model) as engine:
-        ids, streams = engine.prompt_ids(options.prompt), engine.config.hc_mult
+        ids = engine.prompt_ids(options.prompt)
+        streams = engine.config.hc_mult
         size = engine.trace(ids, hooks=[HOOK])[HOOK, options.layer].flatten(1).norm(dim=-1).mean()
         direction = torch.randn(engine.config.hidden_size, generator=torch.Generator().manual_seed(0))
         direction *= options.strength * size / direction.norm()
@@ -75,7 +88,9 @@ def main() -> None:
             "all streams": wake(engine, ids, Add(direction / streams**0.5, streams="all", **at)),
         }
     for title, found in wakes.items():
-        table = Table("entering", *(f"stream {n}" for n in range(streams)), title=f"{title} of layer {options.layer}")
+        table = Table(
+            "entering", *(f"stream {n}" for n in range(streams)), title=f"{title} of layer {options.layer}"
+        )
         for depth, row in enumerate(found.tolist()):
             table.add_row(
                 f"layer {depth}" if depth < len(found) - 1 else "the head", *(f"{share:.3f}" for share in row)

@@ -19,7 +19,9 @@ from birkhoff.cli.talk import visible
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("prompt", nargs="?", default="Once upon a")
     parser.add_argument("--model", default="nano")
     options = parser.parse_args()

@@ -57,18 +57,22 @@ def load(folder: Path) -> tuple[birkhoff.Engine, Path, bool]:
 
 def show_model(path: Path) -> None:
     heading("1  What was loaded")
-    report, config = inspect_checkpoint(path), open_checkpoint(path).config
+    report = inspect_checkpoint(path)
+    config = open_checkpoint(path).config
     kinds = {"swa": "sliding window", "csa": "4-fold compressed, chosen", "hca": "128-fold compressed, all"}
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
     table.add_row("on disk", f"{report.file_bytes / 2**20:.1f} MiB, FP4 experts and FP8 matrices")
     table.add_row(
-        "parameters", f"{report.parameters / 1e6:.1f} M, {(report.parameters_active or 0) / 1e6:.1f} M used per token"
+        "parameters",
+        f"{report.parameters / 1e6:.1f} M, {(report.parameters_active or 0) / 1e6:.1f} M used per token",
     )
     for kind, layers in report.layers.items():
         table.add_row(f"{kind} layers", f"{', '.join(map(str, layers))}  ({kinds[kind]})")
     experts = f"{config.num_experts_per_tok} of {config.n_routed_experts} routed and 1 shared"
     table.add_row("experts", f"{experts}; layers 0 to {config.num_hash_layers - 1} choose by token id")
-    table.add_row("residual", f"{config.hc_mult} streams of {config.hidden_size}, mixed by a doubly stochastic matrix")
+    table.add_row(
+        "residual", f"{config.hc_mult} streams of {config.hidden_size}, mixed by a doubly stochastic matrix"
+    )
     console.print(table)
 
 
@@ -82,7 +86,9 @@ def show_answer(engine: birkhoff.Engine, trained: bool) -> Output:
         console.print(Text(f"token ids {', '.join(map(str, output.token_ids[:12]))} …"))
     t = output.timings
     read = f"prompt of {t['prompt_tokens']} tokens in {t['prefill_ms']:.0f} ms"
-    console.print(f"[dim]{read}, then {t['output_tokens']} tokens at {t['tokens_per_second']:.0f} a second[/]")
+    console.print(
+        f"[dim]{read}, then {t['output_tokens']} tokens at {t['tokens_per_second']:.0f} a second[/]"
+    )
     return output
 
 
@@ -126,7 +132,9 @@ def show_mixing(engine: birkhoff.Engine, trace: Trace, output: Output) -> None:
     console.print(Text(f"token {len(trace.logits)}, {visible(token)!r}", "dim"))
     pictures = []
     for name, what in (("attn", "around attention"), ("ffn", "around the experts")):
-        mix, read, write = (trace[f"mhc_{name}_{kind}_mix", layer][-1].tolist() for kind in ("res", "pre", "post"))
+        mix, read, write = (
+            trace[f"mhc_{name}_{kind}_mix", layer][-1].tolist() for kind in ("res", "pre", "post")
+        )
         pictures.append(mixing_matrix(what, mix, read, write))
     console.print(Columns(pictures, padding=(0, 3)))
     console.print(
@@ -137,7 +145,9 @@ def show_mixing(engine: birkhoff.Engine, trace: Trace, output: Output) -> None:
 
 def show_norms(trace: Trace, layers: int) -> None:
     heading("6  How large each stream is, layer by layer, at the last token")
-    norms = [trace["mhc_streams_pre_attn", layer][-1].float().norm(dim=-1).tolist() for layer in range(layers)]
+    norms = [
+        trace["mhc_streams_pre_attn", layer][-1].float().norm(dim=-1).tolist() for layer in range(layers)
+    ]
     norms.append(trace["mhc_streams_final", layers - 1][-1].float().norm(dim=-1).tolist())
     for stream in range(len(norms[0])):
         values = [row[stream] for row in norms]
@@ -160,11 +170,15 @@ def show_experts(trace: Trace, layers: int) -> None:
 def write_files(trace: Trace) -> None:
     heading("8  Files written")
     OUT.mkdir(parents=True, exist_ok=True)
-    kept = {f"{hook}.{layer}": trace[hook, layer].contiguous() for hook, layer in trace if hook.startswith("mhc_")}
+    kept = {
+        f"{hook}.{layer}": trace[hook, layer].contiguous() for hook, layer in trace if hook.startswith("mhc_")
+    }
     save_file(kept, OUT / "streams.safetensors")
     size = (OUT / "streams.safetensors").stat().st_size / 2**20
     console.print(f"{OUT / 'streams.safetensors'}, {size:.1f} MiB", soft_wrap=True)
-    console.print(f"[dim]{len(kept)} tensors: every stream and every mixer of all {len(trace.logits)} tokens[/]")
+    console.print(
+        f"[dim]{len(kept)} tensors: every stream and every mixer of all {len(trace.logits)} tokens[/]"
+    )
 
 
 def main() -> None:
@@ -187,7 +201,9 @@ def main() -> None:
             write_files(trace)
     heading("What to try next")
     if trained:
-        console.print(".venv/bin/birkhoff chat                         talk; /mix draws its mixers, /steer steers")
+        console.print(
+            ".venv/bin/birkhoff chat                         talk; /mix draws its mixers, /steer steers"
+        )
         console.print('.venv/bin/birkhoff generate --chat "Tell me a story" --steer "+1 spooky"')
         console.print(".venv/bin/birkhoff vectors list                 the vectors that ship with nano")
     else:

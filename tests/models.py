@@ -10,12 +10,29 @@ from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
 
 TINY = V4Config(
-    vocab_size=512, hidden_size=64, num_hidden_layers=6, num_attention_heads=4, head_dim=32, qk_rope_head_dim=8,
-    q_lora_rank=32, o_groups=2, o_lora_rank=16, sliding_window=8, compress_ratios=(0, 0, 4, 128, 4, 128),
-    index_n_heads=16, index_head_dim=16, index_topk=12, n_routed_experts=8, num_experts_per_tok=2,
-    moe_intermediate_size=64, num_hash_layers=2, swiglu_limit=1.0, max_position_embeddings=1024,
-    rope_scaling=RopeScaling(4.0, 64), num_nextn_predict_layers=1,
-)  # fmt: skip
+    vocab_size=512,
+    hidden_size=64,
+    num_hidden_layers=6,
+    num_attention_heads=4,
+    head_dim=32,
+    qk_rope_head_dim=8,
+    q_lora_rank=32,
+    o_groups=2,
+    o_lora_rank=16,
+    sliding_window=8,
+    compress_ratios=(0, 0, 4, 128, 4, 128),
+    index_n_heads=16,
+    index_head_dim=16,
+    index_topk=12,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=64,
+    num_hash_layers=2,
+    swiglu_limit=1.0,
+    max_position_embeddings=1024,
+    rope_scaling=RopeScaling(4.0, 64),
+    num_nextn_predict_layers=1,
+)
 
 
 def variant(**changes) -> V4Config:
@@ -38,7 +55,9 @@ def fill_random(model: Transformer, seed: int) -> None:
         for d in model.destinations():
             shape, name = d.tensor.shape, d.name
             if d.kind == "ids":
-                rows = torch.rand(shape[0], model.config.n_routed_experts, generator=g).argsort(-1)[:, : shape[1]]
+                rows = torch.rand(shape[0], model.config.n_routed_experts, generator=g).argsort(-1)[
+                    :, : shape[1]
+                ]
                 d.tensor.copy_(rows)
             elif name.endswith(("norm.weight", "_scale")):
                 d.tensor.copy_(draw(shape, 0.2, 1.0))

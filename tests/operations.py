@@ -5,9 +5,25 @@ from __future__ import annotations
 from torch.utils._python_dispatch import TorchDispatchMode
 
 VIEWS = {
-    "alias", "as_strided", "detach", "expand", "permute", "select", "slice", "split", "split_with_sizes", "squeeze",
-    "t", "transpose", "unbind", "unfold", "unsqueeze", "view", "_unsafe_view", "_reshape_alias",
-}  # fmt: skip
+    "alias",
+    "as_strided",
+    "detach",
+    "expand",
+    "permute",
+    "select",
+    "slice",
+    "split",
+    "split_with_sizes",
+    "squeeze",
+    "t",
+    "transpose",
+    "unbind",
+    "unfold",
+    "unsqueeze",
+    "view",
+    "_unsafe_view",
+    "_reshape_alias",
+}
 
 
 class Issued(TorchDispatchMode):

@@ -65,7 +65,9 @@ def oracle_config(config: V4Config) -> DeepseekV4Config:
     if isinstance(raw["eos_token_id"], tuple):
         raw["eos_token_id"] = list(raw["eos_token_id"])
     theirs = DeepseekV4Config(**raw, attn_implementation="eager", experts_implementation="eager")
-    assert theirs.qk_rope_head_dim == config.qk_rope_head_dim  # they go through a fraction, which may round down
+    assert (
+        theirs.qk_rope_head_dim == config.qk_rope_head_dim
+    )  # they go through a fraction, which may round down
     return theirs
 
 
@@ -77,7 +79,10 @@ def build_oracle(ours: Transformer) -> DeepseekV4ForCausalLM:
     for d in ours.destinations():
         if d.name.startswith("mtp."):
             continue
-        name, tensor = oracle_name(d.name), d.tensor.detach().float() if d.kind == "value" else d.tensor.long()
+        name, tensor = (
+            oracle_name(d.name),
+            d.tensor.detach().float() if d.kind == "value" else d.tensor.long(),
+        )
         match = re.match(r"(.*\.experts)\.(\d+)\.(w[123])\.weight$", name)
         if match:
             stacks.setdefault(match[1], []).append((int(match[2]), match[3], tensor))
@@ -86,7 +91,9 @@ def build_oracle(ours: Transformer) -> DeepseekV4ForCausalLM:
     for prefix, parts in stacks.items():
         by = {(e, w): t for e, w, t in parts}
         count = 1 + max(e for e, _ in by)
-        given[f"{prefix}.gate_up_proj"] = torch.stack([torch.cat((by[e, "w1"], by[e, "w3"])) for e in range(count)])
+        given[f"{prefix}.gate_up_proj"] = torch.stack(
+            [torch.cat((by[e, "w1"], by[e, "w3"])) for e in range(count)]
+        )
         given[f"{prefix}.down_proj"] = torch.stack([by[e, "w2"] for e in range(count)])
     missing, unexpected = theirs.load_state_dict(given, strict=False)
     missing = [name for name in missing if "rotary" not in name]
@@ -139,7 +146,9 @@ def oracle_choices(theirs: DeepseekV4ForCausalLM) -> Iterator[dict[tuple[str, in
             scorer = block.self_attn.compressor.indexer.scorer
             handles.append(scorer.register_forward_hook(index_scores(layer, theirs.config.index_topk)))
         if not block.mlp.is_hash:
-            handles.append(block.mlp.gate.register_forward_hook(routing(layer, theirs.config.num_experts_per_tok)))
+            handles.append(
+                block.mlp.gate.register_forward_hook(routing(layer, theirs.config.num_experts_per_tok))
+            )
     try:
         yield choices
     finally:
@@ -224,20 +233,33 @@ def oracle_sites(theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> dict[tu
 
     for i, block in enumerate(theirs.model.layers):
         for kind, inputs, module in (("attn", "pre_attn", block.attn_hc), ("ffn", "mlp_in", block.ffn_hc)):
-            watch(module, i, **{
-                f"mhc_streams_pre_{'attn' if kind == 'attn' else 'mlp'}": lambda args, out: args[0],
-                f"mhc_{kind}_post_mix": lambda args, out: out[0],
-                f"mhc_{kind}_res_mix": lambda args, out: out[1],  # consumed transposed there, so [from, to] as ours
-                inputs: lambda args, out: out[2],
-            })  # fmt: skip
+            watch(
+                module,
+                i,
+                **{
+                    f"mhc_streams_pre_{'attn' if kind == 'attn' else 'mlp'}": lambda args, out: args[0],
+                    f"mhc_{kind}_post_mix": lambda args, out: out[0],
+                    f"mhc_{kind}_res_mix": lambda args, out: out[
+                        1
+                    ],  # consumed transposed there, so [from, to] as ours
+                    inputs: lambda args, out: out[2],
+                },
+            )
         watch(block.self_attn, i, post_attn=lambda args, out: out[0])
         watch(block.mlp, i, mlp_out=lambda args, out: out)
         watch(
-            block.mlp.gate, i, moe_router_logits=lambda args, out: out[0],
+            block.mlp.gate,
+            i,
+            moe_router_logits=lambda args, out: out[0],
             moe_topk=lambda args, out: torch.stack((out[2].float(), out[1]), dim=-1),
-        )  # fmt: skip
+        )
     last = len(theirs.model.layers) - 1
-    watch(theirs.model.hc_head, last, mhc_streams_final=lambda args, out: args[0], final_hidden=lambda args, out: out)
+    watch(
+        theirs.model.hc_head,
+        last,
+        mhc_streams_final=lambda args, out: args[0],
+        final_hidden=lambda args, out: out,
+    )
     try:
         with torch.no_grad():
             theirs(tokens.unsqueeze(0), use_cache=False)

@@ -23,7 +23,9 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def engine(checkpoint, tmp_path_factory):
-    with birkhoff.load(checkpoint, batch_invariant=True, capture_root=tmp_path_factory.mktemp("captures")) as engine:
+    with birkhoff.load(
+        checkpoint, batch_invariant=True, capture_root=tmp_path_factory.mktemp("captures")
+    ) as engine:
         yield engine
 
 
@@ -43,7 +45,9 @@ def test_files_hold_the_rows_that_memory_gives(filing, tmp_path):
         result = files.capture_results["filesystem"]
         assert result.status == "ok" and result.durable and result.dropped_rows == 0
         entries = read_request(tmp_path / "test" / f"probe-{place}")
-        assert set(entries) == {(layer, hook) for hook, layer in memory.acts} or set(entries) == set(memory.acts)
+        assert set(entries) == {(layer, hook) for hook, layer in memory.acts} or set(entries) == set(
+            memory.acts
+        )
         for entry in entries.values():
             rows = memory.acts[entry.hook, entry.layer]
             assert torch.equal(to_torch(entry), rows.tensor) and list(entry.positions) == list(rows.positions)
@@ -55,7 +59,10 @@ def test_the_wire_form_means_the_same(engine):
     by_object = engine.generate("hello", max_tokens=2, temperature=0, capture=spec)
     by_wire = engine.generate("hello", max_tokens=2, temperature=0, capture={"memory": spec.to_json()})
     for key, rows in by_object.acts.items():
-        assert torch.equal(rows.tensor, by_wire.acts[key].tensor) and rows.positions == by_wire.acts[key].positions
+        assert (
+            torch.equal(rows.tensor, by_wire.acts[key].tensor)
+            and rows.positions == by_wire.acts[key].positions
+        )
 
 
 def test_one_capture_for_each_prompt(engine):
@@ -72,12 +79,16 @@ def test_rows_are_found_by_the_names_they_were_asked_for(engine):
     )
     last = engine.config.num_hidden_layers - 1
     assert torch.equal(out.acts["mhc_streams_post_mlp", 0].tensor, out.acts["mhc_streams_pre_attn", 1].tensor)
-    assert torch.equal(out.acts["mhc_streams_post_mlp", last].tensor, out.acts["mhc_streams_final", last].tensor)
+    assert torch.equal(
+        out.acts["mhc_streams_post_mlp", last].tensor, out.acts["mhc_streams_final", last].tensor
+    )
     assert out.acts["final_hidden", 0].tensor.shape == (4, engine.config.hidden_size)  # three bytes after BOS
 
 
 def test_places_that_never_came_are_reported(engine):
-    out = engine.generate("abc", max_tokens=3, temperature=0, capture=Capture({"mlp_out": [0]}, positions=[0, 5, 6]))
+    out = engine.generate(
+        "abc", max_tokens=3, temperature=0, capture=Capture({"mlp_out": [0]}, positions=[0, 5, 6])
+    )
     assert out.acts["mlp_out", 0].positions == (0, 5) and out.acts.missing == [6]
 
 

@@ -35,8 +35,12 @@ def engine(tiny):
 def run(name: str, *arguments: object, cwd) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / f"{name}.py"), *map(str, arguments)],
-        capture_output=True, text=True, cwd=cwd, env=clean_environment(PYTHONIOENCODING="utf-8"), timeout=200,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        env=clean_environment(PYTHONIOENCODING="utf-8"),
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -82,7 +86,9 @@ def test_harvest_reads_back_what_it_wrote_and_computes_nothing_twice(tiny, tmp_p
 
 
 def test_steering_wake_starts_behind_the_edit_and_reaches_every_stream(tiny, engine, tmp_path):
-    said = run("steering_wake", "a b c", "--model", tiny, "--stream", 2, "--layer", 2, "--out", "w.svg", cwd=tmp_path)
+    said = run(
+        "steering_wake", "a b c", "--model", tiny, "--stream", 2, "--layer", 2, "--out", "w.svg", cwd=tmp_path
+    )
     assert "stream 2 of layer 2" in said and "all streams of layer 2" in said
     titles = [cell.text or "" for cell in ElementTree.parse(tmp_path / "w.svg").getroot().iter(f"{SVG}title")]
     found = {}
@@ -102,4 +108,6 @@ def test_steering_wake_starts_behind_the_edit_and_reaches_every_stream(tiny, eng
     steered = engine.trace(ids, steer=[birkhoff.Add(direction, hook, [2], streams=[2])])
     for place, site in (("layer 4", (hook, 4)), ("end", ("mhc_streams_final", layers - 1))):
         moved = ((steered[site] - plain[site]).norm(dim=-1) / plain[site].norm(dim=-1)).mean(0)
-        assert moved.tolist() == pytest.approx([found["stream 2", place, stream] for stream in range(4)], abs=1e-3)
+        assert moved.tolist() == pytest.approx(
+            [found["stream 2", place, stream] for stream in range(4)], abs=1e-3
+        )

@@ -41,12 +41,25 @@ def test_contrast_vector_keeps_the_vector_it_used(tiny, tmp_path):
 
 def test_feature_clamp_trains_names_and_clamps(tiny, tmp_path):
     said = run(
-        "feature_clamp", "--model", tiny, "--layer", 2, "--steps", 20, "--texts", 8, "--strength", 30, cwd=tmp_path
+        "feature_clamp",
+        "--model",
+        tiny,
+        "--layer",
+        2,
+        "--steps",
+        20,
+        "--texts",
+        8,
+        "--strength",
+        30,
+        cwd=tmp_path,
     )
     assert (Sae.load(tmp_path / "features").hook, Sae.load(tmp_path / "features").layer) == ("mlp_out", 2)
     kept = json.loads((tmp_path / "features" / "features.json").read_text())
     assert f"{len(kept)} features in" in said
     chosen = re.search(r"^feature (\d+) up: ", said, re.MULTILINE)
     assert chosen and chosen[1] in kept
-    plain, up = (re.search(rf"^{name}: (.*)$", said, re.MULTILINE)[1] for name in ("plain", f"feature {chosen[1]} up"))
+    plain, up = (
+        re.search(rf"^{name}: (.*)$", said, re.MULTILINE)[1] for name in ("plain", f"feature {chosen[1]} up")
+    )
     assert plain != up

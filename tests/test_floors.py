@@ -11,11 +11,26 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
-    "hooks kernels config errors embedded", "offload", "model mhc", "decode", "engine capture steering sae text weights", "output",
-    "analysis", "api", "server web convert validate", "cli",
-]  # fmt: skip
+    "hooks kernels config errors embedded",
+    "offload",
+    "model mhc",
+    "decode",
+    "engine capture steering sae text weights",
+    "output",
+    "analysis",
+    "api",
+    "server web convert validate",
+    "cli",
+]
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
-CORE = {"torch", "numpy", "safetensors", "tokenizers", "jinja2", "birkhoff"}  # all that api and below may need
+CORE = {
+    "torch",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "jinja2",
+    "birkhoff",
+}  # all that api and below may need
 COMPILERS = {"numba", "triton"}  # kernels may use them, and do without
 OPTIONAL = {"kernels": COMPILERS, "weights": {"gguf"}}  # what one room may use where it is installed
 BENCH_AVOIDS = {"server", "web", "cli"}
@@ -41,10 +56,14 @@ def violations(file: str, text: str) -> list[str]:
             if room == "bench":
                 allowed = target not in BENCH_AVOIDS
             else:  # config and errors may be read by their own floor; __init__ shows the public names
-                below = FLOOR.get(room, 9) > FLOOR[target] or (FLOOR[target] == 0 and target in ("config", "errors"))
+                below = FLOOR.get(room, 9) > FLOOR[target] or (
+                    FLOOR[target] == 0 and target in ("config", "errors")
+                )
                 allowed = room in ("__init__", target) or below
             if not allowed:
-                found.append(f"{file}: {room} (floor {FLOOR.get(room)}) imports {target} (floor {FLOOR[target]})")
+                found.append(
+                    f"{file}: {room} (floor {FLOOR.get(room)}) imports {target} (floor {FLOOR[target]})"
+                )
         elif FLOOR.get(room, 9) <= FLOOR["api"] and package not in CORE | sys.stdlib_module_names | extras:
             found.append(f"{file}: the core imports {package}")
     return found
@@ -55,7 +74,9 @@ def test_every_import_goes_down():
     assert len(files) > 40
     rooms = {file.relative_to(PACKAGE).parts[0].removesuffix(".py") for file in files}
     assert rooms <= {*FLOOR, "__init__", "__main__", "bench"}, "a new room needs a floor"
-    assert not [v for f in files for v in violations(f.relative_to(PACKAGE).as_posix(), f.read_text(encoding="utf-8"))]
+    assert not [
+        v for f in files for v in violations(f.relative_to(PACKAGE).as_posix(), f.read_text(encoding="utf-8"))
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,19 +93,29 @@ def test_every_import_goes_down():
         ("bench/run.py", "from birkhoff.server.app import App", True),
         ("cli/serve.py", "from birkhoff.server.app import App\nimport typer", False),
         ("engine/runner.py", "import numba", True),
-        ("engine/engine.py", "from birkhoff.engine.request import Request\nimport birkhoff.model.batch", False),
+        (
+            "engine/engine.py",
+            "from birkhoff.engine.request import Request\nimport birkhoff.model.batch",
+            False,
+        ),
         ("kernels/mhc/kernel.py", "import triton.language as tl", False),
         ("model/block.py", "import gguf", True),
-        ("kernels/quant/reference.py", "import math\nimport torch\nfrom birkhoff.errors import TensorShape", False),
+        (
+            "kernels/quant/reference.py",
+            "import math\nimport torch\nfrom birkhoff.errors import TensorShape",
+            False,
+        ),
         ("bench/run.py", "from birkhoff.engine.engine import Engine", False),
     ],
-)  # fmt: skip
+)
 def test_a_planted_violation_is_caught(file, line, caught):
     assert bool(violations(file, line)) is caught
 
 
 def test_the_core_comes_up_without_compilers():
-    code = (f"import sys; sys.modules.update(dict.fromkeys({sorted(COMPILERS)})); import birkhoff.model.transformer; "
-            "from birkhoff.kernels.select import select; print(select('cpu').name)")  # fmt: skip
+    code = (
+        f"import sys; sys.modules.update(dict.fromkeys({sorted(COMPILERS)})); import birkhoff.model.transformer; "
+        "from birkhoff.kernels.select import select; print(select('cpu').name)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PACKAGE.parent)
     assert done.returncode == 0, done.stderr

@@ -8,10 +8,20 @@ import sys
 import numpy as np
 import pytest
 import torch
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection, DeepseekV4HyperHead
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4HyperConnection,
+    DeepseekV4HyperHead,
+)
 
 from birkhoff.config import V4Config
-from birkhoff.errors import OptionError, TensorDtype, TensorMissing, TensorShape, TensorUnexpected, TensorValue
+from birkhoff.errors import (
+    OptionError,
+    TensorDtype,
+    TensorMissing,
+    TensorShape,
+    TensorUnexpected,
+    TensorValue,
+)
 from birkhoff.mhc import HyperConnection
 from birkhoff.model.linear import Numerics
 from birkhoff.model.mhc import HeadMixer, Mixer
@@ -28,8 +38,12 @@ def random_layer(config: V4Config = TINY, seed: int = 0) -> HyperConnection:
     """A layer far from its start: every parameter random."""
     layer = HyperConnection(config.hidden_size, config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps)
     spreads = {"fn": 0.1, "head_fn": 0.1}
-    layer.load_weights({n: drawn(p.shape, seed + i, spreads.get(n, 0.8))
-                        for i, (n, p) in enumerate(layer.named_parameters())})  # fmt: skip
+    layer.load_weights(
+        {
+            n: drawn(p.shape, seed + i, spreads.get(n, 0.8))
+            for i, (n, p) in enumerate(layer.named_parameters())
+        }
+    )
     return layer
 
 
@@ -53,7 +67,10 @@ def test_it_is_the_trunks_mixer_and_head_bit_for_bit():
 def test_it_is_the_oracles_modules(streams):
     config = variant(hc_mult=streams)
     layer = random_layer(config)
-    theirs, head = DeepseekV4HyperConnection(oracle_config(config)), DeepseekV4HyperHead(oracle_config(config))
+    theirs, head = (
+        DeepseekV4HyperConnection(oracle_config(config)),
+        DeepseekV4HyperHead(oracle_config(config)),
+    )
     theirs.load_state_dict({n: p for n, p in layer.state_dict().items() if "head" not in n})
     head.load_state_dict({n.replace("head", "hc"): p for n, p in layer.state_dict().items() if "head" in n})
     x = drawn((3, 7, streams, 64), 3)
@@ -109,7 +126,12 @@ def test_a_fresh_stack_parts_its_streams_and_an_even_one_does_not():
 
 def test_the_start_is_the_documented_one():
     layer = HyperConnection(16, sublayer=6)
-    assert layer.base[:4].tolist() == [-1.5, -1.5, 1.5, -1.5] and layer.base[4:8].tolist() == [-0.5, -0.5, 1.0, -0.5]
+    assert layer.base[:4].tolist() == [-1.5, -1.5, 1.5, -1.5] and layer.base[4:8].tolist() == [
+        -0.5,
+        -0.5,
+        1.0,
+        -0.5,
+    ]
     assert torch.equal(layer.base[8:].view(4, 4), 3 * torch.eye(4)) and layer.scale.tolist() == [0.5] * 3
     assert 0.8 < layer.fn.std() * (4 * 16) ** 0.5 < 1.2
 
@@ -146,7 +168,9 @@ def test_a_released_checkpoint_is_read_by_prefix():
     stored = {f"layers.3.hc_ffn_{p}": getattr(layer, p).detach() for p in ("fn", "base", "scale")}
     stored |= {f"hc_head_{p}": getattr(layer, f"head_{p}").detach() for p in ("fn", "base", "scale")}
     stored |= {"layers.3.ffn_norm.weight": torch.ones(64), "layers.13.hc_ffn_fn": torch.ones(3)}
-    other = HyperConnection(64).load_weights(stored, prefix="layers.3.hc_ffn_").load_weights(stored, prefix="hc_")
+    other = (
+        HyperConnection(64).load_weights(stored, prefix="layers.3.hc_ffn_").load_weights(stored, prefix="hc_")
+    )
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(layer.parameters(), other.parameters()))
 
 
@@ -163,9 +187,17 @@ def test_gradients_reach_every_parameter_and_agree_with_float64_differences():
     run(x).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in (*layer.parameters(), x))
 
-    names = {"fn": "l.hc_attn_fn", "base": "l.hc_attn_base", "scale": "l.hc_attn_scale",
-             "head_fn": "hc_head_fn", "head_base": "hc_head_base", "head_scale": "hc_head_scale"}  # fmt: skip
-    values = {n: p.detach().double().numpy() for n, p in layer.named_parameters()} | {"x": x.detach().double().numpy()}
+    names = {
+        "fn": "l.hc_attn_fn",
+        "base": "l.hc_attn_base",
+        "scale": "l.hc_attn_scale",
+        "head_fn": "hc_head_fn",
+        "head_base": "hc_head_base",
+        "head_scale": "hc_head_scale",
+    }
+    values = {n: p.detach().double().numpy() for n, p in layer.named_parameters()} | {
+        "x": x.detach().double().numpy()
+    }
 
     def true(moved):
         model = Float64(config.to_dict(), {names[n]: v for n, v in moved.items() if n != "x"})
@@ -183,13 +215,21 @@ def test_gradients_reach_every_parameter_and_agree_with_float64_differences():
 
 def test_it_comes_without_the_rest_of_the_package():
     others = "tokenizers safetensors jinja2 transformers triton typer"
-    code = (f"import sys, birkhoff.mhc; names = 'birkhoff {others}'.split(); "
-            "print(*(module for module in sys.modules if module.split('.')[0] in names))")  # fmt: skip
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        f"import sys, birkhoff.mhc; names = 'birkhoff {others}'.split(); "
+        "print(*(module for module in sys.modules if module.split('.')[0] in names))"
+    )
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
     assert set(loaded) == {
-        "birkhoff", "birkhoff.errors", "birkhoff.kernels", "birkhoff.kernels.mhc", "birkhoff.kernels.mhc.reference",
+        "birkhoff",
+        "birkhoff.errors",
+        "birkhoff.kernels",
+        "birkhoff.kernels.mhc",
+        "birkhoff.kernels.mhc.reference",
         "birkhoff.mhc",
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(
@@ -242,12 +282,24 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing():
         (TensorMissing, "got W_pre, base, fn, scale, expected either", triple | {"W_pre": split["W_pre"]}),
         (TensorMissing, "alpha_res missing", {k: v for k, v in split.items() if k != "alpha_res"}),
         (TensorUnexpected, "bias: expected fn, base, scale", triple | {"bias": torch.zeros(1)}),
-        (TensorShape, r"fn is \(24, 255\), expected \(24, 256\) for 4 stre", triple | {"fn": torch.zeros(24, 255)}),
+        (
+            TensorShape,
+            r"fn is \(24, 255\), expected \(24, 256\) for 4 stre",
+            triple | {"fn": torch.zeros(24, 255)},
+        ),
         (TensorShape, r"scale is \(1,\), expected \(3,\)", triple | {"scale": torch.zeros(1)}),
-        (TensorShape, r"W_res is \(4, 4, 256\), expected \(16, 256\)", split | {"W_res": torch.zeros(4, 4, 256)}),
+        (
+            TensorShape,
+            r"W_res is \(4, 4, 256\), expected \(16, 256\)",
+            split | {"W_res": torch.zeros(4, 4, 256)},
+        ),
         (TensorShape, r"S_res is \(4,\), expected \(16,\) or \(4, 4\)", split | {"S_res": torch.zeros(4)}),
         (TensorShape, r"S_pre is \(4, 1\), expected \(4,\)", split | {"S_pre": torch.zeros(4, 1)}),
-        (TensorShape, r"alpha_pre is \(4,\), expected a single number", split | {"alpha_pre": torch.zeros(4)}),
+        (
+            TensorShape,
+            r"alpha_pre is \(4,\), expected a single number",
+            split | {"alpha_pre": torch.zeros(4)},
+        ),
         (TensorDtype, "fn is torch.int64", triple | {"fn": torch.zeros(24, 256, dtype=torch.long)}),
         (TensorDtype, "fn is torch.float8", triple | {"fn": torch.zeros(24, 256).to(torch.float8_e4m3fn)}),
         (TensorDtype, "base is list", triple | {"base": [0.0] * 24}),

@@ -81,9 +81,12 @@ def test_transformers_writes_the_same_text(nano, tmp_path):
         ours = nano.generate(ids, max_tokens=scaled(100, 24), temperature=0).token_ids
         with torch.no_grad():
             out = theirs.generate(
-                torch.tensor([ids]), max_new_tokens=len(ours), do_sample=False, pad_token_id=2,
+                torch.tensor([ids]),
+                max_new_tokens=len(ours),
+                do_sample=False,
+                pad_token_id=2,
                 eos_token_id=list(nano.config.eos_token_ids),
-            )  # fmt: skip
+            )
         assert out[0, len(ids) :].tolist() == ours
 
 

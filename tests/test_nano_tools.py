@@ -22,7 +22,13 @@ from training.streams import wake
 
 FOLDER = Path(birkhoff.__file__).parent / "models" / "nano"
 LOSS_BOUND = 1.0  # nats per token
-MARKS = (0, 1, 4055, 4056, 4074)  # start, end and the chat's own tokens: the dictionary was not trained on them
+MARKS = (
+    0,
+    1,
+    4055,
+    4056,
+    4074,
+)  # start, end and the chat's own tokens: the dictionary was not trained on them
 ASK = "Write a story about a lost key."
 
 
@@ -53,7 +59,10 @@ def test_vectors_are_there_by_name_and_say_what_they_do(nano):
 
 def test_a_vector_does_it_here_too(nano):
     """Fewer requests than it was measured on, and the plainest judge: quotation marks."""
-    asked, quotes = [ASK, "Tell me a story about a train.", "Write a story about the rain."], WordProbe.of_words(['"'])
+    asked, quotes = (
+        [ASK, "Tell me a story about a train.", "Write a story about the rain."],
+        WordProbe.of_words(['"']),
+    )
     seeds = scaled(5, 2)
     plain = answers(nano, asked, seeds, quotes.score, max_tokens=40)
     steered = answers(nano, asked, seeds, quotes.score, [Add("dialogue")], max_tokens=40)
@@ -115,7 +124,9 @@ def test_the_dictionary_carries_what_the_model_needs(nano):
     """On a text nano writes here and now, so less text than on its card, and a little slack."""
     sae = Sae.load(shipped_dictionary("nano"))
     ids = prompt(nano)
-    texts = [ids + nano.generate(ids, max_tokens=80, temperature=0.8, top_k=40, seed=s).token_ids for s in (1, 2)]
+    texts = [
+        ids + nano.generate(ids, max_tokens=80, temperature=0.8, top_k=40, seed=s).token_ids for s in (1, 2)
+    ]
     found = loss_recovered(nano, sae, texts, MARKS)
     assert found.recovered > 0.93 and found.added < 0.5
     quality, _ = row_quality(nano, sae, texts, skip=len(ids))
@@ -127,11 +138,15 @@ def test_the_card_of_the_dictionary_meets_its_bars():
     card = Sae.load(shipped_dictionary("nano")).metadata
     quality, loss = card["measured"]["quality"], card["measured"]["loss"]
     assert quality["rows"] > 5_000 and loss["tokens"] > 5_000
-    assert quality["explained_variance"] >= 0.86 and quality["dead_share"] <= 0.05 and loss["recovered"] >= 0.95
+    assert (
+        quality["explained_variance"] >= 0.86 and quality["dead_share"] <= 0.05 and loss["recovered"] >= 0.95
+    )
     proved = [clamp for clamp in card["clamps"] if clamp["moved"] >= 8]
     assert len(proved) >= 5 and all(clamp["seeds"] == 10 for clamp in proved)
     for clamp in proved:
-        assert clamp["random_moved"] / clamp["random_seeds"] <= clamp["moved"] / clamp["seeds"] - 0.4, clamp["theme"]
+        assert clamp["random_moved"] / clamp["random_seeds"] <= clamp["moved"] / clamp["seeds"] - 0.4, clamp[
+            "theme"
+        ]
 
 
 def test_a_raised_feature_leads_where_its_name_says(nano):
@@ -145,7 +160,9 @@ def test_a_raised_feature_leads_where_its_name_says(nano):
     with nano.attach("features", "nano"):
         for raised in (feature, clamp["random"][0]):
             steer = [SaeSet("features", {raised: amount}, kind="additive")]
-            outputs = nano.generate(ids, n=seeds, seed=11, max_tokens=50, temperature=0.8, top_k=40, steer=steer)
+            outputs = nano.generate(
+                ids, n=seeds, seed=11, max_tokens=50, temperature=0.8, top_k=40, steer=steer
+            )
             counts.append(sum(probe.score(output.text) > 0 for output in outputs))
     assert counts[0] > counts[1] and counts[0] >= seeds / 2
 

@@ -23,7 +23,10 @@ def test_a_stream_read_to_its_end_has_the_output_generate_gives(engine):
     whole = engine.generate("once", **SAMPLING)
     assert "".join(event.text for event in events) == stream.output.text == whole.text
     assert stream.output.token_ids == whole.token_ids and stream.output.finish_reason == "length"
-    assert stream.output.prompt_token_ids == whole.prompt_token_ids and stream.output.timings["output_tokens"] == 12
+    assert (
+        stream.output.prompt_token_ids == whole.prompt_token_ids
+        and stream.output.timings["output_tokens"] == 12
+    )
 
 
 def test_a_closed_stream_keeps_what_it_had(engine):

@@ -30,8 +30,14 @@ TEXTS = {".py", ".md", ".toml", ".txt", ".jsonl", ".json", ".html", ".css", ".js
 
 
 def python(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run([sys.executable, *arguments], capture_output=True, text=True, cwd=cwd, timeout=300,
-                          env=clean_environment())  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=cwd,
+        timeout=300,
+        env=clean_environment(),
+    )
     assert done.returncode == 0, done.stderr
     return done
 
@@ -57,14 +63,18 @@ def test_the_version_is_said_once():
 
 
 def test_every_public_name_is_there_and_no_other():
-    assert birkhoff.__all__ == sorted(birkhoff.__all__) and set(birkhoff._HOMES) | {"mhc"} == set(birkhoff.__all__)
+    assert birkhoff.__all__ == sorted(birkhoff.__all__) and set(birkhoff._HOMES) | {"mhc"} == set(
+        birkhoff.__all__
+    )
     for name in birkhoff.__all__:
         assert getattr(birkhoff, name) is not None
     assert set(birkhoff.__all__) <= set(dir(birkhoff))
     with pytest.raises(AttributeError, match="'lod'"):
         birkhoff.lod  # noqa: B018
     promised = (PACKAGE / "__init__.py").read_text().split("if TYPE_CHECKING:")[1].split("__version__")[0]
-    assert {line.split(" as ")[1] for line in promised.splitlines() if " as " in line} == set(birkhoff.__all__)
+    assert {line.split(" as ")[1] for line in promised.splitlines() if " as " in line} == set(
+        birkhoff.__all__
+    )
 
 
 def test_the_core_needs_neither_the_command_line_nor_the_oracle():
@@ -74,8 +84,10 @@ def test_the_core_needs_neither_the_command_line_nor_the_oracle():
 
 def test_pins_satisfy_what_the_package_accepts():
     extras = PROJECT["optional-dependencies"]
-    wanted = {"requirements.txt": PROJECT["dependencies"] + extras["cpu"] + extras["server"] + extras["grammar"],
-              "requirements-test.txt": extras["test"] + extras["dev"]}  # fmt: skip
+    wanted = {
+        "requirements.txt": PROJECT["dependencies"] + extras["cpu"] + extras["server"] + extras["grammar"],
+        "requirements-test.txt": extras["test"] + extras["dev"],
+    }
     for file, requirements in wanted.items():
         pinned = pins(file)
         for text in requirements:
@@ -102,10 +114,17 @@ def test_the_lock_is_closed(file):
         checked += 1
         for text in distribution.requires or []:
             requirement = Requirement(text)
-            if requirement.marker is None or requirement.marker.evaluate({**default_environment(), "extra": ""}):
+            if requirement.marker is None or requirement.marker.evaluate(
+                {**default_environment(), "extra": ""}
+            ):
                 needed = canonicalize_name(requirement.name)
-                by_torch = name == "torch" and needed.startswith(("nvidia-", "triton", "cuda-"))  # it pins these itself
-                assert by_torch or (needed in pinned and requirement.specifier.contains(pinned[needed])), (name, text)
+                by_torch = name == "torch" and needed.startswith(
+                    ("nvidia-", "triton", "cuda-")
+                )  # it pins these itself
+                assert by_torch or (needed in pinned and requirement.specifier.contains(pinned[needed])), (
+                    name,
+                    text,
+                )
     assert checked > len(pinned) // 2, "this environment was not made from the lock"
 
 
@@ -138,7 +157,9 @@ def test_documents_know_the_verbs_there_are():
 def test_the_map_is_true():
     """Every room of the package has its row, every row its room, and the file to read first exists."""
     rows = dict(
-        re.findall(r"^\| `birkhoff/([\w.]+)` \|.*\| (.*) \|$", (ROOT / "docs/map.md").read_text(), re.MULTILINE)
+        re.findall(
+            r"^\| `birkhoff/([\w.]+)` \|.*\| (.*) \|$", (ROOT / "docs/map.md").read_text(), re.MULTILINE
+        )
     )
     rooms = {path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")}
     rooms -= {"models"}  # data, not a room
@@ -168,10 +189,14 @@ def test_nothing_names_somebodys_machine_or_an_index():
     """Spelled in pieces, so that this file does not find itself."""
     folders = "|".join(("work", "root", "home", "Users", "mnt"))
     machine = re.compile(rf"(?<![\w.~$/}}])/(?:{folders})/")
-    index = re.compile("|".join(("py" + "pi", "python" + "hosted", "index" + "-url", "find" + "-links")), re.IGNORECASE)
+    index = re.compile(
+        "|".join(("py" + "pi", "python" + "hosted", "index" + "-url", "find" + "-links")), re.IGNORECASE
+    )
     for path in tracked():
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-            assert not machine.search(line) and not index.search(line), f"{path.relative_to(ROOT)}:{number}: {line}"
+            assert not machine.search(line) and not index.search(line), (
+                f"{path.relative_to(ROOT)}:{number}: {line}"
+            )
 
 
 def test_make_has_its_targets_and_ci_runs_the_same_command():
@@ -195,8 +220,17 @@ def test_the_licence_is_whole():
 
 def test_the_tour_runs_and_shows_what_it_promises(tmp_path):
     done = python(str(ROOT / "examples/tour.py"), str(tmp_path / "out"))
-    for words in ("1  What was loaded", "csa layers", "2  An answer", "from 3", "write", "stream 3", "7  Which experts",
-                  "streams.safetensors", "What to try next"):  # fmt: skip
+    for words in (
+        "1  What was loaded",
+        "csa layers",
+        "2  An answer",
+        "from 3",
+        "write",
+        "stream 3",
+        "7  Which experts",
+        "streams.safetensors",
+        "What to try next",
+    ):
         assert words in done.stdout
     assert (tmp_path / "out/streams.safetensors").stat().st_size > 1e6
 

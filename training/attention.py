@@ -48,7 +48,8 @@ def phases(config: V4Config, length: int, compressed: bool, device: torch.device
 
 
 def _yarn(frequency: Tensor, theta: float, config: V4Config) -> Tensor:
-    scaling, width = config.rope_scaling, config.qk_rope_head_dim
+    scaling = config.rope_scaling
+    width = config.qk_rope_head_dim
     assert scaling is not None
 
     def channel(beta: float) -> float:
@@ -85,7 +86,10 @@ def compress(x: Tensor, weights: Weights, name: str, ratio: int, phase: Phases, 
     blocks = x.shape[1] // ratio
     x = x[:, : blocks * ratio]
     value = F.linear(x, weights[f"{name}.wkv.weight"]).float().unflatten(1, (blocks, ratio))
-    gate = F.linear(x, weights[f"{name}.wgate.weight"]).float().unflatten(1, (blocks, ratio)) + weights[f"{name}.ape"]
+    gate = (
+        F.linear(x, weights[f"{name}.wgate.weight"]).float().unflatten(1, (blocks, ratio))
+        + weights[f"{name}.ape"]
+    )
     if ratio == 4:  # the first half of the channels speaks in the next block, the second in its own
         width = value.shape[-1] // 2
         value = torch.cat((_previous(value[..., :width], 0.0), value[..., width:]), 2)
@@ -108,7 +112,9 @@ def index_scores(x: Tensor, latent: Tensor, weights: Weights, config: V4Config, 
     query = F.linear(latent, weights["attn.indexer.wq_b.weight"]).unflatten(-1, (heads, width))
     query = rotate(query, phase.cos[:, None], phase.sin[:, None])
     dots = query.flatten(1, 2) @ keys.transpose(1, 2)  # [b, t * heads, c]
-    share = F.linear(x, weights["attn.indexer.weights_proj.weight"].to(x.dtype)).float() * (width * heads) ** -0.5
+    share = (
+        F.linear(x, weights["attn.indexer.weights_proj.weight"].to(x.dtype)).float() * (width * heads) ** -0.5
+    )
     return (dots.unflatten(1, (-1, heads)).float().relu() * share.unsqueeze(-1)).sum(2)
 
 
@@ -145,7 +151,10 @@ def attention(
 ) -> tuple[Tensor, Selection | None]:
     """One attention sub-layer on x [b, t, hidden], normalised. `dense` lifts the top-k choice of CSA layers."""
     batch, length, _ = x.shape
-    heads, width, window, eps = config.num_attention_heads, config.head_dim, config.sliding_window, config.rms_norm_eps
+    heads = config.num_attention_heads
+    width = config.head_dim
+    window = config.sliding_window
+    eps = config.rms_norm_eps
     latent = rms_norm(F.linear(x, weights["attn.wq_a.weight"]), weights["attn.q_norm.weight"], eps)
     query = F.linear(latent, weights["attn.wq_b.weight"]).unflatten(-1, (heads, width)).float()
     query = (query * torch.rsqrt(query.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
@@ -170,7 +179,9 @@ def attention(
         if ratio == 4:
             scores = index_scores(x.detach(), latent.detach(), weights, config, phase)
             masked, allowed = select(scores, allowed, config.index_topk, dense)
-        far_logits = (query.flatten(1, 2) @ entries.transpose(1, 2)).float().unflatten(1, (length, heads)) * scale
+        far_logits = (query.flatten(1, 2) @ entries.transpose(1, 2)).float().unflatten(
+            1, (length, heads)
+        ) * scale
         far_logits = far_logits.masked_fill(~allowed.unsqueeze(-2), float("-inf"))
         top = torch.maximum(top, far_logits.detach().amax(-1, keepdim=True))
 

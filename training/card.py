@@ -92,7 +92,9 @@ By fixed seeds, none left out. Temperature 0 is greedy; else top-k 40.
 
 def model_card(record: dict[str, Any], parameters: int) -> str:
     """The card as Markdown, from the record `training.train` writes, with what evaluation found where it is in it."""
-    stored, settings, found = record["stored"], record["settings"], record.get("evaluation", {})
+    stored = record["stored"]
+    settings = record["settings"]
+    found = record.get("evaluation", {})
     tokens = settings["batch"] * settings["length"]
     return CARD.format(
         **{key: value for key, value in settings.items() if key not in ("length",)},
@@ -107,7 +109,9 @@ def model_card(record: dict[str, Any], parameters: int) -> str:
         sources=", ".join(f"{source} {loss:.2f}" for source, loss in stored["sources"].items()),
         evaluated=_evaluated(found),
         length=f"{settings['length']:,}",
-        alive="\n".join(line.removeprefix("  ").rstrip() for line in alive_table(found.get("alive", record["alive"]))),
+        alive="\n".join(
+            line.removeprefix("  ").rstrip() for line in alive_table(found.get("alive", record["alive"]))
+        ),
         samples="\n\n".join(map(_sample, found.get("samples", record["samples"]))),
     )
 

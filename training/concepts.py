@@ -31,12 +31,8 @@ ANIMALS = (
     "duck fish horse pony puppy kitten wolf deer turtle bee butterfly cow pig hen sheep animal animals paws tail fur "
     "whiskers"
 )
-PEOPLE = (
-    "man woman boy girl mother father mom dad brother sister grandmother grandfather teacher friend children he she"
-)
-SEA = (
-    "sea ocean boat ship sail waves wave beach sand shore island fish water captain harbor shell shells tide swim swam"
-)
+PEOPLE = "man woman boy girl mother father mom dad brother sister grandmother grandfather teacher friend children he she"
+SEA = "sea ocean boat ship sail waves wave beach sand shore island fish water captain harbor shell shells tide swim swam"
 SELF = "i me my i'm i'd i've myself we our us"
 
 
@@ -76,27 +72,35 @@ CONCEPTS: dict[str, Concept] = {
     "spooky": Concept("a campfire tale rather than a children's story", _from("campfire"), _from("child")),
     "poem": Concept("verse rather than prose", _from("poem"), _from(*STORIES)),
     "dialogue": Concept(
-        "people talking rather than narration", _told(lambda t: _quotes(t) > 0.08), _told(lambda t: _quotes(t) == 0),
+        "people talking rather than narration",
+        _told(lambda t: _quotes(t) > 0.08),
+        _told(lambda t: _quotes(t) == 0),
         WordProbe.of_words(['"']),
     ),
     "happy": Concept(
         "joy rather than sorrow",
-        _told(lambda t: happy(t) > 0.05 and sad(t) == 0), _told(lambda t: sad(t) > 0.035 and happy(t) == 0),
+        _told(lambda t: happy(t) > 0.05 and sad(t) == 0),
+        _told(lambda t: sad(t) > 0.035 and happy(t) == 0),
         WordProbe.of_words(HAPPY.split(), SAD.split()),
     ),
     "animals": Concept(
         "animals rather than people",
-        _told(lambda t: animals(t) > 0.08), _told(lambda t: animals(t) == 0 and people(t) > 0.04),
+        _told(lambda t: animals(t) > 0.08),
+        _told(lambda t: animals(t) == 0 and people(t) > 0.04),
         WordProbe.of_words(ANIMALS.split()),
     ),
     "first-person": Concept(
         "told by somebody in the story",
-        lambda s, t: first(t) > 0.08 and _quotes(t) == 0, _told(lambda t: first(t) == 0 and _quotes(t) == 0),
+        lambda s, t: first(t) > 0.08 and _quotes(t) == 0,
+        _told(lambda t: first(t) == 0 and _quotes(t) == 0),
         WordProbe.of_words(SELF.split()),
     ),
     "facts": Concept("an explanation rather than a story", _from("wiki", "explain"), _from(*STORIES)),
     "sea": Concept(
-        "by the sea", _told(lambda t: sea(t) > 0.06), _told(lambda t: sea(t) == 0), WordProbe.of_words(SEA.split())
+        "by the sea",
+        _told(lambda t: sea(t) > 0.06),
+        _told(lambda t: sea(t) == 0),
+        WordProbe.of_words(SEA.split()),
     ),
     "shouting": Concept(
         "exclamations rather than calm sentences",
@@ -104,7 +108,7 @@ CONCEPTS: dict[str, Concept] = {
         _told(lambda t: "!" not in t and _quotes(t) == 0),
         WordProbe.of_words(["!"]),
     ),
-}  # fmt: skip
+}
 
 
 def paragraphs(data: Path) -> Iterator[tuple[str, str]]:
@@ -119,7 +123,9 @@ def paragraphs(data: Path) -> Iterator[tuple[str, str]]:
                     pieces = [text[:600], text[600:1200]]
                 else:
                     pieces = re.split(r"\n\s*\n", text)
-                found += [(record["source"], piece.strip()) for piece in pieces if 25 <= len(piece.split()) <= 110]
+                found += [
+                    (record["source"], piece.strip()) for piece in pieces if 25 <= len(piece.split()) <= 110
+                ]
     random.Random(5).shuffle(found)
     yield from found
 

@@ -48,7 +48,9 @@ def read_corpus(folder: str | Path) -> Corpus:
     expected = [*TRAIN_FILES.values(), *HELD_OUT_FILES.values()]
     missing = [name for name in expected if not (folder / name).is_file()]
     if missing:
-        raise OptionError(f"--data {folder} lacks {', '.join(missing)}; expected a folder with {', '.join(expected)}.")
+        raise OptionError(
+            f"--data {folder} lacks {', '.join(missing)}; expected a folder with {', '.join(expected)}."
+        )
     parts = {part: tuple(read_records(folder / name)) for part, name in TRAIN_FILES.items()}
     return Corpus(
         core=tuple(record for part in CORE_PARTS for record in parts[part]),

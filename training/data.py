@@ -22,7 +22,10 @@ from training.names import KEEP_NAMES, fresh_names, rename
 from training.requests import fresh_request, split_late
 from training.smalltalk import THANKS, facts, near_miss, system_sentence
 
-IGNORED, REQUEST, ANSWER = 0, 1, 2  # what a token is to the loss
+# what a token is to the loss
+IGNORED = 0
+REQUEST = 1
+ANSWER = 2
 WEIGHT_OF = (0.0, 0.1, 1.0)
 RENAME_SHARE = 0.6
 SYSTEM_SHARE = 0.1
@@ -46,7 +49,9 @@ class Markers:
         found = [tokenizer.token_to_id(marker) for marker in (BOS, EOS, PAD, USER, ASSISTANT, END_THINK)]
         ids = [number for number in found if number is not None]
         if len(ids) < len(found):
-            raise TokenError("the tokenizer lacks one of V4's chat markers. Make it with python -m training.tokenizer.")
+            raise TokenError(
+                "the tokenizer lacks one of V4's chat markers. Make it with python -m training.tokenizer."
+            )
         return cls(*ids)
 
 
@@ -75,7 +80,9 @@ def encode_conversations(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Ids and roles of each conversation. Text is encoded in pieces: a marker always separates them."""
     pieces = [
-        piece for c in conversations for piece in (c.system, *(t for turn in c.turns for t in (turn.prompt, turn.text)))
+        piece
+        for c in conversations
+        for piece in (c.system, *(t for turn in c.turns for t in (turn.prompt, turn.text)))
     ]
     encoded = iter([encoding.ids for encoding in tokenizer.encode_batch(pieces, add_special_tokens=False)])
     out = []
@@ -124,7 +131,14 @@ def converse(record: Record, smalltalk: list[Record], draw: random.Random) -> Co
 
 
 def make_unit(
-    corpus: Corpus, tokenizer: Tokenizer, length: int, part: str, seed: int, turn: int, piece: int, pieces: int
+    corpus: Corpus,
+    tokenizer: Tokenizer,
+    length: int,
+    part: str,
+    seed: int,
+    turn: int,
+    piece: int,
+    pieces: int,
 ) -> Rows:
     """Slice `piece` of `pieces` of pass `turn` over `part`, packed and shuffled. Small talk is in every slice."""
     markers = Markers.of(tokenizer)

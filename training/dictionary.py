@@ -33,10 +33,14 @@ from training import own_text
 from training.labels import ship
 from training.themes import PROVED, find_themes, measure_clamps
 
-HOOK, LAYER, VIEW = "mhc_streams_pre_attn", 5, "flat"
+HOOK = "mhc_streams_pre_attn"
+LAYER = 5
+VIEW = "flat"
 HARVESTED = [5, 7]  # layer 7 for the comparison of views
 MARKS = (0, 1, 4055, 4056, 4074)  # start, end, user, assistant, end of thought
-STORIES, TINY, MOST_LETTERS = 1000, 900, 4500
+STORIES = 1000
+TINY = 900
+MOST_LETTERS = 4500
 BATCH_ROWS = 2048
 OPTIONS = TrainOptions(1536, k=144, steps=1500, rate=5e-3, decay=0.9, dead_after=200_000, seed=0)
 JUDGED, JUDGED_TOKENS = 40, 320  # held-out records, and how much of each
@@ -70,9 +74,14 @@ def _conversation(record: dict[str, str]) -> list[dict[str, str]]:
 
 def harvest_rows(engine: birkhoff.Engine, work: Path) -> None:
     texts = DataFile(work / "train.jsonl")
-    wish = Capture({HOOK: HARVESTED}, positions={"prompt": {"exclude": {"token_ids": list(MARKS)}}}, dtype="bf16")
+    wish = Capture(
+        {HOOK: HARVESTED}, positions={"prompt": {"exclude": {"token_ids": list(MARKS)}}}, dtype="bf16"
+    )
     report = harvest(engine, texts, wish, work / "rows", source=texts.describe())
-    print(f"{report.texts} texts, {report.rows} rows of {len(HARVESTED)} layers, {report.seconds:.0f} s", flush=True)
+    print(
+        f"{report.texts} texts, {report.rows} rows of {len(HARVESTED)} layers, {report.seconds:.0f} s",
+        flush=True,
+    )
 
 
 def train(work: Path, options: TrainOptions = OPTIONS) -> None:
@@ -136,7 +145,12 @@ def main() -> None:
         themes = kept(work / "themes.json", lambda: find_themes(engine, sae, features))
         clamps = kept(work / "clamps.json", lambda: measure_clamps(engine, sae, themes, features))
     names = {int(clamp["feature"]): clamp["theme"] for clamp in clamps if clamp["moved"] >= PROVED}
-    said = {"model_name": "nano", "training": sae.metadata.get("training"), "measured": measured, "clamps": clamps}
+    said = {
+        "model_name": "nano",
+        "training": sae.metadata.get("training"),
+        "measured": measured,
+        "clamps": clamps,
+    }
     size = ship(sae, features, names, said, work / "sae")
     print(f"{work / 'sae'}: {size} bytes", flush=True)
 

@@ -51,7 +51,9 @@ def weights_of(folder: Path, device: str) -> tuple[V4Config, Weights]:
     return config, store.named(store.leaves(torch.float32))
 
 
-def held_out_report(forward: Forward, weights: Weights, corpus: Corpus, tokenizer: Tokenizer, batch: int) -> dict:
+def held_out_report(
+    forward: Forward, weights: Weights, corpus: Corpus, tokenizer: Tokenizer, batch: int
+) -> dict:
     parts = [held_out(name, records, tokenizer, forward.length) for name, records in corpus.held_out.items()]
     pad = Markers.of(tokenizer).pad
     with torch.no_grad():
@@ -78,21 +80,30 @@ def packed_held_out(corpus: Corpus, tokenizer: Tokenizer, length: int, rows: int
     talks = [Conversation((record,)) for records in corpus.held_out.values() for record in records]
     packed = pack(
         [pair for pair in encode_conversations(tokenizer, markers, talks) if len(pair[0]) <= length],
-        length, markers.pad, seeded("held-out"),
-    )  # fmt: skip
+        length,
+        markers.pad,
+        seeded("held-out"),
+    )
     fullest = np.argsort((packed.ids == markers.pad).sum(1), kind="stable")[:rows]
     return torch.from_numpy(packed.ids[fullest].astype(np.int64))
 
 
-def exact_difference(folder: Path, weights: Weights, corpus: Corpus, tokenizer: Tokenizer, records: int) -> dict:
+def exact_difference(
+    folder: Path, weights: Weights, corpus: Corpus, tokenizer: Tokenizer, records: int
+) -> dict:
     """The same records through our exact model: largest difference of a record's loss, and both means."""
     checkpoint = open_checkpoint(folder)
     model = Transformer(checkpoint.config)
     load_into(model.destinations(), checkpoint)
     markers = Markers.of(tokenizer)
     chosen = [record for part in corpus.held_out.values() for record in part[: (records + 1) // 2]][:records]
-    forward, worst, ours, theirs = Forward(checkpoint.config, CUT, "cpu"), 0.0, 0.0, 0.0
-    for ids, roles in encode_conversations(tokenizer, markers, [Conversation((record,)) for record in chosen]):
+    forward = Forward(checkpoint.config, CUT, "cpu")
+    worst = 0.0
+    ours = 0.0
+    theirs = 0.0
+    for ids, roles in encode_conversations(
+        tokenizer, markers, [Conversation((record,)) for record in chosen]
+    ):
         ids, roles = ids[:CUT].astype(np.int64), roles[:CUT]
         counted = torch.from_numpy(roles[1:] == ANSWER)
         with torch.no_grad():
@@ -102,8 +113,14 @@ def exact_difference(folder: Path, weights: Weights, corpus: Corpus, tokenizer: 
             row[0, : len(ids)] = torch.from_numpy(ids)
             fast = measure(forward, weights, _one_row(row, roles), markers.pad, 1, torch.float32)[0].loss
         worst = max(worst, abs(float(exact) - fast))
-        ours, theirs = ours + fast / len(chosen), theirs + float(exact) / len(chosen)
-    return {"records": len(chosen), "worst_difference": worst, "training_forward": ours, "exact_model": theirs}
+        ours = ours + fast / len(chosen)
+        theirs = theirs + float(exact) / len(chosen)
+    return {
+        "records": len(chosen),
+        "worst_difference": worst,
+        "training_forward": ours,
+        "exact_model": theirs,
+    }
 
 
 def _one_row(row: Tensor, roles: np.ndarray) -> Rows:
@@ -114,12 +131,14 @@ def _one_row(row: Tensor, roles: np.ndarray) -> Rows:
 
 def evaluate(options: argparse.Namespace) -> dict[str, Any]:
     folder, device = Path(options.checkpoint), options.device
-    tokenizer, corpus = load_tokenizer(options.tokenizer or folder), read_corpus(options.data)
+    tokenizer = load_tokenizer(options.tokenizer or folder)
+    corpus = read_corpus(options.data)
     asked = corpus.held_out
     if options.files:
         corpus = replace(corpus, held_out={name: asked[name] for name in options.files})
     config, weights = weights_of(folder, device)
-    cut, whole = Forward(config, CUT, device), Forward(config, WHOLE, device)
+    cut = Forward(config, CUT, device)
+    whole = Forward(config, WHOLE, device)
     out: dict[str, Any] = {"checkpoint": folder.name}
     out["bytes"] = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
     out["cut"] = held_out_report(cut, weights, corpus, tokenizer, options.batch)
@@ -129,7 +148,9 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
         _, unrounded = weights_of(Path(options.before), device)
         out["before_rounding"] = held_out_report(cut, unrounded, corpus, tokenizer, options.batch)
     rows = packed_held_out(corpus, tokenizer, CUT, 8).to(device)
-    out["alive"] = liveness({name: weight.detach() for name, weight in weights.items()}, rows, config, torch.float32)
+    out["alive"] = liveness(
+        {name: weight.detach() for name, weight in weights.items()}, rows, config, torch.float32
+    )
     if options.exact:
         out["exact"] = exact_difference(folder, weights, corpus, tokenizer, options.exact)
     if options.samples:
@@ -151,8 +172,14 @@ def written(folder: Path, asks: list[Ask], longest: int, top_k: int = 40) -> lis
                 "max_tokens": longest,
             }
             answer = engine.chat(talk, **options)
-            out.append({**ask._asdict(), "tokens": len(answer.token_ids), "ended": answer.finish_reason == "stop",
-                        "text": answer.text})  # fmt: skip
+            out.append(
+                {
+                    **ask._asdict(),
+                    "tokens": len(answer.token_ids),
+                    "ended": answer.finish_reason == "stop",
+                    "text": answer.text,
+                }
+            )
     return out
 
 
@@ -169,12 +196,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--before", help="the same model stored without rounding")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--files", nargs="+", choices=sorted(HELD_OUT_FILES), help="held-out files; all when left out")
+    parser.add_argument(
+        "--files", nargs="+", choices=sorted(HELD_OUT_FILES), help="held-out files; all when left out"
+    )
     parser.add_argument(
         "--whole", action=argparse.BooleanOptionalAction, default=True, help="measure uncut records too"
     )
-    parser.add_argument("--exact", type=int, default=4, metavar="N", help="records to run through the exact model too")
-    parser.add_argument("--samples", type=int, default=0, metavar="TOKENS", help="write samples of at most this length")
+    parser.add_argument(
+        "--exact", type=int, default=4, metavar="N", help="records to run through the exact model too"
+    )
+    parser.add_argument(
+        "--samples", type=int, default=0, metavar="TOKENS", help="write samples of at most this length"
+    )
     parser.add_argument("--json", help="file for everything that was found")
     options = parser.parse_args(arguments)
     try:

@@ -48,16 +48,22 @@ def best_experts(ranked: Tensor, count: int) -> Tensor:
 def moe(x: Tensor, weights: Weights, ids: Tensor, valid: Tensor, config: V4Config) -> tuple[Tensor, Load]:
     """x [b, t, hidden], normalised -> output of all experts, and the load. `valid` [b, t] marks real tokens."""
     gates, chosen, scores = route(x, weights, ids, config)
-    count, inner, limit = config.n_routed_experts, config.moe_intermediate_size, config.swiglu_limit
+    count = config.n_routed_experts
+    inner = config.moe_intermediate_size
+    limit = config.swiglu_limit
     gate_up = []
     for part in ("w1", "w3"):
         shared = weights[f"ffn.shared_experts.{part}.weight"]
-        every = torch.cat((weights[f"ffn.experts.{part}"].flatten(0, 1), shared))  # [(experts + 1) * inner, hidden]
+        every = torch.cat(
+            (weights[f"ffn.experts.{part}"].flatten(0, 1), shared)
+        )  # [(experts + 1) * inner, hidden]
         gate_up.append(F.linear(x, every).float().unflatten(-1, (count + 1, inner)))
     gate, up = gate_up
     hidden = F.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
     hidden = (hidden * F.pad(gates, (0, 1), value=1.0).unsqueeze(-1)).to(x.dtype).flatten(-2)
-    down = torch.cat((weights["ffn.experts.w2"].transpose(0, 1).flatten(1), weights["ffn.shared_experts.w2.weight"]), 1)
+    down = torch.cat(
+        (weights["ffn.experts.w2"].transpose(0, 1).flatten(1), weights["ffn.shared_experts.w2.weight"]), 1
+    )
     return F.linear(hidden, down), _load(chosen, scores, valid, config)
 
 

@@ -52,7 +52,7 @@ def export(
     tokenizer: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write the checkpoint of `Store.export()` tensors; returns the files written."""  # fmt: skip
+    """Write the checkpoint of `Store.export()` tensors; returns the files written."""
     folder = Path(folder)
     files = list(write_released(folder, config, released_pairs(tensors, config), shard_bytes=shard_bytes))
     for name in ("tokenizer.json", "tokenizer_config.json"):

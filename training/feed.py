@@ -32,7 +32,8 @@ class Maker:
     def __init__(self, data: str | Path, tokenizer: str | Path, length: int, seed: int, share: float):
         self.corpus: Corpus = thin(read_corpus(data), share, seed)
         self.tokenizer: Tokenizer = load_tokenizer(tokenizer)
-        self.length, self.seed = length, seed
+        self.length = length
+        self.seed = seed
 
     def unit(self, part: str, number: int) -> Rows:
         turn, piece = divmod(number, PIECES)
@@ -78,11 +79,14 @@ class Feed:
         ahead: int = 24,
     ):
         arguments = (str(data), str(tokenizer), length, seed, share)
-        self._ahead, self._pool = ahead, None
+        self._ahead = ahead
+        self._pool = None
         self._units: dict[tuple[str, int], Future[Rows] | Rows] = {}
         self._make: Callable[[str, int], Rows]
         if workers:
-            self._pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_begin, initargs=arguments)
+            self._pool = ProcessPoolExecutor(
+                workers, get_context("spawn"), initializer=_begin, initargs=arguments
+            )
             for part in PARTS:
                 self._order(part, 0)
         else:
@@ -98,7 +102,9 @@ class Feed:
         """The next `rows` rows of a stream: ids uint16 and roles uint8, both [rows, length]."""
         if part not in PARTS:
             raise OptionError(f"part is {part!r}, expected one of {', '.join(PARTS)}.")
-        ids, roles, missing = [], [], rows
+        ids = []
+        roles = []
+        missing = rows
         while missing:
             if not self._left[part]:
                 self._left[part] = [self._take(part)]

@@ -65,7 +65,8 @@ def mhc_read(streams: Tensor, weights: Weights, name: str, config: V4Config) -> 
     flat = streams.flatten(2).float()
     norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
     logits = (flat @ weights[f"{name}_fn"].T) * norm
-    scale, base = weights[f"{name}_scale"], weights[f"{name}_base"]
+    scale = weights[f"{name}_scale"]
+    base = weights[f"{name}_base"]
     read = torch.sigmoid(logits[..., :count] * scale[0] + base[:count]) + config.hc_eps
     write = 2 * torch.sigmoid(logits[..., count : 2 * count] * scale[1] + base[count : 2 * count])
     square = (logits[..., 2 * count :] * scale[2] + base[2 * count :]).unflatten(-1, (count, count))
@@ -83,7 +84,10 @@ def mhc_head(streams: Tensor, weights: Weights, prefix: str, config: V4Config) -
     flat = streams.flatten(2).float()
     norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
     logits = (flat @ weights[f"{prefix}hc_head_fn"].T) * norm
-    share = torch.sigmoid(logits * weights[f"{prefix}hc_head_scale"] + weights[f"{prefix}hc_head_base"]) + config.hc_eps
+    share = (
+        torch.sigmoid(logits * weights[f"{prefix}hc_head_scale"] + weights[f"{prefix}hc_head_base"])
+        + config.hc_eps
+    )
     return (share.unsqueeze(-1) * streams.float()).sum(2)
 
 
@@ -106,7 +110,8 @@ def layer(
     ratio: int,
 ) -> tuple[Tensor, Selection | None, Load, tuple[Mix, Mix], tuple[Tensor, Tensor]]:
     """One layer: streams in, streams out; with what the indexer, the router and mHC did and the sub-layers' outputs."""
-    dtype, eps = weights["attn.wq_a.weight"].dtype, config.rms_norm_eps
+    dtype = weights["attn.wq_a.weight"].dtype
+    eps = config.rms_norm_eps
     read, attention_mix = mhc_read(streams, weights, "hc_attn", config)
     x = rms_norm(read, weights["attn_norm.weight"], eps).to(dtype)
     attended, selection = attention(x, weights, config, ratio, phase, knobs.dense)
@@ -128,7 +133,8 @@ def _brief(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None, Load]:
 
 def enter_mtp(streams: Tensor, next_ids: Tensor, table: Tensor, weights: Weights, config: V4Config) -> Tensor:
     """Streams the MTP layer starts from: each trunk stream and the next token's embedding, projected and added."""
-    dtype, eps = weights["e_proj.weight"].dtype, config.rms_norm_eps
+    dtype = weights["e_proj.weight"].dtype
+    eps = config.rms_norm_eps
     embedded = F.embedding(next_ids, table).to(streams.dtype)
     token = F.linear(rms_norm(embedded, weights["enorm.weight"], eps).to(dtype), weights["e_proj.weight"])
     state = F.linear(rms_norm(streams, weights["hnorm.weight"], eps).to(dtype), weights["h_proj.weight"])
@@ -152,17 +158,26 @@ class Forward:
     """The model as a bundle of functions for one config and row length, plain or compiled."""
 
     def __init__(self, config: V4Config, length: int, device: torch.device | str, compiled: bool = False):
-        self.config, self.length, self.device = config, length, torch.device(device)
+        self.config = config
+        self.length = length
+        self.device = torch.device(device)
         self.tables = {flag: phases(config, length, flag, self.device) for flag in (False, True)}
         self.choose(compiled)
 
     def choose(self, compiled: bool) -> None:
         """Use `torch.compile`d functions or the plain ones; both compute the same."""
-        config, self.compiled = self.config, compiled
-        wrap: Callable[..., Any] = partial(torch.compile, fullgraph=True, dynamic=False) if compiled else (lambda f: f)
-        kinds = {(ratio, config.is_hash_routed(i)) for i, ratio in enumerate(config.compress_ratios)} | {(0, False)}
+        config = self.config
+        self.compiled = compiled
+        wrap: Callable[..., Any] = (
+            partial(torch.compile, fullgraph=True, dynamic=False) if compiled else (lambda f: f)
+        )
+        kinds = {(ratio, config.is_hash_routed(i)) for i, ratio in enumerate(config.compress_ratios)} | {
+            (0, False)
+        }
         self._layers = {
-            (ratio, hashed): wrap(_named(partial(_brief, config=config, ratio=ratio), f"layer_{ratio}_{hashed}"))
+            (ratio, hashed): wrap(
+                _named(partial(_brief, config=config, ratio=ratio), f"layer_{ratio}_{hashed}")
+            )
             for ratio, hashed in kinds
         }
         self._embed = wrap(_named(enter, "enter"))
@@ -170,7 +185,9 @@ class Forward:
         self._enter = wrap(_named(partial(enter_mtp, config=config), "enter_mtp"))
         self._losses = wrap(token_losses)
 
-    def trunk(self, weights: Weights, ids: Tensor, valid: Tensor, knobs: Knobs, stream_dtype: torch.dtype) -> Trunk:
+    def trunk(
+        self, weights: Weights, ids: Tensor, valid: Tensor, knobs: Knobs, stream_dtype: torch.dtype
+    ) -> Trunk:
         config = self.config
         streams = self._embed(ids, weights["embed.weight"], count=config.hc_mult, dtype=stream_dtype)
         index_losses, loads = [], []
@@ -212,4 +229,6 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def call(*args: Any, **options: Any) -> Any:
         return function(*args, **options)
 
-    return types.FunctionType(call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__)
+    return types.FunctionType(
+        call.__code__.replace(co_name=name), call.__globals__, name, None, call.__closure__
+    )

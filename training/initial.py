@@ -20,7 +20,9 @@ READ_BASE = (1.5, -1.5)  # the sub-layer's own stream, the others
 WRITE_BASE = (1.0, -0.5)
 
 
-def initialise(store: Store, seed: int, spread: float = 0.02, mhc_scale: float = 0.5, stagger: bool = True) -> None:
+def initialise(
+    store: Store, seed: int, spread: float = 0.02, mhc_scale: float = 0.5, stagger: bool = True
+) -> None:
     """Fill masters and tables; the same seed gives the same weights on any device."""
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
@@ -67,7 +69,8 @@ def _sub_layer(name: str, config: V4Config) -> int:
 
 def hash_table(config: V4Config, draw: torch.Generator) -> Tensor:
     """[vocab, k] distinct experts per id; every expert equally often among the ids."""
-    experts, count = config.n_routed_experts, config.num_experts_per_tok
+    experts = config.n_routed_experts
+    count = config.num_experts_per_tok
     tables = []
     for _ in range(math.ceil(config.vocab_size / experts)):
         # Each run of `experts` ids is one shuffled ring walked with one set of steps: balanced in every column.

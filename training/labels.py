@@ -20,15 +20,28 @@ LEAST_CONTEXTS = 5
 DENSITIES = (2e-4, 0.15)
 
 
-def ship(sae: Sae, entries: Mapping[str, Any], names: Mapping[int, str], said: dict[str, Any], out: Path) -> int:
+def ship(
+    sae: Sae, entries: Mapping[str, Any], names: Mapping[int, str], said: dict[str, Any], out: Path
+) -> int:
     """Write `out`; the bytes of all its files. `names` are labels found otherwise, and win."""
     chosen = described(entries) | {feature: entries[str(feature)] for feature in names}
-    labels = numbered({feature: names.get(feature) or entry["label"] for feature, entry in sorted(chosen.items())})
+    labels = numbered(
+        {feature: names.get(feature) or entry["label"] for feature, entry in sorted(chosen.items())}
+    )
     Sae(
-        sae.encoder, sae.encoder_bias, sae.decoder, sae.decoder_bias, activation="jumprelu",
-        threshold=sae.activation.threshold, hook=sae.hook, layer=sae.layer, view=sae.view, x_max=sae.x_max,
-        labels=labels, metadata=said,
-    ).save(out)  # fmt: skip
+        sae.encoder,
+        sae.encoder_bias,
+        sae.decoder,
+        sae.decoder_bias,
+        activation="jumprelu",
+        threshold=sae.activation.threshold,
+        hook=sae.hook,
+        layer=sae.layer,
+        view=sae.view,
+        x_max=sae.x_max,
+        labels=labels,
+        metadata=said,
+    ).save(out)
     compact(out)
     lines = [f"{json.dumps(str(feature))}: {_line(chosen[feature], labels[feature])}" for feature in labels]
     (out / "features.json").write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
@@ -66,5 +79,10 @@ def numbered(labels: Mapping[int, str]) -> dict[int, str]:
 
 
 def _line(entry: Mapping[str, Any], label: str) -> str:
-    shown = {**entry, "label": label, "promotes": entry["promotes"][:8], "suppresses": entry["suppresses"][:5]}
+    shown = {
+        **entry,
+        "label": label,
+        "promotes": entry["promotes"][:8],
+        "suppresses": entry["suppresses"][:5],
+    }
     return json.dumps(shown, ensure_ascii=False, separators=(",", ":"))

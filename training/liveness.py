@@ -21,7 +21,9 @@ LATE = 400  # positions from here on have enough entries to choose from
 
 
 @torch.no_grad()
-def liveness(weights: Weights, ids: Tensor, config: V4Config, stream_dtype: torch.dtype) -> list[dict[str, float]]:
+def liveness(
+    weights: Weights, ids: Tensor, config: V4Config, stream_dtype: torch.dtype
+) -> list[dict[str, float]]:
     """One record per trunk layer for rows `ids` [b, t]; runs the plain (uncompiled) layers."""
     tables = {flag: phases(config, ids.shape[1], flag, ids.device) for flag in (False, True)}
     streams = weights["embed.weight"][ids].to(stream_dtype).unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
@@ -41,7 +43,9 @@ def liveness(weights: Weights, ids: Tensor, config: V4Config, stream_dtype: torc
         found["idlest_expert"] = float(load.share.min() * config.n_routed_experts)
         if selection is not None:
             found |= _indexer(selection, config.index_topk)
-        out.append({key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()})
+        out.append(
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
+        )
     return out
 
 
@@ -66,7 +70,8 @@ def _gates(mix: Mix, output: Tensor) -> dict[str, float]:
 def _indexer(selection: Selection, count: int) -> dict[str, float]:
     """Shares of the attention mass on compressed entries that a choice of `count` keeps, at late positions."""
     late = slice(min(LATE, selection.mass.shape[1] // 2), None)
-    mass, scores = selection.mass[:, late], selection.scores[:, late]
+    mass = selection.mass[:, late]
+    scores = selection.scores[:, late]
     total = mass.sum(-1).clamp_min(1e-9)
     count = min(count, mass.shape[-1])
     kept = mass.gather(-1, scores.topk(count, -1).indices).sum(-1)

@@ -51,7 +51,11 @@ class Log:
     lines: list[dict] = field(default_factory=list)
 
     def write(self, kind: str, **values: object) -> None:
-        line = {"kind": kind, "time": round(time.time(), 1)} | ({"run": self.label} if self.label else {}) | values
+        line = (
+            {"kind": kind, "time": round(time.time(), 1)}
+            | ({"run": self.label} if self.label else {})
+            | values
+        )
         self.lines.append(line)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with open(self.path, "a", encoding="utf-8") as out:
@@ -86,14 +90,19 @@ class Run:
     def __init__(self, bench: Bench, settings: Settings, stop: Stop):
         if not stop.steps and not stop.seconds:
             raise OptionError("a run needs an end: give --steps or --minutes.")
-        self.bench, self.settings, self.stop = bench, settings, stop
+        self.bench = bench
+        self.settings = settings
+        self.stop = stop
         self.store = Store(bench.forward.config, bench.forward.device)
         initialise(self.store, settings.seed, settings.spread, settings.mhc_scale, settings.stagger)
         self.optimiser = Optimiser(self.store, settings)
         self.step = Step(bench.forward, self.store, self.optimiser, settings, bench.pad)
-        self.done, self.elapsed, self.rounded = 0, 0.0, False
+        self.done = 0
+        self.elapsed = 0.0
+        self.rounded = False
         self.best: tuple[float, dict[str, Tensor], dict] | None = None
-        self._warm, self._eager_left = False, EAGER_STEPS
+        self._warm = False
+        self._eager_left = EAGER_STEPS
         self._began = self._logged_at = time.monotonic()
         self._logged = 0
 
@@ -101,7 +110,9 @@ class Run:
     def progress(self) -> float:
         return self.stop.progress(self.done, self.elapsed)
 
-    def train(self, marks: int = 10, log_every: int = 50, save_seconds: float = 90.0, record: bool = True) -> Outcome:
+    def train(
+        self, marks: int = 10, log_every: int = 50, save_seconds: float = 90.0, record: bool = True
+    ) -> Outcome:
         """Train to the end; `marks` measurements on the way, the last of them at the end."""
         # Once more in the last tenth: that is where the best shippable weights are.
         goals = sorted({(i + 1) / marks for i in range(marks)} | ({0.95} if marks >= 10 else set()))
@@ -110,7 +121,8 @@ class Run:
         self._began -= self.elapsed
         while self.progress < 1:
             if not self.rounded and self.progress >= 1 - self.settings.round_share:
-                self.rounded, self._eager_left = True, EAGER_STEPS
+                self.rounded = True
+                self._eager_left = EAGER_STEPS
                 self.step.forget()
                 self.bench.log.write("rounding", step=self.done)
             part = self._advance(record)
@@ -119,7 +131,8 @@ class Run:
             if goals and self.progress >= goals[0]:
                 goals = [goal for goal in goals if goal > self.progress]
                 self.measure(self.rounded)
-                self._logged, self._logged_at = self.done, time.monotonic()
+                self._logged = self.done
+                self._logged_at = time.monotonic()
             if time.monotonic() - saved > save_seconds:
                 self.save()
                 saved = time.monotonic()
@@ -139,10 +152,13 @@ class Run:
             self._eager_left -= 1
             if not self._eager_left and record:
                 graph = self.step.record(self.rounded)
-                self.bench.log.write("recorded", graph=graph, rounded=self.rounded, error=self.step.graph_error)
+                self.bench.log.write(
+                    "recorded", graph=graph, rounded=self.rounded, error=self.step.graph_error
+                )
         if not self._warm:  # compilation and recording are not training time
             self._wait()
-            self._began, self._logged_at = time.monotonic() - self.elapsed, time.monotonic()
+            self._began = time.monotonic() - self.elapsed
+            self._logged_at = time.monotonic()
             self._logged = self.done
             self._warm = not self._eager_left
         self.elapsed = time.monotonic() - self._began
@@ -152,9 +168,15 @@ class Run:
         metrics, now = self.step.read(), time.monotonic()
         tokens = (self.done - self._logged) * self.settings.batch * self.settings.length
         rate = round(tokens / max(now - self._logged_at, 1e-9))
-        place = {"step": self.done, "progress": round(self.progress, 4), "part": part, "tokens_per_second": rate}
+        place = {
+            "step": self.done,
+            "progress": round(self.progress, 4),
+            "part": part,
+            "tokens_per_second": rate,
+        }
         self.bench.log.write("train", **place, **{name: round(value, 4) for name, value in metrics.items()})
-        self._logged, self._logged_at = self.done, now
+        self._logged = self.done
+        self._logged_at = now
         if not all(map(math.isfinite, metrics.values())):
             raise FloatingPointError(f"step {self.done}: {metrics} is not finite. Lower the rates (--set).")
 
@@ -165,7 +187,9 @@ class Run:
         scores = [measure(self.bench.forward, weights, part.rows, *common) for part in self.bench.held_out]
         found = report(self.bench.held_out, scores)
         loss = found["both"]["nats_per_token"]
-        self.bench.log.write("held-out", step=self.done, seconds=round(self.elapsed, 1), rounded=rounded, **found)
+        self.bench.log.write(
+            "held-out", step=self.done, seconds=round(self.elapsed, 1), rounded=rounded, **found
+        )
         if self.best is None or (rounded and not self.best[2]["rounded"]) or loss < self.best[0]:
             tensors = {name: tensor.cpu() for name, tensor in self.store.export().items()}
             self.best = (loss, tensors, found | {"rounded": rounded, "step": self.done})
@@ -191,19 +215,28 @@ class Run:
         path = self.bench.work / "state.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         state = {
-            "settings": asdict(self.settings), "done": self.done, "elapsed": self.elapsed, "best": self.best,
-            "feed": self.bench.feed.position(), "tensors": self.store.export(), "optimiser": self.optimiser.state(),
-        }  # fmt: skip
+            "settings": asdict(self.settings),
+            "done": self.done,
+            "elapsed": self.elapsed,
+            "best": self.best,
+            "feed": self.bench.feed.position(),
+            "tensors": self.store.export(),
+            "optimiser": self.optimiser.state(),
+        }
         torch.save(state, path.with_suffix(".part"))
         os.replace(path.with_suffix(".part"), path)
 
     def resume(self, path: Path) -> None:
         state = torch.load(path, map_location=self.store.device, weights_only=True)
         if state["settings"] != asdict(self.settings):
-            raise OptionError(f"{path} was saved by a run with other settings. Give the same --set, or another --work.")
+            raise OptionError(
+                f"{path} was saved by a run with other settings. Give the same --set, or another --work."
+            )
         self.store.load(state["tensors"])
         self.optimiser.load(state["optimiser"])
-        self.done, self.elapsed, self.best = state["done"], state["elapsed"], state["best"]
+        self.done = state["done"]
+        self.elapsed = state["elapsed"]
+        self.best = state["best"]
         self.bench.feed.seek(state["feed"])
         self.bench.log.write("resumed", step=self.done, seconds=round(self.elapsed, 1))
 
@@ -258,7 +291,9 @@ def probe_table(outcomes: list[tuple[str, Outcome]]) -> str:
         def span(key: str, alive: list[dict] = alive) -> str:
             return f"{min(a[key] for a in alive):.2f}-{max(a[key] for a in alive):.2f}"
 
-        loss, accepted, rate = both["nats_per_token"], both["mtp_acceptance"], outcome.tokens_per_second
+        loss = both["nats_per_token"]
+        accepted = both["mtp_acceptance"]
+        rate = outcome.tokens_per_second
         spans = "   ".join(span(key) for key in ("stream_mean_share", "attn_write", "ffn_write"))
         lines.append(f"{loss:8.4f}  {accepted:10.3f}  {spans}  {rate:8.0f}  {name}")
     return "\n".join(lines)

@@ -77,10 +77,8 @@ def measure(
     """One score per row. Rows are run `batch` at a time; the last batch is filled up with padding."""
     knobs, scores = still(forward.device), []
     for start in range(0, len(rows.ids), batch):
-        ids, roles = (
-            _padded(rows.ids[start : start + batch], batch, pad),
-            _padded(rows.roles[start : start + batch], batch, 0),
-        )
+        ids = _padded(rows.ids[start : start + batch], batch, pad)
+        roles = _padded(rows.roles[start : start + batch], batch, 0)
         data = prepare(
             torch.from_numpy(ids.astype(np.int64)).to(forward.device),
             torch.from_numpy(roles).to(forward.device),
@@ -94,10 +92,14 @@ def measure(
             drafted, _ = forward.mtp(weights, trunk.streams, data.next_ids, data.valid, knobs)
             mtp_nats, draft = _judge(drafted, weights["head.weight"], data.after_ids)
             drafts = (data.after_weight > 0) & counted
-            chosen = torch.cat((best[:, 1:], best[:, :1]), 1)  # the trunk's own choice for the token after next
-            accepted, guessed = (draft == chosen) & drafts, (draft == data.after_ids) & drafts
+            chosen = torch.cat(
+                (best[:, 1:], best[:, :1]), 1
+            )  # the trunk's own choice for the token after next
+            accepted = (draft == chosen) & drafts
+            guessed = (draft == data.after_ids) & drafts
         else:
-            mtp_nats, drafts = torch.zeros_like(nats), torch.zeros_like(counted)
+            mtp_nats = torch.zeros_like(nats)
+            drafts = torch.zeros_like(counted)
             accepted = guessed = drafts
         columns = [nats * counted, counted, mtp_nats * drafts, drafts, accepted, guessed]
         table = torch.stack([column.double().sum(1) for column in columns], 1).tolist()
@@ -138,4 +140,8 @@ def _judge(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tenso
 
 def _padded(array: np.ndarray, rows: int, fill: int) -> np.ndarray:
     missing = rows - len(array)
-    return array if not missing else np.concatenate((array, np.full((missing, array.shape[1]), fill, array.dtype)))
+    return (
+        array
+        if not missing
+        else np.concatenate((array, np.full((missing, array.shape[1]), fill, array.dtype)))
+    )

@@ -74,7 +74,13 @@ def _same_family(name: str, other: str) -> bool:
     """Tim and Timmy, Sam and Samantha; but Tom and Tomorrow are strangers."""
     shorter, longer = sorted((name, other), key=len)
     related = longer in GENDER or len(longer) - len(shorter) <= 3
-    return name != other and len(shorter) >= 2 and longer.startswith(shorter) and related and longer != shorter + "s"
+    return (
+        name != other
+        and len(shorter) >= 2
+        and longer.startswith(shorter)
+        and related
+        and longer != shorter + "s"
+    )
 
 
 def fresh_names(text: str, draw: random.Random) -> dict[str, str]:

@@ -34,7 +34,8 @@ def orthogonalise(stack: Tensor) -> Tensor:
 
 class Optimiser:
     def __init__(self, store: Store, settings: Settings):
-        self.store, self.settings = store, settings
+        self.store = store
+        self.settings = settings
         self.first = {group: torch.zeros_like(master) for group, master in store.masters.items()}
         self.second = {group: torch.zeros_like(store.masters[group]) for group in store.flats}
         s = settings
@@ -57,7 +58,9 @@ class Optimiser:
         return norm
 
     def _muon(self, group: str, grad: Tensor, rate: Tensor) -> None:
-        master, momentum, keep = self.store.masters[group], self.first[group], self.settings.muon_momentum
+        master = self.store.masters[group]
+        momentum = self.first[group]
+        keep = self.settings.muon_momentum
         momentum.lerp_(grad, 1 - keep)
         step = orthogonalise(grad.lerp(momentum, keep))  # Nesterov: look one step ahead
         rate = rate * self.settings.muon_rate
@@ -67,7 +70,9 @@ class Optimiser:
     def _adam(
         self, group: str, grad: Tensor, rate: Tensor, first_correction: Tensor, second_correction: Tensor
     ) -> None:
-        master, first, second = self.store.masters[group], self.first[group], self.second[group]
+        master = self.store.masters[group]
+        first = self.first[group]
+        second = self.second[group]
         first.lerp_(grad, 1 - self.settings.adam_first)
         second.lerp_(grad.square(), 1 - self.settings.adam_second)
         step = (first / first_correction) / ((second / second_correction).sqrt() + ADAM_EPS)

@@ -16,9 +16,13 @@ from pathlib import Path
 import birkhoff
 
 FORMS = [
-    "Tell me a story about {}.", "Write a bedtime story about {}.", "Tell me a spooky campfire story about {}.",
-    "Write a poem about {}.", "Explain {} to a child.", "Write a children's story about {}.",
-]  # fmt: skip
+    "Tell me a story about {}.",
+    "Write a bedtime story about {}.",
+    "Tell me a spooky campfire story about {}.",
+    "Write a poem about {}.",
+    "Explain {} to a child.",
+    "Write a children's story about {}.",
+]
 THINGS = (
     "a cat,a lost dog,the moon,a brave girl,an old clock,the sea,a red kite,a small bear,winter,a magic tree,a baker,"
     "two brothers,a robot,a dragon,the garden,a quiet town,a birthday cake,a train,a sad king,a whale,the forest,"

@@ -71,7 +71,8 @@ class Store:
     """Masters, their places, and the state that rules move."""
 
     def __init__(self, config: V4Config, device: torch.device | str = "cpu"):
-        self.config, self.device = config, torch.device(device)
+        self.config = config
+        self.device = torch.device(device)
         self.parameters = parameters_of(config)
         self.places: dict[str, Place] = {}
         self.storage: dict[str, str] = {}  # of stacks
@@ -96,17 +97,24 @@ class Store:
         }
         self.stacks = tuple(group for group in self.masters if group in shapes)
         self.flats = tuple(group for group in self.masters if group not in shapes)
-        self.biases = {name: torch.zeros(config.n_routed_experts, device=self.device) for name in bias_names(config)}
+        self.biases = {
+            name: torch.zeros(config.n_routed_experts, device=self.device) for name in bias_names(config)
+        }
         self.tables = {
-            f"layers.{i}.ffn.gate.tid2eid": torch.zeros(config.vocab_size, config.num_experts_per_tok, dtype=torch.long,
-                                                        device=self.device)
+            f"layers.{i}.ffn.gate.tid2eid": torch.zeros(
+                config.vocab_size, config.num_experts_per_tok, dtype=torch.long, device=self.device
+            )
             for i in range(config.num_hash_layers)
-        }  # fmt: skip
+        }
 
     def _slice_shape(self, parameter: Parameter) -> tuple[int, int]:
         rows, columns = parameter.shape[-2:]
         # A grouped output projection is one matrix per group: each is orthogonalised alone.
-        return (rows // self.config.o_groups, columns) if parameter.name.endswith("wo_a.weight") else (rows, columns)
+        return (
+            (rows // self.config.o_groups, columns)
+            if parameter.name.endswith("wo_a.weight")
+            else (rows, columns)
+        )
 
     def leaves(self, dtype: torch.dtype, rounded: bool = False) -> dict[str, Tensor]:
         """Fresh copies of every stack and vector that require grad; matrices in `dtype`, the rest in float32."""

@@ -32,8 +32,10 @@ def check_kernels(device: torch.device, seed: int = 0) -> float:
     draw = torch.Generator(device=device).manual_seed(seed)
     logits = 3 * torch.randn(1000, 4, 4, device=device, generator=draw)
     grad = torch.randn(1000, 4, 4, device=device, generator=draw)
-    exact, fast = logits.double().requires_grad_(), logits.clone().requires_grad_()
-    wanted, found = sinkhorn.sinkhorn_plain(exact, 20, 1e-6), sinkhorn.sinkhorn(fast, 20, 1e-6)
+    exact = logits.double().requires_grad_()
+    fast = logits.clone().requires_grad_()
+    wanted = sinkhorn.sinkhorn_plain(exact, 20, 1e-6)
+    found = sinkhorn.sinkhorn(fast, 20, 1e-6)
     (wanted_grad,) = torch.autograd.grad(wanted, exact, grad.double())
     (found_grad,) = torch.autograd.grad(found, fast, grad)
     worst = max(float((found - wanted).abs().max()), float((found_grad - wanted_grad).abs().max()))
@@ -78,7 +80,8 @@ def check_compiled(bench: Bench, settings: Settings) -> dict:
         found, error = loss(True), None
         _one_step(bench, store, settings)  # the backward graphs are compiled by the first backward pass
     except Exception as problem:  # whatever the compiler met: the plain functions are there
-        found, error = float("nan"), f"{type(problem).__name__}: {str(problem)[:2000]}"
+        found = float("nan")
+        error = f"{type(problem).__name__}: {str(problem)[:2000]}"
     agrees = error is None and abs(found - plain) < LOSS_TOLERANCE
     if not agrees:
         forward.choose(False)

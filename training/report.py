@@ -42,6 +42,10 @@ def alive_table(alive: list[dict]) -> list[str]:
     for entry in alive:
         pairs = "".join(f"{f'{entry[first]:.2f} {entry[second]:.2f}':>16}" for _, first, second in COLUMNS)
         experts = f"{entry['idlest_expert']:.2f}-{entry['busiest_expert']:.2f}"
-        index = " ".join(f"{entry[key]:.2f}" for key in ("index_kept", "index_best", "index_chance") if key in entry)
-        lines.append(f"  {entry['layer']:5}  {entry['stream_mean_share']:10.3f}{pairs}{experts:>17}{index:>16}")
+        index = " ".join(
+            f"{entry[key]:.2f}" for key in ("index_kept", "index_best", "index_chance") if key in entry
+        )
+        lines.append(
+            f"  {entry['layer']:5}  {entry['stream_mean_share']:10.3f}{pairs}{experts:>17}{index:>16}"
+        )
     return lines

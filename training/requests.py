@@ -16,82 +16,147 @@ from training.corpus import Record
 KEEP_SHARE = 0.5
 
 CHILD = (
-    "Tell me a story called {title}.", "Tell me a short story about {title}.", "I want to hear a story about {title}.",
-    "Can you tell me the story of {title}?", "Write a children's story titled {title}.",
+    "Tell me a story called {title}.",
+    "Tell me a short story about {title}.",
+    "I want to hear a story about {title}.",
+    "Can you tell me the story of {title}?",
+    "Write a children's story titled {title}.",
     "Please tell a story: {title}.",
-    "Write a story for a child called {title}.", "Please tell me the story of {title}.", "Tell a story called {title}.",
-    "Could you write a story called {title}?", "Write a short children's story called {title}.",
-    "Do you know the story of {title}?", "I would like a story called {title}.", "Story time! Tell me about {title}.",
-    "Make up a story called {title}.", "Tell me about {title}.",
-)  # fmt: skip
+    "Write a story for a child called {title}.",
+    "Please tell me the story of {title}.",
+    "Tell a story called {title}.",
+    "Could you write a story called {title}?",
+    "Write a short children's story called {title}.",
+    "Do you know the story of {title}?",
+    "I would like a story called {title}.",
+    "Story time! Tell me about {title}.",
+    "Make up a story called {title}.",
+    "Tell me about {title}.",
+)
 BEDTIME = (
-    "Tell me a bedtime story called {title}.", "Please read me a bedtime story about {title}.",
-    "Write a bedtime story called {title}.", "It is time for bed. Tell me a story about {title}.",
-    "Can you tell me a bedtime story about {title}?", "I can't sleep. Tell me a bedtime story called {title}.",
-    "Read me the bedtime story {title}.", "One more bedtime story, please: {title}.",
-    "Good night story, please. It is called {title}.", "Tell a bedtime story about {title}.",
-)  # fmt: skip
+    "Tell me a bedtime story called {title}.",
+    "Please read me a bedtime story about {title}.",
+    "Write a bedtime story called {title}.",
+    "It is time for bed. Tell me a story about {title}.",
+    "Can you tell me a bedtime story about {title}?",
+    "I can't sleep. Tell me a bedtime story called {title}.",
+    "Read me the bedtime story {title}.",
+    "One more bedtime story, please: {title}.",
+    "Good night story, please. It is called {title}.",
+    "Tell a bedtime story about {title}.",
+)
 CAMPFIRE = (
-    "Tell a campfire story called {title}.", "Tell me a spooky campfire story about {title}.",
-    "Tell a scary story called {title}.", "Let's sit by the campfire. Tell the story of {title}.",
-    "Can you tell me a scary story about {title}?", "Tell us a campfire story called {title}.",
-    "Write a spooky story called {title}.", "The fire is burning. Tell us the tale of {title}.",
-    "I want to hear a spooky story about {title}.", "Scare me with a campfire story about {title}.",
-)  # fmt: skip
+    "Tell a campfire story called {title}.",
+    "Tell me a spooky campfire story about {title}.",
+    "Tell a scary story called {title}.",
+    "Let's sit by the campfire. Tell the story of {title}.",
+    "Can you tell me a scary story about {title}?",
+    "Tell us a campfire story called {title}.",
+    "Write a spooky story called {title}.",
+    "The fire is burning. Tell us the tale of {title}.",
+    "I want to hear a spooky story about {title}.",
+    "Scare me with a campfire story about {title}.",
+)
 EXPLAIN = (
-    "Explain {title} like I'm five years old.", "Explain {title} in simple terms.",
+    "Explain {title} like I'm five years old.",
+    "Explain {title} in simple terms.",
     "Can you explain {title} to a child?",
-    "Explain {title} to me in simple words.", "Please explain {title}.", "Tell me about {title} in simple words.",
-    "Explain {title} simply.", "Can you explain {title} in simple terms?",
-)  # fmt: skip
+    "Explain {title} to me in simple words.",
+    "Please explain {title}.",
+    "Tell me about {title} in simple words.",
+    "Explain {title} simply.",
+    "Can you explain {title} in simple terms?",
+)
 POEM = (
-    "Write a {form} about {title}.", "Compose a {form} about {title}.", "Draft a {form} about {title}.",
-    "Can you write a {form} about {title}?", "Please write me a {form} about {title}.",
+    "Write a {form} about {title}.",
+    "Compose a {form} about {title}.",
+    "Draft a {form} about {title}.",
+    "Can you write a {form} about {title}?",
+    "Please write me a {form} about {title}.",
     "Make up a {form} about {title}.",
-    "I would like a {form} about {title}.", "Write me a {form} about {title}.",
-)  # fmt: skip
+    "I would like a {form} about {title}.",
+    "Write me a {form} about {title}.",
+)
 SLICE = (
     "Write a slice-of-life story about {who} discussing {title}.",
     "Write a short story in which {who} talk about {title}.",
-    "Tell me a story about {who} discussing {title}.", "Write a story about {who} talking about {title}.",
-)  # fmt: skip
+    "Tell me a story about {who} discussing {title}.",
+    "Write a story about {who} talking about {title}.",
+)
 STORY = ("Tell me this story: {title}", "Write a story about this: {title}", "Write this story: {title}")
 
 _TITLED = r"^(?:{}) (.+?)[.?]?$"
 _PATTERNS: dict[str, tuple[re.Pattern[str], tuple[str, ...]]] = {
-    "child": (re.compile(_TITLED.format(
-        "I want to hear a story about|Can you tell me the story of|Tell me a short story about|Tell me a story called|"
-        "Write a children's story titled|Write a story for a child called|Please tell a story:")), CHILD),
-    "bedtime": (re.compile(_TITLED.format(
-        r"It is time for bed\. Tell me a story about|Tell me a bedtime story called|"
-        "Please read me a bedtime story about|Write a bedtime story called")), BEDTIME),
-    "campfire": (re.compile(_TITLED.format(
-        r"Let's sit by the campfire\. Tell the story of|Tell a scary story called|"
-        "Tell me a spooky campfire story about|Tell a campfire story called")), CAMPFIRE),
+    "child": (
+        re.compile(
+            _TITLED.format(
+                "I want to hear a story about|Can you tell me the story of|Tell me a short story about|Tell me a story called|"
+                "Write a children's story titled|Write a story for a child called|Please tell a story:"
+            )
+        ),
+        CHILD,
+    ),
+    "bedtime": (
+        re.compile(
+            _TITLED.format(
+                r"It is time for bed\. Tell me a story about|Tell me a bedtime story called|"
+                "Please read me a bedtime story about|Write a bedtime story called"
+            )
+        ),
+        BEDTIME,
+    ),
+    "campfire": (
+        re.compile(
+            _TITLED.format(
+                r"Let's sit by the campfire\. Tell the story of|Tell a scary story called|"
+                "Tell me a spooky campfire story about|Tell a campfire story called"
+            )
+        ),
+        CAMPFIRE,
+    ),
     "explain": (re.compile(r"^Explain (.+?) (?:like I'm five years old|in simple terms)\.$"), EXPLAIN),
     "poem": (re.compile(r"^(?:Compose|Write|Draft) a (?P<form>poem|song) about (.+?)\.$"), POEM),
-    "slice": (re.compile(r"^Write a slice-of-life story about (?P<who>.+? and .+?) discussing (.+?)\.$"), SLICE),
+    "slice": (
+        re.compile(r"^Write a slice-of-life story about (?P<who>.+? and .+?) discussing (.+?)\.$"),
+        SLICE,
+    ),
     "story": (re.compile(r"^(?:Tell me this story:|Write a story about this:) (.+)$", re.S), STORY),
-}  # fmt: skip
+}
 
 HERO = (
-    "Tell me a story about {hero}.", "Write a story about {hero}.", "I want a story about {hero}.",
-    "Can you tell me a short story about {hero}?", "Please write a little story about {hero}.",
-    "Can you tell me a story about {hero}?", "Write a short story about {hero}.", "Please tell me about {hero}.",
-)  # fmt: skip
+    "Tell me a story about {hero}.",
+    "Write a story about {hero}.",
+    "I want a story about {hero}.",
+    "Can you tell me a short story about {hero}?",
+    "Please write a little story about {hero}.",
+    "Can you tell me a story about {hero}?",
+    "Write a short story about {hero}.",
+    "Please tell me about {hero}.",
+)
 WORDS = (
-    "Tell me a story that uses the words {words}.", "Use the words {words} in a story.",
+    "Tell me a story that uses the words {words}.",
+    "Use the words {words} in a story.",
     "Write a story with the words {words}.",
-    "Write a short story with these words: {words}.", "Can you tell me a story with the words {words}?",
-)  # fmt: skip
+    "Write a short story with these words: {words}.",
+    "Can you tell me a story with the words {words}?",
+)
 OPENING = ("Continue this story: {opening}", "Finish the story: {opening}", "What happens next? {opening}")
-OPENING_OF_TEXT = ("Continue this text: {opening}", "Write the rest of this: {opening}", "Please go on: {opening}")
+OPENING_OF_TEXT = (
+    "Continue this text: {opening}",
+    "Write the rest of this: {opening}",
+    "Please go on: {opening}",
+)
 PLAIN = (
-    "Tell me a story.", "Write a short story.", "Write a simple story.", "Can you tell me a story?",
-    "Please tell me a short story.", "Tell me a story for children.", "I want to hear a story.",
+    "Tell me a story.",
+    "Write a short story.",
+    "Write a simple story.",
+    "Can you tell me a story?",
+    "Please tell me a short story.",
+    "Tell me a story for children.",
+    "I want to hear a story.",
     "Tell me a little story.",
     "Can you write a short story?",
-)  # fmt: skip
+)
 
 _STORIES = frozenset({"tiny", "child", "bedtime", "campfire", "story", "slice"})
 _CONTINUED = re.compile(r"^(?:Continue this story:|Finish the story:|What happens next\?) (.+)$", re.S)
@@ -173,6 +238,10 @@ def split_late(record: Record, draw: random.Random) -> list[Record]:
     first = draw.randrange(max(1, len(starts) // 2)) if starts else 0
     template = draw.choice(OPENING if record.source in _STORIES else OPENING_OF_TEXT)
     return [
-        Record(record.source, template.format(opening=paragraphs[start - 1].strip()), gap.join(paragraphs[start:]))
+        Record(
+            record.source,
+            template.format(opening=paragraphs[start - 1].strip()),
+            gap.join(paragraphs[start:]),
+        )
         for start in starts[first:]
     ]

@@ -42,22 +42,32 @@ def generate(
     longest: int = 200,
     top_k: int = 40,
 ) -> list[dict]:
-    """One answer per ask: text, number of tokens, and whether it ended by itself."""  # fmt: skip
+    """One answer per ask: text, number of tokens, and whether it ended by itself."""
     out: list[dict] = []
     for start in range(0, len(asks), batch):
-        out += _together(forward, weights, tokenizer, asks[start : start + batch], batch, stream_dtype, longest, top_k)
+        out += _together(
+            forward, weights, tokenizer, asks[start : start + batch], batch, stream_dtype, longest, top_k
+        )
     return out
 
 
 def _together(
-    forward: Forward, weights: dict[str, Tensor], tokenizer: Tokenizer, asks: list[Ask], batch: int,
-    stream_dtype: torch.dtype, longest: int, top_k: int,
-) -> list[dict]:  # fmt: skip
+    forward: Forward,
+    weights: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    asks: list[Ask],
+    batch: int,
+    stream_dtype: torch.dtype,
+    longest: int,
+    top_k: int,
+) -> list[dict]:
     markers, device = Markers.of(tokenizer), forward.device
     prompts = encode_conversations(
         tokenizer, markers, [Conversation((Record("", a.prompt, ""),), a.system) for a in asks]
     )
-    rows = [ids[:-1].tolist() for ids, _ in prompts]  # the closing EOS of the empty answer is what is to be written
+    rows = [
+        ids[:-1].tolist() for ids, _ in prompts
+    ]  # the closing EOS of the empty answer is what is to be written
     lengths = [len(row) for row in rows]
     ids = torch.full((batch, forward.length), markers.pad, device=device)
     for row, tokens in enumerate(rows):
@@ -79,10 +89,16 @@ def _together(
         if all(done):
             break
     return [
-        {"prompt": ask.prompt, "temperature": ask.temperature, "seed": ask.seed, "tokens": len(row) - length,
-         "ended": row[-1] == markers.eos, "text": tokenizer.decode(row[length:], skip_special_tokens=True)}
+        {
+            "prompt": ask.prompt,
+            "temperature": ask.temperature,
+            "seed": ask.seed,
+            "tokens": len(row) - length,
+            "ended": row[-1] == markers.eos,
+            "text": tokenizer.decode(row[length:], skip_special_tokens=True),
+        }
         for ask, row, length in zip(asks, rows, lengths)
-    ]  # fmt: skip
+    ]
 
 
 def _pick(logits: Tensor, temperature: float, top_k: int, draw: torch.Generator) -> int:

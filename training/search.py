@@ -23,14 +23,21 @@ from birkhoff.steering.word_probe import WordProbe
 from training.concepts import CONCEPTS, as_answer, paragraphs, sets
 
 STRENGTHS = [0.25, 0.6]
-SITES = {"mhc_streams_pre_attn": [2, 4, 6], "mhc_streams_pre_mlp": [4], "mlp_out": [2, 4, 6]}  # and their layers
+SITES = {
+    "mhc_streams_pre_attn": [2, 4, 6],
+    "mhc_streams_pre_mlp": [4],
+    "mlp_out": [2, 4, 6],
+}  # and their layers
 SEEDS, BATCH = 2, 12
 LENGTH = 40  # tokens of an answer that is judged
 REQUESTS = [
-    "Tell me a story about a girl named Lily.", "Write a short story about a garden.",
-    "Write a story called The Red Door.", "Write a story about a long walk.",
-    "Tell me a story about a picture.", "Write a story about a gift.",
-]  # fmt: skip
+    "Tell me a story about a girl named Lily.",
+    "Write a short story about a garden.",
+    "Write a story called The Red Door.",
+    "Write a story about a long walk.",
+    "Tell me a story about a picture.",
+    "Write a story about a gift.",
+]
 
 
 def searched(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]]) -> dict[str, Any]:
@@ -39,8 +46,17 @@ def searched(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]]) -
     probe = WordProbe.trained(probe_up, probe_down)
     contrasts = {site: rows_of(engine, up, down, site) for site in SITES}
     plain = answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
-    trials = search(engine, contrasts, REQUESTS, probe.score, SEEDS, STRENGTHS, plain=plain, max_tokens=LENGTH,
-                    tell=lambda trial: print(f"{name} {line(trial)}", flush=True))  # fmt: skip
+    trials = search(
+        engine,
+        contrasts,
+        REQUESTS,
+        probe.score,
+        SEEDS,
+        STRENGTHS,
+        plain=plain,
+        max_tokens=LENGTH,
+        tell=lambda trial: print(f"{name} {line(trial)}", flush=True),
+    )
     separation = [entry.to_json() for rows in contrasts.values() for entry in rows.separation()]
     return {"name": name, "trials": [trial.to_json() for trial in trials], "separation": separation}
 
@@ -75,11 +91,16 @@ def read_searches(path: Path) -> dict[str, dict[str, Any]]:
 def tables(found: dict[str, Any]) -> str:
     """Markdown, one row per site, layer and strength; a cell is share of answers moved and nats paid."""
     cells = {(t.hook, t.layer, t.strength, t.streams): t for t in trials_of(found)}
-    rows = [f"| `{found['name']}` at | length | all | stream 0 | stream 1 | stream 2 | stream 3 |", "| --- " * 7 + "|"]
+    rows = [
+        f"| `{found['name']}` at | length | all | stream 0 | stream 1 | stream 2 | stream 3 |",
+        "| --- " * 7 + "|",
+    ]
     for site, layers in SITES.items():
         for layer in layers:
             for strength in STRENGTHS:
-                places = [cells.get((site, layer, strength, streams)) for streams in (None, (0,), (1,), (2,), (3,))]
+                places = [
+                    cells.get((site, layer, strength, streams)) for streams in (None, (0,), (1,), (2,), (3,))
+                ]
                 said = ["–" if t is None else f"{t.moved:.0%} {t.loss_gained:+.2f}" for t in places]
                 rows.append(f"| `{site}[{layer}]` | {strength} | {' | '.join(said)} |")
     return "\n".join(rows)
@@ -88,7 +109,8 @@ def tables(found: dict[str, Any]) -> str:
 def main() -> None:
     data, out, *names = sys.argv[1:]
     path = Path(out)
-    texts, done = list(paragraphs(Path(data))), read_searches(path)
+    texts = list(paragraphs(Path(data)))
+    done = read_searches(path)
     with birkhoff.load("nano", max_requests=BATCH) as engine:
         for name in names or CONCEPTS:
             if name not in done:

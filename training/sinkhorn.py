@@ -42,7 +42,9 @@ def sinkhorn(logits: Tensor, iterations: int, eps: float) -> Tensor:
 if triton is not None:
 
     @triton.jit
-    def _forward_kernel(logits, mix, sums, count, iterations: tl.constexpr, eps: tl.constexpr, block: tl.constexpr):
+    def _forward_kernel(
+        logits, mix, sums, count, iterations: tl.constexpr, eps: tl.constexpr, block: tl.constexpr
+    ):
         token = tl.program_id(0) * block + tl.arange(0, block)
         row = tl.arange(0, 4)
         inside = token < count
@@ -63,7 +65,9 @@ if triton is not None:
         tl.store(mix + cells, m, mask=inside[:, None, None])
 
     @triton.jit
-    def _backward_kernel(grad, mix, sums, out, count, iterations: tl.constexpr, eps: tl.constexpr, block: tl.constexpr):
+    def _backward_kernel(
+        grad, mix, sums, out, count, iterations: tl.constexpr, eps: tl.constexpr, block: tl.constexpr
+    ):
         token = tl.program_id(0) * block + tl.arange(0, block)
         row = tl.arange(0, 4)
         inside = token < count
@@ -130,7 +134,11 @@ def _remember(ctx, inputs, output) -> None:
 
 def _differentiate(ctx, grad_mix: Tensor, _grad_sums: Tensor | None):
     mix, sums = ctx.saved_tensors
-    return torch.ops.birkhoff_training.sinkhorn_backward(grad_mix, mix, sums, ctx.iterations, ctx.eps), None, None
+    return (
+        torch.ops.birkhoff_training.sinkhorn_backward(grad_mix, mix, sums, ctx.iterations, ctx.eps),
+        None,
+        None,
+    )
 
 
 _sinkhorn_op.register_autograd(_differentiate, setup_context=_remember)

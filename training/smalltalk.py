@@ -24,14 +24,46 @@ NUMBERS = _words(
 )
 DAYS = _words("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
 MONTHS = _words("January February March April May June July August September October November December")
-LEGS = {"a dog": 4, "a cat": 4, "a bird": 2, "a spider": 8, "a horse": 4, "an ant": 6, "a duck": 2, "a bee": 6,
-        "a snake": 0, "a fish": 0, "a cow": 4, "a chicken": 2}  # fmt: skip
-YOUNG = {"a dog": "a puppy", "a cat": "a kitten", "a cow": "a calf", "a horse": "a foal", "a sheep": "a lamb",
-         "a duck": "a duckling", "a chicken": "a chick", "a bear": "a cub", "a goat": "a kid", "a frog": "a tadpole",
-         "a pig": "a piglet", "a lion": "a cub"}  # fmt: skip
-HOMES = {"a bird": "in a nest", "a bee": "in a hive", "a fish": "in the water", "a spider": "in a web",
-         "a bear": "in a den", "a rabbit": "in a burrow", "a frog": "by the pond", "a camel": "in the desert",
-         "a penguin": "where it is very cold", "a monkey": "in the trees"}  # fmt: skip
+LEGS = {
+    "a dog": 4,
+    "a cat": 4,
+    "a bird": 2,
+    "a spider": 8,
+    "a horse": 4,
+    "an ant": 6,
+    "a duck": 2,
+    "a bee": 6,
+    "a snake": 0,
+    "a fish": 0,
+    "a cow": 4,
+    "a chicken": 2,
+}
+YOUNG = {
+    "a dog": "a puppy",
+    "a cat": "a kitten",
+    "a cow": "a calf",
+    "a horse": "a foal",
+    "a sheep": "a lamb",
+    "a duck": "a duckling",
+    "a chicken": "a chick",
+    "a bear": "a cub",
+    "a goat": "a kid",
+    "a frog": "a tadpole",
+    "a pig": "a piglet",
+    "a lion": "a cub",
+}
+HOMES = {
+    "a bird": "in a nest",
+    "a bee": "in a hive",
+    "a fish": "in the water",
+    "a spider": "in a web",
+    "a bear": "in a den",
+    "a rabbit": "in a burrow",
+    "a frog": "by the pond",
+    "a camel": "in the desert",
+    "a penguin": "where it is very cold",
+    "a monkey": "in the trees",
+}
 FACTS = {
     "How many days are in a week?": "There are seven days in a week.",
     "How many months are in a year?": "There are twelve months in a year.",
@@ -60,18 +92,44 @@ FACTS = {
     "Do you like stories?": "Yes! Telling stories is what I do best.",
 }
 GREETINGS = ("Hi! ", "Hello! ", "Hello. ", "Hey, ", "Please, ", "Okay. ", "I have a question. ", "Tell me, ")
-THANKS = ("Thank you!", "Thanks.", "That was great, thank you.", "Thank you for the story.", "I liked that story!")
+THANKS = (
+    "Thank you!",
+    "Thanks.",
+    "That was great, thank you.",
+    "Thank you for the story.",
+    "I liked that story!",
+)
 
 SYSTEM = {
-    "tiny": ("You tell short stories for small children.", "You are a friendly storyteller.", "Use simple words."),
-    "child": ("You tell stories to children.", "You are a friendly storyteller.", "You write children's stories."),
-    "bedtime": ("You tell bedtime stories.", "You are a calm storyteller.", "It is late. Tell a bedtime story."),
-    "campfire": ("You tell spooky stories by the campfire.", "You like scary stories.", "You tell campfire stories."),
+    "tiny": (
+        "You tell short stories for small children.",
+        "You are a friendly storyteller.",
+        "Use simple words.",
+    ),
+    "child": (
+        "You tell stories to children.",
+        "You are a friendly storyteller.",
+        "You write children's stories.",
+    ),
+    "bedtime": (
+        "You tell bedtime stories.",
+        "You are a calm storyteller.",
+        "It is late. Tell a bedtime story.",
+    ),
+    "campfire": (
+        "You tell spooky stories by the campfire.",
+        "You like scary stories.",
+        "You tell campfire stories.",
+    ),
     "poem": ("You are a poet.", "You write poems and songs.", "You like rhymes."),
     "joke": ("You are funny.", "You tell jokes.", "You like to make people laugh."),
     "explain": ("You explain things in simple words.", "You are a kind teacher.", "You teach children."),
     "wiki": ("You write clear articles.", "You are a helpful writer.", "You know many things."),
-    "smalltalk": ("You are a friendly little model.", "You are kind and short.", "Answer in one or two sentences."),
+    "smalltalk": (
+        "You are a friendly little model.",
+        "You are kind and short.",
+        "Answer in one or two sentences.",
+    ),
 }
 ANY_SYSTEM = ("You are a helpful assistant.", "You are a small language model.", "Be kind and clear.")
 
@@ -85,10 +143,14 @@ def facts() -> tuple[Record, ...]:
             first, second = NUMBERS[left].capitalize(), NUMBERS[right]
             pairs[f"What is {left} plus {right}?"] = f"{first} plus {second} is {NUMBERS[left + right]}."
             if left >= right:
-                pairs[f"What is {left} minus {right}?"] = f"{first} minus {second} is {NUMBERS[left - right]}."
+                pairs[f"What is {left} minus {right}?"] = (
+                    f"{first} minus {second} is {NUMBERS[left - right]}."
+                )
     for cycle, kind in ((DAYS, "day"), (MONTHS, "month")):
         for place, name in enumerate(cycle):
-            pairs[f"What {kind} comes after {name}?"] = f"After {name} comes {cycle[(place + 1) % len(cycle)]}."
+            pairs[f"What {kind} comes after {name}?"] = (
+                f"After {name} comes {cycle[(place + 1) % len(cycle)]}."
+            )
             pairs[f"What {kind} comes before {name}?"] = f"Before {name} comes {cycle[place - 1]}."
     for animal, count in LEGS.items():
         number = NUMBERS[count] if count else "no"

@@ -51,18 +51,27 @@ class Step:
     """The step of one run on one device."""
 
     def __init__(self, forward: Forward, store: Store, optimiser: Optimiser, settings: Settings, pad: int):
-        self.forward, self.store, self.optimiser, self.settings, self.pad = forward, store, optimiser, settings, pad
+        self.forward = forward
+        self.store = store
+        self.optimiser = optimiser
+        self.settings = settings
+        self.pad = pad
         self.device = store.device
         self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
-        self.stream_dtype = torch.float32 if settings.stream_float32 or self.dtype == torch.float32 else self.dtype
+        self.stream_dtype = (
+            torch.float32 if settings.stream_float32 or self.dtype == torch.float32 else self.dtype
+        )
         shape = (settings.batch, settings.length)
         self.ids = torch.zeros(shape, dtype=torch.long, device=self.device)
         self.roles = torch.zeros(shape, dtype=torch.uint8, device=self.device)
         self.moment = torch.zeros(len(Moment._fields), device=self.device)
         self._inputs = (self.ids, self.roles, self.moment)
         self.sums = torch.zeros(len(METRICS), device=self.device)
-        self.shares = torch.zeros(len(bias_names(store.config)) + store.config.num_hash_layers,
-                                  store.config.n_routed_experts, device=self.device)  # fmt: skip
+        self.shares = torch.zeros(
+            len(bias_names(store.config)) + store.config.num_hash_layers,
+            store.config.n_routed_experts,
+            device=self.device,
+        )
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         self._pinned: list[tuple[Tensor, Tensor, Tensor, torch.cuda.Event]] = []
         self._turn = 0
@@ -76,7 +85,9 @@ class Step:
             self.moment.copy_(torch.tensor(moment))
             return
         if not self._pinned:
-            for _ in range(4):  # a ring, so that a buffer is not overwritten while its copy is still on the way
+            for _ in range(
+                4
+            ):  # a ring, so that a buffer is not overwritten while its copy is still on the way
                 ids_host, roles_host, moment_host = (torch.zeros_like(x, device="cpu") for x in self._inputs)
                 pinned = (ids_host.pin_memory(), roles_host.pin_memory(), moment_host.pin_memory())
                 self._pinned.append((*pinned, torch.cuda.Event()))
@@ -165,4 +176,6 @@ class Step:
             even = 1 / config.n_routed_experts
             for bias, share in zip(self.store.biases.values(), shares[config.num_hash_layers :]):
                 bias.add_(now["bias_rate"] * torch.sign(even - share))
-            self.sums.add_(torch.stack([loss, mtp_loss, index_loss, balance, norm, torch.ones_like(loss)]).detach())
+            self.sums.add_(
+                torch.stack([loss, mtp_loss, index_loss, balance, norm, torch.ones_like(loss)]).detach()
+            )

@@ -57,7 +57,9 @@ class Sums:
 
 def study(engine: birkhoff.Engine, texts: list[list[int]], skip: int = 8) -> Sums:
     """Every measurement but the wake, text by text; the first `skip` tokens of each are marks and a cold start."""
-    sums, layers, streams = Sums(), engine.config.num_hidden_layers, engine.config.hc_mult
+    sums = Sums()
+    layers = engine.config.num_hidden_layers
+    streams = engine.config.hc_mult
     for ids in texts:
         trace = engine.trace(ids)
         depths = [trace[HOOK, layer] for layer in range(layers)] + [trace[FINAL, layers - 1]]
@@ -107,20 +109,34 @@ def wake(engine: birkhoff.Engine, texts: list[list[int]], vector: SteeringVector
         for name, change in changes.items():
             steered = engine.trace(ids, [HOOK, FINAL], steer=[Add(change.flatten(), HOOK, [layer])])
             moved[name].append(
-                torch.stack([((steered[s] - plain[s]).norm(dim=-1) / plain[s].norm(dim=-1)).mean(0) for s in sites])
+                torch.stack(
+                    [((steered[s] - plain[s]).norm(dim=-1) / plain[s].norm(dim=-1)).mean(0) for s in sites]
+                )
             )
     return {name: torch.stack(found).mean(0) for name, found in moved.items()}
 
 
-def grid(title: str, values: torch.Tensor, rows: list[str], columns: list[str], full: tuple[int, int, int]) -> str:
+def grid(
+    title: str, values: torch.Tensor, rows: list[str], columns: list[str], full: tuple[int, int, int]
+) -> str:
     """A shaded table [rows, columns] as SVG, numbers in the cells."""
-    cell, high, left, top = 56, 24, 78, 44
+    cell = 56
+    high = 24
+    left = 78
+    top = 44
     most = float(values.max()) or 1.0
-    width, height = left + cell * len(columns) + 12, top + high * len(rows) + 10
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
-    out += ['<rect width="100%" height="100%" fill="white"/>', f'<text x="8" y="16" font-size="12">{title}</text>']
+    width = left + cell * len(columns) + 12
+    height = top + high * len(rows) + 10
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    ]
     out += [
-        f'<text x="{left + n * cell + 4}" y="{top - 8}" font-size="10">{name}</text>' for n, name in enumerate(columns)
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="8" y="16" font-size="12">{title}</text>',
+    ]
+    out += [
+        f'<text x="{left + n * cell + 4}" y="{top - 8}" font-size="10">{name}</text>'
+        for n, name in enumerate(columns)
     ]
     for place, name in enumerate(rows):
         y = top + place * high
@@ -137,7 +153,9 @@ def grid(title: str, values: torch.Tensor, rows: list[str], columns: list[str], 
     return "\n".join([*out, "</svg>\n"])
 
 
-def pictures(sums: Sums, layers: int, streams: list[str], depths: list[str]) -> tuple[dict[str, str], dict[str, Any]]:
+def pictures(
+    sums: Sums, layers: int, streams: list[str], depths: list[str]
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Figures by name, and every number behind them."""
     views = (*range(len(streams)), "mean", "head")
     both = [f"{sublayer} {n}" for sublayer in ("attn", "ffn") for n in range(len(streams))]
@@ -150,12 +168,16 @@ def pictures(sums: Sums, layers: int, streams: list[str], depths: list[str]) -> 
         "writes": grid("write-out weights of each sublayer", writes, depths[:-1], both, WARM),
         "lens": grid("nats of the next token, read from", lens, after, [*streams, "mean", "head"], COOL),
     }
-    numbers = {name: {"mean": sums.mean(name).tolist(), "spread": sums.spread(name).tolist()} for name in sums}
+    numbers = {
+        name: {"mean": sums.mean(name).tolist(), "spread": sums.spread(name).tolist()} for name in sums
+    }
     return draw, numbers
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("texts", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--vector", type=Path)
@@ -166,7 +188,8 @@ def main() -> None:
     with birkhoff.load("nano", max_requests=1) as engine:
         texts = [engine.encode_chat(messages) for messages in lines]
         sums = study(engine, texts)
-        layers, streams = engine.config.num_hidden_layers, [f"stream {n}" for n in range(engine.config.hc_mult)]
+        layers = engine.config.num_hidden_layers
+        streams = [f"stream {n}" for n in range(engine.config.hc_mult)]
         depths = [f"layer {n}" for n in range(layers)] + ["head"]
         draw, numbers = pictures(sums, layers, streams, depths)
         if options.vector is not None:

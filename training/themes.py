@@ -36,8 +36,12 @@ THEMES = {
     "playing": "play played playing game games toy toys ball",
 }
 CANDIDATES, STRENGTHS = 4, (1.5, 2.0, 0.6)  # strengths in largest activations; of equals the first is kept
-TRIAL, PROOF = ("Write a short story.", 100), ("Tell me a story about a day.", 5000)  # request and first seed
-SEEDS, LENGTH, RANDOM = 10, 50, 3
+# request and first seed
+TRIAL = ("Write a short story.", 100)
+PROOF = ("Tell me a story about a day.", 5000)
+SEEDS = 10
+LENGTH = 50
+RANDOM = 3
 LOSS_BOUND = 2.0  # nats per token: text that costs more is no text
 PROVED = 8  # answers of ten, for a feature to be called by its theme
 LIVE = (0.002, 0.2)  # densities of the features drawn at random
@@ -58,7 +62,13 @@ def find_themes(engine: birkhoff.Engine, sae: Sae, entries: Entries) -> list[dic
                     raised = _answers(engine, TRIAL, {feature: strength * float(sae.x_max[feature])})
                     moved, loss = _moved(probe, raised, plain), _loss(raised)
                     tried.append(
-                        {"theme": theme, "feature": feature, "strength": strength, "moved": moved, "loss": loss}
+                        {
+                            "theme": theme,
+                            "feature": feature,
+                            "strength": strength,
+                            "moved": moved,
+                            "loss": loss,
+                        }
                     )
             found.append(chosen([t for t in tried if t["loss"] <= _loss(plain) + LOSS_BOUND] or tried))
     return found
@@ -92,23 +102,37 @@ def measure_clamps(
     with engine.attach("dictionary", sae):
         plain = _answers(engine, PROOF, None)
         for trial in themes:
-            feature, probe = trial["feature"], WordProbe.of_words(THEMES[trial["theme"]].split())
+            feature = trial["feature"]
+            probe = WordProbe.of_words(THEMES[trial["theme"]].split())
             amount = trial["strength"] * float(sae.x_max[feature])
             raised = _answers(engine, PROOF, {feature: amount})
-            others = [live[place] for place in torch.randint(len(live), (RANDOM,), generator=generator).tolist()]
+            others = [
+                live[place] for place in torch.randint(len(live), (RANDOM,), generator=generator).tolist()
+            ]
             chance = [_answers(engine, PROOF, {other: amount}) for other in others]
-            found.append({
-                "theme": trial["theme"], "feature": feature, "strength": trial["strength"], "seeds": SEEDS,
-                "moved": _moved(probe, raised, plain), "random": others, "random_seeds": SEEDS * RANDOM,
-                "random_moved": sum(_moved(probe, answered, plain) for answered in chance),
-                "loss_gained": _loss(raised) - _loss(plain), "density": entries[str(feature)]["density"],
-                "random_loss_gained": fmean(map(_loss, chance)) - _loss(plain),
-                "words": THEMES[trial["theme"]], "answer": raised[0].text,
-            })  # fmt: skip
+            found.append(
+                {
+                    "theme": trial["theme"],
+                    "feature": feature,
+                    "strength": trial["strength"],
+                    "seeds": SEEDS,
+                    "moved": _moved(probe, raised, plain),
+                    "random": others,
+                    "random_seeds": SEEDS * RANDOM,
+                    "random_moved": sum(_moved(probe, answered, plain) for answered in chance),
+                    "loss_gained": _loss(raised) - _loss(plain),
+                    "density": entries[str(feature)]["density"],
+                    "random_loss_gained": fmean(map(_loss, chance)) - _loss(plain),
+                    "words": THEMES[trial["theme"]],
+                    "answer": raised[0].text,
+                }
+            )
     return sorted(found, key=lambda clamp: (-clamp["moved"], clamp["random_moved"]))
 
 
-def _answers(engine: birkhoff.Engine, asked: tuple[str, int], raised: Mapping[int, float] | None) -> list[ScoredAnswer]:
+def _answers(
+    engine: birkhoff.Engine, asked: tuple[str, int], raised: Mapping[int, float] | None
+) -> list[ScoredAnswer]:
     """Unscored: every theme reads the same plain answers with words of its own."""
     request, seed = asked
     steer = None if raised is None else [SaeSet("dictionary", dict(raised), kind="additive")]

@@ -15,7 +15,17 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 
 from birkhoff.errors import OptionError
 from birkhoff.text.markers import BOS, EOS, PAD, PLAIN_MARKERS, SPECIAL_MARKERS
@@ -42,7 +52,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
     """A tokenizer with exactly `vocab_size` ids, markers included."""
     smallest = len(SPECIAL_MARKERS) + 256 + len(PLAIN_MARKERS)
     if vocab_size < smallest:
-        raise OptionError(f"vocab_size is {vocab_size}, expected at least {smallest}: all bytes and all markers.")
+        raise OptionError(
+            f"vocab_size is {vocab_size}, expected at least {smallest}: all bytes and all markers."
+        )
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.Sequence([])
     splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in SPLITS]
@@ -98,7 +110,9 @@ def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
 def load_tokenizer(folder: str | Path) -> Tokenizer:
     path = Path(folder) / "tokenizer.json"
     if not path.is_file():
-        raise OptionError(f"{path} is missing. Make it with: python -m training.tokenizer --data DIR --out {folder}")
+        raise OptionError(
+            f"{path} is missing. Make it with: python -m training.tokenizer --data DIR --out {folder}"
+        )
     return Tokenizer.from_file(str(path))
 
 
@@ -124,8 +138,13 @@ def main(arguments: list[str] | None = None) -> None:
     tokenizer = train_tokenizer(training_texts(corpus), options.vocab_size)
     save_tokenizer(tokenizer, options.out)
     digest = hashlib.sha256((Path(options.out) / "tokenizer.json").read_bytes()).hexdigest()
-    report = {part: bytes_per_token(tokenizer, [r.text for r in records]) for part, records in corpus.held_out.items()}
-    report["both"] = bytes_per_token(tokenizer, [r.text for records in corpus.held_out.values() for r in records])
+    report = {
+        part: bytes_per_token(tokenizer, [r.text for r in records])
+        for part, records in corpus.held_out.items()
+    }
+    report["both"] = bytes_per_token(
+        tokenizer, [r.text for records in corpus.held_out.values() for r in records]
+    )
     print(json.dumps({"sha256": digest, "bytes_per_token": {k: round(v, 4) for k, v in report.items()}}))
 
 

@@ -42,10 +42,21 @@ from training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, 
 
 # For a look at the code on a CPU: every mechanism, shapes that FP8 tiles divide, about a million parameters.
 SMOKE = replace(
-    NANO, hidden_size=128, num_hidden_layers=4, num_attention_heads=2, qk_rope_head_dim=16, q_lora_rank=128, o_groups=1,
-    sliding_window=32, compress_ratios=(0, 4, 128, 4), index_head_dim=16, index_topk=16, n_routed_experts=4,
-    num_experts_per_tok=2, num_hash_layers=1,
-)  # fmt: skip
+    NANO,
+    hidden_size=128,
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    qk_rope_head_dim=16,
+    q_lora_rank=128,
+    o_groups=1,
+    sliding_window=32,
+    compress_ratios=(0, 4, 128, 4),
+    index_head_dim=16,
+    index_topk=16,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    num_hash_layers=1,
+)
 CONFIGS = {"nano": NANO, "smoke": SMOKE}
 
 
@@ -61,7 +72,8 @@ def build_bench(
 ) -> Bench:
     """Everything runs share; rows begin to be made before the device is touched."""
     feed = Feed(data, tokenizer, settings.length, settings.seed, settings.corpus_share, workers)
-    loaded, corpus = load_tokenizer(tokenizer), read_corpus(data)
+    loaded = load_tokenizer(tokenizer)
+    corpus = read_corpus(data)
     if loaded.get_vocab_size() != config.vocab_size:
         raise OptionError(
             f"the tokenizer in {tokenizer} has {loaded.get_vocab_size()} ids, the config {config.vocab_size}."
@@ -89,22 +101,34 @@ def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
 
     def scores(weights: dict[str, torch.Tensor]) -> dict:
         common = (bench.pad, batch, stream_dtype)
-        return report(bench.held_out, [measure(bench.forward, weights, part.rows, *common) for part in bench.held_out])
+        return report(
+            bench.held_out, [measure(bench.forward, weights, part.rows, *common) for part in bench.held_out]
+        )
 
     stored = scores(weights)
     masters = Store(config, bench.forward.device)
     masters.load(outcome.tensors)
     loaded = load_tokenizer(tokenizer)
-    asks = [*CHAT, *(Ask(part_prompt, 0.8, seed) for seed, part_prompt in enumerate(_requests(bench, loaded)))]
+    asks = [
+        *CHAT,
+        *(Ask(part_prompt, 0.8, seed) for seed, part_prompt in enumerate(_requests(bench, loaded))),
+    ]
     longest = 200 if bench.forward.device.type == "cuda" else 12
     samples = generate(bench.forward, weights, loaded, asks, batch, stream_dtype, longest)
     record: dict[str, Any] = {
-        "settings": asdict(outcome.settings), "steps": outcome.steps, "seconds": round(outcome.seconds, 1),
-        "tokens_per_second": round(outcome.tokens_per_second), "device": _device_name(bench.forward.device),
-        "torch": torch.__version__, "best": outcome.measured, "stored": stored,
-        "unrounded": scores(masters.named(masters.leaves(dtype))), "alive": outcome.alive, "samples": samples,
+        "settings": asdict(outcome.settings),
+        "steps": outcome.steps,
+        "seconds": round(outcome.seconds, 1),
+        "tokens_per_second": round(outcome.tokens_per_second),
+        "device": _device_name(bench.forward.device),
+        "torch": torch.__version__,
+        "best": outcome.measured,
+        "stored": stored,
+        "unrounded": scores(masters.named(masters.leaves(dtype))),
+        "alive": outcome.alive,
+        "samples": samples,
         "bytes": {file.name: file.stat().st_size for file in files},
-    }  # fmt: skip
+    }
     (out / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
     parameters = sum(math.prod(parameter.shape) for parameter in store.parameters)
     (out / "MODEL_CARD.md").write_text(model_card(record, parameters), encoding="utf-8")
@@ -152,7 +176,9 @@ def parse_probe(text: str, base: Settings) -> dict[str, Settings]:
             raise OptionError(f"probe {entry!r} has no name, expected 'name: setting=value,...'.")
         out[name.strip()] = Settings.parse(changes, base)
         if (out[name.strip()].batch, out[name.strip()].length) != (base.batch, base.length):
-            raise OptionError(f"probe {name.strip()} changes batch or length, which the compiled graphs have built in.")
+            raise OptionError(
+                f"probe {name.strip()} changes batch or length, which the compiled graphs have built in."
+            )
     return out
 
 
@@ -178,7 +204,9 @@ def _run(options: argparse.Namespace) -> None:
     log = Log(work / "log.jsonl")
     tokenizer = Path(options.tokenizer) if options.tokenizer else work / "tokenizer"
     if not (tokenizer / "tokenizer.json").is_file():
-        save_tokenizer(train_tokenizer(training_texts(read_corpus(options.data)), options.vocab_size), tokenizer)
+        save_tokenizer(
+            train_tokenizer(training_texts(read_corpus(options.data)), options.vocab_size), tokenizer
+        )
         log.write("tokenizer", folder=str(tokenizer))
     config = replace(CONFIGS[options.config], vocab_size=load_tokenizer(tokenizer).get_vocab_size())
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -186,7 +214,12 @@ def _run(options: argparse.Namespace) -> None:
         torch.set_float32_matmul_precision("high")  # TF32: inputs are bf16 numbers already, sums stay float32
     compiled = options.compile if options.compile is not None else device.startswith("cuda")
     log.write(
-        "begin", config=options.config, device=device, compiled=compiled, workers=options.workers, settings=asdict(base)
+        "begin",
+        config=options.config,
+        device=device,
+        compiled=compiled,
+        workers=options.workers,
+        settings=asdict(base),
     )
     bench = build_bench(config, base, Path(options.data), tokenizer, work, device, compiled, options.workers)
     try:
@@ -200,7 +233,9 @@ def _run(options: argparse.Namespace) -> None:
             if not outcomes:
                 raise OptionError("every probe ran into numbers that are not finite. Lower the rates.")
             settings = outcomes[0].settings
-            summary = [asdict(o.settings) | {"held_out": o.measured["both"], "alive": o.alive} for o in outcomes]
+            summary = [
+                asdict(o.settings) | {"held_out": o.measured["both"], "alive": o.alive} for o in outcomes
+            ]
             (work / "probes.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
             bench.feed.rewind()
             log.write("chosen", settings=asdict(settings))
@@ -233,7 +268,9 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     length.add_argument("--minutes", type=float, help="training time, compilation not counted")
     length.add_argument("--steps", type=int)
     parser.add_argument("--set", default="", metavar="NAME=VALUE,...", help="changes to the settings")
-    parser.add_argument("--probe", default="", metavar="NAME: NAME=VALUE,...; ...", help="settings to compare first")
+    parser.add_argument(
+        "--probe", default="", metavar="NAME: NAME=VALUE,...; ...", help="settings to compare first"
+    )
     parser.add_argument("--probe-steps", type=int, default=600)
     parser.add_argument("--marks", type=int, default=10, help="measurements on the way")
     parser.add_argument(

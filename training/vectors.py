@@ -24,18 +24,33 @@ from training.concepts import CONCEPTS, paragraphs, sets
 from training.search import LENGTH, read_searches, rows_of, trials_of
 
 LOSS_BOUND = 1.0  # nats per token that a steered text may cost more than an unsteered one
-SEARCH_BOUND = 0.7  # what it may cost in the search, which sees few answers: the bound must hold on others too
+SEARCH_BOUND = (
+    0.7  # what it may cost in the search, which sees few answers: the bound must hold on others too
+)
 SEEDS, BATCH = 5, 50
 
 REQUESTS = [
-    "Tell me a short story.", "Write a story about a boy named Tom.", "Tell me a story about a little house.",
-    "Write a story about a birthday.", "Tell me a story about a train.", "Write a story about an old man.",
-    "Tell me a story about a hat.", "Write a story about the rain.", "Tell me a story about a girl named Mia.",
-    "Write a story about a lost key.", "Tell me a story about a market.", "Write a story about a mountain.",
-    "Tell me a story about a boat.", "Write a story about a new school.", "Tell me a story about a tree.",
-    "Write a story called The Empty Box.", "Tell me a story about a baker.", "Write a story about a bridge.",
-    "Tell me a story about a letter.", "Write a story about a summer day.",
-]  # fmt: skip
+    "Tell me a short story.",
+    "Write a story about a boy named Tom.",
+    "Tell me a story about a little house.",
+    "Write a story about a birthday.",
+    "Tell me a story about a train.",
+    "Write a story about an old man.",
+    "Tell me a story about a hat.",
+    "Write a story about the rain.",
+    "Tell me a story about a girl named Mia.",
+    "Write a story about a lost key.",
+    "Tell me a story about a market.",
+    "Write a story about a mountain.",
+    "Tell me a story about a boat.",
+    "Write a story about a new school.",
+    "Tell me a story about a tree.",
+    "Write a story called The Empty Box.",
+    "Tell me a story about a baker.",
+    "Write a story about a bridge.",
+    "Tell me a story about a letter.",
+    "Write a story about a summer day.",
+]
 
 
 def chosen_trial(trials: list[Trial]) -> Trial:
@@ -49,18 +64,25 @@ def make(
     """Write the vector of a concept and say what it does."""
     concept, trials = CONCEPTS[name], trials_of(found)
     up, down, probe_up, probe_down = sets(concept, texts)
-    probe, chosen = WordProbe.trained(probe_up, probe_down), chosen_trial(trials)
+    probe = WordProbe.trained(probe_up, probe_down)
+    chosen = chosen_trial(trials)
     rows = rows_of(engine, up, down, chosen.hook)
     vector = scaled_vector(engine, rows, chosen.layer, chosen.streams, chosen.strength, note=concept.meaning)
     plain = answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
     conditions, given = effect(engine, vector, REQUESTS, probe.score, SEEDS, plain=plain, max_tokens=LENGTH)
     told: dict[str, Any] = {
-        "requests": len(REQUESTS), "seeds": SEEDS, "tokens": LENGTH, "trials": len(trials),
+        "requests": len(REQUESTS),
+        "seeds": SEEDS,
+        "tokens": LENGTH,
+        "trials": len(trials),
         "judge": f"words of {len(probe_up)} and {len(probe_down)} other paragraphs",
         **{condition.name: condition.to_json() for condition in conditions},
-    }  # fmt: skip
+    }
     if concept.words is not None:
-        pairs = [(concept.words.score(a.text), concept.words.score(b.text)) for a, b in zip(given, plain, strict=True)]
+        pairs = [
+            (concept.words.score(a.text), concept.words.score(b.text))
+            for a, b in zip(given, plain, strict=True)
+        ]
         shares = [sum(test) / len(pairs) for test in ([a > b for a, b in pairs], [a < b for a, b in pairs])]
         told["word list"] = dict(zip(("moved", "fell"), shares, strict=True))
     out.mkdir(parents=True, exist_ok=True)
@@ -71,7 +93,9 @@ def make(
 
 def main() -> None:
     data, searches, out, *names = sys.argv[1:]
-    texts, found, folder = list(paragraphs(Path(data))), read_searches(Path(searches)), Path(out)
+    texts = list(paragraphs(Path(data)))
+    found = read_searches(Path(searches))
+    folder = Path(out)
     with birkhoff.load("nano", max_requests=BATCH) as engine:
         for name in names or found:
             result = make(engine, name, texts, found[name], folder)

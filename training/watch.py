@@ -19,7 +19,16 @@ import tarfile
 import time
 from pathlib import Path
 
-SHORT = ("step", "progress", "loss", "mtp_loss", "index_loss", "grad_norm", "busiest_expert", "tokens_per_second")
+SHORT = (
+    "step",
+    "progress",
+    "loss",
+    "mtp_loss",
+    "index_loss",
+    "grad_norm",
+    "busiest_expert",
+    "tokens_per_second",
+)
 LEFT_OUT = ("kind", "time", "settings")
 
 
@@ -46,7 +55,9 @@ def brief(line: dict) -> str:
 
 def follow(work: Path, seconds: float, every: int = 4) -> int:
     """Print new lines until the run ends or time is up; training lines are thinned to one in `every`."""
-    end, seen, train_lines = time.monotonic() + seconds, 0, 0
+    end = time.monotonic() + seconds
+    seen = 0
+    train_lines = 0
     log = work / "log.jsonl"
     while True:
         lines = log.read_text(encoding="utf-8").splitlines() if log.is_file() else []

@@ -46,7 +46,9 @@ def feed(engine: Engine, texts: Iterable[Prompt], capture: Capture, batch_rows: 
     if isinstance(batch_rows, bool) or not isinstance(batch_rows, int) or batch_rows < 1:
         raise OptionError(f"batch_rows is {batch_rows!r}, expected a positive whole number.")
     if capture.reduce is not None:
-        raise OptionError("a feed hands out rows, so capture.reduce must be left out. Reduce the batches instead.")
+        raise OptionError(
+            "a feed hands out rows, so capture.reduce must be left out. Reduce the batches instead."
+        )
     held: list[ActBatch] = []
     count = 0
     for number, acts in enumerate(_run(engine, texts, capture)):
@@ -64,7 +66,9 @@ def feed(engine: Engine, texts: Iterable[Prompt], capture: Capture, batch_rows: 
         yield _join(held)
 
 
-def _run(engine: Engine, texts: Iterable[Prompt], capture: Capture) -> Iterator[Mapping[Address, CapturedRows]]:
+def _run(
+    engine: Engine, texts: Iterable[Prompt], capture: Capture
+) -> Iterator[Mapping[Address, CapturedRows]]:
     """Captured rows of each text, in order; as many in flight as the engine runs at once."""
     flying: deque[Request] = deque()
     source = iter(texts)

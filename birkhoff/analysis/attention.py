@@ -54,7 +54,9 @@ def attention_json(memories: Sequence[AttentionReadout], smallest: float = 1e-4)
         spans, rest = [], 0.0
         for offset, weight in enumerate(memory.window.tolist()):
             if weight >= smallest:
-                spans.append({"from": memory.first + offset, "to": memory.first + offset + 1, "weight": weight})
+                spans.append(
+                    {"from": memory.first + offset, "to": memory.first + offset + 1, "weight": weight}
+                )
             else:
                 rest += weight
         blocks = []
@@ -65,6 +67,15 @@ def attention_json(memories: Sequence[AttentionReadout], smallest: float = 1e-4)
             else:
                 rest += weight
         kind = {0: "window", 4: "csa", 128: "hca"}.get(memory.ratio, f"blocks of {memory.ratio}")
-        out.append({"kind": kind, "window": spans, "blocks": blocks, "chosen": int(memory.chosen.sum()),
-                    "entries": len(memory.entries), "sink": memory.sink, "rest": rest})  # fmt: skip
+        out.append(
+            {
+                "kind": kind,
+                "window": spans,
+                "blocks": blocks,
+                "chosen": int(memory.chosen.sum()),
+                "entries": len(memory.entries),
+                "sink": memory.sink,
+                "rest": rest,
+            }
+        )
     return out

@@ -47,7 +47,9 @@ class BlockJob:
     after = True
 
     def __init__(self, model: Transformer, signals: SignalJob):
-        self._model, self._signals, self.keys = model, signals, block_keys(model)
+        self._model = model
+        self._signals = signals
+        self.keys = block_keys(model)
         self._kept = {layer: _BlockRows() for _, layer in self.keys}
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
@@ -62,17 +64,21 @@ class BlockJob:
 
     def _chosen(self, rows: SiteRows) -> torch.Tensor:
         """[rows, blocks] bool."""
-        block, device = self._model.layers[rows.layer], self._model.embed.device
+        block = self._model.layers[rows.layer]
+        device = self._model.embed.device
         assert isinstance(block, Block)
         attention, indexer = block.attn, block.attn.indexer
         assert indexer is not None
         batch = Batch.of([SequenceChunk(0, rows.positions[0], rows.token_ids)], device)
-        group, turn = batch.groups[0], self._model.rope.step(batch.positions).compressed
+        group = batch.groups[0]
+        turn = self._model.rope.step(batch.positions).compressed
         given = rows.tensor.to(device, self._model.numerics.dtype)
         latent, _, _, raw, weights = (group.view(each) for each in attention.entry(block.attn_norm(given)))
         count = (group.newest + 1) // attention.ratio
         visible = visible_entries(group, count, attention.ratio)
-        latent, turn, kept = attention.q_norm(latent), turn.view(group.view), self._kept[rows.layer]
+        latent = attention.q_norm(latent)
+        turn = turn.view(group.view)
+        kept = self._kept[rows.layer]
         chosen = indexer(raw, weights, latent, turn, visible, group, kept)
         if chosen is None:  # the one token sees all there are
             return torch.ones(1, count, dtype=torch.bool)
@@ -103,5 +109,7 @@ class _BlockRows(Fresh):
 
 def spans(chosen: torch.Tensor) -> Spans:
     """[blocks] bool -> where runs of chosen ones begin, and where they have ended."""
-    edges = torch.diff(chosen.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+    edges = torch.diff(
+        chosen.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int)
+    )
     return list(zip((edges == 1).nonzero().flatten().tolist(), (edges == -1).nonzero().flatten().tolist()))

@@ -51,7 +51,9 @@ class ContrastRows:
             for entry in separate(self.hook, layer, self.positive[layer], self.negative[layer], how=how)
         ]
 
-    def vector(self, layers: Sequence[int], how: str = "mean_diff", streams: Sequence[int] | None = None) -> Any:
+    def vector(
+        self, layers: Sequence[int], how: str = "mean_diff", streams: Sequence[int] | None = None
+    ) -> Any:
         """Rows of a steering vector at these layers; with `streams`, the other streams' blocks are zero."""
         rows = {}
         for layer in layers:
@@ -65,9 +67,13 @@ class ContrastRows:
 
 
 def contrast_rows(
-    engine: Engine, positive: Sequence[Any], negative: Sequence[Any], hook: str, layers: Any = "all",
+    engine: Engine,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    hook: str,
+    layers: Any = "all",
     tokens: str = "mean",
-) -> ContrastRows:  # fmt: skip
+) -> ContrastRows:
     """Run both sets and keep one row of each text at each layer."""
     if tokens not in TOKENS:
         raise OptionError(f"tokens is {quoted(tokens)}, expected one of {', '.join(TOKENS)}.")
@@ -79,7 +85,9 @@ def contrast_rows(
     wanted = [count - 1] if once else list(parse_layers(layers).expand(count))
     at = {layer: resolve(hook, layer, engine.schema, count) for layer in wanted}
     if not engine.schema[at[wanted[0]][0]].steerable:
-        raise SteeringError(f"{hook} is capture-only: it can be read, not changed. Contrast one that can be steered.")
+        raise SteeringError(
+            f"{hook} is capture-only: it can be read, not changed. Contrast one that can be steered."
+        )
     hooks: dict[str, list[int]] = {}
     for name, layer in at.values():
         hooks.setdefault(name, []).append(layer)
@@ -95,9 +103,17 @@ def contrast_rows(
 
 
 def contrast(
-    engine: Engine, positive: Sequence[Any], negative: Sequence[Any], hook: str, layers: Any = "all",
-    how: str = "mean_diff", *, streams: Sequence[int] | None = None, tokens: str = "mean", note: str = "",
-) -> SteeringVector:  # fmt: skip
+    engine: Engine,
+    positive: Sequence[Any],
+    negative: Sequence[Any],
+    hook: str,
+    layers: Any = "all",
+    how: str = "mean_diff",
+    *,
+    streams: Sequence[int] | None = None,
+    tokens: str = "mean",
+    note: str = "",
+) -> SteeringVector:
     """The difference between two sets of texts at a site, as a vector to add. Positive texts are where it leads."""
     if how not in METHODS:
         raise OptionError(f"how is {quoted(how)}, expected one of {', '.join(METHODS)}.")
@@ -106,19 +122,30 @@ def contrast(
 
 
 def vector_of(
-    engine: Engine, rows: ContrastRows, layers: Sequence[int], how: str = "mean_diff",
-    streams: Sequence[int] | None = None, note: str = "",
-) -> SteeringVector:  # fmt: skip
+    engine: Engine,
+    rows: ContrastRows,
+    layers: Sequence[int],
+    how: str = "mean_diff",
+    streams: Sequence[int] | None = None,
+    note: str = "",
+) -> SteeringVector:
     """A steering vector from rows that were taken before."""
     if streams is not None and not rows.hook.startswith("mhc_streams"):
         raise SteeringError(f"streams is {list(streams)}, but {rows.hook} has one stream. Leave streams out.")
     model, revision = engine.identity()
     pairs = min(len(rows.positive[rows.layers[0]]), len(rows.negative[rows.layers[0]]))
     return SteeringVector(
-        rows.vector(layers, how, streams), "add", rows.hook, normalised=how == "pca" and streams is None,
-        model=model, model_revision=revision, quant=str(engine.config.expert_dtype or "none"), method=how,
-        n_pairs=pairs, note=note,
-    )  # fmt: skip
+        rows.vector(layers, how, streams),
+        "add",
+        rows.hook,
+        normalised=how == "pca" and streams is None,
+        model=model,
+        model_revision=revision,
+        quant=str(engine.config.expert_dtype or "none"),
+        method=how,
+        n_pairs=pairs,
+        note=note,
+    )
 
 
 def _acts(

@@ -50,19 +50,29 @@ class DataFile:
             )
         if not self.path.is_file():
             what = "not a file" if self.path.exists() else "missing"
-            raise DataError(f"{self.path} is {what}, expected a .jsonl, .txt or .parquet file. Check the path.")
+            raise DataError(
+                f"{self.path} is {what}, expected a .jsonl, .txt or .parquet file. Check the path."
+            )
         if self.whole_file and self.path.suffix != ".txt":
-            raise DataError(f"{self.path} is read line by line; the whole file as one text is for .txt. Leave it out.")
+            raise DataError(
+                f"{self.path} is read line by line; the whole file as one text is for .txt. Leave it out."
+            )
 
     def describe(self) -> dict[str, Any]:
         """What decides the texts: the file's bytes and how it is read. `texts` is how many there are."""
-        digest, texts, size = hashlib.sha256(), 0, 0
+        digest = hashlib.sha256()
+        texts = 0
+        size = 0
         with self.path.open("rb") as stream:
             for line in stream:  # a line is a text, so holding one costs nothing more
                 digest.update(line)
                 texts += not line.isspace()
                 size += len(line)
-        read = {"text_field": self.text_field} if self.path.suffix == ".jsonl" else {"whole_file": self.whole_file}
+        read = (
+            {"text_field": self.text_field}
+            if self.path.suffix == ".jsonl"
+            else {"whole_file": self.whole_file}
+        )
         return {"sha256": digest.hexdigest(), "bytes": size, "texts": 1 if self.whole_file else texts, **read}
 
     def __iter__(self) -> Iterator[DatasetText]:
@@ -97,7 +107,11 @@ def text_of(record: Any, number: int, where: str, text_field: str = "text") -> D
             if not isinstance(part, str):
                 return DatasetText(number, where, problem=f"has {quoted(part)} as {name!r}, expected a text")
         joined = "".join(parts)
-        return DatasetText(number, where, joined) if joined else DatasetText(number, where, problem="has an empty text")
+        return (
+            DatasetText(number, where, joined)
+            if joined
+            else DatasetText(number, where, problem="has an empty text")
+        )
     if "messages" in record:
         return DatasetText(number, where, messages=record["messages"])
     has = quoted(", ".join(map(str, record)), 120)

@@ -49,9 +49,15 @@ class Condition:
 
 
 def answers(
-    engine: Engine, requests: Sequence[str], seeds: int, measure: Measure, steer: Any = None, seed: int = 0,
-    losses: int | None = None, **sampling: Any,
-) -> list[ScoredAnswer]:  # fmt: skip
+    engine: Engine,
+    requests: Sequence[str],
+    seeds: int,
+    measure: Measure,
+    steer: Any = None,
+    seed: int = 0,
+    losses: int | None = None,
+    **sampling: Any,
+) -> list[ScoredAnswer]:
     """Every request answered `seeds` times, all in one batch; the same `seed` draws the same for the same request.
 
     The loss is found for the first `losses` answers only, when that is given; it is NaN for the others."""
@@ -77,7 +83,8 @@ def text_loss(engine: Engine, prompt_ids: Sequence[int], answer_ids: Sequence[in
 
 def compared(name: str, steered: Sequence[ScoredAnswer], plain: Sequence[ScoredAnswer]) -> Condition:
     pairs = list(zip(steered, plain, strict=True))
-    moved, fell = fmean(a.score > b.score for a, b in pairs), fmean(a.score < b.score for a, b in pairs)
+    moved = fmean(a.score > b.score for a, b in pairs)
+    fell = fmean(a.score < b.score for a, b in pairs)
     losses = [a.loss for a in steered if not math.isnan(a.loss)]
     return Condition(name, fmean(a.score for a in steered), moved, fell, fmean(losses))
 
@@ -94,14 +101,24 @@ def random_like(vector: SteeringVector, seed: int = 0) -> SteeringVector:
 
 
 def effect(
-    engine: Engine, vector: SteeringVector, requests: Sequence[str], measure: Measure, seeds: int,
-    scale: float = 1.0, plain: Sequence[ScoredAnswer] | None = None, **sampling: Any,
-) -> tuple[list[Condition], list[ScoredAnswer]]:  # fmt: skip
+    engine: Engine,
+    vector: SteeringVector,
+    requests: Sequence[str],
+    measure: Measure,
+    seeds: int,
+    scale: float = 1.0,
+    plain: Sequence[ScoredAnswer] | None = None,
+    **sampling: Any,
+) -> tuple[list[Condition], list[ScoredAnswer]]:
     """Baseline, steered, random and opposite, in this order; and the steered answers themselves."""
     plain = plain or answers(engine, requests, seeds, measure, **sampling)
     conditions = [compared("baseline", plain, plain)]
     kept: list[ScoredAnswer] = []
-    for name, used, sign in (("steered", vector, 1), ("random", random_like(vector), 1), ("opposite", vector, -1)):
+    for name, used, sign in (
+        ("steered", vector, 1),
+        ("random", random_like(vector), 1),
+        ("opposite", vector, -1),
+    ):
         steer = [Add(used, scale=sign * scale)]
         losses = None if name == "steered" else len(requests)  # a fifth is enough to see what the others cost
         given = answers(engine, requests, seeds, measure, steer, losses=losses, **sampling)

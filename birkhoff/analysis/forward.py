@@ -64,5 +64,7 @@ def _check_hooks(engine: Engine, hooks: str | Sequence[str]) -> set[str]:
     names = [hooks] if isinstance(hooks, str) or not isinstance(hooks, (Sequence, Set)) else list(hooks)
     for hook in names:
         if not isinstance(hook, str) or hook not in known:
-            raise SiteError(f"{quoted(hook)} is not a hook of this model. It has: {', '.join(sorted(known))}.")
+            raise SiteError(
+                f"{quoted(hook)} is not a hook of this model. It has: {', '.join(sorted(known))}."
+            )
     return set(names)

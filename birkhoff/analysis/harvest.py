@@ -27,7 +27,14 @@ from birkhoff.capture.store.finished import forget, survey
 from birkhoff.capture.store.naming import slug
 from birkhoff.capture.store.repair import repair
 from birkhoff.engine.request import Request
-from birkhoff.errors import CapacityError, CaptureWriteError, DataError, LogitsError, OptionError, RequestError
+from birkhoff.errors import (
+    CapacityError,
+    CaptureWriteError,
+    DataError,
+    LogitsError,
+    OptionError,
+    RequestError,
+)
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -102,24 +109,31 @@ def harvest(
         repair(root)
     # The disk sets the pace: rows that are sure to be written need not be spilled to another place before. Results are
     # kept for twice as many texts as can be under way, so that none is gone before it is read and few outlive that.
-    desk = CapturePlanner(
-        engine.schema, engine.config.num_hidden_layers, engine.name, root, overload_policy="block",
-        kept_results=2 * (2 * engine.max_requests + MOST_WAITING), rules=engine.capture_rules,
-    )  # fmt: skip
+    planner = CapturePlanner(
+        engine.schema,
+        engine.config.num_hidden_layers,
+        engine.name,
+        root,
+        overload_policy="block",
+        kept_results=2 * (2 * engine.max_requests + MOST_WAITING),
+        rules=engine.capture_rules,
+    )
     report = HarvestReport(str(root))
     tag = root / slug(str(wish.tag))
     try:
         changed = run_manifest.begin(root, settings)
         if changed:
-            report.notices.append(f"this run differs in {'; '.join(changed)}: new rows may differ in their last bits")
+            report.notices.append(
+                f"this run differs in {'; '.join(changed)}: new rows may differ in their last bits"
+            )
         count = _Count(tell)
         todo = _todo(_numbered(texts), _take_stock(tag, report), count)
-        _run(engine, todo, wish, desk, report, skip_bad, count)
+        _run(engine, todo, wish, planner, report, skip_bad, count)
     except BaseException:  # leave no half text to whoever reads what there is
-        desk.close()
+        planner.close()
         forget(tag, survey(tag).unfinished)
         raise
-    desk.close()
+    planner.close()
     report.seconds = time.monotonic() - began
     return report
 
@@ -133,14 +147,20 @@ def estimate_harvest(
     tell: Tell | None = None,
 ) -> HarvestEstimate:
     """Count rows and bytes without running a text."""
-    found, wish, count = HarvestEstimate(), _as_files(engine, capture), _Count(tell)
-    layers, schema, shapes = engine.config.num_hidden_layers, engine.schema, engine.projections.shapes
+    found = HarvestEstimate()
+    wish = _as_files(engine, capture)
+    count = _Count(tell)
+    layers = engine.config.num_hidden_layers
+    schema = engine.schema
+    shapes = engine.projections.shapes
     for text in _numbered(texts):
         count()
         try:
             ids = _ids(engine, text)
             with _blaming(text):
-                cost = wish.resolve(schema, layers, ids, 1, projections=shapes, path=f"capture.{FILES}").estimate
+                cost = wish.resolve(
+                    schema, layers, ids, 1, projections=shapes, path=f"capture.{FILES}"
+                ).estimate
         except DataError as error:
             _bad(found, error, skip_bad)
             continue
@@ -158,7 +178,8 @@ class _Count:
     """Texts dealt with so far, told to whoever watches."""
 
     def __init__(self, tell: Tell | None):
-        self._tell, self._number = tell, 0
+        self._tell = tell
+        self._number = 0
 
     def __call__(self) -> None:
         self._number += 1
@@ -171,16 +192,22 @@ def _as_files(engine: Engine, capture: Capture) -> Capture:
 
     What no text could mend is refused here, before one of them is blamed for it."""
     if capture.request_id is not None:
-        raise OptionError("capture.request_id is set, but a harvest names every text by its number. Leave it out.")
+        raise OptionError(
+            "capture.request_id is set, but a harvest names every text by its number. Leave it out."
+        )
     if capture.returns not in (None, "file"):
         raise OptionError(f"capture.return is {capture.returns!r}, but a harvest writes files. Leave it out.")
     fields = capture.to_json()
     fields |= {"return": "file", "layout": capture.layout or "sharded", "tag": capture.tag or TAG}
     wish = Capture.from_json(fields)
     wish.resolve(
-        engine.schema, engine.config.num_hidden_layers, engine.max_context - 1, 1,
-        projections=engine.projections.shapes, path=f"capture.{FILES}",
-    )  # fmt: skip
+        engine.schema,
+        engine.config.num_hidden_layers,
+        engine.max_context - 1,
+        1,
+        projections=engine.projections.shapes,
+        path=f"capture.{FILES}",
+    )
     return wish
 
 
@@ -210,9 +237,14 @@ def _todo(texts: Iterable[DatasetText], done: set[int], count: _Count) -> Iterat
 
 
 def _run(
-    engine: Engine, texts: Iterator[DatasetText], wish: Capture, desk: CapturePlanner, report: HarvestReport, skip_bad: bool,
+    engine: Engine,
+    texts: Iterator[DatasetText],
+    wish: Capture,
+    planner: CapturePlanner,
+    report: HarvestReport,
+    skip_bad: bool,
     count: _Count,
-) -> None:  # fmt: skip
+) -> None:
     """Texts into the engine, out of it, and to the disk: three stages, each with a bounded number of texts."""
     running: deque[tuple[DatasetText, Request]] = deque()
     landed: deque[tuple[DatasetText, Request]] = deque()
@@ -225,7 +257,7 @@ def _run(
                     more = False
                     break
                 try:
-                    running.append((text, _submit(engine, text, wish, desk)))
+                    running.append((text, _submit(engine, text, wish, planner)))
                 except DataError as error:
                     _bad(report, error, skip_bad)
                     count()
@@ -242,11 +274,11 @@ def _run(
             engine.cancel(request)
 
 
-def _submit(engine: Engine, text: DatasetText, wish: Capture, desk: CapturePlanner) -> Request:
+def _submit(engine: Engine, text: DatasetText, wish: Capture, planner: CapturePlanner) -> Request:
     ids = _ids(engine, text)
     named = Capture.from_json({**wish.to_json(), "request_id": f"{text.number:09d}"})
     with _blaming(text):
-        return engine.submit_prompt(ids, named, desk)
+        return engine.submit_prompt(ids, named, planner)
 
 
 def _ids(engine: Engine, text: DatasetText) -> list[int]:

@@ -27,7 +27,10 @@ class Lens:
     """`lens.logits(depth, of)` is float32 [T, vocab]; `lens.top(depth, of)` the likeliest tokens at one position."""
 
     def __init__(self, model: Transformer, token_ids: list[int], kept: list[torch.Tensor], per_stream: bool):
-        self._model, self.token_ids, self._kept, self.per_stream = model, token_ids, kept, per_stream
+        self._model = model
+        self.token_ids = token_ids
+        self._kept = kept
+        self.per_stream = per_stream
 
     @property
     def depths(self) -> int:
@@ -41,10 +44,14 @@ class Lens:
 
     def logits(self, depth: int, of: View = "head") -> torch.Tensor:
         if isinstance(depth, bool) or not isinstance(depth, int) or not -self.depths <= depth < self.depths:
-            raise SiteError(f"depth is {quoted(depth)}, this lens has 0..{self.depths - 1} (or from -{self.depths}).")
+            raise SiteError(
+                f"depth is {quoted(depth)}, this lens has 0..{self.depths - 1} (or from -{self.depths})."
+            )
         if isinstance(of, bool) or of not in self.views:
             more = "" if self.per_stream else " Look with per_stream=True for the streams and their mean."
-            raise OptionError(f"of is {quoted(of)}, expected one of {', '.join(map(repr, self.views))}.{more}")
+            raise OptionError(
+                f"of is {quoted(of)}, expected one of {', '.join(map(repr, self.views))}.{more}"
+            )
         model, kept = self._model, self._kept[depth]
         with torch.no_grad():
             if isinstance(of, int):

@@ -56,7 +56,9 @@ def read(root: Path) -> dict[str, Any] | None:
             ) from None
         return None
     except (ValueError, KeyError, TypeError) as error:
-        raise CaptureSettings(f"{path} cannot be read ({error!r}). Restore it, or choose a new directory.") from None
+        raise CaptureSettings(
+            f"{path} cannot be read ({error!r}). Restore it, or choose a new directory."
+        ) from None
     return known
 
 

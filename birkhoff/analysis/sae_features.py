@@ -31,8 +31,11 @@ def read_features(
 ) -> FeatureBook:
     """Go through texts (token ids), leaving out the first `skip` tokens of each."""
     if sae.hook is None or sae.layer is None:
-        raise SaeError("this dictionary does not say where its rows come from. Load it with hook= and layer=.")
-    hook, book = captured_hook(sae.hook, sae.view), FeatureBook(sae, contexts)
+        raise SaeError(
+            "this dictionary does not say where its rows come from. Load it with hook= and layer=."
+        )
+    hook = captured_hook(sae.hook, sae.view)
+    book = FeatureBook(sae, contexts)
     each = engine.config.hc_mult if sae.view == "per_stream" else 1
     for ids in texts:
         rows = engine.trace(ids, [hook])[hook, sae.layer][skip:]
@@ -41,13 +44,20 @@ def read_features(
 
 
 def explain(
-    engine: Engine, sae: Sae, texts: Sequence[Sequence[int]], features: Sequence[int] | None = None, skip: int = 1,
-    contexts: int = 8, tokens: int = 8,
-) -> dict[int, FeatureEntry]:  # fmt: skip
+    engine: Engine,
+    sae: Sae,
+    texts: Sequence[Sequence[int]],
+    features: Sequence[int] | None = None,
+    skip: int = 1,
+    contexts: int = 8,
+    tokens: int = 8,
+) -> dict[int, FeatureEntry]:
     """An entry for each of `features`, or for all that fired."""
     book = read_features(engine, sae, texts, skip, contexts)
     chosen = (
-        book.largest.gt(0).nonzero().squeeze(1).tolist() if features is None else [sae.feature(f) for f in features]
+        book.largest.gt(0).nonzero().squeeze(1).tolist()
+        if features is None
+        else [sae.feature(f) for f in features]
     )
     up, down = speaks_for(engine, sae, tokens)
     found = {}
@@ -55,15 +65,19 @@ def explain(
         peaks = book.peaks(feature)
         at = [engine.tokenizer.decode([texts[peak.text][peak.position]]) for peak in peaks]
         after = [
-            engine.tokenizer.decode(list(texts[peak.text][peak.position + 1 : peak.position + 2])) for peak in peaks
+            engine.tokenizer.decode(list(texts[peak.text][peak.position + 1 : peak.position + 2]))
+            for peak in peaks
         ]
         label = sae.labels.get(feature) or (suggested_label(at, after) if peaks else "never fires here")
         found[feature] = FeatureEntry(
-            feature, label, float(book.density[feature]), float(book.largest[feature]),
+            feature,
+            label,
+            float(book.density[feature]),
+            float(book.largest[feature]),
             [_context(engine, texts[peak.text], peak) for peak in peaks],
             [engine.tokenizer.decode([token]) for token in up[feature].tolist()],
             [engine.tokenizer.decode([token]) for token in down[feature].tolist()],
-        )  # fmt: skip
+        )
     return found
 
 
@@ -82,8 +96,13 @@ def speaks_for(engine: Engine, sae: Sae, tokens: int = 8) -> tuple[torch.Tensor,
 
 def _context(engine: Engine, ids: Sequence[int], peak: Peak) -> dict[str, object]:
     before, after = AROUND
-    start, stop = max(0, peak.position - before), peak.position + 1 + after
-    parts = (ids[start : peak.position], ids[peak.position : peak.position + 1], ids[peak.position + 1 : stop])
+    start = max(0, peak.position - before)
+    stop = peak.position + 1 + after
+    parts = (
+        ids[start : peak.position],
+        ids[peak.position : peak.position + 1],
+        ids[peak.position + 1 : stop],
+    )
     left, middle, right = (engine.tokenizer.decode(list(part)) for part in parts)
     return {"text": f"{left}[{middle}]{right}", "value": round(peak.value, 3)}
 

@@ -46,7 +46,9 @@ def check_view(hook: str, view: str) -> str:
     """The view, or why this hook has none such."""
     allowed = STREAM_VIEWS if hook.startswith("mhc_streams") else ("single",)
     if view == "read" and hook == "mhc_streams_final":
-        raise OptionError("view is 'read', but no sublayer reads mhc_streams_final. Train on final_hidden instead.")
+        raise OptionError(
+            "view is 'read', but no sublayer reads mhc_streams_final. Train on final_hidden instead."
+        )
     if view not in allowed:
         raise OptionError(f"view is {quoted(view)}, expected {' or '.join(allowed)} at {hook}.")
     return view
@@ -62,9 +64,11 @@ def view_rows(rows: torch.Tensor, view: str) -> torch.Tensor:
     rows = rows.float()
     if rows.ndim == 2:
         return rows
-    return {"flat": lambda: rows.flatten(1), "per_stream": lambda: rows.flatten(0, 1), "mean": lambda: rows.mean(1)}[
-        view
-    ]()
+    return {
+        "flat": lambda: rows.flatten(1),
+        "per_stream": lambda: rows.flatten(0, 1),
+        "mean": lambda: rows.mean(1),
+    }[view]()
 
 
 @dataclass(frozen=True)
@@ -82,11 +86,19 @@ class StoreRows:
         check_view(self.hook, self.view)
 
     def batches(self, epoch: int) -> Iterator[torch.Tensor]:
-        hook, seed = captured_hook(self.hook, self.view), self.seed * 1_000_003 + epoch
+        hook = captured_hook(self.hook, self.view)
+        seed = self.seed * 1_000_003 + epoch
         for batch in iter_rows(
-            self.directory, hook, self.layer, self.batch_rows, shuffle=True, seed=seed, dtype="float32",
-            drop_last=True, verify=epoch == 0,
-        ):  # fmt: skip
+            self.directory,
+            hook,
+            self.layer,
+            self.batch_rows,
+            shuffle=True,
+            seed=seed,
+            dtype="float32",
+            drop_last=True,
+            verify=epoch == 0,
+        ):
             yield view_rows(torch.from_numpy(batch.array), self.view)
 
 

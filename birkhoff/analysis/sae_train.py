@@ -54,8 +54,13 @@ def train_sae(
     metadata: dict[str, Any] | None = None,
 ) -> Trained:
     """Train, and write the dictionary to `out` when it is given; `every` so many steps the state is kept there."""
-    settings = {"options": asdict(options), "hook": source.hook, "layer": source.layer, "view": source.view,
-                "source": getattr(source, "batch_rows", None)}  # fmt: skip
+    settings = {
+        "options": asdict(options),
+        "hook": source.hook,
+        "layer": source.layer,
+        "view": source.view,
+        "source": getattr(source, "batch_rows", None),
+    }
     trainer = _resumed(out, options, settings) if out is not None else None
     batches = _endless(source)
     if trainer is None:
@@ -87,7 +92,9 @@ def _endless(source: RowSource) -> Iterator[torch.Tensor]:
             empty = False
             yield batch
         if empty:
-            raise SaeError("the source has no rows, or fewer than one batch. Capture more, or lower batch_rows.")
+            raise SaeError(
+                "the source has no rows, or fewer than one batch. Capture more, or lower batch_rows."
+            )
 
 
 def _resumed(out: Path, options: TrainOptions, settings: dict[str, Any]) -> Trainer | None:

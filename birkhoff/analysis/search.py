@@ -43,9 +43,14 @@ class Trial:
 
 
 def scaled_vector(
-    engine: Engine, rows: ContrastRows, layer: int, streams: Streams, strength: float, how: str = "mean_diff",
+    engine: Engine,
+    rows: ContrastRows,
+    layer: int,
+    streams: Streams,
+    strength: float,
+    how: str = "mean_diff",
     note: str = "",
-) -> SteeringVector:  # fmt: skip
+) -> SteeringVector:
     """The contrast at one place, as long as `strength` times the mean row there."""
     vector = vector_of(engine, rows, [layer], how, streams, note)
     both = [*rows.positive[layer], *rows.negative[layer]]
@@ -62,11 +67,20 @@ def candidates(rows: ContrastRows, layers: Sequence[int], each_stream: bool) -> 
 
 
 def search(
-    engine: Engine, contrasts: Mapping[str, ContrastRows], requests: Sequence[str], measure: Measure,
-    seeds: int, strengths: Sequence[float], *, layers: Sequence[int] | None = None, each_stream: bool = True,
-    how: str = "mean_diff", plain: Sequence[ScoredAnswer] | None = None, tell: Callable[[Trial], None] | None = None,
+    engine: Engine,
+    contrasts: Mapping[str, ContrastRows],
+    requests: Sequence[str],
+    measure: Measure,
+    seeds: int,
+    strengths: Sequence[float],
+    *,
+    layers: Sequence[int] | None = None,
+    each_stream: bool = True,
+    how: str = "mean_diff",
+    plain: Sequence[ScoredAnswer] | None = None,
+    tell: Callable[[Trial], None] | None = None,
     **sampling: Any,
-) -> list[Trial]:  # fmt: skip
+) -> list[Trial]:
     """Every candidate of every hook at every strength."""
     if not contrasts or not requests or seeds < 1 or not strengths:
         raise OptionError("a search needs hooks, requests, seeds and strengths: at least one of each.")
@@ -81,9 +95,16 @@ def search(
                 given = answers(engine, requests, seeds, measure, [Add(vector)], **sampling)
                 found = compared("steered", given, plain)
                 trial = Trial(
-                    hook, layer, streams, strength, found.score, found.moved, found.loss, found.score - base.score,
+                    hook,
+                    layer,
+                    streams,
+                    strength,
+                    found.score,
+                    found.moved,
+                    found.loss,
+                    found.score - base.score,
                     found.loss - base.loss,
-                )  # fmt: skip
+                )
                 trials.append(trial)
                 if tell is not None:
                     tell(trial)

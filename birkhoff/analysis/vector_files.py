@@ -27,13 +27,20 @@ KINDS = (".safetensors", ".json", ".gguf", ".f32", ".pt", ".pth")
 
 
 def import_vectors(
-    path: str | Path, *, op: str | None = None, hook: str | None = None, layer: int | None = None,
-    width: int | None = None, **said: Any,
-) -> dict[str, SteeringVector]:  # fmt: skip
+    path: str | Path,
+    *,
+    op: str | None = None,
+    hook: str | None = None,
+    layer: int | None = None,
+    width: int | None = None,
+    **said: Any,
+) -> dict[str, SteeringVector]:
     """Every vector of a file, by a short name; most files hold one. `said` are fields of `SteeringVector`."""
     path = Path(path)
     if path.suffix not in KINDS:
-        raise VectorFileError(f"{path} ends in {path.suffix or 'nothing'!r}, expected one of {', '.join(KINDS)}.")
+        raise VectorFileError(
+            f"{path} ends in {path.suffix or 'nothing'!r}, expected one of {', '.join(KINDS)}."
+        )
     if not path.is_file():
         raise VectorFileError(f"{path} is {'not a file' if path.exists() else 'missing'}. Check the path.")
     try:
@@ -96,5 +103,7 @@ def _torch_file(path: Path) -> dict[Any, torch.Tensor]:
     if isinstance(found, torch.Tensor):
         return {"": found}
     if not isinstance(found, dict) or not found:
-        raise VectorFileError(f"{path} holds a {type(found).__name__}, expected a dictionary of layer to tensor.")
+        raise VectorFileError(
+            f"{path} holds a {type(found).__name__}, expected a dictionary of layer to tensor."
+        )
     return found

@@ -45,13 +45,15 @@ class RequestOutput:
 
 class Driver:
     def __init__(self, core: EngineCore, deliver: Callable[[list[RequestOutput]], None]):
-        self._core, self._deliver = core, deliver
+        self._core = core
+        self._deliver = deliver
         self._inbox: deque[Request] = deque()
         self._parsed: dict[Request, int] = {}  # taken and not ended: how many chat events were passed on
         self._wake = threading.Event()
         self._closing = False
         self.failure: BaseException | None = None
-        self.steps, self.busy_seconds = 0, 0.0
+        self.steps = 0
+        self.busy_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="birkhoff-driver", daemon=True)
         self._thread.start()
 

@@ -55,11 +55,18 @@ class Engine:
     """A loaded model that answers, traces and explains itself. Also a context manager."""
 
     def __init__(
-        self, core: EngineCore, tokenizer: Tokenizer | None, literals: Literals, name: str = "",
+        self,
+        core: EngineCore,
+        tokenizer: Tokenizer | None,
+        literals: Literals,
+        name: str = "",
         capture_root: str | Path | None = None,
-    ):  # fmt: skip
-        self._core, self._tokenizer, self._literals, self.name = core, tokenizer, literals, name
-        self._desk = CapturePlanner(self.schema, self.config.num_hidden_layers, name, capture_root)
+    ):
+        self._core = core
+        self._tokenizer = tokenizer
+        self._literals = literals
+        self.name = name
+        self._capture_planner = CapturePlanner(self.schema, self.config.num_hidden_layers, name, capture_root)
         tables = Tables(self.model.embed.device)
         self._steering = SteeringResolver(self.schema, self.config.num_hidden_layers, self.identity, tables)
         self._steering.parsers |= PARSERS
@@ -102,7 +109,9 @@ class Engine:
         with torch.no_grad():  # not inference mode: what is handed out can be trained on and written to
             return self.model(ids, edit_tap(self, steer, ids.tolist()))
 
-    def trace(self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: Steering = None) -> Trace:
+    def trace(
+        self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: Steering = None
+    ) -> Trace:
         """A plain forward pass that keeps every asked-for site."""
         self._core.check_open()
         return trace(self, token_ids, hooks, steer)
@@ -111,7 +120,9 @@ class Engine:
         """What every stream, their mean and the head's merge of them would predict at every depth."""
         return look(self, token_ids, per_stream, steer)
 
-    def attention(self, token_ids: Sequence[int], position: int = -1, steer: Steering = None) -> list[AttentionReadout]:
+    def attention(
+        self, token_ids: Sequence[int], position: int = -1, steer: Steering = None
+    ) -> list[AttentionReadout]:
         """Where one token's attention goes, layer by layer: single tokens, compressed blocks, the sink."""
         return attention(self, token_ids, position, steer)
 
@@ -141,7 +152,12 @@ class Engine:
         self.saes.detach(name, drain)
 
     def features(
-        self, prompt: Prompt, name: str, k: int = 10, at: tuple[str, int] | None = None, steer: Steering = None
+        self,
+        prompt: Prompt,
+        name: str,
+        k: int = 10,
+        at: tuple[str, int] | None = None,
+        steer: Steering = None,
     ) -> list[list[Feature]]:
         """The k largest live features of every token of a text, read with an attached dictionary."""
         self._core.check_open()
@@ -194,8 +210,11 @@ class Engine:
         single = is_single(prompts)
         given = [prompts] if single else list(prompts)
         if not given:
-            raise PromptError("the list of prompts is empty. Pass a text, a list of token ids, or a list of those.")
-        captures, steers = per_prompt(capture, len(given)), per_prompt_edits(steer, len(given))
+            raise PromptError(
+                "the list of prompts is empty. Pass a text, a list of token ids, or a list of those."
+            )
+        captures = per_prompt(capture, len(given))
+        steers = per_prompt_edits(steer, len(given))
         marks = [""] if single else [f"-{place}" for place in range(len(given))]
         if baseline and sampling.get("seed") is None:
             sampling = {**sampling, "seed": seed_for(SamplingOptions()) % 2**63}  # both twins draw from it
@@ -203,7 +222,11 @@ class Engine:
             self._requests(prompt, sampling, wish, edits, thinking, mark, signals=signals)
             for prompt, wish, edits, mark in zip(given, captures, steers, marks)
         ]
-        twins = [self._requests(p, sampling, None, None, thinking, signals=signals) for p in given] if baseline else []
+        twins = (
+            [self._requests(p, sampling, None, None, thinking, signals=signals) for p in given]
+            if baseline
+            else []
+        )
         answers = [self._finish(choices) for choices in self._run([*requests, *twins])]
         for steered, plain in zip(answers, answers[len(requests) :]):
             for output, twin in zip(steered, plain):
@@ -223,9 +246,14 @@ class Engine:
     ) -> list[int]:
         """Prompt token ids of a conversation, ready for an answer."""
         return encode_chat(
-            messages, self.tokenizer, self._literals, thinking=thinking, effort=effort, tools=tools,
+            messages,
+            self.tokenizer,
+            self._literals,
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
             response_format=response_format,
-        )  # fmt: skip
+        )
 
     def chat(
         self,
@@ -244,7 +272,9 @@ class Engine:
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
         return self._answer(prompt, sampling, capture, steer, thinking, signals, baseline)
 
-    def stream(self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, **sampling: Any) -> Stream:
+    def stream(
+        self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, **sampling: Any
+    ) -> Stream:
         """Token events as they come; the last one carries the finish reason. Closing the iterator cancels.
 
         `stream.output` is the whole answer once it has ended, or what there was of it when it was closed."""
@@ -272,41 +302,45 @@ class Engine:
     @property
     def projections(self) -> Projections:
         """Matrices by name that captures may multiply rows with: `engine.projections["probe"] = matrix`."""
-        return self._desk.rules.projections
+        return self._capture_planner.rules.projections
 
     @property
     def capture_max_request_bytes(self) -> int | None:
         """What the captures of one request may store; None for no limit."""
-        return self._desk.rules.max_request_bytes
+        return self._capture_planner.rules.max_request_bytes
 
     @capture_max_request_bytes.setter
     def capture_max_request_bytes(self, limit: int | None) -> None:
-        self._desk.rules.max_request_bytes = limit
+        self._capture_planner.rules.max_request_bytes = limit
 
     @property
     def capture_inline_max_bytes(self) -> int | None:
         """What the rows in `output.acts` may take; None for no limit but the one above."""
-        return self._desk.rules.max_inline_bytes
+        return self._capture_planner.rules.max_inline_bytes
 
     @capture_inline_max_bytes.setter
     def capture_inline_max_bytes(self, limit: int | None) -> None:
-        self._desk.rules.max_inline_bytes = limit
+        self._capture_planner.rules.max_inline_bytes = limit
 
     @property
     def capture_rules(self) -> CaptureRules:
         """Limits and matrices together, for another desk that goes by the same."""
-        return self._desk.rules
+        return self._capture_planner.rules
 
-    def estimate(self, capture: CaptureRequestSpec, prompt: Prompt, max_tokens: int = 1) -> dict[str, Estimate]:
+    def estimate(
+        self, capture: CaptureRequestSpec, prompt: Prompt, max_tokens: int = 1
+    ) -> dict[str, Estimate]:
         """What a capture would store at most, by consumer, without running anything."""
-        return self._desk.estimate(capture, tuple(self.prompt_ids(prompt)), max_tokens)
+        return self._capture_planner.estimate(capture, tuple(self.prompt_ids(prompt)), max_tokens)
 
     def add_consumer(self, name: str, consumer: Consumer) -> None:
         """Let requests send captured rows to `consumer`: `capture={name: {"hooks": …}}`. It is shut down with the
         engine."""
-        self._desk.add_consumer(name, consumer)
+        self._capture_planner.add_consumer(name, consumer)
 
-    def stream_acts(self, texts: Iterable[Prompt], capture: Capture, batch_rows: int = 8192) -> Iterator[ActBatch]:
+    def stream_acts(
+        self, texts: Iterable[Prompt], capture: Capture, batch_rows: int = 8192
+    ) -> Iterator[ActBatch]:
         """Activation rows of many texts in batches of `batch_rows`, in order, in bounded memory."""
         return feed(self, texts, capture, batch_rows)
 
@@ -318,7 +352,8 @@ class Engine:
     @property
     def settings(self) -> dict[str, Any]:
         """What decides the bits of a row besides the weights and the text."""
-        numerics, scheduler = self.model.numerics, self._core.scheduler
+        numerics = self.model.numerics
+        scheduler = self._core.scheduler
         return {
             "device": self.model.embed.device.type,
             "dtype": dtype_name(numerics.dtype),
@@ -341,9 +376,11 @@ class Engine:
         """Experts on the device, the share of reads they caught, how many have moved; None where all lie together."""
         return None if self._core.placement is None else self._core.placement.report()
 
-    def submit_prompt(self, prompt: Prompt, capture: Capture, desk: CapturePlanner | None = None) -> Request:
-        """Queue a prompt for its activations alone; they go through `desk` when it is not this engine's own."""
-        request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture, desk=desk)
+    def submit_prompt(
+        self, prompt: Prompt, capture: Capture, planner: CapturePlanner | None = None
+    ) -> Request:
+        """Queue a prompt for its activations alone; they go through `planner` when it is not this engine's own."""
+        request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture, planner=planner)
         self._core.submit(request)
         return request
 
@@ -361,13 +398,23 @@ class Engine:
             raise request.error
 
     def requests(
-        self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, thinking: bool | None = None,
-        mask: Callable[[], TokenMask] | None = None, mark: str = "", signals: Any = None, **sampling: Any,
-    ) -> list[Request]:  # fmt: skip
+        self,
+        prompt: Prompt,
+        *,
+        capture: Captures = None,
+        steer: Steering = None,
+        thinking: bool | None = None,
+        mask: Callable[[], TokenMask] | None = None,
+        mark: str = "",
+        signals: Any = None,
+        **sampling: Any,
+    ) -> list[Request]:
         """One checked request per choice, for a `driver` to run; `thinking` is None for plain text.
 
         `mask` makes what each choice may say: the tokens it allows next. `mark` ends the names of captures."""
-        made = self._requests(prompt, sampling, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals)
+        made = self._requests(
+            prompt, sampling, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals
+        )
         for request in made:
             request.mask = None if mask is None else mask()
         return made
@@ -383,7 +430,7 @@ class Engine:
     def close(self) -> None:
         """End every running request and refuse new ones; captures are finished and synced."""
         self._core.close()
-        self._desk.close()
+        self._capture_planner.close()
 
     def __enter__(self) -> Engine:
         return self
@@ -422,16 +469,25 @@ class Engine:
         return requests
 
     def _finish(self, choices: list[Request]) -> list[Output]:
-        return [Output.of(each, each.sink.message() if isinstance(each.sink, ChatStream) else None) for each in choices]
+        return [
+            Output.of(each, each.sink.message() if isinstance(each.sink, ChatStream) else None)
+            for each in choices
+        ]
 
     def _single_request(
-        self, prompt: Prompt, sampling: dict[str, Any], capture: Captures, steer: Steering = None,
-        desk: CapturePlanner | None = None,
-    ) -> Request:  # fmt: skip
+        self,
+        prompt: Prompt,
+        sampling: dict[str, Any],
+        capture: Captures,
+        steer: Steering = None,
+        planner: CapturePlanner | None = None,
+    ) -> Request:
         if not is_single(prompt):
-            raise PromptError("stream takes one prompt: a text or a list of token ids. Start one stream per prompt.")
+            raise PromptError(
+                "stream takes one prompt: a text or a list of token ids. Start one stream per prompt."
+            )
         edits = per_prompt_edits(steer, 1)[0]
-        requests = self._requests(prompt, sampling, per_prompt(capture, 1)[0], edits, desk=desk)
+        requests = self._requests(prompt, sampling, per_prompt(capture, 1)[0], edits, planner=planner)
         if len(requests) > 1:
             raise OptionError("n is more than 1, but a stream has one answer. Start one stream per choice.")
         return requests[0]
@@ -444,16 +500,20 @@ class Engine:
         steer: Steering = None,
         thinking: bool | None = None,
         mark: str = "",
-        desk: CapturePlanner | None = None,
+        planner: CapturePlanner | None = None,
         signals: Any = None,
     ) -> list[Request]:
         """One request per choice of one prompt; `mark` tells the captures of several prompts apart."""
         context = check_name(sampling.get("context"))
-        options = SamplingOptions.from_kwargs(**{name: sampling[name] for name in sampling if name != "context"})
+        options = SamplingOptions.from_kwargs(
+            **{name: sampling[name] for name in sampling if name != "context"}
+        )
         options.check_vocabulary(self.config.vocab_size)
         ids = tuple(self.prompt_ids(prompt))
         room = room_for(ids, self.max_context)
-        wanted = options.max_tokens if sampling.get("max_tokens") is not None else min(options.max_tokens, room)
+        wanted = (
+            options.max_tokens if sampling.get("max_tokens") is not None else min(options.max_tokens, room)
+        )
         if options.stop and self._tokenizer is None:
             self.tokenizer  # noqa: B018  raises the refusal that names the missing file
         seed = seed_for(options)
@@ -465,13 +525,18 @@ class Engine:
             table = self._steering.table(edits)
             if capture is None and not wishes:
                 return Plan(edits=edits, holdings=holdings, table=table) if edits else None
-            made = Plan() if capture is None else (desk or self._desk).plan(capture, ids, wanted, tail)
+            made = (
+                Plan()
+                if capture is None
+                else (planner or self._capture_planner).plan(capture, ids, wanted, tail)
+            )
             told = signal_jobs(self.model, wishes, self.modules) if wishes else ()
             return replace(made, edits=edits, holdings=holdings, table=table, jobs=(*made.jobs, *told))
 
         def made(choice: int) -> Request:
             own = seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice)
-            ends, sink = frozenset(self.config.eos_token_ids), self._sink(options, thinking)
+            ends = frozenset(self.config.eos_token_ids)
+            sink = self._sink(options, thinking)
             return Request(ids, options, wanted, own, ends, sink, plan(choice), context=context)
 
         return [made(choice) for choice in range(options.n)]

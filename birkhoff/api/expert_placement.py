@@ -36,7 +36,12 @@ class PlacementOptions:
     @property
     def idle(self) -> bool:
         """Nothing was asked that an unplaced model would not do too."""
-        return self.share is None and self.expert_bytes is None and self.gpu_memory is None and self.counts is None
+        return (
+            self.share is None
+            and self.expert_bytes is None
+            and self.gpu_memory is None
+            and self.counts is None
+        )
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,9 @@ def wish_of(experts: Any, gpu_memory: Any, expert_counts: Any) -> PlacementOptio
         raise OptionError(f"expert_counts is {quoted(expert_counts)}, expected the path of a file, or None.")
     counts = None if expert_counts is None else Path(expert_counts).expanduser()
     if counts is not None and not counts.parent.is_dir():
-        raise OptionError(f"expert_counts is {quoted(str(counts))}, whose folder does not exist. Make it first.")
+        raise OptionError(
+            f"expert_counts is {quoted(str(counts))}, whose folder does not exist. Make it first."
+        )
     if experts in ("auto", "device"):
         return PlacementOptions(experts == "device", None, None, memory, counts)
     if experts == "host":
@@ -74,7 +81,9 @@ def _share(experts: Any) -> float | None:
     if "." not in text:
         return None
     if not 0.0 <= value <= 1.0:
-        raise OptionError(f"experts is {quoted(experts)}, a share lies between 0.0 and 1.0; bytes are whole numbers.")
+        raise OptionError(
+            f"experts is {quoted(experts)}, a share lies between 0.0 and 1.0; bytes are whole numbers."
+        )
     return value
 
 
@@ -113,9 +122,14 @@ def place(
     item = numerics.dtype.itemsize
     cache = default_cache(config, total, requests, context, item) if cache_bytes is None else cache_bytes
     budget = plan_budget(
-        config, total, cache, dtype=numerics.dtype, mtp=network.mtp is not None, share=wish.share,
+        config,
+        total,
+        cache,
+        dtype=numerics.dtype,
+        mtp=network.mtp is not None,
+        share=wish.share,
         expert_bytes=wish.expert_bytes,
-    )  # fmt: skip
+    )
     if budget.hot == budget.experts and wish.share is None and wish.counts is None:
         return None
     if wish.everything and budget.hot < budget.experts:
@@ -132,7 +146,9 @@ def place(
     layers = budget.experts // config.n_routed_experts
     counts = wish.counts
     known = (
-        ExpertCounts.load(counts, layers, config.n_routed_experts) if counts is not None and counts.exists() else None
+        ExpertCounts.load(counts, layers, config.n_routed_experts)
+        if counts is not None and counts.exists()
+        else None
     )
     heat = ExpertUsage(layers, config.n_routed_experts, known)
     store = ExpertStore(PackedExpertLayout.of(config), heat.hottest(budget.hot), device, budget.spare)

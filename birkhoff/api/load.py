@@ -14,11 +14,7 @@ from birkhoff.embedded import EMBEDDED, shipped_vectors
 from birkhoff.engine.cache_plan import check_prefix_cache, drafts_of, files_for, plan_memory
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.warmup import compile_kernels
-from birkhoff.errors import (
-    CheckpointError,
-    OptionError,
-    quoted,
-)
+from birkhoff.errors import CheckpointError, OptionError, quoted
 from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
@@ -62,10 +58,16 @@ def load(
     is called with (bytes read, bytes in all) while weights are loaded."""
     wish = wish_of(experts, gpu_memory, expert_counts)
     check_prefix_cache(prefix_cache)
-    drafts_of(speculative, has_mtp=True, batch_invariant=False)  # a wrong value is refused before anything is read
+    drafts_of(
+        speculative, has_mtp=True, batch_invariant=False
+    )  # a wrong value is refused before anything is read
     _one_of("numerics", numerics, ("plain", "released"))
     _one_of("dtype", dtype, ("auto", *_DTYPES))
-    numbers = {"max_requests": max_requests, "max_batch_tokens": max_batch_tokens, "context_bytes": context_bytes}
+    numbers = {
+        "max_requests": max_requests,
+        "max_batch_tokens": max_batch_tokens,
+        "context_bytes": context_bytes,
+    }
     for name, value in numbers.items():
         _whole(name, value)
     for name, optional in (("max_context", max_context), ("cache_bytes", cache_bytes)):
@@ -83,7 +85,9 @@ def load(
     config = checkpoint.config
     if max_context is not None and max_context > config.max_position_embeddings:
         limit = config.max_position_embeddings
-        raise OptionError(f"max_context is {max_context}, the model's limit is {limit}. Ask for that or less.")
+        raise OptionError(
+            f"max_context is {max_context}, the model's limit is {limit}. Ask for that or less."
+        )
     where = _device(device)
     choice = _kernels(kernels, where)
     # Codes stay codes where kernels read them. Guesses are rows that those kernels do not know: only when asked for.
@@ -109,10 +113,15 @@ def load(
     if how.kernels.name == "cpu":
         seconds = compile_kernels()
         if seconds > 2:
-            print(f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time", file=sys.stderr)
+            print(
+                f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time",
+                file=sys.stderr,
+            )
     if cache_bytes is None:
         cache_bytes = _free_bytes(where) // 4 if placed is None else placed.budget.cache_bytes
-    memory = plan_memory(config, compute.itemsize, cache_bytes, max_requests, max_context, prefix_cache, drafts.depth)
+    memory = plan_memory(
+        config, compute.itemsize, cache_bytes, max_requests, max_context, prefix_cache, drafts.depth
+    )
     tokenizer = _tokenizer(checkpoint)
     core = EngineCore(
         network,
@@ -187,7 +196,9 @@ def _kernels(kernels: str, where: torch.device) -> Choice:
             "there is none here. Use 'auto' or 'reference'."
         )
     if kernels == "triton" and where.type == "cpu" and not gpu.interpreted():
-        raise OptionError("kernels='triton' runs on a CUDA device, but device is 'cpu'. Use device='cuda' or 'auto'.")
+        raise OptionError(
+            "kernels='triton' runs on a CUDA device, but device is 'cpu'. Use device='cuda' or 'auto'."
+        )
     if kernels == "triton" or (kernels == "auto" and where.type == "cuda" and gpu.available()):
         return "triton"
     return "cpu" if kernels == "auto" and where.type == "cpu" and jit.AVAILABLE else "reference"
@@ -195,8 +206,12 @@ def _kernels(kernels: str, where: torch.device) -> Choice:
 
 def _stored_packed(checkpoint: Checkpoint) -> bool:
     """Whether the files hold FP8 matrices, FP4 experts and 16 bits of the rest, as the release does."""
-    kinds = {"layers.0.attn.wq_a.weight": ("F8_E4M3",), "layers.0.ffn.experts.0.w1.weight": ("I8", "U8"),
-             "layers.0.ffn.gate.weight": ("BF16",), "head.weight": ("BF16",)}  # fmt: skip
+    kinds = {
+        "layers.0.attn.wq_a.weight": ("F8_E4M3",),
+        "layers.0.ffn.experts.0.w1.weight": ("I8", "U8"),
+        "layers.0.ffn.gate.weight": ("BF16",),
+        "head.weight": ("BF16",),
+    }
     return all(name in checkpoint and checkpoint[name].dtype in kind for name, kind in kinds.items())
 
 

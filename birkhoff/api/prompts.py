@@ -15,7 +15,9 @@ from birkhoff.config import V4Config
 from birkhoff.errors import ContextError, OptionError, PromptError, TokenError, quoted
 
 Prompt = str | Sequence[int]
-Captures = CaptureRequestSpec | Sequence[CaptureRequestSpec | None] | None  # one for all prompts, or one per prompt
+Captures = (
+    CaptureRequestSpec | Sequence[CaptureRequestSpec | None] | None
+)  # one for all prompts, or one per prompt
 _ARRAYS = (torch.Tensor, np.ndarray)
 
 
@@ -59,7 +61,9 @@ def check_ids(token_ids: Sequence[int], config: V4Config) -> list[int]:
             )
     if len(ids) > config.max_position_embeddings:
         limit = config.max_position_embeddings
-        raise ContextError(f"{len(ids)} tokens, the model's limit is {limit}. Shorten the text or cut it in parts.")
+        raise ContextError(
+            f"{len(ids)} tokens, the model's limit is {limit}. Shorten the text or cut it in parts."
+        )
     return [int(token) for token in ids]
 
 
@@ -72,10 +76,16 @@ def per_prompt(capture: Captures, prompts: int) -> list[CaptureRequestSpec | Non
     """One capture for each prompt: the same for all, or as many as there are prompts."""
     if capture is None or isinstance(capture, (Capture, Mapping)):
         return [capture] * prompts
-    if not isinstance(capture, Sequence) or not all(c is None or isinstance(c, (Capture, Mapping)) for c in capture):
-        raise OptionError(f"capture is {quoted(capture)}, expected a Capture or a list with one for each prompt.")
+    if not isinstance(capture, Sequence) or not all(
+        c is None or isinstance(c, (Capture, Mapping)) for c in capture
+    ):
+        raise OptionError(
+            f"capture is {quoted(capture)}, expected a Capture or a list with one for each prompt."
+        )
     if len(capture) != prompts:
-        raise OptionError(f"capture has {len(capture)} entries for {prompts} prompts. Give one Capture, or one each.")
+        raise OptionError(
+            f"capture has {len(capture)} entries for {prompts} prompts. Give one Capture, or one each."
+        )
     return list(capture)
 
 

@@ -40,4 +40,9 @@ def compare_tokens(ours: Sequence[int], theirs: Sequence[int], logits: torch.Ten
     if first is None:
         return {"steps": len(theirs), "same_for": len(theirs), "passed": len(ours) == len(theirs)}
     margin = (logits[first, theirs[first]] - logits[first, ours[first]]).item()
-    return {"steps": len(theirs), "same_for": first, "margin": significant(margin), "passed": margin < NEAR_TIE}
+    return {
+        "steps": len(theirs),
+        "same_for": first,
+        "margin": significant(margin),
+        "passed": margin < NEAR_TIE,
+    }

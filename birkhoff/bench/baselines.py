@@ -46,7 +46,8 @@ class OurEngine:
             max_requests=batch,
             max_context=context,
             num_pages=batch * pages_for(context),
-            max_batch_tokens=batch * prompt_tokens + batch,  # all prompts in one step, as the others read them
+            max_batch_tokens=batch * prompt_tokens
+            + batch,  # all prompts in one step, as the others read them
         )
         self._requests: list[Request] = []
 
@@ -69,8 +70,11 @@ class OurModel:
 
     name = "model"
 
-    def __init__(self, model: Transformer, batch: int, prompt_tokens: int, steps: int, tap: Tap | None = None):
-        self.model, self.tap = model, tap or NoTap()
+    def __init__(
+        self, model: Transformer, batch: int, prompt_tokens: int, steps: int, tap: Tap | None = None
+    ):
+        self.model = model
+        self.tap = tap or NoTap()
         each = pages_for(prompt_tokens + steps + 1)
         self.state = State(model.config, batch, batch * each, "cpu", model.numerics.dtype)
         for slot in range(batch):

@@ -38,8 +38,13 @@ def device_facts(device: torch.device) -> Row:
     import triton
 
     about = torch.cuda.get_device_properties(device)
-    return {**facts(), "device": about.name, "memory": about.total_memory, "triton": triton.__version__,
-            "cuda": torch.version.cuda}  # fmt: skip
+    return {
+        **facts(),
+        "device": about.name,
+        "memory": about.total_memory,
+        "triton": triton.__version__,
+        "cuda": torch.version.cuda,
+    }
 
 
 def reading_speed(device: torch.device) -> float:
@@ -52,7 +57,8 @@ def reading_speed(device: torch.device) -> float:
 def seconds(call, times: int) -> list[float]:
     spans = []
     for _ in range(times):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         begin.record()
         call()
         end.record()
@@ -87,70 +93,78 @@ def agreement(config: V4Config, device: torch.device, lengths: Sequence[int], st
     model = random_on_device(config, device, seed=1)
     rows = len(lengths)
     tokens = torch.randint(config.vocab_size, (rows, max(lengths) + steps))
-    states = [State.contiguous(config, rows, max(lengths) + steps, device=device, dtype=model.numerics.dtype)
-              for _ in range(2)]  # fmt: skip
+    states = [
+        State.contiguous(config, rows, max(lengths) + steps, device=device, dtype=model.numerics.dtype)
+        for _ in range(2)
+    ]
     for state in states:
         for slot, length in enumerate(lengths):
             model.run(Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device), state, NoTap())
     decoder = Decoder(model, states[1], fast=fast)
-    desk = decoder.desk(rows, max(lengths) + steps)
+    buffers = decoder.buffers(rows, max(lengths) + steps)
     worst, same = [], 0
     for step in range(steps):
         at = [length + step for length in lengths]
         pieces = [SequenceChunk(slot, at[slot], tokens[slot, at[slot]].view(1)) for slot in range(rows)]
         hidden, _ = model.run(Batch.of(pieces, device), states[0], NoTap())
         plain = model.logits(hidden.to(model.head.weight.dtype)).float()
-        place(desk, [int(tokens[slot, at[slot]]) for slot in range(rows)], at)
-        desk.poison()
-        mine = decoder.step(desk)
+        place(buffers, [int(tokens[slot, at[slot]]) for slot in range(rows)], at)
+        buffers.poison()
+        mine = decoder.step(buffers)
         worst += ((mine - plain).norm(dim=-1) / plain.norm(dim=-1)).tolist()
         same += int((mine.argmax(-1) == plain.argmax(-1)).sum())
     ordered = sorted(worst)
     return {
-        "kind": "agreement", "layers": config.num_hidden_layers, "fast": fast, "prompt_tokens": list(lengths),
-        "steps": steps, "error_median": significant(ordered[len(ordered) // 2]), "error_most": significant(ordered[-1]),
-        "greedy_same": significant(same / len(worst)), "passed": ordered[len(ordered) // 2] < TOLERANCE,
-    }  # fmt: skip
+        "kind": "agreement",
+        "layers": config.num_hidden_layers,
+        "fast": fast,
+        "prompt_tokens": list(lengths),
+        "steps": steps,
+        "error_median": significant(ordered[len(ordered) // 2]),
+        "error_most": significant(ordered[-1]),
+        "greedy_same": significant(same / len(worst)),
+        "passed": ordered[len(ordered) // 2] < TOLERANCE,
+    }
 
 
 @torch.inference_mode()
-def place(desk: DecodeBuffers, tokens: Sequence[int], positions: Sequence[int]) -> None:
-    device = desk.token_ids.device
-    desk.token_ids.copy_(torch.tensor(tokens, device=device))
-    desk.positions.copy_(torch.tensor(positions, device=device))
-    desk.slots.copy_(torch.arange(desk.rows, device=device))
+def place(buffers: DecodeBuffers, tokens: Sequence[int], positions: Sequence[int]) -> None:
+    device = buffers.token_ids.device
+    buffers.token_ids.copy_(torch.tensor(tokens, device=device))
+    buffers.positions.copy_(torch.tensor(positions, device=device))
+    buffers.slots.copy_(torch.arange(buffers.rows, device=device))
 
 
-def advance(decoder: Decoder, desk: DecodeBuffers) -> None:
+def advance(decoder: Decoder, buffers: DecodeBuffers) -> None:
     """One step with the greedy choice and the next position, all on the device."""
-    logits = decoder.step(desk)
-    desk.token_ids.copy_(logits.argmax(-1))
-    desk.positions.add_(1)
+    logits = decoder.step(buffers)
+    buffers.token_ids.copy_(logits.argmax(-1))
+    buffers.positions.add_(1)
 
 
 def captured(
-    decoder: Decoder, desk: DecodeBuffers, step: Callable[[Decoder, DecodeBuffers], None] = advance
+    decoder: Decoder, buffers: DecodeBuffers, step: Callable[[Decoder, DecodeBuffers], None] = advance
 ) -> torch.cuda.CUDAGraph:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(2):
-            step(decoder, desk)
+            step(decoder, buffers)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        step(decoder, desk)
+        step(decoder, buffers)
     return graph
 
 
 @torch.inference_mode()
 def decode_speed(decoder: Decoder, batch: int, context: int, steps: int) -> tuple[Row, DecodeBuffers]:
     """Milliseconds a step, tokens fed back on the device; positions begin at `context`."""
-    desk = decoder.desk(batch, context + 256)
+    buffers = decoder.buffers(batch, context + 256)
     random = torch.randint(decoder.config.vocab_size, (batch,)).tolist()
-    place(desk, random, [context] * batch)
-    graph = captured(decoder, desk)
-    place(desk, random, [context] * batch)
+    place(buffers, random, [context] * batch)
+    graph = captured(decoder, buffers)
+    place(buffers, random, [context] * batch)
     graph.replay()
     torch.cuda.synchronize()
     spans = seconds(graph.replay, steps)
@@ -158,29 +172,34 @@ def decode_speed(decoder: Decoder, batch: int, context: int, steps: int) -> tupl
     read = []
     for _ in range(20):
         graph.replay()
-        read.append(desk.token_ids.tolist())  # as a server would: every token is looked at
+        read.append(buffers.token_ids.tolist())  # as a server would: every token is looked at
     seen = (time.perf_counter() - began) / 20
     ms = [span * 1e3 for span in spans]
     row = {
-        "kind": "decode", "batch": batch, "context": context, "layers": decoder.config.num_hidden_layers,
-        "kernels": decoder.kernels.name, "steps": steps, "ms": summary(ms),
+        "kind": "decode",
+        "batch": batch,
+        "context": context,
+        "layers": decoder.config.num_hidden_layers,
+        "kernels": decoder.kernels.name,
+        "steps": steps,
+        "ms": summary(ms),
         "tokens_per_second": significant(batch / (sorted(ms)[len(ms) // 2] / 1e3)),
         "tokens_per_second_read_by_host": significant(batch / seen),
         "distinct_tokens": len({token for tokens in read for token in tokens}),
-    }  # fmt: skip
+    }
     del graph
-    return row, desk
+    return row, buffers
 
 
 @torch.inference_mode()
-def profile(decoder: Decoder, desk: DecodeBuffers, steps: int = 3) -> dict[str, tuple[float, float]]:
+def profile(decoder: Decoder, buffers: DecodeBuffers, steps: int = 3) -> dict[str, tuple[float, float]]:
     """Microseconds a step and launches a step, by kernel name; launched one by one, so without a graph's overlap."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     with record(activities=[ProfilerActivity.CUDA]) as log:
         for _ in range(steps):
-            decoder.step(desk)
+            decoder.step(buffers)
         torch.cuda.synchronize()
     spent: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for event in log.events():
@@ -203,7 +222,9 @@ def bench_decode(
     common = {"bench": "decode", "model": "synth flash", **device_facts(device)}
     common["read_bytes_per_second"] = significant(reading_speed(device))
     for fast in (False, True):
-        yield common | agreement(preset("flash", 4, False), device, (2, 5, 64, 126, 127, 131, 511, 2303), 4, fast)
+        yield common | agreement(
+            preset("flash", 4, False), device, (2, 5, 64, 126, 127, 131, 511, 2303), 4, fast
+        )
         _clear()
     if rival_layers:
         yield from (common | row for row in against_transformers(rival_layers, device, context, steps))
@@ -211,17 +232,17 @@ def bench_decode(
     model = random_on_device(config, device, distinct=distinct)
     for batch in batches:
         decoder = Decoder(model, filled_state(config, batch, context, device))
-        row, desk = decode_speed(decoder, batch, context, steps)
+        row, buffers = decode_speed(decoder, batch, context, steps)
         yield (
             common
             | row
             | cache_facts(decoder.state, batch, context)
             | {"layers_with_own_experts": min(distinct, layers)}
         )
-        place(desk, torch.randint(config.vocab_size, (batch,)).tolist(), [context] * batch)
-        yield common | profile_row(decoder, desk, common["read_bytes_per_second"])
-        yield common | layer_row(decoder, desk, context, common["read_bytes_per_second"])
-        del decoder, desk
+        place(buffers, torch.randint(config.vocab_size, (batch,)).tolist(), [context] * batch)
+        yield common | profile_row(decoder, buffers, common["read_bytes_per_second"])
+        yield common | layer_row(decoder, buffers, context, common["read_bytes_per_second"])
+        del decoder, buffers
         _clear()
 
 
@@ -234,7 +255,9 @@ def cache_facts(state: State, batch: int, context: int) -> Row:
     config, item = state.config, state.dtype.itemsize
     room = state.num_pages // batch * PAGE_TOKENS
     planned = {kind: batch * size for kind, size in context_bytes(config, room, item).items() if size}
-    read = {kind: round(batch * size) for kind, size in step_cache_bytes(config, context, item).items() if size}
+    read = {
+        kind: round(batch * size) for kind, size in step_cache_bytes(config, context, item).items() if size
+    }
     return {"cache_bytes": dict(real), "cache_bytes_computed": planned, "cache_bytes_read_per_step": read}
 
 
@@ -282,31 +305,37 @@ CLASSES = {
 }
 
 
-def profile_row(decoder: Decoder, desk: DecodeBuffers, speed: float) -> Row:
+def profile_row(decoder: Decoder, buffers: DecodeBuffers, speed: float) -> Row:
     """Where a step's time goes, by class of kernel, beside the time its bytes take at the device's reading speed."""
-    spent = profile(decoder, desk)
+    spent = profile(decoder, buffers)
     classes: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
     for name, (us, launches) in spent.items():
         found = max((prefix for prefix in CLASSES if name.startswith(prefix)), key=len, default=None)
         kind = "other" if found is None else CLASSES[found]
         classes[kind][0] += us
         classes[kind][1] += launches
-    floors = {kind: count / speed * 1e6 for kind, count in floor_bytes(decoder, desk).items()}
+    floors = {kind: count / speed * 1e6 for kind, count in floor_bytes(decoder, buffers).items()}
     table = {
         kind: {"us": significant(us), "launches": round(launches)}
         | ({"floor_us": significant(floors[kind])} if kind in floors else {})
         for kind, (us, launches) in sorted(classes.items(), key=lambda item: -item[1][0])
     }
     total = sum(us for us, _ in classes.values())
-    return {"kind": "profile", "batch": desk.rows, "context": desk.context - 256, "classes": table,
-            "us_total": significant(total), "floor_us_total": significant(sum(floors.values()))}  # fmt: skip
+    return {
+        "kind": "profile",
+        "batch": buffers.rows,
+        "context": buffers.context - 256,
+        "classes": table,
+        "us_total": significant(total),
+        "floor_us_total": significant(sum(floors.values())),
+    }
 
 
 PRODUCTS = ("enter", "query", "o_a", "o_b")  # of a layer's attention
 
 
 @torch.inference_mode()
-def layer_row(decoder: Decoder, desk: DecodeBuffers, context: int, speed: float) -> Row:
+def layer_row(decoder: Decoder, buffers: DecodeBuffers, context: int, speed: float) -> Row:
     """Microseconds of a layer by its kind: attention, all layers of a kind in one graph, and experts; boundaries are
     neither. Beside them the bytes of weights and of the cache, and what these take at the device's reading speed."""
     c = decoder.config
@@ -314,31 +343,52 @@ def layer_row(decoder: Decoder, desk: DecodeBuffers, context: int, speed: float)
     kinds: dict[str, Row] = {}
     for ratio in sorted({w.ratio for w in decoder.layers}):
         its = [(w, at) for w, at in zip(decoder.layers, decoder.state.layers) if w.ratio == ratio]
-        weights = sum(rows.nbytes for w, _ in its for part in PRODUCTS for rows in getattr(w, part)) / len(its)
-        us = graph_us([partial(decoder._attention, w, at, desk) for w, at in its])
-        kinds[KINDS[ratio]] = _cost(us, len(its), weights, desk.rows * read[KINDS[ratio]] / len(its), speed)
-    us = graph_us([partial(decoder._experts, w, desk, ids) for w, ids in zip(decoder.layers, desk.ids)])
-    floors = floor_bytes(decoder, desk)
+        weights = sum(rows.nbytes for w, _ in its for part in PRODUCTS for rows in getattr(w, part)) / len(
+            its
+        )
+        us = graph_us([partial(decoder._attention, w, at, buffers) for w, at in its])
+        kinds[KINDS[ratio]] = _cost(
+            us, len(its), weights, buffers.rows * read[KINDS[ratio]] / len(its), speed
+        )
+    us = graph_us([partial(decoder._experts, w, buffers, ids) for w, ids in zip(decoder.layers, buffers.ids)])
+    floors = floor_bytes(decoder, buffers)
     experts = (floors["experts"] + floors["router and shared expert"]) / len(decoder.layers)
     kinds["experts"] = _cost(us, len(decoder.layers), experts, 0, speed)
     whole = sum(kind["layers"] * kind["us"] for kind in kinds.values())
-    return {"kind": "layers", "batch": desk.rows, "context": context, "kinds": kinds, "us_of_all": significant(whole)}
+    return {
+        "kind": "layers",
+        "batch": buffers.rows,
+        "context": context,
+        "kinds": kinds,
+        "us_of_all": significant(whole),
+    }
 
 
 def _cost(us: float, layers: int, weights: float, cache: float, speed: float) -> Row:
-    return {"layers": layers, "us": significant(us), "bytes_weights": round(weights), "bytes_cache": round(cache),
-            "us_floor": significant((weights + cache) / speed * 1e6)}  # fmt: skip
+    return {
+        "layers": layers,
+        "us": significant(us),
+        "bytes_weights": round(weights),
+        "bytes_cache": round(cache),
+        "us_floor": significant((weights + cache) / speed * 1e6),
+    }
 
 
-def floor_bytes(decoder: Decoder, desk: DecodeBuffers) -> dict[str, float]:
+def floor_bytes(decoder: Decoder, buffers: DecodeBuffers) -> dict[str, float]:
     """Bytes a step must read by class, weights first; experts as many as this step's last layer used."""
     c, layers = decoder.config, decoder.layers
-    used = int((desk.slot_list[:, 2] > 0).sum())
+    used = int((buffers.slot_list[:, 2] > 0).sum())
     expert = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
-    streams = desk.rows * c.hidden_size * (4 * 2 + 4 * 2 + 4 * 2 + 2 + 4)  # read, written, read again, output, input
-    keys = {ratio: shares * size * c.head_dim * 2 * desk.rows for ratio, (shares, size) in desk.shares.items()}
+    streams = (
+        buffers.rows * c.hidden_size * (4 * 2 + 4 * 2 + 4 * 2 + 2 + 4)
+    )  # read, written, read again, output, input
+    keys = {
+        ratio: shares * size * c.head_dim * 2 * buffers.rows
+        for ratio, (shares, size) in buffers.shares.items()
+    }
     return {
-        "products": sum(r.nbytes for w in layers for part in PRODUCTS for r in getattr(w, part)) + decoder.head.nbytes,
+        "products": sum(r.nbytes for w in layers for part in PRODUCTS for r in getattr(w, part))
+        + decoder.head.nbytes,
         "router and shared expert": sum(w.gate.nbytes + w.shared_open.nbytes for w in layers),
         "experts": len(layers) * used * expert + sum(w.shared_close.nbytes for w in layers),
         "boundary": (2 * len(layers) + 1) * (24 * 4 * c.hidden_size * 4 + streams),

@@ -54,10 +54,12 @@ def decode_ms(model: Any, batch: int, context: int, steps: int) -> dict[str, Any
         try:
             model.set_experts_implementation(way)
             out = model(prompt, use_cache=True, logits_to_keep=1)
-            cache, token = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+            cache = out.past_key_values
+            token = out.logits[:, -1].argmax(-1, keepdim=True)
             spans = []
             for step in range(steps + 3):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
                 begin.record()
                 out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
                 token = out.logits[:, -1].argmax(-1, keepdim=True)
@@ -86,7 +88,8 @@ def prefill_ms(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
             model.set_experts_implementation(way)
             spans = []
             for turn in range(rounds + 2):
-                begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                begin = torch.cuda.Event(enable_timing=True)
+                end = torch.cuda.Event(enable_timing=True)
                 begin.record()
                 model(prompt, use_cache=True, logits_to_keep=1)
                 end.record()
@@ -95,7 +98,9 @@ def prefill_ms(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
                     spans.append(begin.elapsed_time(end))
             tried[way] = spans
         except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
-            failed[way] = str(error)[:200]  # a way made for other devices, or one that needs more memory than there is
+            failed[way] = str(error)[
+                :200
+            ]  # a way made for other devices, or one that needs more memory than there is
             continue
         torch.cuda.empty_cache()
     return _faster(tried, failed)
@@ -104,5 +109,9 @@ def prefill_ms(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
 def _faster(tried: dict[str, list[float]], failed: dict[str, str]) -> dict[str, Any]:
     """The way with the smaller median, and what the ways that did not run said."""
     best = min(tried, key=lambda way: sorted(tried[way])[len(tried[way]) // 2])
-    row = {"experts_implementation": best, "ms": summary(tried[best]), "transformers": version("transformers")}
+    row = {
+        "experts_implementation": best,
+        "ms": summary(tried[best]),
+        "transformers": version("transformers"),
+    }
     return row | ({"ways_that_failed": failed} if failed else {})

@@ -72,12 +72,22 @@ class CapturingEngine(OurEngine):
     """Our engine with requests that carry a capture, or none."""
 
     def __init__(
-        self, engine: birkhoff.Engine, setting: InterpSetting, name: str, wish: Capture | None, root: Path | None
+        self,
+        engine: birkhoff.Engine,
+        setting: InterpSetting,
+        name: str,
+        wish: Capture | None,
+        root: Path | None,
     ):
         super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
-        self.name, self._wish, self._began = name, wish, 0.0
-        self.prompt_tokens, self._schema = setting.prompt_tokens, engine.schema
-        self._desk = CapturePlanner(engine.schema, engine.config.num_hidden_layers, "", root, overload_policy="block")
+        self.name = name
+        self._wish = wish
+        self._began = 0.0
+        self.prompt_tokens = setting.prompt_tokens
+        self._schema = engine.schema
+        self._capture_planner = CapturePlanner(
+            engine.schema, engine.config.num_hidden_layers, "", root, overload_policy="block"
+        )
         if name == "plain":
             self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
 
@@ -94,7 +104,9 @@ class CapturingEngine(OurEngine):
         return self.step([])
 
     def _plan(self, ids: Tokens) -> Plan | None:
-        return None if self._wish is None else self._desk.plan(self._wish, tuple(ids), self.steps + 1)
+        return (
+            None if self._wish is None else self._capture_planner.plan(self._wish, tuple(ids), self.steps + 1)
+        )
 
     def settle(self) -> tuple[int, float]:
         """Bytes that were stored for the last prompts, and seconds from their start until all of them were durable."""
@@ -110,7 +122,7 @@ class CapturingEngine(OurEngine):
         ids = tuple(range(count))
         made = {hook: torch.randn(piece, *self._schema[hook].logical_shape) for hook in self._wish.hooks}
         began = time.perf_counter()
-        plans = [self._desk.plan(self._wish, ids, 1) for _ in range(requests)]
+        plans = [self._capture_planner.plan(self._wish, ids, 1) for _ in range(requests)]
         for start in range(0, count, piece):
             places = ids[start : start + piece]
             for plan in plans:
@@ -128,13 +140,15 @@ class CapturingEngine(OurEngine):
             assert isinstance(job, CaptureJob)
             result = job.keeper.results()[FILES]
             if result.status != "ok":
-                raise CaptureWriteError(f"a capture of the benchmark failed: {result.error}. Is the disk full?")
+                raise CaptureWriteError(
+                    f"a capture of the benchmark failed: {result.error}. Is the disk full?"
+                )
             stored += result.bytes
         return stored
 
     def close(self) -> None:
         self.core.close()
-        self._desk.close()
+        self._capture_planner.close()
 
 
 def bench_interp(
@@ -160,14 +174,20 @@ def bench_interp(
 
 
 def _measure(
-    engine: birkhoff.Engine, setting: InterpSetting, folder: Path, model: str | Path | None, progress: Progress | None
+    engine: birkhoff.Engine,
+    setting: InterpSetting,
+    folder: Path,
+    model: str | Path | None,
+    progress: Progress | None,
 ) -> Iterator[Row]:
     config = engine.config
     drawn = torch.randint(
         config.vocab_size, (setting.batch, setting.prompt_tokens), generator=torch.Generator().manual_seed(0)
     )
     everybody = _contenders(engine, setting, folder)
-    seconds: dict[str, dict[str, list[float]]] = {who.name: {phase: [] for phase in PHASES} for who in everybody}
+    seconds: dict[str, dict[str, list[float]]] = {
+        who.name: {phase: [] for phase in PHASES} for who in everybody
+    }
     stores: list[Stored] = []
     drains: list[Stored] = []
     try:
@@ -192,7 +212,11 @@ def _measure(
     common = {
         "bench": "interp",
         "model": "synth nano" if model is None else str(model),
-        "shape": {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "streams": config.hc_mult},
+        "shape": {
+            "layers": config.num_hidden_layers,
+            "hidden": config.hidden_size,
+            "streams": config.hc_mult,
+        },
         "dtype": engine.settings["dtype"],
         **{name: value for name, value in vars(setting).items() if name != "threads"},
         **facts(),

@@ -43,10 +43,14 @@ class Boundary:
         def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.randn(*shape, device=device).to(dtype)
 
-        self.streams, self.y = random(tokens, 4, width, dtype=torch.bfloat16), random(tokens, width)
-        self.post, self.mix = torch.rand(tokens, 4, device=device), torch.rand(tokens, 4, 4, device=device) / 4
+        self.streams = random(tokens, 4, width, dtype=torch.bfloat16)
+        self.y = random(tokens, width)
+        self.post = torch.rand(tokens, 4, device=device)
+        self.mix = torch.rand(tokens, 4, 4, device=device) / 4
         self.fns = [random(24, 4 * width) * (4 * width) ** -0.5 for _ in range(copies)]
-        self.base, self.scale, self.norm = random(24), random(3) * 0.1 + 0.6, random(width) * 0.1 + 1
+        self.base = random(24)
+        self.scale = random(3) * 0.1 + 0.6
+        self.norm = random(width) * 0.1 + 1
         whole = {"dtype": torch.float32, "device": device}
         self.parts = torch.empty(tokens, mhc_triton.slices(tokens, width)[1], 32, **whole)  # type: ignore[call-overload]
         self.x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
@@ -64,7 +68,9 @@ class Boundary:
 
 
 @torch.inference_mode()
-def boundary_rows(kernels: CudaBackend, speed: float, tokens: Sequence[int], widths: Sequence[int]) -> Iterator[Row]:
+def boundary_rows(
+    kernels: CudaBackend, speed: float, tokens: Sequence[int], widths: Sequence[int]
+) -> Iterator[Row]:
     for width in widths:
         for count in tokens:
             device = torch.device("cuda")
@@ -76,15 +82,23 @@ def boundary_rows(kernels: CudaBackend, speed: float, tokens: Sequence[int], wid
             errors = [((a.double() - t.double()).norm() / t.double().norm()).item() for a, t in pairs]
             us = graph_us([partial(b.ours, kernels, fn) for fn in b.fns])
             eager = graph_us([partial(b.plain, fn) for fn in b.fns[:4]], 5)
-            row = {"kind": "boundary", "tokens": count, "hidden": width, "us": significant(us),
-                   "us_eager_in_a_graph": significant(eager), "errors": [significant(e) for e in errors],
-                   "passed": max(errors) < 5e-3}  # fmt: skip
+            row = {
+                "kind": "boundary",
+                "tokens": count,
+                "hidden": width,
+                "us": significant(us),
+                "us_eager_in_a_graph": significant(eager),
+                "errors": [significant(e) for e in errors],
+                "passed": max(errors) < 5e-3,
+            }
             moved = count * width * 2 * (4 + 4 + 1) + count * width * 4 + 24 * 4 * width * 4
             row |= {"bytes": moved, "share_of_reading_speed": significant(moved / speed / (us * 1e-6))}
             if count in COMPILED and width == widths[0]:
                 compiled = torch.compile(b.plain)
                 compiled(b.fns[0])
-                row["us_compiled_in_a_graph"] = significant(graph_us([partial(compiled, fn) for fn in b.fns[:4]], 5))
+                row["us_compiled_in_a_graph"] = significant(
+                    graph_us([partial(compiled, fn) for fn in b.fns[:4]], 5)
+                )
             yield row
             del b
             gc.collect()
@@ -93,12 +107,16 @@ def boundary_rows(kernels: CudaBackend, speed: float, tokens: Sequence[int], wid
 
 @torch.inference_mode()
 def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
-    device, kernels, layers = torch.device("cuda"), decoder.kernels, decoder.layers
+    device = torch.device("cuda")
+    kernels = decoder.kernels
+    layers = decoder.layers
     shapes: list[tuple[str, Callable, int, int | None]] = [
-        ("enter", lambda w: w.enter, 1, None), ("query", lambda w: w.query[:1], 1, None),
+        ("enter", lambda w: w.enter, 1, None),
+        ("query", lambda w: w.query[:1], 1, None),
         ("out a", lambda w: w.o_a, decoder.config.o_groups, decoder.config.o_lora_rank),
-        ("out b", lambda w: w.o_b, 1, None), ("head", lambda w: [decoder.head], 1, None),
-    ]  # fmt: skip
+        ("out b", lambda w: w.o_b, 1, None),
+        ("head", lambda w: [decoder.head], 1, None),
+    ]
     for name, get, groups, group in shapes:
         for count in tokens:
             rows = get(layers[2])
@@ -116,9 +134,16 @@ def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Itera
             short = x.half()
             us = graph_us([partial(kernels.product, get(w), (short, x), out, group) for w in layers[2:]])
             moved = sum(r.nbytes for w in layers[2:] for r in get(w)) / (len(layers) - 2)
-            row = {"kind": "product", "shape": name, "tokens": count, "us": significant(us), "bytes": round(moved),
-                   "share_of_reading_speed": significant(moved / speed / (us * 1e-6)), "error": significant(error),
-                   "passed": error < 1e-4}  # fmt: skip
+            row = {
+                "kind": "product",
+                "shape": name,
+                "tokens": count,
+                "us": significant(us),
+                "bytes": round(moved),
+                "share_of_reading_speed": significant(moved / speed / (us * 1e-6)),
+                "error": significant(error),
+                "passed": error < 1e-4,
+            }
             if group is None:
                 weight = dense.bfloat16()
                 copies = [weight.clone() for _ in range(max(2, (1 << 28) // weight.nbytes))]
@@ -137,30 +162,48 @@ def _dense(rows: Any) -> torch.Tensor:
 
 @torch.inference_mode()
 def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
-    c, kernels, layers = decoder.config, decoder.kernels, decoder.layers[3:]
+    c = decoder.config
+    kernels = decoder.kernels
+    layers = decoder.layers[3:]
     assert isinstance(kernels, CudaBackend)
     for count in tokens:
-        desks = [decoder.desk(count, 4096) for _ in layers]
+        desks = [decoder.buffers(count, 4096) for _ in layers]
         used = 0
-        for w, desk in zip(layers, desks):
-            for buffer in (desk.x, desk.opened, desk.x_half, desk.x_mixed, desk.z_shared):
+        for w, buffers in zip(layers, desks):
+            for buffer in (buffers.x, buffers.opened, buffers.x_half, buffers.x_mixed, buffers.z_shared):
                 assert buffer is not None
                 buffer.normal_()
-            kernels.route(desk.opened[:, : c.n_routed_experts], w.bias, w.hashed, desk.token_ids, w.experts,
-                          desk.ids[0], desk.weights, desk.order, desk.slot_list, c.routed_scaling_factor)  # fmt: skip
-            used += int((desk.slot_list[:, 2] > 0).sum())
+            kernels.route(
+                buffers.opened[:, : c.n_routed_experts],
+                w.bias,
+                w.hashed,
+                buffers.token_ids,
+                w.experts,
+                buffers.ids[0],
+                buffers.weights,
+                buffers.order,
+                buffers.slot_list,
+                c.routed_scaling_factor,
+            )
+            used += int((buffers.slot_list[:, 2] > 0).sum())
         each = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
         for name, part, call in (
             ("open", 2 / 3, partial(kernels.gate_up, limit=c.swiglu_limit)),
             ("close", 1 / 3, kernels.down),
         ):
-            us = graph_us([partial(call, w, desk) for w, desk in zip(layers, desks)])
+            us = graph_us([partial(call, w, buffers) for w, buffers in zip(layers, desks)])
             moved = used / len(layers) * each * part
             if name == "close":
                 moved += c.moe_intermediate_size * c.hidden_size
-            yield {"kind": "experts", "part": name, "tokens": count, "experts_used": significant(used / len(layers)),
-                   "us": significant(us), "bytes": round(moved),
-                   "share_of_reading_speed": significant(moved / speed / (us * 1e-6))}  # fmt: skip
+            yield {
+                "kind": "experts",
+                "part": name,
+                "tokens": count,
+                "experts_used": significant(used / len(layers)),
+                "us": significant(us),
+                "bytes": round(moved),
+                "share_of_reading_speed": significant(moved / speed / (us * 1e-6)),
+            }
         del desks
         gc.collect()
 

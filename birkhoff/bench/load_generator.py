@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-_TOKENS, _MADE = re.compile(rb'"token_ids":\['), re.compile(rb'"output_tokens":(\d+)')
+_TOKENS = re.compile(rb'"token_ids":\[')
+_MADE = re.compile(rb'"output_tokens":(\d+)')
 
 
 @dataclass
@@ -40,7 +41,11 @@ class Caller:
             f"POST /v1/chat/completions HTTP/1.0\r\nhost: {address[0]}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(data)}\r\n\r\n"
         )
-        self._seen, self._rest, self._status, self._done, self._first = seen, b"", 0, False, True
+        self._seen = seen
+        self._rest = b""
+        self._status = 0
+        self._done = False
+        self._first = True
         self._last = time.perf_counter()
         self.socket = socket.create_connection(address, timeout=120)
         self.socket.sendall(head.encode() + data)
@@ -80,7 +85,8 @@ class Caller:
             if b'"delta":{' in frame and _TOKENS.search(frame):
                 times = self._seen.first if self._first else self._seen.between
                 times.append((now - self._last) * 1e3)
-                self._first, self._last = False, now
+                self._first = False
+                self._last = now
             elif frame.startswith(b'data: {"error"'):
                 self._seen.failed.append(frame.decode()[:200])
             elif frame == b"data: [DONE]":

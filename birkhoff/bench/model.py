@@ -69,8 +69,10 @@ def bench_model(
     """Measure a checkpoint, or a random one of nano's size; `alone` leaves `transformers` out."""
     setting = setting or ModelSetting()
     if not alone and version("transformers") is None:
-        raise OptionError("transformers is not installed, so there is nothing to compare with. Install it, or measure "
-                          "without it: --alone")  # fmt: skip
+        raise OptionError(
+            "transformers is not installed, so there is nothing to compare with. Install it, or measure "
+            "without it: --alone"
+        )
     tell = _Teller(progress, setting, alone)
     with tempfile.TemporaryDirectory(prefix="birkhoff-bench-") as folder, _threads(setting.threads):
         given = Path(folder) / "nano" if model is None else model
@@ -79,7 +81,11 @@ def bench_model(
         for dtype in setting.dtypes:
             with birkhoff.load(given, device="cpu", dtype=dtype, max_requests=1) as engine:
                 network, config = engine.model, engine.config
-                shape = {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "vocab": config.vocab_size}
+                shape = {
+                    "layers": config.num_hidden_layers,
+                    "hidden": config.hidden_size,
+                    "vocab": config.vocab_size,
+                }
                 common = {
                     "bench": "model",
                     "model": "synth nano" if model is None else str(model),
@@ -93,11 +99,15 @@ def bench_model(
                 rival = None
                 if not alone:
                     plain = Path(folder) / "plain"
-                    if not plain.exists():  # their reader wants numbers, not codes: the same weights in float32
+                    if (
+                        not plain.exists()
+                    ):  # their reader wants numbers, not codes: the same weights in float32
                         pairs = ((d.name, d.tensor.detach()) for d in network.destinations())
                         write_released(plain, config, pairs, dense="f32", experts="f32")
                     rival = Transformers(plain, DTYPES[dtype])
-                    yield common | _agreement(engine, rival, prompts[0], setting.steps, exact=dtype == "float32")
+                    yield common | _agreement(
+                        engine, rival, prompts[0], setting.steps, exact=dtype == "float32"
+                    )
                 for batch in setting.batches:
                     rows = _speeds(network, rival, prompts[:batch], setting, tell)
                     yield from (common | row for row in rows)
@@ -145,11 +155,17 @@ def _speeds(
         tell()
     return [
         {
-            "kind": "speed", "phase": phase, "batch": len(prompts), "contender": name, "rounds": setting.rounds,
-            "tokens_per_second": summary(values[phase]), **_against(rival, speeds, values[phase], phase, name),
+            "kind": "speed",
+            "phase": phase,
+            "batch": len(prompts),
+            "contender": name,
+            "rounds": setting.rounds,
+            "tokens_per_second": summary(values[phase]),
+            **_against(rival, speeds, values[phase], phase, name),
         }
-        for phase in PHASES for name, values in speeds.items()
-    ]  # fmt: skip
+        for phase in PHASES
+        for name, values in speeds.items()
+    ]
 
 
 def _round(who: Baseline, prompts: list[Tokens], steps: int) -> tuple[float, float]:
@@ -163,7 +179,9 @@ def _round(who: Baseline, prompts: list[Tokens], steps: int) -> tuple[float, flo
     return len(prompts) * len(prompts[0]) / (read - began), len(prompts) * steps / (written - read)
 
 
-def _against(rival: Transformers | None, speeds: Speeds, values: Sequence[float], phase: str, name: str) -> Row:
+def _against(
+    rival: Transformers | None, speeds: Speeds, values: Sequence[float], phase: str, name: str
+) -> Row:
     """Times faster than `transformers`, and in which of its ways that ran."""
     if rival is None:
         return {}
@@ -174,17 +192,25 @@ def _against(rival: Transformers | None, speeds: Speeds, values: Sequence[float]
 
 
 def _shares(network: Transformer, prompts: list[Tokens], setting: ModelSetting) -> Row:
-    size, clock = (len(prompts), setting.prompt_tokens, setting.steps), ClockTap()
+    size = (len(prompts), setting.prompt_tokens, setting.steps)
+    clock = ClockTap()
     inside = model_shares(OurModel(network, *size, tap=clock), clock, prompts, setting.steps)
     around = engine_shares(OurEngine(network, *size), prompts, setting.steps)
-    return {"kind": "shares", "phase": "decode", "batch": len(prompts), "model_ms": inside, "engine_step_ms": around}
+    return {
+        "kind": "shares",
+        "phase": "decode",
+        "batch": len(prompts),
+        "model_ms": inside,
+        "engine_step_ms": around,
+    }
 
 
 class _Teller:
     """Counts rounds for a progress bar."""
 
     def __init__(self, progress: Progress | None, setting: ModelSetting, alone: bool):
-        self._progress, self._done = progress, 0
+        self._progress = progress
+        self._done = 0
         self._total = len(setting.dtypes) * len(setting.batches) * (setting.rounds + 2)
 
     def __call__(self) -> None:

@@ -33,7 +33,12 @@ def bench_nano(tokens: int = 96) -> Iterator[dict[str, Any]]:
     options: dict[str, Any] = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True}
     with birkhoff.load("nano", device="cpu", dtype="float32") as cpu:
         true = [cpu.generate(prompt, logprobs=20, **options) for prompt in PROMPTS]
-    common = {"bench": "nano", **device_facts(torch.device("cuda")), "prompts": len(PROMPTS), "tokens": tokens}
+    common = {
+        "bench": "nano",
+        **device_facts(torch.device("cuda")),
+        "prompts": len(PROMPTS),
+        "tokens": tokens,
+    }
     for dtype, kernels in WAYS:
         with birkhoff.load("nano", device="cuda", dtype=dtype, kernels=kernels) as engine:
             mine = [engine.generate(prompt, **options) for prompt in PROMPTS]
@@ -44,11 +49,14 @@ def bench_nano(tokens: int = 96) -> Iterator[dict[str, Any]]:
         found = [_first_difference(a, b) for a, b in zip(mine, true)]
         margins = [margin for _, margin in found if margin is not None]
         yield common | {
-            "kind": "nano", "dtype": dtype, "kernels": kernels, "same_for": [count for count, _ in found],
+            "kind": "nano",
+            "dtype": dtype,
+            "kernels": kernels,
+            "same_for": [count for count, _ in found],
             "margins": [significant(margin) for margin in margins],
             "tokens_per_second_one_by_one": significant(len(PROMPTS) * tokens / seconds),
             "passed": all(margin < NEAR_TIE[dtype] for margin in margins),
-        }  # fmt: skip
+        }
 
 
 def _first_difference(mine: Any, true: Any) -> tuple[int, float | None]:

@@ -64,7 +64,8 @@ def move_to(store: ExpertStore, wanted: torch.Tensor) -> tuple[int, float]:
     began, moved = time.perf_counter(), 0
     while True:
         now = store.resident()
-        arriving, leaving = (wanted & ~now).nonzero().tolist(), (now & ~wanted).nonzero().tolist()
+        arriving = (wanted & ~now).nonzero().tolist()
+        leaving = (now & ~wanted).nonzero().tolist()
         if not arriving:
             return moved, time.perf_counter() - began
         for a, b in zip(arriving[: store.spare], leaving):
@@ -72,31 +73,31 @@ def move_to(store: ExpertStore, wanted: torch.Tensor) -> tuple[int, float]:
         moved += store.settle(wait=True)
 
 
-def advance(decoder: Decoder, desk: DecodeBuffers) -> None:
+def advance(decoder: Decoder, buffers: DecodeBuffers) -> None:
     """One step, then other tokens at the next position: all on the device, and never a cycle of few tokens."""
-    decoder.step(desk)
-    desk.token_ids.mul_(48271).add_(11).remainder_(decoder.config.vocab_size)
-    desk.positions.add_(1)
+    decoder.step(buffers)
+    buffers.token_ids.mul_(48271).add_(11).remainder_(decoder.config.vocab_size)
+    buffers.positions.add_(1)
 
 
 class PlacedSteps:
     """Steps of one desk: a captured graph on a GPU, plain launches elsewhere."""
 
     def __init__(self, decoder: Decoder, batch: int, context: int):
-        self.decoder, self.desk = decoder, decoder.desk(batch, context + ROOM)
+        self.decoder, self.buffers = decoder, decoder.buffers(batch, context + ROOM)
         self.cuda = decoder.state.device.type == "cuda"
         tokens = torch.randint(decoder.config.vocab_size, (batch,)).tolist()
-        place(self.desk, tokens, [context] * batch)
-        self.one: Callable[[], None] = lambda: advance(decoder, self.desk)
+        place(self.buffers, tokens, [context] * batch)
+        self.one: Callable[[], None] = lambda: advance(decoder, self.buffers)
         if self.cuda:
-            self.one = captured(decoder, self.desk, advance).replay
+            self.one = captured(decoder, self.buffers, advance).replay
         self.context = context
-        place(self.desk, tokens, [context] * batch)
+        place(self.buffers, tokens, [context] * batch)
 
     def _behind(self, count: int) -> None:
         """Stand behind `context` tokens again: there is room for so many steps only."""
         assert count <= ROOM
-        self.desk.positions.fill_(self.context)
+        self.buffers.positions.fill_(self.context)
 
     def milliseconds(self, count: int) -> list[float]:
         self._behind(count)
@@ -126,30 +127,42 @@ def same_bits(config: V4Config, device: torch.device, shares: Sequence[float], s
     """Logits of the kernels at each share, with exchanges between steps, against everything on the device."""
     found: dict[str, bool] = {}
     true: list[torch.Tensor] = []
-    layers, experts = config.num_hidden_layers, config.n_routed_experts
+    layers = config.num_hidden_layers
+    experts = config.n_routed_experts
     for share in (1.0, *shares):
         model, store = random_placed(config, device, some_hot(layers, experts, share), spare=8, seed=1)
         state = filled_state(config, 2, 300, device)
         for layer in state.layers:  # the same past for everybody
-            for tensor in (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values()):
+            for tensor in (
+                layer.keys.rows,
+                *(ring.rows for ring in layer.raw.values()),
+                *layer.pages.values(),
+            ):
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
         decoder = Decoder(model, state)
-        desk = decoder.desk(2, 512)
+        buffers = decoder.buffers(2, 512)
         made = []
         for step in range(steps):
             if 0 < share < 1:
                 hot = store.resident()
-                arriving, leaving = (~hot).nonzero()[step].tolist(), hot.nonzero()[-1 - step].tolist()
+                arriving = (~hot).nonzero()[step].tolist()
+                leaving = hot.nonzero()[-1 - step].tolist()
                 store.swap((arriving[0], arriving[1]), (leaving[0], leaving[1]))
                 store.settle(wait=True)
-            place(desk, [5 + step, 9 + step], [300 + step] * 2)
-            desk.poison()
-            made.append(decoder.step(desk).clone())
+            place(buffers, [5 + step, 9 + step], [300 + step] * 2)
+            buffers.poison()
+            made.append(decoder.step(buffers).clone())
         true = true or made
         found[f"{share:g}"] = all(torch.equal(a, b) for a, b in zip(made, true))
-        del model, store, decoder, desk, state
+        del model, store, decoder, buffers, state
         clear(device)
-    return {"kind": "same bits", "layers": layers, "steps": steps, "equal": found, "passed": all(found.values())}
+    return {
+        "kind": "same bits",
+        "layers": layers,
+        "steps": steps,
+        "equal": found,
+        "passed": all(found.values()),
+    }
 
 
 def bus_speed(store: ExpertStore, rounds: int = 3) -> float:
@@ -158,7 +171,11 @@ def bus_speed(store: ExpertStore, rounds: int = 3) -> float:
     rates = []
     for first in range(0, len(cold), store.spare):
         began = time.perf_counter()
-        loans = [loan for layer, number in cold[first : first + store.spare] if (loan := store.lend((layer, number)))]
+        loans = [
+            loan
+            for layer, number in cold[first : first + store.spare]
+            if (loan := store.lend((layer, number)))
+        ]
         store.settle(wait=True)
         rates.append(len(loans) * store.record.nbytes / (time.perf_counter() - began))
         for loan in loans:
@@ -175,14 +192,17 @@ def speed_row(steps: PlacedSteps, count: int, read: int, speeds: tuple[float, fl
     median = sorted(ms)[len(ms) // 2]
     inside, outside = (int(reads[where].sum()) / count * store.record.nbytes for where in (hot, ~hot))
     limit = ((read + inside) / speeds[0] + outside / speeds[1]) * 1e3
-    batch = steps.desk.rows
+    batch = steps.buffers.rows
     return {
-        "batch": batch, "ms": summary(ms), "tokens_per_second": significant(batch / median * 1e3),
+        "batch": batch,
+        "ms": summary(ms),
+        "tokens_per_second": significant(batch / median * 1e3),
         "misses": significant(outside / max(inside + outside, 1)),
         "cold_experts_per_step": significant(outside / store.record.nbytes),
-        "limit_tokens_per_second": significant(batch / limit * 1e3), "share_of_limit": significant(limit / median),
+        "limit_tokens_per_second": significant(batch / limit * 1e3),
+        "share_of_limit": significant(limit / median),
         "passed": limit / median >= LEAST_SHARE,
-    }  # fmt: skip
+    }
 
 
 @torch.inference_mode()
@@ -200,16 +220,15 @@ def placement_rows(
     for name in ("random", "counts"):
         for batch in batches:
             steps = PlacedSteps(Decoder(model, filled_state(config, batch, context, device)), batch, context)
-            row: Row = {
-                "kind": "placement",
-                "placement": name,
-                "hot": hot_share(store),
-            }
+            row: Row = {"kind": "placement", "placement": name, "hot": hot_share(store)}
             if name == "counts":
                 heat = ExpertUsage(store.layers, store.experts)
                 heat.note(steps.reads(4 * count), 4 * count)
                 moved, took = move_to(store, heat.hottest(int(store.resident().sum())))
-                row |= {"exchanged": moved, "exchanges_per_second": significant(moved / took) if moved else 0.0}
+                row |= {
+                    "exchanged": moved,
+                    "exchanges_per_second": significant(moved / took) if moved else 0.0,
+                }
             yield row | speed_row(steps, count, read, speeds)
             if name == "counts":
                 yield moving_row(steps, count)
@@ -222,7 +241,9 @@ def moving_row(steps: PlacedSteps, count: int) -> Row:
     store = steps.decoder.store
     assert store is not None
     plain = steps.milliseconds(count)
-    placement = Placement(store, _Restless(store.layers, store.experts), steps.decoder.model, every=min(4, count))
+    placement = Placement(
+        store, _Restless(store.layers, store.experts), steps.decoder.model, every=min(4, count)
+    )
     spans = []
     for _ in range(count):
         placement.before([], chunk=False)
@@ -230,15 +251,22 @@ def moving_row(steps: PlacedSteps, count: int) -> Row:
         placement.after()
     moved = placement.exchanged + store.settle(wait=True)
     times = sorted(spans)[count // 2] / sorted(plain)[count // 2]
-    return {"kind": "moving", "batch": steps.desk.rows, "ms": summary(spans), "ms_at_rest": summary(plain),
-            "exchanged": moved, "times_at_rest": significant(times)}  # fmt: skip
+    return {
+        "kind": "moving",
+        "batch": steps.buffers.rows,
+        "ms": summary(spans),
+        "ms_at_rest": summary(plain),
+        "exchanged": moved,
+        "times_at_rest": significant(times),
+    }
 
 
 class _Restless(ExpertUsage):
     """Always wants to exchange: the coldest for the hottest."""
 
     def exchanges(self, resident, most):
-        hot, cold = resident.nonzero().tolist(), (~resident).nonzero().tolist()
+        hot = resident.nonzero().tolist()
+        cold = (~resident).nonzero().tolist()
         return [((a[0], a[1]), (b[0], b[1])) for a, b in zip(cold[:most], hot[:most])]
 
 
@@ -260,10 +288,14 @@ def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus: float, r
     cold = float(fresh[~store.resident()].sum()) / rounds * store.record.nbytes
     median = sorted(spans)[rounds // 2]
     return {
-        "kind": "chunk", "tokens": tokens, "ms": summary(spans),
-        "tokens_per_second": significant(tokens / median * 1e3), "cold_bytes": int(cold),
-        "bus_ms": significant(cold / bus * 1e3), "hot": hot_share(store),
-    }  # fmt: skip
+        "kind": "chunk",
+        "tokens": tokens,
+        "ms": summary(spans),
+        "tokens_per_second": significant(tokens / median * 1e3),
+        "cold_bytes": int(cold),
+        "bus_ms": significant(cold / bus * 1e3),
+        "hot": hot_share(store),
+    }
 
 
 def bench_placement(
@@ -292,14 +324,28 @@ def bench_placement(
     for wish in wishes:
         share = share_of(wish, config)
         model, store = random_placed(
-            config, device, some_hot(own, config.n_routed_experts, share), spare=64 if on_gpu else 4, kernels=kernels
+            config,
+            device,
+            some_hot(own, config.n_routed_experts, share),
+            spare=64 if on_gpu else 4,
+            kernels=kernels,
         )
         skew_routing(model, SKEW)
         bus = bus_speed(store)
-        about = common | {"wish": wish, "layers": config.num_hidden_layers, "layers_with_own_experts": own,
-                          "context": context, "skew": SKEW, "read_bytes_per_second": significant(reading),
-                          "bus_bytes_per_second": significant(bus)}  # fmt: skip
-        yield about | {"kind": "bus", "host_bytes": store.host_runs.numel(), "device_bytes": store.runs.numel()}
+        about = common | {
+            "wish": wish,
+            "layers": config.num_hidden_layers,
+            "layers_with_own_experts": own,
+            "context": context,
+            "skew": SKEW,
+            "read_bytes_per_second": significant(reading),
+            "bus_bytes_per_second": significant(bus),
+        }
+        yield about | {
+            "kind": "bus",
+            "host_bytes": store.host_runs.numel(),
+            "device_bytes": store.runs.numel(),
+        }
         for row in placement_rows(model, store, batches, context, count, (reading, bus)):
             yield about | row
         yield about | chunk_row(model, store, chunk, bus)

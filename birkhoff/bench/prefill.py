@@ -70,7 +70,11 @@ def operations_of(config: V4Config, tokens: int, behind: int) -> float:
             entries = middle / 4
             keys += min(entries, c.index_topk)
             extra = c.hidden_size * (4 * c.head_dim + 4 * c.index_head_dim + c.index_n_heads)
-            extra += (c.q_lora_rank + (entries if entries > c.index_topk else 0)) * c.index_n_heads * c.index_head_dim
+            extra += (
+                (c.q_lora_rank + (entries if entries > c.index_topk else 0))
+                * c.index_n_heads
+                * c.index_head_dim
+            )
         elif ratio == 128:
             keys += middle / 128
             extra = c.hidden_size * 2 * c.head_dim
@@ -80,7 +84,9 @@ def operations_of(config: V4Config, tokens: int, behind: int) -> float:
 
 
 @torch.inference_mode()
-def speed_row(model: Transformer, tokens: int, behind: int, rounds: int, product: float) -> tuple[Row, Batch, Any]:
+def speed_row(
+    model: Transformer, tokens: int, behind: int, rounds: int, product: float
+) -> tuple[Row, Batch, Any]:
     config, device = model.config, model.embed.device
     state = filled_state(config, 1, behind + tokens, device)
     batch = Batch.of([SequenceChunk(0, behind, torch.randint(config.vocab_size, (tokens,)))], device)
@@ -95,10 +101,15 @@ def speed_row(model: Transformer, tokens: int, behind: int, rounds: int, product
     rate = summary([tokens / span * 1e3 for span in ms])
     wanted = operations_of(config, tokens, behind)
     row: Row = {
-        "kind": "prefill", "chunk": tokens, "behind": behind, "layers": config.num_hidden_layers, "ms": summary(ms),
-        "tokens_per_second": rate, "operations_a_token": significant(wanted / tokens),
+        "kind": "prefill",
+        "chunk": tokens,
+        "behind": behind,
+        "layers": config.num_hidden_layers,
+        "ms": summary(ms),
+        "tokens_per_second": rate,
+        "operations_a_token": significant(wanted / tokens),
         "share_of_product_speed": significant(wanted / product / (summary(ms)["median"] * 1e-3)),
-    }  # fmt: skip
+    }
     if (tokens, behind) == (4096, 0) and config.num_hidden_layers >= 43:
         row |= {"at_least": LEAST, "passed": rate["median"] >= LEAST}
     return row, batch, state
@@ -121,8 +132,12 @@ def profile_row(model: Transformer, batch: Batch, state: Any) -> Row:
             kind[1] += 1
     ordered = sorted(spent.items(), key=lambda item: -item[1][0])
     table = {kind: {"ms": significant(ms), "launches": round(count)} for kind, (ms, count) in ordered}
-    return {"kind": "profile", "chunk": batch.num_tokens, "classes": table,
-            "ms_total": significant(sum(ms for ms, _ in spent.values()))}  # fmt: skip
+    return {
+        "kind": "profile",
+        "chunk": batch.num_tokens,
+        "classes": table,
+        "ms_total": significant(sum(ms for ms, _ in spent.values())),
+    }
 
 
 def against_transformers(layers: int, device: torch.device, tokens: int, product: float) -> Row:
@@ -137,13 +152,20 @@ def against_transformers(layers: int, device: torch.device, tokens: int, product
     row, *_ = speed_row(random_on_device(config, device, kernels="triton"), tokens, 0, 7, product)
     times = found["ms"]["median"] / row["ms"]["median"]
     _clear()
-    return row | {"kind": "transformers", "theirs": found, "times_transformers": significant(times),
-                  "at_least": RIVAL_LEAST, "passed": times >= RIVAL_LEAST}  # fmt: skip
+    return row | {
+        "kind": "transformers",
+        "theirs": found,
+        "times_transformers": significant(times),
+        "at_least": RIVAL_LEAST,
+        "passed": times >= RIVAL_LEAST,
+    }
 
 
 def two_layers() -> V4Config:
     """Both compressed kinds of layer at full width, one of them routed by token ids."""
-    return replace(preset("flash", 4, False), num_hidden_layers=2, compress_ratios=(4, 128), num_hash_layers=1)
+    return replace(
+        preset("flash", 4, False), num_hidden_layers=2, compress_ratios=(4, 128), num_hash_layers=1
+    )
 
 
 def site_rows(device: torch.device) -> Iterator[Row]:
@@ -153,15 +175,23 @@ def site_rows(device: torch.device) -> Iterator[Row]:
 
 
 def bench_prefill(
-    chunks: Sequence[int] = CHUNKS, behind: Sequence[int] = (0, 32768), layers: int = 43, distinct: int = 38,
-    rival_layers: int = 6, rounds: int = 7,
-) -> Iterator[Row]:  # fmt: skip
+    chunks: Sequence[int] = CHUNKS,
+    behind: Sequence[int] = (0, 32768),
+    layers: int = 43,
+    distinct: int = 38,
+    rival_layers: int = 6,
+    rounds: int = 7,
+) -> Iterator[Row]:
     """All rows. `distinct` layers have experts of their own; with `rival_layers` 0 `transformers` is left out."""
     device = torch.device("cuda")
     product = product_speed(device)
-    common = {"bench": "prefill", "model": "synth flash", **device_facts(device),
-              "read_bytes_per_second": significant(reading_speed(device)),
-              "product_operations_per_second": significant(product)}  # fmt: skip
+    common = {
+        "bench": "prefill",
+        "model": "synth flash",
+        **device_facts(device),
+        "read_bytes_per_second": significant(reading_speed(device)),
+        "product_operations_per_second": significant(product),
+    }
     for row in site_rows(device):
         yield common | row
     _clear()

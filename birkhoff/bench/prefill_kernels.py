@@ -51,21 +51,35 @@ class Meter:
     """Times calls and puts them beside what the device can do."""
 
     def __init__(self, product: float, reading: float):
-        self.product, self.reading = product, reading
+        self.product = product
+        self.reading = reading
 
     def row(
-        self, what: Row, call: Callable[[], Any], operations: float, moved: float, error: float, most: float,
+        self,
+        what: Row,
+        call: Callable[[], Any],
+        operations: float,
+        moved: float,
+        error: float,
+        most: float,
         others: Sequence[tuple[dict[str, int], Callable[[], Any]]] = (),
-    ) -> Row:  # fmt: skip
+    ) -> Row:
         """`others` are the same call with other tiles: their times say whether the chosen ones are right."""
         us = self.us(call)
         tried = [shape | {"us": self.us_if_it_fits(other)} for shape, other in others]
-        return what | ({"other_tiles": tried} if tried else {}) | {
-            "us": significant(us), "operations": significant(operations), "bytes": round(moved),
-            "share_of_product_speed": significant(operations / self.product / (us * 1e-6)),
-            "share_of_reading_speed": significant(moved / self.reading / (us * 1e-6)),
-            "error": significant(error), "passed": error < most,
-        }  # fmt: skip
+        return (
+            what
+            | ({"other_tiles": tried} if tried else {})
+            | {
+                "us": significant(us),
+                "operations": significant(operations),
+                "bytes": round(moved),
+                "share_of_product_speed": significant(operations / self.product / (us * 1e-6)),
+                "share_of_reading_speed": significant(moved / self.reading / (us * 1e-6)),
+                "error": significant(error),
+                "passed": error < most,
+            }
+        )
 
     def us_if_it_fits(self, call: Callable[[], Any]) -> float | None:
         from triton.runtime.errors import OutOfResources
@@ -132,16 +146,26 @@ def expert_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iter
             if skewed:
                 logits -= 0.5 * torch.arange(1, c.n_routed_experts + 1, device=device).log()
             bias = torch.zeros(c.n_routed_experts, device=device)
-            ids, weights = plain_experts.route(logits, bias, None, c.num_experts_per_tok, c.routed_scaling_factor)
+            ids, weights = plain_experts.route(
+                logits, bias, None, c.num_experts_per_tok, c.routed_scaling_factor
+            )
             call = partial(prefill.experts, x, ids, weights, stack, limit, None)
             true = plain_experts.experts(x[:CHECKED], ids[:CHECKED], weights[:CHECKED], stack, limit, None)
             operations = 2.0 * each * count * c.num_experts_per_tok
             used = len(ids.unique())
             moved = used * each * (0.5 + 1 / 32) + 4 * x.nbytes
-            what = {"kind": "many", "kernel": "experts", "tokens": count, "skewed": skewed, "experts_used": used,
-                    "block": prefill.block_size(ids.numel(), c.n_routed_experts)}  # fmt: skip
+            what = {
+                "kind": "many",
+                "kernel": "experts",
+                "tokens": count,
+                "skewed": skewed,
+                "experts_used": used,
+                "block": prefill.block_size(ids.numel(), c.n_routed_experts),
+            }
             given = (x, ids, weights, stack, limit, None)
-            others = [({"block": size}, partial(prefill.experts, *given, None, size)) for size in prefill.BLOCKS[1:]]
+            others = [
+                ({"block": size}, partial(prefill.experts, *given, None, size)) for size in prefill.BLOCKS[1:]
+            ]
             yield meter.row(what, call, operations, moved, error_of(call()[:CHECKED], true), 1e-2, others)
 
 
@@ -150,15 +174,21 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
     from birkhoff.kernels.mhc import decode as mhc
     from birkhoff.kernels.mhc import prefill
 
-    width, iters, eps = config.hidden_size, config.hc_sinkhorn_iters, config.hc_eps
+    width = config.hidden_size
+    iters = config.hc_sinkhorn_iters
+    eps = config.hc_eps
     for count in chunks:
         streams, y = (torch.randn(count, *shape, width, device=device).bfloat16() for shape in ((4,), ()))
-        post, mix = torch.rand(count, 4, device=device), torch.rand(count, 4, 4, device=device) / 4
+        post = torch.rand(count, 4, device=device)
+        mix = torch.rand(count, 4, 4, device=device) / 4
         fn = torch.randn(24, 4 * width, device=device) * (4 * width) ** -0.5
         made = prefill.ready(fn, streams.dtype)  # once, as a model does
-        base, scale = torch.randn(24, device=device), torch.rand(3, device=device)
+        base = torch.randn(24, device=device)
+        scale = torch.rand(3, device=device)
 
-        def boundary(part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=made, base=base, scale=scale):
+        def boundary(
+            part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=made, base=base, scale=scale
+        ):
             written = mhc.write(streams[part], y[part], post[part], mix[part])
             return prefill.read_many(written, fn, base, scale, iters, eps, eps)
 
@@ -176,14 +206,19 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
         others = [({"rows_at_once": rows}, partial(in_pieces, rows)) for rows in (512, 1024, 2048)]
         row = meter.row(what, boundary, 2.0 * count * 24 * 4 * width, moved, error, 5e-3, others)
         us = graph_us([boundary] * 4)  # as in a chunk, where launches are waiting; row has them one by one
-        row |= {"us_launched": row["us"], "us": significant(us),
-                "share_of_reading_speed": significant(moved / meter.reading / (us * 1e-6))}  # fmt: skip
+        row |= {
+            "us_launched": row["us"],
+            "us": significant(us),
+            "share_of_reading_speed": significant(moved / meter.reading / (us * 1e-6)),
+        }
         if count == 8192:
             row |= {"at_most_us": BOUNDARY_US, "passed": row["passed"] and row["us"] <= BOUNDARY_US}
         yield row
 
 
-def attention_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device) -> Iterator[Row]:
+def attention_rows(
+    config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device
+) -> Iterator[Row]:
     from birkhoff.kernels.attend.prefill import attend
 
     c, window = config, config.sliding_window
@@ -191,10 +226,8 @@ def attention_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device
         context = 2 * count
         queries = torch.randn(1, count, c.num_attention_heads, c.head_dim, device=device).bfloat16()
         recent = torch.randn(1, window - 1 + count, c.head_dim, device=device).bfloat16()
-        sink, oldest = (
-            torch.randn(c.num_attention_heads, device=device),
-            torch.zeros(1, dtype=torch.long, device=device),
-        )
+        sink = torch.randn(c.num_attention_heads, device=device)
+        oldest = torch.zeros(1, dtype=torch.long, device=device)
         for name, ratio in (("window", 0), ("all entries", 128), ("listed entries", 4)):
             entries = chosen = None
             seen = window
@@ -213,10 +246,21 @@ def attention_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device
             few = (queries[:, :CHECKED], recent[:, : window - 1 + CHECKED], oldest, entries, part, *given[2:])
             error = error_of(call()[:, :CHECKED], plain_attend.attend(*few))
             operations = 4.0 * count * c.num_attention_heads * seen * c.head_dim
-            what = {"kind": "many", "kernel": "attention", "keys": name, "tokens": count, "keys_a_query": seen}
+            what = {
+                "kind": "many",
+                "kernel": "attention",
+                "keys": name,
+                "tokens": count,
+                "keys_a_query": seen,
+            }
             tiles = [
                 {"HEADS": heads, "KEYS": keys, "num_warps": warps, "num_stages": stages}
-                for heads, keys, warps, stages in ((64, 32, 8, 2), (64, 32, 8, 3), (32, 32, 4, 2), (32, 64, 4, 2))
+                for heads, keys, warps, stages in (
+                    (64, 32, 8, 2),
+                    (64, 32, 8, 3),
+                    (32, 32, 4, 2),
+                    (32, 64, 4, 2),
+                )
             ]
             others = [(shape, partial(attend, queries, recent, oldest, *given, shape)) for shape in tiles]
             yield meter.row(what, call, operations, 2.0 * queries.nbytes, error, 2e-2, others)

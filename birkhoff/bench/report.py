@@ -87,7 +87,9 @@ def sources(package: Path = PACKAGE) -> str:
 
 def summary(values: Sequence[float]) -> dict[str, float]:
     """Median, tenth and ninetieth percentile."""
-    spread = torch.tensor(values, dtype=torch.float64).quantile(torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64))
+    spread = torch.tensor(values, dtype=torch.float64).quantile(
+        torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
+    )
     return dict(zip(("median", "p10", "p90"), (significant(value) for value in spread.tolist())))
 
 

@@ -42,11 +42,15 @@ Progress = Callable[[int, int], None]
 ROOM = 2**28
 TURN = 12  # tokens that a contender writes before the next one does
 STORIES = (
-    "Tell me a story about a dog and a red ball.", "Write a story about a girl who finds a key.",
-    "Tell a story about a boat in a storm.", "Write a story about an old clock that stops.",
-    "Tell me about a fox who wanted to fly.", "Write about two friends and a lost letter.",
-    "Tell a story about the last apple on a tree.", "Write a story about a quiet mountain.",
-)  # fmt: skip
+    "Tell me a story about a dog and a red ball.",
+    "Write a story about a girl who finds a key.",
+    "Tell a story about a boat in a storm.",
+    "Write a story about an old clock that stops.",
+    "Tell me about a fox who wanted to fly.",
+    "Write about two friends and a lost letter.",
+    "Tell a story about the last apple on a tree.",
+    "Write a story about a quiet mountain.",
+)
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,8 @@ def _run(core: EngineCore, ids: Sequence[int], count: int) -> tuple[Request, flo
 
 
 def _prefix(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
-    length, longest = setting.shared_tokens, setting.shared_tokens + 32
+    length = setting.shared_tokens
+    longest = setting.shared_tokens + 32
     drawn = torch.randint(2, engine.config.vocab_size, (setting.rounds + 1, length + 16), generator=_seeded())
     spent: dict[str, list[float]] = {"cold": [], "warm": [], "disk": []}
     cached, same = 0, True
@@ -143,10 +148,15 @@ def _prefix(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], N
             same &= len({tuple(request.output_ids) for request, _ in answers.values()}) == 1
     cold_ms, warm_ms, disk_ms = spent.values()
     return {
-        "kind": "prefix", "cached_tokens": cached, "cold_ms": summary(cold_ms), "warm_ms": summary(warm_ms),
-        "disk_ms": summary(disk_ms), "times_sooner": summary([c / w for c, w in zip(cold_ms, warm_ms)]),
-        "times_sooner_from_disk": summary([c / d for c, d in zip(cold_ms, disk_ms)]), "same_tokens": same,
-    }  # fmt: skip
+        "kind": "prefix",
+        "cached_tokens": cached,
+        "cold_ms": summary(cold_ms),
+        "warm_ms": summary(warm_ms),
+        "disk_ms": summary(disk_ms),
+        "times_sooner": summary([c / w for c, w in zip(cold_ms, warm_ms)]),
+        "times_sooner_from_disk": summary([c / d for c, d in zip(cold_ms, disk_ms)]),
+        "same_tokens": same,
+    }
 
 
 def _turns(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
@@ -169,7 +179,8 @@ def _turns(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], No
                 request, first, rest = _run(core, ids, setting.answer_tokens)
                 messages.append({"role": "assistant", "content": engine.tokenizer.decode(request.output_ids)})
                 first_ms, all_ms = first_ms + first, all_ms + first + rest
-                tokens, cached = tokens + len(ids), cached + (request.cached_tokens or 0)
+                tokens = tokens + len(ids)
+                cached = cached + (request.cached_tokens or 0)
             said[who] = [message["content"] for message in messages]
             core.close()
             if number:
@@ -178,11 +189,15 @@ def _turns(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], No
         same &= said["cold"] == said["warm"]
         tell()
     return {
-        "kind": "turns", "prompt_tokens": tokens,
-        "cold_ms": summary(reading["cold"]), "warm_ms": summary(reading["warm"]),
+        "kind": "turns",
+        "prompt_tokens": tokens,
+        "cold_ms": summary(reading["cold"]),
+        "warm_ms": summary(reading["warm"]),
         "share_of_recomputation": summary([w / c for w, c in zip(reading["warm"], reading["cold"])]),
-        "all_cold_ms": summary(whole["cold"]), "all_warm_ms": summary(whole["warm"]), "same_tokens": same,
-    }  # fmt: skip
+        "all_cold_ms": summary(whole["cold"]),
+        "all_warm_ms": summary(whole["warm"]),
+        "same_tokens": same,
+    }
 
 
 @dataclass
@@ -197,7 +212,9 @@ class _TimedAnswer:
     tokens: int = 0
 
     def go_on(self, tokens: int) -> None:
-        before, began, processor = len(self.request.output_ids), time.perf_counter(), time.thread_time()
+        before = len(self.request.output_ids)
+        began = time.perf_counter()
+        processor = time.thread_time()
         while not self.request.done and len(self.request.output_ids) - before < tokens:
             self.core.step()
             self.steps += 1
@@ -206,11 +223,14 @@ class _TimedAnswer:
         self.tokens += len(self.request.output_ids) - before
 
 
-def _in_turns(cores: dict[str, EngineCore], ids: Sequence[int], count: int, order: int) -> dict[str, _TimedAnswer]:
+def _in_turns(
+    cores: dict[str, EngineCore], ids: Sequence[int], count: int, order: int
+) -> dict[str, _TimedAnswer]:
     """The same prompt for everybody, who then write a few tokens at a time in rotating order."""
     options = SamplingOptions(temperature=0, max_tokens=count + 1, ignore_eos=True)
     answers = {
-        name: _TimedAnswer(core, Request(tuple(ids), options, count + 1, seed=0)) for name, core in cores.items()
+        name: _TimedAnswer(core, Request(tuple(ids), options, count + 1, seed=0))
+        for name, core in cores.items()
     }
     for answer in answers.values():
         answer.core.submit(answer.request)
@@ -246,22 +266,31 @@ def _speculation(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[
     rows = []
     for name in cores:
         own = [answers[name] for answers in rounds]
-        drafted, accepted = sum(a.request.drafted for a in own), sum(a.request.accepted for a in own)
+        drafted = sum(a.request.drafted for a in own)
+        accepted = sum(a.request.accepted for a in own)
         times = {
             key: summary([rate(answers[name], of) / rate(answers["plain"], of) for answers in rounds])
             for key, of in (("times_plain", "seconds"), ("times_plain_by_processor", "processor_seconds"))
         }
-        rows.append({
-            "kind": "speculation", "contender": name, "batch": 1,
-            "tokens_per_second": summary([rate(a, "seconds") for a in own]),
-            "tokens_per_processor_second": summary([rate(a, "processor_seconds") for a in own]), **times,
-            "tokens_per_step": significant(sum(a.tokens for a in own) / sum(a.steps for a in own)),
-            "step_ms": summary([a.processor_seconds / a.steps * 1e3 for a in own]),
-            "drafted": drafted, "accepted": accepted,
-            "acceptance": significant(accepted / drafted) if drafted else None,
-            "same_tokens": all(a[name].request.output_ids == a["plain"].request.output_ids for a in rounds),
-            **({"pace": pace.report()} if name == "while it pays" else {}),
-        })  # fmt: skip
+        rows.append(
+            {
+                "kind": "speculation",
+                "contender": name,
+                "batch": 1,
+                "tokens_per_second": summary([rate(a, "seconds") for a in own]),
+                "tokens_per_processor_second": summary([rate(a, "processor_seconds") for a in own]),
+                **times,
+                "tokens_per_step": significant(sum(a.tokens for a in own) / sum(a.steps for a in own)),
+                "step_ms": summary([a.processor_seconds / a.steps * 1e3 for a in own]),
+                "drafted": drafted,
+                "accepted": accepted,
+                "acceptance": significant(accepted / drafted) if drafted else None,
+                "same_tokens": all(
+                    a[name].request.output_ids == a["plain"].request.output_ids for a in rounds
+                ),
+                **({"pace": pace.report()} if name == "while it pays" else {}),
+            }
+        )
     return rows
 
 
@@ -269,7 +298,8 @@ def _speculation(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[
 def _rows(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
     """Processor milliseconds of one step of 1 to 4 tokens of one sequence with their logits, and of guessing one more
     behind 1 or 2 of them with the logits it is drawn from; the median over steps, the least of the rounds."""
-    model, state = engine.model, State.contiguous(engine.config, 1, 128, lookback=3, mtp=True)
+    model = engine.model
+    state = State.contiguous(engine.config, 1, 128, lookback=3, mtp=True)
     ids = torch.randint(2, engine.config.vocab_size, (80,), generator=_seeded()).tolist()
     model.run(Batch.of([SequenceChunk(0, 0, ids[:64])]), state, NoTap())
     least: dict[str, float] = {}
@@ -291,7 +321,11 @@ def _rows(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], Non
         for name, values in spent.items():
             least[name] = min(least.get(name, float("inf")), sorted(values)[len(values) // 2] * 1e3)
         tell()
-    return {"kind": "rows", "step_ms": {name: significant(ms) for name, ms in least.items()}, "same_tokens": True}
+    return {
+        "kind": "rows",
+        "step_ms": {name: significant(ms) for name, ms in least.items()},
+        "same_tokens": True,
+    }
 
 
 def _seeded() -> torch.Generator:

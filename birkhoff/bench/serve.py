@@ -63,9 +63,17 @@ class ServeSetting:
     cache_bytes: int = 0  # 0: what the model is given by default
 
 
-def bench_serve(model: str, setting: ServeSetting, progress: Advance | None = None) -> Iterator[dict[str, Any]]:
+def bench_serve(
+    model: str, setting: ServeSetting, progress: Advance | None = None
+) -> Iterator[dict[str, Any]]:
     """One line for the engine, one for the streams, one for the overload."""
-    common = {**facts(), "bench": "serve", "model": model, "streams": setting.streams, "tokens": setting.tokens}
+    common = {
+        **facts(),
+        "bench": "serve",
+        "model": model,
+        "streams": setting.streams,
+        "tokens": setting.tokens,
+    }
     if setting.cache_bytes:
         common["cache_bytes"] = setting.cache_bytes
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads)}
@@ -75,7 +83,9 @@ def bench_serve(model: str, setting: ServeSetting, progress: Advance | None = No
         _streams(server, setting, min(10.0, setting.seconds))  # warm: callers and kernels are ready
         filled = server.number("birkhoff_prefix_pages")
         memory = [(0.0, server.resident_bytes())]
-        began, spent, own = time.monotonic(), server.cpu_seconds(), time.process_time()
+        began = time.monotonic()
+        spent = server.cpu_seconds()
+        own = time.process_time()
 
         def tick() -> None:
             passed = time.monotonic() - began
@@ -84,26 +94,42 @@ def bench_serve(model: str, setting: ServeSetting, progress: Advance | None = No
                 progress(int(min(passed, setting.seconds)), int(setting.seconds))
 
         seen = _streams(server, setting, setting.seconds, tick)
-        elapsed, spent = time.monotonic() - began, server.cpu_seconds() - spent
+        elapsed = time.monotonic() - began
+        spent = server.cpu_seconds() - spent
         own, idle = time.process_time() - own, server.idle()
         memory.append((elapsed, server.resident_bytes()))
         alone.append(_engine_alone(model, setting, environment))
         engine, cpu_ms = (sum(each) / len(alone) for each in zip(*alone))
-        yield {**common, "kind": "engine", "tokens_per_s": [significant(rate) for rate, _ in alone],
-               "cpu_ms_per_token": [significant(ms) for _, ms in alone]}  # fmt: skip
+        yield {
+            **common,
+            "kind": "engine",
+            "tokens_per_s": [significant(rate) for rate, _ in alone],
+            "cpu_ms_per_token": [significant(ms) for _, ms in alone],
+        }
         made = max(seen.tokens, 1)
         rate = made / elapsed
         yield {
-            **common, "kind": "streams", "seconds": significant(elapsed), "tokens_per_s": significant(rate),
-            "share_of_engine": significant(rate / engine), "cpu_ms_per_token": significant(spent * 1e3 / made),
+            **common,
+            "kind": "streams",
+            "seconds": significant(elapsed),
+            "tokens_per_s": significant(rate),
+            "share_of_engine": significant(rate / engine),
+            "cpu_ms_per_token": significant(spent * 1e3 / made),
             "cpu_share_of_engine": significant(cpu_ms * made / (spent * 1e3)),
             "callers_cpu_ms_per_token": significant(own * 1e3 / made),
-            "answers": seen.ended, "failed": seen.failed, "first_token_ms": _spread(seen.first),
-            "between_tokens_ms": _spread(seen.between), "resident_bytes": _course(memory),
-            "prefix": {"pages_before": filled,
-                       **{name: server.number(f"birkhoff_prefix_{name}") for name in ("pages", "bytes", "evictions")}},
+            "answers": seen.ended,
+            "failed": seen.failed,
+            "first_token_ms": _spread(seen.first),
+            "between_tokens_ms": _spread(seen.between),
+            "resident_bytes": _course(memory),
+            "prefix": {
+                "pages_before": filled,
+                **{
+                    name: server.number(f"birkhoff_prefix_{name}") for name in ("pages", "bytes", "evictions")
+                },
+            },
             "everything_ended": idle,
-        }  # fmt: skip
+        }
         yield {**common, "kind": "overload", **_overload(server, setting)}
 
 
@@ -132,18 +158,36 @@ def _course(memory: list[tuple[float, int]]) -> dict[str, Any]:
     moved = sum((at - middle[0]) * (held - middle[1]) for at, held in later)
     spread = sum((at - middle[0]) ** 2 for at, _ in later)
     marks = itertools.takewhile(lambda mark: mark <= memory[-1][0], itertools.count(0.0, SERIES))
-    return {"before": memory[0][1], "half": later[0][1], "after": memory[-1][1],
-            "later_growth": max(held for _, held in later) - later[0][1],
-            "later_growth_per_minute": round(60 * moved / spread) if spread else 0,
-            "series": [next(held for at, held in memory if at >= mark) for mark in marks]}  # fmt: skip
+    return {
+        "before": memory[0][1],
+        "half": later[0][1],
+        "after": memory[-1][1],
+        "later_growth": max(held for _, held in later) - later[0][1],
+        "later_growth_per_minute": round(60 * moved / spread) if spread else 0,
+        "series": [next(held for at, held in memory if at >= mark) for mark in marks],
+    }
 
 
 class _Server:
     """`birkhoff serve` in a process of its own."""
 
     def __init__(self, model: str, setting: ServeSetting, environment: dict[str, str]):
-        words = [sys.executable, "-m", "birkhoff", "serve", "--model", model, "--port", "0", "--log", "off",
-                 "--max-requests", str(setting.streams), "--max-connections", "256"]  # fmt: skip
+        words = [
+            sys.executable,
+            "-m",
+            "birkhoff",
+            "serve",
+            "--model",
+            model,
+            "--port",
+            "0",
+            "--log",
+            "off",
+            "--max-requests",
+            str(setting.streams),
+            "--max-connections",
+            "256",
+        ]
         if setting.cache_bytes:
             words += ["--cache-bytes", str(setting.cache_bytes)]
         self.process = subprocess.Popen(
@@ -214,7 +258,9 @@ def _fill(server: _Server, setting: ServeSetting, seconds: float) -> None:
         call_all(server.address, itertools.islice(bodies(), 8 * setting.streams), setting.streams)
 
 
-def _streams(server: _Server, setting: ServeSetting, seconds: float, tick: Callable[[], None] = lambda: None) -> Seen:
+def _streams(
+    server: _Server, setting: ServeSetting, seconds: float, tick: Callable[[], None] = lambda: None
+) -> Seen:
     """Each caller asks again and again until the time is up, and lets its last answer end."""
     return call_all(server.address, _bodies(setting, time.monotonic() + seconds), setting.streams, tick)
 

@@ -34,10 +34,17 @@ from birkhoff.model.transformer import Transformer
 
 Row = dict[str, Any]
 Seen = dict[Key, torch.Tensor]
-Biases = Sequence[torch.Tensor | None]  # of every layer's router, None where experts are looked up by token id
-MAY_DIFFER = {"prompt": 0.01, "decode": 0.0}  # share of rows beyond the tolerance, of those that have not parted
+Biases = Sequence[
+    torch.Tensor | None
+]  # of every layer's router, None where experts are looked up by token id
+MAY_DIFFER = {
+    "prompt": 0.01,
+    "decode": 0.0,
+}  # share of rows beyond the tolerance, of those that have not parted
 MAY_PART = 0.1  # share of rows that may, and one row more, but never all
-MARGIN = 0.5  # of the tolerance: how far a score may be from the last chosen one's for its expert to come or go
+MARGIN = (
+    0.5  # of the tolerance: how far a score may be from the last chosen one's for its expert to come or go
+)
 BEHIND_ROUTER = {"logits", MOE_TOPK.name, MLP_OUT.name, *(site.name for site in SITES if site.once)}
 
 
@@ -83,7 +90,9 @@ def read_plainly(model: Transformer, batch: Batch, state: State, plain: bool) ->
     return seen
 
 
-def replayed(graphs: CudaGraphs, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]) -> Seen:
+def replayed(
+    graphs: CudaGraphs, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]
+) -> Seen:
     """The same sites of one decoding step, captured on the way."""
     jobs = [Taken(every_site(graphs.decoder.config)) for _ in tokens]
     spans = [Span(Plan(jobs=(job,)), row, positions[row], [tokens[row]], 0) for row, job in enumerate(jobs)]
@@ -91,8 +100,8 @@ def replayed(graphs: CudaGraphs, tokens: Sequence[int], positions: Sequence[int]
     assert tap is not None
     wishes = graphs.sorted_out(tap)
     assert wishes is not None, "captures have a fixed shape"
-    desk, _ = graphs._find(len(tokens), max(positions) + 1)
-    desk.poison()
+    buffers, _ = graphs._find(len(tokens), max(positions) + 1)
+    buffers.poison()
     logits, _ = graphs.step(tokens, positions, slots, tap, wishes)
     tap.deliver()
     seen: Seen = {key: torch.cat([job.got[key][0] for job in jobs]).float() for key in jobs[0].got}
@@ -124,12 +133,17 @@ def compare(mine: Seen, true: Seen, biases: Biases, tolerance: float, what: Row)
         finite = all(bool(error.isfinite().all()) for error in errors)  # also where a row has parted
         few_parted = all(int(away.sum()) <= most_parted for away in gone)
         row = what | {
-            "kind": "site", "site": name, "layers": len(layers), "rows": rows * len(layers),
-            "error_median": significant(kept.median().item()), "error_most": significant(kept.max().item()),
-            "share_beyond": significant(beyond), "tolerance": tolerance,
+            "kind": "site",
+            "site": name,
+            "layers": len(layers),
+            "rows": rows * len(layers),
+            "error_median": significant(kept.median().item()),
+            "error_most": significant(kept.max().item()),
+            "share_beyond": significant(beyond),
+            "tolerance": tolerance,
             "share_parted": significant(torch.cat(gone).float().mean().item()),
             "passed": finite and beyond <= MAY_DIFFER[what["phase"]] and few_parted,
-        }  # fmt: skip
+        }
         if name == MOE_TOPK.name:
             row |= choices | {"passed": row["passed"] and choices["wide_choices"] == 0}
         yield row
@@ -142,7 +156,9 @@ def _parts_before(name: str, layer: int, layers: int) -> int:
 
 def _choices(mine: Seen, true: Seen, biases: Biases, margin: float) -> tuple[list[torch.Tensor], Row]:
     """Which rows have parted before each layer, and behind the last; and how near to equal their choices were."""
-    parted, most, wide = [torch.zeros(len(true[MOE_TOPK.name, 0]), dtype=torch.bool)], 0.0, 0
+    parted = [torch.zeros(len(true[MOE_TOPK.name, 0]), dtype=torch.bool)]
+    most = 0.0
+    wide = 0
     for layer, bias in enumerate(biases):
         logits = true[MOE_ROUTER_LOGITS.name, layer]
         here, there = (_members(seen[MOE_TOPK.name, layer][..., 0], logits.shape[1]) for seen in (mine, true))
@@ -175,17 +191,27 @@ def _errors(name: str, mine: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
 
 
 def compare_sites(
-    model: Transformer, device: torch.device, lengths: Sequence[int], steps: int, tolerance: float, fast: bool | None
+    model: Transformer,
+    device: torch.device,
+    lengths: Sequence[int],
+    steps: int,
+    tolerance: float,
+    fast: bool | None,
 ) -> Iterator[Row]:
     """Prompts of `lengths` tokens, then `steps` tokens behind each, both ways; `model` has the kernels of a GPU."""
-    config, rows, biases = model.config, len(lengths), router_biases(model)
+    config = model.config
+    rows = len(lengths)
+    biases = router_biases(model)
     tokens = torch.randint(config.vocab_size, (rows, max(lengths) + steps))
     states = [
         State.contiguous(config, rows + 1, max(lengths) + steps, device=device, dtype=model.numerics.dtype)
         for _ in range(2)
     ]
-    about = {"hidden": config.hidden_size, "layers_in_all": config.num_hidden_layers,
-             "dtype": str(model.numerics.dtype).removeprefix("torch.")}  # fmt: skip
+    about = {
+        "hidden": config.hidden_size,
+        "layers_in_all": config.num_hidden_layers,
+        "dtype": str(model.numerics.dtype).removeprefix("torch."),
+    }
     for slot, length in enumerate(lengths):
         batch = Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device)
         true = read_plainly(model, batch, states[0], plain=True)
@@ -198,7 +224,9 @@ def compare_sites(
         for layer, other in zip(states[1].layers, states[0].layers):
             for kind, pages in other.pages.items():
                 layer.pages[kind].copy_(pages)
-        graphs = CudaGraphs(Decoder(model, states[1], fast=fast), scratch=rows, max_context=max(lengths) + steps)
+        graphs = CudaGraphs(
+            Decoder(model, states[1], fast=fast), scratch=rows, max_context=max(lengths) + steps
+        )
     for step in range(steps):
         at = [length + step for length in lengths]
         chosen = [int(tokens[slot, at[slot]]) for slot in range(rows)]

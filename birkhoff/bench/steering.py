@@ -65,10 +65,15 @@ class Steered(OurEngine):
     """Our engine with requests that carry plans, or none."""
 
     def __init__(
-        self, engine: birkhoff.Engine, setting: SteeringSetting, name: str, plan: Callable[[int, Tokens], Plan | None]
+        self,
+        engine: birkhoff.Engine,
+        setting: SteeringSetting,
+        name: str,
+        plan: Callable[[int, Tokens], Plan | None],
     ):
         super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
-        self.name, self._plan = name, plan
+        self.name = name
+        self._plan = plan
         if name == "plain":
             self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
 
@@ -95,11 +100,17 @@ def bench_steering(model: str | Path | None = None, setting: SteeringSetting | N
                 synth(given, "nano")
             with birkhoff.load(given, device="cpu", max_requests=1) as engine:
                 common = {
-                    "bench": "interp", "model": "synth nano" if model is None else str(model),
-                    "shape": {"layers": engine.config.num_hidden_layers, "hidden": engine.config.hidden_size,
-                              "streams": engine.config.hc_mult},
-                    "dtype": engine.settings["dtype"], **vars(setting), **facts(),
-                }  # fmt: skip
+                    "bench": "interp",
+                    "model": "synth nano" if model is None else str(model),
+                    "shape": {
+                        "layers": engine.config.num_hidden_layers,
+                        "hidden": engine.config.hidden_size,
+                        "streams": engine.config.hc_mult,
+                    },
+                    "dtype": engine.settings["dtype"],
+                    **vars(setting),
+                    **facts(),
+                }
                 for row in (*_decoding(engine, setting), _reconstruction(engine, setting)):
                     yield common | row
     finally:
@@ -111,7 +122,9 @@ def _decoding(engine: birkhoff.Engine, setting: SteeringSetting) -> Iterator[Row
     shape = (setting.batch, setting.prompt_tokens)
     prompts = torch.randint(engine.config.vocab_size, shape, generator=generator).tolist()
     everybody = _contenders(engine, setting)
-    seconds: dict[str, list[tuple[float, float]]] = {who.name: [] for who in everybody}  # of the wall, of processors
+    seconds: dict[str, list[tuple[float, float]]] = {
+        who.name: [] for who in everybody
+    }  # of the wall, of processors
     try:
         for who in everybody:
             who.prefill(prompts)
@@ -130,26 +143,32 @@ def _decoding(engine: birkhoff.Engine, setting: SteeringSetting) -> Iterator[Row
             summary([one[clock] / other[clock] for one, other in zip(own[warm:], seconds["plain"][warm:])])
             for clock in (0, 1)
         )
-        row: Row = {"kind": "steering", "phase": "decode", "contender": name,
-                    "ms": summary([1e3 * value for value, _ in own[warm:]]),
-                    "processor_ms": summary([1e3 * value for _, value in own[warm:]]),
-                    "times_plain": wall, "times_plain_processor": processors}  # fmt: skip
+        row: Row = {
+            "kind": "steering",
+            "phase": "decode",
+            "contender": name,
+            "ms": summary([1e3 * value for value, _ in own[warm:]]),
+            "processor_ms": summary([1e3 * value for _, value in own[warm:]]),
+            "times_plain": wall,
+            "times_plain_processor": processors,
+        }
         if name in BARS:
             row |= {"at_most": BARS[name], "passed": row["times_plain"]["median"] <= BARS[name]}
         yield row
 
 
 def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steered]:
-    layers, width = engine.config.num_hidden_layers, engine.schema["mhc_streams_pre_attn"].width
+    layers = engine.config.num_hidden_layers
+    width = engine.schema["mhc_streams_pre_attn"].width
     hook, middle = "mhc_streams_pre_attn", layers // 2
     vectors = torch.randn(setting.batch, width, generator=torch.Generator().manual_seed(1)) * 0.01
 
     def adds(make: Callable[[int], Sequence[Add]]) -> Callable[[int, Tokens], Plan]:
-        desk = SteeringResolver(engine.schema, layers)
+        buffers = SteeringResolver(engine.schema, layers)
 
         def plan(number: int, ids: Tokens) -> Plan:
-            edits = desk.edits(list(make(number)), ids, setting.steps + 1)
-            return Plan(edits=edits, table=desk.table(edits))
+            edits = buffers.edits(list(make(number)), ids, setting.steps + 1)
+            return Plan(edits=edits, table=buffers.table(edits))
 
         return plan
 
@@ -174,8 +193,14 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
 def _dictionary(engine: birkhoff.Engine) -> Sae:
     width = engine.config.hidden_size
     weights = torch.randn(2, FEATURES, width, generator=torch.Generator().manual_seed(2)) / width**0.5
-    return Sae(weights[0], torch.full((FEATURES,), -1.0), weights[1], torch.zeros(width), hook="mlp_out",
-               layer=engine.config.num_hidden_layers // 2)  # fmt: skip
+    return Sae(
+        weights[0],
+        torch.full((FEATURES,), -1.0),
+        weights[1],
+        torch.zeros(width),
+        hook="mlp_out",
+        layer=engine.config.num_hidden_layers // 2,
+    )
 
 
 def _reconstruction(engine: birkhoff.Engine, setting: SteeringSetting) -> Row:
@@ -187,7 +212,8 @@ def _reconstruction(engine: birkhoff.Engine, setting: SteeringSetting) -> Row:
     (use,) = edit.sites.values()
     rows = setting.batch * setting.prompt_tokens  # as many as a step that reads all prompts has
     x = torch.randn(rows, engine.config.hidden_size, generator=torch.Generator().manual_seed(3))
-    encoder, decoder = sae.encoder.t().contiguous(), sae.decoder.contiguous()
+    encoder = sae.encoder.t().contiguous()
+    decoder = sae.decoder.contiguous()
     spliced, products = [], []
     with torch.inference_mode():
         for turn in range(20):
@@ -200,7 +226,15 @@ def _reconstruction(engine: birkhoff.Engine, setting: SteeringSetting) -> Row:
                 spliced.append(middle - began)
                 products.append(ended - middle)
     ratio = summary([one / other for one, other in zip(spliced, products)])
-    return {"kind": "steering", "phase": "prefill", "contender": "reconstruction", "rows": rows, "features": FEATURES,
-            "ms": summary([1e3 * value for value in spliced]),
-            "products_ms": summary([1e3 * value for value in products]), "times_products": ratio,
-            "at_most": PRODUCTS_BAR, "passed": ratio["median"] <= PRODUCTS_BAR}  # fmt: skip
+    return {
+        "kind": "steering",
+        "phase": "prefill",
+        "contender": "reconstruction",
+        "rows": rows,
+        "features": FEATURES,
+        "ms": summary([1e3 * value for value in spliced]),
+        "products_ms": summary([1e3 * value for value in products]),
+        "times_products": ratio,
+        "at_most": PRODUCTS_BAR,
+        "passed": ratio["median"] <= PRODUCTS_BAR,
+    }

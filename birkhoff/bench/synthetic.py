@@ -113,7 +113,9 @@ def _expert_stack(module: Experts, device: torch.device) -> dict[str, torch.Tens
 
 def _scales(shape: torch.Size, spread: float, device: torch.device) -> torch.Tensor:
     """Powers of two near `spread`, half of them twice the others."""
-    return torch.randint(0, 2, shape, dtype=torch.uint8, device=device) + (127 + math.floor(math.log2(spread)))
+    return torch.randint(0, 2, shape, dtype=torch.uint8, device=device) + (
+        127 + math.floor(math.log2(spread))
+    )
 
 
 def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
@@ -151,7 +153,9 @@ def _plain(name: str, tensor: torch.Tensor, module: nn.Module) -> tuple[float, f
     )
 
 
-def filled_state(config: V4Config, slots: int, tokens: int, device: torch.device, dtype=torch.bfloat16) -> State:
+def filled_state(
+    config: V4Config, slots: int, tokens: int, device: torch.device, dtype=torch.bfloat16
+) -> State:
     """A state in which every sequence has `tokens` random tokens behind it, with room for 256 more."""
     state = State.contiguous(config, slots, tokens + 256, device=device, dtype=dtype)
     for layer in state.layers:

@@ -51,16 +51,26 @@ class TapBaselines:
     def __init__(self, model: Transformer, batch: int, features: int):
         c, device = model.config, model.embed.device
         dtype = str(model.numerics.dtype).removeprefix("torch.")
-        self.schema = build_hook_schema(c.hidden_size, dtype, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok)
-        self.layers, self.middle, self.batch = c.num_hidden_layers, c.num_hidden_layers // 2, batch
+        self.schema = build_hook_schema(
+            c.hidden_size, dtype, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok
+        )
+        self.layers = c.num_hidden_layers
+        self.middle = c.num_hidden_layers // 2
+        self.batch = batch
         self.tables = Tables(device)
         self.steering = SteeringResolver(self.schema, self.layers, tables=self.tables)
         self.saes = SaeResolver(self.schema, self.layers, device)
         g = torch.Generator().manual_seed(1)
         self.vectors = torch.randn(batch, self.schema[HOOK].width, generator=g) * 0.01
         weights = torch.randn(2, features, c.hidden_size, generator=g) / c.hidden_size**0.5
-        sae = Sae(weights[0], torch.full((features,), -1.0), weights[1], torch.zeros(c.hidden_size), hook=OUT,
-                  layer=self.middle)  # fmt: skip
+        sae = Sae(
+            weights[0],
+            torch.full((features,), -1.0),
+            weights[1],
+            torch.zeros(c.hidden_size),
+            hook=OUT,
+            layer=self.middle,
+        )
         self.saes.attach("some", sae, "delta", list(range(SET)))
         self.held = self.saes.attach("full", sae, "full").module.hosts[OUT, self.middle].held
 
@@ -69,12 +79,13 @@ class TapBaselines:
         made: dict[str, Callable[[int], Plan]] = {
             "idle": lambda n: self._adds([Add(self.vectors[n], HOOK, "all", phase="prefill")], room),
             "vectors": lambda n: self._adds([Add(self.vectors[n], HOOK, [self.middle])], room),
-            "outputs": lambda n: Plan(jobs=(Taken([(hook, layer) for layer in range(self.layers)
-                                                   for hook in ("post_attn", OUT)]),)),
+            "outputs": lambda n: Plan(
+                jobs=(Taken([(hook, layer) for layer in range(self.layers) for hook in ("post_attn", OUT)]),)
+            ),
             "four layers": lambda n: Plan(jobs=(Taken(self._four()),)) if n == 0 else Plan(),
             "features": lambda n: self._features([SaeSet("some", dict.fromkeys(range(SET), 0.1))], room),
             "reconstruction": lambda n: self._features([SaeReconstruct("full", error="drop")], room),
-        }  # fmt: skip
+        }
         return [made[name](row) for row in range(self.batch)] if name in made else None
 
     def _four(self) -> list[tuple[str, int]]:
@@ -98,7 +109,9 @@ class TappedSteps:
     """Steps of a batch as `engine.runner` runs them, with what it keeps between them. `plans`: one for each row."""
 
     def __init__(self, graphs: CudaGraphs, plans: list[Plan] | None, batch: int):
-        self.graphs, self.plans, self.batch = graphs, plans, batch
+        self.graphs = graphs
+        self.plans = plans
+        self.batch = batch
         self.device = graphs.decoder.state.device
         self.all_replayed = True
         self._staging = StepStaging(self.device)
@@ -112,7 +125,9 @@ class TappedSteps:
         began = time.perf_counter()
         tap = None
         if self.plans is not None:
-            spans = [Span(p, row, at, [self._tokens[row]], 1) for row, p in enumerate(self.plans) if not p.rests]
+            spans = [
+                Span(p, row, at, [self._tokens[row]], 1) for row, p in enumerate(self.plans) if not p.rests
+            ]
             tap = arm(self._staging, spans, self.batch) if spans else None
         wishes = None if tap is None else self.graphs.sorted_out(tap)
         self.all_replayed &= tap is None or wishes is not None
@@ -131,7 +146,13 @@ class TappedSteps:
 
 @torch.inference_mode()
 def cost_rows(
-    graphs: CudaGraphs, batch: int, start: int, steps: int, features: int, warm: int = 4, names: Sequence[str] = NAMES
+    graphs: CudaGraphs,
+    batch: int,
+    start: int,
+    steps: int,
+    features: int,
+    warm: int = 4,
+    names: Sequence[str] = NAMES,
 ) -> Iterator[Row]:
     """One row a contender, in turns with the step that nobody looks at."""
     contenders = TapBaselines(graphs.decoder.model, batch, features)
@@ -149,10 +170,20 @@ def cost_rows(
             own.append(watched.step(turn))
         watched.hand_over()
         ratio = summary([one / other for one, other in zip(own, off)])
-        row: Row = {"kind": "taps", "contender": name, "batch": batch, "ms": summary(own), "ms_off": summary(off),
-                    "times_off": ratio, "replayed": watched.all_replayed}  # fmt: skip
+        row: Row = {
+            "kind": "taps",
+            "contender": name,
+            "batch": batch,
+            "ms": summary(own),
+            "ms_off": summary(off),
+            "times_off": ratio,
+            "replayed": watched.all_replayed,
+        }
         if name in BARS:
-            row |= {"at_most": BARS[name], "passed": watched.all_replayed and ratio["median"] <= BARS[name] + NOISE}
+            row |= {
+                "at_most": BARS[name],
+                "passed": watched.all_replayed and ratio["median"] <= BARS[name] + NOISE,
+            }
         else:
             row |= reconstruction(contenders.held, graphs, batch, start + warm + steps, row)
         yield row
@@ -166,16 +197,25 @@ def reconstruction(held: DeviceSae, graphs: CudaGraphs, rows: int, length: int, 
     x = torch.randn(rows, held.encoder.shape[1], device=device)
     products = summary(milliseconds(lambda: torch.mm(torch.mm(x, held.encoder.T), held.decoder), device))
     own, off = row["ms"], row["ms_off"]
-    last, (_, graph) = graphs.last_watched, graphs._find(rows, length)
+    last = graphs.last_watched
+    (_, graph) = graphs._find(rows, length)
     if last is not None and last.graph is not None and graph is not None:
         own, off = (summary(milliseconds(one.replay, device)) for one in (last.graph, graph))
     times = (own["median"] - off["median"]) / products["median"]
-    return {"features": len(held.encoder), "products_ms": products, "device_ms": own, "device_ms_off": off,
-            "times_products": significant(times), "at_most": PRODUCTS_BAR,
-            "passed": row["replayed"] and times <= PRODUCTS_BAR}  # fmt: skip
+    return {
+        "features": len(held.encoder),
+        "products_ms": products,
+        "device_ms": own,
+        "device_ms_off": off,
+        "times_products": significant(times),
+        "at_most": PRODUCTS_BAR,
+        "passed": row["replayed"] and times <= PRODUCTS_BAR,
+    }
 
 
-def milliseconds(call: Callable[[], Any], device: torch.device, count: int = 20, warm: int = 4) -> list[float]:
+def milliseconds(
+    call: Callable[[], Any], device: torch.device, count: int = 20, warm: int = 4
+) -> list[float]:
     """Of each of many calls one after the other: on a GPU by its own clock, so that what the host does is hidden."""
     spent = []
     if device.type != "cuda":
@@ -197,7 +237,7 @@ def kernel_row(graphs: CudaGraphs, batch: int, start: int) -> Row:
     """Kernels of a replayed step that nobody looks at, and of the bare decoder's launches."""
     from torch.profiler import ProfilerActivity, profile
 
-    desk, graph = graphs._find(batch, start + 1)
+    buffers, graph = graphs._find(batch, start + 1)
     assert graph is not None, "kernels are counted on a GPU"
 
     def launched(call: Callable[[], Any]) -> int:
@@ -206,15 +246,26 @@ def kernel_row(graphs: CudaGraphs, batch: int, start: int) -> Row:
             torch.cuda.synchronize()
         return sum(event.device_type.name == "CUDA" for event in log.events())
 
-    off, bare = launched(graph.replay), launched(lambda: graphs.decoder.step(desk))
-    return {"kind": "taps", "contender": "off", "batch": batch, "kernels": off, "kernels_bare": bare,
-            "passed": off == bare}  # fmt: skip
+    off = launched(graph.replay)
+    bare = launched(lambda: graphs.decoder.step(buffers))
+    return {
+        "kind": "taps",
+        "contender": "off",
+        "batch": batch,
+        "kernels": off,
+        "kernels_bare": bare,
+        "passed": off == bare,
+    }
 
 
 def bench_taps(
-    batches: Sequence[int] = (1, 16), context: int = 4096, layers: int = 43, distinct: int = 38, steps: int = 60,
+    batches: Sequence[int] = (1, 16),
+    context: int = 4096,
+    layers: int = 43,
+    distinct: int = 38,
+    steps: int = 60,
     features: int = 65536,
-) -> Iterator[Row]:  # fmt: skip
+) -> Iterator[Row]:
     """All rows, at V4-Flash's width with random weights."""
     from birkhoff.bench.decode import device_facts
     from birkhoff.bench.synthetic import filled_state, random_on_device

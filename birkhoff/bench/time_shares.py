@@ -38,7 +38,8 @@ class ClockTap:
 
     def start(self) -> None:
         self.seconds.clear()
-        self.last, self.begun = time.perf_counter(), False
+        self.last = time.perf_counter()
+        self.begun = False
 
     def mark(self, part: str) -> None:
         now = time.perf_counter()
@@ -49,12 +50,16 @@ class ClockTap:
         self.see(site)
         return x
 
-    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self.see(site)
         return x, x
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
-        self.mark(PART.get(site, "mhc") if self.begun else "other")  # before the first site: batch, embedding, phases
+        self.mark(
+            PART.get(site, "mhc") if self.begun else "other"
+        )  # before the first site: batch, embedding, phases
         self.begun = True
 
     def at(self, layer: int) -> ClockTap:
@@ -65,7 +70,8 @@ class Stopwatch:
     """Stands in for a part of the engine and times one of its calls."""
 
     def __init__(self, inner: Any, call: str):
-        self._inner, self._call = inner, call
+        self._inner = inner
+        self._call = call
         self.seconds: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
@@ -98,8 +104,10 @@ def engine_shares(contender: OurEngine, prompts: list[Tokens], steps: int) -> di
     """Milliseconds of the model, the sampler and the engine itself in the median decoding step."""
     core = contender.core
     tokens = contender.prefill(prompts)
-    runner, sampler = Stopwatch(core.runner, "run"), Stopwatch(core.sampler, "draw")
-    core.runner, core.sampler = runner, sampler  # type: ignore[assignment]
+    runner = Stopwatch(core.runner, "run")
+    sampler = Stopwatch(core.sampler, "draw")
+    core.runner = runner  # type: ignore[assignment]
+    core.sampler = sampler  # type: ignore[assignment]
     try:
         whole = []
         for _ in range(steps):
@@ -107,7 +115,8 @@ def engine_shares(contender: OurEngine, prompts: list[Tokens], steps: int) -> di
             tokens = contender.step(tokens)
             whole.append(time.perf_counter() - began)
     finally:
-        core.runner, core.sampler = runner._inner, sampler._inner
+        core.runner = runner._inner
+        core.sampler = sampler._inner
     rest = [all_ - ran - drawn for all_, ran, drawn in zip(whole, runner.seconds, sampler.seconds)]
     return {
         "model": _median_ms(runner.seconds),

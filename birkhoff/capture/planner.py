@@ -56,10 +56,18 @@ class CapturePlanner:
     """Turns wishes into plans and plans into results, for one engine."""
 
     def __init__(
-        self, schema: Mapping[str, HookSchema], num_layers: int, model: str, root: str | Path | None = None,
-        overload_policy: str = "spill", kept_results: int = KEPT_RESULTS, rules: CaptureRules | None = None,
-    ):  # fmt: skip
-        self._schema, self._num_layers, self._model = schema, num_layers, model
+        self,
+        schema: Mapping[str, HookSchema],
+        num_layers: int,
+        model: str,
+        root: str | Path | None = None,
+        overload_policy: str = "spill",
+        kept_results: int = KEPT_RESULTS,
+        rules: CaptureRules | None = None,
+    ):
+        self._schema = schema
+        self._num_layers = num_layers
+        self._model = model
         self.rules = rules or CaptureRules(Projections(schema))
         self._consumers: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
         self._patience: dict[str, int] = {}
@@ -71,13 +79,17 @@ class CapturePlanner:
         """Requests may send rows to `consumer` under this name from now on. Closing the desk shuts it down."""
         if not isinstance(name, str) or not name or self._consumers.get(name) is not None:
             taken = ", ".join(sorted(known for known, rules in self._consumers.items() if rules is not None))
-            raise OptionError(f"a consumer is called {quoted(name)}, expected a name that is not taken: {taken}.")
+            raise OptionError(
+                f"a consumer is called {quoted(name)}, expected a name that is not taken: {taken}."
+            )
         self._dispatcher.add(name, consumer)
         self._patience[name] = getattr(consumer, "patience_bytes", 0)  # a live view wants every step at once
         files = isinstance(consumer, FilesystemConsumer)
         self._consumers[name] = ConsumerRules(files, LAYOUTS if files else (), "file" if files else "handle")
 
-    def plan(self, wish: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int, choice: str = "") -> Plan:
+    def plan(
+        self, wish: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int, choice: str = ""
+    ) -> Plan:
         """One request's plan. `choice` keeps the file names of several prompts or answers apart."""
         projections = self.rules.projections
         found = resolve_capture_request(self._by_consumer(wish, choice), self._facts(prompt_ids, max_tokens))
@@ -93,23 +105,34 @@ class CapturePlanner:
             else:
                 facts_of_file = {"model": self._model, "capture_hash": digest}
                 if matrix is not None:
-                    facts_of_file |= {"project": str(resolved.capture.project), "project_digest": matrix.digest}
+                    facts_of_file |= {
+                        "project": str(resolved.capture.project),
+                        "project_digest": matrix.digest,
+                    }
                 keeper = DispatchSink(
                     self._dispatcher, resolved, len(prompt_ids), facts_of_file, self._patience[consumer]
                 )
             jobs.append(CaptureJob(resolved, keeper, None if matrix is None else matrix.matrix, digest))
         return Plan(tuple(jobs))
 
-    def estimate(self, wish: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int) -> dict[str, Estimate]:
+    def estimate(
+        self, wish: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int
+    ) -> dict[str, Estimate]:
         """What a capture would store at most, by consumer; nothing is begun."""
         found = resolve_capture_request(self._by_consumer(wish, ""), self._facts(prompt_ids, max_tokens))
         return {consumer: resolved.estimate for consumer, resolved in found.items()}
 
     def _facts(self, prompt_ids: tuple[int, ...], max_tokens: int) -> CaptureContext:
         return CaptureContext(
-            self._schema, self._num_layers, prompt_ids, max_tokens, self._consumers, self.rules.projections.shapes,
-            self.rules.max_request_bytes, self.rules.max_inline_bytes,
-        )  # fmt: skip
+            self._schema,
+            self._num_layers,
+            prompt_ids,
+            max_tokens,
+            self._consumers,
+            self.rules.projections.shapes,
+            self.rules.max_request_bytes,
+            self.rules.max_inline_bytes,
+        )
 
     def close(self) -> None:
         self._dispatcher.shutdown()
@@ -144,16 +167,24 @@ class DispatchSink:
     engine a turn whatever its size, and a decoding step has a row for every site of every request."""
 
     def __init__(
-        self, dispatcher: Dispatcher, resolved: ResolvedCapture, prompt_len: int, facts: Mapping[str, Any],
+        self,
+        dispatcher: Dispatcher,
+        resolved: ResolvedCapture,
+        prompt_len: int,
+        facts: Mapping[str, Any],
         patience: int = 0,
-    ):  # fmt: skip
+    ):
         capture = resolved.capture
-        self._dispatcher, self._consumer, self._prompt_len = dispatcher, resolved.consumer, prompt_len
-        self._key, self._tag = uuid.uuid4().hex, capture.tag or "captures"
+        self._dispatcher = dispatcher
+        self._consumer = resolved.consumer
+        self._prompt_len = prompt_len
+        self._key = uuid.uuid4().hex
+        self._tag = capture.tag or "captures"
         self._row_shape = {hook: row.shape for hook, row in resolved.rows.items()}
         self._sent: dict[Address, tuple[int, int]] = {}  # rows and steps so far
         self._waiting: dict[Address, list[tuple[StoredRows, SiteRows]]] = {}
-        self._weight, self._patience = 0, patience
+        self._weight = 0
+        self._patience = patience
         meta = {**facts, "capture_point": capture.capture_point, "prompt_len": prompt_len}
         if capture.streams is not None:
             meta["streams"] = list(capture.streams)
@@ -175,7 +206,9 @@ class DispatchSink:
         return {self._consumer: found[self._consumer]}
 
     def _send(self) -> None:
-        waiting, self._waiting, self._weight = self._waiting, {}, 0
+        waiting = self._waiting
+        self._waiting = {}
+        self._weight = 0
         for address, parts in waiting.items():
             self._dispatcher.submit(self._chunk(address, parts))
 
@@ -192,7 +225,18 @@ class DispatchSink:
         offset, step = self._sent.get(address, (0, 0))
         self._sent[address] = offset + len(values), step + len(parts)
         return Chunk(
-            self._key, self._tag, hook, layer, values.flatten(1), first.dtype, self._row_shape[hook],
-            positions if placed else None, token_ids if placed else None, phases if placed else None, offset, step,
-            scale, num_steps=len(parts),
-        )  # fmt: skip
+            self._key,
+            self._tag,
+            hook,
+            layer,
+            values.flatten(1),
+            first.dtype,
+            self._row_shape[hook],
+            positions if placed else None,
+            token_ids if placed else None,
+            phases if placed else None,
+            offset,
+            step,
+            scale,
+            num_steps=len(parts),
+        )

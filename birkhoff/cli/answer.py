@@ -30,14 +30,22 @@ def open_engine(loading: Mapping[str, Any], requests: int = 1) -> Engine:
 
 class ChatAnswer:
     def __init__(
-        self, engine: Engine, messages: Messages, sampling: Mapping[str, Any], *, thinking: bool, effort: str | None,
+        self,
+        engine: Engine,
+        messages: Messages,
+        sampling: Mapping[str, Any],
+        *,
+        thinking: bool,
+        effort: str | None,
         steer: Sequence[Any] | None = None,
-    ):  # fmt: skip
+    ):
         from birkhoff.text.detokenizer import ChatStream
 
         stops = sampling.get("stop", ())
         prompt = engine.encode_chat(messages, thinking=thinking, effort=effort)
-        self._parsed = ChatStream(engine.tokenizer, [stops] if isinstance(stops, str) else stops, thinking=thinking)
+        self._parsed = ChatStream(
+            engine.tokenizer, [stops] if isinstance(stops, str) else stops, thinking=thinking
+        )
         self._stream = engine.stream(prompt, steer=steer, **sampling)
 
     def __iter__(self) -> Iterator[list[Event]]:

@@ -25,13 +25,16 @@ def bench() -> None:
 @app.command()
 def model(
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False)
+        str | None,
+        typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False),
     ] = None,
     threads: Annotated[int, typer.Option(help="PyTorch threads for everybody.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 512,
     steps: Annotated[int, typer.Option(help="Tokens written after each prompt.")] = 64,
     rounds: Annotated[int, typer.Option(help="How often everybody has a turn.")] = 5,
-    batch: Annotated[list[int], typer.Option(help="How many prompts at once; may be given several times.")] = [1, 8],  # noqa: B006
+    batch: Annotated[
+        list[int], typer.Option(help="How many prompts at once; may be given several times.")
+    ] = [1, 8],  # noqa: B006
     dtype: Annotated[list[str], typer.Option(help="float32 or bfloat16; may be given several times.")] = [  # noqa: B006
         "float32",
         "bfloat16",
@@ -69,11 +72,17 @@ def kernels() -> None:
 
 @app.command()
 def decode(
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be given several times.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sequences at once; may be given several times.")
+    ] = None,
     context: Annotated[str, typer.Option(help="Tokens behind each sequence, such as 4096 or 128k.")] = "4096",
     layers: Annotated[int, typer.Option(help="Layers of V4-Flash's width.")] = 43,
-    distinct: Annotated[int, typer.Option(help="Layers with experts of their own, as many as fit the device.")] = 38,
-    rival_layers: Annotated[int, typer.Option(help="Layers to compare with transformers; 0: not at all.")] = 6,
+    distinct: Annotated[
+        int, typer.Option(help="Layers with experts of their own, as many as fit the device.")
+    ] = 38,
+    rival_layers: Annotated[
+        int, typer.Option(help="Layers to compare with transformers; 0: not at all.")
+    ] = 6,
     placement: Annotated[
         list[str] | None,
         typer.Option(
@@ -104,7 +113,8 @@ def _tokens(text: str) -> int:
     """`4096`, `128k` (times 1,024) or `1M`."""
     from birkhoff.errors import OptionError, quoted
 
-    number, unit = text[:-1], {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 0)
+    number = text[:-1]
+    unit = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 0)
     digits = number if unit else text
     if not digits.isascii() or not digits.isdigit() or not 1 <= int(digits) * (unit or 1) <= 2**24:
         raise OptionError(f"context is {quoted(text)}, expected a number of tokens such as 4096, 128k or 1M.")
@@ -113,11 +123,19 @@ def _tokens(text: str) -> int:
 
 @app.command()
 def prefill(
-    chunk: Annotated[list[int] | None, typer.Option(help="Tokens read at once; may be given several times.")] = None,
-    behind: Annotated[list[int] | None, typer.Option(help="Tokens read before; may be given several times.")] = None,
+    chunk: Annotated[
+        list[int] | None, typer.Option(help="Tokens read at once; may be given several times.")
+    ] = None,
+    behind: Annotated[
+        list[int] | None, typer.Option(help="Tokens read before; may be given several times.")
+    ] = None,
     layers: Annotated[int, typer.Option(help="Layers of V4-Flash's width.")] = 43,
-    distinct: Annotated[int, typer.Option(help="Layers with experts of their own, as many as fit the device.")] = 38,
-    rival_layers: Annotated[int, typer.Option(help="Layers to compare with transformers; 0: not at all.")] = 6,
+    distinct: Annotated[
+        int, typer.Option(help="Layers with experts of their own, as many as fit the device.")
+    ] = 38,
+    rival_layers: Annotated[
+        int, typer.Option(help="Layers to compare with transformers; 0: not at all.")
+    ] = 6,
 ) -> None:
     """Reading prompts at full V4-Flash width on a GPU, checked at every site, timed and profiled; JSON lines."""
     _on_a_gpu()
@@ -139,10 +157,14 @@ def sites() -> None:
 
 @app.command()
 def taps(
-    batch: Annotated[list[int] | None, typer.Option(help="Sequences at once; may be given several times.")] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sequences at once; may be given several times.")
+    ] = None,
     context: Annotated[int, typer.Option(help="Tokens behind each sequence.")] = 4096,
     layers: Annotated[int, typer.Option(help="Layers of V4-Flash's width.")] = 43,
-    distinct: Annotated[int, typer.Option(help="Layers with experts of their own, as many as fit the device.")] = 38,
+    distinct: Annotated[
+        int, typer.Option(help="Layers with experts of their own, as many as fit the device.")
+    ] = 38,
 ) -> None:
     """What capturing and steering cost where steps are replayed as graphs, on a GPU; JSON lines."""
     _on_a_gpu()
@@ -167,13 +189,16 @@ def _on_a_gpu() -> None:
     from birkhoff.errors import OptionError
 
     if not torch.cuda.is_available():
-        raise OptionError("this measures a CUDA device, and PyTorch sees none here. Measure the CPU: bench model")
+        raise OptionError(
+            "this measures a CUDA device, and PyTorch sees none here. Measure the CPU: bench model"
+        )
 
 
 @app.command()
 def interp(
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False)
+        str | None,
+        typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False),
     ] = None,
     threads: Annotated[int, typer.Option(help="PyTorch threads.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 256,
@@ -181,7 +206,8 @@ def interp(
     rounds: Annotated[int, typer.Option(help="How often everybody has a turn.")] = 5,
     batch: Annotated[int, typer.Option(help="How many prompts at once.")] = 4,
     disk: Annotated[
-        str | None, typer.Option(help="Directory for the files; a temporary place without.", show_default=False)
+        str | None,
+        typer.Option(help="Directory for the files; a temporary place without.", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
 ) -> None:
@@ -198,14 +224,19 @@ def interp(
     from rich.console import Console
     from rich.table import Table
 
-    first, table = rows[0], Table("phase", "contender", "ms", "p10 to p90", "times plain")
+    first = rows[0]
+    table = Table("phase", "contender", "ms", "p10 to p90", "times plain")
     for row in rows:
         if row["kind"] == "cost":
             ms, times = row["ms"], row["times_plain"]
             spread = f"{ms['p10']:g} to {ms['p90']:g}"
-            table.add_row(row["phase"], row["contender"], f"{ms['median']:g}", spread, f"{times['median']:.3f}")
+            table.add_row(
+                row["phase"], row["contender"], f"{ms['median']:g}", spread, f"{times['median']:.3f}"
+            )
     console = Console(highlight=False)
-    console.print(f"{first['machine']['cpu']}, load {first['machine']['load']}; commit {first['commit']}", table)
+    console.print(
+        f"{first['machine']['cpu']}, load {first['machine']['load']}; commit {first['commit']}", table
+    )
     last = rows[-1]
     console.print(
         f"{last['stored_bytes']} bytes to files: {last['stored_mb_per_s']['median']:g} MB/s, from first step to "
@@ -216,7 +247,8 @@ def interp(
 @app.command()
 def steering(
     model: Annotated[
-        str | None, typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False)
+        str | None,
+        typer.Option(help="Checkpoint to measure; a random one of nano's size without.", show_default=False),
     ] = None,
     threads: Annotated[int, typer.Option(help="PyTorch threads.")] = 2,
     prompt_tokens: Annotated[int, typer.Option(help="Length of the prompts.")] = 64,
@@ -237,9 +269,13 @@ def steering(
 
     table = Table("phase", "contender", "ms", "p10 to p90", "times", "at most")
     for row in rows:
-        ms, times = row["ms"], row.get("times_plain") or row["times_products"]
-        spread, bar_ = f"{ms['p10']:g} to {ms['p90']:g}", f"{row['at_most']:g}" if "at_most" in row else ""
-        table.add_row(row["phase"], row["contender"], f"{ms['median']:g}", spread, f"{times['median']:.3f}", bar_)
+        ms = row["ms"]
+        times = row.get("times_plain") or row["times_products"]
+        spread = f"{ms['p10']:g} to {ms['p90']:g}"
+        bar_ = f"{row['at_most']:g}" if "at_most" in row else ""
+        table.add_row(
+            row["phase"], row["contender"], f"{ms['median']:g}", spread, f"{times['median']:.3f}", bar_
+        )
     first = rows[0]
     Console(highlight=False).print(
         f"{first['machine']['cpu']}, load {first['machine']['load']}; commit {first['commit']}", table
@@ -253,7 +289,9 @@ def serve(
     streams: Annotated[int, typer.Option(help="Clients at a time, and slots.")] = 8,
     tokens: Annotated[int, typer.Option(help="Tokens of each answer.")] = 128,
     threads: Annotated[int, typer.Option(help="PyTorch threads of the server and of the engine alone.")] = 1,
-    cache_bytes: Annotated[int, typer.Option(help="Bytes of caches; a small one is soon full. 0: the default.")] = 0,
+    cache_bytes: Annotated[
+        int, typer.Option(help="Bytes of caches; a small one is soon full. 0: the default.")
+    ] = 0,
     json: Annotated[bool, typer.Option("--json", help="JSON lines on a terminal too.")] = False,
 ) -> None:
     """A real server under streams and under overload, beside the engine's own rate; fails if a request did not end."""
@@ -266,7 +304,8 @@ def serve(
             typer.echo(json_module.dumps(row))
     _, held, over = rows
     if sys.stdout.isatty() and not json:
-        first, between = held["first_token_ms"], held["between_tokens_ms"]
+        first = held["first_token_ms"]
+        between = held["between_tokens_ms"]
         typer.echo(
             f"{held['tokens_per_s']:g} tokens/s in {streams} streams, {held['share_of_engine']:.2f} of the engine's; "
             f"first token p50 {first['p50']:g} ms, p95 {first['p95']:g}; "
@@ -279,7 +318,9 @@ def serve(
 
 @app.command()
 def reuse(
-    model: Annotated[str, typer.Option(help="Checkpoint to measure; it needs a tokenizer and an MTP block.")] = "nano",
+    model: Annotated[
+        str, typer.Option(help="Checkpoint to measure; it needs a tokenizer and an MTP block.")
+    ] = "nano",
     threads: Annotated[int, typer.Option(help="PyTorch threads.")] = 2,
     shared_tokens: Annotated[int, typer.Option(help="How many tokens two prompts share.")] = 900,
     turns: Annotated[int, typer.Option(help="Turns of a conversation.")] = 8,
@@ -303,9 +344,13 @@ def reuse(
                 f"{row['times_sooner_from_disk']['median']:g} from disk"
             )
         elif row["kind"] == "turns":
-            typer.echo(f"{turns} turns: {row['share_of_recomputation']['median']:g} of reading everything again")
+            typer.echo(
+                f"{turns} turns: {row['share_of_recomputation']['median']:g} of reading everything again"
+            )
         elif row["kind"] == "rows":
-            typer.echo(", ".join(f"{name.replace('_', ' ')}: {ms:g} ms" for name, ms in row["step_ms"].items()))
+            typer.echo(
+                ", ".join(f"{name.replace('_', ' ')}: {ms:g} ms" for name, ms in row["step_ms"].items())
+            )
         else:
             typer.echo(
                 f"{row['contender']}: {row['tokens_per_second']['median']:g} tokens/s, "
@@ -321,22 +366,34 @@ def _print(rows: list[dict[str, Any]], console: Console) -> None:
 
     first = rows[0]
     machine = f"{first['machine']['cpu']}, {first['threads']} threads, load {first['machine']['load']}"
-    console.print(f"{machine}; commit {first['commit']}; {first['model']}, prompts of {first['prompt_tokens']} tokens")
+    console.print(
+        f"{machine}; commit {first['commit']}; {first['model']}, prompts of {first['prompt_tokens']} tokens"
+    )
     table = Table("dtype", "phase", "batch", "contender", "tokens/s", "p10 to p90", "times transformers")
     for row in rows:
         if row["kind"] == "speed":
-            speed, times = row["tokens_per_second"], row.get("times_transformers")
-            who = row["contender"] + (f" ({row['experts_implementation']})" if "experts_implementation" in row else "")
+            speed = row["tokens_per_second"]
+            times = row.get("times_transformers")
+            who = row["contender"] + (
+                f" ({row['experts_implementation']})" if "experts_implementation" in row else ""
+            )
             table.add_row(
-                row["dtype"], row["phase"], str(row["batch"]), who, f"{speed['median']:g}",
-                f"{speed['p10']:g} to {speed['p90']:g}", f"{times['median']:.2f}" if times else "",
-            )  # fmt: skip
+                row["dtype"],
+                row["phase"],
+                str(row["batch"]),
+                who,
+                f"{speed['median']:g}",
+                f"{speed['p10']:g} to {speed['p90']:g}",
+                f"{times['median']:.2f}" if times else "",
+            )
     console.print(table)
     for row in rows:
         if row["kind"] == "shares":
             parts = ", ".join(f"{part} {ms:g}" for part, ms in row["model_ms"].items())
             around = ", ".join(f"{part} {ms:g}" for part, ms in row["engine_step_ms"].items())
-            console.print(f"{row['dtype']} decode of {row['batch']}: ms in the model: {parts}; in a step: {around}")
+            console.print(
+                f"{row['dtype']} decode of {row['batch']}: ms in the model: {parts}; in a step: {around}"
+            )
         elif row["kind"] == "agreement":
             verdict = {True: "[green]same model[/]", False: "[red]not the same model[/]", None: "not judged"}
             console.print(

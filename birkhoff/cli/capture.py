@@ -31,9 +31,12 @@ _NUMBER = re.compile(r"-?\d+")
 
 @takes("Model", without=("dtype",))
 def capture(
-    data: Annotated[Path | None, typer.Argument(help="A .jsonl, .txt or .parquet file.", show_default=False)] = None,
+    data: Annotated[
+        Path | None, typer.Argument(help="A .jsonl, .txt or .parquet file.", show_default=False)
+    ] = None,
     hooks: Annotated[
-        str | None, typer.Option(help='What to keep: "mlp_out=*;mhc_streams_pre_attn=4,6..8".', show_default=False)
+        str | None,
+        typer.Option(help='What to keep: "mlp_out=*;mhc_streams_pre_attn=4,6..8".', show_default=False),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Directory of the captures.", show_default=False)] = None,
     positions: Annotated[
@@ -45,19 +48,26 @@ def capture(
     compute_dtype: Annotated[
         str | None, typer.Option(help="What the model computes in: float32 or bfloat16.", show_default=False)
     ] = None,
-    streams: Annotated[str | None, typer.Option(help="Keep only these streams: 0,2.", show_default=False)] = None,
+    streams: Annotated[
+        str | None, typer.Option(help="Keep only these streams: 0,2.", show_default=False)
+    ] = None,
     reduce: Annotated[
         str | None, typer.Option(help="One row per text: mean, sum, last or max_norm.", show_default=False)
     ] = None,
     layout: Annotated[str, typer.Option(help="sharded, packed or per_file.")] = "sharded",
     tag: Annotated[str, typer.Option(help="Directory inside the directory.")] = "harvest",
     text_field: Annotated[str, typer.Option(help="Field of an object that holds its text.")] = "text",
-    whole_file: Annotated[bool, typer.Option("--whole-file", help="A .txt file is one text, not lines.")] = False,
+    whole_file: Annotated[
+        bool, typer.Option("--whole-file", help="A .txt file is one text, not lines.")
+    ] = False,
     limit: Annotated[int | None, typer.Option(help="Only the first texts.", show_default=False)] = None,
     skip_bad: Annotated[bool, typer.Option("--skip-bad", help="Leave bad texts out and count them.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "--estimate", help="Count rows and bytes, and stop.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", "--estimate", help="Count rows and bytes, and stop.")
+    ] = False,
     repair: Annotated[
-        Path | None, typer.Option(help="Seal what a crash left in this directory, and stop.", show_default=False)
+        Path | None,
+        typer.Option(help="Seal what a crash left in this directory, and stop.", show_default=False),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
     **options: Any,
@@ -76,7 +86,9 @@ def capture(
     fields |= {"dtype": dtype, "reduce": reduce, "layout": layout, "tag": tag}
     if streams is not None:
         fields["streams"] = _numbers("streams", streams)
-    loading, _ = divide({"batch_invariant": True, **options} | ({"dtype": compute_dtype} if compute_dtype else {}))
+    loading, _ = divide(
+        {"batch_invariant": True, **options} | ({"dtype": compute_dtype} if compute_dtype else {})
+    )
 
     from birkhoff.analysis.harvest import estimate_harvest, harvest
     from birkhoff.capture.spec.request import Capture
@@ -89,14 +101,24 @@ def capture(
     texts: Iterable[DatasetText] = itertools.islice(source, limit)
     with open_engine(loading, MOST_AT_ONCE) as engine:
         if not loading["batch_invariant"]:
-            say("texts may run together, so the last bits of a row can depend on its neighbours and on interruptions")
+            say(
+                "texts may run together, so the last bits of a row can depend on its neighbours and on interruptions"
+            )
         with bar("counting" if dry_run else "harvesting", "texts") as advance:
             if dry_run:
-                found = estimate_harvest(engine, texts, wish, skip_bad=skip_bad, tell=lambda n: advance(n, total))
+                found = estimate_harvest(
+                    engine, texts, wish, skip_bad=skip_bad, tell=lambda n: advance(n, total)
+                )
             else:
                 assert out is not None
                 report = harvest(
-                    engine, texts, wish, out, source=known, skip_bad=skip_bad, tell=lambda n: advance(n, total)
+                    engine,
+                    texts,
+                    wish,
+                    out,
+                    source=known,
+                    skip_bad=skip_bad,
+                    tell=lambda n: advance(n, total),
                 )
     if dry_run:
         _say_bad(found.skipped, found.bad_texts)
@@ -125,7 +147,9 @@ def parse_hooks(text: str) -> dict[str, Any]:
             )
         found[hook] = _layers(layers, part)
     if not found:
-        raise OptionError(f"hooks is {quoted(text)}, expected HOOK=LAYERS parts joined by ';', such as mlp_out=*.")
+        raise OptionError(
+            f"hooks is {quoted(text)}, expected HOOK=LAYERS parts joined by ';', such as mlp_out=*."
+        )
     return found
 
 
@@ -140,7 +164,9 @@ def _layers(text: str, part: str) -> Any:
         elif match := _RANGE.fullmatch(piece):
             ranges.append([int(match[1]), int(match[2])])
         else:
-            raise OptionError(f"hooks has {quoted(part)}: {quoted(piece)} is no layer. Layers: 4 or 4,6 or 4..8 or *.")
+            raise OptionError(
+                f"hooks has {quoted(part)}: {quoted(piece)} is no layer. Layers: 4 or 4,6 or 4..8 or *."
+            )
     return layers if not ranges else {"ranges": ranges} | ({"layers": layers} if layers else {})
 
 

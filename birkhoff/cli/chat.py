@@ -33,7 +33,9 @@ PROMPT = ">>> "
 def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
     thinking: Annotated[bool, typer.Option("--thinking", help="Reason before answering.")] = False,
-    effort: Annotated[str | None, typer.Option(help="high or max (with --thinking).", show_default=False)] = None,
+    effort: Annotated[
+        str | None, typer.Option(help="high or max (with --thinking).", show_default=False)
+    ] = None,
     steer: Steer = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
     **options: Any,
@@ -49,7 +51,12 @@ def chat(
         from birkhoff.steering.edit_syntax import print_line
 
         edits = with_vectors(asked, engine) or None
-        how: dict[str, Any] = {"thinking": thinking, "effort": effort, "steer": edits, "steered_by": print_line(asked)}
+        how: dict[str, Any] = {
+            "thinking": thinking,
+            "effort": effort,
+            "steer": edits,
+            "steered_by": print_line(asked),
+        }
         talk = Conversation(engine, sampling, system=system, **how)
         if interactive:
             say("type a message, /help for what else there is, Ctrl-D to leave")

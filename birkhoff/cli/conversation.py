@@ -51,9 +51,14 @@ class Conversation:
         steer: list[Any] | None = None,
         steered_by: str = "",
     ):
-        self.engine, self.sampling, self.system = engine, sampling, system
-        self.steer, self.steered_by = steer, steered_by  # the edits, and the line that says them
-        self.thinking, self.effort = thinking, effort
+        self.engine = engine
+        self.sampling = sampling
+        self.system = system
+        # the edits, and the line that says them
+        self.steer = steer
+        self.steered_by = steered_by
+        self.thinking = thinking
+        self.effort = effort
         self.messages: list[dict[str, str]] = []
         self.last_ids: list[int] = []
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
@@ -96,7 +101,8 @@ class Conversation:
         elif word == "/system":
             self.system = rest or None
         elif word == "/reset":
-            self.messages, self.last_ids = [], []
+            self.messages = []
+            self.last_ids = []
         elif word == "/steer":
             self._steer(rest)
         elif word == "/mix":
@@ -125,12 +131,15 @@ class Conversation:
             said = [] if line == "off" else read_line(line)
             edits = with_vectors(said, self.engine)
             self.engine.resolve(edits, [0], 1)
-            self.steer, self.steered_by = edits or None, print_line(said)
+            self.steer = edits or None
+            self.steered_by = print_line(said)
         self.console.print(f"steering: {self.steered_by or 'none'}")
 
     def _mix(self, asked: str) -> None:
         if not self.last_ids:
-            raise PromptError("nothing has been said yet, so there is no token to look at. Send a message first.")
+            raise PromptError(
+                "nothing has been said yet, so there is no token to look at. Send a message first."
+            )
         layers = self.engine.config.num_hidden_layers
         try:
             layer = int(asked or -1)
@@ -145,7 +154,9 @@ class Conversation:
         trace = self.engine.trace(self.last_ids, hooks=hooks)
         pictures = []
         for name, what in SUBLAYERS.items():
-            mix, read, write = (trace[f"mhc_{name}_{kind}_mix", layer][-1].tolist() for kind in ("res", "pre", "post"))
+            mix, read, write = (
+                trace[f"mhc_{name}_{kind}_mix", layer][-1].tolist() for kind in ("res", "pre", "post")
+            )
             pictures.append(mixing_matrix(f"layer {layer}, {what}", mix, read, write))
         token = visible(self.engine.tokenizer.decode(self.last_ids[-1:]))
         self.console.print(f"token {len(self.last_ids)} of {len(self.last_ids)}, {token!r}", style="dim")

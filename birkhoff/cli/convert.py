@@ -12,17 +12,24 @@ from birkhoff.cli.talk import bar, say
 
 
 def convert(
-    src: Annotated[str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.", show_default=False)],
-    dst: Annotated[Path, typer.Argument(help="NAME.gguf, or a directory for safetensors.", show_default=False)],
+    src: Annotated[
+        str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.", show_default=False)
+    ],
+    dst: Annotated[
+        Path, typer.Argument(help="NAME.gguf, or a directory for safetensors.", show_default=False)
+    ],
     to: Annotated[
         str | None, typer.Option(help="gguf or safetensors; told by DST when left away.", show_default=False)
     ] = None,
     experts: Annotated[
         str | None,
-        typer.Option(help="Routed experts: mxfp4, bf16 or f32 (GGUF); fp4, fp8, bf16 or f32.", show_default=False),
+        typer.Option(
+            help="Routed experts: mxfp4, bf16 or f32 (GGUF); fp4, fp8, bf16 or f32.", show_default=False
+        ),
     ] = None,
     dense: Annotated[
-        str | None, typer.Option(help="Dense matrices: q8_0, bf16 or f32 (GGUF); fp8, bf16 or f32.", show_default=False)
+        str | None,
+        typer.Option(help="Dense matrices: q8_0, bf16 or f32 (GGUF); fp8, bf16 or f32.", show_default=False),
     ] = None,
     preset: Annotated[str, typer.Option(help="GGUF dialect: upstream or ds4.")] = "upstream",
     mtp: Annotated[bool, typer.Option(help="Include multi-token prediction (GGUF: NAME-mtp.gguf).")] = True,
@@ -63,10 +70,16 @@ def convert(
         changed = {kind: row for kind, row in result.rounding.items() if row["changed"]}
         for kind, row in changed.items():
             share = 100 * row["changed"] / row["numbers"]
-            say(f"{kind}: {share:.0f} % of numbers rounded, by up to {row['worst']:.2g} of their tensor's largest")
+            say(
+                f"{kind}: {share:.0f} % of numbers rounded, by up to {row['worst']:.2g} of their tensor's largest"
+            )
         if not changed:
             say("every number is exactly what it was")
         rate = result.source_bytes / 1e6 / max(result.seconds, 1e-9)
-        resumed = f", {result.resumed_units} of {result.units} parts were there already" if result.resumed_units else ""
+        resumed = (
+            f", {result.resumed_units} of {result.units} parts were there already"
+            if result.resumed_units
+            else ""
+        )
         say(f"{result.seconds:.1f} s, {rate:.0f} MB/s of source; {result.checked} tensors read back{resumed}")
     typer.echo(json_module.dumps(result.to_dict()) if json else str(dst))

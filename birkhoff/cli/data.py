@@ -37,13 +37,20 @@ class ParquetFile:
     def __post_init__(self) -> None:
         if not self.path.is_file():
             what = "not a file" if self.path.exists() else "missing"
-            raise DataError(f"{self.path} is {what}, expected a .jsonl, .txt or .parquet file. Check the path.")
+            raise DataError(
+                f"{self.path} is {what}, expected a .jsonl, .txt or .parquet file. Check the path."
+            )
 
     def describe(self) -> dict[str, Any]:
         texts = self._open().metadata.num_rows
         with self.path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
-        return {"sha256": digest, "bytes": self.path.stat().st_size, "texts": texts, "text_field": self.text_field}
+        return {
+            "sha256": digest,
+            "bytes": self.path.stat().st_size,
+            "texts": texts,
+            "text_field": self.text_field,
+        }
 
     def __iter__(self) -> Iterator[DatasetText]:
         file = self._open()

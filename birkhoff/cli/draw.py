@@ -19,7 +19,9 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 def shade(value: float, most: float = 1.0) -> Style:
     """From black to a warm yellow, readable on either side."""
     level = min(max(value / most, 0.0), 1.0) if most else 0.0
-    red, green, blue = int(40 + 215 * level), int(40 + 160 * level), int(60 - 20 * level)
+    red = int(40 + 215 * level)
+    green = int(40 + 160 * level)
+    blue = int(60 - 20 * level)
     return Style(color="black" if level > 0.45 else "white", bgcolor=f"rgb({red},{green},{blue})")
 
 

@@ -30,10 +30,18 @@ MOST_AT_ONCE = 8
 @takes("Model", "Sampling")
 def generate(
     prompt: Annotated[str, typer.Argument(help="Text to go on from; - reads it from standard input.")],
-    chat: Annotated[bool, typer.Option("--chat", help="Answer the text as a message, in the chat format.")] = False,
-    system: Annotated[str | None, typer.Option(help="System message (with --chat).", show_default=False)] = None,
-    thinking: Annotated[bool, typer.Option("--thinking", help="Reason before answering (with --chat).")] = False,
-    effort: Annotated[str | None, typer.Option(help="high or max (with --thinking).", show_default=False)] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Answer the text as a message, in the chat format.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(help="System message (with --chat).", show_default=False)
+    ] = None,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="Reason before answering (with --chat).")
+    ] = False,
+    effort: Annotated[
+        str | None, typer.Option(help="high or max (with --thinking).", show_default=False)
+    ] = None,
     steer: Steer = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
     **options: Any,
@@ -51,7 +59,9 @@ def generate(
         if "seed" in sampling:
             say(f"seed {sampling['seed']}")
         edits = with_vectors(line, engine) or None
-        messages = [{"role": "system", "content": system}] * bool(system) + [{"role": "user", "content": text}]
+        messages = [{"role": "system", "content": system}] * bool(system) + [
+            {"role": "user", "content": text}
+        ]
         if choices > 1:
             how = {"thinking": thinking, "effort": effort, "steer": edits, **sampling}
             outputs = engine.chat(messages, **how) if chat else engine.generate(text, steer=edits, **sampling)
@@ -86,7 +96,8 @@ def decoded(data: bytes, source: str) -> str:
 def _follow(answer: Stream | ChatAnswer, sampling: dict[str, Any], json: bool) -> None:
     """Print an answer while it comes; whatever happens, what there was of it is kept."""
     on_screen = sys.stdout.isatty() and not json
-    most, last = sampling.get("max_tokens", SamplingOptions.max_tokens), ""
+    most = sampling.get("max_tokens", SamplingOptions.max_tokens)
+    last = ""
     try:
         with bar("answering", "tokens", wanted=not on_screen) as advance:
             for count, text in enumerate(_texts(answer), start=1):

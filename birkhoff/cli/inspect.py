@@ -43,7 +43,9 @@ def inspect(
     ],
     gpu_memory: Annotated[
         str | None,
-        typer.Option("--gpu", "--gpu-memory", help="Plan for a GPU of this size, such as 24GiB.", show_default=False),
+        typer.Option(
+            "--gpu", "--gpu-memory", help="Plan for a GPU of this size, such as 24GiB.", show_default=False
+        ),
     ] = None,
     context: Annotated[
         int | None, typer.Option(help="Tokens of cache per request in that plan.", show_default=False)
@@ -62,13 +64,17 @@ def inspect(
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # a pipe has no edge to wrap at
     if requests < 1 or (context is not None and context < 1):
-        raise OptionError(f"requests {requests} and context {context} are no plan, expected positive numbers.")
+        raise OptionError(
+            f"requests {requests} and context {context} are no plan, expected positive numbers."
+        )
     room = parse_bytes(gpu_memory) if gpu_memory is not None else None
     speeds = float(parse_bytes(gpu_speed)), float(parse_bytes(bus_speed))
     config = config_alone(model)
     if config is not None:
         if room is None:
-            raise OptionError(f"{model} is a config without tensors, there is nothing to inspect. Plan: --gpu 24GiB")
+            raise OptionError(
+                f"{model} is a config without tensors, there is nothing to inspect. Plan: --gpu 24GiB"
+            )
         found = planned(config, room, context, requests, speeds)
         typer.echo(json_module.dumps(found)) if json else console.print("\n".join(plan_lines(found)))
         if "refused" in found:
@@ -77,9 +83,13 @@ def inspect(
     report = inspect_checkpoint(model)
     plans = report.memory(room, context, requests) if room is not None else {}
     packed = report.released_config if room is not None else None
-    gpu = planned(packed, room, context, requests, speeds) if packed is not None and room is not None else None
+    gpu = (
+        planned(packed, room, context, requests, speeds) if packed is not None and room is not None else None
+    )
     if json:
-        extra: dict[str, Any] = {"memory": {form: plan.to_dict() for form, plan in plans.items()}} if plans else {}
+        extra: dict[str, Any] = (
+            {"memory": {form: plan.to_dict() for form, plan in plans.items()}} if plans else {}
+        )
         extra |= {} if gpu is None else {"gpu": gpu}
         typer.echo(json_module.dumps({**json_module.loads(report.to_json()), **extra}, ensure_ascii=False))
     else:
@@ -107,12 +117,16 @@ def _print(report: Inspection, console: Console) -> None:
     for kind, size in report.bytes_by_class.items():
         table.add_row(kind, _CLASS_TEXT[kind], _size(size), f"{100 * size / max(report.file_bytes, 1):.1f} %")
     console.print(table)
-    console.print("types       " + ", ".join(f"{name} {_size(size)}" for name, size in report.bytes_by_type.items()))
+    console.print(
+        "types       " + ", ".join(f"{name} {_size(size)}" for name, size in report.bytes_by_type.items())
+    )
     if report.config:
         layers = ", ".join(f"{len(indices)} {kind}" for kind, indices in report.layers.items() if indices)
         console.print(f"layers      {layers}, {report.mtp_blocks} mtp")
         active = f", {_count(report.parameters_active)} active per token" if report.parameters_active else ""
-        console.print(f"parameters  {_count(report.parameters)}{active}, {_count(report.parameters_mtp)} in mtp")
+        console.print(
+            f"parameters  {_count(report.parameters)}{active}, {_count(report.parameters_mtp)} in mtp"
+        )
         console.print(
             f"cache       {report.cache_bytes_per_token:g} B per token and "
             f"{_size(report.cache_bytes_per_sequence or 0)} per sequence, as bfloat16"
@@ -132,9 +146,7 @@ def _print(report: Inspection, console: Console) -> None:
 
 
 def _plan_text(form: str, plan: MemoryPlan) -> str:
-    rest = (
-        f"always there {_size(plan.always_bytes)}, cache {_size(plan.cache_bytes)}, working {_size(plan.working_bytes)}"
-    )
+    rest = f"always there {_size(plan.always_bytes)}, cache {_size(plan.cache_bytes)}, working {_size(plan.working_bytes)}"
     if not plan.fits:
         return f"memory      {form} on {_size(plan.device_bytes)}: does not fit even without experts ({rest})"
     share = 100 * plan.experts_resident / max(plan.experts, 1)

@@ -46,7 +46,9 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         status = _system_said_no(error)
     except MemoryError:
-        complain("memory", "this machine has too little free memory for it. What fits: birkhoff inspect CHECKPOINT")
+        complain(
+            "memory", "this machine has too little free memory for it. What fits: birkhoff inspect CHECKPOINT"
+        )
         status = 1
     try:
         sys.stdout.flush()

@@ -43,7 +43,10 @@ class Flag:
             rich_help_panel=panel,
         )
         return inspect.Parameter(
-            self.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[self.kind | None, option]
+            self.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[self.kind | None, option],
         )
 
 
@@ -55,12 +58,21 @@ ENGINE = (
     Flag("kernels", str, "auto, or reference: the slow plain twins.", "auto"),
     Flag("experts", str, "auto, device, host, a share such as 0.5, or bytes of the GPU for them.", "auto"),
     Flag("gpu_memory", str, "What the model may take of the GPU, such as 24GiB.", "what is free"),
-    Flag("expert_counts", str, "File of how often experts are read; says who begins on the GPU, updated at the end."),
+    Flag(
+        "expert_counts",
+        str,
+        "File of how often experts are read; says who begins on the GPU, updated at the end.",
+    ),
     Flag("max_context", int, "Longest prompt and answer together, in tokens.", "what fits"),
     Flag("cache_bytes", int, "Memory for the cache.", "a quarter of what is free"),
     Flag("max_batch_tokens", int, "Most tokens computed in one step.", "2048"),
     Flag("batch_invariant", bool, "Answers that do not depend on their neighbours, bit for bit; slower."),
-    Flag("prefix_cache", bool, "Start behind what past prompts have in common with a new one.", "if there is room"),
+    Flag(
+        "prefix_cache",
+        bool,
+        "Start behind what past prompts have in common with a new one.",
+        "if there is room",
+    ),
     Flag("speculative", bool, "Guess a token ahead with the model's MTP block.", "while it pays"),
     Flag("context_root", str, "Directory for pages of past prompts that memory has no room for.", "none"),
     Flag("context_bytes", int, "Most bytes of files in it.", "1 GiB"),
@@ -68,7 +80,12 @@ ENGINE = (
 SAMPLING = (
     Flag("max_tokens", int, "Most tokens of an answer.", str(SamplingOptions.max_tokens)),
     Flag("temperature", float, "0 is greedy.", f"{SamplingOptions.temperature:g}"),
-    Flag("top_p", float, "Draw from the likeliest tokens that make up this share.", f"{SamplingOptions.top_p:g}"),
+    Flag(
+        "top_p",
+        float,
+        "Draw from the likeliest tokens that make up this share.",
+        f"{SamplingOptions.top_p:g}",
+    ),
     Flag("top_k", int, "Draw from this many likeliest tokens.", "off"),
     Flag("min_p", float, "Draw from tokens at least this likely relative to the likeliest.", "0"),
     Flag("seed", int, "The same seed draws the same answer.", "a new one each time"),
@@ -80,7 +97,12 @@ SAMPLING = (
     Flag("presence_penalty", float, "Taken off the logit of every token already there.", "0"),
     Flag("frequency_penalty", float, "Taken off for every time it is already there.", "0"),
     Flag("repetition_penalty", float, "Divides the logit of every token already there.", "1"),
-    Flag("logit_bias", list[str], "Added to one token's logit; may be given several times.", metavar="ID=NUMBER"),
+    Flag(
+        "logit_bias",
+        list[str],
+        "Added to one token's logit; may be given several times.",
+        metavar="ID=NUMBER",
+    ),
     Flag("n", int, "How many answers.", "1"),
 )
 SERVER = tuple(
@@ -96,18 +118,24 @@ PANELS = {"Model": ENGINE, "Sampling": SAMPLING, "Server": SERVER}
 _SAMPLING_NAMES = {flag.name for flag in SAMPLING}
 
 
-def takes(*panels: str, without: tuple[str, ...] = ()) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def takes(
+    *panels: str, without: tuple[str, ...] = ()
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a verb the flags of these panels; it receives them as keywords, those that were given and no others."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(verb, include_extras=True)
         own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        flags = [flag.parameter(panel) for panel in panels for flag in PANELS[panel] if flag.name not in without]
+        flags = [
+            flag.parameter(panel) for panel in panels for flag in PANELS[panel] if flag.name not in without
+        ]
         shared = {flag.name for flag in flags}
 
         @functools.wraps(verb)
         def wrapper(**values: Any) -> None:
-            given = {name: value for name, value in values.items() if name not in shared or value not in (None, [])}
+            given = {
+                name: value for name, value in values.items() if name not in shared or value not in (None, [])
+            }
             verb(**given)
 
         own = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]

@@ -33,8 +33,14 @@ def planned(
     from birkhoff.engine.forecast import forecast
 
     try:
-        return forecast(config, device_bytes, context=context, requests=requests, device_speed=speeds[0],
-                        bus_speed=speeds[1])  # fmt: skip
+        return forecast(
+            config,
+            device_bytes,
+            context=context,
+            requests=requests,
+            device_speed=speeds[0],
+            bus_speed=speeds[1],
+        )
     except CapacityError as error:
         return {"refused": str(error)}
 
@@ -42,14 +48,18 @@ def planned(
 def plan_lines(found: dict[str, Any]) -> list[str]:
     if "refused" in found:
         return [f"gpu         does not fit: {found['refused']}"]
-    plan, context, speeds = found["plan"], found["context"], found["speeds"]
+    plan = found["plan"]
+    context = found["context"]
+    speeds = found["speeds"]
     total = plan["device_bytes"]
 
     def line(name: str, count: int) -> str:
         return f"            {name:<26}{size(count):>12}{100 * count / total:7.1f} %"
 
     kinds = ", ".join(f"{kind} {size(count)}" for kind, count in context["bytes_by_kind"].items())
-    each = ", ".join(f"{kind} {count:g} B" for kind, count in context["bytes_per_token_by_kind"].items() if count)
+    each = ", ".join(
+        f"{kind} {count:g} B" for kind, count in context["bytes_per_token_by_kind"].items() if count
+    )
     lines = [
         f"gpu         {size(total)}: {context['requests']} x {context['tokens']} tokens of context, released formats",
         *(line(kind, count) for kind, count in plan["weights"].items()),
@@ -70,6 +80,10 @@ def plan_lines(found: dict[str, Any]) -> list[str]:
             if row["misses"]
             else "no misses"
         )
-        speed = ", ".join(f"{value:.0f} at batch {batch}" for batch, value in row["tokens_per_second"].items())
-        lines.append(f"            {100 * row['misses']:5.1f} % of reads over the bus ({what}): {speed} tokens/s")
+        speed = ", ".join(
+            f"{value:.0f} at batch {batch}" for batch, value in row["tokens_per_second"].items()
+        )
+        lines.append(
+            f"            {100 * row['misses']:5.1f} % of reads over the bus ({what}): {speed} tokens/s"
+        )
     return lines

@@ -22,7 +22,9 @@ from birkhoff.errors import OptionError
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
-app = typer.Typer(no_args_is_help=True, help="Dictionaries of features (sparse autoencoders): train, judge, read.")
+app = typer.Typer(
+    no_args_is_help=True, help="Dictionaries of features (sparse autoencoders): train, judge, read."
+)
 MOST_AT_ONCE = 8
 Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 Out = Annotated[Path, typer.Option(help="Directory of the dictionary.", show_default=False)]
@@ -38,7 +40,9 @@ def train(
     hook: Annotated[str, typer.Option(help="Where the rows come from.", show_default=False)],
     layer: Annotated[int, typer.Option(help="Their layer.", show_default=False)],
     out: Out,
-    store: Annotated[Path | None, typer.Option(help="Directory of captures (a tag).", show_default=False)] = None,
+    store: Annotated[
+        Path | None, typer.Option(help="Directory of captures (a tag).", show_default=False)
+    ] = None,
     texts: Annotated[Path | None, typer.Option(help="Or texts to run now.", show_default=False)] = None,
     view: Annotated[str, typer.Option(help="single; flat, per_stream, read or mean of streams.")] = "single",
     features: Annotated[int, typer.Option(help="Size of the dictionary.")] = 4096,
@@ -47,8 +51,12 @@ def train(
     steps: Annotated[int, typer.Option(help="Batches to learn from.")] = 1000,
     batch_rows: Annotated[int, typer.Option(help="Captured rows per batch.")] = 2048,
     rate: Annotated[float, typer.Option(help="Learning rate at its highest.")] = 2e-3,
-    decay: Annotated[float, typer.Option(help="Share of the steps over which the rate falls to nothing.")] = 0.3,
-    dead_after: Annotated[int, typer.Option(help="Rows without firing after which a feature is helped.")] = 100_000,
+    decay: Annotated[
+        float, typer.Option(help="Share of the steps over which the rate falls to nothing.")
+    ] = 0.3,
+    dead_after: Annotated[
+        int, typer.Option(help="Rows without firing after which a feature is helped.")
+    ] = 100_000,
     seed: Annotated[int, typer.Option(help="The same seed and rows give the same dictionary.")] = 0,
     json: Json = False,
     **options: Any,
@@ -61,7 +69,9 @@ def train(
     from birkhoff.analysis.sae_train import train_sae
     from birkhoff.sae.train import StepReport, TrainOptions
 
-    wish = TrainOptions(features, k=k, kind=kind, steps=steps, rate=rate, decay=decay, dead_after=dead_after, seed=seed)
+    wish = TrainOptions(
+        features, k=k, kind=kind, steps=steps, rate=rate, decay=decay, dead_after=dead_after, seed=seed
+    )
 
     def run(source: RowSource) -> None:
         with bar("training", "steps") as advance:
@@ -124,7 +134,9 @@ def evaluate(
 def features_of(
     directory: Directory,
     texts: Annotated[Path, typer.Option(help="A .jsonl or .txt file of texts.", show_default=False)],
-    feature: Annotated[list[int] | None, typer.Option(help="Only these; may be repeated.", show_default=False)] = None,
+    feature: Annotated[
+        list[int] | None, typer.Option(help="Only these; may be repeated.", show_default=False)
+    ] = None,
     contexts: Annotated[int, typer.Option(help="Contexts per feature.")] = 8,
     hook: Hook = None,
     layer: Layer = None,
@@ -176,7 +188,14 @@ def export(
 
 
 def _copied(
-    source: Path, out: Path, layout: str, hook: str | None, layer: int | None, view: str | None, half: bool, json: bool
+    source: Path,
+    out: Path,
+    layout: str,
+    hook: str | None,
+    layer: int | None,
+    view: str | None,
+    half: bool,
+    json: bool,
 ) -> None:
     from birkhoff.sae.compact import compact, rounded
     from birkhoff.sae.dictionary import Sae
@@ -188,7 +207,11 @@ def _copied(
     if half:
         compact(out)
     say(f"{sae!r}")
-    typer.echo(json_module.dumps({"path": str(out), "features": sae.d_sae, "width": sae.d_model}) if json else str(out))
+    typer.echo(
+        json_module.dumps({"path": str(out), "features": sae.d_sae, "width": sae.d_model})
+        if json
+        else str(out)
+    )
 
 
 def _ids(engine: Engine, path: Path) -> Iterator[list[int]]:

@@ -14,14 +14,19 @@ from birkhoff.analysis.search import Trial
 from birkhoff.cli.draw import shade
 from birkhoff.steering.extract import Separation
 
-CELL_WIDTH, CELL_HEIGHT, LEFT, TOP = 64, 26, 90, 50
+CELL_WIDTH = 64
+CELL_HEIGHT = 26
+LEFT = 90
+TOP = 50
 
 
 def separation_table(found: Sequence[Separation]) -> Table:
     """One row per layer: d' and AUC of the whole row, then of each stream; the best d' is marked."""
     streams = sorted({entry.stream for entry in found if entry.stream is not None})
     most = max((entry.d_prime for entry in found), default=0.0)
-    table = Table(title=f"{found[0].hook}: d' (AUC), on texts left out", title_justify="left", box=None, padding=(0, 1))
+    table = Table(
+        title=f"{found[0].hook}: d' (AUC), on texts left out", title_justify="left", box=None, padding=(0, 1)
+    )
     for name in ("layer", "whole row", *(f"stream {stream}" for stream in streams), "size"):
         table.add_column(name, justify="right")
     for layer in sorted({entry.layer for entry in found}):
@@ -34,7 +39,9 @@ def separation_table(found: Sequence[Separation]) -> Table:
 
 def _cell(entry: Separation, most: float) -> Text:
     mark = "*" if entry.d_prime == most else " "
-    return Text(f"{mark}{entry.d_prime:5.2f} ({entry.auc:.2f})", style=shade(max(entry.d_prime, 0.0), most or 1.0))
+    return Text(
+        f"{mark}{entry.d_prime:5.2f} ({entry.auc:.2f})", style=shade(max(entry.d_prime, 0.0), most or 1.0)
+    )
 
 
 def trials_table(trials: Sequence[Trial], best: Trial | None) -> Table:
@@ -45,9 +52,14 @@ def trials_table(trials: Sequence[Trial], best: Trial | None) -> Table:
     for trial in trials:
         streams = "all" if trial.streams is None else ",".join(map(str, trial.streams))
         table.add_row(
-            "*" if trial is best else "", f"{trial.hook}[{trial.layer}]", streams, f"{trial.strength:g}",
-            f"{trial.moved:.0%}", f"{trial.gained:+.3f}", f"{trial.loss_gained:+.2f}",
-        )  # fmt: skip
+            "*" if trial is best else "",
+            f"{trial.hook}[{trial.layer}]",
+            streams,
+            f"{trial.strength:g}",
+            f"{trial.moved:.0%}",
+            f"{trial.gained:+.3f}",
+            f"{trial.loss_gained:+.2f}",
+        )
     return table
 
 
@@ -56,8 +68,11 @@ def separation_svg(found: Sequence[Separation]) -> str:
     streams: list[int | None] = [None, *sorted({entry.stream for entry in found if entry.stream is not None})]
     layers = sorted({entry.layer for entry in found})
     most = max((entry.d_prime for entry in found), default=0.0) or 1.0
-    width, height = LEFT + len(streams) * CELL_WIDTH + 10, TOP + len(layers) * CELL_HEIGHT + 10
-    out = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">']
+    width = LEFT + len(streams) * CELL_WIDTH + 10
+    height = TOP + len(layers) * CELL_HEIGHT + 10
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
+    ]
     out.append('<rect width="100%" height="100%" fill="white"/>')
     out.append(f'<text x="8" y="16" font-size="12">{found[0].hook}: d\' by layer and stream</text>')
     for column, stream in enumerate(streams):

@@ -35,7 +35,9 @@ def _for_verbs(given: dict[str, Any], outer: dict[str, Any], group: Any, where: 
         _check(key, set(group.commands), f"{where}: [{key}] is no verb")
     result: dict[str, Any] = {}
     for name, verb in group.commands.items():
-        own, around, place = tables.get(name, {}), outer | common, f"{where} [{name}]"
+        own = tables.get(name, {})
+        around = outer | common
+        place = f"{where} [{name}]"
         if hasattr(verb, "commands"):
             result[name] = _for_verbs(own, around, verb, place)
             continue

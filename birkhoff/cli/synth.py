@@ -13,9 +13,13 @@ from birkhoff.cli.talk import bar, say
 
 
 def synth(
-    out: Annotated[Path, typer.Argument(help="Directory to write; it must not hold a checkpoint.", show_default=False)],
+    out: Annotated[
+        Path, typer.Argument(help="Directory to write; it must not hold a checkpoint.", show_default=False)
+    ],
     like: Annotated[str, typer.Option(help="Size: flash, pro, nano or tiny.")] = "tiny",
-    layers: Annotated[int | None, typer.Option(help="Keep only the first layers.", show_default=False)] = None,
+    layers: Annotated[
+        int | None, typer.Option(help="Keep only the first layers.", show_default=False)
+    ] = None,
     seed: Annotated[int, typer.Option(help="The same seed writes the same bytes.")] = 0,
     dense: Annotated[str, typer.Option(help="Format of dense matrices: fp8, bf16 or f32.")] = "fp8",
     experts: Annotated[str, typer.Option(help="Format of routed experts: fp4, fp8, bf16 or f32.")] = "fp4",

@@ -47,7 +47,11 @@ def bar(what: str, unit: str = "bytes", wanted: bool = True) -> Iterator[Advance
         TransferSpeedColumn,
     )
 
-    counts = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    counts = (
+        (DownloadColumn(), TransferSpeedColumn())
+        if unit == "bytes"
+        else (MofNCompleteColumn(), TextColumn(unit))
+    )
     columns = (TextColumn(what), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)

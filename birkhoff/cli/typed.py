@@ -31,7 +31,9 @@ def typed(prompt: str) -> Iterator[str]:
             print()
             return
         except UnicodeDecodeError:
-            complain(PromptError.code, "that line is not UTF-8. Set the terminal to UTF-8, or type it differently.")
+            complain(
+                PromptError.code, "that line is not UTF-8. Set the terminal to UTF-8, or type it differently."
+            )
             continue
         except KeyboardInterrupt:
             print()
@@ -47,7 +49,8 @@ def heard_at_once() -> Iterator[None]:
     means nothing, for as long as this is open: the first nudge that meets the waiting ends it, and handlers run."""
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    main, over = threading.main_thread().ident, threading.Event()
+    main = threading.main_thread().ident
+    over = threading.Event()
     assert main is not None
 
     def nudge() -> None:
@@ -58,7 +61,9 @@ def heard_at_once() -> Iterator[None]:
 
     watcher = threading.Thread(target=nudge, name="ctrl-c", daemon=True)
     watcher.start()
-    meaning = signal.signal(signal.SIGURG, lambda *_: None)  # by default ignored, and then it would end no waiting
+    meaning = signal.signal(
+        signal.SIGURG, lambda *_: None
+    )  # by default ignored, and then it would end no waiting
     told_before = signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     try:
         yield

@@ -16,12 +16,16 @@ if TYPE_CHECKING:
 
 
 def validate(
-    a: Annotated[str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.", show_default=False)],
+    a: Annotated[
+        str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.", show_default=False)
+    ],
     b: Annotated[str | None, typer.Argument(help="What to hold it against.", show_default=False)] = None,
     oracle: Annotated[
         str | None, typer.Option(help="transformers: A's weights in its code.", show_default=False)
     ] = None,
-    goldens: Annotated[Path | None, typer.Option(help="Directory of golden values.", show_default=False)] = None,
+    goldens: Annotated[
+        Path | None, typer.Option(help="Directory of golden values.", show_default=False)
+    ] = None,
     save_goldens: Annotated[
         Path | None, typer.Option(help="Keep what A computes as goldens.", show_default=False)
     ] = None,
@@ -29,7 +33,9 @@ def validate(
         Path | None, typer.Option(help="official.vec; its prompts beside it.", show_default=False)
     ] = None,
     answers: Annotated[int, typer.Option(help="Also compare greedy answers of so many tokens (with B).")] = 0,
-    tokens: Annotated[Path | None, typer.Option(help="JSON file with a list of token ids.", show_default=False)] = None,
+    tokens: Annotated[
+        Path | None, typer.Option(help="JSON file with a list of token ids.", show_default=False)
+    ] = None,
     length: Annotated[int, typer.Option(help="How many tokens, when none are given.")] = 192,
     seed: Annotated[int, typer.Option(help="Which tokens, when none are given.")] = 0,
     dtype: Annotated[str, typer.Option(help="Compute dtype of A: float32 or bfloat16.")] = "float32",
@@ -37,7 +43,9 @@ def validate(
     numerics: Annotated[str, typer.Option(help="plain or released.")] = "plain",
     gate: Annotated[
         str | None,
-        typer.Option(help="float32, engine, bfloat16, trained or released; told by the dtypes.", show_default=False),
+        typer.Option(
+            help="float32, engine, bfloat16, trained or released; told by the dtypes.", show_default=False
+        ),
     ] = None,
     explain: Annotated[bool, typer.Option(help="Look for a known mistake when they differ.")] = True,
     html: Annotated[Path | None, typer.Option(help="Write the report as a page.", show_default=False)] = None,

@@ -40,7 +40,9 @@ def contrast(
     layers: Annotated[str, typer.Option(help="4 or 2,4 or 2..6 or *.")] = "*",
     how: Annotated[str, typer.Option(help="mean_diff, or pca of pairs.")] = "mean_diff",
     tokens: Annotated[str, typer.Option(help="mean of a text's tokens, or the last.")] = "mean",
-    streams: Annotated[str | None, typer.Option(help="Keep only these streams: 0,2.", show_default=False)] = None,
+    streams: Annotated[
+        str | None, typer.Option(help="Keep only these streams: 0,2.", show_default=False)
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Vector file; without it only the table.", show_default=False)
     ] = None,
@@ -54,7 +56,9 @@ def contrast(
     from birkhoff.analysis.contrast import contrast_rows, vector_of
     from birkhoff.cli.separation import separation_svg, separation_table
 
-    up, down, chosen = read_texts(positive), read_texts(negative), parse_layers(layers)
+    up = read_texts(positive)
+    down = read_texts(negative)
+    chosen = parse_layers(layers)
     kept = None if streams is None else numbers("streams", streams)
     with open_engine(loading, MOST_AT_ONCE) as engine:
         rows = contrast_rows(engine, up, down, hook, chosen, tokens)
@@ -83,7 +87,9 @@ def search(
     down: Annotated[str, typer.Option(help="Words that speak against it.")] = "",
     hooks: Annotated[str, typer.Option(help="Hooks joined by commas.")] = "mhc_streams_pre_attn",
     layers: Annotated[str, typer.Option(help="4 or 2,4 or 2..6 or *.")] = "*",
-    strengths: Annotated[str, typer.Option(help="Lengths in mean row norms, joined by commas.")] = "0.25,0.5,0.8",
+    strengths: Annotated[
+        str, typer.Option(help="Lengths in mean row norms, joined by commas.")
+    ] = "0.25,0.5,0.8",
     each_stream: Annotated[bool, typer.Option(help="Also try every stream alone.")] = True,
     seeds: Annotated[int, typer.Option(help="Answers per request.")] = 2,
     max_tokens: Annotated[int, typer.Option(help="Length of an answer.")] = 60,
@@ -101,7 +107,9 @@ def search(
     from birkhoff.cli.separation import trials_table
     from birkhoff.steering.word_probe import WordProbe
 
-    higher, lower, asked = read_texts(positive), read_texts(negative), [str(text) for text in read_texts(requests)]
+    higher = read_texts(positive)
+    lower = read_texts(negative)
+    asked = [str(text) for text in read_texts(requests)]
     sizes = [_number("strengths", piece) for piece in strengths.split(",")]
     if seeds < 1:
         raise OptionError(f"seeds is {seeds}, expected a positive whole number.")
@@ -127,9 +135,16 @@ def search(
             )
             total = places * len(sizes)
             run_search(
-                engine, contrasts, asked, probe.score, seeds, sizes, each_stream=each_stream,
-                max_tokens=max_tokens, tell=tell,
-            )  # fmt: skip
+                engine,
+                contrasts,
+                asked,
+                probe.score,
+                seeds,
+                sizes,
+                each_stream=each_stream,
+                max_tokens=max_tokens,
+                tell=tell,
+            )
         best = best_trial(trials, loss_bound)
         if best is not None and out is not None:
             scaled_vector(engine, contrasts[best.hook], best.layer, best.streams, best.strength).save(out)
@@ -147,7 +162,9 @@ def search(
 
 @app.command(name="list")
 def list_vectors(
-    folder: Annotated[Path | None, typer.Argument(help="A directory; else those of nano.", show_default=False)] = None,
+    folder: Annotated[
+        Path | None, typer.Argument(help="A directory; else those of nano.", show_default=False)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Vector files of a directory, one line each."""
@@ -156,7 +173,9 @@ def list_vectors(
 
     if folder is not None and not folder.is_dir():
         raise OptionError(f"{folder} is no directory. Show one file: birkhoff vectors show FILE")
-    paths = sorted(folder.glob("*.safetensors")) if folder is not None else list(shipped_vectors("nano").values())
+    paths = (
+        sorted(folder.glob("*.safetensors")) if folder is not None else list(shipped_vectors("nano").values())
+    )
     found = {path.stem: SteeringVector.load(path) for path in paths}
     if json:
         typer.echo(json_module.dumps({name: vector.describe() for name, vector in found.items()}))
@@ -170,8 +189,7 @@ def list_vectors(
 
 @app.command()
 def show(
-    file: Annotated[Path, typer.Argument(help="A vector file.", show_default=False)],
-    json: Json = False,
+    file: Annotated[Path, typer.Argument(help="A vector file.", show_default=False)], json: Json = False
 ) -> None:
     """What a vector file says of itself."""
     from birkhoff.steering.vector_file import SteeringVector
@@ -186,15 +204,21 @@ def show(
 
 @app.command(name="import")
 def import_file(
-    file: Annotated[Path, typer.Argument(help=".safetensors, .json, .gguf, .f32 or .pt.", show_default=False)],
+    file: Annotated[
+        Path, typer.Argument(help=".safetensors, .json, .gguf, .f32 or .pt.", show_default=False)
+    ],
     out: Annotated[Path, typer.Option(help="Vector file, or a directory for several.", show_default=False)],
-    op: Annotated[str | None, typer.Option(help="add, project or clamp: never guessed.", show_default=False)] = None,
+    op: Annotated[
+        str | None, typer.Option(help="add, project or clamp: never guessed.", show_default=False)
+    ] = None,
     hook: Annotated[str | None, typer.Option(help="Where it belongs.", show_default=False)] = None,
     layer: Annotated[int | None, typer.Option(help="Layer of a single tensor.", show_default=False)] = None,
     width: Annotated[int | None, typer.Option(help="Width of raw rows.", show_default=False)] = None,
     streams: Annotated[str | None, typer.Option(help="flat, all, or 0,2.", show_default=False)] = None,
     model: Annotated[str | None, typer.Option(help="The model it was made for.", show_default=False)] = None,
-    note: Annotated[str | None, typer.Option(help="A sentence to keep in the file.", show_default=False)] = None,
+    note: Annotated[
+        str | None, typer.Option(help="A sentence to keep in the file.", show_default=False)
+    ] = None,
     json: Json = False,
 ) -> None:
     """Give a vector of another tool the words it lacks, and write it as a vector file."""
@@ -206,10 +230,15 @@ def import_file(
     given = {name: value for name, value in said.items() if value is not None}
     found = import_vectors(file, op=op, hook=hook, layer=layer, width=width, **given)
     if len(found) > 1 and out.suffix:
-        raise OptionError(f"{file} holds {len(found)} vectors ({', '.join(found)}). Name a directory: --out DIR")
+        raise OptionError(
+            f"{file} holds {len(found)} vectors ({', '.join(found)}). Name a directory: --out DIR"
+        )
     if not out.suffix:
         out.mkdir(parents=True, exist_ok=True)
-    paths = {name: vector.save(out if out.suffix else out / f"{name}.safetensors") for name, vector in found.items()}
+    paths = {
+        name: vector.save(out if out.suffix else out / f"{name}.safetensors")
+        for name, vector in found.items()
+    }
     for name, vector in found.items():
         say(f"{name}: {vector!r}")
     if json:

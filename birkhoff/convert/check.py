@@ -31,7 +31,8 @@ def check_output(source: Checkpoint, output: Checkpoint, rounding: dict[str, lis
         kind = class_of(tensor.name)
         worst = rounding.get(kind, [0, 0, 0.0, 0.0])[3]
         for start, stop in _ranges(tensor):
-            before, after = numbers(source, tensor, start, stop), numbers(output, tensor, start, stop)
+            before = numbers(source, tensor, start, stop)
+            after = numbers(output, tensor, start, stop)
             if torch.equal(before, after):
                 continue
             gap = float((after - before).abs().max())

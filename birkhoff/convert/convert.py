@@ -84,7 +84,8 @@ def convert(
         raise OptionError(f"shard_bytes is {shard_bytes!r}, expected a positive number of bytes.")
     if workers is not None and (type(workers) is not int or not 1 <= workers <= 64):
         raise OptionError(f"workers is {workers!r}, expected 1 to 64.")
-    experts, dense = experts or DEFAULTS[to]["experts"], dense or DEFAULTS[to]["dense"]
+    experts = experts or DEFAULTS[to]["experts"]
+    dense = dense or DEFAULTS[to]["dense"]
     source = open_checkpoint(_embedded(src))
     work = _plan(source, destination, to, experts, dense, preset, mtp, shard_bytes)
     done, checked = Done(), 0
@@ -121,16 +122,31 @@ def _embedded(src: str | Path) -> str | Path:
 
 
 def _plan(
-    source: Checkpoint, destination: Path, to: str, experts: str, dense: str, preset: str, mtp: bool,
+    source: Checkpoint,
+    destination: Path,
+    to: str,
+    experts: str,
+    dense: str,
+    preset: str,
+    mtp: bool,
     shard_bytes: int | None,
-) -> ConversionPlan:  # fmt: skip
-    options = {"to": to, "experts": experts, "dense": dense, "preset": preset, "mtp": mtp, "shard_bytes": shard_bytes}
+) -> ConversionPlan:
+    options = {
+        "to": to,
+        "experts": experts,
+        "dense": dense,
+        "preset": preset,
+        "mtp": mtp,
+        "shard_bytes": shard_bytes,
+    }
     tokenizer = source.tokenizer_json or _text(source.path / "tokenizer.json")
     if to == "safetensors":
         texts = {name: text for name in _TEXTS if (text := _text(source.path / name)) is not None}
         if tokenizer is not None:
             texts["tokenizer.json"] = tokenizer
-        return plan_safetensors(source, destination, experts, dense, mtp, shard_bytes or SHARD_BYTES, options, texts)
+        return plan_safetensors(
+            source, destination, experts, dense, mtp, shard_bytes or SHARD_BYTES, options, texts
+        )
     plan = GGUFPlan(source, destination, experts, dense, preset, mtp, shard_bytes or NO_SPLIT)
     return plan.work(options, {}, tokenizer, literals_of(source))
 

@@ -49,7 +49,9 @@ def encode_header(keys: Sequence[Key], tensors: Sequence[TensorRow]) -> tuple[by
         offsets.append(at)
         end = at + tensor.nbytes
         dimensions = tensor.shape[::-1]
-        parts.append(_string(tensor.name) + struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions))
+        parts.append(
+            _string(tensor.name) + struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions)
+        )
         parts.append(struct.pack("<IQ", _ID_OF[tensor.kind], at))
     header = b"".join(parts)
     header += b"\0" * (_padded(len(header)) - len(header))

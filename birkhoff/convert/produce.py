@@ -70,7 +70,9 @@ def _values(source: Checkpoint, tensor: ModelTensor):
     return value_strips(source, tensor.name, tensor.shape)
 
 
-def _rounded(name: str, start: int, values: torch.Tensor, dtype: torch.dtype, tally: RoundingTally) -> np.ndarray:
+def _rounded(
+    name: str, start: int, values: torch.Tensor, dtype: torch.dtype, tally: RoundingTally
+) -> np.ndarray:
     after = values.to(dtype)
     check_finite(name, after, start)
     tally.compare(values, after.float())
@@ -109,9 +111,11 @@ def _ids(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: Rou
 
 
 def _fp4_codes(source: Checkpoint, tensor: ModelTensor, blocks: bool, tally: RoundingTally) -> Pieces:
-    weight, scale_ref = source[tensor.name], source[scale_name(tensor.name)]
+    weight = source[tensor.name]
+    scale_ref = source[scale_name(tensor.name)]
     for start, stop in strips((tensor.shape[0], tensor.shape[1] // 2), 1):
-        codes, scale = weight.rows(start, stop), scale_ref.rows(start, stop)
+        codes = weight.rows(start, stop)
+        scale = scale_ref.rows(start, stop)
         check_scale(scale_ref.name, scale, start)
         tally.numbers += 2 * codes.numel()
         yield from _fp4_pieces(codes, scale, blocks)
@@ -137,7 +141,8 @@ def _fp4_pieces(codes: torch.Tensor, scale: torch.Tensor, blocks: bool) -> Piece
 
 
 def _fp8_codes(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
-    weight, scale_ref = source[tensor.name], source[scale_name(tensor.name)]
+    weight = source[tensor.name]
+    scale_ref = source[scale_name(tensor.name)]
     for start, stop in strips(tensor.shape, 1):
         codes = weight.rows(start, stop)
         check_codes(tensor.name, codes, start)

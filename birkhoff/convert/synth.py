@@ -52,7 +52,9 @@ def synth(
     config = preset(like, layers, mtp)
     text = byte_tokenizer_json(config.vocab_size) if tokenizer else None
     rows = RandomRows(config, seed, dense, experts)
-    write_released(out, config, rows, dense=dense, experts=experts, shard_bytes=shard_bytes, progress=progress)
+    write_released(
+        out, config, rows, dense=dense, experts=experts, shard_bytes=shard_bytes, progress=progress
+    )
     if text is not None:
         write_text(Path(out) / "tokenizer.json", text)
     return config
@@ -62,7 +64,8 @@ class RandomRows:
     """`rows(name, start, stop)` for every tensor of a config, as `write_released` asks for them."""
 
     def __init__(self, config: V4Config, seed: int, dense: str = "fp8", experts: str = "fp4"):
-        self.config, self.seed = config, seed
+        self.config = config
+        self.seed = seed
         self.formats = {"dense": dense, "expert": experts}
         self.tensors = {tensor.name: tensor for tensor in model_tensors(config)}
 
@@ -165,7 +168,9 @@ def _code_table(kind: str, spread: float) -> tuple[int, torch.Tensor]:
     values = (quantiles * spread * 2.0**-exponent).float()
     if kind == "fp8":
         return exponent, values.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    clipped = torch.cat((torch.full((levels, 1), 6.0), values.clamp(-6, 6)[:, None], torch.zeros(levels, 30)), 1)
+    clipped = torch.cat(
+        (torch.full((levels, 1), 6.0), values.clamp(-6, 6)[:, None], torch.zeros(levels, 30)), 1
+    )
     nibble = quant.quant_fp4(clipped)[0][:, 0] >> 4  # a 6 beside each value holds its group's scale at 1
     draws = torch.arange(2**16)
     return exponent, nibble[draws & 255] | nibble[draws >> 8] << 4

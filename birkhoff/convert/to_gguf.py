@@ -26,7 +26,16 @@ from birkhoff.text.literals import literals_to_json, own_literals
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.gguf import CHAT_TEXTS, SCALE_NAMES, SCALES
 from birkhoff.weights.gguf_keys import STRING, U32, Key, keys_of
-from birkhoff.weights.gguf_names import DS4_MTP, EH_PROJ, NEXTN, ROOT, STACKS, GGUFLocation, place_in_block, trunk_place
+from birkhoff.weights.gguf_names import (
+    DS4_MTP,
+    EH_PROJ,
+    NEXTN,
+    ROOT,
+    STACKS,
+    GGUFLocation,
+    place_in_block,
+    trunk_place,
+)
 from birkhoff.weights.gguf_text import tokenizer_keys
 from birkhoff.weights.inspect import class_of
 from birkhoff.weights.layout import ModelTensor, model_tensors, scale_name
@@ -39,12 +48,21 @@ MAX_KEPT_SCALE_BYTES = 64 << 20
 _FILE_TYPE = {"MXFP4": 38, "BF16": 32, "F32": 0}  # ggml's number for what most of the file is
 _U16, _I32 = 2, 5
 
-Item = tuple[TensorRow, list[tuple[str, Produce, int]]]  # a tensor, and (source name, bytes, place) of its parts
+Item = tuple[
+    TensorRow, list[tuple[str, Produce, int]]
+]  # a tensor, and (source name, bytes, place) of its parts
 
 
 class GGUFPlan:
     def __init__(
-        self, source: Checkpoint, path: Path, experts: str, dense: str, preset: str, mtp: bool, part_bytes: int
+        self,
+        source: Checkpoint,
+        path: Path,
+        experts: str,
+        dense: str,
+        preset: str,
+        mtp: bool,
+        part_bytes: int,
     ):
         if experts not in EXPERTS:
             raise OptionError(f"experts is {experts!r}, expected one of mxfp4, bf16, f32 for GGUF.")
@@ -54,8 +72,11 @@ class GGUFPlan:
             raise OptionError(f"preset is {preset!r}, expected one of {', '.join(PRESETS)}.")
         if preset == "ds4" and dense != "q8_0":
             raise OptionError(f"preset ds4 fixes dense to q8_0, got {dense!r}. Leave --dense away.")
-        self.source, self.path, self.preset = source, path, preset
-        self.experts, self.dense = EXPERTS[experts], DENSE[dense]
+        self.source = source
+        self.path = path
+        self.preset = preset
+        self.experts = EXPERTS[experts]
+        self.dense = DENSE[dense]
         self.part_bytes = part_bytes
         self.mtp = mtp and source.has_mtp
         self.notices: list[str] = []
@@ -89,7 +110,9 @@ class GGUFPlan:
             str(self.source.path), self.path, options, files, units, self.source.files, texts, self.notices
         )
 
-    def _add(self, files: list[OutputFile], units: list[Unit], path: Path, keys: list[Key], items: list[Item]) -> None:
+    def _add(
+        self, files: list[OutputFile], units: list[Unit], path: Path, keys: list[Key], items: list[Item]
+    ) -> None:
         rows = [row for row, _ in items]
         header, offsets, size = encode_header(keys, rows)
         for (row, parts), offset in zip(items, offsets):
@@ -129,7 +152,8 @@ class GGUFPlan:
             yield self._item(tensors[name], ROOT[name])
         for part in ("fn", "base", "scale"):
             yield self._item(tensors[f"mtp.0.hc_head_{part}"], ROOT[f"hc_head_{part}"])
-        left, right = tensors["mtp.0.e_proj.weight"], tensors["mtp.0.h_proj.weight"]
+        left = tensors["mtp.0.e_proj.weight"]
+        right = tensors["mtp.0.h_proj.weight"]
         kind = self._fitting(left.name, self.dense, 2 * left.shape[1])
         row = TensorRow(f"{block}.{EH_PROJ}", kind, (left.shape[0], 2 * left.shape[1]))
         yield row, [(left.name, side_by_side(self.source, left, right, kind), self._place[left.name])]
@@ -159,7 +183,9 @@ class GGUFPlan:
         else:
             suffix = name.removeprefix("mtp.0.")
             table = DS4_MTP if block.startswith("mtp.") else NEXTN
-            place = GGUFLocation(f"{block}.{table[suffix]}") if suffix in table else place_in_block(suffix, block)
+            place = (
+                GGUFLocation(f"{block}.{table[suffix]}") if suffix in table else place_in_block(suffix, block)
+            )
         assert place is not None, name
         return place
 
@@ -219,7 +245,9 @@ class GGUFPlan:
         ]
         eos = config.eos_token_ids
         notices = [] if mtp_file else self.notices
-        keys += tokenizer_keys(tokenizer, config.vocab_size, config.bos_token_id, eos[0] if eos else None, notices)
+        keys += tokenizer_keys(
+            tokenizer, config.vocab_size, config.bos_token_id, eos[0] if eos else None, notices
+        )
         if tokenizer is not None and literals is not None:
             keys.append(Key("tokenizer.chat_template", STRING, chat_template(literals)))
             if literals.source != own_literals().source:
@@ -237,7 +265,9 @@ class GGUFPlan:
             if plain.get(tensor.storage) and recognise(self.source, tensor.name, tensor.shape) != "float"
         ]
         if sum(self.source[scale_name(name)].nbytes for name in wanted) > MAX_KEPT_SCALE_BYTES:
-            self.notices.append("scales were not kept: converting back gives the same numbers in other codes.")
+            self.notices.append(
+                "scales were not kept: converting back gives the same numbers in other codes."
+            )
             return []
         flat, names = bytearray(), []
         for name in wanted:

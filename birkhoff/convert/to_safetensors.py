@@ -24,9 +24,15 @@ _METADATA = {"format": "pt"}
 
 
 def plan_safetensors(
-    source: Checkpoint, path: Path, experts: str, dense: str, mtp: bool, shard_bytes: int, options: dict[str, Any],
+    source: Checkpoint,
+    path: Path,
+    experts: str,
+    dense: str,
+    mtp: bool,
+    shard_bytes: int,
+    options: dict[str, Any],
     texts: dict[str, str],
-) -> ConversionPlan:  # fmt: skip
+) -> ConversionPlan:
     """Files, units and texts of the output directory `path`."""
     from dataclasses import replace
 
@@ -43,12 +49,16 @@ def plan_safetensors(
         rows = {name: (dtype, shape) for pair in stored.values() for name, (shape, dtype, _) in pair}
         header, entries = layout(file, rows, _METADATA)
         for tensor in tensors:
-            regions = tuple(Region(name, entries[name].offset, entries[name].nbytes) for name, _ in stored[tensor.name])
+            regions = tuple(
+                Region(name, entries[name].offset, entries[name].nbytes) for name, _ in stored[tensor.name]
+            )
             kind = _KIND[entries[tensor.name].dtype]
             produce = producer(source, tensor, kind)
             units.append(Unit(len(files), class_of(tensor.name), place[tensor.name], regions, produce))
         weight_map.update(dict.fromkeys(rows, file.name))
-        files.append(OutputFile(file, header, len(header) + sum(e.nbytes for e in entries.values()), len(entries)))
+        files.append(
+            OutputFile(file, header, len(header) + sum(e.nbytes for e in entries.values()), len(entries))
+        )
     total = sum(unit.nbytes for unit in units)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     beside = {
@@ -64,7 +74,9 @@ def _packed(config: Any, dense: str, experts: str, shard_bytes: int) -> list[lis
     shards: list[list[ModelTensor]] = [[]]
     filled = 0
     for tensor in model_tensors(config):
-        size = sum(math.prod(shape) * item_bytes(dtype) for _, (shape, dtype, _) in stored_as(tensor, dense, experts))
+        size = sum(
+            math.prod(shape) * item_bytes(dtype) for _, (shape, dtype, _) in stored_as(tensor, dense, experts)
+        )
         if shards[-1] and filled + size > shard_bytes:
             shards.append([])
             filled = 0

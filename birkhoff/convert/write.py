@@ -26,9 +26,7 @@ from birkhoff.weights.safetensors import sync_directory, write_text
 
 SYNC_BYTES = 256 << 20
 SYNC_SECONDS = 2.0
-QUEUED = (
-    32  # units waiting per thread, so that none idles while this one waits for the disk; only running ones hold memory
-)
+QUEUED = 32  # units waiting per thread, so that none idles while this one waits for the disk; only running ones hold memory
 Progress = Callable[[int, int], None]
 
 
@@ -39,7 +37,9 @@ class Done:
     seconds: float = 0.0
     resumed_units: int = 0
     hashes: dict[str, dict[str, str]] = field(default_factory=dict)  # file -> tensor or part of one -> sha256
-    rounding: dict[str, list[float]] = field(default_factory=dict)  # class -> numbers, changed, worst share, worst
+    rounding: dict[str, list[float]] = field(
+        default_factory=dict
+    )  # class -> numbers, changed, worst share, worst
 
 
 def journal_path(destination: Path) -> Path:
@@ -51,7 +51,11 @@ def partial_path(path: Path) -> Path:
 
 
 def fill(
-    work: ConversionPlan, workers: int, exact: bool, progress: Progress | None = None, sync_bytes: int = SYNC_BYTES
+    work: ConversionPlan,
+    workers: int,
+    exact: bool,
+    progress: Progress | None = None,
+    sync_bytes: int = SYNC_BYTES,
 ) -> Done:
     """Write everything that is not there yet, and publish."""
     began = time.perf_counter()
@@ -69,7 +73,9 @@ def fill(
         try:
             _run(work, handles, known, log, workers, exact, progress, sync_bytes)
         except BirkhoffError:
-            discard(work)  # trying again would end the same way; what was interrupted is kept, what failed is not
+            discard(
+                work
+            )  # trying again would end the same way; what was interrupted is kept, what failed is not
             raise
         finally:
             for handle in handles:
@@ -97,7 +103,9 @@ def _locked(journal: Path) -> Iterator[Any]:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise ConvertError(f"{journal} is held by another process. Wait for it, or end it first.") from None
+            raise ConvertError(
+                f"{journal} is held by another process. Wait for it, or end it first."
+            ) from None
         yield log
 
 
@@ -115,7 +123,9 @@ def _read_journal(log: Any, fingerprint: str, journal: Path) -> dict[int, list[A
         try:
             rows.append(json.loads(line))
         except ValueError:
-            raise ConvertError(f"{journal} is damaged. Remove it and the .partial files to start again.") from None
+            raise ConvertError(
+                f"{journal} is damaged. Remove it and the .partial files to start again."
+            ) from None
     if not rows:
         log.truncate(0)
         log.write(json.dumps({"conversion": fingerprint}).encode() + b"\n")
@@ -141,9 +151,15 @@ def _opened(path: Path, header: bytes, nbytes: int) -> int | None:
 
 
 def _run(
-    work: ConversionPlan, handles: list[int | None], known: dict[int, list[Any]], log: Any, workers: int, exact: bool,
-    progress: Progress | None, sync_bytes: int,
-) -> None:  # fmt: skip
+    work: ConversionPlan,
+    handles: list[int | None],
+    known: dict[int, list[Any]],
+    log: Any,
+    workers: int,
+    exact: bool,
+    progress: Progress | None,
+    sync_bytes: int,
+) -> None:
     total = work.payload_bytes
     left = [number for number in range(len(work.units)) if number not in known]
     left.sort(key=lambda number: work.units[number].place)
@@ -202,7 +218,9 @@ def _do(number: int, unit: Unit, handle: int | None, exact: bool) -> list[Any]:
         at[index] += len(view)
     short = [r.name for r, end in zip(unit.regions, at) if end != r.offset + r.nbytes]
     if short:
-        raise ConvertError(f"{short[0]} came out with another size than planned. The source changed while it was read.")
+        raise ConvertError(
+            f"{short[0]} came out with another size than planned. The source changed while it was read."
+        )
     if exact and tally.changed:
         raise ConvertError(
             f"{unit.name}: {tally.changed} of {tally.numbers} numbers would change (by up to {tally.worst:.3g}), and "
@@ -241,7 +259,9 @@ def _publish(work: ConversionPlan, done: Done) -> None:
         "source": work.source,
         "source_files": [{"name": path.name, "bytes": path.stat().st_size} for path in work.source_files],
         "options": work.options,
-        "rounding": {k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in done.rounding.items()},
+        "rounding": {
+            k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in done.rounding.items()
+        },
         "sha256": done.hashes,
     }
     directory = work.destination if work.texts else work.destination.parent

@@ -41,37 +41,58 @@ class DecodeBuffers:
             return torch.empty(*shape, dtype=dtype, device=device)
 
         c, number = config, torch.int32
-        d, h, k, inner = c.hidden_size, c.num_attention_heads, c.num_experts_per_tok, c.moe_intermediate_size
+        d = c.hidden_size
+        h = c.num_attention_heads
+        k = c.num_experts_per_tok
+        inner = c.moe_intermediate_size
         phases = c.qk_rope_head_dim // 2
         half = torch.float16 if halves else dtype
-        self.rows, self.context = rows, context
+        self.rows = rows
+        self.context = context
         self.room = context // 4 if context // 4 > c.index_topk else 0
         reach = {0: ring, 4: ring + min(c.index_topk, context // 4), 128: ring + context // 128}
         self.shares = {ratio: shares_of(rows, h, reach[ratio], processors) for ratio in ratios}
         most = rows * max(shares for shares, _ in self.shares.values()) * h
 
-        self.given = torch.zeros(3, max(rows, 2), dtype=torch.long, device=device)  # each row begins at 16 bytes
+        self.given = torch.zeros(
+            3, max(rows, 2), dtype=torch.long, device=device
+        )  # each row begins at 16 bytes
         self.token_ids, self.positions, self.slots = self.given[:, :rows]
-        self.streams, self.parts = make(rows, 4, d, dtype=dtype), make(rows, slices(rows, d)[1], padded(COUNT))
-        self.pre, self.post, self.mix = make(rows, 4), make(rows, 4), make(rows, 4, 4)
-        self.cos, self.sin = make(rows, 4, phases), make(rows, 4, phases)
-        self.x, self.entered = make(rows, d, dtype=dtype), make(rows, entered)
-        self.latent, self.queries = make(rows, c.q_lora_rank, dtype=dtype), make(rows, queries, dtype=dtype)
-        self.scores, self.chosen = make(rows, max(self.room, 1)), make(rows, c.index_topk, dtype=number)
-        self.sums, self.peaks, self.masses = make(most * c.head_dim), make(most), make(most)
+        self.streams = make(rows, 4, d, dtype=dtype)
+        self.parts = make(rows, slices(rows, d)[1], padded(COUNT))
+        self.pre = make(rows, 4)
+        self.post = make(rows, 4)
+        self.mix = make(rows, 4, 4)
+        self.cos = make(rows, 4, phases)
+        self.sin = make(rows, 4, phases)
+        self.x = make(rows, d, dtype=dtype)
+        self.entered = make(rows, entered)
+        self.latent = make(rows, c.q_lora_rank, dtype=dtype)
+        self.queries = make(rows, queries, dtype=dtype)
+        self.scores = make(rows, max(self.room, 1))
+        self.chosen = make(rows, c.index_topk, dtype=number)
+        self.sums = make(most * c.head_dim)
+        self.peaks = make(most)
+        self.masses = make(most)
         self.mixed = make(rows, h * c.head_dim, dtype=dtype)
-        self.middle, self.attended = make(rows, c.o_groups * c.o_lora_rank, dtype=half), make(rows, d)
+        self.middle = make(rows, c.o_groups * c.o_lora_rank, dtype=half)
+        self.attended = make(rows, d)
         self.opened = make(rows, c.n_routed_experts + 2 * inner)
-        self.ids, self.weights = make(c.num_hidden_layers, rows, k, dtype=number), make(rows, k)  # ids of every layer
+        # ids of every layer
+        self.ids = make(c.num_hidden_layers, rows, k, dtype=number)
+        self.weights = make(rows, k)
         self.order = make(2, rows * k, dtype=number)
         self.slot_list = torch.zeros(min(c.n_routed_experts, rows * k), 16, dtype=number, device=device)
         self.arrived = torch.zeros(1, dtype=number, device=device)  # blocks of a launch that are done
-        self.z, self.z_shared = make(rows * k, inner, dtype=half), make(rows, inner, dtype=half)
-        self.y, self.logits = make(rows, k + 1, d), make(rows, c.vocab_size)
+        self.z = make(rows * k, inner, dtype=half)
+        self.z_shared = make(rows, inner, dtype=half)
+        self.y = make(rows, k + 1, d)
+        self.logits = make(rows, c.vocab_size)
         self.x_half = self.x_mixed = self.latent_half = self.mixed_half = None
         if halves:
             self.x_half, self.x_mixed, self.latent_half, self.mixed_half = (
-                torch.empty_like(like, dtype=torch.float16) for like in (self.x, self.x, self.latent, self.mixed)
+                torch.empty_like(like, dtype=torch.float16)
+                for like in (self.x, self.x, self.latent, self.mixed)
             )
 
     def poison(self) -> None:

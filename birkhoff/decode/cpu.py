@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from birkhoff.model.mtp import MTP
 
 MOST_ROWS = 16
-MOST_EXPERT_ROWS = 64  # of any sequences: reading each expert once for all its rows takes half as long up to there
+MOST_EXPERT_ROWS = (
+    64  # of any sequences: reading each expert once for all its rows takes half as long up to there
+)
 _NO_PAGES = np.zeros((1, 1, 1), np.float32)
 _NO_TABLE = np.zeros((1, 1), np.int64)
 _ALL = np.zeros((0, 0), np.bool_)
@@ -67,12 +69,16 @@ class CpuMixer:
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         n, m, d = streams.shape
-        u, pre, post = np.empty((n, d), np.float32), np.empty((n, m), np.float32), np.empty((n, m), np.float32)
+        u = np.empty((n, d), np.float32)
+        pre = np.empty((n, m), np.float32)
+        post = np.empty((n, m), np.float32)
         mix = np.empty((n, m, m), np.float32)
         cpu_decode.read_streams(streams.contiguous().numpy(), *self.weights, *self.how, u, pre, post, mix)
         return torch.from_numpy(u), torch.from_numpy(pre), torch.from_numpy(post), torch.from_numpy(mix)
 
-    def write(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    def write(
+        self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+    ) -> torch.Tensor:
         out = np.empty(streams.shape, np.float32)
         cpu_decode.write_streams(*(x.contiguous().numpy() for x in (streams, y, post, mix)), out)
         return torch.from_numpy(out)
@@ -85,7 +91,8 @@ class CpuHeadMixer:
 
     def __call__(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         n, m, d = streams.shape
-        merged, weights = np.empty((n, d), np.float32), np.empty((n, m), np.float32)
+        merged = np.empty((n, d), np.float32)
+        weights = np.empty((n, m), np.float32)
         cpu_decode.merge_streams(streams.contiguous().numpy(), *self.weights, *self.how, merged, weights)
         return torch.from_numpy(merged), torch.from_numpy(weights)
 
@@ -97,7 +104,9 @@ class CpuMTP:
 
     def mix(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         out = np.empty(streams.shape, np.float32)
-        cpu_decode.join_streams(streams.contiguous().numpy(), embedded.numpy(), *self.norms, *self.weights, out)
+        cpu_decode.join_streams(
+            streams.contiguous().numpy(), embedded.numpy(), *self.norms, *self.weights, out
+        )
         return torch.from_numpy(out)
 
 
@@ -105,8 +114,11 @@ class CpuPooling:
     """What a compressor's loops read."""
 
     def __init__(self, compressor: Compressor):
-        self.kind, self.ratio, self.overlap = compressor.kind, compressor.ratio, compressor.overlap
-        self.ape, self.norm = _array(compressor.ape), _array(compressor.norm.weight)
+        self.kind = compressor.kind
+        self.ratio = compressor.ratio
+        self.overlap = compressor.overlap
+        self.ape = _array(compressor.ape)
+        self.norm = _array(compressor.norm.weight)
         self.omega = _array(compressor.rope.compressed)
 
 
@@ -114,11 +126,16 @@ class CpuAttention:
     def __init__(self, attention: Attention):
         a = self.attention = attention
         self.entry = _array(a.entry.whole())
-        self.q_norm, self.kv_norm, self.sink = _array(a.q_norm.weight), _array(a.kv_norm.weight), _array(a.attn_sink)
-        self.wq_b, self.wo_b = _array(a.wq_b.weight), _array(a.wo_b.weight)
+        self.q_norm = _array(a.q_norm.weight)
+        self.kv_norm = _array(a.kv_norm.weight)
+        self.sink = _array(a.attn_sink)
+        self.wq_b = _array(a.wq_b.weight)
+        self.wo_b = _array(a.wo_b.weight)
         self.wo_a = _array(a.wo_a.weight).reshape(a.groups, a.group_rank, -1)
-        self.rank, self.hidden = self.wq_b.shape[1], self.wo_b.shape[0]
-        self.eps, self.scale = np.float32(a.eps), np.float32(a.scale)
+        self.rank = self.wq_b.shape[1]
+        self.hidden = self.wo_b.shape[0]
+        self.eps = np.float32(a.eps)
+        self.scale = np.float32(a.scale)
         self.entries = None if a.compressor is None else CpuPooling(a.compressor)
         self.index_keys = None if a.indexer is None else CpuPooling(a.indexer.compressor)
 
@@ -126,43 +143,83 @@ class CpuAttention:
         a, group = self.attention, batch.groups[0]
         n = batch.num_tokens
         slots, positions = group.once("arrays", lambda: (_array(group.slots), _array(group.first)))
-        cos, sin, ring = turn.cos.numpy(), turn.sin.numpy(), state.keys.array
+        cos = turn.cos.numpy()
+        sin = turn.sin.numpy()
+        ring = state.keys.array
         entered = np.empty((n, self.entry.shape[0]), np.float32)
         latent = np.empty((n, self.rank), np.float32)
         queries = np.empty((n, a.heads, a.head_dim), np.float32)
         cpu_decode.open_attention(
-            x.numpy(), self.entry, self.q_norm, self.wq_b, self.kv_norm, self.eps, cos, sin, ring, slots, positions,
-            entered, latent, queries,
-        )  # fmt: skip
+            x.numpy(),
+            self.entry,
+            self.q_norm,
+            self.wq_b,
+            self.kv_norm,
+            self.eps,
+            cos,
+            sin,
+            ring,
+            slots,
+            positions,
+            entered,
+            latent,
+            queries,
+        )
         pages: np.ndarray = _NO_PAGES
         table: np.ndarray | None = _NO_TABLE
         chosen: np.ndarray = _ALL
         if self.entries is not None:
             at = self.rank + a.head_dim
-            pages, table = _array(state.pages[ENTRY]), state.state.table_array
+            pages = _array(state.pages[ENTRY])
+            table = state.state.table_array
             at = self._compress(self.entries, entered, at, slots, positions, state)
             if self.index_keys is not None:
                 at = self._compress(self.index_keys, entered, at, slots, positions, state)
                 chosen = self._choose(entered[:, at:], latent, cos, sin, group, slots, positions, state)
         out = torch.empty(n, self.hidden)
         cpu_decode.close_attention(
-            queries, ring, a.window, pages, table, a.ratio, chosen, slots, positions, self.sink, self.scale, cos, sin,
-            self.wo_a, self.wo_b, out.numpy(),
-        )  # fmt: skip
+            queries,
+            ring,
+            a.window,
+            pages,
+            table,
+            a.ratio,
+            chosen,
+            slots,
+            positions,
+            self.sink,
+            self.scale,
+            cos,
+            sin,
+            self.wo_a,
+            self.wo_b,
+            out.numpy(),
+        )
         return out
 
     def _compress(self, pooling: CpuPooling, entered, at: int, slots, positions, state: LayerState) -> int:
         """Carry this token's row and finish what it completes; returns where the next reader's columns begin."""
         stop = at + 2 * pooling.ape.shape[1]
-        ring, pages = state.raw[pooling.kind].array, _array(state.pages[pooling.kind])
+        ring = state.raw[pooling.kind].array
+        pages = _array(state.pages[pooling.kind])
         cpu_decode.carry(entered[:, at:stop], pooling.ape, ring, slots, positions)
         cpu_decode.finish(
-            ring, pages, state.state.table_array, slots, positions, pooling.ratio, pooling.overlap, pooling.norm,
-            self.eps, pooling.omega,
-        )  # fmt: skip
+            ring,
+            pages,
+            state.state.table_array,
+            slots,
+            positions,
+            pooling.ratio,
+            pooling.overlap,
+            pooling.norm,
+            self.eps,
+            pooling.omega,
+        )
         return stop
 
-    def _choose(self, weights, latent, cos, sin, group: Group, slots, positions, state: LayerState) -> np.ndarray:
+    def _choose(
+        self, weights, latent, cos, sin, group: Group, slots, positions, state: LayerState
+    ) -> np.ndarray:
         indexer = self.attention.indexer
         assert indexer is not None
         most = (group.newest + 1) // 4
@@ -171,31 +228,58 @@ class CpuAttention:
         chosen = np.empty((len(slots), most), np.bool_)
         scale = np.float32((indexer.width * indexer.heads) ** -0.5)
         cpu_decode.choose(
-            latent, _array(indexer.wq_b.weight), indexer.heads, cos, sin, weights, scale, _array(state.pages[INDEX]),
-            state.state.table_array, slots, positions, indexer.topk, chosen,
-        )  # fmt: skip
+            latent,
+            _array(indexer.wq_b.weight),
+            indexer.heads,
+            cos,
+            sin,
+            weights,
+            scale,
+            _array(state.pages[INDEX]),
+            state.state.table_array,
+            slots,
+            positions,
+            indexer.topk,
+            chosen,
+        )
         return chosen
 
 
 class CpuMoE:
     def __init__(self, moe: MoE):
         self.entry = _array(moe.entry.whole())
-        self.gate, routed = moe.gate, moe.experts
-        self.gate_up, self.down = _array(routed.gate_up), _array(routed.down)
+        self.gate = moe.gate
+        routed = moe.experts
+        self.gate_up = _array(routed.gate_up)
+        self.down = _array(routed.down)
         self.shared_down = _array(moe.shared_experts.w2.weight)
         self.bias = np.zeros(0, np.float32) if self.gate.bias is None else _array(self.gate.bias)
-        self.limit, self.factor = np.float32(routed.limit), np.float32(self.gate.factor)
+        self.limit = np.float32(routed.limit)
+        self.factor = np.float32(self.gate.factor)
 
     def __call__(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         n, k = x.shape[0], self.gate.topk
         table = self.gate.tid2eid
         given = _ROUTED if table is None else table[batch.token_ids].long().numpy()
-        logits, ids, weights = torch.empty(n, len(self.gate_up)), torch.empty(n, k, dtype=torch.long), torch.empty(n, k)
+        logits = torch.empty(n, len(self.gate_up))
+        ids = torch.empty(n, k, dtype=torch.long)
+        weights = torch.empty(n, k)
         out = torch.empty(x.shape)
         cpu_decode.experts(
-            x.numpy(), self.entry, given, self.bias, self.factor, self.gate_up, self.down, self.shared_down, self.limit,
-            logits.numpy(), ids.numpy(), weights.numpy(), out.numpy(),
-        )  # fmt: skip
+            x.numpy(),
+            self.entry,
+            given,
+            self.bias,
+            self.factor,
+            self.gate_up,
+            self.down,
+            self.shared_down,
+            self.limit,
+            logits.numpy(),
+            ids.numpy(),
+            weights.numpy(),
+            out.numpy(),
+        )
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
         tap.see(sites.MOE_TOPK, ids, weights)
         return out

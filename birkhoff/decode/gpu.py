@@ -74,7 +74,9 @@ class LayerWeights:
         self.ratio = a.ratio
         self.mixers = [(mixer.fn, mixer.base, mixer.scale) for mixer in (block.hc_attn, block.hc_ffn)]
         self.norms = [block.attn_norm.weight, block.ffn_norm.weight]
-        self.q_norm, self.kv_norm, self.sink = a.q_norm.weight, a.kv_norm.weight, a.attn_sink
+        self.q_norm = a.q_norm.weight
+        self.kv_norm = a.kv_norm.weight
+        self.sink = a.attn_sink
         self.enter = [_codes(a.wq_a, a.wkv)]
         plain = [] if a.compressor is None else [a.compressor.project]
         queries = [a.wq_b]
@@ -85,12 +87,15 @@ class LayerWeights:
             self.enter.append(PackedWeight.plain([layer.weight for layer in plain]))
             become_views(plain, self.enter[-1].weight)
         self.query = [_codes(a.wq_b)] if len(queries) == 1 else [_codes(a.wq_b), _codes(queries[1])]
-        self.o_a, self.o_b = [_codes(a.wo_a)], [_codes(a.wo_b)]
+        self.o_a = [_codes(a.wo_a)]
+        self.o_b = [_codes(a.wo_b)]
         self.compressor = None if a.compressor is None else _compressor(a.compressor)
         self.index = None if a.indexer is None else _compressor(a.indexer.compressor)
         self.gate = m.gate.project.rows()
-        self.bias, self.hashed = m.gate.bias, m.gate.tid2eid
-        self.shared_open, self.shared_close = _codes(m.shared_experts.open), _codes(m.shared_experts.w2)
+        self.bias = m.gate.bias
+        self.hashed = m.gate.tid2eid
+        self.shared_open = _codes(m.shared_experts.open)
+        self.shared_close = _codes(m.shared_experts.w2)
         self.experts = addresses(m)
         self.offsets = [scale_offset(torch.tensor(span)) for span in spans(m.experts)]
         self.far = None if m.experts.store is None else m.experts.store.far()
@@ -135,7 +140,9 @@ class Decoder:
     def __init__(self, model: Transformer, state: State, fast: bool | None = None, early: bool = True):
         reason = refusal(model)
         if reason is not None:
-            raise OptionError(f"this model cannot be decoded by GPU kernels: {reason}. Use kernels='reference'.")
+            raise OptionError(
+                f"this model cannot be decoded by GPU kernels: {reason}. Use kernels='reference'."
+            )
         self.model, self.state, self.config = model, state, model.config
         self.dtype = model.numerics.dtype
         self.store = model.expert_stacks()[0].store  # None: experts lie where they were loaded
@@ -147,13 +154,17 @@ class Decoder:
         device = state.device
         self.omega = torch.stack([omega[0], omega[1], omega[1], omega[1]]).to(device)  # see `_phases`
         self.before = torch.tensor([0, 0, 3, 127], device=device)
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        self.processors = (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+        )
         reason = "not wanted" if fast is False else why_not_fast(self)
         if fast and reason:
             raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
-        self.kernels: CudaBackend | TritonBackend = CudaBackend(device, early) if reason is None else _portable()
+        self.kernels: CudaBackend | TritonBackend = (
+            CudaBackend(device, early) if reason is None else _portable()
+        )
 
-    def desk(self, rows: int, context: int) -> DecodeBuffers:
+    def buffers(self, rows: int, context: int) -> DecodeBuffers:
         """Buffers for `rows` tokens at positions below `context`."""
         return DecodeBuffers(
             self.config,
@@ -169,91 +180,140 @@ class Decoder:
             processors=self.processors,
         )
 
-    def step(self, desk: DecodeBuffers) -> torch.Tensor:
+    def step(self, buffers: DecodeBuffers) -> torch.Tensor:
         """Launch one step for the desk's tokens -> logits [rows, vocab] float32, in the desk's own memory."""
         from birkhoff.kernels.mhc import decode as mhc
 
         c, kernels = self.config, self.kernels
         how = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, c.rms_norm_eps)
-        self._phases(desk)
-        embedding = (self.model.embed, desk.token_ids)
+        self._phases(buffers)
+        embedding = (self.model.embed, buffers.token_ids)
         mode, y = mhc.EMBED, None
         for number, w in enumerate(self.layers):
             for sublayer in (0, 1):
                 fn, base, scale = w.mixers[sublayer]
-                kernels.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding)
-                kernels.read_streams(desk, base, scale, w.norms[sublayer], *how)
+                kernels.write_and_mix(
+                    buffers.streams, y, buffers.post, buffers.mix, fn, buffers.parts, mode, *embedding
+                )
+                kernels.read_streams(buffers, base, scale, w.norms[sublayer], *how)
                 at = self.state.layers[number]
-                y = self._experts(w, desk, desk.ids[number]) if sublayer else self._attention(w, at, desk)
+                y = (
+                    self._experts(w, buffers, buffers.ids[number])
+                    if sublayer
+                    else self._attention(w, at, buffers)
+                )
                 mode = mhc.KEEP
         head, norm = self.model.hc_head, self.model.norm.weight
-        mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, head.fn, desk.parts)
-        mhc.read_streams(desk.parts, desk.streams, head.base, head.scale, norm, *how, desk.x, desk.pre)
-        kernels.product([self.head], (desk.x, desk.x), desk.logits)
-        self.count_reads(desk)
-        return desk.logits
+        mhc.write_and_mix(buffers.streams, y, buffers.post, buffers.mix, head.fn, buffers.parts)
+        mhc.read_streams(
+            buffers.parts, buffers.streams, head.base, head.scale, norm, *how, buffers.x, buffers.pre
+        )
+        kernels.product([self.head], (buffers.x, buffers.x), buffers.logits)
+        self.count_reads(buffers)
+        return buffers.logits
 
-    def count_reads(self, desk: DecodeBuffers) -> None:
+    def count_reads(self, buffers: DecodeBuffers) -> None:
         """Tell the store of experts which of them this step has read."""
         for first, stop, layer in self._counted:
-            self.store.count(desk.ids[first:stop], layer)  # type: ignore[union-attr]
+            self.store.count(buffers.ids[first:stop], layer)  # type: ignore[union-attr]
 
-    def _phases(self, desk: DecodeBuffers) -> None:
+    def _phases(self, buffers: DecodeBuffers) -> None:
         """Angles by a token's position in sliding and in compressed layers, and by the first of the 4 and of the 128
         tokens it may end; a compressed layer is given the last three."""
-        at = (desk.positions.unsqueeze(-1) - self.before).float().unsqueeze(-1) * self.omega
-        torch.cos(at, out=desk.cos)
-        torch.sin(at, out=desk.sin)
+        at = (buffers.positions.unsqueeze(-1) - self.before).float().unsqueeze(-1) * self.omega
+        torch.cos(at, out=buffers.cos)
+        torch.sin(at, out=buffers.sin)
 
-    def _attention(self, w: LayerWeights, state: LayerState, desk: DecodeBuffers) -> torch.Tensor:
+    def _attention(self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers) -> torch.Tensor:
         from birkhoff.kernels.compress.decode import norm_rope_store
         from birkhoff.kernels.index.decode import score
 
         c, kernels, early = self.config, self.kernels, self.kernels.early
-        table, ids = self.state.page_table, (desk.slots, desk.positions)
-        cos, sin = (desk.cos, desk.sin) if w.ratio == 0 else (desk.cos[:, 1:], desk.sin[:, 1:])
-        kernels.product(w.enter, (desk.x_half, desk.x), desk.entered)
+        table = self.state.page_table
+        ids = (buffers.slots, buffers.positions)
+        cos, sin = (buffers.cos, buffers.sin) if w.ratio == 0 else (buffers.cos[:, 1:], buffers.sin[:, 1:])
+        kernels.product(w.enter, (buffers.x_half, buffers.x), buffers.entered)
         entry, index = [
             None if part is None else (*part, state.raw[kind].rows, state.pages[kind])
             for part, kind in ((w.compressor, ENTRY), (w.index, INDEX))
         ]
         norm_rope_store(
-            desk.entered, w.q_norm, desk.latent, desk.latent_half, w.kv_norm, state.keys.rows, entry, index, table,
-            *ids, cos, sin, c.rms_norm_eps, early,
-        )  # fmt: skip
-        searched = w.ratio == 4 and desk.room > 0
-        kernels.product(w.query if searched else w.query[:1], (desk.latent_half, desk.latent), desk.queries)
+            buffers.entered,
+            w.q_norm,
+            buffers.latent,
+            buffers.latent_half,
+            w.kv_norm,
+            state.keys.rows,
+            entry,
+            index,
+            table,
+            *ids,
+            cos,
+            sin,
+            c.rms_norm_eps,
+            early,
+        )
+        searched = w.ratio == 4 and buffers.room > 0
+        kernels.product(
+            w.query if searched else w.query[:1], (buffers.latent_half, buffers.latent), buffers.queries
+        )
         if searched:
-            heads, own = c.index_n_heads, c.num_attention_heads * c.head_dim
+            heads = c.index_n_heads
+            own = c.num_attention_heads * c.head_dim
             first = sum(part.out for part in w.enter) - heads
             score(
-                desk.queries[:, own:], desk.entered[:, first : first + heads], state.pages[INDEX], table, *ids, cos,
-                sin, desk.scores, c.index_topk, (c.index_head_dim * heads) ** -0.5, early,
-            )  # fmt: skip
-            kernels.choose(desk.scores, desk.positions, desk.chosen)
-        shares, share = desk.shares[w.ratio]
-        size = (desk.rows, shares, c.num_attention_heads)
-        count = desk.rows * shares * c.num_attention_heads
+                buffers.queries[:, own:],
+                buffers.entered[:, first : first + heads],
+                state.pages[INDEX],
+                table,
+                *ids,
+                cos,
+                sin,
+                buffers.scores,
+                c.index_topk,
+                (c.index_head_dim * heads) ** -0.5,
+                early,
+            )
+            kernels.choose(buffers.scores, buffers.positions, buffers.chosen)
+        shares, share = buffers.shares[w.ratio]
+        size = (buffers.rows, shares, c.num_attention_heads)
+        count = buffers.rows * shares * c.num_attention_heads
         kernels.attend(
-            desk.queries, state.keys.rows, c.sliding_window, state.pages.get(ENTRY), w.ratio, table,
-            desk.chosen if searched else None, *ids, cos, sin,
-            desk.sums[: count * c.head_dim].view(*size, c.head_dim), desk.peaks[:count].view(size),
-            desk.masses[:count].view(size), w.sink, share, c.head_dim**-0.5, c.rms_norm_eps, desk.mixed,
-            desk.mixed_half,
-        )  # fmt: skip
-        kernels.product(w.o_a, (desk.mixed_half, desk.mixed), desk.middle, c.o_lora_rank)
-        kernels.product(w.o_b, (desk.middle, desk.middle), desk.attended)
-        return desk.attended
+            buffers.queries,
+            state.keys.rows,
+            c.sliding_window,
+            state.pages.get(ENTRY),
+            w.ratio,
+            table,
+            buffers.chosen if searched else None,
+            *ids,
+            cos,
+            sin,
+            buffers.sums[: count * c.head_dim].view(*size, c.head_dim),
+            buffers.peaks[:count].view(size),
+            buffers.masses[:count].view(size),
+            w.sink,
+            share,
+            c.head_dim**-0.5,
+            c.rms_norm_eps,
+            buffers.mixed,
+            buffers.mixed_half,
+        )
+        kernels.product(w.o_a, (buffers.mixed_half, buffers.mixed), buffers.middle, c.o_lora_rank)
+        kernels.product(w.o_b, (buffers.middle, buffers.middle), buffers.attended)
+        return buffers.attended
 
-    def _experts(self, w: LayerWeights, desk: DecodeBuffers, ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
+    def _experts(
+        self, w: LayerWeights, buffers: DecodeBuffers, ids: torch.Tensor, tap: Tap | None = None
+    ) -> torch.Tensor:
         c, kernels = self.config, self.kernels
-        kernels.route_and_shared(w, desk, ids, c.swiglu_limit, c.routed_scaling_factor)
+        kernels.route_and_shared(w, buffers, ids, c.swiglu_limit, c.routed_scaling_factor)
         if tap is not None:
-            tap.see(sites.MOE_ROUTER_LOGITS, desk.opened[:, : c.n_routed_experts])
-            tap.see(sites.MOE_TOPK, ids, desk.weights)
-        kernels.gate_up(w, desk, c.swiglu_limit)
-        kernels.down(w, desk)
-        return desk.y
+            tap.see(sites.MOE_ROUTER_LOGITS, buffers.opened[:, : c.n_routed_experts])
+            tap.see(sites.MOE_TOPK, ids, buffers.weights)
+        kernels.gate_up(w, buffers, c.swiglu_limit)
+        kernels.down(w, buffers)
+        return buffers.y
 
 
 def _portable() -> TritonBackend:

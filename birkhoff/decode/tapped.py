@@ -21,13 +21,21 @@ from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import Reads, Tap
 
 ATTENTION = (
-    sites.MHC_STREAMS_PRE_ATTN, sites.MHC_ATTN_PRE_MIX, sites.MHC_ATTN_POST_MIX, sites.MHC_ATTN_RES_MIX, sites.PRE_ATTN,
+    sites.MHC_STREAMS_PRE_ATTN,
+    sites.MHC_ATTN_PRE_MIX,
+    sites.MHC_ATTN_POST_MIX,
+    sites.MHC_ATTN_RES_MIX,
+    sites.PRE_ATTN,
     sites.POST_ATTN,
-)  # fmt: skip
+)
 EXPERTS = (
-    sites.MHC_STREAMS_PRE_MLP, sites.MHC_FFN_PRE_MIX, sites.MHC_FFN_POST_MIX, sites.MHC_FFN_RES_MIX, sites.MLP_IN,
+    sites.MHC_STREAMS_PRE_MLP,
+    sites.MHC_FFN_PRE_MIX,
+    sites.MHC_FFN_POST_MIX,
+    sites.MHC_FFN_RES_MIX,
+    sites.MLP_IN,
     sites.MLP_OUT,
-)  # fmt: skip
+)
 
 
 class DecodeTap(Tap, Protocol):
@@ -48,72 +56,80 @@ class DecodeTaps(Protocol):
         ...
 
 
-def tapped_step(decoder: Decoder, desk: DecodeBuffers, taps: DecodeTaps) -> torch.Tensor:
+def tapped_step(decoder: Decoder, buffers: DecodeBuffers, taps: DecodeTaps) -> torch.Tensor:
     """`Decoder.step` with taps -> logits [rows, vocab] float32, in the desk's own memory."""
     from birkhoff.kernels.mhc import decode as mhc
 
-    c, model, kernels = decoder.config, decoder.model, decoder.kernels
+    c = decoder.config
+    model = decoder.model
+    kernels = decoder.kernels
     how = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, c.rms_norm_eps)
-    decoder._phases(desk)
-    embedding = (model.embed, desk.token_ids)
+    decoder._phases(buffers)
+    embedding = (model.embed, buffers.token_ids)
     mode, y = mhc.EMBED, None
     for number, w in enumerate(decoder.layers):
         tap = taps.at(number)
         for sublayer, (streams, pre, post, mix, entering, leaving) in enumerate((ATTENTION, EXPERTS)):
             fn, base, scale = w.mixers[sublayer]
-            kernels.write_and_mix(desk.streams, y, desk.post, desk.mix, fn, desk.parts, mode, *embedding)
-            reading = _part(tap, streams, desk, fn, partial(_read_weights, (fn, base, scale, *how[:3])))
+            kernels.write_and_mix(
+                buffers.streams, y, buffers.post, buffers.mix, fn, buffers.parts, mode, *embedding
+            )
+            reading = _part(tap, streams, buffers, fn, partial(_read_weights, (fn, base, scale, *how[:3])))
             kernels.read_streams(reading, base, scale, w.norms[sublayer], *how)
-            tap.see(pre, desk.pre)
-            tap.see(post, desk.post)
-            tap.see(mix, desk.mix)
+            tap.see(pre, buffers.pre)
+            tap.see(post, buffers.post)
+            tap.see(mix, buffers.mix)
             _input(tap, entering, reading, w.norms[sublayer], c.rms_norm_eps)
-            kept = tap.keep(leaving, desk.y if sublayer else desk.attended)
+            kept = tap.keep(leaving, buffers.y if sublayer else buffers.attended)
             if sublayer:
-                made = decoder._experts(w, _with(desk, y=kept), desk.ids[number], tap)
+                made = decoder._experts(w, _with(buffers, y=kept), buffers.ids[number], tap)
             else:
-                made = decoder._attention(w, decoder.state.layers[number], _with(desk, attended=kept))
+                made = decoder._attention(w, decoder.state.layers[number], _with(buffers, attended=kept))
             y = made if kept is not None else _output(tap, leaving, made, decoder.dtype)
             mode = mhc.KEEP
     tap = taps.at(len(decoder.layers) - 1)
     head = model.hc_head
-    mhc.write_and_mix(desk.streams, y, desk.post, desk.mix, head.fn, desk.parts)
-    reading = _part(tap, sites.MHC_STREAMS_FINAL, desk, head.fn, head.weights)
+    mhc.write_and_mix(buffers.streams, y, buffers.post, buffers.mix, head.fn, buffers.parts)
+    reading = _part(tap, sites.MHC_STREAMS_FINAL, buffers, head.fn, head.weights)
     norm = model.norm.weight
-    mhc.read_streams(desk.parts, reading.streams, head.base, head.scale, norm, *how, desk.x, desk.pre)
-    tap.see(sites.MHC_HEAD_MIX, desk.pre)
+    mhc.read_streams(
+        buffers.parts, reading.streams, head.base, head.scale, norm, *how, buffers.x, buffers.pre
+    )
+    tap.see(sites.MHC_HEAD_MIX, buffers.pre)
     _input(tap, sites.FINAL_HIDDEN, reading, norm, c.rms_norm_eps)
-    kernels.product([decoder.head], (desk.x, desk.x), desk.logits)
-    decoder.count_reads(desk)
+    kernels.product([decoder.head], (buffers.x, buffers.x), buffers.logits)
+    decoder.count_reads(buffers)
     taps.end()
-    return desk.logits
+    return buffers.logits
 
 
-def _with(desk: DecodeBuffers, **places: torch.Tensor | None) -> DecodeBuffers:
+def _with(buffers: DecodeBuffers, **places: torch.Tensor | None) -> DecodeBuffers:
     """The desk, with another place for some of what is computed."""
     given = {name: tensor for name, tensor in places.items() if tensor is not None}
     if not given:
-        return desk
-    other = copy(desk)
+        return buffers
+    other = copy(buffers)
     for name, tensor in given.items():
         setattr(other, name, tensor)
     return other
 
 
-def _part(tap: DecodeTap, site: Site, desk: DecodeBuffers, fn: torch.Tensor, reads: Reads) -> DecodeBuffers:
+def _part(
+    tap: DecodeTap, site: Site, buffers: DecodeBuffers, fn: torch.Tensor, reads: Reads
+) -> DecodeBuffers:
     """Streams through their tap: the desk as the coming sublayer reads it, mixed again when it reads something new."""
     from birkhoff.kernels.mhc import decode as mhc
 
-    read, carried = tap.part(site, desk.streams, reads)
-    if carried is not desk.streams:
-        desk.streams.copy_(carried)
+    read, carried = tap.part(site, buffers.streams, reads)
+    if carried is not buffers.streams:
+        buffers.streams.copy_(carried)
     if read is carried:
-        read = desk.streams
-        if carried is desk.streams:
-            return desk
-    reading = copy(desk)
+        read = buffers.streams
+        if carried is buffers.streams:
+            return buffers
+    reading = copy(buffers)
     reading.streams = read.contiguous()
-    mhc.write_and_mix(reading.streams, None, None, None, fn, desk.parts, mhc.MIX_ONLY)
+    mhc.write_and_mix(reading.streams, None, None, None, fn, buffers.parts, mhc.MIX_ONLY)
     return reading
 
 
@@ -123,17 +139,17 @@ def _read_weights(given: tuple, streams: torch.Tensor) -> torch.Tensor:
     return read(streams.contiguous(), *given)[1]
 
 
-def _input(tap: DecodeTap, site: Site, desk: DecodeBuffers, norm: torch.Tensor, eps: float) -> None:
+def _input(tap: DecodeTap, site: Site, buffers: DecodeBuffers, norm: torch.Tensor, eps: float) -> None:
     """A sublayer's input before its norm through its tap; normalised again when it was changed."""
     from birkhoff.kernels.mhc.prefill import collapse
     from birkhoff.kernels.norm.triton import norm_into
 
     if not tap.live(site):
         return
-    u = collapse(desk.streams, desk.pre)
+    u = collapse(buffers.streams, buffers.pre)
     changed = tap(site, u)
     if changed is not u:
-        norm_into(changed.contiguous(), norm, eps, desk.x, desk.x_half, desk.x_mixed)
+        norm_into(changed.contiguous(), norm, eps, buffers.x, buffers.x_half, buffers.x_mixed)
 
 
 def _output(tap: DecodeTap, site: Site, made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -20,7 +20,8 @@ class Pool:
     """Numbers `0..size-1`, lent out and taken back. `on_eviction` hears of a kept one that is about to be reused."""
 
     def __init__(self, size: int, on_eviction: Callable[[int], None] | None = None):
-        self.size, self.on_eviction = size, on_eviction
+        self.size = size
+        self.on_eviction = on_eviction
         self._free = list(range(size - 1, -1, -1))
         self._holders = [0] * size
         self._kept = [False] * size
@@ -134,9 +135,12 @@ def snapshot_bytes(config: V4Config, item_bytes: int, mtp: bool = False) -> int:
     return total
 
 
-def plan_prefix(config: V4Config, item_bytes: int, left: int, pages: int, mtp: bool = False) -> tuple[int, int]:
+def plan_prefix(
+    config: V4Config, item_bytes: int, left: int, pages: int, mtp: bool = False
+) -> tuple[int, int]:
     """More pages than requests can use at once, and bytes of snapshots, from what is `left`: one snapshot for every
     page, and no more than three times as many pages again as are at work."""
-    each, snapshot = page_bytes(config, item_bytes), snapshot_bytes(config, item_bytes, mtp)
+    each = page_bytes(config, item_bytes)
+    snapshot = snapshot_bytes(config, item_bytes, mtp)
     extra = max(0, min(3 * pages, (left - pages * snapshot) // (each + snapshot)))
     return extra, min(left - extra * each, (pages + extra) * snapshot)

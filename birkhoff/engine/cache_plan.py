@@ -75,7 +75,13 @@ def files_for(model: Transformer, root: str | Path | None, limit_bytes: int) -> 
 
 
 def plan_memory(
-    config: V4Config, item_bytes: int, cache_bytes: int, requests: int, context: int | None, prefix: Any, depth: int
+    config: V4Config,
+    item_bytes: int,
+    cache_bytes: int,
+    requests: int,
+    context: int | None,
+    prefix: Any,
+    depth: int,
 ) -> CachePlan:
     """Share `cache_bytes` out: what running requests need, then pages and snapshots of past ones, then captured rows.
 

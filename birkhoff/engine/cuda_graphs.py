@@ -46,9 +46,14 @@ class TappedGraph:
     def cut_for(self, layout: CaptureLayout) -> RowCopyPlan:
         if self.cut is None or self.cut[0] is not layout:
             assert self.tap.tray is not None, "a step has run"
-            assert all(len(rows) == 1 for rows in layout.rows), "a decoding step has one token of each request"
+            assert all(len(rows) == 1 for rows in layout.rows), (
+                "a decoding step has one token of each request"
+            )
             sites = [[(want.key, want.after) for want, _ in share] for share in layout.shares]
-            self.cut = layout, RowCopyPlan(self.tap.tray, [(rows[0], own) for rows, own in zip(layout.rows, sites)])
+            self.cut = (
+                layout,
+                RowCopyPlan(self.tap.tray, [(rows[0], own) for rows, own in zip(layout.rows, sites)]),
+            )
         return self.cut[1]
 
 
@@ -65,11 +70,15 @@ class CudaGraphs:
     """`scratch` is a slot of the decoder's state that no request is given. Off a GPU steps run without a graph."""
 
     def __init__(self, decoder: Decoder, scratch: int, max_context: int, most_patterns: int = MOST_PATTERNS):
-        self.decoder, self.scratch, self.max_context = decoder, scratch, max_context
-        self.most_patterns, self.widths = most_patterns, site_widths(decoder)
+        self.decoder = decoder
+        self.scratch = scratch
+        self.max_context = max_context
+        self.most_patterns = most_patterns
+        self.widths = site_widths(decoder)
         self._captured: dict[tuple[int, int], tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]] = {}
         self._watched: OrderedDict[tuple[int, int, Pattern], TappedGraph] = OrderedDict()
-        self._exit, self._scratch = HostCopier(), Scratch(decoder.state.device)
+        self._exit = HostCopier()
+        self._scratch = Scratch(decoder.state.device)
         self._sorted: _PlannedTap | None = None
         self._last: tuple[DecodeBuffers, GraphPlan, TappedGraph] | None = (
             None  # the last step that was watched or changed
@@ -98,18 +107,18 @@ class CudaGraphs:
 
         With a `tap` and its `wishes`, its rows are changed and its captures filled."""
         count = len(token_ids)
-        desk, graph = self._find(count, max(positions) + 1)
-        spare = desk.given.shape[1] - count
+        buffers, graph = self._find(count, max(positions) + 1)
+        spare = buffers.given.shape[1] - count
         rows = ([*token_ids, *[0] * spare], [*positions, *[0] * spare], [*slots, *[self.scratch] * spare])
-        given = torch.tensor(rows, dtype=torch.long, pin_memory=desk.given.is_cuda)
-        desk.given.copy_(given, non_blocking=True)
+        given = torch.tensor(rows, dtype=torch.long, pin_memory=buffers.given.is_cuda)
+        buffers.given.copy_(given, non_blocking=True)
         if tap is not None and wishes is not None:
-            self._step_watched(desk, tap, wishes)
+            self._step_watched(buffers, tap, wishes)
         elif graph is None:
-            self.decoder.step(desk)
+            self.decoder.step(buffers)
         else:
             graph.replay()
-        return desk.logits[:count].clone(), desk.streams[:count].clone()
+        return buffers.logits[:count].clone(), buffers.streams[:count].clone()
 
     def _find(self, count: int, length: int) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]:
         rows = next(size for size in ROWS if count <= size)
@@ -120,16 +129,16 @@ class CudaGraphs:
         return found
 
     def _capture(self, rows: int, context: int) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]:
-        desk = self.decoder.desk(rows, context)
-        if desk.token_ids.device.type != "cuda":
-            return desk, None
-        desk.slots.fill_(self.scratch)
+        buffers = self.decoder.buffers(rows, context)
+        if buffers.token_ids.device.type != "cuda":
+            return buffers, None
+        buffers.slots.fill_(self.scratch)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.decoder.step(desk)  # compiles what is compiled on first use
+            self.decoder.step(buffers)  # compiles what is compiled on first use
         torch.cuda.current_stream().wait_stream(side)
-        return desk, self._record(lambda: self.decoder.step(desk))
+        return buffers, self._record(lambda: self.decoder.step(buffers))
 
     def _record(self, launches: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
@@ -138,15 +147,15 @@ class CudaGraphs:
         self._pool = graph.pool()
         return graph
 
-    def _step_watched(self, desk: DecodeBuffers, tap: BatchTap, wishes: GraphPlan) -> None:
-        held = self._find_watched(desk, tap, wishes)
+    def _step_watched(self, buffers: DecodeBuffers, tap: BatchTap, wishes: GraphPlan) -> None:
+        held = self._find_watched(buffers, tap, wishes)
         held.tap.fill(tap, wishes)
         self._exit.wait()  # a copy of the rows before may still be under way
-        if held.steps == 1 and desk.token_ids.device.type == "cuda":
-            held.graph = self._record(lambda: tapped_step(self.decoder, desk, held.tap))
+        if held.steps == 1 and buffers.token_ids.device.type == "cuda":
+            held.graph = self._record(lambda: tapped_step(self.decoder, buffers, held.tap))
         held.steps += 1
         if held.graph is None:
-            tapped_step(self.decoder, desk, held.tap)
+            tapped_step(self.decoder, buffers, held.tap)
         else:
             held.graph.replay()
         if tap.takes:
@@ -158,18 +167,18 @@ class CudaGraphs:
         """What ran the last step that was watched or changed."""
         return None if self._last is None else self._last[2]
 
-    def _find_watched(self, desk: DecodeBuffers, tap: BatchTap, wishes: GraphPlan) -> TappedGraph:
-        if self._last is not None and self._last[0] is desk and self._last[1] is wishes:
+    def _find_watched(self, buffers: DecodeBuffers, tap: BatchTap, wishes: GraphPlan) -> TappedGraph:
+        if self._last is not None and self._last[0] is buffers and self._last[1] is wishes:
             return self._last[2]
-        name = (desk.rows, desk.context, wishes.pattern)
+        name = (buffers.rows, buffers.context, wishes.pattern)
         held = self._watched.get(name)
         if held is None:
-            made = GraphTap(wishes, tap.changes, desk.rows, desk.token_ids.device, self._scratch)
+            made = GraphTap(wishes, tap.changes, buffers.rows, buffers.token_ids.device, self._scratch)
             held = self._watched[name] = TappedGraph(made)
             while len(self._watched) > self.most_patterns:
                 self._watched.popitem(last=False)
         self._watched.move_to_end(name)
-        self._last = desk, wishes, held
+        self._last = buffers, wishes, held
         return held
 
 

@@ -62,10 +62,14 @@ class EngineCore:
         captured rows of past prompts. `draft_depth` tokens are guessed ahead, while it pays or, with `draft_always`,
         whether it does or not. `files` takes what the prefix cache has no room for. `placement` moves experts
         between steps, where some of them lie in host memory."""
-        self.model, self.max_context, self.placement = model, max_context, placement
+        self.model = model
+        self.max_context = max_context
+        self.placement = placement
         mtp = draft_depth > 0
         replays = model.numerics.kernels.name == "triton" and refusal(model) is None
-        slots = max_requests + replays  # a replayed step fills its spare rows from a slot that nobody else has
+        slots = (
+            max_requests + replays
+        )  # a replayed step fills its spare rows from a slot that nobody else has
         state = State(model.config, slots, num_pages, device, model.numerics.dtype, draft_depth, mtp)
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
         self.runner = Runner(model, state, batch_invariant)
@@ -103,7 +107,8 @@ class EngineCore:
             if not work:
                 return False
             try:
-                began, known = self._clock(), sum(item.request.num_tokens for item in work)
+                began = self._clock()
+                known = sum(item.request.num_tokens for item in work)
                 ran = self._run(work)
                 self._commit(work, ran)
                 if self.runner.speculator is not None:
@@ -214,7 +219,8 @@ class EngineCore:
         request.drafted += len(item.draft_tokens)
         stayed = max(request.num_tokens - item.stop - 1, 0)
         request.accepted += stayed
-        self.drafted, self.accepted = self.drafted + len(item.draft_tokens), self.accepted + stayed
+        self.drafted = self.drafted + len(item.draft_tokens)
+        self.accepted = self.accepted + stayed
         request.settle_rows()
         self._enter_pages(request)
         if request.done:
@@ -233,11 +239,14 @@ class EngineCore:
         if self.pace is not None and all(item.samples_only for item in work):
             tokens = sum(item.request.num_tokens for item in work) - known
             verified = any(item.draft_tokens for item in work)
-            self.pace.note(len(work), verified, guessed, tokens, (self._clock() if guessed else ended) - began)
+            self.pace.note(
+                len(work), verified, guessed, tokens, (self._clock() if guessed else ended) - began
+            )
 
     def reuse(self) -> dict[str, Any]:
         """Numbers of the prefix cache and of speculation; a part that is off is None."""
-        prefix, speculator = self.scheduler.prefix, self.runner.speculator
+        prefix = self.scheduler.prefix
+        speculator = self.runner.speculator
         return {
             "prefix": None if prefix is None else prefix.report(),
             "speculation": None
@@ -261,17 +270,22 @@ class EngineCore:
                 self.scheduler.release(item.request)
 
     def _check_fits(self, request: Request) -> None:
-        prompt, wanted = len(request.prompt_ids), len(request.prompt_ids) + request.max_tokens
+        prompt = len(request.prompt_ids)
+        wanted = len(request.prompt_ids) + request.max_tokens
         if wanted > self.max_context:
             raise ContextError(
                 f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {wanted}, the "
                 f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or raise max_context."
             )
-        needed, total = pages_for(request.most_tokens), self.scheduler.pages.size
+        needed = pages_for(request.most_tokens)
+        total = self.scheduler.pages.size
         if needed > total:
-            config, item = self.model.config, self.model.numerics.dtype.itemsize
+            config = self.model.config
+            item = self.model.numerics.dtype.itemsize
             each = page_bytes(config, item)
-            kinds = {kind: PAGE_TOKENS * needed * of.per_token for kind, of in cache_by_kind(config, item).items()}
+            kinds = {
+                kind: PAGE_TOKENS * needed * of.per_token for kind, of in cache_by_kind(config, item).items()
+            }
             parts = ", ".join(f"{_size(count)} in {kind} layers" for kind, count in kinds.items() if count)
             raise CapacityError(
                 f"this request needs {_size(needed * each)} of cache ({needed} pages), {_size(total * each)} can ever "
@@ -283,7 +297,8 @@ def plan_cache(
     config, item_bytes: int, cache_bytes: int, max_requests: int, max_context: int | None
 ) -> tuple[int, int]:
     """Pages and context that fit `cache_bytes`: the model's limit, lowered until `max_requests` such requests fit."""
-    fixed, each = max_requests * slot_bytes(config, item_bytes), page_bytes(config, item_bytes)
+    fixed = max_requests * slot_bytes(config, item_bytes)
+    each = page_bytes(config, item_bytes)
     limit = max_context or config.max_position_embeddings
     if each == 0:  # sliding layers only: a context costs nothing beyond its slot
         if fixed > cache_bytes:

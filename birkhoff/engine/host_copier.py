@@ -67,7 +67,9 @@ class PendingRows:
     """The rows of one step, by the number of who wants them. Each is asked for once; then the memory goes back."""
 
     def __init__(self, cut: RowCopyPlan, buffer: _Buffer, free: list[_Buffer]):
-        self._cut, self._buffer, self._free = cut, buffer, free
+        self._cut = cut
+        self._buffer = buffer
+        self._free = free
         self._left = set(range(len(cut.shares)))
 
     def __call__(self, number: int) -> list[tuple[Key, torch.Tensor]]:

@@ -47,7 +47,9 @@ def cache_by_kind(config: V4Config, item_bytes: int = 2, lookback: int = 0) -> d
         if ratio:
             overlap = 2 if ratio == 4 else 1
             fixed += ratio * (overlap + -(-lookback // ratio)) * 2 * overlap * width * 4  # raw rows, float32
-        found[kind] = LayerCache(layers, layers * width * item_bytes / ratio if ratio else 0.0, layers * fixed)
+        found[kind] = LayerCache(
+            layers, layers * width * item_bytes / ratio if ratio else 0.0, layers * fixed
+        )
     return found
 
 
@@ -64,7 +66,8 @@ def step_cache_bytes(config: V4Config, context: int, item_bytes: int = 2) -> dic
     """What one new token reads of the cache behind `context` tokens, by kind: window, chosen entries, index keys."""
     found = {}
     for ratio, kind in KINDS.items():
-        layers, entries = sum(each == ratio for each in config.compress_ratios), context / ratio if ratio else 0.0
+        layers = sum(each == ratio for each in config.compress_ratios)
+        entries = context / ratio if ratio else 0.0
         numbers = float(min(context, config.sliding_window) * config.head_dim)
         if ratio == 4:
             numbers += min(config.index_topk, entries) * config.head_dim + entries * config.index_head_dim
@@ -88,17 +91,31 @@ def weights_of(config: V4Config, dtype: torch.dtype = torch.bfloat16, mtp: bool 
     """A packed model's, as it will be laid out; with `mtp` the block that guesses too."""
     with torch.device("meta"):
         model = Transformer(config, Numerics(dtype), packed=True, mtp=mtp)
-    held = dict.fromkeys(("projections", "shared experts", "compressors, routers", "mixers, norms, tables", "head",
-                          "embedding", "copies for kernels", "mtp"), 0)  # fmt: skip
+    held = dict.fromkeys(
+        (
+            "projections",
+            "shared experts",
+            "compressors, routers",
+            "mixers, norms, tables",
+            "head",
+            "embedding",
+            "copies for kernels",
+            "mtp",
+        ),
+        0,
+    )
     read = 0
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             continue
         own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
         size = sum(tensor.nbytes for tensor in own)
-        inside, used, beside = _kind(name, module), size, 0
+        inside = _kind(name, module)
+        used = size
+        beside = 0
         if isinstance(module, Linear):
-            beside, used = _copies(name, module), size if module.packed else 2 * module.weight.numel()
+            beside = _copies(name, module)
+            used = size if module.packed else 2 * module.weight.numel()
         elif isinstance(module, Mixer) and dtype.itemsize == 2:
             beside = module.fn.nbytes  # its two halves, which prompts read
         held["mtp" if name.startswith("mtp") else "copies for kernels"] += beside
@@ -108,8 +125,12 @@ def weights_of(config: V4Config, dtype: torch.dtype = torch.bfloat16, mtp: bool 
         held[inside] += size
         read += 0 if name.startswith("mtp") else used
     record = PackedExpertLayout.of(config)
-    return WeightBytes({kind: size for kind, size in held.items() if size}, read, record.nbytes,
-                   config.n_routed_experts * len(model.expert_stacks()))  # fmt: skip
+    return WeightBytes(
+        {kind: size for kind, size in held.items() if size},
+        read,
+        record.nbytes,
+        config.n_routed_experts * len(model.expert_stacks()),
+    )
 
 
 def _kind(name: str, module: torch.nn.Module) -> str:
@@ -171,8 +192,14 @@ class MemoryBudget:
         return self.device_bytes - self.dense_bytes - self.cache_bytes - self.working_bytes - self.hot_bytes
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "share": self.share, "dense_bytes": self.dense_bytes, "hot_bytes": self.hot_bytes,
-                "host_bytes": self.host_bytes, "left_bytes": self.left_bytes}  # fmt: skip
+        return {
+            **asdict(self),
+            "share": self.share,
+            "dense_bytes": self.dense_bytes,
+            "hot_bytes": self.hot_bytes,
+            "host_bytes": self.host_bytes,
+            "left_bytes": self.left_bytes,
+        }
 
 
 def spare_runs(cold: int, layers: int) -> int:
@@ -203,7 +230,8 @@ def plan_budget(
     `expert_bytes` hold. Refuses when the rest does not fit, or more experts were asked for than fit beside it."""
     weights = weights_of(config, dtype, mtp)
     working = min(int(WORKING_SHARE * device_bytes), MOST_WORKING)
-    dense, layers = sum(weights.held.values()), weights.experts // config.n_routed_experts
+    dense = sum(weights.held.values())
+    layers = weights.experts // config.n_routed_experts
     room = device_bytes - dense - cache_bytes - working
     text = f"weights {size(dense)}, cache {size(cache_bytes)}, working space {size(working)}"
     if room < 0:
@@ -220,7 +248,9 @@ def plan_budget(
         wanted = round(share * total)
     hot = min(wanted, places) if asked or places >= total else places
     while not asked and hot and hot + spare_runs(total - hot, layers) > places:
-        hot = max(0, places - spare_runs(total - hot, layers))  # fewer hot ones want more spare places, up to a limit
+        hot = max(
+            0, places - spare_runs(total - hot, layers)
+        )  # fewer hot ones want more spare places, up to a limit
     spare = min(spare_runs(total - hot, layers), places - hot)
     if (hot < wanted and asked) or spare < min(LEAST_SPARE, total - hot):
         least = wanted + min(LEAST_SPARE, total - wanted) if asked else LEAST_SPARE
@@ -249,7 +279,9 @@ def tokens_per_second(
     """At most: dense weights and hot experts at the device's speed, the share `misses` of experts over the bus, one
     after the other. `read` is what `weights_of` says of the dense part."""
     dense = weights_of(config).read if read is None else read
-    experts = config.num_hidden_layers * distinct_experts(config, batch) * PackedExpertLayout.of(config).nbytes
+    experts = (
+        config.num_hidden_layers * distinct_experts(config, batch) * PackedExpertLayout.of(config).nbytes
+    )
     seconds = (dense + experts * (1 - misses)) / device_speed + experts * misses / bus_speed
     return batch / seconds
 

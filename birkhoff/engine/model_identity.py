@@ -22,7 +22,9 @@ _FACTORS = (0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D)
 def model_identity(model: Transformer, version: int = 1) -> bytes:
     numerics = model.numerics
     how = [version, str(numerics.dtype), numerics.released, numerics.kernels.name, model.embed.device.type]
-    whole = hashlib.blake2b(json.dumps([how, dataclasses.asdict(model.config)], default=str).encode(), digest_size=16)
+    whole = hashlib.blake2b(
+        json.dumps([how, dataclasses.asdict(model.config)], default=str).encode(), digest_size=16
+    )
     for place in model.destinations():
         tensor = place.tensor.detach()
         whole.update(f"{place.name} {tensor.dtype} {tuple(tensor.shape)} {_sums(tensor)}".encode())

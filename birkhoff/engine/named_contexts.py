@@ -37,7 +37,9 @@ class Contexts:
         if file is not None:
             with contextlib.suppress(OSError, ValueError, TypeError, AttributeError):
                 read = json.loads(file.read_text(encoding="utf-8"))
-                self._keys.update({str(name): [bytes.fromhex(key) for key in keys] for name, keys in read.items()})
+                self._keys.update(
+                    {str(name): [bytes.fromhex(key) for key in keys] for name, keys in read.items()}
+                )
 
     @property
     def names(self) -> list[str]:

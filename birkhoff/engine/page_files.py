@@ -33,10 +33,14 @@ class PageFiles:
     """The pages of one model under `root`, at most `limit_bytes` with everybody else's there."""
 
     def __init__(self, root: str | Path, identity: bytes, limit_bytes: int):
-        self.folder, self.identity, self.limit_bytes = Path(root) / identity.hex(), identity.hex(), limit_bytes
+        self.folder = Path(root) / identity.hex()
+        self.identity = identity.hex()
+        self.limit_bytes = limit_bytes
         self.written = self.refused = self.failures = 0
         self.precious: Collection[bytes] = ()  # deleted only when nothing else is left
-        self._files: OrderedDict[Path, int] = OrderedDict()  # all models' pages and their sizes, longest unused first
+        self._files: OrderedDict[Path, int] = (
+            OrderedDict()
+        )  # all models' pages and their sizes, longest unused first
         self.held_bytes = 0
         with self._forgiving():
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -129,7 +133,9 @@ class PageFiles:
 def encode(identity: str, key: bytes, tensors: Tensors) -> bytes:
     listed = [[name, _name(t.dtype), list(t.shape)] for name, t in tensors.items()]
     header = json.dumps({"model": identity, "key": key.hex(), "tensors": listed}).encode()
-    body = b"".join(t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values())
+    body = b"".join(
+        t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values()
+    )
     data = MAGIC + struct.pack("<Q", len(header)) + header + body
     return data + _digest(data)
 
@@ -146,7 +152,9 @@ def decode(data: bytes, identity: str, key: bytes) -> dict[str, torch.Tensor] | 
         header = json.loads(data[start : start + length])
         if header["model"] != identity or header["key"] != key.hex():
             return None
-        body, at, found = memoryview(bytearray(data[start + length : -DIGEST_BYTES])), 0, {}
+        body = memoryview(bytearray(data[start + length : -DIGEST_BYTES]))
+        at = 0
+        found = {}
         for name, dtype, shape in header["tensors"]:
             size = torch.Size(shape).numel() * _DTYPES[dtype].itemsize
             part = body[at : at + size]
@@ -155,7 +163,12 @@ def decode(data: bytes, identity: str, key: bytes) -> dict[str, torch.Tensor] | 
                 found[name] = torch.frombuffer(part, dtype=_DTYPES[dtype]).view(shape)
             else:
                 found[name] = torch.empty(shape, dtype=_DTYPES[dtype])
-    except (KeyError, TypeError, ValueError, RuntimeError):  # a right digest over something that is no page of ours
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # a right digest over something that is no page of ours
         return None
     return found
 

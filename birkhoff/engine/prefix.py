@@ -91,11 +91,13 @@ class PrefixCache:
         prompts_only: bool = False,
         files: PageFiles | None = None,
     ) -> None:
-        self.state, self.pages = state, pages
+        self.state = state
+        self.pages = pages
         border = snapshot_bytes(state.config, state.dtype.itemsize, state.mtp is not None)
         self.states = SnapshotPool(limit_bytes, border, state.device)
         self.rows = RowCache(row_bytes) if row_bytes else None
-        self.prompts_only, self.files = prompts_only, files
+        self.prompts_only = prompts_only
+        self.files = files
         self.root = b"" if files is None else bytes.fromhex(files.identity)
         self.root += b"prompts only" if prompts_only else b""  # other cuts, other bits
         self.contexts = Contexts(None if files is None else files.folder / "contexts.json")
@@ -106,7 +108,9 @@ class PrefixCache:
         self._nodes: dict[bytes, Node] = {}
         self._by_page: dict[int, Node] = {}
         self._snapshots: OrderedDict[bytes, Node] = OrderedDict()
-        self._ends: dict[bytes, Counter[int]] = {}  # by the key before them: how many ends of which length there are
+        self._ends: dict[
+            bytes, Counter[int]
+        ] = {}  # by the key before them: how many ends of which length there are
         self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
         pages.on_eviction = self._evicted
 
@@ -204,7 +208,8 @@ class PrefixCache:
         if key is None or key in self._nodes:
             return
         node = self._enter(key, request.pages[pages])
-        node.tokens, node.parent = tokens, parent
+        node.tokens = tokens
+        node.parent = parent
         self._ends.setdefault(parent, Counter())[tokens] += 1
         self._hold(node, self.state.save(request.slot, request.computed))
 
@@ -258,9 +263,11 @@ class PrefixCache:
         self.pages.give_back(hit.copied)
         request.computed = hit.position
         if request.cached_tokens is None:
-            request.cached_tokens, request.shared_pages = hit.position, len(hit.pages)
+            request.cached_tokens = hit.position
+            request.shared_pages = len(hit.pages)
         self._chains[request].entered = len(hit.pages)
-        self.hits, self.hit_tokens = self.hits + 1, self.hit_tokens + hit.position
+        self.hits = self.hits + 1
+        self.hit_tokens = self.hit_tokens + hit.position
         plan = request.plan
         if plan is not None:  # steered as much as if it had been computed for this very request
             tokens = request.tokens(0, hit.position)
@@ -363,18 +370,22 @@ class PrefixCache:
             return request.num_tokens
         tokens = request.tokens(plan.seen, request.num_tokens)
         firsts = [job.offsets(plan.seen, tokens, len(request.prompt_ids)) for job in plan.jobs]
-        return min((plan.seen + int(offsets[0]) for offsets in firsts if len(offsets)), default=request.num_tokens)
+        return min(
+            (plan.seen + int(offsets[0]) for offsets in firsts if len(offsets)), default=request.num_tokens
+        )
 
     def _seen(self, request: Request, stop: int) -> tuple[tuple[Job, SiteRows], ...] | None:
         """Every row that the request's jobs want before `stop` and have not had; None unless all are here."""
         plan, border = request.plan, len(request.prompt_ids)
         if self.rows is None or plan is None:
             return None
-        tokens, keys = request.tokens(plan.seen, stop), self._keys(request, stop // PAGE_TOKENS)
+        tokens = request.tokens(plan.seen, stop)
+        keys = self._keys(request, stop // PAGE_TOKENS)
         found = []
         for job in plan.jobs:
             offsets = [int(offset) for offset in job.offsets(plan.seen, tokens, border)]
-            positions, ids = tuple(plan.seen + o for o in offsets), tuple(tokens[o] for o in offsets)
+            positions = tuple(plan.seen + o for o in offsets)
+            ids = tuple(tokens[o] for o in offsets)
             for hook, layer in job.keys if positions else ():
                 tensor = self.rows.get(keys, hook, layer, job.after, positions)
                 if tensor is None:
@@ -413,7 +424,9 @@ class PrefixCache:
         if not self.states.fits(snapshot, empty=True):
             return False
         while not self.states.fits(snapshot):
-            oldest = next((other for key, other in self._snapshots.items() if key not in self._precious), None)
+            oldest = next(
+                (other for key, other in self._snapshots.items() if key not in self._precious), None
+            )
             if oldest is None:
                 if node.key not in self._precious:
                     return False
@@ -453,7 +466,9 @@ def _startable(nodes: Sequence[Node]) -> list[Node]:
 def page_key(request: Request, page: int, before: bytes, length: int = PAGE_TOKENS) -> bytes | None:
     """128 bits of everything the state behind the first `length` tokens of a page depends on; None when an edit there
     has no name."""
-    start, stop, border = page * PAGE_TOKENS, page * PAGE_TOKENS + length, len(request.prompt_ids)
+    start = page * PAGE_TOKENS
+    stop = page * PAGE_TOKENS + length
+    border = len(request.prompt_ids)
     tokens = request.tokens(start, stop)
     said = [before, struct.pack(f"<{len(tokens)}q", *tokens)]
     for edit in request.plan.edits if request.plan is not None else ():

@@ -121,7 +121,10 @@ class Request:
     def tokens(self, start: int, stop: int) -> list[int]:
         """Prompt and output as one sequence, from `start` to `stop`."""
         border = len(self.prompt_ids)
-        return [*self.prompt_ids[start:stop], *self.output_ids[max(start - border, 0) : max(stop - border, 0)]]
+        return [
+            *self.prompt_ids[start:stop],
+            *self.output_ids[max(start - border, 0) : max(stop - border, 0)],
+        ]
 
     def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
         """Book one sampled token and tell whoever listens; may end the request."""
@@ -145,17 +148,23 @@ class Request:
 
     def settle_rows(self) -> None:
         """The last token is the only one that is not computed: rows behind the one before it belong to nobody."""
-        settle, self.settle = self.settle, None
+        settle = self.settle
+        self.settle = None
         if settle is not None:
             settle(self.num_tokens - 1)
 
     def finish(
-        self, reason: FinishReason, last: TokenEvent | None = None, error: Exception | None = None, flush: bool = True
+        self,
+        reason: FinishReason,
+        last: TokenEvent | None = None,
+        error: Exception | None = None,
+        flush: bool = True,
     ) -> None:
         """End the request; what the sink held back is text after all, unless a stop string was met."""
         rest = self.sink.finish() if self.sink is not None and flush else ""
         last = last or TokenEvent(None, "")
-        self.finish_reason, self.error = reason, error
+        self.finish_reason = reason
+        self.error = error
         self.timings.finished = time.perf_counter()
         self.settle_rows()
         if self.plan is not None:

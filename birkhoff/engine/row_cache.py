@@ -38,7 +38,9 @@ class _PageRows:
 
 class RowCache:
     def __init__(self, limit_bytes: int):
-        self.limit_bytes, self.held_bytes, self.served_rows = limit_bytes, 0, 0
+        self.limit_bytes = limit_bytes
+        self.held_bytes = 0
+        self.served_rows = 0
         self._chunks: OrderedDict[_StepRows, None] = OrderedDict()
         self._parts: dict[Place, list[_PageRows]] = {}
 

@@ -47,11 +47,15 @@ class Runner:
     """Holds the model and its state. With `invariant`, every request is run by itself."""
 
     def __init__(self, model: Transformer, state: State, invariant: bool = False):
-        self.model, self.state, self.invariant = model, state, invariant
+        self.model = model
+        self.state = state
+        self.invariant = invariant
         self.prefix: PrefixCache | None = None
         self.speculator: Speculator | None = None
         self.graphs: CudaGraphs | None = None  # on a GPU, for steps that only decode
-        self.passed: dict[Request, list[Snapshot]] = {}  # what the last step saw at the page borders it passed
+        self.passed: dict[
+            Request, list[Snapshot]
+        ] = {}  # what the last step saw at the page borders it passed
         self._stagings = (StepStaging(state.device), StepStaging(state.device))
         self._helper = ThreadPoolExecutor(1, "birkhoff-decode")  # starts no thread before it is needed
         self._given: dict[int, list[int]] = {}  # pages the state's table already knows, by slot
@@ -113,16 +117,22 @@ class Runner:
         spans = [
             Span(w.request.plan, first, w.start, w.tokens, len(w.request.prompt_ids))
             for w, first in zip(work, firsts)
-            if w.request.plan is not None and not (w.request.plan.rests and w.start >= len(w.request.prompt_ids))
+            if w.request.plan is not None
+            and not (w.request.plan.rests and w.start >= len(w.request.prompt_ids))
         ]
         return arm(staging, spans, num_rows) if spans else None
 
-    def _forward(self, work: Sequence[ScheduledChunk], staging: StepStaging | None = None) -> list[ModelOutput | None]:
+    def _forward(
+        self, work: Sequence[ScheduledChunk], staging: StepStaging | None = None
+    ) -> list[ModelOutput | None]:
         seen = [(w.request.plan, w.request.plan.seen) for w in work if w.request.plan is not None]
         try:
             tap, ran = self._compute(work, staging or self._stagings[0])
         except BaseException:
-            for plan, stop in seen:  # nothing was delivered: whoever computes these tokens again wants their rows
+            for (
+                plan,
+                stop,
+            ) in seen:  # nothing was delivered: whoever computes these tokens again wants their rows
                 plan.seen = stop
             raise
         self._hand_over()
@@ -149,7 +159,8 @@ class Runner:
             return tap, [None] * len(work)
         rows = [row + guess for w, row in sampling for guess in range(1 + len(w.draft_tokens))]
         counts = [1 + len(w.draft_tokens) for w, _ in sampling]
-        logits, streams = self.model.logits(hidden[rows]).split(counts), streams[rows].split(counts)
+        logits = self.model.logits(hidden[rows]).split(counts)
+        streams = streams[rows].split(counts)
         ran = iter(map(ModelOutput, logits, streams))
         return tap, [next(ran) if w.samples else None for w in work]
 
@@ -159,24 +170,34 @@ class Runner:
         return single and self.speculator is None and self.graphs is not None and self.graphs.takes(len(work))
 
     def _replay(
-        self, work: Sequence[ScheduledChunk], graphs: CudaGraphs, tap: BatchTap | None, wishes: GraphPlan | None
+        self,
+        work: Sequence[ScheduledChunk],
+        graphs: CudaGraphs,
+        tap: BatchTap | None,
+        wishes: GraphPlan | None,
     ) -> list[ModelOutput | None]:
         slots: list[int] = [w.request.slot for w in work]  # type: ignore[misc]
-        logits, streams = graphs.step([w.tokens[0] for w in work], [w.start for w in work], slots, tap, wishes)
+        logits, streams = graphs.step(
+            [w.tokens[0] for w in work], [w.start for w in work], slots, tap, wishes
+        )
         return [
-            ModelOutput(*row) if w.samples else None for w, row in zip(work, zip(logits.split(1), streams.split(1)))
+            ModelOutput(*row) if w.samples else None
+            for w, row in zip(work, zip(logits.split(1), streams.split(1)))
         ]
 
     def _hand_over(self) -> None:
         """Rows of the step before; those of requests that have ended since were handed over then."""
-        owed, self._owed = self._owed, []
+        owed = self._owed
+        self._owed = []
         for request in owed:
             request.settle_rows()
 
     def _deliver(self, work: Sequence[ScheduledChunk], tap: BatchTap | None) -> None:
         """Captured rows to whoever wants them; those on their way later, those of guesses when it is known that they
         stay."""
-        planned = {w.request.plan: w.request for w in work if w.request.plan is not None and w.request.plan.jobs}
+        planned = {
+            w.request.plan: w.request for w in work if w.request.plan is not None and w.request.plan.jobs
+        }
         witness = self.prefix.keep_rows(planned) if self.prefix is not None and planned else None
         if tap is not None and tap.lands_later:
             for plan, request in planned.items():
@@ -202,7 +223,10 @@ def _pieces(work: ScheduledChunk) -> list[SequenceChunk]:
     assert work.request.slot is not None
     if not work.draft_tokens:
         return [SequenceChunk(work.request.slot, work.start, work.tokens)]
-    return [SequenceChunk(work.request.slot, work.start + offset, [token]) for offset, token in enumerate(work.tokens)]
+    return [
+        SequenceChunk(work.request.slot, work.start + offset, [token])
+        for offset, token in enumerate(work.tokens)
+    ]
 
 
 def _deliverer(plan: Plan, tap: BatchTap, witness: RowObserver | None) -> Callable[[int], None]:

@@ -58,11 +58,16 @@ class RowState:
         self.options = options
         self.seed = seed
         self.step = 0  # tokens accepted so far
-        self._mask, self._accepted = mask, list[int]()
-        self._ending = torch.tensor(sorted({*eos_ids, *options.stop_token_ids}), dtype=torch.long, device=device)
+        self._mask = mask
+        self._accepted = list[int]()
+        self._ending = torch.tensor(
+            sorted({*eos_ids, *options.stop_token_ids}), dtype=torch.long, device=device
+        )
         bias_ids = [token for token, _ in options.logit_bias]
         self._bias_ids = torch.tensor(bias_ids, dtype=torch.long, device=device)
-        self._biases = torch.tensor([bias for _, bias in options.logit_bias], dtype=torch.float32, device=device)
+        self._biases = torch.tensor(
+            [bias for _, bias in options.logit_bias], dtype=torch.float32, device=device
+        )
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
         if options.presence_penalty or options.frequency_penalty:
@@ -125,7 +130,9 @@ class Sampler:
     def __init__(self) -> None:
         self._rows: WeakKeyDictionary[Request, RowState] = WeakKeyDictionary()
 
-    def draw(self, pairs: Sequence[tuple[Request, Tensor]]) -> list[tuple[int, TokenLogprob | None] | LogitsError]:
+    def draw(
+        self, pairs: Sequence[tuple[Request, Tensor]]
+    ) -> list[tuple[int, TokenLogprob | None] | LogitsError]:
         """The next token of each request, from its row of logits [vocab]; nothing is booked."""
         if not pairs:
             return []
@@ -187,7 +194,9 @@ class Sampler:
 
 def sample(logits: Tensor, rows: Sequence[RowState]) -> list[Sampled | LogitsError]:
     """One token per row of `logits` [n, vocab]; a row without a number to choose by gets an error in its place."""
-    assert logits.ndim == 2 and logits.shape[0] == len(rows), f"{tuple(logits.shape)} logits for {len(rows)} rows"
+    assert logits.ndim == 2 and logits.shape[0] == len(rows), (
+        f"{tuple(logits.shape)} logits for {len(rows)} rows"
+    )
     logits = logits.float()
     if all(row.plain_greedy for row in rows):
         peaks, tokens = logits.max(-1)  # a NaN would win
@@ -231,7 +240,9 @@ def _truncate(logits: Tensor, options: Sequence[SamplingOptions]) -> Tensor:
         places = torch.tensor([[options[i].top_k - 1] for i in rows], device=logits.device)
         best = scaled[rows].topk(max(options[i].top_k for i in rows)).values
         last_in = best.gather(-1, places)  # [rows, 1]
-        scaled[rows] = scaled[rows].masked_fill(scaled[rows] < last_in, -math.inf)  # ties with the last one stay
+        scaled[rows] = scaled[rows].masked_fill(
+            scaled[rows] < last_in, -math.inf
+        )  # ties with the last one stay
     if rows := [i for i, o in enumerate(options) if o.top_p < 1.0]:
         scaled[rows] = _nucleus(scaled[rows], column([options[i].top_p for i in rows]))
     if any(o.min_p for o in options):  # relative to the largest, which is 0

@@ -68,7 +68,10 @@ class SamplingOptions:
             put("logprobs", _whole(self.logprobs, "logprobs", 0, MOST_LOGPROBS))
         put("presence_penalty", _number(self.presence_penalty, "presence_penalty", -2.0, 2.0))
         put("frequency_penalty", _number(self.frequency_penalty, "frequency_penalty", -2.0, 2.0))
-        put("repetition_penalty", _number(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, low_open=True))
+        put(
+            "repetition_penalty",
+            _number(self.repetition_penalty, "repetition_penalty", 0.0, 100.0, low_open=True),
+        )
         put("logit_bias", _biases(self.logit_bias))
         put("n", _whole(self.n, "n", 1, MOST_CHOICES))
 
@@ -80,7 +83,9 @@ class SamplingOptions:
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f" Did you mean {close[0]!r}?" if close else ""
-                raise OptionError(f"{quoted(name)} is not a sampling option, expected {', '.join(known)}.{hint}")
+                raise OptionError(
+                    f"{quoted(name)} is not a sampling option, expected {', '.join(known)}.{hint}"
+                )
         return cls(**{name: value for name, value in options.items() if value is not None})
 
     @property
@@ -95,10 +100,15 @@ class SamplingOptions:
 
     def check_vocabulary(self, vocab_size: int) -> None:
         """Refuse token ids the model does not have."""
-        for name, ids in (("stop_token_ids", self.stop_token_ids), ("logit_bias", [i for i, _ in self.logit_bias])):
+        for name, ids in (
+            ("stop_token_ids", self.stop_token_ids),
+            ("logit_bias", [i for i, _ in self.logit_bias]),
+        ):
             outside = [i for i in ids if i >= vocab_size]
             if outside:
-                raise TokenError(f"{name} names token {outside[0]}, expected 0 to {vocab_size - 1}, this model's ids.")
+                raise TokenError(
+                    f"{name} names token {outside[0]}, expected 0 to {vocab_size - 1}, this model's ids."
+                )
 
 
 def _whole(value: object, name: str, low: int, high: int, hint: str = "") -> int:
@@ -109,7 +119,9 @@ def _whole(value: object, name: str, low: int, high: int, hint: str = "") -> int
 
 
 def _number(value: object, name: str, low: float, high: float, *, low_open: bool = False) -> float:
-    number = float(value) if isinstance(value, Real) and not isinstance(value, bool) and _fits(value) else math.nan
+    number = (
+        float(value) if isinstance(value, Real) and not isinstance(value, bool) and _fits(value) else math.nan
+    )
     if not low <= number <= high or (low_open and number == low):
         bounds = f"above {low:g} and up to {high:g}" if low_open else f"from {low:g} to {high:g}"
         raise OptionError(f"{name} is {quoted(value)}, expected a number {bounds}.")
@@ -135,7 +147,9 @@ def _stops(value: object) -> tuple[str, ...]:
     stops = [value] if isinstance(value, str) else _items(value, "stop", MOST_STOPS, "strings")
     for i, stop in enumerate(stops):
         if not isinstance(stop, str) or not 0 < len(stop) <= LONGEST_STOP:
-            raise OptionError(f"stop[{i}] is {quoted(stop)}, expected text of 1 to {LONGEST_STOP} characters.")
+            raise OptionError(
+                f"stop[{i}] is {quoted(stop)}, expected text of 1 to {LONGEST_STOP} characters."
+            )
     return tuple(stops)
 
 
@@ -156,7 +170,9 @@ def _biases(value: object) -> tuple[tuple[int, float], ...]:
     out: dict[int, float] = {}
     for key, bias in pairs:
         # JSON objects have string keys; only plain decimal ones name a token
-        token = int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 else key
+        token = (
+            int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) <= 10 else key
+        )
         token = _whole(token, "a token id of logit_bias", 0, _INT32)
         if token in out:
             raise OptionError(f"logit_bias names token {token} twice; give it once.")

@@ -52,15 +52,19 @@ class ScheduledChunk:
 
 class Scheduler:
     def __init__(self, slots: int, pages: int, max_batch_tokens: int, invariant: bool = False):
-        self.slots, self.pages = Pool(slots), Pool(pages)
+        self.slots = Pool(slots)
+        self.pages = Pool(pages)
         self.prefix: PrefixCache | None = None
-        self.max_batch_tokens, self.invariant = max_batch_tokens, invariant
+        self.max_batch_tokens = max_batch_tokens
+        self.invariant = invariant
         # With requests decoding, a step reads at most this much prompt, so that their next token is not held up.
         self.mixed_prefill = max(1, max_batch_tokens // 4)
         beside = max(1, max_batch_tokens - slots + 1)  # what is left when everybody else decodes
         most = min(self.mixed_prefill, beside, PAGE_TOKENS)
         self.fixed_chunk = 1 << (most.bit_length() - 1)  # a page, or a part of one that ends where it ends
-        self._steps, self._read_at = 0, [0] * slots  # by slot: the step that last read of its prompt or admitted it
+        # by slot: the step that last read of its prompt or admitted it
+        self._steps = 0
+        self._read_at = [0] * slots
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
 
@@ -101,7 +105,9 @@ class Scheduler:
                 self._preempt(request)
 
     def _decoding(self) -> tuple[list[ScheduledChunk], int]:
-        ready = [r for r in self.running if r.num_tokens - r.computed == 1 and r.computed >= len(r.prompt_ids)]
+        ready = [
+            r for r in self.running if r.num_tokens - r.computed == 1 and r.computed >= len(r.prompt_ids)
+        ]
         for request in ready:
             if request.slot is not None:  # may have been preempted for an older one
                 self._grow(request, request.num_tokens)
@@ -110,7 +116,9 @@ class Scheduler:
         work = []
         for request in ready:
             draft_tokens = (
-                request.draft_tokens if len(request.draft_tokens) <= spare and self._room_for_guesses(request) else ()
+                request.draft_tokens
+                if len(request.draft_tokens) <= spare and self._room_for_guesses(request)
+                else ()
             )
             request.draft_tokens, spare = (), spare - len(draft_tokens)
             work.append(ScheduledChunk(request, request.computed, request.num_tokens, draft_tokens))
@@ -165,7 +173,9 @@ class Scheduler:
             taken = self.slots.take(1)
             assert taken is not None
             self.waiting.popleft()
-            request.slot, request.pages, request.computed = taken[0], shared + own, 0
+            request.slot = taken[0]
+            request.pages = shared + own
+            request.computed = 0
             if self.prefix is not None and hit is not None:
                 self.prefix.start(request, hit)
             elif request.cached_tokens is None:
@@ -195,14 +205,16 @@ class Scheduler:
         if self.prefix is not None:
             self.prefix.restart(request)
         request.settle_rows()
-        request.computed, request.draft_tokens = 0, ()
+        request.computed = 0
+        request.draft_tokens = ()
         request.timings.preemptions += 1
         self.waiting.appendleft(request)
 
     def _take_memory(self, request: Request) -> None:
         self.slots.give_back([_slot(request)])
         self.pages.give_back(request.pages)
-        request.slot, request.pages = None, []
+        request.slot = None
+        request.pages = []
         if request.plan is not None:
             request.plan.release()
 

@@ -72,7 +72,9 @@ class SnapshotPool:
 
     def get(self, kept: PooledSnapshot) -> Snapshot:
         """A copy of what was put there."""
-        whole, snapshot, start = self._memory[self._index(kept.blocks)].flatten(), Snapshot(kept.position), 0
+        whole = self._memory[self._index(kept.blocks)].flatten()
+        snapshot = Snapshot(kept.position)
+        start = 0
         for name, dtype, shape in kept.form:
             stop = start + shape.numel() * dtype.itemsize
             snapshot.rows[name] = whole[start:stop].view(dtype).view(shape)

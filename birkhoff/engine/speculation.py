@@ -32,10 +32,18 @@ class Speculator:
     """Guesses up to `depth` tokens ahead; the state must be able to step back as many."""
 
     def __init__(
-        self, model: Transformer, state: State, sampler: Sampler, depth: int, pace: SpeculationController | None = None
+        self,
+        model: Transformer,
+        state: State,
+        sampler: Sampler,
+        depth: int,
+        pace: SpeculationController | None = None,
     ):
         assert state.lookback >= depth and state.mtp is not None
-        self.model, self.state, self.sampler, self.depth = model, state, sampler, depth
+        self.model = model
+        self.state = state
+        self.sampler = sampler
+        self.depth = depth
         self.pace = pace
 
     def remember(self, work: Sequence[ScheduledChunk], firsts: Sequence[int], streams: torch.Tensor) -> None:
@@ -73,7 +81,9 @@ class Speculator:
             guesses_now &= len(going) == len(all_going)  # a trial is one of all or none
         elif not guesses_now:
             return 0
-        pieces, rows, last = [], [], []
+        pieces = []
+        rows = []
+        last = []
         for request, base, streams in going:
             kept = request.computed - base  # the token that was computed for sure and the guesses that stayed
             for offset, token in enumerate(request.tokens(base + 1, base + 1 + kept)):
@@ -81,7 +91,8 @@ class Speculator:
             rows.append(streams[:kept])
             last.append(len(pieces) - 1)
             request.followed = base + kept
-        batch, read = Batch.of(pieces, self.state.device), torch.cat(rows) if len(rows) > 1 else rows[0]
+        batch = Batch.of(pieces, self.state.device)
+        read = torch.cat(rows) if len(rows) > 1 else rows[0]
         if not guesses_now:  # between two turns of a trial: no hole in what MTP remembers
             self.model.remember(read, batch, self.state)
             return 0
@@ -96,7 +107,8 @@ class Speculator:
                 own.append(token)
             if ahead + 1 < self.depth:  # on from its own streams, one position further
                 pieces = [
-                    SequenceChunk(_slot(r), r.computed + ahead, [token]) for (r, _, _), token in zip(going, drawn)
+                    SequenceChunk(_slot(r), r.computed + ahead, [token])
+                    for (r, _, _), token in zip(going, drawn)
                 ]
                 hidden, streams = self.model.draft(streams, Batch.of(pieces, self.state.device), self.state)
         for (request, _, _), own in zip(going, draft_tokens):

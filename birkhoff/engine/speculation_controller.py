@@ -45,7 +45,9 @@ class Rate:
         if not self.steps:
             return None
         seconds = sorted(second for _, second in self.steps)
-        return sum(tokens for tokens, _ in self.steps) / len(self.steps) / max(seconds[len(seconds) // 2], 1e-9)
+        return (
+            sum(tokens for tokens, _ in self.steps) / len(self.steps) / max(seconds[len(seconds) // 2], 1e-9)
+        )
 
 
 class SpeculationController:
@@ -96,9 +98,13 @@ class _Size:
 
     def __init__(self, requests: int) -> None:
         self.rates = {True: Rate(), False: Rate()}
-        self._soonest = max(TURN, -(-TRIAL // requests))  # steps of each kind before a large difference decides
+        self._soonest = max(
+            TURN, -(-TRIAL // requests)
+        )  # steps of each kind before a large difference decides
         self.mode: Mode = "trying"
-        self._guesses_turn, self._in_mode, self._in_turn = True, 0, 0
+        self._guesses_turn = True
+        self._in_mode = 0
+        self._in_turn = 0
         self._failed = 0  # trials one after the other
 
     @property
@@ -108,7 +114,8 @@ class _Size:
     def note(self, verified: bool, tokens: float, seconds: float) -> None:
         if verified != self.draft_tokens:
             return
-        self._in_mode, self._in_turn = self._in_mode + 1, self._in_turn + 1
+        self._in_mode = self._in_mode + 1
+        self._in_turn = self._in_turn + 1
         if self._in_turn > SETTLE:
             self.rates[verified].note(tokens, seconds)  # type: ignore[arg-type]
         if self.mode == "trying":
@@ -117,7 +124,8 @@ class _Size:
                 self._failed = 0 if pays else self._failed + 1
                 self._enter("guessing" if pays else "plain")
             elif self._in_turn == SETTLE + TURN:
-                self._guesses_turn, self._in_turn = not self._guesses_turn, 0
+                self._guesses_turn = not self._guesses_turn
+                self._in_turn = 0
         elif self.mode == "guessing" and self._in_mode >= RECHECK and not self._pays():
             self._enter("trying")
 
@@ -133,7 +141,8 @@ class _Size:
         return fast > SURE * slow
 
     def _pays(self) -> bool:
-        guessing, plain = self.rates[True].tokens_per_second, self.rates[False].tokens_per_second
+        guessing = self.rates[True].tokens_per_second
+        plain = self.rates[False].tokens_per_second
         assert guessing is not None and plain is not None
         return guessing > MARGIN * plain
 
@@ -141,5 +150,6 @@ class _Size:
         if mode == "trying":
             for rate in self.rates.values():
                 rate.steps.clear()
-        self.mode, self._guesses_turn = mode, True
+        self.mode = mode
+        self._guesses_turn = True
         self._in_mode = self._in_turn = 0

@@ -20,11 +20,27 @@ from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
 MICRO = V4Config(
-    vocab_size=8, hidden_size=8, num_hidden_layers=3, num_attention_heads=2, head_dim=4, qk_rope_head_dim=2,
-    q_lora_rank=4, o_groups=1, o_lora_rank=4, sliding_window=2, compress_ratios=(0, 4, 128), index_n_heads=1,
-    index_head_dim=4, index_topk=1, n_routed_experts=2, num_experts_per_tok=1, moe_intermediate_size=4,
-    num_hash_layers=1, max_position_embeddings=128, num_nextn_predict_layers=1,
-)  # fmt: skip
+    vocab_size=8,
+    hidden_size=8,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    head_dim=4,
+    qk_rope_head_dim=2,
+    q_lora_rank=4,
+    o_groups=1,
+    o_lora_rank=4,
+    sliding_window=2,
+    compress_ratios=(0, 4, 128),
+    index_n_heads=1,
+    index_head_dim=4,
+    index_topk=1,
+    n_routed_experts=2,
+    num_experts_per_tok=1,
+    moe_intermediate_size=4,
+    num_hash_layers=1,
+    max_position_embeddings=128,
+    num_nextn_predict_layers=1,
+)
 
 
 def compile_kernels() -> float:
@@ -35,7 +51,10 @@ def compile_kernels() -> float:
         for destination in model.destinations():
             destination.tensor.fill_(0 if destination.kind == "ids" else 0.5)
         model.fuse()
-        for rows in (1, 2):  # part of one row lies in memory like a whole, parts of several do not: other types
+        for rows in (
+            1,
+            2,
+        ):  # part of one row lies in memory like a whole, parts of several do not: other types
             state = State.contiguous(MICRO, rows, 32, lookback=1, mtp=True)
             for at, tokens in [(0, [1, 2]), (2, [1] * 18), *((at, [1]) for at in range(20, 27))]:
                 batch = Batch.of([SequenceChunk(slot, at, tokens) for slot in range(rows)])

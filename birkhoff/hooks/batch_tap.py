@@ -25,7 +25,9 @@ from birkhoff.hooks.step_edits import StepEditBuilder, StepEdits, bucket
 from birkhoff.hooks.tap import NoTap, Reads, Tap, together
 
 RowObserver = Callable[[Plan, Job, SiteRows], None]  # sees rows on their way to a job
-Landing = Callable[[int], Iterable[tuple[Key, torch.Tensor]]]  # a take's rows on the host, by its number, when there
+Landing = Callable[
+    [int], Iterable[tuple[Key, torch.Tensor]]
+]  # a take's rows on the host, by its number, when there
 SENTINEL = 0  # padding reads this row; its copies are never delivered
 
 
@@ -44,7 +46,8 @@ class CaptureSite:
     """One site that somebody wants, and the rows wanted there."""
 
     def __init__(self, key: Key, after: bool):
-        self.key, self.after = key, after
+        self.key = key
+        self.after = after
         self.rows: list[int] = []
         self.index: torch.Tensor | None = None
 
@@ -55,7 +58,9 @@ class CaptureLayout:
     def __init__(self, takes: Sequence[RowRequest]):
         self._jobs = [ref(take.job) for take in takes]
         self.rows = [take.rows for take in takes]
-        self.shares: list[list[tuple[CaptureSite, int]]] = []  # of each take: its sites, and its first row there
+        self.shares: list[
+            list[tuple[CaptureSite, int]]
+        ] = []  # of each take: its sites, and its first row there
         sites: dict[tuple[Key, bool], CaptureSite] = {}
         for take in takes:
             share, after = [], take.job.after
@@ -79,7 +84,9 @@ class StepStaging:
     """Index and staging buffers that outlive a step; two of each site, so that one can be read while one is filled."""
 
     def __init__(self, device: torch.device | str = "cpu", depth: int = 2):
-        self.device, self.depth, self._turn = torch.device(device), depth, 0
+        self.device = torch.device(device)
+        self.depth = depth
+        self._turn = 0
         self.changes = StepEditBuilder(self.device)
         self.armed: BatchTap | None = None  # the last tap that only changed things, for as long as it does
         self._layout = CaptureLayout(())
@@ -124,9 +131,16 @@ class BatchTap:
     """The sites of one step that somebody wants or changes, by layer."""
 
     def __init__(
-        self, staging: StepStaging, layout: CaptureLayout, takes: Sequence[RowRequest], changes: StepEdits | None
+        self,
+        staging: StepStaging,
+        layout: CaptureLayout,
+        takes: Sequence[RowRequest],
+        changes: StepEdits | None,
     ):
-        self._staging, self.layout, self.takes, self.changes = staging, layout, takes, changes
+        self._staging = staging
+        self.layout = layout
+        self.takes = takes
+        self.changes = changes
         self._staged: dict[CaptureSite, torch.Tensor] = {}
         self._copied: dict[CaptureSite, torch.Tensor] = {}
         self._landing: Landing | None = None  # the step ran elsewhere: where its rows come out
@@ -162,7 +176,9 @@ class BatchTap:
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
@@ -187,7 +203,11 @@ class BatchTap:
         """Hand one plan its rows, or those before position `stop`: others were guesses that did not stay."""
         for number, take in enumerate(self.takes):
             if take.plan is plan:
-                kept = sum(position < stop for position in take.positions) if stop is not None else len(take.positions)
+                kept = (
+                    sum(position < stop for position in take.positions)
+                    if stop is not None
+                    else len(take.positions)
+                )
                 self._hand_out(number, kept, witness)
 
     def _hand_out(self, number: int, count: int, witness: RowObserver | None) -> None:
@@ -195,10 +215,14 @@ class BatchTap:
             return
         take = self.takes[number]
         whole = count == len(take.positions)
-        positions, token_ids, prompt_rows = take.positions[:count], take.token_ids[:count], min(take.prompt_rows, count)
+        positions = take.positions[:count]
+        token_ids = take.token_ids[:count]
+        prompt_rows = min(take.prompt_rows, count)
         landing = self._landing or self._out_of_staging
         for (hook, layer), tensor in landing(number):
-            rows = SiteRows(hook, layer, tensor if whole else tensor[:count], positions, token_ids, prompt_rows)
+            rows = SiteRows(
+                hook, layer, tensor if whole else tensor[:count], positions, token_ids, prompt_rows
+            )
             if witness is not None:
                 witness(take.plan, take.job, rows)
             take.job.deliver(rows)
@@ -227,7 +251,9 @@ class _LayerTap:
     """One layer's share. At a site: capture, then the edits in their order, then captures of the edited tensor."""
 
     def __init__(self, staging: StepStaging, staged: dict[CaptureSite, torch.Tensor], written: _PostMix):
-        self._staging, self._staged, self._written = staging, staged, written
+        self._staging = staging
+        self._staged = staged
+        self._written = written
         self._before: dict[int, CaptureSite] = {}
         self._after: dict[int, CaptureSite] = {}
         self._changes: dict[int, tuple[Key, StepEdits]] = {}
@@ -256,7 +282,9 @@ class _LayerTap:
         self._stage(self._after, site, x)
         return x
 
-    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._stage(self._before, site, x)
         if site.id not in self._changes:
             self._stage(self._after, site, x)
@@ -292,7 +320,9 @@ def _takes(span: Span) -> list[RowRequest]:
     skip = max(plan.seen - start, 0)  # computed again after a preemption: delivered before
     plan.seen = max(plan.seen, start + len(tokens))
     if skip:
-        tokens, start, first_row = tokens[skip:], start + skip, first_row + skip
+        tokens = tokens[skip:]
+        start = start + skip
+        first_row = first_row + skip
     if not len(tokens):
         return []
     found = []
@@ -303,5 +333,7 @@ def _takes(span: Span) -> list[RowRequest]:
             positions = tuple(start + place for place in places)
             ids = tuple(int(tokens[place]) for place in places)
             prompt_rows = sum(position < prompt_len for position in positions)
-            found.append(RowRequest(plan, job, [first_row + place for place in places], positions, ids, prompt_rows))
+            found.append(
+                RowRequest(plan, job, [first_row + place for place in places], positions, ids, prompt_rows)
+            )
     return found

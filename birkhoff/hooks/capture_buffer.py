@@ -21,7 +21,10 @@ Site = tuple[Key, bool]  # before or after the edits
 Kind = tuple[tuple[int, ...], torch.dtype]  # of one row
 ALIGNED = 16
 GAP = 1 << 18  # bytes that nobody wants and that are cheaper to copy along than a second copy is to begin
-STEPS, MOST_ROOM = 16, 1 << 24  # a job's memory is made for so many steps, but not for more than so many bytes
+STEPS, MOST_ROOM = (
+    16,
+    1 << 24,
+)  # a job's memory is made for so many steps, but not for more than so many bytes
 
 
 class Column(NamedTuple):
@@ -54,7 +57,8 @@ class CaptureBuffer:
 
     def sites(self, sites: Sequence[Site]) -> torch.Tensor:
         """The rows of sites of one kind whose columns lie next to each other, [rows, sites, *row_shape]."""
-        first, last = self.columns[sites[0]], self.columns[sites[-1]]
+        first = self.columns[sites[0]]
+        last = self.columns[sites[-1]]
         part = self.data[:, first.first : last.first + last.size].view(first.kind[1])
         return part.unflatten(1, (len(sites), -1))[..., : first.items].unflatten(-1, first.kind[0])
 
@@ -82,9 +86,13 @@ class RowCopyPlan:
         """`wanted`: for each job its row and its sites."""
         places = {site: place for place, site in enumerate(tray.columns)}
         own = [(row, sorted(sites, key=places.__getitem__)) for row, sites in wanted]
-        runs = [[(row * tray.width + first, row * tray.width + stop) for first, stop in _runs(tray, sites)]
-                for row, sites in own]  # fmt: skip
-        self.copies: list[tuple[int, int, int]] = []  # bytes from .. to of the tray, and where they go on the host
+        runs = [
+            [(row * tray.width + first, row * tray.width + stop) for first, stop in _runs(tray, sites)]
+            for row, sites in own
+        ]
+        self.copies: list[
+            tuple[int, int, int]
+        ] = []  # bytes from .. to of the tray, and where they go on the host
         for first, stop in sorted(run for mine in runs for run in mine):
             if self.copies and first - self.copies[-1][1] <= GAP:
                 known = self.copies[-1]
@@ -92,8 +100,10 @@ class RowCopyPlan:
             else:
                 self.copies.append((first, stop, self._size()))
         self.num_bytes = self._size()
-        self.shares = [JobRows(tuple(self._landed(*run) for run in mine), tuple(_columns(tray, sites)))
-                       for mine, (_, sites) in zip(runs, own)]  # fmt: skip
+        self.shares = [
+            JobRows(tuple(self._landed(*run) for run in mine), tuple(_columns(tray, sites)))
+            for mine, (_, sites) in zip(runs, own)
+        ]
         self._rooms = [RowArena(sum(stop - first for first, stop in mine)) for mine in runs]
 
     def _size(self) -> int:
@@ -124,12 +134,14 @@ class RowArena:
     """Memory for one job's rows, a piece a step. A piece that was given away is never given again."""
 
     def __init__(self, size: int):
-        self._size, self._left = size, np.empty(0, np.uint8)
+        self._size = size
+        self._left = np.empty(0, np.uint8)
 
     def take(self) -> np.ndarray:
         if len(self._left) < self._size:
             self._left = np.empty(max(self._size, min(STEPS * self._size, MOST_ROOM)), np.uint8)
-        piece, self._left = self._left[: self._size], self._left[self._size :]
+        piece = self._left[: self._size]
+        self._left = self._left[self._size :]
         return piece
 
 

@@ -18,7 +18,13 @@ import torch
 
 Op = Literal["patch", "add", "delta", "full", "clamp"]
 Path = Literal["both", "read", "carry"]
-ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "clamp")  # at one site; capture comes before all of them
+ORDER: tuple[Op, ...] = (
+    "patch",
+    "add",
+    "delta",
+    "full",
+    "clamp",
+)  # at one site; capture comes before all of them
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +60,9 @@ class SpliceHost(Protocol):
         """Hosts at one site run in ascending order, whoever's request stands first in the batch."""
         ...
 
-    def run(self, x: torch.Tensor, uses: Sequence[tuple[Splice, list[int]]], around: SiteContext) -> torch.Tensor:
+    def run(
+        self, x: torch.Tensor, uses: Sequence[tuple[Splice, list[int]]], around: SiteContext
+    ) -> torch.Tensor:
         """A new tensor with the named rows changed and all others bit-identical."""
         ...
 
@@ -127,7 +135,9 @@ def stages(
     return found
 
 
-def apply(x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]], around: SiteContext) -> torch.Tensor:
+def apply(
+    x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]], around: SiteContext
+) -> torch.Tensor:
     """All edits of one site of one step."""
     for stage in stages(edits):
         x = stage(x, around)
@@ -140,7 +150,9 @@ def _spliced(
     return host.run(x, uses, around)
 
 
-def _constants_added(edits: list[tuple[SiteEdit, list[int]]], x: torch.Tensor, around: SiteContext) -> torch.Tensor:
+def _constants_added(
+    edits: list[tuple[SiteEdit, list[int]]], x: torch.Tensor, around: SiteContext
+) -> torch.Tensor:
     return _add_constants(x, edits)
 
 
@@ -164,7 +176,9 @@ def _add_constants(x: torch.Tensor, edits: list[tuple[SiteEdit, list[int]]]) -> 
     return _replace(x, where, x[where].flatten(1).float() + delta)
 
 
-def _edit_rows(x: torch.Tensor, edit: SiteEdit, numbers: list[int], post: torch.Tensor | None) -> torch.Tensor:
+def _edit_rows(
+    x: torch.Tensor, edit: SiteEdit, numbers: list[int], post: torch.Tensor | None
+) -> torch.Tensor:
     rows = torch.tensor(numbers, device=x.device)
     old = x[rows].float()
     shape = old.shape
@@ -176,7 +190,9 @@ def _edit_rows(x: torch.Tensor, edit: SiteEdit, numbers: list[int], post: torch.
             parts[:, stream] = _change(old[:, stream], vector if own is None else own[..., stream, :], edit)
         return _replace(x, rows, parts.flatten(1))
     if edit.post_mix and post is not None:
-        spread = post[rows].unsqueeze(-1) * vector.view(1, 1, -1)  # a d-wide vector, into every stream by its weight
+        spread = post[rows].unsqueeze(-1) * vector.view(
+            1, 1, -1
+        )  # a d-wide vector, into every stream by its weight
         return _replace(x, rows, (old + edit.scale * spread).flatten(1))
     return _replace(x, rows, _change(old.flatten(1), vector, edit))
 

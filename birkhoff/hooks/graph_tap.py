@@ -75,7 +75,9 @@ def sort_out(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
     uses: dict[tuple[Key, SpliceGroup], list[tuple[Any, list[int]]]] = {}
     adds = sorted((key, path) for key, change in sites.items() for path in change.paths)
     for key, change in sites.items():
-        lanes[key] = lay([(edit, rows) for edit, rows in change.others if isinstance(edit, SiteEdit)], widths[key[0]])
+        lanes[key] = lay(
+            [(edit, rows) for edit, rows in change.others if isinstance(edit, SiteEdit)], widths[key[0]]
+        )
         joint: dict[tuple[Op, Path, Any], list[tuple[Any, list[int]]]] = {}
         for edit, rows in change.others:
             if not isinstance(edit, SiteEdit):
@@ -194,7 +196,9 @@ class GraphTap:
         scratch: Scratch | None = None,
     ):
         pattern = wishes.pattern
-        self.pattern, self._rows, self._device = pattern, rows, device
+        self.pattern = pattern
+        self._rows = rows
+        self._device = device
         self.tray: CaptureBuffer | None = None
         self._scratch = scratch or Scratch(device)
         self._captures = {wanted: _SiteCapture() for wanted in pattern.captures}
@@ -251,7 +255,9 @@ class GraphTap:
                     found.append(self._lanes[key, lane].run)
         return found
 
-    def _add(self, sites: Sequence[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, _: SiteContext) -> torch.Tensor:
+    def _add(
+        self, sites: Sequence[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, _: SiteContext
+    ) -> torch.Tensor:
         return gather_add(x, self._token_rows[:, : len(x)], sites)
 
     def fill(self, tap: BatchTap, wishes: GraphPlan) -> None:
@@ -290,7 +296,9 @@ class GraphTap:
             return hook, after, kept is None or layer not in kept.layers, layer
 
         self.tray = CaptureBuffer(
-            self._rows, {site: self._captures[site].kind for site in sorted(self._captures, key=order)}, self._device
+            self._rows,
+            {site: self._captures[site].kind for site in sorted(self._captures, key=order)},
+            self._device,
         )
         for site, capture in self._captures.items():
             capture.column = self.tray.site(site)
@@ -331,7 +339,8 @@ class _GraphLayerTap:
     """The tap of one layer."""
 
     def __init__(self, written: _GraphPostMix, layer: int):
-        self._written, self._number = written, layer
+        self._written = written
+        self._number = layer
         self._sites: dict[int, _GraphSite] = {}
 
     def add(self, site: Site, what: _GraphSite) -> None:
@@ -369,7 +378,9 @@ class _GraphLayerTap:
             found.after.take([x])
         return x
 
-    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         found = self._sites.get(site.id)
         if found is None:
             return x, x
@@ -379,7 +390,8 @@ class _GraphLayerTap:
         if found.paths <= {"both"}:
             read = carried = found.run("none", x, around)
         else:
-            read, carried = found.run("carry", x, around), found.run("read", x, around)
+            read = found.run("carry", x, around)
+            carried = found.run("read", x, around)
         if found.after is not None:
             found.after.take([carried if found.paths - {"read"} else read])
         return read, carried

@@ -17,7 +17,9 @@ from typing import Any
 
 from birkhoff.errors import SelectorError, quoted
 
-_FORMS = '"all", a list of layers, {"layers": [...], "ranges": [[first, last], ...]} or {"every": k, "from": j}'
+_FORMS = (
+    '"all", a list of layers, {"layers": [...], "ranges": [[first, last], ...]} or {"every": k, "from": j}'
+)
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,9 @@ class LayerSelector:
 
     def check_not_empty(self, path: str = "layers") -> None:
         if self.every is None and not self.layers and not self.ranges:
-            raise SelectorError(f'selects no layer. Name at least one, or write "all": {_FORMS}.', path, "empty")
+            raise SelectorError(
+                f'selects no layer. Name at least one, or write "all": {_FORMS}.', path, "empty"
+            )
 
     def expand(self, num_layers: int, path: str = "layers") -> tuple[int, ...]:
         """The layers of a model with `num_layers`, ascending."""
@@ -87,7 +91,8 @@ def parse_layers(value: Any, path: str = "layers") -> LayerSelector:
     if not isinstance(value, Mapping):
         return LayerSelector(layers=_numbers(value, path))
     if "every" in value:
-        every, start = _number(value["every"], f"{path}.every"), _number(value.get("from", 0), f"{path}.from")
+        every = _number(value["every"], f"{path}.every")
+        start = _number(value.get("from", 0), f"{path}.from")
         if every < 1:
             raise SelectorError(f"is {every}, expected 1 or more.", f"{path}.every", "layer")
         return LayerSelector(every=every, start=start)
@@ -143,8 +148,11 @@ def _pairs(value: Any, path: str) -> tuple[tuple[int, int], ...]:
     for place, item in enumerate(value):
         where = f"{path}[{place}]"
         if not is_list(item) or len(item) != 2:
-            raise SelectorError(f"is {quoted(item)}, expected a pair [first, last], both included.", where, "layer")
-        first, last = _number(item[0], f"{where}[0]"), _number(item[1], f"{where}[1]")
+            raise SelectorError(
+                f"is {quoted(item)}, expected a pair [first, last], both included.", where, "layer"
+            )
+        first = _number(item[0], f"{where}[0]")
+        last = _number(item[1], f"{where}[1]")
         if (first < 0) == (last < 0) and first > last:
             raise _backwards(first, last, where)
         pairs.add((first, last))

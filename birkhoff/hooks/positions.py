@@ -96,14 +96,18 @@ def parse_positions(value: Any, path: str = "positions") -> Positions:
         )
     unknown = [key for key in value if key not in ("prompt", "generated", "exclude")]
     if unknown:
-        raise _refuse(f"has the unknown key {quoted(unknown[0])}, expected 'prompt', 'generated' and 'exclude'.", path)
+        raise _refuse(
+            f"has the unknown key {quoted(unknown[0])}, expected 'prompt', 'generated' and 'exclude'.", path
+        )
     sides = {
         key: (_exclude if key == "exclude" else _side)(side, f"{path}.{key}", negative=key != "generated")
         for key, side in value.items()
         if side is not None
     }
     if "prompt" not in sides and "generated" not in sides:
-        raise _refuse("names neither 'prompt' nor 'generated', so nothing is selected. Give at least one side.", path)
+        raise _refuse(
+            "names neither 'prompt' nor 'generated', so nothing is selected. Give at least one side.", path
+        )
     return Positions(sides.get("prompt"), sides.get("generated"), exclude=sides.get("exclude"))
 
 
@@ -133,7 +137,9 @@ def _exclude(value: Any, path: str, negative: bool) -> Side:
     """Tokens to leave out: counted as what they are left out of, and without exceptions of their own."""
     side = _side(value, path, negative)
     if side == _ALL or side.exclude is not None:
-        raise _refuse("excludes everything, or has an 'exclude' of its own. Name the tokens to leave out.", path)
+        raise _refuse(
+            "excludes everything, or has an 'exclude' of its own. Name the tokens to leave out.", path
+        )
     return side
 
 
@@ -150,14 +156,20 @@ def _place(value: Any, path: str, negative: bool) -> int:
     if place is None:
         raise _refuse(f"is {quoted(value)}, expected a whole number.", path)
     if place < 0 and not negative:
-        raise _refuse(f"is {quoted(place)}; generated tokens are counted from 0, for their end is not known.", path)
+        raise _refuse(
+            f"is {quoted(place)}; generated tokens are counted from 0, for their end is not known.", path
+        )
     return place
 
 
 def _window(value: Any, path: str, negative: bool) -> tuple[int | None, int | None] | None:
     if not is_list(value) or len(value) != 2:
-        raise _refuse(f"is {quoted(value)}, expected [start, stop], stop excluded; null is an open end.", path)
-    start, stop = (None if end is None else _place(end, f"{path}[{i}]", negative) for i, end in enumerate(value))
+        raise _refuse(
+            f"is {quoted(value)}, expected [start, stop], stop excluded; null is an open end.", path
+        )
+    start, stop = (
+        None if end is None else _place(end, f"{path}[{i}]", negative) for i, end in enumerate(value)
+    )
     # Across signs the order depends on the prompt's length, and is left to `bind`.
     if start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop:
         raise _refuse(f"[{quoted(start)}, {quoted(stop)}) holds nothing: stop is excluded.", path)

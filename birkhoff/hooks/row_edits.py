@@ -71,7 +71,8 @@ class RowEditBuffers:
 
     def fill(self, given: Sequence[tuple[int, SiteEdit]]) -> None:
         """From now on these rows are changed, and no others. Everything is put together on the host and copied once."""
-        numbers, active = torch.zeros(self.numbers.shape), torch.zeros(self.active.shape, dtype=torch.bool)
+        numbers = torch.zeros(self.numbers.shape)
+        active = torch.zeros(self.active.shape, dtype=torch.bool)
         for row, edit in given:
             vector = edit.vector.float().cpu()
             numbers[row, : self.lane.width] = vector / vector.norm() if self.lane.norm_match else vector

@@ -18,8 +18,14 @@ from birkhoff.errors import ConfigError, quoted
 from birkhoff.hooks.sites import BY_NAME, SITES
 
 ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
-_AXES = {"d": ("hidden",), "m": ("stream",), "md": ("stream", "hidden"), "mm": ("from", "to"), "E": ("expert",),
-         "k2": ("choice", "id_and_weight")}  # fmt: skip
+_AXES = {
+    "d": ("hidden",),
+    "m": ("stream",),
+    "md": ("stream", "hidden"),
+    "mm": ("from", "to"),
+    "E": ("expert",),
+    "k2": ("choice", "id_and_weight"),
+}
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,14 @@ class HookSchema:
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {
-            "width": self.width, "dtype": self.dtype, "shape": list(self.logical_shape), "axes": list(self.axes),
-            "row_bytes": self.row_bytes, "steerable": self.steerable, "level": "model" if self.once else "layer",
-        }  # fmt: skip
+            "width": self.width,
+            "dtype": self.dtype,
+            "shape": list(self.logical_shape),
+            "axes": list(self.axes),
+            "row_bytes": self.row_bytes,
+            "steerable": self.steerable,
+            "level": "model" if self.once else "layer",
+        }
         if self.hash_routed:
             out["hash_routed_layers"] = list(self.hash_routed)
         return out
@@ -57,15 +68,21 @@ def build_hook_schema(
     num_hash_layers: int = 0,
 ) -> dict[str, HookSchema]:
     """V4 with `hc_mult` streams, or an ordinary single-stream model when it is None."""
-    for name, value in (("hidden", hidden), ("hc_mult", hc_mult), ("experts", experts),
-                        ("experts_per_token", experts_per_token)):  # fmt: skip
+    for name, value in (
+        ("hidden", hidden),
+        ("hc_mult", hc_mult),
+        ("experts", experts),
+        ("experts_per_token", experts_per_token),
+    ):
         if (value is not None or name == "hidden") and (type(value) is not int or value < 1):
             raise ConfigError(f"{name} is {value!r}, expected a positive whole number.")
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype is {quoted(dtype)}, expected one of {', '.join(ITEM_BYTES)}.")
     if hc_mult is None:
         plain = [site for site in SITES if site.plain]
-        return {site.name: HookSchema(hidden, dtype, (hidden,), True, False, _AXES[site.shape]) for site in plain}
+        return {
+            site.name: HookSchema(hidden, dtype, (hidden,), True, False, _AXES[site.shape]) for site in plain
+        }
     sizes = {"d": (hidden,), "m": (hc_mult,), "md": (hc_mult, hidden), "mm": (hc_mult, hc_mult)}
     if experts is not None and experts_per_token is not None:
         sizes |= {"E": (experts,), "k2": (experts_per_token, 2)}
@@ -76,16 +93,22 @@ def build_hook_schema(
             stored = dtype if site.dtype == "model" else site.dtype
             hashed = tuple(range(num_hash_layers)) if site.name.startswith("moe_") else ()
             axes = _AXES[site.shape]
-            schema[site.name] = HookSchema(math.prod(shape), stored, shape, site.edit, site.once, axes, hashed)
+            schema[site.name] = HookSchema(
+                math.prod(shape), stored, shape, site.edit, site.once, axes, hashed
+            )
     return schema
 
 
 def schema_of(config: V4Config, dtype: str) -> dict[str, HookSchema]:
     """The schema of a V4 model that computes in `dtype`."""
     return build_hook_schema(
-        config.hidden_size, dtype, config.hc_mult, config.n_routed_experts, config.num_experts_per_tok,
+        config.hidden_size,
+        dtype,
+        config.hc_mult,
+        config.n_routed_experts,
+        config.num_experts_per_tok,
         config.num_hash_layers,
-    )  # fmt: skip
+    )
 
 
 def schema_json(schema: Mapping[str, HookSchema], num_layers: int) -> dict[str, Any]:

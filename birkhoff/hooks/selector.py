@@ -44,7 +44,9 @@ class _TokenRange:
 
     def wants(self, position: int, token_id: int) -> bool:
         """One token, without arrays: this is what a decoding step asks."""
-        if not self.start <= position < self.stop or (self.id_set is not None and token_id not in self.id_set):
+        if not self.start <= position < self.stop or (
+            self.id_set is not None and token_id not in self.id_set
+        ):
             return False
         if self.places is not None:
             at = bisect_left(self.places, position)
@@ -52,7 +54,9 @@ class _TokenRange:
                 return False
         return not any(part.wants(position, token_id) for part in self.without)
 
-    def positions(self, start: int, stop: int, first: int, token_ids: Sequence[int] | np.ndarray | None) -> np.ndarray:
+    def positions(
+        self, start: int, stop: int, first: int, token_ids: Sequence[int] | np.ndarray | None
+    ) -> np.ndarray:
         """Those in [start, stop). `token_ids[0]` is the token at `first`; None leaves ids out of the question."""
         start, stop = max(start, self.start), min(stop, self.stop)
         if start >= stop:
@@ -85,10 +89,13 @@ class _TokenRange:
     def signature(self, first: int, last: int) -> bytes:
         """Names the tokens it picks of [first, last). An end that is the text's own is left open: two prompts with a
         common beginning agree on it whatever their lengths."""
-        open_ends = (b"" if self.start <= first else str(self.start).encode(),
-                     b"" if self.stop >= last else str(self.stop).encode())  # fmt: skip
+        open_ends = (
+            b"" if self.start <= first else str(self.start).encode(),
+            b"" if self.stop >= last else str(self.stop).encode(),
+        )
         lists = (
-            b"" if listed is None else b"=" + listed.astype("<i8").tobytes() for listed in (self.places, self.token_ids)
+            b"" if listed is None else b"=" + listed.astype("<i8").tobytes()
+            for listed in (self.places, self.token_ids)
         )
         pieces = (*open_ends, *lists, *sorted(part.signature(first, last) for part in self.without))
         return framed(*pieces) if any(pieces) or self.without else b""
@@ -129,7 +136,9 @@ class PositionSelector:
         """Names the tokens of "prefill" or "decode" that are picked, by place: empty for all, None for none."""
         end = self.prompt_len + self.max_tokens
         part, first, last = (
-            (self._prompt, 0, self.prompt_len) if phase == "prefill" else (self._generated, self.prompt_len, end)
+            (self._prompt, 0, self.prompt_len)
+            if phase == "prefill"
+            else (self._generated, self.prompt_len, end)
         )
         return None if part is None or part.start >= part.stop else part.signature(first, last)
 
@@ -152,7 +161,9 @@ class PositionSelector:
         """At most so many (prompt, generated) rows can come; see `exact`."""
         last = self.prompt_len + max(self.max_tokens - 1, 0)
         early = 0 if self._prompt is None else len(self._prompt.positions(0, self.prompt_len, 0, None))
-        late = 0 if self._generated is None else len(self._generated.positions(self.prompt_len, last, 0, None))
+        late = (
+            0 if self._generated is None else len(self._generated.positions(self.prompt_len, last, 0, None))
+        )
         return early, late
 
     @property
@@ -167,12 +178,14 @@ def bind(
     """Fix a selector to a prompt, given by its token ids (or its length alone) and the tokens that may follow."""
     prompt_len = prompt if isinstance(prompt, int) else len(prompt)
     whole_text = _SelectorSpan(0, prompt_len + max_tokens, prompt_len)
-    early, late = _SelectorSpan(0, prompt_len, prompt_len), _SelectorSpan(prompt_len, prompt_len + max_tokens, None)
+    early = _SelectorSpan(0, prompt_len, prompt_len)
+    late = _SelectorSpan(prompt_len, prompt_len + max_tokens, None)
     without = () if positions.exclude is None else (_part(positions.exclude, whole_text, f"{path}.exclude"),)
     part_of_prompt = part_of_rest = None
     if positions.places is not None:
         places = whole_text.places(positions.places, path)
-        part_of_prompt, part_of_rest = _at(places[places < prompt_len]), _at(places[places >= prompt_len])
+        part_of_prompt = _at(places[places < prompt_len])
+        part_of_rest = _at(places[places >= prompt_len])
     if positions.prompt is not None:
         part_of_prompt = _part(positions.prompt, early, f"{path}.prompt", without)
     if positions.generated is not None:
@@ -183,7 +196,8 @@ def bind(
     demanded = [
         part.positions(0, prompt_len + max_tokens, 0, None)
         for part, side in ((part_of_prompt, positions.prompt), (part_of_rest, positions.generated))
-        if part is not None and (positions.places is not None or (side is not None and side.places is not None))
+        if part is not None
+        and (positions.places is not None or (side is not None and side.places is not None))
     ]
     selector = PositionSelector(
         prompt_len, max_tokens, part_of_prompt, part_of_rest, np.concatenate(demanded) if demanded else _NONE

@@ -47,7 +47,9 @@ def check_signals(signals: Any, modules: Mapping[str, Any], width: int) -> tuple
     if signals is True or signals == "all":
         return NAMES
     if isinstance(signals, str) or not isinstance(signals, Sequence):
-        raise OptionError(f"signals is {quoted(signals)}, expected a list of {', '.join(NAMES)}, {BLOCKS}, or 'all'.")
+        raise OptionError(
+            f"signals is {quoted(signals)}, expected a list of {', '.join(NAMES)}, {BLOCKS}, or 'all'."
+        )
     for place, name in enumerate(signals):
         if isinstance(name, str) and name.startswith(COSINE):
             known = name[len(COSINE) :]
@@ -57,7 +59,9 @@ def check_signals(signals: Any, modules: Mapping[str, Any], width: int) -> tuple
                     f"signals[{place}]: there is no vector named {quoted(known)}; there are: {registered}."
                 )
             if direction(modules[known]).shape[-1] % width:
-                raise OptionError(f"signals[{place}]: {quoted(known)} is no vector of streams of {width} numbers.")
+                raise OptionError(
+                    f"signals[{place}]: {quoted(known)} is no vector of streams of {width} numbers."
+                )
         elif name not in NAMES and name != BLOCKS:
             known = ", ".join((*NAMES, BLOCKS))
             raise OptionError(f"signals[{place}] is {quoted(name)}, expected {known} or {COSINE}NAME.")
@@ -84,9 +88,13 @@ class SignalJob:
         modules: Mapping[str, Any] | None = None,
         others: Sequence[Key] = (),
     ):
-        self.names, self._layers, self._others = tuple(names), num_layers, tuple(others)
+        self.names = tuple(names)
+        self._layers = num_layers
+        self._others = tuple(others)
         self._directions = {
-            name: direction((modules or {})[name[len(COSINE) :]]) for name in self.names if name.startswith(COSINE)
+            name: direction((modules or {})[name[len(COSINE) :]])
+            for name in self.names
+            if name.startswith(COSINE)
         }
         keys: list[Key] = []
         for name in self.names:
@@ -134,12 +142,15 @@ class SignalJob:
 
     def take(self) -> list[Frame]:
         """Frames that are new, in order of position."""
-        fresh, self._done = sorted(self._done, key=lambda frame: frame["position"]), []
+        fresh = sorted(self._done, key=lambda frame: frame["position"])
+        self._done = []
         self.frames += fresh
         return fresh
 
     def _places(self, name: str) -> int:
-        return {"experts": self._layers, BLOCKS: self._layers}.get(name, 2 * self._layers + (name not in MIXES))
+        return {"experts": self._layers, BLOCKS: self._layers}.get(
+            name, 2 * self._layers + (name not in MIXES)
+        )
 
     def _values(self, rows: SiteRows) -> dict[str, tuple[int | None, Sequence[Any]]]:
         """What these rows say, by signal: which place of the frame, and the numbers of each row."""

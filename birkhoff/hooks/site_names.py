@@ -65,7 +65,11 @@ TOOLS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
     """Why this model has no such hook, and what it has instead; None when it has."""
     streams = "mhc_streams_final" in schema
-    if hook in schema or (hook == POST_BLOCK and "post_mlp" in schema) or (hook == STREAMS_POST_MLP and streams):
+    if (
+        hook in schema
+        or (hook == POST_BLOCK and "post_mlp" in schema)
+        or (hook == STREAMS_POST_MLP and streams)
+    ):
         return None
     if hook in ("post_mlp", POST_BLOCK) and streams:
         return (
@@ -103,7 +107,8 @@ def known_name(hook: str) -> bool:
 
 def to_tool(tool: str, address: Address, num_layers: int) -> str | None:
     """What another tool calls the tensor at this address, or None when it has no name for it."""
-    table, (hook, layer) = _table(tool), address
+    table = _table(tool)
+    (hook, layer) = address
     if not 0 <= layer < num_layers:
         raise SiteError(f"{hook}[{layer}]: this model has layers 0..{num_layers - 1}.")
     if hook not in table or (_once(hook) and layer != num_layers - 1):

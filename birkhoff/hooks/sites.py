@@ -28,27 +28,58 @@ class Site:
 
 
 PRE_ATTN = Site(0, "pre_attn", "d", True, "input of the attention sublayer, before its norm", plain=True)
-POST_ATTN = Site(1, "post_attn", "d", True, "attention output, before it is written to the streams", plain=True)
-POST_MLP = Site(2, "post_mlp", "d", True, "single residual after the MLP of an ordinary model", plain=True, absent=True)
+POST_ATTN = Site(
+    1, "post_attn", "d", True, "attention output, before it is written to the streams", plain=True
+)
+POST_MLP = Site(
+    2, "post_mlp", "d", True, "single residual after the MLP of an ordinary model", plain=True, absent=True
+)
 MLP_IN = Site(3, "mlp_in", "d", True, "input of the expert sublayer, before its norm")
 MLP_OUT = Site(4, "mlp_out", "d", True, "expert output, before it is written to the streams")
 MHC_STREAMS_PRE_ATTN = Site(5, "mhc_streams_pre_attn", "md", True, "streams entering the attention sublayer")
 MHC_STREAMS_PRE_MLP = Site(6, "mhc_streams_pre_mlp", "md", True, "streams entering the expert sublayer")
 MHC_STREAMS_FINAL = Site(7, "mhc_streams_final", "md", True, "streams before the head merges them", once=True)
-MHC_ATTN_POST_MIX = Site(8, "mhc_attn_post_mix", "m", False, "write-out weights of the attention sublayer", "float32")
-MHC_FFN_POST_MIX = Site(9, "mhc_ffn_post_mix", "m", False, "write-out weights of the expert sublayer", "float32")
-MHC_ATTN_RES_MIX = Site(10, "mhc_attn_res_mix", "mm", False, "mixer [from, to] of the attention sublayer", "float32")
-MHC_FFN_RES_MIX = Site(11, "mhc_ffn_res_mix", "mm", False, "mixer [from, to] of the expert sublayer", "float32")
-MHC_ATTN_PRE_MIX = Site(12, "mhc_attn_pre_mix", "m", False, "read-in weights of the attention sublayer", "float32")
+MHC_ATTN_POST_MIX = Site(
+    8, "mhc_attn_post_mix", "m", False, "write-out weights of the attention sublayer", "float32"
+)
+MHC_FFN_POST_MIX = Site(
+    9, "mhc_ffn_post_mix", "m", False, "write-out weights of the expert sublayer", "float32"
+)
+MHC_ATTN_RES_MIX = Site(
+    10, "mhc_attn_res_mix", "mm", False, "mixer [from, to] of the attention sublayer", "float32"
+)
+MHC_FFN_RES_MIX = Site(
+    11, "mhc_ffn_res_mix", "mm", False, "mixer [from, to] of the expert sublayer", "float32"
+)
+MHC_ATTN_PRE_MIX = Site(
+    12, "mhc_attn_pre_mix", "m", False, "read-in weights of the attention sublayer", "float32"
+)
 MHC_FFN_PRE_MIX = Site(13, "mhc_ffn_pre_mix", "m", False, "read-in weights of the expert sublayer", "float32")
 MHC_HEAD_MIX = Site(14, "mhc_head_mix", "m", False, "read-out weights of the head", "float32", once=True)
 FINAL_HIDDEN = Site(15, "final_hidden", "d", True, "merged streams before the final norm", once=True)
-MOE_ROUTER_LOGITS = Site(16, "moe_router_logits", "E", False, "gate product before sqrt-softplus and bias", "float32")
+MOE_ROUTER_LOGITS = Site(
+    16, "moe_router_logits", "E", False, "gate product before sqrt-softplus and bias", "float32"
+)
 MOE_TOPK = Site(17, "moe_topk", "k2", False, "chosen expert id and its weight", "float32")
 
 SITES: tuple[Site, ...] = (
-    PRE_ATTN, POST_ATTN, POST_MLP, MLP_IN, MLP_OUT, MHC_STREAMS_PRE_ATTN, MHC_STREAMS_PRE_MLP, MHC_STREAMS_FINAL,
-    MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, MHC_ATTN_RES_MIX, MHC_FFN_RES_MIX, MHC_ATTN_PRE_MIX, MHC_FFN_PRE_MIX,
-    MHC_HEAD_MIX, FINAL_HIDDEN, MOE_ROUTER_LOGITS, MOE_TOPK,
-)  # fmt: skip
+    PRE_ATTN,
+    POST_ATTN,
+    POST_MLP,
+    MLP_IN,
+    MLP_OUT,
+    MHC_STREAMS_PRE_ATTN,
+    MHC_STREAMS_PRE_MLP,
+    MHC_STREAMS_FINAL,
+    MHC_ATTN_POST_MIX,
+    MHC_FFN_POST_MIX,
+    MHC_ATTN_RES_MIX,
+    MHC_FFN_RES_MIX,
+    MHC_ATTN_PRE_MIX,
+    MHC_FFN_PRE_MIX,
+    MHC_HEAD_MIX,
+    FINAL_HIDDEN,
+    MOE_ROUTER_LOGITS,
+    MOE_TOPK,
+)
 BY_NAME: dict[str, Site] = {site.name: site for site in SITES}

@@ -63,7 +63,9 @@ class StepEdits:
     token_rows: torch.Tensor | None = None
     only: torch.Tensor | None = None
     _sorted: dict[tuple[Key, LeftOut], list[EditStage]] = field(default_factory=dict)
-    _totals: dict[tuple[Key, tuple[Path, ...]], torch.Tensor] = field(default_factory=dict)  # while tables stay as is
+    _totals: dict[tuple[Key, tuple[Path, ...]], torch.Tensor] = field(
+        default_factory=dict
+    )  # while tables stay as is
 
     def needs_post(self) -> bool:
         """Whether some edit wants the write-out weights of the sublayer before it."""
@@ -165,7 +167,8 @@ class StepEditBuilder:
             return None
         if signature != self._signature:
             active = [use for span, here in met for use in _uses(span, here)]
-            self._last, self._signature = self._build(active, num_rows), signature
+            self._last = self._build(active, num_rows)
+            self._signature = signature
         return self._last
 
     def _ask(self, span: Span) -> list[tuple[int, Sequence[int]]]:

@@ -23,13 +23,17 @@ from birkhoff.hooks.sites import Site
 
 Seen = Callable[[Site, int, torch.Tensor], None]
 Edit = Callable[[Site, int, torch.Tensor], torch.Tensor | None]
-Reads = Callable[[torch.Tensor], torch.Tensor]  # streams [n, m, d] -> the weights [n, m] they would be read with
+Reads = Callable[
+    [torch.Tensor], torch.Tensor
+]  # streams [n, m, d] -> the weights [n, m] they would be read with
 Part = Callable[[Site, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
 
 
 class Tap(Protocol):
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor: ...
-    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
     def see(self, site: Site, *parts: torch.Tensor) -> None: ...
     def at(self, layer: int) -> Tap: ...
 
@@ -45,7 +49,9 @@ class NoTap:
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         return x, x
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
@@ -62,8 +68,13 @@ class EagerTap:
     `edit` at a stream site changes both.
     """
 
-    def __init__(self, seen: Seen | None = None, edit: Edit | None = None, part: Part | None = None, layer: int = -1):
-        self._seen, self._edit, self._part, self.layer = seen, edit, part, layer
+    def __init__(
+        self, seen: Seen | None = None, edit: Edit | None = None, part: Part | None = None, layer: int = -1
+    ):
+        self._seen = seen
+        self._edit = edit
+        self._part = part
+        self.layer = layer
 
     def at(self, layer: int) -> EagerTap:
         return EagerTap(self._seen, self._edit, self._part, layer)
@@ -77,7 +88,9 @@ class EagerTap:
         edited = self._edit(site, self.layer, x) if self._edit is not None else None
         return x if edited is None else edited
 
-    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         edited = self(site, x)
         parted = self._part(site, self.layer, edited) if self._part is not None else None
         return (edited, edited) if parted is None else parted
@@ -87,7 +100,9 @@ class RecordingTap:
     """Shows every site to `seen(site, layer, tensor)` as it comes, then lets another tap do its work there."""
 
     def __init__(self, inner: Tap, seen: Seen, layer: int = -1):
-        self._inner, self._seen, self.layer = inner, seen, layer
+        self._inner = inner
+        self._seen = seen
+        self.layer = layer
 
     def at(self, layer: int) -> RecordingTap:
         return RecordingTap(self._inner.at(layer), self._seen, layer)
@@ -100,6 +115,8 @@ class RecordingTap:
         self._seen(site, self.layer, x)
         return self._inner(site, x)
 
-    def part(self, site: Site, x: torch.Tensor, reads: Reads | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         self._seen(site, self.layer, x)
         return self._inner.part(site, x, reads)

@@ -49,7 +49,8 @@ class Slab:
     """Rows of one width, each different one once."""
 
     def __init__(self, width: int, device: torch.device, most: int, fixed: bool = False):
-        self.width, self.most = width, most
+        self.width = width
+        self.most = most
         self.rows = torch.full((most if fixed else min(FIRST_SLOTS, most), width), -0.0, device=device)
         self._slot_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
@@ -88,17 +89,24 @@ class Slab:
         assert size > old, "room was checked before rows were taken"
         grown = self.rows.new_full((size, self.width), -0.0)
         grown[:old] = self.rows
-        self.rows, self._free = grown, list(range(size - 1, old - 1, -1))
+        self.rows = grown
+        self._free = list(range(size - 1, old - 1, -1))
 
 
 class Tables:
     """All slabs of one engine, and what every row number means at every site."""
 
     def __init__(
-        self, device: torch.device | str = "cpu", max_slots: int = MAX_SLOTS, max_rows: int = MAX_ROWS,
+        self,
+        device: torch.device | str = "cpu",
+        max_slots: int = MAX_SLOTS,
+        max_rows: int = MAX_ROWS,
         fixed: bool = False,
-    ):  # fmt: skip
-        self.device, self.max_slots, self.max_rows, self.fixed = torch.device(device), max_slots, max_rows, fixed
+    ):
+        self.device = torch.device(device)
+        self.max_slots = max_slots
+        self.max_rows = max_rows
+        self.fixed = fixed
         self.slabs: dict[int, Slab] = {}
         self.version = 0  # counts every change of what a row number means
         self._sites: dict[TableSite, torch.Tensor] = {}
@@ -169,7 +177,8 @@ class Tables:
         return self.slabs[width]
 
     def _more_rows(self) -> None:
-        old, self._capacity = self._capacity, min(2 * self._capacity, self.max_rows)
+        old = self._capacity
+        self._capacity = min(2 * self._capacity, self.max_rows)
         assert self._capacity > old, "room was checked before rows were taken"
         self._free = list(range(self._capacity - 1, old - 1, -1))
         for site, slots in self._sites.items():
@@ -179,7 +188,9 @@ class Tables:
 class TableRows:
     """The rows of one request's edits: a `Holding` of its plan. `row_of` has the edits that are in the tables."""
 
-    def __init__(self, tables: Tables, edits: Sequence[Mapping[tuple[str, int], object]], widths: Mapping[str, int]):
+    def __init__(
+        self, tables: Tables, edits: Sequence[Mapping[tuple[str, int], object]], widths: Mapping[str, int]
+    ):
         self.tables = tables
         self._contents: dict[int, RowContent] = {}
         known: dict[tuple[int, int], Content] = {}  # one operation serves many layers and is read once
@@ -196,8 +207,10 @@ class TableRows:
         tables.check_fits(list(self._contents.values()))
         self.row_of: dict[int, int] = {}
         # Sums are made in this order, so that listing the same edits differently changes no bit.
-        named = {number: sorted((site, what.digest) for site, what in content.items())
-                 for number, content in self._contents.items()}  # fmt: skip
+        named = {
+            number: sorted((site, what.digest) for site, what in content.items())
+            for number, content in self._contents.items()
+        }
         self.rank = {number: place for place, number in enumerate(sorted(named, key=named.__getitem__))}
 
     def __len__(self) -> int:

@@ -30,7 +30,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     how: dict[str, Any] = {"fastmath": MATH, "nogil": True, "error_model": "numpy"}
     try:
         return numba.njit(cache=True, **how)(function)
-    except RuntimeError:  # neither the package's folder nor the user's cache can be written: compile in every process
+    except (
+        RuntimeError
+    ):  # neither the package's folder nor the user's cache can be written: compile in every process
         return numba.njit(**how)(function)
 
 

@@ -108,7 +108,9 @@ def _triton() -> KernelSet:
         "glu": experts_many.glu,
         "experts": experts_many.experts,
     }
-    return KernelSet("triton", **plain | {name: _while_inferring(plain[name], twin) for name, twin in fast.items()})
+    return KernelSet(
+        "triton", **plain | {name: _while_inferring(plain[name], twin) for name, twin in fast.items()}
+    )
 
 
 def _for_four_streams(plain: Op, fast: Op) -> Op:

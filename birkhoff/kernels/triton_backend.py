@@ -32,26 +32,53 @@ class TritonBackend:
     ) -> None:
         product(weights, x[1], out, group)
 
-    def write_and_mix(self, streams, y, post, mix, fn, parts, mode: int = mhc.KEEP, embed=None, tokens=None) -> None:
+    def write_and_mix(
+        self, streams, y, post, mix, fn, parts, mode: int = mhc.KEEP, embed=None, tokens=None
+    ) -> None:
         mhc.write_and_mix(streams, y, post, mix, fn, parts, mode, embed, tokens)
 
-    def read_streams(self, desk: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float):
+    def read_streams(
+        self, buffers: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float
+    ):
         given = (iters, eps, rms_eps, norm_eps)
-        mhc.read_streams(desk.parts, desk.streams, base, scale, norm, *given, desk.x, desk.pre, desk.post, desk.mix)
+        mhc.read_streams(
+            buffers.parts,
+            buffers.streams,
+            base,
+            scale,
+            norm,
+            *given,
+            buffers.x,
+            buffers.pre,
+            buffers.post,
+            buffers.mix,
+        )
 
-    def route_and_shared(self, w: Any, desk: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
+    def route_and_shared(self, w: Any, buffers: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
         count = w.gate.out
-        product([w.gate, w.shared_open], desk.x, desk.opened)
-        experts.swiglu(desk.opened[:, count:], desk.z_shared, limit)
-        experts.route(desk.opened[:, :count], w.bias, w.hashed, desk.token_ids, w.experts, ids, desk.weights,
-                      desk.order, desk.slot_list, factor)  # fmt: skip
+        product([w.gate, w.shared_open], buffers.x, buffers.opened)
+        experts.swiglu(buffers.opened[:, count:], buffers.z_shared, limit)
+        experts.route(
+            buffers.opened[:, :count],
+            w.bias,
+            w.hashed,
+            buffers.token_ids,
+            w.experts,
+            ids,
+            buffers.weights,
+            buffers.order,
+            buffers.slot_list,
+            factor,
+        )
 
-    def gate_up(self, w: Any, desk: Any, limit: float) -> None:
-        experts.gate_up(desk.x, w.experts, desk.slot_list, desk.order, desk.weights, desk.z, limit)
+    def gate_up(self, w: Any, buffers: Any, limit: float) -> None:
+        experts.gate_up(
+            buffers.x, w.experts, buffers.slot_list, buffers.order, buffers.weights, buffers.z, limit
+        )
 
-    def down(self, w: Any, desk: Any) -> None:
-        experts.down(desk.z, w.experts, desk.slot_list, desk.order, desk.y)
-        product([w.shared_close], desk.z_shared, desk.y[:, -1])
+    def down(self, w: Any, buffers: Any) -> None:
+        experts.down(buffers.z, w.experts, buffers.slot_list, buffers.order, buffers.y)
+        product([w.shared_close], buffers.z_shared, buffers.y[:, -1])
 
     def choose(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
         index.choose(scores, positions, chosen)

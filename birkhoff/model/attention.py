@@ -22,9 +22,14 @@ class Attention(nn.Module):
     def __init__(self, config: V4Config, ratio: int, rope: Rope, numerics: Numerics, packed: bool = False):
         super().__init__()
         self.ratio, self.numerics, self.kernels = ratio, numerics, numerics.kernels
-        self.heads, self.head_dim, self.rope_dim = config.num_attention_heads, config.head_dim, config.qk_rope_head_dim
-        self.groups, self.group_rank = config.o_groups, config.o_lora_rank
-        self.window, self.eps, self.scale = config.sliding_window, config.rms_norm_eps, config.head_dim**-0.5
+        self.heads = config.num_attention_heads
+        self.head_dim = config.head_dim
+        self.rope_dim = config.qk_rope_head_dim
+        self.groups = config.o_groups
+        self.group_rank = config.o_lora_rank
+        self.window = config.sliding_window
+        self.eps = config.rms_norm_eps
+        self.scale = config.head_dim**-0.5
         wide = self.heads * self.head_dim
         self.wq_a = Linear(config.hidden_size, config.q_lora_rank, "fp8", numerics, packed)
         self.q_norm = RMSNorm(config.q_lora_rank, self.eps, numerics)
@@ -44,7 +49,9 @@ class Attention(nn.Module):
         self.entry = SharedInput(readers)
         self.few: CpuAttention | None = None
 
-    def forward(self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh
+    ) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
         turn = phases.compressed if self.ratio else phases.sliding
         if self.few is not None and batch.few:
@@ -52,12 +59,18 @@ class Attention(nn.Module):
         latent, keys, *rows = self.entry(x)  # rows: what the compressor and the indexer read
         latent = self.q_norm(latent)  # [n, q_lora], also read by the indexer
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = self.kernels.rotate(self.kernels.rms_norm(queries, None, self.eps), turn, own=True)  # [n, h, c]
+        queries = self.kernels.rotate(
+            self.kernels.rms_norm(queries, None, self.eps), turn, own=True
+        )  # [n, h, c]
         keys = self.kernels.rotate(self.kv_norm(keys), turn)  # [n, c]
         keys = self.numerics.round_key(keys, self.rope_dim)
-        parts = [self._attend_group(queries, keys, latent, rows, turn, group, state) for group in batch.groups]
+        parts = [
+            self._attend_group(queries, keys, latent, rows, turn, group, state) for group in batch.groups
+        ]
         mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._project_out(self.kernels.rotate(mixed, turn, inverse=True, own=True))  # values carry phase
+        return self._project_out(
+            self.kernels.rotate(mixed, turn, inverse=True, own=True)
+        )  # values carry phase
 
     def remember(self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState) -> None:
         """Sliding layers: keep the keys of these tokens without attending to anything."""
@@ -68,7 +81,9 @@ class Attention(nn.Module):
             own = group.view(keys)
             state.window(group, own) if group.length == 1 else state.recent(group, own)
 
-    def _attend_group(self, queries, keys, latent, rows, turn, group: Group, state: LayerState | Fresh) -> torch.Tensor:
+    def _attend_group(
+        self, queries, keys, latent, rows, turn, group: Group, state: LayerState | Fresh
+    ) -> torch.Tensor:
         """One rectangle of the batch, [B*T, h, c]: what each query sees, then the attention itself."""
         own = group.view(keys)
         entries = chosen = None
@@ -77,12 +92,16 @@ class Attention(nn.Module):
             chosen = None if entries is None else self._visible(group, entries.shape[1])
         if self.indexer is not None:
             raw, weights = group.view(rows[1]), group.view(rows[2])
-            chosen = self.indexer(raw, weights, group.view(latent), turn.view(group.view), chosen, group, state)
+            chosen = self.indexer(
+                raw, weights, group.view(latent), turn.view(group.view), chosen, group, state
+            )
         if group.length == 1:
             recent, seen = state.window(group, own)
             assert not isinstance(chosen, TopkIndices), "one query a sequence is given a mask"
             seen = _both(seen, recent, chosen, entries)
-            return self.kernels.attend_one(queries[group.rows], recent, entries, seen, self.attn_sink, self.scale)
+            return self.kernels.attend_one(
+                queries[group.rows], recent, entries, seen, self.attn_sink, self.scale
+            )
         recent, oldest = state.recent(group, own)
         mixed = self.kernels.attend(
             group.view(queries), recent, oldest, entries, chosen, self.attn_sink, self.window, self.scale
@@ -114,7 +133,9 @@ class Attention(nn.Module):
         yield Destination(f"{name}.attn_sink", self.attn_sink)
 
 
-def _both(seen: torch.Tensor | None, recent: torch.Tensor, chosen: torch.Tensor | None, entries: torch.Tensor | None):
+def _both(
+    seen: torch.Tensor | None, recent: torch.Tensor, chosen: torch.Tensor | None, entries: torch.Tensor | None
+):
     """Visibility of window and entries side by side [B, K+E]; None when everything is visible."""
     if entries is None or (seen is None and chosen is None):
         return seen

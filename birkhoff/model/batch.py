@@ -69,7 +69,8 @@ class Group:
     def positions(self) -> torch.Tensor:
         """[B, T] on the device."""
         return self.once(
-            "positions", lambda: self.first.unsqueeze(-1) + torch.arange(self.length, device=self.first.device)
+            "positions",
+            lambda: self.first.unsqueeze(-1) + torch.arange(self.length, device=self.first.device),
         )
 
 
@@ -99,7 +100,9 @@ class Batch:
         if pieces and all(len(piece.token_ids) == 1 for piece in pieces):
             return cls._singles(tuple(pieces), device)
         ordered = tuple(sorted(pieces, key=together))  # stable: equal pieces keep the caller's order
-        groups, offsets, row = [], [], 0
+        groups = []
+        offsets = []
+        row = 0
         begin = 0
         while begin < len(ordered):
             key, end = together(ordered[begin]), begin
@@ -126,7 +129,11 @@ class Batch:
         slots = torch.tensor([piece.slot for piece in pieces], device=device)
         rows = range(len(pieces))
         return cls(
-            token_ids, positions, (Group(slice(0, len(rows)), 1, starts, slots, positions),), pieces, tuple(rows)
+            token_ids,
+            positions,
+            (Group(slice(0, len(rows)), 1, starts, slots, positions),),
+            pieces,
+            tuple(rows),
         )
 
     @classmethod
@@ -134,4 +141,6 @@ class Batch:
         """Complete sequences `[B, T]` from position 0, on the device of `token_ids`."""
         if token_ids.dim() == 1:
             token_ids = token_ids.unsqueeze(0)
-        return cls.of([SequenceChunk(slot, 0, row) for slot, row in enumerate(token_ids.cpu())], token_ids.device)
+        return cls.of(
+            [SequenceChunk(slot, 0, row) for slot, row in enumerate(token_ids.cpu())], token_ids.device
+        )

@@ -26,14 +26,21 @@ from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
 class Compressor(nn.Module):
     """Turns a group's tokens into entries and keeps them; `kind` says whose entries they are."""
 
-    def __init__(self, config: V4Config, ratio: int, kind: str, rope: Rope, numerics: Numerics, packed: bool = False):
+    def __init__(
+        self, config: V4Config, ratio: int, kind: str, rope: Rope, numerics: Numerics, packed: bool = False
+    ):
         super().__init__()
-        self.ratio, self.kind, self.rope, self.numerics = ratio, kind, rope, numerics
+        self.ratio = ratio
+        self.kind = kind
+        self.rope = rope
+        self.numerics = numerics
         self.overlap = 2 if ratio == 4 else 1
         self.width = config.head_dim if kind == ENTRY else config.index_head_dim
         self.rope_dim = config.qk_rope_head_dim
         channels = self.overlap * self.width
-        self.project = Linear(config.hidden_size, {"wkv": channels, "wgate": channels}, "f32", numerics, packed)
+        self.project = Linear(
+            config.hidden_size, {"wkv": channels, "wgate": channels}, "f32", numerics, packed
+        )
         self.ape = nn.Parameter(torch.empty(ratio, self.overlap * self.width, dtype=torch.float32))
         self.norm = RMSNorm(self.width, config.rms_norm_eps, numerics)
 
@@ -45,7 +52,9 @@ class Compressor(nn.Module):
             state.carry(self.kind, group, raw)
             self.finish_single(group, state)
         else:
-            self._finish_many(raw, group, state)  # before the carry: a long chunk overwrites the rows it continues
+            self._finish_many(
+                raw, group, state
+            )  # before the carry: a long chunk overwrites the rows it continues
             state.carry(self.kind, group, raw)
         count = (group.newest + 1) // self.ratio
         return state.entries(self.kind, group, count) if count else None
@@ -70,7 +79,9 @@ class Compressor(nn.Module):
     def _finish_many(self, raw: torch.Tensor, group: Group, state: LayerState | Fresh) -> None:
         """Prefill: every block that ends inside the chunk, at once. All pieces of the group share their start."""
         start = group.starts[0]
-        first, begun = divmod(start, self.ratio)  # the block being filled, and how many of its rows are already here
+        first, begun = divmod(
+            start, self.ratio
+        )  # the block being filled, and how many of its rows are already here
         count = (begun + group.length) // self.ratio
         if count == 0:
             return
@@ -79,7 +90,9 @@ class Compressor(nn.Module):
             raw = torch.cat((state.unfinished(self.kind, group, lead + begun), raw), dim=1)
         blocks = raw[:, lead : lead + count * self.ratio].unflatten(1, (count, self.ratio))
         numbers = first + torch.arange(count, device=raw.device)
-        before = raw[:, :lead].unsqueeze(1) if lead else blocks[:, :1]  # stands in for none and is made absent
+        before = (
+            raw[:, :lead].unsqueeze(1) if lead else blocks[:, :1]
+        )  # stands in for none and is made absent
         older = _absent_before_first(torch.cat((before, blocks[:, :-1]), dim=1), numbers)
         entries = self._seal(self._pool(older, blocks), numbers.expand(group.size, -1))
         state.append(self.kind, group.slots, group.first // self.ratio, entries)

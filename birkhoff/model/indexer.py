@@ -22,7 +22,9 @@ from birkhoff.model.state import INDEX, Fresh, LayerState
 class Indexer(nn.Module):
     def __init__(self, config: V4Config, rope: Rope, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.heads, self.width, self.topk = config.index_n_heads, config.index_head_dim, config.index_topk
+        self.heads = config.index_n_heads
+        self.width = config.index_head_dim
+        self.topk = config.index_topk
         self.numerics = numerics
         self.wq_b = Linear(config.q_lora_rank, self.heads * self.width, "fp8", numerics, packed)
         self.weights_proj = Linear(config.hidden_size, self.heads, "bf16", numerics)

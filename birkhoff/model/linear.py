@@ -141,7 +141,8 @@ def become_views(layers: Sequence[Linear], whole: torch.Tensor) -> None:
     first = 0
     for layer in layers:
         for name, rows in layer.held():
-            piece, old = whole[first : first + rows], getattr(layer, name)
+            piece = whole[first : first + rows]
+            old = getattr(layer, name)
             first += rows
             if layer.packed:
                 setattr(layer, name, piece.view(old.dtype))
@@ -190,7 +191,9 @@ class SharedInput:
         for members, whole, rows in self._fused:
             first = self.layers[members[0]]
             entering = first.numerics.round_input(x) if first.rounds else x
-            for i, part in zip(members, first.numerics.kernels.linear(entering.to(whole.dtype), whole).split(rows, -1)):
+            for i, part in zip(
+                members, first.numerics.kernels.linear(entering.to(whole.dtype), whole).split(rows, -1)
+            ):
                 out[i] = part
         return out
 
@@ -200,7 +203,8 @@ class RMSNorm(nn.Module):
 
     def __init__(self, width: int, eps: float, numerics: Numerics):
         super().__init__()
-        self.eps, self.kernels = eps, numerics.kernels
+        self.eps = eps
+        self.kernels = numerics.kernels
         self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,9 @@ class Mixer(nn.Module):
         super().__init__()
         self.kernels = numerics.kernels
         m = config.hc_mult
-        self.iters, self.eps, self.rms_eps = config.hc_sinkhorn_iters, config.hc_eps, config.rms_norm_eps
+        self.iters = config.hc_sinkhorn_iters
+        self.eps = config.hc_eps
+        self.rms_eps = config.rms_norm_eps
         self.fn = nn.Parameter(torch.empty((2 + m) * m, m * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty((2 + m) * m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
@@ -32,7 +34,12 @@ class Mixer(nn.Module):
         """`fn` as kernels like it best beside streams of `dtype`, made once for as long as it stays as it is."""
         if torch.is_grad_enabled():
             return self.fn
-        now = (self.fn.data_ptr(), 0 if self.fn.is_inference() else self.fn._version, dtype, self.kernels.name)
+        now = (
+            self.fn.data_ptr(),
+            0 if self.fn.is_inference() else self.fn._version,
+            dtype,
+            self.kernels.name,
+        )
         if self._made is None or self._made[0] != now:
             self._made = now, self.kernels.mhc_ready(self.fn, dtype)
         return self._made[1]
@@ -48,7 +55,9 @@ class Mixer(nn.Module):
         """The read-in weights [n, m] alone."""
         return self.read(streams)[1]
 
-    def write(self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+    def write(
+        self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
+    ) -> torch.Tensor:
         if self.few is not None and few_rows(streams):
             return self.few.write(streams, y, post, mix)
         return self.kernels.mhc_write(streams, y, post, mix)
@@ -64,7 +73,8 @@ class HeadMixer(nn.Module):
     def __init__(self, config: V4Config):
         super().__init__()
         m = config.hc_mult
-        self.eps, self.rms_eps = config.hc_eps, config.rms_norm_eps
+        self.eps = config.hc_eps
+        self.rms_eps = config.rms_norm_eps
         self.fn = nn.Parameter(torch.empty(m, m * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty(m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(1, dtype=torch.float32))

@@ -27,7 +27,8 @@ class Gate(nn.Module):
 
     def __init__(self, config: V4Config, hashed: bool, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.topk, self.factor = config.num_experts_per_tok, config.routed_scaling_factor
+        self.topk = config.num_experts_per_tok
+        self.factor = config.routed_scaling_factor
         self.kernels = numerics.kernels
         self.project = Linear(config.hidden_size, config.n_routed_experts, "f32", numerics, packed)
         self.bias: nn.Parameter | None = None
@@ -37,9 +38,13 @@ class Gate(nn.Module):
             self.register_buffer("tid2eid", table)
         else:
             self.tid2eid = None
-            self.bias = nn.Parameter(torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False)
+            self.bias = nn.Parameter(
+                torch.empty(config.n_routed_experts, dtype=torch.float32), requires_grad=False
+            )
 
-    def forward(self, logits: torch.Tensor, token_ids: torch.Tensor, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, logits: torch.Tensor, token_ids: torch.Tensor, tap: Tap
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows of `project` [n, E] -> expert ids [n, k], weights [n, k]."""
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
         given = None if self.tid2eid is None else self.tid2eid[token_ids].long()
@@ -61,16 +66,23 @@ class Experts(nn.Module):
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.count, self.inner = config.n_routed_experts, config.moe_intermediate_size
-        self.numerics, self.packed, self.limit = numerics, packed, config.swiglu_limit
+        self.count = config.n_routed_experts
+        self.inner = config.moe_intermediate_size
+        self.numerics = numerics
+        self.packed = packed
+        self.limit = config.swiglu_limit
         self.store: ExpertStore | None = None
         self.layer = 0  # in the store
         self._table: tuple[int, torch.Tensor] | None = None
-        hidden, inner, count = config.hidden_size, self.inner, self.count
+        hidden = config.hidden_size
+        inner = self.inner
+        count = self.count
         if packed:
             for name, rows, columns in (("gate_up", 2 * inner, hidden), ("down", hidden, inner)):
                 self.register_buffer(name, torch.empty(count, rows, columns // 2, dtype=torch.int8))
-                self.register_buffer(f"{name}_scale", torch.empty(count, rows, columns // 32, dtype=torch.uint8))
+                self.register_buffer(
+                    f"{name}_scale", torch.empty(count, rows, columns // 32, dtype=torch.uint8)
+                )
         else:
             self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden, dtype=numerics.dtype))
             # Turned round, so that all experts side by side are one matrix.
@@ -81,7 +93,8 @@ class Experts(nn.Module):
         assert self.packed, "only packed experts can lie elsewhere"
         for name in PARTS:
             delattr(self, name)
-        self.store, self.layer = store, layer
+        self.store = store
+        self.layer = layer
 
     def at_home(self, expert: int) -> tuple[torch.Tensor, ...]:
         """One packed expert where it lies: codes and scales of gate and up, and of down."""
@@ -99,13 +112,16 @@ class Experts(nn.Module):
         def unpack(first: int, expert: int) -> torch.Tensor:
             codes, scale = parts(expert)[first : first + 2]
             if self.store is not None:  # where no run was free on the device, this is the copy
-                codes, scale = codes.to(self.store.device), scale.to(self.store.device)
+                codes = codes.to(self.store.device)
+                scale = scale.to(self.store.device)
             return quant.dequant_fp4(codes, scale).to(self.numerics.dtype)
 
         def turns() -> Iterable[tuple[Sequence[int] | None, torch.Tensor]]:
             return [(None, self.addresses())] if stage is None else stage.waves()
 
-        return kernel.Stack(self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T, None, turns, self.inner)
+        return kernel.Stack(
+            self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T, None, turns, self.inner
+        )
 
     def addresses(self) -> torch.Tensor:
         """Where each packed expert's codes and scales begin: [E, 4] int64 (gate and up, scales, down, scales)."""
@@ -123,17 +139,27 @@ class Experts(nn.Module):
         """[n, d] -> [n, d] float32, the weighted sum over each token's experts; with what stands `beside`, like it."""
         round_input = self.numerics.round_input if self.numerics.released else None
         if self.store is None:
-            return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input, beside)
+            return self.numerics.kernels.experts(
+                x, ids, weights, self.stack(), self.limit, round_input, beside
+            )
         self.store.count(ids.unsqueeze(0), self.layer)
         if self.numerics.kernels.reads_codes and not self.store.any_cold(self.layer):
-            return self.numerics.kernels.experts(x, ids, weights, self.stack(), self.limit, round_input, beside)
+            return self.numerics.kernels.experts(
+                x, ids, weights, self.stack(), self.limit, round_input, beside
+            )
         # Asking the device who is wanted would let it run dry; a chunk of thousands wants nearly everybody.
         many = ids.numel() >= EVERYBODY * self.count
-        with ExpertPrefetch(self.store, self.layer, range(self.count) if many else ids.unique().tolist()) as stage:
-            return self.numerics.kernels.experts(x, ids, weights, self.stack(stage), self.limit, round_input, beside)
+        with ExpertPrefetch(
+            self.store, self.layer, range(self.count) if many else ids.unique().tolist()
+        ) as stage:
+            return self.numerics.kernels.experts(
+                x, ids, weights, self.stack(stage), self.limit, round_input, beside
+            )
 
     def destinations(self, name: str) -> Iterator[Destination]:
-        gate, up, whole = slice(0, self.inner), slice(self.inner, None), slice(None)
+        gate = slice(0, self.inner)
+        up = slice(self.inner, None)
+        whole = slice(None)
         for expert in range(self.count):
             packed = self.at_home(expert) if self.packed else ()
             for part, first, rows in (("w1", 0, gate), ("w3", 0, up), ("w2", 2, whole)):
@@ -151,7 +177,9 @@ class SharedExpert(nn.Module):
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.limit, self.dtype, self.kernels = config.swiglu_limit, numerics.dtype, numerics.kernels
+        self.limit = config.swiglu_limit
+        self.dtype = numerics.dtype
+        self.kernels = numerics.kernels
         inner = config.moe_intermediate_size
         self.open = Linear(config.hidden_size, {"w1": inner, "w3": inner}, "fp8", numerics, packed)
         self.w2 = Linear(inner, config.hidden_size, "fp8", numerics, packed)

@@ -42,7 +42,9 @@ class MTP(nn.Module):
         merged, _ = self.hc_head(streams)
         return self.norm(merged), streams
 
-    def remember(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState) -> None:
+    def remember(
+        self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState
+    ) -> None:
         """Keep what later guesses attend to, and compute no guess."""
         u, *_ = self.block.hc_attn.read(self._mix(streams, embedded))
         self.block.attn.remember(self.block.attn_norm(u), batch, self.rope.step(batch.positions), state)

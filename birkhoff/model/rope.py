@@ -30,7 +30,12 @@ class Rope:
         yarn = (
             ()
             if scaling is None
-            else (scaling.factor, scaling.original_max_position_embeddings, scaling.beta_fast, scaling.beta_slow)
+            else (
+                scaling.factor,
+                scaling.original_max_position_embeddings,
+                scaling.beta_fast,
+                scaling.beta_slow,
+            )
         )
         self.sliding = rope.frequencies(dim, config.rope_theta)
         self.compressed = rope.frequencies(dim, config.compress_rope_theta, *yarn)

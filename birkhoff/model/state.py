@@ -59,7 +59,9 @@ class Ring:
         kept = min(group.length, self.size)
 
         def rows() -> torch.Tensor:
-            return (group.slots.unsqueeze(-1) * self.size + group.positions()[:, -kept:] % self.size).flatten()
+            return (
+                group.slots.unsqueeze(-1) * self.size + group.positions()[:, -kept:] % self.size
+            ).flatten()
 
         where = group.once(("rows", self.size), rows)
         values = values[:, -kept:].detach().to(self.rows.dtype).flatten(0, 1)
@@ -87,18 +89,29 @@ class LayerState:
 
     def __init__(self, config: V4Config, ratio: int, state: State, name: str):
         self.name = name
-        device, dtype, slots, back = state.device, state.dtype, state.slots, state.lookback
-        self.state, self.ratio, self.window_size = state, ratio, config.sliding_window
+        device = state.device
+        dtype = state.dtype
+        slots = state.slots
+        back = state.lookback
+        self.state = state
+        self.ratio = ratio
+        self.window_size = config.sliding_window
         self.keys = Ring(slots, config.sliding_window + back, config.head_dim, device, dtype)
         self.raw: dict[str, Ring] = {}
         self.pages: dict[str, torch.Tensor] = {}
-        widths = {0: {}, 4: {ENTRY: config.head_dim, INDEX: config.index_head_dim}, 128: {ENTRY: config.head_dim}}
+        widths = {
+            0: {},
+            4: {ENTRY: config.head_dim, INDEX: config.index_head_dim},
+            128: {ENTRY: config.head_dim},
+        }
         for kind, width in widths[ratio].items():
             overlap = 2 if ratio == 4 else 1
             # Values and gates side by side; whole blocks, so that a block never straddles the ring's seam.
             size = ratio * (overlap + math.ceil(back / ratio))
             self.raw[kind] = Ring(slots, size, 2 * overlap * width, device, torch.float32)
-            self.pages[kind] = torch.zeros(state.num_pages, PAGE_TOKENS // ratio, width, device=device, dtype=dtype)
+            self.pages[kind] = torch.zeros(
+                state.num_pages, PAGE_TOKENS // ratio, width, device=device, dtype=dtype
+            )
 
     def recent(self, group: Group, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Prefill: up to window-1 older keys, then the group's own, which are kept; and the first valid one."""
@@ -155,7 +168,8 @@ class LayerState:
         for member, slot in enumerate(group.once("slot list", group.slots.tolist)):
             start = group.starts[member]
             for snapshot in self.state.watched.get(slot, ()):
-                first, stop = self.needed(kind, snapshot.position), snapshot.position
+                first = self.needed(kind, snapshot.position)
+                stop = snapshot.position
                 if not start < stop <= start + group.length:
                     continue
                 rows = values[member, max(first - start, 0) : stop - start].to(ring.rows.dtype)
@@ -192,12 +206,18 @@ class State:
         lookback: int = 0,
         mtp: bool = False,
     ):
-        self.config, self.slots, self.num_pages = config, slots, num_pages
-        self.device, self.dtype, self.lookback = torch.device(device), dtype, lookback
+        self.config = config
+        self.slots = slots
+        self.num_pages = num_pages
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.lookback = lookback
         longest = math.ceil(config.max_position_embeddings / PAGE_TOKENS)
         self.page_table = torch.zeros(slots, min(num_pages, longest), dtype=torch.long, device=device)
         self.table_array = self.page_table.numpy() if self.device.type == "cpu" else None
-        self.layers = [LayerState(config, ratio, self, str(n)) for n, ratio in enumerate(config.compress_ratios)]
+        self.layers = [
+            LayerState(config, ratio, self, str(n)) for n, ratio in enumerate(config.compress_ratios)
+        ]
         self.mtp = LayerState(config, 0, self, "mtp") if mtp else None
         self.watched: dict[int, list[Snapshot]] = {}  # by slot: to be filled by the chunks of the coming step
 
@@ -210,7 +230,11 @@ class State:
 
     def page(self, number: int) -> dict[str, torch.Tensor]:
         """One page of every layer, by name, where it lies."""
-        return {f"{layer.name}.{kind}": pages[number] for layer in self.layers for kind, pages in layer.pages.items()}
+        return {
+            f"{layer.name}.{kind}": pages[number]
+            for layer in self.layers
+            for kind, pages in layer.pages.items()
+        }
 
     def copy_page(self, source: int, target: int) -> None:
         for layer in self.layers:
@@ -242,7 +266,11 @@ class State:
                 if rows is None and layer is self.mtp:
                     continue
                 needed = snapshot.position - layer.needed(kind, snapshot.position)
-                if rows is None or rows.shape != (needed, ring.rows.shape[-1]) or rows.dtype != ring.rows.dtype:
+                if (
+                    rows is None
+                    or rows.shape != (needed, ring.rows.shape[-1])
+                    or rows.dtype != ring.rows.dtype
+                ):
                     return False
         return True
 

@@ -31,10 +31,15 @@ from birkhoff.offload.expert_store import ExpertStore
 
 class Transformer(nn.Module):
     def __init__(
-        self, config: V4Config, numerics: Numerics | None = None, packed: bool = False, mtp: bool | None = None
+        self,
+        config: V4Config,
+        numerics: Numerics | None = None,
+        packed: bool = False,
+        mtp: bool | None = None,
     ):
         super().__init__()
-        self.config, self.packed = config, packed
+        self.config = config
+        self.packed = packed
         self.numerics = numerics = numerics or Numerics()
         self.rope = rope = Rope(config)
         self.embed = nn.Parameter(torch.empty(config.vocab_size, config.hidden_size, dtype=numerics.dtype))
@@ -100,7 +105,9 @@ class Transformer(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)
 
-    def draft(self, streams: torch.Tensor, batch: Batch, state: State | Fresh) -> tuple[torch.Tensor, torch.Tensor]:
+    def draft(
+        self, streams: torch.Tensor, batch: Batch, state: State | Fresh
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """MTP: `batch` holds the tokens at t + 1 under positions t -> hidden [n, d], streams [n, m, d]."""
         assert isinstance(self.mtp, MTP), "this model was built without its MTP block"
         batch = replace(batch, few=takes(batch, state))

@@ -62,7 +62,9 @@ class CopyStream(HostCopy):
         first = -memory.data_ptr() % _PAGE  # whole pages of our own: a page cannot be locked twice
         runs = memory[first : first + count * nbytes].view(count, nbytes)
         if runs.numel():
-            library, pointer, size = torch.cuda.cudart(), runs.data_ptr(), room
+            library = torch.cuda.cudart()
+            pointer = runs.data_ptr()
+            size = room
             status = int(library.cudaHostRegister(pointer, size, _FOR_EVERY_DEVICE_AND_MAPPED))
             if status:
                 raise CapacityError(

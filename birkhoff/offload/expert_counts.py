@@ -34,9 +34,13 @@ class ExpertCounts:
 
     def save(self, path: str | Path) -> None:
         body = {
-            "format": FORMAT, "version": VERSION, "layers": self.reads.shape[0], "experts": self.reads.shape[1],
-            "steps": self.steps, "counts": self.reads.tolist(),
-        }  # fmt: skip
+            "format": FORMAT,
+            "version": VERSION,
+            "layers": self.reads.shape[0],
+            "experts": self.reads.shape[1],
+            "steps": self.steps,
+            "counts": self.reads.tolist(),
+        }
         path = Path(path)
         beside = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
@@ -44,7 +48,9 @@ class ExpertCounts:
             os.replace(beside, path)
         except OSError as error:
             beside.unlink(missing_ok=True)
-            raise CountsFileError(f"{path} cannot be written ({error.strerror}). Choose another place.") from None
+            raise CountsFileError(
+                f"{path} cannot be written ({error.strerror}). Choose another place."
+            ) from None
 
     @classmethod
     def load(cls, path: str | Path, layers: int, experts: int) -> ExpertCounts:
@@ -70,7 +76,9 @@ def _read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError):  # JSON or UTF-8
         raise CountsFileError(f"{path.name} is no JSON object of expert counts. {_AGAIN}") from None
     if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise CountsFileError(f"{path.name} is JSON, but holds no expert counts (format {FORMAT!r}). {_AGAIN}")
+        raise CountsFileError(
+            f"{path.name} is JSON, but holds no expert counts (format {FORMAT!r}). {_AGAIN}"
+        )
     if body.get("version") != VERSION:
         seen = body.get("version")
         raise CountsFileError(f"{path.name} has version {seen!r}, this build reads {VERSION}. {_AGAIN}")
@@ -79,7 +87,9 @@ def _read(path: Path) -> dict[str, Any]:
         raise CountsFileError(f"{path.name} lacks or adds {', '.join(odd)}. {_AGAIN}")
     digest = body.pop("sha256")
     if digest != _digest(body):
-        raise CountsFileError(f"{path.name} was changed since it was written: its checksum does not fit. {_AGAIN}")
+        raise CountsFileError(
+            f"{path.name} was changed since it was written: its checksum does not fit. {_AGAIN}"
+        )
     _check(path.name, body)
     return body
 
@@ -94,7 +104,9 @@ def _check(name: str, body: dict[str, Any]) -> None:
             f"{name} says {layers} layers of {experts} experts, its counts are not that many. {_AGAIN}"
         )
     if not all(_whole(number) and number <= steps for row in counts for number in row):
-        raise CountsFileError(f"{name} holds a count that is no whole number from 0 to its {steps} steps. {_AGAIN}")
+        raise CountsFileError(
+            f"{name} holds a count that is no whole number from 0 to its {steps} steps. {_AGAIN}"
+        )
 
 
 def _whole(value: object) -> bool:

@@ -27,8 +27,14 @@ class PackedExpertLayout:
 
     @classmethod
     def of(cls, config: V4Config) -> PackedExpertLayout:
-        hidden, inner = config.hidden_size, config.moe_intermediate_size
-        shapes = ((2 * inner, hidden // 2), (2 * inner, hidden // 32), (hidden, inner // 2), (hidden, inner // 32))
+        hidden = config.hidden_size
+        inner = config.moe_intermediate_size
+        shapes = (
+            (2 * inner, hidden // 2),
+            (2 * inner, hidden // 32),
+            (hidden, inner // 2),
+            (hidden, inner // 32),
+        )
         offsets, total = [], 0
         for rows, columns in shapes:
             offsets.append(total)

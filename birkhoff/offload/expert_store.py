@@ -78,7 +78,8 @@ class ExpertStore:
         spare: int = 4,
         courier: HostCopy | None = None,
     ):
-        self.record, self.device = record, torch.device(device)
+        self.record = record
+        self.device = torch.device(device)
         self.layers, self.experts = resident.shape
         self.courier = courier or copy_stream_for(self.device)
         hot, total = int(resident.sum()), resident.numel()
@@ -87,15 +88,19 @@ class ExpertStore:
         self.runs = torch.empty(hot + self.spare, record.nbytes, dtype=torch.uint8, device=self.device)
         self.host_runs = self.courier.host_runs(total - hot + exchanges, record.nbytes)
         self.table = torch.empty(self.layers, self.experts, 4, dtype=torch.int64, device=self.device)
-        self.counts = torch.zeros(self.layers, self.experts, dtype=torch.int32, device=self.device)  # reads by steps
+        self.counts = torch.zeros(
+            self.layers, self.experts, dtype=torch.int32, device=self.device
+        )  # reads by steps
         self._offsets = torch.tensor(record.offsets, dtype=torch.int64)
         self._homes: dict[Expert, tuple[bool, int]] = {}
         self._hot = resident.clone()  # the first halves of the homes, for who looks at all of them
-        free, host_free = list(range(len(self.runs)))[::-1], list(range(len(self.host_runs)))[::-1]
+        free = list(range(len(self.runs)))[::-1]
+        host_free = list(range(len(self.host_runs)))[::-1]
         for layer, row in enumerate(resident.tolist()):
             for number, on_device in enumerate(row):
                 self._homes[layer, number] = (on_device, (free if on_device else host_free).pop())
-        self._free, self._host_free = free, host_free
+        self._free = free
+        self._host_free = host_free
         self._loans: OrderedDict[Expert, CachedExpert] = OrderedDict()  # the one used longest ago first
         self._exchanges: list[_Exchange] = []
         self._busy: set[Expert] = set()
@@ -148,7 +153,12 @@ class ExpertStore:
         """Begin to exchange the homes of a cold and a hot expert; False where no run is free or one of them moves."""
         assert self.is_cold(arriving) and not self.is_cold(leaving), (arriving, leaving)
         loan = self._loans.get(arriving)
-        if arriving in self._busy or leaving in self._busy or not self._host_free or (loan is not None and loan.held):
+        if (
+            arriving in self._busy
+            or leaving in self._busy
+            or not self._host_free
+            or (loan is not None and loan.held)
+        ):
             return False
         if loan is not None:
             self._end(loan)
@@ -178,7 +188,8 @@ class ExpertStore:
             self._hot[each.arriving], self._hot[each.leaving] = True, False
             self._busy -= {each.arriving, each.leaving}
             moved += [each.arriving, each.leaving]
-        done, self._exchanges = len(self._exchanges) - len(still), still
+        done = len(self._exchanges) - len(still)
+        self._exchanges = still
         for loan in self._loans.values():
             if not loan.public and (wait or self.courier.arrived(loan.ticket)):
                 if wait:

@@ -14,20 +14,25 @@ from birkhoff.offload.expert_counts import ExpertCounts
 from birkhoff.offload.expert_store import Expert
 
 HALF_LIFE = 20_000  # steps
-DEVIATIONS = 6.0  # of the difference of two rates; among ten thousand equal experts the extremes are 5.6 apart
+DEVIATIONS = (
+    6.0  # of the difference of two rates; among ten thousand equal experts the extremes are 5.6 apart
+)
 LEAST_GAIN = 0.004  # reads a step: the two copies of an exchange are paid back within 500 steps
 
 
 class ExpertUsage:
     """`rates` [layers, experts]: the share of steps that read each expert. Begins from `counts`, or from nothing."""
 
-    def __init__(self, layers: int, experts: int, counts: ExpertCounts | None = None, half_life: float = HALF_LIFE):
+    def __init__(
+        self, layers: int, experts: int, counts: ExpertCounts | None = None, half_life: float = HALF_LIFE
+    ):
         self._kept = 0.5 ** (1 / half_life)
         self._reads = torch.zeros(layers, experts, dtype=torch.float64)
         self._steps = 0.0
         if counts is not None and counts.steps:
             worth = min(1.0, half_life / counts.steps)  # what was counted before is worth a half-life at most
-            self._reads, self._steps = counts.reads.double() * worth, counts.steps * worth
+            self._reads = counts.reads.double() * worth
+            self._steps = counts.steps * worth
 
     @property
     def rates(self) -> torch.Tensor:

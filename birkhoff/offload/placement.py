@@ -32,15 +32,27 @@ class Placement:
     counts at the end."""
 
     def __init__(
-        self, store: ExpertStore, heat: ExpertUsage, model: Transformer, *, every: int = EVERY, most: int = MOST,
-        ahead: When = "chunks", file: Path | None = None,
-    ):  # fmt: skip
-        self.store, self.heat, self.every, self.most, self.when = store, heat, every, most, ahead
+        self,
+        store: ExpertStore,
+        heat: ExpertUsage,
+        model: Transformer,
+        *,
+        every: int = EVERY,
+        most: int = MOST,
+        ahead: When = "chunks",
+        file: Path | None = None,
+    ):
+        self.store = store
+        self.heat = heat
+        self.every = every
+        self.most = most
+        self.when = ahead
         self.file = file
         self.ahead = HashRoutePrefetch(store, _hash_tables(model))
         self.steps = self.exchanged = 0
         self.reads = {"hot": 0, "cold": 0}
-        self._seen, self._seen_steps = store.counts.cpu().clone(), 0
+        self._seen = store.counts.cpu().clone()
+        self._seen_steps = 0
         self._coming: tuple[torch.Tensor, Any, int] | None = None
         store.courier.fence()  # what was loaded is there before anything is copied
 
@@ -77,7 +89,8 @@ class Placement:
 
     def report(self) -> dict[str, Any]:
         """Numbers for people: shares of experts and of reads that were on the device, and exchanges so far."""
-        reads, resident = sum(self.reads.values()), self.store.resident()
+        reads = sum(self.reads.values())
+        resident = self.store.resident()
         return {
             "experts": resident.numel(),
             "experts_on_device": int(resident.sum()),
@@ -97,7 +110,8 @@ class Placement:
         self.reads["hot"] += int(fresh[resident].sum())
         self.reads["cold"] += int(fresh[~resident].sum())
         self.heat.note(fresh, steps - self._seen_steps)
-        self._seen, self._seen_steps = counts.clone(), steps
+        self._seen = counts.clone()
+        self._seen_steps = steps
 
 
 def _hash_tables(model: Transformer) -> dict[int, torch.Tensor]:

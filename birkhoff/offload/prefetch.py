@@ -20,7 +20,8 @@ class ExpertPrefetch:
     """The experts `wanted` of one layer, in ascending order."""
 
     def __init__(self, store: ExpertStore, layer: int, wanted: Sequence[int]):
-        self.store, self.layer = store, layer
+        self.store = store
+        self.layer = layer
         self.wanted = sorted(wanted)
         self._waiting: deque[int] = deque()
         self._loans: dict[int, CachedExpert] = {}
@@ -52,7 +53,9 @@ class ExpertPrefetch:
         """For kernels that read through the table: experts by turns, and this layer's [experts, 4] addresses, which are
         on the device for those of the turn. First those at home there; behind them the cold ones, half the spare runs
         at a time, so that one half is copied while the other is read."""
-        cold, half, table = list(self._waiting), self._half(), self.store.table[self.layer]
+        cold = list(self._waiting)
+        half = self._half()
+        table = self.store.table[self.layer]
         groups = [cold[at : at + half] for at in range(0, len(cold), half)]
         self._lend(groups[0] if groups else [])
         at_home = [number for number in self.wanted if number not in set(cold)]
@@ -87,7 +90,8 @@ class HashRoutePrefetch:
     """Loans for hash-routed layers. `tables` holds, by layer, each token's experts [vocab, k] in host memory."""
 
     def __init__(self, store: ExpertStore, tables: dict[int, torch.Tensor]):
-        self.store, self.tables = store, tables
+        self.store = store
+        self.tables = tables
         self._held: list[CachedExpert] = []
 
     def wanted(self, token_ids: Sequence[int]) -> list[Expert]:

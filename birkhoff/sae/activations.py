@@ -131,23 +131,34 @@ def largest(z: torch.Tensor, k: int) -> torch.Tensor:
     return above | (level & (level.cumsum(-1) <= room))
 
 
-def make(name: Any, features: int, threshold: Any, k: Any, scale: Any, shift: Any, rectified: Any) -> Activation:
+def make(
+    name: Any, features: int, threshold: Any, k: Any, scale: Any, shift: Any, rectified: Any
+) -> Activation:
     """The activation of a dictionary with so many features, each parameter checked."""
     if name not in FAMILIES:
         raise SaeError(f"activation is {quoted(name)}, expected one of {', '.join(FAMILIES)}.")
-    needs = {"jumprelu": ("threshold",), "batchtopk": ("threshold",), "topk": ("k",), "gated": ("scale", "shift")}
+    needs = {
+        "jumprelu": ("threshold",),
+        "batchtopk": ("threshold",),
+        "topk": ("k",),
+        "gated": ("scale", "shift"),
+    }
     given = {"threshold": threshold, "k": k, "scale": scale, "shift": shift}
     for parameter, value in given.items():
         wanted = parameter in needs.get(name, ())
         if wanted and value is None:
             raise SaeError(f"a {name} dictionary needs {parameter}=, and none was given.")
         if not wanted and value is not None:
-            raise SaeError(f"a {name} dictionary has no {parameter}. Leave it out, or name the activation that has.")
+            raise SaeError(
+                f"a {name} dictionary has no {parameter}. Leave it out, or name the activation that has."
+            )
     if type(rectified) is not bool or (rectified and name != "topk"):
         raise SaeError(f"rectified is {quoted(rectified)}, expected True or False, and True for topk alone.")
     if name == "topk":
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= features:
-            raise SaeError(f"k is {quoted(k)}, expected a whole number from 1 to {features}, the number of features.")
+            raise SaeError(
+                f"k is {quoted(k)}, expected a whole number from 1 to {features}, the number of features."
+            )
         return TopK(k, rectified)
     if name == "gated":
         return Gated(per_feature(scale, features, "scale"), per_feature(shift, features, "shift"))
@@ -166,7 +177,9 @@ def per_feature(value: Any, features: int, name: str) -> torch.Tensor:
     if tensor.ndim == 0:
         tensor = tensor.expand(features).clone()
     if tuple(tensor.shape) != (features,):
-        raise SaeError(f"{name} has shape {tuple(tensor.shape)}, expected ({features},): one number per feature.")
+        raise SaeError(
+            f"{name} has shape {tuple(tensor.shape)}, expected ({features},): one number per feature."
+        )
     if not tensor.isfinite().all():
         bad = int((~tensor.isfinite()).nonzero()[0, 0])
         raise SaeError(f"{name}[{bad}] is {float(tensor[bad])}, expected finite numbers.")

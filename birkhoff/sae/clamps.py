@@ -27,7 +27,14 @@ from birkhoff.sae.dictionary import Sae
 
 NONE, ABSOLUTE, ADDITIVE, MULTIPLY, BOUND = range(5)
 CODES = {"none": NONE, "absolute": ABSOLUTE, "additive": ADDITIVE, "multiply": MULTIPLY, "bound": BOUND}
-KINDS = ("absolute", "additive", "multiply", "min", "max", "bound")  # as callers say them; min and max are bounds
+KINDS = (
+    "absolute",
+    "additive",
+    "multiply",
+    "min",
+    "max",
+    "bound",
+)  # as callers say them; min and max are bounds
 
 
 @dataclass(frozen=True)
@@ -72,8 +79,11 @@ def parse_clamp(feature: Any, value: Any, kind: Any, only_if_active: Any, path: 
     if isinstance(value, Mapping) and "value" in value:
         unknown = sorted(set(value) - {"kind", "value", "only_if_active"})
         if unknown:
-            raise SaeError(f"{path}: {quoted(unknown[0])} is no field of a clamp: kind, value, only_if_active.")
-        kind, only_if_active = value.get("kind", kind), value.get("only_if_active", only_if_active)
+            raise SaeError(
+                f"{path}: {quoted(unknown[0])} is no field of a clamp: kind, value, only_if_active."
+            )
+        kind = value.get("kind", kind)
+        only_if_active = value.get("only_if_active", only_if_active)
         value = value["value"]
     if kind not in KINDS:
         raise SaeError(f"{path}: kind is {quoted(kind)}, expected one of {', '.join(KINDS)}.")
@@ -81,7 +91,9 @@ def parse_clamp(feature: Any, value: Any, kind: Any, only_if_active: Any, path: 
         raise SaeError(f"{path}: only_if_active is {quoted(only_if_active)}, expected true or false.")
     if kind == "bound":
         if not isinstance(value, Mapping) or not value or not set(value) <= {"min", "max"}:
-            raise SaeError(f"{path}: a bound is {quoted(value)}, expected {{'min': ..., 'max': ...}} or one of them.")
+            raise SaeError(
+                f"{path}: a bound is {quoted(value)}, expected {{'min': ..., 'max': ...}} or one of them."
+            )
         ends = [_amount(value[end], path) if end in value else None for end in ("min", "max")]
     else:
         amount = _amount(value, path)
@@ -124,7 +136,8 @@ class ClampRow:
     def content(self) -> bytes:
         rows = zip(self.features, self.kinds, self.lows, self.highs, self.gates)
         return b"".join(
-            struct.pack("<qbff?", feature, kind, low + 0.0, high + 0.0, gate) for feature, kind, low, high, gate in rows
+            struct.pack("<qbff?", feature, kind, low + 0.0, high + 0.0, gate)
+            for feature, kind, low, high, gate in rows
         )
 
     @property
@@ -150,7 +163,12 @@ def resolve_clamps(clamps: Sequence[FeatureClamp], sae: Sae, allowed: frozenset[
         high = _number(clamp.high, sae, feature, math.inf)
         if clamp.kind == "bound" and low > high:
             raise SaeError(f"feature {feature}: the minimum {low} is above the maximum {high}. Swap them.")
-        found[feature] = (CODES[clamp.kind], low, high if clamp.kind == "bound" else 0.0, clamp.only_if_active)
+        found[feature] = (
+            CODES[clamp.kind],
+            low,
+            high if clamp.kind == "bound" else 0.0,
+            clamp.only_if_active,
+        )
     ordered = sorted(found.items())
     columns = list(zip(*(entry for _, entry in ordered))) or [(), (), (), ()]
     return ClampRow(tuple(feature for feature, _ in ordered), *columns)
@@ -185,7 +203,8 @@ class ClampTable:
         union = sorted({feature for group in rows for row in group for feature in row.features})
         place = {feature: column for column, feature in enumerate(union)}
         shape = (len(rows), len(union))
-        kind, gate = torch.zeros(shape, dtype=torch.int8), torch.zeros(shape, dtype=torch.bool)
+        kind = torch.zeros(shape, dtype=torch.int8)
+        gate = torch.zeros(shape, dtype=torch.bool)
         low, high = torch.zeros(shape), torch.zeros(shape)
         for line, group in enumerate(rows):
             for row in group:
@@ -199,8 +218,12 @@ class ClampTable:
 
     def at(self, lines: torch.Tensor) -> LaidClamps:
         """The clamps of rows, each by its line."""
-        kind, low, high, gate = (t.index_select(0, lines) for t in (self.kind, self.low, self.high, self.gate))
-        return LaidClamps(kind, low, high, gate, frozenset(self.kind.unique().tolist()), bool(self.gate.any()))
+        kind, low, high, gate = (
+            t.index_select(0, lines) for t in (self.kind, self.low, self.high, self.gate)
+        )
+        return LaidClamps(
+            kind, low, high, gate, frozenset(self.kind.unique().tolist()), bool(self.gate.any())
+        )
 
 
 @dataclass(frozen=True, eq=False)

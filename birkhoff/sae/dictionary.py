@@ -52,16 +52,20 @@ class Sae:
         x_max: Any = None,
         metadata: Mapping[str, Any] | None = None,
     ):
-        self.encoder, self.decoder = _matrix(encoder, "encoder"), _matrix(decoder, "decoder")
+        self.encoder = _matrix(encoder, "encoder")
+        self.decoder = _matrix(decoder, "decoder")
         if self.encoder.shape != self.decoder.shape:
             raise SaeError(
                 f"the encoder is {tuple(self.encoder.shape)} and the decoder {tuple(self.decoder.shape)}; both hold "
                 "one row per feature, [features, width]. Transpose the one that is stored the other way round."
             )
-        self.encoder_bias = per_feature(0.0 if encoder_bias is None else encoder_bias, self.d_sae, "encoder_bias")
+        self.encoder_bias = per_feature(
+            0.0 if encoder_bias is None else encoder_bias, self.d_sae, "encoder_bias"
+        )
         self.decoder_bias = _bias(decoder_bias, self.d_model)
         self.activation: Activation = make(activation, self.d_sae, threshold, k, scale, shift, rectified)
-        self.hook, self.layer = _hook(hook), _layer(layer)
+        self.hook = _hook(hook)
+        self.layer = _layer(layer)
         self.view, self.spread = _view(view, spread)
         self.labels: Mapping[int, str] = _labels(labels, self.d_sae)
         self.x_max = None if x_max is None else per_feature(x_max, self.d_sae, "x_max")
@@ -78,7 +82,13 @@ class Sae:
 
     @property
     def num_bytes(self) -> int:
-        held = [self.encoder, self.encoder_bias, self.decoder, self.decoder_bias, *self.activation.tensors().values()]
+        held = [
+            self.encoder,
+            self.encoder_bias,
+            self.decoder,
+            self.decoder_bias,
+            *self.activation.tensors().values(),
+        ]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
     def pre_activations(self, x: torch.Tensor) -> torch.Tensor:
@@ -91,7 +101,9 @@ class Sae:
 
     def decode(self, features: torch.Tensor) -> torch.Tensor:
         """Rows `[.., d]` from features `[.., F]`."""
-        return _rows(features, self.d_sae) @ self.decoder.to(features.device) + self.decoder_bias.to(features.device)
+        return _rows(features, self.d_sae) @ self.decoder.to(features.device) + self.decoder_bias.to(
+            features.device
+        )
 
     def reconstruct(self, x: torch.Tensor) -> torch.Tensor:
         return self.decode(self.encode(x))
@@ -104,8 +116,12 @@ class Sae:
                 return found[0]
             known = ", ".join(sorted({quoted(label) for label in self.labels.values()})[:8]) or "none"
             if found:
-                raise SaeError(f"{len(found)} features are labelled {quoted(name)} ({found[:4]}). Give the number.")
-            raise SaeError(f"no feature is labelled {quoted(name)}; labels: {known}. Give a label or a number.")
+                raise SaeError(
+                    f"{len(found)} features are labelled {quoted(name)} ({found[:4]}). Give the number."
+                )
+            raise SaeError(
+                f"no feature is labelled {quoted(name)}; labels: {known}. Give a label or a number."
+            )
         if isinstance(name, bool) or not isinstance(name, int) or not 0 <= name < self.d_sae:
             raise SaeError(f"feature {quoted(name)} does not exist: this dictionary has 0..{self.d_sae - 1}.")
         return name
@@ -114,8 +130,16 @@ class Sae:
     def digest(self) -> str:
         """Names what it computes and where: 128 bits as text. Labels and notes take no part."""
         state = hashlib.sha256(b"birkhoff sae 1")
-        said = [self.hook, self.layer, self.view, self.spread, self.activation.name, tuple(self.encoder.shape),
-                getattr(self.activation, "k", None), getattr(self.activation, "rectified", None)]  # fmt: skip
+        said = [
+            self.hook,
+            self.layer,
+            self.view,
+            self.spread,
+            self.activation.name,
+            tuple(self.encoder.shape),
+            getattr(self.activation, "k", None),
+            getattr(self.activation, "rectified", None),
+        ]
         state.update(repr(said).encode())
         parts = [self.encoder, self.encoder_bias, self.decoder, self.decoder_bias]
         for tensor in [*parts, *self.activation.tensors().values()]:
@@ -126,8 +150,11 @@ class Sae:
         """The same dictionary at another place; the weights are shared."""
         other = object.__new__(Sae)
         other.__dict__.update({name: value for name, value in vars(self).items() if name != "digest"})
-        other.hook, other.layer = _hook(hook), _layer(layer)
-        other.view, other.spread = _view(view or self.view, self.spread if view is None and spread is None else spread)
+        other.hook = _hook(hook)
+        other.layer = _layer(layer)
+        other.view, other.spread = _view(
+            view or self.view, self.spread if view is None and spread is None else spread
+        )
         return other
 
     @staticmethod
@@ -160,7 +187,9 @@ def _matrix(value: Any, name: str) -> torch.Tensor:
     except (TypeError, ValueError, RuntimeError):
         raise SaeError(f"{name} is {quoted(value)}, expected a matrix [features, width].") from None
     if tensor.ndim != 2 or not tensor.numel():
-        raise SaeError(f"{name} has shape {tuple(tensor.shape)}, expected [features, width], neither of them 0.")
+        raise SaeError(
+            f"{name} has shape {tuple(tensor.shape)}, expected [features, width], neither of them 0."
+        )
     if not tensor.isfinite().all():
         feature, place = (~tensor.isfinite()).nonzero()[0].tolist()
         raise SaeError(
@@ -173,7 +202,9 @@ def _matrix(value: Any, name: str) -> torch.Tensor:
 def _bias(value: Any, width: int) -> torch.Tensor:
     tensor = torch.zeros(width) if value is None else torch.as_tensor(value).detach().float().cpu().clone()
     if tuple(tensor.shape) != (width,):
-        raise SaeError(f"decoder_bias has shape {tuple(tensor.shape)}, expected ({width},), the width of a row.")
+        raise SaeError(
+            f"decoder_bias has shape {tuple(tensor.shape)}, expected ({width},), the width of a row."
+        )
     if not tensor.isfinite().all():
         raise SaeError("decoder_bias holds numbers that are not finite. Take an earlier checkpoint.")
     return tensor
@@ -218,7 +249,9 @@ def _labels(labels: Any, features: int) -> Mapping[int, str]:
         raise SaeError(f"labels is {quoted(labels)}, expected a mapping from feature numbers to texts.")
     for number, label in labels.items():
         if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < features:
-            raise SaeError(f"labels names feature {quoted(number)}, expected a number from 0 to {features - 1}.")
+            raise SaeError(
+                f"labels names feature {quoted(number)}, expected a number from 0 to {features - 1}."
+            )
         if not isinstance(label, str) or not label:
             raise SaeError(f"the label of feature {number} is {quoted(label)}, expected a text.")
     return dict(labels)

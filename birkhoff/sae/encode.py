@@ -35,8 +35,11 @@ class DeviceSae:
 
     @classmethod
     def of(cls, sae: Sae, device: torch.device | str) -> DeviceSae:
-        bias, activation = sae.decoder_bias.to(device), sae.activation.to(device)
-        return cls(sae.encoder.to(device), sae.encoder_bias.to(device), sae.decoder.to(device), bias, activation)
+        bias = sae.decoder_bias.to(device)
+        activation = sae.activation.to(device)
+        return cls(
+            sae.encoder.to(device), sae.encoder_bias.to(device), sae.decoder.to(device), bias, activation
+        )
 
     def tiles(self) -> Iterator[slice]:
         size = self.encoder.shape[0]
@@ -47,11 +50,14 @@ def pre_activations(held: DeviceSae, v: torch.Tensor, part: slice) -> torch.Tens
     return linear(v, held.encoder[part], held.encoder_bias[part])
 
 
-def top(held: DeviceSae, v: torch.Tensor, k: int, activated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+def top(
+    held: DeviceSae, v: torch.Tensor, k: int, activated: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The k largest of each row and their features, `[n, k]` both, ascending by feature; ties to the lowest one.
 
     Of pre-activations, or of features (`activated`). One tile is joined to the best so far, and the best are kept."""
-    best, names = v.new_empty(len(v), 0), torch.empty(len(v), 0, dtype=torch.long, device=v.device)
+    best = v.new_empty(len(v), 0)
+    names = torch.empty(len(v), 0, dtype=torch.long, device=v.device)
     for part in held.tiles():
         z = pre_activations(held, v, part)
         if activated:
@@ -60,7 +66,8 @@ def top(held: DeviceSae, v: torch.Tensor, k: int, activated: bool = False) -> tu
         features = torch.arange(part.start, part.stop, device=v.device).expand(len(v), -1)
         joined_names = torch.cat([names, features], dim=1)
         places = _places(joined, k)
-        best, names = joined.gather(1, places), joined_names.gather(1, places)
+        best = joined.gather(1, places)
+        names = joined_names.gather(1, places)
     return best, names
 
 
@@ -105,9 +112,15 @@ def kept(held: DeviceSae, v: torch.Tensor) -> TopkFeatures | None:
     return TopkFeatures.of(held, v, held.activation) if isinstance(held.activation, TopK) else None
 
 
-def columns(v: torch.Tensor, features: torch.Tensor, chosen: FeatureSubset, found: TopkFeatures | None) -> torch.Tensor:
+def columns(
+    v: torch.Tensor, features: torch.Tensor, chosen: FeatureSubset, found: TopkFeatures | None
+) -> torch.Tensor:
     """f of chosen features, `[n, C]`."""
-    return chosen.activation(linear(v, chosen.encoder, chosen.bias)) if found is None else found.columns(features)
+    return (
+        chosen.activation(linear(v, chosen.encoder, chosen.bias))
+        if found is None
+        else found.columns(features)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,7 +149,8 @@ def reconstruct(held: DeviceSae, v: torch.Tensor, found: TopkFeatures | None) ->
 def _reconstruct_tiles(held: DeviceSae, v: torch.Tensor) -> torch.Tensor:
     out = held.decoder_bias.expand(len(v), -1).clone()
     for part in held.tiles():
-        f, decoder = held.activation.part(part)(pre_activations(held, v, part)), held.decoder[part]
+        f = held.activation.part(part)(pre_activations(held, v, part))
+        decoder = held.decoder[part]
         # Counting is free on the host; elsewhere the step would have to wait for the answer.
         if v.device.type == "cpu" and int(f.count_nonzero()) * SPARSE_SHARE < f.shape[1]:
             rows, places = f.nonzero(as_tuple=True)
@@ -152,7 +166,11 @@ def _decode_kept(held: DeviceSae, f: torch.Tensor, names: torch.Tensor) -> torch
         return out + torch.einsum("nk,nkd->nd", f, held.decoder[names])
     for part in held.tiles():
         here = (names >= part.start) & (names < part.stop)
-        dense = f.new_zeros(len(f), part.stop - part.start + 1)  # the last column takes what is not of this tile
-        dense.scatter_(1, torch.where(here, names - part.start, dense.shape[1] - 1), torch.where(here, f, 0.0))
+        dense = f.new_zeros(
+            len(f), part.stop - part.start + 1
+        )  # the last column takes what is not of this tile
+        dense.scatter_(
+            1, torch.where(here, names - part.start, dense.shape[1] - 1), torch.where(here, f, 0.0)
+        )
         out.addmm_(dense[:, :-1], held.decoder[part])
     return out

@@ -33,7 +33,8 @@ class Measure:
     """Add batches, then ask: `quality()`, `density`, `largest`."""
 
     def __init__(self, sae: Sae):
-        self._sae, self.rows = sae, 0
+        self._sae = sae
+        self.rows = 0
         self._total = torch.zeros(sae.d_model, dtype=torch.float64)
         self._squares = self._left = self._active = self._cosines = 0.0
         self._fired = torch.zeros(sae.d_sae, dtype=torch.long)
@@ -42,7 +43,8 @@ class Measure:
     def add(self, rows: torch.Tensor) -> torch.Tensor:
         """Rows [n, d]; their features [n, F]."""
         features = self._sae.encode(rows)
-        left, exact = rows.float() - self._sae.decode(features), rows.double()
+        left = rows.float() - self._sae.decode(features)
+        exact = rows.double()
         self._total += exact.sum(0)
         self._squares += exact.pow(2).sum().item()
         self._left += left.double().pow(2).sum().item()

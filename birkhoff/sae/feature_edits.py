@@ -96,12 +96,7 @@ class _SaeEdit:
             raise SaeError(f"mode is {quoted(edit.mode)}, expected {cls.mode!r}.")
         return edit
 
-    def resolve(
-        self,
-        registry: SaeRegistry,
-        prompt: Sequence[int] | int,
-        max_tokens: int,
-    ) -> ResolvedSae:
+    def resolve(self, registry: SaeRegistry, prompt: Sequence[int] | int, max_tokens: int) -> ResolvedSae:
         """Against what is attached and one prompt. Everything that can be refused is refused here."""
         module = registry[self.name]
         if module.kind != ("full" if self.mode == "reconstruct" else "delta"):
@@ -115,9 +110,13 @@ class _SaeEdit:
         for key, clamps in wanted.items():
             host, sae = module.hosts[key], module.saes[key]
             if self.streams is not None and host.view.name != "per_stream":
-                raise SaeError(f"streams is {list(self.streams)}, and only view 'per_stream' takes streams one by one.")
+                raise SaeError(
+                    f"streams is {list(self.streams)}, and only view 'per_stream' takes streams one by one."
+                )
             if self.streams is not None and self.streams[-1] >= host.view.streams:
-                raise SaeError(f"streams is {list(self.streams)}, this model has streams 0..{host.view.streams - 1}.")
+                raise SaeError(
+                    f"streams is {list(self.streams)}, this model has streams 0..{host.view.streams - 1}."
+                )
             row = resolve_clamps(clamps, sae, module.features)
             path: Any = self.path if key[0].startswith("mhc_streams") else "both"
             op: Op = "full" if module.kind == "full" else "delta"
@@ -178,7 +177,9 @@ class ResolvedSae:
     sites: Mapping[Key, SaeUse]
     selector: PositionSelector | None
     phase: str
-    rank: tuple[int, ...]  # its place among the modules at each site: it runs on what the earlier ones have left
+    rank: tuple[
+        int, ...
+    ]  # its place among the modules at each site: it runs on what the earlier ones have left
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return offsets(self.phase, self.selector, start, token_ids, prompt_len)
@@ -196,9 +197,17 @@ class ResolvedSae:
         parts = []
         for (hook, layer), use in self.sites.items():
             streams = b"" if use.streams is None else bytes(use.streams)
-            said = framed(hook.encode(), str(layer).encode(), self.module.saes[hook, layer].digest.encode(),
-                          use.path.encode(), use.error.encode(), streams, repr(self.rank).encode(), positions,
-                          use.row.content)  # fmt: skip
+            said = framed(
+                hook.encode(),
+                str(layer).encode(),
+                self.module.saes[hook, layer].digest.encode(),
+                use.path.encode(),
+                use.error.encode(),
+                streams,
+                repr(self.rank).encode(),
+                positions,
+                use.row.content,
+            )
             parts.append(DigestPart("full" if use.op == "full" else "delta", said))
         return parts
 
@@ -209,13 +218,17 @@ class ResolvedSae:
 
     def rows(self) -> set[bytes]:
         """The pool's rows: one for each content and phase."""
-        whole = [framed(repr(key).encode(), use.error.encode(), use.row.content) for key, use in self.sites.items()]
+        whole = [
+            framed(repr(key).encode(), use.error.encode(), use.row.content) for key, use in self.sites.items()
+        ]
         return {framed(self.module.digest, phase.encode(), *sorted(whole)) for phase in self.phases}
 
     def writes(self) -> set[Written]:
         """Which features it sets; a reconstruction also owns its sites, as feature -1."""
         features = [(key, feature) for key, use in self.sites.items() for feature in use.row.features]
-        found: set[Written] = {(self.module.order, key, name, phase) for key, name in features for phase in self.phases}
+        found: set[Written] = {
+            (self.module.order, key, name, phase) for key, name in features for phase in self.phases
+        }
         if self.module.kind == "full":
             found |= {(self.module.order, key, -1, phase) for key in self.sites for phase in self.phases}
         return found
@@ -223,7 +236,10 @@ class ResolvedSae:
     def describe(self) -> dict[str, Any]:
         """What was done, for the answer."""
         use = next(iter(self.sites.values()))
-        told: dict[str, Any] = {"module": self.module.name, "mode": "delta" if use.op == "delta" else "reconstruct"}
+        told: dict[str, Any] = {
+            "module": self.module.name,
+            "mode": "delta" if use.op == "delta" else "reconstruct",
+        }
         if use.op == "full":
             told["error_term"] = use.error
         return told | {"sites": [f"{hook}[{layer}]" for hook, layer in self.sites], "path": use.path}
@@ -246,17 +262,23 @@ def check_together(edits: Sequence[ResolvedSae]) -> None:
 
 def _rank(registry: SaeRegistry, module: Attached) -> tuple[int, ...]:
     others = [registry[name] for name in registry]
-    return tuple(sum(key in other.saes and other.order < module.order for other in others) for key in module.saes)
+    return tuple(
+        sum(key in other.saes and other.order < module.order for other in others) for key in module.saes
+    )
 
 
-def _covered(site: tuple[str, int], module: Attached, schema: Mapping[str, HookSchema], num_layers: int) -> Key:
+def _covered(
+    site: tuple[str, int], module: Attached, schema: Mapping[str, HookSchema], num_layers: int
+) -> Key:
     try:
         key = site_names.resolve(*site, schema, num_layers)
     except SiteError as error:
         raise SaeError(str(error)) from None
     if key not in module.saes:
         covered = ", ".join(f"{hook}[{layer}]" for hook, layer in module.saes)
-        raise SaeError(f"{quoted(module.name)} has no dictionary at {site[0]}[{site[1]}]; it covers {covered}.")
+        raise SaeError(
+            f"{quoted(module.name)} has no dictionary at {site[0]}[{site[1]}]; it covers {covered}."
+        )
     return key
 
 
@@ -273,11 +295,17 @@ def _clamps(features: Any, kind: str, only_if_active: bool) -> Clamps:
             raise SaeError(f"{quoted(site)} is no site, expected (hook, layer).")
         if not isinstance(values, Mapping):
             raise SaeError(f"features of {quoted(site)} is {quoted(values)}, expected {{feature: value}}.")
-        clamps = [parse_clamp(name, value, kind, only_if_active, f"features[{quoted(name)}]")
-                  for name, value in values.items()]  # fmt: skip
+        clamps = [
+            parse_clamp(name, value, kind, only_if_active, f"features[{quoted(name)}]")
+            for name, value in values.items()
+        ]
         if len({clamp.feature for clamp in clamps}) < len(clamps):
-            raise SaeError(f"features {quoted(list(values))} names one feature twice. Give each feature once.")
-        found[site] = tuple(sorted(clamps, key=lambda clamp: (isinstance(clamp.feature, str), str(clamp.feature))))
+            raise SaeError(
+                f"features {quoted(list(values))} names one feature twice. Give each feature once."
+            )
+        found[site] = tuple(
+            sorted(clamps, key=lambda clamp: (isinstance(clamp.feature, str), str(clamp.feature)))
+        )
     return tuple(sorted(found.items(), key=lambda entry: entry[0] or ("", -1)))
 
 
@@ -286,6 +314,8 @@ def _streams(value: Any) -> tuple[int, ...] | None:
         return None
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
         raise SaeError(f"streams is {quoted(value)}, expected a list of stream numbers.")
-    if any(isinstance(stream, bool) or not isinstance(stream, int) or not 0 <= stream < 256 for stream in value):
+    if any(
+        isinstance(stream, bool) or not isinstance(stream, int) or not 0 <= stream < 256 for stream in value
+    ):
         raise SaeError(f"streams is {quoted(value)}, expected stream numbers from 0.")
     return tuple(sorted(set(value)))

@@ -49,7 +49,9 @@ class Probe:
     def host(self) -> Probe:
         return self
 
-    def run(self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], around: SiteContext) -> torch.Tensor:
+    def run(
+        self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], around: SiteContext
+    ) -> torch.Tensor:
         laid, held = self.reader.view.laid_out(x), self.reader.held
         numbers = [unit for _, rows in uses for unit in self.reader.view.numbers(rows, None)]
         for part in torch.tensor(numbers, device=x.device).split(CHUNK):
@@ -92,6 +94,8 @@ def live_features(probe: Probe, sae: Sae, tokens: int) -> list[list[Feature]]:
             for value, name in zip(values[unit].tolist(), names[unit].tolist()):
                 feature = name if renamed is None else renamed[name]
                 if value != 0:
-                    here.append(Feature(feature, value, sae.labels.get(feature), stream if per_token > 1 else None))
+                    here.append(
+                        Feature(feature, value, sae.labels.get(feature), stream if per_token > 1 else None)
+                    )
         found.append(sorted(here, key=lambda hit: (-hit.activation, hit.feature))[: probe.k])
     return found

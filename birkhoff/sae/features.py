@@ -30,7 +30,10 @@ class Peak:
 
 class FeatureBook:
     def __init__(self, sae: Sae, contexts: int = 8):
-        self._sae, self.contexts, self.rows, self.texts = sae, contexts, 0, 0
+        self._sae = sae
+        self.contexts = contexts
+        self.rows = 0
+        self.texts = 0
         self._values = torch.zeros(sae.d_sae, contexts)
         self._texts = torch.full((sae.d_sae, contexts), -1)
         self._positions = torch.zeros(sae.d_sae, contexts, dtype=torch.long)
@@ -52,7 +55,9 @@ class FeatureBook:
         kept, order = values.topk(self.contexts, dim=1)
         texts = torch.cat([self._texts, torch.full((len(best), 1), self.texts)], 1)
         positions = torch.cat([self._positions, (first + where // rows_per_token).unsqueeze(1)], 1)
-        self._values, self._texts, self._positions = kept, texts.gather(1, order), positions.gather(1, order)
+        self._values = kept
+        self._texts = texts.gather(1, order)
+        self._positions = positions.gather(1, order)
         self.texts += 1
 
     @property
@@ -66,7 +71,9 @@ class FeatureBook:
 
     def peaks(self, feature: int) -> list[Peak]:
         """The strongest first; fewer than `contexts` when it fired in fewer texts."""
-        found = zip(self._texts[feature].tolist(), self._positions[feature].tolist(), self._values[feature].tolist())
+        found = zip(
+            self._texts[feature].tolist(), self._positions[feature].tolist(), self._values[feature].tolist()
+        )
         return [Peak(text, position, value) for text, position, value in found if value > 0]
 
 
@@ -95,6 +102,10 @@ class FeatureEntry:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "label": self.label, "density": round(self.density, 6), "largest": round(self.largest, 3),
-            "promotes": self.promotes, "suppresses": self.suppresses, "contexts": self.contexts,
-        }  # fmt: skip
+            "label": self.label,
+            "density": round(self.density, 6),
+            "largest": round(self.largest, 3),
+            "promotes": self.promotes,
+            "suppresses": self.suppresses,
+            "contexts": self.contexts,
+        }

@@ -37,10 +37,13 @@ def load_all(
         return [_placed(*load_saelens(path), asked, path)]
     if (path / MANIFEST).is_file():
         return _chosen(load_manifest(path), asked, path)
-    archive, state = gemma_scope_file(path), dictionary_learning_file(path)
+    archive = gemma_scope_file(path)
+    state = dictionary_learning_file(path)
     if archive is not None or state is not None:
         made = load_gemma_scope(archive) if archive is not None else load_dictionary_learning(state or path)
-        return [_placed(made | {"labels": read_labels(path if path.is_dir() else path.parent)}, {}, asked, path)]
+        return [
+            _placed(made | {"labels": read_labels(path if path.is_dir() else path.parent)}, {}, asked, path)
+        ]
     present = sorted(entry.name for entry in path.iterdir())[:6] if path.is_dir() else [path.name]
     raise SaeFileError(
         f"{path} holds no dictionary that we read; it holds {', '.join(present) or 'nothing'}. Expected cfg.json with "
@@ -52,7 +55,9 @@ def load_one(path: Path, hook: str | None, layer: int | None, view: str | None, 
     found = load_all(path, hook, layer, view, spread)
     if len(found) > 1:
         sites = ", ".join(f"{sae.hook}[{sae.layer}]" for sae in found)
-        raise SaeError(f"{path} holds dictionaries for {len(found)} sites ({sites}). Say which: hook= and layer=.")
+        raise SaeError(
+            f"{path} holds dictionaries for {len(found)} sites ({sites}). Say which: hook= and layer=."
+        )
     return found[0]
 
 
@@ -68,7 +73,9 @@ def save_one(sae: Sae, path: Path, layout: str) -> Path:
 
 def _chosen(saes: list[Sae], asked: dict[str, Any], path: Path) -> list[Sae]:
     """Those of a manifest that a caller means."""
-    found = [sae for sae in saes if all(wish is None or getattr(sae, name) == wish for name, wish in asked.items())]
+    found = [
+        sae for sae in saes if all(wish is None or getattr(sae, name) == wish for name, wish in asked.items())
+    ]
     if not found:
         sites = ", ".join(f"{sae.hook}[{sae.layer}] as {sae.view}" for sae in saes)
         wishes = ", ".join(f"{name}={wish!r}" for name, wish in asked.items() if wish is not None)

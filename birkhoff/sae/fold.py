@@ -26,14 +26,19 @@ class SaeWeights:
     scale: torch.Tensor | None = None  # [F], the magnitude's encoder rows are `scale` times the gate's
 
     def double(self) -> Self:
-        return replace(self, **{name: value.double() for name, value in vars(self).items() if value is not None})
+        return replace(
+            self, **{name: value.double() for name, value in vars(self).items() if value is not None}
+        )
 
     def decoder_norms(self, threshold_too: bool) -> Self:
         """Features were multiplied by the norm of their decoder row after encoding and divided before decoding."""
         norms = self.decoder.norm(dim=1)
         norms = torch.where(norms > 0, norms, 1.0)
-        changed = {"encoder": self.encoder * norms[:, None], "decoder": self.decoder / norms[:, None],
-                   "encoder_bias": self.encoder_bias * norms}  # fmt: skip
+        changed = {
+            "encoder": self.encoder * norms[:, None],
+            "decoder": self.decoder / norms[:, None],
+            "encoder_bias": self.encoder_bias * norms,
+        }
         if threshold_too and self.threshold is not None:
             changed["threshold"] = self.threshold * norms
         if self.gate_bias is not None:
@@ -50,8 +55,12 @@ class SaeWeights:
 
     def input_scale(self, factor: float) -> Self:
         """Rows were multiplied by `factor` before encoding, and reconstructions divided by it."""
-        return replace(self, encoder=self.encoder * factor, decoder=self.decoder / factor,
-                       decoder_bias=self.decoder_bias / factor)  # fmt: skip
+        return replace(
+            self,
+            encoder=self.encoder * factor,
+            decoder=self.decoder / factor,
+            decoder_bias=self.decoder_bias / factor,
+        )
 
     def arguments(self) -> dict[str, torch.Tensor]:
         """What `Sae` takes: a gate's bias is the encoder's there, and the magnitude is made from the gate."""

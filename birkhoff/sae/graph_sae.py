@@ -49,7 +49,8 @@ class GraphSae:
     """Buffers and operations of one kind of use of one dictionary at one site."""
 
     def __init__(self, host: SaeHost, kind: GraphSaeKind):
-        self.host, self.kind = host, kind
+        self.host = host
+        self.kind = kind
         held, device = host.held, host.device
         self.whole = kind.error == "drop" or held.activation.whole_row  # every feature is encoded
         self.index = torch.zeros(kind.units, dtype=torch.long, device=device)
@@ -78,7 +79,8 @@ class GraphSae:
         if not self.whole:
             torch.index_select(held.encoder, 0, self.places, out=self.encoder)
             torch.index_select(held.encoder_bias, 0, self.places, out=self.bias)
-            own, all_of_them = self.activation.tensors(), held.activation.tensors()
+            own = self.activation.tensors()
+            all_of_them = held.activation.tensors()
             for name, buffer in own.items():
                 torch.index_select(all_of_them[name], 0, self.places, out=buffer)
 
@@ -114,7 +116,9 @@ class GraphSae:
 
 def _arithmetic(table: ClampTable, room: int) -> torch.Tensor:
     """Scale, shift, low, high and gate of the features of every line, [5, lines, room]; features behind change none."""
-    kind, low, high = table.kind, table.low, table.high
+    kind = table.kind
+    low = table.low
+    high = table.high
     lines, count = kind.shape
     found = torch.zeros(5, lines, room)
     found[2], found[3], found[4] = -torch.inf, torch.inf, torch.nan

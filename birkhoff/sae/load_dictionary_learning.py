@@ -52,14 +52,18 @@ def load_dictionary_learning(path: Path) -> dict[str, Any]:
         return {"activation": "relu", **w.arguments()}
     if kind == "batchtopk":
         return {"activation": "batchtopk", "threshold": _level(tensors, path), **w.arguments()}
-    k = int(tensors["k"]) if "k" in tensors else trainer.get("k")  # earlier versions kept it in the config alone
+    k = (
+        int(tensors["k"]) if "k" in tensors else trainer.get("k")
+    )  # earlier versions kept it in the config alone
     return {"activation": "topk", "k": k, "rectified": True, **w.arguments()}
 
 
 def _level(tensors: dict[str, torch.Tensor], path: Path) -> float:
     level = float(tensors["threshold"]) if "threshold" in tensors else -1.0
     if level < 0:
-        raise SaeFileError(f"{path}: its threshold is {level}, so training never set one. Train it to the end.")
+        raise SaeFileError(
+            f"{path}: its threshold is {level}, so training never set one. Train it to the end."
+        )
     return level
 
 
@@ -81,11 +85,19 @@ def _kind(names: set[str], said: str, path: Path) -> str:
         return "relu"
     if "decoder.bias" in names:
         return "newer relu"
-    raise SaeFileError(f"{path} holds {', '.join(sorted(names)[:6]) or 'no tensors'}, which is no dictionary we know.")
+    raise SaeFileError(
+        f"{path} holds {', '.join(sorted(names)[:6]) or 'no tensors'}, which is no dictionary we know."
+    )
 
 
 def _weights(
-    tensors: dict[str, torch.Tensor], encoder: str, c: str, decoder: str, b: str, path: Path, transposed: bool = False
+    tensors: dict[str, torch.Tensor],
+    encoder: str,
+    c: str,
+    decoder: str,
+    b: str,
+    path: Path,
+    transposed: bool = False,
 ) -> SaeWeights:
     missing = [name for name in (encoder, c, decoder, b) if name not in tensors]
     if missing:
@@ -97,6 +109,13 @@ def _weights(
         )
     scale = tensors["r_mag"].double().exp() if "r_mag" in tensors else None
     threshold = tensors["threshold"] if transposed else None
-    made = SaeWeights(e.T if transposed else e, tensors[c], w if transposed else w.T, tensors[b], threshold,
-                   tensors.get("gate_bias"), scale)  # fmt: skip
+    made = SaeWeights(
+        e.T if transposed else e,
+        tensors[c],
+        w if transposed else w.T,
+        tensors[b],
+        threshold,
+        tensors.get("gate_bias"),
+        scale,
+    )
     return made.double()

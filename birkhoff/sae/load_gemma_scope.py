@@ -35,6 +35,10 @@ def load_gemma_scope(path: Path) -> dict[str, Any]:
         raise SaeFileError(f"{path} cannot be read as an archive of plain arrays ({error}).") from None
     missing = [name for name in NAMES if name not in tensors]
     if missing:
-        raise SaeFileError(f"{path} lacks {', '.join(missing)}; a Gemma Scope dictionary has {', '.join(NAMES)}.")
-    w = SaeWeights(tensors["W_enc"].T, tensors["b_enc"], tensors["W_dec"], tensors["b_dec"], tensors["threshold"])
+        raise SaeFileError(
+            f"{path} lacks {', '.join(missing)}; a Gemma Scope dictionary has {', '.join(NAMES)}."
+        )
+    w = SaeWeights(
+        tensors["W_enc"].T, tensors["b_enc"], tensors["W_dec"], tensors["b_dec"], tensors["threshold"]
+    )
     return {"activation": "jumprelu", **w.arguments()}

@@ -24,7 +24,8 @@ from birkhoff.sae.fold import SaeWeights
 
 CONFIG, WEIGHTS = "cfg.json", "sae_weights.safetensors"
 SCALER = "activation_scaler.json"
-LABELS, STATISTICS = "birkhoff_labels.json", "birkhoff_statistics.safetensors"
+LABELS = "birkhoff_labels.json"
+STATISTICS = "birkhoff_statistics.safetensors"
 _ARCHITECTURES = {"standard": "relu", "jumprelu": "jumprelu", "topk": "topk", "gated": "gated"}
 
 
@@ -34,19 +35,26 @@ def is_saelens(path: Path) -> bool:
 
 def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """What `Sae` takes of the weights, and what the files say about the place (`hook`, `layer`, `view`, ...)."""
-    config, tensors = read_json(path / CONFIG), read_tensors(path / WEIGHTS)
+    config = read_json(path / CONFIG)
+    tensors = read_tensors(path / WEIGHTS)
     kind, k = _architecture(config, path)
     names = ["W_enc", "W_dec", "b_dec", *(("b_gate", "b_mag", "r_mag") if kind == "gated" else ("b_enc",))]
     names += ["threshold"] if kind == "jumprelu" else []
     missing = [name for name in names if name not in tensors]
     if missing:
-        raise SaeFileError(f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks.")
+        raise SaeFileError(
+            f"{path / WEIGHTS}: a {kind} dictionary needs {', '.join(missing)}, which the file lacks."
+        )
     gated = kind == "gated"
     weights = SaeWeights(
-        tensors["W_enc"].T, tensors["b_mag" if gated else "b_enc"], tensors["W_dec"], tensors["b_dec"],
+        tensors["W_enc"].T,
+        tensors["b_mag" if gated else "b_enc"],
+        tensors["W_dec"],
+        tensors["b_dec"],
         threshold=tensors.get("threshold") if kind == "jumprelu" else None,
-        gate_bias=tensors["b_gate"] if gated else None, scale=tensors["r_mag"].double().exp() if gated else None,
-    ).double()  # fmt: skip
+        gate_bias=tensors["b_gate"] if gated else None,
+        scale=tensors["r_mag"].double().exp() if gated else None,
+    ).double()
     if config.get("rescale_acts_by_decoder_norm"):
         weights = weights.decoder_norms(threshold_too=False)
     if config.get("apply_b_dec_to_input", True):
@@ -62,7 +70,9 @@ def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         made["x_max"] = read_tensors(path / STATISTICS).get("x_max")
     metadata = _object(config.get("metadata"))
     place = _object(metadata.get("birkhoff"))
-    kept = {name: value for name, value in {**config, **metadata}.items() if name in ("model_name", "hook_name")}
+    kept = {
+        name: value for name, value in {**config, **metadata}.items() if name in ("model_name", "hook_name")
+    }
     return made | {"metadata": kept | _object(place.pop("metadata", None))}, place
 
 
@@ -73,27 +83,44 @@ def save_saelens(sae: Sae, path: Path) -> None:
             "SAELens' top-k sets what is below zero to zero, and this dictionary keeps it, so the files would mean "
             "something else there. Save with layout='manifest', or make it with rectified=True."
         )
-    tensors = {"W_enc": sae.encoder.T, "W_dec": sae.decoder, "b_dec": sae.decoder_bias, "b_enc": sae.encoder_bias}
+    tensors = {
+        "W_enc": sae.encoder.T,
+        "W_dec": sae.decoder,
+        "b_dec": sae.decoder_bias,
+        "b_enc": sae.encoder_bias,
+    }
     numbers = sae.activation.tensors()
     if kind == "gated":
         if not (numbers["scale"] > 0).all():
             raise SaeError("a gated dictionary of SAELens has positive scales (it keeps their logarithm).")
         del tensors["b_enc"]
-        tensors |= {"b_gate": sae.encoder_bias, "r_mag": numbers["scale"].log(),
-                    "b_mag": numbers["shift"] + numbers["scale"] * sae.encoder_bias}  # fmt: skip
+        tensors |= {
+            "b_gate": sae.encoder_bias,
+            "r_mag": numbers["scale"].log(),
+            "b_mag": numbers["shift"] + numbers["scale"] * sae.encoder_bias,
+        }
     elif "threshold" in numbers:
         if (numbers["threshold"] < 0).any():
-            raise SaeError("SAELens rectifies before it compares, and this dictionary has thresholds below zero.")
+            raise SaeError(
+                "SAELens rectifies before it compares, and this dictionary has thresholds below zero."
+            )
         tensors["threshold"] = numbers["threshold"]
     place = {"hook": sae.hook, "layer": sae.layer, "view": sae.view, "spread": sae.spread, "activation": kind}
     config: dict[str, Any] = {
         "architecture": {"relu": "standard", "batchtopk": "jumprelu"}.get(kind, kind),
-        "d_in": sae.d_model, "d_sae": sae.d_sae, "dtype": "float32", "device": "cpu",
-        "apply_b_dec_to_input": False, "normalize_activations": "none", "reshape_activations": "none",
-        "metadata": {"model_name": sae.metadata.get("model_name"),
-                     "hook_name": sae.metadata.get("hook_name") or _hook_name(sae),
-                     "birkhoff": {**place, "metadata": sae.metadata}},
-    }  # fmt: skip
+        "d_in": sae.d_model,
+        "d_sae": sae.d_sae,
+        "dtype": "float32",
+        "device": "cpu",
+        "apply_b_dec_to_input": False,
+        "normalize_activations": "none",
+        "reshape_activations": "none",
+        "metadata": {
+            "model_name": sae.metadata.get("model_name"),
+            "hook_name": sae.metadata.get("hook_name") or _hook_name(sae),
+            "birkhoff": {**place, "metadata": sae.metadata},
+        },
+    }
     if isinstance(sae.activation, TopK):
         config |= {"k": sae.activation.k, "rescale_acts_by_decoder_norm": False}
     path.mkdir(parents=True, exist_ok=True)
@@ -135,7 +162,9 @@ def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
             "jumprelu by its trainer."
         )
     if config.get("finetuning_scaling_factor"):
-        raise SaeFileError(f"{path / CONFIG}: finetuning_scaling_factor is set, which we do not read. Fold it first.")
+        raise SaeFileError(
+            f"{path / CONFIG}: finetuning_scaling_factor is set, which we do not read. Fold it first."
+        )
     k = config.get("k", options.get("k")) if architecture == "topk" else None
     return _ARCHITECTURES[architecture], k
 
@@ -157,7 +186,9 @@ def _input_scale(config: dict[str, Any], path: Path) -> float | None:
         )
     factor = read_json(path / SCALER).get("scaling_factor")
     if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < float("inf"):
-        raise SaeFileError(f"{path / SCALER}: scaling_factor is {quoted(factor)}, expected a positive number.")
+        raise SaeFileError(
+            f"{path / SCALER}: scaling_factor is {quoted(factor)}, expected a positive number."
+        )
     return float(factor)
 
 

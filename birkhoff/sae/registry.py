@@ -52,17 +52,21 @@ class Attached:
 
     def describe(self) -> dict[str, Any]:
         return {
-            "name": self.name, "kind": self.kind, "sites": [f"{hook}[{layer}]" for hook, layer in self.saes],
-            "features": None if self.features is None else sorted(self.features), "live": self.live,
+            "name": self.name,
+            "kind": self.kind,
+            "sites": [f"{hook}[{layer}]" for hook, layer in self.saes],
+            "features": None if self.features is None else sorted(self.features),
+            "live": self.live,
             "bytes": sum(host.num_bytes for host in self.hosts.values()),
-        }  # fmt: skip
+        }
 
 
 class RowPool:
     """Contents of clamps in flight, each counted once however many requests share it."""
 
     def __init__(self, kind: str, size: int):
-        self.kind, self.size = kind, size
+        self.kind = kind
+        self.size = size
         self._held: Counter[bytes] = Counter()
 
     @property
@@ -100,8 +104,12 @@ class SaeReservation:
 
 
 class SaeRegistry:
-    def __init__(self, schema: Mapping[str, HookSchema], num_layers: int, device: torch.device | str, rows: int = ROWS):
-        self.schema, self.num_layers, self._device = schema, num_layers, torch.device(device)
+    def __init__(
+        self, schema: Mapping[str, HookSchema], num_layers: int, device: torch.device | str, rows: int = ROWS
+    ):
+        self.schema = schema
+        self.num_layers = num_layers
+        self._device = torch.device(device)
         self.pools = {kind: RowPool(kind, rows) for kind in KINDS}
         self._modules: dict[str, Attached] = {}
         self._full: dict[Key, str] = {}
@@ -148,7 +156,8 @@ class SaeRegistry:
         if len(sites) < len(given):
             raise SaeError(f"module {quoted(name)} has two dictionaries for one site. Give one for each.")
         views = {
-            key: make_view(sae.view, sae.spread, sae.d_model, *key, self.schema[key[0]]) for key, sae in sites.items()
+            key: make_view(sae.view, sae.spread, sae.d_model, *key, self.schema[key[0]])
+            for key, sae in sites.items()
         }
         allowed = self._allowed(features, sites.values())
         held = sorted(allowed) if kind == "delta" and allowed is not None else None
@@ -160,7 +169,9 @@ class SaeRegistry:
             reached(f"first run at {key[0]}[{key[1]}]")
             host.warm()
         with self._lock, ExitStack() as undo:
-            undo.callback(self._restore, dict(self._modules), dict(self._full), list(self._leaving), self._order)
+            undo.callback(
+                self._restore, dict(self._modules), dict(self._full), list(self._leaving), self._order
+            )
             module = Attached(name, kind, self._order, sites, hosts, allowed)
             reached("order")
             self._order += 1
@@ -214,8 +225,9 @@ class SaeRegistry:
                 if not module.live and module in self._leaving:
                     self._leaving.remove(module)
 
-    def holding(self, modules: Sequence[Attached], rows: Mapping[str, Collection[bytes]],
-                writes: Collection[Written]) -> SaeReservation:  # fmt: skip
+    def holding(
+        self, modules: Sequence[Attached], rows: Mapping[str, Collection[bytes]], writes: Collection[Written]
+    ) -> SaeReservation:
         """What a request will take when it is admitted; refused when it can never be."""
         for kind, wanted in rows.items():
             if len(set(wanted)) > self.pools[kind].size:
@@ -223,14 +235,20 @@ class SaeRegistry:
                     f"this request needs {len(set(wanted))} rows of {kind} clamps, and {self.pools[kind].size} can "
                     "ever be free. Ask for fewer features in fewer edits."
                 )
-        return SaeReservation(self, tuple(modules), {kind: frozenset(wanted) for kind, wanted in rows.items()},
-                          frozenset(writes))  # fmt: skip
+        return SaeReservation(
+            self,
+            tuple(modules),
+            {kind: frozenset(wanted) for kind, wanted in rows.items()},
+            frozenset(writes),
+        )
 
     def check_not_written(self, writes: Collection[Written]) -> None:
         """For clamps of every request: none that is running may already write one of these features."""
         with self._lock:
             for order, (hook, layer), feature, phase in sorted(set(writes) & set(self._writes)):
-                name = next((m.name for m in self._modules.values() if m.order == order), "a module that is leaving")
+                name = next(
+                    (m.name for m in self._modules.values() if m.order == order), "a module that is leaving"
+                )
                 raise SaeError(
                     f"a running request already sets feature {feature} of {name} at {hook}[{layer}] in {phase}. "
                     "Wait until it has ended, or leave that feature to requests."
@@ -245,26 +263,34 @@ class SaeRegistry:
             raise SaeError(f"kind is {quoted(kind)}, expected one of {', '.join(KINDS)}.")
         given = [saes] if isinstance(saes, Sae) else list(saes) if isinstance(saes, (list, tuple)) else []
         if not given or not all(isinstance(sae, Sae) for sae in given):
-            raise SaeError(f"got {quoted(saes)}, expected an Sae or a list of them. Read one with Sae.load(path).")
+            raise SaeError(
+                f"got {quoted(saes)}, expected an Sae or a list of them. Read one with Sae.load(path)."
+            )
         return given
 
     def _site(self, sae: Sae) -> Key:
         if sae.hook is None or sae.layer is None:
             missing = "hook" if sae.hook is None else "layer"
-            raise SaeError(f"{sae} says no {missing}. Give it when loading, or place it with sae.at(hook, layer).")
+            raise SaeError(
+                f"{sae} says no {missing}. Give it when loading, or place it with sae.at(hook, layer)."
+            )
         try:
             hook, layer = site_names.resolve(sae.hook, sae.layer, self.schema, self.num_layers)
         except SiteError as error:
             raise SaeError(str(error)) from None
         if not self.schema[hook].steerable:
-            raise SaeError(f"{hook} is capture-only: it can be read, not changed, so nothing is attached there.")
+            raise SaeError(
+                f"{hook} is capture-only: it can be read, not changed, so nothing is attached there."
+            )
         return hook, layer
 
     def _allowed(self, features: Iterable[int | str] | None, saes: Iterable[Sae]) -> frozenset[int] | None:
         if features is None:
             return None
         if isinstance(features, str) or not isinstance(features, Iterable):
-            raise SaeError(f"features is {quoted(features)}, expected a list of features, by number or label.")
+            raise SaeError(
+                f"features is {quoted(features)}, expected a list of features, by number or label."
+            )
         wanted = list(features)
         chosen = [frozenset(sae.feature(name) for name in wanted) for sae in saes]
         if len(set(chosen)) > 1:
@@ -291,5 +317,10 @@ class SaeRegistry:
         if module.live:
             self._leaving.append(module)
 
-    def _restore(self, modules: dict[str, Attached], full: dict[Key, str], leaving: list[Attached], order: int) -> None:
-        self._modules, self._full, self._leaving, self._order = modules, full, leaving, order
+    def _restore(
+        self, modules: dict[str, Attached], full: dict[Key, str], leaving: list[Attached], order: int
+    ) -> None:
+        self._modules = modules
+        self._full = full
+        self._leaving = leaving
+        self._order = order

@@ -34,7 +34,8 @@ class Attachment:
     """What `engine.attach` hands out: in a `with` block it detaches at the end, letting running requests finish."""
 
     def __init__(self, registry: SaeRegistry, module: Attached):
-        self._registry, self.module = registry, module
+        self._registry = registry
+        self.module = module
 
     @property
     def name(self) -> str:
@@ -43,7 +44,9 @@ class Attachment:
     def __enter__(self) -> Attachment:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
         if self.name in self._registry and self._registry[self.name] is self.module:
             self._registry.detach(self.name, drain=True)
 
@@ -51,7 +54,9 @@ class Attachment:
 class SaeResolver:
     def __init__(self, schema: Mapping[str, HookSchema], num_layers: int, device: torch.device | str):
         self.registry = SaeRegistry(schema, num_layers, device)
-        self._for_all: list[tuple[SaeEdit, ...]] = []  # one entry per open block, and one for what was set to stay
+        self._for_all: list[
+            tuple[SaeEdit, ...]
+        ] = []  # one entry per open block, and one for what was set to stay
         self._stays: tuple[SaeEdit, ...] = ()
 
     def attach(
@@ -77,7 +82,9 @@ class SaeResolver:
         self._check_not_in_tier(name)
         self.registry.detach(name, drain)
 
-    def edits(self, own: Sequence[SaeEdit], prompt: Sequence[int] | int, max_tokens: int) -> tuple[ResolvedSae, ...]:
+    def edits(
+        self, own: Sequence[SaeEdit], prompt: Sequence[int] | int, max_tokens: int
+    ) -> tuple[ResolvedSae, ...]:
         """The tier of every request and the request's own, resolved for one prompt and found to agree."""
         resolved = tuple(edit.resolve(self.registry, prompt, max_tokens) for edit in (*self.tier, *own))
         check_together(resolved)
@@ -125,14 +132,17 @@ class SaeResolver:
         return {
             "modules": [self.registry[name].describe() for name in self.registry],
             "for_all": [edit.to_json() for edit in self.tier],
-            "rows": {kind: {"used": pool.used, "size": pool.size} for kind, pool in self.registry.pools.items()},
+            "rows": {
+                kind: {"used": pool.used, "size": pool.size} for kind, pool in self.registry.pools.items()
+            },
         }
 
     def digest(self) -> str | None:
         """128 bits of the tier, dictionaries by their content; None when it is empty."""
         edits = [edit.resolve(self.registry, 1, 2) for edit in self.tier]
         parts = [
-            combine(part for edit in edits for part in edit.digest_parts(phase)) for phase in ("prefill", "decode")
+            combine(part for edit in edits for part in edit.digest_parts(phase))
+            for phase in ("prefill", "decode")
         ]
         if not edits:
             return None
@@ -155,7 +165,9 @@ class SaeResolver:
     def _check_tier(self, tier: Sequence[SaeEdit], new: Sequence[SaeEdit]) -> None:
         for edit in new:
             if isinstance(edit, SaeReconstruct):
-                raise SaeError("SaeReconstruct is for single requests: the tier of every request sets features only.")
+                raise SaeError(
+                    "SaeReconstruct is for single requests: the tier of every request sets features only."
+                )
         check_together([edit.resolve(self.registry, 1, 2) for edit in tier])
         for edit in new:
             self.registry.check_not_written(edit.resolve(self.registry, 1, 2).writes())

@@ -23,8 +23,20 @@ from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 SaeEdit = SaeSet | SaeReconstruct
 _SPEC = ("module_name", "phase", "clamps", "where", "streams", "path")
 _ENTRY = ("feature_idx", "kind", "value", "only_if_active")
-_NATIVE = ("op", "module", "mode", "set", "set_at", "kind", "only_if_active", "phase", "where", "streams", "path",
-           "error_term")  # fmt: skip
+_NATIVE = (
+    "op",
+    "module",
+    "mode",
+    "set",
+    "set_at",
+    "kind",
+    "only_if_active",
+    "phase",
+    "where",
+    "streams",
+    "path",
+    "error_term",
+)
 
 
 def parse_clamp_specs(value: Any, path: str = "sae_clamp_specs", phase: str | None = None) -> list[SaeSet]:
@@ -34,7 +46,9 @@ def parse_clamp_specs(value: Any, path: str = "sae_clamp_specs", phase: str | No
     ]  # an edit without clamps is refused by itself
 
 
-def parse_reconstruction_specs(value: Any, path: str = "sae_full_reconstruction_specs") -> list[SaeReconstruct]:
+def parse_reconstruction_specs(
+    value: Any, path: str = "sae_full_reconstruction_specs"
+) -> list[SaeReconstruct]:
     return [
         _made(SaeReconstruct, spec, at, None, {"error": spec["error_term"]} if "error_term" in spec else {})
         for spec, at in _specs(value, path, (*_SPEC, "error_term"))
@@ -62,18 +76,25 @@ def parse_intervention(raw: Any, path: str) -> SaeEdit:
         raise SaeError(f"is {quoted(mode)}, expected 'delta' or 'reconstruct'.", _join(path, "mode"))
     if mode == "delta" and "error_term" in raw:
         raise SaeError(
-            "a delta keeps the error by itself. Leave it out, or use mode 'reconstruct'.", _join(path, "error_term")
+            "a delta keeps the error by itself. Leave it out, or use mode 'reconstruct'.",
+            _join(path, "error_term"),
         )
     features: dict[Any, Any] = {}
     if raw.get("set") is not None:
         if not isinstance(raw["set"], Mapping):
-            raise SaeError(f"is {quoted(raw['set'])}, expected an object from features to values.", _join(path, "set"))
+            raise SaeError(
+                f"is {quoted(raw['set'])}, expected an object from features to values.", _join(path, "set")
+            )
         features = dict(raw["set"])
     if raw.get("set_at") is not None:
         if features:
             raise SaeError("is given beside set. Use one of them.", _join(path, "set_at"))
         features = _by_site(raw["set_at"], _join(path, "set_at"), _plain_values)
-    given = {name: raw[name] for name in ("kind", "only_if_active", "phase", "where", "streams", "path") if name in raw}
+    given = {
+        name: raw[name]
+        for name in ("kind", "only_if_active", "phase", "where", "streams", "path")
+        if name in raw
+    }
     if mode == "reconstruct":
         with _FieldPath(path):
             error = {"error": raw["error_term"]} if "error_term" in raw else {}
@@ -84,7 +105,9 @@ def parse_intervention(raw: Any, path: str) -> SaeEdit:
 
 def _specs(value: Any, path: str, known: Sequence[str]) -> list[tuple[Mapping[str, Any], str]]:
     if not is_list(value):
-        raise SaeError(f"is {quoted(value)}, expected a list of objects with 'module_name' and 'clamps'.", path)
+        raise SaeError(
+            f"is {quoted(value)}, expected a list of objects with 'module_name' and 'clamps'.", path
+        )
     for place, spec in enumerate(value):
         if not isinstance(spec, Mapping):
             raise SaeError(
@@ -94,7 +117,9 @@ def _specs(value: Any, path: str, known: Sequence[str]) -> list[tuple[Mapping[st
     return [(spec, f"{path}[{place}]") for place, spec in enumerate(value)]
 
 
-def _made(kind: Callable[..., Any], spec: Mapping[str, Any], path: str, phase: str | None, more: dict[str, Any]) -> Any:
+def _made(
+    kind: Callable[..., Any], spec: Mapping[str, Any], path: str, phase: str | None, more: dict[str, Any]
+) -> Any:
     said = spec.get("phase", phase or "both")
     if said not in PHASES:
         raise SaeError(f"is {quoted(said)}, expected one of {', '.join(PHASES)}.", f"{path}.phase")
@@ -102,14 +127,18 @@ def _made(kind: Callable[..., Any], spec: Mapping[str, Any], path: str, phase: s
         raise SaeError(f"is {quoted(said)} in a list of {phase} specs. Leave it out.", f"{path}.phase")
     name = spec.get("module_name")
     if not isinstance(name, str) or not name:
-        raise SaeError(f"is {quoted(name)}, expected the name of an attached dictionary.", f"{path}.module_name")
+        raise SaeError(
+            f"is {quoted(name)}, expected the name of an attached dictionary.", f"{path}.module_name"
+        )
     features = _by_site(spec.get("clamps") or {}, f"{path}.clamps", _entries)
     given = {name: spec[name] for name in ("where", "streams", "path") if name in spec}
     with _FieldPath(path):
         return kind(name, features, phase=said, **given, **more)
 
 
-def _by_site(raw: Any, path: str, read: Callable[[Any, str], dict[Any, Any]]) -> dict[tuple[str, int], dict[Any, Any]]:
+def _by_site(
+    raw: Any, path: str, read: Callable[[Any, str], dict[Any, Any]]
+) -> dict[tuple[str, int], dict[Any, Any]]:
     if not isinstance(raw, Mapping):
         raise SaeError(f"is {quoted(raw)}, expected an object from hooks to layers.", path)
     found: dict[tuple[str, int], dict[Any, Any]] = {}
@@ -136,7 +165,9 @@ def _entries(raw: Any, path: str) -> dict[Any, Any]:
     for place, entry in enumerate(raw):
         at = f"{path}[{place}]"
         if not isinstance(entry, Mapping):
-            raise SaeError(f"is {quoted(entry)}, expected an object with 'feature_idx', 'kind' and 'value'.", at)
+            raise SaeError(
+                f"is {quoted(entry)}, expected an object with 'feature_idx', 'kind' and 'value'.", at
+            )
         _only(entry, _ENTRY, at)
         if "feature_idx" not in entry or "value" not in entry:
             raise SaeError(f"lacks {'value' if 'feature_idx' in entry else 'feature_idx'}.", at)
@@ -150,8 +181,11 @@ def _entries(raw: Any, path: str) -> dict[Any, Any]:
             raise SaeError(f"is {quoted(feature)}, expected a number from 0 or a label.", f"{at}.feature_idx")
         if feature in found:
             raise SaeError(f"feature {quoted(feature)} is given twice. Give each feature once.", at)
-        found[feature] = {"kind": entry.get("kind", "absolute"), "value": entry["value"],
-                          "only_if_active": entry.get("only_if_active", False)}  # fmt: skip
+        found[feature] = {
+            "kind": entry.get("kind", "absolute"),
+            "value": entry["value"],
+            "only_if_active": entry.get("only_if_active", False),
+        }
     return found
 
 

@@ -24,7 +24,16 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.load_saelens import read_json, read_labels, read_tensors, save_labels
 
 MANIFEST = "manifest.json"
-_FIELDS = ("d_model", "d_sae", "activation", "activation_params", "layers", "clampable_features", "view", "spread")
+_FIELDS = (
+    "d_model",
+    "d_sae",
+    "activation",
+    "activation_params",
+    "layers",
+    "clampable_features",
+    "view",
+    "spread",
+)
 
 
 def load_manifest(path: Path) -> list[Sae]:
@@ -36,11 +45,14 @@ def load_manifest(path: Path) -> list[Sae]:
     if unknown or missing:
         problem = f"has the unknown field {quoted(unknown[0])}" if unknown else f"lacks {', '.join(missing)}"
         raise SaeFileError(f"{where} {problem}; a manifest has {', '.join(_FIELDS)}.")
-    layers, options = said["layers"], said.get("activation_params") or {}
+    layers = said["layers"]
+    options = said.get("activation_params") or {}
     if not isinstance(layers, list) or not layers or not all(_is_site(site) for site in layers):
         raise SaeFileError(f"{where}: layers is {quoted(layers)}, expected a list of [layer, hook].")
     if not isinstance(options, dict) or not set(options) <= {"k", "rectified", "threshold"}:
-        raise SaeFileError(f"{where}: activation_params is {quoted(options)}, expected k, rectified or threshold.")
+        raise SaeFileError(
+            f"{where}: activation_params is {quoted(options)}, expected k, rectified or threshold."
+        )
     labels, found = read_labels(path), []
     for layer, hook in layers:
         file = path / f"layer_{layer}_{hook}.safetensors"
@@ -57,11 +69,21 @@ def load_manifest(path: Path) -> list[Sae]:
             name: tensors[name] for name in ("scale", "shift", "threshold", "x_max") if name in tensors
         }
         found.append(
-            Sae(tensors["encoder_weight"], tensors["encoder_bias"], tensors["decoder_weight"],
-                tensors.get("decoder_bias"), activation=said["activation"], hook=hook, layer=layer,
-                view=said.get("view", "single"), spread=said.get("spread"),
-                labels=labels, metadata=said.get("metadata"), **(options | given))
-        )  # fmt: skip
+            Sae(
+                tensors["encoder_weight"],
+                tensors["encoder_bias"],
+                tensors["decoder_weight"],
+                tensors.get("decoder_bias"),
+                activation=said["activation"],
+                hook=hook,
+                layer=layer,
+                view=said.get("view", "single"),
+                spread=said.get("spread"),
+                labels=labels,
+                metadata=said.get("metadata"),
+                **(options | given),
+            )
+        )
     return found
 
 
@@ -70,20 +92,38 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
     first = saes[0]
 
     def shape(sae: Sae) -> tuple[Any, ...]:
-        k, rectified = getattr(sae.activation, "k", None), getattr(sae.activation, "rectified", None)
-        return sae.d_sae, sae.d_model, sae.activation.name, k, rectified, sae.view, sae.spread, dict(sae.labels)
+        k = getattr(sae.activation, "k", None)
+        rectified = getattr(sae.activation, "rectified", None)
+        return (
+            sae.d_sae,
+            sae.d_model,
+            sae.activation.name,
+            k,
+            rectified,
+            sae.view,
+            sae.spread,
+            dict(sae.labels),
+        )
 
     for sae in saes:
         if sae.hook is None or sae.layer is None:
-            raise SaeError(f"{sae} says no site, and a manifest names one for each. Place it with sae.at(hook, layer).")
+            raise SaeError(
+                f"{sae} says no site, and a manifest names one for each. Place it with sae.at(hook, layer)."
+            )
         if shape(sae) != shape(first):
-            raise SaeError(f"{sae} and {first} differ in more than their site, and a manifest describes them together.")
+            raise SaeError(
+                f"{sae} and {first} differ in more than their site, and a manifest describes them together."
+            )
     top = first.activation
     options = {"k": top.k, "rectified": top.rectified} if isinstance(top, TopK) else {}
     said: dict[str, Any] = {
-        "d_model": first.d_model, "d_sae": first.d_sae, "activation": first.activation.name,
-        "activation_params": options, "layers": [[sae.layer, sae.hook] for sae in saes], "view": first.view,
-    }  # fmt: skip
+        "d_model": first.d_model,
+        "d_sae": first.d_sae,
+        "activation": first.activation.name,
+        "activation_params": options,
+        "layers": [[sae.layer, sae.hook] for sae in saes],
+        "view": first.view,
+    }
     if first.spread is not None:
         said["spread"] = first.spread
     if clampable is not None:
@@ -92,8 +132,13 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
         said["metadata"] = first.metadata
     path.mkdir(parents=True, exist_ok=True)
     for sae in saes:
-        tensors = {"encoder_weight": sae.encoder, "encoder_bias": sae.encoder_bias, "decoder_weight": sae.decoder,
-                   "decoder_bias": sae.decoder_bias, **sae.activation.tensors()}  # fmt: skip
+        tensors = {
+            "encoder_weight": sae.encoder,
+            "encoder_bias": sae.encoder_bias,
+            "decoder_weight": sae.decoder,
+            "decoder_bias": sae.decoder_bias,
+            **sae.activation.tensors(),
+        }
         if sae.x_max is not None:
             tensors["x_max"] = sae.x_max
         save_file(tensors, path / f"layer_{sae.layer}_{sae.hook}.safetensors")
@@ -107,10 +152,18 @@ def clampable_features(path: Path) -> list[int] | None:
     if said is None:
         return None
     if not isinstance(said, list) or any(type(number) is not int for number in said):
-        raise SaeFileError(f"{path / MANIFEST}: clampable_features is {quoted(said)}, expected a list of numbers.")
+        raise SaeFileError(
+            f"{path / MANIFEST}: clampable_features is {quoted(said)}, expected a list of numbers."
+        )
     return said
 
 
 def _is_site(site: Any) -> bool:
-    return (isinstance(site, list) and len(site) == 2 and type(site[0]) is int and site[0] >= 0
-            and isinstance(site[1], str) and re.fullmatch("[a-z_]+", site[1]) is not None)  # fmt: skip
+    return (
+        isinstance(site, list)
+        and len(site) == 2
+        and type(site[0]) is int
+        and site[0] >= 0
+        and isinstance(site[1], str)
+        and re.fullmatch("[a-z_]+", site[1]) is not None
+    )

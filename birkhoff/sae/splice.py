@@ -28,7 +28,20 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.encode import DeviceSae, FeatureSubset, TopkFeatures, columns, kept, reconstruct
 from birkhoff.sae.views import View
 
-LADDER = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128)  # heights of the block; beyond the last, multiples of half of it
+LADDER = (
+    1,
+    2,
+    4,
+    8,
+    12,
+    16,
+    24,
+    32,
+    48,
+    64,
+    96,
+    128,
+)  # heights of the block; beyond the last, multiples of half of it
 MOST_COMPOSITIONS = 64
 MOST_LAYOUTS = 16
 
@@ -60,7 +73,9 @@ class SaeUse:
     @cached_property
     def constant(self) -> torch.Tensor:
         """What clamps that only add come to, [d]."""
-        return torch.tensor(self.row.lows, device=self.host.device) @ self.host.decoder_rows(self.row.features)
+        return torch.tensor(self.row.lows, device=self.host.device) @ self.host.decoder_rows(
+            self.row.features
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,10 +107,16 @@ class _SpliceLayout:
 class SaeHost:
     """One dictionary at one site. `features` are those whose rows are held, None for all."""
 
-    def __init__(self, sae: Sae, view: View, features: Sequence[int] | None, device: torch.device, order: int = 0):
-        self.view, self.order, self.device = view, order, torch.device(device)
+    def __init__(
+        self, sae: Sae, view: View, features: Sequence[int] | None, device: torch.device, order: int = 0
+    ):
+        self.view = view
+        self.order = order
+        self.device = torch.device(device)
         self.features = None if features is None else tuple(sorted(features))
-        self._place = None if self.features is None else {name: place for place, name in enumerate(self.features)}
+        self._place = (
+            None if self.features is None else {name: place for place, name in enumerate(self.features)}
+        )
         self.held = self._hold(sae)
         self._compositions: dict[tuple[tuple[bytes, ...], ...], _Composition] = {}
         self._layouts: dict[tuple[tuple[SaeUse, tuple[int, ...]], ...], _SpliceLayout] = {}
@@ -104,12 +125,14 @@ class SaeHost:
         if self.features is None:
             return DeviceSae.of(sae, self.device)
         chosen = torch.tensor(self.features, dtype=torch.long)
-        decoder, bias = sae.decoder[chosen].to(self.device), sae.decoder_bias.to(self.device)
+        decoder = sae.decoder[chosen].to(self.device)
+        bias = sae.decoder_bias.to(self.device)
         if sae.activation.whole_row:  # who is among the k largest takes all of the encoder to know
             return DeviceSae(
                 sae.encoder.to(self.device), sae.encoder_bias.to(self.device), decoder, bias, sae.activation
             )
-        encoder, c = sae.encoder[chosen].to(self.device), sae.encoder_bias[chosen].to(self.device)
+        encoder = sae.encoder[chosen].to(self.device)
+        c = sae.encoder_bias[chosen].to(self.device)
         return DeviceSae(encoder, c, decoder, bias, sae.activation.part(chosen).to(self.device))
 
     @property
@@ -131,9 +154,14 @@ class SaeHost:
         places = features if self._place is None else [self._place[name] for name in features]
         return torch.tensor(places, dtype=torch.long, device=self.device)
 
-    def run(self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], around: SiteContext) -> torch.Tensor:
+    def run(
+        self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], around: SiteContext
+    ) -> torch.Tensor:
         """A new tensor with the named rows changed and all others bit-identical."""
-        for error in ("keep", "drop"):  # of one dictionary a row is in one of the two: requests are refused otherwise
+        for error in (
+            "keep",
+            "drop",
+        ):  # of one dictionary a row is in one of the two: requests are refused otherwise
             chosen = [(use, rows) for use, rows in uses if use.error == error and len(rows)]
             if chosen:
                 x = self._run(x, chosen, around, error)
@@ -175,18 +203,24 @@ class SaeHost:
         lines += lines[:1] * spare
         return self._laid(numbers + numbers[:1] * spare, lines, composition, len(numbers))
 
-    def _laid(self, index: list[int], lines: list[int], composition: _Composition, count: int) -> _SpliceLayout:
+    def _laid(
+        self, index: list[int], lines: list[int], composition: _Composition, count: int
+    ) -> _SpliceLayout:
         where = [place for place, line in enumerate(lines) if composition.encodes[line]]
         encodes = bool(where) and composition.chosen is not None
         everywhere = len(where) == len(lines)
         at = torch.tensor(lines, dtype=torch.long, device=self.device)
-        picked = torch.tensor(where, dtype=torch.long, device=self.device) if encodes and not everywhere else None
+        picked = (
+            torch.tensor(where, dtype=torch.long, device=self.device) if encodes and not everywhere else None
+        )
         clamps = composition.table.at(at if picked is None else at[picked]) if encodes else None
         constants = None if composition.constants is None else composition.constants[at]
         units = torch.tensor(index, dtype=torch.long, device=self.device)
         return _SpliceLayout(units, units[:count], count, composition, encodes, picked, clamps, constants)
 
-    def _compact(self, uses: list[tuple[SaeUse, list[int]]]) -> tuple[list[int], list[int], list[tuple[SaeUse, ...]]]:
+    def _compact(
+        self, uses: list[tuple[SaeUse, list[int]]]
+    ) -> tuple[list[int], list[int], list[tuple[SaeUse, ...]]]:
         """The units that opted in, the line of each, and the uses that every line holds."""
         meeting: dict[int, tuple[int, ...]] = {}
         for number, (use, rows) in enumerate(uses):
@@ -225,7 +259,9 @@ class SaeHost:
 
     def _surgery(self, v: torch.Tensor, laid: _SpliceLayout, found: TopkFeatures | None) -> torch.Tensor:
         """sum over clamped features of (f' - f) w, [n, d]."""
-        composition, picked, constants = laid.composition, laid.picked, laid.constants
+        composition = laid.composition
+        picked = laid.picked
+        constants = laid.constants
         if laid.clamps is None or composition.chosen is None:
             return torch.zeros_like(v) if constants is None else constants
         part = v if picked is None else v[picked]

@@ -20,19 +20,36 @@ import torch
 from birkhoff.errors import SaeFileError, quoted
 
 _TYPES = {
-    "FloatStorage": torch.float32, "DoubleStorage": torch.float64, "HalfStorage": torch.float16,
-    "BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-}  # fmt: skip
-_REBUILD, _PARAMETER, _ORDERED = (
-    "torch._utils _rebuild_tensor_v2",
-    "torch._utils _rebuild_parameter",
-    "collections OrderedDict",
-)
+    "FloatStorage": torch.float32,
+    "DoubleStorage": torch.float64,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+_REBUILD = "torch._utils _rebuild_tensor_v2"
+_PARAMETER = "torch._utils _rebuild_parameter"
+_ORDERED = "collections OrderedDict"
 _MARK = object()
 _CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
-_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8",
-             "INT", "LONG", "FLOAT", "UNICODE"}  # fmt: skip
+_LITERALS = {
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "INT",
+    "LONG",
+    "FLOAT",
+    "UNICODE",
+}
 
 
 @dataclass(frozen=True)
@@ -63,13 +80,17 @@ def read_plain_tensors(path: Path) -> dict[str, Any]:
             "else: save them again with a current torch."
         ) from None
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise SaeFileError(f"{path} holds {quoted(type(found).__name__)}, expected tensors by name (a state_dict).")
+        raise SaeFileError(
+            f"{path} holds {quoted(type(found).__name__)}, expected tensors by name (a state_dict)."
+        )
     return found
 
 
 class _PickleReader:
     def __init__(self, path: Path, archive: zipfile.ZipFile, prefix: str):
-        self._path, self._archive, self._prefix = path, archive, prefix
+        self._path = path
+        self._archive = archive
+        self._prefix = prefix
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
@@ -123,9 +144,13 @@ class _PickleReader:
         elif name == "BUILD":
             stack.pop()  # attributes of a dictionary, such as torch's version notes: left out
             if not isinstance(stack[-1], dict):
-                raise SaeFileError(f"{self._path}: its index sets attributes of a {type(stack[-1]).__name__}.")
+                raise SaeFileError(
+                    f"{self._path}: its index sets attributes of a {type(stack[-1]).__name__}."
+                )
         else:
-            raise SaeFileError(f"{self._path}: its index uses {name}, which plain tensors do not need. It is not read.")
+            raise SaeFileError(
+                f"{self._path}: its index uses {name}, which plain tensors do not need. It is not read."
+            )
 
     def _since_mark(self) -> list[Any]:
         at = max(place for place, entry in enumerate(self._stack) if entry is _MARK)
@@ -144,7 +169,12 @@ class _PickleReader:
 
     def _storage(self, said: Any) -> _Storage:
         kind, name, key, _, count = said
-        if kind != "storage" or not isinstance(name, _Name) or not isinstance(key, str) or not isinstance(count, int):
+        if (
+            kind != "storage"
+            or not isinstance(name, _Name)
+            or not isinstance(key, str)
+            or not isinstance(count, int)
+        ):
             raise ValueError("a storage is described by something else than a storage")
         return _Storage(key, _TYPES[name.text.partition(" ")[2]])
 

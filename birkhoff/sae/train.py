@@ -81,12 +81,16 @@ class Trainer:
     def __init__(self, options: TrainOptions, sample: torch.Tensor):
         """`sample` [n, d], some thousand rows, fixes centre and scale."""
         sample = checked_rows(sample)
-        self.options, self.done, self.rows_seen = options, 0, 0
+        self.options = options
+        self.done = 0
+        self.rows_seen = 0
         width = sample.shape[1]
         self.centre = sample.mean(0)
         spread = (sample - self.centre).pow(2).sum(1).mean().item()
         if spread <= 0:
-            raise SaeError("all rows of the sample are the same, so there is nothing to learn. Check the capture.")
+            raise SaeError(
+                "all rows of the sample are the same, so there is nothing to learn. Check the capture."
+            )
         self.factor = math.sqrt(width / spread)
         generator = torch.Generator().manual_seed(options.seed)
         decoder = torch.randn(options.features, width, generator=generator)
@@ -141,12 +145,16 @@ class Trainer:
         """Gradients of mean |x - x^|^2 / d, and what is left over, x - x^."""
         rows, features = kept.nonzero(as_tuple=True)
         values = z[rows, features]
-        decoder, (n, count) = self.weights["decoder"], z.shape
+        decoder = self.weights["decoder"]
+        (n, count) = z.shape
         left = x - self.weights["decoder_bias"] - _weighted_sums(rows, features, values, decoder, n)
         slope = left * (-2.0 / x.numel())  # of x^, [n, d]
         by_value = (slope @ decoder.T)[rows, features]
         order = features.argsort(stable=True)
-        rows, features, values, by_value = rows[order], features[order], values[order], by_value[order]
+        rows = rows[order]
+        features = features[order]
+        values = values[order]
+        by_value = by_value[order]
         return {
             "encoder": _weighted_sums(features, rows, by_value, x, count),
             "encoder_bias": torch.zeros(count).index_add_(0, features, by_value),
@@ -178,7 +186,9 @@ class Trainer:
         slope -= (slope * decoder).sum(1, keepdim=True) * decoder
         rate, count = self.options.rate_at(self.done), self.done + 1
         for name, tensor in self.weights.items():
-            first, second, gradient = self._first[name], self._second[name], gradients[name]
+            first = self._first[name]
+            second = self._second[name]
+            gradient = gradients[name]
             first.lerp_(gradient, 1 - _BETAS[0])
             second.mul_(_BETAS[1]).addcmul_(gradient, gradient, value=1 - _BETAS[1])
             size = (second / (1 - _BETAS[1] ** count)).sqrt_().add_(_TINY)
@@ -188,7 +198,9 @@ class Trainer:
     def finish(self, rows: Iterable[torch.Tensor], **place: Any) -> Sae:
         """The dictionary, with the threshold that keeps k features of a row of `rows` on average, and the largest
         activation of each feature there. `place` goes to `Sae`: hook, layer, view, metadata."""
-        levels, largest, count = [], torch.zeros(self.options.features), 0
+        levels = []
+        largest = torch.zeros(self.options.features)
+        count = 0
         for batch in rows:
             x = (checked_rows(batch, len(self.centre)) - self.centre) * self.factor
             z = self._pre_activations(x)
@@ -197,7 +209,9 @@ class Trainer:
             largest = torch.maximum(largest, torch.where(kept, z, 0.0).amax(0))
             count += len(z)
         if not count:
-            raise SaeError("there are no rows to find the threshold on. Pass some of the training rows to finish().")
+            raise SaeError(
+                "there are no rows to find the threshold on. Pass some of the training rows to finish()."
+            )
         w = self.weights
         encoder_bias = w["encoder_bias"] / self.factor - w["encoder"] @ self.centre
         made: dict[str, Any] = {"x_max": largest / self.factor, **place}
@@ -215,7 +229,13 @@ class Trainer:
         held |= {f"second.{name}": tensor for name, tensor in self._second.items()}
         counts = torch.tensor([self.done, self.rows_seen])
         scale = torch.tensor([self.factor], dtype=torch.float64)
-        return {**held, "silent_rows": self.silent_rows, "centre": self.centre, "factor": scale, "counts": counts}
+        return {
+            **held,
+            "silent_rows": self.silent_rows,
+            "centre": self.centre,
+            "factor": scale,
+            "counts": counts,
+        }
 
     @classmethod
     def restored(cls, options: TrainOptions, state: Mapping[str, torch.Tensor]) -> Trainer:
@@ -223,8 +243,10 @@ class Trainer:
         trainer = object.__new__(cls)
         trainer.options = options
         trainer.done, trainer.rows_seen = (int(count) for count in state["counts"])
-        trainer.centre, trainer.factor = state["centre"], float(state["factor"])
-        trainer.silent_rows, trainer._level = state["silent_rows"].clone(), 0.0
+        trainer.centre = state["centre"]
+        trainer.factor = float(state["factor"])
+        trainer.silent_rows = state["silent_rows"].clone()
+        trainer._level = 0.0
         for name, kind in (("weights", "weights"), ("_first", "first"), ("_second", "second")):
             parts = ("encoder", "encoder_bias", "decoder", "decoder_bias")
             setattr(trainer, name, {part: state[f"{kind}.{part}"].clone() for part in parts})
@@ -243,9 +265,13 @@ def checked_rows(rows: torch.Tensor, width: int | None = None) -> torch.Tensor:
     """Rows [n, d] in float32; anything else, or a number that is not finite, is refused."""
     if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or not len(rows):
         shape = tuple(rows.shape) if isinstance(rows, torch.Tensor) else quoted(rows)
-        raise SaeError(f"rows are {shape}, expected a tensor [rows, width]. Choose a view for rows with streams.")
+        raise SaeError(
+            f"rows are {shape}, expected a tensor [rows, width]. Choose a view for rows with streams."
+        )
     if width is not None and rows.shape[1] != width:
-        raise SaeError(f"rows have {rows.shape[1]} numbers, the dictionary {width}. Use rows of one site and view.")
+        raise SaeError(
+            f"rows have {rows.shape[1]} numbers, the dictionary {width}. Use rows of one site and view."
+        )
     rows = rows.float()
     if not rows.isfinite().all():
         raise SaeError("a row holds a number that is not finite. Look at the capture it came from.")

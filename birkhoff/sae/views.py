@@ -74,7 +74,9 @@ class View:
         if self.spread == "read":
             share = weights / weights.square().sum(-1, keepdim=True)
         elif self.spread == "post":
-            assert around.post is not None, "attaching refuses this spread where nothing has written the streams"
+            assert around.post is not None, (
+                "attaching refuses this spread where nothing has written the streams"
+            )
             share = around.post.index_select(0, index).float()
         else:
             share = torch.ones_like(weights)
@@ -100,7 +102,9 @@ def make_view(name: str, spread: str | None, d_model: int, hook: str, layer: int
     width = row.width if name == "flat" else hidden
     if d_model != width:
         what = f"m*d = {streams}*{hidden} = {width}" if name == "flat" else str(width)
-        raise SaeError(f"this dictionary encodes rows of {d_model}, and view {name!r} of {hook} has rows of {what}.")
+        raise SaeError(
+            f"this dictionary encodes rows of {d_model}, and view {name!r} of {hook} has rows of {what}."
+        )
     if spread == "post" and (hook, layer) == ("mhc_streams_pre_attn", 0):
         raise SaeError(
             "spread 'post' at mhc_streams_pre_attn[0]: no sublayer has written those streams yet. Use a later layer, "

@@ -17,15 +17,23 @@ import orjson
 
 class AccessLog:
     def __init__(self, form: str = "text", stream: TextIO | None = None):
-        self._form, self._stream = form, stream or sys.stderr
+        self._form = form
+        self._stream = stream or sys.stderr
 
-    def call(self, request_id: str, method: str, path: str, status: int, seconds: float, note: str = "") -> None:
+    def call(
+        self, request_id: str, method: str, path: str, status: int, seconds: float, note: str = ""
+    ) -> None:
         if self._form == "off":
             return
         line = {
-            "time": _now(), "id": request_id, "method": method[:16], "path": path[:200], "status": status,
-            "ms": round(seconds * 1e3, 1), "note": note,
-        }  # fmt: skip
+            "time": _now(),
+            "id": request_id,
+            "method": method[:16],
+            "path": path[:200],
+            "status": status,
+            "ms": round(seconds * 1e3, 1),
+            "note": note,
+        }
         if self._form == "json":
             self._write(orjson.dumps(line).decode())
         else:
@@ -38,14 +46,18 @@ class AccessLog:
         stack = "".join(traceback.format_exception(error))
         if self._form == "json":
             self._write(
-                orjson.dumps({"time": _now(), "id": request_id, "defect": repr(error), "stack": stack}).decode()
+                orjson.dumps(
+                    {"time": _now(), "id": request_id, "defect": repr(error), "stack": stack}
+                ).decode()
             )
         else:
             self._write(f"{_now()}  defect in {request_id}\n{stack.rstrip()}")
 
     def say(self, text: str) -> None:
         self._write(
-            orjson.dumps({"time": _now(), "say": text}).decode() if self._form == "json" else f"birkhoff: {text}"
+            orjson.dumps({"time": _now(), "say": text}).decode()
+            if self._form == "json"
+            else f"birkhoff: {text}"
         )
 
     def _write(self, line: str) -> None:

@@ -29,12 +29,25 @@ from birkhoff.errors import (
 )
 
 TYPES = {
-    400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-    405: "invalid_request_error", 408: "timeout_error", 409: "conflict_error", 413: "invalid_request_error",
-    415: "invalid_request_error", 416: "invalid_request_error", 421: "invalid_request_error", 429: "rate_limit_error",
-    431: "invalid_request_error", 499: "cancelled", 500: "server_error", 501: "not_implemented_error",
-    503: "overloaded_error", 507: "insufficient_storage",
-}  # fmt: skip
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    409: "conflict_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    416: "invalid_request_error",
+    421: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    499: "cancelled",
+    500: "server_error",
+    501: "not_implemented_error",
+    503: "overloaded_error",
+    507: "insufficient_storage",
+}
 _ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 408: "timeout_error"}
 LONGEST_MESSAGE = 1000
 _FIELD = re.compile(r"([a-z][a-z_]*(?:\.[a-z_]+|\[\d+\])*)(?: is |: )")
@@ -44,11 +57,19 @@ class ApiError(Exception):
     """A refusal or failure with its place on the wire."""
 
     def __init__(
-        self, status: int, message: str, *, code: str | None = None, param: str | None = None,
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
         headers: dict[str, str] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(message)
-        self.status, self.code, self.param, self.headers = status, code, param, headers or {}
+        self.status = status
+        self.code = code
+        self.param = param
+        self.headers = headers or {}
         self.message = message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"
 
     @property
@@ -88,18 +109,28 @@ def problem_of(error: BaseException, steered: bool = False) -> ApiError:
     if isinstance(error, LogitsError):
         return ApiError(400 if steered else 500, str(error), code=error.code)
     if isinstance(error, EngineClosed):
-        return ApiError(503, "the server is stopping. Try again later.", code=error.code, headers={"Retry-After": "5"})
+        return ApiError(
+            503, "the server is stopping. Try again later.", code=error.code, headers={"Retry-After": "5"}
+        )
     if isinstance(error, CaptureExists):
-        return ApiError(409, "this request_id already has files under its tag. Choose another.", code=error.code)
+        return ApiError(
+            409, "this request_id already has files under its tag. Choose another.", code=error.code
+        )
     if isinstance(error, CaptureError):
-        return ApiError(507, "the capture could not be written or read. Ask again without it.", code=error.code)
+        return ApiError(
+            507, "the capture could not be written or read. Ask again without it.", code=error.code
+        )
     if isinstance(error, MemoryError) or _out_of_memory(error):
-        message = "there was too little memory for this request; others are not affected. Shorten it or try again."
+        message = (
+            "there was too little memory for this request; others are not affected. Shorten it or try again."
+        )
         return ApiError(503, message, code="out-of-memory", headers={"Retry-After": "2"})
     if isinstance(error, BirkhoffError):
         return ApiError(500, "the server could not do this, by no fault of the request.", code=error.code)
     return ApiError(
-        500, "this is a defect of the server; its log has the details, under this request's id.", code="defect"
+        500,
+        "this is a defect of the server; its log has the details, under this request's id.",
+        code="defect",
     )
 
 

@@ -45,38 +45,61 @@ from birkhoff.server.token_routes import DetokenizeBody, TemplateBody, TokenizeB
 Handler = Callable[..., Awaitable[Response]]
 REFERENCE = "#/components/schemas/{model}"
 ERROR = {
-    "type": "object", "required": ["error"],
-    "properties": {"error": {"type": "object", "required": ["message", "type", "param", "code"], "properties": {
-        "message": {"type": "string"}, "type": {"type": "string"},
-        "param": {"type": ["string", "null"]}, "code": {"type": ["string", "null"]},
-    }}},
-}  # fmt: skip
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
 MESSAGES_ERROR = {
-    "type": "object", "required": ["type", "error", "request_id"],
-    "properties": {"type": {"const": "error"}, "request_id": {"type": "string"}, "error": {
-        "type": "object", "required": ["type", "message"],
-        "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
-    }},
-}  # fmt: skip
+    "type": "object",
+    "required": ["type", "error", "request_id"],
+    "properties": {
+        "type": {"const": "error"},
+        "request_id": {"type": "string"},
+        "error": {
+            "type": "object",
+            "required": ["type", "message"],
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+    },
+}
 
 
 def build_app(
-    settings: ServerSettings, hub: AsyncEngine, metrics: Metrics, journal: AccessLog, loading: Mapping[str, Any]
+    settings: ServerSettings,
+    hub: AsyncEngine,
+    metrics: Metrics,
+    journal: AccessLog,
+    loading: Mapping[str, Any],
 ) -> ASGIApp:
     name = settings.served_name or PurePath(str(loading.get("model", "nano"))).name
-    desk = ServingContext(settings, hub, journal, name)
-    app = FastAPI(title="Birkhoff", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
-    table = RouteTable(app)
-    service, chats, completions, tokens = (
-        ServiceRoutes(desk, metrics),
-        ChatRoutes(desk),
-        CompletionRoutes(desk),
-        TokenRoutes(desk),
+    context = ServingContext(settings, hub, journal, name)
+    app = FastAPI(
+        title="Birkhoff", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    responses, messages = ResponseRoutes(desk), MessageRoutes(desk)
+    table = RouteTable(app)
+    service = ServiceRoutes(context, metrics)
+    chats = ChatRoutes(context)
+    completions = CompletionRoutes(context)
+    tokens = TokenRoutes(context)
+    responses = ResponseRoutes(context)
+    messages = MessageRoutes(context)
     links = Links()
-    looking, captures, steering = InterpRoutes(desk), CaptureRoutes(desk, links), SteeringRoutes(desk)
-    saes, patching = SaeRoutes(desk, looking), PatchRoutes(desk, looking)
+    looking = InterpRoutes(context)
+    captures = CaptureRoutes(context, links)
+    steering = SteeringRoutes(context)
+    saes = SaeRoutes(context, looking)
+    patching = PatchRoutes(context, looking)
     page = PageRoutes()
     table.get("/", page.home, "The page", "text/html")
     table.get("/favicon.ico", page.icon, "Its picture", "image/svg+xml")
@@ -93,7 +116,9 @@ def build_app(
         table.get("/metrics", service.numbers, "Numbers for Prometheus", "text/plain")
     table.post("/v1/requests/{request_id}/cancel", service.cancel, None, "End a running call")
     table.post("/v1/chat/completions", chats.answer, ChatBody, "An answer in a conversation")
-    table.post("/v1/chat/completions/input_tokens", tokens.input_tokens, TemplateBody, "How long a prompt would be")
+    table.post(
+        "/v1/chat/completions/input_tokens", tokens.input_tokens, TemplateBody, "How long a prompt would be"
+    )
     table.post("/v1/completions", completions.answer, CompletionBody, "Text on from a prompt")
     table.post("/v1/responses", responses.answer, ResponsesBody, "An answer, in items")
     table.post("/v1/messages", messages.answer, MessagesBody, "An answer, in blocks")
@@ -109,10 +134,15 @@ def build_app(
     table.get("/v1/interp/captures", captures.listed, "Captures of this server")
     table.get("/v1/interp/captures/{capture_id}", captures.one, "One capture")
     table.get("/v1/interp/captures/{capture_id}/data", captures.data, "Its rows", "application/octet-stream")
-    table.post("/v1/interp/captures/{capture_id}/link", captures.link, None, "Where to find them for a minute")
+    table.post(
+        "/v1/interp/captures/{capture_id}/link", captures.link, None, "Where to find them for a minute"
+    )
     table.get("/v1/interp/captures/{capture_id}/slice", captures.slice, "Some of its rows as numbers")
     table.post(
-        "/v1/interp/contrast", ContrastRoutes(desk).compare, ContrastBody, "Two sets of texts, and where they differ"
+        "/v1/interp/contrast",
+        ContrastRoutes(context).compare,
+        ContrastBody,
+        "Two sets of texts, and where they differ",
     )
     table.get("/v1/saes", saes.attached, "Dictionaries of features")
     table.post("/v1/interp/features", saes.features, FeaturesBody, "Features that fire on a text")
@@ -120,7 +150,9 @@ def build_app(
     table.get("/v1/steering/sae", saes.status, "Features every answer has set")
     table.post("/v1/steering/sae/set", saes.set, GlobalBody, "Set features in every answer")
     table.post("/v1/steering/sae/clear", saes.clear, None, "Take them away")
-    table.post("/v1/patch_sweep", patching.sweep, SweepBody, "One text's inside in another's place, cell by cell")
+    table.post(
+        "/v1/patch_sweep", patching.sweep, SweepBody, "One text's inside in another's place, cell by cell"
+    )
     table.delete("/v1/patch_source/{run}", patching.forget, "Forget a kept run")
     table.get("/v1/steering", steering.status, "The edits every answer gets")
     table.get("/v1/steering/layers", steering.layers, "Which hooks can be steered at each layer")
@@ -137,7 +169,8 @@ class RouteTable:
     """Routes with the models of their bodies."""
 
     def __init__(self, app: FastAPI):
-        self._app, self._models = app, list[type[RequestBody]]()
+        self._app = app
+        self._models = list[type[RequestBody]]()
         for kind in (ApiError, BirkhoffError, Exception):
             app.add_exception_handler(kind, _problem)
         app.add_exception_handler(HTTPException, _http_problem)
@@ -166,24 +199,38 @@ class RouteTable:
             "content": {"application/json": {"schema": {"$ref": REFERENCE.format(model=error)}}},
         }
         extra: dict[str, Any] = {
-            "responses": {"200": {"description": "done", "content": {kind: {}}}, "4XX": failure, "5XX": failure}
+            "responses": {
+                "200": {"description": "done", "content": {kind: {}}},
+                "4XX": failure,
+                "5XX": failure,
+            }
         }
         if body is not None:
             self._models.append(body)
             schema = {"$ref": REFERENCE.format(model=body.__name__)}
             extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         self._app.add_api_route(
-            path, handler, methods=[method], summary=summary, response_model=None, response_class=Response,
-            openapi_extra=extra, operation_id=f"{method.lower()}{path}",
-        )  # fmt: skip
+            path,
+            handler,
+            methods=[method],
+            summary=summary,
+            response_model=None,
+            response_class=Response,
+            openapi_extra=extra,
+            operation_id=f"{method.lower()}{path}",
+        )
 
     def finish(self) -> None:
         """Put the bodies' models on the page."""
         page = self._app.openapi()
         for path in page["paths"].values():
             for operation in path.values():
-                operation["responses"] = {code: each for code, each in operation["responses"].items() if code != "422"}
-        _, models = models_json_schema([(model, "validation") for model in self._models], ref_template=REFERENCE)
+                operation["responses"] = {
+                    code: each for code, each in operation["responses"].items() if code != "422"
+                }
+        _, models = models_json_schema(
+            [(model, "validation") for model in self._models], ref_template=REFERENCE
+        )
         schemas = page.setdefault("components", {}).setdefault("schemas", {})
         schemas.pop("HTTPValidationError", None)
         schemas.pop("ValidationError", None)

@@ -26,12 +26,15 @@ if TYPE_CHECKING:
 
 class AsyncEngine:
     def __init__(self, settings: ServerSettings, metrics: Metrics):
-        self.settings, self.metrics = settings, metrics
+        self.settings = settings
+        self.metrics = metrics
         self.draining = False
         self._engine: Engine | None = None
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[Request, ActiveCall | None] = {}  # None: its call has left, the engine has not said so yet
+        self._running: dict[
+            Request, ActiveCall | None
+        ] = {}  # None: its call has left, the engine has not said so yet
         self._held: Counter[str] = Counter()  # places by caller
         self._seconds: deque[float] = deque([1.0], maxlen=64)  # how long recent answers took
 
@@ -39,7 +42,10 @@ class AsyncEngine:
     def engine(self) -> Engine:
         if self._engine is None:
             raise ApiError(
-                503, "the model is still being loaded. Try again soon.", code="loading", headers={"Retry-After": "2"}
+                503,
+                "the model is still being loaded. Try again soon.",
+                code="loading",
+                headers={"Retry-After": "2"},
             )
         return self._engine
 
@@ -67,7 +73,8 @@ class AsyncEngine:
     def start(self, engine: Engine) -> None:
         """Open for work; called on the event loop."""
         self._loop = asyncio.get_running_loop()
-        self._engine, self._driver = engine, engine.driver(self._from_driver)
+        self._engine = engine
+        self._driver = engine.driver(self._from_driver)
 
     def stop(self) -> None:
         """End everything that still runs, finish captures, close the engine."""
@@ -86,7 +93,10 @@ class AsyncEngine:
         """`own`: the caller chose the id, so that nobody else may have it."""
         if own and any(call is not None and call.id == call_id for call in self._running.values()):
             raise ApiError(
-                409, "a call of this id is running. Choose another.", code="request-id-taken", param="request_id"
+                409,
+                "a call of this id is running. Choose another.",
+                code="request-id-taken",
+                param="request_id",
             )
         return ActiveCall(self, requests, caller, call_id)
 
@@ -115,9 +125,12 @@ class AsyncEngine:
             mean = sum(self._seconds) / len(self._seconds)
             after = min(30, max(1, math.ceil(mean * len(self._running) / max(slots, 1))))
             raise ApiError(
-                429, f"{len(self._running)} answers are running or waiting and there is no place for {wanted} more. "
-                f"Try again in {after} s.", code="queue-full", headers={"Retry-After": str(after)},
-            )  # fmt: skip
+                429,
+                f"{len(self._running)} answers are running or waiting and there is no place for {wanted} more. "
+                f"Try again in {after} s.",
+                code="queue-full",
+                headers={"Retry-After": str(after)},
+            )
         assert self._driver is not None
         self._driver.submit(call.requests)
         for request in call.requests:
@@ -160,9 +173,12 @@ class ActiveCall:
     """The requests of one call while they run."""
 
     def __init__(self, hub: AsyncEngine, requests: Sequence[Request], caller: str, call_id: str):
-        self.requests, self.caller, self.began = tuple(requests), caller, time.monotonic()
+        self.requests = tuple(requests)
+        self.caller = caller
+        self.began = time.monotonic()
         self.id = call_id
-        self._hub, self._loop = hub, asyncio.get_running_loop()
+        self._hub = hub
+        self._loop = asyncio.get_running_loop()
         self._places = {request: place for place, request in enumerate(requests)}
         self._news: deque[RequestOutput | Literal["quiet", "cancelled"]] = deque()
         self._waiting: asyncio.Future[None] | None = None  # the one who waits for news
@@ -223,7 +239,9 @@ class ActiveCall:
             await self._waiting
         return self._news.popleft()
 
-    async def news(self, ping_seconds: float | None = None) -> AsyncIterator[tuple[int, RequestOutput] | None]:
+    async def news(
+        self, ping_seconds: float | None = None
+    ) -> AsyncIterator[tuple[int, RequestOutput] | None]:
         """(choice, what is new) until every request has ended; None when there was nothing for so long."""
         watch = None if ping_seconds is None else _Watch(self, ping_seconds)
         try:
@@ -253,7 +271,9 @@ class _Watch:
     every token would cost more than writing the token."""
 
     def __init__(self, running: ActiveCall, seconds: float):
-        self._running, self._seconds, self._loop = running, seconds, asyncio.get_running_loop()
+        self._running = running
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
         self._timer = self._loop.call_later(seconds, self._look)
 
     def _look(self) -> None:

@@ -56,9 +56,11 @@ async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise ApiError(
-            408, f"the body did not arrive within {seconds:g} s. Send it again, in one go.", code="body-too-slow",
+            408,
+            f"the body did not arrive within {seconds:g} s. Send it again, in one go.",
+            code="body-too-slow",
             headers={"Connection": "close"},
-        ) from None  # fmt: skip
+        ) from None
     except ClientDisconnect:
         raise ApiError(499, "the client left before its body had arrived.") from None
     return b"".join(parts)
@@ -70,7 +72,9 @@ def parse(raw: bytes, most_depth: int) -> dict[str, Any]:
     try:
         found = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise bad(f"the body is not JSON: {error.msg}. Expected one object in UTF-8.", code="json-invalid") from None
+        raise bad(
+            f"the body is not JSON: {error.msg}. Expected one object in UTF-8.", code="json-invalid"
+        ) from None
     if not isinstance(found, dict):
         raise bad(f"the body is a JSON {_kind(found)}, expected an object.", code="json-invalid")
     json.loads(raw, object_pairs_hook=_once, parse_int=str, parse_float=str)  # numbers were read by orjson
@@ -96,7 +100,9 @@ async def json_fields(request: Request, most_bytes: int, seconds: float, most_de
     """Read and parse."""
     kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
     if kind != "application/json":
-        raise ApiError(415, f"the content type is {quoted(kind)}, expected application/json.", code="content-type")
+        raise ApiError(
+            415, f"the content type is {quoted(kind)}, expected application/json.", code="content-type"
+        )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "the body is compressed, expected plain JSON.", code="content-encoding")
     raw = await read_body(request, most_bytes, seconds)
@@ -118,12 +124,21 @@ def _once(pairs: list[tuple[str, Any]]) -> None:
         seen: set[str] = set()
         for key, _ in pairs:
             if key in seen:
-                raise bad(f"the key {quoted(key)} stands twice in one object. Give it once.", code="json-key-twice")
+                raise bad(
+                    f"the key {quoted(key)} stands twice in one object. Give it once.", code="json-key-twice"
+                )
             seen.add(key)
 
 
 def _kind(value: object) -> str:
-    names = {list: "array", str: "string", bool: "boolean", int: "number", float: "number", type(None): "null"}
+    names = {
+        list: "array",
+        str: "string",
+        bool: "boolean",
+        int: "number",
+        float: "number",
+        type(None): "null",
+    }
     return names.get(type(value), "value")
 
 
@@ -132,13 +147,17 @@ def _path(location: tuple[int | str, ...]) -> str:
     for part in location:
         if isinstance(part, int):
             out += f"[{part}]"
-        elif "(" not in part and part.replace("_", "").isalnum():  # pydantic also names the branches of a union
+        elif (
+            "(" not in part and part.replace("_", "").isalnum()
+        ):  # pydantic also names the branches of a union
             out += f".{part[:64]}" if out else part[:64]
     return out
 
 
 def _too_large(most_bytes: int) -> ApiError:
     return ApiError(
-        413, f"the body is larger than {most_bytes} bytes. Send less, or raise the server's limit.",
-        code="body-too-large", headers={"Connection": "close"},
-    )  # fmt: skip
+        413,
+        f"the body is larger than {most_bytes} bytes. Send less, or raise the server's limit.",
+        code="body-too-large",
+        headers={"Connection": "close"},
+    )

@@ -40,7 +40,11 @@ class GenerationCall:
         sampling = dict(self.sampling)
         if self.baseline and sampling.get("seed") is None:
             sampling["seed"] = secrets.randbits(63)  # both twins draw from it
-        shared: dict[str, Any] = {"thinking": self.thinking, "mask": self.mask, "signals": self.signals or None}
+        shared: dict[str, Any] = {
+            "thinking": self.thinking,
+            "mask": self.mask,
+            "signals": self.signals or None,
+        }
         made = engine.requests(
             self.prompt, steer=self.steer, capture=self.capture, mark=self.mark, **shared, **sampling
         )
@@ -122,7 +126,11 @@ def token_logprob(found: TokenLogprob, engine: Engine) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         piece = engine.tokenizer.piece(token_id)
         # JSON has no minus infinity; a token that cannot be drawn is as unlikely as a double can say.
-        return {"token": piece.decode("utf-8", "replace"), "logprob": max(logprob, -9999.0), "bytes": list(piece)}
+        return {
+            "token": piece.decode("utf-8", "replace"),
+            "logprob": max(logprob, -9999.0),
+            "bytes": list(piece),
+        }
 
     top = [entry(token, logprob) for token, logprob in found.top]
     return {**entry(found.token_id, found.logprob), "top_logprobs": top}

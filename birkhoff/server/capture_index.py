@@ -41,7 +41,9 @@ class CaptureIndex:
             found = self._kept.get(capture_id)
         if found is None:
             raise ApiError(
-                404, "there is no capture of this id. Ids are in the answer that made them.", code="capture-unknown"
+                404,
+                "there is no capture of this id. Ids are in the answer that made them.",
+                code="capture-unknown",
             )
         keeper, consumer = found
         return keeper.results(seconds)[consumer]
@@ -63,8 +65,12 @@ class CaptureIndex:
         """Where a finished capture lies."""
         result = self.result(capture_id)
         if result.status == "pending":
-            raise ApiError(409, "this capture is not on disk yet. Ask again, or with ?wait=10.", code="capture-pending",
-                          headers={"Retry-After": "1"})  # fmt: skip
+            raise ApiError(
+                409,
+                "this capture is not on disk yet. Ask again, or with ?wait=10.",
+                code="capture-pending",
+                headers={"Retry-After": "1"},
+            )
         if result.status not in ("ok", "partial_error") or not result.paths or self._root is None:
             raise ApiError(404, "this capture left no files.", code="capture-empty")
         first = (self._root / result.paths[0]).resolve()

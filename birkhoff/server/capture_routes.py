@@ -30,26 +30,32 @@ from birkhoff.server.context import ServingContext
 from birkhoff.server.links import SECONDS, Links
 from birkhoff.server.reply import json_response
 
-MOST_WAIT, MOST_FILES, MOST_ROWS, MOST_COLUMNS = 60.0, 16, 256, 512
+MOST_WAIT = 60.0
+MOST_FILES = 16
+MOST_ROWS = 256
+MOST_COLUMNS = 512
 Entries = dict[tuple[int, str], CaptureEntry]
 
 
 class CaptureRoutes:
-    def __init__(self, desk: ServingContext, links: Links):
-        self._desk, self._links = desk, links
+    def __init__(self, context: ServingContext, links: Links):
+        self._context = context
+        self._links = links
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._made: OrderedDict[str, tuple[Path, str]] = OrderedDict()
         self._one = asyncio.Lock()
 
     async def listed(self) -> Response:
-        shelf = self._desk.shelf
-        return json_response({"captures": await asyncio.to_thread(lambda: [shelf.told(each) for each in shelf.ids()])})
+        shelf = self._context.shelf
+        return json_response(
+            {"captures": await asyncio.to_thread(lambda: [shelf.told(each) for each in shelf.ids()])}
+        )
 
     async def one(self, http: HttpRequest, capture_id: str) -> Response:
         if "range" in http.headers or "application/octet-stream" in http.headers.get("accept", ""):
             return await self.data(capture_id)
         wait = _seconds(http.query_params.get("wait", "0"))
-        found = await asyncio.to_thread(self._desk.shelf.told, capture_id, wait)
+        found = await asyncio.to_thread(self._context.shelf.told, capture_id, wait)
         if found["status"] in ("ok", "partial_error") and found["paths"]:
             entries = await asyncio.to_thread(self._entries, capture_id)
             found["entries"] = [_described(entry) for entry in entries.values()]
@@ -64,12 +70,13 @@ class CaptureRoutes:
         )
 
     async def link(self, capture_id: str) -> Response:
-        await asyncio.to_thread(self._desk.shelf.told, capture_id)  # a 404 if there is none
+        await asyncio.to_thread(self._context.shelf.told, capture_id)  # a 404 if there is none
         made = self._links.made(f"/v1/interp/captures/{capture_id}/data")
         return json_response({"url": made, "expires_in": SECONDS})
 
     async def slice(self, http: HttpRequest, capture_id: str) -> Response:
-        hook, layer = http.query_params.get("hook", ""), http.query_params.get("layer", "")
+        hook = http.query_params.get("hook", "")
+        layer = http.query_params.get("layer", "")
         if not layer.isdecimal() or len(layer) > 6:
             raise bad("layer: expected the number of a layer.", "layer")
         entries = await asyncio.to_thread(self._entries, capture_id)
@@ -80,11 +87,13 @@ class CaptureRoutes:
         flat = rows.reshape(rows.shape[0], -1)
         columns = np.unique(np.linspace(0, flat.shape[1] - 1, min(MOST_COLUMNS, flat.shape[1])).astype(int))
         positions = (entry.positions or list(range(len(flat))))[:MOST_ROWS]
-        return json_response({"rows": positions, "columns": columns.tolist(), "values": flat[:, columns].tolist()})
+        return json_response(
+            {"rows": positions, "columns": columns.tolist(), "values": flat[:, columns].tolist()}
+        )
 
     def _entries(self, capture_id: str) -> Entries:
-        folder = self._desk.shelf.directory(capture_id)
-        result = self._desk.shelf.result(capture_id)
+        folder = self._context.shelf.directory(capture_id)
+        result = self._context.shelf.result(capture_id)
         if Path(result.paths[0]).name.startswith("shard-"):
             return read_sharded(folder).get(result.id, {})
         return read_request(folder)
@@ -109,9 +118,14 @@ class CaptureRoutes:
 
 def _described(entry: CaptureEntry) -> dict[str, Any]:
     return {
-        "hook": entry.hook, "layer": entry.layer, "shape": list(entry.array.shape), "dtype": entry.dtype,
-        "positions": entry.positions, "token_ids": entry.token_ids, "axes": entry.axes,
-    }  # fmt: skip
+        "hook": entry.hook,
+        "layer": entry.layer,
+        "shape": list(entry.array.shape),
+        "dtype": entry.dtype,
+        "positions": entry.positions,
+        "token_ids": entry.token_ids,
+        "axes": entry.axes,
+    }
 
 
 def _seconds(text: str) -> float:

@@ -24,12 +24,24 @@ from birkhoff.server.choices import Choices
 from birkhoff.server.context import ServingContext
 from birkhoff.server.fields import ResponseFormat, Sampling
 from birkhoff.server.tools import forced
-from birkhoff.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from birkhoff.text.events import (
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 EFFORTS = {
-    "none": (False, None), "minimal": (False, None), "low": (True, None), "medium": (True, None),
-    "high": (True, "high"), "xhigh": (True, "max"), "max": (True, "max"),
-}  # fmt: skip
+    "none": (False, None),
+    "minimal": (False, None),
+    "low": (True, None),
+    "medium": (True, None),
+    "high": (True, "high"),
+    "xhigh": (True, "max"),
+    "max": (True, "max"),
+}
 
 
 class Thinking(RequestBody):
@@ -54,46 +66,49 @@ class ChatBody(Sampling):
 
 
 class ChatRoutes:
-    def __init__(self, desk: ServingContext):
-        self._desk = desk
+    def __init__(self, context: ServingContext):
+        self._context = context
 
     async def answer(self, http: HttpRequest) -> Response:
-        body, warnings = await self._desk.read(http, ChatBody)
-        call = await self._desk.call(http, body, lambda: self.call(body, warnings))
-        model = self._desk.model_name(body.model)
-        shape = ChatFormatter(self._desk, call, model, body)
-        return await self._desk.run(http, call, shape, bool(body.stream), body.request_id)
+        body, warnings = await self._context.read(http, ChatBody)
+        call = await self._context.call(http, body, lambda: self.call(body, warnings))
+        model = self._context.model_name(body.model)
+        shape = ChatFormatter(self._context, call, model, body)
+        return await self._context.run(http, call, shape, bool(body.stream), body.request_id)
 
     def call(self, body: ChatBody, warnings: list[str]) -> GenerationCall:
-        engine, desk = self._desk.engine, self._desk
+        engine, context = self._context.engine, self._context
         if body.modalities not in (None, ["text"]):
             raise bad("modalities: this model speaks text only. Leave it out.", "modalities")
         for name, only in (("add_generation_prompt", True), ("continue_final_message", False)):
             if getattr(body, name) not in (None, only):
                 raise bad(f"{name} can only be {str(only).lower()} here. Leave it out.", name)
         thinking, effort = self.reasoning(body)
-        tools, mask = forced(desk.grammars, body.tools, body.tool_choice, thinking, body.parallel_tool_calls is False)
-        format_mask = desk.grammars.of_format(body.response_format, thinking)
+        tools, mask = forced(
+            context.grammars, body.tools, body.tool_choice, thinking, body.parallel_tool_calls is False
+        )
+        format_mask = context.grammars.of_format(body.response_format, thinking)
         if mask and format_mask:
-            raise bad("response_format and a forced tool call exclude each other. Choose one.", "response_format")
+            raise bad(
+                "response_format and a forced tool call exclude each other. Choose one.", "response_format"
+            )
         wanted = body.response_format
         shown = wanted.json_schema.schema_ if wanted and wanted.json_schema else None
         prompt = engine.encode_chat(
             conversation(body.messages), thinking=thinking, effort=effort, tools=tools, response_format=shown
         )
-        sampling = body.options(desk.settings.max_choices)
+        sampling = body.options(context.settings.max_choices)
         if body.max_completion_tokens is not None:
             sampling["max_tokens"] = body.max_completion_tokens
         elif body.max_tokens is None:
-            sampling["max_tokens"] = desk.room(len(prompt))
+            sampling["max_tokens"] = context.room(len(prompt))
         if body.logprobs:
             sampling["logprobs"] = body.top_logprobs or 0
         elif body.top_logprobs:
             raise bad("top_logprobs needs logprobs to be true.", "top_logprobs")
         return GenerationCall(
-            prompt, sampling, thinking, mask=mask or format_mask, warnings=warnings,
-            **desk.looking(body),
-        )  # fmt: skip
+            prompt, sampling, thinking, mask=mask or format_mask, warnings=warnings, **context.looking(body)
+        )
 
     def reasoning(self, body: ChatBody) -> tuple[bool, str | None]:
         """Whether to think, and how hard: `reasoning_effort`, `thinking`, `chat_template_kwargs.thinking`, or the
@@ -106,14 +121,18 @@ class ChatRoutes:
         asked = given.get("thinking", given.get("enable_thinking")) if isinstance(given, dict) else None
         if isinstance(asked, bool):
             return asked, None
-        return self._desk.thinks, None
+        return self._context.thinks, None
 
 
 def conversation(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Messages as the model's encoding takes them: `developer` means system here, and clients' own fields go."""
     out = []
     for place, message in enumerate(messages):
-        kept = {key: value for key, value in message.items() if value is not None and key not in ("refusal", "audio")}
+        kept = {
+            key: value
+            for key, value in message.items()
+            if value is not None and key not in ("refusal", "audio")
+        }
         kept.pop("function_call", None)
         if kept.get("role") == "developer":
             kept["role"] = "system"
@@ -135,17 +154,27 @@ def _text_part(part: Any, where: str) -> dict[str, Any]:
         return {"type": "text", "text": part["text"]}
     if kind == "refusal":
         return {"type": "text", "text": str(part.get("refusal", ""))}
-    raise bad(f"{where}: expected a text part; this model reads no images, sound or files.", where, "content-kind")
+    raise bad(
+        f"{where}: expected a text part; this model reads no images, sound or files.", where, "content-kind"
+    )
 
 
 class ChatFormatter(Choices):
     """How one call's answers look in this dialect."""
 
-    def __init__(self, desk: ServingContext, call: GenerationCall, model: str, body: ChatBody):
-        named = {"id": new_id("chatcmpl-"), "created": now(), "model": model, "system_fingerprint": desk.fingerprint}
-        head, chunk_head = ({**named, "object": kind} for kind in ("chat.completion", "chat.completion.chunk"))
-        super().__init__(desk, [call], body, head, chunk_head)
-        self._plain, self._logprobs = call.thinking is None, bool(body.logprobs)
+    def __init__(self, context: ServingContext, call: GenerationCall, model: str, body: ChatBody):
+        named = {
+            "id": new_id("chatcmpl-"),
+            "created": now(),
+            "model": model,
+            "system_fingerprint": context.fingerprint,
+        }
+        head, chunk_head = (
+            {**named, "object": kind} for kind in ("chat.completion", "chat.completion.chunk")
+        )
+        super().__init__(context, [call], body, head, chunk_head)
+        self._plain = call.thinking is None
+        self._logprobs = bool(body.logprobs)
         self._begun: set[int] = set()
         self._calls_done: set[int] = set()
 
@@ -156,18 +185,28 @@ class ChatFormatter(Choices):
             said["reasoning_content"] = said["reasoning"] = message.reasoning
         if message.tool_calls:
             said["tool_calls"] = [
-                {"id": new_id("call_"), "type": "function",
-                 "function": {"name": call.name, "arguments": call.arguments_json}}
+                {
+                    "id": new_id("call_"),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments_json},
+                }
                 for call in message.tool_calls
-            ]  # fmt: skip
+            ]
         elif said["content"] is None:
             said["content"] = ""
         choice: dict[str, Any] = {
-            "index": index, "message": said, "finish_reason": _reason(request, bool(message.tool_calls)),
-            "logprobs": None, "stop_reason": stop_reason(request),
-        }  # fmt: skip
+            "index": index,
+            "message": said,
+            "finish_reason": _reason(request, bool(message.tool_calls)),
+            "logprobs": None,
+            "stop_reason": stop_reason(request),
+        }
         if self._logprobs:
-            content = [token_logprob(p, self._desk.engine) for p in request.logprobs if not is_end(p.token_id, request)]
+            content = [
+                token_logprob(p, self._context.engine)
+                for p in request.logprobs
+                if not is_end(p.token_id, request)
+            ]
             choice["logprobs"] = {"content": content, "refusal": None}
         if self._body.return_token_ids:
             choice["token_ids"] = list(request.output_ids)
@@ -185,7 +224,9 @@ class ChatFormatter(Choices):
         logprobs = self._chances(told) if self._logprobs else []
         ids = [token.token_id for token in told.tokens if token.token_id is not None]
         if not deltas and (logprobs or (ids and self._body.return_token_ids)):
-            deltas = [{"content": ""}]  # a token may be half a character; its numbers come with it all the same
+            deltas = [
+                {"content": ""}
+            ]  # a token may be half a character; its numbers come with it all the same
         for place, delta in enumerate(deltas):
             choice = _delta(index, delta)
             if place == 0 and logprobs:
@@ -212,10 +253,16 @@ class ChatFormatter(Choices):
                 call_id = new_id("call_")
                 function = {"name": event.name, "arguments": ""}
                 out.append(
-                    {"tool_calls": [{"index": event.index, "id": call_id, "type": "function", "function": function}]}
+                    {
+                        "tool_calls": [
+                            {"index": event.index, "id": call_id, "type": "function", "function": function}
+                        ]
+                    }
                 )
             elif isinstance(event, ToolCallDelta):
-                out.append({"tool_calls": [{"index": event.index, "function": {"arguments": event.arguments}}]})
+                out.append(
+                    {"tool_calls": [{"index": event.index, "function": {"arguments": event.arguments}}]}
+                )
             elif isinstance(event, ToolCallEnd) and event.complete:
                 self._calls_done.add(index)
         for delta in out:
@@ -225,7 +272,7 @@ class ChatFormatter(Choices):
 
     def _chances(self, told: RequestOutput) -> list[dict[str, Any]]:
         found = [token.logprob for token in told.tokens if not is_end(token.token_id, told.request)]
-        return [token_logprob(logprob, self._desk.engine) for logprob in found if logprob is not None]
+        return [token_logprob(logprob, self._context.engine) for logprob in found if logprob is not None]
 
 
 def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:

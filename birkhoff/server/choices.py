@@ -29,9 +29,19 @@ Json = dict[str, Any]
 class Choices(ABC):
     """How one call's answers look; `head` begins the whole answer, `chunk_head` every chunk."""
 
-    def __init__(self, desk: ServingContext, calls: list[GenerationCall], body: Sampling, head: Json, chunk_head: Json):
-        self._desk, self._calls, self._body = desk, calls, body
-        self._head, self._chunk_head = head, chunk_head
+    def __init__(
+        self,
+        context: ServingContext,
+        calls: list[GenerationCall],
+        body: Sampling,
+        head: Json,
+        chunk_head: Json,
+    ):
+        self._context = context
+        self._calls = calls
+        self._body = body
+        self._head = head
+        self._chunk_head = chunk_head
 
     @abstractmethod
     def choice(self, index: int, request: Request) -> Json:
@@ -52,7 +62,9 @@ class Choices(ABC):
         choices = [self.choice(index, request) for index, request in enumerate(chosen)]
         if len(chosen) > 1 and self._calls[0].capture is not None:  # each has files of its own
             for choice, request in zip(choices, chosen):
-                choice["capture_results"] = captured(request, self._desk.shelf, self._calls[0].capture_wait)
+                choice["capture_results"] = captured(
+                    request, self._context.shelf, self._calls[0].capture_wait
+                )
         answer = {**self._head, "choices": choices, "usage": self._usage(chosen)}
         if twins:
             answer["baseline"] = [self.choice(index, request) for index, request in enumerate(twins)]
@@ -80,7 +92,7 @@ class Choices(ABC):
             if options is not None and options.include_usage:
                 yield self._chunk([], usage=self._usage(chosen))
         except Exception as error:
-            yield ready + frame(self._desk.told(error, running.id))
+            yield ready + frame(self._context.told(error, running.id))
         yield DONE
 
     def _sides(self, running: ActiveCall) -> tuple[tuple[Request, ...], tuple[Request, ...]]:
@@ -91,7 +103,9 @@ class Choices(ABC):
     def _news(self, index: int, told: RequestOutput, count: int) -> bytes:
         if told.refused is not None:
             raise told.refused
-        mark: Json = {} if index < count else {"baseline": True}  # an index of its own: clients join deltas by it
+        mark: Json = (
+            {} if index < count else {"baseline": True}
+        )  # an index of its own: clients join deltas by it
         out = b""
         if told.read is not None and self._body.return_progress:
             out += self._chunk([], prompt_progress=_progress(told), index=index, **mark)
@@ -111,7 +125,9 @@ class Choices(ABC):
         """Every prompt once, every answer."""
         each = len(chosen) // len(self._calls)
         starts = range(0, len(chosen), each)
-        first, *others = (usage(chosen[at : at + each], self._calls[0], self._desk.engine) for at in starts)
+        first, *others = (
+            usage(chosen[at : at + each], self._calls[0], self._context.engine) for at in starts
+        )
         for other in others:
             for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 first[key] += other[key]
@@ -120,14 +136,14 @@ class Choices(ABC):
     def _tail(self, running: ActiveCall) -> Json:
         """What the answer says about itself, and the prompt as the model read it when it was asked for."""
         call, body = self._calls[0], self._body
-        found = findings(self._sides(running)[0], call, self._desk.shelf, bool(body.stream))
+        found = findings(self._sides(running)[0], call, self._context.shelf, bool(body.stream))
         said = [*call.warnings, *(text for request in running.requests for text in problems(request))]
         if said:
             found["warnings"] = said
         if body.return_token_ids:
             found["prompt_token_ids"] = call.prompt
         if body.return_prompt_text:
-            found["prompt_text"] = self._desk.engine.tokenizer.decode(call.prompt)
+            found["prompt_text"] = self._context.engine.tokenizer.decode(call.prompt)
         return found
 
 
@@ -135,5 +151,9 @@ def _progress(told: RequestOutput) -> Json:
     """How much of a prompt is known, and how much of it was known before; milliseconds since its turn came."""
     request, began = told.request, told.request.timings.admitted
     waited = 0.0 if began is None else (request.timings.first_token or time.perf_counter()) - began
-    return {"total": len(request.prompt_ids), "cache": request.cached_tokens or 0, "processed": told.read,
-            "time_ms": round(waited * 1e3, 3)}  # fmt: skip
+    return {
+        "total": len(request.prompt_ids),
+        "cache": request.cached_tokens or 0,
+        "processed": told.read,
+        "time_ms": round(waited * 1e3, 3),
+    }

@@ -34,61 +34,75 @@ class CompletionBody(Sampling):
 
 
 class CompletionRoutes:
-    def __init__(self, desk: ServingContext):
-        self._desk = desk
+    def __init__(self, context: ServingContext):
+        self._context = context
 
     async def answer(self, http: HttpRequest) -> Response:
-        body, warnings = await self._desk.read(http, CompletionBody)
-        model = self._desk.model_name(body.model)
-        calls = await self._desk.call(http, body, lambda: self.calls(body, warnings))
-        shape = CompletionFormatter(self._desk, calls, model, body)
-        return await self._desk.run(http, calls, shape, bool(body.stream), body.request_id)
+        body, warnings = await self._context.read(http, CompletionBody)
+        model = self._context.model_name(body.model)
+        calls = await self._context.call(http, body, lambda: self.calls(body, warnings))
+        shape = CompletionFormatter(self._context, calls, model, body)
+        return await self._context.run(http, calls, shape, bool(body.stream), body.request_id)
 
     def calls(self, body: CompletionBody, warnings: list[str]) -> list[GenerationCall]:
         if body.suffix:
             raise bad("suffix: this model fills no gaps. Leave it out.", "suffix")
         prompts = self._prompts(body)
         if len(prompts) > MOST_PROMPTS:
-            raise bad(f"prompt has {len(prompts)} entries, this server takes at most {MOST_PROMPTS}.", "prompt")
+            raise bad(
+                f"prompt has {len(prompts)} entries, this server takes at most {MOST_PROMPTS}.", "prompt"
+            )
         if len(prompts) > 1 and (body.capture or body.baseline):
             raise bad("capture and baseline are for one prompt at a time. Send one call each.", "prompt")
         if body.echo and body.stream and body.logprobs is not None:
             raise bad("echo with logprobs is not streamed. Leave one of the three out.", "echo")
-        sampling = body.options(self._desk.settings.max_choices)
+        sampling = body.options(self._context.settings.max_choices)
         sampling.setdefault("max_tokens", 16)  # what clients of this route expect
         if body.logprobs is not None:
             sampling["logprobs"] = body.logprobs
-        mask = self._desk.grammars.of_format(body.response_format, False)
-        looking = self._desk.looking(body)
-        return [GenerationCall(prompt, sampling, mask=mask, warnings=warnings, **looking) for prompt in prompts]
+        mask = self._context.grammars.of_format(body.response_format, False)
+        looking = self._context.looking(body)
+        return [
+            GenerationCall(prompt, sampling, mask=mask, warnings=warnings, **looking) for prompt in prompts
+        ]
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
-        engine, given = self._desk.engine, body.prompt
+        engine, given = self._context.engine, body.prompt
         several = isinstance(given, list) and isinstance(given[0], (str, list))
         prompts: list[Any] = list(given) if several else [given]
         if body.add_special_tokens is False:
-            prompts = [engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            prompts = [
+                engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+            ]
         return [engine.prompt_ids(prompt) for prompt in prompts]
 
 
 class CompletionFormatter(Choices):
     """How one call's answers look in this dialect."""
 
-    def __init__(self, desk: ServingContext, calls: list[GenerationCall], model: str, body: CompletionBody):
+    def __init__(
+        self, context: ServingContext, calls: list[GenerationCall], model: str, body: CompletionBody
+    ):
         head = {"id": new_id("cmpl-"), "object": "text_completion", "created": now(), "model": model}
-        super().__init__(desk, calls, body, head, head)
-        self._echo, self._most = bool(body.echo), body.logprobs
+        super().__init__(context, calls, body, head, head)
+        self._echo = bool(body.echo)
+        self._most = body.logprobs
         self._written: dict[int, int] = {}  # characters of each choice that were told
 
     def choice(self, index: int, request: Request) -> dict[str, Any]:
         text = parsed(request).content
         choice: dict[str, Any] = {
-            "index": index, "text": text, "finish_reason": request.finish_reason, "logprobs": None,
+            "index": index,
+            "text": text,
+            "finish_reason": request.finish_reason,
+            "logprobs": None,
             "stop_reason": stop_reason(request),
-        }  # fmt: skip
+        }
         found = [logprob for logprob in request.logprobs if not is_end(logprob.token_id, request)]
         if self._echo:
-            choice["text"] = self._desk.engine.tokenizer.decode(request.prompt_ids, skip_special=True) + text
+            choice["text"] = (
+                self._context.engine.tokenizer.decode(request.prompt_ids, skip_special=True) + text
+            )
         if self._most is not None:
             prompt = self._prompt_logprobs(request) if self._echo else []
             choice["logprobs"] = self._logprobs([*prompt, *found], 0)
@@ -98,7 +112,7 @@ class CompletionFormatter(Choices):
 
     def _prompt_logprobs(self, request: Request) -> list[TokenLogprob | int]:
         """The prompt's own tokens; the first has nothing before it that could make it likely."""
-        engine, ids = self._desk.engine, list(request.prompt_ids)
+        engine, ids = self._context.engine, list(request.prompt_ids)
         chances = engine.logits(ids).log_softmax(-1)
         found: list[TokenLogprob | int] = [ids[0]]
         for place, token in enumerate(ids[1:]):
@@ -111,9 +125,12 @@ class CompletionFormatter(Choices):
         """Four lists side by side, as this route has always had them."""
 
         def text(token: int) -> str:
-            return self._desk.engine.tokenizer.piece(token).decode("utf-8", "replace")
+            return self._context.engine.tokenizer.piece(token).decode("utf-8", "replace")
 
-        tokens, values, tops, offsets = list[str](), list[float | None](), list[dict[str, float] | None](), list[int]()
+        tokens = list[str]()
+        values = list[float | None]()
+        tops = list[dict[str, float] | None]()
+        offsets = list[int]()
         for each in found:
             known = isinstance(each, TokenLogprob)
             tokens.append(text(each.token_id if known else each))  # type: ignore[union-attr,arg-type]
@@ -130,11 +147,13 @@ class CompletionFormatter(Choices):
             return []
         before = self._written.get(index)
         if before is None and self._echo:
-            text = self._desk.engine.tokenizer.decode(told.request.prompt_ids, skip_special=True) + text
+            text = self._context.engine.tokenizer.decode(told.request.prompt_ids, skip_special=True) + text
         choice: dict[str, Any] = {"index": index, "text": text, "finish_reason": None, "logprobs": None}
         self._written[index] = before or 0
         if self._most is not None:
-            found: list[Any] = [t.logprob for t in told.tokens if t.logprob and not is_end(t.token_id, told.request)]
+            found: list[Any] = [
+                t.logprob for t in told.tokens if t.logprob and not is_end(t.token_id, told.request)
+            ]
             choice["logprobs"] = self._logprobs(found, before or 0)
             self._written[index] += sum(map(len, choice["logprobs"]["tokens"]))
         if self._body.return_token_ids:
@@ -142,5 +161,10 @@ class CompletionFormatter(Choices):
         return [choice]
 
     def end(self, index: int, request: Request) -> dict[str, Any]:
-        return {"index": index, "text": "", "finish_reason": request.finish_reason, "logprobs": None,
-                "stop_reason": stop_reason(request)}  # fmt: skip
+        return {
+            "index": index,
+            "text": "",
+            "finish_reason": request.finish_reason,
+            "logprobs": None,
+            "stop_reason": stop_reason(request),
+        }

@@ -93,16 +93,16 @@ def connection_class(settings: ServerSettings) -> type[H11Protocol]:
                 self._deadline = None
 
         def _too_slow(self) -> None:
-            self._close_with(ApiError(408, "the head of the call did not arrive in time.", code="head-too-slow"),
-                             b"408 Request Timeout")  # fmt: skip
+            self._close_with(
+                ApiError(408, "the head of the call did not arrive in time.", code="head-too-slow"),
+                b"408 Request Timeout",
+            )
 
         def _close_with(self, problem: ApiError, status: bytes) -> None:
             """Answer without h11, which may be in no state to send, and close."""
             if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
                 body = orjson.dumps(problem.as_json())
-                head = (
-                    b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-                )
+                head = b"HTTP/1.1 %b\r\ncontent-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
                 self.transport.write(head % (status, len(body)) + body)
             self.transport.close()
 
@@ -115,7 +115,9 @@ class Server(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        before = {
+            number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)
+        }
         try:
             yield
         finally:
@@ -124,5 +126,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
-            os._exit(1)  # whoever asks twice does not want to wait; what captures have acknowledged is on disk
+            os._exit(
+                1
+            )  # whoever asks twice does not want to wait; what captures have acknowledged is on disk
         self.should_exit = True

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from birkhoff.server.calls import new_id
-from birkhoff.text.events import ContentDelta, Event, ReasoningDelta, ToolCallDelta, ToolCallEnd, ToolCallStart
+from birkhoff.text.events import (
+    ContentDelta,
+    Event,
+    ReasoningDelta,
+    ToolCallDelta,
+    ToolCallEnd,
+    ToolCallStart,
+)
 
 Kind = Literal["reasoning", "text", "tool"]
 
@@ -59,7 +66,8 @@ class ContentBlocks:
         """Close the block that is open."""
         if self._open is None:
             return []
-        closed, self._open = self._open, None
+        closed = self._open
+        self._open = None
         return [ContentBlockDelta("close", closed)]
 
     @property

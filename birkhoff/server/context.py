@@ -44,7 +44,10 @@ class ResponseFormatter(Protocol):
 
 class ServingContext:
     def __init__(self, settings: ServerSettings, hub: AsyncEngine, journal: AccessLog, name: str):
-        self.settings, self.hub, self.journal, self.name = settings, hub, journal, name
+        self.settings = settings
+        self.hub = hub
+        self.journal = journal
+        self.name = name
         self.grammars = Grammars(lambda: self.engine)
         self.shelf = CaptureIndex(settings.capture_root)
 
@@ -107,7 +110,9 @@ class ServingContext:
         found["capture_wait"], found["baseline"] = body.capture_wait, body.baseline
         found["signals"] = body.signals
         if body.baseline and not found["steer"]:
-            raise bad("baseline is the unsteered twin of a steered answer, and nothing steers this one.", "baseline")
+            raise bad(
+                "baseline is the unsteered twin of a steered answer, and nothing steers this one.", "baseline"
+            )
         return found
 
     async def run(
@@ -121,7 +126,9 @@ class ServingContext:
         """Run one call, or one per prompt, and answer in its dialect."""
         calls = [calls] if isinstance(calls, GenerationCall) else calls
         heavy = sum(len(call.prompt) for call in calls) > 4096
-        requests = await self.prepare(lambda: [each for call in calls for each in call.requests(self.engine)], heavy)
+        requests = await self.prepare(
+            lambda: [each for call in calls for each in call.requests(self.engine)], heavy
+        )
         call_id = request_id or http.state.request_id
         running = self.hub.running(requests, http.state.caller, call_id, own=request_id is not None)
         await running.enter()

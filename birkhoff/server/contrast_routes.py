@@ -20,7 +20,9 @@ from birkhoff.server.context import ServingContext, json_response
 from birkhoff.server.steering_routes import check_steering_key
 from birkhoff.steering.extract import best
 
-Texts = Annotated[list[Annotated[str, Field(min_length=1, max_length=20_000)]], Field(min_length=2, max_length=512)]
+Texts = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=20_000)]], Field(min_length=2, max_length=512)
+]
 WHOLE = "whole row"
 
 
@@ -36,22 +38,28 @@ class ContrastBody(StrictBody):
 
 
 class ContrastRoutes:
-    def __init__(self, desk: ServingContext):
-        self._desk, self._one = desk, asyncio.Lock()
+    def __init__(self, context: ServingContext):
+        self._context = context
+        self._one = asyncio.Lock()
 
     async def compare(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, ContrastBody)
-        engine = self._desk.engine
+        body, _ = await self._context.read(http, ContrastBody)
+        engine = self._context.engine
         if body.name is not None:
-            check_steering_key(http, self._desk.settings)
+            check_steering_key(http, self._context.settings)
             if body.name in engine.modules and not body.replace:
-                raise ApiError(409, "a module of this name is registered. Say replace, or choose another.",
-                              code="module-taken", param="name", headers={"x-should-retry": "false"})  # fmt: skip
+                raise ApiError(
+                    409,
+                    "a module of this name is registered. Say replace, or choose another.",
+                    code="module-taken",
+                    param="name",
+                    headers={"x-should-retry": "false"},
+                )
         async with self._one:
             return json_response(await asyncio.to_thread(self._compare, body))
 
     def _compare(self, body: ContrastBody) -> dict[str, Any]:
-        engine = self._desk.engine
+        engine = self._context.engine
         rows = contrast_rows(engine, body.positive, body.negative, body.hook)
         entries = rows.separation(body.how)
         streams = sorted({entry.stream for entry in entries if entry.stream is not None})
@@ -60,11 +68,13 @@ class ContrastRoutes:
         found = {(entry.layer, named[entry.stream]): entry for entry in entries}
         top = best(entries)
         told: dict[str, Any] = {
-            "hook": body.hook, "layers": rows.layers, "columns": columns,
+            "hook": body.hook,
+            "layers": rows.layers,
+            "columns": columns,
             "table": [[found[layer, column].auc for column in columns] for layer in rows.layers],
             "d_prime": [[found[layer, column].d_prime for column in columns] for layer in rows.layers],
             "best": {"layer": top.layer, "column": named[top.stream], "auc": top.auc, "d_prime": top.d_prime},
-        }  # fmt: skip
+        }
         if body.name is not None:
             layer = top.layer if body.layer is None else body.layer
             column = named[top.stream] if body.column is None else body.column

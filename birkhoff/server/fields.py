@@ -19,13 +19,36 @@ TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 MOST_UNKNOWN = 64
 
-IGNORED = frozenset({
-    "store", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "verbosity",
-    "prediction", "functions", "function_call", "user", "metadata", "cache_salt", "chat_template_kwargs",
-    "include", "truncation", "background", "text", "context_management", "inference_geo", "container",
-    "mcp_servers", "betas", "cache_control",
-})  # fmt: skip
-QUIET = frozenset({"user", "metadata", "chat_template_kwargs", "cache_salt", "include"})  # taken, or nobody's loss
+IGNORED = frozenset(
+    {
+        "store",
+        "service_tier",
+        "prompt_cache_key",
+        "prompt_cache_retention",
+        "safety_identifier",
+        "verbosity",
+        "prediction",
+        "functions",
+        "function_call",
+        "user",
+        "metadata",
+        "cache_salt",
+        "chat_template_kwargs",
+        "include",
+        "truncation",
+        "background",
+        "text",
+        "context_management",
+        "inference_geo",
+        "container",
+        "mcp_servers",
+        "betas",
+        "cache_control",
+    }
+)
+QUIET = frozenset(
+    {"user", "metadata", "chat_template_kwargs", "cache_salt", "include"}
+)  # taken, or nobody's loss
 REFUSED = {
     "audio": "this model has no voice",
     "web_search_options": "this server opens no connections",
@@ -34,9 +57,18 @@ REFUSED = {
     "prompt_logprobs": "ask /v1/completions with echo and logprobs",
 }
 EXTENSIONS = (
-    "capture", "capture_wait", "steering_vectors", "prefill_steering_vectors", "decode_steering_vectors",
-    "steering_name", "sae_clamp_specs", "sae_full_reconstruction_specs", "interventions", "signals", "baseline",
-)  # fmt: skip
+    "capture",
+    "capture_wait",
+    "steering_vectors",
+    "prefill_steering_vectors",
+    "decode_steering_vectors",
+    "steering_name",
+    "sae_clamp_specs",
+    "sae_full_reconstruction_specs",
+    "interventions",
+    "signals",
+    "baseline",
+)
 
 
 class InterpFields(RequestBody):
@@ -58,7 +90,9 @@ class InterpFields(RequestBody):
     def steers(self) -> dict[str, Any]:
         """The steering fields that were given."""
         names = [
-            name for name in EXTENSIONS if "steering" in name or name.startswith("sae_") or name == "interventions"
+            name
+            for name in EXTENSIONS
+            if "steering" in name or name.startswith("sae_") or name == "interventions"
         ]
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
@@ -84,7 +118,9 @@ class Sampling(InterpFields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
-    logit_bias: Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)] | None = None
+    logit_bias: (
+        Annotated[dict[str, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=300)] | None
+    ) = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
@@ -97,9 +133,23 @@ class Sampling(InterpFields):
         if self.n is not None and self.n > most_choices:
             raise bad(f"n is {self.n}, this server gives at most {most_choices} answers at a time.", "n")
         names = (
-            "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "stop_token_ids", "min_tokens",
-            "ignore_eos", "context", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias",
-        )  # fmt: skip
+            "max_tokens",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "n",
+            "seed",
+            "stop",
+            "stop_token_ids",
+            "min_tokens",
+            "ignore_eos",
+            "context",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
+        )
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
 
@@ -123,7 +173,9 @@ def notices(body: RequestBody, strict: bool) -> list[str]:
     """What to say about fields we do not know; those that would change the answer are refused."""
     unknown = body.unknown
     if len(unknown) > MOST_UNKNOWN:
-        raise bad(f"the body has {len(unknown)} fields that nobody knows. Remove them.", code="fields-unknown")
+        raise bad(
+            f"the body has {len(unknown)} fields that nobody knows. Remove them.", code="fields-unknown"
+        )
     said = []
     for name in unknown:
         shown = name[:64]
@@ -131,7 +183,8 @@ def notices(body: RequestBody, strict: bool) -> list[str]:
             raise bad(f"{shown} is not served: {REFUSED[name]}. Leave it out.", shown, "field-refused")
         if name not in IGNORED and strict:
             raise bad(
-                f"{shown!a} is no field of this call, and X-Strict asks for exactness. Remove it.", code="field-unknown"
+                f"{shown!a} is no field of this call, and X-Strict asks for exactness. Remove it.",
+                code="field-unknown",
             )
         if name not in QUIET and (name not in IGNORED or getattr(body, name) is not None):
             said.append(f"{shown!a} was ignored.")
@@ -149,6 +202,8 @@ def flattened(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for key in extra:
         if key in outer:
             raise bad(
-                f"{key[:64]!a} stands both in the body and in extra_body. Give it once.", "extra_body", "json-key-twice"
+                f"{key[:64]!a} stands both in the body and in extra_body. Give it once.",
+                "extra_body",
+                "json-key-twice",
             )
     return {**outer, **extra}, ["extra_body was spread: its fields belong to the top level."]

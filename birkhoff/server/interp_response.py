@@ -24,7 +24,9 @@ def findings(
 
     Waits for files when the call asked to, so it must not run on the event loop."""
     first = requests[0]
-    found: dict[str, Any] = {"timings": {key: value for key, value in timings_of(first).items() if value is not None}}
+    found: dict[str, Any] = {
+        "timings": {key: value for key, value in timings_of(first).items() if value is not None}
+    }
     interp = interp_of(first)
     if interp:
         found["interp"] = interp
@@ -40,10 +42,16 @@ def captured(request: Request, shelf: CaptureIndex, wait: bool) -> dict[str, Any
     found = {}
     for job in jobs(request, CaptureJob):
         consumer, keeper = job.resolved.consumer, job.keeper
-        result = keeper.results(0.0 if not wait else 30.0) if isinstance(keeper, DispatchSink) else keeper.results()
+        result = (
+            keeper.results(0.0 if not wait else 30.0)
+            if isinstance(keeper, DispatchSink)
+            else keeper.results()
+        )
         told = result[consumer].to_json()
         if isinstance(keeper, MemorySink) and told["status"] == "ok":
-            told["tensors"] = [tensor_json(hook, layer, rows) for (hook, layer), rows in keeper.acts().items()]
+            told["tensors"] = [
+                tensor_json(hook, layer, rows) for (hook, layer), rows in keeper.acts().items()
+            ]
         if isinstance(keeper, DispatchSink):
             told["id"] = shelf.put(keeper, consumer)
         found[consumer] = told
@@ -55,9 +63,14 @@ def tensor_json(hook: str, layer: int, rows: Any) -> dict[str, Any]:
     tensor = rows.tensor.detach().cpu().contiguous()
     raw = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
     return {
-        "hook": hook, "layer": layer, "dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape),
-        "positions": list(rows.positions), "token_ids": list(rows.token_ids), "data": base64.b64encode(raw).decode(),
-    }  # fmt: skip
+        "hook": hook,
+        "layer": layer,
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "shape": list(tensor.shape),
+        "positions": list(rows.positions),
+        "token_ids": list(rows.token_ids),
+        "data": base64.b64encode(raw).decode(),
+    }
 
 
 def jobs(request: Request, kind: type) -> list[Any]:

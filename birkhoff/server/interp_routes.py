@@ -39,9 +39,10 @@ class LensBody(TextBody):
     position: Depth = -1
     k: Annotated[int, Field(ge=1, le=50)] = 5
     surprise: bool = False
-    views: Annotated[list[Literal["head", "mean"] | Annotated[int, Field(ge=0, lt=64)]], Field(min_length=1)] | None = (
-        None
-    )
+    views: (
+        Annotated[list[Literal["head", "mean"] | Annotated[int, Field(ge=0, lt=64)]], Field(min_length=1)]
+        | None
+    ) = None
     depths: Annotated[list[Depth], Field(min_length=1, max_length=1024)] | None = None
 
 
@@ -55,41 +56,52 @@ class EstimateBody(TextBody):
 
 
 class InterpRoutes:
-    def __init__(self, desk: ServingContext):
-        self._desk, self._one = desk, asyncio.Lock()
+    def __init__(self, context: ServingContext):
+        self._context = context
+        self._one = asyncio.Lock()
 
     async def schema(self) -> Response:
-        engine = self._desk.engine
-        return json_response({
-            "num_layers": engine.config.num_hidden_layers, "streams": engine.config.hc_mult,
-            "hidden_size": engine.config.hidden_size,
-            "hooks": {name: row.to_json() for name, row in engine.schema.items()},
-        })  # fmt: skip
+        engine = self._context.engine
+        return json_response(
+            {
+                "num_layers": engine.config.num_hidden_layers,
+                "streams": engine.config.hc_mult,
+                "hidden_size": engine.config.hidden_size,
+                "hooks": {name: row.to_json() for name, row in engine.schema.items()},
+            }
+        )
 
     async def estimate(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, EstimateBody)
+        body, _ = await self._context.read(http, EstimateBody)
         if body.capture is None:
             raise bad("capture: say what would be captured, as in a request.", "capture")
-        found = self._desk.engine.estimate(body.capture, self.ids(body, 2**31), body.max_tokens)
+        found = self._context.engine.estimate(body.capture, self.ids(body, 2**31), body.max_tokens)
         each = {consumer: estimate.to_json() for consumer, estimate in found.items()}
-        lowest = [e["lowest_prompt_position"] for e in each.values() if e["lowest_prompt_position"] is not None]
-        return json_response({
-            "consumers": each, "bytes": sum(e["bytes"] for e in each.values()),
-            "rows": sum(e["rows"] for e in each.values()),
-            "recompute_from": min(lowest, default=None), "limit": self._desk.settings.capture_max_request_bytes,
-        })  # fmt: skip
+        lowest = [
+            e["lowest_prompt_position"] for e in each.values() if e["lowest_prompt_position"] is not None
+        ]
+        return json_response(
+            {
+                "consumers": each,
+                "bytes": sum(e["bytes"] for e in each.values()),
+                "rows": sum(e["rows"] for e in each.values()),
+                "recompute_from": min(lowest, default=None),
+                "limit": self._context.settings.capture_max_request_bytes,
+            }
+        )
 
     async def lens(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, LensBody)
+        body, _ = await self._context.read(http, LensBody)
         return json_response(await self.beside(http, lambda: self._lens(body)))
 
     async def attention(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, AttentionBody)
+        body, _ = await self._context.read(http, AttentionBody)
         return json_response(await self.beside(http, lambda: self._attention(body)))
 
     def _lens(self, body: LensBody) -> dict[str, Any]:
-        engine, ids = self._desk.engine, self.ids(body, self._desk.settings.lens_max_tokens)
-        lens = engine.lens(ids, steer=self._desk.looking(body)["steer"])
+        engine = self._context.engine
+        ids = self.ids(body, self._context.settings.lens_max_tokens)
+        lens = engine.lens(ids, steer=self._context.looking(body)["steer"])
         wanted = list(lens.views) if body.views is None else body.views
         for view in wanted:
             if view not in lens.views:
@@ -115,8 +127,9 @@ class InterpRoutes:
         return depth % count
 
     def _attention(self, body: AttentionBody) -> dict[str, Any]:
-        engine, ids = self._desk.engine, self.ids(body, self._desk.settings.lens_max_tokens)
-        steer = self._desk.looking(body)["steer"]
+        engine = self._context.engine
+        ids = self.ids(body, self._context.settings.lens_max_tokens)
+        steer = self._context.looking(body)["steer"]
         if body.masses:
             return {"masses": attention_masses(engine, ids, steer).tolist()}
         return {
@@ -125,29 +138,33 @@ class InterpRoutes:
         }
 
     def ids(self, body: TextBody, most: int) -> list[int]:
-        engine = self._desk.engine
+        engine = self._context.engine
         given = [name for name in ("token_ids", "prompt", "messages") if getattr(body, name) is not None]
         if len(given) != 1:
-            raise bad("give the text once: as token_ids, prompt or messages.", given[1] if given else "token_ids")
+            raise bad(
+                "give the text once: as token_ids, prompt or messages.", given[1] if given else "token_ids"
+            )
         if body.messages is not None:
-            ids = engine.encode_chat(conversation(body.messages), thinking=self._desk.thinks)
+            ids = engine.encode_chat(conversation(body.messages), thinking=self._context.thinks)
         else:
             ids = engine.prompt_ids(body.prompt if body.prompt is not None else body.token_ids or [])
         if len(ids) > most:
             raise bad(
-                f"the text has {len(ids)} tokens, this route takes at most {most}.", given[0], "context_length_exceeded"
+                f"the text has {len(ids)} tokens, this route takes at most {most}.",
+                given[0],
+                "context_length_exceeded",
             )
         return ids
 
     def _token(self, token: int, probability: float) -> dict[str, Any]:
-        tokenizer = self._desk.engine.tokenizer
+        tokenizer = self._context.engine.tokenizer
         text = tokenizer.marker(token) or tokenizer.piece(token).decode("utf-8", "replace")
         return {"token_id": token, "text": text, "probability": probability}
 
     async def beside(self, http: HttpRequest, work: Callable[[], Found]) -> Found:
         """One pass at a time; a client that leaves while it waits is let go."""
-        self._desk.engine  # noqa: B018  refused while loading
-        if self._desk.hub.draining:
+        self._context.engine  # noqa: B018  refused while loading
+        if self._context.hub.draining:
             raise ApiError(503, "the server is stopping. Try again later.", code="draining")
 
         async def one() -> Found:

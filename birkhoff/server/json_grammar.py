@@ -49,7 +49,9 @@ class Grammars:
             if wanted.json_schema is None or wanted.json_schema.schema_ is None:
                 raise bad("response_format.json_schema.schema is missing.", "response_format.json_schema")
             schema = wanted.json_schema.schema_
-        return self.of_lark(f"start: %json {_json_rule(schema, 'response_format')}\n", thinking, "response_format")
+        return self.of_lark(
+            f"start: %json {_json_rule(schema, 'response_format')}\n", thinking, "response_format"
+        )
 
     def of_lark(self, grammar: str, thinking: bool, param: str) -> MakeMask:
         """A mask for every answer that follows `grammar`, behind its reasoning if there is any."""
@@ -57,14 +59,16 @@ class Grammars:
         if thinking:
             end = self.marker(END_THINK)
             grammar = (
-                grammar.replace("start:", "answer:", 1) + f"start: reasoning {end} answer\nreasoning: /(.|\\n)*/\n"
+                grammar.replace("start:", "answer:", 1)
+                + f"start: reasoning {end} answer\nreasoning: /(.|\\n)*/\n"
             )
         if self._tokenizer is None:
             engine = self._engine()
             self._tokenizer = llguidance.LLTokenizer(
                 llguidance.TokenizerWrapper(_Vocabulary(engine.tokenizer, engine.config)),
-                n_vocab=engine.config.vocab_size, eos_token=list(engine.config.eos_token_ids),
-            )  # fmt: skip
+                n_vocab=engine.config.vocab_size,
+                eos_token=list(engine.config.eos_token_ids),
+            )
         ends = tuple(self._engine().config.eos_token_ids)
         first = self._compiled.get(grammar)
         if first is None:
@@ -81,7 +85,9 @@ class Grammars:
                 )
             if _tokens(first.deep_copy()) <= set(ends):  # no JSON and no call is empty
                 raise bad(
-                    f"{param}: nothing can be said that fits this. Does it refer to itself?", param, "schema-empty"
+                    f"{param}: nothing can be said that fits this. Does it refer to itself?",
+                    param,
+                    "schema-empty",
                 )
             self._compiled[grammar] = first
             if len(self._compiled) > MOST_KEPT:
@@ -92,7 +98,9 @@ class Grammars:
         """A chat marker as a grammar names it."""
         token = self._engine().tokenizer.markers.get(name)
         if token is None:
-            raise bad(f"this model's tokenizer has no {name} marker, so the form of its answers cannot be forced.")
+            raise bad(
+                f"this model's tokenizer has no {name} marker, so the form of its answers cannot be forced."
+            )
         return f"<[{token}]>"
 
 
@@ -100,7 +108,9 @@ class GrammarMask:
     """One answer's way through a grammar. Tokens are read as they are kept; when some are taken back, so are they."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]):
-        self._matcher, self._ends, self._read = matcher, list(ends), 0
+        self._matcher = matcher
+        self._ends = list(ends)
+        self._read = 0
 
     @property
     def problem(self) -> str:
@@ -134,7 +144,8 @@ class _Vocabulary:
     """Our tokenizer as llguidance wants to see one."""
 
     def __init__(self, tokenizer: Tokenizer, config: Any):
-        self.eos_token_id, self.bos_token_id = config.eos_token_ids[0], config.bos_token_id
+        self.eos_token_id = config.eos_token_ids[0]
+        self.bos_token_id = config.bos_token_id
         names = {token: name for name, token in tokenizer.markers.items()}
         self.tokens = [
             names[i].encode() if i in names else tokenizer.piece(i) or b"<unused-%d>" % i
@@ -180,13 +191,16 @@ def _parameter(rule: str, key: str, schema: Any, dsml: str, where: str) -> str:
         value = " | ".join(_text(each) for each in texts) if texts else _characters(schema)
     else:
         value = f"%json {_json_rule(schema, where)}"
-    head = _text(f'parameter name={json.dumps(key, ensure_ascii=False)} string="{"true" if is_text else "false"}">')
+    head = _text(
+        f'parameter name={json.dumps(key, ensure_ascii=False)} string="{"true" if is_text else "false"}">'
+    )
     return f'{rule}: "<" {dsml} {head} {rule}_v "</" {dsml} "parameter>"\n{rule}_v: {value}'
 
 
 def _characters(schema: dict[str, Any]) -> str:
     """Text of a string parameter; what looks like the beginning of a tag is left out."""
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    least = schema.get("minLength", 0)
+    most = schema.get("maxLength", "")
     plain = all(isinstance(each, int) and 0 <= each <= 4096 for each in (least, most) if each != "")
     return f"/[^<]{{{least},{most}}}/" if plain else "/[^<]*/"
 
@@ -211,7 +225,8 @@ def _library() -> Any:
         import llguidance
     except ImportError:
         raise ApiError(
-            501, "answers of a given form need the package llguidance, which is not installed here: birkhoff[grammar].",
+            501,
+            "answers of a given form need the package llguidance, which is not installed here: birkhoff[grammar].",
             code="grammar-missing",
-        ) from None  # fmt: skip
+        ) from None
     return llguidance

@@ -31,7 +31,8 @@ class Links:
         if scope["method"] != "GET" or b"token=" not in query or len(query) > 256:
             return False
         fields = parse_qs(query.decode("latin-1"))
-        until, token = fields.get("until", [""])[-1], fields.get("token", [""])[-1]
+        until = fields.get("until", [""])[-1]
+        token = fields.get("token", [""])[-1]
         if not (until.isascii() and until.isdecimal() and len(until) < 16 and token.isascii()):
             return False
         known = hmac.compare_digest(self._token(scope["path"], int(until)), token)

@@ -65,20 +65,20 @@ class MessagesBody(CountBody):
 
 
 class MessageRoutes:
-    def __init__(self, desk: ServingContext):
-        self._desk = desk
+    def __init__(self, context: ServingContext):
+        self._context = context
 
     async def answer(self, http: HttpRequest) -> Response:
-        body, warnings = await self._desk.read(http, MessagesBody)
-        model = self._desk.model_name(body.model)
-        call = await self._desk.call(http, body, lambda: self.call(body, warnings))
-        return await self._desk.run(
-            http, call, MessageFormatter(self._desk, call, model, http.state.request_id), bool(body.stream)
+        body, warnings = await self._context.read(http, MessagesBody)
+        model = self._context.model_name(body.model)
+        call = await self._context.call(http, body, lambda: self.call(body, warnings))
+        return await self._context.run(
+            http, call, MessageFormatter(self._context, call, model, http.state.request_id), bool(body.stream)
         )
 
     async def count(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, CountBody)
-        self._desk.model_name(body.model)
+        body, _ = await self._context.read(http, CountBody)
+        self._context.model_name(body.model)
         return json_response({"input_tokens": len(self._prompt(body)[0])})
 
     def call(self, body: MessagesBody, warnings: list[str]) -> GenerationCall:
@@ -86,28 +86,30 @@ class MessageRoutes:
         sampling: dict[str, Any] = {"max_tokens": body.max_tokens, "stop": body.stop_sequences or None}
         sampling |= {name: getattr(body, name) for name in ("temperature", "top_p", "top_k", "seed")}
         sampling = {name: value for name, value in sampling.items() if value is not None}
-        looking = self._desk.looking(body)
+        looking = self._context.looking(body)
         if looking["baseline"]:
             raise bad("baseline has no place in this dialect. Use /v1/chat/completions.", "baseline")
         return GenerationCall(prompt, sampling, thinking, mask=mask, warnings=warnings, **looking)
 
     def _prompt(self, body: CountBody) -> tuple[list[int], Any, bool]:
-        thinking, effort = self._desk.thinks, None
+        thinking, effort = self._context.thinks, None
         if body.thinking is not None:
             thinking = body.thinking.type != "disabled"
         config = body.output_config
         if config is not None and config.effort is not None and (thinking or body.thinking is None):
             thinking, effort = EFFORTS[config.effort]
         choice, one = _choice(body.tool_choice)
-        tools, mask = forced(self._desk.grammars, _tools(body.tools), choice, thinking, one)
+        tools, mask = forced(self._context.grammars, _tools(body.tools), choice, thinking, one)
         shown = None
         if config is not None and config.format is not None:
             shown = config.format.get("schema")
             if config.format.get("type") != "json_schema" or not isinstance(shown, dict):
-                raise bad("output_config.format: expected a json_schema with its schema.", "output_config.format")
-            mask = mask or self._desk.grammars.of_format(schema_format(shown), thinking)
+                raise bad(
+                    "output_config.format: expected a json_schema with its schema.", "output_config.format"
+                )
+            mask = mask or self._context.grammars.of_format(schema_format(shown), thinking)
         messages = conversation(body)
-        prompt = self._desk.engine.encode_chat(
+        prompt = self._context.engine.encode_chat(
             messages, thinking=thinking, effort=effort, tools=tools, response_format=shown
         )
         return prompt, mask, thinking
@@ -146,7 +148,9 @@ def _user(content: Any, where: str) -> list[dict[str, Any]]:
 def _assistant(content: Any, where: str) -> dict[str, Any]:
     if isinstance(content, str):
         return {"role": "assistant", "content": content}
-    text, thoughts, calls = [], [], []
+    text = []
+    thoughts = []
+    calls = []
     for place, block in enumerate(content):
         kind = block.get("type")
         if kind == "thinking":
@@ -156,7 +160,10 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
         elif kind == "tool_use":
             if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
                 raise bad(f"{where}[{place}]: a tool_use needs a name and an input.", f"{where}[{place}]")
-            function = {"name": block["name"], "arguments": json.dumps(block.get("input", {}), ensure_ascii=False)}
+            function = {
+                "name": block["name"],
+                "arguments": json.dumps(block.get("input", {}), ensure_ascii=False),
+            }
             calls.append({"id": str(block.get("id", "")), "type": "function", "function": function})
         else:
             text.append(_text(block, f"{where}[{place}]"))
@@ -178,7 +185,9 @@ def _plain(content: Any, where: str) -> str:
 
 def _text(block: dict[str, Any], where: str) -> str:
     if block.get("type") != "text" or not isinstance(block.get("text"), str):
-        raise bad(f"{where}: expected a text block; this model reads no images or files.", where, "content-kind")
+        raise bad(
+            f"{where}: expected a text block; this model reads no images or files.", where, "content-kind"
+        )
     return block["text"]
 
 
@@ -187,7 +196,8 @@ def _tools(tools: list[dict[str, Any]] | None) -> Tools | None:
     for place, tool in enumerate(tools or ()):
         if tool.get("type", "custom") != "custom":
             raise bad(
-                f"tools[{place}]: only tools of the caller are served, not {tool.get('type')!a}.", f"tools[{place}]"
+                f"tools[{place}]: only tools of the caller are served, not {tool.get('type')!a}.",
+                f"tools[{place}]",
             )
         function = {"name": tool.get("name"), "parameters": tool.get("input_schema") or {}}
         if tool.get("description"):
@@ -210,8 +220,10 @@ def _choice(choice: dict[str, Any] | None) -> tuple[str | dict[str, Any] | None,
 
 
 class MessageFormatter:
-    def __init__(self, desk: ServingContext, call: GenerationCall, model: str, request_id: str):
-        self._desk, self._call, self._request_id = desk, call, request_id
+    def __init__(self, context: ServingContext, call: GenerationCall, model: str, request_id: str):
+        self._context = context
+        self._call = call
+        self._request_id = request_id
         self._head = {"id": new_id("msg_"), "type": "message", "role": "assistant", "model": model}
         self._blocks = ContentBlocks("toolu_")
 
@@ -233,7 +245,7 @@ class MessageFormatter:
         matched = stop_reason(request)
         reason = "end_turn"
         if request.finish_reason == "length":
-            full = request.num_tokens >= self._desk.engine.max_context
+            full = request.num_tokens >= self._context.engine.max_context
             reason = "model_context_window_exceeded" if full else "max_tokens"
         elif self._blocks.called:
             reason = "tool_use"
@@ -243,12 +255,14 @@ class MessageFormatter:
 
     def _usage(self, request: Request) -> dict[str, Any]:
         return {
-            "input_tokens": len(request.prompt_ids), "output_tokens": len(request.output_ids),
-            "cache_creation_input_tokens": 0, "cache_read_input_tokens": cached(request),
-        }  # fmt: skip
+            "input_tokens": len(request.prompt_ids),
+            "output_tokens": len(request.output_ids),
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached(request),
+        }
 
     def _tail(self, request: Request) -> dict[str, Any]:
-        found = findings([request], self._call, self._desk.shelf)
+        found = findings([request], self._call, self._context.shelf)
         said = [*self._call.warnings, *problems(request)]
         return {**found, **({"warnings": said} if said else {})}
 
@@ -282,7 +296,7 @@ class MessageFormatter:
             yield _event("message_delta", delta=self._end(request), usage=self._usage(request), **tail)
             yield _event("message_stop")
         except Exception as error:
-            self._desk.told(error, running.id)
+            self._context.told(error, running.id)
             yield frame(problem_of(error).as_anthropic(self._request_id), "error")
 
     def _step(self, step: ContentBlockDelta) -> list[bytes]:
@@ -306,7 +320,11 @@ def _block(block: ContentBlock, empty: bool = False) -> dict[str, Any]:
     if block.kind == "text":
         return {"type": "text", "text": "" if empty else block.text}
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": "" if empty else block.text, "signature": "" if empty else SIGNATURE}
+        return {
+            "type": "thinking",
+            "thinking": "" if empty else block.text,
+            "signature": "" if empty else SIGNATURE,
+        }
     return {
         "type": "tool_use",
         "id": block.id,

@@ -45,10 +45,14 @@ class Metrics:
         self.waiting = gauge("waiting", "Answers that wait for a slot.")
         self.slots_free = gauge("slots_free", "Slots that are free.")
         self.prefix_pages = gauge("prefix_pages", "Pages of past prompts that are kept.")
-        self.prefix_bytes = gauge("prefix_bytes", "Bytes that are kept beside those pages: states and captured rows.")
+        self.prefix_bytes = gauge(
+            "prefix_bytes", "Bytes that are kept beside those pages: states and captured rows."
+        )
         self.prefix_evictions = gauge("prefix_evictions", "Pages that had to go since the start.")
         self.first_token = spread("time_to_first_token_seconds", "From submission to the first token.")
-        self.per_token = spread("time_per_token_seconds", "Between tokens of one answer, on average.", _TOKEN_SECONDS)
+        self.per_token = spread(
+            "time_per_token_seconds", "Between tokens of one answer, on average.", _TOKEN_SECONDS
+        )
         self.queue = spread("queue_seconds", "From submission to a slot.")
         self.whole = spread("request_seconds", "From submission to the end.")
 

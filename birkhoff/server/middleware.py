@@ -41,8 +41,13 @@ SECURITY = {
 
 
 class Middleware:
-    def __init__(self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, journal: AccessLog, links: Links):
-        self._app, self._settings, self._metrics, self._journal = app, settings, metrics, journal
+    def __init__(
+        self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, journal: AccessLog, links: Links
+    ):
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+        self._journal = journal
         self._links = links
         self._keys = [key.encode() for key in settings.api_key]
         self._hosts = {host.lower() for host in settings.allowed_host}
@@ -57,7 +62,10 @@ class Middleware:
         request_id = given if _SAFE_ID.match(given) else "req-" + secrets.token_hex(12)
         state = scope.setdefault("state", {})
         state["request_id"], state["caller"] = request_id, (scope.get("client") or ("",))[0]
-        began, status, started, extra = time.perf_counter(), 0, False, dict(SECURITY)
+        began = time.perf_counter()
+        status = 0
+        started = False
+        extra = dict(SECURITY)
 
         async def answer(message: Message) -> None:
             nonlocal status, started
@@ -94,28 +102,31 @@ class Middleware:
             route = getattr(scope.get("route"), "path", "other")
             self._metrics.calls.labels(route, str(status)).inc()
             self._journal.call(
-                request_id,
-                scope["method"],
-                scope["path"],
-                status,
-                time.perf_counter() - began,
-                note,
+                request_id, scope["method"], scope["path"], status, time.perf_counter() - began, note
             )
 
     def _check_head(self, scope: Scope, headers: Headers) -> None:
         if len(scope["headers"]) > self._settings.max_header_fields:
             raise ApiError(
-                431, f"the call has more than {self._settings.max_header_fields} header fields.", code="headers"
+                431,
+                f"the call has more than {self._settings.max_header_fields} header fields.",
+                code="headers",
             )
         if "content-length" in headers and "transfer-encoding" in headers:  # two lengths are two readings
-            raise ApiError(400, "content-length and transfer-encoding exclude each other.", code="two-lengths",
-                          headers={"Connection": "close"})  # fmt: skip
+            raise ApiError(
+                400,
+                "content-length and transfer-encoding exclude each other.",
+                code="two-lengths",
+                headers={"Connection": "close"},
+            )
         hosts = headers.getlist("host")
         if len(hosts) != 1 or not self._host_is_ours(hosts[0]):
             raise ApiError(
-                403, f"the host {quoted(hosts[0] if hosts else '')} is not this server's. Call it by its own name, or "
-                "allow this one with --allowed-host.", code="host",
-            )  # fmt: skip
+                403,
+                f"the host {quoted(hosts[0] if hosts else '')} is not this server's. Call it by its own name, or "
+                "allow this one with --allowed-host.",
+                code="host",
+            )
 
     def _host_is_ours(self, value: str) -> bool:
         try:
@@ -139,9 +150,14 @@ class Middleware:
             parts.port  # noqa: B018  raises when it is none
         except ValueError:
             local = False
-        own = origin in (f"http://{headers['host']}", f"https://{headers['host']}")  # our own page; the host is ours
+        own = origin in (
+            f"http://{headers['host']}",
+            f"https://{headers['host']}",
+        )  # our own page; the host is ours
         if not local and not own and origin not in self._settings.allowed_origin:
-            raise ApiError(403, "pages of this origin may not call. Allow it with --allowed-origin.", code="origin")
+            raise ApiError(
+                403, "pages of this origin may not call. Allow it with --allowed-origin.", code="origin"
+            )
         return {
             "access-control-allow-origin": origin,
             "access-control-allow-methods": "GET, POST, PUT, DELETE",
@@ -163,8 +179,12 @@ class Middleware:
                 return
         self._count_failure(state["caller"])
         await asyncio.sleep(0.05)  # the same for every wrong key
-        raise ApiError(401, "the key is missing or wrong. Send it as Authorization: Bearer KEY, or as x-api-key.",
-                      code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})  # fmt: skip
+        raise ApiError(
+            401,
+            "the key is missing or wrong. Send it as Authorization: Bearer KEY, or as x-api-key.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
 
     def _count_failure(self, client: str) -> None:
         now = time.monotonic()
@@ -174,7 +194,10 @@ class Middleware:
             self._failures.popitem(last=False)
         if len(recent) >= FAILURES_PER_MINUTE:
             raise ApiError(
-                429, "too many wrong keys. Try again in a minute.", code="key-failures", headers={"Retry-After": "60"}
+                429,
+                "too many wrong keys. Try again in a minute.",
+                code="key-failures",
+                headers={"Retry-After": "60"},
             )
 
 

@@ -24,8 +24,12 @@ POLICY = (
 
 class PageRoutes:
     def __init__(self, folder: Path = FOLDER):
-        self._files = {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix in KINDS}
-        self._tags = {name: f'"{hashlib.sha256(data).hexdigest()[:32]}"' for name, data in self._files.items()}
+        self._files = {
+            file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.suffix in KINDS
+        }
+        self._tags = {
+            name: f'"{hashlib.sha256(data).hexdigest()[:32]}"' for name, data in self._files.items()
+        }
 
     async def home(self, http: HttpRequest) -> Response:
         return self._answer(http, "index.html")

@@ -25,7 +25,9 @@ from birkhoff.server.interp_routes import InterpRoutes, TextBody
 from birkhoff.server.reply import json_response
 from birkhoff.server.steering_routes import check_steering_key
 
-MOST_CELLS, MOST_RUNS, MOST_TOKENS = 512, 16, 256
+MOST_CELLS = 512
+MOST_RUNS = 16
+MOST_TOKENS = 256
 Position = Annotated[int, Field(ge=-MOST_TOKENS, lt=MOST_TOKENS)]
 
 
@@ -41,30 +43,31 @@ class SweepBody(StrictBody):
     target: TextBody
     hook: Annotated[str, Field(min_length=1, max_length=64)]
     layers: Any = "all"
-    positions: Annotated[list[Annotated[int, Field(ge=-MOST_TOKENS, lt=MOST_TOKENS)]], Field(min_length=1)] | None = (
-        None
-    )
+    positions: (
+        Annotated[list[Annotated[int, Field(ge=-MOST_TOKENS, lt=MOST_TOKENS)]], Field(min_length=1)] | None
+    ) = None
     metric: LogitDifference
     run: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = None
 
 
 class PatchRoutes:
-    def __init__(self, desk: ServingContext, looking: InterpRoutes):
-        self._desk, self._looking = desk, looking
+    def __init__(self, context: ServingContext, looking: InterpRoutes):
+        self._context = context
+        self._looking = looking
 
     async def sweep(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, SweepBody)
-        check_steering_key(http, self._desk.settings)
+        body, _ = await self._context.read(http, SweepBody)
+        check_steering_key(http, self._context.settings)
         return json_response(await self._looking.beside(http, lambda: self._sweep(body)))
 
     async def forget(self, http: HttpRequest, run: str) -> Response:
-        check_steering_key(http, self._desk.settings)
-        if self._desk.engine.runs.pop(run, None) is None:
+        check_steering_key(http, self._context.settings)
+        if self._context.engine.runs.pop(run, None) is None:
             raise ApiError(404, "there is no kept run of this name.", code="run-unknown")
         return json_response({"run": run, "kept": False})
 
     def _sweep(self, body: SweepBody) -> dict[str, Any]:
-        engine = self._desk.engine
+        engine = self._context.engine
         source, target = (self._looking.ids(each, MOST_TOKENS) for each in (body.source, body.target))
         last = engine.config.vocab_size - 1
         if max(body.metric.token, body.metric.other) > last:
@@ -72,7 +75,8 @@ class PatchRoutes:
         once = body.hook in engine.schema and engine.schema[body.hook].once
         count = engine.config.num_hidden_layers
         layers = [count - 1] if once else list(parse_layers(body.layers).expand(count))
-        shared, asked = min(len(source), len(target)), body.positions
+        shared = min(len(source), len(target))
+        asked = body.positions
         positions = list(range(shared)) if asked is None else [p + len(target) if p < 0 else p for p in asked]
         if not all(0 <= place < shared for place in positions):
             raise bad(f"positions: both texts have places 0..{shared - 1}, and only these.", "positions")
@@ -83,8 +87,13 @@ class PatchRoutes:
             )
         name = body.run or "run-" + secrets.token_hex(6)
         if name in engine.runs or len(engine.runs) >= MOST_RUNS:
-            raise ApiError(409, f"a run of this name is kept, or {MOST_RUNS} are. Delete one first.", code="run-taken",
-                          param="run", headers={"x-should-retry": "false"})  # fmt: skip
+            raise ApiError(
+                409,
+                f"a run of this name is kept, or {MOST_RUNS} are. Delete one first.",
+                code="run-taken",
+                param="run",
+                headers={"x-should-retry": "false"},
+            )
         kept = engine.submit_prompt(source, Capture({body.hook: layers}, "all_prompt"))
         engine.runs[name] = dict(engine.wait_for_acts(kept))
 
@@ -102,5 +111,12 @@ class PatchRoutes:
         except BaseException:
             engine.runs.pop(name, None)
             raise
-        return {"run": name, "hook": body.hook, "layers": layers, "positions": positions, "source": ahead(source),
-                "target": ahead(target), "grid": grid}  # fmt: skip
+        return {
+            "run": name,
+            "hook": body.hook,
+            "layers": layers,
+            "positions": positions,
+            "source": ahead(source),
+            "target": ahead(target),
+            "grid": grid,
+        }

@@ -34,7 +34,10 @@ SWITCH_SECONDS = 0.0005
 
 
 def serve(
-    settings: ServerSettings, load: Callable[[], Engine], announce: Callable[[str], None], loading: Mapping[str, Any]
+    settings: ServerSettings,
+    load: Callable[[], Engine],
+    announce: Callable[[str], None],
+    loading: Mapping[str, Any],
 ) -> int:
     """Serve until told to stop; the exit status. `announce` is given the one URL once calls are answered."""
     listener = _bind(settings)
@@ -43,11 +46,19 @@ def serve(
     hub = AsyncEngine(settings, metrics)
     app = build_app(settings, hub, metrics, journal, loading)
     config = uvicorn.Config(
-        app, http=connection_class(settings), ws="none", loop="asyncio", lifespan="off", log_config=None,
-        access_log=False, server_header=False, h11_max_incomplete_event_size=settings.max_header_bytes,
-        timeout_keep_alive=round(settings.keep_alive_seconds), timeout_graceful_shutdown=round(settings.drain_seconds),
+        app,
+        http=connection_class(settings),
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        h11_max_incomplete_event_size=settings.max_header_bytes,
+        timeout_keep_alive=round(settings.keep_alive_seconds),
+        timeout_graceful_shutdown=round(settings.drain_seconds),
         backlog=256,
-    )  # fmt: skip
+    )
     server = Server(config)
     host, port = listener.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
@@ -65,7 +76,8 @@ def serve(
             if not opening.done():
                 os._exit(0)  # a thread that loads cannot be ended in any other way
 
-        opening, watching = asyncio.create_task(open_up()), asyncio.create_task(stop_when_asked())
+        opening = asyncio.create_task(open_up())
+        watching = asyncio.create_task(stop_when_asked())
 
         def failed(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:

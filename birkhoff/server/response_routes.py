@@ -60,48 +60,60 @@ class ResponsesBody(InterpFields):
 
 
 class ResponseRoutes:
-    def __init__(self, desk: ServingContext):
-        self._desk = desk
+    def __init__(self, context: ServingContext):
+        self._context = context
 
     async def answer(self, http: HttpRequest) -> Response:
-        body, warnings = await self._desk.read(http, ResponsesBody)
-        model = self._desk.model_name(body.model)
-        call = await self._desk.call(http, body, lambda: self.call(body, warnings))
-        return await self._desk.run(
-            http, call, ResponseObjectFormatter(self._desk, call, model, body), bool(body.stream)
+        body, warnings = await self._context.read(http, ResponsesBody)
+        model = self._context.model_name(body.model)
+        call = await self._context.call(http, body, lambda: self.call(body, warnings))
+        return await self._context.run(
+            http, call, ResponseObjectFormatter(self._context, call, model, body), bool(body.stream)
         )
 
     def call(self, body: ResponsesBody, warnings: list[str]) -> GenerationCall:
         for name in ("previous_response_id", "conversation"):
             if getattr(body, name):
-                raise bad(f"{name}: nothing is kept between calls here. Send the whole conversation as input.", name)
+                raise bad(
+                    f"{name}: nothing is kept between calls here. Send the whole conversation as input.", name
+                )
         if body.background:
             raise bad("background: answers are given while the call is open. Leave it out.", "background")
-        thinking, effort = self._desk.thinks, None
+        thinking, effort = self._context.thinks, None
         if body.reasoning is not None and body.reasoning.effort is not None:
             thinking, effort = EFFORTS[body.reasoning.effort]
         tools, mask = forced(
-            self._desk.grammars, _tools(body.tools), body.tool_choice, thinking, body.parallel_tool_calls is False
+            self._context.grammars,
+            _tools(body.tools),
+            body.tool_choice,
+            thinking,
+            body.parallel_tool_calls is False,
         )
         wanted = _format(body)
-        mask = mask or self._desk.grammars.of_format(wanted, thinking)
+        mask = mask or self._context.grammars.of_format(wanted, thinking)
         shown = wanted.json_schema.schema_ if wanted and wanted.json_schema else None
-        prompt = self._desk.engine.encode_chat(
-            conversation(_messages(body)), thinking=thinking, effort=effort, tools=tools, response_format=shown
+        prompt = self._context.engine.encode_chat(
+            conversation(_messages(body)),
+            thinking=thinking,
+            effort=effort,
+            tools=tools,
+            response_format=shown,
         )
         sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "seed")}
-        sampling["max_tokens"] = body.max_output_tokens or self._desk.room(len(prompt))
+        sampling["max_tokens"] = body.max_output_tokens or self._context.room(len(prompt))
         if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
             sampling["logprobs"] = body.top_logprobs or 0
         sampling = {name: value for name, value in sampling.items() if value is not None}
-        looking = self._desk.looking(body)
+        looking = self._context.looking(body)
         if looking["baseline"]:
             raise bad("baseline has no place in this dialect. Use /v1/chat/completions.", "baseline")
         return GenerationCall(prompt, sampling, thinking, mask=mask, warnings=warnings, **looking)
 
 
 def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = [{"role": "system", "content": body.instructions}] if body.instructions else []
+    out: list[dict[str, Any]] = (
+        [{"role": "system", "content": body.instructions}] if body.instructions else []
+    )
     if isinstance(body.input, str):
         return [*out, {"role": "user", "content": body.input}]
     for place, item in enumerate(body.input):
@@ -127,7 +139,9 @@ def _tools(tools: list[dict[str, Any]] | None) -> Tools | None:
     out = []
     for place, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
-            raise bad(f"tools[{place}]: only functions are served, not {tool.get('type')!a}.", f"tools[{place}]")
+            raise bad(
+                f"tools[{place}]: only functions are served, not {tool.get('type')!a}.", f"tools[{place}]"
+            )
         kept = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
         out.append({"type": "function", "function": kept})
     return out or None
@@ -145,17 +159,31 @@ def _format(body: ResponsesBody) -> ResponseFormat | None:
 
 
 class ResponseObjectFormatter:
-    def __init__(self, desk: ServingContext, call: GenerationCall, model: str, body: ResponsesBody):
-        self._desk, self._call, self._body = desk, call, body
-        self._blocks, self._number = ContentBlocks(), 0
+    def __init__(self, context: ServingContext, call: GenerationCall, model: str, body: ResponsesBody):
+        self._context = context
+        self._call = call
+        self._body = body
+        self._blocks = ContentBlocks()
+        self._number = 0
         self._head: dict[str, Any] = {
-            "id": new_id("resp_"), "object": "response", "created_at": now(), "model": model, "error": None,
-            "instructions": body.instructions, "metadata": body.metadata or {}, "previous_response_id": None,
-            "parallel_tool_calls": body.parallel_tool_calls is not False, "temperature": body.temperature,
-            "top_p": body.top_p, "max_output_tokens": body.max_output_tokens, "store": False, "truncation": "disabled",
-            "tool_choice": body.tool_choice or "auto", "tools": body.tools or [],
+            "id": new_id("resp_"),
+            "object": "response",
+            "created_at": now(),
+            "model": model,
+            "error": None,
+            "instructions": body.instructions,
+            "metadata": body.metadata or {},
+            "previous_response_id": None,
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "max_output_tokens": body.max_output_tokens,
+            "store": False,
+            "truncation": "disabled",
+            "tool_choice": body.tool_choice or "auto",
+            "tools": body.tools or [],
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
-        }  # fmt: skip
+        }
 
     def whole(self, running: ActiveCall) -> dict[str, Any]:
         request = running.requests[0]
@@ -166,20 +194,23 @@ class ResponseObjectFormatter:
 
     def _response(self, request: Request) -> dict[str, Any]:
         cut = request.finish_reason == "length"
-        counted = usage([request], self._call, self._desk.engine)
+        counted = usage([request], self._call, self._context.engine)
         return {
-            **self._head, "status": "incomplete" if cut else "completed",
+            **self._head,
+            "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
             "output": [self._item(block, request) for block in self._blocks.all if block.complete],
             "usage": {
-                "input_tokens": counted["prompt_tokens"], "input_tokens_details": counted["prompt_tokens_details"],
+                "input_tokens": counted["prompt_tokens"],
+                "input_tokens_details": counted["prompt_tokens_details"],
                 "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": counted["completion_tokens_details"], "total_tokens": counted["total_tokens"],
+                "output_tokens_details": counted["completion_tokens_details"],
+                "total_tokens": counted["total_tokens"],
             },
-        }  # fmt: skip
+        }
 
     def _tail(self, request: Request) -> dict[str, Any]:
-        found = findings([request], self._call, self._desk.shelf)
+        found = findings([request], self._call, self._context.shelf)
         said = [*self._call.warnings, *problems(request)]
         return {**found, **({"warnings": said} if said else {})}
 
@@ -190,22 +221,39 @@ class ResponseObjectFormatter:
             return {"type": "reasoning", "id": block.id, "summary": [], "content": content, "status": status}
         if block.kind == "tool":
             arguments = block.text if request is not None else ""
-            return {"type": "function_call", "id": "fc_" + block.id[5:], "call_id": block.id, "name": block.name,
-                    "arguments": arguments, "status": status}  # fmt: skip
+            return {
+                "type": "function_call",
+                "id": "fc_" + block.id[5:],
+                "call_id": block.id,
+                "name": block.name,
+                "arguments": arguments,
+                "status": status,
+            }
         content = [self._part(block, request)] if request is not None else []
         return {"type": "message", "id": block.id, "role": "assistant", "status": status, "content": content}
 
     def _part(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
         logprobs = []
         if request is not None and request.options.logprobs is not None:
-            logprobs = [token_logprob(each, self._desk.engine) for each in request.logprobs]
-        return {"type": "output_text", "text": block.text if request else "", "annotations": [], "logprobs": logprobs}
+            logprobs = [token_logprob(each, self._context.engine) for each in request.logprobs]
+        return {
+            "type": "output_text",
+            "text": block.text if request else "",
+            "annotations": [],
+            "logprobs": logprobs,
+        }
 
     # The stream
 
     async def frames(self, running: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
         request = running.requests[0]
-        begun = {**self._head, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+        begun = {
+            **self._head,
+            "status": "in_progress",
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
+        }
         yield self._event("response.created", response=begun)
         yield self._event("response.in_progress", response=begun)
         try:
@@ -225,7 +273,7 @@ class ResponseObjectFormatter:
             whole = self._response(request) | await asyncio.to_thread(self._tail, request)
             yield self._event(f"response.{whole['status']}", response=whole)
         except Exception as error:
-            self._desk.told(error, running.id)
+            self._context.told(error, running.id)
             problem = problem_of(error)
             told = {"code": problem.code or problem.type, "message": problem.message}
             yield self._event("response.failed", response={**begun, "status": "failed", "error": told})
@@ -235,7 +283,11 @@ class ResponseObjectFormatter:
         at = {"output_index": block.index, "item_id": self._item(block, None)["id"]}
         inner = {**at, "content_index": 0}
         if step.what == "open":
-            out = [self._event("response.output_item.added", output_index=block.index, item=self._item(block, None))]
+            out = [
+                self._event(
+                    "response.output_item.added", output_index=block.index, item=self._item(block, None)
+                )
+            ]
             if block.kind == "text":
                 out.append(self._event("response.content_part.added", **inner, part=self._part(block, None)))
             return out

@@ -75,31 +75,42 @@ class GlobalBody(RequestBody):
 
 
 class SaeRoutes:
-    def __init__(self, desk: ServingContext, looking: InterpRoutes):
-        self._desk, self._looking = desk, looking
+    def __init__(self, context: ServingContext, looking: InterpRoutes):
+        self._context = context
+        self._looking = looking
         self._books: dict[str, dict[str, Any]] = {}
 
     async def attached(self) -> Response:
         """One entry per dictionary: a module with several sites has several."""
-        registry = self._desk.engine.saes.registry
+        registry = self._context.engine.saes.registry
         found = []
         for name in registry:
             for (hook, layer), sae in registry[name].saes.items():
                 told = registry[name].describe()
-                found.append({**told, "hook": hook, "layer": layer, "view": sae.view, "d_sae": sae.d_sae,
-                              "labels": len(sae.labels)})  # fmt: skip
+                found.append(
+                    {
+                        **told,
+                        "hook": hook,
+                        "layer": layer,
+                        "view": sae.view,
+                        "d_sae": sae.d_sae,
+                        "labels": len(sae.labels),
+                    }
+                )
         return json_response({"saes": found})
 
     async def features(self, http: HttpRequest) -> Response:
         """The strongest features of every token of a text."""
-        body, _ = await self._desk.read(http, FeaturesBody)
+        body, _ = await self._context.read(http, FeaturesBody)
         self._known(body.sae)
         if (body.hook is None) != (body.layer is None):
             raise bad("hook and layer name a site together. Give both or neither.", "hook")
         at = None if body.hook is None or body.layer is None else (body.hook, body.layer)
-        ids = self._looking.ids(body, self._desk.settings.lens_max_tokens)
-        steer = edits_of(body.steers, self._desk.engine)
-        rows = await self._looking.beside(http, lambda: self._desk.engine.features(ids, body.sae, body.k, at, steer))
+        ids = self._looking.ids(body, self._context.settings.lens_max_tokens)
+        steer = edits_of(body.steers, self._context.engine)
+        rows = await self._looking.beside(
+            http, lambda: self._context.engine.features(ids, body.sae, body.k, at, steer)
+        )
         tokens = [
             {
                 "position": place,
@@ -115,7 +126,9 @@ class SaeRoutes:
         """What is known of one feature, and which tokens its direction makes likelier."""
         module = self._known(sae)
         (hook, layer), found = next(iter(module.saes.items()))
-        index = int(feature) if feature.isascii() and feature.isdecimal() and len(feature) < 10 else found.d_sae
+        index = (
+            int(feature) if feature.isascii() and feature.isdecimal() and len(feature) < 10 else found.d_sae
+        )
         if index >= found.d_sae:
             raise ApiError(404, f"this dictionary has features 0..{found.d_sae - 1}.", code="feature-unknown")
         told: dict[str, Any] = {
@@ -134,7 +147,7 @@ class SaeRoutes:
     def _known_contexts(self, sae: str, index: int) -> dict[str, Any]:
         """How often the feature fires and where it fired most, from the book beside its dictionary."""
         if sae not in self._books:
-            folder = dictionaries(self._desk.settings, self._desk.engine.name).get(sae)
+            folder = dictionaries(self._context.settings, self._context.engine.name).get(sae)
             self._books[sae] = {} if folder is None else read_book(folder)
         entry = self._books[sae].get(str(index))
         if not isinstance(entry, dict):
@@ -143,37 +156,42 @@ class SaeRoutes:
         return {name: entry[key] for key, name in kept.items() if entry.get(key) is not None}
 
     async def status(self) -> Response:
-        return json_response(self._desk.engine.saes.status())
+        return json_response(self._context.engine.saes.status())
 
     async def set(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, GlobalBody, self._desk.settings.max_upload_bytes)
-        check_steering_key(http, self._desk.settings)
+        body, _ = await self._context.read(http, GlobalBody, self._context.settings.max_upload_bytes)
+        check_steering_key(http, self._context.settings)
         edits = parse_global_specs({"prefill_specs": body.prefill_specs, "decode_specs": body.decode_specs})
         if not edits:
             raise bad(
-                "nothing to set: give prefill_specs or decode_specs, or call /v1/steering/sae/clear.", "prefill_specs"
+                "nothing to set: give prefill_specs or decode_specs, or call /v1/steering/sae/clear.",
+                "prefill_specs",
             )
-        self._desk.engine.saes.set_for_all(edits, body.replace)
+        self._context.engine.saes.set_for_all(edits, body.replace)
         return await self.status()
 
     async def clear(self, http: HttpRequest) -> Response:
-        check_steering_key(http, self._desk.settings)
-        self._desk.engine.saes.clear_for_all()
+        check_steering_key(http, self._context.settings)
+        self._context.engine.saes.clear_for_all()
         return await self.status()
 
     def _known(self, name: str) -> Any:
-        registry = self._desk.engine.saes.registry
+        registry = self._context.engine.saes.registry
         if name not in registry:
             known = ", ".join(registry) or "none"
             raise ApiError(
-                404, f"no dictionary is attached as {quoted(name)}; attached: {known}.", code="sae-unknown", param="sae"
+                404,
+                f"no dictionary is attached as {quoted(name)}; attached: {known}.",
+                code="sae-unknown",
+                param="sae",
             )
         return registry[name]
 
     def _logits(self, sae: Sae, index: int) -> dict[str, Any]:
         """What the decoder row says through the final norm and the head; only where it is as wide as one stream."""
-        model, row = self._desk.engine.model, sae.decoder[index].float()
-        width = self._desk.engine.config.hidden_size
+        model = self._context.engine.model
+        row = sae.decoder[index].float()
+        width = self._context.engine.config.hidden_size
         if row.numel() % width:
             return {}
         with torch.no_grad():
@@ -186,8 +204,10 @@ class SaeRoutes:
         }
 
     def _named(self, ids: torch.Tensor, values: torch.Tensor) -> list[dict[str, Any]]:
-        return [{"token_id": i, "text": self._text(i), "logit": v} for i, v in zip(ids.tolist(), values.tolist())]
+        return [
+            {"token_id": i, "text": self._text(i), "logit": v} for i, v in zip(ids.tolist(), values.tolist())
+        ]
 
     def _text(self, token: int) -> str:
-        tokenizer = self._desk.engine.tokenizer
+        tokenizer = self._context.engine.tokenizer
         return tokenizer.marker(token) or tokenizer.piece(token).decode("utf-8", "replace")

@@ -31,14 +31,24 @@ class ServerSettings:
     steering_api_key: tuple[str, ...] = setting(
         (), "Key for changes of global steering, modules and SAEs; several too."
     )
-    allowed_host: tuple[str, ...] = setting((), "Host name callers may use, beside this machine's own; several too.")
-    allowed_origin: tuple[str, ...] = setting((), "Web origin that may call from a browser, beside localhost's.")
+    allowed_host: tuple[str, ...] = setting(
+        (), "Host name callers may use, beside this machine's own; several too."
+    )
+    allowed_origin: tuple[str, ...] = setting(
+        (), "Web origin that may call from a browser, beside localhost's."
+    )
     i_know_this_is_open: bool = setting(False, "Allow another address than loopback without a key.")
     served_name: str = setting("", "Name of the model on the wire; its own unless given.")
     capture_root: str = setting("", "Directory for captures that are written to files; none unless given.")
-    steering_modules: tuple[str, ...] = setting((), "Vector file to register at start; may be given several times.")
-    sae: tuple[str, ...] = setting((), "NAME=PATH of a dictionary of features to attach at start; several too.")
-    sae_full: tuple[str, ...] = setting((), "The same, for one whose reconstruction may replace rows; several too.")
+    steering_modules: tuple[str, ...] = setting(
+        (), "Vector file to register at start; may be given several times."
+    )
+    sae: tuple[str, ...] = setting(
+        (), "NAME=PATH of a dictionary of features to attach at start; several too."
+    )
+    sae_full: tuple[str, ...] = setting(
+        (), "The same, for one whose reconstruction may replace rows; several too."
+    )
     max_queue: int = setting(32, "Most answers that wait for a place; more are refused with 429.")
     max_connections: int = setting(64, "Most connections at a time.")
     max_choices: int = setting(8, "Most answers of one call.")
@@ -74,7 +84,9 @@ class ServerSettings:
             elif not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
                 raise OptionError(f"{each.name} is {quoted(value)}, expected a {wanted.__name__}.")
             elif (
-                isinstance(value, int) and wanted is int and not (0 if each.name in MAY_BE_ZERO else 1) <= value < 2**40
+                isinstance(value, int)
+                and wanted is int
+                and not (0 if each.name in MAY_BE_ZERO else 1) <= value < 2**40
             ):
                 raise OptionError(f"{each.name} is {value}, expected a whole number above 0.")
         for which in ("sae", "sae_full"):
@@ -87,7 +99,9 @@ class ServerSettings:
         if self.log not in ("text", "json", "off"):
             raise OptionError(f"log is {quoted(self.log)}, expected text, json or off.")
         for name in ("api_key", "steering_api_key"):
-            if any(not key.isascii() or not key.isprintable() or len(key) > 512 for key in getattr(self, name)):
+            if any(
+                not key.isascii() or not key.isprintable() or len(key) > 512 for key in getattr(self, name)
+            ):
                 raise OptionError(f"a {name} must be printable ASCII of at most 512 characters.")
         if not is_loopback(self.host) and not self.api_key and not self.i_know_this_is_open:
             raise OptionError(

@@ -24,26 +24,39 @@ from birkhoff.server.metrics import Metrics
 from birkhoff.server.reply import json_response
 
 LIMITS = (
-    "max_queue", "max_connections", "max_choices", "max_body_bytes", "max_upload_bytes", "max_depth",
-    "capture_max_request_bytes", "capture_inline_max_bytes", "lens_max_tokens",
-)  # fmt: skip
+    "max_queue",
+    "max_connections",
+    "max_choices",
+    "max_body_bytes",
+    "max_upload_bytes",
+    "max_depth",
+    "capture_max_request_bytes",
+    "capture_inline_max_bytes",
+    "lens_max_tokens",
+)
 
 
 class ServiceRoutes:
-    def __init__(self, desk: ServingContext, metrics: Metrics):
-        self._desk, self._metrics, self._since = desk, metrics, int(time.time())
+    def __init__(self, context: ServingContext, metrics: Metrics):
+        self._context = context
+        self._metrics = metrics
+        self._since = int(time.time())
 
     async def health(self) -> Response:
-        hub = self._desk.hub
+        hub = self._context.hub
         if not hub.healthy:
             raise ApiError(503, "the engine has stopped. Start the server again.", code="engine-stopped")
         if not hub.loaded:
-            raise ApiError(503, "the model is still being loaded.", code="loading", headers={"Retry-After": "2"})
+            raise ApiError(
+                503, "the model is still being loaded.", code="loading", headers={"Retry-After": "2"}
+            )
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
-        if not self._desk.hub.ready:
-            raise ApiError(503, "a call would not be let in now.", code="not-ready", headers={"Retry-After": "2"})
+        if not self._context.hub.ready:
+            raise ApiError(
+                503, "a call would not be let in now.", code="not-ready", headers={"Retry-After": "2"}
+            )
         return json_response({"status": "ready"})
 
     async def version(self) -> Response:
@@ -53,76 +66,108 @@ class ServiceRoutes:
         return json_response({"object": "list", "data": [self._card()]})
 
     async def model(self, model: str) -> Response:
-        self._desk.model_name(model)
+        self._context.model_name(model)
         return json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
-        engine = self._desk.engine
+        engine = self._context.engine
         return {
-            "id": self._desk.name, "object": "model", "created": self._since, "owned_by": "birkhoff",
-            "max_model_len": engine.max_context, "meta": {"vocab_size": engine.config.vocab_size, **engine.settings},
-        }  # fmt: skip
+            "id": self._context.name,
+            "object": "model",
+            "created": self._since,
+            "owned_by": "birkhoff",
+            "max_model_len": engine.max_context,
+            "meta": {"vocab_size": engine.config.vocab_size, **engine.settings},
+        }
 
     async def props(self) -> Response:
-        desk, engine = self._desk, self._desk.engine
-        config, settings = engine.config, desk.settings
+        context, engine = self._context, self._context.engine
+        config, settings = engine.config, context.settings
         defaults = {
-            each.name: each.default for each in fields(SamplingOptions) if each.name not in ("logit_bias", "stop")
+            each.name: each.default
+            for each in fields(SamplingOptions)
+            if each.name not in ("logit_bias", "stop")
         }
         steerable = {site.name for site in SITES if site.edit}
-        return json_response({
-            "model": desk.name, "version": __version__, "max_context": engine.max_context, "slots": engine.max_requests,
-            "layers": config.num_hidden_layers, "hidden_size": config.hidden_size, "streams": config.hc_mult,
-            "vocab_size": config.vocab_size, "experts": config.n_routed_experts,
-            "experts_per_token": config.num_experts_per_tok, "hash_layers": config.num_hash_layers,
-            "compress_ratios": list(config.compress_ratios), "settings": engine.settings,
-            "hooks": {
-                name: {"shape": list(row.logical_shape), "width": row.width, "dtype": row.dtype,
-                       "steerable": name in steerable}
-                for name, row in engine.schema.items()
-            },
-            "signals": [*SIGNALS, "cosine:NAME"], "modules": sorted(engine.modules),
-            "thinks": desk.thinks, "defaults": defaults | {"max_tokens": DEFAULT_MAX_TOKENS},
-            "limits": {name: getattr(settings, name) for name in LIMITS},
-            "captures": {"memory": True, "filesystem": bool(settings.capture_root)},
-            "steering_key": bool(settings.steering_api_key), "chat": {"tools": True, "reasoning": True, "system": True},
-        })  # fmt: skip
+        return json_response(
+            {
+                "model": context.name,
+                "version": __version__,
+                "max_context": engine.max_context,
+                "slots": engine.max_requests,
+                "layers": config.num_hidden_layers,
+                "hidden_size": config.hidden_size,
+                "streams": config.hc_mult,
+                "vocab_size": config.vocab_size,
+                "experts": config.n_routed_experts,
+                "experts_per_token": config.num_experts_per_tok,
+                "hash_layers": config.num_hash_layers,
+                "compress_ratios": list(config.compress_ratios),
+                "settings": engine.settings,
+                "hooks": {
+                    name: {
+                        "shape": list(row.logical_shape),
+                        "width": row.width,
+                        "dtype": row.dtype,
+                        "steerable": name in steerable,
+                    }
+                    for name, row in engine.schema.items()
+                },
+                "signals": [*SIGNALS, "cosine:NAME"],
+                "modules": sorted(engine.modules),
+                "thinks": context.thinks,
+                "defaults": defaults | {"max_tokens": DEFAULT_MAX_TOKENS},
+                "limits": {name: getattr(settings, name) for name in LIMITS},
+                "captures": {"memory": True, "filesystem": bool(settings.capture_root)},
+                "steering_key": bool(settings.steering_api_key),
+                "chat": {"tools": True, "reasoning": True, "system": True},
+            }
+        )
 
     async def slots(self, http: HttpRequest) -> Response:
-        desk, hub = self._desk, self._desk.hub
+        context, hub = self._context, self._context.hub
         live = hub.live
         in_slots = [request for request in live if request.slot is not None]
-        free = desk.engine.max_requests - len(in_slots)
+        free = context.engine.max_requests - len(in_slots)
         if free <= 0 and http.query_params.get("fail_on_no_slot") == "1":
             raise ApiError(503, "no slot is free.", code="no-slot")
         shown = []
         for request in live:
             row: dict[str, Any] = {
-                "id": hub.call_id(request), "slot": request.slot,
-                "state": "waiting" if request.slot is None else "prefill" if not request.output_ids else "decode",
-                "prompt_tokens": len(request.prompt_ids), "computed": request.computed,
-                "output_tokens": len(request.output_ids), "max_tokens": request.max_tokens,
+                "id": hub.call_id(request),
+                "slot": request.slot,
+                "state": "waiting"
+                if request.slot is None
+                else "prefill"
+                if not request.output_ids
+                else "decode",
+                "prompt_tokens": len(request.prompt_ids),
+                "computed": request.computed,
+                "output_tokens": len(request.output_ids),
+                "max_tokens": request.max_tokens,
                 "steered": bool(request.plan and request.plan.edits),
                 "captures": bool(request.plan and request.plan.jobs),
-            }  # fmt: skip
-            if desk.settings.debug_prompts:
-                row["prompt"] = desk.engine.tokenizer.decode(request.prompt_ids[:64])
+            }
+            if context.settings.debug_prompts:
+                row["prompt"] = context.engine.tokenizer.decode(request.prompt_ids[:64])
             shown.append(row)
-        return json_response({"slots": desk.engine.max_requests, "free": free, "requests": shown})
+        return json_response({"slots": context.engine.max_requests, "free": free, "requests": shown})
 
     async def numbers(self) -> Response:
-        live = self._desk.hub.live
+        live = self._context.hub.live
         running = sum(request.slot is not None for request in live)
         self._metrics.running.set(running)
         self._metrics.waiting.set(len(live) - running)
-        if self._desk.hub.loaded:
-            self._metrics.slots_free.set(self._desk.engine.max_requests - running)
-            self._metrics.held(self._desk.engine.reuse["prefix"])
+        if self._context.hub.loaded:
+            self._metrics.slots_free.set(self._context.engine.max_requests - running)
+            self._metrics.held(self._context.engine.reuse["prefix"])
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def no_embeddings(self) -> Response:
-        raise ApiError(501, "this model makes no embeddings. Capture final_hidden instead.", code="embeddings")
+        raise ApiError(
+            501, "this model makes no embeddings. Capture final_hidden instead.", code="embeddings"
+        )
 
     async def cancel(self, request_id: str) -> Response:
         """Idempotent: a call that has ended, or never was, is not running either way."""
-        return json_response({"id": request_id[:128], "cancelled": self._desk.hub.cancel_call(request_id)})
+        return json_response({"id": request_id[:128], "cancelled": self._context.hub.cancel_call(request_id)})

@@ -27,11 +27,14 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, frames: AsyncIterator[bytes], leave: Callable[[], None], media_type: str | None = None):
+    def __init__(
+        self, frames: AsyncIterator[bytes], leave: Callable[[], None], media_type: str | None = None
+    ):
         super().__init__(media_type=media_type or self.media_type)
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
-        self._frames, self._leave = frames, leave
+        self._frames = frames
+        self._leave = leave
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         work = asyncio.ensure_future(self._send_all(send))

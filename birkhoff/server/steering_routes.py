@@ -58,8 +58,9 @@ class SetBody(InterpFields):
 
 
 class SteeringRoutes:
-    def __init__(self, desk: ServingContext):
-        self._desk, self._lock = desk, threading.Lock()
+    def __init__(self, context: ServingContext):
+        self._context = context
+        self._lock = threading.Lock()
         self._edits: list[Any] = []
         self._open: AbstractContextManager[None] | None = None
 
@@ -67,13 +68,18 @@ class SteeringRoutes:
         """The global tier: its edits, and how strong they are at each hook."""
         norms: dict[str, dict[str, float]] = {}
         for edit in self._edits:
-            for (hook, layer), norm in _norms(edit, self._desk.engine).items():
+            for (hook, layer), norm in _norms(edit, self._context.engine).items():
                 norms.setdefault(hook, {})[str(layer)] = norms.get(hook, {}).get(str(layer), 0.0) + norm
-        return json_response({"interventions": [intervention(edit) for edit in self._edits], "norms": norms,
-                              "digest": self._desk.engine.settings["steering"]})  # fmt: skip
+        return json_response(
+            {
+                "interventions": [intervention(edit) for edit in self._edits],
+                "norms": norms,
+                "digest": self._context.engine.settings["steering"],
+            }
+        )
 
     async def layers(self) -> Response:
-        engine = self._desk.engine
+        engine = self._context.engine
         steerable = [name for name, row in engine.schema.items() if row.steerable]
         last = engine.config.num_hidden_layers - 1
         each = {
@@ -83,55 +89,70 @@ class SteeringRoutes:
         return json_response({"layers": each})
 
     async def set(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, SetBody, self._desk.settings.max_upload_bytes)
-        check_steering_key(http, self._desk.settings)
-        edits = edits_of(body.steers, self._desk.engine) or []
+        body, _ = await self._context.read(http, SetBody, self._context.settings.max_upload_bytes)
+        check_steering_key(http, self._context.settings)
+        edits = edits_of(body.steers, self._context.engine) or []
         if not edits:
             raise bad("nothing to set: give steering fields, or call /v1/steering/clear.", "interventions")
         self._change(edits if body.replace else [*self._edits, *edits])
         return await self.status()
 
     async def clear(self, http: HttpRequest) -> Response:
-        check_steering_key(http, self._desk.settings)
+        check_steering_key(http, self._context.settings)
         self._change([])
         return await self.status()
 
     def _change(self, edits: list[Any]) -> None:
         """Open the new tier, then close the old one: no answer begins without either."""
         with self._lock:
-            tier = self._desk.engine.steering(*edits) if edits else None
+            tier = self._context.engine.steering(*edits) if edits else None
             if tier is not None:
                 tier.__enter__()
             if self._open is not None:
                 self._open.__exit__(None, None, None)
-            self._open, self._edits = tier, edits
+            self._open = tier
+            self._edits = edits
 
     # Modules
 
     async def modules(self) -> Response:
-        engine = self._desk.engine
-        return json_response({"modules": [described(name, engine.modules[name]) for name in sorted(engine.modules)]})
+        engine = self._context.engine
+        return json_response(
+            {"modules": [described(name, engine.modules[name]) for name in sorted(engine.modules)]}
+        )
 
     async def register(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, ModuleBody, self._desk.settings.max_upload_bytes)
-        check_steering_key(http, self._desk.settings)
-        engine = self._desk.engine
+        body, _ = await self._context.read(http, ModuleBody, self._context.settings.max_upload_bytes)
+        check_steering_key(http, self._context.settings)
+        engine = self._context.engine
         if body.name in engine.modules and not body.replace:
-            raise ApiError(409, "a module of this name is registered. Say replace, or choose another.",
-                          code="module-taken", param="name", headers={"x-should-retry": "false"})  # fmt: skip
+            raise ApiError(
+                409,
+                "a module of this name is registered. Say replace, or choose another.",
+                code="module-taken",
+                param="name",
+                headers={"x-should-retry": "false"},
+            )
         engine.modules[body.name] = module_of(body, engine.config.num_hidden_layers)
         return json_response(described(body.name, engine.modules[body.name]))
 
     async def unregister(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, UnregisterBody)
-        check_steering_key(http, self._desk.settings)
-        engine = self._desk.engine
+        body, _ = await self._context.read(http, UnregisterBody)
+        check_steering_key(http, self._context.settings)
+        engine = self._context.engine
         if body.name not in engine.modules:
-            raise ApiError(404, f"there is no module named {quoted(body.name)}.", code="module-unknown", param="name")
+            raise ApiError(
+                404, f"there is no module named {quoted(body.name)}.", code="module-unknown", param="name"
+            )
         used = [edit for edit in self._edits if getattr(edit, "vector", None) == body.name]
         if used:
-            raise ApiError(409, "the global tier uses this module. Clear it first.", code="module-used", param="name",
-                          headers={"x-should-retry": "false"})  # fmt: skip
+            raise ApiError(
+                409,
+                "the global tier uses this module. Clear it first.",
+                code="module-used",
+                param="name",
+                headers={"x-should-retry": "false"},
+            )
         del engine.modules[body.name]  # running answers keep the numbers they resolved
         return json_response({"name": body.name, "registered": False})
 
@@ -142,10 +163,16 @@ def check_steering_key(http: HttpRequest, settings: ServerSettings) -> None:
     shown = http.headers.get("x-steering-key") or http.headers.get("x-steering-api-key") or ""
     if keys:
         if matching(keys, shown) is None:
-            raise ApiError(401, "changes need the steering key. Send it as x-steering-key.", code="steering-key")
+            raise ApiError(
+                401, "changes need the steering key. Send it as x-steering-key.", code="steering-key"
+            )
     elif not is_loopback(settings.host):
-        raise ApiError(401, "this server has no steering key, so nothing can be changed from here. Start it with "
-                      "--steering-api-key.", code="steering-key")  # fmt: skip
+        raise ApiError(
+            401,
+            "this server has no steering key, so nothing can be changed from here. Start it with "
+            "--steering-api-key.",
+            code="steering-key",
+        )
 
 
 def module_of(body: ModuleBody, num_layers: int) -> Any:
@@ -155,7 +182,9 @@ def module_of(body: ModuleBody, num_layers: int) -> Any:
     if body.vectors is not None:
         edits = [found.edit for found in parse_steering({"steering_vectors": body.vectors}, {})]
         if len(edits) != 1:
-            raise bad("vectors: a module has one hook and one strength. Register one module for each.", "vectors")
+            raise bad(
+                "vectors: a module has one hook and one strength. Register one module for each.", "vectors"
+            )
         edit = edits[0]
         if isinstance(edit.vector, SteeringVector):
             return edit.vector
@@ -174,11 +203,16 @@ def described(name: str, module: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"name": name, "kind": "additive", "width": len(module), "digest": module.digest}
     if isinstance(module, SteeringVector):
         found |= {
-            "op": module.op, "hook": module.hook, "layers": list(module.layers), "streams": module.streams,
-            "scale_unit": module.scale_unit, "recommended_strength": module.scale, "method": module.method,
+            "op": module.op,
+            "hook": module.hook,
+            "layers": list(module.layers),
+            "streams": module.streams,
+            "scale_unit": module.scale_unit,
+            "recommended_strength": module.scale,
+            "method": module.method,
             "note": module.note,
             "norms": {str(layer): float(row.tensor().norm()) for layer, row in module.rows.items()},
-        }  # fmt: skip
+        }
     return found
 
 
@@ -187,7 +221,10 @@ def _norms(edit: Any, engine: Engine) -> dict[tuple[str, int], float]:
     vector = getattr(edit, "vector", None)
     module = engine.modules[vector] if isinstance(vector, str) else vector
     if isinstance(module, SteeringVector):
-        return {(module.hook, layer): edit.scale * float(row.tensor().norm()) for layer, row in module.rows.items()}
+        return {
+            (module.hook, layer): edit.scale * float(row.tensor().norm())
+            for layer, row in module.rows.items()
+        }
     if isinstance(module, Vector) and edit.hook is not None:
         layers = parse_layers(edit.layers).expand(engine.config.num_hidden_layers)
         return {(edit.hook, layer): edit.scale * float(module.tensor().norm()) for layer in layers}

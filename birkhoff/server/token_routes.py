@@ -46,49 +46,51 @@ class TemplateBody(RequestBody):
 
 
 class TokenRoutes:
-    def __init__(self, desk: ServingContext):
-        self._desk = desk
+    def __init__(self, context: ServingContext):
+        self._context = context
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, TokenizeBody)
+        body, _ = await self._context.read(http, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise bad("give either a prompt or messages.", "prompt")
-        engine = self._desk.engine
-        ids = await self._desk.call(http, body, lambda: self._ids(body))
+        engine = self._context.engine
+        ids = await self._context.call(http, body, lambda: self._ids(body))
         found: dict[str, Any] = {"count": len(ids), "max_model_len": engine.max_context, "tokens": ids}
         if body.return_token_strs:
             found["token_strs"] = self._texts(ids)
         return json_response(found)
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, DetokenizeBody)
-        last = self._desk.engine.config.vocab_size - 1
+        body, _ = await self._context.read(http, DetokenizeBody)
+        last = self._context.engine.config.vocab_size - 1
         for place, token in enumerate(body.tokens):
             if token > last:
                 raise bad(f"tokens[{place}] is {token}, this model has ids 0..{last}.", f"tokens[{place}]")
-        found: dict[str, Any] = {"prompt": self._desk.engine.tokenizer.decode(body.tokens)}
+        found: dict[str, Any] = {"prompt": self._context.engine.tokenizer.decode(body.tokens)}
         if body.return_token_strs:
             found["token_strs"] = self._texts(body.tokens)
         return json_response(found)
 
     async def template(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, TemplateBody)
-        ids = await self._desk.call(http, body, lambda: self._ids(body))
-        return json_response({"prompt": self._desk.engine.tokenizer.decode(ids), "tokens": ids, "count": len(ids)})
+        body, _ = await self._context.read(http, TemplateBody)
+        ids = await self._context.call(http, body, lambda: self._ids(body))
+        return json_response(
+            {"prompt": self._context.engine.tokenizer.decode(ids), "tokens": ids, "count": len(ids)}
+        )
 
     async def input_tokens(self, http: HttpRequest) -> Response:
-        body, _ = await self._desk.read(http, TemplateBody)
-        self._desk.model_name(body.model)
-        ids = await self._desk.call(http, body, lambda: self._ids(body))
+        body, _ = await self._context.read(http, TemplateBody)
+        self._context.model_name(body.model)
+        ids = await self._context.call(http, body, lambda: self._ids(body))
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
     def _ids(self, body: TokenizeBody | TemplateBody) -> list[int]:
-        engine = self._desk.engine
+        engine = self._context.engine
         if isinstance(body, TokenizeBody) and body.prompt is not None:
             bos = engine.config.bos_token_id if body.add_special_tokens else None
             return [*([] if bos is None else [bos]), *engine.tokenizer.encode(body.prompt)]
         thinking, effort = (
-            (self._desk.thinks, None) if body.reasoning_effort is None else EFFORTS[body.reasoning_effort]
+            (self._context.thinks, None) if body.reasoning_effort is None else EFFORTS[body.reasoning_effort]
         )
         messages = conversation(body.messages or [])
         tools = checked_tools(body.tools)
@@ -96,5 +98,5 @@ class TokenRoutes:
 
     def _texts(self, ids: list[int]) -> list[str]:
         """One string per token; a piece of a character shows as what it is."""
-        tokenizer = self._desk.engine.tokenizer
+        tokenizer = self._context.engine.tokenizer
         return [tokenizer.marker(i) or tokenizer.piece(i).decode("utf-8", "replace") for i in ids]

@@ -23,15 +23,20 @@ def checked_tools(tools: Tools | None) -> Tools | None:
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, dict):
             kind = quoted(tool.get("type"), 40)
-            raise bad(f"tools[{place}]: expected a function; tools of type {kind} are not served.", f"tools[{place}]")
+            raise bad(
+                f"tools[{place}]: expected a function; tools of type {kind} are not served.",
+                f"tools[{place}]",
+            )
         if not isinstance(function.get("name"), str) or not _NAME.match(function["name"]):
             raise bad(
                 f"tools[{place}].function.name is {quoted(function.get('name'), 80)}, expected 1 to 64 letters, "
-                "digits, dots, dashes or underscores.", f"tools[{place}].function.name",
-            )  # fmt: skip
+                "digits, dots, dashes or underscores.",
+                f"tools[{place}].function.name",
+            )
         if not isinstance(function.get("parameters", {}), dict | None):
             raise bad(
-                f"tools[{place}].function.parameters: expected a JSON schema.", f"tools[{place}].function.parameters"
+                f"tools[{place}].function.parameters: expected a JSON schema.",
+                f"tools[{place}].function.parameters",
             )
     return tools or None
 
@@ -55,5 +60,8 @@ def forced(
             raise bad(f"tool_choice names {quoted(name, 80)}, which is none of the tools.", "tool_choice")
         one = True
     elif choice != "required":
-        raise bad(f"tool_choice is {quoted(choice, 40)}, expected none, auto, required or a function.", "tool_choice")
+        raise bad(
+            f"tool_choice is {quoted(choice, 40)}, expected none, auto, required or a function.",
+            "tool_choice",
+        )
     return tools, grammars.of_lark(forced_call(grammars, wanted, one), thinking, "tools")

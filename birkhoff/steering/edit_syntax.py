@@ -52,7 +52,8 @@ def print_line(edits: Sequence[Any]) -> str:
 
 class _EditReader:
     def __init__(self, line: str):
-        self.line, self.place = line, 0
+        self.line = line
+        self.place = 0
         self._skip()
 
     @property
@@ -138,7 +139,9 @@ def _place(reader: _EditReader) -> tuple[str, Any]:
         _listed(reader, lambda: _layer(reader, layers))
     if not reader.take("]"):
         reader.fail("expected ',' and another layer, or ']'")
-    return hook, {name: found for name, found in layers.items() if found} if isinstance(layers, dict) else layers
+    return hook, {name: found for name, found in layers.items() if found} if isinstance(
+        layers, dict
+    ) else layers
 
 
 def _layer(reader: _EditReader, layers: dict[str, list[Any]]) -> None:
@@ -195,11 +198,15 @@ def _made(strength: float, name: str, hook: str | None, layers: Any, given: dict
 
 def _printed(edit: Any) -> str:
     if not isinstance(edit, (Add, Project, Clamp, Patch)) or not isinstance(edit.vector, str):
-        raise SteeringError(f"{quoted(edit)} has no line: only edits with a named vector do. Register it first.")
+        raise SteeringError(
+            f"{quoted(edit)} has no line: only edits with a named vector do. Register it first."
+        )
     strength = edit.scale
     if isinstance(edit, Clamp):
         if edit.min != edit.max or edit.scale != 1 or edit.min is None:
-            raise SteeringError("a line can clamp to one value only. Use interventions for bounds and strengths.")
+            raise SteeringError(
+                "a line can clamp to one value only. Use interventions for bounds and strengths."
+            )
         strength = edit.min
     if edit.where is not None or (isinstance(edit, Add) and edit.norm_match):
         raise SteeringError("a line cannot say where, or norm_match. Use interventions.")
@@ -209,8 +216,14 @@ def _printed(edit: Any) -> str:
     elif edit.layers is not None:
         raise SteeringError("a line names layers of a hook, and this edit names no hook. Give it one.")
     if edit.streams is not None:
-        parts.append("stream=" + (edit.streams if isinstance(edit.streams, str) else ",".join(map(str, edit.streams))))
-    for key, value, usual in (("phase", edit.phase, "both"), ("path", edit.path, "both"), ("op", edit.op, "add")):
+        parts.append(
+            "stream=" + (edit.streams if isinstance(edit.streams, str) else ",".join(map(str, edit.streams)))
+        )
+    for key, value, usual in (
+        ("phase", edit.phase, "both"),
+        ("path", edit.path, "both"),
+        ("op", edit.op, "add"),
+    ):
         if value != usual:
             parts.append(f"{key}={value}")
     return " ".join(parts)

@@ -78,13 +78,20 @@ def auc(positive: torch.Tensor, negative: torch.Tensor) -> float:
 
 
 def separate(
-    hook: str, layer: int, positive: torch.Tensor, negative: torch.Tensor, folds: int = 5, how: str = "mean_diff"
+    hook: str,
+    layer: int,
+    positive: torch.Tensor,
+    negative: torch.Tensor,
+    folds: int = 5,
+    how: str = "mean_diff",
 ) -> list[Separation]:
     """One entry for the whole row and, with streams, one for each stream.
 
     Every row is scored along a direction made without its fold, so that chance scores 0.5 and not more."""
     positive, negative = (rows.float() for rows in _checked(positive, negative))
-    parts: list[tuple[int | None, torch.Tensor, torch.Tensor]] = [(None, positive.flatten(1), negative.flatten(1))]
+    parts: list[tuple[int | None, torch.Tensor, torch.Tensor]] = [
+        (None, positive.flatten(1), negative.flatten(1))
+    ]
     if positive.ndim == 3:
         parts += [(stream, positive[:, stream], negative[:, stream]) for stream in range(positive.shape[1])]
     return [_separation(hook, layer, stream, up, down, folds, how) for stream, up, down in parts]

@@ -32,9 +32,17 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
     bounds = framed(number(edit.low), number(edit.high)) if edit.op == "clamp" else b""
     places = b"" if edit.places is None else np.asarray(edit.places, "<i8").tobytes()
     content = framed(
-        hook.encode(), str(layer).encode(), edit.path.encode(), streams, flags, float32_bytes(edit.vector), scale,
-        bounds, positions, places,
-    )  # fmt: skip
+        hook.encode(),
+        str(layer).encode(),
+        edit.path.encode(),
+        streams,
+        flags,
+        float32_bytes(edit.vector),
+        scale,
+        bounds,
+        positions,
+        places,
+    )
     return DigestPart(edit.op, content)
 
 
@@ -45,7 +53,9 @@ def hash_steering_config(
     sae_full_reconstruction_specs: Sequence[bytes] = (),
 ) -> int:
     """A positive number of 63 bits, or 0 when nothing is steered."""
-    return short(digest_steering_config(effective_vectors, module_ref, sae_clamp_specs, sae_full_reconstruction_specs))
+    return short(
+        digest_steering_config(effective_vectors, module_ref, sae_clamp_specs, sae_full_reconstruction_specs)
+    )
 
 
 def digest_steering_config(

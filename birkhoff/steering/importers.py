@@ -52,10 +52,16 @@ def from_module_json(raw: Any, op: Any, **said: Any) -> dict[str, SteeringVector
             entries = layer_vectors(by_layer, f"{tier}.{hook}")
             streams = {quoted(entry.streams): entry.streams for entry in entries}
             if len(streams) > 1:
-                raise SteeringError(f"{tier}.{hook} names other streams for other layers: {', '.join(streams)}.")
+                raise SteeringError(
+                    f"{tier}.{hook} names other streams for other layers: {', '.join(streams)}."
+                )
             chosen = next(iter(streams.values()))
             rows = {entry.layer: Vector(entry.vector.tensor() * entry.scale) for entry in entries}
-            fields = {"method": "imported module JSON", **said, "streams": "flat" if chosen is None else chosen}
+            fields = {
+                "method": "imported module JSON",
+                **said,
+                "streams": "flat" if chosen is None else chosen,
+            }
             found[f"{phase}.{hook}"] = SteeringVector(_filled(rows), op, hook, **fields)
     if not found:
         raise SteeringError("the file names no hook. It has nothing to import.")
@@ -63,7 +69,11 @@ def from_module_json(raw: Any, op: Any, **said: Any) -> dict[str, SteeringVector
 
 
 def from_control_vector(
-    tensors: Mapping[str, torch.Tensor], keys: Mapping[str, Any], op: Any, hook: str | None = None, **said: Any
+    tensors: Mapping[str, torch.Tensor],
+    keys: Mapping[str, Any],
+    op: Any,
+    hook: str | None = None,
+    **said: Any,
 ) -> SteeringVector:
     """`direction.N`, as control-vector files name them: at the end of layer N, so at its outgoing streams."""
     op = stated(op)
@@ -115,7 +125,9 @@ def from_tensors(
     rows: dict[int, Vector] = {}
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
-            raise SteeringError(f"{quoted(name)} is {quoted(type(tensor).__name__)}, expected a tensor of numbers.")
+            raise SteeringError(
+                f"{quoted(name)} is {quoted(type(tensor).__name__)}, expected a tensor of numbers."
+            )
         number = name if isinstance(name, int) else _layer_in(str(name))
         if len(tensors) == 1 and layer is not None:
             number = layer
@@ -123,7 +135,9 @@ def from_tensors(
             rows |= {place: Vector(row, f"{name}[{place}]") for place, row in enumerate(tensor)}
             continue
         if number is None:
-            raise SteeringError(f"{quoted(name)} names no layer. Rename it to a layer's number, or state layer.")
+            raise SteeringError(
+                f"{quoted(name)} names no layer. Rename it to a layer's number, or state layer."
+            )
         if number in rows:
             raise SteeringError(f"layer {number} is there twice, the second time as {quoted(name)}.")
         rows[number] = Vector(tensor.squeeze(), str(name))

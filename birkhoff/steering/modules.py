@@ -22,8 +22,12 @@ Identity = Callable[[], tuple[str, str]]  # the model's name and what its weight
 
 
 class NamedVectors(MutableMapping[str, Module]):
-    def __init__(self, schema: Mapping[str, HookSchema], num_layers: int, identity: Identity | None = None) -> None:
-        self._schema, self._num_layers, self._identity = schema, num_layers, identity
+    def __init__(
+        self, schema: Mapping[str, HookSchema], num_layers: int, identity: Identity | None = None
+    ) -> None:
+        self._schema = schema
+        self._num_layers = num_layers
+        self._identity = identity
         self._held: dict[str, Module] = {}
 
     def __getitem__(self, name: str) -> Module:

@@ -19,12 +19,16 @@ class PositionRows:
 
     def __init__(self, rows: Mapping[int, Any]):
         if not isinstance(rows, Mapping) or not rows:
-            raise SteeringError(f"rows is {quoted(rows)}, expected a row of numbers for at least one position.")
+            raise SteeringError(
+                f"rows is {quoted(rows)}, expected a row of numbers for at least one position."
+            )
         made: dict[int, Vector] = {}
         for position, row in rows.items():
             number = whole(position)
             if number is None or number < 0:
-                raise SteeringError(f"rows has the position {quoted(position)}, expected whole numbers from 0.")
+                raise SteeringError(
+                    f"rows has the position {quoted(position)}, expected whole numbers from 0."
+                )
             made[number] = row if isinstance(row, Vector) else Vector(row, f"the row of position {number}")
         widths = sorted({len(row) for row in made.values()})
         if len(widths) > 1:
@@ -41,7 +45,9 @@ class PositionRows:
                 "Capture without 'reduce', or patch with one vector."
             )
         if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
-            raise SteeringError(f"captured rows of {tensor.dtype} are not numbers as they were. Capture as float32.")
+            raise SteeringError(
+                f"captured rows of {tensor.dtype} are not numbers as they were. Capture as float32."
+            )
         return cls({int(position): row.flatten() for position, row in zip(positions, tensor)})
 
     @property
@@ -83,8 +89,14 @@ class PositionRows:
         positions: Any = raw.get("positions")
         rows: Any = raw.get("rows")
         if unknown or not is_list(positions) or not is_list(rows) or len(positions) != len(rows):
-            fault = f"has the unknown key {quoted(unknown[0])}" if unknown else "has not as many positions as rows"
-            raise SteeringError(f"the source {fault}, expected 'positions' and 'rows', one row for each position.")
+            fault = (
+                f"has the unknown key {quoted(unknown[0])}"
+                if unknown
+                else "has not as many positions as rows"
+            )
+            raise SteeringError(
+                f"the source {fault}, expected 'positions' and 'rows', one row for each position."
+            )
         if len(set(map(str, positions))) != len(positions):
             raise SteeringError(f"positions is {quoted(list(positions))}, expected each position once.")
         return cls(dict(zip(positions, rows)))

@@ -21,16 +21,22 @@ Steering = Any  # a list of edits for all prompts, or one such list per prompt
 
 class SteeringResolver:
     def __init__(
-        self, schema: Mapping[str, HookSchema], num_layers: int, identity: Identity | None = None,
+        self,
+        schema: Mapping[str, HookSchema],
+        num_layers: int,
+        identity: Identity | None = None,
         tables: Tables | None = None,
-    ):  # fmt: skip
-        self._schema, self._num_layers = schema, num_layers
+    ):
+        self._schema = schema
+        self._num_layers = num_layers
         self.tables = tables or Tables()
         self._widths = {hook: row.width for hook, row in schema.items()}
         self.modules = NamedVectors(schema, num_layers, identity)
         self.runs: dict[str, Mapping[tuple[str, int], Any]] = {}  # captured rows by name, for patches
         self.parsers: dict[str, Parser] = {}  # fields about dictionaries of features
-        self._for_all: list[tuple[Any, ...]] = []  # the global tier: one entry per open `engine.steering` block
+        self._for_all: list[
+            tuple[Any, ...]
+        ] = []  # the global tier: one entry per open `engine.steering` block
 
     @contextmanager
     def for_all(self, edits: Sequence[Any]) -> Iterator[None]:
@@ -78,7 +84,9 @@ class SteeringResolver:
     def digest(self) -> str | None:
         """128 bits of the global tier, named vectors by their content; None when there is none."""
         every = [edit for tier in self._for_all for edit in tier]
-        named = {edit.vector: self.modules[edit.vector].digest for edit in every if isinstance(edit.vector, str)}
+        named = {
+            edit.vector: self.modules[edit.vector].digest for edit in every if isinstance(edit.vector, str)
+        }
         said = json.dumps([[edit.to_json() for edit in every], named], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:32] if every else None
 
@@ -91,5 +99,7 @@ def per_prompt_edits(steer: Steering, prompts: int) -> list[Any]:
     if not nested:
         return [steer] * prompts
     if len(steer) != prompts:
-        raise SteeringError(f"steer has {len(steer)} lists for {prompts} prompts. Give one list for all, or one each.")
+        raise SteeringError(
+            f"steer has {len(steer)} lists for {prompts} prompts. Give one list for all, or one each."
+        )
     return list(steer)

@@ -26,7 +26,11 @@ from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project
 from birkhoff.steering.vector_encoding import LayerVector, layer_vectors, unpacked_vector
 from birkhoff.steering.vector_file import SteeringVector
 
-TIERS = {"steering_vectors": "both", "prefill_steering_vectors": "prefill", "decode_steering_vectors": "decode"}
+TIERS = {
+    "steering_vectors": "both",
+    "prefill_steering_vectors": "prefill",
+    "decode_steering_vectors": "decode",
+}
 FEATURES = ("sae_clamp_specs", "sae_full_reconstruction_specs")
 COMPATIBLE = ("steering_name", *TIERS, *FEATURES)
 NATIVE = "interventions"
@@ -98,7 +102,8 @@ def _named(value: Any, modules: Mapping[str, Any]) -> WireEdit:
     scale, name = 1.0, value
     if isinstance(value, Mapping):
         _only(value, ("name", "scale"), path)
-        scale, name = finite_number(value.get("scale", 1.0), "scale", f"{path}.scale"), value.get("name")
+        scale = finite_number(value.get("scale", 1.0), "scale", f"{path}.scale")
+        name = value.get("name")
     if not isinstance(name, str) or not name:
         raise SteeringError(f"is {quoted(name)}, expected the name of a module.", path)
     if name not in modules:
@@ -106,7 +111,9 @@ def _named(value: Any, modules: Mapping[str, Any]) -> WireEdit:
         raise SteeringError(f"there is no module named {quoted(name)}; registered: {known}.", path)
     op = getattr(modules[name], "op", "add")
     if op == "clamp":
-        raise SteeringError(f"{quoted(name)} is made to clamp, which needs bounds. Use {NATIVE} with min or max.", path)
+        raise SteeringError(
+            f"{quoted(name)} is made to clamp, which needs bounds. Use {NATIVE} with min or max.", path
+        )
     hook = getattr(modules[name], "hook", None)
     return WireEdit(path, OPS[op](name, scale=scale, path=_compatible_path(hook)))
 
@@ -119,9 +126,13 @@ def _tier(value: Any, field: str) -> Iterator[WireEdit]:
         entries = layer_vectors(raw, path)
         if hook in BY_NAME and BY_NAME[hook].once and len(entries) > 1:
             layers = [entry.layer for entry in entries]
-            raise SteeringError(f"{hook} fires once per model, and layers {layers} are given. Give one vector.", path)
+            raise SteeringError(
+                f"{hook} fires once per model, and layers {layers} are given. Give one vector.", path
+            )
         for together in _alike(entries):
-            yield WireEdit(together[0].path if len(together) == 1 else path, _add(together, hook, TIERS[field], path))
+            yield WireEdit(
+                together[0].path if len(together) == 1 else path, _add(together, hook, TIERS[field], path)
+            )
 
 
 def _alike(entries: list[LayerVector]) -> Iterator[list[LayerVector]]:
@@ -170,10 +181,18 @@ def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any])
     if not isinstance(at, Mapping):
         raise SteeringError(f"is {quoted(at)}, expected an object with 'hook' and 'layers'.", f"{path}.at")
     _only(at, ("hook", "layers"), f"{path}.at")
-    given = {name: raw[name] for name in ("scale", "streams", "where", "phase", "path") if raw.get(name) is not None}
-    given |= {name: raw[name] for name in ("norm_match", "min", "max") if name in raw and raw[name] is not None}
+    given = {
+        name: raw[name]
+        for name in ("scale", "streams", "where", "phase", "path")
+        if raw.get(name) is not None
+    }
+    given |= {
+        name: raw[name] for name in ("norm_match", "min", "max") if name in raw and raw[name] is not None
+    }
     if not isinstance(given.get("norm_match", False), bool):
-        raise SteeringError(f"is {quoted(given['norm_match'])}, expected true or false.", f"{path}.norm_match")
+        raise SteeringError(
+            f"is {quoted(given['norm_match'])}, expected true or false.", f"{path}.norm_match"
+        )
     if "strength" in raw:  # another word for scale, where the vector is a direction
         if "scale" in raw:
             raise SteeringError("is given beside scale, and means the same. Give one.", f"{path}.strength")
@@ -187,7 +206,9 @@ def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any])
         return OPS[op](vector, hook=at.get("hook"), layers=at.get("layers"), **given)
 
 
-def _source(raw: Mapping[str, Any], op: str, at: Mapping[str, Any], path: str, runs: Mapping[str, Any]) -> Any:
+def _source(
+    raw: Mapping[str, Any], op: str, at: Mapping[str, Any], path: str, runs: Mapping[str, Any]
+) -> Any:
     field = "source" if op == "patch" and "source" in raw else "vector"
     value, where = raw.get(field), f"{path}.{field}"
     if op == "patch" and "source" in raw and "vector" in raw:
@@ -222,13 +243,17 @@ def _run(value: Mapping[str, Any], at: Mapping[str, Any], runs: Mapping[str, Any
     key = (at.get("hook"), layer)
     if key not in runs[name]:
         held = ", ".join(f"{hook}[{number}]" for hook, number in sorted(runs[name]))
-        raise SteeringError(f"run {quoted(name)} has no rows of {key[0]}[{key[1]}]; it has {held or 'nothing'}.")
+        raise SteeringError(
+            f"run {quoted(name)} has no rows of {key[0]}[{key[1]}]; it has {held or 'nothing'}."
+        )
     return PositionRows.captured(runs[name][key])
 
 
 def _parser(features: Mapping[str, Parser], name: str, path: str) -> Parser:
     if name not in features:
-        raise SteeringError("dictionaries of features are not served here. Attach one, or leave this out.", path)
+        raise SteeringError(
+            "dictionaries of features are not served here. Attach one, or leave this out.", path
+        )
     return features[name]
 
 

@@ -38,7 +38,8 @@ from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
 
 MAX_DIRECTIONS = 4
-PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
+PHASES = ("both", "prefill", "decode")
+PATHS = ("both", "read", "carry")
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,11 @@ class VectorEdit:
             value = getattr(self, f.name)
             if value != f.default:
                 out[f.name] = (
-                    value.to_json() if hasattr(value, "to_json") else list(value) if isinstance(value, tuple) else value
+                    value.to_json()
+                    if hasattr(value, "to_json")
+                    else list(value)
+                    if isinstance(value, tuple)
+                    else value
                 )
         return out
 
@@ -132,7 +137,9 @@ class VectorEdit:
             hook, at = site_names.resolve(edit.hook, layer, schema, num_layers)
             if not schema[hook].steerable:
                 steerable = ", ".join(sorted(name for name, row in schema.items() if row.steerable))
-                raise SteeringError(f"{hook} is capture-only: it can be read, not changed. Steerable: {steerable}.")
+                raise SteeringError(
+                    f"{hook} is capture-only: it can be read, not changed. Steerable: {steerable}."
+                )
             if edit.streams == "post_mix" and (hook, at) == ("mhc_streams_pre_attn", 0):
                 raise SteeringError(
                     "streams='post_mix' at mhc_streams_pre_attn[0]: no sublayer has written those streams "
@@ -199,11 +206,14 @@ class VectorEdit:
 
     def _at_site(self, vector: torch.Tensor, row: HookSchema, hook: str, path: Any) -> SiteEdit:
         """The operation on rows of this shape; widths and streams are checked against it."""
-        streams, has_streams = self.streams, hook.startswith("mhc_streams")
+        streams = self.streams
+        has_streams = hook.startswith("mhc_streams")
         width, numbers = row.width, vector.shape[-1]
         if not has_streams:
             if streams is not None:
-                raise SteeringError(f"streams is {quoted(streams)}, but {hook} has one stream. Leave streams out.")
+                raise SteeringError(
+                    f"streams is {quoted(streams)}, but {hook} has one stream. Leave streams out."
+                )
             if numbers != width:
                 raise SteeringError(f"the vector has {numbers} numbers, {hook} has rows of {width}.")
             return self._site_edit(vector, None, False, path)
@@ -249,7 +259,9 @@ class Add(VectorEdit):
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
         if self.norm_match and post_mix:
-            raise SteeringError("norm_match goes by a row's norm, streams='post_mix' by live weights. Choose one.")
+            raise SteeringError(
+                "norm_match goes by a row's norm, streams='post_mix' by live weights. Choose one."
+            )
         if self.norm_match and float(vector.norm()) == 0:
             raise SteeringError("norm_match needs a direction, and the vector is zero.")
         return SiteEdit("add", vector, self.scale, path, streams, self.norm_match, post_mix)
@@ -267,11 +279,15 @@ class Clamp(VectorEdit):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, finite_number(getattr(self, name), name))
         if self.min is None and self.max is None:
-            raise SteeringError("Clamp has neither min nor max. Give at least one bound; min = max holds a value.")
+            raise SteeringError(
+                "Clamp has neither min nor max. Give at least one bound; min = max holds a value."
+            )
         if self.min is not None and self.max is not None and self.min > self.max:
             raise SteeringError(f"min ({self.min}) is above max ({self.max}). Swap them.")
         if not 0 <= self.scale <= 1:
-            raise SteeringError(f"scale is {self.scale}, expected 0 to 1 for a clamp. Project allows other strengths.")
+            raise SteeringError(
+                f"scale is {self.scale}, expected 0 to 1 for a clamp. Project allows other strengths."
+            )
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
         return SiteEdit("clamp", _unit(vector), self.scale, path, streams, low=self.min, high=self.max)
@@ -325,10 +341,14 @@ class ResolvedEdit:
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         if self.phase not in ("both", phase):
             return ()
-        if self.places is not None and not any((p < self.prompt_len) == (phase == "prefill") for p in self.places):
+        if self.places is not None and not any(
+            (p < self.prompt_len) == (phase == "prefill") for p in self.places
+        ):
             return ()
         positions = b"" if self.selector is None else self.selector.signature(phase)
-        return () if positions is None else [site_part(key, edit, positions) for key, edit in self.sites.items()]
+        return (
+            () if positions is None else [site_part(key, edit, positions) for key, edit in self.sites.items()]
+        )
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         count = len(token_ids)
@@ -365,7 +385,13 @@ def check_directions(edits: Iterable[Any]) -> None:
 
 def check_edits(edits: Any) -> tuple[VectorEdit, ...]:
     """A list of edits, or a refusal that says what came instead."""
-    given = (edits,) if isinstance(edits, VectorEdit) else tuple(edits) if isinstance(edits, (list, tuple)) else None
+    given = (
+        (edits,)
+        if isinstance(edits, VectorEdit)
+        else tuple(edits)
+        if isinstance(edits, (list, tuple))
+        else None
+    )
     if given is None or not all(isinstance(edit, VectorEdit) for edit in given):
         raise SteeringError(f"steer is {quoted(edits)}, expected a list of Add, Project, Clamp or Patch.")
     return given
@@ -374,7 +400,9 @@ def check_edits(edits: Any) -> tuple[VectorEdit, ...]:
 def _unit(vector: Any) -> Any:
     norm = float(vector.norm())
     if norm == 0:
-        raise SteeringError("the direction is zero, so nothing lies along it. Give a vector that is not zero.")
+        raise SteeringError(
+            "the direction is zero, so nothing lies along it. Give a vector that is not zero."
+        )
     return vector / norm
 
 
@@ -382,7 +410,9 @@ def _streams(value: Any) -> Any:
     if value is None or value in ("all", "post_mix"):
         return value
     if isinstance(value, str) or not isinstance(value, Sequence) or not value:
-        raise SteeringError(f"streams is {quoted(value)}, expected 'all', 'post_mix' or a list of stream numbers.")
+        raise SteeringError(
+            f"streams is {quoted(value)}, expected 'all', 'post_mix' or a list of stream numbers."
+        )
     for stream in value:
         if isinstance(stream, bool) or not isinstance(stream, int) or stream < 0:
             raise SteeringError(f"streams holds {quoted(stream)}, expected stream numbers from 0.")

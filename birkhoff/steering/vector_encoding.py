@@ -43,7 +43,8 @@ def layer_vectors(raw: Any, path: str) -> list[LayerVector]:
     """The vectors of one hook, in ascending order of their layers."""
     if not isinstance(raw, Mapping):
         raise SteeringError(
-            f"is {quoted(raw)}, expected {{layer: numbers}} or a packed blob with {', '.join(_BLOB[:4])}.", path
+            f"is {quoted(raw)}, expected {{layer: numbers}} or a packed blob with {', '.join(_BLOB[:4])}.",
+            path,
         )
     found = list(_unpacked(raw, path) if "data" in raw or "dtype" in raw else _listed(raw, path))
     if not found:
@@ -62,7 +63,9 @@ def unpacked_vector(raw: Mapping[str, Any], path: str) -> Vector:
     """One vector alone: `{"dtype", "shape": [width], "data"}`."""
     unknown = [key for key in raw if key not in ("dtype", "shape", "data")]
     if unknown:
-        raise SteeringError(f"has the unknown key {quoted(unknown[0])}, expected dtype, shape and data.", path)
+        raise SteeringError(
+            f"has the unknown key {quoted(unknown[0])}, expected dtype, shape and data.", path
+        )
     shape: Any = raw.get("shape")
     if not is_list(shape) or len(shape) != 1:
         raise SteeringError(f"is {quoted(shape)}, expected [width].", f"{path}.shape")
@@ -90,7 +93,9 @@ def _listed(raw: Mapping[Any, Any], path: str) -> Iterator[LayerVector]:
             fault = f"has the unknown key {quoted(unknown[0])}" if unknown else "has no vector"
             raise SteeringError(f"{fault}, expected {', '.join(_ENTRY)}.", where)
         scale = finite_number(value.get("scale", 1.0), "scale", f"{where}.scale")
-        yield LayerVector(layer, _vector(value["vector"], f"{where}.vector"), scale, value.get("streams"), where)
+        yield LayerVector(
+            layer, _vector(value["vector"], f"{where}.vector"), scale, value.get("streams"), where
+        )
 
 
 def _unpacked(raw: Mapping[str, Any], path: str) -> Iterator[LayerVector]:
@@ -99,7 +104,9 @@ def _unpacked(raw: Mapping[str, Any], path: str) -> Iterator[LayerVector]:
     if unknown or missing:
         fault = f"has the unknown key {quoted(unknown[0])}" if unknown else f"has no {missing[0]}"
         raise SteeringError(f"{fault}, expected a packed blob with {', '.join(_BLOB)}.", path)
-    shape, layers, scales = raw["shape"], raw["layer_indices"], raw.get("scales")
+    shape = raw["shape"]
+    layers = raw["layer_indices"]
+    scales = raw.get("scales")
     if not is_list(shape) or len(shape) != 2:
         raise SteeringError(f"is {quoted(shape)}, expected [layers, width].", f"{path}.shape")
     count, width = (_size(size, f"{path}.shape[{axis}]") for axis, size in enumerate(shape))

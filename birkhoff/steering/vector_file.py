@@ -29,11 +29,24 @@ from birkhoff.hooks.sites import BY_NAME
 from birkhoff.steering.vector import Vector
 
 FORMAT = "birkhoff-vector-1"
-OPS, UNITS = ("add", "project", "clamp"), ("absolute", "row_norm")
+OPS = ("add", "project", "clamp")
+UNITS = ("absolute", "row_norm")
 REQUIRED = (
-    "op", "hook", "layers", "width", "streams", "normalised", "scale_unit", "model", "model_revision", "quant",
-    "method", "n_pairs", "created_at", "sha256",
-)  # fmt: skip
+    "op",
+    "hook",
+    "layers",
+    "width",
+    "streams",
+    "normalised",
+    "scale_unit",
+    "model",
+    "model_revision",
+    "quant",
+    "method",
+    "n_pairs",
+    "created_at",
+    "sha256",
+)
 _FREE = ("scale", "note", "effect")  # may be there: a recommended strength, a sentence, what was measured
 
 
@@ -60,7 +73,9 @@ class SteeringVector:
     def __post_init__(self) -> None:
         put = object.__setattr__
         if not isinstance(self.rows, Mapping) or not self.rows:
-            raise SteeringError(f"rows is {quoted(self.rows)}, expected a row of numbers for at least one layer.")
+            raise SteeringError(
+                f"rows is {quoted(self.rows)}, expected a row of numbers for at least one layer."
+            )
         rows = {}
         for layer, row in sorted(self.rows.items()):
             if whole(layer) is None or layer < 0:
@@ -71,25 +86,35 @@ class SteeringVector:
         if len(widths) > 1:
             raise SteeringError(f"the rows have {sorted(widths)} numbers, expected one width for all layers.")
         if self.op not in OPS:
-            raise SteeringError(f"op is {quoted(self.op)}, expected one of {', '.join(OPS)}. State what it is for.")
+            raise SteeringError(
+                f"op is {quoted(self.op)}, expected one of {', '.join(OPS)}. State what it is for."
+            )
         if self.hook not in BY_NAME and self.hook not in ALIASES:
             raise SteeringError(f"hook is {quoted(self.hook)}, expected one of {', '.join(sorted(BY_NAME))}.")
         put(self, "streams", _streams(self.streams))
         if self.streams != "flat" and not self.hook.startswith("mhc_streams"):
-            raise SteeringError(f"streams is {quoted(self.streams)}, but {self.hook} has one stream. Say 'flat'.")
+            raise SteeringError(
+                f"streams is {quoted(self.streams)}, but {self.hook} has one stream. Say 'flat'."
+            )
         if self.scale_unit not in UNITS:
-            raise SteeringError(f"scale_unit is {quoted(self.scale_unit)}, expected one of {', '.join(UNITS)}.")
+            raise SteeringError(
+                f"scale_unit is {quoted(self.scale_unit)}, expected one of {', '.join(UNITS)}."
+            )
         if not isinstance(self.normalised, bool):
             raise SteeringError(f"normalised is {quoted(self.normalised)}, expected true or false.")
         if whole(self.n_pairs) is None or self.n_pairs < 0:
-            raise SteeringError(f"n_pairs is {quoted(self.n_pairs)}, expected how many pairs it was made from.")
+            raise SteeringError(
+                f"n_pairs is {quoted(self.n_pairs)}, expected how many pairs it was made from."
+            )
         for name in ("model", "model_revision", "quant", "method", "created_at", "note"):
             if not isinstance(getattr(self, name), str):
                 raise SteeringError(f"{name} is {quoted(getattr(self, name))}, expected a text.")
         for layer, row in rows.items():
             norm = float(row.tensor().norm())
             if norm == 0:
-                raise SteeringError(f"the row of layer {layer} is zero, so it steers nothing. Leave the layer out.")
+                raise SteeringError(
+                    f"the row of layer {layer} is zero, so it steers nothing. Leave the layer out."
+                )
             if self.normalised and abs(norm - 1) > 1e-3:
                 raise SteeringError(
                     f"normalised is true, but the row of layer {layer} has norm {norm:.4g}. Say false, or divide it."
@@ -146,7 +171,9 @@ class SteeringVector:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> SteeringVector:
-        given = {name: raw[name] for name in raw if name not in ("rows", "layers", "width", "digest", "norms")}
+        given = {
+            name: raw[name] for name in raw if name not in ("rows", "layers", "width", "digest", "norms")
+        }
         rows = raw.get("rows")
         if not isinstance(rows, Mapping):
             raise SteeringError(f"rows is {quoted(rows)}, expected an object of layer to numbers.")
@@ -157,12 +184,19 @@ class SteeringVector:
         try:
             by_layer = {int(layer): row for layer, row in rows.items()}
         except (TypeError, ValueError):
-            raise SteeringError(f"rows has the layers {quoted(list(rows))}, expected whole numbers.") from None
+            raise SteeringError(
+                f"rows has the layers {quoted(list(rows))}, expected whole numbers."
+            ) from None
         return cls(by_layer, **given)
 
     def describe(self) -> dict[str, Any]:
         """Everything but the rows, as plain data."""
-        out: dict[str, Any] = {"op": self.op, "hook": self.hook, "layers": list(self.layers), "width": self.width}
+        out: dict[str, Any] = {
+            "op": self.op,
+            "hook": self.hook,
+            "layers": list(self.layers),
+            "width": self.width,
+        }
         out |= {"streams": _plain(self.streams), "normalised": self.normalised, "scale_unit": self.scale_unit}
         for name in ("model", "model_revision", "quant", "method", "n_pairs", "created_at"):
             out[name] = getattr(self, name)
@@ -177,7 +211,9 @@ class SteeringVector:
             raise VectorFileError(f"{path} ends in {path.suffix or 'nothing'!r}, expected .safetensors.")
         tensors = {f"layer.{layer}": row.tensor() for layer, row in self.rows.items()}
         said = {name: value for name, value in self.describe().items() if name not in ("norms", "digest")}
-        metadata = {name: value if isinstance(value, str) else json.dumps(value) for name, value in said.items()}
+        metadata = {
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in said.items()
+        }
         metadata["format"] = FORMAT
         metadata["sha256"] = _checksum(tensors, metadata)
         path.write_bytes(_safetensors(tensors, metadata))
@@ -188,7 +224,9 @@ class SteeringVector:
         """Read a container; missing metadata, foreign tensors and changed bytes are refused."""
         path = Path(path)
         if not path.is_file():
-            raise VectorFileError(f"{path} is {'not a file' if path.exists() else 'missing'}, expected a vector file.")
+            raise VectorFileError(
+                f"{path} is {'not a file' if path.exists() else 'missing'}, expected a vector file."
+            )
         try:
             with safe_open(path, "pt") as file:
                 metadata = dict(file.metadata() or {})
@@ -204,7 +242,9 @@ class SteeringVector:
                 "state it: birkhoff vectors import FILE --op … --hook …"
             )
         if metadata.get("format") != FORMAT:
-            raise VectorFileError(f"{path} has the format {quoted(metadata.get('format'))}, expected {FORMAT!r}.")
+            raise VectorFileError(
+                f"{path} has the format {quoted(metadata.get('format'))}, expected {FORMAT!r}."
+            )
         if _checksum(tensors, metadata) != metadata["sha256"]:
             raise VectorFileError(
                 f"{path} has changed since it was written: its sha256 does not match. Fetch it again."
@@ -212,7 +252,9 @@ class SteeringVector:
         return cls._of(path, tensors, metadata)
 
     @classmethod
-    def _of(cls, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> SteeringVector:
+    def _of(
+        cls, path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]
+    ) -> SteeringVector:
         def parsed(name: str) -> Any:
             try:
                 return json.loads(metadata[name])
@@ -225,13 +267,23 @@ class SteeringVector:
         try:
             found = cls(
                 {int(name.removeprefix("layer.")): Vector(row, name) for name, row in tensors.items()},
-                metadata["op"], metadata["hook"], parsed("streams"), parsed("normalised"), metadata["scale_unit"],
-                metadata["model"], metadata["model_revision"], metadata["quant"], metadata["method"],
-                parsed("n_pairs"), metadata["created_at"],
+                metadata["op"],
+                metadata["hook"],
+                parsed("streams"),
+                parsed("normalised"),
+                metadata["scale_unit"],
+                metadata["model"],
+                metadata["model_revision"],
+                metadata["quant"],
+                metadata["method"],
+                parsed("n_pairs"),
+                metadata["created_at"],
                 **free,
-            )  # fmt: skip
+            )
         except ValueError:
-            raise VectorFileError(f"{path} holds {quoted(sorted(tensors))}, expected tensors named layer.N.") from None
+            raise VectorFileError(
+                f"{path} holds {quoted(sorted(tensors))}, expected tensors named layer.N."
+            ) from None
         except SteeringError as error:
             raise VectorFileError(f"{path}: {error}") from None
         if (list(found.layers), found.width) != (parsed("layers"), parsed("width")):

@@ -34,14 +34,19 @@ class WordProbe:
     @classmethod
     def trained(cls, positive: Iterable[str], negative: Iterable[str], least: int = 3) -> WordProbe:
         """From two sets of texts; words seen fewer than `least` times say nothing."""
-        up, down = (Counter(word for text in texts for word in words_of(text)) for texts in (positive, negative))
+        up, down = (
+            Counter(word for text in texts for word in words_of(text)) for texts in (positive, negative)
+        )
         if not up or not down:
             raise OptionError("a probe needs words on both sides. Give texts that have some.")
-        total_up, total_down, known = sum(up.values()), sum(down.values()), {*up, *down}
+        total_up = sum(up.values())
+        total_down = sum(down.values())
+        known = {*up, *down}
         odds = {}
         for word in sorted(known):
             if up[word] + down[word] >= least:
-                high, low = (up[word] + 1) / (total_up + len(known)), (down[word] + 1) / (total_down + len(known))
+                high = (up[word] + 1) / (total_up + len(known))
+                low = (down[word] + 1) / (total_down + len(known))
                 odds[word] = max(-MOST_ODDS, min(MOST_ODDS, math.log(high / low)))
         return cls(odds)
 
@@ -63,6 +68,8 @@ class WordProbe:
     @classmethod
     def from_json(cls, raw: Any) -> WordProbe:
         odds = raw.get("odds") if isinstance(raw, Mapping) else None
-        if not isinstance(odds, Mapping) or not all(isinstance(value, (int, float)) for value in odds.values()):
+        if not isinstance(odds, Mapping) or not all(
+            isinstance(value, (int, float)) for value in odds.values()
+        ):
             raise OptionError(f"a probe is {quoted(raw)}, expected an object with odds of words.")
         return cls({str(word): float(value) for word, value in odds.items()})

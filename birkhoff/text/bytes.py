@@ -67,14 +67,18 @@ def tokenizer_json(
     vocabulary = {token: number for number, token in enumerate((*SPECIAL_MARKERS, *tokens))}
     used = len(vocabulary) + len(PLAIN_MARKERS)
     missing = [stand_in for stand_in in byte_alphabet() if stand_in not in vocabulary]
-    doubled = len(vocabulary) != len(SPECIAL_MARKERS) + len(tokens) or not vocabulary.keys().isdisjoint(PLAIN_MARKERS)
+    doubled = len(vocabulary) != len(SPECIAL_MARKERS) + len(tokens) or not vocabulary.keys().isdisjoint(
+        PLAIN_MARKERS
+    )
     if missing or doubled:
         raise OptionError(
             f"{len(tokens)} base tokens with {len(missing)} of the 256 byte entries missing, or a token that occurs "
             "twice or spells a marker; expected all 256 and every token once. Train again with the whole byte alphabet."
         )
     if vocab_size is not None and vocab_size < used:
-        raise OptionError(f"vocab_size is {vocab_size}, but tokens and markers need {used} ids. Choose at least that.")
+        raise OptionError(
+            f"vocab_size is {vocab_size}, but tokens and markers need {used} ids. Choose at least that."
+        )
     added = [_added(number, marker, special=True) for number, marker in enumerate(SPECIAL_MARKERS)]
     added += [_added(len(vocabulary) + i, marker, special=False) for i, marker in enumerate(PLAIN_MARKERS)]
     added += [_added(used + i, placeholder(i), special=True) for i in range((vocab_size or used) - used)]

@@ -28,7 +28,8 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, min_tokens: int = 0) -> None:
         self.text = ""
         self._decoder = IncrementalDecoder(tokenizer, skip_special=True)
-        self._stops, self._safe = StopMatcher(stops), min_tokens
+        self._stops = StopMatcher(stops)
+        self._safe = min_tokens
 
     def feed(self, token_id: int) -> tuple[str, bool]:
         text = self._decoder.feed(token_id)
@@ -53,12 +54,15 @@ class TextStream:
 class ChatStream:
     """An answer in the chat format. Its text is the content; reasoning and tool calls are in `events` only."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, thinking: bool, min_tokens: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str] = (), *, thinking: bool, min_tokens: int = 0
+    ) -> None:
         self.events: list[Event] = []
         self.matched: str | None = None
         self._decoder = SegmentDecoder(tokenizer)
         self._marker_stops = frozenset(stops)
-        self._stops, self._safe = StopMatcher(stops), min_tokens
+        self._stops = StopMatcher(stops)
+        self._safe = min_tokens
         self._parser = CompletionParser(thinking=thinking)
         self._finished = False
 

@@ -95,7 +95,9 @@ class _EncoderReader:
         self._renamed = {
             word.arg: word.value
             for call in ast.walk(tree)
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "format"
+            if isinstance(call, ast.Call)
+            and isinstance(call.func, ast.Attribute)
+            and call.func.attr == "format"
             for word in call.keywords
             if word.arg
         }
@@ -125,7 +127,8 @@ class _EncoderReader:
         if isinstance(node, ast.Name):
             return (self._known[node.id],) if node.id in self._known else None
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-            left, right = self._parts(node.left), self._parts(node.right)
+            left = self._parts(node.left)
+            right = self._parts(node.right)
             return None if left is None or right is None else left + right
         if isinstance(node, ast.JoinedStr):
             return tuple(part for value in node.values for part in self._field(value))

@@ -84,7 +84,9 @@ def load_literals(checkpoint_dir: str | Path) -> Literals:
 def literals_to_json(literals: Literals) -> str:
     """Texts as one JSON object, for files that have no room for an encoder file."""
     names = ("tools_head", "tools_tail", "response_format_head")
-    return json.dumps({**{n: getattr(literals, n) for n in names}, "effort": dict(literals.effort)}, ensure_ascii=False)
+    return json.dumps(
+        {**{n: getattr(literals, n) for n in names}, "effort": dict(literals.effort)}, ensure_ascii=False
+    )
 
 
 def literals_from_json(text: str, source: str) -> Literals:
@@ -98,7 +100,9 @@ def literals_from_json(text: str, source: str) -> Literals:
     texts = [*effort.values(), *(value for value in named.values() if value is not None)]
     if not all(isinstance(value, str) for value in texts) or not set(effort) <= set(EFFORT_LEVELS):
         return own_literals()
-    verified = None not in named.values() and bool(effort) and all(_sha256(value) in _NAME_OF for value in texts)
+    verified = (
+        None not in named.values() and bool(effort) and all(_sha256(value) in _NAME_OF for value in texts)
+    )
     return Literals(**named, effort=effort, source=source, verified=verified)
 
 

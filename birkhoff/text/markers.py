@@ -26,26 +26,68 @@ TASKS: dict[str, str] = {
 }
 
 # Markers the chat encoding itself may place; every one of them is an error inside a parsed answer, DSML tags apart.
-CHAT_MARKERS: tuple[str, ...] = (BOS, EOS, USER, ASSISTANT, THINK, END_THINK, DSML, LATEST_REMINDER, *TASKS.values())
+CHAT_MARKERS: tuple[str, ...] = (
+    BOS,
+    EOS,
+    USER,
+    ASSISTANT,
+    THINK,
+    END_THINK,
+    DSML,
+    LATEST_REMINDER,
+    *TASKS.values(),
+)
 
 SPECIAL_MARKERS: tuple[str, ...] = (BOS, EOS, PAD)  # flagged "special" in the release, at ids 0, 1 and 2
 
 # The named added tokens of the release that are *not* flagged special, in the order of its ids.
 PLAIN_MARKERS: tuple[str, ...] = (
     "<｜System｜>",
-    "<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>",
-    USER, ASSISTANT, "<|EOT|>",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>",
-    "<｜tool▁outputs▁begin｜>", "<｜tool▁outputs▁end｜>", "<｜tool▁output▁begin｜>", "<｜tool▁output▁end｜>",
+    "<｜fim▁hole｜>",
+    "<｜fim▁begin｜>",
+    "<｜fim▁end｜>",
+    USER,
+    ASSISTANT,
+    "<|EOT|>",
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁calls▁end｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁outputs▁begin｜>",
+    "<｜tool▁outputs▁end｜>",
+    "<｜tool▁output▁begin｜>",
+    "<｜tool▁output▁end｜>",
     "<｜tool▁sep｜>",
-    "<｜begin▁of▁repo▁name｜>", "<｜end▁of▁repo▁name｜>", "<｜begin▁of▁file▁name｜>", "<｜end▁of▁file▁name｜>",
-    "<｜begin▁of▁file｜>", "<｜end▁of▁file｜>",
-    THINK, END_THINK, DSML,
-    "<｜begin▁sys｜>", "<｜end▁sys｜>", LATEST_REMINDER,
-    "<｜action｜>", "<｜query｜>", "<｜authority｜>", "<｜domain｜>", "<｜task｜>", "<｜political｜>", "<｜entity｜>",
-    "<｜title｜>", "<｜safety｜>", "<｜answer｜>", "<｜search｜>",
-    "<dsml:", "</dsml:", "<｜search▁begin｜>", "<｜search▁end｜>", "<｜extracted_url｜>", "<｜read_url｜>",
-)  # fmt: skip
+    "<｜begin▁of▁repo▁name｜>",
+    "<｜end▁of▁repo▁name｜>",
+    "<｜begin▁of▁file▁name｜>",
+    "<｜end▁of▁file▁name｜>",
+    "<｜begin▁of▁file｜>",
+    "<｜end▁of▁file｜>",
+    THINK,
+    END_THINK,
+    DSML,
+    "<｜begin▁sys｜>",
+    "<｜end▁sys｜>",
+    LATEST_REMINDER,
+    "<｜action｜>",
+    "<｜query｜>",
+    "<｜authority｜>",
+    "<｜domain｜>",
+    "<｜task｜>",
+    "<｜political｜>",
+    "<｜entity｜>",
+    "<｜title｜>",
+    "<｜safety｜>",
+    "<｜answer｜>",
+    "<｜search｜>",
+    "<dsml:",
+    "</dsml:",
+    "<｜search▁begin｜>",
+    "<｜search▁end｜>",
+    "<｜extracted_url｜>",
+    "<｜read_url｜>",
+)
 
 
 def placeholder(number: int) -> str:

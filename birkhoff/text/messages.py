@@ -74,7 +74,9 @@ def read_conversation(
             f"messages is a {type(messages).__name__}, expected a list of objects with 'role' and 'content'."
         )
     if not messages:
-        raise ChatError("messages is empty, expected at least one message, such as {'role': 'user', 'content': …}.")
+        raise ChatError(
+            "messages is empty, expected at least one message, such as {'role': 'user', 'content': …}."
+        )
     turns = [_read_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
     turns = _attach(turns, _read_tools(tools, "tools"), _json_or_none(response_format, "response_format"))
     return _in_call_order(_merge(turns))
@@ -82,10 +84,14 @@ def read_conversation(
 
 def _read_message(message: object, path: str) -> Turn:
     if not isinstance(message, Mapping):
-        raise ChatError(f"{path} is a {type(message).__name__}, expected an object with 'role' and 'content'.")
+        raise ChatError(
+            f"{path} is a {type(message).__name__}, expected an object with 'role' and 'content'."
+        )
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
-        raise ChatError(f"{path}.role is {quoted(role)}, expected one of {', '.join(_ROLES)}.{_nearest(role, _ROLES)}")
+        raise ChatError(
+            f"{path}.role is {quoted(role)}, expected one of {', '.join(_ROLES)}.{_nearest(role, _ROLES)}"
+        )
     allowed = _ROLES[role]
     for key, value in message.items():
         if key not in allowed and key not in _IGNORED and value is not None:
@@ -100,7 +106,9 @@ def _read_message(message: object, path: str) -> Turn:
         return Turn(role, blocks=(block,))
     turn = Turn(
         role,
-        content=_content(content, f"{path}.content", required=role in ("user", "latest_reminder", "developer")),
+        content=_content(
+            content, f"{path}.content", required=role in ("user", "latest_reminder", "developer")
+        ),
         reasoning=_reasoning(message, path),
         calls=_read_calls(message.get("tool_calls"), f"{path}.tool_calls"),
         tools=_read_tools(message.get("tools"), f"{path}.tools"),
@@ -124,7 +132,9 @@ def _attach(turns: list[Turn], tools: tuple[str, ...], response_format: str | No
         raise ChatError("tools are given both with the call and on a message; give them once.")
     if response_format is not None and any(turn.response_format for turn in turns):
         raise ChatError("response_format is given both with the call and on a message; give it once.")
-    dressed = replace(head, tools=tools or head.tools, response_format=response_format or head.response_format)
+    dressed = replace(
+        head, tools=tools or head.tools, response_format=response_format or head.response_format
+    )
     return [dressed, *turns[1:]] if head is turns[0] else [dressed, *turns]
 
 
@@ -175,7 +185,9 @@ def _content(value: object, path: str, *, required: bool, is_result: bool = Fals
         if kind == "text":
             texts.append(_text(part.get("text"), f"{path}[{i}].text"))
         elif is_result and isinstance(kind, str):
-            texts.append(f"[Unsupported {_text(kind, f'{path}[{i}].type')}]")  # the released encoder's own words
+            texts.append(
+                f"[Unsupported {_text(kind, f'{path}[{i}].type')}]"
+            )  # the released encoder's own words
         else:
             raise ChatError(
                 f"{path}[{i}] is {quoted(kind or part)}, expected {{'type': 'text', 'text': …}}. V4 reads text only."
@@ -215,7 +227,9 @@ def _parameters(arguments: object, path: str) -> tuple[tuple[str, bool, str], ..
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             parsed = None
-        if not isinstance(parsed, dict):  # the release wraps what is not JSON; what is no object has no parameter names
+        if not isinstance(
+            parsed, dict
+        ):  # the release wraps what is not JSON; what is no object has no parameter names
             parsed = {"arguments": arguments}
     elif isinstance(arguments, Mapping):
         parsed = dict(arguments)
@@ -260,7 +274,9 @@ def _json_or_none(value: object, path: str) -> str | None:
 
 def _task(value: object, path: str) -> str | None:
     if value is not None and (not isinstance(value, str) or value not in TASKS):
-        raise ChatError(f"{path} is {quoted(value)}, expected one of {', '.join(TASKS)}.{_nearest(value, TASKS)}")
+        raise ChatError(
+            f"{path} is {quoted(value)}, expected one of {', '.join(TASKS)}.{_nearest(value, TASKS)}"
+        )
     return value
 
 

@@ -46,7 +46,9 @@ def parse_completion(
     return assemble(events + parser.finish())
 
 
-def _segments(completion: str | Sequence[int] | Sequence[Segment], tokenizer: Tokenizer | None) -> list[Segment]:
+def _segments(
+    completion: str | Sequence[int] | Sequence[Segment], tokenizer: Tokenizer | None
+) -> list[Segment]:
     if isinstance(completion, str):
         return split_markers(completion)
     out: list[Segment] = []
@@ -140,12 +142,18 @@ class CompletionParser:
             self._in_reasoning = False
         elif opening != "\n\n<":
             self._refuse_if_strict("a tool-call block does not begin with a blank line")
-        self._block = ToolBlock(self._next_index, strict=self._strict, opening=f"{opening}{DSML}{_BLOCK_NAME}")
-        self._opening, self._held = None, ""
+        self._block = ToolBlock(
+            self._next_index, strict=self._strict, opening=f"{opening}{DSML}{_BLOCK_NAME}"
+        )
+        self._opening = None
+        self._held = ""
 
     def _not_a_block(self) -> None:
         """The marker was stray; the text around it is what it seemed."""
-        opening, name, self._opening, self._held = self._opening or "", self._held, None, ""
+        opening = self._opening or ""
+        name = self._held
+        self._opening = None
+        self._held = ""
         self._say(opening)
         self._report(f"a {DSML} marker stands outside a tool-call block", DSML)
         if name:
@@ -157,7 +165,8 @@ class CompletionParser:
         rest = block.text(text)
         self._collect(block)
         if block.closed:
-            self._block, self._after_block = None, True
+            self._block = None
+            self._after_block = True
         return rest
 
     def _collect(self, block: ToolBlock) -> None:
@@ -178,7 +187,8 @@ class CompletionParser:
             self._not_a_block()
         self._after_block = False
         if marker == DSML and self._held.endswith("<"):
-            self._opening, self._held = self._held, ""
+            self._opening = self._held
+            self._held = ""
         elif marker == END_THINK and self._in_reasoning:
             self._flush()
             self._in_reasoning = False
@@ -218,5 +228,6 @@ class CompletionParser:
             raise ChatError(f"{message}. The completion does not follow the V4 format; parse it leniently.")
 
     def _take_events(self) -> list[Event]:
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events

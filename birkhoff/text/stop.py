@@ -52,7 +52,9 @@ class StopMatcher:
 
     def finish(self) -> str:
         """The text that was held back and became no stop."""
-        text, self._held, self._node = self._held, "", 0
+        text = self._held
+        self._held = ""
+        self._node = 0
         return text
 
     def _insert(self, stop: str) -> None:

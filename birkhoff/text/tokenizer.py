@@ -63,7 +63,9 @@ class Tokenizer:
         return cls.from_json(text, name=f"{file.absolute().parent.name}/{file.name}", vocab_size=vocab_size)
 
     @classmethod
-    def from_json(cls, text: str, *, name: str = "tokenizer.json", vocab_size: int | None = None) -> Tokenizer:
+    def from_json(
+        cls, text: str, *, name: str = "tokenizer.json", vocab_size: int | None = None
+    ) -> Tokenizer:
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -87,7 +89,11 @@ class Tokenizer:
 
     def piece(self, token_id: int) -> bytes:
         """The bytes one id stands for; may be part of a character."""
-        if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= token_id < len(self._pieces):
+        if (
+            isinstance(token_id, bool)
+            or not isinstance(token_id, Integral)
+            or not 0 <= token_id < len(self._pieces)
+        ):
             raise TokenError(
                 f"token id {quoted(token_id)} is outside the vocabulary, expected 0 to "
                 f"{len(self._pieces) - 1}. Were these ids made with another tokenizer?"
@@ -120,7 +126,8 @@ class Tokenizer:
                 f"{self.name} holds no tokenizer, expected an object with 'model' and "
                 "'added_tokens'. Download it again."
             )
-        model, added = raw["model"], raw.setdefault("added_tokens", [])
+        model = raw["model"]
+        added = raw.setdefault("added_tokens", [])
         byte_level = _has_byte_level(raw.get("pre_tokenizer")) and _has_byte_level(raw.get("decoder"))
         affixes = model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
         if model.get("type") != "BPE" or not byte_level or affixes:
@@ -216,7 +223,11 @@ def check_text(text: object) -> None:
 def _merge_tokens(merge: Any) -> tuple[str, ...]:
     """The two tokens a merge joins and the one it makes; files write a merge as a pair or as two words."""
     pair = merge.split(" ", 1) if isinstance(merge, str) else merge
-    if not isinstance(pair, (list, tuple)) or len(pair) != 2 or not all(isinstance(part, str) for part in pair):
+    if (
+        not isinstance(pair, (list, tuple))
+        or len(pair) != 2
+        or not all(isinstance(part, str) for part in pair)
+    ):
         return ()  # malformed; left in, so that the library refuses it by name
     return pair[0], pair[1], pair[0] + pair[1]
 

@@ -67,7 +67,11 @@ class ToolBlock:
             else:
                 self._take_value(self._held + marker)
                 self._held = ""
-        elif marker == DSML and self._read in (self._between_calls, self._between_parameters) and self._gap_is_done():
+        elif (
+            marker == DSML
+            and self._read in (self._between_calls, self._between_parameters)
+            and self._gap_is_done()
+        ):
             self._enter_tag(closing=self._held.endswith("</"))
         else:
             self._break(f"a {marker} marker stands where a tool-call block has none")
@@ -137,9 +141,12 @@ class ToolBlock:
         self._expect(self._in_value)
         return rest
 
-    def _tag(self, text: str, pattern: re.Pattern[str], loose: re.Pattern[str]) -> tuple[re.Match[str] | None, str]:
+    def _tag(
+        self, text: str, pattern: re.Pattern[str], loose: re.Pattern[str]
+    ) -> tuple[re.Match[str] | None, str]:
         """Match a tag at its first possible '>'; names may hold that character."""
-        seen, self._held = len(self._held), self._held + text
+        seen = len(self._held)
+        self._held = self._held + text
         end = self._held.find(">", seen, LONGEST_TAG)
         while end >= 0:
             found = pattern.fullmatch(self._held, 0, end + 1)
@@ -245,7 +252,9 @@ class ToolBlock:
     def _break(self, message: str) -> None:
         """From here on the answer is kept as it is; `finish` hands it over."""
         if self._strict:
-            raise ChatError(f"tool call: {message}. The completion does not follow the V4 format; parse it leniently.")
+            raise ChatError(
+                f"tool call: {message}. The completion does not follow the V4 format; parse it leniently."
+            )
         self._why = self._why or message
         if self._call_open:
             self.events.append(ToolCallEnd(self.next_index, complete=False))

@@ -22,10 +22,24 @@ from birkhoff.validate.runs import Run
 
 # The order in which a layer computes its sites; `first diverging` follows it.
 ORDER = (
-    "mhc_streams_pre_attn", "mhc_attn_pre_mix", "mhc_attn_post_mix", "mhc_attn_res_mix", "pre_attn", "post_attn",
-    "mhc_streams_pre_mlp", "mhc_ffn_pre_mix", "mhc_ffn_post_mix", "mhc_ffn_res_mix", "mlp_in", "moe_router_logits",
-    "moe_topk", "mlp_out", "mhc_streams_final", "mhc_head_mix", "final_hidden",
-)  # fmt: skip
+    "mhc_streams_pre_attn",
+    "mhc_attn_pre_mix",
+    "mhc_attn_post_mix",
+    "mhc_attn_res_mix",
+    "pre_attn",
+    "post_attn",
+    "mhc_streams_pre_mlp",
+    "mhc_ffn_pre_mix",
+    "mhc_ffn_post_mix",
+    "mhc_ffn_res_mix",
+    "mlp_in",
+    "moe_router_logits",
+    "moe_topk",
+    "mlp_out",
+    "mhc_streams_final",
+    "mhc_head_mix",
+    "final_hidden",
+)
 TIE = 1e-4  # gaps between experts' scores below this are ties
 
 
@@ -136,9 +150,13 @@ def compare(
     if first.logits is not None and second.logits is not None:
         logits = _logits_row(first.logits, second.logits, kept, gate)
     if not sites and logits is None:
-        raise OptionError(f"{first.label} and {second.label} have no site in common and no logits to compare.")
+        raise OptionError(
+            f"{first.label} and {second.label} have no site in common and no logits to compare."
+        )
     stages = _stages(sites, config) if config is not None and sites else []
-    return Comparison(first.label, second.label, gate, rows, kept, sites, logits, choices, stages, notes=notes)
+    return Comparison(
+        first.label, second.label, gate, rows, kept, sites, logits, choices, stages, notes=notes
+    )
 
 
 def relative(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -152,9 +170,13 @@ def _place(key: tuple[str, int]) -> tuple[int, int]:
     return (key[1] if not BY_NAME[key[0]].once else 1 << 30, ORDER.index(key[0]))
 
 
-def _site_row(key: tuple[str, int], a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate) -> SiteRow:
+def _site_row(
+    key: tuple[str, int], a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate
+) -> SiteRow:
     if a.shape != b.shape:
-        raise OptionError(f"{key[0]}[{key[1]}] is {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size.")
+        raise OptionError(
+            f"{key[0]}[{key[1]}] is {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size."
+        )
     a, b = a[:rows], b[:rows]
     error = relative(a, b)
     ok = error == error and (gate.site is None or error <= gate.site)
@@ -178,7 +200,9 @@ def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate
     log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
     kl = (log_b.exp() * (log_b - log_a)).sum(-1)
     argmax = float((a.argmax(-1) == b.argmax(-1)).double().mean())
-    error, median, mean_kl = relative(a, b), float(per_row.median()), float(kl.mean())
+    error = relative(a, b)
+    median = float(per_row.median())
+    mean_kl = float(kl.mean())
     ok = (
         bool(torch.isfinite(a).all())
         and (gate.logits is None or error <= gate.logits)
@@ -187,7 +211,9 @@ def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate
         and (gate.mean_kl is None or mean_kl <= gate.mean_kl)
     )
     p95 = float(kl.quantile(0.95))
-    return LogitsRow(error, median, float((a - b).abs().max()), _cosine(a, b), argmax, float(overlap), mean_kl, p95, ok)
+    return LogitsRow(
+        error, median, float((a - b).abs().max()), _cosine(a, b), argmax, float(overlap), mean_kl, p95, ok
+    )
 
 
 def _choices(first: Run, second: Run, biases: Mapping[int, torch.Tensor]) -> list[Choice]:
@@ -204,7 +230,9 @@ def _choices(first: Run, second: Run, biases: Mapping[int, torch.Tensor]) -> lis
     return out
 
 
-def _gap(run: Run, layer: int, row: int, ours: torch.Tensor, theirs: torch.Tensor, bias: torch.Tensor | None) -> float:
+def _gap(
+    run: Run, layer: int, row: int, ours: torch.Tensor, theirs: torch.Tensor, bias: torch.Tensor | None
+) -> float:
     """Distance between the scores, bias included, of the experts that one side took and the other did not."""
     logits = run.sites.get(("moe_router_logits", layer))
     if logits is None:
@@ -241,6 +269,12 @@ def _stages(sites: list[SiteRow], config: V4Config) -> list[dict[str, Any]]:
         if worst is not None:
             where = f"{worst.site}[{worst.layer}]"
             out.append(
-                {"stage": name, "layers": layers, "worst": worst.rel_rmse, "at": where, "ok": all(r.ok for r in rows)}
+                {
+                    "stage": name,
+                    "layers": layers,
+                    "worst": worst.rel_rmse,
+                    "at": where,
+                    "ok": all(r.ok for r in rows),
+                }
             )
     return out

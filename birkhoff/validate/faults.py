@@ -58,8 +58,14 @@ def faults() -> list[tuple[str, Fault]]:
         ("half-split", Fault("rope-half-split", kernels=_half_split)),
         ("none", Fault("yarn-missing", config=lambda config: replace(config, rope_scaling=None))),
         ("high nibble first", Fault("nibble-order", weights=_columns(_swapped_pairs))),
-        ("blocks of MXFP4 read as bytes of the release", Fault("nibble-order", weights=_columns(_blocks_as_bytes))),
-        ("bytes of the release read as blocks of MXFP4", Fault("nibble-order", weights=_columns(_bytes_as_blocks))),
+        (
+            "blocks of MXFP4 read as bytes of the release",
+            Fault("nibble-order", weights=_columns(_blocks_as_bytes)),
+        ),
+        (
+            "bytes of the release read as blocks of MXFP4",
+            Fault("nibble-order", weights=_columns(_bytes_as_blocks)),
+        ),
         ("stream 0", Fault("readout-stream-0", weights=_first_stream)),
         ("left rotated", Fault("output-not-unrotated", kernels=_left_rotated)),
     ]
@@ -77,7 +83,9 @@ def explain(model: Transformer, plain: Run, other: Run) -> list[Explanation]:
             continue
         known = found.get(fault.name)
         if known is None or after < known.after:
-            found[fault.name] = Explanation(fault.name, variant, after / before, before, after, TEXTS[fault.name])
+            found[fault.name] = Explanation(
+                fault.name, variant, after / before, before, after, TEXTS[fault.name]
+            )
         if after <= CERTAIN * before:
             break
     explained = [e for e in found.values() if e.left <= VANISHED]

@@ -24,13 +24,27 @@ GATES = {
     gate.name: gate
     for gate in (
         ToleranceGate(
-            "float32", 1e-5, 1e-4, None, 1.0, None, "two implementations or builds with the same float32 numbers"
+            "float32",
+            1e-5,
+            1e-4,
+            None,
+            1.0,
+            None,
+            "two implementations or builds with the same float32 numbers",
         ),
         ToleranceGate("engine", None, 1e-4, None, 1.0, None, "another engine's logits, float32 throughout"),
         ToleranceGate("bfloat16", None, None, 3e-2, 0.94, None, "bfloat16 against float32, random weights"),
-        ToleranceGate("trained", None, None, None, 0.98, 1e-3, "bfloat16 or 8-bit against float32, trained weights"),
         ToleranceGate(
-            "released", None, 1e-2, None, 0.98, None, "the release's activation rounding against its own kernels"
+            "trained", None, None, None, 0.98, 1e-3, "bfloat16 or 8-bit against float32, trained weights"
+        ),
+        ToleranceGate(
+            "released",
+            None,
+            1e-2,
+            None,
+            0.98,
+            None,
+            "the release's activation rounding against its own kernels",
         ),
     )
 }

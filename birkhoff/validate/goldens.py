@@ -50,7 +50,9 @@ def read_goldens(directory: str | Path) -> Run:
         try:
             arrays.update(load_file(file))
         except (SafetensorError, OSError, ValueError) as error:
-            raise DataError(f"{file.name} cannot be read as safetensors ({error}). Make the goldens again.") from None
+            raise DataError(
+                f"{file.name} cannot be read as safetensors ({error}). Make the goldens again."
+            ) from None
     for file in sorted(directory.glob("*.npy")):
         if file.name != "tokens.npy":
             arrays[file.name.removesuffix(".npy")] = torch.from_numpy(_npy(file))
@@ -72,7 +74,9 @@ def _run(directory: Path, label: str, tokens: tuple[int, ...], arrays: dict[str,
         elif hook in BY_NAME and layer.isdecimal() and len(layer) < 6:
             sites[hook, int(layer)] = array.float()
         else:
-            raise DataError(f"{directory.name} holds {quoted(name)}, expected logits or HOOK.LAYER such as mlp_out.3.")
+            raise DataError(
+                f"{directory.name} holds {quoted(name)}, expected logits or HOOK.LAYER such as mlp_out.3."
+            )
     if not sites and logits is None:
         raise DataError(f"{directory} holds no arrays, expected goldens.safetensors or .npy files.")
     return Run(label, tokens, sites, logits)
@@ -83,13 +87,19 @@ def _facts(directory: Path) -> tuple[str, tuple[int, ...]]:
     if file.is_file():
         try:
             raw = json.loads(file.read_text(encoding="utf-8"))
-            tokens, label = raw["tokens"], str(raw.get("label", "goldens"))
+            tokens = raw["tokens"]
+            label = str(raw.get("label", "goldens"))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DataError(f"{file} does not say which tokens were run ({error}). Make the goldens again.") from None
+            raise DataError(
+                f"{file} does not say which tokens were run ({error}). Make the goldens again."
+            ) from None
     elif (directory / "tokens.npy").is_file():
-        label, tokens = "goldens", _npy(directory / "tokens.npy").reshape(-1).tolist()
+        label = "goldens"
+        tokens = _npy(directory / "tokens.npy").reshape(-1).tolist()
     else:
-        raise DataError(f"{directory} has neither goldens.json nor tokens.npy, so its rows belong to no tokens.")
+        raise DataError(
+            f"{directory} has neither goldens.json nor tokens.npy, so its rows belong to no tokens."
+        )
     if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
         raise DataError(f"the tokens of {directory} are {quoted(tokens)}, expected a list of token ids.")
     return label, tuple(tokens)

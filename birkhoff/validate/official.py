@@ -91,7 +91,9 @@ def _step(reader: _Lines, number: int) -> OfficialStep:
 
 class _Lines:
     def __init__(self, name: str, lines: list[str]):
-        self.name, self.lines, self.at = name, lines, 0
+        self.name = name
+        self.lines = lines
+        self.at = 0
 
     def next(self) -> list[str] | None:
         while self.at < len(self.lines):
@@ -102,7 +104,9 @@ class _Lines:
         return None
 
     def refuse(self, why: str) -> Any:
-        raise DataError(f"{self.name} line {self.at}: {why}. See the grammar in the documentation of validate.")
+        raise DataError(
+            f"{self.name} line {self.at}: {why}. See the grammar in the documentation of validate."
+        )
 
     def fields(self, words: list[str] | None, head: str, count: int) -> list[str]:
         if words is None or words[0] != head or len(words) != count + 1:
@@ -149,14 +153,18 @@ def hold(engine: Engine, cases: list[Case], prompts: str | Path) -> list[StepChe
             logits = engine.logits([*prompt, *forced])[-1]
             out.append(_held(engine, case.name, number, step, logits))
             if step.selected not in ids_of:
-                raise DataError(f"case {case.name} step {number}: this tokenizer has no token {step.selected!r}.")
+                raise DataError(
+                    f"case {case.name} step {number}: this tokenizer has no token {step.selected!r}."
+                )
             forced.append(ids_of[step.selected])
     return out
 
 
 def _held(engine: Engine, case: str, number: int, step: OfficialStep, logits: torch.Tensor) -> StepCheck:
     values = logits.double().log_softmax(-1)
-    ours = {engine.tokenizer.piece(int(i)): float(values[i]) for i in values.topk(min(TOP, len(values))).indices}
+    ours = {
+        engine.tokenizer.piece(int(i)): float(values[i]) for i in values.topk(min(TOP, len(values))).indices
+    }
     best = engine.tokenizer.piece(int(values.argmax()))
     listed = all(token in ours for token, _ in step.top)
     gap = max((abs(ours[token] - value) for token, value in step.top if token in ours), default=0.0)

@@ -22,18 +22,32 @@ from birkhoff.weights.tensor_ref import value_strips
 
 # Our words -> theirs, applied in this order (spec 10).
 _WORDS = (
-    (r"^embed\.", "model.embed_tokens."), (r"^head\.", "lm_head."), (r"^norm\.", "model.norm."),
-    (r"^hc_head_", "model.hc_head.hc_"), (r"^layers\.", "model.layers."), (r"\.hc_(attn|ffn)_", r".\1_hc."),
-    (r"\.attn_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."),
+    (r"^embed\.", "model.embed_tokens."),
+    (r"^head\.", "lm_head."),
+    (r"^norm\.", "model.norm."),
+    (r"^hc_head_", "model.hc_head.hc_"),
+    (r"^layers\.", "model.layers."),
+    (r"\.hc_(attn|ffn)_", r".\1_hc."),
+    (r"\.attn_norm\.", ".input_layernorm."),
+    (r"\.ffn_norm\.", ".post_attention_layernorm."),
     (r"\.attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
     (r"\.attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
-    (r"\.attn\.indexer\.", ".self_attn.compressor.indexer."), (r"(compressor|indexer)\.norm\.", r"\1.kv_norm."),
-    (r"\.attn\.attn_sink$", ".self_attn.sinks"), (r"\.attn\.", ".self_attn."), (r"\.wq_([ab])\.", r".q_\1_proj."),
-    (r"\.q_norm\.", ".q_a_norm."), (r"\.wkv\.", ".kv_proj."), (r"\.wgate\.", ".gate_proj."),
-    (r"\.ape$", ".position_bias"), (r"\.wo_([ab])\.", r".o_\1_proj."), (r"\.ffn\.", ".mlp."),
-    (r"\.gate\.bias$", ".gate.e_score_correction_bias"), (r"shared_experts\.w1\.", "shared_experts.gate_proj."),
-    (r"shared_experts\.w3\.", "shared_experts.up_proj."), (r"shared_experts\.w2\.", "shared_experts.down_proj."),
-)  # fmt: skip
+    (r"\.attn\.indexer\.", ".self_attn.compressor.indexer."),
+    (r"(compressor|indexer)\.norm\.", r"\1.kv_norm."),
+    (r"\.attn\.attn_sink$", ".self_attn.sinks"),
+    (r"\.attn\.", ".self_attn."),
+    (r"\.wq_([ab])\.", r".q_\1_proj."),
+    (r"\.q_norm\.", ".q_a_norm."),
+    (r"\.wkv\.", ".kv_proj."),
+    (r"\.wgate\.", ".gate_proj."),
+    (r"\.ape$", ".position_bias"),
+    (r"\.wo_([ab])\.", r".o_\1_proj."),
+    (r"\.ffn\.", ".mlp."),
+    (r"\.gate\.bias$", ".gate.e_score_correction_bias"),
+    (r"shared_experts\.w1\.", "shared_experts.gate_proj."),
+    (r"shared_experts\.w3\.", "shared_experts.up_proj."),
+    (r"shared_experts\.w2\.", "shared_experts.down_proj."),
+)
 _EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.(w[123])\.weight")
 
 
@@ -73,7 +87,9 @@ def build_oracle(checkpoint: Checkpoint) -> Any:
                 filled.add(_fill(places, checkpoint, tensor))
     left = [name for name in model.state_dict() if name not in filled and "rotary" not in name]
     if left:
-        raise OptionError(f"this transformers has weights we know nothing of: {left[0]}. Use version 5.17 to 5.22.")
+        raise OptionError(
+            f"this transformers has weights we know nothing of: {left[0]}. Use version 5.17 to 5.22."
+        )
     return model
 
 
@@ -134,17 +150,28 @@ def _watch(model: Any, sites: Sites) -> Iterator[Any]:
             ("attn", "mhc_streams_pre_attn", "pre_attn", block.attn_hc),
             ("ffn", "mhc_streams_pre_mlp", "mlp_in", block.ffn_hc),
         ):
-            yield from on(module, i, **{
-                streams: lambda args, out: args[0], inputs: lambda args, out: out[2],
-                f"mhc_{kind}_post_mix": lambda args, out: out[0], f"mhc_{kind}_res_mix": lambda args, out: out[1],
-            })  # fmt: skip
+            yield from on(
+                module,
+                i,
+                **{
+                    streams: lambda args, out: args[0],
+                    inputs: lambda args, out: out[2],
+                    f"mhc_{kind}_post_mix": lambda args, out: out[0],
+                    f"mhc_{kind}_res_mix": lambda args, out: out[1],
+                },
+            )
         yield from on(block.self_attn, i, post_attn=lambda args, out: out[0])
         yield from on(block.mlp, i, mlp_out=lambda args, out: out)
         yield from on(
-            block.mlp.gate, i, moe_router_logits=lambda args, out: out[0],
+            block.mlp.gate,
+            i,
+            moe_router_logits=lambda args, out: out[0],
             moe_topk=lambda args, out: torch.stack((out[2].float(), out[1]), dim=-1),
-        )  # fmt: skip
+        )
     last = len(model.model.layers) - 1
     yield from on(
-        model.model.hc_head, last, mhc_streams_final=lambda args, out: args[0], final_hidden=lambda args, out: out
+        model.model.hc_head,
+        last,
+        mhc_streams_final=lambda args, out: args[0],
+        final_hidden=lambda args, out: out,
     )

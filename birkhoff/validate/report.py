@@ -103,7 +103,10 @@ def plot(result: Comparison) -> str:
     layers = sorted({row.layer for row in result.sites if row.site in SHOWN})
     if not layers:
         return ""
-    width, height, left, top = 860, 300, 60, 12
+    width = 860
+    height = 300
+    left = 60
+    top = 12
     span = max(len(layers) - 1, 1)
 
     def x(layer: int) -> float:
@@ -126,7 +129,9 @@ def plot(result: Comparison) -> str:
         rows = [row for row in result.sites if row.site == name]
         points = " ".join(f"{x(row.layer):.1f},{y(row.rel_rmse):.1f}" for row in rows)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        dots = "".join(f'<circle cx="{x(r.layer):.1f}" cy="{y(r.rel_rmse):.1f}" r="3" fill="{colour}"/>' for r in rows)
+        dots = "".join(
+            f'<circle cx="{x(r.layer):.1f}" cy="{y(r.rel_rmse):.1f}" r="3" fill="{colour}"/>' for r in rows
+        )
         parts.append(dots + f'<text x="{left + 200 * place}" y="{height + 48}" fill="{colour}">{name}</text>')
     step = max(1, len(layers) // 12)
     for layer in layers[::step]:

@@ -60,7 +60,9 @@ def run_checkpoint(
     return run_model(build(checkpoint, dtype, numerics, device), tokens, label or checkpoint.path.name)
 
 
-def build(checkpoint: Checkpoint, dtype: str = "float32", numerics: str = "plain", device: str = "cpu") -> Transformer:
+def build(
+    checkpoint: Checkpoint, dtype: str = "float32", numerics: str = "plain", device: str = "cpu"
+) -> Transformer:
     """The trunk of a checkpoint, filled, with the plain kernels."""
     if dtype not in DTYPES:
         raise OptionError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")

@@ -46,7 +46,9 @@ def validate(
     """Compare A with exactly one of B, an oracle or goldens. None when goldens were only made."""
     others = [x for x in (b, oracle, goldens) if x is not None]
     if len(others) > 1 or (not others and save is None):
-        raise OptionError("compare with one thing: another checkpoint, --oracle transformers or --goldens DIR.")
+        raise OptionError(
+            "compare with one thing: another checkpoint, --oracle transformers or --goldens DIR."
+        )
     if oracle not in (None, "transformers"):
         raise OptionError(f"oracle is {oracle!r}, expected transformers.")
     if type(length) is not int or not 1 <= length <= 1 << 20:

@@ -50,9 +50,14 @@ class Checkpoint(Mapping[str, TensorRef]):
         scales: Mapping[str, torch.Tensor] | None = None,
         chat_texts: str | None = None,
     ):
-        self.path, self.config, self.dialect = path, config, dialect
-        self.notices, self.files = notices, files
-        self.tokenizer_json, self.scales, self.chat_texts = tokenizer_json, scales or {}, chat_texts
+        self.path = path
+        self.config = config
+        self.dialect = dialect
+        self.notices = notices
+        self.files = files
+        self.tokenizer_json = tokenizer_json
+        self.scales = scales or {}
+        self.chat_texts = chat_texts
         self._tensors = tensors
 
     @property
@@ -223,7 +228,9 @@ def _translate(found: dict[str, TensorEntry], complain: Complain) -> tuple[dict[
 def _rename(found: dict[str, TensorEntry], table: Table, complain: Complain) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name, entry in found.items():
-        ours = to_ours(name, table) or name  # a name the dialect does not have stays, and is reported as left over
+        ours = (
+            to_ours(name, table) or name
+        )  # a name the dialect does not have stays, and is reported as left over
         if ours in entries:
             complain(
                 CheckpointError(

@@ -31,10 +31,23 @@ from birkhoff.weights.shard_index import Complain, raise_it, some
 DEADLINE_SECONDS = 30.0  # of the clock; the child itself stops after five seconds of work
 CHILD_LIMITS = {"seconds": 5, "bytes": 2 << 30}
 MAX_BLOCKS = 1 << 16
-SCALES, SCALE_NAMES, CHAT_TEXTS = "birkhoff.scales", "birkhoff.scale_names", "birkhoff.chat_texts"
+SCALES = "birkhoff.scales"
+SCALE_NAMES = "birkhoff.scale_names"
+CHAT_TEXTS = "birkhoff.chat_texts"
 _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
-_NUMPY = {"B": "u1", "b": "i1", "H": "<u2", "h": "<i2", "I": "<u4", "i": "<i4", "f": "<f4", "?": "?", "Q": "<u8",
-          "q": "<i8", "d": "<f8"}  # fmt: skip
+_NUMPY = {
+    "B": "u1",
+    "b": "i1",
+    "H": "<u2",
+    "h": "<i2",
+    "I": "<u4",
+    "i": "<i4",
+    "f": "<f4",
+    "?": "?",
+    "Q": "<u8",
+    "q": "<i8",
+    "d": "<f8",
+}
 _STUB_NAME = re.compile(r"\.hc_(attn|ffn)\.(fn|base|scale)|^output\.hc_head\.|\.attn_o_[ab]\.")
 _CHILD = """
 import runpy, sys
@@ -78,7 +91,9 @@ def read_header(path: Path) -> GGUFHeader:
     limits = [str(CHILD_LIMITS["seconds"]), str(CHILD_LIMITS["bytes"])]
     command = [sys.executable, "-I", "-S", "-c", _CHILD, str(gguf_header.__file__), str(path), *limits]
     try:
-        done = subprocess.run(command, capture_output=True, timeout=DEADLINE_SECONDS, stdin=subprocess.DEVNULL)
+        done = subprocess.run(
+            command, capture_output=True, timeout=DEADLINE_SECONDS, stdin=subprocess.DEVNULL
+        )
         answer = json.loads(done.stdout) if done.returncode == 0 else {}
     except subprocess.TimeoutExpired:
         answer = {}
@@ -98,7 +113,9 @@ def header_from(path: Path, answer: dict[str, Any]) -> GGUFHeader:
         kind = {"shape": TensorShape, "dtype": TensorDtype}.get(answer["kind"], CheckpointError)
         raise kind(f"{path.name} {answer['malformed']}. Download it again, or convert it again.")
     raw = answer["header"]
-    tensors = [GGUFTensor(path, name, kind, tuple(shape), at, size) for name, kind, shape, at, size in raw["tensors"]]
+    tensors = [
+        GGUFTensor(path, name, kind, tuple(shape), at, size) for name, kind, shape, at, size in raw["tensors"]
+    ]
     keys = {key: _long_array(path, value) for key, value in raw["keys"].items()}
     return GGUFHeader(path, keys, raw["types"], tensors, raw["alignment"])
 
@@ -127,7 +144,9 @@ def open_gguf(
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     config = config_from(first.keys, shapes, first.path.name)
     layers = config.num_hidden_layers
-    if "blk.0.attn_q_a.weight" not in shapes and any(name.startswith((f"blk.{layers}.", "mtp.")) for name in shapes):
+    if "blk.0.attn_q_a.weight" not in shapes and any(
+        name.startswith((f"blk.{layers}.", "mtp.")) for name in shapes
+    ):
         raise CheckpointError(
             f"{first.path.name} holds an MTP block alone, which drafts for a model. Give the trunk's file; the MTP "
             "file is used when it is called NAME-mtp.gguf beside NAME.gguf."
@@ -142,18 +161,30 @@ def open_gguf(
             check_architecture(header.keys, beside.name)
             copies = refer(header.tensors, layers, True, references, complain)
             files.append(beside)
-            notices.append(f"{beside.name} was used for multi-token prediction; its {len(copies)} copies were skipped.")
+            notices.append(
+                f"{beside.name} was used for multi-token prediction; its {len(copies)} copies were skipped."
+            )
             tensors += header.tensors
     elif "mtp.0.hc_head_fn" not in references:
-        notices.append(f"{first.path.name} holds an MTP block without a head mixer of its own; it was left out.")
+        notices.append(
+            f"{first.path.name} holds an MTP block without a head mixer of its own; it was left out."
+        )
         references = References()
-        refer([t for t in tensors if not t.name.startswith(f"blk.{layers}.")], layers, False, references, complain)
+        refer(
+            [t for t in tensors if not t.name.startswith(f"blk.{layers}.")],
+            layers,
+            False,
+            references,
+            complain,
+        )
     has_mtp = any(name.startswith("mtp.0.") for name in references)
     config = replace(config, num_nextn_predict_layers=int(has_mtp))
     text = tokenizer_json(first.keys, first.path.name, notices)
     texts = first.keys.get(CHAT_TEXTS)
     texts = texts if isinstance(texts, str) else None
-    return OpenedGGUF(config, _dialect(tensors), references, notices, files, text, texts, kept_scales(first.keys))
+    return OpenedGGUF(
+        config, _dialect(tensors), references, notices, files, text, texts, kept_scales(first.keys)
+    )
 
 
 def raw_references(path: Path) -> References:
@@ -205,7 +236,9 @@ def _parts(path: Path, complain: Complain, read: Callable[[Path], GGUFHeader]) -
     names = [f"{match[1]}-{i:05}-of-{match[3]}.gguf" for i in range(1, count + 1)]
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
-        raise CheckpointError(f"{len(missing)} of {count} parts are missing: {some(missing)}. Download them again.")
+        raise CheckpointError(
+            f"{len(missing)} of {count} parts are missing: {some(missing)}. Download them again."
+        )
     headers = [read(path.parent / name) for name in names]
     for number, header in enumerate(headers):
         seen = (header.keys.get("split.no"), header.keys.get("split.count"))
@@ -216,10 +249,13 @@ def _parts(path: Path, complain: Complain, read: Callable[[Path], GGUFHeader]) -
                     "from 0). The parts come from different downloads."
                 )
             )
-    total, announced = sum(len(h.tensors) for h in headers), headers[0].keys.get("split.tensors.count")
+    total = sum(len(h.tensors) for h in headers)
+    announced = headers[0].keys.get("split.tensors.count")
     if announced != total:
         complain(
-            CheckpointError(f"{path.name} announces {announced} tensors, its parts hold {total}. Download them again.")
+            CheckpointError(
+                f"{path.name} announces {announced} tensors, its parts hold {total}. Download them again."
+            )
         )
     return headers
 

@@ -17,7 +17,9 @@ from birkhoff.kernels import quant
 GROUP = 32
 MXFP4_BYTES = 17
 Q8_0_BYTES = 34
-_LOW, _HIGH, _FOUR = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(0xF0F0F0F0F0F0F0F0), np.uint64(4)
+_LOW = np.uint64(0x0F0F0F0F0F0F0F0F)
+_HIGH = np.uint64(0xF0F0F0F0F0F0F0F0)
+_FOUR = np.uint64(4)
 _MXFP4 = np.dtype([("scale", "u1"), ("codes", "V16")])
 
 
@@ -53,7 +55,9 @@ def unpack_mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def pack_q8_0(values: torch.Tensor) -> torch.Tensor:
     """Float32 [rows, in] -> blocks [rows, in/32 * 34], uint8."""
     groups = values.float().reshape(-1, GROUP)
-    step = torch.maximum(groups.amax(1, keepdim=True), -groups.amin(1, keepdim=True)).abs_() / 127  # no zero below zero
+    step = (
+        torch.maximum(groups.amax(1, keepdim=True), -groups.amin(1, keepdim=True)).abs_() / 127
+    )  # no zero below zero
     inverse = torch.where(step == 0, 0.0, 1 / step)
     half_step = step.to(torch.float16)
     if not bool(torch.isfinite(half_step).all()) or not bool(torch.isfinite(inverse).all()):
@@ -101,7 +105,9 @@ def decode(blocks: torch.Tensor, kind: str, name: str) -> torch.Tensor:
             "Use a file with MXFP4, Q8_0, BF16, F16 or F32."
         ) from None
     if values.shape[0] != blocks.shape[0] or values.dtype != np.float32:
-        raise CheckpointError(f"{name}: decoding {kind} gave {values.dtype} {values.shape}. Update the gguf package.")
+        raise CheckpointError(
+            f"{name}: decoding {kind} gave {values.dtype} {values.shape}. Update the gguf package."
+        )
     return torch.from_numpy(np.ascontiguousarray(values))
 
 

@@ -27,20 +27,53 @@ DEFAULT_ALIGNMENT = 32
 
 # type id -> (name, elements of a block, bytes of a block)
 TYPES: dict[int, tuple[str, int, int]] = {
-    0: ("F32", 1, 4), 1: ("F16", 1, 2), 2: ("Q4_0", 32, 18), 3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22),
-    7: ("Q5_1", 32, 24), 8: ("Q8_0", 32, 34), 10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144),
-    13: ("Q5_K", 256, 176), 14: ("Q6_K", 256, 210), 16: ("IQ2_XXS", 256, 66), 17: ("IQ2_XS", 256, 74),
-    18: ("IQ3_XXS", 256, 98), 19: ("IQ1_S", 256, 50), 20: ("IQ4_NL", 32, 18), 21: ("IQ3_S", 256, 110),
-    22: ("IQ2_S", 256, 82), 23: ("IQ4_XS", 256, 136), 24: ("I8", 1, 1), 25: ("I16", 1, 2), 26: ("I32", 1, 4),
-    27: ("I64", 1, 8), 28: ("F64", 1, 8), 29: ("IQ1_M", 256, 56), 30: ("BF16", 1, 2), 34: ("TQ1_0", 256, 54),
-    35: ("TQ2_0", 256, 66), 39: ("MXFP4", 32, 17),
-}  # fmt: skip
+    0: ("F32", 1, 4),
+    1: ("F16", 1, 2),
+    2: ("Q4_0", 32, 18),
+    3: ("Q4_1", 32, 20),
+    6: ("Q5_0", 32, 22),
+    7: ("Q5_1", 32, 24),
+    8: ("Q8_0", 32, 34),
+    10: ("Q2_K", 256, 84),
+    11: ("Q3_K", 256, 110),
+    12: ("Q4_K", 256, 144),
+    13: ("Q5_K", 256, 176),
+    14: ("Q6_K", 256, 210),
+    16: ("IQ2_XXS", 256, 66),
+    17: ("IQ2_XS", 256, 74),
+    18: ("IQ3_XXS", 256, 98),
+    19: ("IQ1_S", 256, 50),
+    20: ("IQ4_NL", 32, 18),
+    21: ("IQ3_S", 256, 110),
+    22: ("IQ2_S", 256, 82),
+    23: ("IQ4_XS", 256, 136),
+    24: ("I8", 1, 1),
+    25: ("I16", 1, 2),
+    26: ("I32", 1, 4),
+    27: ("I64", 1, 8),
+    28: ("F64", 1, 8),
+    29: ("IQ1_M", 256, 56),
+    30: ("BF16", 1, 2),
+    34: ("TQ1_0", 256, 54),
+    35: ("TQ2_0", 256, 66),
+    39: ("MXFP4", 32, 17),
+}
 
 _STRING, _ARRAY = 8, 9
 # value type id -> struct code
 SCALARS: dict[int, str] = {
-    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d",
-}  # fmt: skip
+    0: "B",
+    1: "b",
+    2: "H",
+    3: "h",
+    4: "I",
+    5: "i",
+    6: "f",
+    7: "?",
+    10: "Q",
+    11: "q",
+    12: "d",
+}
 
 
 class MalformedGGUF(ValueError):
@@ -55,12 +88,16 @@ class _Cursor:
     """Reads forward through a file; never asks for bytes that are not there."""
 
     def __init__(self, file: BinaryIO, size: int):
-        self.file, self.size, self.at = file, size, 0
+        self.file = file
+        self.size = size
+        self.at = 0
         self.strings = 0
 
     def take(self, count: int, what: str) -> bytes:
         if count > self.size - self.at:
-            raise MalformedGGUF(f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}")
+            raise MalformedGGUF(
+                f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}"
+            )
         self.at += count
         data = self.file.read(count)
         if len(data) != count:
@@ -69,7 +106,9 @@ class _Cursor:
 
     def skip(self, count: int, what: str) -> None:
         if count > self.size - self.at:
-            raise MalformedGGUF(f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}")
+            raise MalformedGGUF(
+                f"is cut short: {what} needs {count} bytes at {self.at}, the file has {self.size}"
+            )
         self.at += count
         self.file.seek(self.at)
 
@@ -83,7 +122,9 @@ class _Cursor:
         try:
             return self.take(length, what).decode("utf-8")
         except UnicodeDecodeError as error:
-            raise MalformedGGUF(f"has {what} that is not UTF-8 ({error.reason} at byte {error.start})") from None
+            raise MalformedGGUF(
+                f"has {what} that is not UTF-8 ({error.reason} at byte {error.start})"
+            ) from None
 
 
 def read_header(path: str) -> dict[str, Any]:
@@ -94,7 +135,8 @@ def read_header(path: str) -> dict[str, Any]:
     with open(path, "rb") as file:
         cursor = _Cursor(file, os.fstat(file.fileno()).st_size)
         version = _version(cursor)
-        num_tensors, num_keys = cursor.number("Q", "the tensor count"), cursor.number("Q", "the key count")
+        num_tensors = cursor.number("Q", "the tensor count")
+        num_keys = cursor.number("Q", "the key count")
         for count, cap, what in ((num_tensors, MAX_TENSORS, "tensors"), (num_keys, MAX_KEYS, "keys")):
             if count > cap:
                 raise MalformedGGUF(f"announces {count} {what}, more than the {cap} allowed")
@@ -148,18 +190,23 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
         return cursor.string(MAX_STRING_BYTES, what)
     if kind != _ARRAY:
         raise MalformedGGUF(f"gives {key[:80]!r} the value type {kind}, which the format does not have")
-    inner, count = cursor.number("I", what), cursor.number("Q", what)
+    inner = cursor.number("I", what)
+    count = cursor.number("Q", what)
     if inner == _STRING:
         cursor.strings += count
         if cursor.strings > MAX_STRINGS:
-            raise MalformedGGUF(f"announces {count} strings in {key[:80]!r}, more than the {MAX_STRINGS} allowed")
+            raise MalformedGGUF(
+                f"announces {count} strings in {key[:80]!r}, more than the {MAX_STRINGS} allowed"
+            )
         return [cursor.string(MAX_STRING_BYTES, f"an entry of {key[:80]!r}") for _ in range(count)]
     if inner not in SCALARS:
         raise MalformedGGUF(f"has an array of type {inner} in {key[:80]!r}, expected numbers or strings")
     code = SCALARS[inner]
     size = count * struct.calcsize("<" + code)
     if size > MAX_ARRAY_BYTES:
-        raise MalformedGGUF(f"announces {size} bytes for {key[:80]!r}, more than the {MAX_ARRAY_BYTES} allowed")
+        raise MalformedGGUF(
+            f"announces {size} bytes for {key[:80]!r}, more than the {MAX_ARRAY_BYTES} allowed"
+        )
     if count > MAX_INLINE:
         place = {"at": cursor.at, "count": count, "type": code}
         cursor.skip(size, what)
@@ -175,7 +222,8 @@ def _tensor(cursor: _Cursor, index: int) -> tuple[str, str, list[int], int, int]
     if not 1 <= dimensions <= MAX_DIMENSIONS:
         raise MalformedGGUF(f"gives {name} {dimensions} dimensions, expected 1 to {MAX_DIMENSIONS}", "shape")
     shape = [cursor.number("Q", f"the shape of {name}") for _ in range(dimensions)]
-    kind, offset = cursor.number("I", f"the type of {name}"), cursor.number("Q", f"the offset of {name}")
+    kind = cursor.number("I", f"the type of {name}")
+    offset = cursor.number("Q", f"the offset of {name}")
     if kind not in TYPES:
         raise MalformedGGUF(f"stores {name} as type {kind}, which Birkhoff does not know", "dtype")
     label, block, block_bytes = TYPES[kind]
@@ -225,7 +273,10 @@ def main(path: str) -> int:
     except OSError as error:
         answer = {"kind": "file", "malformed": f"cannot be read ({error.strerror})"}
     except MemoryError:
-        answer = {"kind": "file", "malformed": "has a header that does not fit the memory set aside for reading it"}
+        answer = {
+            "kind": "file",
+            "malformed": "has a header that does not fit the memory set aside for reading it",
+        }
     sys.stdout.write(json.dumps(answer))
     return 0
 

@@ -17,7 +17,12 @@ from birkhoff.errors import ConfigError, UnsupportedModel, quoted
 
 ARCHITECTURE = "deepseek4"
 SQRT_SOFTPLUS = 4
-U32, F32, BOOL, STRING, I32_ARRAY, F32_ARRAY = 4, 6, 7, 8, (9, 5), (9, 6)
+U32 = 4
+F32 = 6
+BOOL = 7
+STRING = 8
+I32_ARRAY = (9, 5)
+F32_ARRAY = (9, 6)
 STUB_ADVICE = (
     "It was written by an early draft that no program reads any more. Convert the original checkpoint: "
     "birkhoff convert CHECKPOINT OUT.gguf"
@@ -115,7 +120,8 @@ class _KeyReader:
     """Typed look-ups that remember what was missing instead of stopping at the first."""
 
     def __init__(self, keys: Mapping[str, Any], label: str):
-        self.keys, self.label = keys, label
+        self.keys = keys
+        self.label = label
         self.missing: list[str] = []
 
     def has(self, name: str) -> bool:
@@ -149,7 +155,11 @@ class _KeyReader:
             return []
         if type(value) is kind or (kind is float and type(value) is int):
             return [value] * blocks
-        if not isinstance(value, list) or not all(type(v) in (int, kind) for v in value) or len(value) < blocks:
+        if (
+            not isinstance(value, list)
+            or not all(type(v) in (int, kind) for v in value)
+            or len(value) < blocks
+        ):
             raise ConfigError(
                 f"{self.label}: {key} is {quoted(value)}, expected one number for each of {blocks} blocks."
             )
@@ -217,15 +227,25 @@ def config_from(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
         )
     layers = blocks - nextn
     if not plausible or not layers > 0:
-        raise ConfigError(f"{label} has {blocks} blocks of which {nextn} are MTP, expected 1 to 65535 and some trunk.")
+        raise ConfigError(
+            f"{label} has {blocks} blocks of which {nextn} are MTP, expected 1 to 65535 and some trunk."
+        )
     if gating != SQRT_SOFTPLUS:
-        raise ConfigError(f"{label}: expert_gating_func is {gating}, expected {SQRT_SOFTPLUS} (sqrt-softplus).")
+        raise ConfigError(
+            f"{label}: expert_gating_func is {gating}, expected {SQRT_SOFTPLUS} (sqrt-softplus)."
+        )
     if value_length != values["head_dim"]:
-        raise ConfigError(f"{label}: value_length is {value_length}, key_length {values['head_dim']}; V4 has one size.")
-    shared = read.per_layer("swiglu_clamp_shexp", float, plausible) if read.has("swiglu_clamp_shexp") else clamps
+        raise ConfigError(
+            f"{label}: value_length is {value_length}, key_length {values['head_dim']}; V4 has one size."
+        )
+    shared = (
+        read.per_layer("swiglu_clamp_shexp", float, plausible) if read.has("swiglu_clamp_shexp") else clamps
+    )
     limits = set(map(shortest, [*clamps[:blocks], *shared[:blocks]]))
     if len(limits) != 1:
-        raise ConfigError(f"{label} has SwiGLU limits {sorted(limits)[:4]} that differ; V4 has one for all layers.")
+        raise ConfigError(
+            f"{label} has SwiGLU limits {sorted(limits)[:4]} that differ; V4 has one for all layers."
+        )
     return V4Config(
         **values,
         num_hidden_layers=layers,
@@ -238,7 +258,9 @@ def config_from(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
     )
 
 
-def _derived(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], groups: int | None) -> dict[str, int]:
+def _derived(
+    keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], groups: int | None
+) -> dict[str, int]:
     out: dict[str, int] = {}
     tokens = keys.get("tokenizer.ggml.tokens")
     if "token_embd.weight" in shapes:
@@ -257,12 +279,14 @@ def _derived(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], gro
 
 def _scaling(read: _KeyReader) -> RopeScaling | None:
     kind = read.get("rope.scaling.type", str)
-    factor, length = read.number("rope.scaling.factor"), read.whole("rope.scaling.original_context_length")
+    factor = read.number("rope.scaling.factor")
+    length = read.whole("rope.scaling.original_context_length")
     if kind in (None, "none") or factor is None or length is None:
         return None
     if kind != "yarn":
         raise ConfigError(f"{read.label}: rope.scaling.type is {quoted(kind)}, expected 'yarn' or 'none'.")
-    fast, slow = read.number("rope.scaling.yarn_beta_fast", 32.0), read.number("rope.scaling.yarn_beta_slow", 1.0)
+    fast = read.number("rope.scaling.yarn_beta_fast", 32.0)
+    slow = read.number("rope.scaling.yarn_beta_slow", 1.0)
     return RopeScaling(factor, length, fast, slow)
 
 

@@ -99,7 +99,9 @@ class References(Mapping[str, TensorRef]):
             return TensorRef(name, "I8", stored, stored[0] * stored[1], partial(self._fp4, matrix, 0), kind)
         if how == "scale":
             stored = (shape[0], shape[1] // GROUP)
-            return TensorRef(name, "F8_E8M0", stored, stored[0] * stored[1], partial(self._fp4, matrix, 1), kind)
+            return TensorRef(
+                name, "F8_E8M0", stored, stored[0] * stored[1], partial(self._fp4, matrix, 1), kind
+            )
         if how == "decoded":
             return TensorRef(name, "F32", shape, nbytes, partial(_decoded, matrix), kind)
         return TensorRef(name, kind, shape, nbytes, partial(_plain, matrix))
@@ -150,7 +152,9 @@ def refer(
     return copies
 
 
-def _add(tensor: GGUFTensor, ours: str, what: GGUFMeaning, references: References, complain: Complain) -> None:
+def _add(
+    tensor: GGUFTensor, ours: str, what: GGUFMeaning, references: References, complain: Complain
+) -> None:
     shape = tensor.shape
     if what.halves:
         if len(shape) != 2 or shape[1] % 2:
@@ -162,13 +166,19 @@ def _add(tensor: GGUFTensor, ours: str, what: GGUFMeaning, references: Reference
     elif what.stacked:
         if len(shape) != 3 or shape[0] > MAX_EXPERTS:
             complain(
-                TensorShape(f"{tensor.name} is {shape}, expected one matrix for each of up to {MAX_EXPERTS} experts.")
+                TensorShape(
+                    f"{tensor.name} is {shape}, expected one matrix for each of up to {MAX_EXPERTS} experts."
+                )
             )
             return
         size = tensor.nbytes // shape[0]
         for expert in range(shape[0]):
-            references.add(ours.format(expert), Matrix(tensor, shape[1:], tensor.offset + expert * size), complain)
-    elif len(shape) == 3 and ours.endswith("wo_a.weight"):  # one matrix per group of heads, stacked: the same bytes
+            references.add(
+                ours.format(expert), Matrix(tensor, shape[1:], tensor.offset + expert * size), complain
+            )
+    elif len(shape) == 3 and ours.endswith(
+        "wo_a.weight"
+    ):  # one matrix per group of heads, stacked: the same bytes
         references.add(ours, Matrix(tensor, (shape[0] * shape[1], shape[2]), tensor.offset), complain)
     else:
         references.add(ours, Matrix(tensor, shape, tensor.offset), complain)

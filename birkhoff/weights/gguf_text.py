@@ -16,7 +16,10 @@ from birkhoff.weights.gguf_keys import STRING, U32, Key
 
 WHOLE = "tokenizer.huggingface.json"
 PRE = "joyai-llm"
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5
+NORMAL = 1
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 _STRINGS, _I32S = (9, 8), (9, 5)
 # V4's pre-tokenizer (spec 13.1): digits by threes, runs of CJK, then words, punctuation and white space.
 SPLITS = (
@@ -33,7 +36,8 @@ def tokenizer_json(keys: Mapping[str, Any], label: str, notices: list[str]) -> s
     whole = keys.get(WHOLE)
     if isinstance(whole, str) and whole:
         return whole
-    tokens, merges = keys.get("tokenizer.ggml.tokens"), keys.get("tokenizer.ggml.merges")
+    tokens = keys.get("tokenizer.ggml.tokens")
+    merges = keys.get("tokenizer.ggml.merges")
     if keys.get("tokenizer.ggml.model") in (None, "no_vocab") or not tokens:
         notices.append(f"{label} has no tokenizer; it works with token ids.")
         return None
@@ -45,7 +49,9 @@ def tokenizer_json(keys: Mapping[str, Any], label: str, notices: list[str]) -> s
         return None
     types = keys.get("tokenizer.ggml.token_type")
     if not isinstance(types, list) or len(types) != len(tokens) or not isinstance(merges, list):
-        raise CheckpointError(f"{label}: tokens, token types and merges do not belong together. Download it again.")
+        raise CheckpointError(
+            f"{label}: tokens, token types and merges do not belong together. Download it again."
+        )
     return _rebuilt(tokens, types, merges)
 
 
@@ -64,7 +70,10 @@ def _rebuilt(tokens: list[str], types: list[int], merges: list[str]) -> str:
         if kind in (CONTROL, USER_DEFINED)
     ]
     vocab = {token: i for i, (token, kind) in enumerate(zip(tokens, types)) if kind == NORMAL}
-    splits = [{"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False} for rule in SPLITS]
+    splits = [
+        {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Isolated", "invert": False}
+        for rule in SPLITS
+    ]
     return json.dumps(
         {
             "version": "1.0",
@@ -110,11 +119,17 @@ def tokenizer_keys(
     for which, token in (("bos", bos), ("eos", eos)):
         if token is not None:
             rows.append(Key(f"tokenizer.ggml.{which}_token_id", U32, token))
-    return [*rows, Key("tokenizer.ggml.add_bos_token", 7, False), Key("tokenizer.ggml.add_eos_token", 7, False)]
+    return [
+        *rows,
+        Key("tokenizer.ggml.add_bos_token", 7, False),
+        Key("tokenizer.ggml.add_eos_token", 7, False),
+    ]
 
 
 def _pre_name(raw: dict[str, Any]) -> str | None:
     """V4's rules have a name; those of other tokenizers are not looked for."""
     parts = (raw.get("pre_tokenizer") or {}).get("pretokenizers") or []
-    rules = tuple(part["pattern"].get("Regex") for part in parts if part.get("type") == "Split" and "pattern" in part)
+    rules = tuple(
+        part["pattern"].get("Regex") for part in parts if part.get("type") == "Split" and "pattern" in part
+    )
     return PRE if rules == SPLITS else None

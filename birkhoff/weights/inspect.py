@@ -73,7 +73,9 @@ class Inspection:
         """Memory the weights take as stored, as bfloat16 and as float32."""
         return {"stored": self.file_bytes, "bfloat16": 2 * self.parameters, "float32": 4 * self.parameters}
 
-    def memory(self, device_bytes: int, context: int | None = None, requests: int = 1) -> dict[str, MemoryPlan]:
+    def memory(
+        self, device_bytes: int, context: int | None = None, requests: int = 1
+    ) -> dict[str, MemoryPlan]:
         """How each form of the weights would lie on a device of that size, with a cache for so many requests."""
         if self.cache_bytes_per_token is None or self.cache_bytes_per_sequence is None:
             return {}
@@ -95,7 +97,8 @@ class Inspection:
     def fits(self, places: Mapping[str, int]) -> dict[str, list[str]]:
         """For each place with so many bytes, the forms of the weights that fit it."""
         return {
-            place: [form for form, size in self.weight_bytes.items() if size <= room] for place, room in places.items()
+            place: [form for form, size in self.weight_bytes.items() if size <= room]
+            for place, room in places.items()
         }
 
     def to_json(self) -> str:
@@ -118,7 +121,9 @@ class _Problems:
     def listed(self) -> list[dict[str, str]]:
         rows = [{"code": error.code, "message": str(error)} for error in self._first]
         if self._count > len(rows):
-            rows.append({"code": "more", "message": f"and {self._count - len(rows)} more problems of this kind."})
+            rows.append(
+                {"code": "more", "message": f"and {self._count - len(rows)} more problems of this kind."}
+            )
         return rows
 
 
@@ -126,11 +131,16 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
     """Describe a checkpoint; a path that is none at all is an error, anything wrong inside one is a problem listed."""
     path = Path(path).expanduser()
     problems = _Problems()
-    config, dialect, notices = None, None, []
+    config = None
+    dialect = None
+    notices = []
     try:
         checkpoint = open_checkpoint(path, problems.add)
         tensors: Mapping[str, TensorRef] = checkpoint
-        config, dialect, notices, files = checkpoint.config, checkpoint.dialect, checkpoint.notices, checkpoint.files
+        config = checkpoint.config
+        dialect = checkpoint.dialect
+        notices = checkpoint.notices
+        files = checkpoint.files
     except ConfigError as error:
         problems = _Problems()
         problems.add(error)
@@ -161,7 +171,8 @@ def _describe(
     notices: list[str],
     problems: list[dict[str, str]],
 ) -> Inspection:
-    sizes, numbers = dict.fromkeys(CLASSES, 0), dict.fromkeys(CLASSES, 0)
+    sizes = dict.fromkeys(CLASSES, 0)
+    numbers = dict.fromkeys(CLASSES, 0)
     types: dict[str, int] = {}
     expert_bytes = expert_numbers = 0
     for name in tensors:

@@ -68,7 +68,9 @@ def expected_tensors(config: V4Config, dense: str = "fp8", experts: str = "fp4")
     return out
 
 
-def stored_as(tensor: ModelTensor, dense: str = "fp8", experts: str = "fp4") -> list[tuple[str, StoredTensor]]:
+def stored_as(
+    tensor: ModelTensor, dense: str = "fp8", experts: str = "fp4"
+) -> list[tuple[str, StoredTensor]]:
     """The one or two (weight and scale) stored tensors of a logical one."""
     check_formats(dense, experts)
     name, shape, storage = tensor
@@ -123,7 +125,9 @@ def _attention(c: V4Config, prefix: str, ratio: int) -> Iterator[ModelTensor]:
     if ratio:
         yield from _compressor(f"{prefix}.compressor", c.hidden_size, c.head_dim, ratio)
     if ratio == 4:
-        yield ModelTensor(f"{prefix}.indexer.wq_b.weight", (c.index_n_heads * c.index_head_dim, c.q_lora_rank), "dense")
+        yield ModelTensor(
+            f"{prefix}.indexer.wq_b.weight", (c.index_n_heads * c.index_head_dim, c.q_lora_rank), "dense"
+        )
         yield ModelTensor(f"{prefix}.indexer.weights_proj.weight", (c.index_n_heads, c.hidden_size), "bf16")
         yield from _compressor(f"{prefix}.indexer.compressor", c.hidden_size, c.index_head_dim, ratio)
 

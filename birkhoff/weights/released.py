@@ -20,7 +20,14 @@ import torch
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, TensorMissing, TensorShape, TensorUnexpected
 from birkhoff.kernels import quant
-from birkhoff.weights.layout import FP8_BLOCK, ModelTensor, check_formats, model_tensors, scale_name, stored_as
+from birkhoff.weights.layout import (
+    FP8_BLOCK,
+    ModelTensor,
+    check_formats,
+    model_tensors,
+    scale_name,
+    stored_as,
+)
 from birkhoff.weights.safetensors import SafetensorsWriter, item_bytes, write_text
 from birkhoff.weights.shard_index import some
 from birkhoff.weights.tensor_ref import check_experts, check_finite, strips
@@ -59,7 +66,9 @@ def write_released(
     shards = _ShardLayout(path, config, dense, experts, shard_bytes)
     path.mkdir(parents=True, exist_ok=True)
     try:
-        source = _from_rows(shards.tensors, tensors) if callable(tensors) else _from_pairs(shards.tensors, tensors)
+        source = (
+            _from_rows(shards.tensors, tensors) if callable(tensors) else _from_pairs(shards.tensors, tensors)
+        )
         for tensor, start, rows in source:
             shards.write(tensor, start, rows)
             if progress is not None:
@@ -98,7 +107,8 @@ class _ShardLayout:
         self.path = path
         self.experts = config.n_routed_experts
         self.tensors = {tensor.name: tensor for tensor in model_tensors(config)}
-        self.total_bytes, self.written_bytes = 0, 0
+        self.total_bytes = 0
+        self.written_bytes = 0
         layout: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
         self._shard_of: dict[str, int] = {}
         filled = 0
@@ -114,9 +124,13 @@ class _ShardLayout:
                 layout[-1][name] = (dtype, shape)
                 self._shard_of[name] = len(layout) - 1
         self._layout = layout
-        self.files = [path / f"model-{i:05}-of-{len(layout):05}.safetensors" for i in range(1, len(layout) + 1)]
+        self.files = [
+            path / f"model-{i:05}-of-{len(layout):05}.safetensors" for i in range(1, len(layout) + 1)
+        ]
         self._writers: dict[int, SafetensorsWriter] = {}
-        self._left = [sum(math.prod(shape) * item_bytes(dtype) for dtype, shape in shard.values()) for shard in layout]
+        self._left = [
+            sum(math.prod(shape) * item_bytes(dtype) for dtype, shape in shard.values()) for shard in layout
+        ]
 
     def write(self, tensor: ModelTensor, start: int, rows: torch.Tensor | Packed) -> None:
         """Quantise and store some rows of one tensor."""
@@ -124,7 +138,9 @@ class _ShardLayout:
         number = self._shard_of[name]
         dtype = self._layout[number][name][0]
         if number not in self._writers:
-            self._writers[number] = SafetensorsWriter(self.files[number], self._layout[number], {"format": "pt"})
+            self._writers[number] = SafetensorsWriter(
+                self.files[number], self._layout[number], {"format": "pt"}
+            )
         before = self._left[number]
         if isinstance(rows, Packed) or dtype in ("F8_E4M3", "I8"):
             block = FP8_BLOCK if dtype == "F8_E4M3" else 1
@@ -168,7 +184,9 @@ class _ShardLayout:
         return {"metadata": {"total_size": self.total_bytes}, "weight_map": where}
 
 
-def _from_rows(tensors: dict[str, ModelTensor], rows: Rows) -> Iterator[tuple[ModelTensor, int, torch.Tensor | Packed]]:
+def _from_rows(
+    tensors: dict[str, ModelTensor], rows: Rows
+) -> Iterator[tuple[ModelTensor, int, torch.Tensor | Packed]]:
     for tensor in tensors.values():
         for start, stop in strips(tensor.shape):
             yield tensor, start, rows(tensor.name, start, stop)
@@ -188,7 +206,9 @@ def _from_pairs(
         for start, stop in strips(tensor.shape):
             yield tensor, start, values[start:stop].detach()
     if left:
-        raise TensorMissing(f"{len(left)} tensors of the config were not given: {some(list(left))}. Nothing was kept.")
+        raise TensorMissing(
+            f"{len(left)} tensors of the config were not given: {some(list(left))}. Nothing was kept."
+        )
 
 
 def _json(value: dict[str, Any]) -> str:

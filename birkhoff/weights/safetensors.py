@@ -77,7 +77,9 @@ def read_header(path: str | Path) -> SafetensorsHeader:
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing in {path.parent}. Download it again.") from None
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read ({error.strerror}). Check that it is a readable file.") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}). Check that it is a readable file."
+        ) from None
 
 
 def read_rows(
@@ -91,7 +93,9 @@ def read_rows(
     dtype = TORCH_DTYPES[entry.dtype]
     if out is None:
         out = torch.empty(shape, dtype=dtype)
-    elif out.dtype != dtype or tuple(out.shape) != shape or not out.is_contiguous() or out.device.type != "cpu":
+    elif (
+        out.dtype != dtype or tuple(out.shape) != shape or not out.is_contiguous() or out.device.type != "cpu"
+    ):
         raise TensorShape(
             f"cannot read {entry.dtype} {shape} of {entry.path.name} into {out.dtype} {tuple(out.shape)} "
             f"on {out.device}: a contiguous CPU tensor of the same dtype and shape is needed."
@@ -238,7 +242,9 @@ def _header_bytes(path: Path, file: BinaryIO) -> tuple[bytes, int]:
     """The raw header and the number of payload bytes behind it."""
     total = os.fstat(file.fileno()).st_size
     if total < 8:
-        raise CheckpointError(f"{path.name} holds {total} bytes, too few for a safetensors header. Download it again.")
+        raise CheckpointError(
+            f"{path.name} holds {total} bytes, too few for a safetensors header. Download it again."
+        )
     length = int.from_bytes(file.read(8), "little")
     if not 2 <= length <= MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -299,18 +305,28 @@ def _entries(path: Path, header: dict[str, Any], base: int) -> dict[str, TensorE
     return dict(entries)
 
 
-def _entry(path: Path, name: str, row: Any, base: int, known: dict[tuple[str, tuple[int, ...]], _Form]) -> TensorEntry:
+def _entry(
+    path: Path, name: str, row: Any, base: int, known: dict[tuple[str, tuple[int, ...]], _Form]
+) -> TensorEntry:
     if not name.isprintable():
-        raise CheckpointError(f"{path.name} holds a tensor named {name!a}. The header is damaged; download it again.")
+        raise CheckpointError(
+            f"{path.name} holds a tensor named {name!a}. The header is damaged; download it again."
+        )
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(
             f"{path.name}: the header row of {name} is not dtype, shape and data_offsets. Download the file again."
         )
-    dtype, shape, offsets = row["dtype"], row["shape"], row["data_offsets"]
+    dtype = row["dtype"]
+    shape = row["shape"]
+    offsets = row["data_offsets"]
     if not isinstance(dtype, str) or dtype not in TORCH_DTYPES:
-        raise TensorDtype(f"{path.name}: {name} is stored as {dtype!r}, expected one of {', '.join(TORCH_DTYPES)}.")
+        raise TensorDtype(
+            f"{path.name}: {name} is stored as {dtype!r}, expected one of {', '.join(TORCH_DTYPES)}."
+        )
     if not _whole_numbers(shape) or len(shape) > MAX_DIMENSIONS:
-        raise TensorShape(f"{path.name}: {name} has shape {shape!r}, expected up to {MAX_DIMENSIONS} whole numbers.")
+        raise TensorShape(
+            f"{path.name}: {name} has shape {shape!r}, expected up to {MAX_DIMENSIONS} whole numbers."
+        )
     if not _whole_numbers(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(
             f"{path.name}: data_offsets of {name} are {offsets!r}, expected two ascending numbers. "

@@ -99,10 +99,14 @@ def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
         # Names are compared with the shards one by one, so a repeated one cannot hide; looking for it costs memory.
         raw = load_json(index.read_bytes(), index.name, unique_keys=False)
     except OSError as error:
-        raise CheckpointError(f"{index} cannot be read ({error.strerror}). Check that it is a readable file.") from None
+        raise CheckpointError(
+            f"{index} cannot be read ({error.strerror}). Check that it is a readable file."
+        ) from None
     weight_map = raw.get("weight_map") if isinstance(raw, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{index.name} has no weight_map from tensor names to shards. Download it again.")
+        raise CheckpointError(
+            f"{index.name} has no weight_map from tensor names to shards. Download it again."
+        )
     for name, shard in weight_map.items():
         # A name with a path in it would let an index reach files outside its directory.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
@@ -140,7 +144,9 @@ def _check_numbering(present: list[Path], complain: Complain) -> None:
     ]
     if missing:
         complain(
-            CheckpointError(f"{len(missing)} of {count} shards are missing: {some(missing)}. Download them again.")
+            CheckpointError(
+                f"{len(missing)} of {count} shards are missing: {some(missing)}. Download them again."
+            )
         )
 
 

@@ -56,7 +56,9 @@ def _translate(name: str, table: Table, side: int) -> str:
         middle = _match(name, row[side])
         if middle is not None:
             return row[1 - side].replace("{}", middle)
-    raise AssertionError(f"no row of the table covers {name}")  # the last row of every table covers all of ours
+    raise AssertionError(
+        f"no row of the table covers {name}"
+    )  # the last row of every table covers all of ours
 
 
 def _match(name: str, pattern: str) -> str | None:

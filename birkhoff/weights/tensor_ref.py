@@ -69,7 +69,9 @@ def recognise(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...
     if ref.dtype in BYTES and len(shape) == 2:
         _expect_shape(name, ref.shape, (shape[0], shape[1] // 2), "for two fp4 codes per byte")
         if shape[1] % FP4_GROUP:
-            raise TensorShape(f"{name} has an input width of {shape[1]}, expected a multiple of {FP4_GROUP} for fp4.")
+            raise TensorShape(
+                f"{name} has an input width of {shape[1]}, expected a multiple of {FP4_GROUP} for fp4."
+            )
         _expect_scale(tensors, name, (shape[0], shape[1] // FP4_GROUP), f"1x{FP4_GROUP} fp4 groups")
         return "fp4"
     raise TensorDtype(
@@ -93,7 +95,8 @@ def value_strips(
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """(first row, float32 rows) until the tensor is done; every number finite."""
     stored = recognise(tensors, name, shape)
-    ref, scale_ref = tensors[name], tensors.get(scale_name(name))
+    ref = tensors[name]
+    scale_ref = tensors.get(scale_name(name))
     for start, stop in strips(shape):
         codes = ref.rows(start, stop).to(device)
         if stored == "float":
@@ -184,4 +187,6 @@ def _expect_scale(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int,
             f"{scale} is stored as {ref.dtype}, expected F8_E8M0 (one power-of-two byte per block). {INSPECT}"
         )
     if ref.shape != shape:
-        raise TensorShape(f"{scale} is {ref.shape}, expected {shape} for {why}. The shard may be cut short. {INSPECT}")
+        raise TensorShape(
+            f"{scale} is {ref.shape}, expected {shape} for {why}. The shard may be cut short. {INSPECT}"
+        )

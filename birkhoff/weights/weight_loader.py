@@ -74,7 +74,9 @@ def load_into(
     """
     began = time.perf_counter()
     plan, skipped = _plan(list(destinations), checkpoint, skip)
-    total, done, resident = sum(checkpoint[name].nbytes for _, names in plan for name in names), 0, 0
+    total = sum(checkpoint[name].nbytes for _, names in plan for name in names)
+    done = 0
+    resident = 0
     with torch.no_grad():
         for destination, names in plan:
             _FILL[destination.kind](destination, checkpoint)
@@ -112,7 +114,9 @@ def _plan(
 
 def _check(destination: WeightDestination, checkpoint: Checkpoint) -> list[str]:
     """The stored names one destination uses, after checking dtype and shape from the headers."""
-    name, tensor, kind = destination.name, destination.tensor, destination.kind
+    name = destination.name
+    tensor = destination.tensor
+    kind = destination.kind
     shape, ref = tuple(tensor.shape), checkpoint[name]
     if kind == "value":
         assert tensor.is_floating_point(), f"{name} wants numbers in {tensor.dtype}"
@@ -143,7 +147,8 @@ def _fill_value(destination: WeightDestination, checkpoint: Checkpoint) -> None:
 
 
 def _fill_packed(destination: WeightDestination, checkpoint: Checkpoint) -> None:
-    ref, tensor = checkpoint[destination.name], destination.tensor
+    ref = checkpoint[destination.name]
+    tensor = destination.tensor
     check = check_scale if destination.kind == "scale" else check_codes
     for start, stop in strips(ref.shape, 1):
         rows = ref.rows(start, stop).to(tensor.device)

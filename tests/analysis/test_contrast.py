@@ -41,8 +41,15 @@ def test_a_conversation_counts_by_its_answer(engine):
 
 def test_the_vector_says_what_it_is_for_and_leads_to_the_positives(idle, tmp_path):
     vector = contrast(idle, UP, DOWN, HOOK, [2, 4])
-    assert vector.layers == (2, 4) and vector.op == "add" and vector.n_pairs == 4 and vector.method == "mean_diff"
-    assert (vector.model, vector.model_revision) == idle.identity() and vector.width == idle.schema[HOOK].width
+    assert (
+        vector.layers == (2, 4)
+        and vector.op == "add"
+        and vector.n_pairs == 4
+        and vector.method == "mean_diff"
+    )
+    assert (vector.model, vector.model_revision) == idle.identity() and vector.width == idle.schema[
+        HOOK
+    ].width
     idle.modules["z"] = vector.save(tmp_path / "z.safetensors")
     try:
         ids = idle.prompt_ids(DOWN[0])

@@ -33,7 +33,9 @@ WORDS = "the river stone and moon went over under hill cat sang so quietly that 
 def texts_of(count: int, seed: int = 0) -> list[str]:
     """Short ones, and now and then one whose rows are written in several parts."""
     draw = random.Random(seed)
-    return [" ".join(draw.choices(WORDS, k=120 if n % 10 == 9 else draw.randint(2, 25))) for n in range(count)]
+    return [
+        " ".join(draw.choices(WORDS, k=120 if n % 10 == 9 else draw.randint(2, 25))) for n in range(count)
+    ]
 
 
 def write_jsonl(path: Path, records) -> Path:
@@ -59,7 +61,15 @@ def contents(tag: Path) -> dict[str, dict]:
     read = read_sharded(tag) if any(tag.glob("shard-*")) else {d.name: read_request(d) for d in tag.iterdir()}
     return {
         request: {
-            at: (e.array.tobytes(), e.array.shape, e.dtype, e.positions, e.token_ids, e.phases, e.meta["complete"])
+            at: (
+                e.array.tobytes(),
+                e.array.shape,
+                e.dtype,
+                e.positions,
+                e.token_ids,
+                e.phases,
+                e.meta["complete"],
+            )
             for at, e in entries.items()
         }
         for request, entries in read.items()
@@ -91,8 +101,13 @@ def test_files_hold_what_the_engine_computes_for_each_text_alone(engine, tmp_pat
 
 
 def test_an_estimate_is_what_comes(engine, tmp_path):
-    for place, spec in enumerate((Capture(HOOKS), Capture(HOOKS, positions="last_prompt", dtype="bf16", streams=[0]),
-                                  Capture(HOOKS, reduce="mean"))):  # fmt: skip
+    for place, spec in enumerate(
+        (
+            Capture(HOOKS),
+            Capture(HOOKS, positions="last_prompt", dtype="bf16", streams=[0]),
+            Capture(HOOKS, reduce="mean"),
+        )
+    ):
         texts = texts_of(6, seed=place)
         found = estimate_harvest(engine, texts, spec)
         report = harvest(engine, texts, spec, tmp_path / str(place))
@@ -107,13 +122,25 @@ def test_killed_at_any_moment_and_resumed_the_store_is_the_same(checkpoint, engi
     data = write_jsonl(tmp_path / "texts.jsonl", texts)
     out, kills, draw = tmp_path / "out", scaled(5, 2), random.Random(11)
     command = [
-        *COMMAND, "capture", str(data), "--model", str(checkpoint), "--hooks", HOOK_FLAG, "--out", str(out), "--json",
-    ]  # fmt: skip
+        *COMMAND,
+        "capture",
+        str(data),
+        "--model",
+        str(checkpoint),
+        "--hooks",
+        HOOK_FLAG,
+        "--out",
+        str(out),
+        "--json",
+    ]
     whole = harvest(engine, DataFile(data), Capture(HOOKS), tmp_path / "whole")
     interrupted = 0
     for attempt in range(kills):
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment(BIRKHOFF_DEVICE="cpu")
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=clean_environment(BIRKHOFF_DEVICE="cpu"),
         )
         _until_rows_are_written(process, out, more_than=_bytes_under(out))
         time.sleep(draw.uniform(0, whole.seconds / (2 * kills)))
@@ -123,10 +150,14 @@ def test_killed_at_any_moment_and_resumed_the_store_is_the_same(checkpoint, engi
         assert process.returncode in (-signal.SIGKILL, 0), said.decode()
         print(f"kill {attempt}: status {process.returncode}, {_bytes_under(out)} bytes under the root")
     assert interrupted, "every run ended before it could be killed"
-    done = subprocess.run(command, capture_output=True, env=clean_environment(BIRKHOFF_DEVICE="cpu"), timeout=500)
+    done = subprocess.run(
+        command, capture_output=True, env=clean_environment(BIRKHOFF_DEVICE="cpu"), timeout=500
+    )
     assert done.returncode == 0, done.stderr.decode()
     report = json.loads(done.stdout)
-    print(f"resumed: {report['new_texts']} of {report['texts']} texts left, {report['forgotten_texts']} begun anew")
+    print(
+        f"resumed: {report['new_texts']} of {report['texts']} texts left, {report['forgotten_texts']} begun anew"
+    )
     assert (report["texts"], report["rows"], report["bytes"]) == (whole.texts, whole.rows, whole.bytes)
     assert report["new_texts"] < report["texts"], "nothing of the killed runs was of use"
     assert rows_in(out / "harvest") == whole.rows
@@ -191,7 +222,11 @@ def test_other_settings_are_refused_by_name(engine, checkpoint, tmp_path):
     before = contents(out / "harvest")
     for spec, source, words in (
         (Capture({"mlp_out": [2]}), {"sha256": "a"}, r"capture.hooks.mlp_out was \[1\] and is \[2\]"),
-        (Capture({"mlp_out": [1]}, dtype="bf16"), {"sha256": "a"}, 'capture.dtype was not given and is "bf16"'),
+        (
+            Capture({"mlp_out": [1]}, dtype="bf16"),
+            {"sha256": "a"},
+            'capture.dtype was not given and is "bf16"',
+        ),
         (Capture({"mlp_out": [1]}), {"sha256": "b"}, 'source.sha256 was "a" and is "b"'),
     ):
         with pytest.raises(CaptureSettings, match=words):
@@ -244,7 +279,7 @@ def test_two_harvests_into_one_directory_at_once_are_refused(engine, tmp_path):
         ('{"messages": "hello"}', "line 3: "),
         (json.dumps({"text": "much too long " * 2000}), r"line 3 has 28001 tokens"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_text_is_named_by_its_line_or_skipped_and_counted(engine, tmp_path, line, words):
     data = tmp_path / "texts.jsonl"
     data.write_text(f'{{"text": "good"}}\n\n{line}\n{{"prompt": "also ", "text": "good"}}\n')
@@ -283,7 +318,11 @@ def test_lines_and_whole_files(engine, tmp_path):
     assert (DataFile(file).describe()["texts"], DataFile(file, whole_file=True).describe()["texts"]) == (2, 1)
     file.write_bytes(b"good\n\xff\xfe\n")
     assert [text.problem for text in DataFile(file)] == [None, "is not UTF-8 (byte 0)"]
-    for path, words in ((tmp_path / "none.txt", "missing"), (tmp_path / "a.csv", "csv"), (tmp_path, "ending")):
+    for path, words in (
+        (tmp_path / "none.txt", "missing"),
+        (tmp_path / "a.csv", "csv"),
+        (tmp_path, "ending"),
+    ):
         with pytest.raises(DataError, match=words):
             DataFile(path)
 
@@ -322,8 +361,11 @@ def test_memory_is_flat_over_a_million_rows(checkpoint, tmp_path):
     count = scaled(1_000_000, 80_000) // (12 * 47)  # sites, and tokens of a text
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(checkpoint), str(tmp_path / "out"), str(count)],
-        capture_output=True, text=True, env=clean_environment(), timeout=500,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     rows, nbytes, *seen = map(int, done.stdout.split())
     print(f"{rows} rows, {nbytes} bytes; resident KiB at each twelfth: {seen}")

@@ -48,12 +48,17 @@ def test_the_last_depth_is_the_models_answer_bit_for_bit(engine):
 def test_every_view_at_every_depth_follows_from_the_streams(engine):
     lens, trace = engine.lens(IDS), engine.trace(IDS)
     layers = engine.config.num_hidden_layers
-    places = [("mhc_streams_pre_attn", layer) for layer in range(layers)] + [("mhc_streams_final", layers - 1)]
+    places = [("mhc_streams_pre_attn", layer) for layer in range(layers)] + [
+        ("mhc_streams_final", layers - 1)
+    ]
     assert lens.views == [0, 1, 2, 3, "mean", "head"]
     for depth, place in enumerate(places):
         streams = trace[place]
         expected = {stream: by_hand(engine, streams[:, stream]) for stream in range(4)}
-        expected |= {"mean": by_hand(engine, streams.mean(1)), "head": by_hand(engine, merged_by_hand(engine, streams))}
+        expected |= {
+            "mean": by_hand(engine, streams.mean(1)),
+            "head": by_hand(engine, merged_by_hand(engine, streams)),
+        }
         for view, logits in expected.items():
             torch.testing.assert_close(lens.logits(depth, view).double(), logits, rtol=1e-4, atol=1e-4)
 

@@ -57,7 +57,11 @@ def store(checkpoint, directions, tmp_path_factory):
             steer.append(edits)
         captures = [
             Capture(
-                {HOOK: [LAYER]}, capture_point="after", tag="planted", request_id=f"r{number}", **{"return": "file"}
+                {HOOK: [LAYER]},
+                capture_point="after",
+                tag="planted",
+                request_id=f"r{number}",
+                **{"return": "file"},
             )
             for number in range(len(prompts))
         ]
@@ -140,9 +144,13 @@ def test_loss_recovered_is_the_definition(engine, dictionary):
 
     assert found.plain == pytest.approx(loss(lambda x: x), abs=1e-4)
     assert found.ablated == pytest.approx(loss(torch.zeros_like), abs=1e-4)
-    assert found.spliced == pytest.approx(loss(lambda x: dictionary.reconstruct(x.flatten(1)).view_as(x)), abs=1e-3)
+    assert found.spliced == pytest.approx(
+        loss(lambda x: dictionary.reconstruct(x.flatten(1)).view_as(x)), abs=1e-3
+    )
     assert found.added == pytest.approx(found.spliced - found.plain)
-    assert LossRecovered(9, 1.0, 1.5, 3.0).recovered == 0.75 and LossRecovered(9, 1.0, 1.5, 0.9).recovered == 0.0
+    assert (
+        LossRecovered(9, 1.0, 1.5, 3.0).recovered == 0.75 and LossRecovered(9, 1.0, 1.5, 0.9).recovered == 0.0
+    )
     nothing = loss_recovered(engine, silent(dictionary), prompts)
     assert nothing.spliced == nothing.ablated
     left_alone = loss_recovered(engine, dictionary, [[5, 5, 5, 5]], leave=[5])
@@ -212,8 +220,11 @@ def test_half_the_bytes_and_the_same_dictionary(dictionary, tmp_path):
 
 
 def test_views_a_hook_does_not_have_are_refused(engine, tmp_path):
-    for hook, view, words in ((HOOK, "flat", "expected single"), (STREAMS, "single", "expected flat"),
-                              ("mhc_streams_final", "read", "final_hidden")):  # fmt: skip
+    for hook, view, words in (
+        (HOOK, "flat", "expected single"),
+        (STREAMS, "single", "expected flat"),
+        ("mhc_streams_final", "read", "final_hidden"),
+    ):
         with pytest.raises(OptionError, match=words):
             check_view(hook, view)
     with pytest.raises(SaeError, match="no rows"):

@@ -61,7 +61,8 @@ def test_cosine_to_a_named_vector(engine, traced):
         for layer in (0, 3):
             rows = traced["mhc_streams_pre_mlp", layer][9]
             assert near(
-                frames[9]["cosine:north"][2 * layer + 1], torch.cosine_similarity(rows, direction[None], dim=-1)
+                frames[9]["cosine:north"][2 * layer + 1],
+                torch.cosine_similarity(rows, direction[None], dim=-1),
             )
         with pytest.raises(OptionError, match="no vector named 'south'"):
             engine.generate(PROMPT, max_tokens=1, signals=["cosine:south"])
@@ -114,7 +115,9 @@ def test_blocks_are_those_attention_reads(engine):
     told = engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True, signals=["blocks", "head_mix"])
     assert told.token_ids == engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True).token_ids
     text, topk = [*ids, *told.token_ids], engine.config.index_topk
-    assert [set(frame) for frame in told.signals] == [{"position", "token_id", "blocks", "head_mix"}] * (len(text) - 1)
+    assert [set(frame) for frame in told.signals] == [{"position", "token_id", "blocks", "head_mix"}] * (
+        len(text) - 1
+    )
     left_out = 0
     for position in (0, 2, 3, 4, 11, 47, 48, 51, 66, 69, 70, 71, 74, 90, 98):
         found = told.signals[position]["blocks"]
@@ -131,8 +134,11 @@ def test_blocks_are_those_attention_reads(engine):
 
 def test_blocks_follow_an_edit_of_what_the_sublayer_reads(engine):
     ids = [(5 * i * i + i) % 500 for i in range(90)]
-    push = birkhoff.Add(torch.randn(engine.config.hidden_size, generator=torch.Generator().manual_seed(2)) * 4,
-                        "pre_attn", [4])  # fmt: skip
+    push = birkhoff.Add(
+        torch.randn(engine.config.hidden_size, generator=torch.Generator().manual_seed(2)) * 4,
+        "pre_attn",
+        [4],
+    )
     frames = engine.generate(ids, max_tokens=1, temperature=0, steer=[push], signals=["blocks"]).signals
     plain = engine.generate(ids, max_tokens=1, temperature=0, signals=["blocks"]).signals
     assert [frame["blocks"][2] for frame in frames] == [frame["blocks"][2] for frame in plain]

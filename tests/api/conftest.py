@@ -29,7 +29,9 @@ def wordless(tmp_path_factory) -> Path:
 
 
 def open_engine(path: Path, **options) -> birkhoff.Engine:
-    return birkhoff.load(path, **{"max_requests": REQUESTS, "max_context": CONTEXT, "cache_bytes": 2**24, **options})
+    return birkhoff.load(
+        path, **{"max_requests": REQUESTS, "max_context": CONTEXT, "cache_bytes": 2**24, **options}
+    )
 
 
 @pytest.fixture(scope="package")
@@ -44,7 +46,9 @@ def idle(engine):
     yield engine
     assert engine.generate("still there?", max_tokens=2, temperature=0).finish_reason in ("length", "stop")
     scheduler = engine._core.scheduler
-    assert scheduler.idle and scheduler.slots.free == REQUESTS and scheduler.pages.free == scheduler.pages.size
+    assert (
+        scheduler.idle and scheduler.slots.free == REQUESTS and scheduler.pages.free == scheduler.pages.size
+    )
 
 
 @pytest.fixture(scope="session")

@@ -20,15 +20,30 @@ IDS = [5, 80, 200, 7, 91]
 def test_every_public_name_is_there_and_listed():
     for name in birkhoff.__all__:
         assert getattr(birkhoff, name) is not None, name
-    assert len(set(birkhoff.__all__)) == len(birkhoff.__all__) and birkhoff.__all__ == sorted(birkhoff.__all__)
-    assert {"load", "Engine", "Output", "Trace", "BirkhoffError", "mhc"} <= set(birkhoff.__all__) <= set(dir(birkhoff))
+    assert len(set(birkhoff.__all__)) == len(birkhoff.__all__) and birkhoff.__all__ == sorted(
+        birkhoff.__all__
+    )
+    assert (
+        {"load", "Engine", "Output", "Trace", "BirkhoffError", "mhc"}
+        <= set(birkhoff.__all__)
+        <= set(dir(birkhoff))
+    )
     with pytest.raises(AttributeError, match="no attribute 'lod'"):
         birkhoff.lod  # noqa: B018
 
 
 def test_an_output_has_its_promised_fields(idle):
     out = idle.generate("hello", logprobs=2, **GREEDY)
-    promised = {"text", "token_ids", "prompt_token_ids", "finish_reason", "logprobs", "acts", "interp", "timings"}
+    promised = {
+        "text",
+        "token_ids",
+        "prompt_token_ids",
+        "finish_reason",
+        "logprobs",
+        "acts",
+        "interp",
+        "timings",
+    }
     assert promised <= set(vars(out)) and isinstance(out, birkhoff.Output)
     assert out.prompt_token_ids == [0, *idle.tokenizer.encode("hello")]  # BOS and the text
     assert len(out.token_ids) == 12 and out.finish_reason == "length" and out.error is None
@@ -43,7 +58,9 @@ def test_one_prompt_gives_one_output_and_a_list_gives_a_list(idle):
     listed = idle.generate(["ab"], **GREEDY)
     several = idle.generate(["ab", [0, 100, 101], "cd"], **GREEDY)
     assert isinstance(one, birkhoff.Output) and isinstance(listed, list) and len(several) == 3
-    assert listed[0].token_ids == one.token_ids == several[0].token_ids == several[1].token_ids  # "ab" is 100, 101
+    assert (
+        listed[0].token_ids == one.token_ids == several[0].token_ids == several[1].token_ids
+    )  # "ab" is 100, 101
     choices = idle.generate("ab", n=3, **GREEDY)
     assert [c.token_ids for c in choices] == [one.token_ids] * 3
     nested = idle.generate(["ab", "cd"], n=2, **GREEDY)
@@ -51,9 +68,12 @@ def test_one_prompt_gives_one_output_and_a_list_gives_a_list(idle):
 
 
 CONTAINERS = {
-    "tuple": tuple(IDS), "tensor": torch.tensor(IDS), "short tensor": torch.tensor(IDS, dtype=torch.int16),
-    "array": np.array(IDS), "numpy numbers": [np.int64(i) for i in IDS],
-}  # fmt: skip
+    "tuple": tuple(IDS),
+    "tensor": torch.tensor(IDS),
+    "short tensor": torch.tensor(IDS, dtype=torch.int16),
+    "array": np.array(IDS),
+    "numpy numbers": [np.int64(i) for i in IDS],
+}
 
 
 @pytest.mark.parametrize("prompt", CONTAINERS.values(), ids=CONTAINERS)
@@ -83,7 +103,9 @@ def test_stop_strings_end_across_token_borders(idle, letters):
     at = plain.text.index(stop)
     out = idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters, stop=["zzzz", stop])
     assert out.text == plain.text[:at] and out.finish_reason == "stop"
-    assert out.token_ids == plain.token_ids[: at + 4]  # the tokens of the stop itself are kept, its text is not
+    assert (
+        out.token_ids == plain.token_ids[: at + 4]
+    )  # the tokens of the stop itself are kept, its text is not
     assert idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters, stop=stop).text == out.text
 
 
@@ -96,7 +118,9 @@ def test_text_held_back_for_a_stop_that_never_came_is_given_out(idle, letters):
 def test_a_stop_inside_the_first_min_tokens_does_not_count(idle, letters):
     plain = idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters)
     early, late = plain.text[2:4], plain.text[20:24]
-    out = idle.generate("x", temperature=0, max_tokens=40, logit_bias=letters, stop=[early, late], min_tokens=6)
+    out = idle.generate(
+        "x", temperature=0, max_tokens=40, logit_bias=letters, stop=[early, late], min_tokens=6
+    )
     places = [plain.text.find(s, 6) for s in (early, late)]
     at = min(p for p in places if p >= 0)
     assert out.finish_reason == "stop" and out.text == plain.text[:at] and len(out.token_ids) > 6
@@ -120,7 +144,14 @@ def test_end_tokens(idle):
 def test_logprobs_are_those_of_the_model_itself(idle):
     """Whatever temperature, bias and penalties did to the draw: float64 log-softmax of the plain logits."""
     out = idle.generate(
-        IDS, max_tokens=15, temperature=0.7, top_p=0.9, seed=4, logprobs=5, logit_bias={9: 3.0}, frequency_penalty=0.5
+        IDS,
+        max_tokens=15,
+        temperature=0.7,
+        top_p=0.9,
+        seed=4,
+        logprobs=5,
+        logit_bias={9: 3.0},
+        frequency_penalty=0.5,
     )
     everything = [*IDS, *out.token_ids]
     true = idle.logits(everything).double().log_softmax(-1)[len(IDS) - 1 : -1]
@@ -184,7 +215,9 @@ def test_chat_is_generate_through_the_encoding(idle, letters):
     assert out.prompt_token_ids == prompt and out.token_ids == plain.token_ids
     assert out.text == out.message.content == plain.text and out.message.reasoning == ""
     thinking = idle.chat(CHAT, thinking=True, logit_bias=letters, **GREEDY)
-    assert thinking.text == "" and thinking.message.reasoning.isalpha() and len(thinking.message.reasoning) == 12
+    assert (
+        thinking.text == "" and thinking.message.reasoning.isalpha() and len(thinking.message.reasoning) == 12
+    )
     pair = idle.chat(CHAT, n=2, seed=1, max_tokens=5, logit_bias=letters)
     assert [c.text for c in pair] == [c.message.content for c in pair] and pair[0].text != pair[1].text
 
@@ -194,7 +227,9 @@ def test_a_chat_that_met_a_stop_does_not_say_it(idle, letters):
     stop = whole[8:11]
     out = idle.chat(CHAT, temperature=0, max_tokens=30, logit_bias=letters, stop=stop)
     assert out.finish_reason == "stop" and out.text == out.message.content == whole[: whole.index(stop)]
-    late = idle.chat(CHAT, temperature=0, max_tokens=30, logit_bias=letters, stop=[whole[2:4], stop], min_tokens=6)
+    late = idle.chat(
+        CHAT, temperature=0, max_tokens=30, logit_bias=letters, stop=[whole[2:4], stop], min_tokens=6
+    )
     assert late.finish_reason == "stop" and len(late.token_ids) > 6
     thought = idle.chat(CHAT, thinking=True, temperature=0, max_tokens=30, logit_bias=letters)
     stop = thought.message.reasoning[5:8]
@@ -205,12 +240,16 @@ def test_a_chat_that_met_a_stop_does_not_say_it(idle, letters):
 def test_a_trace_holds_every_site_and_looking_changes_nothing(idle):
     trace, layers = idle.trace(IDS), idle.config.num_hidden_layers
     expected = {
-        (hook, layer) for hook, row in idle.schema.items() for layer in ([layers - 1] if row.once else range(layers))
+        (hook, layer)
+        for hook, row in idle.schema.items()
+        for layer in ([layers - 1] if row.once else range(layers))
     }
     assert trace.sites == set(trace) == expected and len(trace) == len(expected)
     for hook, layer in expected:
         tensor, row = trace[hook, layer], idle.schema[hook]
-        assert tensor.shape == (len(IDS), *row.logical_shape) and str(tensor.dtype) == f"torch.{row.dtype}", hook
+        assert tensor.shape == (len(IDS), *row.logical_shape) and str(tensor.dtype) == f"torch.{row.dtype}", (
+            hook
+        )
     assert torch.equal(trace.logits, idle.logits(IDS)) and trace.logits.shape == (5, idle.config.vocab_size)
     x, y = trace["mhc_streams_pre_attn", 3], trace["post_attn", 3]
     post, mix = trace["mhc_attn_post_mix", 3], trace["mhc_attn_res_mix", 3]
@@ -255,7 +294,9 @@ def test_logits_are_the_models_and_the_model_has_gradients(idle):
 
 def test_closing_ends_an_answer_that_another_thread_waits_for(checkpoint):
     opened, got = open_engine(checkpoint), []
-    asking = threading.Thread(target=lambda: got.append(opened.generate(IDS, max_tokens=CONTEXT - 5, ignore_eos=True)))
+    asking = threading.Thread(
+        target=lambda: got.append(opened.generate(IDS, max_tokens=CONTEXT - 5, ignore_eos=True))
+    )
     asking.start()
     while not opened._core.scheduler.running:
         time.sleep(0.001)
@@ -273,11 +314,16 @@ def test_after_close_every_call_is_refused(checkpoint):
     *_, last = stream
     assert last.finish_reason == "cancelled" and stream.output.finish_reason == "cancelled"
     calls = [
-        lambda: opened.generate("x"), lambda: opened.chat(CHAT), lambda: next(opened.stream("x")),
-        lambda: opened.logits(IDS), lambda: opened.trace(IDS),
-    ]  # fmt: skip
+        lambda: opened.generate("x"),
+        lambda: opened.chat(CHAT),
+        lambda: next(opened.stream("x")),
+        lambda: opened.logits(IDS),
+        lambda: opened.trace(IDS),
+    ]
     for call in calls:
         with pytest.raises(EngineClosed, match=r"closed. Load the model again") as caught:
             call()
         assert caught.value.code == "engine-closed"
-    assert opened.config.vocab_size == 512 and opened.tokenizer.encode("a")  # what needs no engine still works
+    assert opened.config.vocab_size == 512 and opened.tokenizer.encode(
+        "a"
+    )  # what needs no engine still works

@@ -10,7 +10,14 @@ import torch
 from birkhoff import Capture
 from birkhoff.analysis.harvest import estimate_harvest, harvest
 from birkhoff.capture.store.reader import read_request, read_sharded, to_torch
-from birkhoff.errors import CaptureError, CaptureSettings, CaptureValidationError, DataError, OptionError, SiteError
+from birkhoff.errors import (
+    CaptureError,
+    CaptureSettings,
+    CaptureValidationError,
+    DataError,
+    OptionError,
+    SiteError,
+)
 from birkhoff.output import Output
 from tests.api.conftest import open_engine
 
@@ -28,7 +35,9 @@ def probe(width: int, columns: int = 3, seed: int = 0) -> torch.Tensor:
     return torch.randn(width, columns, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("hook", ["mlp_out", "mhc_streams_pre_attn", "mhc_attn_res_mix", "moe_topk", "final_hidden"])
+@pytest.mark.parametrize(
+    "hook", ["mlp_out", "mhc_streams_pre_attn", "mhc_attn_res_mix", "moe_topk", "final_hidden"]
+)
 def test_projected_rows_equal_the_traced_ones_times_the_matrix(filing, tmp_path, hook):
     width, last = filing.schema[hook].width, filing.config.num_hidden_layers - 1
     layer = last if filing.schema[hook].once else 2
@@ -41,14 +50,20 @@ def test_projected_rows_equal_the_traced_ones_times_the_matrix(filing, tmp_path,
     bound = 1e-5 + 1e-4 * (plain.abs() @ matrix.double().abs())
     assert rows.tensor.shape == (len(ids), 3) and rows.tensor.dtype == torch.float32
     assert ((rows.tensor - plain @ matrix.double()).abs() <= bound).all()
-    assert out.capture_results["memory"].bytes == rows.tensor.nbytes == len(ids) * 12  # what was estimated, V11
+    assert (
+        out.capture_results["memory"].bytes == rows.tensor.nbytes == len(ids) * 12
+    )  # what was estimated, V11
     filed = filing.generate(
-        TEXT, **GREEDY, capture=Capture.from_json(wish.to_json() | {"return": "file", "request_id": "p", "tag": "t"})
+        TEXT,
+        **GREEDY,
+        capture=Capture.from_json(wish.to_json() | {"return": "file", "request_id": "p", "tag": "t"}),
     )
     entry = read_request(tmp_path / "captures" / "t" / "p")[layer, hook]
     assert torch.equal(to_torch(entry), rows.tensor) and entry.array.shape == (len(ids), 3)
     sidecar = json.loads((tmp_path / "captures" / "t" / "p" / "packed.json").read_text())
-    assert sidecar["project"] == "probe" and sidecar["project_digest"] == filing.projections.find("probe").digest
+    assert (
+        sidecar["project"] == "probe" and sidecar["project_digest"] == filing.projections.find("probe").digest
+    )
     assert sidecar["capture_hash"] == filed.interp["capture_hash"]
     assert "axes" not in sidecar["entries"][0] and sidecar["entries"][0]["shape"] == [len(ids), 3]
 
@@ -78,7 +93,9 @@ def test_a_matrix_replaced_while_a_request_runs_is_not_used_by_it(filing):
         output = stream.output
     assert torch.equal(output.acts["mlp_out", 0].tensor, alone.acts["mlp_out", 0].tensor)
     assert output.interp["capture_hash"] == alone.interp["capture_hash"]
-    assert filing.generate(TEXT, **GREEDY, capture=wish).interp["capture_hash"] != alone.interp["capture_hash"]
+    assert (
+        filing.generate(TEXT, **GREEDY, capture=wish).interp["capture_hash"] != alone.interp["capture_hash"]
+    )
 
 
 def test_a_projection_is_refused_by_its_field(idle):
@@ -103,7 +120,9 @@ def test_a_harvest_projects_and_remembers_with_what(filing, tmp_path):
     report = harvest(filing, texts, spec, out)
     assert cost.bytes == report.bytes == cost.rows * 8 and cost.rows == report.rows
     for number, text in enumerate(texts):
-        rows = filing.generate(text, max_tokens=1, capture=Capture({"mlp_out": [1]})).acts["mlp_out", 1].tensor
+        rows = (
+            filing.generate(text, max_tokens=1, capture=Capture({"mlp_out": [1]})).acts["mlp_out", 1].tensor
+        )
         kept = read_sharded(out / "harvest")[f"{number:09d}"][1, "mlp_out"]
         assert torch.allclose(to_torch(kept), rows @ matrix, atol=1e-4)
     assert harvest(filing, texts, spec, out).new_texts == 0
@@ -121,7 +140,9 @@ def test_a_request_stores_as_many_bytes_as_it_may_and_no_more(idle):
             setattr(idle, name, needed)
             assert idle.generate("abcd", **GREEDY, capture=spec).finish_reason == "length"
             setattr(idle, name, needed - 1)
-            with pytest.raises(CaptureValidationError, match=f"would {words} up to {needed} bytes.*{name}") as caught:
+            with pytest.raises(
+                CaptureValidationError, match=f"would {words} up to {needed} bytes.*{name}"
+            ) as caught:
                 idle.generate("abcd", **GREEDY, capture=spec)
             assert (caught.value.path, caught.value.rule) == ("capture.memory", "V11")
             setattr(idle, name, None)
@@ -148,17 +169,23 @@ def test_a_limit_is_a_number_of_bytes(engine, limit):
 
 def test_the_hash_stands_for_what_is_captured(filing):
     def hash_of(**fields):
-        return filing.generate("x", max_tokens=1, capture=Capture({"mlp_out": [0]}, **fields)).interp["capture_hash"]
+        return filing.generate("x", max_tokens=1, capture=Capture({"mlp_out": [0]}, **fields)).interp[
+            "capture_hash"
+        ]
 
     plain = hash_of()
     assert len(plain) == 32 and plain == hash_of() and hash_of(dtype="bf16") != plain
-    assert hash_of(returns="file", tag="a") == hash_of(returns="file", tag="b")  # where rows go is not what they are
+    assert hash_of(returns="file", tag="a") == hash_of(
+        returns="file", tag="b"
+    )  # where rows go is not what they are
     assert "capture_hash" not in filing.generate("x", max_tokens=1).interp
 
 
 def test_places_that_never_came_are_told_by_consumer(filing):
     wish = Capture({"mlp_out": [0]}, positions=[0, 90], returns="file")
-    out = filing.generate("abc", max_tokens=90, capture=wish, stop_token_ids=list(range(filing.config.vocab_size)))
+    out = filing.generate(
+        "abc", max_tokens=90, capture=wish, stop_token_ids=list(range(filing.config.vocab_size))
+    )
     assert out.interp["positions_that_never_came"] == {"filesystem": [90]}
 
 
@@ -176,7 +203,12 @@ def test_a_failed_capture_keeps_the_answer_and_says_why_when_rows_are_asked_for(
     assert out.token_ids == plain.token_ids[:1] and "No space left" in repr(out)
     assert out.capture_results["memory"].status == "error"
     assert "No space left" in out.capture_results["memory"].error
-    for look in (lambda: out.acts["mlp_out", 0], lambda: len(out.acts), lambda: list(out.acts), out.acts.items):
+    for look in (
+        lambda: out.acts["mlp_out", 0],
+        lambda: len(out.acts),
+        lambda: list(out.acts),
+        out.acts.items,
+    ):
         with pytest.raises(CaptureError, match=r"OSError.*No space left on device"):
             list(look())
 

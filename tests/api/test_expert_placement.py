@@ -19,35 +19,44 @@ from tests.sizes import scaled
 GIB = 2**30
 
 
-@pytest.mark.parametrize(("experts", "wish"), [
-    ("auto", PlacementOptions()),
-    ("device", PlacementOptions(everything=True)),
-    ("host", PlacementOptions(share=0.0)),
-    (0.25, PlacementOptions(share=0.25)),
-    ("0.25", PlacementOptions(share=0.25)),
-    (1.0, PlacementOptions(share=1.0)),
-    (2**33, PlacementOptions(expert_bytes=2**33)),
-    ("20GiB", PlacementOptions(expert_bytes=20 * GIB)),
-    ("1.5GiB", PlacementOptions(expert_bytes=3 * GIB // 2)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("experts", "wish"),
+    [
+        ("auto", PlacementOptions()),
+        ("device", PlacementOptions(everything=True)),
+        ("host", PlacementOptions(share=0.0)),
+        (0.25, PlacementOptions(share=0.25)),
+        ("0.25", PlacementOptions(share=0.25)),
+        (1.0, PlacementOptions(share=1.0)),
+        (2**33, PlacementOptions(expert_bytes=2**33)),
+        ("20GiB", PlacementOptions(expert_bytes=20 * GIB)),
+        ("1.5GiB", PlacementOptions(expert_bytes=3 * GIB // 2)),
+    ],
+)
 def test_what_experts_may_be(experts, wish):
     assert wish_of(experts, None, None) == wish
 
 
-@pytest.mark.parametrize(("options", "says"), [
-    (("moon", None, None), r"experts is 'moon', expected bytes such as '24GiB', 'auto', 'device', 'host' or a share"),
-    ((True, None, None), "experts is 'True', expected"),
-    ((-5, None, None), "experts is -5, expected"),
-    ((0, None, None), "experts is 0, expected"),
-    ((1.5, None, None), r"experts is 1.5, a share lies between 0.0 and 1.0"),
-    ((float("nan"), None, None), "experts is 'nan', expected"),
-    ((None, None, None), "experts is 'None', expected"),
-    (("auto", "much", None), "gpu_memory is 'much', expected bytes such as '24GiB'"),
-    (("auto", 0.5, None), "gpu_memory is '0.5', expected bytes"),
-    (("auto", True, None), "gpu_memory is 'True'"),
-    (("auto", None, 5), "expert_counts is 5, expected the path of a file"),
-    (("auto", None, "/no/such/folder/counts.json"), "whose folder does not exist"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            ("moon", None, None),
+            r"experts is 'moon', expected bytes such as '24GiB', 'auto', 'device', 'host' or a share",
+        ),
+        ((True, None, None), "experts is 'True', expected"),
+        ((-5, None, None), "experts is -5, expected"),
+        ((0, None, None), "experts is 0, expected"),
+        ((1.5, None, None), r"experts is 1.5, a share lies between 0.0 and 1.0"),
+        ((float("nan"), None, None), "experts is 'nan', expected"),
+        ((None, None, None), "experts is 'None', expected"),
+        (("auto", "much", None), "gpu_memory is 'much', expected bytes such as '24GiB'"),
+        (("auto", 0.5, None), "gpu_memory is '0.5', expected bytes"),
+        (("auto", True, None), "gpu_memory is 'True'"),
+        (("auto", None, 5), "expert_counts is 5, expected the path of a file"),
+        (("auto", None, "/no/such/folder/counts.json"), "whose folder does not exist"),
+    ],
+)
 def test_what_cannot_be_meant_is_refused(options, says):
     with pytest.raises(OptionError, match=says):
         wish_of(*options)
@@ -74,11 +83,15 @@ def refused(wish: PlacementOptions, free: int, host: int = 200 * GIB) -> str:
 
 def test_refusals_say_what_was_needed_and_what_is_there():
     small = refused(PlacementOptions(), 6 * GIB)
-    assert "without a single routed expert (weights" in small and "may use 6.00 GiB. Lower max_context" in small
+    assert (
+        "without a single routed expert (weights" in small and "may use 6.00 GiB. Lower max_context" in small
+    )
     capped = refused(PlacementOptions(gpu_memory=6 * GIB), 139 * GIB)
     assert "may use 6.00 GiB" in capped, "gpu_memory counts, not what is free"
     assert "experts is 'device', but" in refused(PlacementOptions(everything=True), 100 * GIB)
-    assert "11008 experts and places to move through take 137.06 GiB" in refused(PlacementOptions(share=1.0), 100 * GIB)
+    assert "11008 experts and places to move through take 137.06 GiB" in refused(
+        PlacementOptions(share=1.0), 100 * GIB
+    )
     assert "of host memory, and 64.00 GiB are free" in refused(PlacementOptions(), 24 * GIB, host=64 * GIB)
 
 
@@ -93,9 +106,15 @@ def engine(path, **options):
     from tests.interpreter import DEVICE
 
     return birkhoff.load(
-        path, device=DEVICE.type, kernels="triton", dtype="float32", max_requests=1, max_context=256,
-        prefix_cache=False, **options,
-    )  # fmt: skip
+        path,
+        device=DEVICE.type,
+        kernels="triton",
+        dtype="float32",
+        max_requests=1,
+        max_context=256,
+        prefix_cache=False,
+        **options,
+    )
 
 
 PROMPT = [5, 80, 200]
@@ -127,7 +146,14 @@ def test_counts_decide_who_begins_on_the_device(path, tmp_path):
     ExpertCounts(reads, 50).save(tmp_path / "c.json")
     network = packed_tiny()
     placed = place(
-        network, PlacementOptions(share=3 / 24, counts=tmp_path / "c.json"), torch.device("cpu"), GIB, GIB, None, 1, 256
+        network,
+        PlacementOptions(share=3 / 24, counts=tmp_path / "c.json"),
+        torch.device("cpu"),
+        GIB,
+        GIB,
+        None,
+        1,
+        256,
     )
     assert placed.store.resident().nonzero().tolist() == [[0, 7], [1, 5], [2, 0]]
     ExpertCounts(reads[:2], 50).save(tmp_path / "c.json")
@@ -148,7 +174,9 @@ def test_memory_decides_how_many():
     needed = whole.dense_bytes + 100_000
     last = -1
     for memory in range(int(needed * 1.10), int(needed * 1.8), int(needed * 0.1)):
-        placed = place(network, PlacementOptions(gpu_memory=memory), torch.device("cpu"), 2**30, 2**30, 100_000, 1, 256)
+        placed = place(
+            network, PlacementOptions(gpu_memory=memory), torch.device("cpu"), 2**30, 2**30, 100_000, 1, 256
+        )
         if placed is None:
             assert last > 0
             break

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff.errors import BirkhoffError, CapacityError, CheckpointError, ConfigError, OptionError, UnsupportedModel
+from birkhoff.errors import (
+    BirkhoffError,
+    CapacityError,
+    CheckpointError,
+    ConfigError,
+    OptionError,
+    UnsupportedModel,
+)
 from birkhoff.kernels import jit
 from tests.api.conftest import open_engine
 from tests.models import TINY, random_model, random_tokens
@@ -17,10 +24,20 @@ from tests.oracle import build_oracle
 
 IDS = [5, 80, 200, 7, 91]
 PROMISED = {
-    "device": "auto", "dtype": "auto", "numerics": "plain", "kernels": "auto", "experts": "auto", "max_requests": 8,
-    "max_batch_tokens": 2048, "max_context": None, "cache_bytes": None, "batch_invariant": False,
-    "prefix_cache": "auto", "speculative": "auto", "capture_root": None,
-}  # fmt: skip
+    "device": "auto",
+    "dtype": "auto",
+    "numerics": "plain",
+    "kernels": "auto",
+    "experts": "auto",
+    "max_requests": 8,
+    "max_batch_tokens": 2048,
+    "max_context": None,
+    "cache_bytes": None,
+    "batch_invariant": False,
+    "prefix_cache": "auto",
+    "speculative": "auto",
+    "capture_root": None,
+}
 
 
 def test_options_and_defaults_are_the_promised_ones():
@@ -68,7 +85,13 @@ def test_impossible_values_are_refused_by_name(checkpoint, options, says):
         open_engine(checkpoint, **options)
 
 
-UNKNOWN = [{"prefix_cache": "yes"}, {"prefix_cache": 3}, {"speculative": "maybe"}, {"experts": "moon"}, {"experts": -5}]
+UNKNOWN = [
+    {"prefix_cache": "yes"},
+    {"prefix_cache": 3},
+    {"speculative": "maybe"},
+    {"experts": "moon"},
+    {"experts": -5},
+]
 
 
 @pytest.mark.parametrize("options", UNKNOWN, ids=str)
@@ -111,7 +134,9 @@ def test_what_was_resolved_is_printed(checkpoint, capsys):
     with open_engine(checkpoint, max_requests=3) as opened:
         said = capsys.readouterr()
         match = re.search(r"3 requests of up to (\d+) tokens, cache_bytes (\d+)", said.err)
-        assert match and int(match[1]) == opened.max_context == 600 and int(match[2]) == 2**24 and said.out == ""
+        assert (
+            match and int(match[1]) == opened.max_context == 600 and int(match[2]) == 2**24 and said.out == ""
+        )
     with birkhoff.load(
         checkpoint, max_requests=2
     ) as opened:  # nothing given: a quarter of what is free, the model's limit
@@ -153,11 +178,16 @@ def test_kernels_and_invariance_do_not_change_the_answer(checkpoint, engine):
 
 def test_bfloat16_and_released_numerics_run_and_are_near(checkpoint, engine):
     expected = engine.logits(IDS)
-    for options in ({"dtype": "bfloat16"}, {"numerics": "released"}, {"dtype": "bfloat16", "numerics": "released"}):
+    for options in (
+        {"dtype": "bfloat16"},
+        {"numerics": "released"},
+        {"dtype": "bfloat16", "numerics": "released"},
+    ):
         with open_engine(checkpoint, **options) as other:
             logits = other.logits(IDS)
             assert (
-                logits.dtype == torch.float32 and len(other.generate(IDS, max_tokens=4, ignore_eos=True).token_ids) == 4
+                logits.dtype == torch.float32
+                and len(other.generate(IDS, max_tokens=4, ignore_eos=True).token_ids) == 4
             )
             error = (logits - expected).square().mean().sqrt() / expected.square().mean().sqrt()
             print(f"{options}: {error:.1e} of the logits' size")

@@ -15,7 +15,9 @@ from birkhoff.weights.checkpoint import open_checkpoint
 
 def test_triton_is_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.setattr(gpu, "available", lambda: False)
-    with pytest.raises(OptionError, match=r"needs the package triton and a CUDA device.*Use 'auto' or 'reference'"):
+    with pytest.raises(
+        OptionError, match=r"needs the package triton and a CUDA device.*Use 'auto' or 'reference'"
+    ):
         birkhoff.load("nano", device="cpu", kernels="triton")
     assert _kernels("auto", torch.device("cuda")) == "reference"
 

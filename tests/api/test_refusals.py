@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from birkhoff.errors import BirkhoffError, CapacityError, OptionError, PromptError, TextUnavailable, TokenError
+from birkhoff.errors import (
+    BirkhoffError,
+    CapacityError,
+    OptionError,
+    PromptError,
+    TextUnavailable,
+    TokenError,
+)
 from tests.api.conftest import CONTEXT, open_engine
 
 PROMPTS = [
@@ -46,10 +53,14 @@ PROMPTS = [
     (torch.tensor([1.5]), TokenError, r"token_ids\[0\] is 1.5"),
     (torch.tensor([True]), TokenError, r"token_ids\[0\] is True"),
     (np.array([1.5]), TokenError, "1.5"),
-    ([5] * CONTEXT, PromptError, f"prompt has {CONTEXT} tokens, the context holds {CONTEXT} .* Shorten the prompt"),
+    (
+        [5] * CONTEXT,
+        PromptError,
+        f"prompt has {CONTEXT} tokens, the context holds {CONTEXT} .* Shorten the prompt",
+    ),
     ("a" * CONTEXT, PromptError, f"prompt has {CONTEXT + 1} tokens"),
     ([5] * 5000, PromptError, "5000 tokens, the model's limit is 4096. Shorten"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +77,8 @@ def test_prompts(idle, prompt, kind, says):
         with pytest.raises(kind, match=says) as caught:
             call(prompt)
         assert (
-            caught.value.code in ("prompt-invalid", "token-invalid", "context-length") and len(str(caught.value)) < 400
+            caught.value.code in ("prompt-invalid", "token-invalid", "context-length")
+            and len(str(caught.value)) < 400
         )
 
 
@@ -81,12 +93,33 @@ def test_token_ids_of_logits_and_trace(idle, ids):
 
 
 OPTIONS = [
-    {"temperature": -1}, {"temperature": math.nan}, {"temperature": "hot"}, {"top_p": 0}, {"top_p": 1.5}, {"top_k": -2},
-    {"min_p": 2}, {"seed": 1.5}, {"stop": 5}, {"stop": [""]}, {"stop_token_ids": 5}, {"min_tokens": -1},
-    {"min_tokens": 9, "max_tokens": 8}, {"ignore_eos": 1}, {"logprobs": 21}, {"presence_penalty": 3},
-    {"frequency_penalty": math.inf}, {"repetition_penalty": 0}, {"logit_bias": [1]}, {"logit_bias": {1: 1000}},
-    {"n": 0}, {"n": 10**9}, {"max_tokens": 0}, {"max_tokens": -5}, {"max_tokens": True}, {"max_tokens": 10**12},
-]  # fmt: skip
+    {"temperature": -1},
+    {"temperature": math.nan},
+    {"temperature": "hot"},
+    {"top_p": 0},
+    {"top_p": 1.5},
+    {"top_k": -2},
+    {"min_p": 2},
+    {"seed": 1.5},
+    {"stop": 5},
+    {"stop": [""]},
+    {"stop_token_ids": 5},
+    {"min_tokens": -1},
+    {"min_tokens": 9, "max_tokens": 8},
+    {"ignore_eos": 1},
+    {"logprobs": 21},
+    {"presence_penalty": 3},
+    {"frequency_penalty": math.inf},
+    {"repetition_penalty": 0},
+    {"logit_bias": [1]},
+    {"logit_bias": {1: 1000}},
+    {"n": 0},
+    {"n": 10**9},
+    {"max_tokens": 0},
+    {"max_tokens": -5},
+    {"max_tokens": True},
+    {"max_tokens": 10**12},
+]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -115,7 +148,9 @@ def test_unknown_keywords_name_the_nearest_known_one(idle):
         lambda: idle.stream("a", max_token=5),
         lambda: idle.chat(chat, max_token=5),
     ):
-        with pytest.raises(OptionError, match=r"'max_token' is not a sampling option.* Did you mean 'max_tokens'\?"):
+        with pytest.raises(
+            OptionError, match=r"'max_token' is not a sampling option.* Did you mean 'max_tokens'\?"
+        ):
             call()
 
 
@@ -124,7 +159,9 @@ def test_an_answer_longer_than_the_context(idle):
         PromptError, match=rf"the prompt has 5 tokens and max_tokens is {CONTEXT}: together {CONTEXT + 5}"
     ):
         idle.generate([5] * 5, max_tokens=CONTEXT)
-    assert len(idle.generate([5] * 5, max_tokens=CONTEXT - 5, temperature=0, logit_bias={1: 100}).token_ids) == 1
+    assert (
+        len(idle.generate([5] * 5, max_tokens=CONTEXT - 5, temperature=0, logit_bias={1: 100}).token_ids) == 1
+    )
 
 
 def test_one_bad_prompt_among_good_ones_starts_nothing(idle):
@@ -154,14 +191,23 @@ def test_a_cache_that_can_never_hold_a_request_says_so(checkpoint):
 def test_a_checkpoint_without_a_tokenizer_works_by_ids_and_refuses_text_by_name(wordless, idle):
     with open_engine(wordless) as silent:
         out = silent.generate([5, 80, 200], temperature=0, max_tokens=6)
-        assert out.token_ids == idle.generate([5, 80, 200], temperature=0, max_tokens=6).token_ids and out.text == ""
+        assert (
+            out.token_ids == idle.generate([5, 80, 200], temperature=0, max_tokens=6).token_ids
+            and out.text == ""
+        )
         assert [e.text for e in silent.stream([5], max_tokens=3, ignore_eos=True)] == [""] * 3
         chat = [{"role": "user", "content": "hi"}]
         for call in (
-            lambda: silent.generate("hi"), lambda: silent.stream("hi"), lambda: silent.chat(chat),
-            lambda: silent.encode_chat(chat), lambda: silent.tokenizer, lambda: silent.generate([5], stop="x"),
-        ):  # fmt: skip
-            with pytest.raises(TextUnavailable, match=r"no tokenizer\.json.*Pass token ids, or put") as caught:
+            lambda: silent.generate("hi"),
+            lambda: silent.stream("hi"),
+            lambda: silent.chat(chat),
+            lambda: silent.encode_chat(chat),
+            lambda: silent.tokenizer,
+            lambda: silent.generate([5], stop="x"),
+        ):
+            with pytest.raises(
+                TextUnavailable, match=r"no tokenizer\.json.*Pass token ids, or put"
+            ) as caught:
                 call()
             assert caught.value.code == "text-unavailable"
         assert silent.generate([5, 80, 200], max_tokens=2).finish_reason in ("length", "stop")
@@ -169,8 +215,14 @@ def test_a_checkpoint_without_a_tokenizer_works_by_ids_and_refuses_text_by_name(
 
 def test_every_refusal_is_of_one_family(idle):
     """One except clause is enough, whatever a caller got wrong."""
-    for call in (lambda: idle.generate(None), lambda: idle.generate("a", n=0), lambda: idle.logits([600]),
-                 lambda: idle.trace([5], hooks="x"), lambda: idle.chat([{"role": "nobody", "content": "x"}]),
-                 lambda: idle.chat("hello"), lambda: idle.chat([])):  # fmt: skip
+    for call in (
+        lambda: idle.generate(None),
+        lambda: idle.generate("a", n=0),
+        lambda: idle.logits([600]),
+        lambda: idle.trace([5], hooks="x"),
+        lambda: idle.chat([{"role": "nobody", "content": "x"}]),
+        lambda: idle.chat("hello"),
+        lambda: idle.chat([]),
+    ):
         with pytest.raises(BirkhoffError):
             call()

@@ -61,25 +61,41 @@ def same_rows(ours, theirs) -> bool:
 
 def test_t_cache_1_decode_edits_share_pages_of_a_prompt_and_prompt_edits_do_not(warm, cold):
     prompt, options = TEXTS[0][:400], {**GREEDY, "max_tokens": 6}
-    edit = {phase: [Add(vector(1), hook="mlp_out", layers=[2], phase=phase)] for phase in ("prefill", "decode", "both")}
+    edit = {
+        phase: [Add(vector(1), hook="mlp_out", layers=[2], phase=phase)]
+        for phase in ("prefill", "decode", "both")
+    }
     plain = warm.generate(prompt, **options)
     shared = {phase: reused(warm.generate(prompt, steer=steer, **options)) for phase, steer in edit.items()}
-    assert reused(plain) == 0 and shared == {"prefill": 0, "decode": 384, "both": 384}, "both equals prefill there"
+    assert reused(plain) == 0 and shared == {"prefill": 0, "decode": 384, "both": 384}, (
+        "both equals prefill there"
+    )
     again = {phase: warm.generate(prompt, steer=steer, **options) for phase, steer in edit.items()}
     for phase, steer in edit.items():
         alone = cold.generate(prompt, steer=steer, **options)
         assert reused(again[phase]) == 384 and again[phase].token_ids == alone.token_ids
         assert alone.token_ids != plain.token_ids
-    assert warm.generate(prompt, **options).token_ids == plain.token_ids == cold.generate(prompt, **options).token_ids
+    assert (
+        warm.generate(prompt, **options).token_ids
+        == plain.token_ids
+        == cold.generate(prompt, **options).token_ids
+    )
 
 
 def test_a_steered_request_never_poisons_a_plain_one_nor_the_other_way_round(warm, cold):
     """The same prompt steered, plain, steered otherwise, plain: every answer is its own."""
     prompt, options = TEXTS[1][:300], {**GREEDY, "max_tokens": 5, "logprobs": 2}
-    edits = [[Add(vector(2), hook="mhc_streams_pre_attn", layers=[1], streams=[0])], None,
-             [Add(vector(3), hook="mlp_out", layers=[0], where=[-1])], None]  # fmt: skip
+    edits = [
+        [Add(vector(2), hook="mhc_streams_pre_attn", layers=[1], streams=[0])],
+        None,
+        [Add(vector(3), hook="mlp_out", layers=[0], where=[-1])],
+        None,
+    ]
     for steer in [*edits, *edits]:
-        ours, theirs = warm.generate(prompt, steer=steer, **options), cold.generate(prompt, steer=steer, **options)
+        ours, theirs = (
+            warm.generate(prompt, steer=steer, **options),
+            cold.generate(prompt, steer=steer, **options),
+        )
         assert ours.token_ids == theirs.token_ids and ours.logprobs == theirs.logprobs
 
 
@@ -100,13 +116,22 @@ def test_a_vector_that_changes_under_its_name_is_another_vector(warm, cold):
         for engine in (warm, cold):
             engine.modules["calm"] = vector(seed)
         steer = [Add("calm", hook="mlp_out", layers=[1])]
-        ours, theirs = warm.generate(prompt, steer=steer, **options), cold.generate(prompt, steer=steer, **options)
+        ours, theirs = (
+            warm.generate(prompt, steer=steer, **options),
+            cold.generate(prompt, steer=steer, **options),
+        )
         assert reused(ours) == 0 and ours.logprobs == theirs.logprobs
 
 
 CAPTURES = {
-    "all_prompt": 0, "last_prompt": 256, "all_generated": 256, "all": 0, (5,): 0, (200,): 128, (300, 301): 256,
-}  # fmt: skip
+    "all_prompt": 0,
+    "last_prompt": 256,
+    "all_generated": 256,
+    "all": 0,
+    (5,): 0,
+    (200,): 128,
+    (300, 301): 256,
+}
 
 
 @pytest.mark.parametrize("positions", CAPTURES, ids=str)
@@ -119,10 +144,14 @@ def test_t_cache_3_rows_are_equal_with_the_cache_on_off_and_from_the_store(check
     with opened(checkpoint, prefix_cache=True) as warm:
         warm.generate(prompt, **options)
         first = warm.generate(prompt, capture=capture, **options)
-        assert reused(first) == CAPTURES[positions] and same_rows(first, alone), "computed from the first wanted row on"
+        assert reused(first) == CAPTURES[positions] and same_rows(first, alone), (
+            "computed from the first wanted row on"
+        )
         second = warm.generate(prompt, capture=capture, **options)
         served = warm.reuse["prefix"]["rows_served"]
-        assert reused(second) == 256 and same_rows(second, alone), "served from the store, and all pages reused"
+        assert reused(second) == 256 and same_rows(second, alone), (
+            "served from the store, and all pages reused"
+        )
         assert (served > 0) is (CAPTURES[positions] < 256)
         other = Capture({"mlp_out": [0, 4]}, positions=capture.positions)  # layer 4 was never seen
         assert same_rows(
@@ -137,7 +166,10 @@ def test_rows_never_cross_edits(warm, cold):
         capture = Capture({"mlp_out": [1, 3]}, positions="all", capture_point=point)
         for edits in (steer, None, steer, None):
             ours = warm.generate(prompt, capture=capture, steer=edits, **options)
-            assert same_rows(ours, cold.generate(prompt, capture=capture, steer=edits, **options)), (point, edits)
+            assert same_rows(ours, cold.generate(prompt, capture=capture, steer=edits, **options)), (
+                point,
+                edits,
+            )
         assert reused(ours) == 256
 
 
@@ -187,8 +219,13 @@ def engines(checkpoint) -> Iterator[list[birkhoff.Engine]]:
 
 def test_t_ste_8_steering_the_final_streams_changes_no_token_when_guessing(engines):
     """Edits there reach MTP too; every other site and path gives the same text as well."""
-    sites = [("mhc_streams_final", "both", 256), ("mhc_streams_final", "read", 256), ("mlp_out", "both", 64),
-             ("mhc_streams_pre_attn", "carry", 256), ("final_hidden", "both", 64)]  # fmt: skip
+    sites = [
+        ("mhc_streams_final", "both", 256),
+        ("mhc_streams_final", "read", 256),
+        ("mlp_out", "both", 64),
+        ("mhc_streams_pre_attn", "carry", 256),
+        ("final_hidden", "both", 64),
+    ]
     for hook, path, width in sites:
         layers = {"layers": "all" if hook in ("mhc_streams_final", "final_hidden") else [2]}
         steer = [Add(vector(11, width), hook=hook, path=path, **layers)]
@@ -196,7 +233,10 @@ def test_t_ste_8_steering_the_final_streams_changes_no_token_when_guessing(engin
         plain, *guessed = (engine.generate(TEXTS[0][:60], **options) for engine in engines)
         for out in guessed:
             assert out.token_ids == plain.token_ids, hook
-            assert out.interp["reuse"]["drafted"] > 0 and 0 <= out.interp["reuse"]["accepted"] <= out.timings["drafted"]
+            assert (
+                out.interp["reuse"]["drafted"] > 0
+                and 0 <= out.interp["reuse"]["accepted"] <= out.timings["drafted"]
+            )
             assert out.interp["steered_positions"] == plain.interp["steered_positions"]
 
 
@@ -244,11 +284,15 @@ def test_nanos_own_guesses_are_mostly_right_and_change_nothing():
 
 ASKED = st.lists(
     st.tuples(
-        st.integers(0, 2), st.sampled_from([1, 100, 128, 129, 256, 300]), st.integers(0, 3),
+        st.integers(0, 2),
+        st.sampled_from([1, 100, 128, 129, 256, 300]),
+        st.integers(0, 3),
         st.sampled_from([None, "prefill", "decode", "late"]),
         st.sampled_from([None, "all", "last_prompt", "all_generated"]),
-    ), min_size=2, max_size=5,
-)  # fmt: skip
+    ),
+    min_size=2,
+    max_size=5,
+)
 
 
 @settings(max_examples=scaled(60, 6))
@@ -264,10 +308,14 @@ def test_any_conversations_give_the_bits_of_an_engine_that_remembers_nothing(
             prompt = [*TEXTS[text][:length], *range(7, 7 + tail)]
             where = {"late": {"where": [-1]}, None: {}}.get(edit, {"phase": edit})
             options = {
-                **GREEDY, "max_tokens": 3, "logprobs": 1,
+                **GREEDY,
+                "max_tokens": 3,
+                "logprobs": 1,
                 "steer": None if edit is None else [Add(vector(12), hook="mlp_out", layers=[1, 4], **where)],
-                "capture": None if rows is None else Capture({"mlp_out": [1], "pre_attn": [5]}, positions=rows),
-            }  # fmt: skip
+                "capture": None
+                if rows is None
+                else Capture({"mlp_out": [1], "pre_attn": [5]}, positions=rows),
+            }
             ours, theirs = warm.generate(prompt, **options), cold.generate(prompt, **options)
             assert ours.token_ids == theirs.token_ids and ours.logprobs == theirs.logprobs
             assert same_rows(ours, theirs) if rows is not None else True
@@ -292,8 +340,12 @@ def test_a_named_context_survives_a_restart(checkpoint, cold, tmp_path):
 
 
 def test_values_of_the_options():
-    assert drafts_of("auto", True, False) == DraftOptions(1) and drafts_of(False, True, False) == DraftOptions()
-    assert drafts_of(True, True, False) == DraftOptions(1, True) and drafts_of(3, True, False) == DraftOptions(3, True)
+    assert (
+        drafts_of("auto", True, False) == DraftOptions(1) and drafts_of(False, True, False) == DraftOptions()
+    )
+    assert drafts_of(True, True, False) == DraftOptions(1, True) and drafts_of(
+        3, True, False
+    ) == DraftOptions(3, True)
     assert drafts_of("auto", False, False) == drafts_of("auto", True, True) == DraftOptions()
     for value in (0, 4, "yes", None, 1.5, [1]):
         with pytest.raises(OptionError, match="speculative is"):
@@ -307,22 +359,32 @@ def test_values_of_the_options():
 def test_a_checkpoint_without_mtp_answers_and_refuses_to_guess(tmp_path):
     synth(tmp_path / "c", "tiny", mtp=False)
     with open_engine(tmp_path / "c") as engine:
-        assert engine.generate([5, 6], max_tokens=2).timings["drafted"] == 0 and engine.reuse["speculation"] is None
+        assert (
+            engine.generate([5, 6], max_tokens=2).timings["drafted"] == 0
+            and engine.reuse["speculation"] is None
+        )
     with pytest.raises(OptionError, match="no MTP block"):
         open_engine(tmp_path / "c", speculative=True)
 
 
 @given(
-    cache=st.integers(10_000, 2**26), requests=st.integers(1, 8), context=st.sampled_from([None, 200, 1024]),
-    prefix=st.sampled_from(["auto", True, False]), depth=st.integers(0, 3),
-)  # fmt: skip
+    cache=st.integers(10_000, 2**26),
+    requests=st.integers(1, 8),
+    context=st.sampled_from([None, 200, 1024]),
+    prefix=st.sampled_from(["auto", True, False]),
+    depth=st.integers(0, 3),
+)
 def test_a_planned_memory_fits_its_bytes(cache, requests, context, prefix, depth):
     try:
         memory = plan_memory(TINY, 4, cache, requests, context, prefix, depth)
     except CapacityError as error:
         assert "Raise cache_bytes" in str(error)
         return
-    used = requests * slot_bytes(TINY, 4, depth, depth > 0) + memory.pages * page_bytes(TINY, 4) + memory.prefix_bytes
+    used = (
+        requests * slot_bytes(TINY, 4, depth, depth > 0)
+        + memory.pages * page_bytes(TINY, 4)
+        + memory.prefix_bytes
+    )
     used += memory.row_bytes
     assert used <= cache and memory.context >= 1 and memory.pages >= requests
     assert prefix is not False or memory.prefix_bytes == 0

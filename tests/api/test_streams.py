@@ -19,9 +19,11 @@ def free_slots(engine) -> int:
     return engine._core.scheduler.slots.free
 
 
-@pytest.mark.parametrize("options", [
-    {"temperature": 0}, {"seed": 3}, {"seed": 4, "top_k": 20, "logprobs": 2}, {"seed": 5, "min_tokens": 10},
-], ids=["greedy", "sampled", "top-k", "min_tokens"])  # fmt: skip
+@pytest.mark.parametrize(
+    "options",
+    [{"temperature": 0}, {"seed": 3}, {"seed": 4, "top_k": 20, "logprobs": 2}, {"seed": 5, "min_tokens": 10}],
+    ids=["greedy", "sampled", "top-k", "min_tokens"],
+)
 @pytest.mark.parametrize("prompt", ["héllo 🙂 wörld", IDS], ids=["text", "ids"])
 def test_pieces_join_to_what_generate_says(idle, prompt, options):
     whole = idle.generate(prompt, max_tokens=30, **options)
@@ -33,7 +35,9 @@ def test_pieces_join_to_what_generate_says(idle, prompt, options):
     if whole.logprobs is None:
         assert all(e.logprob is None for e in events)
     else:  # company may differ between the two: the same numbers up to rounding
-        assert [e.logprob.logprob for e in events] == pytest.approx([p.logprob for p in whole.logprobs], abs=1e-4)
+        assert [e.logprob.logprob for e in events] == pytest.approx(
+            [p.logprob for p in whole.logprobs], abs=1e-4
+        )
 
 
 def test_a_stop_string_is_never_shown_in_part(idle, letters):

@@ -14,7 +14,11 @@ from tests.models import TINY
 
 def test_the_cache_is_as_large_as_computed():
     found = cache_facts(filled_state(TINY, 2, 700, torch.device("cpu")), 2, 700)
-    assert found["cache_bytes"] == found["cache_bytes_computed"] and set(found["cache_bytes"]) == {"swa", "csa", "hca"}
+    assert found["cache_bytes"] == found["cache_bytes_computed"] and set(found["cache_bytes"]) == {
+        "swa",
+        "csa",
+        "hca",
+    }
     assert 0 < found["cache_bytes_read_per_step"]["csa"] < found["cache_bytes"]["csa"]
 
 

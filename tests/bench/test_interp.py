@@ -25,7 +25,9 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="module")
 def rows(tiny, tmp_path_factory):
     place, seen = tmp_path_factory.mktemp("disk"), []
-    rows = list(bench_interp(tiny, SMALL, disk=place, progress=lambda done, total: seen.append((done, total))))
+    rows = list(
+        bench_interp(tiny, SMALL, disk=place, progress=lambda done, total: seen.append((done, total)))
+    )
     assert seen == [(1, 3), (2, 3), (3, 3)]
     assert not list(place.iterdir())  # nothing is left behind
     return rows
@@ -60,7 +62,11 @@ def test_contenders_say_the_same_and_only_those_who_look_get_rows(tiny):
 
     said, kept = {}, {}
     with birkhoff.load(tiny) as engine:
-        for name, wish in {"plain": None, "idle": None, "all": Capture({"mlp_out": "all"}, positions="all")}.items():
+        for name, wish in {
+            "plain": None,
+            "idle": None,
+            "all": Capture({"mlp_out": "all"}, positions="all"),
+        }.items():
             who = CapturingEngine(engine, SMALL, name, wish, None)
             tokens = [who.prefill([[1, 2, 3] * 4, [4, 5, 6] * 4])]
             tokens += [who.step(tokens[-1]) for _ in range(SMALL.steps)]
@@ -75,8 +81,22 @@ def test_contenders_say_the_same_and_only_those_who_look_get_rows(tiny):
 
 
 def test_the_verb_prints_json_lines(tiny):
-    done = command("bench", "interp", "--model", tiny, "--rounds", "1", "--steps", "2", "--prompt-tokens", "8",
-                   "--batch", "1", "--threads", "1")  # fmt: skip
+    done = command(
+        "bench",
+        "interp",
+        "--model",
+        tiny,
+        "--rounds",
+        "1",
+        "--steps",
+        "2",
+        "--prompt-tokens",
+        "8",
+        "--batch",
+        "1",
+        "--threads",
+        "1",
+    )
     assert done.returncode == 0, done.stderr.decode()
     assert [json.loads(line)["kind"] for line in done.stdout.splitlines()] == ["cost"] * 12 + ["stored"] * 2
 

@@ -15,7 +15,9 @@ from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 from tests.models import TINY, random_model, random_tokens
 
-QUICK = bench.ModelSetting(prompt_tokens=24, steps=3, rounds=2, batches=(1, 2), dtypes=("float32",), threads=1)
+QUICK = bench.ModelSetting(
+    prompt_tokens=24, steps=3, rounds=2, batches=(1, 2), dtypes=("float32",), threads=1
+)
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +37,16 @@ def rows(path):
 
 def test_every_row_carries_its_machine_and_its_setting(rows):
     for row in rows:
-        assert {"commit", "machine", "threads", "versions", "shape", "dtype", "prompt_tokens", "steps"} <= set(row)
+        assert {
+            "commit",
+            "machine",
+            "threads",
+            "versions",
+            "shape",
+            "dtype",
+            "prompt_tokens",
+            "steps",
+        } <= set(row)
         assert row["bench"] == "model" and row["threads"] == 1 and json.loads(json.dumps(row)) == row
 
 

@@ -25,7 +25,9 @@ def test_the_commit_is_the_one_that_runs():
         pytest.skip("not a checkout")
     commit = report.commit()
     assert (
-        commit is not None and head.stdout.startswith(commit.removesuffix("+")) and len(commit.removesuffix("+")) >= 12
+        commit is not None
+        and head.stdout.startswith(commit.removesuffix("+"))
+        and len(commit.removesuffix("+")) >= 12
     )
 
 
@@ -39,7 +41,9 @@ def copy_of_package(folder):
 
 def git(folder, *words):
     who = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    return subprocess.run(["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def test_a_copy_has_no_commit_even_inside_another_checkout(tmp_path):

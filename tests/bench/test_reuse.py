@@ -24,7 +24,11 @@ def test_every_row_has_its_numbers_and_nobody_answers_otherwise(tmp_path):
     assert plain["times_plain"]["median"] == 1.0 and plain["drafted"] == 0 and pays["pace"]
     assert plain["times_plain_by_processor"]["median"] == plain["tokens_per_step"] == 1.0
     assert all(1 <= row["tokens_per_step"] <= 1 + n for n, row in enumerate(ahead, 1))
-    assert sorted(steps["step_ms"]) == ["guess_behind_1", "guess_behind_2", *(f"verify_{n}" for n in (1, 2, 3, 4))]
+    assert sorted(steps["step_ms"]) == [
+        "guess_behind_1",
+        "guess_behind_2",
+        *(f"verify_{n}" for n in (1, 2, 3, 4)),
+    ]
     assert all(ms > 0 for ms in steps["step_ms"].values())
     assert all(row["drafted"] > 0 and 0 <= row["acceptance"] <= 1 for row in ahead)
     assert told[-1] == (8, 8)

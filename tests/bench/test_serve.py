@@ -19,9 +19,19 @@ def test_a_short_run_ends_everything(tmp_path):
     engine, held, over = bench_serve(str(tmp_path / "tiny"), ServeSetting(seconds=1.5, streams=2, tokens=12))
     json.dumps([engine, held, over])
     assert [row["kind"] for row in (engine, held, over)] == ["engine", "streams", "overload"]
-    assert held["answers"] > 0 and not held["failed"] and held["everything_ended"] and held["share_of_engine"] > 0
-    assert held["prefix"]["pages"] >= held["prefix"]["pages_before"] > 0 and held["callers_cpu_ms_per_token"] > 0
-    assert held["first_token_ms"]["p50"] <= held["first_token_ms"]["p95"] and held["resident_bytes"]["before"] > 1 << 26
+    assert (
+        held["answers"] > 0
+        and not held["failed"]
+        and held["everything_ended"]
+        and held["share_of_engine"] > 0
+    )
+    assert (
+        held["prefix"]["pages"] >= held["prefix"]["pages_before"] > 0 and held["callers_cpu_ms_per_token"] > 0
+    )
+    assert (
+        held["first_token_ms"]["p50"] <= held["first_token_ms"]["p95"]
+        and held["resident_bytes"]["before"] > 1 << 26
+    )
     assert sum(over["statuses"].values()) == over["callers"] == 20 and set(over["statuses"]) <= {200, 429}
     assert not over["failed"] and over["recovered"] and engine["machine"]["cores"]
 
@@ -29,27 +39,45 @@ def test_a_short_run_ends_everything(tmp_path):
 def test_memory_is_told_by_its_course():
     level = [(float(at), 500 + 40 * min(at, 10)) for at in range(31)]  # rises for ten seconds, then stays
     assert _course(level) == {
-        "before": 500, "half": 900, "after": 900, "later_growth": 0, "later_growth_per_minute": 0, "series": [500, 900],
-    }  # fmt: skip
+        "before": 500,
+        "half": 900,
+        "after": 900,
+        "later_growth": 0,
+        "later_growth_per_minute": 0,
+        "series": [500, 900],
+    }
     rising = [(float(at), 1000 + 7 * at) for at in range(21)]
     assert _course(rising) == {
-        "before": 1000, "half": 1070, "after": 1140, "later_growth": 70, "later_growth_per_minute": 420,
+        "before": 1000,
+        "half": 1070,
+        "after": 1140,
+        "later_growth": 70,
+        "later_growth_per_minute": 420,
         "series": [1000],
-    }  # fmt: skip
+    }
 
 
 ANSWERS = {
-    "whole": (b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{"delta":{"content":"a"},"token_ids":[1]}]}\n\n'
-              b'data: {"choices":[{"delta":{"content":"b"},"token_ids":[2,3]}]}\n\n'
-              b'data: {"choices":[],"timings":{"output_tokens":3},"prompt_token_ids":[9]}\n\ndata: [DONE]\n\n',
-              Seen(tokens=3, ended=1, statuses={200: 1}), (1, 1)),
+    "whole": (
+        b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{"delta":{"content":"a"},"token_ids":[1]}]}\n\n'
+        b'data: {"choices":[{"delta":{"content":"b"},"token_ids":[2,3]}]}\n\n'
+        b'data: {"choices":[],"timings":{"output_tokens":3},"prompt_token_ids":[9]}\n\ndata: [DONE]\n\n',
+        Seen(tokens=3, ended=1, statuses={200: 1}),
+        (1, 1),
+    ),
     "refused": (b'HTTP/1.1 429 Too Many Requests\r\n\r\n{"error":{}}', Seen(statuses={429: 1}), (0, 0)),
-    "an error": (b'HTTP/1.1 200 OK\r\n\r\ndata: {"error":{"code":"x"}}\n\ndata: [DONE]\n\n',
-                 Seen(ended=1, statuses={200: 1}, failed=['data: {"error":{"code":"x"}}']), (0, 0)),
-    "broken off": (b'HTTP/1.1 200 OK\r\n\r\ndata: {"choi', Seen(statuses={200: 1}, failed=["the stream broke off"]),
-                   (0, 0)),
+    "an error": (
+        b'HTTP/1.1 200 OK\r\n\r\ndata: {"error":{"code":"x"}}\n\ndata: [DONE]\n\n',
+        Seen(ended=1, statuses={200: 1}, failed=['data: {"error":{"code":"x"}}']),
+        (0, 0),
+    ),
+    "broken off": (
+        b'HTTP/1.1 200 OK\r\n\r\ndata: {"choi',
+        Seen(statuses={200: 1}, failed=["the stream broke off"]),
+        (0, 0),
+    ),
     "nothing": (b"", Seen(failed=["the stream broke off"]), (0, 0)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ANSWERS)

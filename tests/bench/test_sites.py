@@ -33,9 +33,14 @@ def test_prompts_and_steps_are_compared_at_every_site():
 def test_two_precisions_part_at_near_ties_only():
     """Choices that really fall otherwise: the plain path in bfloat16 beside itself in float32."""
     wide = variant(
-        compress_ratios=(4, 128), num_hash_layers=1, num_nextn_predict_layers=0, n_routed_experts=64,
-        num_experts_per_tok=6, hidden_size=256, index_topk=512,
-    )  # fmt: skip
+        compress_ratios=(4, 128),
+        num_hash_layers=1,
+        num_nextn_predict_layers=0,
+        n_routed_experts=64,
+        num_experts_per_tok=6,
+        hidden_size=256,
+        index_topk=512,
+    )
     tokens = torch.randint(wide.vocab_size, (300,), generator=torch.Generator().manual_seed(5))
     seen, here = [], torch.device("cpu")
     for dtype in (torch.bfloat16, torch.float32):
@@ -64,7 +69,10 @@ def passed_through() -> Seen:
         if layer == 1:
             logits[3] = torch.tensor([6.0, 0.0, 0.0, 0.0, 0.0, 1.3, 1.001, 0.0])
         ids, weights = route(logits, bias, None, 2, 1.0)
-        seen["moe_router_logits", layer], seen["moe_topk", layer] = logits, torch.stack([ids.float(), weights], -1)
+        seen["moe_router_logits", layer], seen["moe_topk", layer] = (
+            logits,
+            torch.stack([ids.float(), weights], -1),
+        )
     scores = F.softplus(seen["moe_router_logits", 1][3]).sqrt() + BIASES[1]
     assert scores.topk(3).indices.tolist() == [0, 6, 5]
     assert 0 < scores.topk(3).values[1] - scores.topk(3).values[2] < MARGIN * TOLERANCE
@@ -74,7 +82,9 @@ def passed_through() -> Seen:
 Harm = Callable[[Seen], None]
 
 
-def off(name: str, layer: int, rows: int | slice | tuple[Any, ...] = slice(None), factor: float = 1.2) -> Harm:
+def off(
+    name: str, layer: int, rows: int | slice | tuple[Any, ...] = slice(None), factor: float = 1.2
+) -> Harm:
     def harm(seen: Seen) -> None:
         seen[name, layer][rows] *= factor
 
@@ -113,14 +123,19 @@ def test_one_row_that_is_off_is_found_where_its_choice_is_the_same():
         found, rows = failing(off(name, layer, 7))
         assert found == [name] and rows[name]["share_parted"] == 0.0
     assert failing(off("moe_topk", 1, (7, slice(None), 1)))[0] == ["moe_topk"]  # the weights of a choice
-    assert failing(off("mlp_out", 1, 7), phase="prompt")[0] == []  # one of 120 rows: an index may have had a tie
+    assert (
+        failing(off("mlp_out", 1, 7), phase="prompt")[0] == []
+    )  # one of 120 rows: an index may have had a tie
     assert failing(off("mlp_out", 1, slice(7, 9)), phase="prompt")[0] == ["mlp_out"]
 
 
 def test_a_near_tie_may_fall_the_other_way():
     found, rows = failing(chosen(1, 3, 0, 5))
     assert found == []
-    assert 0 < rows["moe_topk"]["margin_most"] < rows["moe_topk"]["margin"] and rows["moe_topk"]["wide_choices"] == 0
+    assert (
+        0 < rows["moe_topk"]["margin_most"] < rows["moe_topk"]["margin"]
+        and rows["moe_topk"]["wide_choices"] == 0
+    )
     assert rows["logits"]["share_parted"] == 1 / ROWS and rows["post_attn"]["share_parted"] < 1 / ROWS
 
 
@@ -130,11 +145,19 @@ def test_a_parted_row_is_excused_from_its_choice_on_and_not_before():
         assert failing(flip, off(name, layer, 3))[0] == [name]
     for name, layer in (("mlp_out", 1), ("pre_attn", 2), ("mhc_streams_final", 2), ("logits", -1)):
         assert failing(flip, off(name, layer, 3))[0] == []
-        assert failing(flip, off(name, layer, 3, torch.nan))[0] == [name]  # nobody is excused from being written
+        assert failing(flip, off(name, layer, 3, torch.nan))[0] == [
+            name
+        ]  # nobody is excused from being written
 
 
 def test_a_choice_between_unequal_experts_is_found():
-    for ids in ((0, 1), (0, 0), (0, 99), (0, torch.nan), (6, 5)):  # in the row that has its tie between 6 and 5
+    for ids in (
+        (0, 1),
+        (0, 0),
+        (0, 99),
+        (0, torch.nan),
+        (6, 5),
+    ):  # in the row that has its tie between 6 and 5
         found, rows = failing(chosen(1, 3, *ids))
         assert found == ["moe_topk"] and rows["moe_topk"]["wide_choices"] == 1
     found, rows = failing(chosen(1, 3, 0, 5), chosen(2, 3, 0, 1))
@@ -170,5 +193,9 @@ def test_a_row_that_is_alone_may_not_part():
     true = {key: tensor[3:4] for key, tensor in passed_through().items()}
     mine = {key: tensor.clone() for key, tensor in true.items()}
     chosen(1, 0, 0, 5)(mine)
-    found = [row["site"] for row in compare(mine, true, BIASES, TOLERANCE, {"phase": "decode"}) if not row["passed"]]
+    found = [
+        row["site"]
+        for row in compare(mine, true, BIASES, TOLERANCE, {"phase": "decode"})
+        if not row["passed"]
+    ]
     assert "logits" in found and "post_attn" in found and len(found) > 5

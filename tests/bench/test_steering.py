@@ -22,8 +22,14 @@ def tiny(tmp_path_factory):
 def test_rows_carry_their_setting_and_their_bar(tiny):
     rows = list(bench_steering(tiny, SMALL))
     assert [row["contender"] for row in rows] == [
-        "plain", "idle", "one vector", "own vectors", "all layers", "features", "reconstruction",
-    ]  # fmt: skip
+        "plain",
+        "idle",
+        "one vector",
+        "own vectors",
+        "all layers",
+        "features",
+        "reconstruction",
+    ]
     for row in rows:
         assert row["batch"] == 3 and row["steps"] == 6 and row["machine"]["cpu"] and row["ms"]["median"] > 0
         if row["contender"] in BARS:
@@ -38,7 +44,9 @@ def test_contenders_do_what_their_names_say(tiny):
         found = {}
         for who in _contenders(engine, SMALL):
             who.prefill([[5, 6, 7, number] for number in range(SMALL.batch)])
-            tables = {request.plan.table.tables for request in who._requests if request.plan and request.plan.table}
+            tables = {
+                request.plan.table.tables for request in who._requests if request.plan and request.plan.table
+            }
             slots = sum(len(slab.uses) for table in tables for slab in table.slabs.values())
             for _ in range(SMALL.steps):
                 who.step([])
@@ -47,9 +55,13 @@ def test_contenders_do_what_their_names_say(tiny):
             assert all(request.done for request in who._requests)
             who.core.close()
     assert found == {
-        "plain": (0, {0}), "idle": (3, {4}), "one vector": (1, {10}), "own vectors": (3, {10}),
-        "all layers": (3, {10}), "features": (0, {10}),
-    }  # fmt: skip
+        "plain": (0, {0}),
+        "idle": (3, {4}),
+        "one vector": (1, {10}),
+        "own vectors": (3, {10}),
+        "all layers": (3, {10}),
+        "features": (0, {10}),
+    }
 
 
 def test_settings_that_measure_nothing_are_refused():

@@ -37,4 +37,6 @@ def test_layers_beyond_the_distinct_ones_share_experts_and_nothing_else():
 def test_the_same_seed_makes_the_same_model():
     config = preset("tiny", 1, False)
     first, second, other = (random_on_device(config, CPU, seed=seed) for seed in (3, 3, 4))
-    assert torch.equal(first.head.weight, second.head.weight) and not torch.equal(first.head.weight, other.head.weight)
+    assert torch.equal(first.head.weight, second.head.weight) and not torch.equal(
+        first.head.weight, other.head.weight
+    )

@@ -31,7 +31,11 @@ def test_steps_are_measured_as_an_engine_runs_them():
         layouts.append(steps._owed.layout)
         assert [len(rows) for rows in taken.values()] == ([at - 2] * 2 if at > 2 else [])
     steps.hand_over()
-    assert [len(rows) for rows in taken.values()] == [3, 3] and len(set(map(id, layouts))) == 1 and steps.all_replayed
+    assert (
+        [len(rows) for rows in taken.values()] == [3, 3]
+        and len(set(map(id, layouts))) == 1
+        and steps.all_replayed
+    )
 
 
 def test_every_contender_is_replayed():

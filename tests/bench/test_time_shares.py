@@ -46,7 +46,9 @@ def test_a_slow_part_is_found(model):
     plain, sleepy = ClockTap(), Sleepy()
     first = model_shares(OurModel(model, 2, 20, STEPS, tap=plain), plain, PROMPTS, STEPS)
     second = model_shares(OurModel(model, 2, 20, STEPS, tap=sleepy), sleepy, PROMPTS, STEPS)
-    assert second["experts"] > 6 * 5 and second["experts"] > 2 * max(second["mhc"], second["attention"], second["head"])
+    assert second["experts"] > 6 * 5 and second["experts"] > 2 * max(
+        second["mhc"], second["attention"], second["head"]
+    )
     assert set(first) == set(second)
 
 

@@ -62,7 +62,9 @@ class SoftDisk(Disk):
 class FaultyDisk(SoftDisk):
     """`fault(call, path)` answers an errno to fail with, or None. `short` limits how many bytes one write takes."""
 
-    def __init__(self, fault: Callable[[str, str], int | None] = lambda call, path: None, short: int | None = None):
+    def __init__(
+        self, fault: Callable[[str, str], int | None] = lambda call, path: None, short: int | None = None
+    ):
         super().__init__()
         self.fault, self.short = fault, short
         self.synced_after_failure: list[str] = []

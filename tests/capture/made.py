@@ -29,21 +29,35 @@ def bits(request: str, hook: str, layer: int, start: int, rows: int) -> np.ndarr
 
 
 def scales(request: str, start: int, rows: int) -> np.ndarray:
-    return ((np.arange(start, start + rows) + zlib.crc32(request.encode()) % 97) / 8 + 0.125).astype(np.float32)
+    return ((np.arange(start, start + rows) + zlib.crc32(request.encode()) % 97) / 8 + 0.125).astype(
+        np.float32
+    )
 
 
 def tokens(request: str, start: int, rows: int) -> list[int]:
     return [(zlib.crc32(request.encode()) + 31 * row) % 129280 for row in range(start, start + rows)]
 
 
-def chunk(request: str, hook: str, layer: int, start: int, rows: int, *, tag: str = "run", prompt: int = 4, **extra):
+def chunk(
+    request: str, hook: str, layer: int, start: int, rows: int, *, tag: str = "run", prompt: int = 4, **extra
+):
     dtype, shape = SHAPES[hook]
     return Chunk(
-        request_id=request, tag=tag, hook=hook, layer=layer, rows=bits(request, hook, layer, start, rows), dtype=dtype,
-        row_shape=shape, positions=list(range(start, start + rows)), token_ids=tokens(request, start, rows),
-        phases="".join("p" if row < prompt else "d" for row in range(start, start + rows)), row_offset=start,
-        step_index=start, scale=scales(request, start, rows) if dtype == "fp8_e4m3" else None, **extra,
-    )  # fmt: skip
+        request_id=request,
+        tag=tag,
+        hook=hook,
+        layer=layer,
+        rows=bits(request, hook, layer, start, rows),
+        dtype=dtype,
+        row_shape=shape,
+        positions=list(range(start, start + rows)),
+        token_ids=tokens(request, start, rows),
+        phases="".join("p" if row < prompt else "d" for row in range(start, start + rows)),
+        row_offset=start,
+        step_index=start,
+        scale=scales(request, start, rows) if dtype == "fp8_e4m3" else None,
+        **extra,
+    )
 
 
 def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
@@ -60,4 +74,6 @@ def assert_is_prefix(entry, request: str, rows: int | None = None) -> None:
     assert entry.positions == list(range(count)) and entry.token_ids == tokens(request, 0, count)
     if dtype == "fp8_e4m3":
         assert same_bits(entry.scale, scales(request, 0, count))
-    assert rows is None or count == rows, f"{entry.hook}[{entry.layer}] of {request}: {count} rows, expected {rows}"
+    assert rows is None or count == rows, (
+        f"{entry.hook}[{entry.layer}] of {request}: {count} rows, expected {rows}"
+    )

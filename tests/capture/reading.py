@@ -30,13 +30,27 @@ def described(item: CaptureRequest | Chunk | CaptureFinish) -> dict[str, object]
     if isinstance(item, Chunk):
         scales = item.scales()
         return {
-            "kind": "chunk", "request": item.request_id, "hook": item.hook, "layer": item.layer, "dtype": item.dtype,
-            "row_shape": list(item.row_shape), "positions": list(item.positions or ()), "offset": item.row_offset,
-            "token_ids": list(item.token_ids or ()), "phases": item.letters(), "rows": item.num_rows,
-            "sha256": hashlib.sha256(item.data()).hexdigest(), "scale": None if scales is None else scales.tolist(),
-        }  # fmt: skip
+            "kind": "chunk",
+            "request": item.request_id,
+            "hook": item.hook,
+            "layer": item.layer,
+            "dtype": item.dtype,
+            "row_shape": list(item.row_shape),
+            "positions": list(item.positions or ()),
+            "offset": item.row_offset,
+            "token_ids": list(item.token_ids or ()),
+            "phases": item.letters(),
+            "rows": item.num_rows,
+            "sha256": hashlib.sha256(item.data()).hexdigest(),
+            "scale": None if scales is None else scales.tolist(),
+        }
     if isinstance(item, CaptureFinish):
-        return {"kind": "finish", "request": item.key, "dropped": item.dropped_rows, "reason": item.finish_reason}
+        return {
+            "kind": "finish",
+            "request": item.key,
+            "dropped": item.dropped_rows,
+            "reason": item.finish_reason,
+        }
     return {"kind": "begin", "request": item.key, "id": item.request_id, "meta": dict(item.meta)}
 
 

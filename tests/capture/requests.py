@@ -14,12 +14,19 @@ V4, L, M, D = schema_of(TINY, "bfloat16"), TINY.num_hidden_layers, TINY.hc_mult,
 PLAIN = build_hook_schema(32, "float32", None)
 PROMPT, MAX_TOKENS = [7, 8, 9, 7], 5
 FACTS = CaptureContext(
-    V4, L, PROMPT, MAX_TOKENS,
-    consumers={"memory": ConsumerRules(), "disk": ConsumerRules(needs_ids=True, layouts=("packed",), returns="file"),
-               "shm": None},
-    projections={"probe": (D, 2), "wide": (M * D, 3), "pair": (2 * D, 1)}, max_request_bytes=90_000,
+    V4,
+    L,
+    PROMPT,
+    MAX_TOKENS,
+    consumers={
+        "memory": ConsumerRules(),
+        "disk": ConsumerRules(needs_ids=True, layouts=("packed",), returns="file"),
+        "shm": None,
+    },
+    projections={"probe": (D, 2), "wide": (M * D, 3), "pair": (2 * D, 1)},
+    max_request_bytes=90_000,
     max_inline_bytes=60_000,
-)  # fmt: skip
+)
 GOOD = {"hooks": {"mlp_out": [1]}, "positions": "all_prompt"}
 FILED = {"request_id": "probe-1", "tag": "mhc"}
 MEMORY, DISK = "capture.memory", "capture.disk"

@@ -28,8 +28,14 @@ def test_torch_rows_and_numpy_rows_are_the_same_bytes(hook):
     assert bytes(other.data()) == bytes(plain.data()) == bits("a", hook, 0, 3, 5).tobytes()
     assert other.nbytes == plain.nbytes == len(plain.data()) and other.num_rows == 5
     assert other.array().ctypes.data == tensor.data_ptr(), "contiguous rows are not copied"
-    strided = Chunk(**{**vars(plain), "rows": torch.stack([tensor.view(torch.uint8), tensor.view(torch.uint8)], 1)[:, 0]
-                       .view(TORCH[plain.dtype])})  # fmt: skip
+    strided = Chunk(
+        **{
+            **vars(plain),
+            "rows": torch.stack([tensor.view(torch.uint8), tensor.view(torch.uint8)], 1)[:, 0].view(
+                TORCH[plain.dtype]
+            ),
+        }
+    )
     assert bytes(strided.data()) == bytes(plain.data())
 
 
@@ -59,9 +65,10 @@ WRONG = {
     "letters": ({"phases": "ppx"}, "expected letters"),
     "scale": ({"dtype": "fp8_e4m3", "rows": np.zeros((3, 8), np.uint8)}, "0 scale for 3 rows"),
     "infinite scale": (
-        {"dtype": "fp8_e4m3", "rows": np.zeros((3, 8), np.uint8), "scale": np.array([1, np.inf, 1])}, "not finite"
+        {"dtype": "fp8_e4m3", "rows": np.zeros((3, 8), np.uint8), "scale": np.array([1, np.inf, 1])},
+        "not finite",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)

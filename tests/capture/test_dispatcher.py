@@ -123,7 +123,9 @@ def test_t_cap_8_block_keeps_every_row(quick_path, threads):
         engine.start()
         until(lambda: dispatcher.lanes["gate"].depth >= 4)
         time.sleep(0.05)
-        assert engine.is_alive() and dispatcher.lanes["gate"].depth <= 4, "the engine waits at the queue's limit"
+        assert engine.is_alive() and dispatcher.lanes["gate"].depth <= 4, (
+            "the engine waits at the queue's limit"
+        )
         gate.open.set()
         engine.join(30)
         for name in REQUESTS:
@@ -210,8 +212,20 @@ def test_a_chunk_comes_back_from_the_spill_as_it_went(quick_path, hook):
         after = spill.take(spilled)
         after.check()
         assert same_bits(after.array(), before.array())
-        for name in ("request_id", "tag", "hook", "layer", "dtype", "row_shape", "positions", "token_ids", "phases",
-                     "row_offset", "step_index", "meta"):  # fmt: skip
+        for name in (
+            "request_id",
+            "tag",
+            "hook",
+            "layer",
+            "dtype",
+            "row_shape",
+            "positions",
+            "token_ids",
+            "phases",
+            "row_offset",
+            "step_index",
+            "meta",
+        ):
             assert getattr(after, name) == getattr(before, name), name
         assert (after.scale is None) == (before.scale is None)
         assert before.scale is None or same_bits(after.scales(), before.scales())
@@ -235,7 +249,9 @@ def test_spilled_space_is_given_back(quick_path):
 
 
 @pytest.mark.parametrize("fail_at", ["begin", "submit", "finalize", "result", "shutdown"])
-@pytest.mark.parametrize("error", [OSError(errno.EIO, "bad disk"), CaptureError("no"), KeyError("x"), MemoryError()])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.EIO, "bad disk"), CaptureError("no"), KeyError("x"), MemoryError()]
+)
 def test_a_consumer_that_raises_harms_nobody_else(fail_at, error):
     bad, good = Gate(fail=error, fail_at=fail_at), MemoryConsumer()
     bad.open.set()
@@ -261,7 +277,13 @@ def test_bad_chunks_become_results_not_exceptions():
     with Dispatcher({"gate": gate}) as dispatcher:
         good = chunk("a", "post_attn", 0, 0, 2)
         dispatcher.submit(good)
-        for wrong in ({"positions": [0]}, {"dtype": "int3"}, {"rows": np.zeros(3)}, {"rows": None}, {"phases": "xx"}):
+        for wrong in (
+            {"positions": [0]},
+            {"dtype": "int3"},
+            {"rows": np.zeros(3)},
+            {"rows": None},
+            {"phases": "xx"},
+        ):
             dispatcher.submit(Chunk(**{**vars(good), **wrong}))
         dispatcher.finish("a")
         result = dispatcher.results("a", 30)["gate"]
@@ -272,7 +294,9 @@ def test_requests_reach_the_consumers_they_name():
     one, two = MemoryConsumer(), MemoryConsumer()
     with Dispatcher({"one": one, "two": two}) as dispatcher:
         dispatcher.begin({"one": CaptureRequest("a", "probe", "run")})
-        dispatcher.begin({"one": CaptureRequest("b", "probe", "run"), "two": CaptureRequest("b", "other", "run")})
+        dispatcher.begin(
+            {"one": CaptureRequest("b", "probe", "run"), "two": CaptureRequest("b", "other", "run")}
+        )
         assert dispatcher.results("b")["two"].status == "pending"
         for name in ("a", "b"):
             dispatcher.submit(chunk(name, "post_attn", 0, 0, 2))
@@ -285,12 +309,18 @@ def test_requests_reach_the_consumers_they_name():
         assert results["b"]["two"].id == "other"
         assert all(result.status == "not_requested" for result in results["never"].values())
         dispatcher.begin({"one": CaptureRequest("c", "c", "run")})
-        for wrong in ({"three": CaptureRequest("d", "d", "run")}, {"one": CaptureRequest("c", "c", "run")}, {}):
+        for wrong in (
+            {"three": CaptureRequest("d", "d", "run")},
+            {"one": CaptureRequest("c", "c", "run")},
+            {},
+        ):
             with pytest.raises(CaptureError):
                 dispatcher.begin(wrong)
     with pytest.raises(CaptureError, match="shut down"):
         dispatcher.begin({"one": CaptureRequest("e", "e", "run")})
-    dispatcher.submit(chunk("e", "post_attn", 0, 0, 2))  # the engine may still be stepping: ignored, not raised
+    dispatcher.submit(
+        chunk("e", "post_attn", 0, 0, 2)
+    )  # the engine may still be stepping: ignored, not raised
     dispatcher.finish("e")
     dispatcher.shutdown()
 
@@ -371,7 +401,11 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
         results = [dispatcher.results(f"r{number}", 60)["files"] for number in range(requests)]
         counters = lane.counters
     assert most <= 16
-    assert sum(result.rows + result.dropped_rows for result in results) == rows * requests == counters.submitted_rows
+    assert (
+        sum(result.rows + result.dropped_rows for result in results)
+        == rows * requests
+        == counters.submitted_rows
+    )
     assert counters.delivered_rows + counters.dropped_rows == rows * requests
     if policy == "drop":
         assert counters.dropped_rows > 0 and any(result.status == "partial_error" for result in results)
@@ -420,10 +454,16 @@ print(*peaks)
     total = scaled(1_000_000, 200_000)
     for layout in ("packed", "sharded"):
         ran = subprocess.run(
-            [sys.executable, "-c", code, str(quick_path / layout), layout, str(total)], capture_output=True, text=True,
+            [sys.executable, "-c", code, str(quick_path / layout), layout, str(total)],
+            capture_output=True,
+            text=True,
             cwd=Path(__file__).parents[2],
-        )  # fmt: skip
+        )
         assert ran.returncode == 0, ran.stderr
         peaks = [int(word) / 1024 for word in ran.stdout.split()]
-        print(f"{layout}, {total} rows: peak at each quarter and after sealing {[round(p, 1) for p in peaks]} MiB")
-        assert peaks[-1] - peaks[0] < 12, "labels of a row alone would be 100 bytes in Python, 100 MB in a million"
+        print(
+            f"{layout}, {total} rows: peak at each quarter and after sealing {[round(p, 1) for p in peaks]} MiB"
+        )
+        assert peaks[-1] - peaks[0] < 12, (
+            "labels of a row alone would be 100 bytes in Python, 100 MB in a million"
+        )

@@ -73,11 +73,18 @@ class Once:
 @pytest.mark.parametrize(
     ("call", "error"),
     [
-        ("open", errno.ENOSPC), ("open", errno.EMFILE), ("write", errno.ENOSPC), ("write", errno.EIO),
-        ("fsync", errno.EIO), ("sync_directory", errno.EIO), ("rename", errno.EROFS), ("rename", errno.EACCES),
-        ("mkdir", errno.EDQUOT), ("unlink", errno.EPERM),
+        ("open", errno.ENOSPC),
+        ("open", errno.EMFILE),
+        ("write", errno.ENOSPC),
+        ("write", errno.EIO),
+        ("fsync", errno.EIO),
+        ("sync_directory", errno.EIO),
+        ("rename", errno.EROFS),
+        ("rename", errno.EACCES),
+        ("mkdir", errno.EDQUOT),
+        ("unlink", errno.EPERM),
     ],
-)  # fmt: skip
+)
 def test_one_failure_anywhere(quick_path, layout, call, error):
     """Fail the first, second, third... call of a kind: the request says error or is whole; others do not notice."""
     fired, errors = 0, 0
@@ -103,7 +110,9 @@ def test_one_failure_anywhere(quick_path, layout, call, error):
             assert whole(root, layout, "during")
         else:
             errors += 1
-            assert during.error and not entries_of(root, layout, "during"), "nothing of a failed capture is visible"
+            assert during.error and not entries_of(root, layout, "during"), (
+                "nothing of a failed capture is visible"
+            )
         assert disk.synced_after_failure == [], "a descriptor whose sync failed is not asked again"
         report = repair(root, SoftDisk())
         assert not report.failed and whole(root, layout, "before") and whole(root, layout, "after")
@@ -119,7 +128,9 @@ def test_one_failure_anywhere(quick_path, layout, call, error):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_disk_that_stays_full_until_it_does_not(quick_path, layout):
     full = [False]
-    disk = FaultyDisk(lambda call, path: errno.ENOSPC if full[0] and call in ("open", "write", "mkdir") else None)
+    disk = FaultyDisk(
+        lambda call, path: errno.ENOSPC if full[0] and call in ("open", "write", "mkdir") else None
+    )
     with CaptureWriter(
         FileOptions(quick_path, default_layout=layout, num_shards=1, coalesce_max_bytes=0), disk
     ) as files:
@@ -131,7 +142,9 @@ def test_a_disk_that_stays_full_until_it_does_not(quick_path, layout):
         full[0] = False
         for turn in range(5):
             assert capture(files, f"kept{turn}").status == "ok"
-    assert whole(quick_path, layout, "before") and all(whole(quick_path, layout, f"kept{turn}") for turn in range(5))
+    assert whole(quick_path, layout, "before") and all(
+        whole(quick_path, layout, f"kept{turn}") for turn in range(5)
+    )
     assert not any(entries_of(quick_path, layout, f"lost{turn}") for turn in range(5))
     assert not list(quick_path.rglob("*.tmp")) and not list(quick_path.rglob("*.journal"))
 
@@ -141,7 +154,9 @@ def small_disk(tmp_path):
     """A real file system of one mebibyte, where the system lets us make one."""
     place = tmp_path / "small"
     place.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True)
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(place)], capture_output=True
+    )
     if mounted.returncode:
         pytest.skip("needs the right to mount a tmpfs; the injected ENOSPC above covers the same path")
     yield place
@@ -164,7 +179,7 @@ def test_a_real_disk_that_is_full(small_disk, layout):
         big = np.zeros((600, 256), np.float32)
         files.append(
             Chunk("big", "run", "post_attn", 0, big, "float32", (256,), range(600), range(600), "p" * 600)
-        )  # fmt: skip
+        )
         result = files.finish(CaptureFinish("big")).result(30)
         assert result.status == "error" and "No space left" in result.error
         ballast.unlink()
@@ -226,7 +241,9 @@ def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path,
     """The shard is put aside and copied: earlier requests stay, waiting ones are told, the next goes elsewhere."""
     fault = Once("fsync", 0, errno.EIO)
 
-    def no_mark(call: str, path: str) -> int | None:  # the mark for a later repair may fail to be written as well
+    def no_mark(
+        call: str, path: str
+    ) -> int | None:  # the mark for a later repair may fail to be written as well
         return errno.EIO if path.endswith(".poison") and call == "open" else fault(call, path)
 
     disk = FaultyDisk(fault if marked else no_mark)
@@ -260,11 +277,15 @@ def test_a_request_that_lost_a_shard_is_not_called_complete_by_another(quick_pat
             if self.path(file).endswith("shard-000-000000.bin.tmp"):
                 raise OSError(errno.EIO, "bad sector")
 
-    options = FileOptions(quick_path, default_layout="sharded", num_shards=1, coalesce_max_bytes=0, shard_max_bytes=64)
+    options = FileOptions(
+        quick_path, default_layout="sharded", num_shards=1, coalesce_max_bytes=0, shard_max_bytes=64
+    )
     with CaptureWriter(options, Disk()) as files:
         gate.clear()
         files.begin(CaptureRequest("holdup", "holdup", "run", "packed"))
-        files.finish(CaptureFinish("holdup"))  # the committer is busy with this one while the other comes to its end
+        files.finish(
+            CaptureFinish("holdup")
+        )  # the committer is busy with this one while the other comes to its end
         for start in range(0, 6, 2):
             files.append(chunk("a", "post_attn", 0, start, 2))
         future = files.finish(CaptureFinish("a"))
@@ -311,7 +332,10 @@ def test_two_writers_on_one_root_are_refused_at_once(quick_path):
             " except CaptureLocked: return time.perf_counter() - start\nprint(min(once() for _ in range(5)))"
         )
         other = subprocess.run(
-            [sys.executable, "-c", code, str(quick_path)], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+            [sys.executable, "-c", code, str(quick_path)],
+            capture_output=True,
+            text=True,
+            cwd=Path(__file__).parents[2],
         )
         assert float(other.stdout) < 0.1, other.stderr
     with CaptureWriter(FileOptions(quick_path)) as files:
@@ -349,7 +373,9 @@ def test_a_clock_that_goes_back_changes_nothing(quick_path, monkeypatch):
     """Times are written down and never compared."""
     for turn, now in enumerate((2e9, 1e9, 0.0)):
         monkeypatch.setattr(time, "gmtime", lambda seconds=None, now=now: time.localtime(now))
-        with CaptureWriter(FileOptions(quick_path, default_layout="sharded", num_shards=1), SoftDisk()) as files:
+        with CaptureWriter(
+            FileOptions(quick_path, default_layout="sharded", num_shards=1), SoftDisk()
+        ) as files:
             assert capture(files, f"r{turn}").status == "ok"
     assert set(read_sharded(quick_path / "run")) == {"r0", "r1", "r2"}
 
@@ -370,7 +396,9 @@ def test_a_failing_disk_never_reaches_the_engine(quick_path):
             dispatcher.submit(chunk(name, "post_attn", 0, 0, 4))
             dispatcher.finish(name, "stop", 4)
             results = dispatcher.results(name, timeout=30)
-            assert results["files"].status == ("error" if bad[0] else "ok") and results["memory"].status == "ok"
+            assert (
+                results["files"].status == ("error" if bad[0] else "ok") and results["memory"].status == "ok"
+            )
             assert_is_prefix(memory.take(name)[0, "post_attn"], name, 4)
         bad[0] = False
     assert [path.name for path in sorted((quick_path / "run").iterdir()) if any(path.iterdir())] == [

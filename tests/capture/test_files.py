@@ -23,7 +23,9 @@ from tests.capture.disks import SlowDisk, SoftDisk
 from tests.capture.made import SHAPES, assert_is_prefix, bits, chunk, same_bits
 
 LAYOUTS = ("per_file", "packed", "sharded")
-SITES = [(hook, layer) for hook in ("mhc_streams_pre_attn", "mhc_attn_res_mix", "mlp_out") for layer in (0, 5)]
+SITES = [
+    (hook, layer) for hook in ("mhc_streams_pre_attn", "mhc_attn_res_mix", "mlp_out") for layer in (0, 5)
+]
 
 
 def writer(root: Path, **options) -> CaptureWriter:
@@ -55,7 +57,9 @@ def test_rows_come_back_bit_for_bit_with_their_labels(quick_path, layout, coales
             capture(files, request)
         results = [finished(files, request) for request in ("a", "b")]
     assert [result.status for result in results] == ["ok", "ok"]
-    assert all(result.rows == 7 * len(SITES) and result.keys == len(SITES) and result.durable for result in results)
+    assert all(
+        result.rows == 7 * len(SITES) and result.keys == len(SITES) and result.durable for result in results
+    )
     for request in ("a", "b"):
         entries = read_back(quick_path, layout, request)
         assert set(entries) == {(layer, hook) for hook, layer in SITES}
@@ -63,7 +67,11 @@ def test_rows_come_back_bit_for_bit_with_their_labels(quick_path, layout, coales
             assert_is_prefix(entry, request, 7)
             assert entry.phases == ["prefill"] * 4 + ["decode"] * 3
             assert entry.axes == (["from", "to"] if entry.hook == "mhc_attn_res_mix" else None)
-            assert entry.meta["finish_reason"] == "stop" and entry.meta["prompt_len"] == 4 and entry.meta["complete"]
+            assert (
+                entry.meta["finish_reason"] == "stop"
+                and entry.meta["prompt_len"] == 4
+                and entry.meta["complete"]
+            )
     assert not list(quick_path.rglob("*.tmp")) and not list(quick_path.rglob("*.journal"))
 
 
@@ -83,7 +91,9 @@ def test_t_cap_4_mixed_dtypes_in_one_packed_file_and_old_sidecars(quick_path):
     old = {name: index[name] for name in ("request_id", "layout", "dtype")}
     base = ("layer", "hook", "offset", "nbytes", "shape")
     for kept in (("dtype", "row_shape", "positions"), ("dtype", "row_shape"), ("dtype",)):
-        old["entries"] = [{name: entry[name] for name in (*base, *kept) if name in entry} for entry in index["entries"]]
+        old["entries"] = [
+            {name: entry[name] for name in (*base, *kept) if name in entry} for entry in index["entries"]
+        ]
         (directory / "packed.json").write_text(json.dumps(old))
         for address, entry in read_packed(directory).items():
             flat = entry.array if "row_shape" in kept else entry.array.reshape(ours[address].array.shape)
@@ -104,7 +114,9 @@ def test_t_cap_4_mixed_dtypes_in_one_packed_file_and_old_sidecars(quick_path):
 def test_a_per_file_sidecar_without_dtype_is_float32(quick_path):
     rows = np.arange(12, dtype="<f4").reshape(3, 4)
     (quick_path / "7_post_mlp.bin").write_bytes(rows.tobytes())
-    (quick_path / "7_post_mlp.json").write_text('{"request_id": "x", "layer": 7, "hook": "post_mlp", "shape": [3, 4]}')
+    (quick_path / "7_post_mlp.json").write_text(
+        '{"request_id": "x", "layer": 7, "hook": "post_mlp", "shape": [3, 4]}'
+    )
     entry = read_per_file(quick_path / "7_post_mlp.bin")
     assert entry.dtype == "float32" and same_bits(entry.array, rows) and entry.positions is None
 
@@ -119,9 +131,13 @@ def test_a_reader_of_the_old_format_reads_our_files(quick_path, layout):
             assert finished(files, request).status == "ok"
     if layout == "sharded":
         found = foreign.sharded(quick_path / "run")
-        assert len(list(quick_path.rglob("shard-*.bin"))) > 2, "shards must have rotated for this to test joining"
+        assert len(list(quick_path.rglob("shard-*.bin"))) > 2, (
+            "shards must have rotated for this to test joining"
+        )
     elif layout == "packed":
-        found = {key: value for name in "abc" for key, value in foreign.packed(quick_path / "run" / name).items()}
+        found = {
+            key: value for name in "abc" for key, value in foreign.packed(quick_path / "run" / name).items()
+        }
     else:
         found = {}
         for payload in quick_path.rglob("*.bin"):
@@ -142,13 +158,25 @@ def test_the_sidecar_says_what_the_format_promises(quick_path):
         result = finished(files, "key")
     assert result.id == "my_tag/probe_1" and result.paths == ("my_tag/probe_1/packed.bin",)
     payload = (quick_path / result.paths[0]).read_bytes()
-    assert hashlib.sha256(payload).hexdigest() == result.sha256[result.paths[0]] and result.bytes == len(payload)
+    assert hashlib.sha256(payload).hexdigest() == result.sha256[result.paths[0]] and result.bytes == len(
+        payload
+    )
     index = json.loads((quick_path / result.paths[0]).with_suffix(".json").read_text())
-    facts = {name: value for name, value in index.items() if name not in ("entries", "write_id", "created_at")}
+    facts = {
+        name: value for name, value in index.items() if name not in ("entries", "write_id", "created_at")
+    }
     assert facts == {
-        "request_id": "probe/1", "tag": "my tag", "layout": "packed", "dtype": "float32", "format_version": 1,
-        "finish_reason": "stop", "prompt_len": 4, "complete": True, "rows": 6, **meta,
-    }  # fmt: skip
+        "request_id": "probe/1",
+        "tag": "my tag",
+        "layout": "packed",
+        "dtype": "float32",
+        "format_version": 1,
+        "finish_reason": "stop",
+        "prompt_len": 4,
+        "complete": True,
+        "rows": 6,
+        **meta,
+    }
     mix, fp8 = index["entries"]
     assert mix["axes"] == ["from", "to"] and mix["row_shape"] == [4, 4] and mix["phase"] == "prefill"
     assert fp8["dtype"] == "fp8_e4m3" and len(fp8["scale"]) == 3 and "row_shape" not in fp8
@@ -178,9 +206,17 @@ def test_a_gap_in_the_rows_is_a_new_entry(quick_path):
 def test_a_chunk_larger_than_an_entry_is_cut(quick_path):
     rows = 70_000
     big = Chunk(
-        "a", "run", "post_attn", 0, np.arange(rows, dtype=np.float32).reshape(rows, 1), "float32", (1,), range(rows),
-        np.arange(rows), "p" * rows,
-    )  # fmt: skip
+        "a",
+        "run",
+        "post_attn",
+        0,
+        np.arange(rows, dtype=np.float32).reshape(rows, 1),
+        "float32",
+        (1,),
+        range(rows),
+        np.arange(rows),
+        "p" * rows,
+    )
     with writer(quick_path) as files:
         files.append(big)
         assert finished(files, "a").rows == rows
@@ -198,9 +234,16 @@ def test_a_long_capture_waits_longer_between_entries(quick_path):
         directory = quick_path / str(place)
         directory.mkdir()
         file = OpenFile(
-            SoftDisk(), str(quick_path), str(place), "packed", header, sync=True, atomic=True, coalesce_bytes=20_000,
+            SoftDisk(),
+            str(quick_path),
+            str(place),
+            "packed",
+            header,
+            sync=True,
+            atomic=True,
+            coalesce_bytes=20_000,
             fd_cache_size=4,
-        )  # fmt: skip
+        )
         file.num_entries = place
         state = RequestState(CaptureRequest("a", "a", "run"), "packed")
         for start in range(2000):
@@ -213,7 +256,9 @@ def test_a_long_capture_waits_longer_between_entries(quick_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_rows_that_stand_for_no_token_have_no_labels(quick_path, layout):
-    mean = Chunk("a", "run", "post_attn", 1, bits("a", "post_attn", 1, 0, 1), "bfloat16", (8,), None, None, None)
+    mean = Chunk(
+        "a", "run", "post_attn", 1, bits("a", "post_attn", 1, 0, 1), "bfloat16", (8,), None, None, None
+    )
     with writer(quick_path, default_layout=layout) as files:
         files.append(mean)
         assert finished(files, "a").status == "ok"
@@ -226,11 +271,15 @@ def test_labelled_and_unlabelled_rows_of_one_site_are_told_apart(quick_path, lay
     """Rows that continue each other but not in kind: two entries, and no label is put on a row it is not of."""
     with writer(quick_path, default_layout=layout) as files:
         files.append(chunk("a", "post_attn", 1, 0, 2))
-        files.append(Chunk(**{**vars(chunk("a", "post_attn", 1, 2, 2)), "positions": None, "token_ids": None}))
+        files.append(
+            Chunk(**{**vars(chunk("a", "post_attn", 1, 2, 2)), "positions": None, "token_ids": None})
+        )
         files.append(chunk("a", "mlp_out", 1, 0, 2))
         assert finished(files, "a").status == "ok"
     entry = read_back(quick_path, layout, "a")[1, "post_attn"]
-    assert same_bits(entry.array, bits("a", "post_attn", 1, 0, 4)) and entry.positions is entry.token_ids is None
+    assert (
+        same_bits(entry.array, bits("a", "post_attn", 1, 0, 4)) and entry.positions is entry.token_ids is None
+    )
     assert entry.phases == ["prefill"] * 4
 
 
@@ -278,14 +327,18 @@ def test_a_shard_that_fills_up_in_the_middle_of_a_request_is_continued(quick_pat
         capture(files, "a", 40)
         result = finished(files, "a")
     shards = sorted(quick_path.rglob("shard-*.json"))
-    assert len(shards) > 3 and [json.loads(path.read_text())["seq"] for path in shards] == list(range(len(shards)))
+    assert len(shards) > 3 and [json.loads(path.read_text())["seq"] for path in shards] == list(
+        range(len(shards))
+    )
     assert result.status == "ok" and len(result.paths) >= len(shards) - 1
     entries = read_sharded(quick_path / "run")["a"]
     for entry in entries.values():
         assert_is_prefix(entry, "a", 40)
         assert entry.meta["complete"] is True
     shards[1].unlink()
-    assert read_sharded(quick_path / "run")["a"][0, "mlp_out"].meta["complete"] is False, "a missing shard is noticed"
+    assert read_sharded(quick_path / "run")["a"][0, "mlp_out"].meta["complete"] is False, (
+        "a missing shard is noticed"
+    )
 
 
 def test_the_next_run_continues_the_numbers_of_the_shards(quick_path):
@@ -293,7 +346,10 @@ def test_the_next_run_continues_the_numbers_of_the_shards(quick_path):
         with writer(quick_path, default_layout="sharded", num_shards=1) as files:
             capture(files, request)
             finished(files, request)
-    assert [path.name for path in sorted(quick_path.rglob("*.bin"))] == ["shard-000-000000.bin", "shard-000-000001.bin"]
+    assert [path.name for path in sorted(quick_path.rglob("*.bin"))] == [
+        "shard-000-000000.bin",
+        "shard-000-000001.bin",
+    ]
     assert set(read_sharded(quick_path / "run")) == {"a", "b"}
 
 
@@ -371,7 +427,9 @@ def test_requests_that_end_together_share_their_syncs(quick_path):
             capture(files, f"r{number}", 2, SITES[:1])
         futures = [files.finish(CaptureFinish(f"r{number}")) for number in range(count)]
         assert all(future.result(30).status == "ok" for future in futures)
-        assert files.rounds - rounds <= 3 and disk.calls["fsync"] - before <= 6, "two syncs a round, three rounds"
+        assert files.rounds - rounds <= 3 and disk.calls["fsync"] - before <= 6, (
+            "two syncs a round, three rounds"
+        )
 
 
 def test_requests_from_several_threads(quick_path):
@@ -439,11 +497,19 @@ def test_facts_that_cannot_stand_in_a_sidecar_fail_their_request_only(quick_path
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"default_layout": "zip"}, {"on_collision": "maybe"}, {"num_shards": 0}, {"num_shards": 2000}, {"fsync": 1},
-        {"shard_max_bytes": True}, {"timeout_seconds": float("nan")}, {"timeout_seconds": "30"}, {"root": ""},
-        {"pp_rank": 2, "pp_size": 2}, {"writer_threads": -1},
+        {"default_layout": "zip"},
+        {"on_collision": "maybe"},
+        {"num_shards": 0},
+        {"num_shards": 2000},
+        {"fsync": 1},
+        {"shard_max_bytes": True},
+        {"timeout_seconds": float("nan")},
+        {"timeout_seconds": "30"},
+        {"root": ""},
+        {"pp_rank": 2, "pp_size": 2},
+        {"writer_threads": -1},
     ],
-)  # fmt: skip
+)
 def test_options_are_checked_when_given(quick_path, wrong):
     with pytest.raises(OptionError):
         FileOptions(**{"root": quick_path, **wrong})

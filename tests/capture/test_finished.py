@@ -33,14 +33,22 @@ def write(root, layout: str, names=ENDS, shard_max_bytes: int = 900) -> None:
 
 def read_all(root, layout: str):
     tag = root / "run"
-    return read_sharded(tag) if layout == "sharded" else {path.name: read_request(path) for path in tag.iterdir()}
+    return (
+        read_sharded(tag)
+        if layout == "sharded"
+        else {path.name: read_request(path) for path in tag.iterdir()}
+    )
 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed", "per_file"])
 def test_only_requests_that_ended_well_are_finished_and_the_others_can_be_written_again(tmp_path, layout):
     write(tmp_path, layout)
     found = survey(tmp_path / "run")
-    assert sorted(found.finished) == ["stopped", "whole"] and found.unfinished == ["cancelled", "failed", "open"]
+    assert sorted(found.finished) == ["stopped", "whole"] and found.unfinished == [
+        "cancelled",
+        "failed",
+        "open",
+    ]
     assert {(p.rows, p.nbytes) for p in found.finished.values()} == {(24, 12 * 16 + 12 * 64)}
     forget(tmp_path / "run", found.unfinished)
     kept = read_all(tmp_path, layout)

@@ -51,5 +51,7 @@ def test_hooks_without_a_stream_axis_are_left_whole():
 
 def test_a_projection_to_as_many_columns_as_there_are_streams():
     matrix = torch.randn(2 * V4["pre_attn"].width, M, generator=torch.Generator().manual_seed(1))
-    tensor, _ = run(Capture({"mhc_streams_pre_attn": [1]}, streams=[1, 3], project="p"), "mhc_streams_pre_attn", matrix)
+    tensor, _ = run(
+        Capture({"mhc_streams_pre_attn": [1]}, streams=[1, 3], project="p"), "mhc_streams_pre_attn", matrix
+    )
     assert torch.equal(tensor, rows_of("mhc_streams_pre_attn")[:, [1, 3]].float().flatten(1) @ matrix)

@@ -20,8 +20,41 @@ from tests.capture.made import SHAPES, bits, chunk
 from tests.sizes import scaled
 
 SITES = [("mhc_streams_pre_attn", 0), ("mhc_attn_res_mix", 1), ("mlp_in", 2), ("post_attn", 3)]
-NUMBERS = [0, 1, -1, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64, 10**30, 1.5, 1e300, True, None, "1", [], {}]
-WORDS = ["", "x", "float32", "bfloat16", "fp8_e4m3", "float64", "../x", "\0", "é" * 300, 7, None, [1], {"a": 1}]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2**31,
+    2**32,
+    2**53,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+    1.5,
+    1e300,
+    True,
+    None,
+    "1",
+    [],
+    {},
+]
+WORDS = [
+    "",
+    "x",
+    "float32",
+    "bfloat16",
+    "fp8_e4m3",
+    "float64",
+    "../x",
+    "\0",
+    "é" * 300,
+    7,
+    None,
+    [1],
+    {"a": 1},
+]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +93,9 @@ def mutated_json(document, chance: random.Random):
         elif what < 0.7 and isinstance(node, dict):
             node.pop(key, None)
         elif what < 0.8 and isinstance(node, dict):
-            node[chance.choice(["entries", "dtype", "layout", "shape", "scale", "extra"])] = chance.choice(NUMBERS)
+            node[chance.choice(["entries", "dtype", "layout", "shape", "scale", "extra"])] = chance.choice(
+                NUMBERS
+            )
         elif isinstance(node, list) and node:
             node.extend(node[:1] * chance.randint(1, 40))
         else:
@@ -81,7 +116,9 @@ def test_mutated_sidecars_and_payloads(captures, layout):
     """Whatever is changed, reading raises a `CaptureFileError` or gives rows that the payload's sums vouch for."""
     chance = random.Random(layout)
     directory = captures if layout == "sharded" else captures / layout
-    files = sorted(path for path in directory.iterdir() if path.is_file() and path.suffix in (".json", ".bin"))
+    files = sorted(
+        path for path in directory.iterdir() if path.is_file() and path.suffix in (".json", ".bin")
+    )
     saved = {path: path.read_bytes() for path in files}
     refused = accepted = 0
     slowest = most = 0.0
@@ -107,7 +144,9 @@ def test_mutated_sidecars_and_payloads(captures, layout):
             path.write_bytes(saved[path])
     finally:
         tracemalloc.stop()
-    print(f"{layout}: {refused} refused, {accepted} read; slowest {slowest * 1e3:.0f} ms, most {most / 2**20:.1f} MiB")
+    print(
+        f"{layout}: {refused} refused, {accepted} read; slowest {slowest * 1e3:.0f} ms, most {most / 2**20:.1f} MiB"
+    )
     assert refused > scaled(1000, 100) and slowest < 0.2 and most < 64 << 20
 
 
@@ -118,7 +157,12 @@ def check_rows(found: dict, layout: str) -> None:
             known = [(h, n) for h, n in SITES if entry.dtype == SHAPES[h][0]]
             if (hook, layer) in known and entry.positions == list(range(len(entry.array))):
                 truth = bits(layout, hook, layer, 0, 6).tobytes()
-                assert entry.array.tobytes() in (truth, truth[: len(truth) // 2], truth[len(truth) // 2 :], b"")
+                assert entry.array.tobytes() in (
+                    truth,
+                    truth[: len(truth) // 2],
+                    truth[len(truth) // 2 :],
+                    b"",
+                )
 
 
 def sidecar(**changes) -> dict:
@@ -169,10 +213,14 @@ def test_each_way_of_being_wrong_has_its_own_message(quick_path, name):
 
 
 RAW = {
-    "empty": b"", "cut": b'{"entries": [', "NaN": b'{"entries": [], "dtype": NaN}', "not UTF-8": b'{"a": "\xff"}',
-    "too deep": b"[" * 200_000, "a number of 10,000 digits": b'{"layer": ' + b"9" * 10_000 + b"}",
+    "empty": b"",
+    "cut": b'{"entries": [',
+    "NaN": b'{"entries": [], "dtype": NaN}',
+    "not UTF-8": b'{"a": "\xff"}',
+    "too deep": b"[" * 200_000,
+    "a number of 10,000 digits": b'{"layer": ' + b"9" * 10_000 + b"}",
     "null bytes": b"\0" * 64,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RAW)
@@ -190,7 +238,14 @@ def test_what_is_not_json_is_refused(quick_path, name):
 def test_entries_that_share_bytes_cannot_ask_for_more_than_the_file(quick_path):
     """A thousand entries of one mebibyte, all of them the same mebibyte."""
     (quick_path / "packed.bin").write_bytes(bytes(1 << 20))
-    entry = {"layer": 0, "hook": "post_attn", "offset": 0, "nbytes": 1 << 20, "shape": [1 << 20, 1], "dtype": "uint8"}
+    entry = {
+        "layer": 0,
+        "hook": "post_attn",
+        "offset": 0,
+        "nbytes": 1 << 20,
+        "shape": [1 << 20, 1],
+        "dtype": "uint8",
+    }
     (quick_path / "packed.json").write_text(json.dumps({"dtype": "uint8", "entries": [entry] * 1000}))
     tracemalloc.start()
     with pytest.raises(CaptureFileError, match="claim more"):

@@ -58,10 +58,28 @@ def test_shards_are_used_evenly():
 
 
 TRICKS = [
-    "../up", "..", ".", "/etc/passwd", "a/../../b", "%2e%2e/x", "nul\0byte", "CON", "x" * 256, "\u202etxt", "ａ／ｂ",
+    "../up",
+    "..",
+    ".",
+    "/etc/passwd",
+    "a/../../b",
+    "%2e%2e/x",
+    "nul\0byte",
+    "CON",
+    "x" * 256,
+    "\u202etxt",
+    "ａ／ｂ",
     "~root",
-    "-rf", ".lock", ".hidden", "shard-000-000000.bin", "a\nb", "a b", "*", "packed.json", "\ud800",
-]  # fmt: skip
+    "-rf",
+    ".lock",
+    ".hidden",
+    "shard-000-000000.bin",
+    "a\nb",
+    "a b",
+    "*",
+    "packed.json",
+    "\ud800",
+]
 
 
 @pytest.mark.parametrize("layout", ("packed", "per_file", "sharded"))
@@ -92,14 +110,18 @@ def test_ids_that_look_alike_do_not_share_a_directory(quick_path):
     assert len({result.id for result in results}) == 5
     for number, result in enumerate(results, 1):
         assert holds(quick_path / result.id, str(number))
-    ids = [json.loads((quick_path / result.id / "packed.json").read_text())["request_id"] for result in results]
+    ids = [
+        json.loads((quick_path / result.id / "packed.json").read_text())["request_id"] for result in results
+    ]
     assert ids == ["a b", "a/b", "a b", "a b", "a:b"]
 
 
 def test_a_used_id_is_refused_by_default(quick_path):
     assert write(quick_path, "a", key="1").status == "ok"
     again = write(quick_path, "a", key="2")
-    assert again.status == "error" and "already has a capture" in again.error and "on_collision" in again.error
+    assert (
+        again.status == "error" and "already has a capture" in again.error and "on_collision" in again.error
+    )
     assert holds(quick_path / "run/a", "1")
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         files.begin(CaptureRequest("3", "b", "run"))

@@ -27,9 +27,13 @@ def record(root: Path, layout: str, seed: int) -> list:
     chance = random.Random(seed)
     disk = RecordingDisk(root)
     options = FileOptions(
-        root, default_layout=layout, coalesce_max_bytes=chance.choice([0, 2500]), num_shards=2, shard_max_bytes=700,
+        root,
+        default_layout=layout,
+        coalesce_max_bytes=chance.choice([0, 2500]),
+        num_shards=2,
+        shard_max_bytes=700,
         on_collision="overwrite" if layout != "sharded" else "error",
-    )  # fmt: skip
+    )
     root.mkdir(parents=True)
     files = CaptureWriter(options, disk)
     futures = []
@@ -120,8 +124,12 @@ def test_power_loss_at_any_instant(quick_path, layout):
         assert not list(root.rglob("*.journal")) and not list(root.rglob("*.tmp"))
         before = tree(root)
         again = repair(root, SoftDisk())
-        assert tree(root) == before and not again.sealed and not again.removed, "a second repair changes nothing"
-    print(f"{layout}: {points} crash points, {acknowledged} acknowledged requests seen, {recovered} recovered")
+        assert tree(root) == before and not again.sealed and not again.removed, (
+            "a second repair changes nothing"
+        )
+    print(
+        f"{layout}: {points} crash points, {acknowledged} acknowledged requests seen, {recovered} recovered"
+    )
     assert acknowledged > points, "most crash points must come after acknowledgements, or nothing is tested"
 
 

@@ -94,4 +94,7 @@ def test_a_product_does_not_depend_on_the_rows_beside_it():
         assert torch.equal(torch.cat([project(rows[:cut], matrix), project(rows[cut:], matrix)]), whole)
     exact = rows.flatten(1).double() @ matrix.double()
     bound = rows.flatten(1).double().abs() @ matrix.double().abs()
-    assert ((whole - exact).abs() <= 192 * 2.0**-24 * bound).all() and project(rows[:0], matrix).shape == (0, 5)
+    assert ((whole - exact).abs() <= 192 * 2.0**-24 * bound).all() and project(rows[:0], matrix).shape == (
+        0,
+        5,
+    )

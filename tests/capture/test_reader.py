@@ -54,10 +54,14 @@ def entry_of(positions: list[int] | None, **extra) -> CaptureEntry:
 
 
 def test_t_cap_5_the_last_row_of_each_position_wins():
-    entry = entry_of([5, 6, 7, 6, 7, 8], token_ids=[1, 2, 3, 4, 5, 6], phases=["decode"] * 6, scale=np.arange(6.0))
+    entry = entry_of(
+        [5, 6, 7, 6, 7, 8], token_ids=[1, 2, 3, 4, 5, 6], phases=["decode"] * 6, scale=np.arange(6.0)
+    )
     latest = latest_per_position(entry)
     assert (
-        latest.positions == [5, 6, 7, 8] and latest.token_ids == [1, 4, 5, 6] and latest.scale.tolist() == [0, 3, 4, 5]
+        latest.positions == [5, 6, 7, 8]
+        and latest.token_ids == [1, 4, 5, 6]
+        and latest.scale.tolist() == [0, 3, 4, 5]
     )
     assert latest.array.tolist() == [entry.array[row].tolist() for row in (0, 3, 4, 5)]
     assert len(entry.positions) == 6, "the entry itself is left as it was"
@@ -119,7 +123,9 @@ def test_a_flipped_bit_is_found_named_and_left_out(quick_path):
         dirty[place] ^= 1 << int(random.integers(8))
         payload.write_bytes(dirty)
         hit = next(entry for entry in entries if entry["offset"] <= place < entry["offset"] + entry["nbytes"])
-        with pytest.raises(CaptureChecksum, match=rf"{hit['hook']}\[{hit['layer']}\], bytes {hit['offset']} to"):
+        with pytest.raises(
+            CaptureChecksum, match=rf"{hit['hook']}\[{hit['layer']}\], bytes {hit['offset']} to"
+        ):
             read_packed(directory)
         damaged: list[CaptureFileError] = []
         found = read_packed(directory, on_damage=damaged.append)
@@ -184,7 +190,9 @@ def test_paths_may_be_a_directory_a_sidecar_or_a_payload(quick_path):
         read_per_file(directory / "packed.bin")
 
 
-@pytest.mark.parametrize(("make", "word"), [(lambda d: None, "no finished capture"), (os.rmdir, "cannot be listed")])
+@pytest.mark.parametrize(
+    ("make", "word"), [(lambda d: None, "no finished capture"), (os.rmdir, "cannot be listed")]
+)
 def test_what_is_not_there_is_said(quick_path, make, word):
     (quick_path / "x").mkdir()
     make(quick_path / "x")
@@ -219,8 +227,11 @@ def test_names_of_transformer_lens(quick_path):
     directory = written(quick_path, sites=sites)
     found = read_request(directory, names="transformer_lens")
     assert set(found) == {
-        "blocks.2.hook_in", "blocks.2.attn.hook_out", "blocks.0.attn_hc.hook_comb", "blocks.1.mlp_hc.hook_out"
-    }  # fmt: skip
+        "blocks.2.hook_in",
+        "blocks.2.attn.hook_out",
+        "blocks.0.attn_hc.hook_comb",
+        "blocks.1.mlp_hc.hook_out",
+    }
     assert_is_prefix(found["blocks.2.hook_in"], "a", 6)
     with pytest.raises(OptionError, match="transformer_lens"):
         read_request(directory, names="nonsense")
@@ -245,7 +256,11 @@ def test_tensors_share_the_memory_of_the_array(quick_path, mmap):
     for entry in read_packed(directory, mmap=mmap).values():
         tensor = to_torch(entry)
         assert tensor.data_ptr() == entry.array.ctypes.data and tuple(tensor.shape) == entry.array.shape
-        assert str(tensor.dtype).removeprefix("torch.").startswith(entry.dtype.split("_")[0].replace("fp8", "float8"))
+        assert (
+            str(tensor.dtype)
+            .removeprefix("torch.")
+            .startswith(entry.dtype.split("_")[0].replace("fp8", "float8"))
+        )
         assert np.array_equal(tensor.float().numpy(), to_float32(entry.array, entry.dtype), equal_nan=True)
         tensor.view(torch.uint8).fill_(1)  # private to this process
     for entry in read_packed(directory, mmap=mmap).values():
@@ -258,7 +273,9 @@ def test_the_reader_needs_no_torch():
         "birkhoff.capture.store.repair, birkhoff.capture.sinks.dispatcher, birkhoff.capture.sinks.consumer_registry; "
         "print(sorted(m for m in sys.modules if m.split('.')[0] in ('torch', 'safetensors', 'tokenizers')))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.returncode == 0 and done.stdout.strip() == "['safetensors', 'torch']", done.stderr
 
 

@@ -76,13 +76,25 @@ def test_storage_stays_within_its_bounds(seed, dtype):
     rows = draw(seed, 7, 2, 9, spread=6.0, dtype=dtype)
     rows = torch.where(rows.abs() < 60000, rows, 60000.0).to(dtype)
     exact = rows.double()
-    for name, relative, absolute in (("float32", 0.0, 0.0), ("bfloat16", 2**-8, 2**-134), ("float16", 2**-11, 2**-25)):
+    for name, relative, absolute in (
+        ("float32", 0.0, 0.0),
+        ("bfloat16", 2**-8, 2**-134),
+        ("float16", 2**-11, 2**-25),
+    ):
         kept = store(rows, name)
-        assert kept.scale is None and str(kept.values.dtype) == f"torch.{name}" and kept.values.shape == rows.shape
+        assert (
+            kept.scale is None
+            and str(kept.values.dtype) == f"torch.{name}"
+            and kept.values.shape == rows.shape
+        )
         assert ((kept.restore().double() - exact).abs() <= (relative * exact.abs()).clamp_min(absolute)).all()
         assert kept.overflowed is None or int(kept.overflowed) == 0
     kept = store(rows, "fp8_e4m3")
-    assert kept.values.dtype == torch.float8_e4m3fn and kept.values.shape == rows.shape and kept.scale.shape == (7,)
+    assert (
+        kept.values.dtype == torch.float8_e4m3fn
+        and kept.values.shape == rows.shape
+        and kept.scale.shape == (7,)
+    )
     assert torch.equal(kept.scale, (rows.float().flatten(1).abs().amax(1) / 448).clamp_min(2**-126))
     bound = torch.maximum(2**-4 * exact.abs(), 2**-10 * kept.scale.double().view(-1, 1, 1)) * (1 + 2**-20)
     assert ((kept.restore().double() - exact).abs() <= bound).all()
@@ -94,7 +106,9 @@ def test_the_bounds_are_tight():
     for name, bound in (("bfloat16", 2**-8), ("float16", 2**-11), ("fp8_e4m3", 2**-4)):
         worst = ((store(x, name).restore() - x).abs() / x).max().item()
         assert 0.9 * bound < worst <= bound * (1 + 2**-20), (name, worst)
-    small = torch.cat((torch.tensor([448.0]), torch.linspace(0, 2**-7, 10_001))).view(1, -1)  # scale 1: fp8's own
+    small = torch.cat((torch.tensor([448.0]), torch.linspace(0, 2**-7, 10_001))).view(
+        1, -1
+    )  # scale 1: fp8's own
     assert 0.9 * 2**-10 < (store(small, "fp8_e4m3").restore() - small).abs().max() <= 2**-10
 
 
@@ -113,16 +127,30 @@ def test_numbers_too_large_for_fp16_are_counted():
 
 def test_fp8_rows_at_the_edges():
     tiny, huge = 2.0**-149, torch.finfo(torch.float32).max
-    rows = torch.tensor([[0.0, 0.0, 0.0], [-0.0, tiny, -tiny], [huge, -huge, 1.0], [math.inf, 2.0, -1.0],
-                         [math.nan, -math.inf, 3.0], [math.nan] * 3])  # fmt: skip
+    rows = torch.tensor(
+        [
+            [0.0, 0.0, 0.0],
+            [-0.0, tiny, -tiny],
+            [huge, -huge, 1.0],
+            [math.inf, 2.0, -1.0],
+            [math.nan, -math.inf, 3.0],
+            [math.nan] * 3,
+        ]
+    )
     kept = store(rows, "fp8_e4m3")
     assert kept.scale.isfinite().all() and (kept.scale > 0).all()
     back = kept.restore()
     assert torch.equal(back[0], rows[0]) and (back[1].abs() <= 2**-126).all()
     assert ((back[2] - rows[2]).abs() <= 2**-4 * huge).all() and back[2].isfinite().all()
-    assert back[3].isnan().tolist() == [True, False, False] and back[4].isnan().tolist() == [True, True, False]
+    assert back[3].isnan().tolist() == [True, False, False] and back[4].isnan().tolist() == [
+        True,
+        True,
+        False,
+    ]
     # What is not finite leaves its row's scale alone.
-    assert torch.allclose(back[3, 1:], rows[3, 1:], rtol=2**-4) and torch.allclose(back[4, 2:], rows[4, 2:], rtol=2**-4)
+    assert torch.allclose(back[3, 1:], rows[3, 1:], rtol=2**-4) and torch.allclose(
+        back[4, 2:], rows[4, 2:], rtol=2**-4
+    )
     assert back[5].isnan().all()
     assert (
         store(torch.empty(0, 4), "fp8_e4m3").scale.shape == (0,)
@@ -140,7 +168,9 @@ def test_fp8_rows_do_not_look_at_each_other():
 
 
 def test_unknown_words_are_refused():
-    with pytest.raises(OptionError, match="stored as 'fp4', expected one of bfloat16, float16, float32, fp8_e4m3"):
+    with pytest.raises(
+        OptionError, match="stored as 'fp4', expected one of bfloat16, float16, float32, fp8_e4m3"
+    ):
         store(torch.ones(1, 1), "fp4")
     with pytest.raises(OptionError, match="reduce is 'median', expected one of mean, sum, last, max_norm"):
         accumulator("median")
@@ -156,8 +186,13 @@ def fed(reduce, rows, cuts, positions=None):
 
 
 @MANY
-@given(SEEDS, st.integers(1, 150), st.lists(st.integers(0, 150), max_size=8),
-       st.sampled_from([torch.float32, torch.bfloat16]), st.sampled_from(REDUCTIONS))  # fmt: skip
+@given(
+    SEEDS,
+    st.integers(1, 150),
+    st.lists(st.integers(0, 150), max_size=8),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.sampled_from(REDUCTIONS),
+)
 def test_any_chunking_reduces_to_the_whole(seed, count, cuts, dtype, reduce):
     rows = draw(seed, count, 2, 5, dtype=dtype)
     exact, cuts = rows.double(), sorted(min(cut, count) for cut in cuts)
@@ -165,11 +200,15 @@ def test_any_chunking_reduces_to_the_whole(seed, count, cuts, dtype, reduce):
     assert pieces.count == whole.count == count and pieces.row.shape == (1, 2, 5)
     if reduce in ("mean", "sum"):
         divisor = count if reduce == "mean" else 1
-        expected = torch.from_numpy(np.array([math.fsum(column) for column in exact.reshape(count, -1).T.tolist()]))
+        expected = torch.from_numpy(
+            np.array([math.fsum(column) for column in exact.reshape(count, -1).T.tolist()])
+        )
         expected, size = expected.view(1, 2, 5) / divisor, exact.abs().sum(0) / divisor
         bound = count * 2**-52 * size + 2**-24 * expected.abs() + 2**-149  # the sum, then rounding to float32
         assert pieces.row.dtype == torch.float32 and pieces.position is None
-        assert ((pieces.row - expected).abs() <= bound).all() and ((pieces.row - whole.row).abs() <= 2 * bound).all()
+        assert ((pieces.row - expected).abs() <= bound).all() and (
+            (pieces.row - whole.row).abs() <= 2 * bound
+        ).all()
     else:
         best = count - 1
         if reduce == "max_norm":
@@ -240,14 +279,21 @@ def test_a_long_sum_does_not_drift():
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_on_a_gpu_nothing_waits_and_the_results_are_those_of_a_cpu():
     rows, matrix = draw(51, 300, 4, 512, dtype=torch.bfloat16), draw(52, 1024, 3, spread=0.5)
-    held, weights, whole = rows.cuda(), matrix.cuda(), {reduce: fed(reduce, rows, []) for reduce in REDUCTIONS}
+    held, weights, whole = (
+        rows.cuda(),
+        matrix.cuda(),
+        {reduce: fed(reduce, rows, []) for reduce in REDUCTIONS},
+    )
     taken, transform = {reduce: accumulator(reduce) for reduce in REDUCTIONS}, Transform((0, 2), weights)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for start, stop in pairwise([0, 1, 60, 61, 200, 300]):
             for each in taken.values():
                 each.add(held[start:stop], range(start, stop), range(100 + start, 100 + stop))
-        kept, scores = {name: store(held, name) for name in ("float16", "float32", "fp8_e4m3")}, transform(held)
+        kept, scores = (
+            {name: store(held, name) for name in ("float16", "float32", "fp8_e4m3")},
+            transform(held),
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for reduce, each in taken.items():

@@ -100,7 +100,9 @@ def test_a_torn_tail_at_every_byte_of_the_last_three_records(quick_path, layout,
     lines = saved[journal].splitlines(keepends=True)
     entries = [json.loads(line.split(b" ", 2)[2]) for line in lines if line[9:].startswith(b"entry ")]
     own = Path(journal).name.removesuffix(".journal")
-    ends = np.cumsum([len(line) for line in lines])[-len(entries) :]  # of the journal's lines: entries come last
+    ends = np.cumsum([len(line) for line in lines])[
+        -len(entries) :
+    ]  # of the journal's lines: entries come last
     if what == "journal":
         name, first = journal, int(ends[-4])
     else:  # the payload of the last record; in a per_file capture that is a file of its own
@@ -127,7 +129,9 @@ def test_a_torn_tail_at_every_byte_of_the_last_three_records(quick_path, layout,
             assert_is_prefix(entry, "a")
             assert entry.meta["complete"] is False
         kept = sum(len(entry.array) for entry in found.values())
-        assert kept == whole or (how == "zero" and kept > whole), f"cut at {cut}"  # bytes that were zero anyway
+        assert kept == whole or (how == "zero" and kept > whole), (
+            f"cut at {cut}"
+        )  # bytes that were zero anyway
         kept_counts.add(kept)
         (entry,) = rows_of(root, layout, "z").values()
         assert_is_prefix(entry, "z", 3)
@@ -156,7 +160,9 @@ def test_a_repair_that_is_killed_can_be_repeated(quick_path, layout, ended):
         for sidecar in root.rglob("*.json"):
             assert sidecar.with_suffix(".bin").exists(), "a sidecar implies its payload, at every instant"
         repair(root, SoftDisk())
-        assert {name: data for name, data in tree(root).items() if name != ".lock"} == wanted, f"stopped at {stop}"
+        assert {name: data for name, data in tree(root).items() if name != ".lock"} == wanted, (
+            f"stopped at {stop}"
+        )
     assert stop > 5
 
 
@@ -237,8 +243,10 @@ def test_kill_nine_at_a_random_instant(tmp_path):
         chance = random.Random(kill)
         victim = subprocess.Popen(
             [sys.executable, "-m", "tests.capture.victim", str(root), str(kill)],
-            stdout=subprocess.PIPE, cwd=Path(__file__).parents[2], text=True,
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            text=True,
+        )
         assert victim.stdout is not None
         lines = [victim.stdout.readline()]  # it has begun
         time.sleep(chance.uniform(0.02, 0.5))
@@ -254,18 +262,24 @@ def test_kill_nine_at_a_random_instant(tmp_path):
         sharded = read_sharded(root / "run")
         for what in told:
             request = what["request"]
-            entries = sharded[request] if what["layout"] == "sharded" else read_request(root / "run" / request)
+            entries = (
+                sharded[request] if what["layout"] == "sharded" else read_request(root / "run" / request)
+            )
             assert set(entries) == {(layer, hook) for hook, layer in VICTIM_SITES}
             for entry in entries.values():
                 assert_is_prefix(entry, request, what["rows"])
                 assert entry.meta["complete"] is True
         named = {what["request"] for what in told}
-        others = {path.name: read_request(path) for path in (root / "run").iterdir() if any(path.glob("*.json"))}
+        others = {
+            path.name: read_request(path) for path in (root / "run").iterdir() if any(path.glob("*.json"))
+        }
         for request, entries in {**others, **sharded}.items():
             for entry in entries.values():
                 assert_is_prefix(entry, request)  # unacknowledged rows may be there; wrong ones may not
         total += len(named)
-    print(f"{kills} kills, {total} acknowledged requests, all there; {repaired_bytes} bytes checked by repairs")
+    print(
+        f"{kills} kills, {total} acknowledged requests, all there; {repaired_bytes} bytes checked by repairs"
+    )
 
 
 def test_opening_a_root_that_was_closed_does_not_search_it(quick_path):
@@ -308,7 +322,10 @@ def test_journals_that_nobody_of_ours_wrote_are_refused_by_name(quick_path):
         [("open", header), ("entry", {"offset": 0, "nbytes": 10**400, "crc32": 0})],
         [("open", header), ("entry", {})],
         [("entry", {"offset": 0, "nbytes": 0, "crc32": 0})],
-        [("open", {**header, "layout": "per_file"}), ("entry", {"file": "../../../x", "offset": 0, "nbytes": 0})],
+        [
+            ("open", {**header, "layout": "per_file"}),
+            ("entry", {"file": "../../../x", "offset": 0, "nbytes": 0}),
+        ],
         [("open", header), ("finish", {"request_id": []})],
         [("open", [])],
     ]
@@ -365,14 +382,26 @@ def test_the_repair_keeps_up_with_a_gigabyte_a_second_or_so(quick_path):
     """Checking and sealing are one pass over the payload: the time per byte is that of reading and summing."""
     rows, width = scaled(65536, 8192), 2048
     files = CaptureWriter(
-        FileOptions(quick_path / "live", default_layout="sharded", num_shards=1, shard_max_bytes=1 << 30), SoftDisk()
+        FileOptions(quick_path / "live", default_layout="sharded", num_shards=1, shard_max_bytes=1 << 30),
+        SoftDisk(),
     )
     block = np.arange(256 * width, dtype=np.uint16).reshape(256, width)
     for start in range(0, rows, 256):
         files.append(
-            Chunk("a", "run", "post_attn", 0, block, "bfloat16", (width,), range(start, start + 256), range(256),
-                  "p" * 256, start)
-        )  # fmt: skip
+            Chunk(
+                "a",
+                "run",
+                "post_attn",
+                0,
+                block,
+                "bfloat16",
+                (width,),
+                range(start, start + 256),
+                range(256),
+                "p" * 256,
+                start,
+            )
+        )
     assert files.finish(CaptureFinish("a")).result(60).status == "ok"
     shutil.copytree(quick_path / "live", quick_path / "crash")
     files.close()
@@ -417,7 +446,9 @@ class HeldDisk(SoftDisk):
 def test_a_request_that_lost_an_earlier_shard_does_not_keep_a_later_one(quick_path, torn):
     """Rows 0 to 3 are in one shard and 4 to 7 in the next; when the first is torn, the second has no beginning."""
     disk, live, root = HeldDisk(), quick_path / "live", quick_path / "root"
-    options = FileOptions(live, default_layout="sharded", num_shards=1, coalesce_max_bytes=0, shard_max_bytes=8 * 16)
+    options = FileOptions(
+        live, default_layout="sharded", num_shards=1, coalesce_max_bytes=0, shard_max_bytes=8 * 16
+    )
     files = CaptureWriter(options, disk)
     disk.gate.clear()
     for start in range(0, 8, 2):

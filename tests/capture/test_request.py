@@ -13,7 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birkhoff.capture.spec.request import Capture, capture_hash, parse_capture_request, resolve_capture_request
+from birkhoff.capture.spec.request import (
+    Capture,
+    capture_hash,
+    parse_capture_request,
+    resolve_capture_request,
+)
 from birkhoff.errors import CaptureValidationError, SiteError
 from tests.capture.requests import DISK, FACTS, FILED, MAX_TOKENS, PLAIN, PROMPT, V4, D, L, M, part, refused
 from tests.sizes import scaled
@@ -21,7 +26,9 @@ from tests.test_floors import PACKAGE
 
 
 def test_aliases_resolve_and_shared_tensors_are_kept_once():
-    capture = Capture({"mhc_streams_post_mlp": [0, -1], "mhc_streams_pre_attn": [1], "mhc_streams_final": "all"})
+    capture = Capture(
+        {"mhc_streams_post_mlp": [0, -1], "mhc_streams_pre_attn": [1], "mhc_streams_final": "all"}
+    )
     resolved = capture.resolve(V4, L, PROMPT, MAX_TOKENS)
     assert resolved.addresses == (("mhc_streams_pre_attn", 1), ("mhc_streams_final", L - 1))
     assert resolved.address("mhc_streams_post_mlp", 0) == ("mhc_streams_pre_attn", 1)
@@ -29,7 +36,9 @@ def test_aliases_resolve_and_shared_tensors_are_kept_once():
     assert resolved.address("mhc_streams_pre_attn", 1) == ("mhc_streams_pre_attn", 1)
     only = Capture({"mhc_streams_post_mlp": [2]}).resolve(V4, L, PROMPT, MAX_TOKENS)
     assert only.address("mhc_streams_pre_attn", 3) == only.address("mhc_streams_post_mlp", 2 - L)
-    with pytest.raises(SiteError, match=r"'mlp_out'\[2\] was not captured. This capture holds .*mhc_streams_post_mlp"):
+    with pytest.raises(
+        SiteError, match=r"'mlp_out'\[2\] was not captured. This capture holds .*mhc_streams_post_mlp"
+    ):
         only.address("mlp_out", 2)
     plain = Capture({"post_block": [0, 1]}).resolve(PLAIN, 2, PROMPT, MAX_TOKENS)
     assert plain.addresses == (("post_mlp", 0), ("post_mlp", 1))
@@ -46,19 +55,31 @@ def test_addresses_are_in_order_of_layer_and_hook_id():
 
 def test_how_rows_are_stored_and_what_they_cost():
     def resolved(hooks, positions="all", **fields):
-        return Capture(hooks, positions, **fields).resolve(V4, L, PROMPT, MAX_TOKENS, projections=FACTS.projections)
+        return Capture(hooks, positions, **fields).resolve(
+            V4, L, PROMPT, MAX_TOKENS, projections=FACTS.projections
+        )
 
     rows = len(PROMPT) + MAX_TOKENS - 1  # the last token is never run
     one = resolved({"mhc_streams_pre_attn": [0, 1], "mhc_ffn_res_mix": [2]})
-    assert (one.rows["mhc_streams_pre_attn"].shape, one.rows["mhc_streams_pre_attn"].dtype) == ((M, D), "bfloat16")
+    assert (one.rows["mhc_streams_pre_attn"].shape, one.rows["mhc_streams_pre_attn"].dtype) == (
+        (M, D),
+        "bfloat16",
+    )
     assert (one.rows["mhc_ffn_res_mix"].shape, one.rows["mhc_ffn_res_mix"].dtype) == ((M, M), "float32")
     assert one.estimate.bytes == rows * (2 * M * D * 2 + M * M * 4)
     assert (one.estimate.rows, one.estimate.sites, one.estimate.exact) == (3 * rows, 3, True)
     assert (one.estimate.prompt_rows, one.estimate.generated_rows) == (len(PROMPT), MAX_TOKENS - 1)
     assert json.loads(json.dumps(one.estimate.to_json()))["bytes_by_hook"] == {
-        "mhc_streams_pre_attn": rows * 2 * M * D * 2, "mhc_ffn_res_mix": rows * M * M * 4}  # fmt: skip
+        "mhc_streams_pre_attn": rows * 2 * M * D * 2,
+        "mhc_ffn_res_mix": rows * M * M * 4,
+    }
 
-    expected = {"mhc_streams_pre_attn": (2, D), "mhc_attn_post_mix": (2,), "mlp_out": (D,), "mhc_attn_res_mix": (M, M)}
+    expected = {
+        "mhc_streams_pre_attn": (2, D),
+        "mhc_attn_post_mix": (2,),
+        "mlp_out": (D,),
+        "mhc_attn_res_mix": (M, M),
+    }
     cut = resolved({hook: [0] for hook in expected}, streams=[3, 1])
     assert {hook: row.shape for hook, row in cut.rows.items()} == expected
 
@@ -73,7 +94,12 @@ def test_how_rows_are_stored_and_what_they_cost():
     pair = resolved({"mhc_streams_pre_attn": [0]}, project="pair", streams=[0, 2], dtype="bf16")
     assert pair.estimate.bytes == rows * 1 * 2
 
-    for reduce, dtype in (("mean", "float32"), ("sum", "float32"), ("last", "bfloat16"), ("max_norm", "bfloat16")):
+    for reduce, dtype in (
+        ("mean", "float32"),
+        ("sum", "float32"),
+        ("last", "bfloat16"),
+        ("max_norm", "bfloat16"),
+    ):
         single = resolved({"mlp_out": [0, 5]}, reduce=reduce)
         assert single.rows["mlp_out"].dtype == dtype and single.estimate.rows == 2
         assert single.estimate.bytes == 2 * D * (4 if dtype == "float32" else 2)
@@ -88,8 +114,14 @@ def test_estimates_by_position():
     assert (cost([0, 8]).rows, cost([0, 8]).exact) == (1, True)  # position 8 is sampled, never run
     by_id = cost({"prompt": {"token_ids": [7]}, "generated": {"token_ids": [7]}})
     assert (by_id.prompt_rows, by_id.generated_rows, by_id.exact) == (2, 4, False)
-    assert (cost({"prompt": {"token_ids": [7]}}).rows, cost({"prompt": {"token_ids": [7]}}).exact) == (2, True)
-    assert (cost({"prompt": {"token_ids": [7]}}, 4).rows, cost({"prompt": {"token_ids": [7]}}, 4).exact) == (4, False)
+    assert (cost({"prompt": {"token_ids": [7]}}).rows, cost({"prompt": {"token_ids": [7]}}).exact) == (
+        2,
+        True,
+    )
+    assert (cost({"prompt": {"token_ids": [7]}}, 4).rows, cost({"prompt": {"token_ids": [7]}}, 4).exact) == (
+        4,
+        False,
+    )
 
 
 def test_the_cap_is_one_for_all_consumers_and_exact_to_the_byte():
@@ -102,23 +134,41 @@ def test_the_cap_is_one_for_all_consumers_and_exact_to_the_byte():
     inline = dataclasses.replace(FACTS, max_inline_bytes=each - 1)
     assert refused({"memory": part()}, inline).rule == "V11"
     assert resolve_capture_request({"memory": part(**{"return": "handle"})}, inline)
-    assert resolve_capture_request({"disk": part(**FILED)}, inline)  # that consumer returns files unless told otherwise
+    assert resolve_capture_request(
+        {"disk": part(**FILED)}, inline
+    )  # that consumer returns files unless told otherwise
 
 
 def test_what_is_returned_and_whether_rows_wait_for_acceptance():
     found = resolve_capture_request({"memory": part(), "disk": part(**FILED)}, FACTS)
     assert (found["memory"].returns, found["memory"].accepted_only) == ("inline", True)
     assert (found["disk"].returns, found["disk"].accepted_only) == ("file", False)
-    told = resolve_capture_request({"disk": part(**FILED, accepted_only=True, **{"return": "handle"})}, FACTS)["disk"]
+    told = resolve_capture_request(
+        {"disk": part(**FILED, accepted_only=True, **{"return": "handle"})}, FACTS
+    )["disk"]
     assert (told.returns, told.accepted_only) == ("handle", True)
 
 
 def test_python_and_wire_are_one():
     """The same fields, as JSON with and without a model, and as Python arguments."""
-    raw = {"hooks": {"mhc_streams_pre_attn": [0, -1]}, "positions": [0, -1], "capture_point": "after", "reduce": "mean",
-           "dtype": "fp32", "streams": [1, 0], "return": "handle", "layout": "packed", "request_id": "a", "tag": "b",
-           "accepted_only": False, "project": "pair"}  # fmt: skip
-    wire, bare = parse_capture_request({"disk": raw}, FACTS)["disk"], parse_capture_request({"disk": raw})["disk"]
+    raw = {
+        "hooks": {"mhc_streams_pre_attn": [0, -1]},
+        "positions": [0, -1],
+        "capture_point": "after",
+        "reduce": "mean",
+        "dtype": "fp32",
+        "streams": [1, 0],
+        "return": "handle",
+        "layout": "packed",
+        "request_id": "a",
+        "tag": "b",
+        "accepted_only": False,
+        "project": "pair",
+    }
+    wire, bare = (
+        parse_capture_request({"disk": raw}, FACTS)["disk"],
+        parse_capture_request({"disk": raw})["disk"],
+    )
     keywords = {name: value for name, value in raw.items() if name not in ("hooks", "positions", "return")}
     python = Capture(raw["hooks"], raw["positions"], returns="handle", **keywords)
     assert wire == bare == python == Capture.from_json(raw) == Capture(**raw)
@@ -136,9 +186,14 @@ def test_python_and_wire_are_one():
 
 def test_what_can_be_checked_without_a_model_fails_when_made():
     for arguments, rule in (
-        (({},), "V3"), (({"nope": [1]},), "V4"), (({"mlp_out": "some"},), "V5"), (({"mlp_out": [True]},), "V6"),
-        (({"mlp_out": []},), "V7"), (({"mlp_out": [1]}, "first"), "V8"), ((["mlp_out"],), "V3"),
-    ):  # fmt: skip
+        (({},), "V3"),
+        (({"nope": [1]},), "V4"),
+        (({"mlp_out": "some"},), "V5"),
+        (({"mlp_out": [True]},), "V6"),
+        (({"mlp_out": []},), "V7"),
+        (({"mlp_out": [1]}, "first"), "V8"),
+        ((["mlp_out"],), "V3"),
+    ):
         with pytest.raises(CaptureValidationError) as caught:
             Capture(*arguments)
         assert caught.value.rule == rule and caught.value.path.startswith("capture")
@@ -151,29 +206,44 @@ def test_what_can_be_checked_without_a_model_fails_when_made():
 
 layer = st.integers(-L, L - 1)
 layers = st.one_of(
-    st.just("all"), st.lists(layer, min_size=1, max_size=4),
+    st.just("all"),
+    st.lists(layer, min_size=1, max_size=4),
     st.fixed_dictionaries({"every": st.integers(1, 9)}, optional={"from": layer}),
     st.fixed_dictionaries({"ranges": st.just([[0, 2], [-2, -1]])}, optional={"layers": st.just([3])}),
-)  # fmt: skip
+)
 position = st.one_of(
-    st.sampled_from(["last_prompt", "all_prompt", "all_generated", "all"]), st.lists(st.integers(-4, 8), min_size=1),
-    st.fixed_dictionaries({"prompt": st.sampled_from(["all", [-1], {"window": [0, None]}, {"token_ids": [7]}])},
-                          optional={"generated": st.sampled_from(["all", [0], {"window": [0, 3], "exclude": [1]}]),
-                                    "exclude": st.sampled_from([[1], {"token_ids": [8]}])}),
-)  # fmt: skip
-names = st.text(st.characters(codec="utf-8"), min_size=1).filter(lambda text: ".." not in text and text[0] != "/")
-fields = st.fixed_dictionaries({}, optional={
-    "capture_point": st.sampled_from(["before", "after"]),
-    "reduce": st.sampled_from([None, "mean", "sum", "last", "max_norm"]),
-    "dtype": st.sampled_from([None, "bf16", "fp16", "fp32", "fp8_e4m3"]),
-    "return": st.sampled_from(["inline", "file", "handle"]),
-    "layout": st.sampled_from(["per_file", "packed", "sharded"]),
-    "request_id": names, "tag": names, "accepted_only": st.booleans(),
-})  # fmt: skip
+    st.sampled_from(["last_prompt", "all_prompt", "all_generated", "all"]),
+    st.lists(st.integers(-4, 8), min_size=1),
+    st.fixed_dictionaries(
+        {"prompt": st.sampled_from(["all", [-1], {"window": [0, None]}, {"token_ids": [7]}])},
+        optional={
+            "generated": st.sampled_from(["all", [0], {"window": [0, 3], "exclude": [1]}]),
+            "exclude": st.sampled_from([[1], {"token_ids": [8]}]),
+        },
+    ),
+)
+names = st.text(st.characters(codec="utf-8"), min_size=1).filter(
+    lambda text: ".." not in text and text[0] != "/"
+)
+fields = st.fixed_dictionaries(
+    {},
+    optional={
+        "capture_point": st.sampled_from(["before", "after"]),
+        "reduce": st.sampled_from([None, "mean", "sum", "last", "max_norm"]),
+        "dtype": st.sampled_from([None, "bf16", "fp16", "fp32", "fp8_e4m3"]),
+        "return": st.sampled_from(["inline", "file", "handle"]),
+        "layout": st.sampled_from(["per_file", "packed", "sharded"]),
+        "request_id": names,
+        "tag": names,
+        "accepted_only": st.booleans(),
+    },
+)
 captures = st.builds(
     lambda hooks, positions, optional: Capture(hooks, positions, **optional),
-    st.dictionaries(st.sampled_from([*V4, "mhc_streams_post_mlp"]), layers, min_size=1, max_size=4), position, fields,
-)  # fmt: skip
+    st.dictionaries(st.sampled_from([*V4, "mhc_streams_post_mlp"]), layers, min_size=1, max_size=4),
+    position,
+    fields,
+)
 
 
 @settings(max_examples=scaled(2000))
@@ -185,7 +255,12 @@ def test_json_round_trip_and_plain_data(capture):
     assert parse_capture_request(
         {"memory": raw}, dataclasses.replace(FACTS, max_request_bytes=None, max_inline_bytes=None)
     )
-    assert pickle.loads(pickle.dumps(capture)) == capture == copy.deepcopy(capture) == dataclasses.replace(capture)
+    assert (
+        pickle.loads(pickle.dumps(capture))
+        == capture
+        == copy.deepcopy(capture)
+        == dataclasses.replace(capture)
+    )
     assert eval(repr(capture), {"Capture": Capture}) == capture
     assert {capture: 1}[again] == 1 and again.digest() == capture.digest()
 
@@ -209,7 +284,9 @@ def test_captures_are_frozen_and_compare_by_meaning():
     assert capture == Capture(
         {"mlp_in": "all", "mlp_out": [1, 2, 2]}, "all_prompt", reduce=None, capture_point="before"
     )
-    assert capture != Capture({"mlp_in": "all", "mlp_out": [1]}) and capture != Capture({"mlp_out": [1, 2]}, "all")
+    assert capture != Capture({"mlp_in": "all", "mlp_out": [1]}) and capture != Capture(
+        {"mlp_out": [1, 2]}, "all"
+    )
     with pytest.raises(dataclasses.FrozenInstanceError):
         capture.reduce = "mean"
     with pytest.raises(TypeError):
@@ -219,16 +296,31 @@ def test_captures_are_frozen_and_compare_by_meaning():
 def test_digests_tell_rows_apart_and_not_where_they_go():
     base = Capture({"mlp_out": [1, 2]}, request_id="a")
     assert base.digest() == Capture({"mlp_out": [2, 1]}, tag="x", layout="packed", returns="file").digest()
-    others = [Capture({"mlp_out": [1]}), Capture({"mlp_in": [1, 2]}), Capture({"mlp_out": [1, 2]}, "all"),
-              *(Capture({"mlp_out": [1, 2]}, **{name: value}) for name, value in (
-                  ("capture_point", "after"), ("reduce", "mean"), ("dtype", "bf16"), ("project", "p"),
-                  ("accepted_only", True)))]  # fmt: skip
+    others = [
+        Capture({"mlp_out": [1]}),
+        Capture({"mlp_in": [1, 2]}),
+        Capture({"mlp_out": [1, 2]}, "all"),
+        *(
+            Capture({"mlp_out": [1, 2]}, **{name: value})
+            for name, value in (
+                ("capture_point", "after"),
+                ("reduce", "mean"),
+                ("dtype", "bf16"),
+                ("project", "p"),
+                ("accepted_only", True),
+            )
+        ),
+    ]
     assert len({base.digest(), *(other.digest() for other in others)}) == 1 + len(others)
     both = {"memory": base, "disk": others[0]}
     assert capture_hash(both) == capture_hash(dict(reversed(both.items()))) and len(capture_hash(both)) == 32
     glued = {"disk" + others[0].digest() + "memory": base}  # the same letters in a row, cut elsewhere
     assert capture_hash(glued) != capture_hash(both)
-    assert capture_hash(both) != capture_hash({"memory": others[0], "disk": base}) != capture_hash({"memory": base})
+    assert (
+        capture_hash(both)
+        != capture_hash({"memory": others[0], "disk": base})
+        != capture_hash({"memory": base})
+    )
 
 
 def test_errors_survive_pickling():

@@ -21,7 +21,9 @@ from birkhoff.hooks.tap import EagerTap
 from tests.models import TINY, random_model, random_tokens
 from tests.sizes import scaled
 
-SCHEMA = build_hook_schema(TINY.hidden_size, "float32", TINY.hc_mult, TINY.n_routed_experts, TINY.num_experts_per_tok)
+SCHEMA = build_hook_schema(
+    TINY.hidden_size, "float32", TINY.hc_mult, TINY.n_routed_experts, TINY.num_experts_per_tok
+)
 LAYERS = TINY.num_hidden_layers
 
 
@@ -37,9 +39,13 @@ def fast_model():
 
 def core_of(model, invariant=False, max_requests=6, num_pages=24, max_batch_tokens=128):
     return EngineCore(
-        model, max_requests=max_requests, max_context=512, num_pages=num_pages, max_batch_tokens=max_batch_tokens,
+        model,
+        max_requests=max_requests,
+        max_context=512,
+        num_pages=num_pages,
+        max_batch_tokens=max_batch_tokens,
         batch_invariant=invariant,
-    )  # fmt: skip
+    )
 
 
 def request_of(prompt, capture, max_tokens, seed=0):
@@ -96,11 +102,17 @@ def test_t_cap_6_captured_rows_equal_the_reference_forward(which, model, fast_mo
 def test_t_cap_9_streams_are_rebuilt_from_captured_rows(which, model, fast_model):
     """X' from X, y, p, R and u from a, X at every sublayer; a transposed R does not fit."""
     core = core_of(model if which == "plain" else fast_model)
-    request = request_of(random_tokens(TINY, 40).tolist(), Capture(dict.fromkeys(SCHEMA, "all"), positions="all"), 20)
+    request = request_of(
+        random_tokens(TINY, 40).tolist(), Capture(dict.fromkeys(SCHEMA, "all"), positions="all"), 20
+    )
     finish(core, request)
     acts = {key: rows.tensor for key, rows in acts_of(request).items()}
     for layer in range(LAYERS):
-        after = acts["mhc_streams_pre_attn", layer + 1] if layer + 1 < LAYERS else acts["mhc_streams_final", layer]
+        after = (
+            acts["mhc_streams_pre_attn", layer + 1]
+            if layer + 1 < LAYERS
+            else acts["mhc_streams_final", layer]
+        )
         for name, before, out, u, written in (
             ("attn", "mhc_streams_pre_attn", "post_attn", "pre_attn", acts["mhc_streams_pre_mlp", layer]),
             ("ffn", "mhc_streams_pre_mlp", "mlp_out", "mlp_in", after),
@@ -119,20 +131,29 @@ def test_looking_changes_no_bit(model, fast_model):
     for network in (model, fast_model):
         prompt = random_tokens(TINY, 150).tolist()
         plain, watched = (
-            Request(tuple(prompt), SamplingOptions(max_tokens=40, temperature=0, logprobs=5, ignore_eos=True), 40, 0)
+            Request(
+                tuple(prompt),
+                SamplingOptions(max_tokens=40, temperature=0, logprobs=5, ignore_eos=True),
+                40,
+                0,
+            )
             for _ in range(2)
         )
         resolved = Capture(dict.fromkeys(SCHEMA, "all"), positions="all").resolve(SCHEMA, LAYERS, prompt, 40)
         watched.plan = Plan((CaptureJob(resolved, MemorySink(resolved)),))
         finish(core_of(network), plain)
         finish(core_of(network), watched)
-        assert plain.output_ids == watched.output_ids and plain.logprobs == watched.logprobs  # floats, bit for bit
+        assert (
+            plain.output_ids == watched.output_ids and plain.logprobs == watched.logprobs
+        )  # floats, bit for bit
 
 
 def test_nothing_wanted_of_a_step_runs_no_tap(model):
     """A prompt-only capture costs nothing while decoding: the step is run without a tap at all."""
     core = core_of(model)
-    request = request_of(random_tokens(TINY, 20).tolist(), Capture({"mlp_out": [0]}, positions="last_prompt"), 10)
+    request = request_of(
+        random_tokens(TINY, 20).tolist(), Capture({"mlp_out": [0]}, positions="last_prompt"), 10
+    )
     core.submit(request)
     taps = []
     run = core.runner.model.run
@@ -181,9 +202,13 @@ def test_t_cap_7_rows_do_not_depend_on_neighbours_chunks_or_preemption(model, se
     count = scaled(64, 16)
     waiting = []
     for number in range(count):
-        prompt = random_tokens(TINY, rng.randint(9, 140), number + seed % 1000).tolist()  # each capture finds something
+        prompt = random_tokens(
+            TINY, rng.randint(9, 140), number + seed % 1000
+        ).tolist()  # each capture finds something
         waiting.append(
-            request_of(prompt, random_capture(rng) if rng.random() < 0.8 else None, rng.randint(3, 10), number)
+            request_of(
+                prompt, random_capture(rng) if rng.random() < 0.8 else None, rng.randint(3, 10), number
+            )
         )
     everyone = list(waiting)
     while waiting or any(not r.done for r in everyone):
@@ -209,7 +234,9 @@ def test_t_cap_7_rows_do_not_depend_on_neighbours_chunks_or_preemption(model, se
         mine, theirs = acts_of(request), acts_of(solo)
         assert set(mine) == set(theirs) and mine.missing == theirs.missing
         for key in mine:
-            assert mine[key].positions == theirs[key].positions and mine[key].token_ids == theirs[key].token_ids
+            assert (
+                mine[key].positions == theirs[key].positions and mine[key].token_ids == theirs[key].token_ids
+            )
             assert torch.equal(mine[key].tensor, theirs[key].tensor), key
 
 
@@ -254,7 +281,9 @@ def test_streams_subset_and_storage_dtypes(model):
     assert torch.equal(acts_of(part)["mhc_streams_pre_mlp", 3].tensor, rows[:, [0, 2]].bfloat16())
     fp8 = acts_of(tight)["mhc_streams_pre_mlp", 3]
     assert fp8.tensor.dtype == torch.float8_e4m3fn and fp8.scale is not None
-    assert ((fp8.tensor.float() * fp8.scale.view(-1, 1, 1) - rows).abs() <= rows.abs() / 16 + fp8.scale.max()).all()
+    assert (
+        (fp8.tensor.float() * fp8.scale.view(-1, 1, 1) - rows).abs() <= rows.abs() / 16 + fp8.scale.max()
+    ).all()
 
 
 def test_a_failing_capture_does_not_fail_the_generation(model):

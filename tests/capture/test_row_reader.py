@@ -49,16 +49,25 @@ def expected() -> dict[bytes, tuple[str, int, int]]:
     }
 
 
-@given(batch=st.integers(1, 60), shuffle=st.booleans(), pool=st.none() | st.integers(1, 80), seed=st.integers(0, 3))
+@given(
+    batch=st.integers(1, 60),
+    shuffle=st.booleans(),
+    pool=st.none() | st.integers(1, 80),
+    seed=st.integers(0, 3),
+)
 def test_every_row_comes_once_with_its_labels(run, batch, shuffle, pool, seed):
     batches = list(
         iter_rows(run, "mhc_streams_pre_attn", 2, batch, shuffle, seed, labels=True, pool_rows=pool)
-    )  # fmt: skip
-    assert [len(found) for found in batches[:-1]] == [batch] * (len(batches) - 1) and 0 < len(batches[-1]) <= batch
+    )
+    assert [len(found) for found in batches[:-1]] == [batch] * (len(batches) - 1) and 0 < len(
+        batches[-1]
+    ) <= batch
     truth, seen = expected(), []
     for found in batches:
         assert found.array.shape[1:] == (4, 6) and found.array.dtype == np.uint16
-        for row, position, token, request in zip(found.array, found.positions, found.token_ids, found.requests):
+        for row, position, token, request in zip(
+            found.array, found.positions, found.token_ids, found.requests
+        ):
             assert truth[row.tobytes()] == (request, position, token)
             seen.append(row.tobytes())
     assert sorted(seen) == sorted(truth)
@@ -73,7 +82,9 @@ def test_in_order_without_shuffling(run):
 
 def test_a_seed_fixes_the_order_and_another_changes_it(run):
     def order(seed):
-        return b"".join(found.array.tobytes() for found in iter_rows(run, "mhc_streams_pre_attn", 2, 4, True, seed))
+        return b"".join(
+            found.array.tobytes() for found in iter_rows(run, "mhc_streams_pre_attn", 2, 4, True, seed)
+        )
 
     assert order(1) == order(1) != order(2)
 
@@ -91,7 +102,9 @@ def test_a_shuffled_pool_is_never_emptied_at_once(quick_path):
             files.append(Chunk(name, "run", "x", 0, block, "bfloat16", (2,), range(8), range(8), "p" * 8))
             assert files.finish(CaptureFinish(name)).result(30).status == "ok"
     seen: dict[int, list[int]] = {}
-    for place, found in enumerate(iter_rows(quick_path / "run", "x", 0, 8, shuffle=True, seed=3, pool_rows=32)):
+    for place, found in enumerate(
+        iter_rows(quick_path / "run", "x", 0, 8, shuffle=True, seed=3, pool_rows=32)
+    ):
         for number in found.array[:, 0]:
             seen.setdefault(int(number), []).append(place)
     assert all(len(places) == 8 for places in seen.values()) and len(seen) == 40
@@ -102,7 +115,9 @@ def test_decoding_and_dropping_the_last(run):
     found = list(iter_rows(run, "mlp_in", 2, 10, dtype="float32", drop_last=True))
     assert [len(batch) for batch in found] == [10] * (sum(COUNTS.values()) // 10)
     first = next(iter_rows(run, "mlp_in", 2, 10, dtype="float32", labels=True))
-    raw = np.concatenate([bits(name, "mlp_in", 2, int(p), 1) for name, p in zip(first.requests, first.positions)])
+    raw = np.concatenate(
+        [bits(name, "mlp_in", 2, int(p), 1) for name, p in zip(first.requests, first.positions)]
+    )
     scale = np.concatenate([scales(name, int(p), 1) for name, p in zip(first.requests, first.positions)])
     assert np.array_equal(first.array, to_float32(raw, "fp8_e4m3", scale), equal_nan=True)
 
@@ -158,18 +173,31 @@ def test_memory_does_not_grow_with_the_run(quick_path, shuffle):
 
     def peak(requests: int) -> int:
         root = quick_path / str(requests)
-        with CaptureWriter(FileOptions(root, default_layout="sharded", shard_max_bytes=8 << 20), SoftDisk()) as files:
+        with CaptureWriter(
+            FileOptions(root, default_layout="sharded", shard_max_bytes=8 << 20), SoftDisk()
+        ) as files:
             for number in range(requests):
                 name, block = f"r{number}", np.full((rows, width), number, np.uint16)
                 files.append(
                     Chunk(
-                        name, "run", "post_attn", 0, block, "bfloat16", (width,), range(rows), range(rows), "p" * rows
+                        name,
+                        "run",
+                        "post_attn",
+                        0,
+                        block,
+                        "bfloat16",
+                        (width,),
+                        range(rows),
+                        range(rows),
+                        "p" * rows,
                     )
                 )
                 assert files.finish(CaptureFinish(name)).result(30).status == "ok"
         gc.collect()
         tracemalloc.start()
-        count = sum(len(found) for found in iter_rows(root / "run", "post_attn", 0, 128, shuffle, pool_rows=512))
+        count = sum(
+            len(found) for found in iter_rows(root / "run", "post_attn", 0, 128, shuffle, pool_rows=512)
+        )
         used = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert count == requests * rows
@@ -177,7 +205,9 @@ def test_memory_does_not_grow_with_the_run(quick_path, shuffle):
 
     small, large = peak(scaled(20, 8)), peak(scaled(400, 80))
     total = scaled(400, 80) * rows * width * 2
-    assert large < small + total // 20, f"{small} bytes for the small run, {large} for the large one of {total}"
+    assert large < small + total // 20, (
+        f"{small} bytes for the small run, {large} for the large one of {total}"
+    )
 
 
 def test_files_of_other_writers_are_rows_too(quick_path):

@@ -60,8 +60,11 @@ def test_running_tokens_again_changes_nothing(value):
     assert run(twice, tokens, [6]) == first and once.never_came() == twice.never_came()
 
 
-@given(st.lists(st.integers(-4, 9), min_size=1, max_size=6), st.integers(0, 6),
-       st.lists(st.integers(0, 10), max_size=4).map(sorted))  # fmt: skip
+@given(
+    st.lists(st.integers(-4, 9), min_size=1, max_size=6),
+    st.integers(0, 6),
+    st.lists(st.integers(0, 10), max_size=4).map(sorted),
+)
 def test_what_came_and_what_never_came_make_up_the_list(listed, generated, cuts):
     chosen, tokens = selection(listed), np.array(PROMPT + [1] * generated)
     came = run(chosen, tokens, [cut for cut in cuts if cut <= len(tokens)])

@@ -46,8 +46,10 @@ class Reading:
     def __init__(self, name: str, pause: float = 0.0):
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.capture.reading", name, str(pause)],
-            stdout=subprocess.PIPE, text=True, env=clean_environment(),
-        )  # fmt: skip
+            stdout=subprocess.PIPE,
+            text=True,
+            env=clean_environment(),
+        )
         assert self.process.stdout is not None
         self.lines = self.process.stdout
 
@@ -104,7 +106,10 @@ def test_another_process_reads_every_row_in_order(name, max_bytes):
 
 def test_a_slow_reader_is_waited_for(name):
     consumer = ShmConsumer(name, 8192, timeout_seconds=60)
-    with Reading(name, pause=0.01) as reading, Dispatcher({"shm": consumer}, overload_policy="block") as dispatcher:
+    with (
+        Reading(name, pause=0.01) as reading,
+        Dispatcher({"shm": consumer}, overload_policy="block") as dispatcher,
+    ):
         reading.opened().listen()
         for start in range(0, 400, 8):
             dispatcher.submit(chunk("k", "mlp_out", 0, start, 8))
@@ -164,8 +169,11 @@ def test_a_reader_is_told_that_the_writer_has_died(name):
     """
     child = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(script), name],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=clean_environment(),
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=clean_environment(),
+    )
     with child:
         assert child.stdout.readline() == b"made\n"
         with RingReader(name) as reader:
@@ -175,7 +183,9 @@ def test_a_reader_is_told_that_the_writer_has_died(name):
             with pytest.raises(CaptureError, match=f"process {child.pid} that wrote ring"):
                 reader.get()
     until = time.monotonic() + 30
-    while Path("/dev/shm", name).exists() and time.monotonic() < until:  # Python takes away what its process left
+    while (
+        Path("/dev/shm", name).exists() and time.monotonic() < until
+    ):  # Python takes away what its process left
         time.sleep(0.05)
 
 
@@ -204,7 +214,10 @@ def test_rows_of_an_engine_reach_the_other_process(name, tmp_path):
 
 
 @settings(max_examples=scaled(300, 40), deadline=None)
-@given(moves=st.lists(st.one_of(st.integers(1, 900), st.just("take")), max_size=60), max_bytes=st.integers(4096, 5000))
+@given(
+    moves=st.lists(st.one_of(st.integers(1, 900), st.just("take")), max_size=60),
+    max_bytes=st.integers(4096, 5000),
+)
 def test_a_ring_is_a_queue_with_an_end(moves, max_bytes):
     """Against a list: what had room comes out in order, and room is refused only when there is none."""
     name = f"birkhoff-test-{uuid.uuid4().hex}"
@@ -254,9 +267,11 @@ def test_what_is_refused(name, tmp_path):
         with pytest.raises(OptionError, match="name is"):
             RingReader(bad)
     for fields, words in (
-        ({"max_bytes": 100}, "from 4096 up"), ({"max_bytes": True}, "from 4096 up"),
-        ({"overflow": "spill"}, "block or drop"), ({"timeout_seconds": -1}, "number of seconds"),
-    ):  # fmt: skip
+        ({"max_bytes": 100}, "from 4096 up"),
+        ({"max_bytes": True}, "from 4096 up"),
+        ({"overflow": "spill"}, "block or drop"),
+        ({"timeout_seconds": -1}, "number of seconds"),
+    ):
         with pytest.raises(OptionError, match=words):
             ShmConsumer(name, **fields)
     with pytest.raises(CaptureWriteError, match="Ask for less"):

@@ -28,7 +28,9 @@ HOOKS = (*(site.name for site in SITES), "mhc_streams_post_mlp", "post_block")
 ABSENT = {"post_mlp", "post_block"}  # ordinary models have them
 ONCE = {"mhc_streams_final", "mhc_head_mix", "final_hidden"}
 STREAMED = {
-    hook for hook in HOOKS if hook.startswith("mhc_streams_") or hook.endswith(("pre_mix", "post_mix", "head_mix"))
+    hook
+    for hook in HOOKS
+    if hook.startswith("mhc_streams_") or hook.endswith(("pre_mix", "post_mix", "head_mix"))
 }
 WIDE = {hook for hook in HOOKS if hook.startswith("mhc_streams_")}
 FP8 = 1 / 16
@@ -78,16 +80,25 @@ MODES = [
     *(only("project", name) for name in ("fits", "missing")),
     *(only("accepted_only", flag) for flag in (True, False)),
     only("return", "inline"),
-    Mode("everything", "all", tuple(range(L)), "all", tuple(range(RUN)),
-         {"streams": [0, 2], "project": "pair", "reduce": "mean", "dtype": "bf16"}),
-]  # fmt: skip
+    Mode(
+        "everything",
+        "all",
+        tuple(range(L)),
+        "all",
+        tuple(range(RUN)),
+        {"streams": [0, 2], "project": "pair", "reduce": "mean", "dtype": "bf16"},
+    ),
+]
 FILES = [
-    *(Mode(f"file {name}", fields={"return": "file", "layout": name}) for name in ("packed", "per_file", "sharded")),
+    *(
+        Mode(f"file {name}", fields={"return": "file", "layout": name})
+        for name in ("packed", "per_file", "sharded")
+    ),
     Mode("handle", fields={"return": "handle"}),
     Mode("file packed fp8", fields={"return": "file", "layout": "packed", "dtype": "fp8_e4m3"}),
     Mode("file sharded mean", fields={"return": "file", "layout": "sharded", "reduce": "mean"}),
     Mode("file per_file projected", fields={"return": "file", "layout": "per_file", "project": "fits"}),
-]  # fmt: skip
+]
 
 
 def declared(hook: str, mode: Mode) -> str:
@@ -114,7 +125,13 @@ def checkpoint(tmp_path_factory):
 def open_engine(checkpoint, device="cpu", **options):
     """On a CPU unless said otherwise, also where there is a GPU: its own choice would be bfloat16 there."""
     engine = birkhoff.load(
-        checkpoint, device=device, dtype="float32", max_requests=8, max_batch_tokens=48, cache_bytes=2**25, **options
+        checkpoint,
+        device=device,
+        dtype="float32",
+        max_requests=8,
+        max_batch_tokens=48,
+        cache_bytes=2**25,
+        **options,
     )
     generator = torch.Generator().manual_seed(4)
     for hook, schema in engine.schema.items():
@@ -135,7 +152,9 @@ def plain(checkpoint, engine):
     prompt = torch.randint(100, 500, (P,), generator=torch.Generator().manual_seed(1)).tolist()
     prompt[5] = prompt[11] = 77
     answer = engine.generate(prompt, max_tokens=OUT, temperature=0, ignore_eos=True)
-    with birkhoff.load(checkpoint, device="cpu", kernels="reference", max_requests=1, cache_bytes=2**25) as other:
+    with birkhoff.load(
+        checkpoint, device="cpu", kernels="reference", max_requests=1, cache_bytes=2**25
+    ) as other:
         trace = other.trace([*prompt, *answer.token_ids[:-1]])
     return prompt, answer.token_ids, trace
 
@@ -202,7 +221,7 @@ def run(engine, prompt, mode: Mode) -> tuple[dict[str, str], dict[str, Any]]:
     for hook in HOOKS:
         try:
             asked = wish(hook, mode)
-            engine._desk.plan(asked, tuple(prompt), OUT).close("cancelled", 0)
+            engine._capture_planner.plan(asked, tuple(prompt), OUT).close("cancelled", 0)
             wishes[hook] = asked
         except CaptureValidationError as error:
             states[hook] = f"rejected {error.rule}".rstrip() if error.rule else "rejected"
@@ -225,13 +244,19 @@ def test_t_state_1_every_hook_in_memory(engine, plain, mode):
         held = output.acts
         right = all(
             close_enough(
-                held[hook, layer].tensor, held[hook, layer].scale,
-                expected(trace, engine.projections, hook, layer, mode), mode,
+                held[hook, layer].tensor,
+                held[hook, layer].scale,
+                expected(trace, engine.projections, hook, layer, mode),
+                mode,
             )
-            and label_ok(held[hook, layer].positions, held[hook, layer].token_ids, mode, ids, len(held[hook, layer]))
+            and label_ok(
+                held[hook, layer].positions, held[hook, layer].token_ids, mode, ids, len(held[hook, layer])
+            )
             for layer in layers_of(hook, mode)
-        )  # fmt: skip
-        states[hook] = "supported" if right and len(held) == len(set(layers_of(hook, mode))) else "runs but wrong"
+        )
+        states[hook] = (
+            "supported" if right and len(held) == len(set(layers_of(hook, mode))) else "runs but wrong"
+        )
     assert states == {hook: declared(hook, mode) for hook in HOOKS}
 
 
@@ -245,7 +270,9 @@ def test_t_state_1_every_hook_in_files(checkpoint, plain, mode, tmp_path):
         for hook in HOOKS:
             try:
                 asked = Capture.from_json(wish(hook, mode).to_json() | {"request_id": hook, "tag": "t"})
-                output = engine.generate(prompt, max_tokens=OUT, temperature=0, ignore_eos=True, capture=asked)
+                output = engine.generate(
+                    prompt, max_tokens=OUT, temperature=0, ignore_eos=True, capture=asked
+                )
                 assert output.capture_results["filesystem"].status == "ok" and output.token_ids == answer
                 wishes[hook] = asked
             except CaptureValidationError as error:
@@ -275,7 +302,14 @@ def test_t_state_1_every_hook_on_a_device(checkpoint, plain, mode):
 def test_t_state_1_the_table_knows_every_hook_and_field():
     """A hook or field that is added without cells fails here."""
     assert {site.name for site in SITES} <= set(HOOKS)
-    varied = {name for mode in [*MODES, *FILES] for name in mode.fields} | {"hooks", "positions", "request_id", "tag"}
+    varied = {name for mode in [*MODES, *FILES] for name in mode.fields} | {
+        "hooks",
+        "positions",
+        "request_id",
+        "tag",
+    }
     assert varied == set(FIELDS)
     states = [declared(hook, mode) for mode in [*MODES, *FILES] for hook in HOOKS]
-    assert states.count("supported") > 400 and all(state.split()[0] in ("supported", "rejected") for state in states)
+    assert states.count("supported") > 400 and all(
+        state.split()[0] in ("supported", "rejected") for state in states
+    )

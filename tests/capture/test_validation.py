@@ -14,66 +14,157 @@ from tests.capture.requests import DISK, FACTS, FILED, MAX_TOKENS, MEMORY, PROMP
 
 CASES = {
     "V1": [
-        ({"disc": part()}, "capture.disc"), ({"shm": part()}, "capture.shm"), ({}, "capture"), (None, "capture"),
-        ([], "capture"), ("memory", "capture"), ({1: part()}, "capture"), ({"a b": part()}, "capture.'a b'"),
+        ({"disc": part()}, "capture.disc"),
+        ({"shm": part()}, "capture.shm"),
+        ({}, "capture"),
+        (None, "capture"),
+        ([], "capture"),
+        ("memory", "capture"),
+        ({1: part()}, "capture"),
+        ({"a b": part()}, "capture.'a b'"),
     ],
     "V2": [
-        ({"disk": part()}, f"{DISK}.request_id"), ({"disk": part(request_id="a")}, f"{DISK}.tag"),
-        *(({"disk": part(request_id="a", tag=bad)}, f"{DISK}.tag") for bad in
-          (None, "", 3, True, ["a"], "x" * 257, "a/../b", "..", "/etc")),
-        *(({"memory": part(request_id=bad)}, f"{MEMORY}.request_id") for bad in ("", 3, "x" * 257, "a..b", "/a")),
+        ({"disk": part()}, f"{DISK}.request_id"),
+        ({"disk": part(request_id="a")}, f"{DISK}.tag"),
+        *(
+            ({"disk": part(request_id="a", tag=bad)}, f"{DISK}.tag")
+            for bad in (None, "", 3, True, ["a"], "x" * 257, "a/../b", "..", "/etc")
+        ),
+        *(
+            ({"memory": part(request_id=bad)}, f"{MEMORY}.request_id")
+            for bad in ("", 3, "x" * 257, "a..b", "/a")
+        ),
     ],
     "V3": [
-        *(({"memory": part(hooks=bad)}, f"{MEMORY}.hooks") for bad in (..., None, {}, [], ["mlp_out"], "mlp_out", 3)),
+        *(
+            ({"memory": part(hooks=bad)}, f"{MEMORY}.hooks")
+            for bad in (..., None, {}, [], ["mlp_out"], "mlp_out", 3)
+        ),
         *(({"memory": part(hooks={bad: "all"})}, f"{MEMORY}.hooks") for bad in (3, None, True)),
     ],
     "V4": [
-        *(({"memory": part(hooks={hook: [1]})}, f"{MEMORY}.hooks.{hook}") for hook in
-          ("mlp_uot", "post_mlp", "post_block", "hidden")),
+        *(
+            ({"memory": part(hooks={hook: [1]})}, f"{MEMORY}.hooks.{hook}")
+            for hook in ("mlp_uot", "post_mlp", "post_block", "hidden")
+        ),
         ({"memory": part(hooks={"mlp_out": [1], "": [1]})}, f"{MEMORY}.hooks.''"),
         ({"memory": part(hooks={"x y": [1]})}, f"{MEMORY}.hooks.'x y'"),
     ],
     "V5": [
-        *(({"memory": part(hooks={"mlp_in": "all", "mlp_out": bad})}, f"{MEMORY}.hooks.mlp_out") for bad in
-          ("first", "ALL", {}, {"layer": [1]}, {"layers": [1], "step": 2}, {"from": 1}, 3, None, True, 1.5)),
-        *(({"memory": part(hooks={hook: bad})}, f"{MEMORY}.hooks.{hook}") for bad in (3, None, True, 1.5) for hook in
-          ("mhc_streams_final", "mhc_head_mix", "final_hidden")),
+        *(
+            ({"memory": part(hooks={"mlp_in": "all", "mlp_out": bad})}, f"{MEMORY}.hooks.mlp_out")
+            for bad in (
+                "first",
+                "ALL",
+                {},
+                {"layer": [1]},
+                {"layers": [1], "step": 2},
+                {"from": 1},
+                3,
+                None,
+                True,
+                1.5,
+            )
+        ),
+        *(
+            ({"memory": part(hooks={hook: bad})}, f"{MEMORY}.hooks.{hook}")
+            for bad in (3, None, True, 1.5)
+            for hook in ("mhc_streams_final", "mhc_head_mix", "final_hidden")
+        ),
     ],
     "V6": [
-        *(({"memory": part(hooks={"mlp_out": bad})}, f"{MEMORY}.hooks.mlp_out{tail}") for bad, tail in (
-            ([1, True], "[1]"), (["1"], "[0]"), ([1.0], "[0]"), ([L], ""), ([-L - 1], ""), ({"layers": 3}, ".layers"),
-            ({"ranges": [[1]]}, ".ranges[0]"), ({"ranges": [3]}, ".ranges[0]"), ({"ranges": [[3, 2]]}, ".ranges[0]"),
-            ({"ranges": [[0, L]]}, ".ranges"), ({"ranges": [[5, -6]]}, ".ranges"), ({"every": 0}, ".every"),
-            ({"every": 2, "from": L}, ".from"))),
+        *(
+            ({"memory": part(hooks={"mlp_out": bad})}, f"{MEMORY}.hooks.mlp_out{tail}")
+            for bad, tail in (
+                ([1, True], "[1]"),
+                (["1"], "[0]"),
+                ([1.0], "[0]"),
+                ([L], ""),
+                ([-L - 1], ""),
+                ({"layers": 3}, ".layers"),
+                ({"ranges": [[1]]}, ".ranges[0]"),
+                ({"ranges": [3]}, ".ranges[0]"),
+                ({"ranges": [[3, 2]]}, ".ranges[0]"),
+                ({"ranges": [[0, L]]}, ".ranges"),
+                ({"ranges": [[5, -6]]}, ".ranges"),
+                ({"every": 0}, ".every"),
+                ({"every": 2, "from": L}, ".from"),
+            )
+        ),
         ({"memory": part(hooks={"mhc_streams_post_mlp": [L]})}, f"{MEMORY}.hooks.mhc_streams_post_mlp"),
     ],
     "V7": [
-        *(({"memory": part(hooks={"mlp_in": [0], "mlp_out": bad})}, f"{MEMORY}.hooks.mlp_out") for bad in
-          ([], {"layers": []}, {"ranges": []}, {"layers": [], "ranges": []})),
+        *(
+            ({"memory": part(hooks={"mlp_in": [0], "mlp_out": bad})}, f"{MEMORY}.hooks.mlp_out")
+            for bad in ([], {"layers": []}, {"ranges": []}, {"layers": [], "ranges": []})
+        )
     ],
     "V8": [
-        *(({"memory": part(positions=bad)}, f"{MEMORY}.positions{tail}") for bad, tail in (
-            ("first", ""), (3, ""), (None, ""), ([], ""), ([0, "1"], "[1]"), ([True], "[0]"), ([9], ""), ([-5], ""),
-            ({"prompt": [4]}, ".prompt"), ({"generated": [-1]}, ".generated[0]"), ({"generated": [5]}, ".generated"),
-            ({"prompt": {"window": [2, 2]}}, ".prompt.window"), ({"middle": "all"}, ""), ({}, ""))),
+        *(
+            ({"memory": part(positions=bad)}, f"{MEMORY}.positions{tail}")
+            for bad, tail in (
+                ("first", ""),
+                (3, ""),
+                (None, ""),
+                ([], ""),
+                ([0, "1"], "[1]"),
+                ([True], "[0]"),
+                ([9], ""),
+                ([-5], ""),
+                ({"prompt": [4]}, ".prompt"),
+                ({"generated": [-1]}, ".generated[0]"),
+                ({"generated": [5]}, ".generated"),
+                ({"prompt": {"window": [2, 2]}}, ".prompt.window"),
+                ({"middle": "all"}, ""),
+                ({}, ""),
+            )
+        )
     ],
     "V10": [
-        *(({"disk": part(**FILED, layout=bad)}, f"{DISK}.layout") for bad in ("zip", 3, "", ["packed"], "per_file")),
+        *(
+            ({"disk": part(**FILED, layout=bad)}, f"{DISK}.layout")
+            for bad in ("zip", 3, "", ["packed"], "per_file")
+        )
     ],
     "V11": [
-        ({"memory": part(hooks={"mhc_streams_pre_attn": "all", "mhc_streams_pre_mlp": "all"}, positions="all",
-                         dtype="fp32", **{"return": "file"})}, MEMORY),
+        (
+            {
+                "memory": part(
+                    hooks={"mhc_streams_pre_attn": "all", "mhc_streams_pre_mlp": "all"},
+                    positions="all",
+                    dtype="fp32",
+                    **{"return": "file"},
+                )
+            },
+            MEMORY,
+        ),
         ({"memory": part(hooks=dict.fromkeys(V4, "all"), positions="all", dtype="fp32")}, MEMORY),
-        ({"memory": part(hooks={"mhc_streams_pre_attn": "all", "mhc_streams_pre_mlp": [0, 1]}, positions="all",
-                         dtype="fp32")}, MEMORY),  # the cap on what is returned inline
+        (
+            {
+                "memory": part(
+                    hooks={"mhc_streams_pre_attn": "all", "mhc_streams_pre_mlp": [0, 1]},
+                    positions="all",
+                    dtype="fp32",
+                )
+            },
+            MEMORY,
+        ),  # the cap on what is returned inline
     ],
     "V12": [
-        ({"memory": part(project="nothing")}, f"{MEMORY}.project"), ({"memory": part(project=3)}, f"{MEMORY}.project"),
-        ({"memory": part(project="")}, f"{MEMORY}.project"), ({"memory": part(project="wide")}, f"{MEMORY}.project"),
-        ({"memory": part(hooks={"mlp_out": [1], "mhc_streams_final": "all"}, project="probe")}, f"{MEMORY}.project"),
-        ({"memory": part(hooks={"mhc_streams_final": "all"}, project="wide", streams=[0, 1])}, f"{MEMORY}.project"),
+        ({"memory": part(project="nothing")}, f"{MEMORY}.project"),
+        ({"memory": part(project=3)}, f"{MEMORY}.project"),
+        ({"memory": part(project="")}, f"{MEMORY}.project"),
+        ({"memory": part(project="wide")}, f"{MEMORY}.project"),
+        (
+            {"memory": part(hooks={"mlp_out": [1], "mhc_streams_final": "all"}, project="probe")},
+            f"{MEMORY}.project",
+        ),
+        (
+            {"memory": part(hooks={"mhc_streams_final": "all"}, project="wide", streams=[0, 1])},
+            f"{MEMORY}.project",
+        ),
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -122,8 +213,10 @@ def test_t_cap_2_messages_say_what_would_do():
     message = str(refused({"memory": part(hooks={"mlp_uot": [1]})}))
     assert "Did you mean mlp_out?" in message and ", ".join(sorted(V4)) in message
     message = str(refused({"memory": part(hooks={"post_block": "all"})}))
-    assert all(hook in message for hook in ("mhc_streams_pre_mlp", "mhc_streams_pre_attn of the next layer",
-                                            "mhc_streams_final"))  # fmt: skip
+    assert all(
+        hook in message
+        for hook in ("mhc_streams_pre_mlp", "mhc_streams_pre_attn of the next layer", "mhc_streams_final")
+    )
     assert "0..5" in str(refused({"memory": part(hooks={"mlp_out": [6]})}))
     assert "Enabled here: disk, memory" in str(refused({"shm": part()}))
     assert "packed" in str(refused({"disk": part(**FILED, layout="sharded")}))
@@ -137,12 +230,30 @@ def test_t_cap_2_messages_say_what_would_do():
     )
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("capture_point", "during"), ("capture_point", None), ("capture_point", 3), ("reduce", "max"), ("reduce", ["mean"]),
-    ("dtype", "bfloat16"), ("dtype", 16), ("return", "email"), ("return", {}), ("accepted_only", "yes"),
-    ("accepted_only", 1), ("streams", []), ("streams", 1), ("streams", "all"), ("streams", [0, 0]), ("streams", [-1]),
-    ("streams", [True]), ("streams", [4]), ("streams", [0.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("capture_point", "during"),
+        ("capture_point", None),
+        ("capture_point", 3),
+        ("reduce", "max"),
+        ("reduce", ["mean"]),
+        ("dtype", "bfloat16"),
+        ("dtype", 16),
+        ("return", "email"),
+        ("return", {}),
+        ("accepted_only", "yes"),
+        ("accepted_only", 1),
+        ("streams", []),
+        ("streams", 1),
+        ("streams", "all"),
+        ("streams", [0, 0]),
+        ("streams", [-1]),
+        ("streams", [True]),
+        ("streams", [4]),
+        ("streams", [0.0]),
+    ],
+)
 def test_other_fields_are_refused_by_path(field, value):
     error = refused({"memory": part(hooks={"mhc_streams_pre_attn": [1]}, **{field: value})})
     assert (error.path, error.rule) == (f"{MEMORY}.{field}", "")
@@ -160,12 +271,30 @@ def test_unknown_fields_and_parts_that_are_no_object():
         Capture({"mlp_out": [1]}, returns="file", **{"return": "file"})
 
 
-@pytest.mark.parametrize("selector", ["all", [0], [], {}, {"layers": []}, {"odd": 1}, "first", ["x", None], [99],
-                                      {"every": -3}, {"ranges": [[5, 2]]}])  # fmt: skip
+@pytest.mark.parametrize(
+    "selector",
+    [
+        "all",
+        [0],
+        [],
+        {},
+        {"layers": []},
+        {"odd": 1},
+        "first",
+        ["x", None],
+        [99],
+        {"every": -3},
+        {"ranges": [[5, 2]]},
+    ],
+)
 @pytest.mark.parametrize("hook", ["mhc_streams_final", "mhc_head_mix", "final_hidden"])
 def test_t_cap_3_model_level_hooks_take_any_selector_and_give_one_entry_at_the_last_layer(hook, selector):
     capture = Capture({hook: selector})
-    assert capture == Capture({hook: "all"}) == parse_capture_request({"memory": {"hooks": {hook: selector}}})["memory"]
+    assert (
+        capture
+        == Capture({hook: "all"})
+        == parse_capture_request({"memory": {"hooks": {hook: selector}}})["memory"]
+    )
     resolved = capture.resolve(V4, L, PROMPT, MAX_TOKENS)
     assert resolved.addresses == ((hook, L - 1),) and resolved.asked == {(hook, L - 1): (hook, L - 1)}
     assert all(resolved.address(hook, layer) == (hook, L - 1) for layer in (0, 3, -1, 99))
@@ -175,7 +304,9 @@ words = st.sampled_from("memory hooks positions mlp_out layers streams tag reduc
 plain = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6)
 
 
-@given(st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4)))
+@given(
+    st.recursive(plain, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=4))
+)
 def test_any_json_is_a_request_or_a_typed_refusal(raw):
     for facts in (None, FACTS):
         try:

@@ -21,7 +21,9 @@ SITES = [("mhc_streams_pre_attn", 1), ("mhc_attn_res_mix", 1), ("post_attn", 4)]
 def main(root: str, seed: int) -> None:
     chance = random.Random(seed)
     coalesce = chance.choice([0, 2000, 1 << 20])
-    files = CaptureWriter(FileOptions(root, num_shards=2, shard_max_bytes=20_000, coalesce_max_bytes=coalesce))
+    files = CaptureWriter(
+        FileOptions(root, num_shards=2, shard_max_bytes=20_000, coalesce_max_bytes=coalesce)
+    )
     said = threading.Lock()
 
     def work(number: int) -> None:
@@ -35,7 +37,13 @@ def main(root: str, seed: int) -> None:
                 for hook, layer in SITES:
                     files.append(chunk(request, hook, layer, start, min(4, rows - start)))
             result = files.finish(CaptureFinish(request, "stop")).result()
-            told = {"request": request, "rows": rows, "layout": layout, "status": result.status, "error": result.error}
+            told = {
+                "request": request,
+                "rows": rows,
+                "layout": layout,
+                "status": result.status,
+                "error": result.error,
+            }
             with said:
                 sys.stdout.write(json.dumps(told) + "\n")
                 sys.stdout.flush()

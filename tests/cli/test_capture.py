@@ -20,7 +20,9 @@ from tests.cli.conftest import birkhoff, no_trace_of_python
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     path = tmp_path_factory.mktemp("data") / "texts.jsonl"
-    path.write_text("".join(json.dumps({"body": f"text number {n}"}) + "\n" for n in range(4)) + '{"body": 7}\n')
+    path.write_text(
+        "".join(json.dumps({"body": f"text number {n}"}) + "\n" for n in range(4)) + '{"body": 7}\n'
+    )
     return path
 
 
@@ -30,7 +32,10 @@ def data(tmp_path_factory):
         ("mlp_out=*", {"mlp_out": "all"}),
         ("mlp_out", {"mlp_out": "all"}),
         ("mhc_streams_pre_attn=4,6;mlp_out=*", {"mhc_streams_pre_attn": [4, 6], "mlp_out": "all"}),
-        (" mlp_out = 1 , 3..5 ; post_attn=-1;", {"mlp_out": {"layers": [1], "ranges": [[3, 5]]}, "post_attn": [-1]}),
+        (
+            " mlp_out = 1 , 3..5 ; post_attn=-1;",
+            {"mlp_out": {"layers": [1], "ranges": [[3, 5]]}, "post_attn": [-1]},
+        ),
         ("mlp_out=-3..-1", {"mlp_out": {"ranges": [[-3, -1]]}}),
     ],
 )
@@ -56,12 +61,33 @@ def test_positions_are_a_word_or_json():
 def test_a_run_its_estimate_its_files_and_its_second_run(tiny, data, tmp_path):
     out = tmp_path / "out"
     hooks = "mhc_streams_pre_attn=1,-1;mlp_out=0..2"
-    flags = ["capture", data, "--model", tiny, "--hooks", hooks, "--text-field", "body", "--dtype", "bf16",
-             "--streams", "0,3", "--positions", "[0,-1]", "--skip-bad", "--json"]  # fmt: skip
+    flags = [
+        "capture",
+        data,
+        "--model",
+        tiny,
+        "--hooks",
+        hooks,
+        "--text-field",
+        "body",
+        "--dtype",
+        "bf16",
+        "--streams",
+        "0,3",
+        "--positions",
+        "[0,-1]",
+        "--skip-bad",
+        "--json",
+    ]
     dry = birkhoff(*flags, "--dry-run")
     assert dry.returncode == 0 and b"skipped: " in dry.stderr and b"line 5 has 7 as 'body'" in dry.stderr
     expected = json.loads(dry.stdout)
-    assert (expected["texts"], expected["rows"], expected["skipped"], expected["exact"]) == (4, 4 * 2 * 5, 1, True)
+    assert (expected["texts"], expected["rows"], expected["skipped"], expected["exact"]) == (
+        4,
+        4 * 2 * 5,
+        1,
+        True,
+    )
     assert not out.exists()
     done = birkhoff(*flags, "--out", out)
     assert done.returncode == 0 and no_trace_of_python(done.stderr), done.stderr.decode()
@@ -70,12 +96,21 @@ def test_a_run_its_estimate_its_files_and_its_second_run(tiny, data, tmp_path):
     read = read_sharded(out / "harvest")
     assert sorted(read) == [f"{n:09d}" for n in range(4)]
     for entries in read.values():
-        assert sorted(entries) == [(0, "mlp_out"), (1, "mhc_streams_pre_attn"), (1, "mlp_out"), (2, "mlp_out"),
-                                   (5, "mhc_streams_pre_attn")]  # fmt: skip
+        assert sorted(entries) == [
+            (0, "mlp_out"),
+            (1, "mhc_streams_pre_attn"),
+            (1, "mlp_out"),
+            (2, "mlp_out"),
+            (5, "mhc_streams_pre_attn"),
+        ]
         assert entries[1, "mhc_streams_pre_attn"].array.shape == (2, 2, 64)
         assert {entry.dtype for entry in entries.values()} == {"bfloat16"}
     again = birkhoff(*flags[:-1], "--out", out)
-    assert again.returncode == 0 and again.stdout.decode() == f"{out}\n" and b"added 0 texts and 0 rows" in again.stderr
+    assert (
+        again.returncode == 0
+        and again.stdout.decode() == f"{out}\n"
+        and b"added 0 texts and 0 rows" in again.stderr
+    )
     other = birkhoff(*flags, "--out", out, "--layout", "packed")
     assert other.returncode == 1 and other.stderr.decode().splitlines()[-1].startswith("capture-settings  ")
     assert b'capture.layout was "sharded" and is "packed"' in other.stderr
@@ -88,22 +123,34 @@ def test_a_run_its_estimate_its_files_and_its_second_run(tiny, data, tmp_path):
         (["DATA", "--hooks", "mlp_out=*"], 2, "option-invalid  capture needs DATA"),
         (["DATA", "--hooks", "mlp_out=x", "--out", "o"], 2, "option-invalid  hooks has 'mlp_out=x'"),
         (["DATA", "--hooks", "nonsense", "--out", "o"], 1, "capture-invalid  capture.hooks.nonsense"),
-        (["DATA", "--hooks", "mlp_out", "--out", "o", "--dtype", "int8"], 1, "capture-invalid  capture.dtype"),
+        (
+            ["DATA", "--hooks", "mlp_out", "--out", "o", "--dtype", "int8"],
+            1,
+            "capture-invalid  capture.dtype",
+        ),
         (["DATA", "--hooks", "mlp_out", "--out", "o", "--limit", "0"], 2, "option-invalid  limit is 0"),
         (["nowhere.jsonl", "--hooks", "mlp_out", "--out", "o"], 1, "data-invalid  nowhere.jsonl is missing"),
-        (["texts.csv", "--hooks", "mlp_out", "--out", "o"], 1, "data-invalid  texts.csv has the ending '.csv'"),
+        (
+            ["texts.csv", "--hooks", "mlp_out", "--out", "o"],
+            1,
+            "data-invalid  texts.csv has the ending '.csv'",
+        ),
         (["--repair", "nowhere"], 1, "capture-file  nowhere is not a directory"),
         (["DATA", "--repair", "o"], 2, "option-invalid  --repair stands alone"),
     ],
 )
 def test_misuse_is_one_typed_line_before_a_model_is_loaded(data, arguments, status, words):
-    done = birkhoff("capture", *(data if word == "DATA" else word for word in arguments), "--model", "nowhere")
+    done = birkhoff(
+        "capture", *(data if word == "DATA" else word for word in arguments), "--model", "nowhere"
+    )
     assert (done.returncode, done.stdout) == (status, b"") and no_trace_of_python(done.stderr)
     assert done.stderr.decode().startswith(words), done.stderr.decode()
 
 
 def test_a_bad_line_ends_the_run_and_is_named(tiny, data, tmp_path):
-    done = birkhoff("capture", data, "--model", tiny, "--hooks", "mlp_out=0", "--text-field", "body", "--out", tmp_path)
+    done = birkhoff(
+        "capture", data, "--model", tiny, "--hooks", "mlp_out=0", "--text-field", "body", "--out", tmp_path
+    )
     assert done.returncode == 1 and no_trace_of_python(done.stderr)
     assert done.stderr.decode().splitlines()[-1].startswith(f"data-invalid  {data} line 5 has 7 as 'body'")
 
@@ -129,4 +176,8 @@ def test_repair_seals_what_a_crash_left(tmp_path):
     entry = read_request(tmp_path / "run" / "r")[0, "mlp_out"]
     assert len(entry) == 6 and entry.meta["complete"] is False
     again = birkhoff("capture", "--repair", tmp_path)
-    assert again.returncode == 0 and again.stdout.decode() == f"{tmp_path}\n" and b"sealed 0 payloads" in again.stderr
+    assert (
+        again.returncode == 0
+        and again.stdout.decode() == f"{tmp_path}\n"
+        and b"sealed 0 payloads" in again.stderr
+    )

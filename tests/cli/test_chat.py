@@ -61,7 +61,9 @@ def test_the_system_message_reaches_the_prompt(tiny, engine):
     )
     prompts = [json.loads(line)["prompt_token_ids"] for line in done.stdout.splitlines()]
     for prompt, system, user in zip(prompts, ("first", "then"), "ab", strict=True):
-        assert prompt == engine.encode_chat([{"role": "system", "content": system}, {"role": "user", "content": user}])
+        assert prompt == engine.encode_chat(
+            [{"role": "system", "content": system}, {"role": "user", "content": user}]
+        )
 
 
 def test_a_terminal_conversation(tiny):

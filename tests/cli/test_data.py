@@ -35,7 +35,16 @@ def test_a_file_is_captured_and_gives_the_rows_of_its_json_lines(tiny, tmp_path)
     stores = []
     for name in ("t.parquet", "t.jsonl"):
         out = tmp_path / f"out-{name}"
-        arguments = ("capture", tmp_path / name, "--model", tiny, "--hooks", "mlp_out=0", "--text-field", "body")
+        arguments = (
+            "capture",
+            tmp_path / name,
+            "--model",
+            tiny,
+            "--hooks",
+            "mlp_out=0",
+            "--text-field",
+            "body",
+        )
         done = birkhoff(*arguments, "--out", out, "--json")
         assert done.returncode == 0 and json.loads(done.stdout)["new_texts"] == len(TEXTS), done.stderr
         again = birkhoff(*arguments, "--out", out, "--json")
@@ -53,9 +62,16 @@ def test_without_pyarrow_the_package_to_install_is_named(tiny, tmp_path):
     absent.mkdir(parents=True)
     (absent / "__init__.py").write_text("raise ImportError('not installed')\n")
     done = birkhoff(
-        "capture", tmp_path / "t.parquet", "--model", tiny, "--hooks", "mlp_out=0", "--out", tmp_path / "out",
+        "capture",
+        tmp_path / "t.parquet",
+        "--model",
+        tiny,
+        "--hooks",
+        "mlp_out=0",
+        "--out",
+        tmp_path / "out",
         PYTHONPATH=f"{absent.parent}:{ROOT}",
-    )  # fmt: skip
+    )
     assert done.returncode == 1 and no_trace_of_python(done.stderr)
     assert b"data-invalid" in done.stderr and b"pip install 'birkhoff[parquet]'" in done.stderr
     assert not (tmp_path / "out").exists()
@@ -85,7 +101,9 @@ def test_rows_mean_what_json_lines_mean(tmp_path_factory, records, group):
     parquet.write_table(table, folder / "t.parquet", row_group_size=group)
     with (folder / "t.jsonl").open("w") as stream:
         for fields in records:
-            stream.write(json.dumps({name: value for name, value in fields.items() if value is not None}) + "\n")
+            stream.write(
+                json.dumps({name: value for name, value in fields.items() if value is not None}) + "\n"
+            )
     ours = open_data(folder / "t.parquet", "text", False)
     assert told(ours) == told(DataFile(folder / "t.jsonl"))
     assert ours.describe()["texts"] == len(records)
@@ -95,13 +113,17 @@ def test_many_rows_come_in_order_over_batches_and_groups(tmp_path):
     texts = [f"text {number}" for number in range(2 * BATCH_ROWS + 5)]
     path = written(tmp_path / "t.parquet", {"text": texts}, row_group_size=700)
     found = list(open_data(path, "text", False))
-    assert [text.prompt for text in found] == texts and [text.number for text in found] == list(range(len(texts)))
+    assert [text.prompt for text in found] == texts and [text.number for text in found] == list(
+        range(len(texts))
+    )
     assert found[-1].where == f"{path} row {len(texts)}"
 
 
 @pytest.mark.parametrize("cut", ["empty", "head", "tail", "middle"])
 def test_a_broken_file_is_a_data_error_that_names_it(tmp_path, cut):
-    path = written(tmp_path / "t.parquet", {"text": [f"text number {n}" * 20 for n in range(3000)]}, compression="zstd")
+    path = written(
+        tmp_path / "t.parquet", {"text": [f"text number {n}" * 20 for n in range(3000)]}, compression="zstd"
+    )
     raw = bytearray(path.read_bytes())
     if cut == "middle":
         raw[len(raw) // 2 : len(raw) // 2 + 400] = b"\xff" * 400  # the footer is whole, a page is not
@@ -120,11 +142,14 @@ def test_a_path_that_is_no_file(tmp_path, place):
 
 def test_columns_and_options_that_do_not_fit(tmp_path):
     path = written(tmp_path / "t.parquet", {"body": TEXTS, "label": TEXTS})
-    with pytest.raises(DataError, match=r"neither a column 'text' nor 'messages', but 'body, label'.*--text-field"):
+    with pytest.raises(
+        DataError, match=r"neither a column 'text' nor 'messages', but 'body, label'.*--text-field"
+    ):
         next(iter(open_data(path, "text", False)))
     with pytest.raises(DataError, match="read row by row"):
         open_data(path, "text", True)
     numbers = written(tmp_path / "n.parquet", {"text": [1, 2]})
     assert [text.problem for text in open_data(numbers, "text", False)] == [
-        "has 1 as 'text', expected a text", "has 2 as 'text', expected a text",
-    ]  # fmt: skip
+        "has 1 as 'text', expected a text",
+        "has 2 as 'text', expected a text",
+    ]

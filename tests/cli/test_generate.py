@@ -29,7 +29,9 @@ def test_text_on_stdout_and_talk_on_stderr(tiny, expected):
     assert done.returncode == 0
     assert done.stdout.decode().rstrip("\n") == expected.text.rstrip("\n") and done.stdout.endswith(b"\n")
     lines = done.stderr.decode().splitlines()
-    assert all(line.startswith("birkhoff: ") for line in lines)  # the first run on a machine has one more to say
+    assert all(
+        line.startswith("birkhoff: ") for line in lines
+    )  # the first run on a machine has one more to say
     assert "on cpu, float32" in lines[-3] and lines[-2] == "birkhoff: seed 3"
     assert "12 tokens, ended by length" in lines[-1]
 
@@ -61,7 +63,18 @@ def test_several_answers_are_several_objects(tiny, capfd):
 
 
 def test_chat_answers_in_the_chat_format(tiny, capfd):
-    ask = ["generate", "hello", "--chat", "--system", "be kind", "--thinking", "--model", tiny, *SAME, "--json"]
+    ask = [
+        "generate",
+        "hello",
+        "--chat",
+        "--system",
+        "be kind",
+        "--thinking",
+        "--model",
+        tiny,
+        *SAME,
+        "--json",
+    ]
     assert run(ask) == 0
     answer = json.loads(capfd.readouterr().out)
     messages = [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello"}]
@@ -80,11 +93,17 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(tiny, capfd, expected
 
 @pytest.mark.parametrize(
     ("prompt", "stdin", "words"),
-    [("-", b"caf\xe9 au lait", "standard input is not UTF-8: byte 0xe9 at offset 3"), (b"caf\xe9", b"", "surrogate")],
+    [
+        ("-", b"caf\xe9 au lait", "standard input is not UTF-8: byte 0xe9 at offset 3"),
+        (b"caf\xe9", b"", "surrogate"),
+    ],
 )
 def test_bytes_that_are_no_text_are_one_typed_line(tiny, prompt, stdin, words):
     done = subprocess.run(
-        [*COMMAND, "generate", prompt, "--model", tiny], input=stdin, capture_output=True, env=clean_environment()
+        [*COMMAND, "generate", prompt, "--model", tiny],
+        input=stdin,
+        capture_output=True,
+        env=clean_environment(),
     )
     line = done.stderr.decode().splitlines()[-1]
     assert done.returncode == 1 and done.stdout == b"" and no_trace_of_python(done.stderr)
@@ -140,7 +159,9 @@ def test_ctrl_c_with_json_prints_a_cancelled_answer(tiny, interruptible):
     assert answer["finish_reason"] == "cancelled" and 0 < len(answer["token_ids"]) < 3000
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="looks at /proc to see how far the process has come")
+@pytest.mark.skipif(
+    not Path("/proc/self/maps").exists(), reason="looks at /proc to see how far the process has come"
+)
 @pytest.mark.parametrize("library", ["pydantic_core", "libtorch_cpu", "numpy"])
 def test_ctrl_c_in_the_middle_of_the_imports(tiny, interruptible, library):
     process = start("generate", "hello", "--model", tiny)
@@ -159,7 +180,14 @@ def test_on_a_terminal_there_is_a_bar_and_no_control_character_of_the_model(tiny
         assert terminal.ends_with(0)
         assert json.loads(terminal.stdout)["finish_reason"] == "length"
         assert "\x1b" in terminal.screen  # the bar moved the cursor; on a pipe nothing does (see above)
-    bias = ("--logit-bias", "30=100", "--max-tokens", "4", "--temperature", "0")  # byte 0x1b, the escape character
+    bias = (
+        "--logit-bias",
+        "30=100",
+        "--max-tokens",
+        "4",
+        "--temperature",
+        "0",
+    )  # byte 0x1b, the escape character
     with Terminal("generate", "hello", "--model", tiny, *bias) as terminal:
         terminal.wait_for("\\x1b\\x1b\\x1b\\x1b")
         assert terminal.ends_with(0)

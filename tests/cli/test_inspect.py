@@ -28,8 +28,14 @@ def path(tmp_path_factory):
 def test_a_table_for_people(app, path):
     result = CliRunner().invoke(app, [str(path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    for words in ("released, 585 tensors in 1 files", "routed experts", "2 swa, 2 csa, 2 hca, 1 mtp", "no problems",
-                  "B per token", "fits"):  # fmt: skip
+    for words in (
+        "released, 585 tensors in 1 files",
+        "routed experts",
+        "2 swa, 2 csa, 2 hca, 1 mtp",
+        "no problems",
+        "B per token",
+        "fits",
+    ):
         assert words in result.stdout
 
 
@@ -51,16 +57,27 @@ def test_a_plan_for_a_gpu_from_sizes_alone(app, tmp_path):
     """The true V4-Flash on 24 GiB: what is where, and how fast it can be at most."""
     result = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--requests", "2"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    for words in ("24.00 GiB: 2 x 32768 tokens", "projections", "4.45 GiB", "hot experts, spare places",
-                  "of 11008 on the", "64 spare places of 12.75 MiB", "of host memory", "csa 6720 B, hca 160 B a token",
-                  "4.3 TB/s of the GPU, 55 GB/s of the bus", "(random placement): 1",
-                  "(no misses): 383 at batch 1, 1036 at batch 8, 2243 at batch 64 tokens/s"):  # fmt: skip
+    for words in (
+        "24.00 GiB: 2 x 32768 tokens",
+        "projections",
+        "4.45 GiB",
+        "hot experts, spare places",
+        "of 11008 on the",
+        "64 spare places of 12.75 MiB",
+        "of host memory",
+        "csa 6720 B, hca 160 B a token",
+        "4.3 TB/s of the GPU, 55 GB/s of the bus",
+        "(random placement): 1",
+        "(no misses): 383 at batch 1, 1036 at batch 8, 2243 at batch 64 tokens/s",
+    ):
         assert words in result.stdout, words
     found = json.loads(CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--json"]).stdout)
     plan = found["plan"]
     parts = sum(plan["weights"].values()) + plan["cache_bytes"] + plan["working_bytes"] + plan["hot_bytes"]
     assert parts + plan["left_bytes"] == plan["device_bytes"] == 24 * 2**30
-    slower = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--json", "--gpu-speed", "1TB", "--bus-speed", "25GB"])
+    slower = CliRunner().invoke(
+        app, ["flash", "--gpu", "24GiB", "--json", "--gpu-speed", "1TB", "--bus-speed", "25GB"]
+    )
     for one, two in zip(found["limits"], json.loads(slower.stdout)["limits"]):
         assert two["tokens_per_second"]["1"] < one["tokens_per_second"]["1"] / 2
     (tmp_path / "config.json").write_text(json.dumps(preset("flash").to_dict()))
@@ -86,5 +103,9 @@ def test_a_plan_for_local_files_uses_their_config(app, path):
     assert result.exit_code == 0 and "model" not in report
     assert report["gpu"]["plan"]["experts"] == 48 and report["gpu"]["context"]["requests"] == 1
     assert CliRunner().invoke(app, [str(path), "--gpu", "64KiB"]).exit_code == 1, "it does not fit"
-    text = CliRunner().invoke(app, [str(path), "--gpu", "2MiB", "--context", "512"], env={"COLUMNS": "200"}).stdout
+    text = (
+        CliRunner()
+        .invoke(app, [str(path), "--gpu", "2MiB", "--context", "512"], env={"COLUMNS": "200"})
+        .stdout
+    )
     assert "1 x 512 tokens" in text and "memory      bfloat16" in text and "memory      stored" not in text

@@ -10,7 +10,9 @@ from birkhoff import __version__
 from birkhoff.cli.verbs import app
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 
-VERBS = [command.callback.__name__ for command in app.registered_commands] + [g.name for g in app.registered_groups]
+VERBS = [command.callback.__name__ for command in app.registered_commands] + [
+    g.name for g in app.registered_groups
+]
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS, "bench model"])
@@ -30,7 +32,9 @@ def test_help_does_not_wait_for_pytorch():
         "assert run(['generate', 'x', '--temperature', '-1']) == 2\n"
         "print(sorted({'torch', 'numpy', 'numba', 'transformers', 'tokenizers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment())
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=clean_environment()
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[]"
 
@@ -55,13 +59,18 @@ def test_version():
         (["chat", "--effort", "high"], ["option-invalid", "Add --thinking"]),
         (["synth"], ["out"]),
         (["bench"], ["Usage"]),
-        (["--config", "missing.toml", "synth", "x"], ["option-invalid  the settings in missing.toml cannot be read"]),
+        (
+            ["--config", "missing.toml", "synth", "x"],
+            ["option-invalid  the settings in missing.toml cannot be read"],
+        ),
     ],
 )
 def test_misuse_ends_with_2_and_says_what_is_wrong(arguments, words):
     done = birkhoff(*arguments)
     assert done.returncode == 2 and no_trace_of_python(done.stderr)
-    plain = (done.stderr + done.stdout).decode().replace("│", " ")  # the parser breaks lines where it likes, in a box
+    plain = (
+        (done.stderr + done.stdout).decode().replace("│", " ")
+    )  # the parser breaks lines where it likes, in a box
     said = " ".join(plain.split()).lower()
     for word in words:
         assert " ".join(word.split()).lower() in said
@@ -70,7 +79,10 @@ def test_misuse_ends_with_2_and_says_what_is_wrong(arguments, words):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["generate", "hi", "--model", "nowhere"], "weights  nowhere is missing; expected 'nano', a directory"),
+        (
+            ["generate", "hi", "--model", "nowhere"],
+            "weights  nowhere is missing; expected 'nano', a directory",
+        ),
         (["inspect", "nowhere"], "weights  nowhere does not exist."),
     ],
 )
@@ -84,15 +96,19 @@ def test_a_full_disk_is_one_line_and_1(tiny):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     with open("/dev/full", "wb") as full:
-        done = subprocess.run([*COMMAND, "inspect", tiny], stdout=full, stderr=subprocess.PIPE, env=clean_environment())
+        done = subprocess.run(
+            [*COMMAND, "inspect", tiny], stdout=full, stderr=subprocess.PIPE, env=clean_environment()
+        )
     assert (done.returncode, done.stderr.decode()) == (1, "system  No space left on device\n")
 
 
 def test_a_reader_that_leaves_early_is_nothing_to_talk_about(tiny):
     process = subprocess.Popen(
         [*COMMAND, "generate", "hi", "--model", tiny, "--max-tokens", "2000", "--ignore-eos", "--seed", "1"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=clean_environment(),
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=clean_environment(),
+    )
     assert process.stdout is not None and process.stderr is not None
     assert process.stdout.read(1)
     process.stdout.close()

@@ -49,7 +49,9 @@ def test_chats_are_steered_too(tiny, file, vector):
         edit = Add(vector, scale=4.0, phase="decode")
         ask = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
         expected = engine.chat([{"role": "user", "content": "hello"}], steer=[edit], **ask)
-    done = birkhoff("chat", "--model", tiny, *SAME, "--json", "--steer", f"+4.0 {file} phase=decode", stdin=b"hello\n")
+    done = birkhoff(
+        "chat", "--model", tiny, *SAME, "--json", "--steer", f"+4.0 {file} phase=decode", stdin=b"hello\n"
+    )
     said = json.loads(done.stdout)
     assert said["token_ids"] == expected.token_ids and said["interp"]["steering_hash"]["prefill"] is None
     assert said["interp"]["rows_steered"] == 7
@@ -65,7 +67,11 @@ def test_a_line_that_makes_no_sense_is_shown_with_a_caret_before_anything_is_loa
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [("+1 nobody", "neither a module"), ("+1 gone.safetensors", "missing"), ("+1 {file} @ mlp_in[1,99]", "99")],
+    [
+        ("+1 nobody", "neither a module"),
+        ("+1 gone.safetensors", "missing"),
+        ("+1 {file} @ mlp_in[1,99]", "99"),
+    ],
 )
 def test_names_and_places_that_do_not_exist_are_refused(tiny, file, capfd, line, words):
     assert run(["generate", "hello", "--model", tiny, *SAME, "--steer", line.format(file=file)]) in (1, 2)

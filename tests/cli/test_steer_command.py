@@ -24,8 +24,19 @@ def vector(tmp_path_factory):
 
 
 def test_it_pushes_until_it_is_taken_away(tiny, vector):
-    lines = ["hi", "/steer", f"/steer +3.0 {vector} @ mlp_out[2]", "/reset", "hi", "/steer +1 nobody @ mlp_out[2]",
-             "/steer", "/steer off", "/reset", "hi", ""]  # fmt: skip
+    lines = [
+        "hi",
+        "/steer",
+        f"/steer +3.0 {vector} @ mlp_out[2]",
+        "/reset",
+        "hi",
+        "/steer +1 nobody @ mlp_out[2]",
+        "/steer",
+        "/steer off",
+        "/reset",
+        "hi",
+        "",
+    ]
     done = birkhoff("chat", "--model", tiny, *FLAGS, stdin="\n".join(lines).encode())
     lines = done.stdout.decode().splitlines()
     answers = [json.loads(line)["token_ids"] for line in lines if line.startswith("{")]
@@ -38,11 +49,18 @@ def test_it_pushes_until_it_is_taken_away(tiny, vector):
         ).token_ids
     assert answers == [plain, pushed, plain] and plain != pushed
     assert (
-        told[0] == "steering: none" and "mlp_out[2]" in told[1] and told[2] == told[1] and told[3] == "steering: none"
+        told[0] == "steering: none"
+        and "mlp_out[2]" in told[1]
+        and told[2] == told[1]
+        and told[3] == "steering: none"
     )
     assert done.returncode == 1 and b"nobody" in done.stderr and no_trace_of_python(done.stderr)
 
 
 def test_a_line_that_cannot_be_is_refused(tiny):
     done = birkhoff("chat", "--model", tiny, stdin=b"/steer +2 x @\n/steer nonsense\n")
-    assert done.returncode == 1 and len(done.stderr.decode().splitlines()) >= 2 and no_trace_of_python(done.stderr)
+    assert (
+        done.returncode == 1
+        and len(done.stderr.decode().splitlines()) >= 2
+        and no_trace_of_python(done.stderr)
+    )

@@ -28,7 +28,9 @@ def test_the_directory_goes_to_stdout_and_talk_to_stderr(app, tmp_path):
 def test_a_dry_run_counts_and_writes_nothing(app, tmp_path):
     result = CliRunner().invoke(app, [str(tmp_path / "c"), "--like", "flash", "--dry-run", "--json"])
     report = json.loads(result.stdout)
-    assert (report["tensors"], report["written"]) == (69187, False) and round(report["bytes"] / 1e9, 1) == 159.6
+    assert (report["tensors"], report["written"]) == (69187, False) and round(
+        report["bytes"] / 1e9, 1
+    ) == 159.6
     assert not (tmp_path / "c").exists()
 
 
@@ -36,4 +38,6 @@ def test_json_matches_what_is_on_disk(app, tmp_path):
     result = CliRunner().invoke(app, [str(tmp_path / "c"), "--json"])
     report = json.loads(result.stdout)
     checkpoint = open_checkpoint(tmp_path / "c")
-    assert report["tensors"] == len(checkpoint) and report["bytes"] == sum(ref.nbytes for ref in checkpoint.values())
+    assert report["tensors"] == len(checkpoint) and report["bytes"] == sum(
+        ref.nbytes for ref in checkpoint.values()
+    )

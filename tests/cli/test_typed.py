@@ -81,7 +81,9 @@ def test_nothing_of_the_listening_stays_behind():
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/fd")) == before
     assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
     """
-    done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], env=clean_environment(), capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(script)], env=clean_environment(), capture_output=True
+    )
     assert done.returncode == 0, done.stderr
 
 

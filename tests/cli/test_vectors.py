@@ -52,8 +52,25 @@ def test_contrast_writes_a_vector_and_shows_where_it_lies(tiny, folder, capfd):
 
 
 def test_search_tries_every_place_and_names_the_best(tiny, folder, capfd):
-    ask = ["vectors", "search", *sides(folder), "--requests", str(folder / "ask.txt"), "--layers", "2", "--seeds", "1",
-           "--strengths", "0.5,4", "--max-tokens", "6", "--loss-bound", "100", "--model", tiny]  # fmt: skip
+    ask = [
+        "vectors",
+        "search",
+        *sides(folder),
+        "--requests",
+        str(folder / "ask.txt"),
+        "--layers",
+        "2",
+        "--seeds",
+        "1",
+        "--strengths",
+        "0.5,4",
+        "--max-tokens",
+        "6",
+        "--loss-bound",
+        "100",
+        "--model",
+        tiny,
+    ]
     assert run([*ask, "--out", str(folder / "best.safetensors"), "--json"]) == 0
     said = capfd.readouterr()
     found = json.loads(said.out)
@@ -79,12 +96,38 @@ def test_import_asks_for_what_a_file_does_not_say(folder, capfd):
 def test_a_dictionary_from_training_to_features(tiny, folder, capfd):
     texts = folder / "texts.txt"
     generator = torch.Generator().manual_seed(0)
-    lines = ["".join(chr(97 + n) for n in torch.randint(26, (40,), generator=generator).tolist()) for _ in range(12)]
+    lines = [
+        "".join(chr(97 + n) for n in torch.randint(26, (40,), generator=generator).tolist())
+        for _ in range(12)
+    ]
     texts.write_text("\n".join(lines))
     out = folder / "sae"
-    ask = ["sae", "train", "--hook", "mlp_out", "--layer", "2", "--texts", str(texts), "--features", "64", "--k", "8",
-           "--steps", "30", "--batch-rows", "128", "--decay", "0.9", "--dead-after", "500", "--out", str(out),
-           "--model", tiny]  # fmt: skip
+    ask = [
+        "sae",
+        "train",
+        "--hook",
+        "mlp_out",
+        "--layer",
+        "2",
+        "--texts",
+        str(texts),
+        "--features",
+        "64",
+        "--k",
+        "8",
+        "--steps",
+        "30",
+        "--batch-rows",
+        "128",
+        "--decay",
+        "0.9",
+        "--dead-after",
+        "500",
+        "--out",
+        str(out),
+        "--model",
+        tiny,
+    ]
     assert run([*ask, "--json"]) == 0
     said = capfd.readouterr()
     trained = json.loads(said.out)
@@ -93,7 +136,9 @@ def test_a_dictionary_from_training_to_features(tiny, folder, capfd):
     assert (sae.hook, sae.layer) == ("mlp_out", 2)
     assert (sae.metadata["training"]["decay"], sae.metadata["training"]["dead_after"]) == (0.9, 500)
 
-    assert run(["sae", "eval", str(out), "--texts", str(texts), "--limit", "3", "--model", tiny, "--json"]) == 0
+    assert (
+        run(["sae", "eval", str(out), "--texts", str(texts), "--limit", "3", "--model", tiny, "--json"]) == 0
+    )
     judged = json.loads(capfd.readouterr().out)
     assert {"explained_variance", "l0", "dead_share", "recovered", "added"} <= set(judged)
 

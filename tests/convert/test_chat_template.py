@@ -13,24 +13,40 @@ from birkhoff.text.literals import own_literals
 
 USER = {"role": "user", "content": "Tell me 'a story' of \"quotes\" & <tags>."}
 ANSWER = {"role": "assistant", "content": "Once.", "reasoning_content": "hm"}
-CALL = {"role": "assistant", "content": "", "reasoning_content": "look", "tool_calls": [
-    {"id": "1", "type": "function",
-     "function": {"name": "find", "arguments": {"q": "größe \"x\"", "n": 3, "deep": [1, None]}}},
-    {"id": "2", "type": "function", "function": {"name": "find", "arguments": {"q": "b"}}},
-]}  # fmt: skip
+CALL = {
+    "role": "assistant",
+    "content": "",
+    "reasoning_content": "look",
+    "tool_calls": [
+        {
+            "id": "1",
+            "type": "function",
+            "function": {"name": "find", "arguments": {"q": 'größe "x"', "n": 3, "deep": [1, None]}},
+        },
+        {"id": "2", "type": "function", "function": {"name": "find", "arguments": {"q": "b"}}},
+    ],
+}
 RESULTS = [
     {"role": "tool", "content": "one", "tool_call_id": "1"},
     {"role": "tool", "content": "two", "tool_call_id": "2"},
 ]
-TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {}}}}}]
+TOOLS = [
+    {
+        "type": "function",
+        "function": {"name": "find", "parameters": {"type": "object", "properties": {"q": {}}}},
+    }
+]
 SYSTEM = {"role": "system", "content": "Be kind."}
 CONVERSATIONS = {
-    "one": [USER], "system": [SYSTEM, USER], "two turns": [USER, ANSWER, {"role": "user", "content": "More"}],
-    "answered": [USER, ANSWER], "merged": [USER, {"role": "user", "content": "and"}],
+    "one": [USER],
+    "system": [SYSTEM, USER],
+    "two turns": [USER, ANSWER, {"role": "user", "content": "More"}],
+    "answered": [USER, ANSWER],
+    "merged": [USER, {"role": "user", "content": "and"}],
     "developer": [{"role": "developer", "content": "rules"}, USER, ANSWER, USER],
     "reminder": [SYSTEM, USER, {"role": "latest_reminder", "content": "today"}],
     "parts": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}],
-}  # fmt: skip
+}
 
 
 def by_template(messages, **variables) -> str:
@@ -66,7 +82,9 @@ def test_tools_and_calls_render_alike(head, thinking):
 
 
 def test_effort_and_no_generation_prompt():
-    assert by_template([USER], thinking=True, reasoning_effort="max") == by_encoder([USER], thinking=True, effort="max")
+    assert by_template([USER], thinking=True, reasoning_effort="max") == by_encoder(
+        [USER], thinking=True, effort="max"
+    )
     assert by_template([USER], add_generation_prompt=False) == by_encoder([USER]).removesuffix(
         "<｜Assistant｜></think>"
     )
@@ -91,4 +109,6 @@ def test_a_checkpoints_own_texts_travel_in_the_file(tmp_path):
     convert(tmp_path / "tiny", tmp_path / "m.gguf")
     with load(tmp_path / "m.gguf", kernels="reference", cache_bytes=2**22, max_context=256) as engine:
         ids = engine.encode_chat([USER], tools=TOOLS)
-        assert "## Our tools" in engine.tokenizer.decode(ids) and "that is all" in engine.tokenizer.decode(ids)
+        assert "## Our tools" in engine.tokenizer.decode(ids) and "that is all" in engine.tokenizer.decode(
+            ids
+        )

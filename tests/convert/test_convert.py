@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff.embedded import EMBEDDED
 from birkhoff.convert.check import check_output
 from birkhoff.convert.convert import convert
 from birkhoff.convert.synth import synth
+from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import CheckpointError, ConvertError, OptionError
 from birkhoff.weights.checkpoint import open_checkpoint
 from birkhoff.weights.inspect import inspect_checkpoint
@@ -32,10 +32,17 @@ def tiny(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("which", "experts", "dense"), [
-    ("tiny", "mxfp4", "bf16"), ("tiny", "bf16", "bf16"), ("tiny", "f32", "f32"), ("tiny", "mxfp4", "f32"),
-    ("nano", "mxfp4", "bf16"), *scaled([("nano", "f32", "f32"), ("nano", "bf16", "bf16")], []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("which", "experts", "dense"),
+    [
+        ("tiny", "mxfp4", "bf16"),
+        ("tiny", "bf16", "bf16"),
+        ("tiny", "f32", "f32"),
+        ("tiny", "mxfp4", "f32"),
+        ("nano", "mxfp4", "bf16"),
+        *scaled([("nano", "f32", "f32"), ("nano", "bf16", "bf16")], []),
+    ],
+)
 def test_lossless_choices_come_back_byte_for_byte(which, experts, dense, tiny, tmp_path):
     source = tiny if which == "tiny" else NANO
     there = convert(source, tmp_path / "m.gguf", experts=experts, dense=dense, exact=True)
@@ -53,7 +60,9 @@ def test_q8_0_rounds_dense_matrices_and_nothing_else(tiny, tmp_path):
     assert done.rounding["dense"]["changed"] > 0 and done.rounding["dense"]["worst"] < 1 / 240
     assert not done.rounding["experts"]["changed"] and not done.rounding["vocabulary"]["changed"]
     different = same_numbers(tiny, tmp_path / "m.gguf")
-    assert different and all(".attn.w" in n or "shared" in n or "indexer.wq" in n or "_proj" in n for n in different)
+    assert different and all(
+        ".attn.w" in n or "shared" in n or "indexer.wq" in n or "_proj" in n for n in different
+    )
     with pytest.raises(ConvertError, match="numbers would change"):
         convert(tiny, tmp_path / "x.gguf", exact=True)
     assert not (tmp_path / "x.gguf").exists()
@@ -85,7 +94,10 @@ def test_the_gguf_package_reads_the_same(tiny, tmp_path):
     checkpoint = open_checkpoint(tiny)
     reader = gguf.GGUFReader(tmp_path / "m.gguf")
     names = [tensor.name for tensor in reader.tensors]
-    assert len(names) == len(set(names)) == 178 and reader.fields["general.architecture"].contents() == "deepseek4"
+    assert (
+        len(names) == len(set(names)) == 178
+        and reader.fields["general.architecture"].contents() == "deepseek4"
+    )
     by_name = {tensor.name: tensor for tensor in reader.tensors}
 
     def values(name):
@@ -95,9 +107,11 @@ def test_the_gguf_package_reads_the_same(tiny, tmp_path):
     embed = checkpoint["embed.weight"].read().float().numpy()
     assert np.array_equal(values("token_embd.weight"), embed)
     ours = open_checkpoint(tmp_path / "m.gguf")
-    for name, theirs in (("layers.2.attn.wq_b.weight", "blk.2.attn_q_b.weight"),
-                         ("layers.4.hc_ffn_fn", "blk.4.hc_ffn_fn.weight"),
-                         ("layers.3.attn.compressor.ape", "blk.3.attn_compressor_ape.weight")):  # fmt: skip
+    for name, theirs in (
+        ("layers.2.attn.wq_b.weight", "blk.2.attn_q_b.weight"),
+        ("layers.4.hc_ffn_fn", "blk.4.hc_ffn_fn.weight"),
+        ("layers.3.attn.compressor.ape", "blk.3.attn_compressor_ape.weight"),
+    ):
         assert np.array_equal(values(theirs), ours[name].read().float().numpy())
     stack = values("blk.5.ffn_down_exps.weight")
     from birkhoff.convert.check import numbers
@@ -149,18 +163,32 @@ def test_dialect_b_is_written_and_read(tiny, tmp_path):
     convert(tiny, tmp_path / "m.gguf", preset="ds4")
     kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     for name, kind in {
-        "token_embd.weight": "F16", "blk.0.hc_attn_fn.weight": "F16", "blk.2.attn_compressor_ape.weight": "F16",
-        "blk.2.indexer.proj.weight": "F16", "blk.0.attn_q_a.weight": "Q8_0", "output.weight": "Q8_0",
-        "blk.0.attn_norm.weight": "F32", "blk.0.attn_sinks.weight": "F32", "blk.0.hc_attn_base.weight": "F32",
-        "blk.3.exp_probs_b.bias": "F32", "blk.0.ffn_gate_exps.weight": "MXFP4", "blk.0.ffn_gate_tid2eid.weight": "I32",
-    }.items():  # fmt: skip
+        "token_embd.weight": "F16",
+        "blk.0.hc_attn_fn.weight": "F16",
+        "blk.2.attn_compressor_ape.weight": "F16",
+        "blk.2.indexer.proj.weight": "F16",
+        "blk.0.attn_q_a.weight": "Q8_0",
+        "output.weight": "Q8_0",
+        "blk.0.attn_norm.weight": "F32",
+        "blk.0.attn_sinks.weight": "F32",
+        "blk.0.hc_attn_base.weight": "F32",
+        "blk.3.exp_probs_b.bias": "F32",
+        "blk.0.ffn_gate_exps.weight": "MXFP4",
+        "blk.0.ffn_gate_tid2eid.weight": "I32",
+    }.items():
         assert kinds[name] == kind, name
     names = {t.name for t in gguf.GGUFReader(tmp_path / "m-mtp.gguf").tensors}
     assert {"mtp.0.e_proj.weight", "mtp.0.hc_head_fn.weight", "mtp.0.attn_q_a.weight"} <= names
     opened = open_checkpoint(tmp_path / "m.gguf")
-    assert opened.dialect == "gguf-ds4" and opened.has_mtp and inspect_checkpoint(tmp_path / "m.gguf").problems == []
+    assert (
+        opened.dialect == "gguf-ds4"
+        and opened.has_mtp
+        and inspect_checkpoint(tmp_path / "m.gguf").problems == []
+    )
     different = same_numbers(tiny, tmp_path / "m.gguf")
-    assert not any(".ffn.experts." in name or name.endswith(("norm.weight", "sink", "bias")) for name in different)
+    assert not any(
+        ".ffn.experts." in name or name.endswith(("norm.weight", "sink", "bias")) for name in different
+    )
     with pytest.raises(OptionError, match="fixes dense to q8_0"):
         convert(tiny, tmp_path / "y.gguf", preset="ds4", dense="bf16")
 
@@ -190,7 +218,9 @@ def test_plain_numbers_become_codes_and_say_what_changed(tmp_path):
     expanded = convert(tmp_path / "codes", tmp_path / "expanded", experts="bf16", dense="bf16", exact=True)
     assert not any(row["changed"] for row in expanded.rounding.values())
     assert same_numbers(tmp_path / "codes", tmp_path / "expanded") == []
-    convert(tmp_path / "expanded", tmp_path / "again", exact=True)  # numbers that fit FP8 and FP4 stay what they are
+    convert(
+        tmp_path / "expanded", tmp_path / "again", exact=True
+    )  # numbers that fit FP8 and FP4 stay what they are
     assert same_numbers(tmp_path / "codes", tmp_path / "again") == []
     mxfp4 = convert(tmp_path / "plain", tmp_path / "q.gguf")
     assert mxfp4.rounding["experts"]["changed"] > 0 and mxfp4.rounding["experts"]["worst"] < 0.3
@@ -233,11 +263,17 @@ def test_an_output_is_never_overwritten(tiny, tmp_path):
         convert(tiny, tmp_path / "d")
 
 
-@pytest.mark.parametrize(("options", "words"), [
-    ({"to": "onnx"}, "to is 'onnx'"), ({"experts": "q4_k"}, "experts is 'q4_k'"), ({"dense": "fp8"}, "dense is 'fp8'"),
-    ({"preset": "other"}, "preset is 'other'"), ({"shard_bytes": 0}, "shard_bytes is 0"),
-    ({"workers": 0}, "workers is 0"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"to": "onnx"}, "to is 'onnx'"),
+        ({"experts": "q4_k"}, "experts is 'q4_k'"),
+        ({"dense": "fp8"}, "dense is 'fp8'"),
+        ({"preset": "other"}, "preset is 'other'"),
+        ({"shard_bytes": 0}, "shard_bytes is 0"),
+        ({"workers": 0}, "workers is 0"),
+    ],
+)
 def test_options_are_checked(tiny, tmp_path, options, words):
     with pytest.raises(OptionError, match=words):
         convert(tiny, tmp_path / "m.gguf", **options)

@@ -12,7 +12,9 @@ from birkhoff.weights import write_released
 from tests.sizes import scaled
 from tests.weights.test_memory import config_of
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to measure memory")
+pytestmark = pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="needs /proc to measure memory"
+)
 
 MEASURE = """
 import json, sys
@@ -39,6 +41,8 @@ def test_the_peak_is_a_few_strips(tmp_path):
     run = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert run.returncode == 0, run.stderr
     measured = json.loads(run.stdout)
-    print(f"{measured['bytes'] / 1e6:.0f} MB written, peak {measured['peak'] / 1e6:.0f} MB above the baseline, "
-          f"{measured['all'] / 1e6:.0f} MB in all")  # fmt: skip
+    print(
+        f"{measured['bytes'] / 1e6:.0f} MB written, peak {measured['peak'] / 1e6:.0f} MB above the baseline, "
+        f"{measured['all'] / 1e6:.0f} MB in all"
+    )
     assert measured["bytes"] > 100e6 and measured["peak"] < 100e6 and measured["all"] < 1e9

@@ -33,7 +33,11 @@ def test_tiny_has_two_of_everything():
 
 def test_layers_and_mtp_can_be_cut():
     assert preset("flash", layers=2, mtp=False) == replace(
-        preset("flash"), num_hidden_layers=2, compress_ratios=(0, 0), num_hash_layers=2, num_nextn_predict_layers=0
+        preset("flash"),
+        num_hidden_layers=2,
+        compress_ratios=(0, 0),
+        num_hash_layers=2,
+        num_nextn_predict_layers=0,
     )
     assert preset("flash", layers=4).num_hash_layers == 3
     for bad in (0, 44, -1, 2.0, True):

@@ -48,7 +48,9 @@ def tiny(tmp_path_factory) -> Path:
 
 
 def digests(path: Path) -> dict[str, str]:
-    return {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(path.rglob("*")) if p.is_file()}
+    return {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(path.rglob("*")) if p.is_file()
+    }
 
 
 def plan(tiny: Path, out: Path, to: str):
@@ -78,7 +80,8 @@ def test_stopped_anywhere_it_goes_on_from_there(to, tiny, tmp_path):
         except Stop:
             stops += 1
             assert (
-                not (tmp_path / "again" / name).is_file() and not (tmp_path / "again" / name / "config.json").exists()
+                not (tmp_path / "again" / name).is_file()
+                and not (tmp_path / "again" / name / "config.json").exists()
             )
             continue
         resumed = done.resumed_units

@@ -32,7 +32,9 @@ def loaded(tmp_path_factory):
 def test_the_layout_is_the_released_one(loaded):
     _, checkpoint, _ = loaded
     table = expected_tensors(preset("tiny"))
-    assert {n: (r.shape, r.dtype) for n, r in checkpoint.items()} == {n: (s.shape, s.dtype) for n, s in table.items()}
+    assert {n: (r.shape, r.dtype) for n, r in checkpoint.items()} == {
+        n: (s.shape, s.dtype) for n, s in table.items()
+    }
     assert checkpoint.dialect == "released" and checkpoint.notices == []
 
 
@@ -56,7 +58,9 @@ def test_stream_mixers_are_neither_identity_nor_uniform(loaded):
     from birkhoff.hooks.tap import EagerTap
 
     seen: dict[int, torch.Tensor] = {}
-    tap = EagerTap(lambda site, layer, x: seen.setdefault(layer, x) if site is sites.MHC_ATTN_RES_MIX else None)
+    tap = EagerTap(
+        lambda site, layer, x: seen.setdefault(layer, x) if site is sites.MHC_ATTN_RES_MIX else None
+    )
     with torch.no_grad():
         model(torch.arange(64), tap)
     assert len(seen) == 6
@@ -76,7 +80,10 @@ def test_hash_tables_use_every_expert(loaded):
 
 @pytest.mark.parametrize(
     ("name", "unpack"),
-    [("layers.0.attn.wq_b.weight", quant.dequant_fp8), ("layers.0.ffn.experts.3.w1.weight", quant.dequant_fp4)],
+    [
+        ("layers.0.attn.wq_b.weight", quant.dequant_fp8),
+        ("layers.0.ffn.experts.3.w1.weight", quant.dequant_fp4),
+    ],
 )
 def test_drawn_codes_are_normal_with_the_right_spread(name, unpack):
     config = preset("flash", layers=1)
@@ -121,8 +128,13 @@ def test_the_tokenizer_fits_the_vocabulary(loaded):
 
 
 def test_options_are_checked_before_anything_is_written(tmp_path):
-    refused = {"seed": (-1, "seed is -1"), "like": ("x", "like is 'x'"), "dense": ("q8", "dense is 'q8'"),
-               "layers": (99, "expected 1 to 6"), "experts": ("int8", "experts is 'int8'")}  # fmt: skip
+    refused = {
+        "seed": (-1, "seed is -1"),
+        "like": ("x", "like is 'x'"),
+        "dense": ("q8", "dense is 'q8'"),
+        "layers": (99, "expected 1 to 6"),
+        "experts": ("int8", "experts is 'int8'"),
+    }
     for option, (value, reason) in refused.items():
         with pytest.raises(OptionError, match=reason):
             synth(tmp_path / "c", **{option: value})

@@ -135,17 +135,25 @@ def test_a_state_that_can_step_back(fast, sequences, lookback):
         if ahead % 3 == 0:
             for back in range(lookback):
                 step(
-                    fast, state, [SequenceChunk(s, starts[s] + ahead + back, wrong[back : back + 1]) for s in range(3)]
+                    fast,
+                    state,
+                    [SequenceChunk(s, starts[s] + ahead + back, wrong[back : back + 1]) for s in range(3)],
                 )
         at = [start + ahead for start in starts]
-        rows = step(fast, state, [SequenceChunk(s, at[s], sequences[s][0][at[s] : at[s] + 1]) for s in range(3)])
+        rows = step(
+            fast, state, [SequenceChunk(s, at[s], sequences[s][0][at[s] : at[s] + 1]) for s in range(3)]
+        )
         assert all((rows[s] - sequences[s][1][at[s]]).abs().max() <= TOLERANCE for s in range(3))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_several_tokens_of_one_sequence_are_rows_of_one_step(fast, sequences, length):
     """Guesses are verified so: rows of one slot whose blocks end in the middle of the step, beside another sequence."""
-    state, tokens, (other, beside) = State.contiguous(TINY, 2, LENGTH, lookback=3), sequences[0][0], sequences[1]
+    state, tokens, (other, beside) = (
+        State.contiguous(TINY, 2, LENGTH, lookback=3),
+        sequences[0][0],
+        sequences[1],
+    )
     step(fast, state, [SequenceChunk(0, 0, tokens[:40])])
     step(fast, state, [SequenceChunk(1, 0, other[:122])])
     for ahead in range(0, 96, length):
@@ -165,7 +173,9 @@ def test_slots_and_pages_lie_anywhere_and_need_no_clearing(fast, sequences):
         state.give_pages(slot, pages)
     starts = STARTS[:3]
     first = decode(fast, sequences, starts, 20, state, slots=slots)
-    again = decode(fast, sequences[3:], starts, 20, state, slots=slots[::-1])  # over what the others left behind
+    again = decode(
+        fast, sequences[3:], starts, 20, state, slots=slots[::-1]
+    )  # over what the others left behind
     assert worst(first, sequences, starts) <= TOLERANCE and worst(again, sequences[3:], starts) <= TOLERANCE
 
 
@@ -175,13 +185,27 @@ def test_slots_and_pages_lie_anywhere_and_need_no_clearing(fast, sequences):
         {"hidden_size": 61, "hc_mult": 3, "sliding_window": 5, "num_attention_heads": 2},
         {"head_dim": 16, "qk_rope_head_dim": 16, "index_head_dim": 16, "sliding_window": 1, "o_groups": 1},
         {"num_experts_per_tok": 8, "moe_intermediate_size": 5, "num_hash_layers": 0},
-        {"num_experts_per_tok": 1, "n_routed_experts": 1, "index_n_heads": 1, "index_topk": 1, "q_lora_rank": 7},
+        {
+            "num_experts_per_tok": 1,
+            "n_routed_experts": 1,
+            "index_n_heads": 1,
+            "index_topk": 1,
+            "q_lora_rank": 7,
+        },
         {"compress_ratios": (4,)},
         {"compress_ratios": (128, 0)},
         {"sliding_window": 200, "o_lora_rank": 3, "hc_mult": 1},
     ],
-    ids=["odd widths", "all channels turn", "all experts", "one of each", "CSA alone", "HCA, window", "wide window"],
-)  # fmt: skip
+    ids=[
+        "odd widths",
+        "all channels turn",
+        "all experts",
+        "one of each",
+        "CSA alone",
+        "HCA, window",
+        "wide window",
+    ],
+)
 def test_other_shapes(changes):
     config = variant(**changes)
     plain, fast, tokens = random_model(config, 5), few_model(config, 5), random_tokens(config, 150, 5)
@@ -240,7 +264,9 @@ def test_numbers_that_are_none_stay_in_their_sequence(kernels, count):
     step(model, state, [SequenceChunk(0, 0, [*tokens[0][:129], 7, *tokens[0][130:150]])])
     assert step(model, state, [SequenceChunk(0, 150, tokens[0][150:151])])[0].isnan().any()
     for ahead in range(6):  # the spoilt one beside the others
-        pieces = [SequenceChunk(s, starts[s] + ahead, tokens[s][starts[s] + ahead :][:1]) for s in range(1, count)]
+        pieces = [
+            SequenceChunk(s, starts[s] + ahead, tokens[s][starts[s] + ahead :][:1]) for s in range(1, count)
+        ]
         rows = step(model, state, [SequenceChunk(0, 151 + ahead, [9]), *pieces])
         assert all((rows[p.slot] - expected[p.slot][p.start]).abs().max() <= TOLERANCE for p in pieces)
     for ahead in range(6, 16):  # and another in its place
@@ -262,7 +288,11 @@ def test_every_site_is_seen_and_holds_what_the_plain_path_holds(fast, plain, seq
     decode(plain, sequences, starts, 12, tap=keep(theirs))
     once = {s.name for s in sites.SITES if s.once}
     every = {
-        (s.name, layer) for s in sites.SITES if not s.absent for layer in range(6) if s.name not in once or layer == 5
+        (s.name, layer)
+        for s in sites.SITES
+        if not s.absent
+        for layer in range(6)
+        if s.name not in once or layer == 5
     }
     assert mine.keys() == theirs.keys() == every
     for key, rows in mine.items():
@@ -287,9 +317,20 @@ def test_looking_changes_no_bit_and_what_was_seen_stays_as_it_was(fast, sequence
     assert len(seen) > 500 and all(torch.equal(a, b) for a, b in zip(seen, copies))
 
 
-@pytest.mark.parametrize("site", [sites.PRE_ATTN, sites.POST_ATTN, sites.MLP_IN, sites.MLP_OUT,
-                                  sites.MHC_STREAMS_PRE_ATTN, sites.MHC_STREAMS_PRE_MLP, sites.MHC_STREAMS_FINAL,
-                                  sites.FINAL_HIDDEN], ids=lambda s: s.name)  # fmt: skip
+@pytest.mark.parametrize(
+    "site",
+    [
+        sites.PRE_ATTN,
+        sites.POST_ATTN,
+        sites.MLP_IN,
+        sites.MLP_OUT,
+        sites.MHC_STREAMS_PRE_ATTN,
+        sites.MHC_STREAMS_PRE_MLP,
+        sites.MHC_STREAMS_FINAL,
+        sites.FINAL_HIDDEN,
+    ],
+    ids=lambda s: s.name,
+)
 def test_an_edit_does_the_same_as_in_the_plain_path(fast, plain, sequences, site):
     def edit(where, layer, x):
         return x * 0.5 + 0.1 if where is site and layer in (3, 5) else None
@@ -321,7 +362,9 @@ def test_phases_are_the_same_for_a_few_positions_and_for_many(count):
     for phases, compressed in ((step.sliding, False), (step.compressed, True)):
         expected = rope.at(positions, compressed)
         assert phases.cos.shape == expected.cos.shape and phases.cos.dtype == torch.float32
-        assert (phases.cos - expected.cos).abs().max() <= 2.5e-7 and (phases.sin - expected.sin).abs().max() <= 2.5e-7
+        assert (phases.cos - expected.cos).abs().max() <= 2.5e-7 and (
+            phases.sin - expected.sin
+        ).abs().max() <= 2.5e-7
 
 
 def test_it_is_left_alone_while_gradients_are_recorded(fast, sequences):
@@ -343,7 +386,9 @@ def test_weights_changed_after_fusing_are_the_ones_used(sequences):
     assert worst(decode(model, sequences, starts, 6), sequences, starts) <= TOLERANCE
 
 
-@pytest.mark.parametrize("numerics", [{"dtype": torch.bfloat16}, {"released": True}], ids=["bfloat16", "released"])
+@pytest.mark.parametrize(
+    "numerics", [{"dtype": torch.bfloat16}, {"released": True}], ids=["bfloat16", "released"]
+)
 def test_what_it_is_not_made_for_does_not_get_it(numerics):
     model = random_model(kernels="cpu", **numerics).fuse()
     assert all(block.attn.few is None and block.ffn.few is None for block in model.layers)

@@ -53,17 +53,17 @@ def test_steps_are_those_of_the_plain_model(model):
         for slot, start in enumerate(STARTS):
             plain_step(model, state, [SequenceChunk(slot, 0, tokens[slot][:start])])
     decoder = Decoder(model, states[1], fast=False)
-    desk = decoder.desk(rows, 384)
-    assert desk.room > 0, "the indexer is at work"
+    buffers = decoder.buffers(rows, 384)
+    assert buffers.room > 0, "the indexer is at work"
     for step in range(STEPS):
         at = [start + step for start in STARTS]
         pieces = [SequenceChunk(slot, at[slot], tokens[slot][at[slot]].view(1)) for slot in range(rows)]
         true = plain_step(model, states[0], pieces)
-        desk.poison()
-        desk.token_ids.copy_(torch.stack([tokens[slot][at[slot]] for slot in range(rows)]))
-        desk.positions.copy_(torch.tensor(at))
-        desk.slots.copy_(torch.arange(rows))
-        assert (decoder.step(desk) - true).abs().max() < 1e-4
+        buffers.poison()
+        buffers.token_ids.copy_(torch.stack([tokens[slot][at[slot]] for slot in range(rows)]))
+        buffers.positions.copy_(torch.tensor(at))
+        buffers.slots.copy_(torch.arange(rows))
+        assert (decoder.step(buffers) - true).abs().max() < 1e-4
     for mine, true in zip(states[1].layers, states[0].layers):
         for name, page in true.pages.items():
             assert (mine.pages[name] - page).abs().max() < 1e-5
@@ -105,7 +105,9 @@ def test_what_it_cannot_decode_is_refused_with_the_reason(model):
     assert "not packed" in (refusal(plain) or "")
     with pytest.raises(OptionError, match=r"not packed as FP8 and FP4 codes\. Use kernels='reference'"):
         Decoder(plain, State.contiguous(SMALL, 1, 128))
-    odd = packed_model(variant(compress_ratios=(0,), num_hash_layers=1, q_lora_rank=48, num_nextn_predict_layers=0))
+    odd = packed_model(
+        variant(compress_ratios=(0,), num_hash_layers=1, q_lora_rank=48, num_nextn_predict_layers=0)
+    )
     assert refusal(odd) == "q_lora_rank is 48, the kernels need a power of two from 16"
     assert refusal(model) is None
     with pytest.raises(OptionError, match=r"the CUDA kernels cannot serve this model: .*Use fast=False"):
@@ -119,7 +121,9 @@ def test_the_cuda_kernels_say_what_they_need():
     flash = preset("flash", 4, False)
     assert unsuited(flash) is None and unsuited(preset("pro", 4, False)) is None
     for name, value, reason in (
-        ("n_routed_experts", 528, "528 experts, more than 512"), ("num_experts_per_tok", 17, "17 experts"),
-        ("hidden_size", 8704, "longer than 8192"), ("q_lora_rank", 1000, "no multiple of 128"),
-    ):  # fmt: skip
+        ("n_routed_experts", 528, "528 experts, more than 512"),
+        ("num_experts_per_tok", 17, "17 experts"),
+        ("hidden_size", 8704, "longer than 8192"),
+        ("q_lora_rank", 1000, "no multiple of 128"),
+    ):
         assert reason in (unsuited(replace(flash, **{name: value})) or "")

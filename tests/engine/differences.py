@@ -52,8 +52,12 @@ def excuse(oracle, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) ->
     return Excuse(place, what, margins[what])
 
 
-def assert_same_tokens(oracle, prompt: Sequence[int], a: Sequence[int], b: Sequence[int], label: str = "") -> None:
+def assert_same_tokens(
+    oracle, prompt: Sequence[int], a: Sequence[int], b: Sequence[int], label: str = ""
+) -> None:
     found = excuse(oracle, prompt, a, b)
     if found is not None:
-        print(f"{label}: differs at output {found.place}, where {found.what} has a margin of {found.margin:.1e}")
+        print(
+            f"{label}: differs at output {found.place}, where {found.what} has a margin of {found.margin:.1e}"
+        )
         assert found.margin < CLOSE, f"{label}: token {found.place} differs and no call was close: {found}"

@@ -13,7 +13,9 @@ from birkhoff.model.state import State
 from tests.interpreter import DEVICE, packed_model
 from tests.models import variant
 
-SHORT = variant(compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0, max_position_embeddings=131072)
+SHORT = variant(
+    compress_ratios=(0,), num_hash_layers=0, num_nextn_predict_layers=0, max_position_embeddings=131072
+)
 
 
 @pytest.fixture(scope="module")

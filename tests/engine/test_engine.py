@@ -25,10 +25,21 @@ from tests.models import fill_random, random_model, random_tokens, variant
 from tests.sizes import scaled
 
 MICRO = variant(
-    vocab_size=40, hidden_size=16, num_attention_heads=2, head_dim=8, qk_rope_head_dim=4, q_lora_rank=8, o_lora_rank=4,
-    compress_ratios=(4, 128), index_n_heads=3, index_head_dim=8, n_routed_experts=4, moe_intermediate_size=8,
-    num_hash_layers=1, num_nextn_predict_layers=0,
-)  # fmt: skip
+    vocab_size=40,
+    hidden_size=16,
+    num_attention_heads=2,
+    head_dim=8,
+    qk_rope_head_dim=4,
+    q_lora_rank=8,
+    o_lora_rank=4,
+    compress_ratios=(4, 128),
+    index_n_heads=3,
+    index_head_dim=8,
+    n_routed_experts=4,
+    moe_intermediate_size=8,
+    num_hash_layers=1,
+    num_nextn_predict_layers=0,
+)
 POISON = 39  # a token the fragile models below do not survive
 LENGTHS = (1, 2, 9, 60, 127, 128, 129, 200)
 
@@ -87,7 +98,12 @@ class Program(RuleBasedStateMachine):
         options = {"max_batch_tokens": self.budget, "batch_invariant": self.invariant_mode}
         return engine(self.model, max_requests=slots, num_pages=pages, **options)
 
-    @rule(target=requests, length=st.sampled_from(LENGTHS), count=st.sampled_from([1, 3, 20]), seed=st.integers(0, 1))
+    @rule(
+        target=requests,
+        length=st.sampled_from(LENGTHS),
+        count=st.sampled_from([1, 3, 20]),
+        seed=st.integers(0, 1),
+    )
     def submit(self, length, count, seed):
         request = ask(prompt(length, seed), count)
         if pages_for(length + count - 1) > self.core.scheduler.pages.size:
@@ -157,11 +173,14 @@ def test_a_request_that_can_never_run_is_refused_with_numbers(model):
     ):
         core.submit(ask(prompt(390), 11))
     with pytest.raises(
-        CapacityError, match=r"needs \d+\.\d KiB of cache \(3 pages\), \d+\.\d KiB can ever be free \(2 pages\)"
+        CapacityError,
+        match=r"needs \d+\.\d KiB of cache \(3 pages\), \d+\.\d KiB can ever be free \(2 pages\)",
     ):
         core.submit(ask(prompt(250), 8))
     check_empty(core)
-    assert run(core, ask(prompt(250), 7))[0].finish_reason == "length"  # 256 tokens in the cache: two pages exactly
+    assert (
+        run(core, ask(prompt(250), 7))[0].finish_reason == "length"
+    )  # 256 tokens in the cache: two pages exactly
 
 
 def test_the_bytes_it_names_are_those_of_the_cache(model):
@@ -201,7 +220,9 @@ def test_a_step_that_raises_ends_its_requests_and_nobody_elses(fragile):
     expected = run(fragile, ask(prompt(70)))[0].output_ids
     doomed, beside, behind = ask((*prompt(70), POISON)), ask(prompt(70)), ask(prompt(70))
     run(fragile, doomed, beside, behind)
-    assert doomed.finish_reason == "error" and str(doomed.error) == "the model broke" and not doomed.output_ids
+    assert (
+        doomed.finish_reason == "error" and str(doomed.error) == "the model broke" and not doomed.output_ids
+    )
     last = doomed.events[-1]
     assert last.finish_reason == "error" and last.error is doomed.error and last.token_id is None
     assert (
@@ -236,13 +257,19 @@ def test_not_a_number_fails_alone():
         made = random_model(MICRO, kernels=kernels).fuse()
         with torch.no_grad():
             made.embed[POISON] = torch.nan
-        expected = [r.logprobs for r in run(engine(made), ask(prompt(70), 8), ask(prompt(3, 1), 8), ask(prompt(5), 8))]
+        expected = [
+            r.logprobs for r in run(engine(made), ask(prompt(70), 8), ask(prompt(3, 1), 8), ask(prompt(5), 8))
+        ]
         core = engine(made)
         sick, late = ask((*prompt(60), POISON, *prompt(9)), 8), ask((1, 2, 3), 8)
         healthy = [ask(prompt(70), 8), ask(prompt(3, 1), 8), ask(prompt(5), 8)]
         run(core, sick, *healthy)
-        assert sick.finish_reason == "error" and isinstance(sick.error, LogitsError) and "NaN" in str(sick.error)
-        assert [[p.token_id for p in r.logprobs] for r in healthy] == [[p.token_id for p in e] for e in expected]
+        assert (
+            sick.finish_reason == "error" and isinstance(sick.error, LogitsError) and "NaN" in str(sick.error)
+        )
+        assert [[p.token_id for p in r.logprobs] for r in healthy] == [
+            [p.token_id for p in e] for e in expected
+        ]
         for mine, true in zip(healthy, expected):
             assert all(a.logprob == pytest.approx(b.logprob, abs=1e-4) for a, b in zip(mine.logprobs, true))
         run(core, late)
@@ -415,8 +442,13 @@ def test_tokens_are_counted_from_the_prompt_on():
     request.output_ids += [8, 9]
     assert request.num_tokens == 5 and request.most_tokens == 6
     assert [request.tokens(a, b) for a, b in ((0, 5), (0, 2), (2, 4), (3, 5), (4, 5), (5, 5))] == [
-        [5, 6, 7, 8, 9], [5, 6], [7, 8], [8, 9], [9], []
-    ]  # fmt: skip
+        [5, 6, 7, 8, 9],
+        [5, 6],
+        [7, 8],
+        [8, 9],
+        [9],
+        [],
+    ]
 
 
 def test_ends_by_token_length_and_both_at_once():

@@ -24,8 +24,10 @@ from tests.sizes import scaled
 
 COUNT = scaled(200, 40)
 GREEDY = SamplingOptions(temperature=0, max_tokens=COUNT)
-PROMPTS = [random_tokens(TINY, length, seed).tolist() for length, seed in
-           ((3, 204), (47, 209), (129, 206), (250, 206), (330, 206))]  # fmt: skip
+PROMPTS = [
+    random_tokens(TINY, length, seed).tolist()
+    for length, seed in ((3, 204), (47, 209), (129, 206), (250, 206), (330, 206))
+]
 
 
 @pytest.fixture(scope="module")
@@ -105,14 +107,17 @@ def test_the_whole_forward_pass_would_choose_the_same_tokens(model, alone):
     for prompt, tokens in zip(PROMPTS, alone):
         with torch.no_grad():
             logits = model(torch.tensor([*prompt, *tokens]))[len(prompt) - 1 : -1]
-        assert (logits.amax(-1) - logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)).max() < 1e-4
+        assert (
+            logits.amax(-1) - logits.gather(-1, torch.tensor(tokens).unsqueeze(-1)).squeeze(-1)
+        ).max() < 1e-4
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 3, 2, 1, 0], [2, 4, 0, 3, 1]])
 @pytest.mark.parametrize(
-    "options", [{}, {"max_batch_tokens": 48}, {"max_requests": 2}, {"max_batch_tokens": 9}],
+    "options",
+    [{}, {"max_batch_tokens": 48}, {"max_requests": 2}, {"max_batch_tokens": 9}],
     ids=["whole prompts", "small chunks", "two at a time", "tiny chunks"],
-)  # fmt: skip
+)
 def test_any_order_of_arrival_and_any_chunking(model, oracle, alone, order, options):
     requests = together(engine(model, **options), [ask(PROMPTS[i]) for i in order])
     for i, request in zip(order, requests):
@@ -151,10 +156,14 @@ def test_sixteen_decoding_rows_and_more(model, oracle, alone):
     """On both sides of the border where decoding changes its method, and across it as requests end."""
     core = engine(model, max_requests=20, num_pages=80)
     lengths = [COUNT if i < 5 else 2 + i for i in range(20)]
-    requests = [ask(PROMPTS[i % 5], SamplingOptions(temperature=0, max_tokens=n)) for i, n in enumerate(lengths)]
+    requests = [
+        ask(PROMPTS[i % 5], SamplingOptions(temperature=0, max_tokens=n)) for i, n in enumerate(lengths)
+    ]
     together(core, requests)
     for i, request in enumerate(requests):
-        assert_same_tokens(oracle, PROMPTS[i % 5], request.output_ids, alone[i % 5][: lengths[i]], f"row {i} of 20")
+        assert_same_tokens(
+            oracle, PROMPTS[i % 5], request.output_ids, alone[i % 5][: lengths[i]], f"row {i} of 20"
+        )
 
 
 def test_two_threads_share_a_step_and_change_nothing(model, oracle, alone):
@@ -192,7 +201,9 @@ def test_batch_invariance_is_bit_for_bit(model, invariant_alone, data):
     requests = draw(st.integers(1, 7), label="slots")
     pages = draw(st.sampled_from([4, 5, 8, 30]), label="pages")
     core = engine(model, batch_invariant=True, max_batch_tokens=128, max_requests=requests, num_pages=pages)
-    picks = draw(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=2, max_size=7), label="prompts")
+    picks = draw(
+        st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=2, max_size=7), label="prompts"
+    )
     asked, doomed = [], []
     for prompt, sampled in picks:
         asked.append((prompt, sampled, ask(PROMPTS[prompt], SAMPLED if sampled else LOGPROBS, seed=5)))

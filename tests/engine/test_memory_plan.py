@@ -38,8 +38,15 @@ def flash():
 
 def test_the_limits_are_those_of_the_byte_arithmetic(flash):
     """Batch 1, 8 and 64 on an H200 whose misses cross a bus of 55 GB/s, from the sizes of V4-Flash alone."""
-    published = {0.0: (384, 1036, 2243), 0.005: (343, 800, 1648), 0.01: (310, 651, 1302), 0.02: (260, 475, 917),
-                 0.04: (197, 308, 576), 0.075: (138, 190, 349), 0.5: (30, 34, 60)}  # fmt: skip
+    published = {
+        0.0: (384, 1036, 2243),
+        0.005: (343, 800, 1648),
+        0.01: (310, 651, 1302),
+        0.02: (260, 475, 917),
+        0.04: (197, 308, 576),
+        0.075: (138, 190, 349),
+        0.5: (30, 34, 60),
+    }
     for misses, limits in published.items():
         for batch, limit in zip((1, 8, 64), limits):
             assert tokens_per_second(FLASH, misses, batch, flash.read) == pytest.approx(limit, rel=0.01)
@@ -57,9 +64,9 @@ def test_a_token_of_context_costs_what_the_cache_gives_out():
             kinds = cache_by_kind(config, item)
             assert sum(each.per_token for each in kinds.values()) * 128 == page_bytes(config, item)
             assert sum(each.per_sequence for each in kinds.values()) == slot_bytes(config, item)
-            assert sum(context_bytes(config, 1000, item).values()) == slot_bytes(config, item) + 8 * page_bytes(
+            assert sum(context_bytes(config, 1000, item).values()) == slot_bytes(
                 config, item
-            )
+            ) + 8 * page_bytes(config, item)
         back = cache_by_kind(config, 2, lookback=3)
         assert sum(each.per_sequence for each in back.values()) == slot_bytes(config, 2, lookback=3)
     by_kind = {kind: each.per_token for kind, each in cache_by_kind(FLASH).items()}
@@ -79,7 +86,11 @@ def test_a_state_takes_the_bytes_that_were_planned():
 def test_a_long_context_by_kind_of_layer():
     """One request of 128K tokens: most of it in CSA layers, and of what a token reads most are index keys."""
     held, read = context_bytes(FLASH, 131_072), step_cache_bytes(FLASH, 131_072)
-    assert {kind: round(size / 2**20, 2) for kind, size in held.items()} == {"swa": 0.25, "csa": 844.27, "hca": 32.5}
+    assert {kind: round(size / 2**20, 2) for kind, size in held.items()} == {
+        "swa": 0.25,
+        "csa": 844.27,
+        "hca": 32.5,
+    }
     assert read["csa"] == 21 * 2 * (128 * 512 + 512 * 512 + 32_768 * 128)
     assert sum(read.values()) / 1e9 == pytest.approx(0.214, abs=0.001)
     assert step_cache_bytes(FLASH, 100)["swa"] == 2 * 2 * 100 * 512, "a young window is not full"
@@ -130,7 +141,9 @@ def test_the_plan_covers_what_a_model_and_its_kernels_hold(dtype):
 
 def test_a_device_is_filled_and_never_overfilled():
     needed = plan_budget(FLASH, 400 * GIB, GIB)
-    assert needed.hot == needed.experts and needed.spare == 0 and needed.share == 1.0 and needed.host_bytes == 0
+    assert (
+        needed.hot == needed.experts and needed.spare == 0 and needed.share == 1.0 and needed.host_bytes == 0
+    )
     shares = []
     for memory in (24, 32, 48, 80, 139, 200):
         budget = plan_budget(FLASH, memory * GIB, default_cache(FLASH, memory * GIB, 8))
@@ -164,5 +177,7 @@ def test_spare_runs_hold_two_layers_of_cold_experts_within_limits(cold, spare):
 def test_the_default_cache_is_modest():
     assert default_cache(FLASH, 24 * GIB, 100) == 3 * GIB, "an eighth of the device"
     assert default_cache(FLASH, 139 * GIB, 1) == sum(context_bytes(FLASH, 32_768).values())
-    assert default_cache(FLASH, 24 * GIB, 1, 2**30) == sum(context_bytes(FLASH, 2**20).values()), "the model's limit"
+    assert default_cache(FLASH, 24 * GIB, 1, 2**30) == sum(context_bytes(FLASH, 2**20).values()), (
+        "the model's limit"
+    )
     assert pages_for(32_768) == 256

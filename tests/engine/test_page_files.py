@@ -46,7 +46,13 @@ def ask(tokens, count=3, context=None) -> Request:
 
 def engine(model, root=None, limit=2**24, identity=None, **options) -> EngineCore:
     files = None if root is None else PageFiles(root, identity or model_identity(model), limit)
-    given = {"max_requests": 2, "max_context": 1024, "num_pages": 8, "prefix_bytes": 2**20, "batch_invariant": True}
+    given = {
+        "max_requests": 2,
+        "max_context": 1024,
+        "num_pages": 8,
+        "prefix_bytes": 2**20,
+        "batch_invariant": True,
+    }
     return EngineCore(model, **{**given, "files": files, **options})
 
 
@@ -96,7 +102,8 @@ def test_a_page_is_never_written_without_the_state_behind_it(model, tmp_path, sn
 def test_other_weights_other_numerics_and_other_cuts_share_nothing(model, tmp_path):
     other = random_model(SMALL, kernels="cpu", seed=1).fuse()
     identities = {
-        model_identity(m) for m in (model, other, random_model(SMALL), random_model(SMALL, dtype=torch.bfloat16))
+        model_identity(m)
+        for m in (model, other, random_model(SMALL), random_model(SMALL, dtype=torch.bfloat16))
     }
     assert len(identities) == 4 and model_identity(random_model(SMALL, kernels="cpu").fuse()) in identities
     before = model_identity(other)
@@ -121,7 +128,10 @@ def test_a_foreign_file_under_our_name_is_refused(model, tmp_path):
     first.write_bytes(encode("00" * 16, bytes.fromhex(first.stem), tensors))
     second.write_bytes(data[first])
     later = engine(model, tmp_path)
-    (again,), (cold,) = run(later, ask(TEXTS[0][:300])), run(engine(model, prefix_bytes=0), ask(TEXTS[0][:300]))
+    (again,), (cold,) = (
+        run(later, ask(TEXTS[0][:300])),
+        run(engine(model, prefix_bytes=0), ask(TEXTS[0][:300])),
+    )
     assert again.cached_tokens == 0 and again.logprobs == cold.logprobs
     assert later.scheduler.prefix.files.refused >= 1
 
@@ -134,7 +144,9 @@ def test_a_page_of_another_shape_is_refused(tmp_path):
 
 
 @settings(max_examples=scaled(400, 60))
-@given(where=st.integers(0, 10**6), kind=st.sampled_from(["flip", "cut", "grow", "zero"]), bit=st.integers(0, 7))
+@given(
+    where=st.integers(0, 10**6), kind=st.sampled_from(["flip", "cut", "grow", "zero"]), bit=st.integers(0, 7)
+)
 def test_any_damage_is_noticed(where, kind, bit):
     data = bytearray(encode("ab" * 16, b"k" * 16, TENSORS))
     where %= len(data)
@@ -154,7 +166,8 @@ def test_what_was_written_is_read_bit_for_bit_and_nonsense_with_a_right_digest_i
     found = decode(encode("ab" * 16, b"k" * 16, TENSORS), "ab" * 16, b"k" * 16)
     assert found.keys() == TENSORS.keys()
     assert all(
-        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in TENSORS.items()
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+        for name, tensor in TENSORS.items()
     )
     for body in (b"", b"\x05" + b"\0" * 7 + b"[1,2]", (9).to_bytes(8, "little") + b'{"model":'):
         data = MAGIC + body
@@ -240,7 +253,11 @@ def test_a_name_belongs_to_the_prompt_it_was_used_with_last(model):
     before = core.scheduler.prefix.contexts.precious
     run(core, ask(TEXTS[2][:300], context="a"))
     contexts = core.scheduler.prefix.contexts
-    assert contexts.names == ["b", "a"] and len(before) == len(contexts.precious) == 4 and before != contexts.precious
+    assert (
+        contexts.names == ["b", "a"]
+        and len(before) == len(contexts.precious) == 4
+        and before != contexts.precious
+    )
 
 
 def test_names_are_bounded_and_a_broken_list_of_them_is_none(tmp_path):

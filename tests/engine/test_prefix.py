@@ -25,10 +25,21 @@ from tests.sizes import scaled
 
 SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1)
 MICRO = variant(
-    vocab_size=512, hidden_size=16, num_attention_heads=2, head_dim=8, qk_rope_head_dim=4, q_lora_rank=8, o_lora_rank=4,
-    compress_ratios=(4, 128), index_n_heads=3, index_head_dim=8, n_routed_experts=4, moe_intermediate_size=8,
-    num_hash_layers=1, num_nextn_predict_layers=0,
-)  # fmt: skip
+    vocab_size=512,
+    hidden_size=16,
+    num_attention_heads=2,
+    head_dim=8,
+    qk_rope_head_dim=4,
+    q_lora_rank=8,
+    o_lora_rank=4,
+    compress_ratios=(4, 128),
+    index_n_heads=3,
+    index_head_dim=8,
+    n_routed_experts=4,
+    moe_intermediate_size=8,
+    num_hash_layers=1,
+    num_nextn_predict_layers=0,
+)
 TEXTS = [random_tokens(SMALL, 700, seed).tolist() for seed in range(3)]
 
 
@@ -38,12 +49,20 @@ def model():
 
 
 def ask(tokens, count=3, plan=None, **options) -> Request:
-    made = SamplingOptions(**{"temperature": 0, "max_tokens": count, "logprobs": 0, "ignore_eos": True, **options})
+    made = SamplingOptions(
+        **{"temperature": 0, "max_tokens": count, "logprobs": 0, "ignore_eos": True, **options}
+    )
     return Request(tuple(tokens), made, count, seed=3, plan=plan)
 
 
 def engine(model, **options) -> EngineCore:
-    given = {"max_requests": 2, "max_context": 1024, "num_pages": 16, "max_batch_tokens": 300, "prefix_bytes": 2**22}
+    given = {
+        "max_requests": 2,
+        "max_context": 1024,
+        "num_pages": 16,
+        "max_batch_tokens": 300,
+        "prefix_bytes": 2**22,
+    }
     return EngineCore(model, **{**given, **options})
 
 
@@ -116,10 +135,14 @@ def test_a_restored_slot_goes_on_as_if_it_had_never_left(model, position):
         assert saved.rows.keys() == passing.rows.keys()
         for name, rows in saved.rows.items():
             torch.testing.assert_close(rows, passing.rows[name], atol=1e-4, rtol=0, msg=name)
-        expected = model.run(Batch.of([SequenceChunk(0, position, tokens[position : position + 9])]), state, NoTap())[0]
+        expected = model.run(
+            Batch.of([SequenceChunk(0, position, tokens[position : position + 9])]), state, NoTap()
+        )[0]
         state.restore(2, saved)
         state.give_pages(2, state.page_table[0, :8].tolist())
-        again = model.run(Batch.of([SequenceChunk(2, position, tokens[position : position + 9])]), state, NoTap())[0]
+        again = model.run(
+            Batch.of([SequenceChunk(2, position, tokens[position : position + 9])]), state, NoTap()
+        )[0]
     assert torch.equal(expected, again)
 
 
@@ -165,7 +188,13 @@ def test_a_key_is_of_tokens_of_what_came_before_and_of_edits_that_touch_the_page
     assert key() == plain and len(plain) == 16
     assert key(tokens=[1, *TEXTS[0][1:256]]) != plain and key(before=b"other") != plain
     assert key(Named("a", [130])) == plain, "an edit of a later page leaves this one alone"
-    steered = {key(Named("a", [5])), key(Named("a", [6])), key(Named("b", [5])), key(Named("a", [5, 6])), plain}
+    steered = {
+        key(Named("a", [5])),
+        key(Named("a", [6])),
+        key(Named("b", [5])),
+        key(Named("a", [5, 6])),
+        plain,
+    }
     assert len(steered) == 5
     assert key(Named("a", [5]), Named("b", [6])) != key(Named("b", [5]), Named("a", [6]))
     assert key(Named(None, [5])) is None and key(Named(None, [200])) == plain
@@ -193,21 +222,27 @@ def test_rows_come_back_whole_or_not_at_all_and_within_their_bound():
 
     def rows(first, stop, layer=0):
         positions = tuple(range(first, stop))
-        return SiteRows("mlp_out", layer, torch.arange(first, stop).float().unsqueeze(-1), positions, positions, 0)
+        return SiteRows(
+            "mlp_out", layer, torch.arange(first, stop).float().unsqueeze(-1), positions, positions, 0
+        )
 
     store = RowCache(4 * 300)
     store.put(keys, False, rows(0, 100))
     store.put(keys, False, rows(100, 260))  # the last four are of a page without a key
     got = store.get(keys, "mlp_out", 0, False, [3, 99, 100, 127, 128, 255])
     assert got.flatten().tolist() == [3, 99, 100, 127, 128, 255]
-    assert store.get(keys, "mlp_out", 0, True, [3]) is None and store.get(keys, "mlp_out", 1, False, [3]) is None
+    assert (
+        store.get(keys, "mlp_out", 0, True, [3]) is None and store.get(keys, "mlp_out", 1, False, [3]) is None
+    )
     assert store.get([b"other", b"1"], "mlp_out", 0, False, [3]) is None and store.held_bytes == 260 * 4
     store.get(keys, "mlp_out", 0, False, [3])  # used last
     store.put(keys, False, rows(0, 60, layer=1))
     assert store.held_bytes == 160 * 4 and store.get(keys, "mlp_out", 0, False, [200]) is None
     assert store.get(keys, "mlp_out", 0, False, [3]) is not None
     store.put(keys, False, rows(0, 256, layer=2))
-    store.put(keys, False, SiteRows("mlp_out", 3, torch.zeros(128, 99), tuple(range(128)), tuple(range(128)), 0))
+    store.put(
+        keys, False, SiteRows("mlp_out", 3, torch.zeros(128, 99), tuple(range(128)), tuple(range(128)), 0)
+    )
     assert store.held_bytes <= store.limit_bytes and store.get(keys, "mlp_out", 3, False, [3]) is None
     store.clear()
     assert store.held_bytes == 0 and store.get(keys, "mlp_out", 2, False, [3]) is None
@@ -218,10 +253,21 @@ def test_rows_come_back_whole_or_not_at_all_and_within_their_bound():
 
 @pytest.mark.parametrize("invariant", [False, True], ids=["batched", "invariant"])
 def test_a_known_beginning_is_not_computed_again(model, invariant):
-    core, cold = engine(model, batch_invariant=invariant), engine(model, batch_invariant=invariant, prefix_bytes=0)
+    core, cold = (
+        engine(model, batch_invariant=invariant),
+        engine(model, batch_invariant=invariant, prefix_bytes=0),
+    )
     text = TEXTS[0]
-    cases = [(text[:500], 0), (text[:500], 384), (text[:300] + [5] * 100, 256), (text[:256], 128), (text[:257], 256),
-             (text[:128], 0), (text[:129], 128), ([7, *text[1:300]], 0)]  # fmt: skip
+    cases = [
+        (text[:500], 0),
+        (text[:500], 384),
+        (text[:300] + [5] * 100, 256),
+        (text[:256], 128),
+        (text[:257], 256),
+        (text[:128], 0),
+        (text[:129], 128),
+        ([7, *text[1:300]], 0),
+    ]
     for tokens, cached in cases:
         (warm,), (plain,) = run(core, ask(tokens)), run(cold, ask(tokens))
         assert warm.cached_tokens == cached and plain.cached_tokens == 0
@@ -280,7 +326,11 @@ def test_requests_that_run_together_share_what_one_of_them_has_read(model):
         core.step()
     core.submit(second)
     core.step()
-    assert second.cached_tokens == 512 and second.pages[:4] == first.pages[:4] and second.pages[4] != first.pages[4]
+    assert (
+        second.cached_tokens == 512
+        and second.pages[:4] == first.pages[:4]
+        and second.pages[4] != first.pages[4]
+    )
     assert core.scheduler.pages.size - core.scheduler.pages.free == len({*first.pages, *second.pages})
     while core.step():
         pass
@@ -339,8 +389,9 @@ def test_clearing_forgets_everything_but_what_is_held(model):
 
 REQUESTS = st.lists(
     st.tuples(st.integers(0, 2), st.integers(1, 420), st.integers(0, 40), st.sampled_from([1, 2, 20])),
-    min_size=1, max_size=6,
-)  # fmt: skip
+    min_size=1,
+    max_size=6,
+)
 
 
 @settings(max_examples=scaled(100, 8))
@@ -350,7 +401,8 @@ def test_bits_do_not_depend_on_what_came_before(model, asked, pages, snapshots):
     core = engine(model, batch_invariant=True, num_pages=pages, prefix_bytes=snapshots)
     cold = engine(model, batch_invariant=True, num_pages=pages, prefix_bytes=0)
     requests = [
-        [ask([*TEXTS[text][:length], *range(tail)], count) for text, length, tail, count in asked] for _ in range(2)
+        [ask([*TEXTS[text][:length], *range(tail)], count) for text, length, tail, count in asked]
+        for _ in range(2)
     ]
     for warm, plain in zip(run(core, *requests[0]), run(cold, *requests[1])):
         assert warm.logprobs == plain.logprobs
@@ -375,9 +427,18 @@ def test_memory_stays_within_bounds_over_many_requests(tmp_path):
             core.step()
         if cancel % 7 == 0:
             core.cancel(request)
-        assert prefix.held_bytes <= prefix.states.nbytes <= 15_000 and len(prefix) <= 9 and files.held_bytes <= 200_000
+        assert (
+            prefix.held_bytes <= prefix.states.nbytes <= 15_000
+            and len(prefix) <= 9
+            and files.held_bytes <= 200_000
+        )
         assert prefix.held_bytes == sum(n.snapshot.nbytes for n in prefix._nodes.values() if n.snapshot)
     run(core)
     assert prefix.hits > 10 and prefix.evictions > 3 and len(prefix._chains) < 30
     on_disk = sum(path.stat().st_size for path in tmp_path.glob("*/*"))
-    assert files.held_bytes == on_disk <= 200_000 and files.written > 5 and not files.failures and not files.refused
+    assert (
+        files.held_bytes == on_disk <= 200_000
+        and files.written > 5
+        and not files.failures
+        and not files.refused
+    )

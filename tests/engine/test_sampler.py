@@ -71,7 +71,9 @@ def fit(seen, probabilities):
     possible = probabilities > 0
     if seen[~possible].sum():
         return 0.0
-    return chisquare(seen[possible], probabilities[possible] * seen.sum()).pvalue if possible.sum() > 1 else 1.0
+    return (
+        chisquare(seen[possible], probabilities[possible] * seen.sum()).pvalue if possible.sum() > 1 else 1.0
+    )
 
 
 def options(**keywords):
@@ -92,10 +94,19 @@ CASES = {
     "bias": options(logit_bias={10: 5.0, 0: -100.0}),
     "min_tokens": options(min_tokens=10_000, max_tokens=10_000, stop_token_ids=[6]),
     "all": options(
-        temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.5,
-        frequency_penalty=0.4, logit_bias={9: 3.5}, min_tokens=10_000, max_tokens=10_000, stop_token_ids=[6],
+        temperature=0.8,
+        top_k=9,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=1.3,
+        presence_penalty=0.5,
+        frequency_penalty=0.4,
+        logit_bias={9: 3.5},
+        min_tokens=10_000,
+        max_tokens=10_000,
+        stop_token_ids=[6],
     ),
-}  # fmt: skip
+}
 
 # The same settings got subtly wrong. Each must be told from the right one by the same check.
 WRONG = {
@@ -112,10 +123,19 @@ WRONG = {
     "bias": options(logit_bias={10: 4.7, 0: -100.0}),
     "min_tokens": options(stop_token_ids=[6]),
     "all": options(
-        temperature=0.8, top_k=9, top_p=0.9, min_p=0.02, repetition_penalty=1.3, presence_penalty=0.2,
-        frequency_penalty=0.7, logit_bias={9: 3.5}, min_tokens=10_000, max_tokens=10_000, stop_token_ids=[6],
+        temperature=0.8,
+        top_k=9,
+        top_p=0.9,
+        min_p=0.02,
+        repetition_penalty=1.3,
+        presence_penalty=0.2,
+        frequency_penalty=0.7,
+        logit_bias={9: 3.5},
+        min_tokens=10_000,
+        max_tokens=10_000,
+        stop_token_ids=[6],
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -190,8 +210,14 @@ def test_neighbours_do_not_matter_bit_for_bit(data):
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     logits = torch.randn(count, vocab, generator=generator) * 3
     logits[data.draw(st.integers(0, count - 1))] *= data.draw(st.sampled_from([1.0, math.nan]))
-    chosen = [(data.draw(st.sampled_from(KINDS)), data.draw(st.integers(0, 2**64 - 1)), data.draw(st.integers(0, 6)))
-              for _ in range(count)]  # fmt: skip
+    chosen = [
+        (
+            data.draw(st.sampled_from(KINDS)),
+            data.draw(st.integers(0, 2**64 - 1)),
+            data.draw(st.integers(0, 6)),
+        )
+        for _ in range(count)
+    ]
     together = sample(logits, [make_row(kind, seed, vocab, step) for kind, seed, step in chosen])
     order = data.draw(st.permutations(range(count)))
     shuffled = sample(logits[order], [make_row(*chosen[i][:2], vocab, chosen[i][2]) for i in order])
@@ -245,7 +271,9 @@ def race_by_hand(seed, step, logits):
     scores = []
     for token, logit in enumerate(logits):
         noise = mix32(mix32(token ^ key % 2**32) ^ key >> 32)
-        scores.append(math.exp(logit - max(logits)) / -math.log((noise - 2**32 * (noise >> 31) + 2**31 + 0.5) / 2**32))
+        scores.append(
+            math.exp(logit - max(logits)) / -math.log((noise - 2**32 * (noise >> 31) + 2**31 + 0.5) / 2**32)
+        )
     return max(range(len(scores)), key=scores.__getitem__)
 
 
@@ -267,7 +295,11 @@ RECORDED = [391, 468, 19, 40]
 
 def test_greedy_takes_the_largest_and_the_lowest_id_on_a_tie():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
-    for kind in (SamplingOptions(temperature=0), SamplingOptions(temperature=0, logprobs=1), SamplingOptions(top_k=1)):
+    for kind in (
+        SamplingOptions(temperature=0),
+        SamplingOptions(temperature=0, logprobs=1),
+        SamplingOptions(top_k=1),
+    ):
         assert [drawn.token for drawn in sample(logits, [RowState(kind, 4, seed=0)] * 2)] == [1, 0]
 
 
@@ -275,7 +307,12 @@ def test_greedy_takes_the_largest_and_the_lowest_id_on_a_tie():
 def test_log_probabilities_are_the_models_own(seed, temperature, count):
     logits = torch.randn(1, 257, generator=torch.Generator().manual_seed(seed)) * 8
     kind = SamplingOptions(
-        temperature=temperature, logprobs=count, top_k=30, repetition_penalty=1.5, logit_bias={3: 5.0}, seed=seed
+        temperature=temperature,
+        logprobs=count,
+        top_k=30,
+        repetition_penalty=1.5,
+        logit_bias={3: 5.0},
+        seed=seed,
     )
     (drawn,) = sample(logits, [RowState(kind, 257, seed=seed, prompt_ids=[1, 2])])
     x = logits[0].numpy().astype(np.float64)
@@ -292,7 +329,9 @@ def test_alternatives_that_tie_come_in_id_order():
 
 
 def test_reshaping_is_the_definition_element_for_element():
-    kind = SamplingOptions(repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.2, logit_bias={2: 1.5})
+    kind = SamplingOptions(
+        repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.2, logit_bias={2: 1.5}
+    )
     row = RowState(kind, 6, seed=0, prompt_ids=[0, 1])
     for token in (2, 2, 5):
         row.accept(token)

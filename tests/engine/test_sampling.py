@@ -10,9 +10,23 @@ from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError, TokenError
 
 KEYWORDS = [
-    "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "min_tokens",
-    "ignore_eos", "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "n",
-]  # fmt: skip
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "min_tokens",
+    "ignore_eos",
+    "logprobs",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "n",
+]
 
 
 def test_the_keywords_are_those_of_the_public_surface():
@@ -69,13 +83,27 @@ def test_what_is_allowed(name, good):
         (
             "logit_bias",
             [
-                5, [1], {"x": 1}, {-1: 1}, {1.5: 1}, {True: 1}, {"１": 1}, {" 1": 1}, {1: math.nan}, {1: math.inf},
-                {1: 101}, {1: "2"}, {1: True}, dict.fromkeys(range(1025), 1.0), {1: 1, "1": 2}, {"9" * 11: 1},
+                5,
+                [1],
+                {"x": 1},
+                {-1: 1},
+                {1.5: 1},
+                {True: 1},
+                {"１": 1},
+                {" 1": 1},
+                {1: math.nan},
+                {1: math.inf},
+                {1: 101},
+                {1: "2"},
+                {1: True},
+                dict.fromkeys(range(1025), 1.0),
+                {1: 1, "1": 2},
+                {"9" * 11: 1},
             ],
         ),
         ("n", [0, 65, True, 1.0]),
     ],
-)  # fmt: skip
+)
 def test_what_is_refused_names_field_value_and_range(name, bad):
     for value in bad:
         with pytest.raises(OptionError, match=name) as caught:
@@ -86,7 +114,9 @@ def test_what_is_refused_names_field_value_and_range(name, bad):
 
 
 def test_an_unknown_keyword_is_refused_with_the_nearest_name():
-    with pytest.raises(OptionError, match=r"'temprature' is not a sampling option.*Did you mean 'temperature'\?"):
+    with pytest.raises(
+        OptionError, match=r"'temprature' is not a sampling option.*Did you mean 'temperature'\?"
+    ):
         SamplingOptions.from_kwargs(temprature=1)
     with pytest.raises(OptionError, match="'zzz' is not a sampling option"):
         SamplingOptions.from_kwargs(zzz=1)
@@ -106,7 +136,9 @@ def test_options_are_frozen_hashable_and_copyable():
 
 def test_min_tokens_stays_below_max_tokens():
     assert SamplingOptions(max_tokens=4, min_tokens=4).min_tokens == 4
-    with pytest.raises(OptionError, match=r"min_tokens is 5, expected a whole number from 0 to 4 \(max_tokens\)"):
+    with pytest.raises(
+        OptionError, match=r"min_tokens is 5, expected a whole number from 0 to 4 \(max_tokens\)"
+    ):
         SamplingOptions(max_tokens=4, min_tokens=5)
 
 
@@ -118,14 +150,27 @@ def test_ids_outside_the_vocabulary_are_refused_by_name():
         SamplingOptions(logit_bias={10: 1}).check_vocabulary(10)
 
 
-@given(st.dictionaries(st.sampled_from(KEYWORDS), st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=3), st.lists(st.integers(), max_size=3),
-    st.dictionaries(st.text(max_size=2), st.floats(), max_size=2),
-), max_size=4))  # fmt: skip
+@given(
+    st.dictionaries(
+        st.sampled_from(KEYWORDS),
+        st.one_of(
+            st.none(),
+            st.booleans(),
+            st.integers(),
+            st.floats(),
+            st.text(max_size=3),
+            st.lists(st.integers(), max_size=3),
+            st.dictionaries(st.text(max_size=2), st.floats(), max_size=2),
+        ),
+        max_size=4,
+    )
+)
 def test_any_value_is_taken_or_refused(options):
     try:
         made = SamplingOptions.from_kwargs(**options)
     except OptionError:
         return
     numbers = [made.temperature, made.top_p, made.min_p, made.presence_penalty, made.repetition_penalty]
-    assert all(type(number) is float and math.isfinite(number) for number in numbers) and hash(made) is not None
+    assert (
+        all(type(number) is float and math.isfinite(number) for number in numbers) and hash(made) is not None
+    )

@@ -61,9 +61,13 @@ class Drive:
         for item in work:
             request = item.request
             assert item.start == request.computed < item.stop <= request.num_tokens and not request.done
-            assert pages_for(item.stop) <= len(request.pages) <= pages_for(request.num_tokens)  # enough, and none early
+            assert (
+                pages_for(item.stop) <= len(request.pages) <= pages_for(request.num_tokens)
+            )  # enough, and none early
         running = {w.request for w in work}
-        assert all(r in running or r in scheduler.waiting for r in decoding), "a decoding request was passed over"
+        assert all(r in running or r in scheduler.waiting for r in decoding), (
+            "a decoding request was passed over"
+        )
         assert oldest is None or oldest.timings.preemptions == before, "the oldest was disturbed"
         for item in work:
             item.request.computed = item.stop
@@ -261,7 +265,9 @@ def test_starting_over_after_an_interrupt_keeps_order_and_memory(invariant):
     running = list(drive.scheduler.running)
     drive.scheduler.recompute(running)
     drive.check_memory()
-    assert not drive.scheduler.running and list(drive.scheduler.waiting) == [r for r in requests if not r.done]
+    assert not drive.scheduler.running and list(drive.scheduler.waiting) == [
+        r for r in requests if not r.done
+    ]
     drive.finish()
     assert [len(r.output_ids) for r in requests] == [30, 5, 5, 5]
 
@@ -291,8 +297,11 @@ def test_a_pool_catches_what_comes_back_twice():
     assert pool.take(4) is None and sorted(pool.take(3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("config", [TINY, variant(compress_ratios=(0,)), variant(compress_ratios=(4, 4, 0, 128))],
-                         ids=["tiny", "sliding", "mixed"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [TINY, variant(compress_ratios=(0,)), variant(compress_ratios=(4, 4, 0, 128))],
+    ids=["tiny", "sliding", "mixed"],
+)
 @pytest.mark.parametrize("slots", [1, 3])
 def test_the_bytes_that_are_planned_are_the_bytes_that_are_held(config, slots):
     state = State(config, slots, 5)
@@ -302,7 +311,9 @@ def test_the_bytes_that_are_planned_are_the_bytes_that_are_held(config, slots):
     assert held == 5 * page_bytes(config, 4) + slots * slot_bytes(config, 4)
 
 
-@given(requests=st.integers(1, 9), extra=st.integers(0, 40), context=st.one_of(st.none(), st.integers(1, 1024)))
+@given(
+    requests=st.integers(1, 9), extra=st.integers(0, 40), context=st.one_of(st.none(), st.integers(1, 1024))
+)
 def test_a_plan_fits_its_bytes_and_leaves_no_page_out(requests, extra, context):
     fixed, each = requests * slot_bytes(TINY, 4), page_bytes(TINY, 4)
     given_bytes = fixed + each * (requests + extra) + each // 2

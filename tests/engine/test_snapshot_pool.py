@@ -30,7 +30,11 @@ def snapshot(seed: int, lengths: list[int]) -> Snapshot:
 
 
 @settings(max_examples=scaled(300, 40))
-@given(st.lists(st.tuples(st.booleans(), st.integers(0, 99), st.lists(st.integers(0, 70), max_size=5)), max_size=40))
+@given(
+    st.lists(
+        st.tuples(st.booleans(), st.integers(0, 99), st.lists(st.integers(0, 70), max_size=5)), max_size=40
+    )
+)
 def test_what_is_put_comes_back_bit_for_bit_and_every_byte_is_counted(moves):
     states, held = SnapshotPool(20_000, BORDER), []
     place = states._memory.data_ptr()
@@ -54,7 +58,10 @@ def test_what_is_put_comes_back_bit_for_bit_and_every_byte_is_counted(moves):
 def test_the_usual_state_fills_its_blocks_and_what_is_too_large_never_fits():
     states = SnapshotPool(10 * BORDER, BORDER)
     assert states.block_bytes * BLOCKS == BORDER and states.block_bytes % ALIGNMENT == 0
-    usual, large = Snapshot(128, {"0.keys": torch.zeros(8, 128)}), Snapshot(5, {"0.keys": torch.zeros(81, 128)})
+    usual, large = (
+        Snapshot(128, {"0.keys": torch.zeros(8, 128)}),
+        Snapshot(5, {"0.keys": torch.zeros(81, 128)}),
+    )
     kept = [states.put(usual) for _ in range(10)]
     assert states.held_bytes == states.nbytes == 10 * BORDER
     assert not states.fits(usual) and states.fits(usual, empty=True) and not states.fits(large, empty=True)
@@ -114,7 +121,8 @@ PAGES, SLACK = 96, 4 * 2**20
 
 
 @pytest.mark.skipif(
-    not hasattr(ctypes.CDLL(None), "mallinfo2"), reason="this system's allocator does not say what it has taken"
+    not hasattr(ctypes.CDLL(None), "mallinfo2"),
+    reason="this system's allocator does not say what it has taken",
 )
 def test_no_prompt_makes_the_process_larger_than_the_first_few_did():
     """What the allocator has from the system when the cache is half full, and when it was filled four times over. When

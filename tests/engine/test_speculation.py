@@ -11,7 +11,14 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.engine.speculation import Speculator
-from birkhoff.engine.speculation_controller import PATIENCE, RECHECK, SETTLE, TRIAL, TURN, SpeculationController
+from birkhoff.engine.speculation_controller import (
+    PATIENCE,
+    RECHECK,
+    SETTLE,
+    TRIAL,
+    TURN,
+    SpeculationController,
+)
 from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
@@ -21,10 +28,20 @@ from tests.sizes import scaled
 
 SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1)
 MICRO = variant(
-    vocab_size=40, hidden_size=16, num_attention_heads=2, head_dim=8, qk_rope_head_dim=4, q_lora_rank=8, o_lora_rank=4,
-    compress_ratios=(4, 128), index_n_heads=3, index_head_dim=8, n_routed_experts=4, moe_intermediate_size=8,
+    vocab_size=40,
+    hidden_size=16,
+    num_attention_heads=2,
+    head_dim=8,
+    qk_rope_head_dim=4,
+    q_lora_rank=8,
+    o_lora_rank=4,
+    compress_ratios=(4, 128),
+    index_n_heads=3,
+    index_head_dim=8,
+    n_routed_experts=4,
+    moe_intermediate_size=8,
     num_hash_layers=1,
-)  # fmt: skip
+)
 TEXT = random_tokens(SMALL, 700, 1).tolist()
 COUNT = 24
 
@@ -45,7 +62,13 @@ def ask(tokens, count=COUNT, plan=None, seed=3, **options) -> Request:
 
 
 def engine(model, depth=0, **options) -> EngineCore:
-    given = {"max_requests": 4, "max_context": 1024, "num_pages": 24, "max_batch_tokens": 300, "draft_always": True}
+    given = {
+        "max_requests": 4,
+        "max_context": 1024,
+        "num_pages": 24,
+        "max_batch_tokens": 300,
+        "draft_always": True,
+    }
     return EngineCore(model, **{**given, "draft_depth": depth, **options})
 
 
@@ -109,10 +132,14 @@ class Rows:
 
 @settings(max_examples=scaled(120, 8))
 @given(
-    st.integers(1, 3), st.lists(st.booleans(), min_size=1, max_size=7), st.sampled_from([1, 7, 118, 126, 127, 250]),
+    st.integers(1, 3),
+    st.lists(st.booleans(), min_size=1, max_size=7),
+    st.sampled_from([1, 7, 118, 126, 127, 250]),
     st.sampled_from([{}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "presence_penalty": 0.7}]),
-)  # fmt: skip
-def test_every_pattern_of_right_and_wrong_guesses_gives_the_same_tokens_and_rows(model, depth, pattern, length, how):
+)
+def test_every_pattern_of_right_and_wrong_guesses_gives_the_same_tokens_and_rows(
+    model, depth, pattern, length, how
+):
     """Across borders of blocks and pages: what was computed behind a wrong guess leaves no trace."""
     plain, forced = (ask(TEXT[:length], plan=Plan(jobs=(Rows(),)), **how) for _ in range(2))
     run(engine(model), plain)
@@ -138,7 +165,12 @@ def test_the_models_own_guesses_change_no_token_in_mixed_batches(depth, kernels)
     """Greedy and sampled requests, and one that is still reading, share the steps."""
     model = random_model(SMALL, kernels=kernels)
     model = model.fuse() if kernels == "cpu" else model
-    hows = [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_k": 5, "logit_bias": {3: 2.0}}, {"stop_token_ids": [9]}]
+    hows = [
+        {},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_k": 5, "logit_bias": {3: 2.0}},
+        {"stop_token_ids": [9]},
+    ]
     pairs = [[ask(TEXT[: 5 + 150 * n], **how) for n, how in enumerate(hows)] for _ in range(2)]
     off, on = run(engine(model), *pairs[0]), run(engine(model, depth), *pairs[1])
     for plain, guessed in zip(off, on):
@@ -223,7 +255,9 @@ def test_pages_entered_while_guessing_serve_later_requests(model):
     run(core, forced)
     turn = [*TEXT[:100], *first.output_ids, 7]
     (warm,), (cold,) = run(core, ask(turn, 1, logprobs=3)), run(engine(model), ask(turn, 1, logprobs=3))
-    assert warm.cached_tokens == 159 and len(core.scheduler.prefix) >= 2 and warm.output_ids == cold.output_ids
+    assert (
+        warm.cached_tokens == 159 and len(core.scheduler.prefix) >= 2 and warm.output_ids == cold.output_ids
+    )
     assert abs(warm.logprobs[0].logprob - cold.logprobs[0].logprob) < 1e-4
 
 
@@ -256,9 +290,14 @@ def test_sampled_tokens_follow_the_models_distribution(micro):
     seen = torch.bincount(torch.tensor([r.output_ids[1] for r in asked]), minlength=40).double()
     small = expected < 8
     if small.any():  # rare tokens count together
-        expected, seen = (torch.cat((counts[~small], counts[small].sum().view(1))) for counts in (expected, seen))
+        expected, seen = (
+            torch.cat((counts[~small], counts[small].sum().view(1))) for counts in (expected, seen)
+        )
     statistic, freedom = float(((seen - expected) ** 2 / expected).sum()), len(expected) - 1
-    assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, (statistic, freedom)  # about one in a hundred thousand
+    assert statistic < freedom + 4.5 * (2 * freedom) ** 0.5, (
+        statistic,
+        freedom,
+    )  # about one in a hundred thousand
     (alone,) = run(engine(micro), ask(start, 3, temperature=1.0, seed=17))
     assert alone.output_ids == asked[17].output_ids, "and a seed is worth the same tokens"
 
@@ -266,7 +305,9 @@ def test_sampled_tokens_follow_the_models_distribution(micro):
 # Whether it pays
 
 
-def step(pace: SpeculationController, seconds: dict[bool, float], tokens: dict[bool, int], requests: int = 1) -> bool:
+def step(
+    pace: SpeculationController, seconds: dict[bool, float], tokens: dict[bool, int], requests: int = 1
+) -> bool:
     guessing = pace.draft_tokens(requests)
     pace.note(requests, guessing, guessing, tokens[guessing] * requests, seconds[guessing])
     return guessing
@@ -282,7 +323,9 @@ def test_guessing_goes_on_exactly_when_it_pays(slower, more, pays):
     pace = SpeculationController()
     did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(TRIED)]
     turns = [TURN + SETTLE] * (len(did) // (TURN + SETTLE))
-    assert did == [draft_tokens for turn, length in enumerate(turns) for draft_tokens in [turn % 2 == 0] * length]
+    assert did == [
+        draft_tokens for turn, length in enumerate(turns) for draft_tokens in [turn % 2 == 0] * length
+    ]
     did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(3 * RECHECK)]
     assert set(did) == {pays} and pace.report()["1"]["mode"] == ("guessing" if pays else "plain")
     assert pace.follows(1, True) is pays
@@ -338,7 +381,12 @@ def test_each_size_of_batch_decides_for_itself():
     for _ in range(TRIED):
         step(pace, {True: 1.2, False: 1.0}, {True: 2, False: 1}, 1)
         step(pace, {True: 2.4, False: 1.0}, {True: 2, False: 1}, 7)
-    assert pace.draft_tokens(1) and not pace.draft_tokens(8) and not pace.draft_tokens(5) and pace.draft_tokens(2)
+    assert (
+        pace.draft_tokens(1)
+        and not pace.draft_tokens(8)
+        and not pace.draft_tokens(5)
+        and pace.draft_tokens(2)
+    )
 
 
 def test_nobody_reads_along_for_a_size_of_batch_that_does_not_come():
@@ -390,7 +438,11 @@ def test_a_step_that_was_held_up_does_not_decide():
 def test_turns_of_plain_steps_leave_no_hole_in_what_mtp_remembers(model):
     """A trial's guesses are those of a request that always guessed, and its answer is everybody's."""
     asked = {}
-    for name, options in (("plain", {}), ("trial", {"depth": 1, "draft_always": False}), ("always", {"depth": 1})):
+    for name, options in (
+        ("plain", {}),
+        ("trial", {"depth": 1, "draft_always": False}),
+        ("always", {"depth": 1}),
+    ):
         core = engine(model, **options)
         asked[name] = core, *run(core, ask(TEXT[:40], TRIED // 2))
     (trial, tried), (always, guessed) = asked["trial"], asked["always"]

@@ -35,7 +35,10 @@ SHORT = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_lay
 LAYERS, D, M = 2, SHORT.hidden_size, SHORT.hc_mult
 TOKENS, POSITIONS, SLOTS = [5, 6, 8], [0, 3, 1], [2, 0, 1]
 ALL = [
-    (site.name, layer) for site in SITES if not site.absent for layer in ([LAYERS - 1] if site.once else range(LAYERS))
+    (site.name, layer)
+    for site in SITES
+    if not site.absent
+    for layer in ([LAYERS - 1] if site.once else range(LAYERS))
 ]
 
 
@@ -53,13 +56,25 @@ def edits(seed: int):
     """Additions, a replaced output, a bounded input, and streams that are read otherwise than they are carried."""
     unit = vector(D, seed) / vector(D, seed).norm()
     return [
-        Everywhere({("mhc_streams_pre_mlp", 0): SiteEdit("add", vector(M * D, seed, 0.3)),
-                    ("mlp_out", 1): SiteEdit("add", vector(D, seed + 1, 0.3))}),
-        Everywhere({("post_attn", 0): SiteEdit("patch", vector(D, seed + 2, 0.5), 0.5),
-                    ("mlp_in", 1): SiteEdit("clamp", unit, low=-0.1, high=0.1)}),
-        Everywhere({("mhc_streams_pre_attn", 1): SiteEdit("add", vector(M * D, seed + 3, 0.3), path="read"),
-                    ("final_hidden", 1): SiteEdit("add", vector(D, seed + 4), 0.1, norm_match=True)}),
-    ]  # fmt: skip
+        Everywhere(
+            {
+                ("mhc_streams_pre_mlp", 0): SiteEdit("add", vector(M * D, seed, 0.3)),
+                ("mlp_out", 1): SiteEdit("add", vector(D, seed + 1, 0.3)),
+            }
+        ),
+        Everywhere(
+            {
+                ("post_attn", 0): SiteEdit("patch", vector(D, seed + 2, 0.5), 0.5),
+                ("mlp_in", 1): SiteEdit("clamp", unit, low=-0.1, high=0.1),
+            }
+        ),
+        Everywhere(
+            {
+                ("mhc_streams_pre_attn", 1): SiteEdit("add", vector(M * D, seed + 3, 0.3), path="read"),
+                ("final_hidden", 1): SiteEdit("add", vector(D, seed + 4), 0.1, norm_match=True),
+            }
+        ),
+    ]
 
 
 def plans(tables: Tables, seed: int, widths) -> list[Plan]:
@@ -190,7 +205,9 @@ def test_a_steady_step_writes_nothing_and_asks_no_more_of_the_host_than_a_bare_o
     with Issued() as recorded:
         tapped_step(graphs.decoder, graphs._find(3, 8)[0], held.tap)
     steady = asked[2] - Counter(recorded.names)
-    assert asked[1] == asked[2] and (asked[0] - asked[2]).total() > 30, "the first of them had something to write"
+    assert asked[1] == asked[2] and (asked[0] - asked[2]).total() > 30, (
+        "the first of them had something to write"
+    )
     with Issued() as whole:
         graphs.step(TOKENS, at, SLOTS)
     with Issued() as recorded:
@@ -237,7 +254,9 @@ def watched_request(core, tokens, mask=None):
 
 
 def small_core(model):
-    return EngineCore(with_kernels(model, "triton"), max_requests=3, max_context=128, num_pages=4, device=DEVICE)
+    return EngineCore(
+        with_kernels(model, "triton"), max_requests=3, max_context=128, num_pages=4, device=DEVICE
+    )
 
 
 def test_rows_are_handed_over_while_the_next_step_runs_and_all_of_them_before_a_request_ends(model):
@@ -260,7 +279,9 @@ def test_rows_are_handed_over_while_the_next_step_runs_and_all_of_them_before_a_
     assert core.runner._owed == [] or all(request.settle is None for request in core.runner._owed)
 
 
-@pytest.mark.parametrize("error", [ValueError("a broken form"), KeyboardInterrupt()], ids=["fails", "interrupted"])
+@pytest.mark.parametrize(
+    "error", [ValueError("a broken form"), KeyboardInterrupt()], ids=["fails", "interrupted"]
+)
 def test_no_row_is_lost_or_given_twice_when_a_step_goes_wrong(model, error):
     core = small_core(model)
     request, job = watched_request(core, 6, Trouble(3, error))
@@ -277,6 +298,8 @@ def test_no_row_is_lost_or_given_twice_when_a_step_goes_wrong(model, error):
         assert job.positions == beside.positions == [0, 1, 2, 3, 4, 5, 6]
         assert job.at_the_end == beside.at_the_end == ("length", 7)
     else:
-        assert job.positions == [0, 1, 2, 3, 4] and job.at_the_end == ("error", 5), "with that of the step that failed"
+        assert job.positions == [0, 1, 2, 3, 4] and job.at_the_end == ("error", 5), (
+            "with that of the step that failed"
+        )
         assert beside.at_the_end == ("error", 5)
     core.close()

@@ -12,7 +12,9 @@ from birkhoff.hooks.capture_buffer import ALIGNED, GAP, STEPS, CaptureBuffer, Ro
 ROWS = 5
 KINDS = [((6,), torch.bfloat16), ((4, 6), torch.bfloat16), ((4,), torch.float32), ((3, 2), torch.float32)]
 SITES = st.dictionaries(
-    st.tuples(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), st.booleans()), st.sampled_from(KINDS), min_size=1
+    st.tuples(st.tuples(st.sampled_from("abc"), st.integers(0, 3)), st.booleans()),
+    st.sampled_from(KINDS),
+    min_size=1,
 )
 
 
@@ -60,10 +62,15 @@ def test_what_lies_far_apart_is_copied_alone_and_small_gaps_along():
     assert [(start, stop) for start, stop, _ in cut.copies] == [(0, 4 * GAP), (10 * GAP, 12 * GAP)]
     assert cut.num_bytes == 6 * GAP
     landed = HostCopier().take(tray, cut)
-    assert [torch.equal(tensor, held[site][:1]) for site, (_, tensor) in zip((first, last), landed(0))] == [True, True]
+    assert [torch.equal(tensor, held[site][:1]) for site, (_, tensor) in zip((first, last), landed(0))] == [
+        True,
+        True,
+    ]
     sites = {(("a", layer), False): ((8,), torch.float32) for layer in range(3)}
     tray, _ = filled(sites)
-    assert len(RowCopyPlan(tray, [(row, [(("a", 0), False), (("a", 2), False)]) for row in (0, 3)]).copies) == 1
+    assert (
+        len(RowCopyPlan(tray, [(row, [(("a", 0), False), (("a", 2), False)]) for row in (0, 3)]).copies) == 1
+    )
 
 
 def test_page_locked_memory_goes_back_when_everybody_has_his_rows():

@@ -48,11 +48,20 @@ class Wish:
 def site_edits(draw, hook):
     """Any edit of a site that the grammar of steering knows."""
     streams_site = hook.startswith("mhc")
-    op = draw(st.sampled_from(["add", "add", "patch", "clamp", "norm", "post"] if streams_site else
-                              ["add", "add", "patch", "clamp", "norm"]))  # fmt: skip
+    op = draw(
+        st.sampled_from(
+            ["add", "add", "patch", "clamp", "norm", "post"]
+            if streams_site
+            else ["add", "add", "patch", "clamp", "norm"]
+        )
+    )
     seed, scale = draw(st.integers(0, 9)), draw(st.sampled_from([0.5, -2.0]))
     path = draw(st.sampled_from(["both", "read", "carry"])) if streams_site else "both"
-    streams = draw(st.sampled_from([None, (0,), (1, 3)])) if streams_site and op in ("add", "clamp", "norm") else None
+    streams = (
+        draw(st.sampled_from([None, (0,), (1, 3)]))
+        if streams_site and op in ("add", "clamp", "norm")
+        else None
+    )
     width = D if streams is not None or op == "post" else WIDTHS[hook]
     row = vector(width, seed)
     if op == "clamp":
@@ -68,7 +77,9 @@ def requests(draw):
     made = []
     for _ in range(draw(st.integers(1, 4))):
         edits = [
-            Everywhere({(hook, LAYER): draw(site_edits(hook)) for hook in draw(st.sets(st.sampled_from([*WIDTHS])))})
+            Everywhere(
+                {(hook, LAYER): draw(site_edits(hook)) for hook in draw(st.sets(st.sampled_from([*WIDTHS])))}
+            )
             for _ in range(draw(st.integers(0, 3)))
         ]
         captured = draw(st.sampled_from([None, False, True]))
@@ -140,7 +151,9 @@ def test_they_do_what_live_taps_do(made, dtype):
     x, y = numbers(3, ROWS, M, D).to(dtype), numbers(2, ROWS, D).to(dtype)
     for new, expected, old in zip(mine, true, (x, x, y)):
         step = 1e-5 if dtype is torch.float32 else 2.0**-6
-        assert (new[:count].float() - expected.float()).abs().max() <= step * expected.float().abs().max().clamp_min(1)
+        assert (
+            new[:count].float() - expected.float()
+        ).abs().max() <= step * expected.float().abs().max().clamp_min(1)
         assert torch.equal(new[count:], old[count:]), "rows of nobody keep their bits"
         untouched = [row for row, (edits, _, _) in enumerate(made) if not any(edit.sites for edit in edits)]
         assert torch.equal(new[untouched], old[untouched])
@@ -153,7 +166,9 @@ def test_they_do_what_live_taps_do(made, dtype):
             (expected,) = other.job.got[key]
             assert rows.shape == expected.shape and rows.dtype is expected.dtype is dtype
             close = (rows.float() - expected.float()).abs().max()
-            assert close <= (1e-5 if dtype is torch.float32 else 2.0**-6) * expected.float().abs().max().clamp_min(1)
+            assert close <= (
+                1e-5 if dtype is torch.float32 else 2.0**-6
+            ) * expected.float().abs().max().clamp_min(1)
 
 
 class Operations(TorchDispatchMode):
@@ -207,7 +222,9 @@ def test_other_edits_and_captures_are_the_same_operations_on_the_same_buffers():
         if still is None:
             still = GraphTap(wishes, tap.changes, ROWS, torch.device("cpu"))
             still.fill(tap, wishes)
-            through(still, ROWS, torch.float32)  # makes the staging buffers, as the first step of a pattern does
+            through(
+                still, ROWS, torch.float32
+            )  # makes the staging buffers, as the first step of a pattern does
         still.fill(tap, wishes)
         kept = held_buffers(still)
         with Operations(kept) as operations:
@@ -228,9 +245,11 @@ def test_edits_of_one_kind_that_meet_in_a_row_are_made_in_their_order():
     """Two patches and two clamps of one row, one of each of another: lanes one after the other."""
     unit, other = (torch.nn.functional.normalize(vector(D, seed), dim=0) for seed in (5, 6))
     kinds = [
-        SiteEdit("patch", vector(D, 1), 0.5), SiteEdit("patch", vector(D, 2), 0.25),
-        SiteEdit("clamp", unit, low=0.5), SiteEdit("clamp", other, high=-0.5),
-    ]  # fmt: skip
+        SiteEdit("patch", vector(D, 1), 0.5),
+        SiteEdit("patch", vector(D, 2), 0.25),
+        SiteEdit("clamp", unit, low=0.5),
+        SiteEdit("clamp", other, high=-0.5),
+    ]
     made = [
         ([Everywhere({("mlp_out", LAYER): kind}) for kind in kinds], None, False),
         ([Everywhere({("mlp_out", LAYER): kinds[1]})], None, False),
@@ -293,7 +312,8 @@ def stepped(still, layers, seed):
 
 def looking(layers, after=False, but=()):
     return Wish(
-        [(hook, layer) for hook in ("post_attn", "mlp_out") for layer in range(layers) if layer not in but], after
+        [(hook, layer) for hook in ("post_attn", "mlp_out") for layer in range(layers) if layer not in but],
+        after,
     )
 
 
@@ -345,10 +365,9 @@ def test_a_step_like_the_last_is_armed_without_an_operation_and_what_it_wants_is
     with Issued() as arming:
         second = armed(plans, staging, 11)
     assert arming.names == [] and second.layout is first.layout and second.changes is first.changes
-    assert [take.positions for take in second.takes] == [(11,), (11,)] and [take.rows for take in second.takes] == [
-        [0],
-        [2],
-    ]
+    assert [take.positions for take in second.takes] == [(11,), (11,)] and [
+        take.rows for take in second.takes
+    ] == [[0], [2]]
     other = armed([plans[0], plans[2]], staging, 12)
     assert other.layout is not first.layout and [take.rows for take in other.takes] == [[0], [1]]
     gone = weakref.ref(plans[2].jobs[0])

@@ -20,11 +20,13 @@ ordered_pair = st.tuples(layer, layer).map(lambda pair: sorted(pair, key=lambda 
 selectors = st.one_of(
     st.just("all"),
     st.lists(layer, min_size=1, max_size=6),
-    st.fixed_dictionaries({"layers": st.lists(layer, min_size=1, max_size=4)},
-                          optional={"ranges": st.lists(ordered_pair, max_size=3)}),
+    st.fixed_dictionaries(
+        {"layers": st.lists(layer, min_size=1, max_size=4)},
+        optional={"ranges": st.lists(ordered_pair, max_size=3)},
+    ),
     st.fixed_dictionaries({"ranges": st.lists(ordered_pair, min_size=1, max_size=3)}),
     st.fixed_dictionaries({"every": st.integers(1, 15)}, optional={"from": layer}),
-)  # fmt: skip
+)
 
 
 def selects(value, index: int) -> bool:
@@ -62,7 +64,11 @@ def test_json_round_trip_and_plain_data(value):
 def test_equal_meanings_that_need_no_model_are_equal_selectors():
     assert parse_layers([3, 1, 3]) == parse_layers({"layers": [1, 3]}) == parse_layers((1, 3))
     assert parse_layers({"every": 1}) == parse_layers("all") == ALL_LAYERS
-    assert parse_layers(np.array([1, 3]).tolist()) == parse_layers([np.int64(1), np.int32(3)]) == parse_layers([1, 3])
+    assert (
+        parse_layers(np.array([1, 3]).tolist())
+        == parse_layers([np.int64(1), np.int32(3)])
+        == parse_layers([1, 3])
+    )
     assert parse_layers(range(4)) == parse_layers([0, 1, 2, 3])
 
 
@@ -76,25 +82,51 @@ def test_the_four_forms_by_example():
 
 
 WRONG = [
-    ("first", "form", "x"), ("", "form", "x"), (5, "form", "x"), (None, "form", "x"), (True, "form", "x"),
-    (b"all", "form", "x"), ({}, "form", "x"), ({"layer": [1]}, "form", "x"), ({"layers": [1], "step": 2}, "form", "x"),
-    ({"from": 2}, "form", "x"), ({"every": 2, "layers": [1]}, "form", "x"), ({1: 2}, "form", "x"),
+    ("first", "form", "x"),
+    ("", "form", "x"),
+    (5, "form", "x"),
+    (None, "form", "x"),
+    (True, "form", "x"),
+    (b"all", "form", "x"),
+    ({}, "form", "x"),
+    ({"layer": [1]}, "form", "x"),
+    ({"layers": [1], "step": 2}, "form", "x"),
+    ({"from": 2}, "form", "x"),
+    ({"every": 2, "layers": [1]}, "form", "x"),
+    ({1: 2}, "form", "x"),
     ({3, 4}, "form", "x"),
-    ([1, True], "layer", "x[1]"), ([1.0], "layer", "x[0]"), (["1"], "layer", "x[0]"), ([None], "layer", "x[0]"),
-    ([[1]], "layer", "x[0]"), ({"layers": 3}, "layer", "x.layers"), ({"layers": "all"}, "layer", "x.layers"),
-    ({"layers": [2, False]}, "layer", "x.layers[1]"), ({"ranges": 3}, "layer", "x.ranges"),
-    ({"ranges": [3]}, "layer", "x.ranges[0]"), ({"ranges": [[1, 2], [1]]}, "layer", "x.ranges[1]"),
-    ({"ranges": [[1, 2, 3]]}, "layer", "x.ranges[0]"), ({"ranges": ["12"]}, "layer", "x.ranges[0]"),
-    ({"ranges": [[1, "2"]]}, "layer", "x.ranges[0][1]"), ({"ranges": [[4, 3]]}, "layer", "x.ranges[0]"),
-    ({"ranges": [[-1, -2]]}, "layer", "x.ranges[0]"), ({"every": 0}, "layer", "x.every"),
-    ({"every": -1}, "layer", "x.every"), ({"every": 1.5}, "layer", "x.every"),
+    ([1, True], "layer", "x[1]"),
+    ([1.0], "layer", "x[0]"),
+    (["1"], "layer", "x[0]"),
+    ([None], "layer", "x[0]"),
+    ([[1]], "layer", "x[0]"),
+    ({"layers": 3}, "layer", "x.layers"),
+    ({"layers": "all"}, "layer", "x.layers"),
+    ({"layers": [2, False]}, "layer", "x.layers[1]"),
+    ({"ranges": 3}, "layer", "x.ranges"),
+    ({"ranges": [3]}, "layer", "x.ranges[0]"),
+    ({"ranges": [[1, 2], [1]]}, "layer", "x.ranges[1]"),
+    ({"ranges": [[1, 2, 3]]}, "layer", "x.ranges[0]"),
+    ({"ranges": ["12"]}, "layer", "x.ranges[0]"),
+    ({"ranges": [[1, "2"]]}, "layer", "x.ranges[0][1]"),
+    ({"ranges": [[4, 3]]}, "layer", "x.ranges[0]"),
+    ({"ranges": [[-1, -2]]}, "layer", "x.ranges[0]"),
+    ({"every": 0}, "layer", "x.every"),
+    ({"every": -1}, "layer", "x.every"),
+    ({"every": 1.5}, "layer", "x.every"),
     ({"every": 2, "from": "0"}, "layer", "x.from"),
-    ([L], "layer", "x"), ([-L - 1], "layer", "x"), ([10**5000], "layer", "x"),
+    ([L], "layer", "x"),
+    ([-L - 1], "layer", "x"),
+    ([10**5000], "layer", "x"),
     ({"ranges": [[0, L]]}, "layer", "x.ranges"),
-    ({"ranges": [[0, 10**12]]}, "layer", "x.ranges"), ({"ranges": [[5, -10]]}, "layer", "x.ranges"),
-    ({"every": 2, "from": L}, "layer", "x.from"), ([], "empty", "x"), ({"layers": []}, "empty", "x"),
-    ({"ranges": []}, "empty", "x"), ({"layers": [], "ranges": []}, "empty", "x"),
-]  # fmt: skip
+    ({"ranges": [[0, 10**12]]}, "layer", "x.ranges"),
+    ({"ranges": [[5, -10]]}, "layer", "x.ranges"),
+    ({"every": 2, "from": L}, "layer", "x.from"),
+    ([], "empty", "x"),
+    ({"layers": []}, "empty", "x"),
+    ({"ranges": []}, "empty", "x"),
+    ({"layers": [], "ranges": []}, "empty", "x"),
+]
 
 
 @pytest.mark.parametrize(
@@ -111,12 +143,23 @@ def test_what_is_wrong_is_said_by_kind_and_path(value, kind, path):
 def test_errors_survive_pickling():
     error = SelectorError("is wrong.", "x.y", "layer")
     again = pickle.loads(pickle.dumps(error))
-    assert (str(again), again.path, again.kind, again.reason) == ("x.y: is wrong.", "x.y", "layer", "is wrong.")
+    assert (str(again), again.path, again.kind, again.reason) == (
+        "x.y: is wrong.",
+        "x.y",
+        "layer",
+        "is wrong.",
+    )
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
-                    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-                        st.sampled_from(["layers", "ranges", "every", "from", "x"]), inner, max_size=3)))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(st.sampled_from(["layers", "ranges", "every", "from", "x"]), inner, max_size=3)
+        ),
+    )
+)
 def test_any_json_is_a_selector_or_a_typed_refusal(value):
     try:
         chosen = parse_layers(value).expand(L)

@@ -34,13 +34,22 @@ def filters(negative: bool):
 def sides(negative: bool):
     filtered, places = filters(negative)
     exclude = st.fixed_dictionaries({"exclude": filtered | places})
-    return st.one_of(st.just("all"), places, filtered, st.tuples(filtered, exclude).map(lambda p: p[0] | p[1]), exclude)
+    return st.one_of(
+        st.just("all"), places, filtered, st.tuples(filtered, exclude).map(lambda p: p[0] | p[1]), exclude
+    )
 
 
 objects = st.fixed_dictionaries(
-    {}, optional={"prompt": sides(True) | st.none(), "generated": sides(False), "exclude": st.one_of(*filters(True))}
+    {},
+    optional={
+        "prompt": sides(True) | st.none(),
+        "generated": sides(False),
+        "exclude": st.one_of(*filters(True)),
+    },
 )
-selectors = st.one_of(st.sampled_from([*BY_WORD]), st.lists(st.integers(-3, 14), min_size=1, max_size=5), objects)
+selectors = st.one_of(
+    st.sampled_from([*BY_WORD]), st.lists(st.integers(-3, 14), min_size=1, max_size=5), objects
+)
 texts = st.tuples(st.lists(token, min_size=1, max_size=MOST), st.lists(token, min_size=1, max_size=MOST))
 
 
@@ -63,8 +72,12 @@ def wanted(value, position: int, token_id: int, prompt_len: int) -> bool:
     """The definition, one token at a time."""
     if value in ("last_prompt", "all_prompt", "all_generated", "all"):
         early = position < prompt_len
-        return {"last_prompt": position == prompt_len - 1, "all_prompt": early, "all_generated": not early,
-                "all": True}[value]  # fmt: skip
+        return {
+            "last_prompt": position == prompt_len - 1,
+            "all_prompt": early,
+            "all_generated": not early,
+            "all": True,
+        }[value]
     if isinstance(value, list):
         return holds(value, position, token_id, prompt_len)
     side = value.get("prompt" if position < prompt_len else "generated")
@@ -134,10 +147,19 @@ def test_json_round_trip_and_plain_data(value):
     assert pickle.loads(pickle.dumps(positions)) == positions and parse_positions(positions) is positions
 
 
-@given(st.recursive(st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
-                    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(
-                        st.sampled_from(["prompt", "generated", "exclude", "window", "token_ids"]), inner, max_size=3)),
-       st.integers(1, 9), st.integers(0, 9))  # fmt: skip
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=6),
+        lambda inner: (
+            st.lists(inner, max_size=4)
+            | st.dictionaries(
+                st.sampled_from(["prompt", "generated", "exclude", "window", "token_ids"]), inner, max_size=3
+            )
+        ),
+    ),
+    st.integers(1, 9),
+    st.integers(0, 9),
+)
 def test_any_json_is_a_selector_or_a_typed_refusal(value, prompt_len, max_tokens):
     try:
         rows = bind(parse_positions(value), prompt_len, max_tokens).rows(0, [0] * (prompt_len + max_tokens))
@@ -175,29 +197,56 @@ def test_equal_meanings_are_equal_selectors():
 
 
 WRONG = [
-    ("first", ""), ("", ""), (3, ""), (None, ""), (True, ""), ([], ""), ({}, ""), ({"exclude": [0]}, ""),
-    ({"prompt": None}, ""), ({"middle": "all"}, ""), ([0, "1"], "[1]"), ([True], "[0]"), ([1.0], "[0]"),
-    ({"prompt": "some"}, ".prompt"), ({"prompt": []}, ".prompt"), ({"prompt": {}}, ".prompt"),
+    ("first", ""),
+    ("", ""),
+    (3, ""),
+    (None, ""),
+    (True, ""),
+    ([], ""),
+    ({}, ""),
+    ({"exclude": [0]}, ""),
+    ({"prompt": None}, ""),
+    ({"middle": "all"}, ""),
+    ([0, "1"], "[1]"),
+    ([True], "[0]"),
+    ([1.0], "[0]"),
+    ({"prompt": "some"}, ".prompt"),
+    ({"prompt": []}, ".prompt"),
+    ({"prompt": {}}, ".prompt"),
     ({"prompt": 3}, ".prompt"),
-    ({"prompt": {"windows": [0, 1]}}, ".prompt"), ({"prompt": {"window": 3}}, ".prompt.window"),
-    ({"prompt": {"window": [1]}}, ".prompt.window"), ({"prompt": {"window": [3, 3]}}, ".prompt.window"),
-    ({"prompt": {"window": [-1, -2]}}, ".prompt.window"), ({"prompt": {"window": [0, "1"]}}, ".prompt.window[1]"),
-    ({"prompt": {"token_ids": []}}, ".prompt.token_ids"), ({"prompt": {"token_ids": 5}}, ".prompt.token_ids"),
+    ({"prompt": {"windows": [0, 1]}}, ".prompt"),
+    ({"prompt": {"window": 3}}, ".prompt.window"),
+    ({"prompt": {"window": [1]}}, ".prompt.window"),
+    ({"prompt": {"window": [3, 3]}}, ".prompt.window"),
+    ({"prompt": {"window": [-1, -2]}}, ".prompt.window"),
+    ({"prompt": {"window": [0, "1"]}}, ".prompt.window[1]"),
+    ({"prompt": {"token_ids": []}}, ".prompt.token_ids"),
+    ({"prompt": {"token_ids": 5}}, ".prompt.token_ids"),
     ({"prompt": {"token_ids": [5, -1]}}, ".prompt.token_ids[1]"),
     ({"prompt": {"token_ids": [2**40]}}, ".prompt.token_ids[0]"),
-    ({"prompt": {"token_ids": [True]}}, ".prompt.token_ids[0]"), ({"generated": [-1]}, ".generated[0]"),
-    ({"generated": {"window": [-2, None]}}, ".generated.window[0]"), ({"prompt": "all", "exclude": "all"}, ".exclude"),
+    ({"prompt": {"token_ids": [True]}}, ".prompt.token_ids[0]"),
+    ({"generated": [-1]}, ".generated[0]"),
+    ({"generated": {"window": [-2, None]}}, ".generated.window[0]"),
+    ({"prompt": "all", "exclude": "all"}, ".exclude"),
     ({"prompt": "all", "exclude": {"window": [None, None]}}, ".exclude"),
-    ({"prompt": "all", "exclude": {"exclude": [1]}}, ".exclude"), ({"prompt": {"exclude": "all"}}, ".prompt.exclude"),
+    ({"prompt": "all", "exclude": {"exclude": [1]}}, ".exclude"),
+    ({"prompt": {"exclude": "all"}}, ".prompt.exclude"),
     ({"prompt": {"exclude": {"exclude": [1]}}}, ".prompt.exclude"),
     ({"generated": {"exclude": [-1]}}, ".generated.exclude[0]"),
     # Those that need the prompt: 4 tokens, and 3 that may follow.
-    ([7], ""), ([-5], ""), ([10**5000], ""), ({"prompt": [4]}, ".prompt"), ({"generated": [3]}, ".generated"),
-    ({"prompt": "all", "exclude": [9]}, ".exclude"), ({"prompt": {"exclude": [4]}}, ".prompt.exclude"),
-    ({"prompt": {"window": [4, 9]}}, ""), ({"prompt": {"window": [3, -2]}}, ""),
+    ([7], ""),
+    ([-5], ""),
+    ([10**5000], ""),
+    ({"prompt": [4]}, ".prompt"),
+    ({"generated": [3]}, ".generated"),
+    ({"prompt": "all", "exclude": [9]}, ".exclude"),
+    ({"prompt": {"exclude": [4]}}, ".prompt.exclude"),
+    ({"prompt": {"window": [4, 9]}}, ""),
+    ({"prompt": {"window": [3, -2]}}, ""),
     ({"generated": {"window": [2, None]}}, ""),
-    ({"prompt": [0], "exclude": [0]}, ""), ({"prompt": {"window": [2**80, None]}}, ""),
-]  # fmt: skip
+    ({"prompt": [0], "exclude": [0]}, ""),
+    ({"prompt": {"window": [2**80, None]}}, ""),
+]
 
 
 @pytest.mark.parametrize(("value", "path"), WRONG)
@@ -213,14 +262,21 @@ def test_nothing_generated_is_run_with_one_token():
     with pytest.raises(SelectorError, match="the last of these is never run"):
         bind(parse_positions("all_generated"), [1, 2], 1)
     assert bind(parse_positions("all"), [1, 2], 1).most_rows() == (2, 0)
-    assert bind(parse_positions({"generated": [0]}), [1, 2], 1).demanded.tolist() == [2]  # asked for: reported later
+    assert bind(parse_positions({"generated": [0]}), [1, 2], 1).demanded.tolist() == [
+        2
+    ]  # asked for: reported later
 
 
 def test_what_is_demanded_is_what_was_listed():
     prompt = [1, 2, 3, 1]
     assert bind(parse_positions([5, -1, 0]), prompt, 4).demanded.tolist() == [0, 3, 5]
-    assert bind(parse_positions({"prompt": "all", "generated": [0, 2]}), prompt, 4).demanded.tolist() == [4, 6]
-    assert bind(parse_positions({"prompt": [0, 1], "exclude": {"token_ids": [2]}}), prompt, 4).demanded.tolist() == [0]
+    assert bind(parse_positions({"prompt": "all", "generated": [0, 2]}), prompt, 4).demanded.tolist() == [
+        4,
+        6,
+    ]
+    assert bind(
+        parse_positions({"prompt": [0, 1], "exclude": {"token_ids": [2]}}), prompt, 4
+    ).demanded.tolist() == [0]
     assert bind(parse_positions("last_prompt"), prompt, 4).demanded.tolist() == [3]
     assert bind(parse_positions({"prompt": {"window": [0, 2]}}), prompt, 4).demanded.tolist() == []
 
@@ -232,7 +288,9 @@ def test_the_cache_may_keep_what_lies_below_the_lowest_prompt_position():
     assert lowest("all") == lowest("all_prompt") == 0 and lowest("last_prompt") == 3
     assert lowest("all_generated") is None and lowest([5]) is None and lowest([5, 2]) == 2
     assert lowest({"prompt": {"token_ids": [3]}}) == 2 and lowest({"prompt": {"token_ids": [9]}}) is None
-    assert lowest({"prompt": {"token_ids": [3]}}, prompt=4) == 0  # ids unknown: the first that could be wanted
+    assert (
+        lowest({"prompt": {"token_ids": [3]}}, prompt=4) == 0
+    )  # ids unknown: the first that could be wanted
     assert lowest({"prompt": "all", "exclude": {"window": [0, 2]}}) == 2
 
 
@@ -267,4 +325,6 @@ def test_a_million_tokens_of_prompt_cost_nothing_while_decoding():
         for position in range(len(prompt), len(prompt) + steps):
             assert not len(selector.rows(position, (7,)))
         each = (time.process_time() - began) / steps
-        assert each < 300e-6, f"{value}: {each * 1e6:.1f} microseconds a step"  # about 1; a scan of the prompt is 1000s
+        assert each < 300e-6, (
+            f"{value}: {each * 1e6:.1f} microseconds a step"
+        )  # about 1; a scan of the prompt is 1000s

@@ -87,7 +87,10 @@ def test_the_json_table_is_plain_and_in_order_of_ids():
     table = json.loads(json.dumps(schema_json(schema_of(TINY, "bfloat16"), TINY.num_hidden_layers)))
     assert (table["num_layers"], table["hidden_size"], table["num_streams"]) == (TINY.num_hidden_layers, D, M)
     assert [hook["id"] for hook in table["hooks"].values()] == [s.id for s in sites.SITES if not s.absent]
-    assert table["hooks"]["mhc_streams_final"]["level"] == "model" and table["hooks"]["mlp_in"]["level"] == "layer"
+    assert (
+        table["hooks"]["mhc_streams_final"]["level"] == "model"
+        and table["hooks"]["mlp_in"]["level"] == "layer"
+    )
     assert table["hooks"]["moe_topk"]["hash_routed_layers"] == [0, 1]
     plain = schema_json(build_hook_schema(8, "float32", None), 2)
     assert plain["num_streams"] is None and list(plain["hooks"]) == ["pre_attn", "post_attn", "post_mlp"]
@@ -95,10 +98,16 @@ def test_the_json_table_is_plain_and_in_order_of_ids():
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
-    [((0, "bfloat16", 4), "hidden"), ((True, "bfloat16", 4), "hidden"), ((None, "bfloat16", 4), "hidden"),
-     ((64, "bf16", 4), "dtype"), ((64, "float32", 0), "hc_mult"), ((64, "float32", 4, -1, 2), "experts"),
-     ((64, "float32", 4, 8, 0), "experts_per_token")],
-)  # fmt: skip
+    [
+        ((0, "bfloat16", 4), "hidden"),
+        ((True, "bfloat16", 4), "hidden"),
+        ((None, "bfloat16", 4), "hidden"),
+        ((64, "bf16", 4), "dtype"),
+        ((64, "float32", 0), "hc_mult"),
+        ((64, "float32", 4, -1, 2), "experts"),
+        ((64, "float32", 4, 8, 0), "experts_per_token"),
+    ],
+)
 def test_impossible_sizes_are_refused_by_name(arguments, named):
     with pytest.raises(ConfigError, match=f"^{named} is"):
         build_hook_schema(*arguments)

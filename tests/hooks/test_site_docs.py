@@ -20,12 +20,20 @@ def test_the_page_is_current():
 
 def test_the_page_names_every_hook_alias_and_foreign_name():
     page = document()
-    for name in [*(site.name for site in SITES), *ALIASES, *(row for t in TOOLS.values() for row in t.values())]:
+    for name in [
+        *(site.name for site in SITES),
+        *ALIASES,
+        *(row for t in TOOLS.values() for row in t.values()),
+    ]:
         assert f"`{name.format('i')}`" in page, name
 
 
 def test_the_module_prints_the_page():
     done = subprocess.run(
-        [sys.executable, "-m", "birkhoff.hooks.site_docs"], capture_output=True, text=True, cwd=ROOT, encoding="utf-8"
+        [sys.executable, "-m", "birkhoff.hooks.site_docs"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        encoding="utf-8",
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, document(), "")

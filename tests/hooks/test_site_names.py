@@ -11,7 +11,16 @@ from hypothesis import strategies as st
 
 from birkhoff.errors import OptionError, SiteError
 from birkhoff.hooks.schema import build_hook_schema, schema_of
-from birkhoff.hooks.site_names import ALIASES, TOOLS, from_tool, known_name, refusal, resolve, to_tool, unnamed
+from birkhoff.hooks.site_names import (
+    ALIASES,
+    TOOLS,
+    from_tool,
+    known_name,
+    refusal,
+    resolve,
+    to_tool,
+    unnamed,
+)
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.hooks.tap import EagerTap
 from tests.models import TINY, random_model, random_tokens
@@ -87,8 +96,10 @@ def test_v4_has_no_post_mlp_and_says_what_to_use(hook):
         resolve(hook, 0, V4, L)
     message = str(refused.value)
     assert message.startswith(hook)
-    assert all(name in message for name in ("mhc_streams_pre_mlp", "mhc_streams_pre_attn of the next layer",
-                                            "mhc_streams_final"))  # fmt: skip
+    assert all(
+        name in message
+        for name in ("mhc_streams_pre_mlp", "mhc_streams_pre_attn of the next layer", "mhc_streams_final")
+    )
 
 
 def test_unknown_hooks_name_the_nearest_and_list_what_there_is_sorted():
@@ -148,15 +159,30 @@ def test_a_name_that_is_understood_is_the_name_of_what_it_was_understood_as(tool
     assert address is None or to_tool(tool, address, 5) == name
 
 
-@pytest.mark.parametrize("name", ["blocks.05.hook_in", "blocks.6.hook_in", "blocks..hook_in", "blocks.-1.hook_in",
-                                  "blocks.1.hook_in\n", "blocks.²3.hook_in", "blocks.1.hook_in.x", "", "hook_in",
-                                  "blocks.1.hook_resid_pre", "blocks." + "9" * 5000 + ".hook_in"])  # fmt: skip
+@pytest.mark.parametrize(
+    "name",
+    [
+        "blocks.05.hook_in",
+        "blocks.6.hook_in",
+        "blocks..hook_in",
+        "blocks.-1.hook_in",
+        "blocks.1.hook_in\n",
+        "blocks.²3.hook_in",
+        "blocks.1.hook_in.x",
+        "",
+        "hook_in",
+        "blocks.1.hook_resid_pre",
+        "blocks." + "9" * 5000 + ".hook_in",
+    ],
+)
 def test_names_that_are_nobodys(name):
     assert from_tool("transformer_lens", name, 6) is None
 
 
 def test_a_wrong_tool_or_layer_is_refused():
-    with pytest.raises(OptionError, match="names is 'nnsight', expected one of transformer_lens, transformers"):
+    with pytest.raises(
+        OptionError, match="names is 'nnsight', expected one of transformer_lens, transformers"
+    ):
         to_tool("nnsight", ("mlp_in", 0), L)
     with pytest.raises(OptionError):
         from_tool("nnsight", "x", L)
@@ -167,13 +193,18 @@ def test_a_wrong_tool_or_layer_is_refused():
 def test_the_adapters_names_are_those_of_the_specification():
     """Held a second time: notebooks written against them must keep working."""
     written = {
-        "mhc_streams_pre_attn": "blocks.2.hook_in", "mhc_streams_pre_mlp": "blocks.2.mlp_hc.hook_in",
-        "mhc_streams_post_mlp": "blocks.2.hook_out", "pre_attn": "blocks.2.attn_hc.hook_out",
-        "mlp_in": "blocks.2.mlp_hc.hook_out", "mhc_attn_post_mix": "blocks.2.attn_hc.hook_post",
-        "mhc_ffn_post_mix": "blocks.2.mlp_hc.hook_post", "mhc_attn_res_mix": "blocks.2.attn_hc.hook_comb",
-        "mhc_ffn_res_mix": "blocks.2.mlp_hc.hook_comb", "post_attn": "blocks.2.attn.hook_out",
+        "mhc_streams_pre_attn": "blocks.2.hook_in",
+        "mhc_streams_pre_mlp": "blocks.2.mlp_hc.hook_in",
+        "mhc_streams_post_mlp": "blocks.2.hook_out",
+        "pre_attn": "blocks.2.attn_hc.hook_out",
+        "mlp_in": "blocks.2.mlp_hc.hook_out",
+        "mhc_attn_post_mix": "blocks.2.attn_hc.hook_post",
+        "mhc_ffn_post_mix": "blocks.2.mlp_hc.hook_post",
+        "mhc_attn_res_mix": "blocks.2.attn_hc.hook_comb",
+        "mhc_ffn_res_mix": "blocks.2.mlp_hc.hook_comb",
+        "post_attn": "blocks.2.attn.hook_out",
         "mlp_out": "blocks.2.mlp.hook_out",
-    }  # fmt: skip
+    }
     assert {hook: to_tool("transformer_lens", (hook, 2), L) for hook in written} == written
     assert to_tool("transformer_lens", ("final_hidden", L - 1), L) == "hc_head.hook_out"
     assert to_tool("transformer_lens", ("final_hidden", 0), L) is None

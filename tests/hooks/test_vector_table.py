@@ -51,7 +51,10 @@ def rows_of(tables, *edits):
 
 edits = st.lists(
     st.dictionaries(
-        st.tuples(st.sampled_from(sorted(WIDTHS)), st.integers(0, 2)), st.integers(0, 5), min_size=1, max_size=3
+        st.tuples(st.sampled_from(sorted(WIDTHS)), st.integers(0, 2)),
+        st.integers(0, 5),
+        min_size=1,
+        max_size=3,
     ),
     min_size=1,
     max_size=3,
@@ -73,8 +76,10 @@ def test_no_slot_leaks_however_requests_come_and_go(requests, moves, most):
         if number in held:
             held.pop(number).release()
         else:
-            wish = [{site: SiteEdit("add", vector(WIDTHS[site[0]], seed)) for site, seed in edit.items()}
-                    for edit in requests[number]]  # fmt: skip
+            wish = [
+                {site: SiteEdit("add", vector(WIDTHS[site[0]], seed)) for site, seed in edit.items()}
+                for edit in requests[number]
+            ]
             rows = TableRows(tables, wish, WIDTHS)
             before = {width: slab.uses.copy() for width, slab in tables.slabs.items()}
             if rows.reserve():
@@ -157,7 +162,9 @@ plain_sites = st.dictionaries(
 @settings(max_examples=scaled(300, 60))
 @given(
     steps=st.lists(
-        st.tuples(st.lists(st.tuples(plain_sites, some_tokens), max_size=3), st.integers(1, 6)), min_size=1, max_size=4
+        st.tuples(st.lists(st.tuples(plain_sites, some_tokens), max_size=3), st.integers(1, 6)),
+        min_size=1,
+        max_size=4,
     ),
     gap=st.integers(0, 30),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
@@ -168,14 +175,22 @@ def test_tables_and_the_row_by_row_twin_agree(steps, gap, dtype):
     for wishes, count in steps:
         made = []
         for sites, only in wishes:
-            made.append(Everywhere({
-                (hook, layer): SiteEdit(
-                    "add", vector(6 if streamed else WIDTHS[hook], seed), scale,
-                    path if hook.startswith("mhc") else "both", (1, 3) if streamed else None,
+            made.append(
+                Everywhere(
+                    {
+                        (hook, layer): SiteEdit(
+                            "add",
+                            vector(6 if streamed else WIDTHS[hook], seed),
+                            scale,
+                            path if hook.startswith("mhc") else "both",
+                            (1, 3) if streamed else None,
+                        )
+                        for (hook, layer), (seed, path, scale, narrow) in sites.items()
+                        for streamed in [narrow and hook.startswith("mhc")]
+                    },
+                    only,
                 )
-                for (hook, layer), (seed, path, scale, narrow) in sites.items()
-                for streamed in [narrow and hook.startswith("mhc")]
-            }, only))  # fmt: skip
+            )
         table = TableRows(tables, [edit.sites for edit in made], WIDTHS) if made else None
         plan = Plan(edits=tuple(made), table=table)
         assert plan.reserve()
@@ -183,7 +198,10 @@ def test_tables_and_the_row_by_row_twin_agree(steps, gap, dtype):
             where.append(Span(known, row, 0, [7] * count, count))
         row += count
     total = row + 2
-    x, streams = vector(total * 6, 50).view(total, 6).to(dtype), vector(total * 24, 51).view(total, 4, 6).to(dtype)
+    x, streams = (
+        vector(total * 6, 50).view(total, 6).to(dtype),
+        vector(total * 24, 51).view(total, 4, 6).to(dtype),
+    )
     x[0], streams[1] = -0.0, -0.0
     staging = StepStaging()
     ours = [arm(staging, spans, total) for _ in range(2)]
@@ -266,7 +284,9 @@ def test_t_ste_6_a_recorded_graph_sees_rows_that_come_and_go():
     first.release()
     token_rows[0, 1] = 0
     assert torch.equal(graph(x)[1], x[1])
-    assert tables.site(("mlp_out", 0, "both"))[0] is slab and slab.data_ptr() == tables.slabs[6].rows.data_ptr()
+    assert (
+        tables.site(("mlp_out", 0, "both"))[0] is slab and slab.data_ptr() == tables.slabs[6].rows.data_ptr()
+    )
 
 
 def test_content_is_named_by_what_it_adds():

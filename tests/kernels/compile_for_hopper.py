@@ -22,7 +22,16 @@ from birkhoff.kernels.linear import prefill as linear
 from birkhoff.kernels.mhc import prefill as mhc
 
 BF16, F16, F32, U8, I32, I64 = "*bf16", "*fp16", "*fp32", "*u8", "*i32", "*i64"
-EXPERTS = {"x": BF16, "z": BF16, "y": BF16, "table": I64, "blocks": I32, "order": I32, "weights": F32, "limit": "fp32"}
+EXPERTS = {
+    "x": BF16,
+    "z": BF16,
+    "y": BF16,
+    "table": I64,
+    "blocks": I32,
+    "order": I32,
+    "weights": F32,
+    "limit": "fp32",
+}
 PACKED = {"WIDE": False, "PAIRED": True, "TOKENS": 128}
 COUNTS = {"n", "rows", "places", "length", "span", "num_entries", "first_row", "row_tiles", "token_tiles"}
 # V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
@@ -37,20 +46,50 @@ KERNELS: dict[str, tuple] = {
     "streams mix": (
         mhc._mix,
         {"streams": BF16, "high": BF16, "low": BF16, "parts": F32},
-        {"COUNT": mhc.COUNT, "PADDED": mhc.PADDED, "SPLITS": mhc.SPLITS, "WIDE": False, **mhc.shape_of(False)},
+        {
+            "COUNT": mhc.COUNT,
+            "PADDED": mhc.PADDED,
+            "SPLITS": mhc.SPLITS,
+            "WIDE": False,
+            **mhc.shape_of(False),
+        },
     ),
     "attention": (
         attend._attend,
-        {"queries": BF16, "recent": BF16, "entries": BF16, "out": BF16, "sink": F32, "oldest": I64, "counts": I32,
-         "numbers": I32, "scale": "fp32"},
-        {"ENTRIES": True, "LISTED": True, "WIDTH": 512, "PADDED": 512, "WIDE": False, **attend.shape_of(64, False)},
+        {
+            "queries": BF16,
+            "recent": BF16,
+            "entries": BF16,
+            "out": BF16,
+            "sink": F32,
+            "oldest": I64,
+            "counts": I32,
+            "numbers": I32,
+            "scale": "fp32",
+        },
+        {
+            "ENTRIES": True,
+            "LISTED": True,
+            "WIDTH": 512,
+            "PADDED": 512,
+            "WIDE": False,
+            **attend.shape_of(64, False),
+        },
     ),
     "index score": (
         index._score,
         {"queries": BF16, "keys": BF16, "weights": F32, "counts": I32, "scores": F32},
-        {"HEADS": 64, "WIDTH": 128, "QUERIES": 16, "ENTRIES": 128, "WIDE": False, "num_warps": 8, "num_stages": 2},
+        {
+            "HEADS": 64,
+            "WIDTH": 128,
+            "QUERIES": 16,
+            "ENTRIES": 128,
+            "WIDE": False,
+            "num_warps": 8,
+            "num_stages": 2,
+        },
     ),
-}  # fmt: skip
+}
 
 
 def compiled(kernel, types: dict[str, str], given: dict[str, int]):
@@ -81,8 +120,13 @@ def main() -> None:
     for name in sys.argv[1:] or KERNELS:
         made = compiled(*KERNELS[name])
         code = made.asm["ptx"]
-        found = {"kernel": name, "shared": made.metadata.shared, "tensor_cores": "wgmma.mma_async" in code,
-                 "copies_ahead": "cp.async" in code, "ends_products": _ends_products(made.asm["ttgir"])}  # fmt: skip
+        found = {
+            "kernel": name,
+            "shared": made.metadata.shared,
+            "tensor_cores": "wgmma.mma_async" in code,
+            "copies_ahead": "cp.async" in code,
+            "ends_products": _ends_products(made.asm["ttgir"]),
+        }
         print(json.dumps(found), flush=True)
 
 

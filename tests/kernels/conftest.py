@@ -16,5 +16,6 @@ def kernels(request):
     if chosen.name != request.param:
         pytest.skip(f"the {request.param} twins cannot run here")
     return replace(
-        chosen, **{f.name: torch.no_grad()(getattr(chosen, f.name)) for f in fields(chosen) if f.name != "name"}
+        chosen,
+        **{f.name: torch.no_grad()(getattr(chosen, f.name)) for f in fields(chosen) if f.name != "name"},
     )

@@ -46,7 +46,16 @@ def problems(draw):
     far = torch.randn(batch, entries, width, generator=g) if entries else None
     chosen = torch.rand(batch, length, entries, generator=g) < 0.5 if entries else None
     sink = torch.randn(heads, generator=g) * draw(st.sampled_from([1.0, 20.0]))
-    return queries, recent, oldest, far, chosen, sink, draw(st.integers(1, 15)), draw(st.sampled_from([0.1, 1.0, 8.0]))
+    return (
+        queries,
+        recent,
+        oldest,
+        far,
+        chosen,
+        sink,
+        draw(st.integers(1, 15)),
+        draw(st.sampled_from([0.1, 1.0, 8.0])),
+    )
 
 
 def slack(problem) -> float:
@@ -91,13 +100,19 @@ def test_blocks_of_queries_join_without_a_seam(kernels):
     """More queries than are scored at a time; each alone gives the same."""
     g = torch.Generator().manual_seed(2)
     length, window = 530, 20
-    queries, recent, entries = (torch.randn(1, *s, generator=g) for s in ((length, 2, 8), (length, 8), (40, 8)))
+    queries, recent, entries = (
+        torch.randn(1, *s, generator=g) for s in ((length, 2, 8), (length, 8), (40, 8))
+    )
     chosen, sink = torch.rand(1, length, 40, generator=g) < 0.3, torch.randn(2, generator=g)
-    whole = kernels.attend(queries, recent, torch.zeros(1, dtype=torch.long), entries, chosen, sink, window, 0.35)
+    whole = kernels.attend(
+        queries, recent, torch.zeros(1, dtype=torch.long), entries, chosen, sink, window, 0.35
+    )
     for t in (0, 1, 19, 255, 256, 257, 511, 512, 529):
         near = recent[:, max(0, t - window + 1) : t + 1]
         seen = torch.cat((torch.ones(1, near.shape[1], dtype=torch.bool), chosen[:, t]), dim=-1)
-        assert (whole[:, t] - kernels.attend_one(queries[:, t], near, entries, seen, sink, 0.35)).abs().max() < 3e-6
+        assert (
+            whole[:, t] - kernels.attend_one(queries[:, t], near, entries, seen, sink, 0.35)
+        ).abs().max() < 3e-6
 
 
 def test_a_large_sink_swallows_and_a_small_one_is_none(kernels):
@@ -127,7 +142,10 @@ def test_large_logits_do_not_overflow(kernels):
 
 def test_bfloat16_rounds_probabilities_before_the_values(kernels):
     g = torch.Generator().manual_seed(5)
-    queries, recent = torch.randn(1, 30, 2, 16, generator=g).bfloat16(), torch.randn(1, 30, 16, generator=g).bfloat16()
+    queries, recent = (
+        torch.randn(1, 30, 2, 16, generator=g).bfloat16(),
+        torch.randn(1, 30, 16, generator=g).bfloat16(),
+    )
     sink, zero = torch.randn(2, generator=g), torch.zeros(1, dtype=torch.long)
     out = kernels.attend(queries, recent, zero, None, None, sink, 9, 0.25)
     assert out.dtype == torch.bfloat16

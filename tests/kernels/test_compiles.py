@@ -27,8 +27,11 @@ def test_kernels_for_many_rows_compile_for_hopper(tmp_path):
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_for_hopper", *chosen],
-        cwd=root, env=env | {"TRITON_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True,
-    )  # fmt: skip
+        cwd=root,
+        env=env | {"TRITON_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
     assert ran.returncode == 0, ran.stderr[-2000:]
     rows = [json.loads(line) for line in ran.stdout.splitlines()]
     assert [row["kernel"] for row in rows] == list(chosen)

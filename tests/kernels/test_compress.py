@@ -11,12 +11,17 @@ from birkhoff.kernels.compress import pool
 
 
 @given(
-    items=st.sampled_from([1, 4, 8, 128]), width=st.integers(1, 20), spread=st.sampled_from([0.1, 1.0, 30.0]),
+    items=st.sampled_from([1, 4, 8, 128]),
+    width=st.integers(1, 20),
+    spread=st.sampled_from([0.1, 1.0, 30.0]),
     seed=st.integers(0, 999),
-)  # fmt: skip
+)
 def test_it_is_the_definition(items, width, spread, seed):
     g = torch.Generator().manual_seed(seed)
-    values, gates = torch.randn(3, items, width, generator=g), torch.randn(3, items, width, generator=g) * spread
+    values, gates = (
+        torch.randn(3, items, width, generator=g),
+        torch.randn(3, items, width, generator=g) * spread,
+    )
     true = np.empty((3, width))
     for block in range(3):
         for channel in range(width):

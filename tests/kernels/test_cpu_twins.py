@@ -28,7 +28,9 @@ from tests.models import TINY, random_model, random_tokens
 pytestmark = pytest.mark.skipif(not jit.AVAILABLE, reason="no compiler for the CPU twins")
 
 LAYOUTS = ("whole", "every other column", "part of wider rows", "columns first")
-rows = st.integers(1, 17)  # across the border where the product changes its method, and the four rows of its loop
+rows = st.integers(
+    1, 17
+)  # across the border where the product changes its method, and the four rows of its loop
 layouts = st.sampled_from(LAYOUTS)
 dtypes = st.sampled_from([torch.float32, torch.bfloat16])
 seeds = st.integers(0, 9999)
@@ -54,9 +56,13 @@ def both(name: str, *arguments, **options):
             out = twin(*arguments, **options)
             results.append(out if isinstance(out, tuple) else (out,))
     after = [a for a in arguments if isinstance(a, torch.Tensor)]
-    assert all(a.equal(b) or a.isnan().any() for a, b in zip(before, after)), f"{name} changed what it was given"
+    assert all(a.equal(b) or a.isnan().any() for a, b in zip(before, after)), (
+        f"{name} changed what it was given"
+    )
     held = {a.untyped_storage().data_ptr() for a in after}
-    assert not any(out.untyped_storage().data_ptr() in held for out in results[1]), f"{name} hands back its input"
+    assert not any(out.untyped_storage().data_ptr() in held for out in results[1]), (
+        f"{name} hands back its input"
+    )
     return results
 
 
@@ -72,8 +78,15 @@ def normal(seed: int, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-@given(rows=rows, inputs=st.integers(1, 70), outputs=st.integers(1, 40), x_lies=layouts, w_lies=layouts, dtype=dtypes,
-       seed=seeds)  # fmt: skip
+@given(
+    rows=rows,
+    inputs=st.integers(1, 70),
+    outputs=st.integers(1, 40),
+    x_lies=layouts,
+    w_lies=layouts,
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_linear(rows, inputs, outputs, x_lies, w_lies, dtype, seed):
     x = laid_out(normal(seed, rows, inputs).to(dtype), x_lies)
     weight = laid_out((normal(seed + 1, outputs, inputs) * inputs**-0.5).to(dtype), w_lies)
@@ -86,9 +99,16 @@ def test_rms_norm(rows, width, lies, dtype, weighted, seed):
     agree(*both("rms_norm", x, normal(seed + 1, width) if weighted else None, 1e-6), 1e-5)
 
 
-@given(shape=st.sampled_from([("p",), ("p", 3), ("b", "t"), ("b", "t", 5)]), rows=st.integers(1, 17),
-       still=st.integers(0, 9), pairs=st.integers(1, 9), inverse=st.booleans(), lies=layouts, dtype=dtypes,
-       seed=seeds)  # fmt: skip
+@given(
+    shape=st.sampled_from([("p",), ("p", 3), ("b", "t"), ("b", "t", 5)]),
+    rows=st.integers(1, 17),
+    still=st.integers(0, 9),
+    pairs=st.integers(1, 9),
+    inverse=st.booleans(),
+    lies=layouts,
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_rotate(shape, rows, still, pairs, inverse, lies, dtype, seed):
     """Phases of one axis or two, with heads behind them or without."""
     sizes = [{"p": rows, "b": 2, "t": rows}.get(s, s) for s in shape]
@@ -101,8 +121,15 @@ def test_rotate(shape, rows, still, pairs, inverse, lies, dtype, seed):
     assert torch.equal(fast[0][..., :still], x[..., :still])
 
 
-@given(rows=rows, streams=st.integers(1, 5), width=st.integers(1, 33), iters=st.sampled_from([1, 2, 20]), lies=layouts,
-       dtype=dtypes, seed=seeds)  # fmt: skip
+@given(
+    rows=rows,
+    streams=st.integers(1, 5),
+    width=st.integers(1, 33),
+    iters=st.sampled_from([1, 2, 20]),
+    lies=layouts,
+    dtype=dtypes,
+    seed=seeds,
+)
 def test_mhc_read_and_write(rows, streams, width, iters, lies, dtype, seed):
     m, size = streams, (2 + streams) * streams
     x = laid_out(normal(seed, rows, m, width).to(dtype), lies)
@@ -137,7 +164,11 @@ def test_what_is_not_a_number_stays_in_its_row(value):
     for plain, fast in runs:
         for true, mine in zip(plain, fast):
             finite = mine.flatten(1).isfinite().all(-1)
-            assert torch.equal(finite, true.flatten(1).isfinite().all(-1)) and finite.sum() == 8 and not finite[4]
+            assert (
+                torch.equal(finite, true.flatten(1).isfinite().all(-1))
+                and finite.sum() == 8
+                and not finite[4]
+            )
 
 
 HIDE_THE_COMPILER = """
@@ -175,9 +206,17 @@ def script(body: str, folder: Path, **environment: str) -> str:
     """What Python prints, run on a copy of the package: what it does to its folder, or fails to do, is its own."""
     package = folder / "birkhoff"
     if not package.exists():
-        shutil.copytree(Path(birkhoff.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "models"))
+        shutil.copytree(
+            Path(birkhoff.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__", "models")
+        )
     body += f"import birkhoff\nassert birkhoff.__file__.startswith({str(folder)!r}), birkhoff.__file__\n"
-    settings = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "NUMBA_CACHE_DIR": "", **environment}
+    settings = {
+        **os.environ,
+        "PYTHONPATH": str(folder),
+        "OMP_NUM_THREADS": "1",
+        "NUMBA_CACHE_DIR": "",
+        **environment,
+    }
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", body],
         capture_output=True,

@@ -23,11 +23,26 @@ pytestmark = [
     ),
 ]
 WIDE = replace(
-    TINY, vocab_size=1024, hidden_size=1024, num_attention_heads=16, head_dim=128, q_lora_rank=256, o_groups=2,
-    o_lora_rank=128, sliding_window=64, compress_ratios=(0, 4, 128, 4), num_hidden_layers=4, num_hash_layers=1,
-    index_n_heads=16, index_head_dim=32, n_routed_experts=32, num_experts_per_tok=4, moe_intermediate_size=512,
-    num_nextn_predict_layers=0, swiglu_limit=10.0,
-)  # fmt: skip
+    TINY,
+    vocab_size=1024,
+    hidden_size=1024,
+    num_attention_heads=16,
+    head_dim=128,
+    q_lora_rank=256,
+    o_groups=2,
+    o_lora_rank=128,
+    sliding_window=64,
+    compress_ratios=(0, 4, 128, 4),
+    num_hidden_layers=4,
+    num_hash_layers=1,
+    index_n_heads=16,
+    index_head_dim=32,
+    n_routed_experts=32,
+    num_experts_per_tok=4,
+    moe_intermediate_size=512,
+    num_nextn_predict_layers=0,
+    swiglu_limit=10.0,
+)
 
 
 @pytest.mark.parametrize("rows", [1, 3, 8, 17, 33, 64])
@@ -43,14 +58,20 @@ def test_a_step_is_that_of_the_portable_kernels(rows):
     for made, fast in zip(logits, (False, True)):
         torch.manual_seed(rows)
         decoder = Decoder(model, filled_state(WIDE, rows, 384, device), fast=fast)
-        desk = decoder.desk(rows, 640)
+        buffers = decoder.buffers(rows, 640)
         for step in range(max(1, 16 // rows)):
-            desk.poison()
-            place(desk, [50 * step + row for row in range(rows)], [380 + 3 * row + step for row in range(rows)])
-            made.append(decoder.step(desk).clone())
+            buffers.poison()
+            place(
+                buffers,
+                [50 * step + row for row in range(rows)],
+                [380 + 3 * row + step for row in range(rows)],
+            )
+            made.append(decoder.step(buffers).clone())
     true, mine = (torch.cat(made) for made in logits)
     error = (mine - true).norm(dim=-1) / true.norm(dim=-1)
-    assert error.median() < 0.02  # a choice between two almost equal experts may fall differently in a few rows
+    assert (
+        error.median() < 0.02
+    )  # a choice between two almost equal experts may fall differently in a few rows
 
 
 @pytest.mark.parametrize("rows", [1, 4])
@@ -63,17 +84,19 @@ def test_a_replayed_graph_repeats_itself(early, rows):
     from birkhoff.decode.gpu import Decoder
 
     device = torch.device("cuda")
-    decoder = Decoder(random_on_device(WIDE, device), filled_state(WIDE, rows, 384, device), fast=True, early=early)
-    desk = decoder.desk(rows, 640)
-    place(desk, [1, 2, 3, 4][:rows], [381, 200, 127, 5][:rows])
-    first = decoder.step(desk).clone()
+    decoder = Decoder(
+        random_on_device(WIDE, device), filled_state(WIDE, rows, 384, device), fast=True, early=early
+    )
+    buffers = decoder.buffers(rows, 640)
+    place(buffers, [1, 2, 3, 4][:rows], [381, 200, 127, 5][:rows])
+    first = decoder.step(buffers).clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decoder.step(desk)
+        decoder.step(buffers)
     for _ in range(50):
-        desk.logits.fill_(torch.nan)
+        buffers.logits.fill_(torch.nan)
         graph.replay()
-        assert torch.equal(desk.logits, first)
+        assert torch.equal(buffers.logits, first)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 20])
@@ -92,10 +115,10 @@ def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
         torch.manual_seed(rows)
         decoder = Decoder(model, filled_state(WIDE, rows, 384, device), fast=True)
         assert [w.far is None for w in decoder.layers] == [share == 1.0] * WIDE.num_hidden_layers
-        desk = decoder.desk(rows, 640)
-        desk.poison()
-        place(desk, list(range(rows)), [380 + 3 * row for row in range(rows)])
-        found.append(decoder.step(desk).clone())
+        buffers = decoder.buffers(rows, 640)
+        buffers.poison()
+        place(buffers, list(range(rows)), [380 + 3 * row for row in range(rows)])
+        found.append(decoder.step(buffers).clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
@@ -163,7 +186,9 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
     queries = torch.randn(rows, heads * width + 64, device=device).bfloat16() * 3
     angles, sink = torch.randn(rows, 4, turning // 2, device=device), torch.randn(heads, device=device)
     first = 1 if ratio else 0  # the phases of compressed layers are not the first
-    cos, sin = (torch.cat((part, part[:1])).view(-1, turning // 2)[first:] for part in (angles.cos(), angles.sin()))
+    cos, sin = (
+        torch.cat((part, part[:1])).view(-1, turning // 2)[first:] for part in (angles.cos(), angles.sin())
+    )
     cos, sin = (part[: 4 * rows].view(rows, 4, -1) for part in (cos, sin))
     reach = ring + (min(topk, context // 4) if listed else context // ratio if ratio else 0)
     shares, share = portable.shares_of(rows, heads, reach)
@@ -188,13 +213,31 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
             buffers = [empty(*size, width), empty(*size), empty(*size)]
             out, half = (empty(rows, heads * width, dtype=dtype) for dtype in (torch.bfloat16, torch.float16))
             attend(
-                queries, keys, window, pages, ratio, table, chosen, slots, torch.tensor(at, device=device), cos, sin,
-                *buffers, sink, share, width**-0.5, 1e-6, out, half,
-            )  # fmt: skip
+                queries,
+                keys,
+                window,
+                pages,
+                ratio,
+                table,
+                chosen,
+                slots,
+                torch.tensor(at, device=device),
+                cos,
+                sin,
+                *buffers,
+                sink,
+                share,
+                width**-0.5,
+                1e-6,
+                out,
+                half,
+            )
             found.append([*buffers, out, half])
         for mine, true in zip(found[1], found[0]):
             assert mine.isfinite().all()
-            mine, true = (part.double() * (part > -1e29) for part in (mine, true))  # the peak of no key is -1e30
+            mine, true = (
+                part.double() * (part > -1e29) for part in (mine, true)
+            )  # the peak of no key is -1e30
             # Both round the same products; sums in another order move a probability or an output by one rounding.
             assert (mine - true).norm() <= 2.0**-7 * true.norm()
 
@@ -221,7 +264,13 @@ def test_codes_become_pairs_exactly():
         for first in (0, 128):
             rows = slice(first, first + 128)
             unpack[(1,)](
-                codes[rows], scales[rows], *(part[rows] for part in parts), 256, PAIRED=paired, ROWS=128, HALF=64
+                codes[rows],
+                scales[rows],
+                *(part[rows] for part in parts),
+                256,
+                PAIRED=paired,
+                ROWS=128,
+                HALF=64,
             )
         found.append(torch.cat(parts))
     assert torch.equal(*(part.view(torch.int16) for part in found)) and found[0].isfinite().all()

@@ -43,7 +43,10 @@ def test_a_transposed_mixer_would_be_noticed():
     post, mix = torch.rand(2, 4, device=DEVICE), torch.rand(2, 4, 4, device=DEVICE)
     close(mhc.write(streams, y, post, mix), plain_mhc.write(streams, y, post, mix))
     with pytest.raises(AssertionError):
-        close(mhc.write(streams, y, post, mix.transpose(1, 2).contiguous()), plain_mhc.write(streams, y, post, mix))
+        close(
+            mhc.write(streams, y, post, mix.transpose(1, 2).contiguous()),
+            plain_mhc.write(streams, y, post, mix),
+        )
 
 
 def test_a_boundary_adds_parts_of_an_output_and_normalises():
@@ -97,7 +100,10 @@ def routed(logits, bias, table, tokens, places):
     n, count = logits.shape
     made = {"device": DEVICE, "dtype": torch.int32}
     ids, weights = torch.full((n, places), -1, **made), torch.full((n, places), torch.nan, device=DEVICE)
-    order, slots = torch.full((2, n * places), -1, **made), torch.full((min(count, n * places), 16), -1, **made)
+    order, slots = (
+        torch.full((2, n * places), -1, **made),
+        torch.full((min(count, n * places), 16), -1, **made),
+    )
     experts.route(logits, bias, table, tokens, None, ids, weights, order, slots, 1.5)
     return ids, weights, order, slots
 
@@ -129,7 +135,9 @@ def test_routing_and_its_plan(n, hashed):
 def test_equal_scores_go_to_the_lowest_expert_and_vanishing_ones_are_not_zero():
     logits = torch.zeros(2, 8, device=DEVICE)
     logits[1] = torch.tensor([-40.0, -30, -41, -35, -30, -50, -60, -70])
-    ids, weights, *_ = routed(logits, torch.zeros(8, device=DEVICE), None, torch.zeros(2, device=DEVICE).long(), 2)
+    ids, weights, *_ = routed(
+        logits, torch.zeros(8, device=DEVICE), None, torch.zeros(2, device=DEVICE).long(), 2
+    )
     assert ids.tolist() == [[0, 1], [1, 4]]
     close(weights[1], torch.tensor([0.75, 0.75], device=DEVICE))
 
@@ -144,7 +152,10 @@ def test_experts_are_read_where_the_table_says():
     x, logits = normal(1, n, width), normal(2, n, count)
     nobody = torch.zeros(n, dtype=torch.long, device=DEVICE)
     ids, weights, order, slots = routed(logits, torch.zeros(count, device=DEVICE), None, nobody, places)
-    z, y = torch.full((n * places, inner), torch.nan, device=DEVICE), torch.zeros(n, places + 1, width, device=DEVICE)
+    z, y = (
+        torch.full((n * places, inner), torch.nan, device=DEVICE),
+        torch.zeros(n, places + 1, width, device=DEVICE),
+    )
     experts.gate_up(x, table, slots, order, weights, z, 1.0)
     experts.down(z, table, slots, order, y)
     stack = plain_experts.Stack(
@@ -181,7 +192,9 @@ def test_the_indexer_scores_and_chooses(tied):
         true = plain_index.score(q[row][None, None], keys[None], weights[row][None, None] * 0.5)
         close(scores[row, :count], true.view(-1), 1e-5)
         visible = torch.ones(1, 1, count, dtype=torch.bool, device=DEVICE)
-        kept = plain_index.choose(scores[row, :count].view(1, 1, -1), visible, topk).view(-1).nonzero().view(-1)
+        kept = (
+            plain_index.choose(scores[row, :count].view(1, 1, -1), visible, topk).view(-1).nonzero().view(-1)
+        )
         assert chosen[row].tolist() == kept.tolist()
 
 

@@ -28,24 +28,33 @@ def route_by_definition(logits, bias, ids, topk, factor):
     scores = np.sqrt(np.logaddexp(0.0, logits.astype(np.float64)))
     if ids is None:
         biased = scores + (0 if bias is None else bias.astype(np.float64))
-        ids = np.stack([sorted(range(len(row)), key=lambda e, row=row: (-row[e], e))[:topk] for row in biased])
+        ids = np.stack(
+            [sorted(range(len(row)), key=lambda e, row=row: (-row[e], e))[:topk] for row in biased]
+        )
     picked = np.take_along_axis(scores, ids, -1)
     return ids, picked / picked.sum(-1, keepdims=True) * factor
 
 
 @given(
-    rows=st.integers(1, 40), count=st.integers(1, 30), topk=st.integers(1, 6), biased=st.booleans(),
-    hashed=st.booleans(), seed=st.integers(0, 999),
-)  # fmt: skip
+    rows=st.integers(1, 40),
+    count=st.integers(1, 30),
+    topk=st.integers(1, 6),
+    biased=st.booleans(),
+    hashed=st.booleans(),
+    seed=st.integers(0, 999),
+)
 def test_routing_is_the_definition(kernels, rows, count, topk, biased, hashed, seed):
     topk, rng = min(topk, count), np.random.default_rng(seed)
     logits = rng.standard_normal((rows, count), dtype=np.float32) * 3
     bias = rng.standard_normal(count, dtype=np.float32) if biased else None
     ids = np.stack([rng.permutation(count)[:topk] for _ in range(rows)]) if hashed else None
     mine, weights = kernels.route(
-        torch.tensor(logits), None if bias is None else torch.tensor(bias), None if ids is None else torch.tensor(ids),
-        topk, 2.5,
-    )  # fmt: skip
+        torch.tensor(logits),
+        None if bias is None else torch.tensor(bias),
+        None if ids is None else torch.tensor(ids),
+        topk,
+        2.5,
+    )
     true_ids, true_weights = route_by_definition(logits, bias, ids, topk, 2.5)
     assert np.array_equal(mine.numpy(), true_ids) and np.abs(weights.numpy() - true_weights).max() < 2e-6
     assert weights.sum(-1).tolist() == pytest.approx([2.5] * rows, abs=1e-5)
@@ -104,19 +113,28 @@ def by_definition(x, ids, weights, stack, limit, round_input=lambda v: v):
 
 def picks(rows, count, topk, seed):
     g = torch.Generator().manual_seed(seed)
-    return torch.rand(rows, count, generator=g).argsort(-1)[:, :topk], torch.rand(rows, topk, generator=g) + 0.1
+    return torch.rand(rows, count, generator=g).argsort(-1)[:, :topk], torch.rand(
+        rows, topk, generator=g
+    ) + 0.1
 
 
 @given(
-    rows=st.integers(1, 40), count=st.integers(1, 12), topk=st.integers(1, 4), inner=st.integers(1, 20),
-    width=st.integers(1, 30), seed=st.integers(0, 999),
-)  # fmt: skip
+    rows=st.integers(1, 40),
+    count=st.integers(1, 12),
+    topk=st.integers(1, 4),
+    inner=st.integers(1, 20),
+    width=st.integers(1, 30),
+    seed=st.integers(0, 999),
+)
 def test_experts_are_the_definition(kernels, rows, count, topk, inner, width, seed):
     stack = stack_of(count, inner, width, seed)
     ids, weights = picks(rows, count, min(topk, count), seed)
     x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed + 1))
     out = kernels.experts(x, ids, weights, stack, 1.0, None)
-    assert out.dtype == torch.float32 and np.abs(out.numpy() - by_definition(x, ids, weights, stack, 1.0)).max() < 1e-5
+    assert (
+        out.dtype == torch.float32
+        and np.abs(out.numpy() - by_definition(x, ids, weights, stack, 1.0)).max() < 1e-5
+    )
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 12, 13, 60])
@@ -128,7 +146,9 @@ def test_a_row_in_a_batch_is_the_row_alone(kernels, rows):
         alone = kernels.experts(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], stack, 1.0, None)
         assert (whole[i] - alone[0]).abs().max() < 1e-6
     order = torch.randperm(rows, generator=torch.Generator().manual_seed(3))
-    assert (kernels.experts(x[order], ids[order], weights[order], stack, 1.0, None) - whole[order]).abs().max() < 1e-6
+    assert (
+        kernels.experts(x[order], ids[order], weights[order], stack, 1.0, None) - whole[order]
+    ).abs().max() < 1e-6
     flipped = kernels.experts(
         x, ids.flip(-1), weights.flip(-1), stack, 1.0, None
     )  # the place of an expert says nothing
@@ -144,7 +164,10 @@ def test_inputs_of_both_products_are_rounded_when_asked(kernels, rows):
         return quant.fp8_round(v, 128)
 
     out = kernels.experts(x, ids, weights, stack, 1.0, rounding)
-    true, plain = by_definition(x, ids, weights, stack, 1.0, rounding), by_definition(x, ids, weights, stack, 1.0)
+    true, plain = (
+        by_definition(x, ids, weights, stack, 1.0, rounding),
+        by_definition(x, ids, weights, stack, 1.0),
+    )
     assert (
         np.abs(out.numpy() - true).max() < 0.02 < np.abs(true - plain).max()
     )  # a tie may cost one FP8 step of one value

@@ -14,9 +14,13 @@ from birkhoff.kernels.index import choose, score
 
 
 @given(
-    batch=st.integers(1, 3), length=st.integers(1, 9), heads=st.integers(1, 8), entries=st.integers(1, 30),
-    width=st.integers(1, 16), seed=st.integers(0, 999),
-)  # fmt: skip
+    batch=st.integers(1, 3),
+    length=st.integers(1, 9),
+    heads=st.integers(1, 8),
+    entries=st.integers(1, 30),
+    width=st.integers(1, 16),
+    seed=st.integers(0, 999),
+)
 def test_scores_are_the_definition(batch, length, heads, entries, width, seed):
     g = torch.Generator().manual_seed(seed)
     queries, keys = (
@@ -57,7 +61,7 @@ def stable(scores, visible, topk):
     scores=hnp.arrays(np.float32, (2, 5, 12), elements=st.integers(-2, 2).map(float)),
     visible=hnp.arrays(np.bool_, (2, 5, 12)),
     topk=st.integers(1, 14),
-)  # fmt: skip
+)
 def test_a_choice_among_many_ties_is_a_stable_sort(scores, visible, topk):
     chosen = choose(torch.tensor(scores), torch.tensor(visible), topk)
     assert np.array_equal(chosen.numpy(), stable(scores, visible, topk))
@@ -67,13 +71,17 @@ def test_a_choice_among_many_ties_is_a_stable_sort(scores, visible, topk):
 def test_a_choice_without_ties_is_a_stable_sort(seed, entries, topk):
     g = torch.Generator().manual_seed(seed)
     scores, visible = torch.randn(1, 6, entries, generator=g), torch.rand(1, 6, entries, generator=g) < 0.8
-    assert np.array_equal(choose(scores, visible, topk).numpy(), stable(scores.numpy(), visible.numpy(), topk))
+    assert np.array_equal(
+        choose(scores, visible, topk).numpy(), stable(scores.numpy(), visible.numpy(), topk)
+    )
 
 
 def test_zeros_of_either_sign_tie():
     """All ReLUs shut under a negative weight give minus zero."""
     scores = torch.tensor([[[-0.0, 0.0, -0.0, 0.0, -1.0]]])
-    assert choose(scores, torch.ones(1, 1, 5, dtype=torch.bool), 2).tolist() == [[[True, True, False, False, False]]]
+    assert choose(scores, torch.ones(1, 1, 5, dtype=torch.bool), 2).tolist() == [
+        [[True, True, False, False, False]]
+    ]
 
 
 @given(cuts=st.lists(st.integers(1, 39), max_size=5), seed=st.integers(0, 99))

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from birkhoff.kernels.linear.cpu import filled_rows
 
 
-@given(rows=st.integers(0, 40), inputs=st.integers(1, 130), outputs=st.integers(1, 130), seed=st.integers(0, 999))
+@given(
+    rows=st.integers(0, 40), inputs=st.integers(1, 130), outputs=st.integers(1, 130), seed=st.integers(0, 999)
+)
 def test_it_is_the_product(kernels, rows, inputs, outputs, seed):
     g = torch.Generator().manual_seed(seed)
     x, weight = torch.randn(rows, inputs, generator=g), torch.randn(outputs, inputs, generator=g)
@@ -54,4 +56,6 @@ def test_a_weight_that_is_part_of_a_larger_one(kernels):
     g = torch.Generator().manual_seed(3)
     whole, x = torch.randn(40, 64, generator=g), torch.randn(2, 64, generator=g)
     assert (kernels.linear(x, whole[10:30]) - x.double() @ whole[10:30].double().T).abs().max() < 1e-4
-    assert (kernels.linear(x[:, ::2], whole[:, ::2]) - x[:, ::2].double() @ whole[:, ::2].double().T).abs().max() < 1e-4
+    assert (
+        kernels.linear(x[:, ::2], whole[:, ::2]) - x[:, ::2].double() @ whole[:, ::2].double().T
+    ).abs().max() < 1e-4

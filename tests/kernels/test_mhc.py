@@ -14,13 +14,19 @@ from tests.model.float64 import Float64
 from tests.models import variant
 from tests.sizes import scaled
 
-ROW_SLACK = 0.085  # four streams, twenty rounds: the walk ends on columns, rows are left this far off at worst
+ROW_SLACK = (
+    0.085  # four streams, twenty rounds: the walk ends on columns, rows are left this far off at worst
+)
 
 
 def test_sinkhorn_of_the_specification():
     logits = torch.tensor([[2 * np.sin(0.37 * (4 * j + k)) for k in range(4)] for j in range(4)])
-    expected = [[0.0641312, 0.1675391, 0.3282305, 0.4400983], [0.2840939, 0.3360148, 0.2533810, 0.1265094],
-                [0.4787053, 0.2907219, 0.1536143, 0.0769573], [0.1730686, 0.2057233, 0.2647731, 0.3564340]]  # fmt: skip
+    expected = [
+        [0.0641312, 0.1675391, 0.3282305, 0.4400983],
+        [0.2840939, 0.3360148, 0.2533810, 0.1265094],
+        [0.4787053, 0.2907219, 0.1536143, 0.0769573],
+        [0.1730686, 0.2057233, 0.2647731, 0.3564340],
+    ]
     assert (sinkhorn(logits, 20, 1e-6).double() - torch.tensor(expected).double()).abs().max() < 2e-7
 
 
@@ -35,7 +41,7 @@ def test_sinkhorn_is_nearly_doubly_stochastic(logits):
 @given(
     pattern=hnp.arrays(np.int8, (50, 4, 4), elements=st.integers(-2, 2)),
     scale=st.sampled_from([0.0, 1.0, 8.0, 100.0, 1e4]),
-)  # fmt: skip
+)
 def test_extreme_logits_stay_finite_and_their_columns_whole(pattern, scale):
     mix = sinkhorn(torch.tensor(pattern, dtype=torch.float32) * scale, 20, 1e-6)
     assert torch.isfinite(mix).all() and (mix >= 0).all()
@@ -66,9 +72,13 @@ def drawn(m: int, width: int, seed: int, spread: float = 1.0):
 
 
 @given(
-    rows=st.integers(1, 90), m=st.integers(1, 5), width=st.integers(1, 40), iters=st.sampled_from([1, 2, 20]),
-    exponent=st.integers(-10, 10), seed=st.integers(0, 999),
-)  # fmt: skip
+    rows=st.integers(1, 90),
+    m=st.integers(1, 5),
+    width=st.integers(1, 40),
+    iters=st.sampled_from([1, 2, 20]),
+    exponent=st.integers(-10, 10),
+    seed=st.integers(0, 999),
+)
 def test_read_and_write_are_the_definition(kernels, rows, m, width, iters, exponent, seed):
     fn, base, scale = drawn(m, width, seed)
     g = torch.Generator().manual_seed(seed + 1)
@@ -82,7 +92,10 @@ def test_read_and_write_are_the_definition(kernels, rows, m, width, iters, expon
     for i in range(0, rows, 7):
         true_u, true_post, true_mix = model.read("hc", streams[i].double().numpy())
         assert np.abs(u[i].numpy() - true_u).max() < 1e-5 * size
-        assert np.abs(post[i].numpy() - true_post).max() < 1e-5 and np.abs(mix[i].numpy() - true_mix).max() < 1e-5
+        assert (
+            np.abs(post[i].numpy() - true_post).max() < 1e-5
+            and np.abs(mix[i].numpy() - true_mix).max() < 1e-5
+        )
         assert np.abs((pre[i] @ streams[i]).numpy() - true_u).max() < 1e-5 * size
         true = model.write(streams[i].double().numpy(), y[i].double().numpy(), true_post, true_mix)
         assert np.abs(after[i].numpy() - true).max() < 1e-5 * (size + 1) * m
@@ -95,7 +108,9 @@ def test_gates_that_are_shut_or_wide_open(kernels):
     base[0], base[1], base[4], base[5] = 200.0, -200.0, 200.0, -200.0
     base[8:] = 300.0 * torch.eye(4).flatten()
     streams = torch.randn(3, m, width, generator=torch.Generator().manual_seed(2))
-    u, pre, post, mix = kernels.mhc_read(streams, torch.zeros(24, m * width), base, torch.ones(3), 20, 1e-6, 1e-6)
+    u, pre, post, mix = kernels.mhc_read(
+        streams, torch.zeros(24, m * width), base, torch.ones(3), 20, 1e-6, 1e-6
+    )
     assert all(torch.isfinite(t).all() for t in (u, pre, post, mix))
     assert pre[0, :2].tolist() == pytest.approx([1 + 1e-6, 1e-6]) and post[0, :2].tolist() == [2.0, 0.0]
     assert (mix - torch.eye(4)).abs().max() < 1e-5
@@ -111,8 +126,12 @@ def test_the_mixer_carries_from_its_first_index_to_its_second(kernels):
 def test_the_order_of_outputs_is_pre_post_mix_row_by_row(kernels):
     """With a zero projection the coefficients are the base alone."""
     base = torch.linspace(-2, 2, 24)
-    _, pre, post, mix = kernels.mhc_read(torch.ones(1, 4, 3), torch.zeros(24, 12), base, torch.ones(3), 20, 1e-6, 1e-6)
-    assert torch.allclose(pre[0], base[:4].sigmoid() + 1e-6) and torch.allclose(post[0], 2 * base[4:8].sigmoid())
+    _, pre, post, mix = kernels.mhc_read(
+        torch.ones(1, 4, 3), torch.zeros(24, 12), base, torch.ones(3), 20, 1e-6, 1e-6
+    )
+    assert torch.allclose(pre[0], base[:4].sigmoid() + 1e-6) and torch.allclose(
+        post[0], 2 * base[4:8].sigmoid()
+    )
     assert torch.allclose(mix[0], sinkhorn(base[8:].view(4, 4), 20, 1e-6), atol=1e-6)
 
 
@@ -166,5 +185,7 @@ def test_any_leading_shape_of_the_plain_twin():
     u, pre, post, mix = read(streams, fn, base, scale, 20, 1e-6, 1e-6)
     assert u.shape == (2, 4, 5) and pre.shape == post.shape == (2, 4, 3) and mix.shape == (2, 4, 3, 3)
     flat = coefficients(streams.flatten(0, 1), fn, base, scale, 20, 1e-6, 1e-6)
-    assert (pre.flatten(0, 1) - flat[0]).abs().max() < 1e-6 and (mix.flatten(0, 1) - flat[2]).abs().max() < 1e-6
+    assert (pre.flatten(0, 1) - flat[0]).abs().max() < 1e-6 and (
+        mix.flatten(0, 1) - flat[2]
+    ).abs().max() < 1e-6
     assert write(streams, u, post, mix).shape == streams.shape

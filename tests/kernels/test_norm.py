@@ -18,9 +18,12 @@ def exact(x, weight, eps):
 
 
 @given(
-    rows=st.integers(1, 40), width=st.integers(1, 200), exponent=st.integers(-12, 12), weighted=st.booleans(),
+    rows=st.integers(1, 40),
+    width=st.integers(1, 200),
+    exponent=st.integers(-12, 12),
+    weighted=st.booleans(),
     seed=st.integers(0, 999),
-)  # fmt: skip
+)
 def test_it_is_the_definition(kernels, rows, width, exponent, weighted, seed):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, width, generator=g) * 2.0**exponent
@@ -41,7 +44,9 @@ def test_bfloat16_is_rounded_once_at_the_end(kernels):
     out = kernels.rms_norm(x, weight, 1e-6)
     true = exact(x, weight, 1e-6)
     assert out.dtype == torch.bfloat16
-    assert (out != true.bfloat16()).float().mean() < 1e-3  # a double that lies within float32's error of a tie
+    assert (
+        out != true.bfloat16()
+    ).float().mean() < 1e-3  # a double that lies within float32's error of a tie
     rounded_twice = (
         (x.float() * x.float().square().mean(-1, keepdim=True).add(1e-6).rsqrt()).bfloat16() * weight
     ).bfloat16()
@@ -57,7 +62,9 @@ def test_any_leading_shape(kernels, shape):
 def test_rows_do_not_see_each_other(kernels):
     x = torch.randn(33, 48, generator=torch.Generator().manual_seed(3))
     whole = kernels.rms_norm(x, None, 1e-6)
-    assert all((whole[i : i + 1] - kernels.rms_norm(x[i : i + 1], None, 1e-6)).abs().max() < 1e-6 for i in range(33))
+    assert all(
+        (whole[i : i + 1] - kernels.rms_norm(x[i : i + 1], None, 1e-6)).abs().max() < 1e-6 for i in range(33)
+    )
 
 
 def test_the_plain_twin_has_a_gradient():

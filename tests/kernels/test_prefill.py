@@ -62,7 +62,9 @@ def test_every_pair_is_in_one_block_of_its_expert(ids, size):
     assert sorted(met) == list(range(2 * len(ids)))
 
 
-@pytest.mark.parametrize("pairs, count, size", [(0, 8, 16), (48, 256, 16), (24576, 256, 128), (9000, 256, 64)])
+@pytest.mark.parametrize(
+    "pairs, count, size", [(0, 8, 16), (48, 256, 16), (24576, 256, 128), (9000, 256, 64)]
+)
 def test_blocks_suit_an_average_expert(pairs, count, size):
     assert experts.block_size(pairs, count) == size
 
@@ -92,9 +94,11 @@ def test_experts_of_a_prompt(dtype):
     nowhere = torch.zeros_like(table)  # an expert that is not ready has no address yet
     turns = {
         "all": [(None, table)],
-        "two": [([3, 1], torch.where(torch.tensor([[0], [1], [0], [1]], device=DEVICE) > 0, table, nowhere)),
-                ([0, 2], table)],
-    }  # fmt: skip
+        "two": [
+            ([3, 1], torch.where(torch.tensor([[0], [1], [0], [1]], device=DEVICE) > 0, table, nowhere)),
+            ([0, 2], table),
+        ],
+    }
     answers = []
     for how in turns:
         stack = plain_experts.Stack(
@@ -117,7 +121,11 @@ def test_routing_of_a_prompt(given_ids):
     logits[3], logits[4, :10], logits[5] = 0.5, 2.0, -60.0
     bias = normal(2, 24)
     bias[:8] = 0.25
-    ids = torch.randint(24, (37, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE) if given_ids else None
+    ids = (
+        torch.randint(24, (37, 3), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+        if given_ids
+        else None
+    )
     mine, true = (twin(logits, bias, ids, 3, 1.5) for twin in (routing.route, plain_experts.route))
     assert torch.equal(mine[0], true[0]) and mine[0].dtype is true[0].dtype
     close(mine[1], true[1], 1e-5)
@@ -190,7 +198,10 @@ def picks(entries: int, batch: int, length: int, topk: int) -> list[TopkIndices 
 def test_attention_over_window_and_entries(dtype, how):
     """Two sequences with a past, one of them padded; heads and widths that fit no tile; sinks that drain and do not."""
     batch, length, heads, width, past, entries = 2, 3, 20, 24, 6, 21
-    queries, recent = normal(1, batch, length, heads, width).to(dtype), normal(2, batch, past + length, width).to(dtype)
+    queries, recent = (
+        normal(1, batch, length, heads, width).to(dtype),
+        normal(2, batch, past + length, width).to(dtype),
+    )
     oldest, sink = torch.tensor([0, 4], device=DEVICE), normal(4, heads) * 3
     chosen = picks(entries, batch, length, 12)[how]
     far = None if chosen is None else normal(3, batch, entries, width).to(dtype)
@@ -212,7 +223,10 @@ def test_a_mask_and_numbers_say_the_same():
 @DTYPES
 def test_the_indexer_picks_for_every_query(dtype):
     batch, length, heads, width, topk, entries = 2, 3, 16, 16, 5, 40
-    queries, keys = normal(1, batch, length, heads, width).to(dtype), normal(2, batch, entries, width).to(dtype)
+    queries, keys = (
+        normal(1, batch, length, heads, width).to(dtype),
+        normal(2, batch, entries, width).to(dtype),
+    )
     weights = normal(3, batch, length, heads)
     counts = torch.tensor([[0, 4, 40], [6, 5, 17]], device=DEVICE)
     mine = index.pick(queries, keys, weights, counts, topk)

@@ -69,7 +69,9 @@ def test_fp8_of_every_code():
 def test_dequant_fp8_is_the_definition_with_ragged_tiles(rows, columns, seed):
     generator = torch.Generator().manual_seed(seed)
     codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
-    scale = torch.randint(0, 255, (-(-rows // 128), -(-columns // 128)), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(
+        0, 255, (-(-rows // 128), -(-columns // 128)), dtype=torch.uint8, generator=generator
+    )
     rows_of, columns_of = torch.arange(rows) // 128, torch.arange(columns) // 128
     exact = torch.tensor(E4M3, dtype=torch.float64)[codes.long()]
     exact = exact * torch.exp2(scale.double() - 127)[rows_of][:, columns_of]
@@ -98,7 +100,9 @@ def test_fp8_values_survive_quantising_again(rows, columns, seed):
     codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, generator=generator)
     codes[(codes & 0x7F) == 0x7F] = 0
     codes[::128, ::128] = 0x7E  # 448 in every tile: then codes and scales have only one spelling
-    scale = torch.randint(20, 240, (-(-rows // 128), -(-columns // 128)), dtype=torch.uint8, generator=generator)
+    scale = torch.randint(
+        20, 240, (-(-rows // 128), -(-columns // 128)), dtype=torch.uint8, generator=generator
+    )
     again_codes, again_scale = quant.quant_fp8(quant.dequant_fp8(codes, scale))
     assert torch.equal(again_scale, scale)
     assert torch.equal(again_codes.view(torch.uint8), codes)
@@ -123,7 +127,9 @@ def test_values_survive_even_when_the_scale_moves(seed, biggest):
     weight = quant.dequant_fp8(codes, torch.full((1, 1), 120, dtype=torch.uint8))
     assert same_bits(quant.dequant_fp8(*quant.quant_fp8(weight)), weight)
     nibbles = torch.randint(0, biggest % 8 + 1, (9, 64), dtype=torch.uint8, generator=generator)
-    weight = quant.dequant_fp4(nibbles[:, 0::2] | nibbles[:, 1::2] << 4, torch.full((9, 2), 120, dtype=torch.uint8))
+    weight = quant.dequant_fp4(
+        nibbles[:, 0::2] | nibbles[:, 1::2] << 4, torch.full((9, 2), 120, dtype=torch.uint8)
+    )
     assert same_bits(quant.dequant_fp4(*quant.quant_fp4(weight)), weight)
 
 
@@ -181,8 +187,12 @@ def test_activation_rounding_is_the_definition_with_a_ragged_group(width, group,
             amax = max(abs(v) for v in members)
             s8 = 2.0 ** ceil_log2(Fraction(max(amax, 1e-4)) / 448)
             s4 = 2.0 ** ceil_log2(Fraction(amax) / 6)
-            assert fp8[row, start : start + group].tolist() == [nearest_even(v / s8, E4M3[:127]) * s8 for v in members]
-            assert fp4[row, start : start + group].tolist() == [nearest_even(v / s4, E2M1[:8]) * s4 for v in members]
+            assert fp8[row, start : start + group].tolist() == [
+                nearest_even(v / s8, E4M3[:127]) * s8 for v in members
+            ]
+            assert fp4[row, start : start + group].tolist() == [
+                nearest_even(v / s4, E2M1[:8]) * s4 for v in members
+            ]
 
 
 def test_a_group_with_amax_448_keeps_scale_one():

@@ -20,9 +20,16 @@ RELEASED = {"factor": 16.0, "original": 65536, "fast": 32.0, "slow": 1.0}
 
 @pytest.mark.parametrize(
     ("i", "omega"),
-    [(0, 1.0), (1, 0.687656045), (15, 3.635538509e-3), (16, 2.265624935e-3), (20, 2.969777852e-4),
-     (25, 5.372312444e-6), (31, 5.680529398e-7)],
-)  # fmt: skip
+    [
+        (0, 1.0),
+        (1, 0.687656045),
+        (15, 3.635538509e-3),
+        (16, 2.265624935e-3),
+        (20, 2.969777852e-4),
+        (25, 5.372312444e-6),
+        (31, 5.680529398e-7),
+    ],
+)
 def test_released_frequencies_of_compressed_layers(i, omega):
     assert frequencies(64, 160000.0, **RELEASED)[i].item() == pytest.approx(omega, rel=2e-7)
 
@@ -36,7 +43,9 @@ def test_released_frequencies_of_sliding_layers():
 def test_the_ramp_of_the_release_runs_from_15_to_25():
     """c(32) = 15.4533 and c(1) = 24.7084: waves up to 15 keep their speed, from 25 on they run sixteen times slower."""
     for beta, channel in ((32, 15.4533), (1, 24.7084)):
-        assert 64 * math.log(65536 / (2 * math.pi * beta)) / (2 * math.log(160000)) == pytest.approx(channel, abs=1e-4)
+        assert 64 * math.log(65536 / (2 * math.pi * beta)) / (2 * math.log(160000)) == pytest.approx(
+            channel, abs=1e-4
+        )
     plain, slowed = frequencies(64, 160000.0), frequencies(64, 160000.0, **RELEASED)
     assert torch.equal(plain[:16], slowed[:16]) and torch.equal(plain[25:] / 16, slowed[25:])
     share = (plain - slowed) / (plain - plain / 16)
@@ -62,15 +71,23 @@ def test_the_example_of_the_specification(kernels):
 
 
 @given(
-    rows=st.integers(1, 9), heads=st.integers(1, 4), still=st.integers(0, 9), pairs=st.integers(1, 8),
-    start=st.integers(0, 5000), inverse=st.booleans(), seed=st.integers(0, 999),
-)  # fmt: skip
+    rows=st.integers(1, 9),
+    heads=st.integers(1, 4),
+    still=st.integers(0, 9),
+    pairs=st.integers(1, 8),
+    start=st.integers(0, 5000),
+    inverse=st.booleans(),
+    seed=st.integers(0, 999),
+)
 def test_it_is_the_definition(kernels, rows, heads, still, pairs, start, inverse, seed):
     x = torch.randn(rows, heads, still + 2 * pairs, generator=torch.Generator().manual_seed(seed))
     omega, positions = frequencies(2 * pairs, 10000.0), torch.arange(start, start + rows)
     out = kernels.rotate(x, phases(positions, omega), inverse=inverse)
     true = np.stack(
-        [exact_rope(row.double().numpy(), start + i, omega.double().numpy(), inverse) for i, row in enumerate(x)]
+        [
+            exact_rope(row.double().numpy(), start + i, omega.double().numpy(), inverse)
+            for i, row in enumerate(x)
+        ]
     )
     # float32 holds an angle of a few thousand to a few ten-thousandths, as the release's tables do.
     assert np.abs(out.numpy() - true).max() < 2e-6 + 4e-7 * (start + rows) * 3

@@ -55,7 +55,9 @@ def e2m1(x: Array) -> Array:
     return np.copysign(table[code], x)
 
 
-def in_groups(x: Array, group: int, largest: float, smallest_amax: float, nearest: Callable[[Array], Array]) -> Array:
+def in_groups(
+    x: Array, group: int, largest: float, smallest_amax: float, nearest: Callable[[Array], Array]
+) -> Array:
     """Round each group of the last axis of a vector to `nearest` times one power of two (11.3)."""
     out = np.empty_like(x)
     for row in np.ndindex(x.shape[:-1]):
@@ -207,7 +209,9 @@ class Attention:
         return model.cast(rms_norm(projected, model.weights[f"{self.prefix}.q_norm.weight"], model.eps))
 
     def queries(self, latent: Array, position: int) -> Array:
-        heads = self.model.linear(f"{self.prefix}.wq_b", latent).reshape(self.model.config["num_attention_heads"], -1)
+        heads = self.model.linear(f"{self.prefix}.wq_b", latent).reshape(
+            self.model.config["num_attention_heads"], -1
+        )
         return self.turned_queries(heads, position)
 
     def turned_queries(self, heads: Array, position: int) -> Array:
@@ -259,9 +263,13 @@ class Float64:
     """A model and one sequence of it: `step` feeds the next token, `draft` runs the MTP block."""
 
     def __init__(
-        self, config: Mapping[str, Any], weights: Mapping[str, Any], released: bool = False,
-        cast: Callable[[Array], Array] = exact, watch: Watch | None = None,
-    ):  # fmt: skip
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, Any],
+        released: bool = False,
+        cast: Callable[[Array], Array] = exact,
+        watch: Watch | None = None,
+    ):
         self.config, self.released, self.cast = config, released, cast
         self.weights = {name: np.asarray(value, dtype=np.float64) for name, value in weights.items()}
         self._watch = watch or (lambda name, layer, value: None)
@@ -331,7 +339,9 @@ class Float64:
 
     def head(self, prefix: str, streams: Array) -> Array:
         scale, base = self.weights[f"{prefix}_scale"], self.weights[f"{prefix}_base"]
-        return self.cast((sigmoid(self._mixing(prefix, streams) * scale + base) + self.config["hc_eps"]) @ streams)
+        return self.cast(
+            (sigmoid(self._mixing(prefix, streams) * scale + base) + self.config["hc_eps"]) @ streams
+        )
 
     # 4: linear layers
 

@@ -17,7 +17,9 @@ def some_resident(layers: int, experts: int, share: float, seed: int = 0) -> tor
     return torch.zeros(layers * experts, dtype=torch.bool).index_fill_(0, chosen, True).view(layers, experts)
 
 
-def held_model(source: Transformer, share: float, spare: int = 4, courier=None) -> tuple[Transformer, ExpertStore]:
+def held_model(
+    source: Transformer, share: float, spare: int = 4, courier=None
+) -> tuple[Transformer, ExpertStore]:
     """A copy of a packed model with its experts in a store."""
     with torch.device("meta"):
         model = Transformer(source.config, source.numerics, packed=True, mtp=source.mtp is not None)

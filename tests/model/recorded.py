@@ -23,9 +23,16 @@ from tests.models import fill_random, random_tokens, variant, weights_of
 
 # Wide enough for several groups of 128, 64 and 32 channels with a short one at the end.
 WIDE = variant(
-    hidden_size=160, q_lora_rank=144, head_dim=96, qk_rope_head_dim=16, index_head_dim=64, moe_intermediate_size=192,
-    o_lora_rank=72, compress_ratios=(0, 4, 128, 4), num_hash_layers=1,
-)  # fmt: skip
+    hidden_size=160,
+    q_lora_rank=144,
+    head_dim=96,
+    qk_rope_head_dim=16,
+    index_head_dim=64,
+    moe_intermediate_size=192,
+    o_lora_rank=72,
+    compress_ratios=(0, 4, 128, 4),
+    num_hash_layers=1,
+)
 LENGTH = 270
 
 
@@ -96,4 +103,16 @@ def record(config, dtype) -> Run:
     weights = {name: array(tensor) for name, tensor in weights_of(model).items()}
     single = dtype == torch.float32
     reference = Float64(config.to_dict(), weights, released=True, cast=exact if single else bf16)
-    return Run(model, config, tokens, modules, sites, state, batch.groups[0], queries, array(logits), reference, single)
+    return Run(
+        model,
+        config,
+        tokens,
+        modules,
+        sites,
+        state,
+        batch.groups[0],
+        queries,
+        array(logits),
+        reference,
+        single,
+    )

@@ -30,26 +30,48 @@ CASES: dict[str, tuple[V4Config, int]] = {
     "tiny": (TINY, 330),
     "flash pattern, 645 tokens, a YaRN ramp": (
         variant(
-            compress_ratios=FLASH, num_hash_layers=3, head_dim=48, qk_rope_head_dim=16, index_head_dim=32,
-            index_topk=24, rope_scaling=RopeScaling(16.0, 2048), swiglu_limit=0.7,
+            compress_ratios=FLASH,
+            num_hash_layers=3,
+            head_dim=48,
+            qk_rope_head_dim=16,
+            index_head_dim=32,
+            index_topk=24,
+            rope_scaling=RopeScaling(16.0, 2048),
+            swiglu_limit=0.7,
         ),
         645,
     ),
     "pro pattern, 128-wide lead, more heads and groups": (
         variant(
-            compress_ratios=PRO, num_hash_layers=3, num_attention_heads=8, o_groups=4, routed_scaling_factor=2.5,
-            n_routed_experts=12, num_experts_per_tok=3, index_n_heads=20,
+            compress_ratios=PRO,
+            num_hash_layers=3,
+            num_attention_heads=8,
+            o_groups=4,
+            routed_scaling_factor=2.5,
+            n_routed_experts=12,
+            num_experts_per_tok=3,
+            index_n_heads=20,
         ),
         400,
     ),
     "no YaRN": (variant(rope_scaling=None), 310),
     "prime hidden size and expert width": (
-        variant(hidden_size=61, moe_intermediate_size=37, compress_ratios=EACH), 310,
+        variant(hidden_size=61, moe_intermediate_size=37, compress_ratios=EACH),
+        310,
     ),
     "one head, one group, sizes that divide nothing": (
         variant(
-            hidden_size=67, num_attention_heads=1, o_groups=1, o_lora_rank=7, q_lora_rank=29, head_dim=22,
-            qk_rope_head_dim=6, index_n_heads=17, index_head_dim=14, index_topk=11, compress_ratios=EACH,
+            hidden_size=67,
+            num_attention_heads=1,
+            o_groups=1,
+            o_lora_rank=7,
+            q_lora_rank=29,
+            head_dim=22,
+            qk_rope_head_dim=6,
+            index_n_heads=17,
+            index_head_dim=14,
+            index_topk=11,
+            compress_ratios=EACH,
             vocab_size=131,
         ),
         310,
@@ -58,12 +80,16 @@ CASES: dict[str, tuple[V4Config, int]] = {
     "window wider than the text": (variant(sliding_window=500, compress_ratios=EACH), 310),
     "two streams": (variant(hc_mult=2, compress_ratios=EACH), 310),
     "three streams, few Sinkhorn rounds, other eps": (
-        variant(hc_mult=3, hc_sinkhorn_iters=3, hc_eps=1e-4, rms_norm_eps=1e-3, compress_ratios=EACH), 310,
+        variant(hc_mult=3, hc_sinkhorn_iters=3, hc_eps=1e-4, rms_norm_eps=1e-3, compress_ratios=EACH),
+        310,
     ),
-    "96 experts, six of them": (variant(n_routed_experts=96, num_experts_per_tok=6, compress_ratios=EACH), 310),
+    "96 experts, six of them": (
+        variant(n_routed_experts=96, num_experts_per_tok=6, compress_ratios=EACH),
+        310,
+    ),
     "score routing from the first layer": (variant(num_hash_layers=0, compress_ratios=EACH), 310),
     "hash routing to the last layer": (variant(num_hash_layers=3, compress_ratios=EACH), 310),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -78,7 +104,9 @@ def test_logits_equal_at_every_position(name):
 
 def test_a_batch_of_sequences_equals_the_oracles():
     ours = random_model(seed=2)
-    tokens = torch.stack([random_tokens(TINY, 200, 1), random_tokens(TINY, 200, 2), random_tokens(TINY, 200, 3)])
+    tokens = torch.stack(
+        [random_tokens(TINY, 200, 1), random_tokens(TINY, 200, 2), random_tokens(TINY, 200, 3)]
+    )
     with torch.no_grad():
         error = (ours(tokens) - build_oracle(ours)(tokens, use_cache=False).logits).abs().max()
     assert error <= TOLERANCE
@@ -96,7 +124,10 @@ def test_the_cases_cover_every_mechanism():
     assert {kind for c in configs for kind in c.compress_ratios} == {0, 4, 128}
     assert {c.is_hash_routed(layer) for c in configs for layer in range(c.num_hidden_layers)} == {True, False}
     assert {c.rope_scaling is None for c in configs} == {True, False}
-    assert min(length for _, length in CASES.values()) > 300 and max(length for _, length in CASES.values()) > 600
+    assert (
+        min(length for _, length in CASES.values()) > 300
+        and max(length for _, length in CASES.values()) > 600
+    )
     assert all(c.index_n_heads >= 16 for c in configs)
     assert {c.hc_mult for c in configs} == {2, 3, 4}
 
@@ -146,7 +177,9 @@ def test_yarn_slows_some_waves_in_part_and_the_logits_notice():
     assert any(0.01 < s < 0.99 for s in share)  # the ramp itself, not only its ends
     tokens = random_tokens(config, length, 1)
     with torch.no_grad():
-        changed = random_model(replace(config, rope_scaling=None), 1)(tokens) - random_model(config, 1)(tokens)
+        changed = random_model(replace(config, rope_scaling=None), 1)(tokens) - random_model(config, 1)(
+            tokens
+        )
     assert changed.abs().max() > 0.1
 
 
@@ -163,15 +196,29 @@ def configurations(draw) -> V4Config:
     groups, rope, experts = pick(1, 2, 3), pick(2, 4, 8), between(1, 20)
     ratios = tuple(draw(st.lists(st.sampled_from([0, 4, 128]), min_size=1, max_size=4)))
     return variant(
-        hidden_size=between(8, 80), compress_ratios=ratios, num_hash_layers=between(0, len(ratios)), o_groups=groups,
-        num_attention_heads=groups * pick(1, 2, 4), o_lora_rank=between(1, 20), head_dim=rope + pick(0, 1, 8, 24),
-        qk_rope_head_dim=rope, q_lora_rank=between(4, 40), sliding_window=between(1, 40), index_n_heads=between(16, 24),
-        index_head_dim=rope + pick(0, 8, 11), index_topk=between(1, 30), n_routed_experts=experts,
-        num_experts_per_tok=between(1, min(4, experts)), moe_intermediate_size=between(3, 70),
-        swiglu_limit=pick(0.3, 1.0, 10.0), hc_mult=between(1, 5), hc_sinkhorn_iters=pick(1, 2, 20),
-        routed_scaling_factor=pick(1.0, 1.5, 2.5), vocab_size=between(2, 300),
+        hidden_size=between(8, 80),
+        compress_ratios=ratios,
+        num_hash_layers=between(0, len(ratios)),
+        o_groups=groups,
+        num_attention_heads=groups * pick(1, 2, 4),
+        o_lora_rank=between(1, 20),
+        head_dim=rope + pick(0, 1, 8, 24),
+        qk_rope_head_dim=rope,
+        q_lora_rank=between(4, 40),
+        sliding_window=between(1, 40),
+        index_n_heads=between(16, 24),
+        index_head_dim=rope + pick(0, 8, 11),
+        index_topk=between(1, 30),
+        n_routed_experts=experts,
+        num_experts_per_tok=between(1, min(4, experts)),
+        moe_intermediate_size=between(3, 70),
+        swiglu_limit=pick(0.3, 1.0, 10.0),
+        hc_mult=between(1, 5),
+        hc_sinkhorn_iters=pick(1, 2, 20),
+        routed_scaling_factor=pick(1.0, 1.5, 2.5),
+        vocab_size=between(2, 300),
         rope_scaling=pick(None, RopeScaling(4.0, 64), RopeScaling(16.0, 4096, 8.0, 2.0)),
-    )  # fmt: skip
+    )
 
 
 @settings(max_examples=scaled(300, 25))

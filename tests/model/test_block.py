@@ -66,7 +66,9 @@ def without_taps(module: nn.Module) -> tuple[nn.Module, int]:
 
 def operators(block, tap, rope, streams):
     """Every operator of a trace with what it takes, in order; nothing is simplified away."""
-    batch = Batch.whole(random_tokens(TINY, LENGTH, 6))  # a new one each time: it keeps what layers have in common
+    batch = Batch.whole(
+        random_tokens(TINY, LENGTH, 6)
+    )  # a new one each time: it keeps what layers have in common
     phases = rope.step(batch.positions)
     with torch.no_grad():
         graph = make_fx(lambda x: block(x, batch, phases, Fresh(), tap))(streams).graph

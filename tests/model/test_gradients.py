@@ -22,10 +22,21 @@ from tests.models import random_model, random_tokens, variant, weights_of
 
 LENGTH = 133  # one HCA entry and a few queries that see it; 33 CSA entries of which 6 are chosen
 CONFIG = variant(
-    hidden_size=24, vocab_size=60, compress_ratios=(0, 4, 128), num_hash_layers=1, sliding_window=5, index_topk=6,
-    num_attention_heads=2, head_dim=12, qk_rope_head_dim=4, q_lora_rank=10, o_lora_rank=6, index_head_dim=8,
-    n_routed_experts=4, moe_intermediate_size=16,
-)  # fmt: skip
+    hidden_size=24,
+    vocab_size=60,
+    compress_ratios=(0, 4, 128),
+    num_hash_layers=1,
+    sliding_window=5,
+    index_topk=6,
+    num_attention_heads=2,
+    head_dim=12,
+    qk_rope_head_dim=4,
+    q_lora_rank=10,
+    o_lora_rank=6,
+    index_head_dim=8,
+    n_routed_experts=4,
+    moe_intermediate_size=16,
+)
 STEP = 1e-6
 TOLERANCE = 1e-4  # relative to what the class as a whole could have contributed; measured: at most 3e-6
 
@@ -43,7 +54,9 @@ def tokens():
 @pytest.fixture(scope="module")
 def weighing():
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(2, LENGTH, CONFIG.vocab_size, generator=generator) / (LENGTH * CONFIG.vocab_size) ** 0.5
+    return (
+        torch.randn(2, LENGTH, CONFIG.vocab_size, generator=generator) / (LENGTH * CONFIG.vocab_size) ** 0.5
+    )
 
 
 def loss_of(model, tokens, weighing, tap=None):
@@ -132,8 +145,10 @@ def test_parameters(group, gradients, weights, tokens, weighing):
     assert abs(mine - true) < TOLERANCE * size
 
 
-SITES = [(site, layer) for site, layer in zip(
-    (s for s in sites.SITES if s.edit and not s.absent), (0, 1, 2, 0, 1, 2, 2, 2))]  # fmt: skip
+SITES = [
+    (site, layer)
+    for site, layer in zip((s for s in sites.SITES if s.edit and not s.absent), (0, 1, 2, 0, 1, 2, 2, 2))
+]
 
 
 @pytest.mark.parametrize(("site", "at"), SITES, ids=lambda v: v.name if isinstance(v, sites.Site) else str(v))
@@ -152,7 +167,9 @@ def test_a_vector_added_at_a_site(site, at, model, weights, tokens, weighing):
 
     true = (moved(STEP) - moved(-STEP)) / (2 * STEP)
     mine, size = float((array(gradient) * along).sum()), float(np.linalg.norm(array(gradient) * along))
-    print(f"{site.name}[{at}]: {mine:.6f} against {true:.6f}, off by {abs(mine - true) / size:.1e} of its size")
+    print(
+        f"{site.name}[{at}]: {mine:.6f} against {true:.6f}, off by {abs(mine - true) / size:.1e} of its size"
+    )
     assert size > 1e-3 and abs(mine - true) < TOLERANCE * size
 
 
@@ -163,7 +180,9 @@ def test_the_indexer_gets_no_gradient_because_it_only_chooses(model, gradients):
     assert len(indexer) >= 4 and all(p.grad is None for _, p in indexer)
     biases = [p for name, p in model.named_parameters() if name.endswith("gate.bias")]
     assert biases and all(not p.requires_grad and p.grad is None for p in biases)
-    others = [n for n, p in model.named_parameters() if p.requires_grad and p.grad is None and ".indexer." not in n]
+    others = [
+        n for n, p in model.named_parameters() if p.requires_grad and p.grad is None and ".indexer." not in n
+    ]
     assert not others
 
 

@@ -30,7 +30,9 @@ def packed_and_unpacked(released: bool, dtype: torch.dtype) -> tuple[Transformer
                 made[d.name], made[d.name.removesuffix("weight") + "scale"] = codes, scale
                 unpack = quant.dequant_fp8 if d.tensor.dtype == torch.float8_e4m3fn else quant.dequant_fp4
                 values[d.name].copy_(unpack(codes, scale))
-            elif d.tensor.dtype is torch.bfloat16:  # the release stores what it computes in float32 in 16 bits
+            elif (
+                d.tensor.dtype is torch.bfloat16
+            ):  # the release stores what it computes in float32 in 16 bits
                 values[d.name].copy_(values[d.name].bfloat16())
         for d in packed.destinations():
             source = made.get(d.name)
@@ -44,7 +46,9 @@ def packed_and_unpacked(released: bool, dtype: torch.dtype) -> tuple[Transformer
 @pytest.mark.parametrize("released", [False, True], ids=["plain", "released"])
 def test_a_packed_model_is_the_unpacked_one(released, dtype):
     packed, dense = packed_and_unpacked(released, dtype)
-    assert sum(d.kind == "codes" for d in packed.destinations()) == 7 * 8 + 2 + 2 + 7 * 3 * TINY.n_routed_experts
+    assert (
+        sum(d.kind == "codes" for d in packed.destinations()) == 7 * 8 + 2 + 2 + 7 * 3 * TINY.n_routed_experts
+    )
     for mine, theirs in zip(packed.modules(), dense.modules(), strict=True):
         assert not isinstance(mine, Linear) or torch.equal(mine.dense(), theirs.dense())
     # The unpacked matrices are equal to the bit; only their layout, and so the order of a sum, may differ.

@@ -30,7 +30,9 @@ def tokens():
 
 
 def reference(model):
-    return Float64(model.config.to_dict(), {name: array(tensor) for name, tensor in weights_of(model).items()})
+    return Float64(
+        model.config.to_dict(), {name: array(tensor) for name, tensor in weights_of(model).items()}
+    )
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +58,19 @@ def test_a_whole_prompt_at_once(tiny, tokens, trunk, true):
     with torch.no_grad():
         hidden, streams = tiny.draft(trunk, Batch.whole(tokens[1:]), Fresh())
         logits = tiny.logits(hidden)
-    assert hidden.shape == (LENGTH, TINY.hidden_size) and streams.shape == (LENGTH, TINY.hc_mult, TINY.hidden_size)
+    assert hidden.shape == (LENGTH, TINY.hidden_size) and streams.shape == (
+        LENGTH,
+        TINY.hc_mult,
+        TINY.hidden_size,
+    )
     print(f"MTP logits: max abs error {np.abs(array(logits) - true[0]).max():.1e}")
     assert np.abs(array(logits) - true[0]).max() <= TOLERANCE
     assert np.abs(array(streams) - true[1]).max() <= TOLERANCE
 
 
-@pytest.mark.parametrize("sizes", [[1] * LENGTH, [13, 1, 1, 30, 1, 14], [59, 1]], ids=["single", "mixed", "late"])
+@pytest.mark.parametrize(
+    "sizes", [[1] * LENGTH, [13, 1, 1, 30, 1, 14], [59, 1]], ids=["single", "mixed", "late"]
+)
 def test_step_by_step_with_its_own_window(tiny, tokens, trunk, true, sizes):
     """The block's keys live in a ring of their own; the trunk's rings are untouched by it."""
     state, at, rows = State.contiguous(TINY, 1, LENGTH, mtp=True), 0, []
@@ -82,7 +90,9 @@ def test_two_sequences_side_by_side_in_one_step(tiny, tokens, trunk, true):
     with torch.no_grad():
         elsewhere = tiny.run(Batch.whole(other[:-1]), Fresh(), NoTap())[1]
         for t in range(LENGTH):
-            batch = Batch.of([SequenceChunk(0, t, tokens[t + 1 : t + 2]), SequenceChunk(1, t, other[t + 1 : t + 2])])
+            batch = Batch.of(
+                [SequenceChunk(0, t, tokens[t + 1 : t + 2]), SequenceChunk(1, t, other[t + 1 : t + 2])]
+            )
             hidden, _ = tiny.draft(torch.stack((trunk[t], elsewhere[t])), batch, state)
             assert np.abs(array(tiny.logits(hidden))[0] - true[0][t]).max() <= TOLERANCE
 
@@ -92,7 +102,9 @@ def test_drafting_on_feeds_the_block_its_own_streams(tiny, tokens, trunk):
     start, ahead = 40, 4
     state, model = State.contiguous(TINY, 1, LENGTH + ahead, mtp=True), reference(tiny)
     with torch.no_grad():
-        hidden, streams = tiny.draft(trunk[:start], Batch.of([SequenceChunk(0, 0, tokens[1 : start + 1])]), state)
+        hidden, streams = tiny.draft(
+            trunk[:start], Batch.of([SequenceChunk(0, 0, tokens[1 : start + 1])]), state
+        )
     for t in range(start):
         row, after = model.draft(array(trunk[t]), int(tokens[t + 1]), t)
     hidden, streams = hidden[-1:], streams[-1:]

@@ -127,7 +127,9 @@ def test_window_keys(run):
         check(run, f"keys of layer {i}", mine, true, fp8_step(mine, true))
         still = -run.config.qk_rope_head_dim
         check(run, f"rotary channels of layer {i}", mine[:, still:], true[:, still:])  # these are not rounded
-        assert np.array_equal(mine[:, :still], fp8(mine[:, :still], 64))  # the others lie on the format's grid
+        assert np.array_equal(
+            mine[:, :still], fp8(mine[:, :still], 64)
+        )  # the others lie on the format's grid
         assert not np.array_equal(mine[:, still:], fp8(mine[:, still:], 64))
 
 
@@ -176,7 +178,10 @@ def test_chosen_entries(run):
                 scores = attention.index_scores(x[t], queries[t], list(keys[:visible]))
                 assert len(mine) == len(true)
                 last, size = min(scores[true]), np.abs(scores).max()
-                assert np.abs(scores[sorted(mine ^ set(true))] - last).max() <= (1e-6 if run.single else 2.0**-8) * size
+                assert (
+                    np.abs(scores[sorted(mine ^ set(true))] - last).max()
+                    <= (1e-6 if run.single else 2.0**-8) * size
+                )
                 flips += 1
         print(f"layer {i}: {flips} of {LENGTH} choices broke a tie another way")
         assert selective > LENGTH // 2 and flips <= LENGTH * (0.01 if run.single else 0.1)
@@ -214,14 +219,20 @@ def test_routing_and_experts(run):
             true.append(sum(model.linear(f"{prefix}.experts.{e}.w2", z) for e, z in inside.items()))
             doubtful.append(any(too_close_to_call(z) for z in inside.values()))
             shared.append(model.inside_expert(f"{prefix}.shared_experts", x[t], 1.0))
-        check(run, f"inside shared expert {i}", run.modules[f"{prefix}.shared_experts.w2"][0], np.stack(shared))
+        check(
+            run, f"inside shared expert {i}", run.modules[f"{prefix}.shared_experts.w2"][0], np.stack(shared)
+        )
         experts = run.model.get_submodule(f"{prefix}.experts")  # asked again, without what stands beside them
         routed = torch.tensor(topk[..., 0]).long(), torch.tensor(topk[..., 1]).float()
         with torch.no_grad():
-            mine = array(experts(torch.tensor(x).to(torch.float32 if run.single else torch.bfloat16), *routed))
+            mine = array(
+                experts(torch.tensor(x).to(torch.float32 if run.single else torch.bfloat16), *routed)
+            )
         true, sure = np.stack(true), ~np.array(doubtful)
         error = rms(mine - true) / rms(true)
-        print(f"experts of layer {i}: relative error {error:.1e}, {1 - sure.mean():.1%} of rows too close to call")
+        print(
+            f"experts of layer {i}: relative error {error:.1e}, {1 - sure.mean():.1%} of rows too close to call"
+        )
         if run.single:  # a row none of whose roundings is near a tie has no excuse
             assert np.abs(mine[sure] - true[sure]).max() < 1e-5 * np.abs(true).max()
             assert sure.mean() > 0.5
@@ -245,10 +256,16 @@ def test_streams_through_every_layer(run):
         ):
             rows = [run.reference.read(f"layers.{i}.hc_{kind}", x) for x in run.sites[before, i]]
             check(run, f"{inside} {i}", run.sites[inside, i], np.stack([u for u, _, _ in rows]))
-            assert np.abs(run.sites[f"mhc_{kind}_post_mix", i] - np.stack([p for _, p, _ in rows])).max() < 1e-5
-            assert np.abs(run.sites[f"mhc_{kind}_res_mix", i] - np.stack([m for _, _, m in rows])).max() < 1e-5
-            written = [run.reference.write(x, y, post, mix)
-                       for x, y, (_, post, mix) in zip(run.sites[before, i], run.sites[out, i], rows)]  # fmt: skip
+            assert (
+                np.abs(run.sites[f"mhc_{kind}_post_mix", i] - np.stack([p for _, p, _ in rows])).max() < 1e-5
+            )
+            assert (
+                np.abs(run.sites[f"mhc_{kind}_res_mix", i] - np.stack([m for _, _, m in rows])).max() < 1e-5
+            )
+            written = [
+                run.reference.write(x, y, post, mix)
+                for x, y, (_, post, mix) in zip(run.sites[before, i], run.sites[out, i], rows)
+            ]
             check(run, f"{then}", run.sites[then], np.stack(written))
 
 
@@ -262,7 +279,9 @@ def test_head(run):
 
 
 def float64_logits(model, tokens, **options) -> np.ndarray:
-    reference = Float64(model.config.to_dict(), {n: array(t) for n, t in weights_of(model).items()}, **options)
+    reference = Float64(
+        model.config.to_dict(), {n: array(t) for n, t in weights_of(model).items()}, **options
+    )
     return np.stack([reference.step(int(token)) for token in tokens])
 
 
@@ -290,8 +309,10 @@ def test_released_numerics_end_to_end(plain):
         mine = array(random_model(seed=1, released=True)(tokens))
     true = float64_logits(model, tokens, released=True)
     exactly = np.abs(mine - true).max(-1) < 1e-4
-    print(f"released: {exactly.mean():.0%} of positions within 1e-4, rms {rms(mine - true):.1e}; "
-          f"the rounding itself moves the logits by {rms(true - unrounded):.1e}")  # fmt: skip
+    print(
+        f"released: {exactly.mean():.0%} of positions within 1e-4, rms {rms(mine - true):.1e}; "
+        f"the rounding itself moves the logits by {rms(true - unrounded):.1e}"
+    )
     assert exactly.mean() > 0.5
     assert rms(mine - true) < 0.05 * rms(true - unrounded)
     assert np.mean(mine.argmax(-1) == true.argmax(-1)) > 0.95
@@ -313,7 +334,10 @@ def test_bfloat16_layers_stay_within_a_few_of_their_own_roundings():
     batch = Batch.whole(tokens)
     phases = single.rope.step(batch.positions)
     with torch.no_grad():
-        single(tokens, EagerTap(lambda s, i, x: streams.update({i: x}) if s is sites.MHC_STREAMS_PRE_ATTN else None))
+        single(
+            tokens,
+            EagerTap(lambda s, i, x: streams.update({i: x}) if s is sites.MHC_STREAMS_PRE_ATTN else None),
+        )
         for i, x in streams.items():
             x = x.bfloat16()
             true = single.layers[i](x.float(), batch, phases, Fresh(), NoTap())
@@ -321,6 +345,8 @@ def test_bfloat16_layers_stay_within_a_few_of_their_own_roundings():
             assert mine.dtype == torch.bfloat16
             error = (mine.float() - true).flatten(1).norm(dim=1) / true.flatten(1).norm(dim=1)
             middle, most = error.median().item(), error.quantile(0.9).item()
-            print(f"layer {i}: relative error {middle:.1e} in the middle, {most:.1e} at nine in ten, {error.max():.1e}")
+            print(
+                f"layer {i}: relative error {middle:.1e} in the middle, {most:.1e} at nine in ten, {error.max():.1e}"
+            )
             assert 2.0**-11 < middle < 2.0**-7 and most < 2.0**-6
             assert not TINY.is_hash_routed(i) or error.max() < 2.0**-5

@@ -62,7 +62,9 @@ def test_a_mixer_follows_its_matrix_though_its_halves_are_kept(monkeypatch):
     monkeypatch.setattr(prefill, "MANY", 16)  # rows from which the halves are read: the interpreter is slow
     model = with_kernels(packed_model(SMALL), "triton")
     mixer = model.layers[0].hc_attn
-    streams = torch.randn(20, 4, SMALL.hidden_size, generator=torch.Generator().manual_seed(1)).to(DEVICE).half()
+    streams = (
+        torch.randn(20, 4, SMALL.hidden_size, generator=torch.Generator().manual_seed(1)).to(DEVICE).half()
+    )
 
     def follows() -> torch.Tensor:
         found = mixer.read(streams)
@@ -124,7 +126,11 @@ def test_experts_in_host_memory_come_in_turns_and_change_no_bit(rows):
     source = with_kernels(packed_model(config), "triton")
     g = torch.Generator().manual_seed(1)
     x = torch.randn(rows, config.hidden_size, generator=g).to(DEVICE)
-    ids = torch.rand(rows, config.n_routed_experts, generator=g).argsort(-1)[:, : config.num_experts_per_tok].to(DEVICE)
+    ids = (
+        torch.rand(rows, config.n_routed_experts, generator=g)
+        .argsort(-1)[:, : config.num_experts_per_tok]
+        .to(DEVICE)
+    )
     weights = torch.rand(ids.shape, generator=g).to(DEVICE)
     (stack,) = source.expert_stacks()
     true = stack(x, ids, weights)

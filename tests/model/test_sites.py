@@ -17,8 +17,12 @@ from tests.oracle import build_oracle, oracle_sites
 LENGTH = 300
 LAST = TINY.num_hidden_layers - 1
 STREAM_SITES = (sites.MHC_STREAMS_PRE_ATTN, sites.MHC_STREAMS_PRE_MLP, sites.MHC_STREAMS_FINAL)
-EDITABLE = [(site, layer) for site in sites.SITES if site.edit and not site.absent
-            for layer in ([LAST] if site.once else [0, 2, 3, LAST])]  # fmt: skip
+EDITABLE = [
+    (site, layer)
+    for site in sites.SITES
+    if site.edit and not site.absent
+    for layer in ([LAST] if site.once else [0, 2, 3, LAST])
+]
 
 
 def address(value):
@@ -39,7 +43,9 @@ def trace(model, tokens, edit=None, part=None):
     """Logits and every tensor seen, by (site name, layer)."""
     seen = {}
     with torch.no_grad():
-        logits = model(tokens, EagerTap(lambda s, layer, x: seen.update({(s.name, layer): x.clone()}), edit, part))
+        logits = model(
+            tokens, EagerTap(lambda s, layer, x: seen.update({(s.name, layer): x.clone()}), edit, part)
+        )
     return logits, seen
 
 
@@ -76,8 +82,16 @@ def test_every_site_holds_what_the_oracle_holds(site, whole, oracle):
 
 
 def test_every_site_is_met_once_with_its_promised_shape_and_dtype(tiny, tokens):
-    met, letters = Counter(), {"d": TINY.hidden_size, "m": TINY.hc_mult, "E": TINY.n_routed_experts,
-                               "k": TINY.num_experts_per_tok, "2": 2}  # fmt: skip
+    met, letters = (
+        Counter(),
+        {
+            "d": TINY.hidden_size,
+            "m": TINY.hc_mult,
+            "E": TINY.n_routed_experts,
+            "k": TINY.num_experts_per_tok,
+            "2": 2,
+        },
+    )
 
     def seen(site, layer, x):
         met[site.name, layer] += 1
@@ -144,7 +158,9 @@ def test_an_edit_reaches_the_logits_from_its_token_on_and_a_zero_edit_is_none(si
         return edit
 
     logits, seen = trace(tiny, tokens, add(1.0))
-    assert torch.equal(seen[site.name, at], whole[1][site.name, at])  # a site is seen as it was before its own edit
+    assert torch.equal(
+        seen[site.name, at], whole[1][site.name, at]
+    )  # a site is seen as it was before its own edit
     # No edit reaches the past. Not bit for bit: another expert for one token changes how other rows are batched.
     assert (logits[:token] - whole[0][:token]).abs().max() < 1e-4
     assert (logits[token] - whole[0][token]).abs().max() > 1e-3
@@ -155,12 +171,26 @@ def test_an_edit_reaches_the_logits_from_its_token_on_and_a_zero_edit_is_none(si
 def test_a_site_that_may_only_be_looked_at_never_asks_for_an_edit(site, tiny, tokens):
     asked = []
     trace(tiny, tokens[:5], lambda s, layer, x: asked.append(s))
-    assert site not in asked and {s.name for s in asked} == {s.name for s in sites.SITES if s.edit and not s.absent}
+    assert site not in asked and {s.name for s in asked} == {
+        s.name for s in sites.SITES if s.edit and not s.absent
+    }
 
 
 INNER = {
-    sites.MHC_STREAMS_PRE_ATTN: ("pre_attn", "mhc_attn_pre_mix", "mhc_attn_post_mix", "mhc_attn_res_mix", "post_attn"),
-    sites.MHC_STREAMS_PRE_MLP: ("mlp_in", "mhc_ffn_pre_mix", "mhc_ffn_post_mix", "mhc_ffn_res_mix", "mlp_out"),
+    sites.MHC_STREAMS_PRE_ATTN: (
+        "pre_attn",
+        "mhc_attn_pre_mix",
+        "mhc_attn_post_mix",
+        "mhc_attn_res_mix",
+        "post_attn",
+    ),
+    sites.MHC_STREAMS_PRE_MLP: (
+        "mlp_in",
+        "mhc_ffn_pre_mix",
+        "mhc_ffn_post_mix",
+        "mhc_ffn_res_mix",
+        "mlp_out",
+    ),
 }
 
 
@@ -204,7 +234,9 @@ def test_carry_edits_what_is_carried_and_leaves_the_sublayer(site, at, tiny, tok
 @pytest.mark.parametrize("site", INNER, ids=address)
 def test_both_is_a_plain_edit(site, at, tiny, tokens):
     bump, (logits, seen) = parted(tiny, tokens, site, at, "both")
-    plain, plain_seen = trace(tiny, tokens, lambda s, layer, x: x + bump if s is site and layer == at else None)
+    plain, plain_seen = trace(
+        tiny, tokens, lambda s, layer, x: x + bump if s is site and layer == at else None
+    )
     assert torch.equal(logits, plain) and all(torch.equal(seen[key], plain_seen[key]) for key in seen)
 
 
@@ -214,12 +246,16 @@ def following(seen, site, at):
     return seen["mhc_streams_final", at] if at == LAST else seen["mhc_streams_pre_attn", at + 1]
 
 
-def test_at_the_final_streams_read_reaches_the_head_and_carry_reaches_only_the_draft_block(tiny, tokens, whole):
+def test_at_the_final_streams_read_reaches_the_head_and_carry_reaches_only_the_draft_block(
+    tiny, tokens, whole
+):
     results = {}
     for how in ("read", "carry", "both"):
         bump = torch.ones(TINY.hc_mult, TINY.hidden_size)
         pair = {"read": (bump, 0 * bump), "carry": (0 * bump, bump), "both": (bump, bump)}[how]
-        tap = EagerTap(part=lambda s, _, x, pair=pair: (x + pair[0], x + pair[1]) if s is STREAM_SITES[2] else None)
+        tap = EagerTap(
+            part=lambda s, _, x, pair=pair: (x + pair[0], x + pair[1]) if s is STREAM_SITES[2] else None
+        )
         with torch.no_grad():
             hidden, streams = tiny.run(Batch.whole(tokens), Fresh(), tap)
             results[how] = tiny.logits(hidden), streams

@@ -14,12 +14,17 @@ import torch
 from birkhoff.convert.presets import preset
 from tests.models import variant
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
 TINY = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
 
 
 def full_width():
-    return replace(preset("flash", 4, False), num_hidden_layers=2, compress_ratios=(4, 128), num_hash_layers=1)
+    return replace(
+        preset("flash", 4, False), num_hidden_layers=2, compress_ratios=(4, 128), num_hash_layers=1
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,7 +32,11 @@ def full_width():
     [
         pytest.param(lambda: TINY, torch.float32, 1e-3, [300, 51, 127], id="tiny in float32"),
         pytest.param(
-            full_width, torch.bfloat16, 0.05, [2303, 127, 700, 5, 128, 129, 1000, 64], id="two layers at full width"
+            full_width,
+            torch.bfloat16,
+            0.05,
+            [2303, 127, 700, 5, 128, 129, 1000, 64],
+            id="two layers at full width",
         ),
     ],
 )
@@ -61,7 +70,11 @@ def test_a_recorded_step_with_edits_repeats_the_launched_one():
     edits = (
         Everywhere({("mhc_streams_pre_mlp", 0): SiteEdit("patch", torch.randn(4 * width), 0.5)}),
         Everywhere(
-            {("mlp_in", 1): SiteEdit("clamp", torch.nn.functional.normalize(torch.randn(width), dim=0), low=0.1)}
+            {
+                ("mlp_in", 1): SiteEdit(
+                    "clamp", torch.nn.functional.normalize(torch.randn(width), dim=0), low=0.1
+                )
+            }
         ),
     )
     found, staging = [], StepStaging(device)

@@ -60,7 +60,9 @@ def test_any_chunking_equals_whole_prefill(tiny, whole, cuts):
 @given(start=st.integers(0, LENGTH - 40), steps=st.integers(5, 40))
 def test_decoding_token_by_token_from_any_position_equals_whole_prefill(tiny, whole, start, steps):
     cuts = range(start, start + steps)
-    assert (run_cuts(tiny, random_tokens(TINY, LENGTH), [c for c in cuts if c]) - whole).abs().max() < TOLERANCE
+    assert (
+        run_cuts(tiny, random_tokens(TINY, LENGTH), [c for c in cuts if c]) - whole
+    ).abs().max() < TOLERANCE
 
 
 def test_decoding_every_token_equals_whole_prefill(tiny, whole):
@@ -82,7 +84,8 @@ def test_mixed_batches_at_different_positions_equal_single_runs(tiny, data):
         for slot in range(4):
             room = lengths[slot] - at[slot]
             take = min(
-                room, data.draw(st.sampled_from([0, 1, 1, 1, 3, 4, 17, 64]), label="take") or (0 if pieces else 1)
+                room,
+                data.draw(st.sampled_from([0, 1, 1, 1, 3, 4, 17, 64]), label="take") or (0 if pieces else 1),
             )
             if take:
                 pieces.append(SequenceChunk(slot, at[slot], tokens[slot][at[slot] : at[slot] + take]))
@@ -107,7 +110,9 @@ def test_a_slot_needs_no_clearing_between_sequences(tiny):
 def test_pages_may_lie_anywhere_in_the_pool(tiny, whole):
     state = State(TINY, 2, 9)
     state.give_pages(1, [7, 2, 5])
-    assert (run_cuts(tiny, random_tokens(TINY, LENGTH), [100, 101, 256], state, slot=1) - whole).abs().max() < TOLERANCE
+    assert (
+        run_cuts(tiny, random_tokens(TINY, LENGTH), [100, 101, 256], state, slot=1) - whole
+    ).abs().max() < TOLERANCE
 
 
 @pytest.mark.parametrize("back", [1, 3, 7])

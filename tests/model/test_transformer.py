@@ -98,10 +98,18 @@ def test_routing_tensors_follow_the_layer(flash):
 
 def test_pro_has_the_derived_number_of_tensors():
     pro = replace(
-        FLASH, hidden_size=7168, num_hidden_layers=61, num_attention_heads=128, q_lora_rank=1536, o_groups=16,
-        compress_ratios=(128, 128) + (4, 128) * 29 + (4,), index_topk=1024, n_routed_experts=384,
-        moe_intermediate_size=3072, routed_scaling_factor=2.5,
-    )  # fmt: skip
+        FLASH,
+        hidden_size=7168,
+        num_hidden_layers=61,
+        num_attention_heads=128,
+        q_lora_rank=1536,
+        o_groups=16,
+        compress_ratios=(128, 128) + (4, 128) * 29 + (4,),
+        index_topk=1024,
+        n_routed_experts=384,
+        moe_intermediate_size=3072,
+        routed_scaling_factor=2.5,
+    )
     with torch.device("meta"):
         model = Transformer(pro, packed=True)
     assert sum(1 for _ in model.destinations()) == 145116

@@ -56,16 +56,22 @@ def run(model, tokens, cuts, tap=None):
     return torch.cat(rows)
 
 
-@pytest.mark.parametrize("config", [TINY, variant(hidden_size=61, hc_mult=3, sliding_window=5, num_attention_heads=2)],
-                         ids=["tiny", "odd sizes"])  # fmt: skip
+@pytest.mark.parametrize(
+    "config",
+    [TINY, variant(hidden_size=61, hc_mult=3, sliding_window=5, num_attention_heads=2)],
+    ids=["tiny", "odd sizes"],
+)
 def test_it_equals_transformers(config):
     model = fast_model(config, 3)
     result = agreement(model, build_oracle(model), random_tokens(config, LENGTH, 3))
     assert result.error <= TOLERANCE and result.compared == LENGTH
 
 
-@pytest.mark.parametrize("cuts", [[], [1, 2, 3, 5, 8, 13, 21, 34, 128, 256], list(range(1, LENGTH)), [290]],
-                         ids=["whole", "chunks", "single tokens", "tail"])  # fmt: skip
+@pytest.mark.parametrize(
+    "cuts",
+    [[], [1, 2, 3, 5, 8, 13, 21, 34, 128, 256], list(range(1, LENGTH)), [290]],
+    ids=["whole", "chunks", "single tokens", "tail"],
+)
 def test_every_way_through_it_equals_the_plain_model(fast, tokens, whole, cuts):
     assert (run(fast, tokens, cuts) - whole).abs().max() < TOLERANCE
 
@@ -76,7 +82,9 @@ def test_a_batch_of_decoding_sequences_equals_each_alone(fast):
     with torch.no_grad():
         expected = [random_model()(p) for p in prompts]
         state = State.contiguous(TINY, count, length)
-        fast.run(Batch.of([SequenceChunk(s, 0, p[: start - s]) for s, p in enumerate(prompts)]), state, NoTap())
+        fast.run(
+            Batch.of([SequenceChunk(s, 0, p[: start - s]) for s, p in enumerate(prompts)]), state, NoTap()
+        )
         for step in range(length - start):
             at = [start - s + step for s in range(count)]  # every sequence at another position
             batch = Batch.of([SequenceChunk(s, at[s], prompts[s][at[s] : at[s] + 1]) for s in range(count)])
@@ -88,7 +96,9 @@ def test_a_batch_of_decoding_sequences_equals_each_alone(fast):
 def test_fused_layers_equal_separate_ones(tokens):
     separate = fast_model(fused=False)
     fused = fast_model()
-    assert (run(separate, tokens[:140], [100, 101]) - run(fused, tokens[:140], [100, 101])).abs().max() < TOLERANCE
+    assert (
+        run(separate, tokens[:140], [100, 101]) - run(fused, tokens[:140], [100, 101])
+    ).abs().max() < TOLERANCE
     for mine, theirs in zip(fused.destinations(), separate.destinations(), strict=True):
         assert mine.name == theirs.name and torch.equal(mine.tensor, theirs.tensor)
 

@@ -42,24 +42,27 @@ def resealed(path, **changes):
     path.write_text(json.dumps({**body, "sha256": _digest(body)}))
 
 
-@pytest.mark.parametrize(("changes", "words"), [
-    ({"version": 2}, "version 2, this build reads 1"),
-    ({"version": True}, "layers, experts or steps|version"),
-    ({"format": "something"}, "holds no expert counts"),
-    ({"steps": ...}, "lacks or adds steps"),
-    ({"more": 1}, "lacks or adds more"),
-    ({"layers": 0, "counts": []}, "no counts"),
-    ({"layers": "3"}, "no counts"),
-    ({"steps": -1}, "no counts"),
-    ({"steps": 1e3}, "no counts"),
-    ({"counts": [[1, 2, 3, 4]]}, "not that many"),
-    ({"counts": [[1], [2], [3]]}, "not that many"),
-    ({"counts": {"0": 1}}, "not that many"),
-    ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, -4]]}, "no whole number from 0 to its 100 steps"),
-    ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 101]]}, "no whole number from 0 to its 100 steps"),
-    ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4.0]]}, "no whole number"),
-    ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, True]]}, "no whole number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"version": 2}, "version 2, this build reads 1"),
+        ({"version": True}, "layers, experts or steps|version"),
+        ({"format": "something"}, "holds no expert counts"),
+        ({"steps": ...}, "lacks or adds steps"),
+        ({"more": 1}, "lacks or adds more"),
+        ({"layers": 0, "counts": []}, "no counts"),
+        ({"layers": "3"}, "no counts"),
+        ({"steps": -1}, "no counts"),
+        ({"steps": 1e3}, "no counts"),
+        ({"counts": [[1, 2, 3, 4]]}, "not that many"),
+        ({"counts": [[1], [2], [3]]}, "not that many"),
+        ({"counts": {"0": 1}}, "not that many"),
+        ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, -4]]}, "no whole number from 0 to its 100 steps"),
+        ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 101]]}, "no whole number from 0 to its 100 steps"),
+        ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, 4.0]]}, "no whole number"),
+        ({"counts": [[1, 2, 3, 4], [1, 2, 3, 4], [1, 2, 3, True]]}, "no whole number"),
+    ],
+)
 def test_what_cannot_be_counts_is_refused(tmp_path, changes, words):
     path = tmp_path / "c.json"
     saved(path)

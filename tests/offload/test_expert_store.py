@@ -86,7 +86,9 @@ def read(store, expert):
     """What a kernel would find at the addresses of the table."""
     layer, number = expert
     parts = []
-    for address, (rows, columns), dtype in zip(store.table[layer, number].tolist(), store.record.shapes, DTYPES):
+    for address, (rows, columns), dtype in zip(
+        store.table[layer, number].tolist(), store.record.shapes, DTYPES
+    ):
         data = bytearray(ctypes.string_at(address, rows * columns))
         parts.append(torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(rows, columns))
     return parts
@@ -94,8 +96,12 @@ def read(store, expert):
 
 def check(store, truth):
     owners = store.owners()
-    assert len(owners["device"]) == len(store.runs) and len(owners["host"]) == len(store.host_runs), "no run is lost"
-    assert len({int(row[0]) for row in store.table.view(-1, 4)}) == len(EVERYBODY), "an address belongs to one expert"
+    assert len(owners["device"]) == len(store.runs) and len(owners["host"]) == len(store.host_runs), (
+        "no run is lost"
+    )
+    assert len({int(row[0]) for row in store.table.view(-1, 4)}) == len(EVERYBODY), (
+        "an address belongs to one expert"
+    )
     assert store.resident().tolist() == [
         [not store.is_cold((layer, number)) for number in range(EXPERTS)] for layer in range(LAYERS)
     ]
@@ -208,7 +214,9 @@ def test_the_run_of_an_ended_loan_is_not_written_while_a_step_may_read_it():
     taken = store.lend(second)
     assert taken.run == loan.run
     courier.move(1 << 20)
-    assert all(torch.equal(a, b) for a, b in zip(store.lent(loan), truth[first])), "a step may still be reading it"
+    assert all(torch.equal(a, b) for a, b in zip(store.lent(loan), truth[first])), (
+        "a step may still be reading it"
+    )
     courier.steps_end()
     courier.move(1 << 20)
     assert all(torch.equal(a, b) for a, b in zip(store.lent(taken), truth[second]))

@@ -74,7 +74,11 @@ def test_exchanges_find_the_best_set_and_then_rest():
     resident, begun = run_policy(heat, begin.clone(), Traffic(shares, 2, seed=8), 400)
     after, best = hit_rate(fresh, resident), hit_rate(fresh, heat.hottest(count))
     assert int(resident.sum()) == count
-    assert after > best - 0.04 and before < best - 0.2, (before, after, best)  # what caution leaves undone is small
+    assert after > best - 0.04 and before < best - 0.2, (
+        before,
+        after,
+        best,
+    )  # what caution leaves undone is small
     assert sum(begun[:200]) > 20 and sum(begun[-100:]) <= 2, "experts that are about equal do not take turns"
 
 
@@ -102,9 +106,10 @@ def test_known_counts_decide_where_experts_begin():
     reads[1, 3], reads[0, 2] = 90, 80
     heat = ExpertUsage(2, 4, ExpertCounts(reads, 100))
     assert heat.hottest(2).nonzero().tolist() == [[0, 2], [1, 3]]
-    assert ExpertUsage(2, 4).hottest(3).tolist() == [[True, True, False, False], [True, False, False, False]], (
-        "layers in turn"
-    )
+    assert ExpertUsage(2, 4).hottest(3).tolist() == [
+        [True, True, False, False],
+        [True, False, False, False],
+    ], "layers in turn"
     assert ExpertUsage(2, 4).exchanges(torch.eye(2, 4, dtype=torch.bool), 5) == [], "nothing is known yet"
     long = ExpertUsage(2, 4, ExpertCounts(reads * 10**6, 100 * 10**6), half_life=1000)
     long.note(torch.ones(2, 4), 1)
@@ -129,7 +134,9 @@ def model():
 def answers(network, placement, prompts):
     from tests.model.test_device import requests
 
-    core = EngineCore(network, max_requests=2, max_context=256, num_pages=8, device=DEVICE, placement=placement)
+    core = EngineCore(
+        network, max_requests=2, max_context=256, num_pages=8, device=DEVICE, placement=placement
+    )
     try:
         return requests(core, prompts, scaled(24, 12))
     finally:
@@ -153,7 +160,9 @@ def test_an_engine_answers_the_same_while_its_experts_move(model, ahead):
 
 def test_a_request_that_can_never_fit_is_refused_with_the_bytes_by_kind_of_layer(model):
     core = EngineCore(model, max_requests=1, max_context=1024, num_pages=3, device=DEVICE)
-    with pytest.raises(CapacityError, match=r"4 pages\), .* free \(3 pages\)\. It would be 24\.0 KiB in csa layers\."):
+    with pytest.raises(
+        CapacityError, match=r"4 pages\), .* free \(3 pages\)\. It would be 24\.0 KiB in csa layers\."
+    ):
         core.submit(Request(tuple(range(400)), SamplingOptions(max_tokens=100), 100, seed=0))
     core.close()
 
@@ -185,7 +194,10 @@ class _Restless(ExpertUsage):
     def exchanges(self, resident, most):
         hot, cold = resident.nonzero().tolist(), (~resident).nonzero().tolist()
         shift = int(self._steps)
-        pairs = [(tuple(cold[(i + shift) % len(cold)]), tuple(hot[(i + 2 * shift) % len(hot)])) for i in range(most)]
+        pairs = [
+            (tuple(cold[(i + shift) % len(cold)]), tuple(hot[(i + 2 * shift) % len(hot)]))
+            for i in range(most)
+        ]
         return pairs[:most]
 
 

@@ -56,10 +56,10 @@ def stand_behind(model, tokens) -> State:
 def decoded(model, state, token: int, position: int) -> torch.Tensor:
     """Logits of one step by the kernels that read the table."""
     decoder = Decoder(model, state, fast=False)
-    desk = decoder.desk(1, 128)
-    desk.token_ids.fill_(token)
-    desk.positions.fill_(position)
-    return decoder.step(desk)
+    buffers = decoder.buffers(1, 128)
+    buffers.token_ids.fill_(token)
+    buffers.positions.fill_(position)
+    return decoder.step(buffers)
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,9 @@ def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
     assert ahead.send(tokens) == len(expected)
     store.settle()
     first, last = store.runs.data_ptr(), store.runs.data_ptr() + store.runs.numel()
-    assert all(first <= int(store.table[expert][0]) < last for expert in expected), "they are there for the kernels"
+    assert all(first <= int(store.table[expert][0]) < last for expert in expected), (
+        "they are there for the kernels"
+    )
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=DEVICE)
         assert torch.equal(mine(ids), model(ids))
@@ -164,24 +166,24 @@ def test_a_captured_step_gives_the_same_bits_while_experts_are_exchanged(short):
     model, tokens, true = short
     mine, store = held_model(model, 0.5, spare=4)
     decoder = Decoder(mine, stand_behind(mine, tokens[:10]), fast=False)
-    desk = decoder.desk(1, 128)
-    desk.token_ids.fill_(int(tokens[10]))
-    desk.positions.fill_(10)
+    buffers = decoder.buffers(1, 128)
+    buffers.token_ids.fill_(int(tokens[10]))
+    buffers.positions.fill_(10)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        decoder.step(desk)
+        decoder.step(buffers)
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        decoder.step(desk)
+        decoder.step(buffers)
     made, moved = [], 0
     for turn in range(200):
         moved += store.settle()
         hot, cold = store.resident().nonzero().tolist(), (~store.resident()).nonzero().tolist()
         store.swap(tuple(cold[turn % len(cold)]), tuple(hot[(3 * turn) % len(hot)]))
         graph.replay()
-        made.append(desk.logits.clone())
+        made.append(buffers.logits.clone())
     moved += store.settle(wait=True)
     assert moved > 20
     assert all(torch.equal(logits, true) for logits in made)

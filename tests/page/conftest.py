@@ -31,7 +31,12 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.url, self._folder, self._flags, self.process = f"http://127.0.0.1:{self.port}/", folder, flags, None
+        self.url, self._folder, self._flags, self.process = (
+            f"http://127.0.0.1:{self.port}/",
+            folder,
+            flags,
+            None,
+        )
 
     def start(self) -> Server:
         command = [sys.executable, "-m", "birkhoff", "serve", "--port", str(self.port)]
@@ -81,7 +86,9 @@ def chromium():
 class Tab:
     """A page in a fresh context that remembers everything it complained about."""
 
-    def __init__(self, browser, url: str, width: int = 1400, height: int = 1000, theme: str = "light", init: str = ""):
+    def __init__(
+        self, browser, url: str, width: int = 1400, height: int = 1000, theme: str = "light", init: str = ""
+    ):
         self.context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=theme)
         self.context.grant_permissions(
             ["clipboard-read", "clipboard-write"], origin=url.rstrip("/").split("#")[0].rstrip("/")

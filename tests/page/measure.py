@@ -64,8 +64,11 @@ def frames(tab: Tab, turns: int = 12) -> dict:
     drag_and_zoom(tab, turns)
     times = tab.page.evaluate("() => { window.counting = false; return window.frameTimes; }")
     gaps = sorted(later - sooner for sooner, later in itertools.pairwise(times))
-    return {"frames": len(gaps), "median_per_second": round(1000 / statistics.median(gaps), 1),
-            "p10_per_second": round(1000 / gaps[int(len(gaps) * 0.9)], 1)}  # fmt: skip
+    return {
+        "frames": len(gaps),
+        "median_per_second": round(1000 / statistics.median(gaps), 1),
+        "p10_per_second": round(1000 / gaps[int(len(gaps) * 0.9)], 1),
+    }
 
 
 def first_paint(tab: Tab) -> float:
@@ -114,7 +117,11 @@ def main() -> None:
                 tab = Tab(browser, server.url)
                 paints.append(first_paint(tab))
                 tab.close()
-            print(json.dumps(common | {"kind": "first paint", "ms": sorted(round(paint, 1) for paint in paints)}))
+            print(
+                json.dumps(
+                    common | {"kind": "first paint", "ms": sorted(round(paint, 1) for paint in paints)}
+                )
+            )
             tab = Tab(browser, server.url)
             print(json.dumps(common | {"kind": "frames", "cells": [512, 86], **frames(tab)}))
             tab.close()
@@ -127,10 +134,19 @@ def main() -> None:
                 "last": heap[-1],
                 "grown": heap[-1] - heap[min(2, len(heap) - 1)],
             }
-            print(json.dumps(common | {
-                "kind": "heap", "answers": len(heap), "tokens_each": 120, "seconds": round(time.monotonic() - began),
-                "mb": {name: round(size / 1e6, 3) for name, size in told.items()}, "faults": tab.faults,
-            }))  # fmt: skip
+            print(
+                json.dumps(
+                    common
+                    | {
+                        "kind": "heap",
+                        "answers": len(heap),
+                        "tokens_each": 120,
+                        "seconds": round(time.monotonic() - began),
+                        "mb": {name: round(size / 1e6, 3) for name, size in told.items()},
+                        "faults": tab.faults,
+                    }
+                )
+            )
             tab.close()
         finally:
             browser.close()

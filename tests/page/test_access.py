@@ -9,7 +9,9 @@ def scan(tab, where):
     from axe_playwright_python.sync_playwright import Axe
 
     found = [v for v in Axe().run(tab.page).response["violations"] if v["impact"] in SERIOUS]
-    told = [(v["id"], v["nodes"][0]["html"][:160], v["nodes"][0].get("failureSummary", "")[:200]) for v in found]
+    told = [
+        (v["id"], v["nodes"][0]["html"][:160], v["nodes"][0].get("failureSummary", "")[:200]) for v in found
+    ]
     assert not told, f"{where}: {told}"
 
 
@@ -51,7 +53,9 @@ def test_the_bench_can_be_walked_by_keyboard(open_tab, server):
     reached = []
     for _ in range(40):
         tab.page.keyboard.press("Tab")
-        here = tab.page.evaluate("document.activeElement.id || document.activeElement.getAttribute('aria-label') || ''")
+        here = tab.page.evaluate(
+            "document.activeElement.id || document.activeElement.getAttribute('aria-label') || ''"
+        )
         reached.append(here)
         if here == "add-edit":
             walk_to(tab, "keys")

@@ -7,9 +7,13 @@ import pytest
 from tests.page.conftest import Server, Tab
 
 HOSTILE = [
-    "<script>window.broken = 1</script>", "<img src=x onerror='window.broken = 2'>", "\u202eesrever\u202c", "a\u200bb",
-    "</div></main><h1>gone</h1>", "x" * 1_000_000,
-]  # fmt: skip
+    "<script>window.broken = 1</script>",
+    "<img src=x onerror='window.broken = 2'>",
+    "\u202eesrever\u202c",
+    "a\u200bb",
+    "</div></main><h1>gone</h1>",
+    "x" * 1_000_000,
+]
 
 
 def fake_answer(route, pieces):
@@ -72,7 +76,9 @@ def test_a_recipe_restores_a_finding_in_another_browser(open_tab, chromium):
     other = Tab(chromium, link)
     try:
         other.done()
-        other.page.wait_for_function("() => document.querySelector('[data-pin]').textContent.startsWith('Pinned')")
+        other.page.wait_for_function(
+            "() => document.querySelector('[data-pin]').textContent.startsWith('Pinned')"
+        )
         assert other.page.inner_text('[data-strip="answer"]') == said
         assert other.page.inner_text("[data-pin]") == pinned
         other.page.locator("#page-contrast").wait_for()

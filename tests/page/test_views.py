@@ -73,10 +73,14 @@ def test_a_click_in_the_heat_map_pins_that_column(answered):
     canvas.scroll_into_view_if_needed()
     box = canvas.bounding_box()
     tab.page.mouse.click(box["x"] + 60, box["y"] + 40)
-    tab.page.wait_for_function("() => document.querySelector('[data-pin]').textContent.includes('position 0')")
+    tab.page.wait_for_function(
+        "() => document.querySelector('[data-pin]').textContent.includes('position 0')"
+    )
     canvas.focus()
     tab.page.keyboard.press("ArrowRight")
-    tab.page.wait_for_function("() => document.querySelector('[data-pin]').textContent.includes('position 1')")
+    tab.page.wait_for_function(
+        "() => document.querySelector('[data-pin]').textContent.includes('position 1')"
+    )
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,9 @@ def test_an_error_is_shown_in_words(open_tab):
     tab.page.keyboard.press("Tab")
     tab.ask("Hello.", wait=False)
     tab.page.wait_for_selector("#page-chat .fault")
-    assert "99999" in tab.page.inner_text("#page-chat .fault") or "context" in tab.page.inner_text("#page-chat .fault")
+    assert "99999" in tab.page.inner_text("#page-chat .fault") or "context" in tab.page.inner_text(
+        "#page-chat .fault"
+    )
     tab.page.fill("input[type=number][max='4096']", "8")
     tab.page.keyboard.press("Tab")
     tab.ask("Hello again.")
@@ -176,7 +182,9 @@ def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
     assert the_last_was_asked_for()
     rested = (time.monotonic() - began) / 0.18  # as often as it can have rested long enough
     assert len(asked) <= rested + 1, "pairs were asked for while the slider still moved"
-    tab.page.wait_for_function("() => document.querySelectorAll('[aria-busy=true]').length === 0", timeout=60000)
+    tab.page.wait_for_function(
+        "() => document.querySelectorAll('[aria-busy=true]').length === 0", timeout=60000
+    )
     assert not tab.faults
 
 

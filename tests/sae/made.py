@@ -23,8 +23,14 @@ def random_sae(family: str, features: int = 24, width: int = 16, seed: int = 0, 
         "batchtopk": {"threshold": 0.4},
         "gated": {"scale": draw(features).exp(), "shift": draw(features) * 0.3},
     }[family]
-    return Sae(draw(features, width) / width**0.5, draw(features) * 0.1, draw(features, width) / width**0.5,
-               draw(width) * 0.2, activation=family, **{**extra, **more})  # fmt: skip
+    return Sae(
+        draw(features, width) / width**0.5,
+        draw(features) * 0.1,
+        draw(features, width) / width**0.5,
+        draw(width) * 0.2,
+        activation=family,
+        **{**extra, **more},
+    )
 
 
 def features_of(sae: Sae, row: np.ndarray) -> np.ndarray:
@@ -37,8 +43,12 @@ def features_of(sae: Sae, row: np.ndarray) -> np.ndarray:
     if name in ("jumprelu", "batchtopk"):
         return np.array([z[i] if z[i] > numbers["threshold"][i] else 0.0 for i in range(len(z))])
     if name == "gated":
-        return np.array([max(numbers["scale"][i] * z[i] + numbers["shift"][i], 0) if z[i] > 0 else 0.0
-                         for i in range(len(z))])  # fmt: skip
+        return np.array(
+            [
+                max(numbers["scale"][i] * z[i] + numbers["shift"][i], 0) if z[i] > 0 else 0.0
+                for i in range(len(z))
+            ]
+        )
     order = sorted(range(len(z)), key=lambda i: (-z[i], i))[: sae.activation.k]
     kept = np.zeros_like(z)
     kept[order] = z[order]
@@ -64,7 +74,9 @@ def clamped(sae: Sae, f: np.ndarray, clamps: dict[int, tuple]) -> np.ndarray:
             out[feature] = f[feature] * value
         else:
             low, high = value
-            out[feature] = min(max(f[feature], -np.inf if low is None else low), np.inf if high is None else high)
+            out[feature] = min(
+                max(f[feature], -np.inf if low is None else low), np.inf if high is None else high
+            )
     return out
 
 
@@ -86,7 +98,9 @@ def changed_row(sae: Sae, x: np.ndarray, clamps: dict[int, tuple], mode: str, a=
         return changed_unit(sae, x.reshape(-1), clamps, mode).reshape(x.shape)
     if view == "per_stream":
         chosen = range(len(x)) if streams is None else streams
-        return np.stack([changed_unit(sae, x[s], clamps, mode) if s in chosen else x[s] for s in range(len(x))])
+        return np.stack(
+            [changed_unit(sae, x[s], clamps, mode) if s in chosen else x[s] for s in range(len(x))]
+        )
     v = x.mean(0) if view == "mean" else sum(a[s] * x[s] for s in range(len(x)))
     delta = changed_unit(sae, v, clamps, mode) - v
     if view == "mean" or sae.spread == "uniform":

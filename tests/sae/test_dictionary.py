@@ -36,10 +36,13 @@ def test_a_rectified_topk_drops_what_is_below_zero():
 
 
 @given(
-    st.lists(st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, float("nan"), float("inf")]), min_size=6, max_size=6),
-             min_size=1, max_size=4),
+    st.lists(
+        st.lists(st.sampled_from([-2.0, -1.0, 0.0, 1.0, float("nan"), float("inf")]), min_size=6, max_size=6),
+        min_size=1,
+        max_size=4,
+    ),
     st.integers(1, 6),
-)  # fmt: skip
+)
 @settings(max_examples=60, deadline=None)
 def test_exactly_k_are_kept_and_ties_go_to_the_lowest_index(values, k):
     kept = largest(torch.tensor(values), k)
@@ -60,18 +63,34 @@ def test_a_row_that_is_not_a_number_stays_visible(family):
 def test_features_are_found_by_label():
     sae = random_sae("relu", labels={3: "bridge", 7: "fog", 9: "fog"})
     assert sae.feature("bridge") == 3 and sae.feature(5) == 5
-    for name, said in (("fog", "2 features"), ("rain", "no feature is labelled 'rain'"), (24, "0..23"), (True, "True"),
-                       (-1, "-1")):  # fmt: skip
+    for name, said in (
+        ("fog", "2 features"),
+        ("rain", "no feature is labelled 'rain'"),
+        (24, "0..23"),
+        (True, "True"),
+        (-1, "-1"),
+    ):
         with pytest.raises(SaeError, match=said):
             sae.feature(name)
 
 
 def test_the_digest_names_what_is_computed():
     one = random_sae("jumprelu")
-    assert one.digest == random_sae("jumprelu", labels={1: "x"}).digest == one.at("mlp_out", 2).at(None, None).digest  # type: ignore[arg-type]
-    different = [random_sae("jumprelu", seed=1), random_sae("batchtopk"), one.at("mlp_out", 2), one.at("mlp_in", 2),
-                 one.at("mlp_out", 3), one.at("mlp_out", 3, "mean"), random_sae("topk"),
-                 random_sae("topk", rectified=True)]  # fmt: skip
+    assert (
+        one.digest
+        == random_sae("jumprelu", labels={1: "x"}).digest
+        == one.at("mlp_out", 2).at(None, None).digest
+    )  # type: ignore[arg-type]
+    different = [
+        random_sae("jumprelu", seed=1),
+        random_sae("batchtopk"),
+        one.at("mlp_out", 2),
+        one.at("mlp_in", 2),
+        one.at("mlp_out", 3),
+        one.at("mlp_out", 3, "mean"),
+        random_sae("topk"),
+        random_sae("topk", rectified=True),
+    ]
     assert len({sae.digest for sae in [one, *different]}) == len(different) + 1
 
 
@@ -123,8 +142,17 @@ def test_rows_of_another_width_are_refused_with_both_widths():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_saved_and_loaded_is_the_same_dictionary(family, tmp_path):
     more = {"rectified": True} if family == "topk" else {}
-    sae = random_sae(family, hook="mhc_streams_final", layer=5, view="read", spread="post", labels={2: "näme"},
-                     x_max=torch.arange(24.0), metadata={"model_name": "tiny"}, **more)  # fmt: skip
+    sae = random_sae(
+        family,
+        hook="mhc_streams_final",
+        layer=5,
+        view="read",
+        spread="post",
+        labels={2: "näme"},
+        x_max=torch.arange(24.0),
+        metadata={"model_name": "tiny"},
+        **more,
+    )
     back = Sae.load(sae.save(tmp_path / "sae"))
     assert (back.hook, back.layer, back.view, back.spread) == ("mhc_streams_final", 5, "read", "post")
     assert back.activation.name == family and back.labels == sae.labels and torch.equal(back.x_max, sae.x_max)

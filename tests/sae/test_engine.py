@@ -70,7 +70,14 @@ def test_logits_are_those_of_the_model_changed_by_hand(engine, hook, mode):
     assert torch.allclose(ours, theirs, atol=1e-3)
 
 
-VIEWS = [("flat", None), ("per_stream", None), ("mean", None), ("read", "read"), ("read", "post"), ("read", "uniform")]
+VIEWS = [
+    ("flat", None),
+    ("per_stream", None),
+    ("mean", None),
+    ("read", "read"),
+    ("read", "post"),
+    ("read", "uniform"),
+]
 
 
 @pytest.mark.parametrize(("view", "spread"), VIEWS)
@@ -81,10 +88,16 @@ def test_views_of_streams_in_the_model(engine, hook, view, spread):
     sae = sae_at(engine, hook, layer, "relu", view=view, spread=spread)
     trace = engine.trace(PROMPT)
     before = trace[hook, layer]
-    reads = {"mhc_streams_pre_attn": "mhc_attn_pre_mix", "mhc_streams_pre_mlp": "mhc_ffn_pre_mix",
-             "mhc_streams_final": "mhc_head_mix"}[hook]  # fmt: skip
-    last_written = ("mhc_attn_post_mix", layer) if hook.endswith("pre_mlp") else (
-        "mhc_ffn_post_mix", layer if hook.endswith("final") else layer - 1)  # fmt: skip
+    reads = {
+        "mhc_streams_pre_attn": "mhc_attn_pre_mix",
+        "mhc_streams_pre_mlp": "mhc_ffn_pre_mix",
+        "mhc_streams_final": "mhc_head_mix",
+    }[hook]
+    last_written = (
+        ("mhc_attn_post_mix", layer)
+        if hook.endswith("pre_mlp")
+        else ("mhc_ffn_post_mix", layer if hook.endswith("final") else layer - 1)
+    )
     a, p = trace[reads, layer], trace[last_written]
     row = resolve_clamps([parse_clamp(5, 6.0, "absolute", False, "")], sae, None)
     if view == "flat":
@@ -102,10 +115,17 @@ def test_views_of_streams_in_the_model(engine, hook, view, spread):
         }
         expected = before + shares[spread].unsqueeze(-1) * delta
     with engine.attach("m", sae):
-        after = engine.generate(
-            PROMPT, max_tokens=1, temperature=0, steer=[SaeSet("m", {5: 6.0})],
-            capture=Capture({hook: [layer]}, positions="all_prompt", capture_point="after"),
-        ).acts[hook, layer].tensor  # fmt: skip
+        after = (
+            engine.generate(
+                PROMPT,
+                max_tokens=1,
+                temperature=0,
+                steer=[SaeSet("m", {5: 6.0})],
+                capture=Capture({hook: [layer]}, positions="all_prompt", capture_point="after"),
+            )
+            .acts[hook, layer]
+            .tensor
+        )
     assert not torch.allclose(after, before, atol=0.1)
     assert torch.allclose(after, expected, atol=2e-3)
 
@@ -114,10 +134,16 @@ def random_edits(g, number):
     features = torch.randperm(32, generator=g)[:3].tolist()
     kind = ("absolute", "additive", "multiply")[number % 3]
     where = {"generated": "all"} if number % 4 == 1 else None
-    edits = [SaeSet("d", dict.fromkeys(features, 1.0 + number), kind=kind, where=where, only_if_active=number % 5 == 0)]
+    edits = [
+        SaeSet(
+            "d", dict.fromkeys(features, 1.0 + number), kind=kind, where=where, only_if_active=number % 5 == 0
+        )
+    ]
     if number % 2:
         edits.append(
-            SaeReconstruct("f", {features[0]: 2.0}, error="keep" if number % 4 == 3 else "drop", phase="decode")
+            SaeReconstruct(
+                "f", {features[0]: 2.0}, error="keep" if number % 4 == 3 else "drop", phase="decode"
+            )
         )
     if number % 3 == 0:
         edits.append(SaeSet("s", {features[1]: 3.0}, streams=[number % 4]))
@@ -156,7 +182,10 @@ def test_phases_and_places_meet_exactly_the_tokens_they_name(engine):
             (SaeSet("m", {1: 2.0}, phase="prefill"), range(length)),
             (SaeSet("m", {1: 2.0}, phase="decode"), range(length, length + 5)),
             (SaeSet("m", {1: 2.0}, where={"prompt": [3, -1]}), [3, length - 1]),
-            (SaeSet("m", {1: 2.0}, where={"generated": {"window": [1, 3]}}, phase="decode"), [length + 1, length + 2]),
+            (
+                SaeSet("m", {1: 2.0}, where={"generated": {"window": [1, 3]}}, phase="decode"),
+                [length + 1, length + 2],
+            ),
         ):
             out = engine.generate(PROMPT, steer=[edit], **options)
             assert out.interp["steered_positions"] == list(expected)
@@ -177,8 +206,12 @@ def test_composition_with_vectors_runs_in_the_fixed_order(engine):
         along = x @ unit
         return x + (along.clamp(max=-0.5) - along).unsqueeze(-1) * unit
 
-    edits = [Clamp(direction, hook="mlp_out", layers=[2], max=-0.5), SaeReconstruct("f", {4: 3.0}),
-             SaeSet("d", {4: 3.0}), Add(added, hook="mlp_out", layers=[2], scale=2.0)]  # fmt: skip
+    edits = [
+        Clamp(direction, hook="mlp_out", layers=[2], max=-0.5),
+        SaeReconstruct("f", {4: 3.0}),
+        SaeSet("d", {4: 3.0}),
+        Add(added, hook="mlp_out", layers=[2], scale=2.0),
+    ]
     with engine.attach("f", full, kind="full"), engine.attach("d", delta):
         ours = engine.logits(PROMPT, steer=edits)
     assert torch.allclose(ours, edited_logits(engine, PROMPT, ("mlp_out", 2), change), atol=1e-3)
@@ -189,13 +222,20 @@ def test_t_cache_1_changed_prompts_share_no_pages_and_unchanged_ones_do(engine):
     prompt = [0, *[40 + number * 7 % 300 for number in range(400)]]
     dictionary = sae_at(engine, "mlp_out", 2)
     options = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "logprobs": 0}
-    edits = [[], [SaeSet("d", {3: 9.0})], [SaeReconstruct("f", {3: 9.0})],
-             [SaeReconstruct("f", {3: 9.0}, error="keep")], [SaeSet("d", {3: 9.0}, phase="decode")]]  # fmt: skip
+    edits = [
+        [],
+        [SaeSet("d", {3: 9.0})],
+        [SaeReconstruct("f", {3: 9.0})],
+        [SaeReconstruct("f", {3: 9.0}, error="keep")],
+        [SaeSet("d", {3: 9.0}, phase="decode")],
+    ]
     with engine.attach("d", dictionary), engine.attach("f", dictionary, kind="full"):
         found = [engine.generate(prompt, steer=steer, **options) for steer in edits]
         again = [engine.generate(prompt, steer=steer, **options) for steer in edits]
         for steer, out in zip(edits, found):
-            logits = engine.logits(prompt, steer=[e for e in steer if e.phase == "both"])[-1]  # without any cache
+            logits = engine.logits(prompt, steer=[e for e in steer if e.phase == "both"])[
+                -1
+            ]  # without any cache
             assert out.logprobs[0].logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-3)
     cached = [out.interp.get("reuse", {}).get("cached_tokens", 0) for out in (*found, *again)]
     assert cached[1:4] == [0, 0, 0] and cached[4] > 0 and all(cached[5:])

@@ -39,7 +39,11 @@ def lens_tensors(kind):
         "b_dec": numbers(D, seed=3),
     }
     if kind == "gated":
-        return held | {"b_gate": numbers(F, seed=4), "b_mag": numbers(F, seed=5), "r_mag": numbers(F, seed=6) * 0.3}
+        return held | {
+            "b_gate": numbers(F, seed=4),
+            "b_mag": numbers(F, seed=5),
+            "r_mag": numbers(F, seed=6) * 0.3,
+        }
     held["b_enc"] = numbers(F, seed=4, spread=0.3)
     return held | ({"threshold": numbers(F, seed=7) * 0.5} if kind == "jumprelu" else {})
 
@@ -82,7 +86,9 @@ LENS = [
 @pytest.mark.parametrize("config", LENS, ids=lambda config: "-".join(map(str, config.values())))
 def test_saelens_files_compute_what_saelens_computes(config, tmp_path):
     held = lens_tensors(config["architecture"])
-    save_file({name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors"
+    )
     said = {name: value for name, value in config.items() if name != "factor"}
     (tmp_path / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, **said}))
     if "factor" in config:
@@ -91,25 +97,41 @@ def test_saelens_files_compute_what_saelens_computes(config, tmp_path):
     expected = lens_features(held, config, X)
     assert (expected > 0).any() and sae.hook == "mlp_out" and sae.layer == 3
     np.testing.assert_allclose(sae.encode(X).numpy(), expected.numpy(), atol=2e-5)
-    np.testing.assert_allclose(sae.reconstruct(X).numpy(), lens_rows(held, config, expected).numpy(), atol=1e-4)
+    np.testing.assert_allclose(
+        sae.reconstruct(X).numpy(), lens_rows(held, config, expected).numpy(), atol=1e-4
+    )
 
 
 def test_earlier_saelens_configs_are_understood(tmp_path):
     held = lens_tensors("topk")
-    save_file({name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors")
-    (tmp_path / "cfg.json").write_text(json.dumps({"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 4}}))
+    save_file(
+        {name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors"
+    )
+    (tmp_path / "cfg.json").write_text(
+        json.dumps({"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 4}})
+    )
     sae = Sae.load(tmp_path)
     assert sae.activation.name == "topk" and sae.activation.k == 4
-    np.testing.assert_allclose(sae.encode(X), lens_features(held, {"architecture": "topk", "k": 4}, X), atol=2e-5)
+    np.testing.assert_allclose(
+        sae.encode(X), lens_features(held, {"architecture": "topk", "k": 4}, X), atol=2e-5
+    )
 
 
 def test_what_we_write_is_what_saelens_expects(tmp_path):
     sae = random_sae("batchtopk", F, D, hook="mlp_out", layer=1)
     sae.save(tmp_path)
-    config, held = json.loads((tmp_path / "cfg.json").read_text()), load_file(tmp_path / "sae_weights.safetensors")
+    config, held = (
+        json.loads((tmp_path / "cfg.json").read_text()),
+        load_file(tmp_path / "sae_weights.safetensors"),
+    )
     assert config["architecture"] == "jumprelu" and (config["d_in"], config["d_sae"]) == (D, F)
     assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
-        "W_enc": (D, F), "W_dec": (F, D), "b_enc": (F,), "b_dec": (D,), "threshold": (F,)}  # fmt: skip
+        "W_enc": (D, F),
+        "W_dec": (F, D),
+        "b_enc": (F,),
+        "b_dec": (D,),
+        "threshold": (F,),
+    }
     np.testing.assert_allclose(lens_features(held, config, X), sae.encode(X), atol=1e-5)
 
 
@@ -129,7 +151,10 @@ def test_what_saelens_would_read_differently_is_not_written(tmp_path):
         ({"architecture": "temporal"}, "architecture 'temporal'"),
         ({"architecture": "standard", "activation_fn": "tanh-relu"}, "activation 'tanh-relu'"),
         ({"architecture": "standard", "normalize_activations": "layer_norm"}, "scales every row by itself"),
-        ({"architecture": "standard", "normalize_activations": "expected_average_only_in"}, "activation_scaler.json"),
+        (
+            {"architecture": "standard", "normalize_activations": "expected_average_only_in"},
+            "activation_scaler.json",
+        ),
         ({"architecture": "standard", "finetuning_scaling_factor": True}, "Fold it first"),
         ({"architecture": "jumprelu"}, "needs threshold"),
         ({"architecture": "topk"}, "needs k="),
@@ -137,7 +162,9 @@ def test_what_saelens_would_read_differently_is_not_written(tmp_path):
 )
 def test_saelens_files_that_cannot_be_folded_are_refused(config, said, tmp_path):
     held = lens_tensors("standard")
-    save_file({name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors"
+    )
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     with pytest.raises((SaeFileError, SaeError), match=said):
         Sae.load(tmp_path)
@@ -161,9 +188,13 @@ def test_cut_and_broken_files_are_named(tmp_path):
 
 
 def scope_arrays():
-    return {"W_enc": numbers(D, F, seed=1, spread=0.4).numpy(), "W_dec": numbers(F, D, seed=2).numpy(),
-            "b_enc": numbers(F, seed=3).numpy(), "b_dec": numbers(D, seed=4).numpy(),
-            "threshold": numbers(F, seed=5).abs().numpy()}  # fmt: skip
+    return {
+        "W_enc": numbers(D, F, seed=1, spread=0.4).numpy(),
+        "W_dec": numbers(F, D, seed=2).numpy(),
+        "b_enc": numbers(F, seed=3).numpy(),
+        "b_dec": numbers(D, seed=4).numpy(),
+        "threshold": numbers(F, seed=5).abs().numpy(),
+    }
 
 
 @pytest.mark.parametrize("place", ["params.npz", "other.npz"])
@@ -201,21 +232,42 @@ def learned(kind):
     norms = w.double().norm(dim=0)
     if kind == "AutoEncoder":
         f = ((x - b) @ e.double().T + c).relu()
-        return {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "bias": b}, f, f @ w.double().T + b
+        return (
+            {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "bias": b},
+            f,
+            f @ w.double().T + b,
+        )
     if kind == "AutoEncoderNew":
         f = (x @ e.double().T + c).relu()
-        return {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "decoder.bias": b}, f, f @ w.double().T + b
+        return (
+            {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "decoder.bias": b},
+            f,
+            f @ w.double().T + b,
+        )
     if kind == "JumpReluAutoEncoder":
         level = numbers(F, seed=5).abs() * 0.5
         z = x @ e.double().T + c
         f = (z * (z > level)).relu()
-        held = {"W_enc": e.T.contiguous(), "b_enc": c, "W_dec": w.T.contiguous(), "b_dec": b, "threshold": level}
+        held = {
+            "W_enc": e.T.contiguous(),
+            "b_enc": c,
+            "W_dec": w.T.contiguous(),
+            "b_dec": b,
+            "threshold": level,
+        }
         return held, f * norms, f @ w.double().T + b
     if kind == "MatryoshkaBatchTopKSAE":
         f = ((x - b) @ e.double().T + c).relu()
         f = f * (f > 0.6)
-        held = {"W_enc": e.T.contiguous(), "b_enc": c, "W_dec": w.T.contiguous(), "b_dec": b, "k": torch.tensor(6),
-                "threshold": torch.tensor(0.6), "group_sizes": torch.tensor([10, 20])}  # fmt: skip
+        held = {
+            "W_enc": e.T.contiguous(),
+            "b_enc": c,
+            "W_dec": w.T.contiguous(),
+            "b_dec": b,
+            "k": torch.tensor(6),
+            "threshold": torch.tensor(0.6),
+            "group_sizes": torch.tensor([10, 20]),
+        }
         return held, f, f @ w.double().T + b
     if kind == "GatedAutoEncoder":
         r, gate, mag = numbers(F, seed=6) * 0.3, numbers(F, seed=7), numbers(F, seed=8)
@@ -240,8 +292,15 @@ def learned(kind):
     return held | {"threshold": torch.tensor(-1.0)}, f, f @ w.double().T + b
 
 
-LEARNED = ["AutoEncoder", "AutoEncoderNew", "JumpReluAutoEncoder", "GatedAutoEncoder", "BatchTopKSAE",
-           "AutoEncoderTopK", "MatryoshkaBatchTopKSAE"]  # fmt: skip
+LEARNED = [
+    "AutoEncoder",
+    "AutoEncoderNew",
+    "JumpReluAutoEncoder",
+    "GatedAutoEncoder",
+    "BatchTopKSAE",
+    "AutoEncoderTopK",
+    "MatryoshkaBatchTopKSAE",
+]
 
 
 @pytest.mark.parametrize("kind", LEARNED)
@@ -260,9 +319,18 @@ def test_dictionary_learning_files_compute_what_they_were_trained_for(kind, as_p
 
 def test_the_reader_of_torch_files_agrees_with_torch(tmp_path):
     base = torch.arange(24.0).reshape(4, 6)
-    held = {"plain": base, "turned": base.T, "slice": base[1:3, ::2], "half": base.half(), "b": base.bfloat16(),
-            "ids": torch.arange(3), "flag": torch.tensor([True, False]), "none": torch.empty(0),
-            "one": torch.tensor(2.5), "double": base.double()}  # fmt: skip
+    held = {
+        "plain": base,
+        "turned": base.T,
+        "slice": base[1:3, ::2],
+        "half": base.half(),
+        "b": base.bfloat16(),
+        "ids": torch.arange(3),
+        "flag": torch.tensor([True, False]),
+        "none": torch.empty(0),
+        "one": torch.tensor(2.5),
+        "double": base.double(),
+    }
     torch.save(held, tmp_path / "x.pt")
     ours, theirs = read_plain_tensors(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
     assert set(ours) == set(theirs)
@@ -309,7 +377,11 @@ def test_torch_files_that_lie_about_themselves_are_refused(tmp_path):
     with pytest.raises(SaeFileError, match="reaches number 63 of a storage with 16"):
         read_plain_tensors(tmp_path / "short.pt")
     for cut in (1, 20, 60):
-        rewritten(tmp_path / "a.pt", tmp_path / "cut.pt", lambda n, b, c=cut: b[:-c] if n.endswith("data.pkl") else b)
+        rewritten(
+            tmp_path / "a.pt",
+            tmp_path / "cut.pt",
+            lambda n, b, c=cut: b[:-c] if n.endswith("data.pkl") else b,
+        )
         with pytest.raises(SaeFileError, match="its index"):
             read_plain_tensors(tmp_path / "cut.pt")
     with zipfile.ZipFile(tmp_path / "empty.pt", "w") as archive:
@@ -326,7 +398,12 @@ def test_a_top_k_dictionary_without_its_config_is_not_guessed_at(tmp_path):
     with pytest.raises(SaeFileError, match="training never set one"):
         Sae.load(tmp_path)
     (tmp_path / "config.json").write_text("{}")
-    several = {"encoder.weight": (2, 3, 4), "encoder.bias": (3,), "decoder.weight": (2, 4, 3), "decoder.bias": (2, 4)}
+    several = {
+        "encoder.weight": (2, 3, 4),
+        "encoder.bias": (3,),
+        "decoder.weight": (2, 4, 3),
+        "decoder.bias": (2, 4),
+    }
     torch.save({name: torch.ones(shape) for name, shape in several.items()}, tmp_path / "ae.pt")
     with pytest.raises(SaeFileError, match="Crosscoders are not read"):
         Sae.load(tmp_path)
@@ -341,11 +418,25 @@ def test_a_top_k_dictionary_without_its_config_is_not_guessed_at(tmp_path):
 @pytest.mark.parametrize("family", ["relu", "jumprelu", "topk", "batchtopk", "gated"])
 def test_a_manifest_keeps_every_site_exactly(family, tmp_path):
     labels, levels = {1: "one"}, torch.arange(24.0)
-    saes = [random_sae(family, seed=layer, hook="mhc_streams_pre_mlp", layer=layer, view="read", spread="uniform",
-                       labels=labels, x_max=levels) for layer in (2, 5)]  # fmt: skip
+    saes = [
+        random_sae(
+            family,
+            seed=layer,
+            hook="mhc_streams_pre_mlp",
+            layer=layer,
+            view="read",
+            spread="uniform",
+            labels=labels,
+            x_max=levels,
+        )
+        for layer in (2, 5)
+    ]
     save_manifest(saes, tmp_path, clampable=[3, 1])
     back = load_all(tmp_path)
-    assert [sae.digest for sae in back] == [sae.digest for sae in saes] and clampable_features(tmp_path) == [1, 3]
+    assert [sae.digest for sae in back] == [sae.digest for sae in saes] and clampable_features(tmp_path) == [
+        1,
+        3,
+    ]
     assert all(sae.labels == labels and torch.equal(sae.x_max, levels) for sae in back)
     assert Sae.load(tmp_path, layer=5).digest == saes[1].digest
     with pytest.raises(SaeError, match="holds dictionaries for 2 sites"):

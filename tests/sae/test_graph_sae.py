@@ -41,7 +41,9 @@ def test_the_fixed_form_is_the_splice(family, view, mode, rows, chosen, seed):
     host, x, around = host_of(sae), rows_of(COUNT, view, seed), around_of(COUNT)
     taken: set[int] = set()
     uses = []
-    for number, own in enumerate(rows):  # one use a row: two of one dictionary must not clamp the same feature
+    for number, own in enumerate(
+        rows
+    ):  # one use a row: two of one dictionary must not clamp the same feature
         mine = sorted(own - taken)
         taken |= own
         clamps = {i + number: SOME[i] for i in chosen if i + number < F}
@@ -99,5 +101,9 @@ def test_a_step_reads_the_rows_of_its_features_where_they_lie_and_asks_for_littl
         still.fill(uses)
         with Issued() as step:
             still.run(x, around)
-        assert step.names.count("index_select") == 1 and not {"index", "gather", "zeros_like"} & set(step.names)
-        assert sum(name in ("addmm", "mm") for name in step.names) == 2 and len(step.names) <= most, step.names
+        assert step.names.count("index_select") == 1 and not {"index", "gather", "zeros_like"} & set(
+            step.names
+        )
+        assert sum(name in ("addmm", "mm") for name in step.names) == 2 and len(step.names) <= most, (
+            step.names
+        )

@@ -80,10 +80,13 @@ def check(path: Path) -> None:
 def test_t_sae_8_on_a_file_of_the_same_layout(tmp_path):
     g, width, features = np.random.default_rng(0), 64, 512
     np.savez(
-        tmp_path / "params.npz", W_enc=g.normal(size=(width, features)).astype(np.float32) / 8,
-        W_dec=g.normal(size=(features, width)).astype(np.float32) / 8, b_enc=np.zeros(features, np.float32),
-        b_dec=g.normal(size=width).astype(np.float32), threshold=np.full(features, 0.3, np.float32),
-    )  # fmt: skip
+        tmp_path / "params.npz",
+        W_enc=g.normal(size=(width, features)).astype(np.float32) / 8,
+        W_dec=g.normal(size=(features, width)).astype(np.float32) / 8,
+        b_enc=np.zeros(features, np.float32),
+        b_dec=g.normal(size=width).astype(np.float32),
+        threshold=np.full(features, 0.3, np.float32),
+    )
     check(tmp_path / "params.npz")
 
 

@@ -118,10 +118,16 @@ BAD = [
         {"saes": random_sae("relu", 24, 17, hook="mlp_out", layer=1)},
         "rows of 17, and view 'single' of mlp_out has rows of 16",
     ),
-    ({"saes": random_sae("relu", 24, D, hook=STREAMS, layer=1, view="flat")}, r"rows of 16, .* m\*d = 3\*16 = 48"),
+    (
+        {"saes": random_sae("relu", 24, D, hook=STREAMS, layer=1, view="flat")},
+        r"rows of 16, .* m\*d = 3\*16 = 48",
+    ),
     ({"saes": sae(hook=STREAMS)}, "has 3 streams: use flat, per_stream, read or mean"),
     ({"saes": sae(view="mean")}, "has one stream: use single"),
-    ({"saes": sae(hook="mhc_streams_pre_attn", layer=0, view="read", spread="post")}, "no sublayer has written"),
+    (
+        {"saes": sae(hook="mhc_streams_pre_attn", layer=0, view="read", spread="post")},
+        "no sublayer has written",
+    ),
     ({"features": [3, 99]}, "feature 99 does not exist"),
     ({"features": []}, "at least one, and each once"),
     ({"features": [3, 3]}, "at least one, and each once"),
@@ -160,7 +166,10 @@ REFUSED = [
     (lambda: SaeSet("d", {"bridge": 1.0, 3: 2.0}), "feature 3 is given twice"),
     (lambda: SaeSet("d", {3: {"x_max": 2.0}}), "none recorded"),
     (lambda: SaeSet("r", {5: 1.0}), r"cannot be clamped: this module was attached with features \[3, 4\]"),
-    (lambda: SaeSet("d", {("mlp_out", 3): {3: 1.0}}), r"no dictionary at mlp_out\[3\]; it covers mlp_out\[2\]"),
+    (
+        lambda: SaeSet("d", {("mlp_out", 3): {3: 1.0}}),
+        r"no dictionary at mlp_out\[3\]; it covers mlp_out\[2\]",
+    ),
     (lambda: SaeSet("d", {("nowhere", 3): {3: 1.0}}), "not a hook of this model"),
     (lambda: SaeSet("d", {3: 1.0}, streams=[0]), "only view 'per_stream'"),
     (lambda: SaeSet("s", {3: 1.0}, streams=[3]), r"streams 0\.\.2"),
@@ -236,12 +245,19 @@ def test_digests_name_what_edits_do(full_registry):
         == ()
         == content(SaeSet("d", {3: 1.0}, where={"generated": "all"}))
     )
-    different = [SaeSet("d", {3: 1.0}), SaeSet("d", {3: 1.0, 4: 2.5}), SaeSet("d", {3: 1.0, 4: 2.0}, kind="additive"),
-                 SaeSet("d", {3: 1.0, 4: 2.0}, only_if_active=True), SaeSet("r", {3: 1.0, 4: 2.0}),
-                 SaeSet("d", {3: 1.0, 4: 2.0}, where={"prompt": [1]}), SaeReconstruct("f", {3: 1.0, 4: 2.0}),
-                 SaeReconstruct("f", {3: 1.0, 4: 2.0}, error="keep"), SaeSet("s", {3: 1.0}),
-                 SaeSet("s", {3: 1.0}, streams=[1]),
-                 SaeSet("s", {3: 1.0}, path="read")]  # fmt: skip
+    different = [
+        SaeSet("d", {3: 1.0}),
+        SaeSet("d", {3: 1.0, 4: 2.5}),
+        SaeSet("d", {3: 1.0, 4: 2.0}, kind="additive"),
+        SaeSet("d", {3: 1.0, 4: 2.0}, only_if_active=True),
+        SaeSet("r", {3: 1.0, 4: 2.0}),
+        SaeSet("d", {3: 1.0, 4: 2.0}, where={"prompt": [1]}),
+        SaeReconstruct("f", {3: 1.0, 4: 2.0}),
+        SaeReconstruct("f", {3: 1.0, 4: 2.0}, error="keep"),
+        SaeSet("s", {3: 1.0}),
+        SaeSet("s", {3: 1.0}, streams=[1]),
+        SaeSet("s", {3: 1.0}, path="read"),
+    ]
     assert len({plain, *map(content, different)}) == len(different) + 1
 
 
@@ -251,7 +267,9 @@ def test_no_row_leaks_whatever_order_requests_come_and_go_in(moves):
     """Six requests with contents that partly agree, in a pool that holds three rows."""
     made = registry(rows=3)
     made.attach("d", sae())
-    edits = [SaeSet("d", {number % 4: 1.0}, phase=("both", "prefill", "decode")[number % 3]) for number in range(6)]
+    edits = [
+        SaeSet("d", {number % 4: 1.0}, phase=("both", "prefill", "decode")[number % 3]) for number in range(6)
+    ]
     found = [edit.resolve(made, [1, 2], 3) for edit in edits]
     holdings = [made.holding([one.module], {"delta": one.rows()}, one.writes()) for one in found]
     for number, _, take in moves:
@@ -399,7 +417,10 @@ def test_features_of_streams_say_which_stream(engine):
         found = engine.features(PROMPT, "m", k=3, at=("mhc_streams_pre_attn", 2))
     for token, hits in enumerate(found):
         assert hits == sorted(hits, key=lambda hit: -hit.activation)
-        assert all(float(f[token, hit.stream, hit.feature]) == pytest.approx(hit.activation, abs=1e-4) for hit in hits)
+        assert all(
+            float(f[token, hit.stream, hit.feature]) == pytest.approx(hit.activation, abs=1e-4)
+            for hit in hits
+        )
         assert hits[0].activation == pytest.approx(float(f[token].max()), abs=1e-4)
 
 
@@ -410,4 +431,7 @@ def test_a_module_from_files(engine, tmp_path):
     assert "m" not in engine.saes.registry
     save_manifest([at_64(4), at_64(5, layer=3)], tmp_path / "module", clampable=[2, 7])
     with engine.attach("m", tmp_path / "module") as attachment:
-        assert attachment.module.features == {2, 7} and list(attachment.module.saes) == [("mlp_out", 2), ("mlp_out", 3)]
+        assert attachment.module.features == {2, 7} and list(attachment.module.saes) == [
+            ("mlp_out", 2),
+            ("mlp_out", 3),
+        ]

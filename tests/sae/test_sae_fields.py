@@ -51,7 +51,10 @@ def test_clamp_specs_are_the_edits_python_makes():
 
 
 def test_reconstruction_specs_may_have_no_clamps():
-    specs = [{"module_name": "gg_full", "phase": "both", "clamps": {}}, {"module_name": "g", "error_term": "keep"}]
+    specs = [
+        {"module_name": "gg_full", "phase": "both", "clamps": {}},
+        {"module_name": "g", "error_term": "keep"},
+    ]
     assert parse_reconstruction_specs(specs) == [SaeReconstruct("gg_full"), SaeReconstruct("g", error="keep")]
 
 
@@ -91,24 +94,33 @@ def test_the_tier_of_every_request_comes_by_phase():
 amounts = st.floats(-1e6, 1e6, allow_nan=False) | st.builds(XMax, st.floats(-9, 9, allow_nan=False))
 above = amounts.map(lambda amount: amount if isinstance(amount, XMax) else abs(amount) + 1)
 clamps = st.one_of(
-    st.fixed_dictionaries({"kind": st.sampled_from(["absolute", "additive"]), "value": amounts,
-                           "only_if_active": st.booleans()}),
+    st.fixed_dictionaries(
+        {"kind": st.sampled_from(["absolute", "additive"]), "value": amounts, "only_if_active": st.booleans()}
+    ),
     st.fixed_dictionaries({"kind": st.just("multiply"), "value": st.floats(-9, 9)}),
     st.fixed_dictionaries({"kind": st.sampled_from(["min", "max"]), "value": amounts}),
-    st.fixed_dictionaries({"kind": st.just("bound"),
-                           "value": st.fixed_dictionaries({"min": st.just(0.5), "max": above})}),
-)  # fmt: skip
+    st.fixed_dictionaries(
+        {"kind": st.just("bound"), "value": st.fixed_dictionaries({"min": st.just(0.5), "max": above})}
+    ),
+)
 names = st.integers(0, 2**31) | st.text(min_size=1).filter(lambda text: not text.isdecimal())
 values = st.dictionaries(names, clamps, min_size=1, max_size=4)
 sites = st.tuples(st.sampled_from(["mlp_out", "mhc_streams_final"]), st.integers(0, 60))
 common = {
-    "phase": st.sampled_from(["both", "prefill", "decode"]), "path": st.sampled_from(["both", "read", "carry"]),
+    "phase": st.sampled_from(["both", "prefill", "decode"]),
+    "path": st.sampled_from(["both", "read", "carry"]),
     "where": st.sampled_from([None, "all_prompt", {"generated": {"window": [1, 4]}}, [0, 3]]),
     "streams": st.none() | st.lists(st.integers(0, 3), min_size=1),
-}  # fmt: skip
-edits = st.builds(SaeSet, st.just("gg"), values | st.dictionaries(sites, values, min_size=1, max_size=2), **common) | (
+}
+edits = st.builds(
+    SaeSet, st.just("gg"), values | st.dictionaries(sites, values, min_size=1, max_size=2), **common
+) | (
     st.builds(
-        SaeReconstruct, st.text(min_size=1), st.just({}) | values, error=st.sampled_from(["drop", "keep"]), **common
+        SaeReconstruct,
+        st.text(min_size=1),
+        st.just({}) | values,
+        error=st.sampled_from(["drop", "keep"]),
+        **common,
     )
 )
 
@@ -158,7 +170,7 @@ BAD_SPECS = [
     (lambda: changed(lambda s, e: e.update(only_if_active="yes")), "only_if_active is 'yes'"),
     (lambda: changed(lambda s, e: e.update(mode=1)), "unknown key 'mode'"),
     (lambda: changed(lambda s, e: s.update(where={"prompt": "some"})), r"sae_clamp_specs\[0\]\.where"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("make", "said"), BAD_SPECS, ids=[said[:40] for _, said in BAD_SPECS])

@@ -58,12 +58,23 @@ def host_of_width(sae, width):
 
 def use_of(host, sae, clamps, mode="delta", streams=None):
     said = [
-        parse_clamp(i, {"min": v[0], "max": v[1]} if kind == "bound" and None not in v else
-                    {"max": v[1]} if kind == "bound" else v, kind, gate, "")
+        parse_clamp(
+            i,
+            {"min": v[0], "max": v[1]}
+            if kind == "bound" and None not in v
+            else {"max": v[1]}
+            if kind == "bound"
+            else v,
+            kind,
+            gate,
+            "",
+        )
         for i, (kind, v, gate) in clamps.items()
-    ]  # fmt: skip
+    ]
     op = "delta" if mode == "delta" else "full"
-    return SaeUse(host, resolve_clamps(said, sae, None), op, "both", "drop" if mode == "drop" else "keep", streams)
+    return SaeUse(
+        host, resolve_clamps(said, sae, None), op, "both", "drop" if mode == "drop" else "keep", streams
+    )
 
 
 def expected_of(sae, x, rows, clamps, mode, around, streams=None):
@@ -135,7 +146,11 @@ def test_t_sae_5_keeping_the_error_is_the_identity_without_clamps_and_the_delta_
     assert torch.allclose(plain(sae, x, use_of(host, sae, {}).row, "keep"), x, atol=1e-5)
 
 
-SPREADS = [(view, spread) for view in VIEWS for spread in (("read", "post", "uniform") if view == "read" else (None,))]
+SPREADS = [
+    (view, spread)
+    for view in VIEWS
+    for spread in (("read", "post", "uniform") if view == "read" else (None,))
+]
 
 
 @pytest.mark.parametrize("mode", ["delta", "keep", "drop"])
@@ -185,7 +200,8 @@ def test_uses_of_one_step_run_together_and_do_not_mix(family):
         features = torch.randperm(F, generator=g)[:3].tolist()
         kinds = [("absolute", "additive", "multiply")[(number + i) % 3] for i in range(3)]
         clamps = {
-            feature: (kind, float(i + 1), number % 2 == 0) for i, (feature, kind) in enumerate(zip(features, kinds))
+            feature: (kind, float(i + 1), number % 2 == 0)
+            for i, (feature, kind) in enumerate(zip(features, kinds))
         }
         uses.append((use_of(host, sae, clamps), [number, number + 20]))
     together = host.run(x, uses, around)
@@ -215,7 +231,9 @@ def test_clamps_that_only_add_encode_nothing():
     host = host_of(sae)
     object.__setattr__(host.held, "encoder", None)  # whoever touched it would fail
     out = host.run(
-        x, [(use_of(host, sae, {2: ("additive", 3.0, False), 9: ("additive", -1.0, False)}), [1])], around_of(4)
+        x,
+        [(use_of(host, sae, {2: ("additive", 3.0, False), 9: ("additive", -1.0, False)}), [1])],
+        around_of(4),
     )
     assert torch.allclose(out[1], x[1] + 3 * sae.decoder[2] - sae.decoder[9], atol=1e-5)
 
@@ -321,7 +339,10 @@ def test_t_sae_6_the_order_of_operations_cannot_be_swapped():
     x, g = rows_of(3, "single"), torch.Generator().manual_seed(8)
     vectors = [torch.randn(D, generator=g) for _ in range(3)]
     unit = vectors[2] / vectors[2].norm()
-    use = {"delta": use_of(delta_host, delta_sae, CLAMPS), "full": use_of(full_host, full_sae, CLAMPS, "drop")}
+    use = {
+        "delta": use_of(delta_host, delta_sae, CLAMPS),
+        "full": use_of(full_host, full_sae, CLAMPS, "drop"),
+    }
     steps = {
         "patch": lambda r: r + 0.5 * (vectors[0] - r),
         "add": lambda r: r + 3 * vectors[1],
@@ -330,9 +351,12 @@ def test_t_sae_6_the_order_of_operations_cannot_be_swapped():
         "clamp": lambda r: r + (min(max(float(r @ unit), 0.1), 0.2) - float(r @ unit)) * unit,
     }
     edits = [
-        (SiteEdit("clamp", unit, low=0.1, high=0.2), [1]), (use["full"], [1]), (SiteEdit("add", vectors[1], 3.0), [1]),
-        (use["delta"], [1]), (SiteEdit("patch", vectors[0], 0.5), [1]),
-    ]  # fmt: skip
+        (SiteEdit("clamp", unit, low=0.1, high=0.2), [1]),
+        (use["full"], [1]),
+        (SiteEdit("add", vectors[1], 3.0), [1]),
+        (use["delta"], [1]),
+        (SiteEdit("patch", vectors[0], 0.5), [1]),
+    ]
     out = apply(x, edits, around_of(3))
 
     def spelled(order):
@@ -374,11 +398,16 @@ def test_values_may_be_shares_of_the_largest_activation():
         parse_clamp("9", {"min": {"x_max": 0.1}, "max": {"x_max": 0.2}}, "bound", True, ""),
     ]
     row = resolve_clamps(clamps, sae, None)
-    by_hand = {4: ("absolute", 2 * float(levels[4]), False), 7: ("additive", -0.5 * float(levels[7]), False),
-               9: ("bound", (0.1 * float(levels[9]), 0.2 * float(levels[9])), True)}  # fmt: skip
+    by_hand = {
+        4: ("absolute", 2 * float(levels[4]), False),
+        7: ("additive", -0.5 * float(levels[7]), False),
+        9: ("bound", (0.1 * float(levels[9]), 0.2 * float(levels[9])), True),
+    }
     host, x, around = host_of(sae), rows_of(6, "single"), around_of(6)
     out = host.run(x, [(SaeUse(host, row, "delta"), [0, 1, 2, 3, 4, 5])], around)
-    np.testing.assert_allclose(out.numpy(), expected_of(sae, x, range(6), by_hand, "delta", around), atol=5e-5)
+    np.testing.assert_allclose(
+        out.numpy(), expected_of(sae, x, range(6), by_hand, "delta", around), atol=5e-5
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -13,13 +13,19 @@ from tests.sizes import scaled
 WIDTH = 32
 
 
-def planted(rows: int, directions: torch.Tensor, seed: int, active: int = 2, noise: float = 0.02) -> torch.Tensor:
+def planted(
+    rows: int, directions: torch.Tensor, seed: int, active: int = 2, noise: float = 0.02
+) -> torch.Tensor:
     """Sums of `active` directions at strengths 1 to 2, around a centre of their own."""
     generator = torch.Generator().manual_seed(seed)
     count = len(directions)
     on = torch.rand(rows, count, generator=generator).argsort(1) < active
     strength = 1 + torch.rand(rows, count, generator=generator)
-    return 3.0 + (on * strength) @ directions + noise * torch.randn(rows, directions.shape[1], generator=generator)
+    return (
+        3.0
+        + (on * strength) @ directions
+        + noise * torch.randn(rows, directions.shape[1], generator=generator)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +40,11 @@ def reference_gradients(trainer: Trainer, rows: torch.Tensor, auxiliary: bool) -
     x = (rows - trainer.centre) * trainer.factor
     z = x @ w["encoder"].T + w["encoder_bias"]
     k, dead = trainer.options.k, trainer.dead
-    least = z.topk(k, 1).values[:, -1:] if trainer.options.kind == "topk" else z.flatten().topk(k * len(z)).values[-1]
+    least = (
+        z.topk(k, 1).values[:, -1:]
+        if trainer.options.kind == "topk"
+        else z.flatten().topk(k * len(z)).values[-1]
+    )
     left = x - torch.where((z >= least) & (z > 0), z, 0.0) @ w["decoder"] - w["decoder_bias"]
     loss = left.pow(2).mean()
     if auxiliary:
@@ -42,7 +52,9 @@ def reference_gradients(trainer: Trainer, rows: torch.Tensor, auxiliary: bool) -
         lowest = ranked.topk(min(int(dead.sum()), x.shape[1] // 2), 1).values[:, -1:]
         some = torch.where((ranked >= lowest) & dead & (z > 0), z, 0.0)
         rest = left.detach()
-        loss = loss + trainer.options.aux_weight * (rest - some @ w["decoder"]).pow(2).sum() / rest.pow(2).sum()
+        loss = (
+            loss + trainer.options.aux_weight * (rest - some @ w["decoder"]).pow(2).sum() / rest.pow(2).sum()
+        )
     return dict(zip(w, torch.autograd.grad(loss, list(w.values()))))
 
 
@@ -135,7 +147,11 @@ def test_rows_that_cannot_be_learnt_from_are_refused(directions):
     trainer = Trainer(TrainOptions(8, k=2), good)
     bad = good.clone()
     bad[3, 1] = float("inf")
-    for rows, words in ((bad, "not finite"), (good[:, :5], "have 5 numbers, the dictionary 32"), (good[0], "rows are")):
+    for rows, words in (
+        (bad, "not finite"),
+        (good[:, :5], "have 5 numbers, the dictionary 32"),
+        (good[0], "rows are"),
+    ):
         with pytest.raises(SaeError, match=words):
             trainer.step(rows)
     with pytest.raises(SaeError, match="the same"):
@@ -154,7 +170,9 @@ def test_quality_is_the_definition(directions):
     features = torch.cat([measure.add(part) for part in rows.split(64)])
     found, exact = measure.quality(), rows.double()
     left = (exact - sae.reconstruct(rows).double()).pow(2).sum()
-    assert found.explained_variance == pytest.approx(1 - (left / (exact - exact.mean(0)).pow(2).sum()).item(), abs=1e-6)
+    assert found.explained_variance == pytest.approx(
+        1 - (left / (exact - exact.mean(0)).pow(2).sum()).item(), abs=1e-6
+    )
     assert found.l0 == pytest.approx((features != 0).float().sum(1).mean().item())
     assert found.dead_share == pytest.approx((features == 0).all(0).float().mean().item())
     assert torch.allclose(measure.density, (features != 0).float().mean(0)) and found.rows == 300

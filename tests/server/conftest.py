@@ -46,7 +46,9 @@ class Served:
             return client.get(path, headers=headers)
 
     def chat(self, text: str = "Hello.", **more: Any) -> dict[str, Any]:
-        answer = self.post("/v1/chat/completions", {"messages": user(text), "temperature": 0, "max_tokens": 8, **more})
+        answer = self.post(
+            "/v1/chat/completions", {"messages": user(text), "temperature": 0, "max_tokens": 8, **more}
+        )
         assert answer.status_code == 200, answer.text
         return answer.json()
 
@@ -81,9 +83,25 @@ def serving(folder: Path, *flags: str, model: str = "nano", **environment: str) 
     log, root = folder / "log", folder / "captures"
     with log.open("w") as stderr:
         process = subprocess.Popen(
-            [*COMMAND, "serve", "--model", model, "--port", "0", "--capture-root", str(root), "--log", "json", *flags],
-            stdout=subprocess.PIPE, stderr=stderr, text=True, env=clean_environment(**environment), cwd=folder,
-        )  # fmt: skip
+            [
+                *COMMAND,
+                "serve",
+                "--model",
+                model,
+                "--port",
+                "0",
+                "--capture-root",
+                str(root),
+                "--log",
+                "json",
+                *flags,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=clean_environment(**environment),
+            cwd=folder,
+        )
     try:
         assert process.stdout is not None
         url = process.stdout.readline().strip()

@@ -21,19 +21,48 @@ CHAT = "/v1/chat/completions"
 TOOL = {"type": "function", "function": {"name": "f"}}
 PACKED = {"dtype": "float32", "shape": [1, 384], "layer_indices": [2], "data": "AAAAAA==", "scales": [1.0]}
 VALID = {
-    CHAT: {"model": "nano", "messages": [*user("Hi"), {"role": "assistant", "content": "Hello"}, *user("So?")],
-           "max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "n": 1, "seed": 4, "stop": ["x"],
-           "logit_bias": {"5": 1.0}, "logprobs": True, "top_logprobs": 2, "stream": False, "tools": [TOOL],
-           "response_format": {"type": "text"}, "signals": ["head_mix"], "capture_wait": True,
-           "capture": {"memory": {"hooks": {"mlp_out": [1]}, "positions": "last_prompt"}}},
-    "/v1/completions": {"prompt": "Once", "max_tokens": 2, "echo": True, "logprobs": 1, "stop_token_ids": [3],
-                        "steering_vectors": {"mlp_out": PACKED}},
-    "/v1/responses": {"input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
-                      "max_output_tokens": 2, "tools": [{"type": "function", "name": "f", "parameters": {}}],
-                      "text": {"format": {"type": "text"}}},
-    "/v1/messages": {"model": "nano", "max_tokens": 2, "system": "Be.", "thinking": {"type": "disabled"},
-                     "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
-                     "tools": [{"name": "f", "input_schema": {"type": "object"}}], "tool_choice": {"type": "auto"}},
+    CHAT: {
+        "model": "nano",
+        "messages": [*user("Hi"), {"role": "assistant", "content": "Hello"}, *user("So?")],
+        "max_tokens": 2,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "n": 1,
+        "seed": 4,
+        "stop": ["x"],
+        "logit_bias": {"5": 1.0},
+        "logprobs": True,
+        "top_logprobs": 2,
+        "stream": False,
+        "tools": [TOOL],
+        "response_format": {"type": "text"},
+        "signals": ["head_mix"],
+        "capture_wait": True,
+        "capture": {"memory": {"hooks": {"mlp_out": [1]}, "positions": "last_prompt"}},
+    },
+    "/v1/completions": {
+        "prompt": "Once",
+        "max_tokens": 2,
+        "echo": True,
+        "logprobs": 1,
+        "stop_token_ids": [3],
+        "steering_vectors": {"mlp_out": PACKED},
+    },
+    "/v1/responses": {
+        "input": [{"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}],
+        "max_output_tokens": 2,
+        "tools": [{"type": "function", "name": "f", "parameters": {}}],
+        "text": {"format": {"type": "text"}},
+    },
+    "/v1/messages": {
+        "model": "nano",
+        "max_tokens": 2,
+        "system": "Be.",
+        "thinking": {"type": "disabled"},
+        "messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}],
+        "tools": [{"name": "f", "input_schema": {"type": "object"}}],
+        "tool_choice": {"type": "auto"},
+    },
     "/v1/messages/count_tokens": {"messages": user("Hi")},
     "/tokenize": {"prompt": "Hi", "return_token_strs": True},
     "/detokenize": {"tokens": [5, 6]},
@@ -43,12 +72,32 @@ VALID = {
     "/v1/interp/attention": {"prompt": "Hi", "position": 0},
     "/v1/interp/features": {"prompt": "Hi", "sae": "none"},
     "/v1/steering/modules/register": {"name": "a", "vector": [1.0, 2.0], "replace": True},
-    "/v1/steering/set": {"interventions": [{"op": "add", "at": {"hook": "no", "layers": [1]}, "vector": [1.0]}]},
+    "/v1/steering/set": {
+        "interventions": [{"op": "add", "at": {"hook": "no", "layers": [1]}, "vector": [1.0]}]
+    },
     "/v1/steering/sae/set": {"prefill_specs": [{"module_name": "none", "clamps": {}}]},
     "/v1/requests/none/cancel": {},
-}  # fmt: skip
-JUNK = [None, True, -1, 0, 2**70, 1e308, -0.5, "", "x", "\u0000", "../..", [], {}, [[]], [None], {"a": {}}, "A" * 3000,
-        [1] * 500]  # fmt: skip
+}
+JUNK = [
+    None,
+    True,
+    -1,
+    0,
+    2**70,
+    1e308,
+    -0.5,
+    "",
+    "x",
+    "\u0000",
+    "../..",
+    [],
+    {},
+    [[]],
+    [None],
+    {"a": {}},
+    "A" * 3000,
+    [1] * 500,
+]
 
 
 def is_ours(answer: httpx2.Response, path: str) -> bool:
@@ -110,19 +159,32 @@ def test_r1_mutated_bodies_never_break_the_server(served):
 
 BASE = b'{"messages":[{"role":"user","content":"Hi"}],"max_tokens":1,"temperature":%b}'
 HOSTILE = {
-    "NaN": BASE % b"NaN", "infinity": BASE % b"Infinity", "minus infinity": BASE % b"-Infinity",
-    "1e999": BASE % b"1e999", "digits": BASE % (b"1" * 10_000), "hex": BASE % b"0x1",
+    "NaN": BASE % b"NaN",
+    "infinity": BASE % b"Infinity",
+    "minus infinity": BASE % b"-Infinity",
+    "1e999": BASE % b"1e999",
+    "digits": BASE % (b"1" * 10_000),
+    "hex": BASE % b"0x1",
     "surrogate": BASE.replace(b"Hi", rb"\ud800") % b"1",
-    "utf-16": (BASE % b"1").decode().encode("utf-16"), "bom": b"\xef\xbb\xbf" + BASE % b"1",
-    "latin": BASE.replace(b"Hi", b"\xff\xfe") % b"1", "control": BASE.replace(b"Hi", b"\x01") % b"1",
+    "utf-16": (BASE % b"1").decode().encode("utf-16"),
+    "bom": b"\xef\xbb\xbf" + BASE % b"1",
+    "latin": BASE.replace(b"Hi", b"\xff\xfe") % b"1",
+    "control": BASE.replace(b"Hi", b"\x01") % b"1",
     "twice": b'{"max_tokens":1,"max_tokens":2,"messages":[{"role":"user","content":"a"}]}',
     "twice inside": b'{"messages":[{"role":"user","content":"a"}],"capture":{"memory":{"tag":"a","tag":"b"}}}',
-    "deep list": b'{"messages":' + b"[" * 65 + b"]" * 65 + b"}", "very deep": b"[" * 100_000,
-    "very deep objects": b'{"a":' * 100_000, "empty": b"", "null": b"null", "text": b'"a"', "list": b"[]",
-    "comment": b'{"messages":[] /* a */}', "comma": b'{"messages":[],}', "single quotes": b"{'messages':[]}",
+    "deep list": b'{"messages":' + b"[" * 65 + b"]" * 65 + b"}",
+    "very deep": b"[" * 100_000,
+    "very deep objects": b'{"a":' * 100_000,
+    "empty": b"",
+    "null": b"null",
+    "text": b'"a"',
+    "list": b"[]",
+    "comment": b'{"messages":[] /* a */}',
+    "comma": b'{"messages":[],}',
+    "single quotes": b"{'messages':[]}",
     "extra body twice": b'{"messages":[{"role":"user","content":"a"}],"n":1,"extra_body":{"n":2}}',
     "many keys": b"{" + b",".join(b'"k%d":1' % i for i in range(100_000)) + b"}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", HOSTILE)
@@ -134,7 +196,9 @@ def test_r3_hostile_json_is_refused(served, name):
 def test_r3_bodies_beyond_the_limit(served):
     answer = served.post(CHAT, b'{"messages":"' + b"a" * (5 << 20) + b'"}')
     assert answer.status_code == 413 and is_ours(answer, CHAT)
-    assert served.post(CHAT, {"messages": user("\u0000")}, **{"content-type": "text/plain"}).status_code == 415
+    assert (
+        served.post(CHAT, {"messages": user("\u0000")}, **{"content-type": "text/plain"}).status_code == 415
+    )
 
 
 def nested(depth: int) -> dict:
@@ -149,41 +213,64 @@ def form(schema: dict) -> dict:
 
 
 FAN_OUT = {
-    "n": {"n": 1000}, "n of 64": {"n": 64}, "top_logprobs": {"logprobs": True, "top_logprobs": 10**6},
-    "stops": {"stop": ["a"] * 5}, "long stop": {"stop": ["a" * 65]}, "stop ids": {"stop_token_ids": [1] * 65},
-    "biases": {"logit_bias": {str(i): 1 for i in range(301)}}, "tools": {"tools": [TOOL] * 129},
+    "n": {"n": 1000},
+    "n of 64": {"n": 64},
+    "top_logprobs": {"logprobs": True, "top_logprobs": 10**6},
+    "stops": {"stop": ["a"] * 5},
+    "long stop": {"stop": ["a" * 65]},
+    "stop ids": {"stop_token_ids": [1] * 65},
+    "biases": {"logit_bias": {str(i): 1 for i in range(301)}},
+    "tools": {"tools": [TOOL] * 129},
     "tool name": {"tools": [{"type": "function", "function": {"name": "a b\n"}}]},
-    "best_of": {"best_of": 1000}, "max_tokens": {"max_tokens": 10**9},
-    "interventions": {"interventions": [{"op": "add"}] * 65}, "signals": {"signals": ["res_mix"] * 33},
-    "schema": form({"enum": ["a" * 70_000]}), "nested schema": form(nested(12)),
+    "best_of": {"best_of": 1000},
+    "max_tokens": {"max_tokens": 10**9},
+    "interventions": {"interventions": [{"op": "add"}] * 65},
+    "signals": {"signals": ["res_mix"] * 33},
+    "schema": form({"enum": ["a" * 70_000]}),
+    "nested schema": form(nested(12)),
     "cyclic schema": form({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}),
     "remote schema": form({"$ref": "http://127.0.0.1:1/s.json"}),
     "regex bomb": form({"type": "string", "pattern": "^((a{1,99}){1,99}b){1,99}(c|d{5,900}){9,900}$"}),
-    "no schema": {"response_format": {"type": "json_schema"}}, "audio": {"audio": {"voice": "x"}},
-    "template": {"chat_template": "{{ 7*7 }}"}, "modalities": {"modalities": ["audio"]},
+    "no schema": {"response_format": {"type": "json_schema"}},
+    "audio": {"audio": {"voice": "x"}},
+    "template": {"chat_template": "{{ 7*7 }}"},
+    "modalities": {"modalities": ["audio"]},
     "forced without tools": {"tool_choice": "required"},
     "forced other": {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FAN_OUT)
 def test_r5_fan_out_is_refused_at_once(served, name):
     answer = served.post(CHAT, {"messages": user("Hi"), **FAN_OUT[name]})
     if name == "regex bomb" and answer.status_code == 200:
-        assert "too complex" in answer.json()["warnings"][0]  # it blew up on the way: the answer was cut, and says so
+        assert (
+            "too complex" in answer.json()["warnings"][0]
+        )  # it blew up on the way: the answer was cut, and says so
     else:
         assert answer.status_code == 400 and is_ours(answer, CHAT), answer.text
 
 
-MARKERS = ["<｜User｜>", "<｜Assistant｜>", "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<think>", "</think>",
-           "｜DSML｜", "<｜DSML｜tool_calls>"]  # fmt: skip
+MARKERS = [
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<｜begin▁of▁sentence｜>",
+    "<｜end▁of▁sentence｜>",
+    "<think>",
+    "</think>",
+    "｜DSML｜",
+    "<｜DSML｜tool_calls>",
+]
 
 
 def test_r6_special_text_stays_text(served):
     known = served.post("/tokenize", {"messages": user("x")}).json()["tokens"]
     special = {token for token in known if token >= 4000 or token < 3}
     for marker in MARKERS:
-        for body in ({"prompt": f"a {marker} b", "add_special_tokens": False}, {"messages": user(f"a {marker} b")}):
+        for body in (
+            {"prompt": f"a {marker} b", "add_special_tokens": False},
+            {"messages": user(f"a {marker} b")},
+        ):
             ids = served.post("/tokenize", body).json()["tokens"]
             extra = [token for token in ids if token in special] if "prompt" in body else []
             assert not extra and len(ids) > 4
@@ -195,33 +282,51 @@ def test_r6_special_text_stays_text(served):
 def test_r6_prompts_of_death(served):
     limit = served.get("/v1/models/nano").json()["max_model_len"]
     deadly = [
-        ("/v1/completions", {"prompt": ""}, 400), ("/v1/completions", {"prompt": []}, 400),
-        ("/v1/completions", {"prompt": [4096]}, 400), ("/v1/completions", {"prompt": [-1]}, 400),
-        ("/v1/completions", {"prompt": [True]}, 400), ("/v1/completions", {"prompt": [0, 0, 1, 1]}, 200),
+        ("/v1/completions", {"prompt": ""}, 400),
+        ("/v1/completions", {"prompt": []}, 400),
+        ("/v1/completions", {"prompt": [4096]}, 400),
+        ("/v1/completions", {"prompt": [-1]}, 400),
+        ("/v1/completions", {"prompt": [True]}, 400),
+        ("/v1/completions", {"prompt": [0, 0, 1, 1]}, 200),
         ("/v1/completions", {"prompt": [5] * (limit - 1), "max_tokens": 1}, 200),
         ("/v1/completions", {"prompt": [5] * limit, "max_tokens": 1}, 400),
         ("/v1/completions", {"prompt": [5] * (limit - 1), "max_tokens": 2}, 400),
         ("/v1/completions", {"prompt": "a" * 10**6, "max_tokens": 1}, 400),
-        (CHAT, {"messages": []}, 400), (CHAT, {"messages": user("")}, 200),
+        (CHAT, {"messages": []}, 400),
+        (CHAT, {"messages": user("")}, 200),
         (CHAT, {"messages": user(" \n\u200b\u202e")}, 200),
         (CHAT, {"messages": [{"role": "tool", "content": "x", "tool_call_id": "none"}]}, 200),
         (CHAT, {"messages": [{"role": "assistant", "content": "a"}]}, 200),
         (CHAT, {"messages": [{"role": "king", "content": "a"}]}, 400),
         (CHAT, {"messages": [{"role": "system", "content": "a"}, {"role": "system", "content": "b"}]}, 200),
         (CHAT, {"messages": [{"role": "developer", "content": "a"}, *user("b")]}, 200),
-        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, 400),
-        (CHAT, {"messages": [{"role": "user"}]}, 400), (CHAT, {"messages": [{"content": "a"}]}, 400),
-    ]  # fmt: skip
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+        ),
+        (CHAT, {"messages": [{"role": "user"}]}, 400),
+        (CHAT, {"messages": [{"content": "a"}]}, 400),
+    ]
     for path, body, expected in deadly:
         answer = served.post(path, {"max_tokens": 1, **body})
         assert answer.status_code == expected, (body if len(str(body)) < 300 else path, answer.text[:300])
         assert expected == 200 or is_ours(answer, path)
 
 
-TEMPLATES = ["{{ 7*7 }}", "{% for x in ().__class__.__base__.__subclasses__() %}{{x}}{% endfor %}", "${7*7}",
-             "#{7*7}", "<%= 7*7 %>", "{{ cycler.__init__.__globals__.os.popen('touch canary').read() }}",
-             "__import__('os').system('touch canary')", "$(touch canary)", "`touch canary`", "%s%s%n",
-             "{0.__class__}"]  # fmt: skip
+TEMPLATES = [
+    "{{ 7*7 }}",
+    "{% for x in ().__class__.__base__.__subclasses__() %}{{x}}{% endfor %}",
+    "${7*7}",
+    "#{7*7}",
+    "<%= 7*7 %>",
+    "{{ cycler.__init__.__globals__.os.popen('touch canary').read() }}",
+    "__import__('os').system('touch canary')",
+    "$(touch canary)",
+    "`touch canary`",
+    "%s%s%n",
+    "{0.__class__}",
+]
 
 
 def test_r7_templates_are_text(served):
@@ -242,8 +347,23 @@ def test_r7_templates_are_text(served):
     assert not list(served.log.parent.rglob("canary")) and not Path("canary").exists()
 
 
-TRICKS = ["..", "../../etc/passwd", "%2e%2e%2f", "/etc/passwd", "a\u0000b", "CON", "a" * 4096, ".", "", "․․/", "~root",
-          "a/../../b", "\\\\host\\share", "$HOME", "\u202e"]  # fmt: skip
+TRICKS = [
+    "..",
+    "../../etc/passwd",
+    "%2e%2e%2f",
+    "/etc/passwd",
+    "a\u0000b",
+    "CON",
+    "a" * 4096,
+    ".",
+    "",
+    "․․/",
+    "~root",
+    "a/../../b",
+    "\\\\host\\share",
+    "$HOME",
+    "\u202e",
+]
 
 
 def outside(served) -> list[Path]:
@@ -264,11 +384,18 @@ def test_r8_names_never_become_paths(served):
             answer = served.post(
                 CHAT, {"messages": user("a"), "max_tokens": 1, "capture": capture, "capture_wait": True}
             )
-            assert answer.status_code == 200 or (answer.status_code == 400 and is_ours(answer, CHAT)), answer.text
+            assert answer.status_code == 200 or (answer.status_code == 400 and is_ours(answer, CHAT)), (
+                answer.text
+            )
         assert served.post("/v1/steering/modules/register", {"name": name, "vector": "x"}).status_code == 400
         assert served.post(CHAT, {"model": name or "x", "messages": user("a")}).status_code in (400, 404)
         quoted = urllib.parse.quote(name, safe="").replace(".", "%2e")  # or the client would resolve it
-        for path in ("/v1/interp/captures/{}/data", "/v1/interp/captures/{}/slice", "/assets/{}", "/v1/models/x{}"):
+        for path in (
+            "/v1/interp/captures/{}/data",
+            "/v1/interp/captures/{}/slice",
+            "/assets/{}",
+            "/v1/models/x{}",
+        ):
             with served.http as client:
                 assert client.get(path.format(quoted)).status_code in (400, 404, 405), path.format(quoted)
     assert outside(served) == before
@@ -283,13 +410,16 @@ def test_r9_no_url_is_ever_opened(served):
         url = f"http://127.0.0.1:{trap.getsockname()[1]}/x"
         for body in (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]},
-            {"messages": user(url), "interventions": [{"op": "add", "at": {"hook": "mlp_out"}, "vector": url}]},
+            {
+                "messages": user(url),
+                "interventions": [{"op": "add", "at": {"hook": "mlp_out"}, "vector": url}],
+            },
             {"messages": user(url), "steering_name": url},
             {"messages": user(url), "user": url, "metadata": {"url": url}},
             {"messages": user("a"), **form({"$ref": url})},
             {"messages": user("a"), "tools": [{"type": "mcp", "server_url": url}]},
             {"messages": user("a"), "steering_vectors": {"mlp_out": {**PACKED, "data": url}}},
-        ):  # fmt: skip
+        ):
             assert served.post(CHAT, {"max_tokens": 1, **body}).status_code in (200, 400)
         served.post("/v1/steering/modules/register", {"name": "u", "vector": url})
         with pytest.raises(TimeoutError):

@@ -25,14 +25,18 @@ def test_an_answer_is_the_one_python_gives(served, engine):
     assert body["choices"][0]["finish_reason"] == mine.finish_reason
     assert body["usage"]["prompt_tokens"] == len(mine.prompt_token_ids)
     assert body["usage"]["completion_tokens"] == len(mine.token_ids)
-    assert body["object"] == "chat.completion" and body["model"] == "nano" and body["timings"]["decode_ms"] > 0
+    assert (
+        body["object"] == "chat.completion" and body["model"] == "nano" and body["timings"]["decode_ms"] > 0
+    )
 
 
 def test_a_stream_follows_the_rules_and_joins_to_the_answer(served):
     whole = served.chat(**ASK | {"text": "Hello, who are you?"} | {"messages": ASK["messages"]})
     chunks = served.events("/v1/chat/completions", {**ASK, "stream_options": {"include_usage": True}})
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
-    assert deltas[0] == {"role": "assistant", "content": ""} and all("role" not in delta for delta in deltas[1:])
+    assert deltas[0] == {"role": "assistant", "content": ""} and all(
+        "role" not in delta for delta in deltas[1:]
+    )
     assert "".join(delta.get("content", "") for delta in deltas) == whole["choices"][0]["message"]["content"]
     reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks if chunk["choices"]]
     assert reasons[:-1] == [None] * (len(reasons) - 1) and reasons[-1] == whole["choices"][0]["finish_reason"]

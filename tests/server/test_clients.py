@@ -29,7 +29,10 @@ WEATHER = {
 TOOLS = [{"type": "function", "function": WEATHER}]
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 8}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
     "required": ["name", "age"],
     "additionalProperties": False,
 }
@@ -83,8 +86,14 @@ def test_openai_n_seed_stop_and_logprobs(client):
 
 @pytest.mark.parametrize("streamed", [False, True])
 def test_openai_tool_round_trip(client, streamed):
-    ask = {**ASK, "messages": user("What is the weather?"), "tools": TOOLS, "tool_choice": "required",
-           "parallel_tool_calls": False, "max_tokens": 200}  # fmt: skip
+    ask = {
+        **ASK,
+        "messages": user("What is the weather?"),
+        "tools": TOOLS,
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+    }
     if streamed:
         with client.chat.completions.stream(**ask) as stream:
             message = stream.get_final_completion().choices[0]
@@ -94,10 +103,19 @@ def test_openai_tool_round_trip(client, streamed):
     (call,) = message.message.tool_calls
     arguments = json.loads(call.function.arguments)
     assert call.function.name == "get_weather" and arguments["unit"] in "CF" and 1 <= arguments["days"] <= 9
-    said = {"id": call.id, "type": "function", "function": call.function.model_dump(include={"name", "arguments"})}
-    back = [*ask["messages"], {"role": "assistant", "content": None, "tool_calls": [said]},
-            {"role": "tool", "tool_call_id": call.id, "content": "sunny"}]  # fmt: skip
-    closed = client.chat.completions.create(**{**ask, "messages": back, "tool_choice": "auto", "max_tokens": 8})
+    said = {
+        "id": call.id,
+        "type": "function",
+        "function": call.function.model_dump(include={"name", "arguments"}),
+    }
+    back = [
+        *ask["messages"],
+        {"role": "assistant", "content": None, "tool_calls": [said]},
+        {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
+    ]
+    closed = client.chat.completions.create(
+        **{**ask, "messages": back, "tool_choice": "auto", "max_tokens": 8}
+    )
     assert closed.choices[0].finish_reason in ("stop", "length") and "DSML" not in (
         closed.choices[0].message.content or ""
     )
@@ -124,8 +142,11 @@ def test_openai_reasoning_comes_apart(client):
     chunks = list(
         client.chat.completions.create(**{**ASK, "reasoning_effort": "medium", "max_tokens": 20}, stream=True)
     )
-    told = "".join(chunk.choices[0].delta.reasoning_content or "" for chunk in chunks if chunk.choices
-                   and hasattr(chunk.choices[0].delta, "reasoning_content"))  # fmt: skip
+    told = "".join(
+        chunk.choices[0].delta.reasoning_content or ""
+        for chunk in chunks
+        if chunk.choices and hasattr(chunk.choices[0].delta, "reasoning_content")
+    )
     assert told == message.reasoning
 
 
@@ -133,11 +154,17 @@ def test_openai_completions_and_models(client):
     found = client.completions.create(
         model="nano", prompt=["Once upon", "The fox"], max_tokens=5, temperature=0, logprobs=1, echo=True
     )
-    assert [choice.index for choice in found.choices] == [0, 1] and found.choices[0].text.startswith("Once upon")
+    assert [choice.index for choice in found.choices] == [0, 1] and found.choices[0].text.startswith(
+        "Once upon"
+    )
     assert found.choices[0].logprobs.token_logprobs[0] is None and len(found.choices[0].logprobs.tokens) > 5
-    pieces = client.completions.create(model="nano", prompt="Once upon", max_tokens=5, temperature=0, stream=True)
+    pieces = client.completions.create(
+        model="nano", prompt="Once upon", max_tokens=5, temperature=0, stream=True
+    )
     assert "Once upon" + "".join(p.choices[0].text for p in pieces if p.choices) == found.choices[0].text
-    assert [model.id for model in client.models.list()] == ["nano"] and client.models.retrieve("nano").max_model_len > 0
+    assert [model.id for model in client.models.list()] == ["nano"] and client.models.retrieve(
+        "nano"
+    ).max_model_len > 0
 
 
 def test_openai_errors(client):
@@ -156,7 +183,9 @@ def test_openai_errors(client):
 
 
 def test_openai_responses(client):
-    whole = client.responses.create(model="nano", input="Hello, who are you?", temperature=0, max_output_tokens=30)
+    whole = client.responses.create(
+        model="nano", input="Hello, who are you?", temperature=0, max_output_tokens=30
+    )
     assert whole.status == "completed" and whole.output_text and whole.usage.output_tokens > 0
     with client.responses.stream(
         model="nano", input="Hello, who are you?", temperature=0, max_output_tokens=30
@@ -164,19 +193,31 @@ def test_openai_responses(client):
         kinds = [event.type for event in stream]
         final = stream.get_final_response()
     assert (
-        final.output_text == whole.output_text and kinds[0] == "response.created" and kinds[-1] == "response.completed"
+        final.output_text == whole.output_text
+        and kinds[0] == "response.created"
+        and kinds[-1] == "response.completed"
     )
     forced = {"type": "function", "name": WEATHER["name"]}
     called = client.responses.create(
-        model="nano", input="Weather?", tools=[{"type": "function", **WEATHER}], tool_choice=forced, temperature=0
+        model="nano",
+        input="Weather?",
+        tools=[{"type": "function", **WEATHER}],
+        tool_choice=forced,
+        temperature=0,
     )
     (call,) = called.output
     assert call.type == "function_call" and set(json.loads(call.arguments)) == {"city", "unit", "days"}
     after = client.responses.create(
-        model="nano", temperature=0, max_output_tokens=8, instructions="Be brief.",
-        input=[{"role": "user", "content": "Weather?"}, call.model_dump(),
-               {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}],
-    )  # fmt: skip
+        model="nano",
+        temperature=0,
+        max_output_tokens=8,
+        instructions="Be brief.",
+        input=[
+            {"role": "user", "content": "Weather?"},
+            call.model_dump(),
+            {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"},
+        ],
+    )
     assert after.status in ("completed", "incomplete")
     with pytest.raises(openai.BadRequestError) as caught:
         client.responses.create(model="nano", input="a", previous_response_id="resp_1")
@@ -184,9 +225,16 @@ def test_openai_responses(client):
 
 
 def test_anthropic_whole_and_streamed(claude):
-    ask = {"model": "nano", "max_tokens": 30, "extra_body": {"temperature": 0}, "messages": user("Hello, who are you?")}
+    ask = {
+        "model": "nano",
+        "max_tokens": 30,
+        "extra_body": {"temperature": 0},
+        "messages": user("Hello, who are you?"),
+    }
     whole = claude.messages.create(**ask)
-    assert whole.content[0].type == "text" and whole.stop_reason == "end_turn" and whole.usage.output_tokens > 0
+    assert (
+        whole.content[0].type == "text" and whole.stop_reason == "end_turn" and whole.usage.output_tokens > 0
+    )
     with claude.messages.stream(**ask) as stream:
         text, final = "".join(stream.text_stream), stream.get_final_message()
     assert text == whole.content[0].text == final.content[0].text and final.stop_reason == "end_turn"
@@ -199,8 +247,13 @@ def test_anthropic_whole_and_streamed(claude):
 
 
 def test_anthropic_thinking_comes_in_its_own_block(claude):
-    ask = {"model": "nano", "max_tokens": 30, "extra_body": {"temperature": 0}, "messages": user("Hello, who are you?"),
-           "thinking": {"type": "enabled", "budget_tokens": 1024}}  # fmt: skip
+    ask = {
+        "model": "nano",
+        "max_tokens": 30,
+        "extra_body": {"temperature": 0},
+        "messages": user("Hello, who are you?"),
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+    }
     whole = claude.messages.create(**ask)
     assert whole.content[0].type == "thinking" and whole.content[0].thinking
     with claude.messages.stream(**ask) as stream:
@@ -211,8 +264,14 @@ def test_anthropic_thinking_comes_in_its_own_block(claude):
 @pytest.mark.parametrize("streamed", [False, True])
 def test_anthropic_tool_round_trip(claude, streamed):
     tool = {"name": WEATHER["name"], "description": "w", "input_schema": WEATHER["parameters"]}
-    ask = {"model": "nano", "max_tokens": 200, "extra_body": {"temperature": 0}, "messages": user("Weather?"),
-           "tools": [tool], "tool_choice": {"type": "tool", "name": "get_weather"}}  # fmt: skip
+    ask = {
+        "model": "nano",
+        "max_tokens": 200,
+        "extra_body": {"temperature": 0},
+        "messages": user("Weather?"),
+        "tools": [tool],
+        "tool_choice": {"type": "tool", "name": "get_weather"},
+    }
     if streamed:
         with claude.messages.stream(**ask) as stream:
             answer = stream.get_final_message()
@@ -220,11 +279,19 @@ def test_anthropic_tool_round_trip(claude, streamed):
         answer = claude.messages.create(**ask)
     (block,) = answer.content
     assert (
-        answer.stop_reason == "tool_use" and block.type == "tool_use" and set(block.input) == {"city", "unit", "days"}
+        answer.stop_reason == "tool_use"
+        and block.type == "tool_use"
+        and set(block.input) == {"city", "unit", "days"}
     )
     result = {"type": "tool_result", "tool_use_id": block.id, "content": [{"type": "text", "text": "sunny"}]}
-    back = [*ask["messages"], {"role": "assistant", "content": answer.content}, {"role": "user", "content": [result]}]
-    closed = claude.messages.create(**{**ask, "messages": back, "tool_choice": {"type": "auto"}, "max_tokens": 8})
+    back = [
+        *ask["messages"],
+        {"role": "assistant", "content": answer.content},
+        {"role": "user", "content": [result]},
+    ]
+    closed = claude.messages.create(
+        **{**ask, "messages": back, "tool_choice": {"type": "auto"}, "max_tokens": 8}
+    )
     assert closed.stop_reason in ("end_turn", "max_tokens")
 
 
@@ -236,11 +303,15 @@ def test_anthropic_errors(claude):
             messages=[
                 {
                     "role": "user",
-                    "content": [{"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}],
+                    "content": [
+                        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
+                    ],
                 }
             ],
         )
-    assert caught.value.body["type"] == "error" and caught.value.body["error"]["type"] == "invalid_request_error"
+    assert (
+        caught.value.body["type"] == "error" and caught.value.body["error"]["type"] == "invalid_request_error"
+    )
     with pytest.raises(anthropic.NotFoundError):
         claude.messages.create(model="claude-9", max_tokens=8, messages=user("a"))
 
@@ -257,7 +328,10 @@ def test_langchain(served):
     (call,) = bound.invoke(question).tool_calls
     assert call["name"] == "get_weather" and call["args"]["unit"] in "CF"
     person = (
-        model.bind(max_tokens=80).bind().bound.with_structured_output(Person, method="json_schema").invoke(question)
+        model.bind(max_tokens=80)
+        .bind()
+        .bound.with_structured_output(Person, method="json_schema")
+        .invoke(question)
     )
     assert isinstance(person, Person)
 
@@ -266,12 +340,17 @@ def test_clients_retry_when_the_queue_is_full(tmp_path):
     """One slot, no queue: the second caller is told to come back, does, and is served."""
     with serving(tmp_path, "--max-requests", "1", "--max-queue", "0") as small:
         url = f"{small.url}/v1"
-        with openai.OpenAI(base_url=url, api_key="none", max_retries=0) as eager, \
-             openai.OpenAI(base_url=url, api_key="none", max_retries=8) as patient:  # fmt: skip
+        with (
+            openai.OpenAI(base_url=url, api_key="none", max_retries=0) as eager,
+            openai.OpenAI(base_url=url, api_key="none", max_retries=8) as patient,
+        ):
             long = {**ASK, "max_tokens": 150, "extra_body": {"ignore_eos": True}}
             with eager.chat.completions.create(**long, stream=True) as held:
                 next(iter(held))
                 with pytest.raises(openai.RateLimitError) as caught:
                     eager.chat.completions.create(**ASK)
-                assert int(caught.value.response.headers["retry-after"]) >= 1 and caught.value.code == "queue-full"
+                assert (
+                    int(caught.value.response.headers["retry-after"]) >= 1
+                    and caught.value.code == "queue-full"
+                )
                 assert patient.chat.completions.create(**ASK).choices[0].message.content

@@ -20,14 +20,35 @@ from tests.sizes import scaled
 KEY, OTHER, STEERING = "first-key", "second-key", "steering-key"
 BEARER = {"authorization": f"Bearer {KEY}"}
 CHAT = "/v1/chat/completions"
-DEADLINE, PATIENCE = "2", 60.0  # seconds: what a call may take here, and what a test waits before it calls that never
+DEADLINE, PATIENCE = (
+    "2",
+    60.0,
+)  # seconds: what a call may take here, and what a test waits before it calls that never
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
-    flags = ["--api-key", KEY, "--api-key", OTHER, "--steering-api-key", STEERING, "--header-seconds", DEADLINE,
-             "--body-seconds", DEADLINE, "--stall-seconds", "1", "--max-requests", "2", "--max-queue", "2",
-             "--batch-invariant", "--max-context", "1024"]  # fmt: skip
+    flags = [
+        "--api-key",
+        KEY,
+        "--api-key",
+        OTHER,
+        "--steering-api-key",
+        STEERING,
+        "--header-seconds",
+        DEADLINE,
+        "--body-seconds",
+        DEADLINE,
+        "--stall-seconds",
+        "1",
+        "--max-requests",
+        "2",
+        "--max-queue",
+        "2",
+        "--batch-invariant",
+        "--max-context",
+        "1024",
+    ]
     with serving(tmp_path_factory.mktemp("guarded"), *flags) as running:
         yield running
 
@@ -51,12 +72,21 @@ def routes(guarded) -> list[tuple[str, str]]:
 
 def test_r10_every_route_is_closed_but_those_on_the_list(guarded):
     is_open = {"/", "/favicon.ico", "/health", "/v1/health", "/ready", "/version", "/assets/{name}"}
-    wrong = [{}, {"authorization": "Bearer wrong"}, {"authorization": f"Basic {KEY}"}, {"x-api-key": KEY.upper()}]
+    wrong = [
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": f"Basic {KEY}"},
+        {"x-api-key": KEY.upper()},
+    ]
     with guarded.http as client:
         for place, (method, path) in enumerate(routes(guarded)):
             headers = wrong[place % len(wrong)]  # each way of being wrong meets many routes
             answer = client.request(method, path.replace("{", "").replace("}", ""), headers=headers)
-            assert (answer.status_code in (401, 429)) == (path not in is_open), (method, path, answer.status_code)
+            assert (answer.status_code in (401, 429)) == (path not in is_open), (
+                method,
+                path,
+                answer.status_code,
+            )
             if answer.status_code == 429:
                 assert answer.json()["error"]["code"] == "key-failures"
     for good in (BEARER, {"x-api-key": OTHER}, {"authorization": f"bearer {KEY}"}):
@@ -64,7 +94,14 @@ def test_r10_every_route_is_closed_but_those_on_the_list(guarded):
 
 
 def test_r10_a_link_opens_one_file_and_nothing_else(guarded):
-    spec = {"filesystem": {"request_id": "linked", "tag": "t", "hooks": {"mhc_head_mix": "all"}, "positions": "all"}}
+    spec = {
+        "filesystem": {
+            "request_id": "linked",
+            "tag": "t",
+            "hooks": {"mhc_head_mix": "all"},
+            "positions": "all",
+        }
+    }
     body = {"messages": user("Hello."), "max_tokens": 2, "capture": spec, "capture_wait": True}
     made = guarded.post(CHAT, body, **BEARER).json()["capture_results"]["filesystem"]
     where = f"/v1/interp/captures/{made['id']}"
@@ -83,11 +120,17 @@ def test_r10_a_link_opens_one_file_and_nothing_else(guarded):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda url: url.replace("until=", "until=1"), lambda url: url.replace("token=", "token=%C3%A9"),
-     lambda url: url.replace("until=", "until=x"), lambda url: url.replace("/a", "/b"), lambda url: url + "&token=0",
-     lambda url: url.partition("&")[0], lambda url: url.replace("until", "since")],
+    [
+        lambda url: url.replace("until=", "until=1"),
+        lambda url: url.replace("token=", "token=%C3%A9"),
+        lambda url: url.replace("until=", "until=x"),
+        lambda url: url.replace("/a", "/b"),
+        lambda url: url + "&token=0",
+        lambda url: url.partition("&")[0],
+        lambda url: url.replace("until", "since"),
+    ],
     ids=["later", "not ascii", "no number", "path", "two tokens", "no token", "no time"],
-)  # fmt: skip
+)
 def test_a_link_that_was_changed_or_is_old_opens_nothing(change):
     links = Links()
 
@@ -110,19 +153,40 @@ def test_r10_odd_ways_to_show_a_key(guarded):
         assert client.get("/v1/models", headers=twice).status_code in (401, 429)
 
 
-@pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "127.0.0.1@evil",
-                                  "[::ffff:1.2.3.4]", "0", ""])  # fmt: skip
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "localhost.evil.example",
+        "127.0.0.1.evil.example",
+        "127.0.0.1@evil",
+        "[::ffff:1.2.3.4]",
+        "0",
+        "",
+    ],
+)
 def test_r10_foreign_hosts(guarded, host):
     answer = guarded.get("/health", host=host)
-    assert answer.status_code in (400, 403) and "evil" not in answer.headers.get("access-control-allow-origin", "")
+    assert answer.status_code in (400, 403) and "evil" not in answer.headers.get(
+        "access-control-allow-origin", ""
+    )
 
 
 @pytest.mark.parametrize(
     ("origin", "allowed"),
-    [("http://localhost:5173", True), ("http://127.0.0.1", True), ("https://[::1]:8080", True),
-     ("http://localhost.evil.example", False), ("http://evil.example", False), ("null", False), ("file://", False),
-     ("http://localhost:5173/path", False), ("http://user@localhost", False), ("http://localhost:x", False)],
-)  # fmt: skip
+    [
+        ("http://localhost:5173", True),
+        ("http://127.0.0.1", True),
+        ("https://[::1]:8080", True),
+        ("http://localhost.evil.example", False),
+        ("http://evil.example", False),
+        ("null", False),
+        ("file://", False),
+        ("http://localhost:5173/path", False),
+        ("http://user@localhost", False),
+        ("http://localhost:x", False),
+    ],
+)
 def test_r10_origins(guarded, origin, allowed):
     answer = guarded.get("/health", origin=origin)
     assert (answer.status_code == 200) == allowed
@@ -152,11 +216,15 @@ def open_socket(guarded) -> socket.socket:
 
 
 def head(path: str = CHAT, length: int = 10) -> bytes:
-    return (f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
-            f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n").encode()  # fmt: skip
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer {KEY}\r\n"
+        f"content-type: application/json\r\ncontent-length: {length}\r\n\r\n"
+    ).encode()
 
 
-def until_closed(connection: socket.socket, drip: bytes = b"", patience: float = PATIENCE) -> tuple[bytes, bool]:
+def until_closed(
+    connection: socket.socket, drip: bytes = b"", patience: float = PATIENCE
+) -> tuple[bytes, bool]:
     """Send a byte now and then; what came back, and whether the connection was closed at last."""
     began, said, place = time.monotonic(), b"", 0
     connection.settimeout(0.2)
@@ -198,8 +266,17 @@ def test_r11_slow_senders_are_closed_when_their_time_is_over(guarded, kind):
 
 def test_r11_a_reader_that_takes_nothing_is_dropped(guarded):
     """Its answer is ended, and its slot is free."""
-    body = json.dumps({"messages": user("word " * 200), "max_tokens": 800, "ignore_eos": True, "stream": True,
-                       "logprobs": True, "top_logprobs": 20, "signals": "all"}).encode()  # fmt: skip
+    body = json.dumps(
+        {
+            "messages": user("word " * 200),
+            "max_tokens": 800,
+            "ignore_eos": True,
+            "stream": True,
+            "logprobs": True,
+            "top_logprobs": 20,
+            "signals": "all",
+        }
+    ).encode()
     before = guarded.metric('birkhoff_cancelled_total{cause="stalled"}', **BEARER)
     with socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -244,7 +321,12 @@ def test_r12_leaving_frees_the_slot(guarded, stage, stream):
 def test_r12_a_cancelled_call_ends_without_an_error(guarded):
     async def run():
         async with httpx2.AsyncClient(base_url=guarded.url, headers=BEARER, timeout=PATIENCE) as client:
-            body = {"messages": user("Tell me a story."), "max_tokens": 900, "ignore_eos": True, "request_id": "mine"}
+            body = {
+                "messages": user("Tell me a story."),
+                "max_tokens": 900,
+                "ignore_eos": True,
+                "request_id": "mine",
+            }
             whole = asyncio.create_task(client.post(CHAT, json=body))
             told = {"cancelled": False}  # until it has begun
             while not told["cancelled"] and not whole.done():
@@ -271,13 +353,19 @@ def test_r13_overload_is_refused_and_everybody_else_is_served(guarded):
     """Ten times what there is room for, in bursts: 200 or 429 with a time to come back, nobody starves."""
 
     async def run():
-        async with httpx2.AsyncClient(base_url=guarded.url, headers=BEARER, timeout=4 * PATIENCE,
-                                      limits=httpx2.Limits(max_connections=60)) as client:  # fmt: skip
+        async with httpx2.AsyncClient(
+            base_url=guarded.url,
+            headers=BEARER,
+            timeout=4 * PATIENCE,
+            limits=httpx2.Limits(max_connections=60),
+        ) as client:
 
             async def one(number: int) -> int:
                 await asyncio.sleep(number % 4 * 0.2)
                 body = {"messages": user(f"Say {number}."), "max_tokens": 12, "ignore_eos": True}
-                key = {"authorization": f"Bearer {(KEY, OTHER)[number % 2]}"}  # neither key may take every place
+                key = {
+                    "authorization": f"Bearer {(KEY, OTHER)[number % 2]}"
+                }  # neither key may take every place
                 answer = await client.post(CHAT, json=body, headers=key)
                 if answer.status_code == 429:
                     assert int(answer.headers["retry-after"]) >= 1
@@ -297,8 +385,13 @@ def test_r13_overload_is_refused_and_everybody_else_is_served(guarded):
 
 def test_r14_and_e2_neighbours_are_not_touched(guarded):
     """Answers beside steered, failing and capturing neighbours are the ones they give alone, token for token."""
-    plain = {"messages": user("Tell me a story about a fox."), "max_tokens": 16, "seed": 3, "temperature": 1,
-             "return_token_ids": True}  # fmt: skip
+    plain = {
+        "messages": user("Tell me a story about a fox."),
+        "max_tokens": 16,
+        "seed": 3,
+        "temperature": 1,
+        "return_token_ids": True,
+    }
     push = {"op": "add", "at": {"hook": "mhc_streams_pre_attn", "layers": "all"}, "vector": [50.0] * 1536}
     broken = {**plain, "interventions": [{**push, "vector": [1e30] * 1536, "scale": 1e8}]}
     steered = {**plain, "interventions": [push]}
@@ -308,7 +401,11 @@ def test_r14_and_e2_neighbours_are_not_touched(guarded):
 
             async def ids(body):
                 answer = await client.post(CHAT, json=body)
-                return answer.json()["choices"][0]["token_ids"] if answer.status_code == 200 else answer.json()["error"]
+                return (
+                    answer.json()["choices"][0]["token_ids"]
+                    if answer.status_code == 200
+                    else answer.json()["error"]
+                )
 
             alone, pushed = await ids(plain), await ids(steered)
             assert alone != pushed
@@ -334,19 +431,24 @@ REQUEST = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\nauthorization: Bearer 
 SMUGGLED = b"POST /v1/steering/clear HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0\r\n\r\n"
 RAW = {
     "both lengths": b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\nx-api-key: first-key\r\ncontent-length: 4\r\n"
-                    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
-    "two lengths": b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\ncontent-length: 60\r\n\r\n" + SMUGGLED,
-    "bad chunk": b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n" + SMUGGLED,
+    b"transfer-encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two lengths": b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 0\r\ncontent-length: 60\r\n\r\n"
+    + SMUGGLED,
+    "bad chunk": b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"
+    + SMUGGLED,
     "negative length": b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: -1\r\n\r\n" + SMUGGLED,
-    "no host": b"GET /health HTTP/1.1\r\n\r\n", "two hosts": b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
+    "no host": b"GET /health HTTP/1.1\r\n\r\n",
+    "two hosts": b"GET /health HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n",
     "long line": b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "long header": b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"a" * 200_000 + b"\r\n\r\n",
     "many headers": b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"x: y\r\n" * 100 + b"\r\n",
-    "bare line feeds": b"GET /health\n\n", "tls": bytes.fromhex("16030100a5010000a10303"),
-    "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "null": b"GET /\x00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
+    "bare line feeds": b"GET /health\n\n",
+    "tls": bytes.fromhex("16030100a5010000a10303"),
+    "http2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "null": b"GET /\x00 HTTP/1.1\r\nhost: localhost\r\n\r\n",
     "folded": b"GET / HTTP/1.1\r\nhost: localhost\r\n x: y\r\n\r\n",
     "websocket": b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RAW)

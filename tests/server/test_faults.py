@@ -52,7 +52,9 @@ def served(engine, work):
         hub.start(engine)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         try:
-            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            async with httpx2.AsyncClient(
+                transport=transport, base_url="http://localhost", timeout=60
+            ) as client:
                 await work(client, hub)
         finally:
             hub.halt()
@@ -71,7 +73,9 @@ def test_e1_no_memory_ends_one_request(tiny, error):
             trap = Trap(tiny.model, layer, call, error)
             answer = await client.post("/v1/completions", json=ASK)
             trap.handle.remove()
-            assert answer.status_code == 503 and answer.json()["error"]["type"] == "overloaded_error", answer.text
+            assert answer.status_code == 503 and answer.json()["error"]["type"] == "overloaded_error", (
+                answer.text
+            )
             assert answer.headers["retry-after"]
             again = await client.post("/v1/completions", json=ASK)
             assert again.status_code == 200 and again.json()["choices"][0]["token_ids"] == fine
@@ -96,7 +100,9 @@ def test_e6_a_defect_in_the_model_tells_no_secrets(tiny):
 def test_e3_an_engine_that_has_stopped_is_said_to_be_ill(tiny):
     async def work(client, hub):
         hub.halt()
-        assert (await client.get("/health")).status_code == 503 and (await client.get("/ready")).status_code == 503
+        assert (await client.get("/health")).status_code == 503 and (
+            await client.get("/ready")
+        ).status_code == 503
         answer = await client.post("/v1/completions", json=ASK)
         assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine-closed"
 
@@ -107,7 +113,9 @@ def test_a_checkpoint_without_text_serves_token_ids(tmp_path):
     async def work(client, hub):
         found = (await client.post("/v1/completions", json=ASK)).json()
         assert found["choices"][0]["text"] == "" and len(found["choices"][0]["token_ids"]) == 3
-        refused = await client.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]})
+        refused = await client.post(
+            "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]}
+        )
         assert refused.status_code == 400 and refused.json()["error"]["code"] == "text-unavailable"
 
     synth(tmp_path / "mute", "tiny")

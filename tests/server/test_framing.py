@@ -44,7 +44,12 @@ def content(data: list[str]) -> str:
 
 ASKS = [
     {"messages": user("Hello, who are you?"), "temperature": 0, "max_tokens": 24},
-    {"messages": user("Say something with an emoji 🦊 é 漢."), "temperature": 1.5, "seed": 2, "max_tokens": 40},
+    {
+        "messages": user("Say something with an emoji 🦊 é 漢."),
+        "temperature": 1.5,
+        "seed": 2,
+        "max_tokens": 40,
+    },
     {"messages": user("Count."), "temperature": 3, "seed": 9, "max_tokens": 60, "ignore_eos": True},
 ]
 
@@ -77,8 +82,10 @@ def test_r16_every_token_of_a_wild_answer_is_whole_characters(served):
 def test_r16_a_client_that_reads_one_byte_at_a_time(served):
     body = json.dumps({**ASKS[0], "stream": True}).encode()
     whole = served.post(CHAT, ASKS[0]).json()["choices"][0]["message"]["content"]
-    head = (f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n").encode()  # fmt: skip
+    head = (
+        f"POST {CHAT} HTTP/1.0\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        f"content-length: {len(body)}\r\n\r\n"
+    ).encode()
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as connection:
         connection.sendall(head + body)
         raw = b""
@@ -89,7 +96,11 @@ def test_r16_a_client_that_reads_one_byte_at_a_time(served):
 
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_tool_markers_never_leak(served, choice):
-    schema = {"type": "object", "properties": {"what": {"type": "string", "maxLength": 5}}, "required": ["what"]}
+    schema = {
+        "type": "object",
+        "properties": {"what": {"type": "string", "maxLength": 5}},
+        "required": ["what"],
+    }
     tool = {"type": "function", "function": {"name": "look", "parameters": schema}}
     ask = {"messages": user("Look."), "tools": [tool], "tool_choice": choice, "max_tokens": 120, "seed": 1}
     chunks = served.events(CHAT, ask)

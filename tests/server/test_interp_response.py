@@ -40,7 +40,13 @@ def engine(served, dictionary):
 
 def packed(vector: np.ndarray, layer: int, scale: float) -> dict:
     data = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return {"dtype": "float32", "shape": [1, len(vector)], "layer_indices": [layer], "data": data, "scales": [scale]}
+    return {
+        "dtype": "float32",
+        "shape": [1, len(vector)],
+        "layer_indices": [layer],
+        "data": data,
+        "scales": [scale],
+    }
 
 
 VECTOR = np.random.default_rng(3).normal(size=1536).astype(np.float32)
@@ -48,44 +54,114 @@ NARROW = np.random.default_rng(4).normal(size=384).astype(np.float32)
 STREAMS, OUT = "mhc_streams_pre_attn", "mlp_out"
 CASES = {
     "interventions": (
-        {"interventions": [
-            {"op": "add", "at": {"hook": STREAMS, "layers": [4]}, "vector": "@wide", "streams": [1], "scale": 2.0},
-            {"op": "clamp", "at": {"hook": OUT, "layers": [3]}, "vector": "@narrow", "max": 0.0}]},
-        [Add("wide", STREAMS, [4], 2.0, [1]), Clamp("narrow", OUT, [3], max=0.0)]),
-    "steering_vectors": ({"steering_vectors": {STREAMS: packed(VECTOR, 4, 2.0)}},
-                         [Add(VECTOR, STREAMS, [4], 2.0, path="carry")]),
-    "float lists": ({"steering_vectors": {OUT: {"2": NARROW.tolist()}}}, [Add(NARROW, OUT, [2], path="carry")]),
-    "prefill only": ({"prefill_steering_vectors": {OUT: packed(NARROW, 2, 4.0)}},
-                     [Add(NARROW, OUT, [2], 4.0, phase="prefill", path="carry")]),
-    "decode only": ({"decode_steering_vectors": {OUT: packed(NARROW, 2, 4.0)}},
-                    [Add(NARROW, OUT, [2], 4.0, phase="decode", path="carry")]),
-    "project": ({"interventions": [{"op": "project", "at": {"hook": OUT, "layers": [1]}, "vector": NARROW.tolist()}]},
-                [Project(NARROW, OUT, [1])]),
-    "patch": ({"interventions": [{"op": "patch", "at": {"hook": OUT, "layers": [6]}, "source": "zeros",
-                                  "where": {"generated": "all"}}]},
-              [Patch(0, OUT, [6], where={"generated": "all"})]),
+        {
+            "interventions": [
+                {
+                    "op": "add",
+                    "at": {"hook": STREAMS, "layers": [4]},
+                    "vector": "@wide",
+                    "streams": [1],
+                    "scale": 2.0,
+                },
+                {"op": "clamp", "at": {"hook": OUT, "layers": [3]}, "vector": "@narrow", "max": 0.0},
+            ]
+        },
+        [Add("wide", STREAMS, [4], 2.0, [1]), Clamp("narrow", OUT, [3], max=0.0)],
+    ),
+    "steering_vectors": (
+        {"steering_vectors": {STREAMS: packed(VECTOR, 4, 2.0)}},
+        [Add(VECTOR, STREAMS, [4], 2.0, path="carry")],
+    ),
+    "float lists": (
+        {"steering_vectors": {OUT: {"2": NARROW.tolist()}}},
+        [Add(NARROW, OUT, [2], path="carry")],
+    ),
+    "prefill only": (
+        {"prefill_steering_vectors": {OUT: packed(NARROW, 2, 4.0)}},
+        [Add(NARROW, OUT, [2], 4.0, phase="prefill", path="carry")],
+    ),
+    "decode only": (
+        {"decode_steering_vectors": {OUT: packed(NARROW, 2, 4.0)}},
+        [Add(NARROW, OUT, [2], 4.0, phase="decode", path="carry")],
+    ),
+    "project": (
+        {"interventions": [{"op": "project", "at": {"hook": OUT, "layers": [1]}, "vector": NARROW.tolist()}]},
+        [Project(NARROW, OUT, [1])],
+    ),
+    "patch": (
+        {
+            "interventions": [
+                {
+                    "op": "patch",
+                    "at": {"hook": OUT, "layers": [6]},
+                    "source": "zeros",
+                    "where": {"generated": "all"},
+                }
+            ]
+        },
+        [Patch(0, OUT, [6], where={"generated": "all"})],
+    ),
     "steering_name": ({"steering_name": "spooky"}, [Add("spooky", path="carry")]),
-    "steering_name with a scale": ({"steering_name": {"name": "sea", "scale": 2.5}},
-                                   [Add("sea", scale=2.5, path="carry")]),
+    "steering_name with a scale": (
+        {"steering_name": {"name": "sea", "scale": 2.5}},
+        [Add("sea", scale=2.5, path="carry")],
+    ),
     "sae_clamp_specs": (
-        {"sae_clamp_specs": [
-            {"module_name": "delta", "phase": "decode", "clamps": {OUT: {"2": [
-                {"feature_idx": 3, "kind": "absolute", "value": 30.0},
-                {"feature_idx": 9, "kind": "multiply", "value": 0.0, "only_if_active": True}]}}},
-            {"module_name": "delta", "phase": "prefill",
-             "clamps": {OUT: {"2": [{"feature_idx": 5, "kind": "additive", "value": 20.0}]}}}]},
-        [SaeSet("delta", {(OUT, 2): {3: 30.0, 9: {"kind": "multiply", "value": 0.0, "only_if_active": True}}},
-                phase="decode"),
-         SaeSet("delta", {(OUT, 2): {5: {"kind": "additive", "value": 20.0}}}, phase="prefill")]),
+        {
+            "sae_clamp_specs": [
+                {
+                    "module_name": "delta",
+                    "phase": "decode",
+                    "clamps": {
+                        OUT: {
+                            "2": [
+                                {"feature_idx": 3, "kind": "absolute", "value": 30.0},
+                                {"feature_idx": 9, "kind": "multiply", "value": 0.0, "only_if_active": True},
+                            ]
+                        }
+                    },
+                },
+                {
+                    "module_name": "delta",
+                    "phase": "prefill",
+                    "clamps": {OUT: {"2": [{"feature_idx": 5, "kind": "additive", "value": 20.0}]}},
+                },
+            ]
+        },
+        [
+            SaeSet(
+                "delta",
+                {(OUT, 2): {3: 30.0, 9: {"kind": "multiply", "value": 0.0, "only_if_active": True}}},
+                phase="decode",
+            ),
+            SaeSet("delta", {(OUT, 2): {5: {"kind": "additive", "value": 20.0}}}, phase="prefill"),
+        ],
+    ),
     "sae_full_reconstruction_specs": (
-        {"sae_full_reconstruction_specs": [
-            {"module_name": "full", "clamps": {OUT: {"2": [{"feature_idx": 7, "kind": "absolute", "value": 5.0}]}}}]},
-        [SaeReconstruct("full", {(OUT, 2): {7: 5.0}})]),
+        {
+            "sae_full_reconstruction_specs": [
+                {
+                    "module_name": "full",
+                    "clamps": {OUT: {"2": [{"feature_idx": 7, "kind": "absolute", "value": 5.0}]}},
+                }
+            ]
+        },
+        [SaeReconstruct("full", {(OUT, 2): {7: 5.0}})],
+    ),
     "full reconstruction that keeps the error": (
-        {"sae_full_reconstruction_specs": [{"module_name": "full", "error_term": "keep", "phase": "decode",
-                                            "clamps": {OUT: {"2": [{"feature_idx": 7, "value": 9.0}]}}}]},
-        [SaeReconstruct("full", {(OUT, 2): {7: 9.0}}, error="keep", phase="decode")]),
-}  # fmt: skip
+        {
+            "sae_full_reconstruction_specs": [
+                {
+                    "module_name": "full",
+                    "error_term": "keep",
+                    "phase": "decode",
+                    "clamps": {OUT: {"2": [{"feature_idx": 7, "value": 9.0}]}},
+                }
+            ]
+        },
+        [SaeReconstruct("full", {(OUT, 2): {7: 9.0}}, error="keep", phase="decode")],
+    ),
+}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -148,8 +224,12 @@ def test_t_http_1_captures_equal_python_inline_and_in_files(served, engine):
 
 
 def test_a_capture_is_pending_until_it_is_waited_for(served):
-    spec = {"filesystem": {"request_id": "late", "tag": "http", "hooks": {STREAMS: "all"}, "positions": "all"}}
-    found = served.post(CHAT, {"messages": MESSAGES, **SHARED, "capture": spec}).json()["capture_results"]["filesystem"]
+    spec = {
+        "filesystem": {"request_id": "late", "tag": "http", "hooks": {STREAMS: "all"}, "positions": "all"}
+    }
+    found = served.post(CHAT, {"messages": MESSAGES, **SHARED, "capture": spec}).json()["capture_results"][
+        "filesystem"
+    ]
     assert found["status"] in ("pending", "ok")
     assert served.get(f"/v1/interp/captures/{found['id']}?wait=20").json()["status"] == "ok"
 
@@ -164,8 +244,14 @@ def test_captures_that_cannot_be_are_refused_by_field(served):
     assert refused(nowhere={"hooks": {OUT: "all"}})["code"] == "capture-invalid"
     large = refused(memory={"hooks": {STREAMS: "all"}, "positions": "all"})
     assert large["code"] == "capture-invalid" and "bytes" in large["message"]  # over the inline limit
-    assert refused(filesystem={"request_id": "../x", "tag": "t", "hooks": {OUT: "all"}})["param"].endswith("request_id")
-    extra = {"messages": MESSAGES, "max_tokens": 2, "extra_body": {"capture": {"memory": {"hooks": {OUT: [1]}}}}}
+    assert refused(filesystem={"request_id": "../x", "tag": "t", "hooks": {OUT: "all"}})["param"].endswith(
+        "request_id"
+    )
+    extra = {
+        "messages": MESSAGES,
+        "max_tokens": 2,
+        "extra_body": {"capture": {"memory": {"hooks": {OUT: [1]}}}},
+    }
     merged = served.post(CHAT, extra).json()
     assert merged["capture_results"]["memory"]["status"] == "ok" and "extra_body" in merged["warnings"][0]
 
@@ -190,7 +276,11 @@ def test_chosen_blocks_ride_along_and_are_those_of_python(served, engine):
         if animal == "hen":
             found = served.post("/v1/completions", body).json()["signals"]
         else:
-            found = [frame for chunk in served.events("/v1/completions", body) for frame in chunk.get("signals", ())]
+            found = [
+                frame
+                for chunk in served.events("/v1/completions", body)
+                for frame in chunk.get("signals", ())
+            ]
         assert [frame["position"] for frame in found] == list(range(len(ids) + 5))
         prompt = slice(0, len(ids))
         assert [frame["blocks"] for frame in found[prompt]] == [frame["blocks"] for frame in mine[prompt]]
@@ -204,14 +294,23 @@ def test_chosen_blocks_ride_along_and_are_those_of_python(served, engine):
 
 
 def test_a_stream_tells_how_far_its_prompt_is_read_when_asked(served):
-    body = {"prompt": [1] * 2500, "max_tokens": 2, "temperature": 0, "ignore_eos": True}  # more than one step takes
+    body = {
+        "prompt": [1] * 2500,
+        "max_tokens": 2,
+        "temperature": 0,
+        "ignore_eos": True,
+    }  # more than one step takes
 
     def says(choice):
         return choice.get("text") or choice.get("delta", {}).get("content")
 
     def progress(path, ask):
         chunks = served.events(path, {**ask, "return_progress": True})
-        told = [(place, chunk["prompt_progress"]) for place, chunk in enumerate(chunks) if "prompt_progress" in chunk]
+        told = [
+            (place, chunk["prompt_progress"])
+            for place, chunk in enumerate(chunks)
+            if "prompt_progress" in chunk
+        ]
         total = chunks[-1]["timings"]["prompt_tokens"]
         for _, each in told:
             assert set(each) == {"total", "cache", "processed", "time_ms"} and each["total"] == total
@@ -234,8 +333,12 @@ def test_the_lens_attention_schema_and_estimate(served, engine):
     assert found["views"] == list(lens.views) and len(found["top"]) == lens.depths
     for depth in range(lens.depths):
         for view, tokens in zip(lens.views, found["top"][depth]):
-            assert [entry["token_id"] for entry in tokens] == [token for token, _ in lens.top(depth, view, k=2)]
-    told = served.post("/v1/lens", {"token_ids": ids, "surprise": True, "views": ["head"], "depths": [-1]}).json()
+            assert [entry["token_id"] for entry in tokens] == [
+                token for token, _ in lens.top(depth, view, k=2)
+            ]
+    told = served.post(
+        "/v1/lens", {"token_ids": ids, "surprise": True, "views": ["head"], "depths": [-1]}
+    ).json()
     assert np.allclose(told["surprise"][0][0][:-1], lens.surprise(lens.depths - 1).tolist()[:-1], atol=1e-4)
     assert told["surprise"][0][0][-1] is None
     edits = CASES["interventions"][0]["interventions"]
@@ -265,12 +368,17 @@ def test_the_global_tier_and_modules(served, engine):
         assert abs(served.get("/v1/steering").json()["norms"][OUT]["3"] - 3 * norm) < 1e-2
         used = served.post("/v1/steering/modules/unregister", {"name": "narrow"})
         assert used.status_code == 409 and used.json()["error"]["code"] == "module-used"
-        bad = served.post("/v1/steering/set", {"interventions": [{**edit, "at": {"hook": OUT, "layers": [99]}}]})
+        bad = served.post(
+            "/v1/steering/set", {"interventions": [{**edit, "at": {"hook": OUT, "layers": [99]}}]}
+        )
         assert bad.status_code == 400 and served.get("/v1/steering").json()["interventions"] == [edit]
     finally:
         served.post("/v1/steering/clear")
     assert served.post(CHAT, body).json()["choices"][0]["token_ids"] == plain
-    assert {each["name"] for each in served.get("/v1/steering/modules").json()["modules"]} >= {"wide", "narrow"}
+    assert {each["name"] for each in served.get("/v1/steering/modules").json()["modules"]} >= {
+        "wide",
+        "narrow",
+    }
     assert OUT in served.get("/v1/steering/layers").json()["layers"]["0"]
 
 
@@ -278,8 +386,14 @@ def test_e6_a_module_removed_during_use(served, engine):
     """Running answers finish on the vector they began with; the next call is told that it is gone."""
     vector = torch.randn(384, generator=torch.Generator().manual_seed(1))
     register = {"name": "brief", "vector": vector.tolist(), "replace": True}
-    body = {"messages": MESSAGES, "temperature": 0, "max_tokens": 60, "ignore_eos": True, "return_token_ids": True,
-            "interventions": [{"op": "add", "at": {"hook": OUT, "layers": [3]}, "vector": "@brief"}]}  # fmt: skip
+    body = {
+        "messages": MESSAGES,
+        "temperature": 0,
+        "max_tokens": 60,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "interventions": [{"op": "add", "at": {"hook": OUT, "layers": [3]}, "vector": "@brief"}],
+    }
     served.post("/v1/steering/modules/register", register)
     whole = served.post(CHAT, body).json()["choices"][0]["token_ids"]
     ids = []
@@ -298,13 +412,28 @@ def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
     """A row of the final streams at the last token brings the source's own answer; one before it brings nothing."""
     source, target = (engine.prompt_ids(text) for text in ("Once upon a", "He was very"))
     token, other = (int(engine.logits(ids)[-1].argmax()) for ids in (source, target))
-    body = {"source": {"token_ids": source}, "target": {"token_ids": target}, "hook": "mhc_streams_final",
-            "metric": {"token": token, "other": other}, "positions": [-1, 1], "run": "sweep"}  # fmt: skip
+    body = {
+        "source": {"token_ids": source},
+        "target": {"token_ids": target},
+        "hook": "mhc_streams_final",
+        "metric": {"token": token, "other": other},
+        "positions": [-1, 1],
+        "run": "sweep",
+    }
     found = served.post("/v1/patch_sweep", body).json()
     assert found["source"] > 0 > found["target"] and found["positions"] == [3, 1] and found["layers"] == [7]
-    assert abs(found["grid"][0][0] - found["source"]) < 1e-3 and abs(found["grid"][0][1] - found["target"]) < 1e-3
+    assert (
+        abs(found["grid"][0][0] - found["source"]) < 1e-3
+        and abs(found["grid"][0][1] - found["target"]) < 1e-3
+    )
     kept = {"op": "patch", "at": {"hook": "mhc_streams_final", "layers": [7]}, "source": {"run": "sweep"}}
-    ask = {"prompt": target, "max_tokens": 1, "temperature": 0, "return_token_ids": True, "interventions": [kept]}
+    ask = {
+        "prompt": target,
+        "max_tokens": 1,
+        "temperature": 0,
+        "return_token_ids": True,
+        "interventions": [kept],
+    }
     assert served.post("/v1/completions", ask).json()["choices"][0]["token_ids"] == [token]
     assert served.post("/v1/patch_sweep", body).status_code == 409
     anywhere = {**body, "hook": "mhc_streams_pre_attn", "run": None, "positions": [-1]}
@@ -318,10 +447,18 @@ def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
     assert served.post("/v1/patch_sweep", {**body, "positions": [200]}).status_code == 400
 
 
-POSITIVE = ["The sun was warm and the children laughed.", "She smiled and hugged her happy little dog.",
-            "What a wonderful, bright and merry day it was!", "They danced and sang with joy."]  # fmt: skip
-NEGATIVE = ["The night was cold and the wolves howled.", "He wept alone in the dark, broken house.",
-            "It was a grim and dreadful day of loss.", "They were afraid and hid in the cave."]  # fmt: skip
+POSITIVE = [
+    "The sun was warm and the children laughed.",
+    "She smiled and hugged her happy little dog.",
+    "What a wonderful, bright and merry day it was!",
+    "They danced and sang with joy.",
+]
+NEGATIVE = [
+    "The night was cold and the wolves howled.",
+    "He wept alone in the dark, broken house.",
+    "It was a grim and dreadful day of loss.",
+    "They were afraid and hid in the cave.",
+]
 
 
 def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engine):
@@ -330,10 +467,15 @@ def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engin
     rows = contrast_rows(engine, POSITIVE, NEGATIVE, STREAMS)
     mine = {(entry.layer, entry.stream): entry for entry in rows.separation()}
     found = served.post(where, body).json()
-    assert found["layers"] == rows.layers and found["columns"] == ["whole row", *(f"stream {s}" for s in range(4))]
+    assert found["layers"] == rows.layers and found["columns"] == [
+        "whole row",
+        *(f"stream {s}" for s in range(4)),
+    ]
     for layer, aucs, apart in zip(found["layers"], found["table"], found["d_prime"]):
         for stream, auc, d_prime in zip([None, 0, 1, 2, 3], aucs, apart):
-            assert (auc, d_prime) == pytest.approx((mine[layer, stream].auc, mine[layer, stream].d_prime), abs=1e-5)
+            assert (auc, d_prime) == pytest.approx(
+                (mine[layer, stream].auc, mine[layer, stream].d_prime), abs=1e-5
+            )
     assert found["best"]["auc"] == max(max(row) for row in found["table"]) and "saved" not in found
 
     named = {**body, "name": "warmth", "layer": 5, "column": "stream 2"}
@@ -348,8 +490,13 @@ def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engin
     taken = served.post(where, named)
     assert taken.status_code == 409 and taken.json()["error"]["code"] == "module-taken"
     assert served.post(where, {**named, "replace": True, "how": "pca"}).status_code == 200
-    for wrong, param in (({"column": "stream 9"}, "column"), ({"layer": 99}, "column"), ({"hook": "nowhere"}, None),
-                         ({"positive": ["one"]}, "positive"), ({"hook": "mhc_ffn_res_mix"}, None)):  # fmt: skip
+    for wrong, param in (
+        ({"column": "stream 9"}, "column"),
+        ({"layer": 99}, "column"),
+        ({"hook": "nowhere"}, None),
+        ({"positive": ["one"]}, "positive"),
+        ({"hook": "mhc_ffn_res_mix"}, None),
+    ):
         refused = served.post(where, {**named, "name": "other", **wrong})
         assert refused.status_code == 400 and param in (None, refused.json()["error"]["param"]), refused.text
     modules = served.get("/v1/steering/modules").json()["modules"]
@@ -358,7 +505,14 @@ def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engin
 
 
 def test_several_answers_have_files_of_their_own(served):
-    spec = {"filesystem": {"request_id": "many", "tag": "http", "hooks": {"mhc_head_mix": "all"}, "positions": "all"}}
+    spec = {
+        "filesystem": {
+            "request_id": "many",
+            "tag": "http",
+            "hooks": {"mhc_head_mix": "all"},
+            "positions": "all",
+        }
+    }
     body = {"messages": MESSAGES, **SHARED, "n": 2, "capture": spec, "capture_wait": True}
     found = served.post(CHAT, body).json()
     results = [choice["capture_results"]["filesystem"] for choice in found["choices"]]
@@ -376,4 +530,7 @@ def test_the_call_in_the_documents_works_as_pasted(served, page):
     assert found.status_code == 200, found.text
     told = found.json()
     assert told["choices"][0]["message"]["content"] != told["baseline"][0]["message"]["content"]
-    assert told["capture_results"]["memory"]["tensors"][0]["shape"] == [1, 4, 4] and told["interp"]["rows_steered"] > 0
+    assert (
+        told["capture_results"]["memory"]["tensors"][0]["shape"] == [1, 4, 4]
+        and told["interp"]["rows_steered"] > 0
+    )

@@ -13,8 +13,8 @@ import time
 import httpx2
 import pytest
 
-from birkhoff.embedded import EMBEDDED
 from birkhoff.capture.store.reader import read_request
+from birkhoff.embedded import EMBEDDED
 from tests.cli.conftest import COMMAND, birkhoff, clean_environment, no_trace_of_python
 from tests.server.conftest import serving, user
 
@@ -38,13 +38,19 @@ def missing(tmp_path):
 
 
 STARTS = {
-    "bad flag": (["--no-such-flag"], 2), "bad port": (["--port", "70000"], 2),
+    "bad flag": (["--no-such-flag"], 2),
+    "bad port": (["--port", "70000"], 2),
     "bad number": (["--max-queue", "many"], 2),
-    "bad host": (["--host", "no.such.host.invalid", "--api-key", "k"], 2), "open": (["--host", "0.0.0.0"], 2),
-    "bad log": (["--log", "loud"], 2), "no model": (["--model", "nowhere"], 1), "bad sae": (["--sae", "x"], 2),
-    "bad vector": (["--steering-modules", "nowhere.safetensors"], 1), "bad device": (["--device", "toaster"], 2),
-    "bad seconds": (["--header-seconds", "-1"], 2), "bad key": (["--api-key", "\u00e9"], 2),
-}  # fmt: skip
+    "bad host": (["--host", "no.such.host.invalid", "--api-key", "k"], 2),
+    "open": (["--host", "0.0.0.0"], 2),
+    "bad log": (["--log", "loud"], 2),
+    "no model": (["--model", "nowhere"], 1),
+    "bad sae": (["--sae", "x"], 2),
+    "bad vector": (["--steering-modules", "nowhere.safetensors"], 1),
+    "bad device": (["--device", "toaster"], 2),
+    "bad seconds": (["--header-seconds", "-1"], 2),
+    "bad key": (["--api-key", "\u00e9"], 2),
+}
 
 
 @pytest.mark.parametrize("name", STARTS)
@@ -77,10 +83,22 @@ def until_it_stops(running) -> None:
 
 def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
     with serving(tmp_path) as running:
-        capture = {"filesystem": {"request_id": "last", "tag": "drain", "hooks": {"mhc_ffn_res_mix": "all"},
-                                  "positions": "all"}}  # fmt: skip
-        body = {"messages": user("Tell me a story."), "max_tokens": 40, "ignore_eos": True, "stream": True,
-                "return_token_ids": True, "capture": capture}  # fmt: skip
+        capture = {
+            "filesystem": {
+                "request_id": "last",
+                "tag": "drain",
+                "hooks": {"mhc_ffn_res_mix": "all"},
+                "positions": "all",
+            }
+        }
+        body = {
+            "messages": user("Tell me a story."),
+            "max_tokens": 40,
+            "ignore_eos": True,
+            "stream": True,
+            "return_token_ids": True,
+            "capture": capture,
+        }
         ids, refused = [], 0
         with running.http as client, client.stream("POST", CHAT, json=body) as answer:
             for number, line in enumerate(answer.iter_lines()):
@@ -92,7 +110,9 @@ def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
                     except httpx2.TransportError:
                         refused = 503  # nobody listens any more, which is as clear
                 if line.startswith("data: {"):
-                    ids += [i for choice in json.loads(line[6:])["choices"] for i in choice.get("token_ids", ())]
+                    ids += [
+                        i for choice in json.loads(line[6:])["choices"] for i in choice.get("token_ids", ())
+                    ]
         assert running.process.wait(60) == 0 and len(ids) == 40 and refused == 503
         rows = read_request(running.root / "drain" / "last")
         assert all(len(entry) > 40 for entry in rows.values())
@@ -114,8 +134,13 @@ def test_it_says_no_while_it_loads_and_one_url_when_it_is_ready(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     began = time.monotonic()
-    process = subprocess.Popen([*COMMAND, "serve", "--port", str(port), "--log", "off"], stdout=subprocess.PIPE,
-                               stderr=subprocess.PIPE, text=True, env=clean_environment())  # fmt: skip
+    process = subprocess.Popen(
+        [*COMMAND, "serve", "--port", str(port), "--log", "off"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=clean_environment(),
+    )
     try:
         statuses = set()
         while 200 not in statuses and time.monotonic() - began < 120:

@@ -13,7 +13,8 @@ def test_a_named_prompt_is_known_the_second_time_and_after_a_restart(tmp_path):
     with serving(tmp_path / "first", *flags) as served:
         answers = [served.post("/v1/completions", ask).json() for _ in range(2)]
         assert (
-            served.metric("birkhoff_cached_tokens_total") >= 128 and served.metric("birkhoff_drafted_tokens_total") == 0
+            served.metric("birkhoff_cached_tokens_total") >= 128
+            and served.metric("birkhoff_drafted_tokens_total") == 0
         )
     with serving(tmp_path / "second", *flags) as served:
         answers.append(served.post("/v1/completions", ask).json())

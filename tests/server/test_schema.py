@@ -26,15 +26,23 @@ def test_r2_every_route_keeps_its_promise(served, page):
     for operation in operations(page):
 
         @hypothesis.given(case=operation.as_strategy())
-        @hypothesis.settings(max_examples=CASES, deadline=None, derandomize=True, database=None,
-                             suppress_health_check=list(hypothesis.HealthCheck))  # fmt: skip
+        @hypothesis.settings(
+            max_examples=CASES,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(hypothesis.HealthCheck),
+        )
         def ask(case):
             nonlocal seen
             if isinstance(case.body, dict) and "max_tokens" in case.body:
                 case.body["max_tokens"] = 2  # a long answer proves nothing more
             answer = case.call(base_url=served.url, timeout=120)
             seen += 1
-            assert answer.status_code < 500 or answer.status_code == 501, (case.as_curl_command(), answer.text)
+            assert answer.status_code < 500 or answer.status_code == 501, (
+                case.as_curl_command(),
+                answer.text,
+            )
             case.validate_response(answer, checks=[response_schema_conformance, status_code_conformance])
 
         ask()

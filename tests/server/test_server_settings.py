@@ -19,14 +19,31 @@ from tests.server.conftest import serving
 def test_flags_variables_and_file_come_in_that_order(tmp_path):
     file = tmp_path / "birkhoff.toml"
     file.write_text('[serve]\nserved_name = "file"\nmax_queue = 3\nmax_choices = 2\nlog = "off"\n')
-    with serving(tmp_path, "--served-name", "flag", BIRKHOFF_CONFIG=str(file), BIRKHOFF_MAX_QUEUE="5",
-                 BIRKHOFF_SERVED_NAME="variable") as running:  # fmt: skip
+    with serving(
+        tmp_path,
+        "--served-name",
+        "flag",
+        BIRKHOFF_CONFIG=str(file),
+        BIRKHOFF_MAX_QUEUE="5",
+        BIRKHOFF_SERVED_NAME="variable",
+    ) as running:
         props = running.get("/props").json()
-        assert props["model"] == "flag" and props["limits"]["max_queue"] == 5 and props["limits"]["max_choices"] == 2
+        assert (
+            props["model"] == "flag"
+            and props["limits"]["max_queue"] == 5
+            and props["limits"]["max_choices"] == 2
+        )
         assert running.post("/v1/chat/completions", {"messages": [], "model": "file"}).status_code == 400
     calls = [json.loads(line) for line in running.log.read_text().splitlines() if line.startswith("{")]
     assert calls[0] | {"time": 0, "ms": 0, "id": 0} == {
-        "time": 0, "id": 0, "method": "GET", "path": "/props", "status": 200, "ms": 0, "note": ""}  # fmt: skip
+        "time": 0,
+        "id": 0,
+        "method": "GET",
+        "path": "/props",
+        "status": 200,
+        "ms": 0,
+        "note": "",
+    }
     assert calls[1]["status"] == 400 and calls[1]["id"].startswith("req-")
 
 
@@ -39,11 +56,22 @@ def test_a_misspelt_setting_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"host": "0.0.0.0"}, {"host": "192.168.1.2"}, {"port": -1}, {"port": True}, {"max_body_bytes": 0}, {"log": ""},
-     {"stall_seconds": 0}, {"api_key": ("",)}, {"api_key": ("a\n",)}, {"sae": ("a",)}, {"sae_full": ("=x",)},
-     {"drain_seconds": "1"}],
+    [
+        {"host": "0.0.0.0"},
+        {"host": "192.168.1.2"},
+        {"port": -1},
+        {"port": True},
+        {"max_body_bytes": 0},
+        {"log": ""},
+        {"stall_seconds": 0},
+        {"api_key": ("",)},
+        {"api_key": ("a\n",)},
+        {"sae": ("a",)},
+        {"sae_full": ("=x",)},
+        {"drain_seconds": "1"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_settings_that_make_no_sense(wrong):
     with pytest.raises(OptionError):
         ServerSettings(**wrong)

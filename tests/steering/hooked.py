@@ -55,7 +55,10 @@ def hook_oracle(oracle, hook, change, path="both", layer=LAYER):
         if path == "carry":
             raw = {}
             h.handles.insert(
-                0, layer.register_forward_pre_hook(lambda m, a, k: raw.update(x=a[0]), with_kwargs=True, prepend=True)
+                0,
+                layer.register_forward_pre_hook(
+                    lambda m, a, k: raw.update(x=a[0]), with_kwargs=True, prepend=True
+                ),
             )
             h.input(layer.attn_hc, lambda x: raw["x"])
     elif hook == "mhc_streams_pre_mlp":

@@ -24,37 +24,60 @@ def test_the_example_of_the_manual():
     [
         ("2 calm", [Add("calm", scale=2.0)], "+2.0 calm"),
         ("  -.5e1   calm@mlp_out [ * ]  ", [Add("calm", "mlp_out", "all", -5.0)], "-5.0 calm @ mlp_out[*]"),
-        ("+1 a@mlp_out[6,4,4..8,-1];", [Add("a", "mlp_out", {"layers": [6, 4, -1], "ranges": [[4, 8]]})],
-         "+1.0 a @ mlp_out[-1,4,6,4..8]"),
-        ("+1 ./my-vectors/calm.v2.safetensors @ mlp_out", [Add("./my-vectors/calm.v2.safetensors", "mlp_out")],
-         "+1.0 ./my-vectors/calm.v2.safetensors @ mlp_out"),
+        (
+            "+1 a@mlp_out[6,4,4..8,-1];",
+            [Add("a", "mlp_out", {"layers": [6, 4, -1], "ranges": [[4, 8]]})],
+            "+1.0 a @ mlp_out[-1,4,6,4..8]",
+        ),
+        (
+            "+1 ./my-vectors/calm.v2.safetensors @ mlp_out",
+            [Add("./my-vectors/calm.v2.safetensors", "mlp_out")],
+            "+1.0 ./my-vectors/calm.v2.safetensors @ mlp_out",
+        ),
         ('+1 "two words; [and] @"', [Add("two words; [and] @")], '+1.0 "two words; [and] @"'),
-        ("+0.5 r @ mlp_out[1] op=project phase=decode ;+3 c @ mlp_in[2..3] op=clamp",
-         [Project("r", "mlp_out", [1], 0.5, phase="decode"),
-          Clamp("c", "mlp_in", {"ranges": [[2, 3]]}, min=3.0, max=3.0)],
-         "+0.5 r @ mlp_out[1] phase=decode op=project; +3.0 c @ mlp_in[2..3] op=clamp"),
-        ("1 p @ mhc_streams_pre_mlp[2] op=patch path=read stream=all",
-         [Patch("p", "mhc_streams_pre_mlp", [2], streams="all", path="read")],
-         "+1.0 p @ mhc_streams_pre_mlp[2] stream=all path=read op=patch"),
-        ("1 p @ mhc_streams_pre_mlp[2] stream=3,1,1", [Add("p", "mhc_streams_pre_mlp", [2], streams=[1, 3])],
-         "+1.0 p @ mhc_streams_pre_mlp[2] stream=1,3"),
+        (
+            "+0.5 r @ mlp_out[1] op=project phase=decode ;+3 c @ mlp_in[2..3] op=clamp",
+            [
+                Project("r", "mlp_out", [1], 0.5, phase="decode"),
+                Clamp("c", "mlp_in", {"ranges": [[2, 3]]}, min=3.0, max=3.0),
+            ],
+            "+0.5 r @ mlp_out[1] phase=decode op=project; +3.0 c @ mlp_in[2..3] op=clamp",
+        ),
+        (
+            "1 p @ mhc_streams_pre_mlp[2] op=patch path=read stream=all",
+            [Patch("p", "mhc_streams_pre_mlp", [2], streams="all", path="read")],
+            "+1.0 p @ mhc_streams_pre_mlp[2] stream=all path=read op=patch",
+        ),
+        (
+            "1 p @ mhc_streams_pre_mlp[2] stream=3,1,1",
+            [Add("p", "mhc_streams_pre_mlp", [2], streams=[1, 3])],
+            "+1.0 p @ mhc_streams_pre_mlp[2] stream=1,3",
+        ),
     ],
-)  # fmt: skip
+)
 def test_lines_and_their_canonical_form(line, edits, canonical):
     assert parse_line(line) == edits
     assert print_line(edits) == canonical and parse_line(canonical) == edits
 
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
-places = st.fixed_dictionaries({
-    "hook": st.sampled_from(HOOKS),
-    "layers": st.none() | st.just("all") | st.fixed_dictionaries({
-        "layers": st.lists(st.integers(-60, 60), min_size=1, max_size=4),
-        "ranges": st.lists(st.tuples(st.integers(0, 30), st.integers(30, 60)).map(list), max_size=2),
-    }),
-}) | st.just({})  # fmt: skip
+places = st.fixed_dictionaries(
+    {
+        "hook": st.sampled_from(HOOKS),
+        "layers": st.none()
+        | st.just("all")
+        | st.fixed_dictionaries(
+            {
+                "layers": st.lists(st.integers(-60, 60), min_size=1, max_size=4),
+                "ranges": st.lists(st.tuples(st.integers(0, 30), st.integers(30, 60)).map(list), max_size=2),
+            }
+        ),
+    }
+) | st.just({})
 rest = {
-    "streams": st.none() | st.sampled_from(["all", "post_mix"]) | st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    "streams": st.none()
+    | st.sampled_from(["all", "post_mix"])
+    | st.lists(st.integers(0, 9), min_size=1, max_size=3),
     "phase": st.sampled_from(["both", "prefill", "decode"]),
     "path": st.sampled_from(["both", "read", "carry"]),
 }

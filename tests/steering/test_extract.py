@@ -13,7 +13,9 @@ from birkhoff.steering.extract import auc, best, d_prime, direction, separate
 numbers = st.lists(st.integers(-5, 5).map(float), min_size=2, max_size=12)
 
 
-def sets(apart: float, rows: int = 40, shape=(16,), seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def sets(
+    apart: float, rows: int = 40, shape=(16,), seed: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     axis = torch.zeros(shape).flatten()
     axis[1] = 1.0
@@ -59,7 +61,9 @@ def test_noise_is_not_told_apart_although_the_direction_was_fitted():
 def test_the_stream_that_carries_it_is_named():
     up, down, _ = sets(4.0, 60, (4, 16))  # planted in stream 0
     entries = separate("mhc_streams_pre_attn", 3, up, down)
-    assert [entry.stream for entry in entries] == [None, 0, 1, 2, 3] and {entry.layer for entry in entries} == {3}
+    assert [entry.stream for entry in entries] == [None, 0, 1, 2, 3] and {
+        entry.layer for entry in entries
+    } == {3}
     assert best(entries[1:]).stream == 0 and entries[1].auc > 0.95 and all(e.auc < 0.75 for e in entries[2:])
     assert entries[1].norm == pytest.approx((up[:, 0].mean(0) - down[:, 0].mean(0)).norm().item(), rel=1e-5)
 

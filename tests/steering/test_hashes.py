@@ -28,16 +28,25 @@ def digests(*edits, prompt=8, max_tokens=4, modules=None):
 
 BASE = Add(V, "mlp_out", [1])
 OTHERS = {
-    "another vector": Add(W, "mlp_out", [1]), "another layer": Add(V, "mlp_out", [2]),
-    "another hook": Add(V, "mlp_in", [1]), "another scale": Add(V, "mlp_out", [1], 2.0),
-    "one more layer": Add(V, "mlp_out", [1, 2]), "norm_match": Add(V, "mlp_out", [1], norm_match=True),
-    "some tokens": Add(V, "mlp_out", [1], where=[0, 8]), "others": Add(V, "mlp_out", [1], where=[1, 9]),
+    "another vector": Add(W, "mlp_out", [1]),
+    "another layer": Add(V, "mlp_out", [2]),
+    "another hook": Add(V, "mlp_in", [1]),
+    "another scale": Add(V, "mlp_out", [1], 2.0),
+    "one more layer": Add(V, "mlp_out", [1, 2]),
+    "norm_match": Add(V, "mlp_out", [1], norm_match=True),
+    "some tokens": Add(V, "mlp_out", [1], where=[0, 8]),
+    "others": Add(V, "mlp_out", [1], where=[1, 9]),
     "by id": Add(V, "mlp_out", [1], where={"prompt": {"token_ids": [7]}, "generated": {"token_ids": [3]}}),
-    "by another id": Add(V, "mlp_out", [1], where={"prompt": {"token_ids": [8]}, "generated": {"token_ids": [4]}}),
+    "by another id": Add(
+        V, "mlp_out", [1], where={"prompt": {"token_ids": [8]}, "generated": {"token_ids": [4]}}
+    ),
     "all but some": Add(V, "mlp_out", [1], where={"prompt": "all", "generated": "all", "exclude": [2, 9]}),
-    "project": Project(V, "mlp_out", [1]), "clamp": Clamp(V, "mlp_out", [1], max=0.0),
-    "clamp below": Clamp(V, "mlp_out", [1], min=0.0), "patch": Patch(V, "mlp_out", [1]),
-    "zeros": Patch(0, "mlp_out", [1]), "patch rows": Patch(PositionRows({1: V, 9: W}), "mlp_out", [1]),
+    "project": Project(V, "mlp_out", [1]),
+    "clamp": Clamp(V, "mlp_out", [1], max=0.0),
+    "clamp below": Clamp(V, "mlp_out", [1], min=0.0),
+    "patch": Patch(V, "mlp_out", [1]),
+    "zeros": Patch(0, "mlp_out", [1]),
+    "patch rows": Patch(PositionRows({1: V, 9: W}), "mlp_out", [1]),
     "patch elsewhere": Patch(PositionRows({2: V, 10: W}), "mlp_out", [1]),
     "streams": Add(WIDE, "mhc_streams_pre_attn", [1]),
     "read": Add(WIDE, "mhc_streams_pre_attn", [1], path="read"),
@@ -45,7 +54,7 @@ OTHERS = {
     "one stream": Add(V, "mhc_streams_pre_attn", [1], streams=[0]),
     "the other": Add(V, "mhc_streams_pre_attn", [1], streams=[1]),
     "by weight": Add(V, "mhc_streams_pre_attn", [1], streams="post_mix"),
-}  # fmt: skip
+}
 
 
 def test_what_differs_has_another_hash():
@@ -60,19 +69,28 @@ def test_what_is_the_same_has_the_same_hash():
     same = digests(BASE)
     assert same == digests(Add(np.asarray(V), "mlp_out", {"ranges": [[1, 1]]}))
     assert same == digests(Add(torch.tensor(V, dtype=torch.float64), "mlp_out", [-5], where="all"))
-    assert same == digests(Add("calm", "mlp_out", [1]), modules={"calm": BASE.vector})  # by content, not by name
+    assert same == digests(
+        Add("calm", "mlp_out", [1]), modules={"calm": BASE.vector}
+    )  # by content, not by name
     assert same == digests(Add(V, "mlp_out", [1], path="carry"))  # a hook with one stream has one path
     assert digests(Add(V, "mlp_out", [1, 2])) == digests(Add(V, "mlp_out", [2]), Add(V, "mlp_out", [1]))
     both = Add([*V, *V], "mhc_streams_final", [5])
     assert digests(both) == digests(Add([*V, *V], "mhc_streams_final", [0], path="carry"))
-    assert digests(Project(V, "mlp_out", [1])) == digests(Clamp([2 * v for v in V], "mlp_out", [1], min=0, max=0))
+    assert digests(Project(V, "mlp_out", [1])) == digests(
+        Clamp([2 * v for v in V], "mlp_out", [1], min=0, max=0)
+    )
     assert digests(Add([0.0] * D, "mlp_out", [1])) == digests(Add([-0.0] * D, "mlp_out", [1], -0.0 + 1))
 
 
 def test_phases_have_hashes_of_their_own():
-    early, late = digests(Add(V, "mlp_out", [1], phase="prefill")), digests(Add(V, "mlp_out", [1], phase="decode"))
+    early, late = (
+        digests(Add(V, "mlp_out", [1], phase="prefill")),
+        digests(Add(V, "mlp_out", [1], phase="decode")),
+    )
     assert early == (digests(BASE)[0], None) and late == (None, digests(BASE)[1])
-    assert digests(BASE)[0] == digests(BASE)[1]  # the same is done to both: a generated page may become a prompt's
+    assert (
+        digests(BASE)[0] == digests(BASE)[1]
+    )  # the same is done to both: a generated page may become a prompt's
     assert digests(Add(V, "mlp_out", [1], where=[3])) != digests(BASE)
     assert digests(Add(V, "mlp_out", [1], where=[3]))[1] is None
     assert digests(Add(V, "mlp_out", [1], where={"generated": "all"}))[0] is None
@@ -88,7 +106,9 @@ def test_where_counts_by_the_positions_it_picks():
         return digests(Add(V, "mlp_out", [1], where=where), prompt=prompt)[0]
 
     assert prefill([-1], 8) == prefill([7], 8) != prefill([-1], 9)
-    assert prefill("all_prompt", 8) == prefill("all_prompt", 20) == prefill({"prompt": {"window": [0, None]}}, 9)
+    assert (
+        prefill("all_prompt", 8) == prefill("all_prompt", 20) == prefill({"prompt": {"window": [0, None]}}, 9)
+    )
     assert prefill({"prompt": {"window": [2, None]}}, 8) == prefill({"prompt": {"window": [2, None]}}, 20)
     assert prefill({"prompt": {"window": [0, -2]}}, 8) != prefill({"prompt": {"window": [0, -2]}}, 20)
     by_id = {"prompt": {"token_ids": [7]}}
@@ -121,20 +141,33 @@ def test_framing_tells_lists_apart(one, other):
 
 
 def test_the_hash_of_wire_fields():
-    assert hash_steering_config() == 0 == hash_steering_config({}, None, [], []) and digest_steering_config() is None
+    assert (
+        hash_steering_config() == 0 == hash_steering_config({}, None, [], [])
+        and digest_steering_config() is None
+    )
     vectors = {"mlp_out": {4: (V, 1.0), 6: (W, 2.0)}, "pre_attn": {0: (V, 1.0)}}
-    turned = {"pre_attn": {0: (np.asarray(V, np.float16), 1)}, "mlp_out": {6: (W, 2.0), 4: (torch.tensor(V), 1.0)}}
+    turned = {
+        "pre_attn": {0: (np.asarray(V, np.float16), 1)},
+        "mlp_out": {6: (W, 2.0), 4: (torch.tensor(V), 1.0)},
+    }
     assert hash_steering_config(vectors) == hash_steering_config(turned)
     found = [
-        hash_steering_config(vectors), hash_steering_config({"mlp_out": {4: (V, 1.0)}}),
-        hash_steering_config({"mlp_out": {4: (V, 2.0)}}), hash_steering_config({"mlp_out": {5: (V, 1.0)}}),
-        hash_steering_config(module_ref=b"x"), hash_steering_config(sae_clamp_specs=[b"x"]),
-        hash_steering_config(sae_full_reconstruction_specs=[b"x"]), hash_steering_config(vectors, b"x"),
+        hash_steering_config(vectors),
+        hash_steering_config({"mlp_out": {4: (V, 1.0)}}),
+        hash_steering_config({"mlp_out": {4: (V, 2.0)}}),
+        hash_steering_config({"mlp_out": {5: (V, 1.0)}}),
+        hash_steering_config(module_ref=b"x"),
+        hash_steering_config(sae_clamp_specs=[b"x"]),
+        hash_steering_config(sae_full_reconstruction_specs=[b"x"]),
+        hash_steering_config(vectors, b"x"),
         hash_steering_config(sae_clamp_specs=[b"x"], sae_full_reconstruction_specs=[b"x"]),
-        hash_steering_config(sae_clamp_specs=[b"x", b"y"]), hash_steering_config(sae_clamp_specs=[b"xy"]),
-    ]  # fmt: skip
+        hash_steering_config(sae_clamp_specs=[b"x", b"y"]),
+        hash_steering_config(sae_clamp_specs=[b"xy"]),
+    ]
     assert len(set(found)) == len(found) and all(0 < value < 2**63 for value in found)
-    assert hash_steering_config(sae_clamp_specs=[b"x", b"y"]) == hash_steering_config(sae_clamp_specs=[b"y", b"x"])
+    assert hash_steering_config(sae_clamp_specs=[b"x", b"y"]) == hash_steering_config(
+        sae_clamp_specs=[b"y", b"x"]
+    )
 
 
 @pytest.mark.parametrize(("digest", "value"), [(None, 0), (b"\0" * 16, 1), (b"\xff" * 16, 2**63 - 1)])

@@ -71,7 +71,9 @@ def test_a_control_vector_is_what_leaves_a_layer(tmp_path):
     gguf(tmp_path / "v.gguf", {f"direction.{n + 1}": ROWS[n] for n in range(3)}, keys)
     (vector,) = import_vectors(tmp_path / "v.gguf", op="add").values()
     assert vector.hook == "mhc_streams_post_mlp" and vector.streams == "all" and vector.layers == (1, 2, 3)
-    assert all(torch.equal(vector.at(n + 1).tensor(), ROWS[n]) for n in range(3)) and "deepseek4" in vector.note
+    assert (
+        all(torch.equal(vector.at(n + 1).tensor(), ROWS[n]) for n in range(3)) and "deepseek4" in vector.note
+    )
     gguf(tmp_path / "model.gguf", {"direction.1": ROWS[0]}, {"general.architecture": "llama"})
     with pytest.raises(VectorFileError, match="expected controlvector"):
         import_vectors(tmp_path / "model.gguf", op="add")

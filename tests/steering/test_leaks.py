@@ -46,17 +46,34 @@ def wishes(engine):
     steers = [
         None,
         [Add(vector(d, 1), "mlp_out", "all", 2.0)],
-        [Add(vector(m * d, 2), "mhc_streams_pre_attn", [2], path="carry"), Add(vector(d, 1), "mlp_out", "all", -2.0)],
-        [Add(vector(d, 3), "mhc_streams_pre_mlp", [1, 3], streams=[1], phase="decode"),
-         Clamp(vector(d, 4), "post_attn", "all", max=0.0)],
+        [
+            Add(vector(m * d, 2), "mhc_streams_pre_attn", [2], path="carry"),
+            Add(vector(d, 1), "mlp_out", "all", -2.0),
+        ],
+        [
+            Add(vector(d, 3), "mhc_streams_pre_mlp", [1, 3], streams=[1], phase="decode"),
+            Clamp(vector(d, 4), "post_attn", "all", max=0.0),
+        ],
         [Project(vector(d, 5), "mhc_streams_pre_attn", "all", streams="all", path="read")],
-        [Add(vector(d, 6), "mhc_streams_pre_attn", [3], streams="post_mix", where={"generated": {"window": [1, 2]}})],
-        [Patch(rows, "pre_attn", [2]), Patch(0, "mlp_in", [0], where=[-1]), Add(vector(d, 1), "mlp_out", "all", 2.0)],
+        [
+            Add(
+                vector(d, 6),
+                "mhc_streams_pre_attn",
+                [3],
+                streams="post_mix",
+                where={"generated": {"window": [1, 2]}},
+            )
+        ],
+        [
+            Patch(rows, "pre_attn", [2]),
+            Patch(0, "mlp_in", [0], where=[-1]),
+            Add(vector(d, 1), "mlp_out", "all", 2.0),
+        ],
         [Add(vector(m * d, 7), "mhc_streams_final", [last], norm_match=True, phase="prefill")],
         [SaeSet("delta", {3: 5.0, 7: -2.0}), Add(vector(d, 1), "mlp_out", [1])],
         [SaeReconstruct("whole", {1: 4.0}, error="keep", phase="decode")],
         [SaeReconstruct("whole", error="drop"), SaeSet("delta", {3: 1.0}, kind="additive")],
-    ]  # fmt: skip
+    ]
     captures = [
         None,
         Capture({"mhc_streams_pre_attn": [2], "mlp_out": "all"}, positions="all"),
@@ -72,17 +89,27 @@ def outcome(output):
 
 
 def same(one, other):
-    return one[:3] == other[:3] and one[3].keys() == other[3].keys() and all(
-        torch.equal(rows, other[3][key][0]) and places == other[3][key][1] for key, (rows, places) in one[3].items()
-    )  # fmt: skip
+    return (
+        one[:3] == other[:3]
+        and one[3].keys() == other[3].keys()
+        and all(
+            torch.equal(rows, other[3][key][0]) and places == other[3][key][1]
+            for key, (rows, places) in one[3].items()
+        )
+    )
 
 
 numbers = st.integers(0, 10**6)
 
 
 @settings(max_examples=scaled(200, 12))
-@given(chosen=st.lists(st.tuples(numbers, numbers, numbers, st.integers(0, 12), st.none() | st.integers(0, 9)),
-                       min_size=REQUESTS // 2, max_size=REQUESTS))  # fmt: skip
+@given(
+    chosen=st.lists(
+        st.tuples(numbers, numbers, numbers, st.integers(0, 12), st.none() | st.integers(0, 9)),
+        min_size=REQUESTS // 2,
+        max_size=REQUESTS,
+    )
+)
 def test_leaks_requests_in_any_company_give_what_they_give_alone(engine, chosen):
     """Each tuple: prompt, edits, capture, the step at which it comes, and after how many steps it is cancelled."""
     prompts, steers, captures = wishes(engine)

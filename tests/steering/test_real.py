@@ -26,7 +26,9 @@ def check(engine):
         steered = engine.generate(TEXT, steer=[edit], **GREEDY)
         assert steered.token_ids != plain.token_ids
         assert steered.interp["rows_steered"] == len(plain.prompt_token_ids) + len(steered.token_ids) - 1
-        zero = engine.generate(TEXT, steer=[Add(torch.zeros(width), hook, [layer], streams=streams)], **GREEDY)
+        zero = engine.generate(
+            TEXT, steer=[Add(torch.zeros(width), hook, [layer], streams=streams)], **GREEDY
+        )
         assert zero.token_ids == plain.token_ids
     assert {slab.width for slab in engine._steering.tables.slabs.values()} == {m * d}
 

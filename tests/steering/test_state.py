@@ -24,8 +24,20 @@ PHASES, PATHS = ("both", "prefill", "decode"), ("both", "read", "carry")
 STREAMS = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final")
 STEERABLE = ("pre_attn", "post_attn", "mlp_in", "mlp_out", "final_hidden", *STREAMS)
 READ_ONLY = tuple(site.name for site in SITES if not site.edit)
-OPERATIONS = ("add", "norm_match", "post_mix", "streams", "project", "project streams", "clamp", "patch",
-              "patch rows", "zeros", "two adds", "add then clamp")  # fmt: skip
+OPERATIONS = (
+    "add",
+    "norm_match",
+    "post_mix",
+    "streams",
+    "project",
+    "project streams",
+    "clamp",
+    "patch",
+    "patch rows",
+    "zeros",
+    "two adds",
+    "add then clamp",
+)
 ONLY_STREAMS = ("post_mix", "streams", "project streams")
 
 
@@ -72,23 +84,37 @@ def made(operation, hook, options, m, d):
 
     table = {
         "add": ([Add(v, scale=1.5, **at)], lambda x, _, __: x + 1.5 * v.double()),
-        "norm_match": ([Add(v, scale=0.5, norm_match=True, **at)],
-                       lambda x, _, __: x + 0.5 * x.norm(dim=-1, keepdim=True) * e),
-        "post_mix": ([Add(narrow, streams="post_mix", **at)],
-                     lambda x, _, post: x + (post.double().unsqueeze(-1) * narrow.double()).flatten(1)),
-        "streams": ([Add(narrow, scale=2.0, streams=[3, 1], **at)],
-                    lambda x, _, __: on_streams(x, lambda s: s + 2 * narrow.double())),
+        "norm_match": (
+            [Add(v, scale=0.5, norm_match=True, **at)],
+            lambda x, _, __: x + 0.5 * x.norm(dim=-1, keepdim=True) * e,
+        ),
+        "post_mix": (
+            [Add(narrow, streams="post_mix", **at)],
+            lambda x, _, post: x + (post.double().unsqueeze(-1) * narrow.double()).flatten(1),
+        ),
+        "streams": (
+            [Add(narrow, scale=2.0, streams=[3, 1], **at)],
+            lambda x, _, __: on_streams(x, lambda s: s + 2 * narrow.double()),
+        ),
         "project": ([Project(v, scale=0.7, **at)], lambda x, _, __: x - 0.7 * (x @ e).unsqueeze(-1) * e),
-        "project streams": ([Project(narrow, streams=[1, 3], **at)],
-                            lambda x, _, __: on_streams(x, lambda s: s - (s @ en).unsqueeze(-1) * en)),
+        "project streams": (
+            [Project(narrow, streams=[1, 3], **at)],
+            lambda x, _, __: on_streams(x, lambda s: s - (s @ en).unsqueeze(-1) * en),
+        ),
         "clamp": ([Clamp(w, min=-0.3, max=0.2, **at)], lambda x, _, __: held(x)),
         "patch": ([Patch(v, scale=0.25, **at)], lambda x, _, __: x + 0.25 * (v.double() - x)),
         "patch rows": ([Patch(by_position, scale=0.5, **at)], put_rows),
         "zeros": ([Patch(0, scale=0.5, **at)], lambda x, _, __: 0.5 * x),
-        "two adds": ([Add(w, **at), Add(v, scale=-0.5, **at)], lambda x, _, __: x + w.double() - 0.5 * v.double()),
+        "two adds": (
+            [Add(w, **at), Add(v, scale=-0.5, **at)],
+            lambda x, _, __: x + w.double() - 0.5 * v.double(),
+        ),
         # listed the other way round: a clamp's bound holds on what leaves the site
-        "add then clamp": ([Clamp(w, min=-0.3, max=0.2, **at), Add(v, **at)], lambda x, _, __: held(x + v.double())),
-    }  # fmt: skip
+        "add then clamp": (
+            [Clamp(w, min=-0.3, max=0.2, **at), Add(v, **at)],
+            lambda x, _, __: held(x + v.double()),
+        ),
+    }
     return table[operation]
 
 
@@ -131,7 +157,9 @@ def state_of(engine, operation, hook, phase, path):
     m, d = engine.config.hc_mult, engine.config.hidden_size
     try:
         edits, change = made(operation, hook, {"phase": phase, "path": path}, m, d)
-        out = engine.generate(PROMPT, steer=edits, max_tokens=STEPS + 1, temperature=0, ignore_eos=True, logprobs=20)
+        out = engine.generate(
+            PROMPT, steer=edits, max_tokens=STEPS + 1, temperature=0, ignore_eos=True, logprobs=20
+        )
     except BirkhoffError as error:
         return f"refused: {error}"
     ids = PROMPT + out.token_ids[:-1]
@@ -146,8 +174,13 @@ def state_of(engine, operation, hook, phase, path):
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_t_state_1_every_cell_is_right_or_refused(engine, operation):
-    cells = [(hook, phase, path) for hook in STEERABLE for phase in PHASES for path in PATHS
-             if path == "both" or hook in STREAMS]  # fmt: skip
+    cells = [
+        (hook, phase, path)
+        for hook in STEERABLE
+        for phase in PHASES
+        for path in PATHS
+        if path == "both" or hook in STREAMS
+    ]
     full = scaled(1, 0)
     for number, (hook, phase, path) in enumerate(cells):
         if not full and number % 5 != OPERATIONS.index(operation) % 5:
@@ -190,4 +223,8 @@ def test_the_oracle_can_tell(engine):
 
     assert worst(change) <= 1e-4
     assert worst(lambda *a: 0.98 * change(*a) + 0.02 * a[0]) > 1e-4
-    assert worst(change, path="read") > 1e-4 and worst(change, path="carry") > 1e-4 and worst(change, "decode") > 1e-4
+    assert (
+        worst(change, path="read") > 1e-4
+        and worst(change, path="carry") > 1e-4
+        and worst(change, "decode") > 1e-4
+    )

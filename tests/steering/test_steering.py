@@ -43,11 +43,21 @@ def vector(width, seed=0, norm=3.0):
 
 
 CASES = [
-    ("pre_attn", "both"), ("post_attn", "both"), ("mlp_in", "both"), ("mlp_out", "both"), ("final_hidden", "both"),
-    ("mhc_streams_pre_attn", "both"), ("mhc_streams_pre_attn", "read"), ("mhc_streams_pre_attn", "carry"),
-    ("mhc_streams_pre_mlp", "both"), ("mhc_streams_pre_mlp", "read"), ("mhc_streams_pre_mlp", "carry"),
-    ("mhc_streams_final", "both"), ("mhc_streams_final", "read"), ("mhc_streams_final", "carry"),
-]  # fmt: skip
+    ("pre_attn", "both"),
+    ("post_attn", "both"),
+    ("mlp_in", "both"),
+    ("mlp_out", "both"),
+    ("final_hidden", "both"),
+    ("mhc_streams_pre_attn", "both"),
+    ("mhc_streams_pre_attn", "read"),
+    ("mhc_streams_pre_attn", "carry"),
+    ("mhc_streams_pre_mlp", "both"),
+    ("mhc_streams_pre_mlp", "read"),
+    ("mhc_streams_pre_mlp", "carry"),
+    ("mhc_streams_final", "both"),
+    ("mhc_streams_final", "read"),
+    ("mhc_streams_final", "carry"),
+]
 
 
 @pytest.mark.parametrize("kind", ["add", "project", "clamp", "patch"])
@@ -130,9 +140,12 @@ def test_t_ste_7_paths(engine, sizes):
     read = engine.trace(PROMPT, steer=[Add(**edit, path="read")])
     assert not torch.equal(read["pre_attn", LAYER], plain["pre_attn", LAYER])
     r, p, y, x = (
-        read[name, LAYER] for name in ("mhc_attn_res_mix", "mhc_attn_post_mix", "post_attn", "mhc_streams_pre_attn")
+        read[name, LAYER]
+        for name in ("mhc_attn_res_mix", "mhc_attn_post_mix", "post_attn", "mhc_streams_pre_attn")
     )
-    rebuilt = torch.einsum("njk,njd->nkd", r, x) + p.unsqueeze(-1) * y.unsqueeze(1)  # from the unedited streams
+    rebuilt = torch.einsum("njk,njd->nkd", r, x) + p.unsqueeze(-1) * y.unsqueeze(
+        1
+    )  # from the unedited streams
     assert (rebuilt - read["mhc_streams_pre_mlp", LAYER]).abs().max() < 1e-4
 
 
@@ -140,7 +153,9 @@ def test_post_mix_equals_an_edit_of_the_sublayer_that_wrote_the_streams(engine, 
     d = sizes[1]
     v = vector(d)
     at_output = engine.logits(PROMPT, steer=[Add(v, hook="mlp_out", layers=[LAYER - 1])])
-    by_weight = engine.logits(PROMPT, steer=[Add(v, hook="mhc_streams_pre_attn", layers=[LAYER], streams="post_mix")])
+    by_weight = engine.logits(
+        PROMPT, steer=[Add(v, hook="mhc_streams_pre_attn", layers=[LAYER], streams="post_mix")]
+    )
     assert (at_output - by_weight).abs().max() < 1e-4
 
 
@@ -160,7 +175,12 @@ def test_t_ste_4_phases_and_places_land_on_the_right_tokens(engine, sizes):
     spec = Capture({hook: [LAYER]}, positions="all", capture_point="after")
 
     def changed(**options):
-        greedy = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "steer": [Add(v, hook, [LAYER], **options)]}
+        greedy = {
+            "max_tokens": 6,
+            "temperature": 0,
+            "ignore_eos": True,
+            "steer": [Add(v, hook, [LAYER], **options)],
+        }
         out = engine.generate(PROMPT, capture=spec, **greedy)
         same = engine.generate(PROMPT, capture=Capture({hook: [LAYER]}, positions="all"), **greedy)
         moved = (out.acts[hook, LAYER].tensor - same.acts[hook, LAYER].tensor).abs().amax(-1) > 1e-3
@@ -179,11 +199,17 @@ def test_t_ste_9_reported_positions_are_those_the_edit_names(engine, sizes):
     """Also when the prompt is read in chunks and computed again after a preemption."""
     v = vector(sizes[1])
     long = [0] + [5 + n % 200 for n in range(600)]
-    cases = [({"phase": "decode"}, range(601, 605)), ({"where": [0, 599, -1]}, [0, 599, 600]), ({}, range(605))]
+    cases = [
+        ({"phase": "decode"}, range(601, 605)),
+        ({"where": [0, 599, -1]}, [0, 599, 600]),
+        ({}, range(605)),
+    ]
     for options, expected in cases:
         edit = Add(v, hook="mlp_out", layers=[0], **options)
         out = engine.generate(long, max_tokens=5, ignore_eos=True, steer=[edit])
-        assert out.interp["steered_positions"] == list(expected) and out.interp["rows_steered"] == len(expected)
+        assert out.interp["steered_positions"] == list(expected) and out.interp["rows_steered"] == len(
+            expected
+        )
     assert "steered_positions" not in engine.generate(long, max_tokens=2).interp
 
 
@@ -195,8 +221,12 @@ def test_t_ste_3_sixteen_requests_with_sixteen_edits_equal_sixteen_single_runs(e
     for number in range(count):
         hook = hooks[number % len(hooks)]
         wide = hook.startswith("mhc")
-        edit = Add(vector(m * d if wide else d, number), hook=hook, layers=[number % engine.config.num_hidden_layers])
-        steers.append([edit] if number % 4 else [edit, Clamp(vector(d, number), hook="mlp_in", layers="all", max=0.0)])
+        edit = Add(
+            vector(m * d if wide else d, number), hook=hook, layers=[number % engine.config.num_hidden_layers]
+        )
+        steers.append(
+            [edit] if number % 4 else [edit, Clamp(vector(d, number), hook="mlp_in", layers="all", max=0.0)]
+        )
         prompts.append([0, *range(3 + number, 60 + 3 * number)])
     options = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 1, "ignore_eos": True}
     together = engine.generate(prompts, steer=steers, **options)
@@ -269,7 +299,12 @@ BAD = [
     (lambda m, d: Patch(PositionRows({99999: [1.0] * d}), hook="mlp_out", layers=[0]), "position 99999"),
     (lambda m, d: Patch(PositionRows({0: [1.0] * (d - 1)}), hook="mlp_out", layers=[0]), "63 numbers"),
     (lambda m, d: Patch(1.0, hook="mlp_out", layers=[0]), "one row"),
-    (lambda m, d: Add([1.0] * d, hook="mhc_streams_pre_attn", layers=[1], streams="post_mix", norm_match=True), "one"),
+    (
+        lambda m, d: Add(
+            [1.0] * d, hook="mhc_streams_pre_attn", layers=[1], streams="post_mix", norm_match=True
+        ),
+        "one",
+    ),
     (lambda m, d: Add([0.0] * d, hook="mlp_out", layers=[0], norm_match=True), "needs a direction"),
     (lambda m, d: Add([True] * d, hook="mlp_out", layers=[0]), "True"),
     (lambda m, d: Add([1.0] * d, hook="mlp_out", layers=[0], where=[10**6]), "out of range"),
@@ -301,7 +336,9 @@ def test_directions_at_one_site_are_counted_over_all_tiers(engine, sizes):
         more = Project(vector(d, 8), hook="mlp_out", layers=[1], phase="prefill")
         assert engine.generate(PROMPT, steer=[more], **options).finish_reason == "length"  # four
         apart = Project(vector(d, 9), hook="mlp_out", layers=[1], phase="decode")
-        assert engine.generate(PROMPT, steer=[more, apart], **options).finish_reason == "length"  # four in each phase
+        assert (
+            engine.generate(PROMPT, steer=[more, apart], **options).finish_reason == "length"
+        )  # four in each phase
         with pytest.raises(SteeringError, match=r"5 directions.*mlp_out\[1\] during prefill, at most 4"):
             engine.generate(PROMPT, steer=[more, more], **options)
     assert engine._steering.tables.rows_held == 0
@@ -310,7 +347,12 @@ def test_directions_at_one_site_are_counted_over_all_tiers(engine, sizes):
 def test_edits_are_plain_data(sizes):
     d = sizes[1]
     edit = Add(
-        vector(d), hook="mlp_out", layers={"ranges": [[1, 2]]}, scale=2.0, where={"generated": "all"}, phase="decode"
+        vector(d),
+        hook="mlp_out",
+        layers={"ranges": [[1, 2]]},
+        scale=2.0,
+        where={"generated": "all"},
+        phase="decode",
     )
     assert Add.from_json(edit.to_json()) == edit and hash(Add.from_json(edit.to_json())) == hash(edit)
     assert edit != Add(vector(d, 1), hook="mlp_out", layers={"ranges": [[1, 2]]}, scale=2.0)

@@ -52,7 +52,9 @@ def test_t_ste_2_widths_on_one_layer_stand_in_groups_of_their_own(engine):
         engine._core.submit(request)
     while not all(request.done for request in requests):
         engine._core.step()
-        seen.append({width: len(slab.uses) for width, slab in engine._steering.tables.slabs.items() if slab.uses})
+        seen.append(
+            {width: len(slab.uses) for width, slab in engine._steering.tables.slabs.items() if slab.uses}
+        )
     assert {d: 2, m * d: 3} in seen and engine._steering.tables.rows_held == 0
     for request, steer in zip(requests, steers):
         alone = engine.generate(PROMPT, steer=steer, **GREEDY)
@@ -87,7 +89,9 @@ def test_requests_wait_for_rows_and_all_of_them_end(small):
 
 def test_a_cancelled_request_gives_its_rows_back_wherever_it_stands(small):
     d = small.config.hidden_size
-    requests = [small.requests(PROMPT, steer=[Add(vector(d, seed), "mlp_out", [1])], **GREEDY)[0] for seed in range(4)]
+    requests = [
+        small.requests(PROMPT, steer=[Add(vector(d, seed), "mlp_out", [1])], **GREEDY)[0] for seed in range(4)
+    ]
     for request in requests:
         small._core.submit(request)
     small._core.step()
@@ -105,7 +109,9 @@ def test_what_can_never_fit_is_refused_before_anything_is_queued(small):
     with pytest.raises(CapacityError, match=rf"3 different vectors of {d} numbers.*hold 2"):
         small.generate(PROMPT, steer=edits, **GREEDY)
     assert small._core.scheduler.idle and small._steering.tables.rows_held == 0
-    same = [Add(vector(d), "mlp_out", [layer]) for layer in range(3)]  # one vector is one row, wherever it is used
+    same = [
+        Add(vector(d), "mlp_out", [layer]) for layer in range(3)
+    ]  # one vector is one row, wherever it is used
     assert small.generate(PROMPT, steer=same, **GREEDY).finish_reason == "length"
 
 
@@ -151,7 +157,9 @@ def test_t_ste_5_off_and_idle_add_no_operation(engine):
 
 def test_a_step_like_the_last_is_not_built_again(engine):
     d = engine.config.hidden_size
-    (request,) = engine.requests(PROMPT, steer=[Add(vector(d), "mlp_out", "all")], **{**GREEDY, "max_tokens": 8})
+    (request,) = engine.requests(
+        PROMPT, steer=[Add(vector(d), "mlp_out", "all")], **{**GREEDY, "max_tokens": 8}
+    )
     engine._core.submit(request)
     staging = engine._core.runner._stagings[0]
     taps = []

@@ -22,7 +22,9 @@ SCHEMA = build_hook_schema(HIDDEN, "float32", STREAMS, 8, 2)
 def made(hook="mlp_out", width=HIDDEN, layers=(1, 3), **fields) -> SteeringVector:
     generator = torch.Generator().manual_seed(5)
     rows = {layer: torch.randn(width, generator=generator) for layer in layers}
-    return SteeringVector(rows, "add", hook, **{"model": "tiny", "method": "mean_diff", "n_pairs": 7, **fields})
+    return SteeringVector(
+        rows, "add", hook, **{"model": "tiny", "method": "mean_diff", "n_pairs": 7, **fields}
+    )
 
 
 def rewritten(source, target, change) -> None:
@@ -36,7 +38,9 @@ def rewritten(source, target, change) -> None:
 @pytest.mark.parametrize("streams", ["flat", "all", (0, 2)])
 def test_a_file_gives_back_everything_and_the_same_bytes(tmp_path, streams):
     width = HIDDEN * (STREAMS if streams == "flat" else 1)
-    vector = made("mhc_streams_pre_attn", width, streams=streams, scale=1.5, note="a note", effect={"moved": 0.9})
+    vector = made(
+        "mhc_streams_pre_attn", width, streams=streams, scale=1.5, note="a note", effect={"moved": 0.9}
+    )
     first = vector.save(tmp_path / "a.safetensors")
     back = SteeringVector.load(first)
     assert back == vector and back.describe() == vector.describe() and back.to_json() == vector.to_json()
@@ -49,7 +53,11 @@ def test_a_file_gives_back_everything_and_the_same_bytes(tmp_path, streams):
 def test_equal_by_what_it_does_not_by_who_made_it():
     vector = made()
     assert vector == replace(vector, created_at="another day", note="x", method="pca")
-    assert hash(vector) == hash(made()) and vector != made(layers=(1, 2)) and vector != replace(vector, op="project")
+    assert (
+        hash(vector) == hash(made())
+        and vector != made(layers=(1, 2))
+        and vector != replace(vector, op="project")
+    )
     assert vector != replace(vector, scale_unit="row_norm") and vector.only([3]).layers == (3,)
 
 

@@ -20,8 +20,8 @@ CORPUS = [
     "Zwölf Boxkämpfer jagen Viktor quer über den großen Sylter Deich. Ça va? Déjà vu.",
     "天地玄黄，宇宙洪荒。日月盈昃，辰宿列张。 ひらがなとカタカナ。",
     'def parse(text: str) -> dict:\n    """Read."""\n    return {"name": "invoke", "value": [1, 2, 345, null]}\n',
-    "<tool_result>{\"ok\": true}</tool_result>\n\nparameter name=\"x\" string=\"true\">",
-] * 8  # fmt: skip
+    '<tool_result>{"ok": true}</tool_result>\n\nparameter name="x" string="true">',
+] * 8
 
 
 def trained_json() -> str:
@@ -77,7 +77,9 @@ def official() -> Path:
     default = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"
     folder = Path(os.environ.get("BIRKHOFF_FIXTURES", default)) / "chat"
     if not folder.is_dir():
-        pytest.skip("the official chat fixtures are not here; set BIRKHOFF_FIXTURES to the folder that holds chat/")
+        pytest.skip(
+            "the official chat fixtures are not here; set BIRKHOFF_FIXTURES to the folder that holds chat/"
+        )
     return folder
 
 

@@ -25,7 +25,9 @@ def test_layout_is_the_release_in_small():
 
 
 def test_only_what_the_release_flags_special_is_special():
-    flags = {entry["content"]: entry["special"] for entry in json.loads(byte_tokenizer_json(512))["added_tokens"]}
+    flags = {
+        entry["content"]: entry["special"] for entry in json.loads(byte_tokenizer_json(512))["added_tokens"]
+    }
     assert flags[BOS] and flags[EOS] and flags[PAD]
     assert not flags[USER] and not flags[DSML] and not flags["<think>"] and not flags["</think>"]
     unused = [content for content in flags if "place▁holder" in content]

@@ -39,13 +39,19 @@ def test_official_fixtures_byte_for_byte(official, official_literals, number, th
     given_ = json.loads((official / f"test_input_{number}.json").read_text(encoding="utf-8"))
     messages, tools = (given_["messages"], given_["tools"]) if isinstance(given_, dict) else (given_, None)
     expected = (official / f"test_output_{number}.txt").read_bytes()
-    assert render_text(render(messages, official_literals, thinking=thinking, tools=tools)).encode() == expected
+    assert (
+        render_text(render(messages, official_literals, thinking=thinking, tools=tools)).encode() == expected
+    )
 
 
-def test_official_fixtures_become_the_ids_of_the_released_pipeline(official, official_literals, tokenizer, library):
+def test_official_fixtures_become_the_ids_of_the_released_pipeline(
+    official, official_literals, tokenizer, library
+):
     for number, thinking in ((1, True), (2, True), (3, True), (4, False)):
         given_ = json.loads((official / f"test_input_{number}.json").read_text(encoding="utf-8"))
-        messages, tools = (given_["messages"], given_["tools"]) if isinstance(given_, dict) else (given_, None)
+        messages, tools = (
+            (given_["messages"], given_["tools"]) if isinstance(given_, dict) else (given_, None)
+        )
         whole = (official / f"test_output_{number}.txt").read_text(encoding="utf-8")
         ids = encode_chat(messages, tokenizer, official_literals, thinking=thinking, tools=tools)
         assert ids == library.encode(whole, add_special_tokens=False).ids
@@ -75,7 +81,11 @@ def test_official_fixtures_become_the_ids_of_the_released_pipeline(official, off
         ),
         # chat mode never shows reasoning
         ([user("a"), assistant("b", "r")], {}, f"<｜User｜>a<｜Assistant｜></think>b{EOS}"),
-        ([user("a"), assistant("b", "r")], {"thinking": True}, f"<｜User｜>a<｜Assistant｜><think>r</think>b{EOS}"),
+        (
+            [user("a"), assistant("b", "r")],
+            {"thinking": True},
+            f"<｜User｜>a<｜Assistant｜><think>r</think>b{EOS}",
+        ),
         ([user("a"), assistant("b", wo_eos=True)], {}, "<｜User｜>a<｜Assistant｜></think>b"),
         # earlier developer messages disappear with the reasoning; a last one is the question
         (
@@ -84,7 +94,11 @@ def test_official_fixtures_become_the_ids_of_the_released_pipeline(official, off
             "<｜User｜>a<｜Assistant｜><think>",
         ),
         ([{"role": "developer", "content": "D"}], {}, "<｜User｜>D<｜Assistant｜></think>"),
-        ([{"role": "developer", "content": "D"}, user("a")], {}, "<｜User｜>D<｜User｜>a<｜Assistant｜></think>"),
+        (
+            [{"role": "developer", "content": "D"}, user("a")],
+            {},
+            "<｜User｜>D<｜User｜>a<｜Assistant｜></think>",
+        ),
         # a reminder behind the question lands behind the assistant marker
         (
             [user("a"), {"role": "latest_reminder", "content": "R"}],
@@ -96,11 +110,7 @@ def test_official_fixtures_become_the_ids_of_the_released_pipeline(official, off
         ([user("a", task="action")], {}, "<｜User｜>a<｜Assistant｜></think><｜action｜>"),
         ([user("a", task="action")], {"thinking": True}, "<｜User｜>a<｜Assistant｜><think><｜action｜>"),
         ([user("a", task="title")], {"thinking": True}, "<｜User｜>a<｜title｜>"),
-        (
-            [user("a", task="query"), assistant("b", "r")],
-            {"thinking": True},
-            f"<｜User｜>a<｜query｜>b{EOS}",
-        ),
+        ([user("a", task="query"), assistant("b", "r")], {"thinking": True}, f"<｜User｜>a<｜query｜>b{EOS}"),
         # the task stays with its own message, so the second one opens a new turn
         ([user("a", task="domain"), user("b")], {}, "<｜User｜>a<｜User｜>b<｜Assistant｜></think>"),
         # effort
@@ -139,11 +149,17 @@ def test_rules_of_the_format(messages, options, expected):
 def test_tool_results_are_user_text_in_the_order_of_the_calls():
     messages = [
         user("q"),
-        assistant(None, tool_calls=[call("f", "{}", "one"), call("g", "{}", "two"), call("h", "{}", "three")]),
+        assistant(
+            None, tool_calls=[call("f", "{}", "one"), call("g", "{}", "two"), call("h", "{}", "three")]
+        ),
         {"role": "tool", "tool_call_id": "three", "content": "3"},
         {"role": "tool", "tool_call_id": "unknown", "content": "?"},
         {"role": "user", "content": "and"},
-        {"role": "tool", "tool_call_id": "two", "content": [{"type": "text", "text": "2"}, {"type": "image"}]},
+        {
+            "role": "tool",
+            "tool_call_id": "two",
+            "content": [{"type": "text", "text": "2"}, {"type": "image"}],
+        },
         {"role": "tool", "tool_call_id": "one", "content": "1"},
     ]
     # Unknown ids count as the first call, so '?' stays before '1'; the typed text keeps its place.
@@ -183,7 +199,11 @@ def test_tool_calls_are_written_as_dsml():
 
 
 OPTIONS = st.fixed_dictionaries(
-    {"thinking": st.booleans(), "drop_thinking": st.booleans(), "effort": st.sampled_from([None, "low", "high", "max"])}
+    {
+        "thinking": st.booleans(),
+        "drop_thinking": st.booleans(),
+        "effort": st.sampled_from([None, "low", "high", "max"]),
+    }
 )
 
 
@@ -214,14 +234,21 @@ def test_each_special_string_stays_text_in_each_field(tokenizer, evil):
     """The same conversation with a harmless word in the same places has the same markers in the same order."""
 
     def conversation(word):
-        tool = {"type": "function", "function": {"name": word, "description": word, "parameters": {word: word}}}
+        tool = {
+            "type": "function",
+            "function": {"name": word, "description": word, "parameters": {word: word}},
+        }
         return [
             {"role": "system", "content": word, "tools": [tool], "response_format": {"k": word}},
             {"role": "latest_reminder", "content": word},
             {"role": "developer", "content": word},
             assistant(word, word, tool_calls=[call(word, json.dumps({word: word, "n": [word]}), word)]),
             {"role": "tool", "tool_call_id": word, "content": word},
-            {"role": "tool", "tool_call_id": "x", "content": [{"type": "text", "text": word}, {"type": word}]},
+            {
+                "role": "tool",
+                "tool_call_id": "x",
+                "content": [{"type": "text", "text": word}, {"type": word}],
+            },
             user(word),
             assistant(word, word, tool_calls=[call(word, word)]),
             user(word),
@@ -236,10 +263,14 @@ def test_each_special_string_stays_text_in_each_field(tokenizer, evil):
 
 def test_official_prompt_texts_bring_their_own_markers(official_literals):
     segments = render([user("a")], official_literals, tools=[SEARCH])
-    assert [s.string for s in segments if isinstance(s, Marker)].count(DSML) == official_literals.tools_head.count(DSML)
+    assert [s.string for s in segments if isinstance(s, Marker)].count(
+        DSML
+    ) == official_literals.tools_head.count(DSML)
 
 
-@pytest.mark.parametrize("options", [{"thinking": 1}, {"thinking": None}, {"drop_thinking": "no"}, {"effort": "huge"}])
+@pytest.mark.parametrize(
+    "options", [{"thinking": 1}, {"thinking": None}, {"drop_thinking": "no"}, {"effort": "huge"}]
+)
 def test_bad_options_are_refused(options):
     with pytest.raises(ChatError, match=next(iter(options))):
         render([user("a")], WORDS, **options)

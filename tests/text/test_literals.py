@@ -50,7 +50,9 @@ def separate_constants(t):
 
 def f_strings_in_functions(t):
     def literal(text):  # the text as the inside of an f-string, tokens by name
-        return repr(text)[1:-1].replace(DSML, "{dsml}").replace(THINK, "{opens}").replace(END_THINK, "{closes}")
+        return (
+            repr(text)[1:-1].replace(DSML, "{dsml}").replace(THINK, "{opens}").replace(END_THINK, "{closes}")
+        )
 
     tools = literal(t["tools_head"]) + "{lines(tools)}" + literal(t["tools_tail"])
     quote = "'''"
@@ -71,7 +73,9 @@ def renamed_by_format(t):
     )
 
 
-@pytest.mark.parametrize("style", [one_template, separate_constants, f_strings_in_functions, renamed_by_format])
+@pytest.mark.parametrize(
+    "style", [one_template, separate_constants, f_strings_in_functions, renamed_by_format]
+)
 @pytest.mark.parametrize("place", ["encoding/encoding_dsv4.py", "encoding_dsv4.py", "encoding/chat.py"])
 def test_texts_are_found_whatever_they_are_called(tmp_path, official_texts, style, place):
     (tmp_path / place).parent.mkdir(exist_ok=True)
@@ -88,10 +92,15 @@ def test_the_new_effort_levels_follow_the_file(tmp_path, official_texts):
     t = official_texts
     levels = {"low": "", "high": t["effort_0731_high"], "max": t["effort_0731_max"]}
     for effort in (f"PROMPTS = {levels!r}\n", f"A = {levels['high']!r}\nB = {levels['max']!r}\n"):
-        (tmp_path / "encoding_dsv4.py").write_text(separate_constants(t).replace("TEXT_2 = ", "_ = ") + effort)
+        (tmp_path / "encoding_dsv4.py").write_text(
+            separate_constants(t).replace("TEXT_2 = ", "_ = ") + effort
+        )
         found = load_literals(tmp_path)
         assert found.verified
-        assert found.effort_text("high") == t["effort_0731_high"] and found.effort_text("max") == t["effort_0731_max"]
+        assert (
+            found.effort_text("high") == t["effort_0731_high"]
+            and found.effort_text("max") == t["effort_0731_max"]
+        )
         assert found.effort_text("low") == found.effort_text(None) == ""
 
 
@@ -106,7 +115,10 @@ def test_an_unknown_revision_is_read_by_its_shape_and_marked(tmp_path):
     (tmp_path / "encoding_dsv4.py").write_text(NEW_REVISION, encoding="utf-8")
     found = load_literals(tmp_path)
     assert not found.verified and found.source == "encoding_dsv4.py"
-    assert found.tools_head == f"## Tools\n\nNew words <{DSML}tool_calls>:\n" and found.tools_tail == "\n\nNew end.\n"
+    assert (
+        found.tools_head == f"## Tools\n\nNew words <{DSML}tool_calls>:\n"
+        and found.tools_tail == "\n\nNew end.\n"
+    )
     assert found.response_format_head == "## Response Format:\n\nNew words:\n"
     assert dict(found.effort) == {"high": "Reasoning Effort: more.\n", "max": "Reasoning Effort: most.\n"}
 
@@ -122,7 +134,9 @@ def test_the_file_is_never_executed(tmp_path):
 def test_without_an_encoder_file_our_own_words_do_the_same_job(tmp_path):
     own = load_literals(tmp_path)
     assert own == own_literals() and own.source == "birkhoff"
-    markers = [segment.string for segment in split_markers(own.require("tools_head")) if isinstance(segment, Marker)]
+    markers = [
+        segment.string for segment in split_markers(own.require("tools_head")) if isinstance(segment, Marker)
+    ]
     assert markers.count(DSML) == 6 and THINK in markers and END_THINK in markers
     assert own.effort_text("max") and own.require("response_format_head").endswith("\n")
 
@@ -131,7 +145,10 @@ def test_our_own_words_are_not_theirs(official_texts):
     own = own_literals()
     ours = " ".join([own.tools_head, own.tools_tail, own.response_format_head, own.effort["max"]])
     theirs = {
-        line for text in official_texts.values() for line in text.split("\n") if len(line) > 40 and DSML not in line
+        line
+        for text in official_texts.values()
+        for line in text.split("\n")
+        if len(line) > 40 and DSML not in line
     }
     assert theirs and not any(line in ours for line in theirs)
 
@@ -149,7 +166,14 @@ def test_a_text_the_file_lacks_is_refused_by_name():
 
 @pytest.mark.parametrize(
     "content",
-    [b"def broken(:\n", b"\x00", b"x = '\xff'", b"(" * 5000, b"a" + b"+a" * 100_000, b"#" * (LARGEST_FILE_BYTES + 1)],
+    [
+        b"def broken(:\n",
+        b"\x00",
+        b"x = '\xff'",
+        b"(" * 5000,
+        b"a" + b"+a" * 100_000,
+        b"#" * (LARGEST_FILE_BYTES + 1),
+    ],
     ids=["syntax", "nul", "encoding", "nesting", "sum", "size"],
 )
 def test_a_damaged_file_is_refused(tmp_path, content):
@@ -163,4 +187,6 @@ def test_braces_that_are_no_template_stay(tmp_path):
     file = tmp_path / "encoding_x.py"
     file.write_text('A = "{ not a template"\nB = "{{kept}}"\nC = f"{1!r:>3} and {A}"\n')
     texts = {template.label: template.whole for template in read_templates(file) if template.whole}
-    assert texts["A"] == "{ not a template" and "{kept}" in json.dumps([t.whole for t in read_templates(file)])
+    assert texts["A"] == "{ not a template" and "{kept}" in json.dumps(
+        [t.whole for t in read_templates(file)]
+    )

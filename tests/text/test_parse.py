@@ -52,7 +52,9 @@ def test_parsing_inverts_rendering_whatever_the_text_spells(tokenizer, message, 
     parsed = parse_completion(completion, thinking=thinking, tokenizer=tokenizer)
     assert parsed.reasoning == ((message["reasoning_content"] or "") if thinking else "")
     assert parsed.content == (message["content"] or "")
-    assert [call.name for call in parsed.tool_calls] == [call["function"]["name"] for call in message["tool_calls"]]
+    assert [call.name for call in parsed.tool_calls] == [
+        call["function"]["name"] for call in message["tool_calls"]
+    ]
     for call, given_ in zip(parsed.tool_calls, message["tool_calls"]):
         assert json.loads(call.arguments_json) == expected_arguments(given_)
     assert parsed.problems == ()
@@ -109,7 +111,10 @@ def test_a_whole_completion():
     parsed = parse_completion(COMPLETION, thinking=True)
     assert parsed.reasoning == "Thoughts\n\n<b>\n" and parsed.content == "Say\n\n<i>"
     assert parsed.tool_calls == (
-        ToolCall("a", '{"x": "1</2> \\"q\\" </｜DSML｜invoke> </｜DSML｜parade </｜DSML｜para", "y": [1, {"z": "é"}]}'),
+        ToolCall(
+            "a",
+            '{"x": "1</2> \\"q\\" </｜DSML｜invoke> </｜DSML｜parade </｜DSML｜para", "y": [1, {"z": "é"}]}',
+        ),
         ToolCall("b", "{}"),
     )
 
@@ -190,17 +195,35 @@ END = f"\n</{DSML}tool_calls>"
         (f"{tool_block(CALL.replace('false', 'maybe') + END)}", False, "marker stands where"),
         (f"{tool_block(CALL.replace('>1<', '>one<') + END)}", False, "'one' is marked as JSON and is not"),
         (f"{tool_block(CALL.replace('>1<', '>NaN<') + END)}", False, "marked as JSON and is not"),
-        (f"{tool_block(CALL.replace('</' + DSML + 'invoke>', '</' + DSML + 'call>') + END)}", False, "another tag"),
-        (f"{tool_block(CALL + END.replace('tool_', ''))}", False, "another tag"),
-        (f"{tool_block(CALL.replace(DSML + 'parameter>', DSML + 'parameterX') + END)}", False, "not closed by '>'"),
-        (f'{tool_block(f"""{chr(10)}<{DSML}invoke name="{"n" * 9000}">""")}', False, "within 8192 characters"),
         (
-            tool_block(CALL.replace(f"\n</{DSML}invoke>", f'\n<{DSML}parameter name="k" string="true">2</{DSML}parameter>\n</{DSML}invoke>') + END),  # noqa: E501
+            f"{tool_block(CALL.replace('</' + DSML + 'invoke>', '</' + DSML + 'call>') + END)}",
+            False,
+            "another tag",
+        ),
+        (f"{tool_block(CALL + END.replace('tool_', ''))}", False, "another tag"),
+        (
+            f"{tool_block(CALL.replace(DSML + 'parameter>', DSML + 'parameterX') + END)}",
+            False,
+            "not closed by '>'",
+        ),
+        (
+            f'{tool_block(f"""{chr(10)}<{DSML}invoke name="{"n" * 9000}">""")}',
+            False,
+            "within 8192 characters",
+        ),
+        (
+            tool_block(
+                CALL.replace(
+                    f"\n</{DSML}invoke>",
+                    f'\n<{DSML}parameter name="k" string="true">2</{DSML}parameter>\n</{DSML}invoke>',
+                )
+                + END
+            ),
             False,
             "'k' is given twice",
         ),
     ],
-)  # fmt: skip
+)
 def test_strict_reading_refuses_and_lenient_reading_goes_on(completion, thinking, message):
     with pytest.raises(ChatError, match=message):
         parse_completion(completion, thinking=thinking)
@@ -244,7 +267,9 @@ def test_a_value_that_is_not_json_becomes_a_string():
     completion = tool_block(CALL.replace(">1<", ">{one<") + END)
     parsed = parse_completion(completion, thinking=False, strict=False)
     assert json.loads(parsed.tool_calls[0].arguments_json) == {"k": "{one"}
-    assert [problem.message for problem in parsed.problems] == ["the value '{one' is marked as JSON and is not"]
+    assert [problem.message for problem in parsed.problems] == [
+        "the value '{one' is marked as JSON and is not"
+    ]
 
 
 def test_a_broken_call_ends_incomplete_and_the_rest_is_kept_whole():
@@ -259,7 +284,10 @@ def test_a_broken_call_ends_incomplete_and_the_rest_is_kept_whole():
 def test_an_answer_cut_off_inside_a_call_says_so():
     cut = tool_block(CALL.replace("false", "true").split("</")[0])
     events = events_of(split_markers(cut))
-    assert events[-2:] == [ToolCallEnd(0, False), FormatProblem("the answer ends inside a tool-call block", cut)]
+    assert events[-2:] == [
+        ToolCallEnd(0, False),
+        FormatProblem("the answer ends inside a tool-call block", cut),
+    ]
     assert assemble(events).tool_calls == ()
 
 
@@ -267,9 +295,9 @@ SEGMENTS = st.lists(
     st.one_of(
         st.sampled_from(CHAT_MARKERS).map(Marker),
         st.just(Marker(DSML)),
-        st.sampled_from(["tool_calls>", "\n<", "\n</", 'invoke name="f">', "invoke>", "parameter>", "\n\n<", "x"]).map(
-            TextSegment
-        ),
+        st.sampled_from(
+            ["tool_calls>", "\n<", "\n</", 'invoke name="f">', "invoke>", "parameter>", "\n\n<", "x"]
+        ).map(TextSegment),
         st.just(TextSegment('parameter name="k" string="true">')),
         st.sampled_from(HOSTILE_PIECES).map(TextSegment),
     ),
@@ -292,12 +320,15 @@ def test_any_rubbish_is_read_the_same_at_every_cut_and_leaks_no_marker(segments,
 @settings(max_examples=scaled(2000))
 @given(
     segments=st.lists(
-        st.one_of(st.sampled_from([THINK, END_THINK, USER, DSML]).map(Marker), HOSTILE.map(TextSegment)), max_size=10
+        st.one_of(st.sampled_from([THINK, END_THINK, USER, DSML]).map(Marker), HOSTILE.map(TextSegment)),
+        max_size=10,
     ),
     thinking=st.booleans(),
 )
 def test_without_a_tool_block_no_text_is_lost(segments, thinking):
-    segments = [TextSegment(s.string.replace("tool_calls", "")) if isinstance(s, TextSegment) else s for s in segments]
+    segments = [
+        TextSegment(s.string.replace("tool_calls", "")) if isinstance(s, TextSegment) else s for s in segments
+    ]
     events = events_of(segments, thinking=thinking)
     said = "".join(e.text for e in events if isinstance(e, (ReasoningDelta, ContentDelta)))
     assert said == "".join(s.string for s in segments if isinstance(s, TextSegment))

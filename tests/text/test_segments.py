@@ -8,7 +8,7 @@ from birkhoff.text.segments import Marker, TextSegment, encode_segments, joined,
 
 PIECES = st.lists(
     st.one_of(st.text(max_size=6).map(TextSegment), st.sampled_from(CHAT_MARKERS).map(Marker)), max_size=10
-)  # fmt: skip
+)
 
 
 @given(pieces=PIECES)
@@ -16,7 +16,9 @@ def test_joining_changes_neither_prompt_nor_markers(pieces):
     out = list(joined(pieces))
     assert render_text(out) == render_text(pieces)
     assert [s for s in out if isinstance(s, Marker)] == [s for s in pieces if isinstance(s, Marker)]
-    assert not any(isinstance(a, TextSegment) and isinstance(b, TextSegment) for a, b in itertools.pairwise(out))
+    assert not any(
+        isinstance(a, TextSegment) and isinstance(b, TextSegment) for a, b in itertools.pairwise(out)
+    )
     assert TextSegment("") not in out
 
 
@@ -42,6 +44,11 @@ def test_ids_hold_exactly_the_placed_markers(tokenizer, pieces):
 def test_our_own_texts_are_cut_at_markers():
     text = f"<{DSML}tool_calls> after {THINK} {USER}"
     assert split_markers(text) == [
-        TextSegment("<"), Marker(DSML), TextSegment("tool_calls> after "), Marker(THINK), TextSegment(" "), Marker(USER),
-    ]  # fmt: skip
+        TextSegment("<"),
+        Marker(DSML),
+        TextSegment("tool_calls> after "),
+        Marker(THINK),
+        TextSegment(" "),
+        Marker(USER),
+    ]
     assert render_text(split_markers(text)) == text and split_markers("") == []

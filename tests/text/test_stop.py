@@ -52,13 +52,20 @@ def test_nothing_is_held_but_the_longest_possible_beginning(text, stops, data):
         if matcher.matched is not None:
             break
         seen = text[:end]
-        beginnings = [seen[-size:] for size in range(1, end + 1) if any(s.startswith(seen[-size:]) for s in stops)]
+        beginnings = [
+            seen[-size:] for size in range(1, end + 1) if any(s.startswith(seen[-size:]) for s in stops)
+        ]
         assert seen == shown + max(beginnings, key=len, default="")
 
 
 def test_after_a_stop_nothing_more_comes():
     matcher = StopMatcher(["X"])
-    assert matcher.feed("aXb") == "a" and matcher.feed("c") == "" and matcher.finish() == "" and matcher.matched == "X"
+    assert (
+        matcher.feed("aXb") == "a"
+        and matcher.feed("c") == ""
+        and matcher.finish() == ""
+        and matcher.matched == "X"
+    )
 
 
 def test_without_stops_text_passes():

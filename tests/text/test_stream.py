@@ -14,7 +14,9 @@ RAGGED = st.lists(
         st.binary(max_size=4),
         st.text(max_size=3).map(lambda text: text.encode()),
         st.sampled_from(["é", "天", "🙂", "\u0301", "\U0010ffff"]).map(lambda c: c.encode()),
-        st.sampled_from([b"\xf0\x9f\x98", b"\xe5\xa4", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5", b"\x80"]),
+        st.sampled_from(
+            [b"\xf0\x9f\x98", b"\xe5\xa4", b"\xc3", b"\xed\xa0\x80", b"\xc0\xaf", b"\xf5", b"\x80"]
+        ),
     ),
     max_size=12,
 ).map(b"".join)
@@ -53,7 +55,9 @@ def test_segments_say_the_same_and_know_markers_by_id(tokenizer, data):
     decoder = SegmentDecoder(tokenizer)
     segments = [segment for i in ids for segment in decoder.feed(i)] + decoder.finish()
     assert render_text(segments) == tokenizer.decode(ids)
-    assert [s.string for s in segments if isinstance(s, Marker)] == [m for i in ids if (m := tokenizer.marker(i))]
+    assert [s.string for s in segments if isinstance(s, Marker)] == [
+        m for i in ids if (m := tokenizer.marker(i))
+    ]
 
 
 def test_spelled_markers_stay_text_and_half_characters_end_at_a_marker(byte_tokenizer):
@@ -77,4 +81,6 @@ def test_cost_per_token_does_not_grow(byte_tokenizer):
             runs.append((time.process_time() - start) / len(ids))
         return min(runs)
 
-    assert seconds(40_000) < 12 * seconds(1_000)  # decoding the whole again for each token would be 40 times dearer
+    assert seconds(40_000) < 12 * seconds(
+        1_000
+    )  # decoding the whole again for each token would be 40 times dearer

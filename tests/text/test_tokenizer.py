@@ -38,7 +38,10 @@ def test_the_librarys_own_option_would_not_have_helped(library):
 
 
 @settings(deadline=None, max_examples=scaled(2000))
-@given(text=st.text(), pieces=st.lists(st.sampled_from([BOS, EOS, USER, DSML, "<think>", "｜", "<", "</"]), max_size=4))
+@given(
+    text=st.text(),
+    pieces=st.lists(st.sampled_from([BOS, EOS, USER, DSML, "<think>", "｜", "<", "</"]), max_size=4),
+)
 def test_any_text_comes_back_and_holds_no_marker(tokenizer, text, pieces):
     for piece in pieces:
         text = text[: len(text) // 2] + piece + text[len(text) // 2 :]
@@ -125,9 +128,13 @@ def test_nothing_is_cut_padded_or_added(byte_json):
     raw = json.loads(byte_json)
     raw["truncation"] = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     raw["padding"] = {
-        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 2,
-        "pad_type_id": 0, "pad_token": PAD,
-    }  # fmt: skip
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 2,
+        "pad_type_id": 0,
+        "pad_token": PAD,
+    }
     assert len(Tokenizer(raw).encode("hello world")) == 11
 
 
@@ -141,7 +148,15 @@ def test_missing_and_damaged_files_are_told_apart(tmp_path, byte_json):
     with pytest.raises(TextUnavailable, match="work with token ids"):
         Tokenizer.from_file(tmp_path)
     file = tmp_path / "tokenizer.json"
-    for content in (b"", b"{", b"\xff\xfe", b"[]", b"{}", b'{"model": 3}', byte_json.encode()[: len(byte_json) // 2]):
+    for content in (
+        b"",
+        b"{",
+        b"\xff\xfe",
+        b"[]",
+        b"{}",
+        b'{"model": 3}',
+        byte_json.encode()[: len(byte_json) // 2],
+    ):
         file.write_bytes(content)
         with pytest.raises(CheckpointError, match="Download it again"):
             Tokenizer.from_file(file)

@@ -29,7 +29,7 @@ from training.data import (
     pack,
     render_text,
     seeded,
-)  # fmt: skip
+)
 from training.feed import Feed
 from training.names import BOYS, GIRLS, find_names, fresh_names, rename
 from training.requests import fresh_request, split_after_sentences, split_late
@@ -77,7 +77,8 @@ def test_rows_hold_only_whole_conversations(made, part):
             assert len({talk.count(mark) for mark in marks}) == 1 and talk.count(markers.user) >= 1
             text = tokenizer.decode(talk, skip_special_tokens=False)
             assert re.fullmatch(
-                r"<｜begin▁of▁sentence｜>[^<]*(<｜User｜>[^<]+<｜Assistant｜></think>[^<]+<｜end▁of▁sentence｜>)+", text
+                r"<｜begin▁of▁sentence｜>[^<]*(<｜User｜>[^<]+<｜Assistant｜></think>[^<]+<｜end▁of▁sentence｜>)+",
+                text,
             )
 
 
@@ -133,7 +134,9 @@ def test_small_talk_is_repeated_in_every_pass(made):
 
 
 def test_long_records_become_whole_continuations():
-    text = "\n\n".join(f"Part {number} begins here. The cat saw the dog and the ball." for number in range(40))
+    text = "\n\n".join(
+        f"Part {number} begins here. The cat saw the dog and the ball." for number in range(40)
+    )
     record = Record("child", "Tell me a story called The Cat.", text)
     shorter = split_late(record, random.Random(0))
     assert shorter and all(text.endswith(piece.text) for piece in shorter)
@@ -163,20 +166,28 @@ def test_names_change_everywhere_and_keep_their_gender():
     assert set(mapping) == {"Lily", "Tom"} and mapping["Lily"] in GIRLS and mapping["Tom"] in BOYS
     changed = rename(text, mapping)
     girl, boy = mapping["Lily"], mapping["Tom"]
-    assert changed == f"{girl} met {boy}. {girl.upper()} ran. {girl}'s hat was {boy}'s. Tomorrow the lily blooms."
+    assert (
+        changed
+        == f"{girl} met {boy}. {girl.upper()} ran. {girl}'s hat was {boy}'s. Tomorrow the lily blooms."
+    )
 
 
 def test_families_of_a_name_and_words_are_left_alone():
     assert find_names("Tim and Timmy are one boy. Anna is not Ann.") == []
     assert find_names("Ruby and April like Hope.") == []
     assert not set(GIRLS) & set(BOYS)
-    assert not {"Will", "May", "Rose", "Mark", "Frank", "Grace", "Christian", "Daisy", "Willow"} & {*GIRLS, *BOYS}
+    assert not {"Will", "May", "Rose", "Mark", "Frank", "Grace", "Christian", "Daisy", "Willow"} & {
+        *GIRLS,
+        *BOYS,
+    }
 
 
 @given(seed=st.integers(0, 200))
 @settings(max_examples=60, deadline=None)
 def test_renaming_is_consistent_between_request_and_answer(seed):
-    record = Record("child", 'Tell me a story called "Lily and the Cake".', "Lily baked a cake. Max and Lily ate it.")
+    record = Record(
+        "child", 'Tell me a story called "Lily and the Cake".', "Lily baked a cake. Max and Lily ate it."
+    )
     shown = dress(record, random.Random(seed))
     names = [name for name in (*GIRLS, *BOYS) if re.search(rf"\b{name}\b", shown.text)]
     asked = [name for name in (*GIRLS, *BOYS) if re.search(rf"\b{name}\b", shown.prompt)]
@@ -196,7 +207,9 @@ def test_a_request_in_other_words_keeps_its_subject():
 
 
 def test_tiny_requests_are_true_of_the_story():
-    story = "Once upon a time, there was a little girl named Lucy. She was stubborn. One day Lucy found a drum."
+    story = (
+        "Once upon a time, there was a little girl named Lucy. She was stubborn. One day Lucy found a drum."
+    )
     record = Record("tiny", "Tell me a story.", story)
     draw, kinds = random.Random(0), set()
     for _ in range(300):
@@ -268,7 +281,11 @@ def test_background_workers_make_the_same_rows(made):
 
 
 def test_seeds_do_not_depend_on_the_process():
-    assert seeded(1, "core", 2).random() == seeded(1, "core", 2).random() == pytest.approx(0.0529303180, abs=1e-9)
+    assert (
+        seeded(1, "core", 2).random()
+        == seeded(1, "core", 2).random()
+        == pytest.approx(0.0529303180, abs=1e-9)
+    )
 
 
 def test_bad_files_are_refused(tmp_path):

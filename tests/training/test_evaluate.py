@@ -43,8 +43,12 @@ def test_the_card_says_what_was_measured(data, tmp_path):
     out = tmp_path / "out"
     record = finish(tools, outcome, out, folder / "tokenizer")
     asks = [Ask("Hello!"), Ask("Tell me a story.", 0.8, 3)]
-    found = {"cut": record["stored"], "alive": record["alive"],
-             "exact": {"records": 7, "worst_difference": 2e-6}, "samples": written(out, asks, 9)}  # fmt: skip
+    found = {
+        "cut": record["stored"],
+        "alive": record["alive"],
+        "exact": {"records": 7, "worst_difference": 2e-6},
+        "samples": written(out, asks, 9),
+    }
     (tmp_path / "found.json").write_text(json.dumps(found))
     extra = ["--record", str(out / "training.json"), "--evaluation", str(tmp_path / "found.json")]
     assert card.main([str(out), *extra]) == 0

@@ -43,7 +43,9 @@ def exact(model):
     out = Transformer(config)
     with torch.no_grad():
         for destination in out.destinations():
-            destination.tensor.copy_(released_name(tensors, destination.name).reshape(destination.tensor.shape))
+            destination.tensor.copy_(
+                released_name(tensors, destination.name).reshape(destination.tensor.shape)
+            )
     return out
 
 
@@ -74,7 +76,9 @@ def test_dense_selection_changes_only_late_positions(model):
     _, sparse, _ = run(model)
     _, dense, _ = run(model, Knobs(dense=torch.tensor(1.0)))
     _, same, _ = run(model, Knobs(dense=torch.tensor(0.0)))
-    first = 4 * (config.index_topk + 1) - 1  # the first query with more visible entries than the indexer keeps
+    first = (
+        4 * (config.index_topk + 1) - 1
+    )  # the first query with more visible entries than the indexer keeps
     torch.testing.assert_close(dense[:, :first], sparse[:, :first], atol=1e-5, rtol=0)
     assert (dense[:, first:] - sparse[:, first:]).abs().max() > 1e-3
     assert torch.equal(same, sparse)
@@ -102,12 +106,17 @@ def test_every_parameter_learns_and_the_indexer_only_from_its_own_loss(model):
     valid = torch.ones_like(ids)
     trunk = forward.trunk(weights, ids, valid, Knobs(), torch.float32)
     drafted, load = forward.mtp(weights, trunk.streams, ids.roll(-1, 1), valid, Knobs())
-    text = forward.losses(trunk.hidden, weights, ids.roll(-1, 1)).mean() + forward.losses(drafted, weights, ids).mean()
+    text = (
+        forward.losses(trunk.hidden, weights, ids.roll(-1, 1)).mean()
+        + forward.losses(drafted, weights, ids).mean()
+    )
     (text + sum(entry.loss for entry in (*trunk.loads, load))).backward(retain_graph=True)
     silent = {name for name, weight in weights.items() if weight.requires_grad and weight.grad is None}
     indexer = {name for name in weights if ".indexer." in name}
     assert silent == indexer and len(indexer) == 2 * 6
-    assert all(weight.grad.any() for name, weight in weights.items() if weight.requires_grad and name not in indexer)
+    assert all(
+        weight.grad.any() for name, weight in weights.items() if weight.requires_grad and name not in indexer
+    )
     sum(trunk.index_losses).backward()
     assert all(weights[name].grad.any() for name in indexer)
 

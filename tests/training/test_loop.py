@@ -112,7 +112,9 @@ def test_balancing_moves_biases_towards_even_loads(data, tmp_path):
     run.step.run()
     shares = run.step.shares[run.store.config.num_hash_layers :]
     for bias, share in zip(run.store.biases.values(), shares):
-        assert torch.equal(bias.sign(), (0.25 - share).sign()) and float(bias.abs().max()) == pytest.approx(5e-3)
+        assert torch.equal(bias.sign(), (0.25 - share).sign()) and float(bias.abs().max()) == pytest.approx(
+            5e-3
+        )
     tables = run.store.tables["layers.0.ffn.gate.tid2eid"]
     assert tables.max() < 4 and len(set(tables[7].tolist())) == 2
 
@@ -140,13 +142,33 @@ def test_the_commands_run_end_to_end(data, tmp_path, monkeypatch, capsys):
     folder, *_ = data
     monkeypatch.setitem(train.CONFIGS, "smoke", small_config())
     out, work = tmp_path / "out", tmp_path / "work"
-    common = ["--data", str(folder), "--tokenizer", str(folder / "tokenizer"), "--work", str(work), "--out", str(out)]
-    short = ["--config", "smoke", "--workers", "0", "--device", "cpu", "--set", "batch=4,length=64,warmup_steps=2"]
+    common = [
+        "--data",
+        str(folder),
+        "--tokenizer",
+        str(folder / "tokenizer"),
+        "--work",
+        str(work),
+        "--out",
+        str(out),
+    ]
+    short = [
+        "--config",
+        "smoke",
+        "--workers",
+        "0",
+        "--device",
+        "cpu",
+        "--set",
+        "batch=4,length=64,warmup_steps=2",
+    ]
     probes = ["--probe", "a: ; b: mhc_scale=0.1", "--probe-steps", "4"]
     assert train.main([*common, *short, "--steps", "4", "--marks", "1", *probes]) == 0
     record = json.loads((out / "training.json").read_text())
     card = (out / "MODEL_CARD.md").read_text()
-    assert "Built with Llama." in card and f"| both | {record['stored']['both']['nats_per_token']:.3f} |" in card
+    assert (
+        "Built with Llama." in card and f"| both | {record['stored']['both']['nats_per_token']:.3f} |" in card
+    )
     assert len(record["samples"]) == 18 and record["stored"]["both"]["tokens"] > 0
     assert json.loads((work / "probes.json").read_text())[0]["held_out"]["tokens"] > 0
     assert train.main([*common, *short, "--steps", "4"]) == 1  # the folder holds a checkpoint already
@@ -156,10 +178,17 @@ def test_the_commands_run_end_to_end(data, tmp_path, monkeypatch, capsys):
     assert back == ["model-00001-of-00001.safetensors", "small.tar"]
     monkeypatch.setattr(evaluate, "CUT", 64)
     monkeypatch.setattr(evaluate, "WHOLE", 128)
-    assert evaluate.main([str(out), "--data", str(folder), "--exact", "2", "--json", str(tmp_path / "found.json")]) == 0
+    assert (
+        evaluate.main(
+            [str(out), "--data", str(folder), "--exact", "2", "--json", str(tmp_path / "found.json")]
+        )
+        == 0
+    )
     found = json.loads((tmp_path / "found.json").read_text())
     assert found["exact"]["worst_difference"] < 1e-4
-    assert found["cut"]["both"]["nats_per_token"] == pytest.approx(record["stored"]["both"]["nats_per_token"], abs=1e-4)
+    assert found["cut"]["both"]["nats_per_token"] == pytest.approx(
+        record["stored"]["both"]["nats_per_token"], abs=1e-4
+    )
     assert "nats/token" in capsys.readouterr().out
 
 
@@ -180,7 +209,10 @@ def test_bad_commands_are_refused(data, tmp_path, capsys):
     common += ["--work", str(tmp_path), "--out", str(tmp_path / "o")]
     assert train.main([*common, "--steps", "1", "--set", "colour=blue"]) == 1
     assert "colour" in capsys.readouterr().err
-    assert train.main([*common, "--steps", "1", "--config", "smoke", "--workers", "0", "--set", "length=100"]) == 1
+    assert (
+        train.main([*common, "--steps", "1", "--config", "smoke", "--workers", "0", "--set", "length=100"])
+        == 1
+    )
     assert "multiple of the window" in capsys.readouterr().err
     assert train.main([*common, "--probe", "no name", "--steps", "1"]) == 1
 

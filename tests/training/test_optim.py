@@ -15,8 +15,10 @@ from training.settings import NANO, Settings, moment
 
 @pytest.mark.parametrize("shape", [(5, 16, 48), (3, 48, 16), (2, 32, 32)])
 def test_newton_schulz_brings_singular_values_near_one(shape):
-    stack = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-3, 1.0, 50.0, 7.0, 0.1])[
-        : shape[0], None, None]  # fmt: skip
+    stack = (
+        torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        * torch.tensor([1e-3, 1.0, 50.0, 7.0, 0.1])[: shape[0], None, None]
+    )
     values = torch.linalg.svdvals(orthogonalise(stack))
     assert values.min() > 0.3 and values.max() < 1.3
     left, _, right = torch.linalg.svd(stack, full_matrices=False)
@@ -68,13 +70,24 @@ def test_a_quadratic_is_solved():
     """Both rules walk to the minimum of a simple loss over all parameters."""
     store = Store(tiny_config())
     randomise(store, 0)
-    settings = Settings(weight_decay=0.0, embedding_decay=0.0, muon_rate=2e-2, small_rate=2e-2, mhc_rate=2e-2,
-                        embedding_rate=2e-2)  # fmt: skip
-    optimiser, start = Optimiser(store, settings), sum(float(m.square().sum()) for m in store.masters.values())
+    settings = Settings(
+        weight_decay=0.0,
+        embedding_decay=0.0,
+        muon_rate=2e-2,
+        small_rate=2e-2,
+        mhc_rate=2e-2,
+        embedding_rate=2e-2,
+    )
+    optimiser, start = (
+        Optimiser(store, settings),
+        sum(float(m.square().sum()) for m in store.masters.values()),
+    )
     for step in range(150):
         now = moment(settings, 200 + step, step / 150)
         corrections = torch.tensor([now.adam_first_correction, now.adam_second_correction])
-        optimiser.update({g: m.clone() for g, m in store.masters.items()}, torch.tensor(now.rate), *corrections)
+        optimiser.update(
+            {g: m.clone() for g, m in store.masters.items()}, torch.tensor(now.rate), *corrections
+        )
     assert sum(float(m.square().sum()) for m in store.masters.values()) < 0.05 * start
 
 
@@ -131,7 +144,9 @@ def test_streams_start_apart():
     store = Store(config)
     initialise(store, 0)
     tensors = store.export()
-    favoured = [int(tensors[f"layers.{i}.hc_{part}_base"][:4].argmax()) for i in range(5) for part in ("attn", "ffn")]
+    favoured = [
+        int(tensors[f"layers.{i}.hc_{part}_base"][:4].argmax()) for i in range(5) for part in ("attn", "ffn")
+    ]
     assert favoured == [i % 4 for i in range(10)]
     assert torch.equal(tensors["layers.0.hc_attn_base"][8:].reshape(4, 4), 3 * torch.eye(4))
     initialise(store, 0, stagger=False)
@@ -151,7 +166,13 @@ def test_the_schedule_warms_up_cools_down_and_switches():
 def test_settings_are_read_strictly():
     settings = Settings.parse("muon_rate=1e-2, stagger=false,batch=4")
     assert settings.muon_rate == 0.01 and settings.stagger is False and settings.batch == 4
-    for text, words in (("muon=1", "unknown"), ("batch=x", "int"), ("stagger=1", "bool"), ("dropout=1.0", "dropout"),
-                        ("round_share=2", "0 to 1"), ("batch=0", "at least 1")):  # fmt: skip
+    for text, words in (
+        ("muon=1", "unknown"),
+        ("batch=x", "int"),
+        ("stagger=1", "bool"),
+        ("dropout=1.0", "dropout"),
+        ("round_share=2", "0 to 1"),
+        ("batch=0", "at least 1"),
+    ):
         with pytest.raises(OptionError, match=words):
             Settings.parse(text)

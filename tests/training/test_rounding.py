@@ -57,7 +57,9 @@ def test_shapes_that_do_not_divide_are_refused():
 
 def test_plain_sinkhorn_is_the_models():
     logits = torch.randn(50, 4, 4, generator=torch.Generator().manual_seed(0)) * 3
-    torch.testing.assert_close(pair.sinkhorn(logits, 20, 1e-6), mhc.sinkhorn(logits, 20, 1e-6), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        pair.sinkhorn(logits, 20, 1e-6), mhc.sinkhorn(logits, 20, 1e-6), atol=1e-6, rtol=0
+    )
 
 
 @pytest.mark.skipif(

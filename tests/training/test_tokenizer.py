@@ -12,7 +12,14 @@ from birkhoff.errors import OptionError
 from birkhoff.text.markers import BOS, EOS, PAD, PLAIN_MARKERS, SPECIAL_MARKERS
 from tests.training.tiny import write_corpus
 from training.corpus import read_corpus
-from training.tokenizer import bytes_per_token, load_tokenizer, main, save_tokenizer, train_tokenizer, training_texts
+from training.tokenizer import (
+    bytes_per_token,
+    load_tokenizer,
+    main,
+    save_tokenizer,
+    train_tokenizer,
+    training_texts,
+)
 
 VOCAB = 400
 
@@ -57,8 +64,13 @@ def test_any_text_comes_back(made, text):
 
 def test_every_byte_has_an_id(made):
     tokenizer = made[2]
-    every = bytes(range(256)).decode("latin-1")  # as text: two bytes for the upper half, all of them covered by pieces
-    assert tokenizer.decode(tokenizer.encode(every, add_special_tokens=False).ids, skip_special_tokens=False) == every
+    every = bytes(range(256)).decode(
+        "latin-1"
+    )  # as text: two bytes for the upper half, all of them covered by pieces
+    assert (
+        tokenizer.decode(tokenizer.encode(every, add_special_tokens=False).ids, skip_special_tokens=False)
+        == every
+    )
 
 
 def test_nothing_is_added_to_plain_text(made):

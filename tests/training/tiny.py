@@ -23,13 +23,29 @@ SETTINGS = Settings(batch=4, length=64, warmup_steps=5, bias_fast_steps=20)
 def tiny_config(**changes) -> V4Config:
     """All layer kinds, both routers, YaRN, a clamp that bites, a choice that is selective, and MTP."""
     sizes = {
-        "vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 5, "num_attention_heads": 4, "head_dim": 32,
-        "qk_rope_head_dim": 8, "q_lora_rank": 32, "o_groups": 2, "o_lora_rank": 16, "sliding_window": 8,
-        "compress_ratios": (0, 4, 128, 4, 128), "index_n_heads": 16, "index_head_dim": 16, "index_topk": 12,
-        "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "num_hash_layers": 2,
-        "swiglu_limit": 1.0, "max_position_embeddings": 1024, "num_nextn_predict_layers": 1,
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "head_dim": 32,
+        "qk_rope_head_dim": 8,
+        "q_lora_rank": 32,
+        "o_groups": 2,
+        "o_lora_rank": 16,
+        "sliding_window": 8,
+        "compress_ratios": (0, 4, 128, 4, 128),
+        "index_n_heads": 16,
+        "index_head_dim": 16,
+        "index_topk": 12,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+        "num_hash_layers": 2,
+        "swiglu_limit": 1.0,
+        "max_position_embeddings": 1024,
+        "num_nextn_predict_layers": 1,
         "rope_scaling": RopeScaling(factor=4.0, original_max_position_embeddings=64),
-    }  # fmt: skip
+    }
     return V4Config(**(sizes | changes))
 
 
@@ -98,9 +114,11 @@ def write_corpus(folder: Path, records: int = 60, seed: int = 0) -> Path:
         Record("smalltalk", "Thank you!", "You are welcome!"),
     ]
     parts = {
-        "stories": many(records, "child", 12), "tinystories": many(records, "tiny", 6), "smalltalk": talk,
+        "stories": many(records, "child", 12),
+        "tinystories": many(records, "tiny", 6),
+        "smalltalk": talk,
         "general": many(records // 2, "scene", 12),
-    }  # fmt: skip
+    }
     for part, name in TRAIN_FILES.items():
         write_records(folder / name, parts[part])
     for name in HELD_OUT_FILES.values():
@@ -111,10 +129,23 @@ def write_corpus(folder: Path, records: int = 60, seed: int = 0) -> Path:
 def small_config(**changes) -> V4Config:
     """Two layers of training size for a CPU; every FP8 matrix divides into tiles, so rounding can be part of a run."""
     return tiny_config(
-        vocab_size=VOCAB, hidden_size=128, num_hidden_layers=2, num_attention_heads=1, head_dim=128, q_lora_rank=128,
-        o_groups=1, o_lora_rank=128, compress_ratios=(0, 4), moe_intermediate_size=128, n_routed_experts=4,
-        num_hash_layers=1, index_topk=6, rope_scaling=None, swiglu_limit=10.0, **changes,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=1,
+        head_dim=128,
+        q_lora_rank=128,
+        o_groups=1,
+        o_lora_rank=128,
+        compress_ratios=(0, 4),
+        moe_intermediate_size=128,
+        n_routed_experts=4,
+        num_hash_layers=1,
+        index_topk=6,
+        rope_scaling=None,
+        swiglu_limit=10.0,
+        **changes,
+    )
 
 
 def bench(data: tuple, work: Path, settings: Settings = SETTINGS) -> Bench:
@@ -122,4 +153,6 @@ def bench(data: tuple, work: Path, settings: Settings = SETTINGS) -> Bench:
     folder, corpus, tokenizer = data
     parts = [held_out(name, records, tokenizer, settings.length) for name, records in corpus.held_out.items()]
     feed = Feed(folder, folder / "tokenizer", settings.length, settings.seed)
-    return Bench(Forward(small_config(), settings.length, "cpu"), feed, parts, 2, Log(work / "log.jsonl"), work)
+    return Bench(
+        Forward(small_config(), settings.length, "cpu"), feed, parts, 2, Log(work / "log.jsonl"), work
+    )

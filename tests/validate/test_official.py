@@ -29,13 +29,21 @@ def test_a_file_is_read(tmp_path):
     )  # the sentinel is dropped
 
 
-@pytest.mark.parametrize(("change", "words"), [
-    (("case short 4096 2 hello.txt", "case short 4096"), "line 2: 'case short 4096' where 'case' with 4 words"),
-    (("step 1 21 2", "step 7 21 2"), "line 5: step 7 follows step 0"),
-    (("4869 1", "48x9 1"), "line 3: '48x9' is not hex"),
-    (("4096 2", "4096 99999999999"), "is no whole number"), (("-0.5", "half"), "line 6: 'half' is no number"),
-    (("end", ""), "line 9: the end of the file where 'end'"), (("top 3f -9999.0\n", ""), "line 8: 'end' where 'top'"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            ("case short 4096 2 hello.txt", "case short 4096"),
+            "line 2: 'case short 4096' where 'case' with 4 words",
+        ),
+        (("step 1 21 2", "step 7 21 2"), "line 5: step 7 follows step 0"),
+        (("4869 1", "48x9 1"), "line 3: '48x9' is not hex"),
+        (("4096 2", "4096 99999999999"), "is no whole number"),
+        (("-0.5", "half"), "line 6: 'half' is no number"),
+        (("end", ""), "line 9: the end of the file where 'end'"),
+        (("top 3f -9999.0\n", ""), "line 8: 'end' where 'top'"),
+    ],
+)
 def test_what_is_not_the_grammar_is_refused_by_line(tmp_path, change, words):
     (tmp_path / "official.vec").write_text(GOOD.replace(*change))
     with pytest.raises(DataError) as caught:
@@ -66,8 +74,10 @@ def test_a_model_is_held_to_its_own_words(nano, tmp_path):
     rows = ["case own 4096 3 p.txt"]
     for i, token in enumerate(said):
         values = nano.logits([*ids, *said[:i]])[-1].double().log_softmax(-1)
-        rows += [f"step {i} {nano.tokenizer.piece(token).hex()} 1",
-                 f"top {nano.tokenizer.piece(token).hex()} {float(values[token]):.4f}"]  # fmt: skip
+        rows += [
+            f"step {i} {nano.tokenizer.piece(token).hex()} 1",
+            f"top {nano.tokenizer.piece(token).hex()} {float(values[token]):.4f}",
+        ]
     (tmp_path / "own.vec").write_text("\n".join([*rows, "end"]))
     held = hold(nano, read_vectors(tmp_path / "own.vec"), tmp_path)
     assert len(held) == 3 and all(row.ok and row.gap < 1e-3 for row in held)
@@ -76,7 +86,9 @@ def test_a_model_is_held_to_its_own_words(nano, tmp_path):
     (tmp_path / "far.vec").write_text("\n".join([*far, "end"]))
     assert [row.ok for row in hold(nano, read_vectors(tmp_path / "far.vec"), tmp_path)] == [False, True, True]
     unlikely = nano.tokenizer.piece(int(nano.logits(ids)[-1].argmin())).hex()
-    (tmp_path / "other.vec").write_text(f"case other 4096 1 p.txt\nstep 0 {unlikely} 1\ntop {unlikely} 0.0\nend\n")
+    (tmp_path / "other.vec").write_text(
+        f"case other 4096 1 p.txt\nstep 0 {unlikely} 1\ntop {unlikely} 0.0\nend\n"
+    )
     (row,) = hold(nano, read_vectors(tmp_path / "other.vec"), tmp_path)
     assert not row.argmax and not row.listed
     with pytest.raises(DataError, match=r"gone\.txt cannot be read"):

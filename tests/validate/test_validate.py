@@ -52,13 +52,24 @@ def broken_copy(tiny: Path, tmp_path: Path, name: str) -> Path:
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for key in list(tensors):
             leaf = key.rsplit(".", 1)[-1]
-            if name == "nibble-order" and ".experts." in key and key.endswith("weight") and "shared" not in key:
+            if (
+                name == "nibble-order"
+                and ".experts." in key
+                and key.endswith("weight")
+                and "shared" not in key
+            ):
                 codes = tensors[key].view(torch.uint8)
                 tensors[key] = ((codes << 4) | (codes >> 4)).view(torch.int8)
             if name == "mixer-order" and leaf.startswith(("hc_attn_", "hc_ffn_")):
                 whole = tensors[key]
-                tensors[key] = whole[[0, 2, 1]] if len(whole) == 3 else torch.cat((whole[:4], whole[8:], whole[4:8]))
-            if name == "mixer-transposed" and leaf.startswith(("hc_attn_", "hc_ffn_")) and len(tensors[key]) == 24:
+                tensors[key] = (
+                    whole[[0, 2, 1]] if len(whole) == 3 else torch.cat((whole[:4], whole[8:], whole[4:8]))
+                )
+            if (
+                name == "mixer-transposed"
+                and leaf.startswith(("hc_attn_", "hc_ffn_"))
+                and len(tensors[key]) == 24
+            ):
                 comb = tensors[key][8:].unflatten(0, (4, 4)).transpose(0, 1).flatten(0, 1)
                 tensors[key] = torch.cat((tensors[key][:8], comb))
 
@@ -118,11 +129,16 @@ def test_goldens_come_back_and_can_be_made_with_numpy_alone(tiny, tmp_path):
         validate(tiny, goldens=tmp_path / "plain", tokens=[1])
 
 
-@pytest.mark.parametrize(("name", "content", "words"), [
-    ("goldens.json", b"{", "does not say which tokens"), ("goldens.json", b'{"tokens": ["a"]}', "list of token ids"),
-    ("goldens.json", b"[]", "does not say which tokens"), ("tokens.npy", b"junk", "not a plain .npy"),
-    ("logits.npy", b"\x93NUMPY\x01\x00", "neither goldens.json"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("goldens.json", b"{", "does not say which tokens"),
+        ("goldens.json", b'{"tokens": ["a"]}', "list of token ids"),
+        ("goldens.json", b"[]", "does not say which tokens"),
+        ("tokens.npy", b"junk", "not a plain .npy"),
+        ("logits.npy", b"\x93NUMPY\x01\x00", "neither goldens.json"),
+    ],
+)
 def test_goldens_that_are_none_are_refused(tmp_path, name, content, words):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError, match=words):
@@ -182,15 +198,25 @@ def test_stages_reach_every_kind_by_few_layers():
 def test_reports_say_the_same_in_both_forms(tiny, tmp_path):
     result = validate(broken_copy(tiny, tmp_path, "yarn-missing"), tiny, length=LENGTH)
     page = to_html(result)
-    assert headline(result) in page and "yarn-missing" in page and "<svg" in page and page.count("<polyline") == 4
+    assert (
+        headline(result) in page
+        and "yarn-missing" in page
+        and "<svg" in page
+        and page.count("<polyline") == 4
+    )
     assert "<script" not in page and "http" not in page
     assert any(line.startswith("mlp_out") and "▁" in line for line in lines(result))
-    assert json.loads(json.dumps(result.to_dict()))["diverging"] == f"{result.diverging.site}[{result.diverging.layer}]"
+    assert (
+        json.loads(json.dumps(result.to_dict()))["diverging"]
+        == f"{result.diverging.site}[{result.diverging.layer}]"
+    )
 
 
 def test_the_command_prints_and_sets_its_status(tiny, tmp_path):
     runner = CliRunner()
-    good = runner.invoke(app, ["validate", str(tiny), str(tiny), "--length", "30", "--html", str(tmp_path / "r.html")])
+    good = runner.invoke(
+        app, ["validate", str(tiny), str(tiny), "--length", "30", "--html", str(tmp_path / "r.html")]
+    )
     assert (
         good.exit_code == 0
         and "agrees with" in good.stdout
@@ -199,7 +225,9 @@ def test_the_command_prints_and_sets_its_status(tiny, tmp_path):
     broken = broken_copy(tiny, tmp_path, "nibble-order")
     bad = runner.invoke(app, ["validate", str(broken), str(tiny), "--length", "60", "--json"])
     assert bad.exit_code == 1 and json.loads(bad.stdout)["explanations"][0]["name"] == "nibble-order"
-    made = runner.invoke(app, ["validate", str(tiny), "--save-goldens", str(tmp_path / "g"), "--length", "20"])
+    made = runner.invoke(
+        app, ["validate", str(tiny), "--save-goldens", str(tmp_path / "g"), "--length", "20"]
+    )
     assert made.exit_code == 0 and (tmp_path / "g/goldens.safetensors").exists()
 
 

@@ -52,5 +52,7 @@ def random_weights(config: V4Config, seed: int = 0) -> dict[str, torch.Tensor]:
             order = torch.rand(shape[0], config.n_routed_experts, generator=generator)
             out[name] = order.argsort(1)[:, : shape[1]]
         else:
-            out[name] = torch.randn(shape, generator=generator) * 10 ** float(torch.randn((), generator=generator))
+            out[name] = torch.randn(shape, generator=generator) * 10 ** float(
+                torch.randn((), generator=generator)
+            )
     return out

@@ -27,7 +27,9 @@ def raw_file(path: Path, keys: list[Key], tensors: list[tuple[TensorRow, bytes]]
     return path
 
 
-def by_the_package(path: Path, keys: dict[str, object], tensors: dict[str, tuple[np.ndarray, str | None]]) -> Path:
+def by_the_package(
+    path: Path, keys: dict[str, object], tensors: dict[str, tuple[np.ndarray, str | None]]
+) -> Path:
     """The same through another implementation: `tensors` are arrays and the type to quantise them to."""
     import gguf
 

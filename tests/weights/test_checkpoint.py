@@ -54,10 +54,16 @@ def test_reading_order_is_file_order(tiny_path):
     assert [(e.path, e.offset) for e in places] == sorted((e.path, e.offset) for e in places)
 
 
-@pytest.mark.parametrize(("dense", "experts", "dialect"), [
-    ("fp8", "fp4", "released"), ("fp8", "fp8", "base-fp8"), ("bf16", "bf16", "bf16"), ("f32", "f32", "bf16"),
-    ("bf16", "fp4", "released"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dense", "experts", "dialect"),
+    [
+        ("fp8", "fp4", "released"),
+        ("fp8", "fp8", "base-fp8"),
+        ("bf16", "bf16", "bf16"),
+        ("f32", "f32", "bf16"),
+        ("bf16", "fp4", "released"),
+    ],
+)
 def test_dialects_by_number_format(dense, experts, dialect, tmp_path):
     synth(tmp_path / "c", "tiny", dense=dense, experts=experts)
     assert open_checkpoint(tmp_path / "c").dialect == dialect
@@ -81,7 +87,9 @@ def save_transformers(path, config: V4Config, **kwargs):
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("tid2eid"):
-                tensor.copy_(torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]])
+                tensor.copy_(
+                    torch.rand(len(tensor), config.n_routed_experts).argsort(1)[:, : tensor.shape[1]]
+                )
             elif tensor.is_floating_point() and "inv_freq" not in name:
                 tensor.normal_()
     model.save_pretrained(path, **kwargs)
@@ -119,7 +127,10 @@ def test_what_transformers_saves(tmp_path, shard_size, dtype):
 
 
 def test_copies_of_the_tables_inside_mtp_are_skipped(broken):
-    edit(broken, lambda t: t.update({"mtp.0.emb.tok_emb.weight": torch.zeros(2), "mtp.0.head.weight": torch.zeros(2)}))
+    edit(
+        broken,
+        lambda t: t.update({"mtp.0.emb.tok_emb.weight": torch.zeros(2), "mtp.0.head.weight": torch.zeros(2)}),
+    )
     checkpoint = open_checkpoint(broken)
     assert checkpoint.notices == [
         "2 copies of the trunk's tables inside MTP were skipped: mtp.0.emb.tok_emb.weight, mtp.0.head.weight."
@@ -138,7 +149,10 @@ def test_a_dspark_drafter_is_skipped(broken):
         tensors["mtp.2.markov_head.markov_w1.weight"] = torch.zeros(512, 8)
         tensors["mtp.2.confidence_head.proj.weight"] = torch.zeros(1, 72)
 
-    edit(edit_config(broken, num_nextn_predict_layers=3, compress_ratios=[0, 0, 4, 128, 4, 128, 0, 0, 0]), drafter)
+    edit(
+        edit_config(broken, num_nextn_predict_layers=3, compress_ratios=[0, 0, 4, 128, 4, 128, 0, 0, 0]),
+        drafter,
+    )
     checkpoint = open_checkpoint(broken)
     assert not checkpoint.has_mtp and checkpoint.config.num_nextn_predict_layers == 0
     assert not any(name.startswith("mtp.") for name in checkpoint)
@@ -158,7 +172,9 @@ def test_mtp_that_is_absent_or_not_wanted(broken, tmp_path):
 
 def test_unknown_config_keys_become_notices(broken):
     edit_config(broken, favourite_colour="blue")
-    assert open_checkpoint(broken).notices == ["config.json has the unknown key 'favourite_colour'; it was not used."]
+    assert open_checkpoint(broken).notices == [
+        "config.json has the unknown key 'favourite_colour'; it was not used."
+    ]
 
 
 def refuse(path, kind=CheckpointError, match=""):
@@ -218,12 +234,18 @@ def test_a_name_in_two_shards_is_an_error(broken):
     assert name in refuse(broken, match="and again in")
 
 
-@pytest.mark.parametrize(("content", "reason"), [
-    ("{", "not valid JSON"), ("[]", "no weight_map"), ("{}", "no weight_map"), ('{"weight_map": {}}', "no weight_map"),
-    ('{"weight_map": {"a": 1}}', "expected the name of a safetensors file"),
-    ('{"weight_map": {"a": "../model.safetensors"}}', "expected the name of a safetensors file"),
-    ('{"weight_map": {"a": "/etc/passwd"}}', "expected the name of a safetensors file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "no weight_map"),
+        ("{}", "no weight_map"),
+        ('{"weight_map": {}}', "no weight_map"),
+        ('{"weight_map": {"a": 1}}', "expected the name of a safetensors file"),
+        ('{"weight_map": {"a": "../model.safetensors"}}', "expected the name of a safetensors file"),
+        ('{"weight_map": {"a": "/etc/passwd"}}', "expected the name of a safetensors file"),
+    ],
+)
 def test_a_bad_index_is_refused(broken, content, reason):
     (broken / INDEX).write_text(content)
     refuse(broken, match=reason)
@@ -254,18 +276,46 @@ def test_a_scale_must_be_there_and_nowhere_else(broken, tmp_path):
 
 
 WRONG = {
-    "shape": ("layers.0.attn.wq_a.weight", torch.zeros(32, 65), TensorShape, r"is \(32, 65\), expected \(32, 64\)"),
-    "transposed": ("layers.2.attn.compressor.ape", torch.zeros(64, 4), TensorShape, r"\(64, 4\), expected \(4, 64\)"),
-    "fp4 not halved": ("layers.0.ffn.experts.0.w1.weight", torch.zeros(64, 64, dtype=torch.int8), TensorShape,
-                       r"expected \(64, 32\)"),
-    "scale shape": ("layers.3.attn.wo_b.scale", torch.zeros(2, 1, dtype=torch.uint8), TensorShape,
-                    r"is \(2, 1\), expected \(1, 1\) for 128x128 fp8 blocks"),
-    "scale dtype": ("layers.3.attn.wo_b.scale", torch.zeros(1, 1), TensorDtype, "stored as F32, expected F8_E8M0"),
+    "shape": (
+        "layers.0.attn.wq_a.weight",
+        torch.zeros(32, 65),
+        TensorShape,
+        r"is \(32, 65\), expected \(32, 64\)",
+    ),
+    "transposed": (
+        "layers.2.attn.compressor.ape",
+        torch.zeros(64, 4),
+        TensorShape,
+        r"\(64, 4\), expected \(4, 64\)",
+    ),
+    "fp4 not halved": (
+        "layers.0.ffn.experts.0.w1.weight",
+        torch.zeros(64, 64, dtype=torch.int8),
+        TensorShape,
+        r"expected \(64, 32\)",
+    ),
+    "scale shape": (
+        "layers.3.attn.wo_b.scale",
+        torch.zeros(2, 1, dtype=torch.uint8),
+        TensorShape,
+        r"is \(2, 1\), expected \(1, 1\) for 128x128 fp8 blocks",
+    ),
+    "scale dtype": (
+        "layers.3.attn.wo_b.scale",
+        torch.zeros(1, 1),
+        TensorDtype,
+        "stored as F32, expected F8_E8M0",
+    ),
     "integer weight": ("embed.weight", torch.zeros(512, 64, dtype=torch.int64), TensorDtype, "stored as I64"),
     "fp8 vector": ("norm.weight", torch.zeros(64).to(torch.float8_e4m3fn), TensorDtype, "stored as F8_E4M3"),
     "float table": ("layers.0.ffn.gate.tid2eid", torch.zeros(512, 2), TensorDtype, "expected I64 or I32"),
-    "narrow table": ("layers.0.ffn.gate.tid2eid", torch.zeros(512, 1, dtype=torch.int64), TensorShape, r"\(512, 2\)"),
-}  # fmt: skip
+    "narrow table": (
+        "layers.0.ffn.gate.tid2eid",
+        torch.zeros(512, 1, dtype=torch.int64),
+        TensorShape,
+        r"\(512, 2\)",
+    ),
+}
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -292,13 +342,32 @@ def test_module_names_of_a_live_model_are_explained(broken):
 
 
 IMPOSSIBLE = [
-    ("hidden_size", 2**31), ("hidden_size", 63), ("vocab_size", 2**31), ("n_routed_experts", 2**31), ("hidden_size", 0),
-    ("hidden_size", -64), ("hidden_size", "64"), ("hidden_size", None), ("num_hidden_layers", 2**30),
-    ("num_hidden_layers", 5), ("moe_intermediate_size", 10**9), ("num_experts_per_tok", 9), ("index_n_heads", 2**31),
-    ("head_dim", 2**31), ("compress_ratios", [0, 0, 4, 128, 4, 64]), ("compress_ratios", "4"), ("hc_mult", 2**31),
-    ("rms_norm_eps", "small"), ("qk_rope_head_dim", 7), ("o_groups", 3), ("q_lora_rank", 10**6),
-    ("num_nextn_predict_layers", -1), ("rope_scaling", 5), ("rope_scaling", {"factor": 0}), ("swiglu_limit", -1.0),
-]  # fmt: skip
+    ("hidden_size", 2**31),
+    ("hidden_size", 63),
+    ("vocab_size", 2**31),
+    ("n_routed_experts", 2**31),
+    ("hidden_size", 0),
+    ("hidden_size", -64),
+    ("hidden_size", "64"),
+    ("hidden_size", None),
+    ("num_hidden_layers", 2**30),
+    ("num_hidden_layers", 5),
+    ("moe_intermediate_size", 10**9),
+    ("num_experts_per_tok", 9),
+    ("index_n_heads", 2**31),
+    ("head_dim", 2**31),
+    ("compress_ratios", [0, 0, 4, 128, 4, 64]),
+    ("compress_ratios", "4"),
+    ("hc_mult", 2**31),
+    ("rms_norm_eps", "small"),
+    ("qk_rope_head_dim", 7),
+    ("o_groups", 3),
+    ("q_lora_rank", 10**6),
+    ("num_nextn_predict_layers", -1),
+    ("rope_scaling", 5),
+    ("rope_scaling", {"factor": 0}),
+    ("swiglu_limit", -1.0),
+]
 
 
 @pytest.mark.parametrize(("key", "value"), IMPOSSIBLE)
@@ -314,11 +383,14 @@ json_values = st.recursive(
     max_leaves=6,
 )
 released = preset("tiny").to_dict()
-rope_main, rope_yarn = {"rope_type": "default", "rope_theta": 10000.0}, {
-    "rope_type": "yarn", "rope_theta": 160000.0, "factor": 16.0, "original_max_position_embeddings": 256}  # fmt: skip
+rope_main, rope_yarn = (
+    {"rope_type": "default", "rope_theta": 10000.0},
+    {"rope_type": "yarn", "rope_theta": 160000.0, "factor": 16.0, "original_max_position_embeddings": 256},
+)
 other_words = ("compress_ratios", "num_hash_layers", "rope_scaling")
 in_transformers_words = {key: value for key, value in released.items() if key not in other_words} | {
-    "layer_types": ["sliding_attention"] * 2 + ["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
+    "layer_types": ["sliding_attention"] * 2
+    + ["compressed_sparse_attention", "heavily_compressed_attention"] * 2,
     "mlp_layer_types": ["hash_moe"] * 3 + ["moe"] * 3,
     "rope_parameters": {"main": rope_main, "compress": rope_yarn},
     "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 128},
@@ -334,7 +406,9 @@ def test_both_spellings_mean_the_same_model():
 @given(data=st.data(), base=st.sampled_from([released, in_transformers_words]))
 def test_no_config_escapes_as_another_error(data, base):
     changes = data.draw(st.dictionaries(st.sampled_from(sorted(base)), json_values, min_size=1, max_size=3))
-    rope = data.draw(st.dictionaries(st.sampled_from(sorted({*rope_yarn, "beta_fast"})), json_values, max_size=2))
+    rope = data.draw(
+        st.dictionaries(st.sampled_from(sorted({*rope_yarn, "beta_fast"})), json_values, max_size=2)
+    )
     main = data.draw(st.sampled_from([rope_main, [], "main", None]))
     raw = {**base, **changes}
     if raw.get("rope_parameters") == in_transformers_words["rope_parameters"]:

@@ -65,9 +65,14 @@ def rewritten(made: Path, path: Path, keys=None, tensors=None) -> Path:
             continue
         kind: object = header.types.get(name, 8 if isinstance(value, str) else 4)
         if kind == 9 or isinstance(value, list):
-            kind = (9, 8 if not value or isinstance(value[0], str) else 6 if isinstance(value[0], float) else 5)
+            kind = (
+                9,
+                8 if not value or isinstance(value[0], str) else 6 if isinstance(value[0], float) else 5,
+            )
         rows.append(Key(name, kind, value))
-    given = [(TensorRow(t.name, t.kind, t.shape), raw[t.offset : t.offset + t.nbytes]) for t in header.tensors]
+    given = [
+        (TensorRow(t.name, t.kind, t.shape), raw[t.offset : t.offset + t.nbytes]) for t in header.tensors
+    ]
     return raw_file(path, rows, tensors(given) if tensors else given)
 
 
@@ -103,14 +108,21 @@ def test_keys_that_can_be_derived_may_be_missing(made, tmp_path):
     assert opened.config == open_checkpoint(made / "m.gguf").config
 
 
-@pytest.mark.parametrize(("key", "value", "words"), [
-    ("expert_gating_func", 2, "expected 4"), ("attention.value_length", 16, "V4 has one size"),
-    ("rope.scaling.type", "linear", "expected 'yarn' or 'none'"), ("block_count", 0, "has 0 blocks"),
-    ("swiglu_clamp_exp", [1.0] * 5 + [2.0], "that differ"), ("embedding_length", "64", "expected a whole number"),
-    ("swiglu_clamp_exp", [1.0], "one number for each of 6 blocks"), ("block_count", 2**32 - 1, "has 4294967295 blocks"),
-    ("attention.compress_ratios", [0, 0, 3, 4, 4, 4], "3"),
-    ("hyper_connection.epsilon", float("nan"), "expected a number"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "words"),
+    [
+        ("expert_gating_func", 2, "expected 4"),
+        ("attention.value_length", 16, "V4 has one size"),
+        ("rope.scaling.type", "linear", "expected 'yarn' or 'none'"),
+        ("block_count", 0, "has 0 blocks"),
+        ("swiglu_clamp_exp", [1.0] * 5 + [2.0], "that differ"),
+        ("embedding_length", "64", "expected a whole number"),
+        ("swiglu_clamp_exp", [1.0], "one number for each of 6 blocks"),
+        ("block_count", 2**32 - 1, "has 4294967295 blocks"),
+        ("attention.compress_ratios", [0, 0, 3, 4, 4, 4], "3"),
+        ("hyper_connection.epsilon", float("nan"), "expected a number"),
+    ],
+)
 def test_values_that_make_no_model_are_refused(made, tmp_path, key, value, words):
     path = made / "m.gguf"
     keys = {**read_header(path).keys, f"deepseek4.{key}": value}
@@ -121,10 +133,15 @@ def test_values_that_make_no_model_are_refused(made, tmp_path, key, value, words
         config_from(keys, shapes, "x.gguf")
 
 
-@pytest.mark.parametrize(("architecture", "words"), [
-    ("deepseek-v4", "old stub dialect"), ("dflash", "DSpark drafter"), ("deepseek41", "DeepSeek-V4.1"),
-    ("llama", "not a DeepSeek-V4 file"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("architecture", "words"),
+    [
+        ("deepseek-v4", "old stub dialect"),
+        ("dflash", "DSpark drafter"),
+        ("deepseek41", "DeepSeek-V4.1"),
+        ("llama", "not a DeepSeek-V4 file"),
+    ],
+)
 def test_other_architectures_are_refused_by_name(made, tmp_path, architecture, words):
     path = rewritten(made, tmp_path / "x.gguf", {"general.architecture": architecture})
     with pytest.raises(UnsupportedModel, match=words):
@@ -133,7 +150,10 @@ def test_other_architectures_are_refused_by_name(made, tmp_path, architecture, w
 
 def test_the_old_stub_is_known_by_its_tensors_too(made, tmp_path):
     def stub(tensors):
-        return [(row._replace(name=row.name.replace("hc_attn_fn.weight", "hc_attn.fn")), raw) for row, raw in tensors]
+        return [
+            (row._replace(name=row.name.replace("hc_attn_fn.weight", "hc_attn.fn")), raw)
+            for row, raw in tensors
+        ]
 
     with pytest.raises(UnsupportedModel, match=r"blk\.0\.hc_attn\.fn.*old stub dialect"):
         open_checkpoint(rewritten(made, tmp_path / "x.gguf", tensors=stub))
@@ -142,7 +162,9 @@ def test_the_old_stub_is_known_by_its_tensors_too(made, tmp_path):
 def test_missing_extra_and_misshapen_tensors_are_named(made, tmp_path):
     with pytest.raises(TensorMissing, match=r"layers\.1\.attn\.wkv\.weight"):
         open_checkpoint(
-            rewritten(made, tmp_path / "a.gguf", tensors=lambda ts: [t for t in ts if "1.attn_kv." not in t[0].name])
+            rewritten(
+                made, tmp_path / "a.gguf", tensors=lambda ts: [t for t in ts if "1.attn_kv." not in t[0].name]
+            )
         )
     extra = (TensorRow("blk.0.strange.weight", "F32", (4,)), bytes(16))
     with pytest.raises(TensorUnexpected, match=r"blk\.0\.strange\.weight"):
@@ -159,7 +181,9 @@ def test_missing_extra_and_misshapen_tensors_are_named(made, tmp_path):
     with pytest.raises(TensorShape, match="expected one matrix for each"):
         open_checkpoint(rewritten(made, tmp_path / "c.gguf", tensors=flat))
     report = inspect_checkpoint(rewritten(made, tmp_path / "d.gguf", {"deepseek4.expert_count": None}))
-    assert report.problems[0]["code"] == "config" and report.tensors > 300 and report.bytes_by_type["MXFP4"] > 0
+    assert (
+        report.problems[0]["code"] == "config" and report.tensors > 300 and report.bytes_by_type["MXFP4"] > 0
+    )
 
 
 def test_output_a_may_be_three_dimensional(made, tmp_path):
@@ -187,7 +211,10 @@ def test_a_file_by_the_gguf_package_with_small_quants_loads(made, tmp_path):
             experts = [ours[name.ours.format(e)] for e in range(tensor.shape[0])]
             from birkhoff.weights.tensor_ref import value_strips
 
-            rows = [torch.cat([v for _, v in value_strips(ours, r.name, tensor.shape[1:])]).numpy() for r in experts]
+            rows = [
+                torch.cat([v for _, v in value_strips(ours, r.name, tensor.shape[1:])]).numpy()
+                for r in experts
+            ]
             tensors[tensor.name] = (np.stack(rows), "Q4_0")
         elif tensor.kind == "Q8_0":
             tensors[tensor.name] = (ours[name.ours].read().numpy(), "Q5_0")
@@ -224,10 +251,19 @@ def test_tokenizers_are_rebuilt_from_lists(made):
     notices: list[str] = []
     rebuilt = Tokenizer.from_json(tokenizer_json(keys, "x", notices), vocab_size=4096)
     original = Tokenizer.from_json(text, vocab_size=4096)
-    for sample in ("Once upon a time, 1234 times!\n\n  Über 日本語 テスト", "<｜User｜> is text", "'quoted' a_b\tc"):
+    for sample in (
+        "Once upon a time, 1234 times!\n\n  Über 日本語 テスト",
+        "<｜User｜> is text",
+        "'quoted' a_b\tc",
+    ):
         assert rebuilt.encode(sample) == original.encode(sample)
-    assert rebuilt.markers == original.markers and rebuilt.special_ids == original.special_ids and notices == []
-    assert tokenizer_json({**keys, "tokenizer.ggml.pre": "llama3"}, "x", notices) is None and "llama3" in notices[0]
+    assert (
+        rebuilt.markers == original.markers and rebuilt.special_ids == original.special_ids and notices == []
+    )
+    assert (
+        tokenizer_json({**keys, "tokenizer.ggml.pre": "llama3"}, "x", notices) is None
+        and "llama3" in notices[0]
+    )
     with pytest.raises(CheckpointError, match="do not belong together"):
         tokenizer_json({**keys, "tokenizer.ggml.token_type": [1]}, "x", [])
 
@@ -237,9 +273,16 @@ def test_kept_scales_that_make_no_sense_are_ignored(made):
 
     assert kept_scales({SCALES: [1, 2], SCALE_NAMES: ["a|1x2"]})["a"].tolist() == [[1, 2]]
     odd = [
-        ([1], ["a|1x2"]), ([1, 2, 3], ["a|1x2"]), ([1, 255], ["a|1x2"]), ([1, 2], ["a"]), ([1.5, 2.0], ["a|1x2"]),
-        ("text", ["a|1x2"]), ([1, 2], [3]), ([1, 2], "a|1x2"), ([1, 2], ["a|99999999999x1"]),
-    ]  # fmt: skip
+        ([1], ["a|1x2"]),
+        ([1, 2, 3], ["a|1x2"]),
+        ([1, 255], ["a|1x2"]),
+        ([1, 2], ["a"]),
+        ([1.5, 2.0], ["a|1x2"]),
+        ("text", ["a|1x2"]),
+        ([1, 2], [3]),
+        ([1, 2], "a|1x2"),
+        ([1, 2], ["a|99999999999x1"]),
+    ]
     for flat, names in odd:
         assert kept_scales({SCALES: flat, SCALE_NAMES: names}) == {}
 

@@ -60,7 +60,21 @@ def test_numbers_a_float16_step_cannot_hold_are_refused():
 
 
 @pytest.mark.parametrize(
-    "kind", ["Q4_0", "Q5_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ2_XS", "IQ3_XXS", "IQ1_S", "IQ4_XS"]
+    "kind",
+    [
+        "Q4_0",
+        "Q5_0",
+        "Q2_K",
+        "Q3_K",
+        "Q4_K",
+        "Q5_K",
+        "Q6_K",
+        "IQ2_XXS",
+        "IQ2_XS",
+        "IQ3_XXS",
+        "IQ1_S",
+        "IQ4_XS",
+    ],
 )
 def test_other_types_come_through_the_gguf_package(kind):
     import gguf

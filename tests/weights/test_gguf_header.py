@@ -45,18 +45,34 @@ CORRUPT = {
     "key twice": (head(keys=2) + 2 * (string("k") + KEY_U32 + b"1234"), "has the key 'k' twice"),
     "unknown value type": (head(keys=1) + string("k") + struct.pack("<I", 77), "the value type 77"),
     "value cut": (head(keys=1) + string("k") + KEY_U32 + b"12", "is cut short: the value of 'k'"),
-    "string of 2^62 bytes": (head(keys=1) + string("k") + struct.pack("<IQ", 8, 2**62), "more than the 67108864"),
-    "string cut": (head(keys=1) + string("k") + struct.pack("<IQ", 8, 1000), "is cut short: the value of 'k'"),
+    "string of 2^62 bytes": (
+        head(keys=1) + string("k") + struct.pack("<IQ", 8, 2**62),
+        "more than the 67108864",
+    ),
+    "string cut": (
+        head(keys=1) + string("k") + struct.pack("<IQ", 8, 1000),
+        "is cut short: the value of 'k'",
+    ),
     "array of arrays": (head(keys=1) + string("k") + array(9, 1), "has an array of type 9"),
-    "array of 2^61 numbers": (head(keys=1) + string("k") + array(10, 2**61), "announces 18446744073709551616 bytes"),
+    "array of 2^61 numbers": (
+        head(keys=1) + string("k") + array(10, 2**61),
+        "announces 18446744073709551616 bytes",
+    ),
     "array cut": (head(keys=1) + string("k") + array(4, 1000), "is cut short: the value of 'k'"),
     "long array cut": (head(keys=1) + string("k") + array(4, 1_000_000), "is cut short: the value of 'k'"),
     "2^40 strings": (head(keys=1) + string("k") + array(8, 2**40), "announces 1099511627776 strings"),
-    "alignment 3": (head(keys=1) + string("general.alignment") + KEY_U32 + struct.pack("<I", 3), "the alignment 3"),
+    "alignment 3": (
+        head(keys=1) + string("general.alignment") + KEY_U32 + struct.pack("<I", 3),
+        "the alignment 3",
+    ),
     "alignment 2^31": (
-        head(keys=1) + string("general.alignment") + KEY_U32 + struct.pack("<I", 2**31), "power of two from 8"),
+        head(keys=1) + string("general.alignment") + KEY_U32 + struct.pack("<I", 2**31),
+        "power of two from 8",
+    ),
     "alignment a text": (
-        head(keys=1) + string("general.alignment") + struct.pack("<I", 8) + string("x"), "alignment 'x'"),
+        head(keys=1) + string("general.alignment") + struct.pack("<I", 8) + string("x"),
+        "alignment 'x'",
+    ),
     "tensor row cut": (head(tensors=1) + ROW[:-4], "is cut short: the offset of a"),
     "tensor name of 2^63 bytes": (head(tensors=1) + struct.pack("<Q", 2**63 - 1), "for the name of tensor 0"),
     "tensor name empty": (head(tensors=1) + tensor_row("", [32], 0, 0) + PAD, "a tensor named ''"),
@@ -65,18 +81,22 @@ CORRUPT = {
     "nine dimensions": (head(tensors=1) + tensor_row("a", [1] * 9, 0, 0) + PAD, "gives a 9 dimensions"),
     "size zero": (head(tensors=1) + tensor_row("a", [32, 0], 0, 0) + PAD, "expected positive sizes"),
     "size wraps to zero": (
-        head(tensors=1) + tensor_row("a", [2**32, 2**32], 0, 0) + PAD * 4, "its tensors need 73786976294838206"),
+        head(tensors=1) + tensor_row("a", [2**32, 2**32], 0, 0) + PAD * 4,
+        "its tensors need 73786976294838206",
+    ),
     "size of 2^63": (head(tensors=1) + tensor_row("a", [2**63], 0, 0) + PAD, "expected positive sizes"),
     "unknown type": (head(tensors=1) + tensor_row("a", [32], 250, 0) + PAD, "stores a as type 250"),
     "half a block": (head(tensors=1) + tensor_row("a", [33], 8, 0) + PAD, "expected a multiple of 32"),
     "name twice": (head(tensors=2) + 2 * ROW + PAD * 8, "names the tensor a twice"),
     "overlap": (
-        head(tensors=2) + ROW + tensor_row("b", [32], 0, 64) + PAD * 8, "overlaps the tensor before it"),
+        head(tensors=2) + ROW + tensor_row("b", [32], 0, 64) + PAD * 8,
+        "overlaps the tensor before it",
+    ),
     "hole": (head(tensors=2) + ROW + tensor_row("b", [32], 0, 256) + PAD * 8, "leaves a hole before it"),
     "offset 2^64 - 32": (head(tensors=1) + tensor_row("a", [32], 0, 2**64 - 32) + PAD * 4, "leaves a hole"),
     "tail cut": (head(tensors=1) + ROW + PAD, "is cut short: its tensors need"),
     "tail too long": (head(tensors=1) + ROW + PAD * 20, "is too long"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", CORRUPT)
@@ -105,7 +125,9 @@ def test_the_child_says_exactly_what_the_parser_says(tiny_path, tmp_path):
     path = tiny_gguf(tiny_path, tmp_path / "m.gguf")
     here = header_from(path, {"header": gguf_header.read_header(str(path))})
     assert read_header(path) == here and len(here.tensors) > 100
-    done = subprocess.run([sys.executable, "-I", "-S", gguf_header.__file__, str(path)], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", gguf_header.__file__, str(path)], capture_output=True, text=True
+    )
     assert json.loads(done.stdout)["header"]["tensors"][0][0] == here.tensors[0].name
 
 
@@ -131,13 +153,26 @@ def test_types_are_those_of_the_gguf_package():
 
 def test_all_kinds_of_values_come_back(tmp_path):
     values = [
-        Key("u8", 0, 7), Key("i8", 1, -7), Key("u16", 2, 60000), Key("i16", 3, -9), Key("u32", 4, 2**31),
-        Key("i32", 5, -1), Key("f32", 6, 0.5), Key("yes", 7, True), Key("text", 8, "多 words"), Key("u64", 10, 2**63),
-        Key("i64", 11, -(2**62)), Key("f64", 12, 1e300), Key("names", (9, 8), ["a", "", "ö"]),
-        Key("few", (9, 5), [1, -2]), Key("many", (9, 4), list(range(5000))),
+        Key("u8", 0, 7),
+        Key("i8", 1, -7),
+        Key("u16", 2, 60000),
+        Key("i16", 3, -9),
+        Key("u32", 4, 2**31),
+        Key("i32", 5, -1),
+        Key("f32", 6, 0.5),
+        Key("yes", 7, True),
+        Key("text", 8, "多 words"),
+        Key("u64", 10, 2**63),
+        Key("i64", 11, -(2**62)),
+        Key("f64", 12, 1e300),
+        Key("names", (9, 8), ["a", "", "ö"]),
+        Key("few", (9, 5), [1, -2]),
+        Key("many", (9, 4), list(range(5000))),
         Key("bytes", (9, 0), bytes(range(250)) * 20),
-    ]  # fmt: skip
-    path = raw_file(tmp_path / "v.gguf", values, [(TensorRow("t", "F32", (2, 3)), struct.pack("<6f", *range(6)))])
+    ]
+    path = raw_file(
+        tmp_path / "v.gguf", values, [(TensorRow("t", "F32", (2, 3)), struct.pack("<6f", *range(6)))]
+    )
     read = read_header(path)
     for key in values:
         assert list(read.keys[key.name]) == list(key.value) if isinstance(key.kind, tuple) else True

@@ -25,12 +25,21 @@ from tests.weights.test_checkpoint import save_transformers, shard
 def test_a_good_checkpoint(tiny_path):
     report = inspect_checkpoint(tiny_path)
     tensors = all_tensors(tiny_path)
-    assert (report.dialect, report.tensors, report.problems, report.notices) == ("released", len(tensors), [], [])
+    assert (report.dialect, report.tensors, report.problems, report.notices) == (
+        "released",
+        len(tensors),
+        [],
+        [],
+    )
     assert report.file_bytes == sum(t.nbytes for t in tensors.values()) == sum(report.bytes_by_class.values())
     assert report.layers == {"swa": [0, 1], "csa": [2, 4], "hca": [3, 5]} and report.mtp_blocks == 1
-    experts = sum(t.nbytes for name, t in tensors.items() if name.startswith("layers.") and ".experts." in name)
+    experts = sum(
+        t.nbytes for name, t in tensors.items() if name.startswith("layers.") and ".experts." in name
+    )
     assert report.bytes_by_class["experts"] == experts
-    assert report.bytes_by_class["mtp"] == sum(t.nbytes for name, t in tensors.items() if name.startswith("mtp."))
+    assert report.bytes_by_class["mtp"] == sum(
+        t.nbytes for name, t in tensors.items() if name.startswith("mtp.")
+    )
     assert report.bytes_by_class["vocabulary"] == 2 * 512 * 64 * 2 and "other" not in report.bytes_by_class
     numbers = [tensor.shape for tensor in model_tensors(preset("tiny")) if tensor.storage != "ids"]
     assert report.parameters == sum(math.prod(shape) for shape in numbers)
@@ -47,7 +56,10 @@ def test_cache_cost_of_the_releases():
 def test_what_fits_where(tiny_path):
     report = inspect_checkpoint(tiny_path)
     assert report.fits({"host": 10**12, "small": report.file_bytes, "none": 1}) == {
-        "host": ["stored", "bfloat16", "float32"], "small": ["stored"], "none": []}  # fmt: skip
+        "host": ["stored", "bfloat16", "float32"],
+        "small": ["stored"],
+        "none": [],
+    }
     assert places()["host"] > 10**8
 
 
@@ -62,7 +74,9 @@ def test_every_problem_is_listed(broken):
     for finding in ("are missing", "cut short", "extra shard", "tensors that the config implies"):
         assert finding in text
     assert {problem["code"] for problem in report.problems} == {"weights", "weights-missing"}
-    assert report.tensors > 0 and report.notices == ["config.json has the unknown key 'odd_key'; it was not used."]
+    assert report.tensors > 0 and report.notices == [
+        "config.json has the unknown key 'odd_key'; it was not used."
+    ]
 
 
 def test_wrong_and_extra_tensors_are_both_listed(broken):
@@ -91,7 +105,9 @@ def test_a_config_of_the_wrong_size_is_not_listed_thousands_of_times(broken):
 def test_other_models_are_still_described(broken, model_type):
     edit_config(broken, model_type=model_type)
     report = inspect_checkpoint(broken)
-    assert report.problems[0]["code"] == "model-unsupported" and report.tensors == 585 and report.dialect is None
+    assert (
+        report.problems[0]["code"] == "model-unsupported" and report.tensors == 585 and report.dialect is None
+    )
     json.loads(report.to_json())
 
 
@@ -111,7 +127,11 @@ def hollow(path, like: str) -> int:
     path.mkdir()
     config, shards, total = preset(like), {}, 0
     for tensor in model_tensors(config):
-        part = tensor.name.split(".experts.")[0] if ".experts." in tensor.name else ".".join(tensor.name.split(".")[:2])
+        part = (
+            tensor.name.split(".experts.")[0]
+            if ".experts." in tensor.name
+            else ".".join(tensor.name.split(".")[:2])
+        )
         for name, stored in stored_as(tensor):
             shards.setdefault(part, {})[name] = (stored.dtype, stored.shape)
     weight_map = {}
@@ -146,7 +166,9 @@ def test_a_full_release_is_inspected_in_60_mb(tmp_path, like, tensors, active):
     command = [sys.executable, "-c", MEASURE, str(tmp_path / "c")]
     run = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = json.loads(run.stdout)
-    print(f"{like}: {measured['tensors']} tensors, {total / 1e9:.1f} GB described, {measured['added']:.1f} MB added")
+    print(
+        f"{like}: {measured['tensors']} tensors, {total / 1e9:.1f} GB described, {measured['added']:.1f} MB added"
+    )
     assert measured["problems"] == [] and (measured["tensors"], measured["bytes"]) == (tensors, total)
     assert round(measured["active"] / 1e9) == active
     assert measured["added"] <= 60

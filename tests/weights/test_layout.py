@@ -14,7 +14,9 @@ from birkhoff.weights.safetensors import item_bytes
 
 
 def counts(like: str) -> Counter:
-    return Counter(re.match(r"((?:layers|mtp)\.\d+)?", name)[0] or "root" for name in expected_tensors(preset(like)))
+    return Counter(
+        re.match(r"((?:layers|mtp)\.\d+)?", name)[0] or "root" for name in expected_tensors(preset(like))
+    )
 
 
 def test_flash_has_the_released_counts_and_bytes():

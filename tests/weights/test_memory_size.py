@@ -14,7 +14,9 @@ from birkhoff.convert.synth import RandomRows, synth
 from birkhoff.weights import write_released
 from tests.sizes import scaled
 
-pytestmark = pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to measure memory")
+pytestmark = pytest.mark.skipif(
+    not os.path.exists("/proc/self/status"), reason="needs /proc to measure memory"
+)
 
 MEASURE = """
 import json, sys
@@ -46,20 +48,42 @@ print(json.dumps({"peak": resident("VmHWM:") - before, "weights": weights, "file
 def config_of(megabytes: int, bytes_per_expert_number: float) -> V4Config:
     """A model of about that many stored megabytes: wide tables and matrices, as many experts as it takes."""
     base = replace(
-        preset("tiny"), vocab_size=8192, hidden_size=1024, num_attention_heads=16, head_dim=128, qk_rope_head_dim=64,
-        q_lora_rank=512, o_groups=4, o_lora_rank=256, index_n_heads=16, index_head_dim=64, moe_intermediate_size=1024,
-        num_hidden_layers=3, compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0,
-    )  # fmt: skip
+        preset("tiny"),
+        vocab_size=8192,
+        hidden_size=1024,
+        num_attention_heads=16,
+        head_dim=128,
+        qk_rope_head_dim=64,
+        q_lora_rank=512,
+        o_groups=4,
+        o_lora_rank=256,
+        index_n_heads=16,
+        index_head_dim=64,
+        moe_intermediate_size=1024,
+        num_hidden_layers=3,
+        compress_ratios=(0, 4, 128),
+        num_hash_layers=1,
+        num_nextn_predict_layers=0,
+    )
     rest = 60e6
     experts = int((megabytes * 1e6 - rest) / (3 * 3 * 1024 * 1024 * bytes_per_expert_number))
     return replace(base, n_routed_experts=max(experts, 4))
 
 
-@pytest.mark.parametrize(("dense", "experts", "packed", "dtype", "megabytes"), [
-    ("bf16", "bf16", "plain", "bfloat16", scaled(1000, 150)),  # numbers to numbers
-    ("fp8", "fp4", "packed", "bfloat16", scaled(1000, 150)),  # codes to codes
-    ("fp8", "fp4", "plain", "float32", scaled(300, 100)),  # codes to numbers: the files are an eighth of the weights
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("dense", "experts", "packed", "dtype", "megabytes"),
+    [
+        ("bf16", "bf16", "plain", "bfloat16", scaled(1000, 150)),  # numbers to numbers
+        ("fp8", "fp4", "packed", "bfloat16", scaled(1000, 150)),  # codes to codes
+        (
+            "fp8",
+            "fp4",
+            "plain",
+            "float32",
+            scaled(300, 100),
+        ),  # codes to numbers: the files are an eighth of the weights
+    ],
+)
 def test_loading_holds_at_most_115_percent_of_the_weights(dense, experts, packed, dtype, megabytes, tmp_path):
     synth(tmp_path / "warm", "tiny", dense=dense, experts=experts)
     config = config_of(megabytes, 2 if experts == "bf16" else 17 / 32)

@@ -29,13 +29,17 @@ def damaged(raw: bytes, luck: random.Random, reach: int) -> bytes:
         elif what == 1:
             data[at] = luck.choice(b'{}[]",:0123456789eE-.\\\x00\xff')
         elif what == 2:
-            data[:8] = luck.choice((0, 1, 2**32, 2**63 - 1, 2**64 - 1, len(data), reach)).to_bytes(8, "little")
+            data[:8] = luck.choice((0, 1, 2**32, 2**63 - 1, 2**64 - 1, len(data), reach)).to_bytes(
+                8, "little"
+            )
         elif what == 3:
             del data[at : at + luck.randrange(1, 40)]
         elif what == 4:
             data[at:at] = data[at : at + luck.randrange(1, 40)]
         elif what == 5:
-            data[at : at + 1] = luck.choice((b"99999999999999999999", b"-1", b"1e400", b"null", b"NaN", b'"\\ud800"'))
+            data[at : at + 1] = luck.choice(
+                (b"99999999999999999999", b"-1", b"1e400", b"null", b"NaN", b'"\\ud800"')
+            )
         else:
             del data[luck.randrange(len(data)) :]
     return bytes(data)
@@ -46,7 +50,9 @@ def test_damaged_files_give_typed_errors_only(tmp_path):
     whole = tmp_path / "whole"
     names = sorted(path.name for path in whole.iterdir())
     raw = {name: (whole / name).read_bytes() for name in names}
-    reach = {n: 8 + int.from_bytes(raw[n][:8], "little") if n.endswith("tensors") else len(raw[n]) for n in names}
+    reach = {
+        n: 8 + int.from_bytes(raw[n][:8], "little") if n.endswith("tensors") else len(raw[n]) for n in names
+    }
     work = Path(shutil.copytree(whole, tmp_path / "work"))
     luck = random.Random(11)
     refused, slowest = 0, 0.0
@@ -63,7 +69,9 @@ def test_damaged_files_give_typed_errors_only(tmp_path):
         slowest = max(slowest, time.process_time() - began)
         (work / name).write_bytes(raw[name])
     grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
-    print(f"{COUNT} damaged files, {refused} refused, slowest {1000 * slowest:.0f} ms, memory grew {grown:.0f} MB")
+    print(
+        f"{COUNT} damaged files, {refused} refused, slowest {1000 * slowest:.0f} ms, memory grew {grown:.0f} MB"
+    )
     assert refused > COUNT * 0.8 and slowest < 5 and grown < 64
     open_checkpoint(work)
 

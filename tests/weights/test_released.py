@@ -45,7 +45,9 @@ def test_written_weights_load_as_their_exact_rounding(dense, experts, tmp_path):
     checkpoint = open_checkpoint(tmp_path / "c")
     assert checkpoint.notices == [] and len(checkpoint.files) == len(files) - 2 > 1
     table = expected_tensors(TINY, dense, experts)
-    assert {n: (r.shape, r.dtype) for n, r in checkpoint.items()} == {n: (s.shape, s.dtype) for n, s in table.items()}
+    assert {n: (r.shape, r.dtype) for n, r in checkpoint.items()} == {
+        n: (s.shape, s.dtype) for n, s in table.items()
+    }
     model = Transformer(TINY)
     load_into(model.destinations(), checkpoint)
     expected = rounded(weights, dense, experts)
@@ -62,10 +64,21 @@ def test_written_weights_load_as_their_exact_rounding(dense, experts, tmp_path):
 
 def test_matrices_of_several_strips_are_quantised_as_one(tmp_path):
     """Strips end at tile borders and their scales lie in the right rows: no different from quantising the whole."""
-    config = replace(preset("tiny", layers=1, mtp=False), hidden_size=1024, moe_intermediate_size=1300 // 32 * 32,
-                     n_routed_experts=2, num_attention_heads=65, o_groups=1, q_lora_rank=1024)  # fmt: skip
+    config = replace(
+        preset("tiny", layers=1, mtp=False),
+        hidden_size=1024,
+        moe_intermediate_size=1300 // 32 * 32,
+        n_routed_experts=2,
+        num_attention_heads=65,
+        o_groups=1,
+        q_lora_rank=1024,
+    )
     weights = random_weights(config, seed=4)
-    names = ("layers.0.attn.wq_b.weight", "layers.0.ffn.experts.1.w1.weight", "layers.0.ffn.shared_experts.w1.weight")
+    names = (
+        "layers.0.attn.wq_b.weight",
+        "layers.0.ffn.experts.1.w1.weight",
+        "layers.0.ffn.shared_experts.w1.weight",
+    )
     assert all(len(list(strips(tuple(weights[name].shape)))) > 1 for name in names)
     assert any(weights[name].shape[0] % 128 for name in names), "one of them ends in a short tile"
     write_released(tmp_path, config, weights.items())
@@ -81,7 +94,9 @@ def test_matrices_of_several_strips_are_quantised_as_one(tmp_path):
 def test_any_order_of_pairs_and_rows_on_demand_write_the_same_bytes(tmp_path):
     weights = random_weights(TINY, seed=2)
     write_released(tmp_path / "pairs", TINY, reversed(list(weights.items())), shard_bytes=300_000)
-    write_released(tmp_path / "rows", TINY, lambda name, start, stop: weights[name][start:stop], shard_bytes=300_000)
+    write_released(
+        tmp_path / "rows", TINY, lambda name, start, stop: weights[name][start:stop], shard_bytes=300_000
+    )
     names = sorted(os.listdir(tmp_path / "pairs"))
     assert names == sorted(os.listdir(tmp_path / "rows")) and len(names) > 4
     for name in names:
@@ -91,7 +106,11 @@ def test_any_order_of_pairs_and_rows_on_demand_write_the_same_bytes(tmp_path):
 def test_config_and_index_say_what_was_written(tmp_path):
     write_released(tmp_path, TINY, random_weights(TINY).items())
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert raw["model_type"] == "deepseek_v4" and raw["expert_dtype"] == "fp4" and raw["torch_dtype"] == "bfloat16"
+    assert (
+        raw["model_type"] == "deepseek_v4"
+        and raw["expert_dtype"] == "fp4"
+        and raw["torch_dtype"] == "bfloat16"
+    )
     assert raw["compress_ratios"] == [0, 0, 4, 128, 4, 128, 0]
     assert raw["quantization_config"] == {
         "quant_method": "fp8",
@@ -115,14 +134,16 @@ def test_transformers_reads_what_we_write(tmp_path):
     write_released(tmp_path, config, weights.items(), dense="f32", experts="f32")
     theirs = DeepseekV4ForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).state_dict()
     bf16 = {name for name, _, storage in model_tensors(config) if storage == "bf16"}
-    same = {"layers.2.attn.wo_a.weight": theirs["model.layers.2.self_attn.o_a_proj.weight"],
-            "layers.3.ffn.gate.bias": theirs["model.layers.3.mlp.gate.e_score_correction_bias"],
-            "layers.0.ffn.gate.tid2eid": theirs["model.layers.0.mlp.gate.tid2eid"],
-            "layers.4.ffn.experts.5.w3.weight": theirs["model.layers.4.mlp.experts.gate_up_proj"][5, 64:],
-            "layers.4.attn.compressor.ape": theirs["model.layers.4.self_attn.compressor.position_bias"],
-            "layers.5.hc_ffn_fn": theirs["model.layers.5.ffn_hc.fn"],
-            "hc_head_scale": theirs["model.hc_head.hc_scale"],
-            "embed.weight": theirs["model.embed_tokens.weight"]}  # fmt: skip
+    same = {
+        "layers.2.attn.wo_a.weight": theirs["model.layers.2.self_attn.o_a_proj.weight"],
+        "layers.3.ffn.gate.bias": theirs["model.layers.3.mlp.gate.e_score_correction_bias"],
+        "layers.0.ffn.gate.tid2eid": theirs["model.layers.0.mlp.gate.tid2eid"],
+        "layers.4.ffn.experts.5.w3.weight": theirs["model.layers.4.mlp.experts.gate_up_proj"][5, 64:],
+        "layers.4.attn.compressor.ape": theirs["model.layers.4.self_attn.compressor.position_bias"],
+        "layers.5.hc_ffn_fn": theirs["model.layers.5.ffn_hc.fn"],
+        "hc_head_scale": theirs["model.hc_head.hc_scale"],
+        "embed.weight": theirs["model.embed_tokens.weight"],
+    }
     for name, tensor in same.items():
         expected = weights[name].to(torch.bfloat16).float() if name in bf16 else weights[name]
         assert torch.equal(tensor, expected), name
@@ -139,8 +160,16 @@ def test_what_does_not_belong_is_refused_and_nothing_is_left(tmp_path):
 
     few = {name: w for name, w in weights.items() if "layers.2.hc" not in name}
     refused(TensorMissing, r"6 tensors of the config were not given: layers\.2\.hc_attn_fn", few.items())
-    refused(TensorUnexpected, r"stray is not a tensor of this model", [*weights.items(), ("stray", torch.zeros(1))])
-    refused(TensorUnexpected, r"norm\.weight was given twice", [*weights.items(), ("norm.weight", torch.zeros(64))])
+    refused(
+        TensorUnexpected,
+        r"stray is not a tensor of this model",
+        [*weights.items(), ("stray", torch.zeros(1))],
+    )
+    refused(
+        TensorUnexpected,
+        r"norm\.weight was given twice",
+        [*weights.items(), ("norm.weight", torch.zeros(64))],
+    )
     short = {**weights, "norm.weight": torch.ones(63)}
     refused(TensorShape, r"norm\.weight is \(63,\), expected \(64,\)", short.items())
     bad = weights["layers.5.attn.wo_b.weight"].clone()
@@ -148,7 +177,9 @@ def test_what_does_not_belong_is_refused_and_nothing_is_left(tmp_path):
     holed = {**weights, "layers.5.attn.wo_b.weight": bad}
     refused(TensorValue, r"layers\.5\.attn\.wo_b\.weight\[3, 4\]", holed.items())
     table = weights["layers.0.ffn.gate.tid2eid"] + 7
-    refused(TensorValue, "expected an expert from 0 to 7", {**weights, "layers.0.ffn.gate.tid2eid": table}.items())
+    refused(
+        TensorValue, "expected an expert from 0 to 7", {**weights, "layers.0.ffn.gate.tid2eid": table}.items()
+    )
     refused(OptionError, "dense is 'q8'", weights.items(), dense="q8")
     with pytest.raises(OptionError, match="shard_bytes is 0"):
         write_released(path, TINY, weights.items(), shard_bytes=0)

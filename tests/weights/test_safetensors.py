@@ -13,7 +13,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from birkhoff.errors import BirkhoffError, CheckpointError, TensorDtype, TensorShape
-from birkhoff.weights.safetensors import MAX_HEADER_BYTES, TORCH_DTYPES, SafetensorsWriter, read_header, read_rows
+from birkhoff.weights.safetensors import (
+    MAX_HEADER_BYTES,
+    TORCH_DTYPES,
+    SafetensorsWriter,
+    read_header,
+    read_rows,
+)
 
 shapes = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 declarations = st.dictionaries(
@@ -39,7 +45,10 @@ def raw_bytes(tensor: torch.Tensor) -> bytes:
 @given(declared=declarations, seed=st.integers(0, 1000))
 def test_what_we_write_the_library_reads(declared, seed, tmp_path_factory):
     path = tmp_path_factory.mktemp("write") / "a.safetensors"
-    tensors = {name: random_tensor(dtype, shape, seed + i) for i, (name, (dtype, shape)) in enumerate(declared.items())}
+    tensors = {
+        name: random_tensor(dtype, shape, seed + i)
+        for i, (name, (dtype, shape)) in enumerate(declared.items())
+    }
     with SafetensorsWriter(path, declared, {"format": "pt"}) as writer:
         for name in sorted(tensors, reverse=True):  # any order
             writer.write(name, tensors[name])
@@ -142,7 +151,12 @@ GARBAGE = {
     "header beyond the cap": ({}, MAX_HEADER_BYTES + 1, b"", "expected 2 to"),
     "header of 2^63": ({}, 2**63, b"", "expected 2 to"),
     "a name twice": (b'{"a": 1, "a": 2}', None, b"", "names 'a' twice"),
-    "row without dtype": ({"a": {"shape": [2], "data_offsets": [0, 8]}}, None, bytes(8), "not dtype, shape and"),
+    "row without dtype": (
+        {"a": {"shape": [2], "data_offsets": [0, 8]}},
+        None,
+        bytes(8),
+        "not dtype, shape and",
+    ),
     "row with more": ({"a": row(extra=1)}, None, bytes(8), "not dtype, shape and"),
     "row is a number": ({"a": 3}, None, bytes(8), "not dtype, shape and"),
     "unknown dtype": ({"a": row("F128")}, None, bytes(8), "stored as 'F128'"),
@@ -165,7 +179,12 @@ GARBAGE = {
     "metadata of numbers": ({"__metadata__": {"a": 1}}, None, b"", "map of strings"),
     "metadata is a list": ({"__metadata__": ["a"]}, None, b"", "map of strings"),
     "unprintable name": ({"a\n": row()}, None, bytes(8), "damaged"),
-    "half a surrogate": (b'{"\\ud800": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}', None, bytes(8), "damaged"),
+    "half a surrogate": (
+        b'{"\\ud800": {"dtype":"F32","shape":[2],"data_offsets":[0,8]}}',
+        None,
+        bytes(8),
+        "damaged",
+    ),
 }
 
 

@@ -28,7 +28,9 @@ def exact(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
     scale = tensors.get(name.removesuffix("weight") + "scale")
     if stored.dtype == torch.float8_e4m3fn:
         factor = torch.exp2(scale.view(torch.uint8).double() - 127)
-        factor = factor.repeat_interleave(128, 0)[: stored.shape[0]].repeat_interleave(128, 1)[:, : stored.shape[1]]
+        factor = factor.repeat_interleave(128, 0)[: stored.shape[0]].repeat_interleave(128, 1)[
+            :, : stored.shape[1]
+        ]
         return stored.double() * factor
     if stored.dtype == torch.int8:
         codes = stored.view(torch.uint8).long()
@@ -46,7 +48,9 @@ def model_with_marks(packed: bool = False, **kwargs) -> Transformer:
 
 
 def marks(model: Transformer) -> bool:
-    return all(bool((d.tensor.detach().contiguous().view(torch.uint8) == 0x55).all()) for d in model.destinations())
+    return all(
+        bool((d.tensor.detach().contiguous().view(torch.uint8) == 0x55).all()) for d in model.destinations()
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -144,10 +148,14 @@ def test_missing_and_left_over_names_are_listed_before_anything_is_read(tiny_pat
     checkpoint = open_checkpoint(tiny_path)
     model = model_with_marks()
     extra = Destination("layers.0.attn.wq_z.weight", torch.zeros(2))
-    with pytest.raises(TensorMissing, match=r"1 tensors the model needs are not in checkpoint: layers\.0\.attn\.wq_z"):
+    with pytest.raises(
+        TensorMissing, match=r"1 tensors the model needs are not in checkpoint: layers\.0\.attn\.wq_z"
+    ):
         load_into([*model.destinations(), extra], checkpoint)
     fewer = [d for d in model.destinations() if not d.name.startswith("layers.1.hc_attn")]
-    with pytest.raises(TensorUnexpected, match=r"3 tensors .* layers\.1\.hc_attn_base, layers\.1\.hc_attn_fn"):
+    with pytest.raises(
+        TensorUnexpected, match=r"3 tensors .* layers\.1\.hc_attn_base, layers\.1\.hc_attn_fn"
+    ):
         load_into(fewer, checkpoint)
     some = [d for d in model.destinations() if not d.name.startswith("layers.1.ffn.experts")]
     with pytest.raises(TensorUnexpected, match=r"48 tensors .* and 42 more"):
@@ -173,7 +181,9 @@ def test_wrong_destinations_are_refused_before_anything_is_read(tiny_path):
 
     with pytest.raises(TensorShape, match=r"norm\.weight is \(64,\), expected \(65,\)"):
         load_into(swapped("norm.weight", torch.zeros(65)), checkpoint)
-    with pytest.raises(TensorDtype, match=r"embed\.weight is stored as BF16, expected F8_E4M3 .*load them as numbers"):
+    with pytest.raises(
+        TensorDtype, match=r"embed\.weight is stored as BF16, expected F8_E4M3 .*load them as numbers"
+    ):
         load_into(swapped("embed.weight", torch.zeros(512, 64).to(torch.float8_e4m3fn), "codes"), checkpoint)
     narrow = torch.zeros(32, 32).to(torch.float8_e4m3fn)
     with pytest.raises(TensorShape, match=r"is \(32, 64\), expected \(32, 32\) as packed codes"):
@@ -194,17 +204,31 @@ def put(name: str, place: tuple[int, ...], byte: int | None = None, value: float
 
 
 DAMAGE = {
-    "NaN fp8 scale": (put("layers.0.attn.wo_b.scale", (0, 0), byte=255), r"layers\.0\.attn\.wo_b\.scale\[0, 0\] is "),
-    "NaN fp4 scale": (put("layers.3.ffn.experts.7.w2.scale", (5, 1), byte=255), r"\[5, 1\] is NaN \(byte 0xFF\)"),
-    "NaN code": (put("layers.1.attn.wkv.weight", (31, 2), byte=0x7F), r"layers\.1\.attn\.wkv\.weight\[31, 2\] is "),
+    "NaN fp8 scale": (
+        put("layers.0.attn.wo_b.scale", (0, 0), byte=255),
+        r"layers\.0\.attn\.wo_b\.scale\[0, 0\] is ",
+    ),
+    "NaN fp4 scale": (
+        put("layers.3.ffn.experts.7.w2.scale", (5, 1), byte=255),
+        r"\[5, 1\] is NaN \(byte 0xFF\)",
+    ),
+    "NaN code": (
+        put("layers.1.attn.wkv.weight", (31, 2), byte=0x7F),
+        r"layers\.1\.attn\.wkv\.weight\[31, 2\] is ",
+    ),
     "negative NaN code": (put("layers.1.attn.wkv.weight", (0, 63), byte=0xFF), r"wkv\.weight\[0, 63\] is "),
     "bf16 NaN": (put("head.weight", (500, 3), value=math.nan), r"head\.weight\[500, 3\] is not finite"),
     "f32 infinity": (put("hc_head_base", (2,), value=math.inf), r"hc_head_base\[2\] is not finite"),
-    "expert too large": (put("layers.1.ffn.gate.tid2eid", (511, 1), value=8),
-                         r"layers\.1\.ffn\.gate\.tid2eid\[511, 1\] is 8, expected an expert from 0 to 7"),
+    "expert too large": (
+        put("layers.1.ffn.gate.tid2eid", (511, 1), value=8),
+        r"layers\.1\.ffn\.gate\.tid2eid\[511, 1\] is 8, expected an expert from 0 to 7",
+    ),
     "expert negative": (put("layers.1.ffn.gate.tid2eid", (0, 0), value=-1), r"\[0, 0\] is -1, expected"),
-    "expert twice": (lambda t: t["layers.0.ffn.gate.tid2eid"][9].fill_(4), r"\[9\] is \[4, 4\], expected different"),
-}  # fmt: skip
+    "expert twice": (
+        lambda t: t["layers.0.ffn.gate.tid2eid"][9].fill_(4),
+        r"\[9\] is \[4, 4\], expected different",
+    ),
+}
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -247,7 +271,9 @@ def test_views_receive_only_their_own_rows(tiny_path):
     stack = torch.full((4, 64, 64), 7.0)
     model = model_with_marks()
     name = "layers.0.ffn.experts.1.w1.weight"
-    load_into([Destination(name, stack[2].T) if d.name == name else d for d in model.destinations()], checkpoint)
+    load_into(
+        [Destination(name, stack[2].T) if d.name == name else d for d in model.destinations()], checkpoint
+    )
     assert torch.equal(stack[2].T, exact(all_tensors(tiny_path), name).float())
     assert (stack[[0, 1, 3]] == 7.0).all()
 

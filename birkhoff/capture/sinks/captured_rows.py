@@ -30,7 +30,9 @@ class Acts(Mapping[Address, CapturedRows]):
     """`acts[hook, layer]`, by the names of the request: aliases and negative layers included."""
 
     def __init__(self, resolved: ResolvedCapture, rows: Mapping[Address, CapturedRows], missing: list[int]):
-        self._resolved, self._rows, self.missing = resolved, dict(rows), missing
+        self._resolved = resolved
+        self._rows = dict(rows)
+        self.missing = missing
 
     def __getitem__(self, key: Address) -> CapturedRows:
         return self._rows[self._resolved.address(*key)]
@@ -45,7 +47,9 @@ class Acts(Mapping[Address, CapturedRows]):
         return len(self._rows)
 
     def __repr__(self) -> str:
-        rows = ", ".join(f"{hook}[{layer}]: {tuple(r.tensor.shape)}" for (hook, layer), r in self._rows.items())
+        rows = ", ".join(
+            f"{hook}[{layer}]: {tuple(r.tensor.shape)}" for (hook, layer), r in self._rows.items()
+        )
         return f"Acts({rows})"
 
 
@@ -53,7 +57,8 @@ class NoActs(Mapping[Address, CapturedRows]):
     """No rows in memory. Whoever asks for some is told why; when some were lost, looking at all is refused too."""
 
     def __init__(self, reason: BirkhoffError, lost: bool = False):
-        self.reason, self._lost = reason, lost
+        self.reason = reason
+        self._lost = lost
 
     def __getitem__(self, key: Address) -> CapturedRows:
         raise type(self.reason)(f"there are no rows of {quoted(key)}: {self.reason}")

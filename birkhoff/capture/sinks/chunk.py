@@ -72,7 +72,9 @@ class Chunk:
         """Refuse what could not be written and read back."""
         where = f"chunk of {quoted(self.hook)}[{self.layer}] of request {quoted(self.request_id)}"
         if self.dtype not in WRITTEN:
-            raise CaptureWriteError(f"{where}: dtype is {quoted(self.dtype)}, expected one of {', '.join(WRITTEN)}.")
+            raise CaptureWriteError(
+                f"{where}: dtype is {quoted(self.dtype)}, expected one of {', '.join(WRITTEN)}."
+            )
         if self.rows.ndim != 2 or self.width < 1 or math.prod(self.row_shape) != self.width:
             raise CaptureWriteError(
                 f"{where}: rows have shape {tuple(self.rows.shape)}, expected [rows, {math.prod(self.row_shape)}] for "
@@ -80,15 +82,21 @@ class Chunk:
             )
         held = str(self.rows.dtype).removeprefix("torch.")
         if held not in _HELD_AS[self.dtype]:
-            raise CaptureWriteError(f"{where}: rows are {held}, expected {' or '.join(_HELD_AS[self.dtype])}.")
+            raise CaptureWriteError(
+                f"{where}: rows are {held}, expected {' or '.join(_HELD_AS[self.dtype])}."
+            )
         labels = {"positions": self.positions, "token_ids": self.token_ids, "phases": self.phases}
         if self.dtype == "fp8_e4m3" or self.scale is not None:
             labels["scale"] = () if self.scale is None else self.scale.reshape(-1)  # type: ignore[assignment]
         for name, values in labels.items():
             if values is not None and len(values) != self.num_rows:
-                raise CaptureWriteError(f"{where}: {len(values)} {name} for {self.num_rows} rows, expected one each.")
+                raise CaptureWriteError(
+                    f"{where}: {len(values)} {name} for {self.num_rows} rows, expected one each."
+                )
         if not set(self.letters() or "") <= set(PHASES):
-            raise CaptureWriteError(f"{where}: phases are {quoted(self.phases)}, expected letters of {list(PHASES)}.")
+            raise CaptureWriteError(
+                f"{where}: phases are {quoted(self.phases)}, expected letters of {list(PHASES)}."
+            )
         scales = self.scales()
         if scales is not None and not np.isfinite(scales).all():
             raise CaptureWriteError(

@@ -46,9 +46,13 @@ def build_consumer(text: str) -> tuple[str, Consumer]:
                 f"{', '.join(known)} at most once, as key=value."
             )
         values[key] = _value(value)
-    missing = [key for key, parameter in known.items() if parameter.default is parameter.empty and key not in values]
+    missing = [
+        key for key, parameter in known.items() if parameter.default is parameter.empty and key not in values
+    ]
     if missing:
-        raise OptionError(f"capture consumer {kind} needs {', '.join(missing)}, as in {kind}:{missing[0]}=....")
+        raise OptionError(
+            f"capture consumer {kind} needs {', '.join(missing)}, as in {kind}:{missing[0]}=...."
+        )
     return name, KINDS[kind](**values)
 
 
@@ -56,7 +60,9 @@ def parameters(kind: str) -> dict[str, inspect.Parameter]:
     """What a kind can be told in text, by name."""
     source = FileOptions if kind == "filesystem" else KINDS[kind]
     own = inspect.signature(source).parameters.values()
-    return {parameter.name: parameter for parameter in own if parameter.name not in ("disk", "encoder", "bias")}
+    return {
+        parameter.name: parameter for parameter in own if parameter.name not in ("disk", "encoder", "bias")
+    }
 
 
 def _value(text: str) -> Any:

@@ -81,8 +81,12 @@ class ConsumerQueue:
         spill: Spill,
         kept_results: int = KEPT_RESULTS,
     ):
-        self.name, self.consumer, self.counters = name, consumer, Counters()
-        self._limit, self._policy, self._spill = queue_size, policy, spill
+        self.name = name
+        self.consumer = consumer
+        self.counters = Counters()
+        self._limit = queue_size
+        self._policy = policy
+        self._spill = spill
         self._lock = threading.RLock()
         self._room = threading.Condition(self._lock)
         self._in_memory = 0
@@ -160,7 +164,9 @@ class ConsumerQueue:
     def depth(self) -> int:
         """Chunks that wait, in memory or on disk."""
         with self._lock:
-            return sum(isinstance(item, (Chunk, Spilled)) for queue in self._queues for _, item in queue.items)
+            return sum(
+                isinstance(item, (Chunk, Spilled)) for queue in self._queues for _, item in queue.items
+            )
 
     def _append(self, key: str, item: Item) -> None:
         self._in_memory += isinstance(item, Chunk)
@@ -249,17 +255,27 @@ class Dispatcher:
     """Chunks in, results out. `consumers` are named instances; a request addresses them by these names."""
 
     def __init__(
-        self, consumers: Mapping[str, Consumer], *, queue_size: int = 256, overload_policy: str = "spill",
-        spill_dir: str | None = None, spill_max_bytes: int = 4 << 30, disk: Disk | None = None,
+        self,
+        consumers: Mapping[str, Consumer],
+        *,
+        queue_size: int = 256,
+        overload_policy: str = "spill",
+        spill_dir: str | None = None,
+        spill_max_bytes: int = 4 << 30,
+        disk: Disk | None = None,
         kept_results: int = KEPT_RESULTS,
-    ):  # fmt: skip
+    ):
         if overload_policy not in POLICIES:
-            raise OptionError(f"overload_policy is {quoted(overload_policy)}, expected one of {', '.join(POLICIES)}.")
+            raise OptionError(
+                f"overload_policy is {quoted(overload_policy)}, expected one of {', '.join(POLICIES)}."
+            )
         for name, value, lowest in (("queue_size", queue_size, 1), ("spill_max_bytes", spill_max_bytes, 0)):
             if type(value) is not int or value < lowest:
                 raise OptionError(f"{name} is {quoted(value)}, expected a whole number from {lowest} up.")
         self._spill = Spill(spill_dir, spill_max_bytes, disk)
-        self._queue_size, self._policy, self._kept_results = queue_size, overload_policy, kept_results
+        self._queue_size = queue_size
+        self._policy = overload_policy
+        self._kept_results = kept_results
         self.lanes: dict[str, ConsumerQueue] = {}
         self._lock = threading.Lock()
         self._open: dict[str, tuple[str, ...]] = {}  # requests that have begun -> the lanes they go to
@@ -273,7 +289,9 @@ class Dispatcher:
             if self._closed or name in self.lanes:
                 why = "the capture is shut down" if self._closed else "there is one of this name"
                 raise CaptureError(f"consumer {quoted(name)} cannot be added: {why}.")
-            lane = ConsumerQueue(name, consumer, self._queue_size, self._policy, self._spill, self._kept_results)
+            lane = ConsumerQueue(
+                name, consumer, self._queue_size, self._policy, self._spill, self._kept_results
+            )
             self.lanes = {**self.lanes, name: lane}  # whoever is going through the others goes on undisturbed
 
     def begin(self, requests: Mapping[str, CaptureRequest]) -> None:
@@ -290,7 +308,9 @@ class Dispatcher:
             if self._closed:
                 raise CaptureError("the capture is shut down. Start another engine.")
             if key in self._open:
-                raise CaptureError(f"request {quoted(key)} is being captured already. Give every request its own key.")
+                raise CaptureError(
+                    f"request {quoted(key)} is being captured already. Give every request its own key."
+                )
             self._open[key] = tuple(requests)
         for name, request in requests.items():
             self.lanes[name].begin(request)
@@ -301,7 +321,9 @@ class Dispatcher:
         lanes = self._open.get(key)
         if lanes is None:
             try:
-                self.begin({name: CaptureRequest(key, key, chunk.tag, meta=chunk.meta) for name in self.lanes})
+                self.begin(
+                    {name: CaptureRequest(key, key, chunk.tag, meta=chunk.meta) for name in self.lanes}
+                )
             except CaptureError as error:
                 for lane in self.lanes.values():
                     lane.fail(key, _rows(chunk), str(error))
@@ -318,7 +340,11 @@ class Dispatcher:
                 self.lanes[name].fail(key, _rows(chunk), _words(error))
 
     def finish(
-        self, key: str, finish_reason: str | None = None, prompt_len: int | None = None, error: str | None = None
+        self,
+        key: str,
+        finish_reason: str | None = None,
+        prompt_len: int | None = None,
+        error: str | None = None,
     ) -> None:
         """No more chunks of this request will come. Does not wait."""
         with self._lock:
@@ -330,8 +356,9 @@ class Dispatcher:
         """One result per consumer, `pending` where it is not known after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         return {
-            name: lane.results.get(key, max(deadline - time.monotonic(), 0)) for name, lane in self.lanes.items()
-        }  # fmt: skip
+            name: lane.results.get(key, max(deadline - time.monotonic(), 0))
+            for name, lane in self.lanes.items()
+        }
 
     def shutdown(self) -> None:
         """Deliver what waits, finish what has not finished, and stop every consumer."""

@@ -30,7 +30,9 @@ class FilesystemConsumer:
         self.options = FileOptions(root, **options)
         self.writer = CaptureWriter(self.options, disk)
         self.writer_threads = self.options.writer_threads
-        self.patience_bytes = self.options.coalesce_max_bytes  # rows may wait with their maker: they would wait here
+        self.patience_bytes = (
+            self.options.coalesce_max_bytes
+        )  # rows may wait with their maker: they would wait here
         self._results = Results(kept_results)
 
     def global_capture_spec(self) -> Mapping[str, Any] | None:

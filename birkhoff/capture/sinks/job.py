@@ -36,10 +36,18 @@ class CaptureJob:
     """`matrix` is the one that the capture's `project` names; `capture_hash` stands for all captures of the request."""
 
     def __init__(
-        self, resolved: ResolvedCapture, keeper: CaptureSink, matrix: torch.Tensor | None = None, capture_hash: str = ""
+        self,
+        resolved: ResolvedCapture,
+        keeper: CaptureSink,
+        matrix: torch.Tensor | None = None,
+        capture_hash: str = "",
     ):
-        self.keys, self.after = resolved.addresses, resolved.capture.capture_point == "after"
-        self.resolved, self.keeper, self.matrix, self.capture_hash = resolved, keeper, matrix, capture_hash
+        self.keys = resolved.addresses
+        self.after = resolved.capture.capture_point == "after"
+        self.resolved = resolved
+        self.keeper = keeper
+        self.matrix = matrix
+        self.capture_hash = capture_hash
         self.error: str | None = None
         self.missing: list[int] = []  # positions asked for one by one that never came; known at the end
         self._selection = Selection(resolved.selector)
@@ -66,10 +74,14 @@ class CaptureJob:
         self.keeper.end(finish_reason, self.missing, self.error)
 
     def _take(self, rows: SiteRows) -> None:
-        capture, address, kept = self.resolved.capture, (rows.hook, rows.layer), self.resolved.rows[rows.hook]
+        capture = self.resolved.capture
+        address = (rows.hook, rows.layer)
+        kept = self.resolved.rows[rows.hook]
         tensor = Transform.of(kept, self.matrix)(rows.tensor)
         if capture.reduce is not None:
-            self._sums.setdefault(address, accumulator(capture.reduce)).add(tensor, rows.positions, rows.token_ids)
+            self._sums.setdefault(address, accumulator(capture.reduce)).add(
+                tensor, rows.positions, rows.token_ids
+            )
         else:
             self.keeper.keep(address, store(tensor, kept.dtype), rows)
 
@@ -96,7 +108,8 @@ class MemorySink:
         self._parts.setdefault(address, []).append((stored, rows))
 
     def end(self, finish_reason: str, missing: list[int], error: str | None) -> None:
-        self.missing, self.error = missing, error
+        self.missing = missing
+        self.error = error
 
     def results(self) -> dict[str, CaptureResult]:
         """`ok` means here: all of it is in memory."""
@@ -104,7 +117,9 @@ class MemorySink:
             return {self._resolved.consumer: CaptureResult("error", error=self.error)}
         kept = [stored for parts in self._parts.values() for stored, _ in parts]
         rows = sum(stored.values.shape[0] for stored in kept)
-        nbytes = sum(stored.values.nbytes + (0 if stored.scale is None else stored.scale.nbytes) for stored in kept)
+        nbytes = sum(
+            stored.values.nbytes + (0 if stored.scale is None else stored.scale.nbytes) for stored in kept
+        )
         return {self._resolved.consumer: CaptureResult("ok", rows=rows, bytes=nbytes, keys=len(self._parts))}
 
     def acts(self) -> Acts:

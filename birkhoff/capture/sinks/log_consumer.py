@@ -13,7 +13,14 @@ from typing import Any
 
 from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.capture.sinks.consumer import Location
-from birkhoff.capture.sinks.result import NOT_REQUESTED, CaptureFinish, CaptureRequest, CaptureResult, Results, done
+from birkhoff.capture.sinks.result import (
+    NOT_REQUESTED,
+    CaptureFinish,
+    CaptureRequest,
+    CaptureResult,
+    Results,
+    done,
+)
 from birkhoff.errors import OptionError, quoted
 
 log = logging.getLogger("birkhoff.capture")
@@ -53,8 +60,13 @@ class LoggingConsumer:
             self._seen[key] = (request, rows, nbytes + chunk.nbytes)
         log.debug(
             "capture %s: step %d, %s[%d], %d rows, %d bytes",
-            chunk.request_id, chunk.step_index, chunk.hook, chunk.layer, chunk.num_rows, chunk.nbytes,
-        )  # fmt: skip
+            chunk.request_id,
+            chunk.step_index,
+            chunk.hook,
+            chunk.layer,
+            chunk.num_rows,
+            chunk.nbytes,
+        )
 
     def finalize(self, finish: CaptureFinish) -> Future[CaptureResult]:
         with self._lock:
@@ -64,9 +76,15 @@ class LoggingConsumer:
         request, rows, nbytes = seen
         hooks = sorted({hook for _, hook in rows})
         log.log(
-            self._level, "capture %s finished (%s): %d rows, %d bytes, %d layers of %s", request.request_id,
-            finish.finish_reason, sum(rows.values()), nbytes, len({layer for layer, _ in rows}), ", ".join(hooks),
-        )  # fmt: skip
+            self._level,
+            "capture %s finished (%s): %d rows, %d bytes, %d layers of %s",
+            request.request_id,
+            finish.finish_reason,
+            sum(rows.values()),
+            nbytes,
+            len({layer for layer, _ in rows}),
+            ", ".join(hooks),
+        )
         result = CaptureResult("ok", request.request_id, None, sum(rows.values()), nbytes, len(rows))
         return self._results.put(finish.key, done(result.with_losses(finish.dropped_rows, finish.error)))
 

@@ -98,9 +98,14 @@ class MemoryConsumer:
             elif lost:
                 error = error or f"{lost} rows were dropped: the capture queue was full"
             held.result = CaptureResult(
-                "partial_error" if error else "ok", held.request.request_id, error, held.rows, held.nbytes,
-                len(held.chunks), lost,
-            )  # fmt: skip
+                "partial_error" if error else "ok",
+                held.request.request_id,
+                error,
+                held.rows,
+                held.nbytes,
+                len(held.chunks),
+                lost,
+            )
             self._held.move_to_end(finish.key)
             return done(held.result)
 
@@ -158,7 +163,9 @@ def _joined(parts: list[Chunk]) -> CaptureEntry:
         hook=first.hook,
         array=array,
         dtype=first.dtype,
-        positions=positions if len(positions) == len(array) else None,  # half a list would label the wrong rows
+        positions=positions
+        if len(positions) == len(array)
+        else None,  # half a list would label the wrong rows
         token_ids=token_ids if len(token_ids) == len(array) else None,
         phases=phases if len(phases) == len(array) else None,
         scale=np.concatenate(scales) if scales else None,

@@ -67,7 +67,9 @@ class StoredRows:
     values: torch.Tensor
     dtype: str
     scale: torch.Tensor | None = None
-    overflowed: torch.Tensor | None = None  # bf16, fp16: how many finite numbers became infinite; on the device
+    overflowed: torch.Tensor | None = (
+        None  # bf16, fp16: how many finite numbers became infinite; on the device
+    )
 
     def restore(self) -> torch.Tensor:
         """The values as float32."""
@@ -94,7 +96,9 @@ def _store_fp8(rows: torch.Tensor) -> StoredRows:
     finite = flat.isfinite()
     largest = torch.where(finite, flat, 0.0).abs().amax(dim=1) if flat.shape[1] else flat.new_zeros(len(flat))
     # By a tensor: CUDA multiplies with the reciprocal of a number, and a scale would depend on its device.
-    scale = torch.where(largest == 0, 1.0, (largest / largest.new_full((), _FP8_MAX)).clamp_min(_SMALLEST_SCALE))
+    scale = torch.where(
+        largest == 0, 1.0, (largest / largest.new_full((), _FP8_MAX)).clamp_min(_SMALLEST_SCALE)
+    )
     # The largest quotient may round to just above 448; up to 464 the cast makes that 448.
     values = torch.where(finite, flat / scale.unsqueeze(1), torch.nan).to(torch.float8_e4m3fn)
     return StoredRows(values.view(rows.shape), "fp8_e4m3", scale)
@@ -114,8 +118,10 @@ class Accumulator:
     """Takes rows in ascending positions. Rows at positions it has passed are computed again, and ignored."""
 
     def __init__(self, kind: _Reduction):
-        self._kind, self._beyond = kind, 0
-        self._positions, self._token_ids = array("q"), array("q")
+        self._kind = kind
+        self._beyond = 0
+        self._positions = array("q")
+        self._token_ids = array("q")
 
     def add(self, rows: torch.Tensor, positions: Sequence[int], token_ids: Sequence[int]) -> None:
         skip = sum(position < self._beyond for position in positions)
@@ -190,12 +196,15 @@ class _MaxNorm:
         norms = torch.linalg.vector_norm(rows.flatten(1), dim=1, dtype=torch.float64).float()
         norms = norms.nan_to_num(nan=torch.inf, posinf=torch.inf)
         at = norms.argmax().view(1)  # the first of equals
-        row, norm, number = rows.index_select(0, at), norms.index_select(0, at), at + before
+        row = rows.index_select(0, at)
+        norm = norms.index_select(0, at)
+        number = at + before
         if self._best is not None:
             old_row, old_norm, old_number = self._best
             better = norm > old_norm
             row = torch.where(better.view(-1, *[1] * (row.dim() - 1)), row, old_row)
-            norm, number = torch.where(better, norm, old_norm), torch.where(better, number, old_number)
+            norm = torch.where(better, norm, old_norm)
+            number = torch.where(better, number, old_number)
         self._best = row, norm, number
 
     def result(self, count: int) -> tuple[torch.Tensor, int | None]:

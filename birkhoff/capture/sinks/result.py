@@ -26,7 +26,9 @@ class CaptureRequest:
     request_id: str
     tag: str
     layout: str | None = None
-    meta: Mapping[str, Any] = field(default_factory=dict)  # model, steering_hash, capture_point, prompt_len, ...
+    meta: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # model, steering_hash, capture_point, prompt_len, ...
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,17 @@ class CaptureResult:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "status": self.status, "id": self.id, "error": self.error, "rows": self.rows, "bytes": self.bytes,
-            "keys": self.keys, "dropped_rows": self.dropped_rows, "paths": list(self.paths),
-            "sha256": dict(self.sha256), "durable": self.durable,
-        }  # fmt: skip
+            "status": self.status,
+            "id": self.id,
+            "error": self.error,
+            "rows": self.rows,
+            "bytes": self.bytes,
+            "keys": self.keys,
+            "dropped_rows": self.dropped_rows,
+            "paths": list(self.paths),
+            "sha256": dict(self.sha256),
+            "durable": self.durable,
+        }
 
 
 NOT_REQUESTED = CaptureResult("not_requested")
@@ -87,7 +96,8 @@ class Results:
     """Answers by request key: `pending` from `begin` on, then the result, kept for the last few thousand requests."""
 
     def __init__(self, kept: int = KEPT_RESULTS):
-        self._kept, self._lock = kept, threading.Lock()
+        self._kept = kept
+        self._lock = threading.Lock()
         self._pending: set[str] = set()
         self._futures: OrderedDict[str, Future[CaptureResult]] = OrderedDict()
 
@@ -107,7 +117,8 @@ class Results:
     def get(self, key: str, timeout: float = 0) -> CaptureResult:
         """The result, or `pending` when it is not there after `timeout` seconds."""
         with self._lock:
-            future, pending = self._futures.get(key), key in self._pending
+            future = self._futures.get(key)
+            pending = key in self._pending
         if future is None:
             return CaptureResult("pending") if pending else NOT_REQUESTED
         try:

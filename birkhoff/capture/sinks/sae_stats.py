@@ -59,14 +59,24 @@ class SaeStatsConsumer:
     writer_threads = 1
 
     def __init__(
-        self, hook: str, layer: int, encoder: Array | None = None, bias: Array | None = None,
-        threshold: float | Array = 0.0, top_k: int = 8, positions: str = "all", block_activations: int = 1 << 22,
-    ):  # fmt: skip
+        self,
+        hook: str,
+        layer: int,
+        encoder: Array | None = None,
+        bias: Array | None = None,
+        threshold: float | Array = 0.0,
+        top_k: int = 8,
+        positions: str = "all",
+        block_activations: int = 1 << 22,
+    ):
         if type(top_k) is not int or top_k < 1:
             raise OptionError(f"top_k is {quoted(top_k)}, expected a whole number from 1 up.")
         if encoder is not None and encoder.ndim != 2:
             raise OptionError(f"encoder has shape {encoder.shape}, expected [width, features].")
-        self.hook, self.layer, self._positions, self._top_k = hook, layer, positions, top_k
+        self.hook = hook
+        self.layer = layer
+        self._positions = positions
+        self._top_k = top_k
         self._block = block_activations  # so many are computed at a time
         self._encoder = None if encoder is None else np.asarray(encoder, np.float32)
         features = 0 if encoder is None else encoder.shape[1]
@@ -163,7 +173,8 @@ class SaeStatsConsumer:
         mean = rows.mean(0)
         spread = ((rows - mean) ** 2).sum(0)
         if not self._count:
-            self._mean, self._spread = mean, spread
+            self._mean = mean
+            self._spread = spread
         else:
             both = self._count + count
             apart = mean - self._mean

@@ -16,7 +16,14 @@ from typing import Any
 
 from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.capture.sinks.consumer import Location
-from birkhoff.capture.sinks.result import NOT_REQUESTED, CaptureFinish, CaptureRequest, CaptureResult, Results, done
+from birkhoff.capture.sinks.result import (
+    NOT_REQUESTED,
+    CaptureFinish,
+    CaptureRequest,
+    CaptureResult,
+    Results,
+    done,
+)
 from birkhoff.capture.sinks.shm_ring import RingWriter, encoded
 from birkhoff.errors import OptionError, quoted
 
@@ -40,10 +47,14 @@ class ShmConsumer:
 
     def __init__(
         self, name: str, max_bytes: int = 64 << 20, overflow: str = "block", timeout_seconds: float = 10.0
-    ):  # fmt: skip
+    ):
         if overflow not in ("block", "drop"):
             raise OptionError(f"overflow is {quoted(overflow)}, expected block or drop.")
-        if isinstance(timeout_seconds, bool) or not isinstance(timeout_seconds, (int, float)) or timeout_seconds < 0:
+        if (
+            isinstance(timeout_seconds, bool)
+            or not isinstance(timeout_seconds, (int, float))
+            or timeout_seconds < 0
+        ):
             raise OptionError(f"timeout_seconds is {quoted(timeout_seconds)}, expected a number of seconds.")
         self.ring = RingWriter(name, max_bytes)
         self._seconds = timeout_seconds if overflow == "block" else 0.0
@@ -84,7 +95,9 @@ class ShmConsumer:
         told = self.ring.put(*encoded(replace(finish, dropped_rows=lost)), self._seconds)
         error = finish.error
         if error is None and not (sent.announced and told and not sent.lost_rows):
-            error = f"{sent.lost_rows} rows were dropped: nobody read shared memory {self.ring.name!r} in time"
+            error = (
+                f"{sent.lost_rows} rows were dropped: nobody read shared memory {self.ring.name!r} in time"
+            )
         result = CaptureResult("ok", finish.key, None, sent.rows, sent.nbytes, len(sent.keys))
         return self._results.put(finish.key, done(result.with_losses(lost, error)))
 

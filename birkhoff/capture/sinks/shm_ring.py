@@ -37,7 +37,13 @@ from birkhoff.errors import CaptureChecksum, CaptureError, CaptureWriteError, Op
 MAGIC = int.from_bytes(b"BKRING01", "little")
 HEADER_BYTES = 128
 MOST_BYTES = 1 << 40
-_CAPACITY, _WRITTEN, _WRITER, _CLOSED, _DROPPED, _READ, _READER = 1, 2, 3, 4, 5, 8, 9
+_CAPACITY = 1
+_WRITTEN = 2
+_WRITER = 3
+_CLOSED = 4
+_DROPPED = 5
+_READ = 8
+_READER = 9
 _RECORD = struct.Struct("=IIQ")
 _FOLDER = Path("/dev/shm")  # where Linux shows shared memory as files
 
@@ -76,7 +82,8 @@ class RingWriter:
             raise CaptureWriteError(
                 f"no shared memory of {max_bytes} bytes ({error.strerror}). Ask for less, or enlarge {_FOLDER}."
             ) from None
-        self.name, self.capacity = name, capacity
+        self.name = name
+        self.capacity = capacity
         view = self._memory.buf
         assert view is not None
         self._words = view[:HEADER_BYTES].cast("Q")
@@ -177,7 +184,8 @@ class RingReader:
             held.close()
             raise CaptureError(why)
         words[_READER] = os.getpid()
-        self.name, self.capacity = name, words[_CAPACITY]
+        self.name = name
+        self.capacity = words[_CAPACITY]
         self._open: _Open | None = held
 
     @property
@@ -197,7 +205,8 @@ class RingReader:
     def get(self, timeout: float | None = None) -> Item | None:
         """The next item; None at the end. Raises TimeoutError when nothing came in time."""
         held = self._held()
-        until, pause = None if timeout is None else time.monotonic() + timeout, 5e-5
+        until = None if timeout is None else time.monotonic() + timeout
+        pause = 5e-5
         while held.words[_WRITTEN] == held.words[_READ]:
             # A count that moved before the writer closed or died is seen by looking once more.
             if held.words[_CLOSED] or not _alive(held.words[_WRITER]):
@@ -205,7 +214,9 @@ class RingReader:
                     break
                 if held.words[_CLOSED]:
                     return None
-                raise CaptureError(f"process {held.words[_WRITER]} that wrote ring {quoted(self.name)} is gone.")
+                raise CaptureError(
+                    f"process {held.words[_WRITER]} that wrote ring {quoted(self.name)} is gone."
+                )
             if until is not None and time.monotonic() >= until:
                 raise TimeoutError(f"nothing came through ring {self.name} in {timeout} s")
             time.sleep(pause)
@@ -214,7 +225,8 @@ class RingReader:
 
     def close(self) -> None:
         if self._open is not None:
-            held, self._open = self._open, None
+            held = self._open
+            self._open = None
             held.words[_READER] = 0
             held.close()  # a chunk is a copy, so nothing else looks into the mapping
 
@@ -237,10 +249,14 @@ class RingReader:
         head_bytes, total, body_bytes = _RECORD.unpack_from(held.ring, place)
         end = place + _RECORD.size + head_bytes + body_bytes
         if end > self.capacity or read + _padded(end - place) > held.words[_WRITTEN]:
-            raise CaptureChecksum(f"ring {quoted(self.name)} has a record beyond its end: somebody wrote into it.")
+            raise CaptureChecksum(
+                f"ring {quoted(self.name)} has a record beyond its end: somebody wrote into it."
+            )
         raw = bytes(held.ring[place + _RECORD.size : end])
         if zlib.crc32(raw) != total:
-            raise CaptureChecksum(f"a record of ring {quoted(self.name)} changed on its way. Open a new ring.")
+            raise CaptureChecksum(
+                f"a record of ring {quoted(self.name)} changed on its way. Open a new ring."
+            )
         held.words[_READ] = read + _padded(end - place)
         return decoded(json.loads(raw[:head_bytes]), raw[head_bytes:])
 
@@ -249,18 +265,30 @@ def encoded(item: Item) -> tuple[dict[str, Any], memoryview | bytes]:
     """An item as head and body of a record."""
     if isinstance(item, CaptureRequest):
         names = ("key", "request_id", "tag", "layout")
-        return {"kind": "begin", **{name: getattr(item, name) for name in names}, "meta": dict(item.meta)}, b""
+        return {
+            "kind": "begin",
+            **{name: getattr(item, name) for name in names},
+            "meta": dict(item.meta),
+        }, b""
     if isinstance(item, CaptureFinish):
         return {"kind": "finish", **vars(item)}, b""
     scales = item.scales()
     head = {
-        "kind": "chunk", "request_id": item.request_id, "tag": item.tag, "hook": item.hook, "layer": item.layer,
-        "dtype": item.dtype, "row_shape": list(item.row_shape), "row_offset": item.row_offset,
+        "kind": "chunk",
+        "request_id": item.request_id,
+        "tag": item.tag,
+        "hook": item.hook,
+        "layer": item.layer,
+        "dtype": item.dtype,
+        "row_shape": list(item.row_shape),
+        "row_offset": item.row_offset,
         "positions": None if item.positions is None else plain_ints(item.positions),
-        "token_ids": None if item.token_ids is None else plain_ints(item.token_ids), "phases": item.letters(),
-        "step_index": item.step_index, "num_steps": item.num_steps,
+        "token_ids": None if item.token_ids is None else plain_ints(item.token_ids),
+        "phases": item.letters(),
+        "step_index": item.step_index,
+        "num_steps": item.num_steps,
         "scale": None if scales is None else scales.tolist(),
-    }  # fmt: skip
+    }
     return head, item.data()
 
 

@@ -50,7 +50,9 @@ class Spill:
     """At most `max_bytes` at a time, counted until they are read."""
 
     def __init__(self, directory: str | None, max_bytes: int, disk: Disk | None = None):
-        self._directory, self.max_bytes, self._disk = directory or tempfile.gettempdir(), max_bytes, disk or Disk()
+        self._directory = directory or tempfile.gettempdir()
+        self.max_bytes = max_bytes
+        self._disk = disk or Disk()
         self._lock = threading.Lock()
         self._current: _Segment | None = None
         self.held_bytes = 0
@@ -59,14 +61,24 @@ class Spill:
         """Write a chunk out; None when there is no room, on the disk or by the limit."""
         body = chunk.data()
         scales = chunk.scales()
-        head = json.dumps({
-            "request_id": chunk.request_id, "tag": chunk.tag, "hook": chunk.hook, "layer": chunk.layer,
-            "dtype": chunk.dtype, "row_shape": list(chunk.row_shape), "row_offset": chunk.row_offset,
-            "positions": None if chunk.positions is None else plain_ints(chunk.positions),
-            "token_ids": None if chunk.token_ids is None else plain_ints(chunk.token_ids), "phases": chunk.letters(),
-            "step_index": chunk.step_index, "num_steps": chunk.num_steps,
-            "scale": None if scales is None else scales.tolist(), "meta": dict(chunk.meta),
-        }).encode()  # fmt: skip
+        head = json.dumps(
+            {
+                "request_id": chunk.request_id,
+                "tag": chunk.tag,
+                "hook": chunk.hook,
+                "layer": chunk.layer,
+                "dtype": chunk.dtype,
+                "row_shape": list(chunk.row_shape),
+                "row_offset": chunk.row_offset,
+                "positions": None if chunk.positions is None else plain_ints(chunk.positions),
+                "token_ids": None if chunk.token_ids is None else plain_ints(chunk.token_ids),
+                "phases": chunk.letters(),
+                "step_index": chunk.step_index,
+                "num_steps": chunk.num_steps,
+                "scale": None if scales is None else scales.tolist(),
+                "meta": dict(chunk.meta),
+            }
+        ).encode()
         head += b" " * (-len(head) % 8)  # rows stay aligned
         size = len(head) + len(body)
         with self._lock:
@@ -102,12 +114,14 @@ class Spill:
     def close(self) -> None:
         with self._lock:
             if self._current is not None:
-                segment, self._current = self._current, None
+                segment = self._current
+                self._current = None
                 self._drop_if_empty(segment)
 
     def _segment(self) -> _Segment:
         if self._current is not None and self._current.size >= SEGMENT_BYTES:
-            segment, self._current = self._current, None
+            segment = self._current
+            self._current = None
             self._drop_if_empty(segment)
         if self._current is None:
             os.makedirs(self._directory, exist_ok=True)
@@ -127,7 +141,9 @@ class Spill:
     def _read(self, spilled: Spilled) -> bytearray:
         raw = bytearray()
         while len(raw) < spilled.nbytes:
-            piece = self._disk.read(spilled.segment.file, spilled.nbytes - len(raw), spilled.offset + len(raw))
+            piece = self._disk.read(
+                spilled.segment.file, spilled.nbytes - len(raw), spilled.offset + len(raw)
+            )
             if not piece:
                 raise CaptureWriteError("a spilled chunk cannot be read back: the spill file was cut.")
             raw += piece

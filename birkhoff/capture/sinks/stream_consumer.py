@@ -16,7 +16,14 @@ from typing import Any
 
 from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.capture.sinks.consumer import Location
-from birkhoff.capture.sinks.result import NOT_REQUESTED, CaptureFinish, CaptureRequest, CaptureResult, Results, done
+from birkhoff.capture.sinks.result import (
+    NOT_REQUESTED,
+    CaptureFinish,
+    CaptureRequest,
+    CaptureResult,
+    Results,
+    done,
+)
 from birkhoff.errors import OptionError, quoted
 
 
@@ -24,7 +31,9 @@ class Subscription:
     """Iterate to get chunks; the iteration ends when the request finishes, or when either side closes."""
 
     def __init__(self, owner: StreamConsumer, key: str | None, depth: int):
-        self._owner, self.key, self._depth = owner, key, depth
+        self._owner = owner
+        self.key = key
+        self._depth = depth
         self._chunks: deque[Chunk] = deque()
         self._changed = threading.Condition()
         self._ended = False
@@ -82,7 +91,9 @@ class StreamConsumer:
             raise OptionError(f"depth is {quoted(depth)}, expected a whole number from 1 up.")
         if overflow not in ("drop", "block"):
             raise OptionError(f"overflow is {quoted(overflow)}, expected drop or block.")
-        self._depth, self._block, self._timeout = depth, overflow == "block", timeout_seconds
+        self._depth = depth
+        self._block = overflow == "block"
+        self._timeout = timeout_seconds
         self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
         self._rows: dict[str, tuple[int, int, set[tuple[int, str]]]] = {}
@@ -144,6 +155,7 @@ class StreamConsumer:
     def shutdown(self) -> None:
         with self._lock:
             self._closed = True
-            ending, self._subscriptions = self._subscriptions, []
+            ending = self._subscriptions
+            self._subscriptions = []
         for subscription in ending:
             subscription.end()

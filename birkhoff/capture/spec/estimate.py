@@ -54,7 +54,9 @@ def stored_row(
     if columns is not None:
         shape = (columns,)
     computed = columns is not None or reduce in ("mean", "sum")
-    return StoredRow(shape, DTYPES[dtype] if dtype is not None else "float32" if computed else hook.dtype, kept)
+    return StoredRow(
+        shape, DTYPES[dtype] if dtype is not None else "float32" if computed else hook.dtype, kept
+    )
 
 
 def has_streams(hook: HookSchema) -> bool:
@@ -80,7 +82,10 @@ class Estimate:
 
 
 def estimate(
-    rows: Mapping[str, StoredRow], addresses: Sequence[Address], selector: PositionSelector, reduce: str | None = None
+    rows: Mapping[str, StoredRow],
+    addresses: Sequence[Address],
+    selector: PositionSelector,
+    reduce: str | None = None,
 ) -> Estimate:
     """The cost of keeping `rows[hook]` at each address for the selected tokens."""
     early, late = selector.most_rows()

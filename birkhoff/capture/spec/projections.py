@@ -39,7 +39,9 @@ class Projections(MutableMapping[str, torch.Tensor]):
 
     def __setitem__(self, name: str, matrix: Any) -> None:
         if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
-            raise OptionError(f"the name of a projection is {quoted(name)}, expected 1 to {_LONGEST_NAME} characters.")
+            raise OptionError(
+                f"the name of a projection is {quoted(name)}, expected 1 to {_LONGEST_NAME} characters."
+            )
         self._held[name] = self._checked(name, matrix)
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -76,9 +78,13 @@ class Projections(MutableMapping[str, torch.Tensor]):
         what = f"projection {quoted(name)}"
         try:
             given = matrix.detach() if isinstance(matrix, torch.Tensor) else torch.as_tensor(matrix)
-            kept = (given.real if given.is_complex() else given).to("cpu", torch.float32, copy=True).contiguous()
+            kept = (
+                (given.real if given.is_complex() else given).to("cpu", torch.float32, copy=True).contiguous()
+            )
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            raise OptionError(f"{what} is not a matrix of numbers ({quoted(error)}). Pass a tensor.") from None
+            raise OptionError(
+                f"{what} is not a matrix of numbers ({quoted(error)}). Pass a tensor."
+            ) from None
         if given.is_complex() or kept.dim() != 2 or 0 in kept.shape:
             raise OptionError(
                 f"{what} has shape {tuple(kept.shape)} of {given.dtype}, expected real numbers [width, columns]. "
@@ -91,7 +97,9 @@ class Projections(MutableMapping[str, torch.Tensor]):
                 f"{known}. Is it transposed?"
             )
         if not kept.isfinite().all():
-            raise OptionError(f"{what} holds a number that is not finite as float32. Every score would be lost.")
+            raise OptionError(
+                f"{what} holds a number that is not finite as float32. Every score would be lost."
+            )
         shape = f"{kept.shape[0]} {kept.shape[1]} ".encode()
         return Projection(kept, hashlib.sha256(shape + kept.numpy().tobytes()).hexdigest()[:32])
 

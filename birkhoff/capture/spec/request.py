@@ -93,8 +93,18 @@ class Capture:
     def to_json(self) -> dict[str, Any]:
         """The wire form of one consumer's part; fields that say nothing are left out."""
         out: dict[str, Any] = {"hooks": self.hooks.to_json(), "positions": self.positions.to_json()}
-        for name in ("capture_point", "reduce", "project", "dtype", "streams", "return", "layout", "request_id", "tag",
-                     "accepted_only"):  # fmt: skip
+        for name in (
+            "capture_point",
+            "reduce",
+            "project",
+            "dtype",
+            "streams",
+            "return",
+            "layout",
+            "request_id",
+            "tag",
+            "accepted_only",
+        ):
             value = getattr(self, "returns" if name == "return" else name)
             if value is not None and (name, value) != ("capture_point", "before"):
                 out[name] = list(value) if name == "streams" else value
@@ -108,7 +118,9 @@ class Capture:
     def digest(self) -> str:
         """128 bits, as text, of what decides the rows: equal for captures that would keep the same ones."""
         named = {name: value for name, value in self.to_json().items() if name not in _PLACE_FIELDS}
-        return _digest(b"birkhoff capture 1", json.dumps(named, sort_keys=True, separators=(",", ":")).encode())
+        return _digest(
+            b"birkhoff capture 1", json.dumps(named, sort_keys=True, separators=(",", ":")).encode()
+        )
 
     def resolve(
         self,
@@ -126,9 +138,16 @@ class Capture:
     ) -> ResolvedCapture:
         """Against one model and one prompt (its ids, or their number). The consumer is the last part of `path`."""
         facts = CaptureContext(
-            schema, num_layers, prompt_ids, max_tokens, consumers, projections or {}, max_request_bytes,
-            max_inline_bytes, cached_tokens,
-        )  # fmt: skip
+            schema,
+            num_layers,
+            prompt_ids,
+            max_tokens,
+            consumers,
+            projections or {},
+            max_request_bytes,
+            max_inline_bytes,
+            cached_tokens,
+        )
         consumer = path.rpartition(".")[2]
         _, resolution = check(self._fields(), path, consumer, facts)
         assert resolution is not None
@@ -171,17 +190,29 @@ class ResolvedCapture:
         returns = capture.returns or found.rules.returns
         accepted_only = returns == "inline" if capture.accepted_only is None else capture.accepted_only
         return cls(
-            capture, consumer, num_layers, found.addresses, found.asked, found.rows, found.selector, found.estimate,
-            returns, accepted_only,
-        )  # fmt: skip
+            capture,
+            consumer,
+            num_layers,
+            found.addresses,
+            found.asked,
+            found.rows,
+            found.selector,
+            found.estimate,
+            returns,
+            accepted_only,
+        )
 
 
-def parse_capture_request(raw: Any, facts: CaptureContext | None = None, path: str = "capture") -> dict[str, Capture]:
+def parse_capture_request(
+    raw: Any, facts: CaptureContext | None = None, path: str = "capture"
+) -> dict[str, Capture]:
     """The wire form, one capture by consumer. With `facts` everything is checked, without them what needs no model."""
     return {consumer: capture for consumer, capture, _ in _parts(raw, facts, path)}
 
 
-def resolve_capture_request(raw: Any, facts: CaptureContext, path: str = "capture") -> dict[str, ResolvedCapture]:
+def resolve_capture_request(
+    raw: Any, facts: CaptureContext, path: str = "capture"
+) -> dict[str, ResolvedCapture]:
     """The wire form, resolved; the cap on bytes is one for all consumers together."""
     found = {}
     for consumer, capture, resolution in _parts(raw, facts, path):
@@ -190,7 +221,9 @@ def resolve_capture_request(raw: Any, facts: CaptureContext, path: str = "captur
     return found
 
 
-def _parts(raw: Any, facts: CaptureContext | None, path: str) -> Iterator[tuple[str, Capture, Resolution | None]]:
+def _parts(
+    raw: Any, facts: CaptureContext | None, path: str
+) -> Iterator[tuple[str, Capture, Resolution | None]]:
     if not isinstance(raw, Mapping) or not raw or not all(isinstance(name, str) for name in raw):
         example = '{"memory": {"hooks": {"mlp_out": [3]}, "positions": "last_prompt"}}'
         message = f"is {quoted(raw)}, expected an object keyed by consumer, such as {example}."
@@ -206,7 +239,9 @@ def capture_hash(captures: Mapping[str, Capture], projections: Mapping[str, str]
     """One digest for all of a request's captures, whatever the order of the consumers.
 
     `projections` gives the digest of each matrix they name: the same name for other numbers is another capture."""
-    pieces = [piece for name in sorted(captures) for piece in (name.encode(), captures[name].digest().encode())]
+    pieces = [
+        piece for name in sorted(captures) for piece in (name.encode(), captures[name].digest().encode())
+    ]
     named = sorted({capture.project for capture in captures.values() if capture.project is not None})
     pieces += [(projections or {}).get(project, project).encode() for project in named]
     return _digest(b"birkhoff captures 1", *pieces)

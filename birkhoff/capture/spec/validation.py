@@ -14,7 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from birkhoff.capture.spec.estimate import DTYPES, REDUCTIONS, Estimate, StoredRow, estimate, has_streams, stored_row
+from birkhoff.capture.spec.estimate import (
+    DTYPES,
+    REDUCTIONS,
+    Estimate,
+    StoredRow,
+    estimate,
+    has_streams,
+    stored_row,
+)
 from birkhoff.errors import CaptureValidationError, SelectorError, quoted
 from birkhoff.hooks import site_names
 from birkhoff.hooks.layers import ALL_LAYERS, LayerSelector, check_layers_form, is_list, parse_layers, whole
@@ -27,9 +35,26 @@ from birkhoff.hooks.sites import BY_NAME
 LAYOUTS = ("per_file", "packed", "sharded")
 POINTS = ("before", "after")
 RETURNS = ("inline", "file", "handle")
-FIELDS = ("hooks", "positions", "request_id", "tag", "capture_point", "reduce", "project", "dtype", "streams", "return",
-          "layout", "accepted_only")  # fmt: skip
-_WORDS = {"capture_point": POINTS, "reduce": (None, *REDUCTIONS), "dtype": (None, *DTYPES), "return": (None, *RETURNS)}
+FIELDS = (
+    "hooks",
+    "positions",
+    "request_id",
+    "tag",
+    "capture_point",
+    "reduce",
+    "project",
+    "dtype",
+    "streams",
+    "return",
+    "layout",
+    "accepted_only",
+)
+_WORDS = {
+    "capture_point": POINTS,
+    "reduce": (None, *REDUCTIONS),
+    "dtype": (None, *DTYPES),
+    "return": (None, *RETURNS),
+}
 _RULES = {"form": "V5", "layer": "V6", "empty": "V7", "position": "V8"}
 _LONGEST_ID = 256
 
@@ -84,7 +109,9 @@ def check(
     with _translated():
         selectors = _layer_selectors(hooks, path, facts)  # V5, V6, V7
         positions = parse_positions(fields.get("positions", "all_prompt"), f"{path}.positions")  # V8
-        selector = None if facts is None else bind(positions, facts.prompt, facts.max_tokens, f"{path}.positions")
+        selector = (
+            None if facts is None else bind(positions, facts.prompt, facts.max_tokens, f"{path}.positions")
+        )
     _cached(selector, path, facts)  # V9
     _layout(fields, path, rules)  # V10
     values = {**_optional(fields, path), "hooks": selectors, "positions": positions}
@@ -110,7 +137,9 @@ def _translated() -> Iterator[None]:
 def _consumer(path: str, consumer: str | None, facts: CaptureContext | None) -> ConsumerRules:
     if facts is None or facts.consumers is None or consumer is None:
         return ConsumerRules()
-    enabled = ", ".join(sorted(name for name, rules in facts.consumers.items() if rules is not None)) or "none"
+    enabled = (
+        ", ".join(sorted(name for name, rules in facts.consumers.items() if rules is not None)) or "none"
+    )
     if consumer not in facts.consumers:
         raise CaptureValidationError(f"no consumer has this name. Enabled here: {enabled}.", path, "V1")
     rules = facts.consumers[consumer]
@@ -126,10 +155,14 @@ def _consumer(path: str, consumer: str | None, facts: CaptureContext | None) -> 
 
 def _known_fields(raw: Any, path: str) -> None:
     if not isinstance(raw, Mapping):
-        raise CaptureValidationError(f"is {quoted(raw)}, expected an object with 'hooks' and 'positions'.", path)
+        raise CaptureValidationError(
+            f"is {quoted(raw)}, expected an object with 'hooks' and 'positions'.", path
+        )
     unknown = [key for key in raw if key not in FIELDS]
     if unknown:
-        raise CaptureValidationError(f"has the unknown field {quoted(unknown[0])}. Fields: {', '.join(FIELDS)}.", path)
+        raise CaptureValidationError(
+            f"has the unknown field {quoted(unknown[0])}. Fields: {', '.join(FIELDS)}.", path
+        )
 
 
 def _identifiers(fields: Mapping[str, Any], path: str, rules: ConsumerRules) -> None:
@@ -140,9 +173,13 @@ def _identifiers(fields: Mapping[str, Any], path: str, rules: ConsumerRules) -> 
         if value is None:
             raise CaptureValidationError("is missing; this consumer files captures under it.", where, "V2")
         if not isinstance(value, str) or not value:
-            raise CaptureValidationError(f"is {quoted(value)}, expected a text that is not empty.", where, "V2")
+            raise CaptureValidationError(
+                f"is {quoted(value)}, expected a text that is not empty.", where, "V2"
+            )
         if len(value) > _LONGEST_ID:
-            raise CaptureValidationError(f"has {len(value)} characters, expected {_LONGEST_ID} at most.", where, "V2")
+            raise CaptureValidationError(
+                f"has {len(value)} characters, expected {_LONGEST_ID} at most.", where, "V2"
+            )
         if ".." in value or value.startswith("/"):
             raise CaptureValidationError(
                 f"is {quoted(value)}; it becomes part of a path and may neither hold '..' nor start with '/'.",
@@ -155,7 +192,9 @@ def _hooks_object(fields: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     hooks, where = fields.get("hooks"), f"{path}.hooks"
     if not isinstance(hooks, Mapping) or not hooks:
         seen = "is missing" if "hooks" not in fields else f"is {quoted(hooks)}"
-        raise CaptureValidationError(f'{seen}, expected an object such as {{"mlp_out": [3, 7]}}.', where, "V3")
+        raise CaptureValidationError(
+            f'{seen}, expected an object such as {{"mlp_out": [3, 7]}}.', where, "V3"
+        )
     for hook in hooks:
         if not isinstance(hook, str):
             raise CaptureValidationError(f"has the key {quoted(hook)}, expected names of hooks.", where, "V3")
@@ -173,7 +212,9 @@ def _hook_names(hooks: Mapping[str, Any], path: str, facts: CaptureContext | Non
             raise CaptureValidationError(why, field_path(f"{path}.hooks", hook), "V4")
 
 
-def _layer_selectors(hooks: Mapping[str, Any], path: str, facts: CaptureContext | None) -> dict[str, LayerSelector]:
+def _layer_selectors(
+    hooks: Mapping[str, Any], path: str, facts: CaptureContext | None
+) -> dict[str, LayerSelector]:
     where = {hook: field_path(f"{path}.hooks", hook) for hook in hooks}
     once = {hook for hook in hooks if hook in BY_NAME and BY_NAME[hook].once}
     for hook, value in hooks.items():
@@ -205,10 +246,14 @@ def _cached(selector: PositionSelector | None, path: str, facts: CaptureContext 
 def _layout(fields: Mapping[str, Any], path: str, rules: ConsumerRules) -> None:
     layout, where = fields.get("layout"), f"{path}.layout"
     if layout is not None and (not isinstance(layout, str) or layout not in LAYOUTS):
-        raise CaptureValidationError(f"is {quoted(layout)}, expected one of {', '.join(LAYOUTS)}.", where, "V10")
+        raise CaptureValidationError(
+            f"is {quoted(layout)}, expected one of {', '.join(LAYOUTS)}.", where, "V10"
+        )
     if layout is not None and layout not in rules.layouts:
         allowed = ", ".join(rules.layouts) or "no layout"
-        raise CaptureValidationError(f"is {quoted(layout)}, but this consumer stores {allowed}.", where, "V10")
+        raise CaptureValidationError(
+            f"is {quoted(layout)}, but this consumer stores {allowed}.", where, "V10"
+        )
 
 
 def _optional(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -234,13 +279,23 @@ def _streams(value: Any, path: str) -> tuple[int, ...] | None:
     if value is None:
         return None
     numbers = [whole(item) for item in value] if is_list(value) else []
-    if not numbers or any(number is None or number < 0 for number in numbers) or len(set(numbers)) < len(numbers):
-        raise CaptureValidationError(f"is {quoted(value)}, expected a list of different streams, from 0.", path)
+    if (
+        not numbers
+        or any(number is None or number < 0 for number in numbers)
+        or len(set(numbers)) < len(numbers)
+    ):
+        raise CaptureValidationError(
+            f"is {quoted(value)}, expected a list of different streams, from 0.", path
+        )
     return tuple(sorted(number for number in numbers if number is not None))
 
 
 def _resolve(
-    values: Mapping[str, Any], path: str, facts: CaptureContext, rules: ConsumerRules, selector: PositionSelector
+    values: Mapping[str, Any],
+    path: str,
+    facts: CaptureContext,
+    rules: ConsumerRules,
+    selector: PositionSelector,
 ) -> Resolution:
     asked: dict[Address, Address] = {}
     for hook, layers in values["hooks"].items():
@@ -272,11 +327,14 @@ def _streams_exist(streams: tuple[int, ...] | None, schemas: Mapping[str, HookSc
     if not counts:
         raise CaptureValidationError("none of the hooks has a row of streams. Leave the field out.", path)
     if streams[-1] >= min(counts):
-        raise CaptureValidationError(f"names stream {streams[-1]}, this model has 0..{min(counts) - 1}.", path)
+        raise CaptureValidationError(
+            f"names stream {streams[-1]}, this model has 0..{min(counts) - 1}.", path
+        )
 
 
 def _affordable(cost: Estimate, returns: str, path: str, facts: CaptureContext) -> None:
-    total, rows = facts.spent_bytes + cost.bytes, f"{cost.rows} rows at {cost.sites} sites"
+    total = facts.spent_bytes + cost.bytes
+    rows = f"{cost.rows} rows at {cost.sites} sites"
     advice = "Choose fewer layers or positions, or use reduce, project, streams or dtype."
     if facts.max_request_bytes is not None and total > facts.max_request_bytes:
         others = f" ({facts.spent_bytes} of them for other consumers)" if facts.spent_bytes else ""
@@ -313,5 +371,7 @@ def _projects(
         width = stored_row(schema, streams).width
         if width != matrix[0]:
             raise CaptureValidationError(
-                f"{quoted(project)} takes rows of {matrix[0]} numbers, those of {hook} have {width}.", where, "V12"
+                f"{quoted(project)} takes rows of {matrix[0]} numbers, those of {hook} have {width}.",
+                where,
+                "V12",
             )

@@ -37,8 +37,14 @@ class CommitTask:
 class Committer:
     """`settled` is called with every request once its result is known."""
 
-    def __init__(self, disk: Disk, root: str, sync: bool, queue_size: int, settled: Callable[[RequestState], None]):
-        self._disk, self._root, self._sync, self._limit, self._settled = disk, root, sync, queue_size, settled
+    def __init__(
+        self, disk: Disk, root: str, sync: bool, queue_size: int, settled: Callable[[RequestState], None]
+    ):
+        self._disk = disk
+        self._root = root
+        self._sync = sync
+        self._limit = queue_size
+        self._settled = settled
         self._jobs: deque[CommitTask] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -176,16 +182,23 @@ class Committer:
         try:
             file.close()
             repair_file(
-                self._disk, self._root, file.directory, file.journal_name, RepairReport(), sync=self._sync,
-                only=file.acknowledged, rewrite=file.sync_failed,
-            )  # fmt: skip
+                self._disk,
+                self._root,
+                file.directory,
+                file.journal_name,
+                RepairReport(),
+                sync=self._sync,
+                only=file.acknowledged,
+                rewrite=file.sync_failed,
+            )
         except (OSError, CaptureError) as error:
             log.warning("capture shard %s/%s is left for repair (%s)", file.relative, file.stem, error)
             self.unsealed.append(file)
 
     def retry_unsealed(self) -> None:
         """Another try at the shards that could not be sealed: space may have returned."""
-        waiting, self.unsealed = self.unsealed, []
+        waiting = self.unsealed
+        self.unsealed = []
         for file in waiting:
             self._save(file)
 

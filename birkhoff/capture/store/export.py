@@ -41,7 +41,11 @@ def to_safetensors(
     tensors: dict[str, torch.Tensor] = {}
     for name, entry in named.items():
         tensors[name] = to_torch(entry).contiguous()
-        for label, dtype in (("positions", torch.int64), ("token_ids", torch.int64), ("scale", torch.float32)):
+        for label, dtype in (
+            ("positions", torch.int64),
+            ("token_ids", torch.int64),
+            ("scale", torch.float32),
+        ):
             values = getattr(entry, label)
             if values is not None:
                 tensors[f"{name}.{label}"] = torch.as_tensor(values, dtype=dtype)

@@ -38,7 +38,9 @@ class FileOptions:
     def __post_init__(self) -> None:
         for name, allowed in (("default_layout", LAYOUTS), ("on_collision", COLLISIONS)):
             if getattr(self, name) not in allowed:
-                raise OptionError(f"{name} is {quoted(getattr(self, name))}, expected one of {', '.join(allowed)}.")
+                raise OptionError(
+                    f"{name} is {quoted(getattr(self, name))}, expected one of {', '.join(allowed)}."
+                )
         for field in fields(self):
             value: Any = getattr(self, field.name)
             if field.type == "bool" and not isinstance(value, bool):
@@ -46,9 +48,13 @@ class FileOptions:
             if field.type == "int":
                 lowest = 0 if field.name in ("pp_rank", "coalesce_max_bytes") else 1
                 if type(value) is not int or value < lowest:
-                    raise OptionError(f"{field.name} is {quoted(value)}, expected a whole number from {lowest} up.")
+                    raise OptionError(
+                        f"{field.name} is {quoted(value)}, expected a whole number from {lowest} up."
+                    )
         if isinstance(self.timeout_seconds, bool) or not isinstance(self.timeout_seconds, (int, float)):
-            raise OptionError(f"timeout_seconds is {quoted(self.timeout_seconds)}, expected a number of seconds.")
+            raise OptionError(
+                f"timeout_seconds is {quoted(self.timeout_seconds)}, expected a number of seconds."
+            )
         if not 0 <= self.timeout_seconds < 1e9:
             raise OptionError(f"timeout_seconds is {self.timeout_seconds}, expected 0 or more.")
         if not isinstance(self.root, (str, os.PathLike)) or not os.fspath(self.root):

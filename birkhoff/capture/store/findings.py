@@ -37,8 +37,11 @@ class Findings:
     """`only` limits what is kept to these requests; everything else counts as dropped."""
 
     def __init__(self, disk: Disk, directory: str, journal: str, only: frozenset[str] | None = None):
-        self._disk, self.directory, self._only = disk, directory, only
-        self._journal, self.stem = journal, journal.removesuffix(JOURNAL)
+        self._disk = disk
+        self.directory = directory
+        self._only = only
+        self._journal = journal
+        self.stem = journal.removesuffix(JOURNAL)
         self.header: dict[str, Any] = {}
         self.good = bytearray()  # one flag per entry of the journal
         self.broken: set[str] = set()  # requests that lost a record
@@ -67,7 +70,9 @@ class Findings:
     def published(self) -> bool:
         """Every sidecar is in place; only the cleaning was interrupted."""
         ours = self.header.get("write_id")
-        return bool(self.stems) and all(write_id(self.directory, stem + SIDECAR) == ours for stem in self.stems)
+        return bool(self.stems) and all(
+            write_id(self.directory, stem + SIDECAR) == ours for stem in self.stems
+        )
 
     @property
     def worth_keeping(self) -> bool:
@@ -84,7 +89,9 @@ class Findings:
         if self.header.get("layout") == "sharded":
             return False
         sidecars = [name for name in os.listdir(self.directory) if name.endswith(SIDECAR)]
-        return any(write_id(self.directory, name) not in (None, self.header.get("write_id")) for name in sidecars)
+        return any(
+            write_id(self.directory, name) not in (None, self.header.get("write_id")) for name in sidecars
+        )
 
     def keep(self, number: int, entry: dict[str, Any]) -> bool:
         return bool(self.good[number])
@@ -99,7 +106,11 @@ class Findings:
 
     def _line(self, kind: str, body: dict[str, Any]) -> None:
         if kind == "open":
-            if self.header or body["layout"] not in LAYOUTS or not re.fullmatch("[0-9a-f]{32}", body["write_id"]):
+            if (
+                self.header
+                or body["layout"] not in LAYOUTS
+                or not re.fullmatch("[0-9a-f]{32}", body["write_id"])
+            ):
                 raise ValueError(f"first line says {quoted(body)}")
             self.header = body
         elif not self.header:
@@ -128,7 +139,9 @@ class Findings:
             return True
         slot, _, seq = self.stem.rpartition("-")
         earlier = [
-            name for name in os.listdir(self.directory) if name.startswith(f"{slot}-") and name < f"{slot}-{seq}"
+            name
+            for name in os.listdir(self.directory)
+            if name.startswith(f"{slot}-") and name < f"{slot}-{seq}"
         ]
         if any(name.endswith(JOURNAL) for name in earlier):
             return True  # it could not be repaired: nothing is known against it
@@ -140,13 +153,22 @@ class Findings:
         return rows <= 0
 
     def _intact(self, stem: str, entry: dict[str, Any]) -> bool:
-        offset, left, total = entry["offset"], entry["nbytes"], 0
-        if type(offset) is not int or type(left) is not int or min(offset, left) < 0 or offset + left >= 1 << 62:
+        offset = entry["offset"]
+        left = entry["nbytes"]
+        total = 0
+        if (
+            type(offset) is not int
+            or type(left) is not int
+            or min(offset, left) < 0
+            or offset + left >= 1 << 62
+        ):
             raise ValueError(f"bytes {quoted(offset)} + {quoted(left)}")
         end = offset + left
         if self._held[0] != stem:
             name = self.payload_name(stem)
-            self._hold(stem, None if name is None else self._disk.open(os.path.join(self.directory, name), READ))
+            self._hold(
+                stem, None if name is None else self._disk.open(os.path.join(self.directory, name), READ)
+            )
         file = self._held[1]
         while left and file is not None:
             block = self._disk.read(file, min(left, _BLOCK), offset)

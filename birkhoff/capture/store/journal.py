@@ -29,9 +29,11 @@ class Journal:
     """Lines gather in memory until `flush`; `sync` makes what was flushed durable."""
 
     def __init__(self, disk: Disk, path: str):
-        self.path, self._disk = path, disk
+        self.path = path
+        self._disk = disk
         self.file = disk.open(path, CREATE)
-        self._size, self._sum = 0, 0
+        self._size = 0
+        self._sum = 0
         self._lines: list[bytes] = []
 
     def add(self, kind: str, body: dict[str, Any]) -> None:
@@ -85,7 +87,9 @@ def read_journal(disk: Disk, path: str) -> Iterator[tuple[str, bytes]]:
 
 def _checked(line: bytes, before: int) -> tuple[int, str, bytes] | None:
     """The running sum, kind and JSON of a line that fits behind `before`."""
-    digits, space, text = line[:8], line[8:9], line[9:]
+    digits = line[:8]
+    space = line[8:9]
+    text = line[9:]
     total = zlib.crc32(text, before)
     if space != b" " or digits != b"%08x" % total:
         return None

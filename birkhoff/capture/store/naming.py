@@ -16,7 +16,11 @@ import re
 import zlib
 
 LAYOUTS = ("per_file", "packed", "sharded")
-PAYLOAD, SIDECAR, OPEN, JOURNAL, POISON = ".bin", ".json", ".tmp", ".journal", ".poison"
+PAYLOAD = ".bin"
+SIDECAR = ".json"
+OPEN = ".tmp"
+JOURNAL = ".journal"
+POISON = ".poison"
 MAX_SLUG = 200  # names may have 255 bytes; leave room for suffixes
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")

@@ -63,23 +63,38 @@ class _Payload:
     """One growing payload: its descriptor, when it has one, and how far it goes."""
 
     def __init__(self, path: str, relative: str):
-        self.path, self.relative = path, relative
+        self.path = path
+        self.relative = relative
         self.file: int | None = None
         self.created = False
-        self.size, self.sum = 0, 0
+        self.size = 0
+        self.sum = 0
 
 
 class OpenFile:
     """`header` goes into the journal's first line; `directory` is relative to `root`."""
 
     def __init__(
-        self, disk: Disk, root: str, directory: str, stem: str, header: dict[str, Any], *,
-        sync: bool, atomic: bool, coalesce_bytes: int, fd_cache_size: int,
-    ):  # fmt: skip
-        self._disk, self._sync, self._atomic = disk, sync, atomic
-        self._coalesce, self._fd_cache = coalesce_bytes, fd_cache_size
+        self,
+        disk: Disk,
+        root: str,
+        directory: str,
+        stem: str,
+        header: dict[str, Any],
+        *,
+        sync: bool,
+        atomic: bool,
+        coalesce_bytes: int,
+        fd_cache_size: int,
+    ):
+        self._disk = disk
+        self._sync = sync
+        self._atomic = atomic
+        self._coalesce = coalesce_bytes
+        self._fd_cache = fd_cache_size
         self.directory, self.relative, self.stem = os.path.join(root, directory), directory, stem
-        self.layout, self.replaces = header["layout"], header["replace"]
+        self.layout = header["layout"]
+        self.replaces = header["replace"]
         self.lock = threading.RLock()
         self.error: BaseException | None = None
         self.sync_failed = False  # a sync that failed cannot be repeated: the pages may be gone
@@ -88,9 +103,12 @@ class OpenFile:
         self.acknowledged: set[str] = set()  # request ids whose rows here are known to be durable
         self.unsynced_directories = {self.directory}
         self._waiting: OrderedDict[tuple[RequestState, int, str], list[Chunk]] = OrderedDict()
-        self._weight, self._begun = 0, set[str]()
+        self._weight = 0
+        self._begun = set[str]()
         self._payloads: dict[str, _Payload] = {}
-        self._cached: OrderedDict[str, _Payload] = OrderedDict()  # payloads with a descriptor, oldest use first
+        self._cached: OrderedDict[str, _Payload] = (
+            OrderedDict()
+        )  # payloads with a descriptor, oldest use first
         self.num_entries = 0
         self._journal = Journal(disk, os.path.join(self.directory, stem + JOURNAL))
         self._journal.add("open", {**header, "stem": stem, "atomic": atomic})
@@ -147,7 +165,10 @@ class OpenFile:
         with self.lock:
             self._refuse_if_poisoned()
             self.flush()  # the end of a request is written behind its rows
-            facts: dict[str, Any] = {"request_id": state.request.request_id, "finish_reason": finish.finish_reason}
+            facts: dict[str, Any] = {
+                "request_id": state.request.request_id,
+                "finish_reason": finish.finish_reason,
+            }
             facts["rows"] = state.offered_rows  # of all files: a reader can tell when one of them is missing
             if finish.prompt_len is not None:
                 facts["prompt_len"] = finish.prompt_len
@@ -210,8 +231,12 @@ class OpenFile:
         with self.lock:
             self.error = self.error or error
             if self.sync_failed:
-                with contextlib.suppress(OSError):  # on a disk that is failing; the capture has failed either way
-                    self._disk.close(self._disk.open(os.path.join(self.directory, self.stem + POISON), CREATE))
+                with contextlib.suppress(
+                    OSError
+                ):  # on a disk that is failing; the capture has failed either way
+                    self._disk.close(
+                        self._disk.open(os.path.join(self.directory, self.stem + POISON), CREATE)
+                    )
 
     def discard(self) -> None:
         """Leave nothing behind of a capture that failed before it was acknowledged."""
@@ -235,7 +260,12 @@ class OpenFile:
             raise CaptureWriteError(f"{self.relative}/{self.stem} failed earlier ({self.error}).")
 
     def _enter(
-        self, state: RequestState, layer: int, hook: str, run: list[Chunk], batch: list[tuple[_Payload, memoryview]]
+        self,
+        state: RequestState,
+        layer: int,
+        hook: str,
+        run: list[Chunk],
+        batch: list[tuple[_Payload, memoryview]],
     ) -> None:
         """One entry: its bytes to the batch, its line to the journal, its sums to the request."""
         if self.num_entries >= MAX_ENTRIES:
@@ -245,7 +275,9 @@ class OpenFile:
             )
         payload = self._payload(per_file_stem(layer, hook) if self.layout == "per_file" else self.stem)
         pieces = [chunk.data() for chunk in run]
-        rows, nbytes, first = sum(chunk.num_rows for chunk in run), sum(map(len, pieces)), run[0]
+        rows = sum(chunk.num_rows for chunk in run)
+        nbytes = sum(map(len, pieces))
+        first = run[0]
         running = state.sums.setdefault(payload.relative, hashlib.sha256())
         total = 0
         for piece in pieces:
@@ -255,10 +287,17 @@ class OpenFile:
             running.update(piece)
             batch.append((payload, piece))
         entry: dict[str, Any] = {
-            "layer": layer, "hook": hook, "offset": payload.size, "nbytes": nbytes, "shape": [rows, first.width],
-            "dtype": first.dtype, **_labels(run), "row_offset": first.row_offset,
-            "steps": [first.step_index, run[-1].last_step], "crc32": total,
-        }  # fmt: skip
+            "layer": layer,
+            "hook": hook,
+            "offset": payload.size,
+            "nbytes": nbytes,
+            "shape": [rows, first.width],
+            "dtype": first.dtype,
+            **_labels(run),
+            "row_offset": first.row_offset,
+            "steps": [first.step_index, run[-1].last_step],
+            "crc32": total,
+        }
         if self.layout == "sharded":
             entry["request_id"] = state.request.request_id
         if self.layout == "per_file":
@@ -275,11 +314,15 @@ class OpenFile:
         starts: dict[_Payload, int] = {}
         for payload, piece in batch:
             starts[payload] = starts.get(payload, payload.size) - len(piece)
-        held, place, target = bytearray(), 0, None
+        held = bytearray()
+        place = 0
+        target = None
         for payload, piece in batch:
             if payload is not target or len(held) + len(piece) > self._coalesce:
                 self._put(target, held, place)
-                held, target, place = bytearray(), payload, starts[payload]
+                held = bytearray()
+                target = payload
+                place = starts[payload]
             if not held and len(piece) >= self._coalesce:
                 self._put(payload, piece, place)  # large rows go out without another copy
                 place += len(piece)
@@ -306,7 +349,8 @@ class OpenFile:
             while len(self._cached) >= self._fd_cache:
                 _, oldest = self._cached.popitem(last=False)
                 assert oldest.file is not None
-                file, oldest.file = oldest.file, None
+                file = oldest.file
+                oldest.file = None
                 if self._sync:  # while this descriptor can still be told of a failed write-back
                     self._disk.fsync(file)
                 self._disk.close(file)
@@ -356,7 +400,9 @@ def _labels(run: list[Chunk]) -> dict[str, Any]:
         labels["token_ids"] = [token for chunk in run for token in plain_ints(chunk.token_ids)]
     if first.phases is not None:
         letters = "".join(chunk.letters() or "" for chunk in run)
-        labels["phase"] = PHASES[letters[0]] if len(set(letters)) == 1 else [PHASES[letter] for letter in letters]
+        labels["phase"] = (
+            PHASES[letters[0]] if len(set(letters)) == 1 else [PHASES[letter] for letter in letters]
+        )
     if len(first.row_shape) == 2 and first.hook in _MATRICES:  # a projected one is no matrix any more
         labels["axes"] = ["from", "to"]
     scales = [chunk.scales() for chunk in run]

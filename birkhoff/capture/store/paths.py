@@ -27,7 +27,10 @@ class PathAllocator:
     """Names given out by one writer. A claimed directory is released when its capture is sealed or discarded."""
 
     def __init__(self, disk: Disk, root: str, on_collision: str, stage: str):
-        self._disk, self._root, self._on_collision, self._stage = disk, root, on_collision, stage
+        self._disk = disk
+        self._root = root
+        self._on_collision = on_collision
+        self._stage = stage
         self._lock = threading.Lock()
         self._claimed: dict[str, Identity] = {}
         self._durable_tags: set[str] = set()  # directories whose name in the root has been synced by this run
@@ -184,10 +187,13 @@ def _shard_requests(sidecar: str) -> list[str]:
     """The request ids of a shard, without parsing its entries when they are listed in front of them."""
     with open(sidecar, "rb") as file:
         text = file.read().decode("utf-8", "replace")
-    start, end = text.find('"requests": '), text.find('"entries": ')
+    start = text.find('"requests": ')
+    end = text.find('"entries": ')
     try:
         if 0 <= start < end:
             return list(json.JSONDecoder().raw_decode(text, start + len('"requests": '))[0])
         return [str(entry["request_id"]) for entry in json.loads(text)["entries"]]
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError):
-        raise CaptureFileError(f"{sidecar} is not a shard's sidecar. Run the repair, or move it away.") from None
+        raise CaptureFileError(
+            f"{sidecar} is not a shard's sidecar. Run the repair, or move it away."
+        ) from None

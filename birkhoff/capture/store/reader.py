@@ -32,9 +32,17 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "CaptureEntry", "RowBatch", "iter_rows", "latest_per_position", "read_packed", "read_per_file", "read_request",
-    "read_sharded", "rename", "to_torch",
-]  # fmt: skip
+    "CaptureEntry",
+    "RowBatch",
+    "iter_rows",
+    "latest_per_position",
+    "read_packed",
+    "read_per_file",
+    "read_request",
+    "read_sharded",
+    "rename",
+    "to_torch",
+]
 
 Address = tuple[int, str]
 OnDamage = Callable[[CaptureFileError], None]
@@ -66,24 +74,30 @@ class CaptureEntry:
         return len(self.array)
 
 
-def read_per_file(
-    path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False
-) -> CaptureEntry:  # fmt: skip
+def read_per_file(path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False) -> CaptureEntry:
     """One `{layer}_{hook}` payload with its sidecar. A sidecar that names no dtype means float32."""
     path = Path(path)
     with CaptureFile(path.with_suffix(".json")) as file:
         if len(file.records) != 1 or "layout" in file.facts:
-            raise CaptureFileError(f"{path} describes {len(file.records)} entries, expected one. Use read_request.")
+            raise CaptureFileError(
+                f"{path} describes {len(file.records)} entries, expected one. Use read_request."
+            )
         return _joined([(file.records[0], file.read(file.records[0], verify, mmap))], file.facts)
 
 
 def read_packed(
-    path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False, on_damage: OnDamage | None = None
+    path: str | os.PathLike[str],
+    *,
+    verify: bool = True,
+    mmap: bool = False,
+    on_damage: OnDamage | None = None,
 ) -> dict[Address, CaptureEntry]:
     """A request in one file, or in one file per pipeline stage when `path` is its directory."""
     path = Path(path)
     if path.is_dir():
-        sidecars = [path / name for name in sorted(_names(path)) if _PACKED.fullmatch(name)] or [path / "packed.json"]
+        sidecars = [path / name for name in sorted(_names(path)) if _PACKED.fullmatch(name)] or [
+            path / "packed.json"
+        ]
     else:
         sidecars = [path.with_suffix(".json")]
     entries: dict[Address, CaptureEntry] = {}
@@ -100,18 +114,30 @@ def read_packed(
 
 @overload
 def read_request(
-    directory: str | os.PathLike[str], *, names: None = None, verify: bool = True, mmap: bool = False,
+    directory: str | os.PathLike[str],
+    *,
+    names: None = None,
+    verify: bool = True,
+    mmap: bool = False,
     on_damage: OnDamage | None = None,
-) -> dict[Address, CaptureEntry]: ...  # fmt: skip
+) -> dict[Address, CaptureEntry]: ...
 @overload
 def read_request(
-    directory: str | os.PathLike[str], *, names: str, verify: bool = True, mmap: bool = False,
+    directory: str | os.PathLike[str],
+    *,
+    names: str,
+    verify: bool = True,
+    mmap: bool = False,
     on_damage: OnDamage | None = None,
-) -> dict[str, CaptureEntry]: ...  # fmt: skip
+) -> dict[str, CaptureEntry]: ...
 def read_request(
-    directory: str | os.PathLike[str], *, names: str | None = None, verify: bool = True, mmap: bool = False,
+    directory: str | os.PathLike[str],
+    *,
+    names: str | None = None,
+    verify: bool = True,
+    mmap: bool = False,
     on_damage: OnDamage | None = None,
-) -> dict[Address, CaptureEntry] | dict[str, CaptureEntry]:  # fmt: skip
+) -> dict[Address, CaptureEntry] | dict[str, CaptureEntry]:
     """Everything captured of one request. `names="transformer_lens"` keys it by the names of that tool."""
     directory = Path(directory)
     present = sorted(_names(directory))
@@ -124,9 +150,13 @@ def read_request(
             waiting = any(name.endswith((".tmp", ".journal")) for name in present)
             raise CaptureFileError(
                 f"{directory} holds no finished capture. "
-                + ("It is still being written, or its writer died: run the repair." if waiting else "Give a request's "
-                   "directory, {root}/{tag}/{request}; for shards use read_sharded on the tag.")
-            )  # fmt: skip
+                + (
+                    "It is still being written, or its writer died: run the repair."
+                    if waiting
+                    else "Give a request's "
+                    "directory, {root}/{tag}/{request}; for shards use read_sharded on the tag."
+                )
+            )
         for name in sidecars:
             try:
                 entry = read_per_file(directory / name, verify=verify, mmap=mmap)
@@ -140,15 +170,20 @@ def read_request(
 
 
 def read_sharded(
-    directory: str | os.PathLike[str], *, requests: Iterable[str] | None = None, verify: bool = True,
+    directory: str | os.PathLike[str],
+    *,
+    requests: Iterable[str] | None = None,
+    verify: bool = True,
     on_damage: OnDamage | None = None,
-) -> dict[str, dict[Address, CaptureEntry]]:  # fmt: skip
+) -> dict[str, dict[Address, CaptureEntry]]:
     """The sealed shards of a tag; `requests` reads only these. A request that spans shards is joined."""
     directory = Path(directory)
     wanted = None if requests is None else set(requests)
     parts: dict[tuple[str, int, str], list[tuple[SidecarEntry, Array]]] = {}
     facts: dict[str, dict[str, Any]] = {}
-    rows: dict[str, int] = {}  # that the shards list, by request: fewer than it says at its end when a shard is gone
+    rows: dict[
+        str, int
+    ] = {}  # that the shards list, by request: fewer than it says at its end when a shard is gone
     found = [(int(match[2]), match[0]) for match in map(_SHARD.fullmatch, _names(directory)) if match]
     for _, name in sorted(found):  # a slot's shards in the order they were written
         with CaptureFile(directory / name) as file:
@@ -160,10 +195,14 @@ def read_sharded(
                     rows[record.request_id] = rows.get(record.request_id, 0) + record.rows
                     array = _read(file, record, verify, False, on_damage)
                     if array is not None:
-                        parts.setdefault((record.request_id, record.layer, record.hook), []).append((record, array))
+                        parts.setdefault((record.request_id, record.layer, record.hook), []).append(
+                            (record, array)
+                        )
     entries: dict[str, dict[Address, CaptureEntry]] = {}
     for request, known in facts.items():
-        known["complete"] = bool(known.get("complete")) and known.get("rows", rows.get(request)) == rows.get(request, 0)
+        known["complete"] = bool(known.get("complete")) and known.get("rows", rows.get(request)) == rows.get(
+            request, 0
+        )
     for (request, layer, hook), pieces in parts.items():
         entries.setdefault(request, {})[layer, hook] = _joined(pieces, facts.get(request, {}))
     return entries
@@ -182,7 +221,9 @@ def latest_per_position(entry: CaptureEntry) -> CaptureEntry:
         for name in ("positions", "token_ids", "phases")
         if (values := getattr(entry, name)) is not None
     }
-    return replace(entry, array=entry.array[rows], scale=None if entry.scale is None else entry.scale[rows], **labels)
+    return replace(
+        entry, array=entry.array[rows], scale=None if entry.scale is None else entry.scale[rows], **labels
+    )
 
 
 def rename(entries: dict[Address, CaptureEntry], names: str) -> dict[str, CaptureEntry]:
@@ -191,7 +232,7 @@ def rename(entries: dict[Address, CaptureEntry], names: str) -> dict[str, Captur
     return {
         to_tool(names, (hook, layer), layer + 1) or f"{hook}.{layer}": entry
         for (layer, hook), entry in entries.items()
-    }  # fmt: skip
+    }
 
 
 def to_torch(entry: CaptureEntry) -> torch.Tensor:
@@ -262,4 +303,6 @@ def _collect_facts(file: CaptureFile, wanted: set[str] | None, facts: dict[str, 
     for request, known in told.items() if isinstance(told, dict) else ():
         if isinstance(known, dict) and (wanted is None or request in wanted):
             complete = bool(known.get("complete")) or bool(facts.get(request, {}).get("complete"))
-            facts.setdefault(request, {}).update({**shared, **known, "request_id": request, "complete": complete})
+            facts.setdefault(request, {}).update(
+                {**shared, **known, "request_id": request, "complete": complete}
+            )

@@ -78,9 +78,16 @@ def repair_held(root: str, disk: Disk, stage: str | None = None, sync: bool = Tr
 
 
 def repair_file(
-    disk: Disk, root: str, directory: str, journal: str, report: RepairReport, *, sync: bool = True,
-    only: Iterable[str] | None = None, rewrite: bool = False,
-) -> None:  # fmt: skip
+    disk: Disk,
+    root: str,
+    directory: str,
+    journal: str,
+    report: RepairReport,
+    *,
+    sync: bool = True,
+    only: Iterable[str] | None = None,
+    rewrite: bool = False,
+) -> None:
     """Seal what one journal's files hold. `only` keeps these requests and no others; `rewrite` copies the payload."""
     found = Findings(disk, directory, journal, None if only is None else frozenset(only))
     report.checked_bytes += found.checked_bytes
@@ -149,10 +156,16 @@ def _make_empty(disk: Disk, directory: str, stem: str, sync: bool) -> None:
 def _leftovers(found: Findings) -> list[str]:
     """Files of a capture of which nothing is to be kept."""
     if found.stem.startswith("per_file"):
-        return [name for name in os.listdir(found.directory) if re.fullmatch(r"\d+_.*\.(bin|json)\.tmp", name)]
+        return [
+            name for name in os.listdir(found.directory) if re.fullmatch(r"\d+_.*\.(bin|json)\.tmp", name)
+        ]
     # Without atomic publishing the payload has its final name from the start, and it is nobody else's.
     direct = not found.header.get("atomic", True) and not found.would_replace()
-    return [found.stem + PAYLOAD + OPEN, found.stem + SIDECAR + OPEN, *([found.stem + PAYLOAD] if direct else [])]
+    return [
+        found.stem + PAYLOAD + OPEN,
+        found.stem + SIDECAR + OPEN,
+        *([found.stem + PAYLOAD] if direct else []),
+    ]
 
 
 def _remove_orphans(disk: Disk, root: str, directory: str, report: RepairReport) -> None:
@@ -179,5 +192,9 @@ def _subdirectories(path: str) -> list[str]:
 
 
 def _of_stage(journal: str, stage: str) -> bool:
-    return re.fullmatch(rf"(packed|per_file){re.escape(stage)}\.journal|shard{re.escape(stage)}-\d+-\d+\.journal",
-                        journal) is not None  # fmt: skip
+    return (
+        re.fullmatch(
+            rf"(packed|per_file){re.escape(stage)}\.journal|shard{re.escape(stage)}-\d+-\d+\.journal", journal
+        )
+        is not None
+    )

@@ -20,7 +20,8 @@ class RootLock:
     """Held from construction to `release`. Refuses at once when another writer is alive."""
 
     def __init__(self, disk: Disk, root: str, stage: str = "", sync: bool = True):
-        self._disk, self._sync = disk, sync
+        self._disk = disk
+        self._sync = sync
         path = os.path.join(root, LOCK + stage)
         self._file = disk.open(path, os.O_CREAT | os.O_RDWR)
         try:

@@ -57,7 +57,9 @@ class _Files:
     """Capture files by number, the least recently used closed first."""
 
     def __init__(self, sidecars: list[Path], labels: bool):
-        self.sidecars, self._labels, self._open = sidecars, labels, OrderedDict[int, CaptureFile]()
+        self.sidecars = sidecars
+        self._labels = labels
+        self._open = OrderedDict[int, CaptureFile]()
         self.checked = bytearray()  # a flag per record, by ordinal
 
     def __getitem__(self, number: int) -> CaptureFile:
@@ -84,10 +86,19 @@ class _Files:
 
 
 def iter_rows(
-    directory: str | os.PathLike[str], hook: str, layer: int, batch: int, shuffle: bool = False, seed: int = 0, *,
-    dtype: str | None = None, labels: bool = False, verify: bool = True, drop_last: bool = False,
+    directory: str | os.PathLike[str],
+    hook: str,
+    layer: int,
+    batch: int,
+    shuffle: bool = False,
+    seed: int = 0,
+    *,
+    dtype: str | None = None,
+    labels: bool = False,
+    verify: bool = True,
+    drop_last: bool = False,
     pool_rows: int | None = None,
-) -> Iterator[RowBatch]:  # fmt: skip
+) -> Iterator[RowBatch]:
     """Batches of `batch` rows from every capture under a tag's directory (or one request's), all layouts.
 
     `dtype="float32"` decodes; otherwise rows come as stored and must be of one dtype. The last batch may be short.
@@ -110,15 +121,26 @@ def iter_rows(
 
 
 def _batches(
-    files: _Files, form: tuple[str, tuple[int, ...]], blocks: Array, batch: int, shuffle: bool, seed: int,
-    dtype: str | None, labels: bool, verify: bool, drop_last: bool, pool_rows: int | None,
-) -> Iterator[RowBatch]:  # fmt: skip
+    files: _Files,
+    form: tuple[str, tuple[int, ...]],
+    blocks: Array,
+    batch: int,
+    shuffle: bool,
+    seed: int,
+    dtype: str | None,
+    labels: bool,
+    verify: bool,
+    drop_last: bool,
+    pool_rows: int | None,
+) -> Iterator[RowBatch]:
     random = np.random.default_rng(seed)
     most = max(pool_rows or POOL_BATCHES * batch, batch) if shuffle else batch
     held: list[RowBatch] = []
     count = 0
     try:
-        for last, number in _with_last(random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))):
+        for last, number in _with_last(
+            random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))
+        ):
             held.append(_loaded(files, _RowBlock(*blocks[number].tolist()), form, dtype, labels, verify))
             count += len(held[-1])
             if count < most and not last:
@@ -155,7 +177,9 @@ def _sidecars(directory: Path) -> list[Path]:
             else:
                 found.append(directory / entry.name)
     except OSError as error:
-        raise CaptureFileError(f"{directory} cannot be listed ({error.strerror}). Give a tag's directory.") from None
+        raise CaptureFileError(
+            f"{directory} cannot be listed ({error.strerror}). Give a tag's directory."
+        ) from None
     return [path for path in found if _SIDECAR.fullmatch(path.name)]
 
 
@@ -186,7 +210,12 @@ def _index(
 
 
 def _loaded(
-    files: _Files, block: _RowBlock, form: tuple[str, tuple[int, ...]], dtype: str | None, labels: bool, verify: bool
+    files: _Files,
+    block: _RowBlock,
+    form: tuple[str, tuple[int, ...]],
+    dtype: str | None,
+    labels: bool,
+    verify: bool,
 ) -> RowBatch:
     file, record, stored = files.rows(block, verify)
     if record.shape[1:] != form[1] or (dtype is None and record.dtype != form[0]):

@@ -43,8 +43,12 @@ class SealedContents:
     """What a journal says, without its entries."""
 
     header: dict[str, Any] = field(default_factory=dict)
-    requests: dict[str, dict[str, Any]] = field(default_factory=dict)  # facts by request id; `complete` once finished
-    stems: dict[str, None] = field(default_factory=dict)  # payloads that hold something, in order of appearance
+    requests: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # facts by request id; `complete` once finished
+    stems: dict[str, None] = field(
+        default_factory=dict
+    )  # payloads that hold something, in order of appearance
     num_entries: int = 0
     dtype: str = "float32"
 
@@ -53,10 +57,19 @@ class Seal:
     """The sealing of one journal's files. `keep` leaves entries out; requests in `broken` are marked as incomplete."""
 
     def __init__(
-        self, disk: Disk, directory: str, journal: str, sync: bool = True, keep: Keep | None = None,
+        self,
+        disk: Disk,
+        directory: str,
+        journal: str,
+        sync: bool = True,
+        keep: Keep | None = None,
         broken: Collection[str] = (),
-    ):  # fmt: skip
-        self._disk, self.directory, self._sync, self._keep, self._broken = disk, directory, sync, keep, broken
+    ):
+        self._disk = disk
+        self.directory = directory
+        self._sync = sync
+        self._keep = keep
+        self._broken = broken
         self._journal = os.path.join(directory, journal)
         self.contents = self._look()
         self.cleared = False  # whether a previous capture has made way
@@ -110,7 +123,9 @@ class Seal:
         if not self.replaces:
             return []
         names = [name for name in os.listdir(self.directory) if name.endswith(ending)]
-        if self.contents.header["pp_size"] > 1:  # stages share a directory; each replaces what has its own names
+        if (
+            self.contents.header["pp_size"] > 1
+        ):  # stages share a directory; each replaces what has its own names
             return [name for name in names if name.removesuffix(ending) in self.stems]
         return names
 
@@ -148,9 +163,11 @@ class Seal:
         for known in self.contents.requests.values():
             facts |= known
         header = self.contents.header
-        return facts | {name: header[name] for name in ("request_id", "tag", "created_at", "write_id")} | {
-            "format_version": FORMAT_VERSION
-        }  # fmt: skip
+        return (
+            facts
+            | {name: header[name] for name in ("request_id", "tag", "created_at", "write_id")}
+            | {"format_version": FORMAT_VERSION}
+        )
 
     def _index(self) -> Iterator[bytes]:
         """A sidecar with entries: packed for one request, sharded for many."""
@@ -172,7 +189,9 @@ class Seal:
         if self._keep is not None:
             kept = {json.loads(text)["request_id"] for text in self._entries()}
             requests = {name: facts for name, facts in requests.items() if name in kept or facts["complete"]}
-        return {name: {k: v for k, v in facts.items() if k != "request_id"} for name, facts in requests.items()}
+        return {
+            name: {k: v for k, v in facts.items() if k != "request_id"} for name, facts in requests.items()
+        }
 
     def _per_file(self) -> Iterator[tuple[str, bytes]]:
         """The sidecar of every (layer, hook), its parts joined."""
@@ -220,7 +239,9 @@ def publish(seals: list[Seal], disk: Disk, sync: bool) -> dict[Seal, OSError]:
 
     def step_and_sync(step: Callable[[Seal], None], chosen: list[Seal]) -> None:
         attempt(step, chosen)
-        synced = sync_directories(disk, [seal.directory for seal in chosen if seal not in failed]) if sync else {}
+        synced = (
+            sync_directories(disk, [seal.directory for seal in chosen if seal not in failed]) if sync else {}
+        )
         for seal in chosen:
             error = synced.get(seal.directory)
             if error is not None:
@@ -232,7 +253,9 @@ def publish(seals: list[Seal], disk: Disk, sync: bool) -> dict[Seal, OSError]:
     step_and_sync(Seal.place_sidecars, seals)
     for seal in seals:
         if seal not in failed:
-            with contextlib.suppress(OSError):  # it is durable; a journal too many is cleared by the next repair
+            with contextlib.suppress(
+                OSError
+            ):  # it is durable; a journal too many is cleared by the next repair
                 seal.remove_journal()
     return failed
 

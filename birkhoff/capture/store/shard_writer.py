@@ -33,11 +33,22 @@ class ShardWriter:
     """`opened` makes a shard's files, `full` takes a shard that is not written any more."""
 
     def __init__(
-        self, root: str, stage: str, num_shards: int, max_bytes: int, max_open: int, opened: OpenShard,
+        self,
+        root: str,
+        stage: str,
+        num_shards: int,
+        max_bytes: int,
+        max_open: int,
+        opened: OpenShard,
         full: Callable[[OpenFile], None],
-    ):  # fmt: skip
-        self._root, self._stage, self._num_shards, self._max_bytes = root, stage, num_shards, max_bytes
-        self._max_open, self._opened, self._full = max_open, opened, full
+    ):
+        self._root = root
+        self._stage = stage
+        self._num_shards = num_shards
+        self._max_bytes = max_bytes
+        self._max_open = max_open
+        self._opened = opened
+        self._full = full
         self._lock = threading.Lock()
         self._num_open = 0
         self._slots: OrderedDict[tuple[str, int], _Slot] = OrderedDict()  # least recently used first
@@ -73,7 +84,9 @@ class ShardWriter:
             slot = self._slots.setdefault(key, _Slot())
             self._slots.move_to_end(key)
             if self._num_open >= self._max_open:
-                unused = [other for other in self._slots.values() if other.file is not None and other is not slot][:1]
+                unused = [
+                    other for other in self._slots.values() if other.file is not None and other is not slot
+                ][:1]
         for other in unused:
             with other.lock:
                 self._retire(other)
@@ -99,7 +112,8 @@ class ShardWriter:
 
     def _retire(self, slot: _Slot) -> None:
         if slot.file is not None:
-            file, slot.file = slot.file, None
+            file = slot.file
+            slot.file = None
             with self._lock:
                 self._num_open -= 1
             self._full(file)

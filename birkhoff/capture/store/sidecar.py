@@ -26,7 +26,9 @@ from birkhoff.errors import CaptureChecksum, CaptureFileError, quoted
 
 MAX_SIDECAR_BYTES = 512 << 20
 MAX_ENTRIES = 1 << 20
-MAX_ROWS, MAX_WIDTH, MAX_DIMENSIONS = 1 << 40, 1 << 31, 8
+MAX_ROWS = 1 << 40
+MAX_WIDTH = 1 << 31
+MAX_DIMENSIONS = 8
 _BLOCK = 4 << 20
 _ENTRY_WORDS = frozenset(
     """layer hook shape offset nbytes dtype row_shape positions token_ids phase row_offset steps crc32 scale axes
@@ -69,7 +71,8 @@ class CaptureFile:
     """
 
     def __init__(self, sidecar: str | os.PathLike[str], labels: bool = True):
-        self.path, self._keep_labels = Path(sidecar), labels
+        self.path = Path(sidecar)
+        self._keep_labels = labels
         self.payload_path = self.path.with_suffix(".bin")
         self._file = -1
         for _ in range(8):  # a capture that is being replaced is whole again after a moment
@@ -102,7 +105,8 @@ class CaptureFile:
 
     def check(self, record: SidecarEntry) -> None:
         """Compare a record with its checksum without holding it in memory."""
-        total, held = 0, memoryview(bytearray(min(_BLOCK, record.nbytes)))
+        total = 0
+        held = memoryview(bytearray(min(_BLOCK, record.nbytes)))
         for start in range(0, record.nbytes, _BLOCK):
             view = held[: min(_BLOCK, record.nbytes - start)]
             self._read_into(record, view, record.offset + start)
@@ -133,7 +137,7 @@ class CaptureFile:
         first = record.offset - record.offset % mapping.ALLOCATIONGRANULARITY
         pages = mapping.mmap(
             self._file, record.offset + record.nbytes - first, access=mapping.ACCESS_COPY, offset=first
-        )  # fmt: skip
+        )
         return np.frombuffer(pages, stored, record.nbytes // stored.itemsize, record.offset - first)
 
     def _compare(self, record: SidecarEntry, total: int | None) -> None:
@@ -185,14 +189,17 @@ class CaptureFile:
                 records.append(self._record(entry, facts.get("dtype"), size))
                 claimed += records[-1].nbytes
                 if claimed > size:  # entries that share bytes could ask for any amount of memory
-                    self._refuse(f"entries up to {records[-1].name} claim more than the {size} bytes of the payload.")
+                    self._refuse(
+                        f"entries up to {records[-1].name} claim more than the {size} bytes of the payload."
+                    )
         self.facts = {name: value for name, value in facts.items() if name not in _ENTRY_WORDS}
         return records
 
     def _record(self, entry: Any, dtype: Any, size: int, whole: bool = False) -> SidecarEntry:
         if not isinstance(entry, dict):
             self._refuse(f"an entry is {_kind(entry)}, expected an object.")
-        layer, hook = self._whole(entry, "layer", 1 << 31), entry.get("hook")
+        layer = self._whole(entry, "layer", 1 << 31)
+        hook = entry.get("hook")
         if not isinstance(hook, str) or len(hook) > 256:
             self._refuse(f"hook is {quoted(hook)}, expected a name.")
         label = f"{quoted(hook)}[{layer}]"
@@ -221,13 +228,21 @@ class CaptureFile:
         ):
             self._refuse(f"row_shape of {label} is {quoted(row_shape)}, expected a shape of {width} numbers.")
         return SidecarEntry(
-            layer, hook, offset, nbytes, (rows, *row_shape) if row_shape else (rows, width), dtype,
-            self._labels(entry, "positions", label, rows), self._labels(entry, "token_ids", label, rows),
-            self._phases(entry, label, rows), self._scale(entry, label, rows, dtype),
+            layer,
+            hook,
+            offset,
+            nbytes,
+            (rows, *row_shape) if row_shape else (rows, width),
+            dtype,
+            self._labels(entry, "positions", label, rows),
+            self._labels(entry, "token_ids", label, rows),
+            self._phases(entry, label, rows),
+            self._scale(entry, label, rows, dtype),
             self._whole(entry, "crc32", 1 << 32) if entry.get("crc32") is not None else None,
-            self._axes(entry, label), self._whole(entry, "row_offset", 1 << 62) if "row_offset" in entry else None,
+            self._axes(entry, label),
+            self._whole(entry, "row_offset", 1 << 62) if "row_offset" in entry else None,
             entry["request_id"] if isinstance(entry.get("request_id"), str) else None,
-        )  # fmt: skip
+        )
 
     def _whole(self, entry: dict[str, Any], name: str, limit: int) -> int:
         value = entry.get(name)
@@ -261,8 +276,9 @@ class CaptureFile:
         if scale is None and dtype != "fp8_e4m3":
             return None
         numbers = isinstance(scale, list) and all(
-            type(value) in (int, float) and abs(value) <= 3.5e38 for value in scale  # NaN compares as false
-        )  # fmt: skip
+            type(value) in (int, float) and abs(value) <= 3.5e38
+            for value in scale  # NaN compares as false
+        )
         if not numbers or len(scale) != rows:  # type: ignore[arg-type]
             self._refuse(f"scale of {label} is {_kind(scale)}, expected {rows} numbers.")
         return np.array(scale, dtype=np.float32)
@@ -270,7 +286,9 @@ class CaptureFile:
     def _axes(self, entry: dict[str, Any], label: str) -> list[str] | None:
         axes = entry.get("axes")
         if axes is not None and not (
-            isinstance(axes, list) and len(axes) <= MAX_DIMENSIONS and all(isinstance(axis, str) for axis in axes)
+            isinstance(axes, list)
+            and len(axes) <= MAX_DIMENSIONS
+            and all(isinstance(axis, str) for axis in axes)
         ):
             self._refuse(f"axes of {label} are {quoted(axes)}, expected names.")
         return axes
@@ -297,7 +315,9 @@ def _open(path: Path, what: str) -> int:
 def _hint(path: Path) -> str:
     open_files = path.with_name(path.name + ".tmp").exists() or path.with_suffix(".journal").exists()
     return (
-        " It is still being written, or a writer died: run birkhoff.capture.store.repair.repair." if open_files else ""
+        " It is still being written, or a writer died: run birkhoff.capture.store.repair.repair."
+        if open_files
+        else ""
     )
 
 
@@ -306,12 +326,16 @@ def _load(path: Path) -> dict[str, Any]:
     with open(file, "rb") as stream:
         size = os.fstat(file).st_size
         if size > MAX_SIDECAR_BYTES:
-            raise CaptureFileError(f"{path}: the sidecar has {size} bytes, expected up to {MAX_SIDECAR_BYTES}.")
+            raise CaptureFileError(
+                f"{path}: the sidecar has {size} bytes, expected up to {MAX_SIDECAR_BYTES}."
+            )
         raw = stream.read(size)
     try:
         facts = json.loads(raw, parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
-        raise CaptureFileError(f"{path}: the sidecar is not JSON ({error}). Take it from another copy.") from None
+        raise CaptureFileError(
+            f"{path}: the sidecar is not JSON ({error}). Take it from another copy."
+        ) from None
     if not isinstance(facts, dict):
         raise CaptureFileError(f"{path}: the sidecar is {_kind(facts)}, expected an object.")
     return facts

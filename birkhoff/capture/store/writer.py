@@ -36,7 +36,9 @@ class CaptureWriter:
     """`repaired` is the report of what was found when the root was opened, or None when it was clean."""
 
     def __init__(self, options: FileOptions, disk: Disk | None = None):
-        self.options, self._disk, self._closed = options, disk or Disk(), False
+        self.options = options
+        self._disk = disk or Disk()
+        self._closed = False
         self.root = os.path.abspath(os.fspath(options.root))
         self._stage = stage(options.pp_rank, options.pp_size)
         try:
@@ -54,12 +56,18 @@ class CaptureWriter:
             self._states: dict[str, RequestState] = {}
             self._states_lock = threading.Lock()
             self._places = PathAllocator(self._disk, self.root, options.on_collision, self._stage)
-            self._committer = Committer(self._disk, self.root, options.fsync, options.queue_size, self._settle)
+            self._committer = Committer(
+                self._disk, self.root, options.fsync, options.queue_size, self._settle
+            )
             self._shards = ShardWriter(
-                self.root, self._stage, options.num_shards, options.shard_max_bytes,
-                max(options.fd_cache_size // 2, 1), self._open_shard,
+                self.root,
+                self._stage,
+                options.num_shards,
+                options.shard_max_bytes,
+                max(options.fd_cache_size // 2, 1),
+                self._open_shard,
                 lambda file: self._committer.submit(CommitTask(seal=file)),
-            )  # fmt: skip
+            )
         except BaseException:
             self._lock.release(clean=False)
             raise
@@ -72,7 +80,9 @@ class CaptureWriter:
         state = RequestState(request, layout)
         with self._states_lock:
             if request.key in self._states:
-                raise CaptureWriteError(f"request {quoted(request.key)} has begun already. Give every request its key.")
+                raise CaptureWriteError(
+                    f"request {quoted(request.key)} has begun already. Give every request its key."
+                )
             self._states[request.key] = state
         try:
             self._place(state)
@@ -139,7 +149,9 @@ class CaptureWriter:
         for state in unfinished:
             state.abandoned = True
             if any(file.replaces for file in state.files):
-                state.fail("the writer was closed before the request finished; the capture it would replace is kept")
+                state.fail(
+                    "the writer was closed before the request finished; the capture it would replace is kept"
+                )
             self._committer.submit(CommitTask(state=state))
         self.seal()
         self._committer.close()
@@ -174,7 +186,9 @@ class CaptureWriter:
     def _place(self, state: RequestState) -> None:
         request = state.request
         if state.layout not in LAYOUTS:
-            raise CaptureWriteError(f"layout is {quoted(state.layout)}, expected one of {', '.join(LAYOUTS)}.")
+            raise CaptureWriteError(
+                f"layout is {quoted(state.layout)}, expected one of {', '.join(LAYOUTS)}."
+            )
         reserved = sorted(RESERVED & set(request.meta))
         if reserved:
             raise CaptureWriteError(
@@ -194,14 +208,21 @@ class CaptureWriter:
             return
         state.directory, replaces = self._places.claim(request.tag, request.request_id)
         stem = ("packed" if state.layout == "packed" else "per_file") + self._stage
-        header = {"layout": state.layout, "request_id": request.request_id, "tag": request.tag, "replace": replaces}
+        header = {
+            "layout": state.layout,
+            "request_id": request.request_id,
+            "tag": request.tag,
+            "replace": replaces,
+        }
         try:
             file = self._open(state.directory, stem, header)
         except BaseException:
             self._places.release(state.directory)
             raise
         tag_directory = os.path.dirname(state.directory)
-        file.unsynced_directories |= {os.path.join(self.root, tag_directory)} | self._places.unsynced(tag_directory)
+        file.unsynced_directories |= {os.path.join(self.root, tag_directory)} | self._places.unsynced(
+            tag_directory
+        )
         file.begin(state)
 
     def _open_shard(self, directory: str, stem: str, header: dict[str, Any]) -> OpenFile:
@@ -212,17 +233,31 @@ class CaptureWriter:
     def _open(self, directory: str, stem: str, header: dict[str, Any]) -> OpenFile:
         options = self.options
         header = {
-            **header, "write_id": uuid.uuid4().hex, "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "pp_rank": options.pp_rank, "pp_size": options.pp_size,
-        }  # fmt: skip
+            **header,
+            "write_id": uuid.uuid4().hex,
+            "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "pp_rank": options.pp_rank,
+            "pp_size": options.pp_size,
+        }
         full = os.path.join(self.root, directory)
-        if os.path.lexists(os.path.join(full, stem + JOURNAL)):  # of a capture that failed and could not be cleared
+        if os.path.lexists(
+            os.path.join(full, stem + JOURNAL)
+        ):  # of a capture that failed and could not be cleared
             repair_file(self._disk, self.root, full, stem + JOURNAL, RepairReport(), sync=options.fsync)
-        atomic = options.atomic_publish or header["replace"]  # what is replaced stays until the new one is whole
+        atomic = (
+            options.atomic_publish or header["replace"]
+        )  # what is replaced stays until the new one is whole
         return OpenFile(
-            self._disk, self.root, directory, stem, header, sync=options.fsync, atomic=atomic,
-            coalesce_bytes=options.coalesce_max_bytes, fd_cache_size=options.fd_cache_size,
-        )  # fmt: skip
+            self._disk,
+            self.root,
+            directory,
+            stem,
+            header,
+            sync=options.fsync,
+            atomic=atomic,
+            coalesce_bytes=options.coalesce_max_bytes,
+            fd_cache_size=options.fd_cache_size,
+        )
 
     def _settle(self, state: RequestState) -> None:
         """Turn what is known about a request into its result, and forget the request."""
@@ -231,9 +266,13 @@ class CaptureWriter:
         if state.layout != "sharded":
             self._places.release(state.directory)
         finish = state.finish or CaptureFinish(state.request.key)
-        identity = state.directory if state.layout != "sharded" else f"{state.directory}/{state.request.request_id}"
+        identity = (
+            state.directory if state.layout != "sharded" else f"{state.directory}/{state.request.request_id}"
+        )
         if state.error is not None:
-            state.future.set_result(CaptureResult("error", identity, state.error, dropped_rows=state.lost_rows))
+            state.future.set_result(
+                CaptureResult("error", identity, state.error, dropped_rows=state.lost_rows)
+            )
             return
         self._places.settle(state.directory.split("/")[0])
         dropped = state.lost_rows + finish.dropped_rows
@@ -245,9 +284,17 @@ class CaptureWriter:
         status: Status = "ok" if warning is None else "partial_error"
         sums = {path: running.hexdigest() for path, running in state.sums.items()}
         result = CaptureResult(
-            status, identity, warning, state.rows, state.nbytes, len(state.keys), dropped, tuple(sums), sums,
+            status,
+            identity,
+            warning,
+            state.rows,
+            state.nbytes,
+            len(state.keys),
+            dropped,
+            tuple(sums),
+            sums,
             self.options.fsync,
-        )  # fmt: skip
+        )
         state.future.set_result(result)
 
 

@@ -30,7 +30,8 @@ def attend(
     if isinstance(chosen, TopkIndices):
         chosen = None if entries is None else chosen.mask(entries.shape[1])
     batch, length, heads, width = queries.shape
-    past, block = recent.shape[1] - length, max(window, LEAST_BLOCK)
+    past = recent.shape[1] - length
+    block = max(window, LEAST_BLOCK)
     reach = None if chosen is None else _reach(chosen)
     padded = bool((oldest > 0).any())
     out = torch.empty(queries.shape)

@@ -19,18 +19,45 @@ from birkhoff.kernels.rope.decode import turned, turned_heads
 
 @triton.jit
 def _attend(
-    queries, query_stride, keys, ring, window, pages, table, table_stride, chosen, topk, slots, positions, cos, sin,
-    sums, peaks, masses, heads, share, scale, eps, shares,
-    RATIO: tl.constexpr, CHOSEN: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr,
-    KEYS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    queries,
+    query_stride,
+    keys,
+    ring,
+    window,
+    pages,
+    table,
+    table_stride,
+    chosen,
+    topk,
+    slots,
+    positions,
+    cos,
+    sin,
+    sums,
+    peaks,
+    masses,
+    heads,
+    share,
+    scale,
+    eps,
+    shares,
+    RATIO: tl.constexpr,
+    CHOSEN: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNING: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int32)  # 64-bit division is slow
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
     kept = keys.dtype.element_ty
-    q = tl.load(queries + row * query_stride + h[:, None] * WIDTH + d[None, :], mask=(h < heads)[:, None], other=0.0)
+    q = tl.load(
+        queries + row * query_stride + h[:, None] * WIDTH + d[None, :], mask=(h < heads)[:, None], other=0.0
+    )
     q = q.to(tl.float32)
     q = (q * (1.0 / tl.sqrt(tl.sum(q * q, axis=1) / WIDTH + eps))[:, None]).to(kept).to(tl.float32)
     at = row * 4 * (TURNING // 2)
@@ -69,7 +96,8 @@ def _attend(
             logits = tl.dot(q, tl.trans(k)) * scale
         logits = tl.where(seen[None, :], logits, float("-inf"))
         higher = tl.maximum(peak, tl.max(logits, axis=1))
-        old, p = tl.exp(peak - higher), tl.exp(logits - higher[:, None])
+        old = tl.exp(peak - higher)
+        p = tl.exp(logits - higher[:, None])
         mass = mass * old + tl.sum(p, axis=1)
         if WIDE:
             total = tl.dot(p, k, total * old[:, None], input_precision="ieee")
@@ -84,9 +112,22 @@ def _attend(
 
 @triton.jit
 def _combine(
-    sums, peaks, masses, sink, cos, sin, out, half, heads, shares,
-    SHARES: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr, HALF: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    sums,
+    peaks,
+    masses,
+    sink,
+    cos,
+    sin,
+    out,
+    half,
+    heads,
+    shares,
+    SHARES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNING: tl.constexpr,
+    HALF: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -127,9 +168,28 @@ def shares_of(rows: int, heads: int, reach: int, processors: int = 132) -> tuple
 
 
 def attend(
-    queries, keys, window, pages, ratio, table, chosen, slots, positions, cos, sin, sums, peaks, masses, sink, share,
-    scale, eps, out, half, early=False,
-) -> None:  # fmt: skip
+    queries,
+    keys,
+    window,
+    pages,
+    ratio,
+    table,
+    chosen,
+    slots,
+    positions,
+    cos,
+    sin,
+    sums,
+    peaks,
+    masses,
+    sink,
+    share,
+    scale,
+    eps,
+    out,
+    half,
+    early=False,
+) -> None:
     """queries [n, >= h * c] as projected; keys [slots, ring, c]; pages of entries or None; chosen [n, topk] or None;
     sums [n, shares, h, c], peaks and masses [n, shares, h] float32 -> out [n, h * c], and in float16 when asked."""
     n, shares, heads, width = sums.shape
@@ -138,14 +198,53 @@ def attend(
     together = heads_at_once(n, heads)
     few, listed = together == 16, chosen is not None
     _attend[(n, -(-heads // together), shares)](
-        queries, queries.stride(0), keys, keys.shape[1], window, keys if pages is None else pages, table,
-        table.stride(0), chosen if listed else slots, chosen.shape[1] if listed else 1, slots, positions,
-        cos, sin, sums, peaks, masses, heads, share, scale, eps, shares,
-        RATIO=ratio, CHOSEN=listed, HEADS=together, WIDTH=width, TURNING=turning,
-        KEYS=16 if wide else 32 if few else 64, WIDE=wide, num_warps=4 if few else 8, num_stages=2,
-    )  # fmt: skip
+        queries,
+        queries.stride(0),
+        keys,
+        keys.shape[1],
+        window,
+        keys if pages is None else pages,
+        table,
+        table.stride(0),
+        chosen if listed else slots,
+        chosen.shape[1] if listed else 1,
+        slots,
+        positions,
+        cos,
+        sin,
+        sums,
+        peaks,
+        masses,
+        heads,
+        share,
+        scale,
+        eps,
+        shares,
+        RATIO=ratio,
+        CHOSEN=listed,
+        HEADS=together,
+        WIDTH=width,
+        TURNING=turning,
+        KEYS=16 if wide else 32 if few else 64,
+        WIDE=wide,
+        num_warps=4 if few else 8,
+        num_stages=2,
+    )
     _combine[(n, heads)](
-        sums, peaks, masses, sink, cos, sin, out, out if half is None else half, heads, shares,
-        SHARES=power_of_two(shares), WIDTH=width, TURNING=turning, HALF=half is not None, num_warps=4,
+        sums,
+        peaks,
+        masses,
+        sink,
+        cos,
+        sin,
+        out,
+        out if half is None else half,
+        heads,
+        shares,
+        SHARES=power_of_two(shares),
+        WIDTH=width,
+        TURNING=turning,
+        HALF=half is not None,
+        num_warps=4,
         EARLY=early,
-    )  # fmt: skip
+    )

@@ -26,7 +26,8 @@ def _meet(q, k, seen, peak, mass, total, scale, WIDE: tl.constexpr):
         logits = tl.dot(q, tl.trans(k)) * scale
     logits = tl.where(seen[None, :], logits, float("-inf"))
     higher = tl.maximum(peak, tl.max(logits, axis=1))
-    old, p = tl.exp2(peak - higher), tl.exp2(logits - higher[:, None])
+    old = tl.exp2(peak - higher)
+    p = tl.exp2(logits - higher[:, None])
     mass = mass * old + tl.sum(p, axis=1)
     if WIDE:
         total = tl.dot(p, k, total * old[:, None], input_precision="ieee")
@@ -37,10 +38,29 @@ def _meet(q, k, seen, peak, mass, total, scale, WIDE: tl.constexpr):
 
 @triton.jit
 def _attend(
-    queries, recent, oldest, entries, counts, numbers, sink, out, length, span, window, num_entries, topk, heads, scale,
-    ENTRIES: tl.constexpr, LISTED: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
-    KEYS: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    queries,
+    recent,
+    oldest,
+    entries,
+    counts,
+    numbers,
+    sink,
+    out,
+    length,
+    span,
+    window,
+    num_entries,
+    topk,
+    heads,
+    scale,
+    ENTRIES: tl.constexpr,
+    LISTED: tl.constexpr,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     row = tl.program_id(1)
     piece = row // length
     at = span - length + row % length
@@ -57,7 +77,9 @@ def _attend(
     for start in range(first, at + 1, KEYS):
         j = start + tl.arange(0, KEYS)
         seen = j <= at
-        k = tl.load(near + j[:, None] * WIDTH + d[None, :], mask=seen[:, None] & (d < WIDTH)[None, :], other=0.0)
+        k = tl.load(
+            near + j[:, None] * WIDTH + d[None, :], mask=seen[:, None] & (d < WIDTH)[None, :], other=0.0
+        )
         peak, mass, total = _meet(q, k, seen, peak, mass, total, scale, WIDE)
     if ENTRIES:
         far = entries + piece.to(tl.int64) * num_entries * WIDTH
@@ -83,8 +105,12 @@ def shape_of(heads: int, wide: bool) -> dict[str, int]:
     if wide:
         return {"HEADS": min(16, power_of_two(heads, 16)), "KEYS": 16, "num_warps": 4, "num_stages": 1}
     together = min(64, power_of_two(heads, 16))
-    return {"HEADS": together, "KEYS": 64 if together == 64 else 32, "num_warps": 8 if together == 64 else 4,
-            "num_stages": 2}  # fmt: skip
+    return {
+        "HEADS": together,
+        "KEYS": 64 if together == 64 else 32,
+        "num_warps": 8 if together == 64 else 4,
+        "num_stages": 2,
+    }
 
 
 def attend(
@@ -111,8 +137,26 @@ def attend(
     wide = queries.dtype is torch.float32
     shape = shape or shape_of(heads, wide)
     _attend[(-(-heads // shape["HEADS"]), batch * length)](
-        queries, recent, oldest, far, counts, numbers, sink, out, length, recent.shape[1], window, far.shape[1],
-        numbers.shape[-1], heads, scale * 1.4426950408889634,
-        ENTRIES=some, LISTED=listed, WIDTH=width, PADDED=power_of_two(width, 16), WIDE=wide, **shape,
-    )  # fmt: skip
+        queries,
+        recent,
+        oldest,
+        far,
+        counts,
+        numbers,
+        sink,
+        out,
+        length,
+        recent.shape[1],
+        window,
+        far.shape[1],
+        numbers.shape[-1],
+        heads,
+        scale * 1.4426950408889634,
+        ENTRIES=some,
+        LISTED=listed,
+        WIDTH=width,
+        PADDED=power_of_two(width, 16),
+        WIDE=wide,
+        **shape,
+    )
     return out

@@ -21,7 +21,8 @@ def attend(
 ) -> torch.Tensor:
     if isinstance(chosen, TopkIndices):
         chosen = None if entries is None else chosen.mask(entries.shape[1])
-    length, past = queries.shape[1], recent.shape[1] - queries.shape[1]
+    length = queries.shape[1]
+    past = recent.shape[1] - queries.shape[1]
     blocks = []
     for start in range(0, length, QUERY_BLOCK):
         stop = min(start + QUERY_BLOCK, length)

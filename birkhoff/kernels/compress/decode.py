@@ -25,9 +25,25 @@ def _normal(x, weight, eps, WIDTH: tl.constexpr, kept: tl.constexpr):
 
 @triton.jit
 def _pool(
-    raw, ape, norm, ring, pages, table, cos, sin, slot, position, ring_size, table_stride, eps,
-    RATIO: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr, ITEMS: tl.constexpr, kept: tl.constexpr,
-):  # fmt: skip
+    raw,
+    ape,
+    norm,
+    ring,
+    pages,
+    table,
+    cos,
+    sin,
+    slot,
+    position,
+    ring_size,
+    table_stride,
+    eps,
+    RATIO: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNING: tl.constexpr,
+    ITEMS: tl.constexpr,
+    kept: tl.constexpr,
+):
     """One compressor's share of a token; `raw` points to its values and gates."""
     OVERLAP: tl.constexpr = 2 if RATIO == 4 else 1
     ROW: tl.constexpr = 2 * OVERLAP * WIDTH
@@ -44,12 +60,16 @@ def _pool(
         total = tl.zeros([WIDTH], tl.float32)
         for first in range(0, OVERLAP * RATIO, ITEMS):
             item = first + tl.arange(0, ITEMS)
-            at = position + 1 - OVERLAP * RATIO + item  # with overlap the older block comes first, by its first half
+            at = (
+                position + 1 - OVERLAP * RATIO + item
+            )  # with overlap the older block comes first, by its first half
             half = (item // RATIO) * WIDTH if OVERLAP == 2 else item * 0
             from_row = ring + (slot * ring_size + (at + ring_size) % ring_size) * ROW + half
             there = (at >= 0)[:, None]
             value = tl.load(from_row[:, None] + d[None, :], mask=there, other=0.0)
-            gate = tl.load(from_row[:, None] + (OVERLAP * WIDTH + d)[None, :], mask=there, other=float("-inf"))
+            gate = tl.load(
+                from_row[:, None] + (OVERLAP * WIDTH + d)[None, :], mask=there, other=float("-inf")
+            )
             peak = tl.maximum(top, tl.max(gate, axis=0))
             old, new = tl.exp(top - peak), tl.exp(gate - peak[None, :])
             mass = mass * old + tl.sum(new, axis=0)
@@ -64,12 +84,39 @@ def _pool(
 
 @triton.jit
 def _settle(
-    entered, entered_stride, q_norm, latent, latent_half, kv_norm, keys, key_ring,
-    ape, norm, ring, pages, ape2, norm2, ring2, pages2,
-    table, table_stride, slots, positions, cos, sin, eps, ring_size,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr, RATIO: tl.constexpr, INDEX: tl.constexpr,
-    HALF: tl.constexpr, ITEMS: tl.constexpr, EARLY: tl.constexpr,
-):  # fmt: skip
+    entered,
+    entered_stride,
+    q_norm,
+    latent,
+    latent_half,
+    kv_norm,
+    keys,
+    key_ring,
+    ape,
+    norm,
+    ring,
+    pages,
+    ape2,
+    norm2,
+    ring2,
+    pages2,
+    table,
+    table_stride,
+    slots,
+    positions,
+    cos,
+    sin,
+    eps,
+    ring_size,
+    RANK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNING: tl.constexpr,
+    RATIO: tl.constexpr,
+    INDEX: tl.constexpr,
+    HALF: tl.constexpr,
+    ITEMS: tl.constexpr,
+    EARLY: tl.constexpr,
+):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -92,16 +139,66 @@ def _settle(
     elif task == 2:
         # phases: 0 own position, 1 start of the four tokens this one may end, 2 start of the 128
         at = (row * 4 + (1 if RATIO == 4 else 2)) * (TURNING // 2)
-        _pool(entered + RANK + WIDTH, ape, norm, ring, pages, table, cos + at, sin + at, slot, position, ring_size,
-              table_stride, eps, RATIO, WIDTH, TURNING, ITEMS, kept)  # fmt: skip
+        _pool(
+            entered + RANK + WIDTH,
+            ape,
+            norm,
+            ring,
+            pages,
+            table,
+            cos + at,
+            sin + at,
+            slot,
+            position,
+            ring_size,
+            table_stride,
+            eps,
+            RATIO,
+            WIDTH,
+            TURNING,
+            ITEMS,
+            kept,
+        )
     elif INDEX > 0:
         at = (row * 4 + 1) * (TURNING // 2)
-        _pool(entered + RANK + WIDTH + 4 * WIDTH, ape2, norm2, ring2, pages2, table, cos + at, sin + at, slot, position,
-              ring_size, table_stride, eps, RATIO, INDEX, TURNING, ITEMS, kept)  # fmt: skip
+        _pool(
+            entered + RANK + WIDTH + 4 * WIDTH,
+            ape2,
+            norm2,
+            ring2,
+            pages2,
+            table,
+            cos + at,
+            sin + at,
+            slot,
+            position,
+            ring_size,
+            table_stride,
+            eps,
+            RATIO,
+            INDEX,
+            TURNING,
+            ITEMS,
+            kept,
+        )
 
 
 def norm_rope_store(
-    entered, q_norm, latent, half, kv_norm, keys, entry, index, table, slots, positions, cos, sin, eps, early=False
+    entered,
+    q_norm,
+    latent,
+    half,
+    kv_norm,
+    keys,
+    entry,
+    index,
+    table,
+    slots,
+    positions,
+    cos,
+    sin,
+    eps,
+    early=False,
 ) -> None:
     """Norms, rotations and state of n new tokens.
 
@@ -112,11 +209,32 @@ def norm_rope_store(
     ratio = 0 if entry is None else entry[0].shape[0]
     none = (q_norm, q_norm, keys, keys)
     _settle[(n, 2 if entry is None else 3 if index is None else 4)](
-        entered, entered.stride(0), q_norm, latent, latent if half is None else half, kv_norm, keys, keys.shape[1],
-        *(entry or none), *(index or none), table, table.stride(0), slots, positions, cos, sin, eps,
+        entered,
+        entered.stride(0),
+        q_norm,
+        latent,
+        latent if half is None else half,
+        kv_norm,
+        keys,
+        keys.shape[1],
+        *(entry or none),
+        *(index or none),
+        table,
+        table.stride(0),
+        slots,
+        positions,
+        cos,
+        sin,
+        eps,
         1 if entry is None else entry[2].shape[1],
-        RANK=rank, WIDTH=width, TURNING=2 * cos.shape[-1], RATIO=ratio or 4,
-        INDEX=0 if index is None else index[3].shape[2], HALF=half is not None, ITEMS=8 if ratio == 4 else 16,
-        num_warps=4 if ratio != 128 else 8, EARLY=early,
-    )  # fmt: skip
+        RANK=rank,
+        WIDTH=width,
+        TURNING=2 * cos.shape[-1],
+        RATIO=ratio or 4,
+        INDEX=0 if index is None else index[3].shape[2],
+        HALF=half is not None,
+        ITEMS=8 if ratio == 4 else 16,
+        num_warps=4 if ratio != 128 else 8,
+        EARLY=early,
+    )
     assert rank == power_of_two(rank) and width == power_of_two(width)

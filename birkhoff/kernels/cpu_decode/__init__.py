@@ -22,6 +22,14 @@ from birkhoff.kernels.cpu_decode.streams import join_streams, merge_streams, rea
 from birkhoff.kernels.mhc.cpu import mix_back as write_streams
 
 __all__ = [
-    "carry", "choose", "close_attention", "experts", "finish", "join_streams", "merge_streams", "open_attention",
-    "read_streams", "write_streams",
-]  # fmt: skip
+    "carry",
+    "choose",
+    "close_attention",
+    "experts",
+    "finish",
+    "join_streams",
+    "merge_streams",
+    "open_attention",
+    "read_streams",
+    "write_streams",
+]

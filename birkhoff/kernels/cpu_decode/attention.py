@@ -13,7 +13,9 @@ NOTHING = np.ones(0, np.float32)
 
 
 @compiled
-def open_attention(x, entry, q_norm, wq_b, kv_norm, eps, cos, sin, ring, slots, positions, entered, latent, queries):
+def open_attention(
+    x, entry, q_norm, wq_b, kv_norm, eps, cos, sin, ring, slots, positions, entered, latent, queries
+):
     """x [n, d] -> entered [n, everything that reads x], latent [n, q], queries [n, h, c]; keys go to their ring."""
     count, rank = latent.shape
     heads, width = queries.shape[1], queries.shape[2]
@@ -36,7 +38,9 @@ def open_attention(x, entry, q_norm, wq_b, kv_norm, eps, cos, sin, ring, slots, 
 @compiled
 def carry(raw, ape, ring, slots, positions):
     """raw [n, values and gates] into the compressor's ring, with the gates' position bias."""
-    size, phases, half = ring.shape[1], ape.shape[0], ape.shape[1]
+    size = ring.shape[1]
+    phases = ape.shape[0]
+    half = ape.shape[1]
     for row in range(raw.shape[0]):
         at = positions[row]
         target, bias = ring[slots[row], at % size], ape[at % phases]
@@ -80,10 +84,13 @@ def finish(ring, pages, table, slots, positions, ratio, overlap, norm, eps, omeg
     """The entry of every row that ends a block: pooled from the ring, normalised, turned, put on its page.
 
     With `overlap` 2 the block before lends the first half of its channels; the first block has none before it."""
-    size, per_page, width = ring.shape[1], pages.shape[1], pages.shape[2]
+    size = ring.shape[1]
+    per_page = pages.shape[1]
+    width = pages.shape[2]
     gate, pairs = overlap * width, omega.shape[0]
     entry = np.empty((1, 1, width), np.float32)
-    cos, sin = np.empty((1, pairs), np.float32), np.empty((1, pairs), np.float32)
+    cos = np.empty((1, pairs), np.float32)
+    sin = np.empty((1, pairs), np.float32)
     for row in range(slots.shape[0]):
         at, slot = positions[row], slots[row]
         if (at + 1) % ratio:
@@ -91,7 +98,8 @@ def finish(ring, pages, table, slots, positions, ratio, overlap, norm, eps, omeg
         number = at // ratio
         first = number * ratio
         oldest = max(first - (overlap - 1) * ratio, 0)
-        top, total = np.full(width, -np.inf, np.float32), np.zeros(width, np.float32)
+        top = np.full(width, -np.inf, np.float32)
+        total = np.zeros(width, np.float32)
         pooled = entry[0, 0]
         pooled[:] = 0
         for p in range(oldest, at + 1):
@@ -119,7 +127,22 @@ def finish(ring, pages, table, slots, positions, ratio, overlap, norm, eps, omeg
 
 @compiled
 def close_attention(
-    queries, ring, window, pages, table, ratio, chosen, slots, positions, sink, scale, cos, sin, wo_a, wo_b, out
+    queries,
+    ring,
+    window,
+    pages,
+    table,
+    ratio,
+    chosen,
+    slots,
+    positions,
+    sink,
+    scale,
+    cos,
+    sin,
+    wo_a,
+    wo_b,
+    out,
 ):
     """queries [n, h, c] -> out [n, d]. `ratio` 0: no compressed entries; `chosen` without rows: all finished ones."""
     count, heads, width = queries.shape
@@ -135,7 +158,9 @@ def close_attention(
     turned = np.empty((count, heads, width), np.float32)
     turn(mixed, cos, sin, -1, turned)
     grouped = turned.reshape(count, groups, heads // groups * width)
-    own = np.empty((count, grouped.shape[2]), np.float32)  # rows that are known to lie in one piece are read faster
+    own = np.empty(
+        (count, grouped.shape[2]), np.float32
+    )  # rows that are known to lie in one piece are read faster
     middle = np.empty((count, groups * rank), np.float32)
     for g in range(groups):
         own[:] = grouped[:, g]
@@ -146,19 +171,23 @@ def close_attention(
 @compiled
 def _visible(row, ring, window, pages, table, ratio, chosen, slot, at):
     """What a query attends to, side by side [e, c]: the window, oldest first, then its entries."""
-    size, width, per_page = ring.shape[1], ring.shape[2], pages.shape[1]
+    size = ring.shape[1]
+    width = ring.shape[2]
+    per_page = pages.shape[1]
     near = min(at + 1, window)
     far = (at + 1) // ratio if ratio else 0
     keys = np.empty((near + far, width), np.float32)
     for e in range(near):
-        source, target = ring[slot, (at - near + 1 + e) % size], keys[e]
+        source = ring[slot, (at - near + 1 + e) % size]
+        target = keys[e]
         for c in range(width):
             target[c] = source[c]
     used = near
     for e in range(far):
         if chosen.shape[0] and not chosen[row, e]:
             continue
-        source, target = pages[table[slot, e // per_page], e % per_page], keys[used]
+        source = pages[table[slot, e // per_page], e % per_page]
+        target = keys[used]
         for c in range(width):
             target[c] = source[c]
         used += 1

@@ -23,14 +23,18 @@ def experts(x, entry, given, bias, factor, gate_up, down, shared_down, limit, lo
             logits[row, e] = entered[row, e]
         _route(logits[row], given, row, bias, factor, ids[row], weights[row])
 
-    most = count * ids.shape[1]  # a row may name one expert twice: in a token table, or when its scores are NaN
-    opened, z = np.empty((most, 2 * inner), np.float32), np.empty((most, inner), np.float32)
+    most = (
+        count * ids.shape[1]
+    )  # a row may name one expert twice: in a token table, or when its scores are NaN
+    opened = np.empty((most, 2 * inner), np.float32)
+    z = np.empty((most, inner), np.float32)
     for row in range(count):
         for i in range(inner):
             z[row, i] = _swiglu(entered[row, number + i], entered[row, number + inner + i], limit)
     rows_by_weight(z[:count], shared_down, out)
 
-    visitors, whose = np.empty((most, width), np.float32), np.empty(most, np.int64)
+    visitors = np.empty((most, width), np.float32)
+    whose = np.empty(most, np.int64)
     for e in range(number):
         guests = 0
         for row in range(count):

@@ -15,7 +15,8 @@ def read_streams(streams, fn, base, scale, iters, eps, rms_eps, u, pre, post, mi
     """streams [n, m, d] -> u [n, d] and the coefficients pre [n, m], post [n, m], mix [n, from, to]."""
     count, m, width = streams.shape
     flat = streams.reshape(count, m * width)
-    logits, mean = np.empty((count, fn.shape[0]), np.float32), np.empty(count, np.float32)
+    logits = np.empty((count, fn.shape[0]), np.float32)
+    mean = np.empty(count, np.float32)
     rows_by_weight(flat, fn, logits)
     square_mean(flat, mean)
     finish(logits, mean, base, scale, iters, eps, rms_eps, streams, u, pre, post, mix)
@@ -25,11 +26,14 @@ def read_streams(streams, fn, base, scale, iters, eps, rms_eps, u, pre, post, mi
 def merge_streams(streams, fn, base, scale, eps, rms_eps, merged, weights):
     """streams [n, m, d] -> merged [n, d] by read-out weights [n, m]."""
     count, m, width = streams.shape
-    flat, mean, one = streams.reshape(count, m * width), np.empty(count, np.float32), np.float32(1)
+    flat = streams.reshape(count, m * width)
+    mean = np.empty(count, np.float32)
+    one = np.float32(1)
     rows_by_weight(flat, fn, weights)
     square_mean(flat, mean)
     for row in range(count):
-        rho, target = np.float32(1 / np.sqrt(mean[row] + rms_eps)), merged[row]
+        rho = np.float32(1 / np.sqrt(mean[row] + rms_eps))
+        target = merged[row]
         for c in range(width):
             target[c] = 0
         for s in range(m):
@@ -43,8 +47,11 @@ def merge_streams(streams, fn, base, scale, eps, rms_eps, merged, weights):
 def join_streams(streams, embedded, hnorm, enorm, eps, h_proj, e_proj, out):
     """MTP's entrance: streams [n, m, d] and embedded tokens [n, d], normalised and projected, added up in out."""
     count, m, width = streams.shape
-    flat, target = streams.reshape(count * m, width), out.reshape(count * m, width)
-    quiet, token, added = np.empty_like(flat), np.empty_like(embedded), np.empty_like(embedded)
+    flat = streams.reshape(count * m, width)
+    target = out.reshape(count * m, width)
+    quiet = np.empty_like(flat)
+    token = np.empty_like(embedded)
+    added = np.empty_like(embedded)
     normalise(flat, hnorm, eps, quiet)
     rows_by_weight(quiet, h_proj, target)
     normalise(embedded, enorm, eps, token)

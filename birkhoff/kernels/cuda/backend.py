@@ -47,8 +47,16 @@ def unsuited(config: V4Config) -> str | None:
         return f"a layer has {config.n_routed_experts} experts, more than 512"
     if config.num_experts_per_tok > 16:
         return f"a token asks {config.num_experts_per_tok} experts, more than 16"
-    widths = {"hidden_size": 512, "moe_intermediate_size": 512, "q_lora_rank": 128, "o_lora_rank": 128, "head_dim": 128,
-              "n_routed_experts": 16, "vocab_size": 16, "index_head_dim": 16}  # fmt: skip
+    widths = {
+        "hidden_size": 512,
+        "moe_intermediate_size": 512,
+        "q_lora_rank": 128,
+        "o_lora_rank": 128,
+        "head_dim": 128,
+        "n_routed_experts": 16,
+        "vocab_size": 16,
+        "index_head_dim": 16,
+    }
     for name, multiple in widths.items():
         if getattr(config, name) % multiple:
             return f"{name} is {getattr(config, name)}, no multiple of {multiple}"
@@ -78,12 +86,17 @@ class CudaBackend:
     def __init__(self, device: torch.device, early: bool = True):
         self.early = early
         sources = ("products.cu", "experts.cu", "small.cu", "attend.cu")
-        self.products, self.experts, self.small, self.attention = (_compiled(file, device) for file in sources)
+        self.products, self.experts, self.small, self.attention = (
+            _compiled(file, device) for file in sources
+        )
 
     def product(
-        self, weights: Sequence[PackedWeight], x: tuple[torch.Tensor | None, torch.Tensor], out: torch.Tensor,
+        self,
+        weights: Sequence[PackedWeight],
+        x: tuple[torch.Tensor | None, torch.Tensor],
+        out: torch.Tensor,
         group: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Up to two FP8 matrices and one of bfloat16; x as float16 for the former and bfloat16 for the latter."""
         coded = [rows for rows in weights if rows.scale is not None]
         plain = [rows for rows in weights if rows.scale is None]
@@ -93,86 +106,211 @@ class CudaBackend:
         total = sum(rows.out for rows in weights)
         warps, depth, beside = _variant(tiles, inner, total, group is not None)
         self.products.launch(
-            f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}_{beside}", (-(-total // (16 * beside)), 1),
+            f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}_{beside}",
+            (-(-total // (16 * beside)), 1),
             beside * warps * 32,
-            *_fields(coded, 0), *_fields(coded, 1), plain[0].weight if plain else None, plain[0].out if plain else 0,
-            x[0], x[1], n, inner, x[1].stride(0), out, out.stride(0), group or 0, early=self.early,
-        )  # fmt: skip
+            *_fields(coded, 0),
+            *_fields(coded, 1),
+            plain[0].weight if plain else None,
+            plain[0].out if plain else 0,
+            x[0],
+            x[1],
+            n,
+            inner,
+            x[1].stride(0),
+            out,
+            out.stride(0),
+            group or 0,
+            early=self.early,
+        )
 
-    def route_and_shared(self, w: Any, desk: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
+    def route_and_shared(self, w: Any, buffers: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
         """The router's logits, the choice of experts and the plan of the step; and the shared expert's gate and up."""
-        n, width = desk.x.shape
-        inner, experts = desk.z_shared.shape[1], w.gate.out
-        given = (w.shared_open.weight, w.shared_open.scale, inner, w.gate.weight, experts, desk.x_half, desk.x)
-        routing = (w.bias, w.hashed, desk.token_ids, w.experts, ids, desk.weights)
+        n, width = buffers.x.shape
+        inner, experts = buffers.z_shared.shape[1], w.gate.out
+        given = (
+            w.shared_open.weight,
+            w.shared_open.scale,
+            inner,
+            w.gate.weight,
+            experts,
+            buffers.x_half,
+            buffers.x,
+        )
+        routing = (w.bias, w.hashed, buffers.token_ids, w.experts, ids, buffers.weights)
         if n == 1:
             self.products.launch(
-                f"open_one_{8 if experts <= 256 else 16}", (experts // 8 + inner // 16, 1), 256, *given, width,
-                desk.z_shared, desk.opened, float(limit), desk.opened[0, experts:], desk.arrived, *routing,
-                desk.order[1], desk.slot_list, ids.shape[1], float(factor), early=self.early,
-            )  # fmt: skip
+                f"open_one_{8 if experts <= 256 else 16}",
+                (experts // 8 + inner // 16, 1),
+                256,
+                *given,
+                width,
+                buffers.z_shared,
+                buffers.opened,
+                float(limit),
+                buffers.opened[0, experts:],
+                buffers.arrived,
+                *routing,
+                buffers.order[1],
+                buffers.slot_list,
+                ids.shape[1],
+                float(factor),
+                early=self.early,
+            )
             return
         tiles = _tiles(n)
         self.products.launch(
-            f"open_shared_{tiles}", ((inner + experts) // 16, 1), 128 if tiles == 8 else 256, *given, n, width,
-            desk.z_shared, desk.opened, desk.opened.stride(0), float(limit), early=self.early,
-        )  # fmt: skip
-        self.route(desk.opened[:, :experts], *routing, desk.order, desk.slot_list, factor)
+            f"open_shared_{tiles}",
+            ((inner + experts) // 16, 1),
+            128 if tiles == 8 else 256,
+            *given,
+            n,
+            width,
+            buffers.z_shared,
+            buffers.opened,
+            buffers.opened.stride(0),
+            float(limit),
+            early=self.early,
+        )
+        self.route(buffers.opened[:, :experts], *routing, buffers.order, buffers.slot_list, factor)
 
-    def gate_up(self, w: Any, desk: Any, limit: float) -> None:
-        warps = 2 if desk.rows == 1 else 4
-        inner, width = desk.z.shape[1], desk.x.shape[1]
+    def gate_up(self, w: Any, buffers: Any, limit: float) -> None:
+        warps = 2 if buffers.rows == 1 else 4
+        inner, width = buffers.z.shape[1], buffers.x.shape[1]
         offset = w.offsets[0]
         self.experts.launch(
-            f"open_experts_{warps}{_bus(w)}", (inner // 16, desk.slot_list.shape[0]), warps * 32, desk.slot_list,
-            desk.order[1], desk.weights, desk.x_mixed, desk.z, inner, width, desk.weights.shape[1], float(limit),
-            offset, _gain(offset), *_far(w), early=self.early,
-        )  # fmt: skip
+            f"open_experts_{warps}{_bus(w)}",
+            (inner // 16, buffers.slot_list.shape[0]),
+            warps * 32,
+            buffers.slot_list,
+            buffers.order[1],
+            buffers.weights,
+            buffers.x_mixed,
+            buffers.z,
+            inner,
+            width,
+            buffers.weights.shape[1],
+            float(limit),
+            offset,
+            _gain(offset),
+            *_far(w),
+            early=self.early,
+        )
 
-    def down(self, w: Any, desk: Any) -> None:
-        warps, tall = (1, 1) if desk.rows == 1 else (4, 1) if desk.rows < 8 else (2, 2)
-        inner, width, n = desk.z.shape[1], desk.x.shape[1], desk.x.shape[0]
-        offset, slots = w.offsets[1], desk.slot_list.shape[0]
+    def down(self, w: Any, buffers: Any) -> None:
+        warps, tall = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
+        inner = buffers.z.shape[1]
+        width = buffers.x.shape[1]
+        n = buffers.x.shape[0]
+        offset, slots = w.offsets[1], buffers.slot_list.shape[0]
         self.experts.launch(
-            f"close_experts_{warps}_{tall}{_bus(w)}", (width // (16 * tall), slots + -(-n // 8)), warps * 32,
-            desk.slot_list, slots, desk.order[1], desk.z, desk.y, inner, width, desk.weights.shape[1], offset,
-            _gain(offset), w.shared_close.weight, w.shared_close.scale, desk.z_shared, n, *_far(w), early=self.early,
-        )  # fmt: skip
+            f"close_experts_{warps}_{tall}{_bus(w)}",
+            (width // (16 * tall), slots + -(-n // 8)),
+            warps * 32,
+            buffers.slot_list,
+            slots,
+            buffers.order[1],
+            buffers.z,
+            buffers.y,
+            inner,
+            width,
+            buffers.weights.shape[1],
+            offset,
+            _gain(offset),
+            w.shared_close.weight,
+            w.shared_close.scale,
+            buffers.z_shared,
+            n,
+            *_far(w),
+            early=self.early,
+        )
 
     def write_and_mix(self, streams, y, post, mix, fn, parts, mode: int = 0, embed=None, tokens=None) -> None:
         """The contract of `mhc.triton.write_and_mix`, which takes over for many rows, the head, and other dtypes."""
         from birkhoff.kernels.mhc import decode as mhc
 
         n, _, width = streams.shape
-        known = y.dtype is torch.float32 if mode == mhc.KEEP else mode == mhc.EMBED and embed.dtype is torch.bfloat16
+        known = (
+            y.dtype is torch.float32
+            if mode == mhc.KEEP
+            else mode == mhc.EMBED and embed.dtype is torch.bfloat16
+        )
         if n > FEW or fn.shape[0] != mhc.COUNT or width % 64 or not known:
             mhc.write_and_mix(streams, y, post, mix, fn, parts, mode, embed, tokens, self.early)
             return
         added = y if mode == mhc.KEEP else None
         self.small.launch(
-            "write_and_mix", (width // 64, n), 128, streams, added, 1 if y is None or y.dim() == 2 else y.shape[1],
-            post, mix, fn, parts, embed, tokens, width, early=self.early,
-        )  # fmt: skip
+            "write_and_mix",
+            (width // 64, n),
+            128,
+            streams,
+            added,
+            1 if y is None or y.dim() == 2 else y.shape[1],
+            post,
+            mix,
+            fn,
+            parts,
+            embed,
+            tokens,
+            width,
+            early=self.early,
+        )
 
     def read_streams(
-        self, desk: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float
+        self, buffers: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float
     ) -> None:
         """After `write_and_mix`: x in all its forms, and the weights of the write."""
-        n, splits, _ = desk.parts.shape
+        n, splits, _ = buffers.parts.shape
         self.small.launch(
-            "read_streams", (n, 2), 512, desk.parts, splits, desk.streams, base, scale, norm, desk.x, desk.x_half,
-            desk.x_mixed, desk.pre, desk.post, desk.mix, desk.x.shape[1], iters, eps, rms_eps, norm_eps,
+            "read_streams",
+            (n, 2),
+            512,
+            buffers.parts,
+            splits,
+            buffers.streams,
+            base,
+            scale,
+            norm,
+            buffers.x,
+            buffers.x_half,
+            buffers.x_mixed,
+            buffers.pre,
+            buffers.post,
+            buffers.mix,
+            buffers.x.shape[1],
+            iters,
+            eps,
+            rms_eps,
+            norm_eps,
             early=self.early,
-        )  # fmt: skip
+        )
 
-    def route(self, logits, bias, table, tokens, addresses, ids, weights, order, slots, factor: float) -> None:
+    def route(
+        self, logits, bias, table, tokens, addresses, ids, weights, order, slots, factor: float
+    ) -> None:
         """The contract of `experts.triton.route`."""
         n, experts = logits.shape
         self.small.launch(
-            f"route_{8 if experts <= 256 else 16}", (1, 1), 1024, logits, logits.stride(0), bias, table, tokens,
-            addresses, ids, weights, order[1], slots,
-            slots.shape[0], n, experts, ids.shape[1], float(factor), early=self.early,
-        )  # fmt: skip
+            f"route_{8 if experts <= 256 else 16}",
+            (1, 1),
+            1024,
+            logits,
+            logits.stride(0),
+            bias,
+            table,
+            tokens,
+            addresses,
+            ids,
+            weights,
+            order[1],
+            slots,
+            slots.shape[0],
+            n,
+            experts,
+            ids.shape[1],
+            float(factor),
+            early=self.early,
+        )
 
     def choose(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
         """The contract of `index.triton.choose`, which takes over beyond 262,144 entries (1M tokens)."""
@@ -186,14 +324,40 @@ class CudaBackend:
             choose(scores, positions, chosen)
             return
         self.small.launch(
-            f"choose_{'wide_' if wide else ''}{each}", (n * blocks, 1), threads, scores, positions, chosen, room,
-            chosen.shape[1], early=self.early,
-        )  # fmt: skip
+            f"choose_{'wide_' if wide else ''}{each}",
+            (n * blocks, 1),
+            threads,
+            scores,
+            positions,
+            chosen,
+            room,
+            chosen.shape[1],
+            early=self.early,
+        )
 
     def attend(
-        self, queries, keys, window: int, pages, ratio: int, table, chosen, slots, positions, cos, sin, sums, peaks,
-        masses, sink, share: int, scale: float, eps: float, out, half,
-    ) -> None:  # fmt: skip
+        self,
+        queries,
+        keys,
+        window: int,
+        pages,
+        ratio: int,
+        table,
+        chosen,
+        slots,
+        positions,
+        cos,
+        sin,
+        sums,
+        peaks,
+        masses,
+        sink,
+        share: int,
+        scale: float,
+        eps: float,
+        out,
+        half,
+    ) -> None:
         """The contract of `attend.triton.attend`, which takes over for many rows, other widths and other dtypes."""
         n, shares, heads, width = sums.shape
         turning = 2 * cos.shape[-1]
@@ -202,21 +366,80 @@ class CudaBackend:
         if not few or not aligned or width not in (128, 512) or turning > width:
             from birkhoff.kernels.attend.decode import attend
 
-            attend(queries, keys, window, pages, ratio, table, chosen, slots, positions, cos, sin, sums, peaks, masses,
-                   sink, share, scale, eps, out, half, self.early)  # fmt: skip
+            attend(
+                queries,
+                keys,
+                window,
+                pages,
+                ratio,
+                table,
+                chosen,
+                slots,
+                positions,
+                cos,
+                sin,
+                sums,
+                peaks,
+                masses,
+                sink,
+                share,
+                scale,
+                eps,
+                out,
+                half,
+                self.early,
+            )
             return
         stages = 1 if share == 32 else 2
         warps = width // 64  # each has 4 KiB of keys a stage, and 2 KiB of scores
         self.attention.launch(
-            f"attend_{width}", (n, heads // 16, shares), warps * 32, queries, queries.stride(0), keys, keys.shape[1],
-            window, pages if ratio else None, max(ratio.bit_length() - 1, 0), table, table.stride(0), chosen,
-            1 if chosen is None else chosen.shape[1], slots, positions, cos, sin, turning, sums, peaks, masses, heads,
-            share, stages, float(scale), float(eps), early=self.early, shared=warps * (4096 * stages + 2048),
-        )  # fmt: skip
+            f"attend_{width}",
+            (n, heads // 16, shares),
+            warps * 32,
+            queries,
+            queries.stride(0),
+            keys,
+            keys.shape[1],
+            window,
+            pages if ratio else None,
+            max(ratio.bit_length() - 1, 0),
+            table,
+            table.stride(0),
+            chosen,
+            1 if chosen is None else chosen.shape[1],
+            slots,
+            positions,
+            cos,
+            sin,
+            turning,
+            sums,
+            peaks,
+            masses,
+            heads,
+            share,
+            stages,
+            float(scale),
+            float(eps),
+            early=self.early,
+            shared=warps * (4096 * stages + 2048),
+        )
         self.attention.launch(
-            f"combine_{width}", (n, heads * (width // 128)), 256, sums, peaks, masses, sink, cos, sin, turning, out,
-            half, heads, shares, early=self.early,
-        )  # fmt: skip
+            f"combine_{width}",
+            (n, heads * (width // 128)),
+            256,
+            sums,
+            peaks,
+            masses,
+            sink,
+            cos,
+            sin,
+            turning,
+            out,
+            half,
+            heads,
+            shares,
+            early=self.early,
+        )
 
 
 def _far(w: Any) -> tuple[c_void_p, c_void_p] | tuple[None, None]:

@@ -21,8 +21,11 @@ def find_nvrtc() -> ctypes.CDLL | None:
     """NVRTC as PyTorch, an environment's packages or a toolkit bring it; None when nobody does."""
     root = Path(torch.__file__).parents[1]
     places = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
-    for pattern in (f"{root}/nvidia/*/lib/libnvrtc.so.*", f"{root}/torch/lib/libnvrtc*.so.*",
-                    f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/libnvrtc.so*"):  # fmt: skip
+    for pattern in (
+        f"{root}/nvidia/*/lib/libnvrtc.so.*",
+        f"{root}/torch/lib/libnvrtc*.so.*",
+        f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/libnvrtc.so*",
+    ):
         places += sorted(glob.glob(pattern))
     for place in places:
         if "builtins" in place:
@@ -41,9 +44,13 @@ def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -
     texts, names = ((c_char_p * len(headers))(*part) for part in (headers.values(), headers))
     made = nvrtc.nvrtcCreateProgram(
         byref(program), path.read_bytes(), path.name.encode(), len(headers), texts, names
-    )  # fmt: skip
+    )
     _ok(made, "nvrtcCreateProgram")
-    options = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(), b"--std=c++17", b"-default-device"]
+    options = [
+        f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(),
+        b"--std=c++17",
+        b"-default-device",
+    ]
     done = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
     if done:
         size = c_size_t()
@@ -61,7 +68,9 @@ def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -
 
 def _ok(code: int, what: str) -> None:
     if code:
-        raise OptionError(f"{what} failed with CUDA error {code}. Use kernels='reference', or update the driver.")
+        raise OptionError(
+            f"{what} failed with CUDA error {code}. Use kernels='reference', or update the driver."
+        )
 
 
 class _Attribute(ctypes.Structure):
@@ -99,9 +108,14 @@ class Module:
         self._allowed: dict[str, int] = {}  # bytes of shared memory beside what a source declares
 
     def launch(
-        self, name: str, grid: tuple[int, int] | tuple[int, int, int], threads: int,
-        *arguments: torch.Tensor | int | float | c_void_p | None, early: bool, shared: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        name: str,
+        grid: tuple[int, int] | tuple[int, int, int],
+        threads: int,
+        *arguments: torch.Tensor | int | float | c_void_p | None,
+        early: bool,
+        shared: int = 0,
+    ) -> None:
         """On the current stream. Tensors go as addresses, whole numbers as int, others as float.
 
         `shared`: bytes of shared memory beside what the source declares.
@@ -113,14 +127,18 @@ class Module:
             _ok(found, f"cuModuleGetFunction({name})")
             self._functions[name] = function
         if shared > self._allowed.get(name, 0):
-            _ok(self._driver.cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED, shared), f"cuFuncSetAttribute({name})")
+            _ok(
+                self._driver.cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED, shared),
+                f"cuFuncSetAttribute({name})",
+            )
             self._allowed[name] = shared
         values = [_argument(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         blocks = (grid[0], grid[1], grid[2] if len(grid) > 2 else 1)
         config = _Config(blocks, (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
         if early:
-            config.attributes, config.count = ctypes.addressof(_EARLY), 1
+            config.attributes = ctypes.addressof(_EARLY)
+            config.count = 1
         _ok(self._driver.cuLaunchKernelEx(byref(config), function, pointers, None), name)
 
 

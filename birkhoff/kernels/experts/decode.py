@@ -28,9 +28,23 @@ def _score(z):
 
 @triton.jit
 def _route(
-    logits, logit_stride, bias, table, tokens, ids, weights, order, slots, n, experts, places, factor,
-    HASHED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr,
-):  # fmt: skip
+    logits,
+    logit_stride,
+    bias,
+    table,
+    tokens,
+    ids,
+    weights,
+    order,
+    slots,
+    n,
+    experts,
+    places,
+    factor,
+    HASHED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
     b = tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     alive = b < n
@@ -66,7 +80,11 @@ def _route(
     tl.store(slots + slot * 16 + 1, starts, mask=used)
     tl.store(slots + slot * 16 + 2, counts, mask=used)
     in_use = tl.sum(used.to(tl.int32), axis=0)
-    tl.store(slots + e * 16 + 2, tl.zeros([EXPERTS], tl.int32), mask=(e >= in_use) & (e < n * places) & (e < experts))
+    tl.store(
+        slots + e * 16 + 2,
+        tl.zeros([EXPERTS], tl.int32),
+        mask=(e >= in_use) & (e < n * places) & (e < experts),
+    )
     tl.debug_barrier()
     for place in range(places):
         at = b * places + place
@@ -84,11 +102,24 @@ def route(logits, bias, table, tokens, addresses, ids, weights, order, slots, fa
     n, experts = logits.shape
     places = ids.shape[1]
     _route[(1,)](
-        logits, logits.stride(0), logits if bias is None else bias, ids if table is None else table, tokens, ids,
-        weights, order, slots, n, experts, places, factor,
-        HASHED=table is not None, TOKENS=power_of_two(n), EXPERTS=power_of_two(experts),
+        logits,
+        logits.stride(0),
+        logits if bias is None else bias,
+        ids if table is None else table,
+        tokens,
+        ids,
+        weights,
+        order,
+        slots,
+        n,
+        experts,
+        places,
+        factor,
+        HASHED=table is not None,
+        TOKENS=power_of_two(n),
+        EXPERTS=power_of_two(experts),
         num_warps=1 if n == 1 else 4 if n <= 16 else 8,
-    )  # fmt: skip
+    )
 
 
 @triton.jit
@@ -103,7 +134,9 @@ def _fp4_tile(codes, scales, r, start, rows, inner, INNER: tl.constexpr):
     """Even and odd columns of a tile, decoded: [rows, INNER / 2] each."""
     h = start // 2 + tl.arange(0, INNER // 2)
     tile = (r < rows)[:, None] & (h < inner // 2)[None, :]
-    packed = tl.load(codes + r.to(tl.int64)[:, None] * (inner // 2) + h[None, :], mask=tile, other=0).to(tl.int32)
+    packed = tl.load(codes + r.to(tl.int64)[:, None] * (inner // 2) + h[None, :], mask=tile, other=0).to(
+        tl.int32
+    )
     s = tl.load(scales + r.to(tl.int64)[:, None] * (inner // 32) + (h // 16)[None, :], mask=tile, other=127)
     factor = decode_e8m0(s)
     return _e2m1(packed & 15) * factor, _e2m1(packed >> 4) * factor
@@ -120,9 +153,21 @@ def _step(total, even, odd, x_even, x_odd, WIDE: tl.constexpr):
 
 @triton.jit
 def _open(
-    x, table, slots, order, weights, z, inner, width, places, limit,
-    WIDE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
+    x,
+    table,
+    slots,
+    order,
+    weights,
+    z,
+    inner,
+    width,
+    places,
+    limit,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+):
     slot = tl.program_id(0)
     count = tl.load(slots + slot * 16 + 2)
     if count > 0:
@@ -145,7 +190,8 @@ def _open(
                 x_odd = tl.load(at + 1, mask=inside, other=0.0)
                 even, odd = _fp4_tile(codes, scales, r, start, inner, width, INNER)
                 a = _step(a, even, odd, x_even, x_odd, WIDE)
-                up, up_scales = codes + inner.to(tl.int64) * (width // 2), scales + inner.to(tl.int64) * (width // 32)
+                up = codes + inner.to(tl.int64) * (width // 2)
+                up_scales = scales + inner.to(tl.int64) * (width // 32)
                 even, odd = _fp4_tile(up, up_scales, r, start, inner, width, INNER)
                 b = _step(b, even, odd, x_even, x_odd, WIDE)
             a = tl.minimum(a, limit)
@@ -158,9 +204,19 @@ def _open(
 
 @triton.jit
 def _close(
-    z, table, slots, order, y, inner, width, places,
-    WIDE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
+    z,
+    table,
+    slots,
+    order,
+    y,
+    inner,
+    width,
+    places,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+):
     slot = tl.program_id(0)
     count = tl.load(slots + slot * 16 + 2)
     if count > 0:
@@ -182,7 +238,9 @@ def _close(
                 even, odd = _fp4_tile(codes, scales, r, start, width, inner, INNER)
                 total = _step(total, even, odd, z_even, z_odd, WIDE)
             row = (pair // places) * (places + 1) + pair % places
-            tl.store(y + row[None, :] * width + r[:, None], total, mask=(t < count)[None, :] & (r < width)[:, None])
+            tl.store(
+                y + row[None, :] * width + r[:, None], total, mask=(t < count)[None, :] & (r < width)[:, None]
+            )
 
 
 def gate_up(x, table, slots, order, weights, z, limit) -> None:
@@ -190,9 +248,22 @@ def gate_up(x, table, slots, order, weights, z, limit) -> None:
     wide = x.dtype is torch.float32
     inner, width = z.shape[1], x.shape[1]
     _open[(slots.shape[0], -(-inner // 32))](
-        x, table, slots, order[1], weights, z, inner, width, weights.shape[1], limit,
-        WIDE=wide, TOKENS=16, ROWS=32, INNER=64, num_warps=4,
-    )  # fmt: skip
+        x,
+        table,
+        slots,
+        order[1],
+        weights,
+        z,
+        inner,
+        width,
+        weights.shape[1],
+        limit,
+        WIDE=wide,
+        TOKENS=16,
+        ROWS=32,
+        INNER=64,
+        num_warps=4,
+    )
 
 
 def down(z, table, slots, order, y) -> None:
@@ -200,9 +271,20 @@ def down(z, table, slots, order, y) -> None:
     wide = z.dtype is torch.float32
     inner, width = z.shape[1], y.shape[2]
     _close[(slots.shape[0], -(-width // 64))](
-        z, table, slots, order[1], y, inner, width, y.shape[1] - 1,
-        WIDE=wide, TOKENS=16, ROWS=64, INNER=64, num_warps=4,
-    )  # fmt: skip
+        z,
+        table,
+        slots,
+        order[1],
+        y,
+        inner,
+        width,
+        y.shape[1] - 1,
+        WIDE=wide,
+        TOKENS=16,
+        ROWS=64,
+        INNER=64,
+        num_warps=4,
+    )
 
 
 @triton.jit

@@ -94,9 +94,17 @@ def planes(x: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _unpacked(
-    codes, scales, r, there, start, half, kept: tl.constexpr, PAIRED: tl.constexpr, ROWS: tl.constexpr,
+    codes,
+    scales,
+    r,
+    there,
+    start,
+    half,
+    kept: tl.constexpr,
+    PAIRED: tl.constexpr,
+    ROWS: tl.constexpr,
     HALF: tl.constexpr,
-):  # fmt: skip
+):
     """Rows r of a matrix, bytes start.. of each: even and odd columns, [ROWS, HALF] each."""
     GROUPS: tl.constexpr = HALF // 16  # a scale serves 32 columns, 16 of either kind
     h = start + tl.arange(0, HALF)
@@ -107,9 +115,16 @@ def _unpacked(
     known = there[:, None] & (g < half // 16)[None, :]
     scale = decode_e8m0(tl.load(scales + wide[:, None] * (half // 16) + g[None, :], mask=known, other=127))
     if PAIRED:
-        every = tl.reshape(tl.broadcast_to(scale.to(tl.bfloat16)[:, :, None], [ROWS, GROUPS, 16]), [ROWS, HALF])
+        every = tl.reshape(
+            tl.broadcast_to(scale.to(tl.bfloat16)[:, :, None], [ROWS, GROUPS, 16]), [ROWS, HALF]
+        )
         return tl.inline_asm_elementwise(
-            FOUR_BYTES, "=r,=r,=r,=r,r,r,r", [packed, every], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
+            FOUR_BYTES,
+            "=r,=r,=r,=r,r,r,r",
+            [packed, every],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=4,
         )
     packed = packed.to(tl.int32)
     even = tl.reshape(tl.reshape(_e2m1(packed & 15), [ROWS, GROUPS, 16]) * scale[:, :, None], [ROWS, HALF])
@@ -119,9 +134,22 @@ def _unpacked(
 
 @triton.jit
 def _open(
-    x, table, blocks, order, weights, z, inner, width, places, limit,
-    WIDE: tl.constexpr, PAIRED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    x,
+    table,
+    blocks,
+    order,
+    weights,
+    z,
+    inner,
+    width,
+    places,
+    limit,
+    WIDE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     block = tl.program_id(1)
     count = tl.load(blocks + block * 4 + 2)
     if count > 0:
@@ -163,9 +191,19 @@ def _open(
 
 @triton.jit
 def _close(
-    z, table, blocks, order, y, inner, width,
-    WIDE: tl.constexpr, PAIRED: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
-):  # fmt: skip
+    z,
+    table,
+    blocks,
+    order,
+    y,
+    inner,
+    width,
+    WIDE: tl.constexpr,
+    PAIRED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     block = tl.program_id(1)
     count = tl.load(blocks + block * 4 + 2)
     if count > 0:
@@ -205,19 +243,37 @@ def paired(x: torch.Tensor) -> bool:
     return torch.cuda.get_device_capability(x.device) >= (9, 0)
 
 
-def gate_up(x, table, blocks, order, weights, z, limit, size: int, shape: dict[str, int] | None = None) -> None:
+def gate_up(
+    x, table, blocks, order, weights, z, limit, size: int, shape: dict[str, int] | None = None
+) -> None:
     """x [n, d] in planes -> z [pairs in their order, inner] in planes: gated, clamped, times the routing weight."""
-    inner, width, wide = z.shape[1], x.shape[1], x.dtype is torch.float32
+    inner = z.shape[1]
+    width = x.shape[1]
+    wide = x.dtype is torch.float32
     shape = shape or shape_of(size, wide, gated=True)
     _open[(-(-2 * inner // shape["ROWS"]), len(blocks))](
-        x, table, blocks, order, weights, z, inner, width, weights.shape[1], limit,
-        WIDE=wide, PAIRED=paired(x), TOKENS=size, **shape,
-    )  # fmt: skip
+        x,
+        table,
+        blocks,
+        order,
+        weights,
+        z,
+        inner,
+        width,
+        weights.shape[1],
+        limit,
+        WIDE=wide,
+        PAIRED=paired(x),
+        TOKENS=size,
+        **shape,
+    )
 
 
 def down(z, table, blocks, order, y, size: int, shape: dict[str, int] | None = None) -> None:
     """z -> y [n * k, d], every pair in its place."""
-    inner, width, wide = z.shape[1], y.shape[1], z.dtype is torch.float32
+    inner = z.shape[1]
+    width = y.shape[1]
+    wide = z.dtype is torch.float32
     shape = shape or shape_of(size, wide, gated=False)
     _close[(-(-width // shape["ROWS"]), len(blocks))](
         z, table, blocks, order, y, inner, width, WIDE=wide, PAIRED=paired(z), TOKENS=size, **shape
@@ -244,9 +300,15 @@ def gather(y: torch.Tensor, places: int, beside: torch.Tensor | None) -> torch.T
     block = min(1024, power_of_two(width))
     if n:
         _gather[(n, -(-width // block))](
-            y, y if beside is None else beside.contiguous(), out, width, places,
-            BESIDE=beside is not None, BLOCK=block, num_warps=4,
-        )  # fmt: skip
+            y,
+            y if beside is None else beside.contiguous(),
+            out,
+            width,
+            places,
+            BESIDE=beside is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
     return out
 
 

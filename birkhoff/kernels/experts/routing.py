@@ -22,9 +22,21 @@ BLOCKS = 64  # at a time
 
 @triton.jit
 def _choose_experts(
-    logits, bias, given, ids, weights, n, experts, places, factor,
-    GIVEN: tl.constexpr, BIASED: tl.constexpr, TOKENS: tl.constexpr, EXPERTS: tl.constexpr, PLACES: tl.constexpr,
-):  # fmt: skip
+    logits,
+    bias,
+    given,
+    ids,
+    weights,
+    n,
+    experts,
+    places,
+    factor,
+    GIVEN: tl.constexpr,
+    BIASED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    PLACES: tl.constexpr,
+):
     t = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     e = tl.arange(0, EXPERTS)
     k = tl.arange(0, PLACES)
@@ -58,10 +70,22 @@ def route(logits, bias, ids, topk: int, factor: float) -> tuple[torch.Tensor, to
     weights = torch.empty(n, topk, dtype=torch.float32, device=logits.device)
     if n:
         _choose_experts[(-(-n // TOKENS),)](
-            logits, logits if bias is None else bias, given, chosen, weights, n, experts, topk, factor,
-            GIVEN=ids is not None, BIASED=bias is not None and ids is None, TOKENS=TOKENS,
-            EXPERTS=power_of_two(experts), PLACES=power_of_two(topk), num_warps=4,
-        )  # fmt: skip
+            logits,
+            logits if bias is None else bias,
+            given,
+            chosen,
+            weights,
+            n,
+            experts,
+            topk,
+            factor,
+            GIVEN=ids is not None,
+            BIASED=bias is not None and ids is None,
+            TOKENS=TOKENS,
+            EXPERTS=power_of_two(experts),
+            PLACES=power_of_two(topk),
+            num_warps=4,
+        )
     return chosen.view(*lead, topk), weights.view(*lead, topk)
 
 
@@ -77,9 +101,18 @@ def _count(ids, counts, pairs, PAIRS: tl.constexpr):
 
 @triton.jit
 def _place(
-    ids, counts, order, blocks, pairs, experts, size, most, EXPERTS: tl.constexpr, PAIRS: tl.constexpr,
+    ids,
+    counts,
+    order,
+    blocks,
+    pairs,
+    experts,
+    size,
+    most,
+    EXPERTS: tl.constexpr,
+    PAIRS: tl.constexpr,
     BLOCKS: tl.constexpr,
-):  # fmt: skip
+):
     expert = tl.program_id(0)
     e = tl.arange(0, EXPERTS)
     each = tl.load(counts + e, mask=e < experts, other=0)
@@ -119,7 +152,17 @@ def plan(ids: torch.Tensor, experts: int, size: int) -> tuple[torch.Tensor, torc
     if pairs:
         _count[(experts,)](ids, counts, pairs, PAIRS=PAIRS, num_warps=4)
         _place[(experts,)](
-            ids, counts, order, blocks, pairs, experts, size, most,
-            EXPERTS=power_of_two(experts), PAIRS=PAIRS, BLOCKS=BLOCKS, num_warps=4,
-        )  # fmt: skip
+            ids,
+            counts,
+            order,
+            blocks,
+            pairs,
+            experts,
+            size,
+            most,
+            EXPERTS=power_of_two(experts),
+            PAIRS=PAIRS,
+            BLOCKS=BLOCKS,
+            num_warps=4,
+        )
     return order, blocks

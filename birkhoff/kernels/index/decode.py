@@ -20,11 +20,28 @@ PER_PAGE = 128 // RATIO
 
 @triton.jit
 def _score(
-    queries, query_stride, weights, weight_stride, pages, table, table_stride, slots, positions, cos, sin, scores,
-    room, topk, scale,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, TURNING: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr,
+    queries,
+    query_stride,
+    weights,
+    weight_stride,
+    pages,
+    table,
+    table_stride,
+    slots,
+    positions,
+    cos,
+    sin,
+    scores,
+    room,
+    topk,
+    scale,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TURNING: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WIDE: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -76,7 +93,9 @@ def _reach(scores, tried, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _choose(scores, positions, chosen, room, topk, BLOCK: tl.constexpr, TOPK: tl.constexpr, WHOLE: tl.constexpr):
+def _choose(
+    scores, positions, chosen, room, topk, BLOCK: tl.constexpr, TOPK: tl.constexpr, WHOLE: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     count = ((tl.load(positions + row) + 1) // 4).to(tl.int32)
     out = chosen + row * topk
@@ -111,17 +130,37 @@ def _choose(scores, positions, chosen, room, topk, BLOCK: tl.constexpr, TOPK: tl
             taken += tl.sum(kept, axis=0)
 
 
-def score(queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale, early=False) -> None:
+def score(
+    queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale, early=False
+) -> None:
     """queries [n, h * c] before rotation, weights [n, h], pages of index keys -> scores [n, room] float32."""
     n, room = scores.shape
     width, heads = pages.shape[2], weights.shape[1]
     assert heads == power_of_two(heads, 16) and width == power_of_two(width, 16)
     _score[(n, -(-room // 64))](
-        queries, queries.stride(0), weights, weights.stride(0), pages, table, table.stride(0), slots, positions, cos,
-        sin, scores, room, topk, scale,
-        HEADS=heads, WIDTH=width, TURNING=2 * cos.shape[-1], ENTRIES=64, WIDE=pages.dtype is torch.float32, num_warps=4,
+        queries,
+        queries.stride(0),
+        weights,
+        weights.stride(0),
+        pages,
+        table,
+        table.stride(0),
+        slots,
+        positions,
+        cos,
+        sin,
+        scores,
+        room,
+        topk,
+        scale,
+        HEADS=heads,
+        WIDTH=width,
+        TURNING=2 * cos.shape[-1],
+        ENTRIES=64,
+        WIDE=pages.dtype is torch.float32,
+        num_warps=4,
         EARLY=early,
-    )  # fmt: skip
+    )
 
 
 def choose(scores, positions, chosen) -> None:
@@ -130,6 +169,13 @@ def choose(scores, positions, chosen) -> None:
     topk = chosen.shape[1]
     block = min(4096, power_of_two(room, 64))
     _choose[(n,)](
-        scores, positions, chosen, room, topk, BLOCK=block, TOPK=power_of_two(topk), WHOLE=room <= block,
+        scores,
+        positions,
+        chosen,
+        room,
+        topk,
+        BLOCK=block,
+        TOPK=power_of_two(topk),
+        WHOLE=room <= block,
         num_warps=8 if room > 1024 else 4,
-    )  # fmt: skip
+    )

@@ -20,9 +20,22 @@ AT_ONCE = 1024
 
 @triton.jit
 def _score(
-    queries, keys, weights, counts, scores, rows, first_row, length, num_entries, topk,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, ENTRIES: tl.constexpr, WIDE: tl.constexpr,
-):  # fmt: skip
+    queries,
+    keys,
+    weights,
+    counts,
+    scores,
+    rows,
+    first_row,
+    length,
+    num_entries,
+    topk,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    ENTRIES: tl.constexpr,
+    WIDE: tl.constexpr,
+):
     first = tl.program_id(0) * ENTRIES
     e = first + tl.arange(0, ENTRIES)
     h = tl.arange(0, HEADS)
@@ -31,8 +44,9 @@ def _score(
     piece = (first_row // length).to(tl.int64)  # queries of a launch are of one sequence
     k = tl.load(
         keys + (piece * num_entries + e.to(tl.int64)[None, :]) * WIDTH + d[:, None],
-        mask=(e < num_entries)[None, :], other=0.0,
-    )  # fmt: skip
+        mask=(e < num_entries)[None, :],
+        other=0.0,
+    )
     for i in range(QUERIES):
         row = began + i
         count = tl.load(counts + row, mask=row < rows, other=0)
@@ -44,8 +58,11 @@ def _score(
             else:
                 match = tl.dot(q, k)
             w = tl.load(weights + at + h).to(tl.float32)
-            tl.store(scores + row.to(tl.int64) * num_entries + e, tl.sum(tl.maximum(match, 0.0) * w[:, None], axis=0),
-                     mask=e < count)  # fmt: skip
+            tl.store(
+                scores + row.to(tl.int64) * num_entries + e,
+                tl.sum(tl.maximum(match, 0.0) * w[:, None], axis=0),
+                mask=e < count,
+            )
 
 
 def pick(
@@ -54,8 +71,10 @@ def pick(
     batch, length, heads, width = queries.shape
     entries = keys.shape[1]
     assert heads == power_of_two(heads, 16) and width == power_of_two(width, 16)
-    queries, keys = queries.to(keys.dtype).flatten(0, 1).contiguous(), keys.contiguous()
-    weights, seen = weights.float().flatten(0, 1).contiguous(), counts.to(torch.int32).flatten().contiguous()
+    queries = queries.to(keys.dtype).flatten(0, 1).contiguous()
+    keys = keys.contiguous()
+    weights = weights.float().flatten(0, 1).contiguous()
+    seen = counts.to(torch.int32).flatten().contiguous()
     numbers = torch.empty(batch * length, topk, dtype=torch.int32, device=keys.device)
     wide = keys.dtype is torch.float32
     size = min(AT_ONCE, length)
@@ -64,8 +83,23 @@ def pick(
         rows = min(size, length - start % length)
         part = slice(start, start + rows)
         _score[(-(-entries // 128), -(-rows // 16))](
-            queries[part], keys, weights[part], seen[part], scores, rows, start, length, entries, topk,
-            HEADS=heads, WIDTH=width, QUERIES=16, ENTRIES=128, WIDE=wide, num_warps=4 if wide else 8, num_stages=2,
-        )  # fmt: skip
+            queries[part],
+            keys,
+            weights[part],
+            seen[part],
+            scores,
+            rows,
+            start,
+            length,
+            entries,
+            topk,
+            HEADS=heads,
+            WIDTH=width,
+            QUERIES=16,
+            ENTRIES=128,
+            WIDE=wide,
+            num_warps=4 if wide else 8,
+            num_stages=2,
+        )
         choose(scores[:rows], 4 * seen[part].long() - 1, numbers[part])
     return TopkIndices(counts.to(torch.int32).clamp_max(topk), numbers.view(batch, length, topk))

@@ -24,7 +24,9 @@ def choose(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tens
     if scores.shape[-1] <= topk:
         return visible
     scores = scores.masked_fill(~visible, -torch.inf)
-    worst = scores.topk(topk, dim=-1).values[..., -1:]  # the value of the last place, whichever entry holds it
+    worst = scores.topk(topk, dim=-1).values[
+        ..., -1:
+    ]  # the value of the last place, whichever entry holds it
     better, tied = scores > worst, scores == worst
     places = topk - better.sum(-1, keepdim=True)
     return (better | (tied & (tied.cumsum(-1) <= places))) & visible

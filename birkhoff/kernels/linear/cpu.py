@@ -53,15 +53,24 @@ def add_product(x, weight, whose, out):
     inner, width = weight.shape
     i = 0
     while i + 4 <= inner:
-        w0, w1, w2, w3 = weight[i], weight[i + 1], weight[i + 2], weight[i + 3]
+        w0 = weight[i]
+        w1 = weight[i + 1]
+        w2 = weight[i + 2]
+        w3 = weight[i + 3]
         for g in range(x.shape[0]):
-            target, x0, x1, x2, x3 = out[whose[g]], x[g, i], x[g, i + 1], x[g, i + 2], x[g, i + 3]
+            target = out[whose[g]]
+            x0 = x[g, i]
+            x1 = x[g, i + 1]
+            x2 = x[g, i + 2]
+            x3 = x[g, i + 3]
             for c in range(width):
                 target[c] += x0 * w0[c] + x1 * w1[c] + x2 * w2[c] + x3 * w3[c]
         i += 4
     while i < inner:
         for g in range(x.shape[0]):
-            target, x0, w0 = out[whose[g]], x[g, i], weight[i]
+            target = out[whose[g]]
+            x0 = x[g, i]
+            w0 = weight[i]
             for c in range(width):
                 target[c] += x0 * w0[c]
         i += 1
@@ -93,7 +102,8 @@ def _find_onednn():
     """oneDNN's linear op, if this build has it and it agrees with the plain product."""
     try:
         op = torch.ops.mkldnn._linear_pointwise
-        x, weight = torch.linspace(-1, 1, 12).view(2, 6), torch.linspace(-2, 1, 30).view(5, 6)
+        x = torch.linspace(-1, 1, 12).view(2, 6)
+        weight = torch.linspace(-2, 1, 30).view(5, 6)
         same = torch.allclose(op(x, weight, None, "none", [], ""), reference.linear(x, weight), atol=1e-5)
     except (AttributeError, RuntimeError):
         return None

@@ -33,9 +33,22 @@ def decode_e8m0(codes):
 
 @triton.jit
 def _product(
-    x, weight, scale, out, n, rows, inner, x_stride, out_stride, group,
-    FP8: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    scale,
+    out,
+    n,
+    rows,
+    inner,
+    x_stride,
+    out_stride,
+    group,
+    FP8: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
+):
     first = tl.program_id(0) * ROWS
     r = first + tl.arange(0, ROWS)
     t = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
@@ -58,15 +71,30 @@ def _product(
     tl.store(into, total.to(out.dtype.element_ty), mask=(t < n)[None, :] & (r < rows)[:, None])
 
 
-def product(weights: Sequence[PackedWeight], x: torch.Tensor, out: torch.Tensor, group: int | None = None) -> None:
+def product(
+    weights: Sequence[PackedWeight], x: torch.Tensor, out: torch.Tensor, group: int | None = None
+) -> None:
     n, at = x.shape[0], 0
     for rows in weights:
         wide = x.dtype is torch.float32 or rows.weight.dtype is torch.float32
         tall = min(64, power_of_two(group or rows.out, 16))
         assert group is None or group % tall == 0, f"groups of {group} rows"
         _product[(-(-rows.out // tall), -(-n // 16))](
-            x, rows.weight, rows.weight if rows.scale is None else rows.scale, out[:, at:], n, rows.out, rows.inner,
-            x.stride(0), out.stride(0), group or rows.out,
-            FP8=rows.scale is not None, WIDE=wide, TOKENS=16, ROWS=tall, INNER=64 if wide else 128, num_warps=4,
-        )  # fmt: skip
+            x,
+            rows.weight,
+            rows.weight if rows.scale is None else rows.scale,
+            out[:, at:],
+            n,
+            rows.out,
+            rows.inner,
+            x.stride(0),
+            out.stride(0),
+            group or rows.out,
+            FP8=rows.scale is not None,
+            WIDE=wide,
+            TOKENS=16,
+            ROWS=tall,
+            INNER=64 if wide else 128,
+            num_warps=4,
+        )
         at += rows.out

@@ -26,10 +26,25 @@ TOGETHER = 8  # tiles of tokens that take turns over the rows of a weight, so th
 
 @triton.jit
 def _product(
-    x, weight, scale, out, n, rows, inner, x_stride, out_stride, group, row_tiles, token_tiles,
-    FP8: tl.constexpr, WIDE: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    x,
+    weight,
+    scale,
+    out,
+    n,
+    rows,
+    inner,
+    x_stride,
+    out_stride,
+    group,
+    row_tiles,
+    token_tiles,
+    FP8: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    ROWS: tl.constexpr,
+    INNER: tl.constexpr,
     TOGETHER: tl.constexpr,
-):  # fmt: skip
+):
     program = tl.program_id(0)
     lap = program // (TOGETHER * row_tiles)
     abreast = tl.minimum(token_tiles - lap * TOGETHER, TOGETHER)
@@ -89,11 +104,22 @@ def unpack(rows: PackedWeight) -> torch.Tensor:
 def shape_of(n: int, tall: int, wide: bool) -> dict[str, int]:
     """Tiles for n tokens and a weight (or a group of its rows) of `tall` rows; INNER divides a scale's 128 columns."""
     if wide:
-        return {"TOKENS": min(32, power_of_two(n, 16)), "ROWS": min(64, power_of_two(tall, 16)), "INNER": 64,
-                "num_warps": 4, "num_stages": 2}  # fmt: skip
-    tokens, rows = min(128, power_of_two(n, 16)), min(128, power_of_two(tall, 16))
-    return {"TOKENS": tokens, "ROWS": rows, "INNER": 128,
-            "num_warps": 8 if tokens * rows > 8192 else 4, "num_stages": 3}  # fmt: skip
+        return {
+            "TOKENS": min(32, power_of_two(n, 16)),
+            "ROWS": min(64, power_of_two(tall, 16)),
+            "INNER": 64,
+            "num_warps": 4,
+            "num_stages": 2,
+        }
+    tokens = min(128, power_of_two(n, 16))
+    rows = min(128, power_of_two(tall, 16))
+    return {
+        "TOKENS": tokens,
+        "ROWS": rows,
+        "INNER": 128,
+        "num_warps": 8 if tokens * rows > 8192 else 4,
+        "num_stages": 3,
+    }
 
 
 def product(
@@ -107,7 +133,9 @@ def product(
     flat = x.reshape(-1, x.shape[-1])
     coded = rows.scale is not None
     if shape is None and len(flat) >= MANY and flat.dtype is torch.bfloat16 and (coded or _short(rows)):
-        return _at_once(flat, unpack(rows) if coded else rows.weight, group, dtype).view(*x.shape[:-1], rows.out)
+        return _at_once(flat, unpack(rows) if coded else rows.weight, group, dtype).view(
+            *x.shape[:-1], rows.out
+        )
     wide = flat.dtype is torch.float32 or rows.weight.dtype is torch.float32
     if not wide and coded and flat.dtype is torch.bfloat16:
         flat = flat.half()
@@ -117,13 +145,27 @@ def product(
     out = torch.empty(n, rows.out, dtype=dtype, device=x.device)
     shape = shape or shape_of(n, group or rows.out, wide)
     assert group is None or group % shape["ROWS"] == 0, f"groups of {group} rows"
-    row_tiles, token_tiles = -(-rows.out // shape["ROWS"]), -(-n // shape["TOKENS"])
+    row_tiles = -(-rows.out // shape["ROWS"])
+    token_tiles = -(-n // shape["TOKENS"])
     if n:
         _product[(row_tiles * token_tiles,)](
-            flat, rows.weight, rows.weight if rows.scale is None else rows.scale, out, n, rows.out, rows.inner,
-            flat.stride(0), out.stride(0), group or rows.out, row_tiles, token_tiles,
-            FP8=coded, WIDE=wide, TOGETHER=TOGETHER, **shape,
-        )  # fmt: skip
+            flat,
+            rows.weight,
+            rows.weight if rows.scale is None else rows.scale,
+            out,
+            n,
+            rows.out,
+            rows.inner,
+            flat.stride(0),
+            out.stride(0),
+            group or rows.out,
+            row_tiles,
+            token_tiles,
+            FP8=coded,
+            WIDE=wide,
+            TOGETHER=TOGETHER,
+            **shape,
+        )
     return out.view(*x.shape[:-1], rows.out)
 
 

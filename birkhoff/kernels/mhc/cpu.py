@@ -83,11 +83,24 @@ def read(
     flat = wide.view(n, m * d)
     logits, mean = product.linear(flat, fn), torch.empty(n)
     square_mean(flat.numpy(), mean.numpy())
-    u, pre, post, mix = torch.empty(n, d), torch.empty(n, m), torch.empty(n, m), torch.empty(n, m, m)
+    u = torch.empty(n, d)
+    pre = torch.empty(n, m)
+    post = torch.empty(n, m)
+    mix = torch.empty(n, m, m)
     finish(
-        logits.numpy(), mean.numpy(), base.numpy(), scale.numpy(), iters, np.float32(eps), np.float32(rms_eps),
-        wide.numpy(), u.numpy(), pre.numpy(), post.numpy(), mix.numpy(),
-    )  # fmt: skip
+        logits.numpy(),
+        mean.numpy(),
+        base.numpy(),
+        scale.numpy(),
+        iters,
+        np.float32(eps),
+        np.float32(rms_eps),
+        wide.numpy(),
+        u.numpy(),
+        pre.numpy(),
+        post.numpy(),
+        mix.numpy(),
+    )
     return u.to(streams.dtype), pre, post, mix
 
 
@@ -96,7 +109,9 @@ def mix_back(streams, y, post, mix, out):
     count, m, width = streams.shape
     for row in range(count):
         for k in range(m):
-            target, added, weight = out[row, k], y[row], post[row, k]
+            target = out[row, k]
+            added = y[row]
+            weight = post[row, k]
             for c in range(width):
                 target[c] = weight * added[c]
             for j in range(m):

@@ -17,7 +17,9 @@ from birkhoff.kernels.gpu import power_of_two
 
 STREAMS = 4
 COUNT = (2 + STREAMS) * STREAMS  # products of a sublayer; the head has one per stream
-KEEP, EMBED, MIX_ONLY = 0, 1, 2
+KEEP = 0
+EMBED = 1
+MIX_ONLY = 2
 
 
 def padded(count: int) -> int:
@@ -27,10 +29,25 @@ def padded(count: int) -> int:
 
 @triton.jit
 def _write_and_mix(
-    streams, y, post, mix, fn, parts, embed, tokens, rows, width, y_parts, splits,
-    MODE: tl.constexpr, COUNT: tl.constexpr, PADDED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    streams,
+    y,
+    post,
+    mix,
+    fn,
+    parts,
+    embed,
+    tokens,
+    rows,
+    width,
+    y_parts,
+    splits,
+    MODE: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
-):  # fmt: skip
+):
     if EARLY:
         tl.extra.cuda.gdc_launch_dependents()
     piece = tl.program_id(0)
@@ -63,7 +80,9 @@ def _write_and_mix(
         if MODE == 0:
             total = tl.zeros([BLOCK], tl.float32)
             for part in range(y_parts):
-                total += tl.load(y + (row * y_parts + part) * width + d, mask=inside, other=0.0).to(tl.float32)
+                total += tl.load(y + (row * y_parts + part) * width + d, mask=inside, other=0.0).to(
+                    tl.float32
+                )
             total = total.to(kept).to(tl.float32)
             a0 = x0.to(tl.float32)
             a1 = x1.to(tl.float32)
@@ -111,14 +130,38 @@ def _sigmoid(x):
 
 @triton.jit
 def _read_streams(
-    parts, streams, base, scale, norm, out, half, mixed, pre, post, mix, width, splits, iters, eps, rms_eps, norm_eps,
-    HEAD: tl.constexpr, NORM: tl.constexpr, HALF: tl.constexpr, MIXED: tl.constexpr, COUNT: tl.constexpr,
-    PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    parts,
+    streams,
+    base,
+    scale,
+    norm,
+    out,
+    half,
+    mixed,
+    pre,
+    post,
+    mix,
+    width,
+    splits,
+    iters,
+    eps,
+    rms_eps,
+    norm_eps,
+    HEAD: tl.constexpr,
+    NORM: tl.constexpr,
+    HALF: tl.constexpr,
+    MIXED: tl.constexpr,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0).to(tl.int64)
     s = tl.arange(0, SPLITS)
     m = tl.arange(0, PADDED)
-    tile = tl.load(parts + (row * splits + s[:, None]) * PADDED + m[None, :], mask=(s < splits)[:, None], other=0.0)
+    tile = tl.load(
+        parts + (row * splits + s[:, None]) * PADDED + m[None, :], mask=(s < splits)[:, None], other=0.0
+    )
     total = tl.sum(tile, axis=0)
     squares = _pick(total, m, COUNT)
     logits = total * (1.0 / tl.sqrt(squares / (4 * width) + rms_eps))
@@ -201,7 +244,10 @@ def _softmax_row(z, base, m, FROM: tl.constexpr, eps):
     c = _pick(z, m, first + 2) + tl.load(base + first + 2)
     d = _pick(z, m, first + 3) + tl.load(base + first + 3)
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    a = tl.exp(a - top)
+    b = tl.exp(b - top)
+    c = tl.exp(c - top)
+    d = tl.exp(d - top)
     over = 1.0 / (a + b + c + d)
     return a * over + eps, b * over + eps, c * over + eps, d * over + eps
 
@@ -227,29 +273,78 @@ def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, token
     count = fn.shape[0]
     given = streams  # stands in for what a mode does not read
     _write_and_mix[(splits, -(-n // rows))](
-        streams, given if y is None else y, fn if post is None else post, fn if mix is None else mix, fn, parts,
-        given if embed is None else embed, given if tokens is None else tokens, n, width,
-        1 if y is None or y.dim() == 2 else y.shape[1], splits,
-        MODE=mode, COUNT=count, PADDED=padded(count), ROWS=rows, BLOCK=block, num_warps=4, EARLY=early,
-    )  # fmt: skip
+        streams,
+        given if y is None else y,
+        fn if post is None else post,
+        fn if mix is None else mix,
+        fn,
+        parts,
+        given if embed is None else embed,
+        given if tokens is None else tokens,
+        n,
+        width,
+        1 if y is None or y.dim() == 2 else y.shape[1],
+        splits,
+        MODE=mode,
+        COUNT=count,
+        PADDED=padded(count),
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=4,
+        EARLY=early,
+    )
 
 
 def read_streams(
-    parts, streams, base, scale, norm, iters, eps, rms_eps, norm_eps, out, pre, post=None, mix=None, half=None,
+    parts,
+    streams,
+    base,
+    scale,
+    norm,
+    iters,
+    eps,
+    rms_eps,
+    norm_eps,
+    out,
+    pre,
+    post=None,
+    mix=None,
+    half=None,
     mixed=None,
-) -> None:  # fmt: skip
+) -> None:
     """out [n, d], normalised when `norm` is given; pre [n, 4]; post and mix unless this is the head, which has none."""
     n, _, width = streams.shape
     _, splits, _ = slices(n, width)
     head = post is None
     count = 4 if head else COUNT
     _read_streams[(n, 1 if head else 2)](
-        parts, streams, base, scale, base if norm is None else norm, out, out if half is None else half,
-        out if mixed is None else mixed, pre, pre if head else post, pre if head else mix, width, splits, iters,
-        eps, rms_eps, norm_eps, HEAD=head, NORM=norm is not None, HALF=half is not None, MIXED=mixed is not None,
-        COUNT=count, PADDED=padded(count), SPLITS=power_of_two(splits), BLOCK=power_of_two(width),
+        parts,
+        streams,
+        base,
+        scale,
+        base if norm is None else norm,
+        out,
+        out if half is None else half,
+        out if mixed is None else mixed,
+        pre,
+        pre if head else post,
+        pre if head else mix,
+        width,
+        splits,
+        iters,
+        eps,
+        rms_eps,
+        norm_eps,
+        HEAD=head,
+        NORM=norm is not None,
+        HALF=half is not None,
+        MIXED=mixed is not None,
+        COUNT=count,
+        PADDED=padded(count),
+        SPLITS=power_of_two(splits),
+        BLOCK=power_of_two(width),
         num_warps=8 if width >= 2048 else 4,
-    )  # fmt: skip
+    )
 
 
 def read(streams, fn, base, scale, iters, eps, rms_eps):
@@ -259,7 +354,9 @@ def read(streams, fn, base, scale, iters, eps, rms_eps):
     make = {"dtype": torch.float32, "device": streams.device}
     parts = torch.empty(n, slices(n, width)[1], padded(COUNT), **make)
     u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
-    pre, post, mix = torch.empty(n, m, **make), torch.empty(n, m, **make), torch.empty(n, m, m, **make)
+    pre = torch.empty(n, m, **make)
+    post = torch.empty(n, m, **make)
+    mix = torch.empty(n, m, m, **make)
     write_and_mix(streams, None, None, None, fn, parts, MIX_ONLY)
     read_streams(parts, streams, base, scale, None, iters, eps, rms_eps, 0.0, u, pre, post, mix)
     return u, pre, post, mix
@@ -283,10 +380,15 @@ def _write(streams, y, post, mix, out, width, BLOCK: tl.constexpr):
 
 
 def write(streams, y, post, mix):
-    streams, y, post, mix = streams.contiguous(), y.contiguous(), post.contiguous(), mix.contiguous()
+    streams = streams.contiguous()
+    y = y.contiguous()
+    post = post.contiguous()
+    mix = mix.contiguous()
     n, m, width = streams.shape
     assert m == STREAMS
     out = torch.empty_like(streams)
     block = min(4096, power_of_two(width))  # the fastest measured for thousands of rows
-    _write[(n, -(-width // block))](streams, y, post, mix, out, width, BLOCK=block, num_warps=max(1, block // 256))
+    _write[(n, -(-width // block))](
+        streams, y, post, mix, out, width, BLOCK=block, num_warps=max(1, block // 256)
+    )
     return out

@@ -21,7 +21,10 @@ from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.mhc import decode as few
 from birkhoff.kernels.mhc.decode import _share, _sigmoid
 
-SPLITS, LONG_SPLITS = 8, 2  # parts of a row: for some hundreds of rows, and for thousands, which keep a GPU busy
+SPLITS, LONG_SPLITS = (
+    8,
+    2,
+)  # parts of a row: for some hundreds of rows, and for thousands, which keep a GPU busy
 TILE = {"TOKENS": 128, "BLOCK": 128, "num_warps": 8, "num_stages": 4}
 COUNT, PADDED = few.COUNT, few.padded(few.COUNT)
 MANY = 256  # rows from which this form is used
@@ -38,11 +41,23 @@ def _halves(fn, high, low, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def _mix(
-    streams, high, low, parts, rows, columns, share,
-    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
+    streams,
+    high,
+    low,
+    parts,
+    rows,
+    columns,
+    share,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
-):  # fmt: skip
-    t = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS + tl.arange(0, TOKENS)  # what was written last, first
+):
+    t = (tl.num_programs(1) - 1 - tl.program_id(1)) * TOKENS + tl.arange(
+        0, TOKENS
+    )  # what was written last, first
     piece = tl.program_id(0)
     m = tl.arange(0, PADDED)
     at = streams + t.to(tl.int64)[:, None] * columns
@@ -51,7 +66,8 @@ def _mix(
     for start in range(piece * share, tl.minimum(piece * share + share, columns), BLOCK):
         k = start + tl.arange(0, BLOCK)
         x = tl.load(at + k[None, :], mask=(t < rows)[:, None] & (k < columns)[None, :], other=0.0)
-        of, known = m[None, :] * columns + k[:, None], (m < COUNT)[None, :] & (k < columns)[:, None]
+        of = m[None, :] * columns + k[:, None]
+        known = (m < COUNT)[None, :] & (k < columns)[:, None]
         first = tl.load(high + of, mask=known, other=0.0)
         if WIDE:
             dots = tl.dot(x, first, dots, input_precision="ieee")
@@ -76,14 +92,17 @@ def _logit(parts, t, alive, rho, gain, base, J: tl.constexpr, PADDED: tl.constex
 @triton.jit
 def _mixer_row(
     parts, t, alive, rho, gain, base, eps, FROM: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
+):
     """Row FROM of the mixer before its columns are normalised."""
     a = _logit(parts, t, alive, rho, gain, base, 8 + 4 * FROM, PADDED, SPLITS)
     b = _logit(parts, t, alive, rho, gain, base, 9 + 4 * FROM, PADDED, SPLITS)
     c = _logit(parts, t, alive, rho, gain, base, 10 + 4 * FROM, PADDED, SPLITS)
     d = _logit(parts, t, alive, rho, gain, base, 11 + 4 * FROM, PADDED, SPLITS)
     top = tl.maximum(tl.maximum(a, b), tl.maximum(c, d))
-    a, b, c, d = tl.exp(a - top), tl.exp(b - top), tl.exp(c - top), tl.exp(d - top)
+    a = tl.exp(a - top)
+    b = tl.exp(b - top)
+    c = tl.exp(c - top)
+    d = tl.exp(d - top)
     over = 1.0 / (a + b + c + d)
     return a * over + eps, b * over + eps, c * over + eps, d * over + eps
 
@@ -99,9 +118,21 @@ def _rho(parts, t, alive, columns, rms_eps, COUNT: tl.constexpr, PADDED: tl.cons
 
 @triton.jit
 def _spread(
-    parts, t, alive, columns, base, scale, post, mix, iters, eps, rms_eps,
-    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+    parts,
+    t,
+    alive,
+    columns,
+    base,
+    scale,
+    post,
+    mix,
+    iters,
+    eps,
+    rms_eps,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
     """How a token's output is spread and its streams are mixed: Sinkhorn's way, one token a thread."""
     rho = _rho(parts, t, alive, columns, rms_eps, COUNT, PADDED, SPLITS)
     gain = tl.load(scale + 1)
@@ -144,14 +175,34 @@ def _spread(
 
 @triton.jit
 def _settle(
-    parts, base, scale, streams, pre, post, mix, out, rows, width, columns, iters, eps, rms_eps, mixers,
-    COUNT: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    parts,
+    base,
+    scale,
+    streams,
+    pre,
+    post,
+    mix,
+    out,
+    rows,
+    width,
+    columns,
+    iters,
+    eps,
+    rms_eps,
+    mixers,
+    COUNT: tl.constexpr,
+    PADDED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The first programs walk Sinkhorn's way for some tokens each; all others collapse one token's streams."""
     program = tl.program_id(0)
     if program < mixers:
         t = program * TOKENS + tl.arange(0, TOKENS)
-        _spread(parts, t, t < rows, columns, base, scale, post, mix, iters, eps, rms_eps, COUNT, PADDED, SPLITS)
+        _spread(
+            parts, t, t < rows, columns, base, scale, post, mix, iters, eps, rms_eps, COUNT, PADDED, SPLITS
+        )
     else:
         row = program - mixers
         d = tl.arange(0, BLOCK)
@@ -184,12 +235,15 @@ def _collapsed(x0, x1, x2, x3, p0, p1, p2, p3):
 def _collapse(streams, pre, out, width, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     p0, p1 = tl.load(pre + row * 4), tl.load(pre + row * 4 + 1)
-    p2, p3 = tl.load(pre + row * 4 + 2), tl.load(pre + row * 4 + 3)
+    p2 = tl.load(pre + row * 4 + 2)
+    p3 = tl.load(pre + row * 4 + 3)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = d < width
     at = streams + row * 4 * width + d
-    x0, x1 = tl.load(at, mask=inside, other=0.0), tl.load(at + width, mask=inside, other=0.0)
-    x2, x3 = tl.load(at + 2 * width, mask=inside, other=0.0), tl.load(at + 3 * width, mask=inside, other=0.0)
+    x0 = tl.load(at, mask=inside, other=0.0)
+    x1 = tl.load(at + width, mask=inside, other=0.0)
+    x2 = tl.load(at + 2 * width, mask=inside, other=0.0)
+    x3 = tl.load(at + 3 * width, mask=inside, other=0.0)
     u = _collapsed(x0, x1, x2, x3, p0, p1, p2, p3)
     tl.store(out + row * width + d, u.to(out.dtype.element_ty), mask=inside)
 
@@ -234,21 +288,51 @@ def read_many(streams, fn, base, scale, iters, eps, rms_eps):
     numbers = {"dtype": torch.float32, "device": streams.device}
     splits = SPLITS if n < 4096 else LONG_SPLITS
     parts = torch.empty(n, splits, PADDED, **numbers)
-    pre, post, mix = torch.empty(n, m, **numbers), torch.empty(n, m, **numbers), torch.empty(n, m, m, **numbers)
+    pre = torch.empty(n, m, **numbers)
+    post = torch.empty(n, m, **numbers)
+    mix = torch.empty(n, m, m, **numbers)
     shape = shape_of(wide)
     tokens, block = shape["TOKENS"], shape["BLOCK"]
     share = -(-columns // (splits * block)) * block
     _mix[(splits, -(-n // tokens))](
-        streams, made.high, made.low, parts, n, columns, share,
-        COUNT=COUNT, PADDED=PADDED, SPLITS=splits, WIDE=wide, **shape,
-    )  # fmt: skip
+        streams,
+        made.high,
+        made.low,
+        parts,
+        n,
+        columns,
+        share,
+        COUNT=COUNT,
+        PADDED=PADDED,
+        SPLITS=splits,
+        WIDE=wide,
+        **shape,
+    )
     u = torch.empty(n, width, dtype=streams.dtype, device=streams.device)
     mixers, row_block = -(-n // 32), power_of_two(width)
     _settle[(mixers + n,)](
-        parts, base, scale, streams, pre, post, mix, u, n, width, columns, iters, eps, rms_eps, mixers,
-        COUNT=COUNT, PADDED=PADDED, SPLITS=splits, TOKENS=32, BLOCK=row_block,
+        parts,
+        base,
+        scale,
+        streams,
+        pre,
+        post,
+        mix,
+        u,
+        n,
+        width,
+        columns,
+        iters,
+        eps,
+        rms_eps,
+        mixers,
+        COUNT=COUNT,
+        PADDED=PADDED,
+        SPLITS=splits,
+        TOKENS=32,
+        BLOCK=row_block,
         num_warps=min(max(row_block // 1024, 1), 16),
-    )  # fmt: skip
+    )
     return u, pre, post, mix
 
 

@@ -64,7 +64,12 @@ def write(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch
 
 
 def head(
-    streams: torch.Tensor, fn: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, rms_eps: float
+    streams: torch.Tensor,
+    fn: torch.Tensor,
+    base: torch.Tensor,
+    scale: torch.Tensor,
+    eps: float,
+    rms_eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     weights = torch.sigmoid(_project(streams, fn, rms_eps) * scale + base) + eps
     return _collapse(streams, weights), weights

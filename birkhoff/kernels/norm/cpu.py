@@ -14,7 +14,9 @@ NO_WEIGHT = np.ones(0, np.float32)
 def normalise(x, weight, eps, out):
     count, width = x.shape
     for row in range(count):
-        source, target, total = x[row], out[row], np.float32(0)
+        source = x[row]
+        target = out[row]
+        total = np.float32(0)
         for k in range(width):
             total += source[k] * source[k]
         rho = np.float32(1 / np.sqrt(total / width + eps))
@@ -29,6 +31,8 @@ def normalise(x, weight, eps, out):
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
     wide = x if x.dtype is torch.float32 and x.dim() == 2 else x.float().reshape(-1, x.shape[-1])
     out = np.empty(wide.shape, np.float32)
-    normalise(wide.contiguous().numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out)
+    normalise(
+        wide.contiguous().numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out
+    )
     made = torch.from_numpy(out)
     return made if wide is x else made.view(x.shape).to(x.dtype)

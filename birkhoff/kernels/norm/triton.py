@@ -12,7 +12,9 @@ TILE = 4096  # numbers of a program
 
 
 @triton.jit
-def _rms_norm(x, weight, out, rows, width, eps, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _rms_norm(
+    x, weight, out, rows, width, eps, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.arange(0, BLOCK)
     tile = (r < rows)[:, None] & (d < width)[None, :]
@@ -25,7 +27,9 @@ def _rms_norm(x, weight, out, rows, width, eps, WEIGHT: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit
-def _norm_into(u, weight, x, half, mixed, width, eps, HALF: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_into(
+    u, weight, x, half, mixed, width, eps, HALF: tl.constexpr, MIXED: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     inside = d < width
@@ -44,10 +48,18 @@ def norm_into(u, weight, eps: float, x, half=None, mixed=None) -> None:
     """u [n, d] -> x [n, d], and in the forms that the products of a decoding step read, where they are wanted."""
     n, width = u.shape
     _norm_into[(n,)](
-        u, weight, x, x if half is None else half, x if mixed is None else mixed, width, eps,
-        HALF=half is not None, MIXED=mixed is not None, BLOCK=power_of_two(width),
+        u,
+        weight,
+        x,
+        x if half is None else half,
+        x if mixed is None else mixed,
+        width,
+        eps,
+        HALF=half is not None,
+        MIXED=mixed is not None,
+        BLOCK=power_of_two(width),
         num_warps=8 if width >= 2048 else 4,
-    )  # fmt: skip
+    )
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
@@ -57,7 +69,15 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.
     rows = max(1, TILE // block)
     if count:
         _rms_norm[(-(-count // rows),)](
-            x, x if weight is None else weight, out, count, width, eps, WEIGHT=weight is not None, ROWS=rows,
-            BLOCK=block, num_warps=8 if block >= 2048 else 4,
-        )  # fmt: skip
+            x,
+            x if weight is None else weight,
+            out,
+            count,
+            width,
+            eps,
+            WEIGHT=weight is not None,
+            ROWS=rows,
+            BLOCK=block,
+            num_warps=8 if block >= 2048 else 4,
+        )
     return out

@@ -27,7 +27,9 @@ def decode_e8m0(codes: Tensor) -> Tensor:
     if codes.dtype == torch.float8_e8m0fnu:
         codes = codes.view(torch.uint8)
     if codes.dtype != torch.uint8:
-        raise TensorDtype(f"E8M0 scales come as uint8 bytes, got {codes.dtype}. View the stored bytes, do not cast.")
+        raise TensorDtype(
+            f"E8M0 scales come as uint8 bytes, got {codes.dtype}. View the stored bytes, do not cast."
+        )
     bits = codes.to(torch.int32) << 23
     bits = torch.where(codes == 0, 0x00400000, bits)  # 2^-127 is subnormal in float32
     bits = torch.where(codes == 255, 0x7FC00000, bits)
@@ -39,7 +41,9 @@ def dequant_fp8(codes: Tensor, scale: Tensor, block: int = FP8_BLOCK) -> Tensor:
     if codes.dtype in (torch.uint8, torch.int8):
         codes = codes.view(torch.float8_e4m3fn)
     if codes.dtype != torch.float8_e4m3fn or codes.ndim != 2:
-        raise TensorDtype(f"FP8 codes are a float8_e4m3fn or uint8 matrix, got {codes.dtype} {tuple(codes.shape)}.")
+        raise TensorDtype(
+            f"FP8 codes are a float8_e4m3fn or uint8 matrix, got {codes.dtype} {tuple(codes.shape)}."
+        )
     rows, columns = codes.shape
     expected = (-(-rows // block), -(-columns // block))
     if tuple(scale.shape) != expected:
@@ -193,4 +197,6 @@ def _ungrouped(groups: Tensor, x: Tensor) -> Tensor:
 
 def _check_matrix(weight: Tensor, name: str) -> None:
     if weight.ndim != 2 or not weight.is_floating_point():
-        raise TensorShape(f"{name} quantisation takes a float matrix, got {weight.dtype} {tuple(weight.shape)}.")
+        raise TensorShape(
+            f"{name} quantisation takes a float matrix, got {weight.dtype} {tuple(weight.shape)}."
+        )

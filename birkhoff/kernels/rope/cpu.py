@@ -28,7 +28,8 @@ def turn(x, cos, sin, sign, out):
 
 def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
     pairs = phases.cos.shape[-1]
-    cos, sin = phases.cos.reshape(-1, pairs), phases.sin.reshape(-1, pairs)
+    cos = phases.cos.reshape(-1, pairs)
+    sin = phases.sin.reshape(-1, pairs)
     wide = x.float().reshape(cos.shape[0], -1, x.shape[-1])
     out = torch.empty_like(wide)
     turn(wide.numpy(), cos.numpy(), sin.numpy(), -1 if inverse else 1, out.numpy())

@@ -13,14 +13,26 @@ from birkhoff.kernels.rope.reference import Phases
 
 @triton.jit
 def _rotate(
-    x, cos, sin, out, rows, heads, still,
-    SIGN: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
-):  # fmt: skip
+    x,
+    cos,
+    sin,
+    out,
+    rows,
+    heads,
+    still,
+    SIGN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    PAIRS: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.arange(0, PADDED)
     tile = (r < rows)[:, None] & (d < WIDTH)[None, :]
     at = r[:, None] * WIDTH + d[None, :]
-    even, odd = tl.split(tl.reshape(tl.load(x + at, mask=tile, other=0.0).to(tl.float32), [ROWS, PADDED // 2, 2]))
+    even, odd = tl.split(
+        tl.reshape(tl.load(x + at, mask=tile, other=0.0).to(tl.float32), [ROWS, PADDED // 2, 2])
+    )
     i = tl.arange(0, PADDED // 2) - still // 2
     turning = (r < rows)[:, None] & (i >= 0)[None, :] & (i < PAIRS)[None, :]
     angle = (r // heads)[:, None] * PAIRS + i[None, :]
@@ -32,9 +44,18 @@ def _rotate(
 
 @triton.jit
 def _turn(
-    x, cos, sin, rows, heads, still, width, SIGN: tl.constexpr, PAIRS: tl.constexpr, PADDED: tl.constexpr,
+    x,
+    cos,
+    sin,
+    rows,
+    heads,
+    still,
+    width,
+    SIGN: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PADDED: tl.constexpr,
     ROWS: tl.constexpr,
-):  # fmt: skip
+):
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.arange(0, 2 * PADDED)
     tile = (r < rows)[:, None] & (d < 2 * PAIRS)[None, :]
@@ -50,7 +71,9 @@ def _turn(
 
 
 def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
-    x, cos, sin = x.contiguous(), phases.cos.contiguous(), phases.sin.contiguous()
+    x = x.contiguous()
+    cos = phases.cos.contiguous()
+    sin = phases.sin.contiguous()
     width, pairs = x.shape[-1], cos.shape[-1]
     count, positions = x.numel() // width, cos.numel() // pairs
     if own:
@@ -58,16 +81,37 @@ def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = F
         rows = max(1, 1024 // padded)
         if count:
             _turn[(-(-count // rows),)](
-                x, cos, sin, count, count // positions, width - 2 * pairs, width, SIGN=-1 if inverse else 1,
-                PAIRS=pairs, PADDED=padded, ROWS=rows, num_warps=4,
-            )  # fmt: skip
+                x,
+                cos,
+                sin,
+                count,
+                count // positions,
+                width - 2 * pairs,
+                width,
+                SIGN=-1 if inverse else 1,
+                PAIRS=pairs,
+                PADDED=padded,
+                ROWS=rows,
+                num_warps=4,
+            )
         return x
     out = torch.empty_like(x)
     padded = power_of_two(width, 2)
     rows = max(1, 2048 // padded)
     if count:
         _rotate[(-(-count // rows),)](
-            x, cos, sin, out, count, count // positions, width - 2 * pairs, SIGN=-1 if inverse else 1, WIDTH=width,
-            PADDED=padded, PAIRS=pairs, ROWS=rows, num_warps=4,
-        )  # fmt: skip
+            x,
+            cos,
+            sin,
+            out,
+            count,
+            count // positions,
+            width - 2 * pairs,
+            SIGN=-1 if inverse else 1,
+            WIDTH=width,
+            PADDED=padded,
+            PAIRS=pairs,
+            ROWS=rows,
+            num_warps=4,
+        )
     return out

@@ -12,7 +12,8 @@ class Phases:
     """How far each position turns each pair of channels."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
-        self.cos, self.sin = cos, sin
+        self.cos = cos
+        self.sin = sin
 
     def view(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Phases:
         """The same phases with their leading axes rearranged."""
@@ -26,10 +27,13 @@ def frequencies(
     omega = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if original > 0:
 
-        def turns(beta: float) -> float:  # the channel whose wave turns `beta` times within the original length
+        def turns(
+            beta: float,
+        ) -> float:  # the channel whose wave turns `beta` times within the original length
             return dim * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta))
 
-        low, high = max(math.floor(turns(fast)), 0), min(math.ceil(turns(slow)), dim - 1)
+        low = max(math.floor(turns(fast)), 0)
+        high = min(math.ceil(turns(slow)), dim - 1)
         span = high - low if high != low else 0.001
         blend = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / span).clamp(0, 1)
         omega = omega * (1 - blend) + omega / factor * blend

@@ -59,7 +59,12 @@ def test_unfinished_requests_are_not_evicted_for_others():
     memory = MemoryConsumer(max_bytes=6 * ROW)
     memory.submit_chunk(chunk("open", "post_attn", 0, 0, 4))
     result = capture(memory, "late", 4)
-    assert result.status == "partial_error" and result.rows == 2 and result.dropped_rows == 2 and "240" in result.error
+    assert (
+        result.status == "partial_error"
+        and result.rows == 2
+        and result.dropped_rows == 2
+        and "240" in result.error
+    )
     assert memory.finalize(CaptureFinish("open")).result().status == "ok"
     assert_is_prefix(memory.entries("open")[0, "post_attn"], "open", 4)
 
@@ -80,7 +85,8 @@ def test_states_of_a_request():
     assert memory.get_result("a").status == "pending"
     assert memory.finalize(CaptureFinish("a")).result().id == "probe"
     assert (
-        memory.get_result("a").status == "ok" and memory.finalize(CaptureFinish("b")).result().status == "not_requested"
+        memory.get_result("a").status == "ok"
+        and memory.finalize(CaptureFinish("b")).result().status == "not_requested"
     )
     memory.shutdown()
     assert memory.nbytes == 0

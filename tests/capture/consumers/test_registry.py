@@ -19,10 +19,12 @@ from tests.capture.made import chunk
 def test_every_kind_can_be_built(tmp_path):
     texts = {
         "filesystem": f"filesystem:root={tmp_path},fsync=false,num_shards=3,default_layout=sharded,timeout_seconds=0.5",
-        "logging": "logging:level=DEBUG", "memory": "memory:max_bytes=1024", "stream": "stream",
+        "logging": "logging:level=DEBUG",
+        "memory": "memory:max_bytes=1024",
+        "stream": "stream",
         "sae_stats": "sae_stats:hook=mlp_out,layer=3,top_k=2",
         "shm": f"shm:name=birkhoff-test-{uuid.uuid4().hex},max_bytes=4096,overflow=drop",
-    }  # fmt: skip
+    }
     assert set(texts) == set(KINDS)
     for kind, text in texts.items():
         name, consumer = build_consumer(text)
@@ -43,13 +45,19 @@ def test_an_instance_may_have_a_name_of_its_own():
 @pytest.mark.parametrize(
     ("text", "word"),
     [
-        ("", "unknown"), ("tape", "unknown"), ("=memory", "unknown"), ("memory:size=3", "max_bytes"),
-        ("memory:max_bytes", "key=value"), ("memory:max_bytes=1,max_bytes=2", "at most once"),
+        ("", "unknown"),
+        ("tape", "unknown"),
+        ("=memory", "unknown"),
+        ("memory:size=3", "max_bytes"),
+        ("memory:max_bytes", "key=value"),
+        ("memory:max_bytes=1,max_bytes=2", "at most once"),
         ("filesystem", "needs root"),
-        ("filesystem:root=x,fsync=maybe", "fsync"), ("filesystem:root=x,disk=1", "not understood"),
-        ("memory:max_bytes=1.5", "max_bytes"), ("sae_stats:hook=mlp_out", "layer"),
+        ("filesystem:root=x,fsync=maybe", "fsync"),
+        ("filesystem:root=x,disk=1", "not understood"),
+        ("memory:max_bytes=1.5", "max_bytes"),
+        ("sae_stats:hook=mlp_out", "layer"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_understood_is_refused(text, word):
     with pytest.raises(OptionError, match=word):
         build_consumer(text)
@@ -65,12 +73,13 @@ def test_client_specs_are_checked_by_path(tmp_path):
     files = FilesystemConsumer(str(tmp_path))
     files.validate_client_spec({"request_id": "a", "tag": "b", "layout": "sharded"}, "capture.files")
     for spec, path, rule in [
-        ({"tag": "b"}, "capture.files.request_id", "V2"), ({"request_id": "a", "tag": ""}, "capture.files.tag", "V2"),
+        ({"tag": "b"}, "capture.files.request_id", "V2"),
+        ({"request_id": "a", "tag": ""}, "capture.files.tag", "V2"),
         ({"request_id": "x" * 257, "tag": "b"}, "capture.files.request_id", "V2"),
         ({"request_id": "a", "tag": "../b"}, "capture.files.tag", "V2"),
         ({"request_id": "/a", "tag": "b"}, "capture.files.request_id", "V2"),
         ({"request_id": "a", "tag": "b", "layout": "zip"}, "capture.files.layout", "V10"),
-    ]:  # fmt: skip
+    ]:
         with pytest.raises(CaptureValidationError) as caught:
             files.validate_client_spec(spec, "capture.files")
         assert (caught.value.path, caught.value.rule) == (path, rule)

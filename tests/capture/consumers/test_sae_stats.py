@@ -17,7 +17,9 @@ from tests.capture.made import chunk
 
 ROWS, WIDTH, FEATURES = 60, 5, 7
 RANDOM = np.random.default_rng(7)
-DATA = (RANDOM.normal(size=(ROWS, WIDTH)) + 1000).astype(np.float32)  # far from zero: a careless variance cancels
+DATA = (RANDOM.normal(size=(ROWS, WIDTH)) + 1000).astype(
+    np.float32
+)  # far from zero: a careless variance cancels
 ENCODER = RANDOM.normal(size=(WIDTH, FEATURES)).astype(np.float32)
 BIAS = (-(DATA @ ENCODER).mean(0)).astype(np.float32)
 THRESHOLD = np.linspace(0, 1.5, FEATURES).astype(np.float32)
@@ -29,9 +31,18 @@ def rows(start: int, stop: int) -> Chunk:
     count = stop - start
     labels = [row % 10 for row in range(start, stop)]
     return Chunk(
-        f"r{start // 10}", "run", "mlp_out", 3, DATA[start:stop], "float32", (WIDTH,), labels, range(start, stop),
-        "p" * count, start % 10,
-    )  # fmt: skip
+        f"r{start // 10}",
+        "run",
+        "mlp_out",
+        3,
+        DATA[start:stop],
+        "float32",
+        (WIDTH,),
+        labels,
+        range(start, stop),
+        "p" * count,
+        start % 10,
+    )
 
 
 @given(cuts=st.lists(st.integers(1, 10), min_size=6, max_size=6), block=st.sampled_from([1, 20, 1 << 22]))
@@ -50,7 +61,9 @@ def test_any_cutting_gives_the_statistics_of_the_whole(cuts, block):
     assert found.norm_max == pytest.approx(norms.max(), rel=1e-12)
     assert found.norm_rms == pytest.approx(np.sqrt((norms**2).mean()), rel=1e-12)
     activations = DATA @ ENCODER + BIAS
-    clear = np.abs(activations - THRESHOLD).min(0) > 1e-3  # a row on the threshold may fall either way in float32
+    clear = (
+        np.abs(activations - THRESHOLD).min(0) > 1e-3
+    )  # a row on the threshold may fall either way in float32
     fired = activations > THRESHOLD
     assert (found.firing == fired.sum(0))[clear].all() and clear.sum() >= 5
     np.testing.assert_allclose(
@@ -59,8 +72,12 @@ def test_any_cutting_gives_the_statistics_of_the_whole(cuts, block):
     for feature in np.flatnonzero(clear):
         best = [row for row in np.argsort(-activations[:, feature], kind="stable") if fired[row, feature]][:4]
         contexts = found.top[feature]
-        assert [(c.request, c.position, c.token_id) for c in contexts] == [(f"r{r // 10}", r % 10, r) for r in best]
-        assert [c.activation for c in contexts] == pytest.approx(activations[best, feature].tolist(), rel=1e-3)
+        assert [(c.request, c.position, c.token_id) for c in contexts] == [
+            (f"r{r // 10}", r % 10, r) for r in best
+        ]
+        assert [c.activation for c in contexts] == pytest.approx(
+            activations[best, feature].tolist(), rel=1e-3
+        )
     assert found.top[-1] == [] and found.firing[-1] == 0
 
 

@@ -92,7 +92,10 @@ def test_the_log_says_what_was_captured_and_nothing_of_it(caplog):
     assert result.rows == 6 and result.bytes == 96 and result.keys == 2 and result.status == "partial_error"
     assert consumer.get_result("key") == result
     lines = [record.getMessage() for record in caplog.records]
-    assert lines[-1] == "capture probe finished (length): 6 rows, 96 bytes, 2 layers of post_attn" and len(lines) == 3
+    assert (
+        lines[-1] == "capture probe finished (length): 6 rows, 96 bytes, 2 layers of post_attn"
+        and len(lines) == 3
+    )
     token = chunk("key", "post_attn", 1, 0, 3).token_ids[0]
     assert not any(str(token) in line for line in lines)
     assert consumer.finalize(CaptureFinish("other")).result().status == "not_requested"

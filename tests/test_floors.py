@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
-    "hooks kernels config errors embedded",
+    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names",
     "offload",
     "model mhc",
     "decode",

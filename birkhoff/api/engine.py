@@ -27,6 +27,7 @@ from birkhoff.capture.spec.estimate import Estimate
 from birkhoff.capture.spec.projections import Projections
 from birkhoff.capture.spec.request import Capture
 from birkhoff.config import V4Config
+from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.named_contexts import check_name
 from birkhoff.engine.request import Request, TokenEvent, TokenMask
@@ -556,7 +557,3 @@ class Engine:
             bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
             return bos + self.tokenizer.encode(prompt)
         return check_ids(prompt, self.config)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

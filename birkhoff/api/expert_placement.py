@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from birkhoff.engine.memory_plan import MemoryBudget, default_cache, plan_budget, size
+from birkhoff.byte_size import format_bytes, parse_bytes
+from birkhoff.engine.memory_plan import MemoryBudget, default_cache, plan_budget
 from birkhoff.errors import CapacityError, OptionError, quoted
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_counts import ExpertCounts
 from birkhoff.offload.expert_layout import PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.expert_usage import ExpertUsage
-from birkhoff.weights.memory_size import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -134,14 +134,14 @@ def place(
         return None
     if wish.everything and budget.hot < budget.experts:
         raise CapacityError(
-            f"experts is 'device', but {budget.hot} of {budget.experts} fit {size(total)} beside weights "
-            f"{size(budget.dense_bytes)}, cache {size(cache)} and working space {size(budget.working_bytes)}. "
+            f"experts is 'device', but {budget.hot} of {budget.experts} fit {format_bytes(total)} beside weights "
+            f"{format_bytes(budget.dense_bytes)}, cache {format_bytes(cache)} and working space {format_bytes(budget.working_bytes)}. "
             "Use 'auto', or a larger device."
         )
     if budget.host_bytes > host_bytes:
         raise CapacityError(
-            f"{budget.experts - budget.hot} experts would lie in {size(budget.host_bytes)} of host memory, and "
-            f"{size(host_bytes)} are free. Free host memory, or give the device more."
+            f"{budget.experts - budget.hot} experts would lie in {format_bytes(budget.host_bytes)} of host memory, and "
+            f"{format_bytes(host_bytes)} are free. Free host memory, or give the device more."
         )
     layers = budget.experts // config.n_routed_experts
     counts = wish.counts
@@ -158,5 +158,5 @@ def place(
 def placed_text(budget: MemoryBudget) -> str:
     return (
         f"{budget.hot} of {budget.experts} experts on the device ({100 * budget.share:.1f} %), "
-        f"{size(budget.host_bytes)} of host memory for the others"
+        f"{format_bytes(budget.host_bytes)} of host memory for the others"
     )

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from birkhoff.api.engine import Engine, dtype_name
+from birkhoff.api.engine import Engine
 from birkhoff.api.expert_placement import place, placed_text, refuse_unplaceable, wish_of
+from birkhoff.dtype_names import dtype_name
 from birkhoff.embedded import EMBEDDED, shipped_vectors
 from birkhoff.engine.cache_plan import check_prefix_cache, drafts_of, files_for, plan_memory
 from birkhoff.engine.engine import EngineCore

@@ -19,6 +19,7 @@ import torch
 from birkhoff.bench.decode import captured, device_facts, place, reading_speed, seconds
 from birkhoff.bench.report import facts, significant, summary
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
+from birkhoff.byte_size import parse_bytes
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.decode.buffers import DecodeBuffers
@@ -31,7 +32,6 @@ from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.expert_usage import ExpertUsage
 from birkhoff.offload.placement import Placement
-from birkhoff.weights.memory_size import parse_bytes
 
 Row = dict[str, Any]
 SKEW = 0.12  # of a score's unit per logarithm of rank; scores of random weights spread over about 0.25

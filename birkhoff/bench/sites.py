@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from birkhoff.bench.report import significant
 from birkhoff.config import V4Config
 from birkhoff.decode.gpu import Decoder
+from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.plan import Key, Plan, SiteRows, Span
@@ -210,7 +211,7 @@ def compare_sites(
     about = {
         "hidden": config.hidden_size,
         "layers_in_all": config.num_hidden_layers,
-        "dtype": str(model.numerics.dtype).removeprefix("torch."),
+        "dtype": dtype_name(model.numerics.dtype),
     }
     for slot, length in enumerate(lengths):
         batch = Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device)

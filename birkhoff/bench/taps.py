@@ -23,6 +23,7 @@ import torch
 
 from birkhoff.bench.report import significant, summary
 from birkhoff.bench.sites import Taken
+from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.hooks.batch_tap import BatchTap, StepStaging, arm
 from birkhoff.hooks.plan import Plan, Span
@@ -50,7 +51,7 @@ class TapBaselines:
 
     def __init__(self, model: Transformer, batch: int, features: int):
         c, device = model.config, model.embed.device
-        dtype = str(model.numerics.dtype).removeprefix("torch.")
+        dtype = dtype_name(model.numerics.dtype)
         self.schema = build_hook_schema(
             c.hidden_size, dtype, c.hc_mult, c.n_routed_experts, c.num_experts_per_tok
         )

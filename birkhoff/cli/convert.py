@@ -42,8 +42,8 @@ def convert(
     json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Convert between the released layout and GGUF; streaming, resumable, checked."""
+    from birkhoff.byte_size import parse_bytes
     from birkhoff.convert.convert import convert as run
-    from birkhoff.weights.memory_size import parse_bytes
 
     with bar("converting") as advance:
         result = run(

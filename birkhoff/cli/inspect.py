@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from birkhoff.byte_size import format_bytes
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
@@ -58,9 +59,9 @@ def inspect(
     """Show layers, bytes by class, what fits where, and every problem found; reads headers only."""
     from rich.console import Console
 
+    from birkhoff.byte_size import parse_bytes
     from birkhoff.cli.plan import config_alone, plan_lines, planned
     from birkhoff.weights.inspect import inspect_checkpoint
-    from birkhoff.weights.memory_size import parse_bytes
 
     console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # a pipe has no edge to wrap at
     if requests < 1 or (context is not None and context < 1):
@@ -111,14 +112,17 @@ def _print(report: Inspection, console: Console) -> None:
 
     console.print(
         f"[bold]{escape(report.path)}[/]  {report.dialect or 'no readable config'}, {report.tensors} tensors "
-        f"in {report.files} files, {_size(report.file_bytes)}"
+        f"in {report.files} files, {format_bytes(report.file_bytes)}"
     )
     table = Table("class", "", "bytes", "share")
     for kind, size in report.bytes_by_class.items():
-        table.add_row(kind, _CLASS_TEXT[kind], _size(size), f"{100 * size / max(report.file_bytes, 1):.1f} %")
+        table.add_row(
+            kind, _CLASS_TEXT[kind], format_bytes(size), f"{100 * size / max(report.file_bytes, 1):.1f} %"
+        )
     console.print(table)
     console.print(
-        "types       " + ", ".join(f"{name} {_size(size)}" for name, size in report.bytes_by_type.items())
+        "types       "
+        + ", ".join(f"{name} {format_bytes(size)}" for name, size in report.bytes_by_type.items())
     )
     if report.config:
         layers = ", ".join(f"{len(indices)} {kind}" for kind, indices in report.layers.items() if indices)
@@ -129,14 +133,14 @@ def _print(report: Inspection, console: Console) -> None:
         )
         console.print(
             f"cache       {report.cache_bytes_per_token:g} B per token and "
-            f"{_size(report.cache_bytes_per_sequence or 0)} per sequence, as bfloat16"
+            f"{format_bytes(report.cache_bytes_per_sequence or 0)} per sequence, as bfloat16"
         )
         console.print("config      " + ", ".join(f"{name} {value}" for name, value in report.config.items()))
-    sizes = ", ".join(f"{form} {_size(size)}" for form, size in report.weight_bytes.items())
+    sizes = ", ".join(f"{form} {format_bytes(size)}" for form, size in report.weight_bytes.items())
     console.print(f"weights     {sizes}")
     room = places()
     for place, forms in report.fits(room).items():
-        console.print(f"fits        {place} ({_size(room[place])}): {', '.join(forms) or 'no form'}")
+        console.print(f"fits        {place} ({format_bytes(room[place])}): {', '.join(forms) or 'no form'}")
     for notice in report.notices:
         console.print(f"[yellow]notice[/]      {escape(notice)}")
     for problem in report.problems:
@@ -146,22 +150,14 @@ def _print(report: Inspection, console: Console) -> None:
 
 
 def _plan_text(form: str, plan: MemoryPlan) -> str:
-    rest = f"always there {_size(plan.always_bytes)}, cache {_size(plan.cache_bytes)}, working {_size(plan.working_bytes)}"
+    rest = f"always there {format_bytes(plan.always_bytes)}, cache {format_bytes(plan.cache_bytes)}, working {format_bytes(plan.working_bytes)}"
     if not plan.fits:
-        return f"memory      {form} on {_size(plan.device_bytes)}: does not fit even without experts ({rest})"
+        return f"memory      {form} on {format_bytes(plan.device_bytes)}: does not fit even without experts ({rest})"
     share = 100 * plan.experts_resident / max(plan.experts, 1)
     return (
-        f"memory      {form} on {_size(plan.device_bytes)}: {rest}; {plan.experts_resident} of {plan.experts} experts "
-        f"({share:.0f} %) fit beside that, {_size(plan.left_bytes)} left"
+        f"memory      {form} on {format_bytes(plan.device_bytes)}: {rest}; {plan.experts_resident} of {plan.experts} experts "
+        f"({share:.0f} %) fit beside that, {format_bytes(plan.left_bytes)} left"
     )
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
 
 
 def _count(number: int) -> str:

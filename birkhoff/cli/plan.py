@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from birkhoff.byte_size import format_bytes
 from birkhoff.config import V4Config
-from birkhoff.engine.memory_plan import size
 from birkhoff.errors import CapacityError
 
 RELEASES = ("flash", "pro")
@@ -54,21 +54,21 @@ def plan_lines(found: dict[str, Any]) -> list[str]:
     total = plan["device_bytes"]
 
     def line(name: str, count: int) -> str:
-        return f"            {name:<26}{size(count):>12}{100 * count / total:7.1f} %"
+        return f"            {name:<26}{format_bytes(count):>12}{100 * count / total:7.1f} %"
 
-    kinds = ", ".join(f"{kind} {size(count)}" for kind, count in context["bytes_by_kind"].items())
+    kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in context["bytes_by_kind"].items())
     each = ", ".join(
         f"{kind} {count:g} B" for kind, count in context["bytes_per_token_by_kind"].items() if count
     )
     lines = [
-        f"gpu         {size(total)}: {context['requests']} x {context['tokens']} tokens of context, released formats",
+        f"gpu         {format_bytes(total)}: {context['requests']} x {context['tokens']} tokens of context, released formats",
         *(line(kind, count) for kind, count in plan["weights"].items()),
         line("cache", plan["cache_bytes"]),
         line("working space (allowed)", plan["working_bytes"]),
         line("hot experts, spare places", plan["hot_bytes"]),
         line("left", plan["left_bytes"]),
         f"experts     {plan['hot']} of {plan['experts']} on the GPU ({100 * plan['share']:.1f} %) and {plan['spare']} "
-        f"spare places of {size(plan['expert_bytes'])}; {size(plan['host_bytes'])} of host memory for the others",
+        f"spare places of {format_bytes(plan['expert_bytes'])}; {format_bytes(plan['host_bytes'])} of host memory for the others",
         f"context     {kinds} for one request ({each} a token)",
         f"limits      by bytes: {speeds['device'] / 1e12:g} TB/s of the GPU, {speeds['bus'] / 1e9:g} GB/s of the bus",
     ]

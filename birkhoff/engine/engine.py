@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.decode.gpu import Decoder, refusal
 from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
@@ -286,9 +287,11 @@ class EngineCore:
             kinds = {
                 kind: PAGE_TOKENS * needed * of.per_token for kind, of in cache_by_kind(config, item).items()
             }
-            parts = ", ".join(f"{_size(count)} in {kind} layers" for kind, count in kinds.items() if count)
+            parts = ", ".join(
+                f"{format_bytes(count)} in {kind} layers" for kind, count in kinds.items() if count
+            )
             raise CapacityError(
-                f"this request needs {_size(needed * each)} of cache ({needed} pages), {_size(total * each)} can ever "
+                f"this request needs {format_bytes(needed * each)} of cache ({needed} pages), {format_bytes(total * each)} can ever "
                 f"be free ({total} pages). It would be {parts}. Shorten it or load with a larger cache_bytes."
             )
 
@@ -315,14 +318,6 @@ def plan_cache(
 
 def _too_small(cache_bytes: int, needed: int, max_requests: int) -> str:
     return (
-        f"cache_bytes is {_size(cache_bytes)}, but {max_requests} requests need at least {_size(needed)}. "
+        f"cache_bytes is {format_bytes(cache_bytes)}, but {max_requests} requests need at least {format_bytes(needed)}. "
         "Raise cache_bytes or lower max_requests."
     )
-
-
-def _size(count: float) -> str:
-    unit = "bytes"
-    for larger in ("KiB", "MiB", "GiB"):
-        if count >= 1024:
-            count, unit = count / 1024, larger
-    return f"{count:.1f} {unit}"

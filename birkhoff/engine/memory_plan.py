@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS, V4Config
 from birkhoff.errors import CapacityError
 from birkhoff.model.linear import Linear, Numerics
@@ -233,12 +234,12 @@ def plan_budget(
     dense = sum(weights.held.values())
     layers = weights.experts // config.n_routed_experts
     room = device_bytes - dense - cache_bytes - working
-    text = f"weights {size(dense)}, cache {size(cache_bytes)}, working space {size(working)}"
+    text = f"weights {format_bytes(dense)}, cache {format_bytes(cache_bytes)}, working space {format_bytes(working)}"
     if room < 0:
         unit = " A size without a unit is bytes: write it as 24GiB." if device_bytes < 2**20 else ""
         raise CapacityError(
-            f"the model needs {size(device_bytes - room)} without a single routed expert ({text}), and may use "
-            f"{size(device_bytes)}. Lower max_context, max_requests or cache_bytes, or take a larger device.{unit}"
+            f"the model needs {format_bytes(device_bytes - room)} without a single routed expert ({text}), and may use "
+            f"{format_bytes(device_bytes)}. Lower max_context, max_requests or cache_bytes, or take a larger device.{unit}"
         )
 
     total, places = weights.experts, room // weights.expert
@@ -255,8 +256,8 @@ def plan_budget(
     if (hot < wanted and asked) or spare < min(LEAST_SPARE, total - hot):
         least = wanted + min(LEAST_SPARE, total - wanted) if asked else LEAST_SPARE
         raise CapacityError(
-            f"{wanted if asked else 0} experts and places to move through take {size(least * weights.expert)}, beside "
-            f"{text} there are {size(room)} of {size(device_bytes)} left. Ask for fewer experts on the device or free "
+            f"{wanted if asked else 0} experts and places to move through take {format_bytes(least * weights.expert)}, beside "
+            f"{text} there are {format_bytes(room)} of {format_bytes(device_bytes)} left. Ask for fewer experts on the device or free "
             "memory."
         )
     return MemoryBudget(device_bytes, weights.held, cache_bytes, working, weights.expert, total, hot, spare)
@@ -284,11 +285,3 @@ def tokens_per_second(
     )
     seconds = (dense + experts * (1 - misses)) / device_speed + experts * misses / bus_speed
     return batch / seconds
-
-
-def size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import torch
 
+from birkhoff.dtype_names import dtype_name
+
 MAGIC = b"birkhoff page 1\n"
 DIGEST_BYTES = 16
 SUFFIX, STRAY = ".page", ".writing"
@@ -131,7 +133,7 @@ class PageFiles:
 
 
 def encode(identity: str, key: bytes, tensors: Tensors) -> bytes:
-    listed = [[name, _name(t.dtype), list(t.shape)] for name, t in tensors.items()]
+    listed = [[name, dtype_name(t.dtype), list(t.shape)] for name, t in tensors.items()]
     header = json.dumps({"model": identity, "key": key.hex(), "tensors": listed}).encode()
     body = b"".join(
         t.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes() for t in tensors.values()
@@ -175,7 +177,3 @@ def decode(data: bytes, identity: str, key: bytes) -> dict[str, torch.Tensor] | 
 
 def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -10,6 +10,7 @@ import torch
 
 from birkhoff.capture.planner import DispatchSink
 from birkhoff.capture.sinks.job import CaptureJob, MemorySink
+from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.request import Request
 from birkhoff.hooks.signals import SignalJob
 from birkhoff.output import interp_of, timings_of
@@ -65,7 +66,7 @@ def tensor_json(hook: str, layer: int, rows: Any) -> dict[str, Any]:
     return {
         "hook": hook,
         "layer": layer,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "dtype": dtype_name(tensor.dtype),
         "shape": list(tensor.shape),
         "positions": list(rows.positions),
         "token_ids": list(rows.token_ids),

@@ -6,23 +6,9 @@ counted whole. Numbers come from headers; the working space is an allowance, not
 
 from __future__ import annotations
 
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from birkhoff.errors import OptionError, quoted
-
-_UNITS = {
-    "": 1,
-    "k": 10**3,
-    "m": 10**6,
-    "g": 10**9,
-    "t": 10**12,
-    "ki": 2**10,
-    "mi": 2**20,
-    "gi": 2**30,
-    "ti": 2**40,
-}
 WORKING_SHARE = 0.06  # activations, library buffers, fragmentation
 
 
@@ -64,14 +50,3 @@ def plan_memory(
     return MemoryPlan(
         device_bytes, form, always_bytes, cache_bytes, working, expert_bytes, experts, resident, room >= 0
     )
-
-
-def parse_bytes(text: str) -> int:
-    """`80GiB`, `24 GB`, `1.5TiB` or a plain number of bytes."""
-    match = re.fullmatch(r"\s*(\d{1,15}(?:\.\d{1,6})?)\s*([kmgt]?i?)b?\s*", str(text).lower())
-    if match is None or match[2] not in _UNITS:
-        raise OptionError(f"{quoted(text)} is no size, expected a number of bytes such as 80GiB or 24GB.")
-    size = int(float(match[1]) * _UNITS[match[2]])
-    if size < 1:
-        raise OptionError(f"{quoted(text)} is no size, expected more than nothing.")
-    return size

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from birkhoff.byte_size import parse_bytes
 from birkhoff.convert.convert import convert
 from birkhoff.convert.gguf_bytes import TensorRow
 from birkhoff.errors import (
@@ -29,7 +30,6 @@ from birkhoff.weights.gguf_keys import Key
 from birkhoff.weights.gguf_names import meaning, trunk_place
 from birkhoff.weights.gguf_text import tokenizer_json
 from birkhoff.weights.layout import model_tensors
-from birkhoff.weights.memory_size import parse_bytes
 from tests.weights.gguf_files import by_the_package, raw_file
 
 R = """context_length embedding_length block_count attention.head_count attention.head_count_kv attention.key_length

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from birkhoff.capture.spec.dtypes import STORED, WRITTEN, Array
+from birkhoff.dtype_names import dtype_name
 from birkhoff.errors import CaptureWriteError, quoted
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class Chunk:
                 f"{where}: rows have shape {tuple(self.rows.shape)}, expected [rows, {math.prod(self.row_shape)}] for "
                 f"row_shape {tuple(self.row_shape)}. Flatten each row."
             )
-        held = str(self.rows.dtype).removeprefix("torch.")
+        held = dtype_name(self.rows.dtype)
         if held not in _HELD_AS[self.dtype]:
             raise CaptureWriteError(
                 f"{where}: rows are {held}, expected {' or '.join(_HELD_AS[self.dtype])}."

@@ -1,0 +1,50 @@
+"""Write a file so that it is complete under its name or absent, also after a crash or a power cut."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomic(path: str | Path, data: str | bytes, *, sync: bool = True) -> None:
+    """Write `data` to a temporary file in the same directory and rename it to `path`.
+
+    With `sync`, both the file and the directory entry are flushed to disk before returning. Raises OSError and
+    removes the temporary file when writing fails."""
+    with atomic_path(path, sync=sync) as partial:
+        partial.write_bytes(data.encode("utf-8") if isinstance(data, str) else data)
+
+
+@contextmanager
+def atomic_path(path: str | Path, *, sync: bool = True) -> Iterator[Path]:
+    """Yield a temporary path; rename it to `path` when the block ends, delete it when the block raises."""
+    path = Path(path)
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        if sync:
+            _sync(partial)
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    if sync:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: str | Path) -> None:
+    """Make renames in a directory durable; does nothing where directories cannot be opened."""
+    try:
+        _sync(Path(path))
+    except OSError:
+        return
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

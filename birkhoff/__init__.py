@@ -44,15 +44,15 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Add": "steering.edits",
-    "Clamp": "steering.edits",
-    "Patch": "steering.edits",
-    "Project": "steering.edits",
+    "Add": "steering.vector_edits",
+    "Clamp": "steering.vector_edits",
+    "Patch": "steering.vector_edits",
+    "Project": "steering.vector_edits",
     "Sae": "sae.dictionary",
-    "SaeReconstruct": "sae.edits",
-    "SaeSet": "sae.edits",
+    "SaeReconstruct": "sae.feature_edits",
+    "SaeSet": "sae.feature_edits",
     "BirkhoffError": "errors",
-    "Capture": "capture.spec",
+    "Capture": "capture.spec.request",
     "Engine": "api",
     "Output": "output",
     "Trace": "output",

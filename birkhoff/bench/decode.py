@@ -288,7 +288,8 @@ CLASSES = {
     "_write_and_mix": "boundary",
     "read_streams": "boundary",
     "_read_streams": "boundary",
-    "product": "products",
+    "gemv": "products",
+    "_gemv": "products",
     "open_shared": "router and shared expert",
     "open_one": "router and shared expert",  # with the routing of a single token
     "route": "routing",
@@ -296,8 +297,8 @@ CLASSES = {
     "close_experts": "experts",
     "_settle": "small stage",
     "_score": "indexer",
-    "choose": "indexer",
-    "_choose": "indexer",
+    "topk": "indexer",
+    "_topk_entries": "indexer",
     "attend": "attention",
     "combine": "attention",
     "_attend": "attention",
@@ -331,7 +332,7 @@ def profile_row(decoder: Decoder, buffers: DecodeBuffers, speed: float) -> Row:
     }
 
 
-PRODUCTS = ("enter", "query", "o_a", "o_b")  # of a layer's attention
+PRODUCTS = ("qkv_proj", "q_b_proj", "o_a_proj", "o_b_proj")  # of a layer's attention
 
 
 @torch.inference_mode()
@@ -350,7 +351,9 @@ def layer_row(decoder: Decoder, buffers: DecodeBuffers, context: int, speed: flo
         kinds[KINDS[ratio]] = _cost(
             us, len(its), weights, buffers.rows * read[KINDS[ratio]] / len(its), speed
         )
-    us = graph_us([partial(decoder._experts, w, buffers, ids) for w, ids in zip(decoder.layers, buffers.ids)])
+    us = graph_us(
+        [partial(decoder._experts, w, buffers, ids) for w, ids in zip(decoder.layers, buffers.topk_ids)]
+    )
     floors = floor_bytes(decoder, buffers)
     experts = (floors["experts"] + floors["router and shared expert"]) / len(decoder.layers)
     kinds["experts"] = _cost(us, len(decoder.layers), experts, 0, speed)
@@ -377,20 +380,20 @@ def _cost(us: float, layers: int, weights: float, cache: float, speed: float) ->
 def floor_bytes(decoder: Decoder, buffers: DecodeBuffers) -> dict[str, float]:
     """Bytes a step must read by class, weights first; experts as many as this step's last layer used."""
     c, layers = decoder.config, decoder.layers
-    used = int((buffers.slot_list[:, 2] > 0).sum())
+    used = int((buffers.expert_slots[:, 2] > 0).sum())
     expert = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
     streams = (
         buffers.rows * c.hidden_size * (4 * 2 + 4 * 2 + 4 * 2 + 2 + 4)
     )  # read, written, read again, output, input
     keys = {
         ratio: shares * size * c.head_dim * 2 * buffers.rows
-        for ratio, (shares, size) in buffers.shares.items()
+        for ratio, (shares, size) in buffers.splits.items()
     }
     return {
         "products": sum(r.nbytes for w in layers for part in PRODUCTS for r in getattr(w, part))
         + decoder.head.nbytes,
-        "router and shared expert": sum(w.gate.nbytes + w.shared_open.nbytes for w in layers),
-        "experts": len(layers) * used * expert + sum(w.shared_close.nbytes for w in layers),
+        "router and shared expert": sum(w.router.nbytes + w.shared_gate_up.nbytes for w in layers),
+        "experts": len(layers) * used * expert + sum(w.shared_down.nbytes for w in layers),
         "boundary": (2 * len(layers) + 1) * (24 * 4 * c.hidden_size * 4 + streams),
         "attention": sum(keys[w.ratio] for w in layers),
     }

@@ -52,13 +52,13 @@ class Boundary:
         self.scale = random(3) * 0.1 + 0.6
         self.norm = random(width) * 0.1 + 1
         whole = {"dtype": torch.float32, "device": device}
-        self.parts = torch.empty(tokens, mhc_triton.slices(tokens, width)[1], 32, **whole)  # type: ignore[call-overload]
+        self.mix_parts = torch.empty(tokens, mhc_triton.slices(tokens, width)[1], 32, **whole)  # type: ignore[call-overload]
         self.x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
-        self.x_half, self.x_mixed = (torch.empty_like(self.x, dtype=torch.float16) for _ in range(2))
+        self.x_fp16, self.x_fp4_order = (torch.empty_like(self.x, dtype=torch.float16) for _ in range(2))
         self.pre = torch.empty_like(self.post)
 
     def ours(self, kernels: CudaBackend, fn: torch.Tensor) -> None:
-        kernels.write_and_mix(self.streams, self.y, self.post, self.mix, fn, self.parts)
+        kernels.write_and_mix(self.streams, self.y, self.post, self.mix, fn, self.mix_parts)
         kernels.read_streams(self, self.base, self.scale, self.norm, ITERS, EPS, EPS, EPS)
 
     def plain(self, fn: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -111,10 +111,10 @@ def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Itera
     kernels = decoder.kernels
     layers = decoder.layers
     shapes: list[tuple[str, Callable, int, int | None]] = [
-        ("enter", lambda w: w.enter, 1, None),
-        ("query", lambda w: w.query[:1], 1, None),
-        ("out a", lambda w: w.o_a, decoder.config.o_groups, decoder.config.o_lora_rank),
-        ("out b", lambda w: w.o_b, 1, None),
+        ("enter", lambda w: w.qkv_proj, 1, None),
+        ("query", lambda w: w.q_b_proj[:1], 1, None),
+        ("out a", lambda w: w.o_a_proj, decoder.config.o_groups, decoder.config.o_lora_rank),
+        ("out b", lambda w: w.o_b_proj, 1, None),
         ("head", lambda w: [decoder.head], 1, None),
     ]
     for name, get, groups, group in shapes:
@@ -122,7 +122,7 @@ def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Itera
             rows = get(layers[2])
             x = torch.randn(count, rows[0].inner * groups, device=device).bfloat16()
             out = torch.full((count, sum(r.out for r in rows)), torch.nan, device=device)
-            kernels.product(rows, (x.half(), x), out, group)
+            kernels.gemv(rows, (x.half(), x), out, group)
             dense = torch.cat([_dense(r) for r in rows])
             if group is None:
                 true = x.double() @ dense.double().T
@@ -132,7 +132,7 @@ def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Itera
                 ).flatten(1)
             error = ((out.double() - true).norm() / true.norm()).item()
             short = x.half()
-            us = graph_us([partial(kernels.product, get(w), (short, x), out, group) for w in layers[2:]])
+            us = graph_us([partial(kernels.gemv, get(w), (short, x), out, group) for w in layers[2:]])
             moved = sum(r.nbytes for w in layers[2:] for r in get(w)) / (len(layers) - 2)
             row = {
                 "kind": "product",
@@ -170,22 +170,28 @@ def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterat
         desks = [decoder.buffers(count, 4096) for _ in layers]
         used = 0
         for w, buffers in zip(layers, desks):
-            for buffer in (buffers.x, buffers.opened, buffers.x_half, buffers.x_mixed, buffers.z_shared):
+            for buffer in (
+                buffers.x,
+                buffers.router_gate_up,
+                buffers.x_fp16,
+                buffers.x_fp4_order,
+                buffers.shared_hidden,
+            ):
                 assert buffer is not None
                 buffer.normal_()
             kernels.route(
-                buffers.opened[:, : c.n_routed_experts],
-                w.bias,
-                w.hashed,
+                buffers.router_gate_up[:, : c.n_routed_experts],
+                w.router_bias,
+                w.hash_table,
                 buffers.token_ids,
-                w.experts,
-                buffers.ids[0],
-                buffers.weights,
-                buffers.order,
-                buffers.slot_list,
+                w.expert_addresses,
+                buffers.topk_ids[0],
+                buffers.topk_weights,
+                buffers.pair_order,
+                buffers.expert_slots,
                 c.routed_scaling_factor,
             )
-            used += int((buffers.slot_list[:, 2] > 0).sum())
+            used += int((buffers.expert_slots[:, 2] > 0).sum())
         each = 3 * c.moe_intermediate_size * c.hidden_size * (0.5 + 1 / 32)
         for name, part, call in (
             ("open", 2 / 3, partial(kernels.gate_up, limit=c.swiglu_limit)),

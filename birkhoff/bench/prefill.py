@@ -31,7 +31,7 @@ Row = dict[str, Any]
 LEAST = 8000  # tokens a second of all layers, chunks of 4,096
 RIVAL_LEAST = 3  # times as fast as `transformers`, a few layers
 CLASSES = {
-    "_product": "products",
+    "_packed_linear": "products",
     "_unpack": "products",
     "nvjet": "products",
     "_choose_experts": "routing",
@@ -44,7 +44,7 @@ CLASSES = {
     "_swiglu": "experts",
     "_attend": "attention",
     "_score": "indexer",
-    "_choose": "indexer",
+    "_topk_entries": "indexer",
     "_halves": "streams",
     "_mix": "streams",
     "_settle": "streams",

@@ -96,7 +96,7 @@ class Meter:
 
 
 def product_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iterator[Row]:
-    from birkhoff.kernels.linear.prefill import product
+    from birkhoff.kernels.linear.prefill import packed_linear
 
     attention = model.layers[2].attn
     assert isinstance(attention, Attention)
@@ -115,7 +115,7 @@ def product_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Ite
             x = torch.randn(count, rows.inner * groups, device=device).bfloat16()
             few = x[:CHECKED].double().view(CHECKED, groups, -1)
             true = torch.einsum("ngk,grk->ngr", few, dense.double().view(groups, -1, rows.inner)).flatten(1)
-            call = partial(product, x, rows, group)
+            call = partial(packed_linear, x, rows, group)
             operations = 2.0 * count * rows.out * rows.inner
             moved = rows.nbytes + x.nbytes + 2 * count * rows.out
             what = {"kind": "many", "kernel": "product", "shape": name, "tokens": count}
@@ -123,7 +123,7 @@ def product_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Ite
                 {"TOKENS": tokens, "ROWS": 128, "INNER": inner, "num_warps": 8, "num_stages": stages}
                 for tokens, inner, stages in ((128, 128, 4), (128, 64, 4), (64, 128, 4))
             ]
-            others = [(shape, partial(product, x, rows, group, None, shape)) for shape in shapes_tried]
+            others = [(shape, partial(packed_linear, x, rows, group, None, shape)) for shape in shapes_tried]
             row = meter.row(what, call, operations, moved, error_of(call()[:CHECKED], true), 5e-3, others)
             if group is None:
                 plain = sorted(seconds(lambda x=x, w=dense: torch.nn.functional.linear(x, w), 9))[4]
@@ -182,7 +182,7 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
         post = torch.rand(count, 4, device=device)
         mix = torch.rand(count, 4, 4, device=device) / 4
         fn = torch.randn(24, 4 * width, device=device) * (4 * width) ** -0.5
-        made = prefill.ready(fn, streams.dtype)  # once, as a model does
+        made = prefill.prepare(fn, streams.dtype)  # once, as a model does
         base = torch.randn(24, device=device)
         scale = torch.rand(3, device=device)
 
@@ -271,7 +271,7 @@ def _first(numbers: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def index_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device) -> Iterator[Row]:
-    from birkhoff.kernels.index.prefill import pick
+    from birkhoff.kernels.index.prefill import index_topk
 
     c = config
     for count in chunks:
@@ -281,8 +281,8 @@ def index_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: to
             keys = torch.randn(1, entries, c.index_head_dim, device=device).bfloat16()
             weights = torch.randn(1, count, c.index_n_heads, device=device)
             counts = ((torch.arange(count, device=device) + context - count + 1) // 4).unsqueeze(0)
-            call = partial(pick, queries, keys, weights, counts, c.index_topk)
-            true = plain_index.pick(
+            call = partial(index_topk, queries, keys, weights, counts, c.index_topk)
+            true = plain_index.index_topk(
                 queries[:, :CHECKED], keys, weights[:, :CHECKED], counts[:, :CHECKED], c.index_topk
             ).mask(entries)
             found = call()

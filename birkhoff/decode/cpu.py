@@ -104,9 +104,7 @@ class CpuMTP:
 
     def mix(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         out = np.empty(streams.shape, np.float32)
-        cpu_decode.join_streams(
-            streams.contiguous().numpy(), embedded.numpy(), *self.norms, *self.weights, out
-        )
+        cpu_decode.mtp_input(streams.contiguous().numpy(), embedded.numpy(), *self.norms, *self.weights, out)
         return torch.from_numpy(out)
 
 
@@ -149,7 +147,7 @@ class CpuAttention:
         entered = np.empty((n, self.entry.shape[0]), np.float32)
         latent = np.empty((n, self.rank), np.float32)
         queries = np.empty((n, a.heads, a.head_dim), np.float32)
-        cpu_decode.open_attention(
+        cpu_decode.qkv_proj(
             x.numpy(),
             self.entry,
             self.q_norm,
@@ -177,7 +175,7 @@ class CpuAttention:
                 at = self._compress(self.index_keys, entered, at, slots, positions, state)
                 chosen = self._choose(entered[:, at:], latent, cos, sin, group, slots, positions, state)
         out = torch.empty(n, self.hidden)
-        cpu_decode.close_attention(
+        cpu_decode.attend_and_project(
             queries,
             ring,
             a.window,
@@ -202,8 +200,8 @@ class CpuAttention:
         stop = at + 2 * pooling.ape.shape[1]
         ring = state.raw[pooling.kind].array
         pages = _array(state.pages[pooling.kind])
-        cpu_decode.carry(entered[:, at:stop], pooling.ape, ring, slots, positions)
-        cpu_decode.finish(
+        cpu_decode.store_compressor_rows(entered[:, at:stop], pooling.ape, ring, slots, positions)
+        cpu_decode.pool_entries(
             ring,
             pages,
             state.state.table_array,
@@ -227,7 +225,7 @@ class CpuAttention:
             return _ALL
         chosen = np.empty((len(slots), most), np.bool_)
         scale = np.float32((indexer.width * indexer.heads) ** -0.5)
-        cpu_decode.choose(
+        cpu_decode.topk_entries(
             latent,
             _array(indexer.wq_b.weight),
             indexer.heads,

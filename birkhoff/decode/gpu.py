@@ -22,7 +22,7 @@ from birkhoff.errors import OptionError
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import gpu
-from birkhoff.kernels.cuda.backend import CudaBackend, scale_offset, unfit
+from birkhoff.kernels.cuda.backend import CudaBackend, scale_offset, unsupported_reason
 from birkhoff.kernels.cuda.compile import find_nvrtc
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.model.attention import Attention
@@ -77,28 +77,28 @@ class LayerWeights:
         self.q_norm = a.q_norm.weight
         self.kv_norm = a.kv_norm.weight
         self.sink = a.attn_sink
-        self.enter = [_codes(a.wq_a, a.wkv)]
+        self.qkv_proj = [_codes(a.wq_a, a.wkv)]
         plain = [] if a.compressor is None else [a.compressor.project]
         queries = [a.wq_b]
         if a.indexer is not None:
             plain += [a.indexer.compressor.project, a.indexer.weights_proj]
             queries.append(a.indexer.wq_b)
         if plain:
-            self.enter.append(PackedWeight.plain([layer.weight for layer in plain]))
-            become_views(plain, self.enter[-1].weight)
-        self.query = [_codes(a.wq_b)] if len(queries) == 1 else [_codes(a.wq_b), _codes(queries[1])]
-        self.o_a = [_codes(a.wo_a)]
-        self.o_b = [_codes(a.wo_b)]
+            self.qkv_proj.append(PackedWeight.plain([layer.weight for layer in plain]))
+            become_views(plain, self.qkv_proj[-1].weight)
+        self.q_b_proj = [_codes(a.wq_b)] if len(queries) == 1 else [_codes(a.wq_b), _codes(queries[1])]
+        self.o_a_proj = [_codes(a.wo_a)]
+        self.o_b_proj = [_codes(a.wo_b)]
         self.compressor = None if a.compressor is None else _compressor(a.compressor)
         self.index = None if a.indexer is None else _compressor(a.indexer.compressor)
-        self.gate = m.gate.project.rows()
-        self.bias = m.gate.bias
-        self.hashed = m.gate.tid2eid
-        self.shared_open = _codes(m.shared_experts.open)
-        self.shared_close = _codes(m.shared_experts.w2)
-        self.experts = addresses(m)
-        self.offsets = [scale_offset(torch.tensor(span)) for span in spans(m.experts)]
-        self.far = None if m.experts.store is None else m.experts.store.far()
+        self.router = m.gate.project.rows()
+        self.router_bias = m.gate.bias
+        self.hash_table = m.gate.tid2eid
+        self.shared_gate_up = _codes(m.shared_experts.open)
+        self.shared_down = _codes(m.shared_experts.w2)
+        self.expert_addresses = addresses(m)
+        self.scale_offsets = [scale_offset(torch.tensor(span)) for span in spans(m.experts)]
+        self.host_range = None if m.experts.store is None else m.experts.store.far()
         self.held = m.experts  # the addresses above stay valid as long as this lives
 
 
@@ -134,10 +134,10 @@ def _rows_of_store(model: Transformer) -> list[tuple[int, int, int]]:
 
 
 class Decoder:
-    """`fast` demands (or refuses) the CUDA kernels, which are otherwise used where they apply; `early` lets them begin
+    """`fast` demands (or refuses) the CUDA kernels, which are otherwise used where they apply; `pdl` lets them begin
     while their predecessors end."""
 
-    def __init__(self, model: Transformer, state: State, fast: bool | None = None, early: bool = True):
+    def __init__(self, model: Transformer, state: State, fast: bool | None = None, pdl: bool = True):
         reason = refusal(model)
         if reason is not None:
             raise OptionError(
@@ -161,7 +161,7 @@ class Decoder:
         if fast and reason:
             raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
         self.kernels: CudaBackend | TritonBackend = (
-            CudaBackend(device, early) if reason is None else _portable()
+            CudaBackend(device, pdl) if reason is None else _portable()
         )
 
     def buffers(self, rows: int, context: int) -> DecodeBuffers:
@@ -171,12 +171,12 @@ class Decoder:
             rows,
             context,
             {w.ratio for w in self.layers},
-            entered=max(sum(part.out for part in w.enter) for w in self.layers),
-            queries=max(sum(part.out for part in w.query) for w in self.layers),
+            qkv=max(sum(part.out for part in w.qkv_proj) for w in self.layers),
+            queries=max(sum(part.out for part in w.q_b_proj) for w in self.layers),
             ring=self.config.sliding_window + self.state.lookback,
             device=self.state.device,
             dtype=self.dtype,
-            halves=self.kernels.halves,
+            fp16_inputs=self.kernels.fp16_inputs,
             processors=self.processors,
         )
 
@@ -193,29 +193,29 @@ class Decoder:
             for sublayer in (0, 1):
                 fn, base, scale = w.mixers[sublayer]
                 kernels.write_and_mix(
-                    buffers.streams, y, buffers.post, buffers.mix, fn, buffers.parts, mode, *embedding
+                    buffers.streams, y, buffers.post, buffers.mix, fn, buffers.mix_parts, mode, *embedding
                 )
                 kernels.read_streams(buffers, base, scale, w.norms[sublayer], *how)
                 at = self.state.layers[number]
                 y = (
-                    self._experts(w, buffers, buffers.ids[number])
+                    self._experts(w, buffers, buffers.topk_ids[number])
                     if sublayer
                     else self._attention(w, at, buffers)
                 )
                 mode = mhc.KEEP
         head, norm = self.model.hc_head, self.model.norm.weight
-        mhc.write_and_mix(buffers.streams, y, buffers.post, buffers.mix, head.fn, buffers.parts)
+        mhc.write_and_mix(buffers.streams, y, buffers.post, buffers.mix, head.fn, buffers.mix_parts)
         mhc.read_streams(
-            buffers.parts, buffers.streams, head.base, head.scale, norm, *how, buffers.x, buffers.pre
+            buffers.mix_parts, buffers.streams, head.base, head.scale, norm, *how, buffers.x, buffers.pre
         )
-        kernels.product([self.head], (buffers.x, buffers.x), buffers.logits)
+        kernels.gemv([self.head], (buffers.x, buffers.x), buffers.logits)
         self.count_reads(buffers)
         return buffers.logits
 
     def count_reads(self, buffers: DecodeBuffers) -> None:
         """Tell the store of experts which of them this step has read."""
         for first, stop, layer in self._counted:
-            self.store.count(buffers.ids[first:stop], layer)  # type: ignore[union-attr]
+            self.store.count(buffers.topk_ids[first:stop], layer)  # type: ignore[union-attr]
 
     def _phases(self, buffers: DecodeBuffers) -> None:
         """Angles by a token's position in sliding and in compressed layers, and by the first of the 4 and of the 128
@@ -228,20 +228,20 @@ class Decoder:
         from birkhoff.kernels.compress.decode import norm_rope_store
         from birkhoff.kernels.index.decode import score
 
-        c, kernels, early = self.config, self.kernels, self.kernels.early
+        c, kernels, pdl = self.config, self.kernels, self.kernels.pdl
         table = self.state.page_table
         ids = (buffers.slots, buffers.positions)
         cos, sin = (buffers.cos, buffers.sin) if w.ratio == 0 else (buffers.cos[:, 1:], buffers.sin[:, 1:])
-        kernels.product(w.enter, (buffers.x_half, buffers.x), buffers.entered)
+        kernels.gemv(w.qkv_proj, (buffers.x_fp16, buffers.x), buffers.qkv)
         entry, index = [
             None if part is None else (*part, state.raw[kind].rows, state.pages[kind])
             for part, kind in ((w.compressor, ENTRY), (w.index, INDEX))
         ]
         norm_rope_store(
-            buffers.entered,
+            buffers.qkv,
             w.q_norm,
             buffers.latent,
-            buffers.latent_half,
+            buffers.latent_fp16,
             w.kv_norm,
             state.keys.rows,
             entry,
@@ -251,19 +251,19 @@ class Decoder:
             cos,
             sin,
             c.rms_norm_eps,
-            early,
+            pdl,
         )
-        searched = w.ratio == 4 and buffers.room > 0
-        kernels.product(
-            w.query if searched else w.query[:1], (buffers.latent_half, buffers.latent), buffers.queries
+        searched = w.ratio == 4 and buffers.max_entries > 0
+        kernels.gemv(
+            w.q_b_proj if searched else w.q_b_proj[:1], (buffers.latent_fp16, buffers.latent), buffers.queries
         )
         if searched:
             heads = c.index_n_heads
             own = c.num_attention_heads * c.head_dim
-            first = sum(part.out for part in w.enter) - heads
+            first = sum(part.out for part in w.qkv_proj) - heads
             score(
                 buffers.queries[:, own:],
-                buffers.entered[:, first : first + heads],
+                buffers.qkv[:, first : first + heads],
                 state.pages[INDEX],
                 table,
                 *ids,
@@ -272,12 +272,12 @@ class Decoder:
                 buffers.scores,
                 c.index_topk,
                 (c.index_head_dim * heads) ** -0.5,
-                early,
+                pdl,
             )
-            kernels.choose(buffers.scores, buffers.positions, buffers.chosen)
-        shares, share = buffers.shares[w.ratio]
-        size = (buffers.rows, shares, c.num_attention_heads)
-        count = buffers.rows * shares * c.num_attention_heads
+            kernels.topk(buffers.scores, buffers.positions, buffers.topk_indices)
+        splits, split = buffers.splits[w.ratio]
+        size = (buffers.rows, splits, c.num_attention_heads)
+        count = buffers.rows * splits * c.num_attention_heads
         kernels.attend(
             buffers.queries,
             state.keys.rows,
@@ -285,23 +285,23 @@ class Decoder:
             state.pages.get(ENTRY),
             w.ratio,
             table,
-            buffers.chosen if searched else None,
+            buffers.topk_indices if searched else None,
             *ids,
             cos,
             sin,
-            buffers.sums[: count * c.head_dim].view(*size, c.head_dim),
-            buffers.peaks[:count].view(size),
-            buffers.masses[:count].view(size),
+            buffers.partial_out[: count * c.head_dim].view(*size, c.head_dim),
+            buffers.partial_max[:count].view(size),
+            buffers.partial_sum[:count].view(size),
             w.sink,
-            share,
+            split,
             c.head_dim**-0.5,
             c.rms_norm_eps,
-            buffers.mixed,
-            buffers.mixed_half,
+            buffers.heads_out,
+            buffers.heads_out_fp16,
         )
-        kernels.product(w.o_a, (buffers.mixed_half, buffers.mixed), buffers.middle, c.o_lora_rank)
-        kernels.product(w.o_b, (buffers.middle, buffers.middle), buffers.attended)
-        return buffers.attended
+        kernels.gemv(w.o_a_proj, (buffers.heads_out_fp16, buffers.heads_out), buffers.o_latent, c.o_lora_rank)
+        kernels.gemv(w.o_b_proj, (buffers.o_latent, buffers.o_latent), buffers.attn_out)
+        return buffers.attn_out
 
     def _experts(
         self, w: LayerWeights, buffers: DecodeBuffers, ids: torch.Tensor, tap: Tap | None = None
@@ -309,11 +309,11 @@ class Decoder:
         c, kernels = self.config, self.kernels
         kernels.route_and_shared(w, buffers, ids, c.swiglu_limit, c.routed_scaling_factor)
         if tap is not None:
-            tap.see(sites.MOE_ROUTER_LOGITS, buffers.opened[:, : c.n_routed_experts])
-            tap.see(sites.MOE_TOPK, ids, buffers.weights)
+            tap.see(sites.MOE_ROUTER_LOGITS, buffers.router_gate_up[:, : c.n_routed_experts])
+            tap.see(sites.MOE_TOPK, ids, buffers.topk_weights)
         kernels.gate_up(w, buffers, c.swiglu_limit)
         kernels.down(w, buffers)
-        return buffers.y
+        return buffers.expert_out
 
 
 def _portable() -> TritonBackend:
@@ -324,13 +324,13 @@ def _portable() -> TritonBackend:
 
 def why_not_fast(decoder: Decoder) -> str | None:
     """What keeps a model from the CUDA kernels: the device, a width, or weights that were not stored as they expect."""
-    reason = unfit(decoder.config, decoder.dtype, decoder.state.device)
+    reason = unsupported_reason(decoder.config, decoder.dtype, decoder.state.device)
     if reason is not None:
         return reason
     if find_nvrtc() is None:
         return "NVRTC, which compiles them, was not found beside PyTorch or in CUDA_HOME"
-    if any(None in w.offsets for w in decoder.layers):
+    if any(None in w.scale_offsets for w in decoder.layers):
         return "scales of its experts lie too far apart"
-    if any(rows.weight.dtype is torch.float32 for w in decoder.layers for rows in (*w.enter, w.gate)):
+    if any(rows.weight.dtype is torch.float32 for w in decoder.layers for rows in (*w.qkv_proj, w.router)):
         return "some of its weights need more than bfloat16"
     return None

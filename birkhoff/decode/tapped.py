@@ -72,7 +72,7 @@ def tapped_step(decoder: Decoder, buffers: DecodeBuffers, taps: DecodeTaps) -> t
         for sublayer, (streams, pre, post, mix, entering, leaving) in enumerate((ATTENTION, EXPERTS)):
             fn, base, scale = w.mixers[sublayer]
             kernels.write_and_mix(
-                buffers.streams, y, buffers.post, buffers.mix, fn, buffers.parts, mode, *embedding
+                buffers.streams, y, buffers.post, buffers.mix, fn, buffers.mix_parts, mode, *embedding
             )
             reading = _part(tap, streams, buffers, fn, partial(_read_weights, (fn, base, scale, *how[:3])))
             kernels.read_streams(reading, base, scale, w.norms[sublayer], *how)
@@ -80,24 +80,24 @@ def tapped_step(decoder: Decoder, buffers: DecodeBuffers, taps: DecodeTaps) -> t
             tap.see(post, buffers.post)
             tap.see(mix, buffers.mix)
             _input(tap, entering, reading, w.norms[sublayer], c.rms_norm_eps)
-            kept = tap.keep(leaving, buffers.y if sublayer else buffers.attended)
+            kept = tap.keep(leaving, buffers.expert_out if sublayer else buffers.attn_out)
             if sublayer:
-                made = decoder._experts(w, _with(buffers, y=kept), buffers.ids[number], tap)
+                made = decoder._experts(w, _with(buffers, expert_out=kept), buffers.topk_ids[number], tap)
             else:
-                made = decoder._attention(w, decoder.state.layers[number], _with(buffers, attended=kept))
+                made = decoder._attention(w, decoder.state.layers[number], _with(buffers, attn_out=kept))
             y = made if kept is not None else _output(tap, leaving, made, decoder.dtype)
             mode = mhc.KEEP
     tap = taps.at(len(decoder.layers) - 1)
     head = model.hc_head
-    mhc.write_and_mix(buffers.streams, y, buffers.post, buffers.mix, head.fn, buffers.parts)
+    mhc.write_and_mix(buffers.streams, y, buffers.post, buffers.mix, head.fn, buffers.mix_parts)
     reading = _part(tap, sites.MHC_STREAMS_FINAL, buffers, head.fn, head.weights)
     norm = model.norm.weight
     mhc.read_streams(
-        buffers.parts, reading.streams, head.base, head.scale, norm, *how, buffers.x, buffers.pre
+        buffers.mix_parts, reading.streams, head.base, head.scale, norm, *how, buffers.x, buffers.pre
     )
     tap.see(sites.MHC_HEAD_MIX, buffers.pre)
     _input(tap, sites.FINAL_HIDDEN, reading, norm, c.rms_norm_eps)
-    kernels.product([decoder.head], (buffers.x, buffers.x), buffers.logits)
+    kernels.gemv([decoder.head], (buffers.x, buffers.x), buffers.logits)
     decoder.count_reads(buffers)
     taps.end()
     return buffers.logits
@@ -129,7 +129,7 @@ def _part(
             return buffers
     reading = copy(buffers)
     reading.streams = read.contiguous()
-    mhc.write_and_mix(reading.streams, None, None, None, fn, buffers.parts, mhc.MIX_ONLY)
+    mhc.write_and_mix(reading.streams, None, None, None, fn, buffers.mix_parts, mhc.MIX_ONLY)
     return reading
 
 
@@ -142,14 +142,14 @@ def _read_weights(given: tuple, streams: torch.Tensor) -> torch.Tensor:
 def _input(tap: DecodeTap, site: Site, buffers: DecodeBuffers, norm: torch.Tensor, eps: float) -> None:
     """A sublayer's input before its norm through its tap; normalised again when it was changed."""
     from birkhoff.kernels.mhc.prefill import collapse
-    from birkhoff.kernels.norm.triton import norm_into
+    from birkhoff.kernels.norm.decode import norm_into
 
     if not tap.live(site):
         return
     u = collapse(buffers.streams, buffers.pre)
     changed = tap(site, u)
     if changed is not u:
-        norm_into(changed.contiguous(), norm, eps, buffers.x, buffers.x_half, buffers.x_mixed)
+        norm_into(changed.contiguous(), norm, eps, buffers.x, buffers.x_fp16, buffers.x_fp4_order)
 
 
 def _output(tap: DecodeTap, site: Site, made: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -108,10 +108,10 @@ class CudaGraphs:
         With a `tap` and its `wishes`, its rows are changed and its captures filled."""
         count = len(token_ids)
         buffers, graph = self._find(count, max(positions) + 1)
-        spare = buffers.given.shape[1] - count
+        spare = buffers.inputs.shape[1] - count
         rows = ([*token_ids, *[0] * spare], [*positions, *[0] * spare], [*slots, *[self.scratch] * spare])
-        given = torch.tensor(rows, dtype=torch.long, pin_memory=buffers.given.is_cuda)
-        buffers.given.copy_(given, non_blocking=True)
+        given = torch.tensor(rows, dtype=torch.long, pin_memory=buffers.inputs.is_cuda)
+        buffers.inputs.copy_(given, non_blocking=True)
         if tap is not None and wishes is not None:
             self._step_watched(buffers, tap, wishes)
         elif graph is None:

@@ -39,36 +39,36 @@ class KernelSet:
 
     name: str
     linear: Op
-    product: Op
+    packed_linear: Op
     rms_norm: Op
     rotate: Op
-    mhc_ready: Op
+    mhc_prepare: Op
     mhc_read: Op
     mhc_write: Op
     attend: Op
     attend_one: Op
-    pick: Op
+    index_topk: Op
     route: Op
     glu: Op
     experts: Op
 
     @property
     def reads_codes(self) -> bool:
-        """Whether `product` and `experts` read weights as stored, and `attend` takes entries by number."""
+        """Whether `packed_linear` and `experts` read weights as stored, and `attend` takes entries by number."""
         return self.name == "triton"
 
 
 PAIRS: dict[str, tuple[Op, Op]] = {
     "linear": (linear_plain.linear, linear_cpu.linear),
-    "product": (linear_plain.product, linear_plain.product),
+    "packed_linear": (linear_plain.packed_linear, linear_plain.packed_linear),
     "rms_norm": (norm_plain.rms_norm, norm_cpu.rms_norm),
     "rotate": (rope_plain.rotate, rope_cpu.rotate),
-    "mhc_ready": (mhc_plain.ready, mhc_plain.ready),
+    "mhc_prepare": (mhc_plain.prepare, mhc_plain.prepare),
     "mhc_read": (mhc_plain.read, mhc_cpu.read),
     "mhc_write": (mhc_plain.write, mhc_cpu.write),
     "attend": (attend_plain.attend, attend_cpu.attend),
     "attend_one": (attend_plain.attend_one, attend_plain.attend_one),
-    "pick": (index_plain.pick, index_plain.pick),
+    "index_topk": (index_plain.index_topk, index_plain.index_topk),
     "route": (experts_plain.route, experts_plain.route),
     "glu": (experts_plain.glu, experts_plain.glu),
     "experts": (experts_plain.experts, experts_cpu.experts),
@@ -84,29 +84,29 @@ def select(choice: Choice) -> KernelSet:
 
 
 def _triton() -> KernelSet:
-    from birkhoff.kernels.attend import prefill as attend_many
-    from birkhoff.kernels.experts import prefill as experts_many
+    from birkhoff.kernels.attend import prefill as attend_prefill
+    from birkhoff.kernels.experts import prefill as experts_prefill
     from birkhoff.kernels.experts import routing as experts_routing
-    from birkhoff.kernels.index import prefill as index_many
-    from birkhoff.kernels.linear import prefill as linear_many
-    from birkhoff.kernels.mhc import decode as mhc_triton
-    from birkhoff.kernels.mhc import prefill as mhc_many
-    from birkhoff.kernels.norm import triton as norm_triton
-    from birkhoff.kernels.rope import prefill as rope_many
+    from birkhoff.kernels.index import prefill as index_prefill
+    from birkhoff.kernels.linear import prefill as linear_prefill
+    from birkhoff.kernels.mhc import decode as mhc_decode
+    from birkhoff.kernels.mhc import prefill as mhc_prefill
+    from birkhoff.kernels.norm import prefill as norm_prefill
+    from birkhoff.kernels.rope import prefill as rope_prefill
 
     plain = {name: twin for name, (twin, _) in PAIRS.items()}
     fast: dict[str, Op] = {
-        "mhc_ready": mhc_many.ready,
-        "mhc_read": _for_four_streams(plain["mhc_read"], mhc_many.read),
-        "mhc_write": _for_four_streams(plain["mhc_write"], mhc_triton.write),
-        "product": linear_many.product,
-        "rms_norm": norm_triton.rms_norm,
-        "rotate": rope_many.rotate,
-        "attend": attend_many.attend,
-        "pick": index_many.pick,
+        "mhc_prepare": mhc_prefill.prepare,
+        "mhc_read": _for_four_streams(plain["mhc_read"], mhc_prefill.read),
+        "mhc_write": _for_four_streams(plain["mhc_write"], mhc_decode.write),
+        "packed_linear": linear_prefill.packed_linear,
+        "rms_norm": norm_prefill.rms_norm,
+        "rotate": rope_prefill.rotate,
+        "attend": attend_prefill.attend,
+        "index_topk": index_prefill.index_topk,
         "route": experts_routing.route,
-        "glu": experts_many.glu,
-        "experts": experts_many.experts,
+        "glu": experts_prefill.glu,
+        "experts": experts_prefill.experts,
     }
     return KernelSet(
         "triton", **plain | {name: _while_inferring(plain[name], twin) for name, twin in fast.items()}

@@ -13,24 +13,24 @@ import torch
 from birkhoff.kernels.attend import decode as attention
 from birkhoff.kernels.experts import decode as experts
 from birkhoff.kernels.index import decode as index
-from birkhoff.kernels.linear.decode import product
+from birkhoff.kernels.linear.decode import gemv
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.mhc import decode as mhc
 
 
 class TritonBackend:
     name = "triton"
-    early = False
-    halves = False  # inputs are wanted in the model's dtype only
+    pdl = False
+    fp16_inputs = False  # inputs are wanted in the model's dtype only
 
-    def product(
+    def gemv(
         self,
         weights: Sequence[PackedWeight],
         x: tuple[torch.Tensor | None, torch.Tensor],
         out: torch.Tensor,
         group: int | None = None,
     ) -> None:
-        product(weights, x[1], out, group)
+        gemv(weights, x[1], out, group)
 
     def write_and_mix(
         self, streams, y, post, mix, fn, parts, mode: int = mhc.KEEP, embed=None, tokens=None
@@ -42,7 +42,7 @@ class TritonBackend:
     ):
         given = (iters, eps, rms_eps, norm_eps)
         mhc.read_streams(
-            buffers.parts,
+            buffers.mix_parts,
             buffers.streams,
             base,
             scale,
@@ -55,33 +55,45 @@ class TritonBackend:
         )
 
     def route_and_shared(self, w: Any, buffers: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
-        count = w.gate.out
-        product([w.gate, w.shared_open], buffers.x, buffers.opened)
-        experts.swiglu(buffers.opened[:, count:], buffers.z_shared, limit)
+        count = w.router.out
+        gemv([w.router, w.shared_gate_up], buffers.x, buffers.router_gate_up)
+        experts.swiglu(buffers.router_gate_up[:, count:], buffers.shared_hidden, limit)
         experts.route(
-            buffers.opened[:, :count],
-            w.bias,
-            w.hashed,
+            buffers.router_gate_up[:, :count],
+            w.router_bias,
+            w.hash_table,
             buffers.token_ids,
-            w.experts,
+            w.expert_addresses,
             ids,
-            buffers.weights,
-            buffers.order,
-            buffers.slot_list,
+            buffers.topk_weights,
+            buffers.pair_order,
+            buffers.expert_slots,
             factor,
         )
 
     def gate_up(self, w: Any, buffers: Any, limit: float) -> None:
         experts.gate_up(
-            buffers.x, w.experts, buffers.slot_list, buffers.order, buffers.weights, buffers.z, limit
+            buffers.x,
+            w.expert_addresses,
+            buffers.expert_slots,
+            buffers.pair_order,
+            buffers.topk_weights,
+            buffers.expert_hidden,
+            limit,
         )
 
     def down(self, w: Any, buffers: Any) -> None:
-        experts.down(buffers.z, w.experts, buffers.slot_list, buffers.order, buffers.y)
-        product([w.shared_close], buffers.z_shared, buffers.y[:, -1])
+        experts.down(
+            buffers.expert_hidden,
+            w.expert_addresses,
+            buffers.expert_slots,
+            buffers.pair_order,
+            buffers.expert_out,
+        )
+        gemv([w.shared_down], buffers.shared_hidden, buffers.expert_out[:, -1])
 
-    def choose(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
-        index.choose(scores, positions, chosen)
+    def topk(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
+        index.topk_entries(scores, positions, chosen)
 
     def attend(self, *given: Any) -> None:
         attention.attend(*given)

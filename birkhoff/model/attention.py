@@ -118,7 +118,7 @@ class Attention(nn.Module):
     def _project_out(self, mixed: torch.Tensor) -> torch.Tensor:
         """[n, h, c] -> [n, d] through one low-rank matrix per group of heads; its input is never rounded."""
         if self.wo_a.reads_codes:
-            product = self.kernels.product
+            product = self.kernels.packed_linear
             return self.wo_b(product(mixed.flatten(1), self.wo_a.rows(), self.group_rank, mixed.dtype))
         grouped = mixed.reshape(-1, self.groups, self.heads // self.groups * self.head_dim)
         first = self.wo_a.dense().view(self.groups, self.group_rank, -1)

@@ -51,9 +51,9 @@ class Indexer(nn.Module):
         queries = self.numerics.round_index(self.numerics.kernels.rotate(queries, phases))
         weights = weights.float() * (self.width * self.heads) ** -0.5
         if isinstance(visible, TopkIndices):
-            return self.numerics.kernels.pick(queries, keys, weights, visible.counts, self.topk)
+            return self.numerics.kernels.index_topk(queries, keys, weights, visible.counts, self.topk)
         blocks = [
-            index.choose(index.score(q, keys, w), v, self.topk)
+            index.topk_mask(index.score(q, keys, w), v, self.topk)
             for q, w, v in zip(*(t.split(QUERY_BLOCK, dim=1) for t in (queries, weights, visible)))
         ]
         return torch.cat(blocks, dim=1)

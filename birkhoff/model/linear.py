@@ -120,7 +120,7 @@ class Linear(nn.Module):
             x = self.numerics.round_input(x)
         if self.reads_codes:
             dtype = torch.float32 if self.role == "f32" else self.numerics.dtype
-            return self.numerics.kernels.product(x, self.rows(), None, dtype)
+            return self.numerics.kernels.packed_linear(x, self.rows(), None, dtype)
         weight = self.dense()
         return self.numerics.kernels.linear(x.to(weight.dtype), weight)
 

@@ -41,7 +41,7 @@ class Mixer(nn.Module):
             self.kernels.name,
         )
         if self._made is None or self._made[0] != now:
-            self._made = now, self.kernels.mhc_ready(self.fn, dtype)
+            self._made = now, self.kernels.mhc_prepare(self.fn, dtype)
         return self._made[1]
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

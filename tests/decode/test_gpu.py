@@ -18,7 +18,7 @@ from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError
 from birkhoff.hooks.tap import NoTap
-from birkhoff.kernels.cuda.backend import scale_offset, unfit, unsuited
+from birkhoff.kernels.cuda.backend import scale_offset, unsupported_reason, unsupported_size
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
@@ -54,7 +54,7 @@ def test_steps_are_those_of_the_plain_model(model):
             plain_step(model, state, [SequenceChunk(slot, 0, tokens[slot][:start])])
     decoder = Decoder(model, states[1], fast=False)
     buffers = decoder.buffers(rows, 384)
-    assert buffers.room > 0, "the indexer is at work"
+    assert buffers.max_entries > 0, "the indexer is at work"
     for step in range(STEPS):
         at = [start + step for start in STARTS]
         pieces = [SequenceChunk(slot, at[slot], tokens[slot][at[slot]].view(1)) for slot in range(rows)]
@@ -115,15 +115,15 @@ def test_what_it_cannot_decode_is_refused_with_the_reason(model):
 
 
 def test_the_cuda_kernels_say_what_they_need():
-    assert unfit(TINY, torch.bfloat16, torch.device("cpu")) == "no NVIDIA GPU"
+    assert unsupported_reason(TINY, torch.bfloat16, torch.device("cpu")) == "no NVIDIA GPU"
     assert scale_offset(torch.tensor([100, 129], dtype=torch.uint8)) == 30 - 129
     assert scale_offset(torch.tensor([99, 129], dtype=torch.uint8)) is None
     flash = preset("flash", 4, False)
-    assert unsuited(flash) is None and unsuited(preset("pro", 4, False)) is None
+    assert unsupported_size(flash) is None and unsupported_size(preset("pro", 4, False)) is None
     for name, value, reason in (
         ("n_routed_experts", 528, "528 experts, more than 512"),
         ("num_experts_per_tok", 17, "17 experts"),
         ("hidden_size", 8704, "longer than 8192"),
         ("q_lora_rank", 1000, "no multiple of 128"),
     ):
-        assert reason in (unsuited(replace(flash, **{name: value})) or "")
+        assert reason in (unsupported_size(replace(flash, **{name: value})) or "")

@@ -27,7 +27,7 @@ from birkhoff.model.state import State
 from tests.hooks.test_still import Wish
 from tests.hooks.test_table import Everywhere, vector
 from tests.interpreter import DEVICE, packed_model
-from tests.model.test_many import with_kernels
+from tests.model.test_prefill import with_kernels
 from tests.models import variant
 from tests.operations import Issued
 

@@ -39,7 +39,7 @@ KERNELS: dict[str, tuple] = {
     "experts open": (experts._open, EXPERTS, PACKED | experts.shape_of(128, False, True)),
     "experts close": (experts._close, EXPERTS, PACKED | experts.shape_of(128, False, False)),
     "product fp8": (
-        linear._product,
+        linear._packed_linear,
         {"x": F16, "weight": U8, "scale": U8, "out": BF16},
         {"FP8": True, "WIDE": False, "TOGETHER": linear.TOGETHER, **linear.shape_of(4096, 4096, False)},
     ),

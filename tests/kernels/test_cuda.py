@@ -75,9 +75,9 @@ def test_a_step_is_that_of_the_portable_kernels(rows):
 
 
 @pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("pdl", [False, True])
 @torch.inference_mode()
-def test_a_replayed_graph_repeats_itself(early, rows):
+def test_a_replayed_graph_repeats_itself(pdl, rows):
     """Kernels that begin early wait for what they read: fifty replays give the same bits."""
     from birkhoff.bench.decode import place
     from birkhoff.bench.synthetic import filled_state, random_on_device
@@ -85,7 +85,7 @@ def test_a_replayed_graph_repeats_itself(early, rows):
 
     device = torch.device("cuda")
     decoder = Decoder(
-        random_on_device(WIDE, device), filled_state(WIDE, rows, 384, device), fast=True, early=early
+        random_on_device(WIDE, device), filled_state(WIDE, rows, 384, device), fast=True, pdl=pdl
     )
     buffers = decoder.buffers(rows, 640)
     place(buffers, [1, 2, 3, 4][:rows], [381, 200, 127, 5][:rows])
@@ -160,7 +160,7 @@ def test_the_best_entries_are_found_however_many_there_are(room):
     scores[1] = (scores[1] * 4).round()
     chosen = torch.full((3, topk), -1, dtype=torch.int32, device=device)
     positions = torch.tensor([4 * count + 2 for count in counts], device=device)
-    CudaBackend(device).choose(scores, positions, chosen)
+    CudaBackend(device).topk(scores, positions, chosen)
     for row, count in enumerate(counts):
         best = scores[row, :count].sort(descending=True, stable=True).indices[:topk].sort().values
         assert torch.equal(chosen[row, : len(best)].long(), best)
@@ -191,7 +191,7 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
     )
     cos, sin = (part[: 4 * rows].view(rows, 4, -1) for part in (cos, sin))
     reach = ring + (min(topk, context // 4) if listed else context // ratio if ratio else 0)
-    shares, share = portable.shares_of(rows, heads, reach)
+    shares, share = portable.split_keys(rows, heads, reach)
     size = (rows, shares, heads)
     kernels = CudaBackend(device)
     for base in (0, 2, 60, 127, 300, 700):

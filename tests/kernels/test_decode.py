@@ -75,7 +75,7 @@ def test_products_of_stacked_matrices(count):
     weights = [PackedWeight.fp8(packed), PackedWeight.plain([third])]
     x = normal(4, count, 200)
     out = torch.full((count, 81), torch.nan, device=DEVICE)
-    linear.product(weights, x, out)
+    linear.gemv(weights, x, out)
     true = torch.cat([quant.dequant_fp8(*pair) for pair in packed] + [third])
     close(out, x @ true.T)
 
@@ -91,7 +91,7 @@ def test_a_grouped_product_reads_each_group_s_own_columns():
     codes = quant.quant_fp8(weight)
     x = normal(2, 3, 4 * 96)
     out = torch.full((3, 64), torch.nan, device=DEVICE)
-    linear.product([PackedWeight.fp8([codes])], x, out, group=16)
+    linear.gemv([PackedWeight.fp8([codes])], x, out, group=16)
     dense = quant.dequant_fp8(*codes).view(4, 16, 96)
     close(out, torch.einsum("ngk,grk->ngr", x.view(3, 4, 96), dense).flatten(1))
 
@@ -180,7 +180,7 @@ def test_the_indexer_scores_and_chooses(tied):
     scores = torch.full((n, entries), torch.nan, device=DEVICE)
     chosen = torch.full((n, topk), -1, dtype=torch.int32, device=DEVICE)
     index.score(queries, weights, pages, table, slots, positions, cos, sin, scores, topk, 0.5)
-    index.choose(scores, positions, chosen)
+    index.topk_entries(scores, positions, chosen)
     turn.cos, turn.sin = turn.cos.to(DEVICE), turn.sin.to(DEVICE)
     q = rotate(queries.view(n, heads, width), turn)
     for row in range(n):
@@ -193,7 +193,10 @@ def test_the_indexer_scores_and_chooses(tied):
         close(scores[row, :count], true.view(-1), 1e-5)
         visible = torch.ones(1, 1, count, dtype=torch.bool, device=DEVICE)
         kept = (
-            plain_index.choose(scores[row, :count].view(1, 1, -1), visible, topk).view(-1).nonzero().view(-1)
+            plain_index.topk_mask(scores[row, :count].view(1, 1, -1), visible, topk)
+            .view(-1)
+            .nonzero()
+            .view(-1)
         )
         assert chosen[row].tolist() == kept.tolist()
 
@@ -206,7 +209,7 @@ def test_a_long_choice_is_made_in_several_rounds():
         torch.tensor([4 * 5000 - 1], device=DEVICE),
         torch.full((1, 12), -1, dtype=torch.int32).to(DEVICE),
     )
-    index.choose(scores, positions, chosen)
+    index.topk_entries(scores, positions, chosen)
     assert chosen[0].tolist() == scores[0].topk(12).indices.sort().values.tolist()
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from birkhoff.kernels.index import choose, score
+from birkhoff.kernels.index import score, topk_mask
 
 
 @given(
@@ -63,7 +63,7 @@ def stable(scores, visible, topk):
     topk=st.integers(1, 14),
 )
 def test_a_choice_among_many_ties_is_a_stable_sort(scores, visible, topk):
-    chosen = choose(torch.tensor(scores), torch.tensor(visible), topk)
+    chosen = topk_mask(torch.tensor(scores), torch.tensor(visible), topk)
     assert np.array_equal(chosen.numpy(), stable(scores, visible, topk))
 
 
@@ -72,14 +72,14 @@ def test_a_choice_without_ties_is_a_stable_sort(seed, entries, topk):
     g = torch.Generator().manual_seed(seed)
     scores, visible = torch.randn(1, 6, entries, generator=g), torch.rand(1, 6, entries, generator=g) < 0.8
     assert np.array_equal(
-        choose(scores, visible, topk).numpy(), stable(scores.numpy(), visible.numpy(), topk)
+        topk_mask(scores, visible, topk).numpy(), stable(scores.numpy(), visible.numpy(), topk)
     )
 
 
 def test_zeros_of_either_sign_tie():
     """All ReLUs shut under a negative weight give minus zero."""
     scores = torch.tensor([[[-0.0, 0.0, -0.0, 0.0, -1.0]]])
-    assert choose(scores, torch.ones(1, 1, 5, dtype=torch.bool), 2).tolist() == [
+    assert topk_mask(scores, torch.ones(1, 1, 5, dtype=torch.bool), 2).tolist() == [
         [[True, True, False, False, False]]
     ]
 
@@ -90,10 +90,10 @@ def test_the_choice_does_not_depend_on_how_queries_are_cut(cuts, seed):
     scores = torch.randint(-3, 4, (2, 40, 10), generator=g).float()
     visible = torch.arange(10) < (torch.arange(40) // 4).unsqueeze(-1)
     visible = visible.expand(2, 40, 10)
-    whole, bounds = choose(scores, visible, 4), [0, *sorted(set(cuts)), 40]
-    parts = [choose(scores[:, a:b], visible[:, a:b], 4) for a, b in pairwise(bounds)]
+    whole, bounds = topk_mask(scores, visible, 4), [0, *sorted(set(cuts)), 40]
+    parts = [topk_mask(scores[:, a:b], visible[:, a:b], 4) for a, b in pairwise(bounds)]
     assert torch.equal(torch.cat(parts, 1), whole)
-    assert torch.equal(choose(scores[1:], visible[1:], 4), whole[1:])
+    assert torch.equal(topk_mask(scores[1:], visible[1:], 4), whole[1:])
 
 
 def test_entries_that_come_later_do_not_change_an_earlier_choice():
@@ -102,11 +102,11 @@ def test_entries_that_come_later_do_not_change_an_earlier_choice():
     scores = torch.randint(-2, 3, (1, 1, 64), generator=g).float()
     for seen in (1, 5, 20):
         visible = (torch.arange(64) < seen).view(1, 1, 64)
-        alone = choose(scores[..., :seen], visible[..., :seen], 6)
-        assert torch.equal(choose(scores, visible, 6)[..., :seen], alone)
-        assert not choose(scores, visible, 6)[..., seen:].any()
+        alone = topk_mask(scores[..., :seen], visible[..., :seen], 6)
+        assert torch.equal(topk_mask(scores, visible, 6)[..., :seen], alone)
+        assert not topk_mask(scores, visible, 6)[..., seen:].any()
 
 
 def test_when_all_fit_all_that_are_visible_are_chosen():
     visible = torch.rand(2, 3, 7, generator=torch.Generator().manual_seed(3)) < 0.5
-    assert torch.equal(choose(torch.randn(2, 3, 7), visible, 7), visible)
+    assert torch.equal(topk_mask(torch.randn(2, 3, 7), visible, 7), visible)

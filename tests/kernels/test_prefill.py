@@ -25,14 +25,14 @@ from birkhoff.kernels.norm import reference as plain_norm
 from birkhoff.kernels.rope import frequencies, phases
 from birkhoff.kernels.rope import rotate as plain_rotate
 from tests.interpreter import DEVICE
-from tests.kernels.test_triton import close, normal
+from tests.kernels.test_decode import close, normal
 
 from birkhoff.kernels.experts import routing  # isort: skip
 from birkhoff.kernels.index import prefill as index
 from birkhoff.kernels.linear import prefill as linear
 from birkhoff.kernels.mhc import prefill as mhc
 
-from birkhoff.kernels.norm import triton as norm  # isort: skip
+from birkhoff.kernels.norm import prefill as norm  # isort: skip
 from birkhoff.kernels.rope import prefill as rope
 
 # Triton's interpreter multiplies bfloat16 wrongly, so only a GPU is asked for it.
@@ -154,20 +154,20 @@ def test_products_with_weights_as_stored(dtype, n):
     weight[:, 128:] *= 8  # another scale
     x = normal(2, n, 200).to(dtype)
     coded = PackedWeight.fp8([quant.quant_fp8(weight)])
-    close(linear.product(x, coded), plain_linear.product(x, coded), slack(dtype))
-    close(linear.product(x, coded, dtype=torch.float32), x.float() @ coded.dense().T)
+    close(linear.packed_linear(x, coded), plain_linear.packed_linear(x, coded), slack(dtype))
+    close(linear.packed_linear(x, coded, dtype=torch.float32), x.float() @ coded.dense().T)
     plain = PackedWeight.plain([weight.bfloat16().float()])
-    close(linear.product(x, plain, dtype=torch.float32), x.float() @ plain.weight.float().T)
+    close(linear.packed_linear(x, plain, dtype=torch.float32), x.float() @ plain.weight.float().T)
     groups = PackedWeight.fp8([quant.quant_fp8(normal(3, 64, 96))])
     x = normal(4, n, 4 * 96).to(dtype)
-    close(linear.product(x, groups, 16), plain_linear.product(x, groups, 16), slack(dtype))
+    close(linear.packed_linear(x, groups, 16), plain_linear.packed_linear(x, groups, 16), slack(dtype))
 
 
 def test_products_take_any_leading_shape_and_no_rows():
     rows = PackedWeight.fp8([quant.quant_fp8(normal(1, 16, 32))])
-    assert linear.product(normal(2, 0, 32), rows).shape == (0, 16)
+    assert linear.packed_linear(normal(2, 0, 32), rows).shape == (0, 16)
     x = normal(2, 2, 3, 32)
-    close(linear.product(x, rows), plain_linear.product(x, rows))
+    close(linear.packed_linear(x, rows), plain_linear.packed_linear(x, rows))
 
 
 @DTYPES
@@ -229,8 +229,8 @@ def test_the_indexer_picks_for_every_query(dtype):
     )
     weights = normal(3, batch, length, heads)
     counts = torch.tensor([[0, 4, 40], [6, 5, 17]], device=DEVICE)
-    mine = index.pick(queries, keys, weights, counts, topk)
-    true = plain_index.pick(queries, keys, weights, counts, topk)
+    mine = index.index_topk(queries, keys, weights, counts, topk)
+    true = plain_index.index_topk(queries, keys, weights, counts, topk)
     assert torch.equal(mine.counts, true.counts) and torch.equal(mine.mask(entries), true.mask(entries))
     assert torch.equal(true.mask(entries).sum(-1), counts.clamp_max(topk))
 
@@ -239,7 +239,7 @@ def test_equal_scores_are_picked_from_the_first():
     queries, weights = normal(1, 1, 2, 16, 16), normal(3, 1, 2, 16)
     keys = normal(2, 1, 1, 16).expand(-1, 12, -1)
     counts = torch.tensor([[12, 9]], device=DEVICE)
-    for twin in (index.pick, plain_index.pick):
+    for twin in (index.index_topk, plain_index.index_topk):
         picked = twin(queries, keys, weights, counts, 4)
         assert picked.numbers[0].tolist() == [[0, 1, 2, 3]] * 2
 

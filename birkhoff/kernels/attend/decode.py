@@ -126,9 +126,9 @@ def _combine(
     WIDTH: tl.constexpr,
     TURNING: tl.constexpr,
     HALF: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -156,7 +156,7 @@ def heads_at_once(rows: int, heads: int) -> int:
     return 32 if rows >= 16 and heads >= 32 else 16
 
 
-def shares_of(rows: int, heads: int, reach: int, processors: int = 132) -> tuple[int, int]:
+def split_keys(rows: int, heads: int, reach: int, processors: int = 132) -> tuple[int, int]:
     """Into how many shares the keys are cut, and how many keys a share has: about two programs a processor."""
     together = heads_at_once(rows, heads)
     blocks = rows * -(-heads // together)
@@ -188,7 +188,7 @@ def attend(
     eps,
     out,
     half,
-    early=False,
+    pdl=False,
 ) -> None:
     """queries [n, >= h * c] as projected; keys [slots, ring, c]; pages of entries or None; chosen [n, topk] or None;
     sums [n, shares, h, c], peaks and masses [n, shares, h] float32 -> out [n, h * c], and in float16 when asked."""
@@ -246,5 +246,5 @@ def attend(
         TURNING=turning,
         HALF=half is not None,
         num_warps=4,
-        EARLY=early,
+        PDL=pdl,
     )

@@ -115,9 +115,9 @@ def _settle(
     INDEX: tl.constexpr,
     HALF: tl.constexpr,
     ITEMS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     task = tl.program_id(1)
@@ -198,7 +198,7 @@ def norm_rope_store(
     cos,
     sin,
     eps,
-    early=False,
+    pdl=False,
 ) -> None:
     """Norms, rotations and state of n new tokens.
 
@@ -235,6 +235,6 @@ def norm_rope_store(
         HALF=half is not None,
         ITEMS=8 if ratio == 4 else 16,
         num_warps=4 if ratio != 128 else 8,
-        EARLY=early,
+        PDL=pdl,
     )
     assert rank == power_of_two(rank) and width == power_of_two(width)

@@ -6,30 +6,36 @@ padding or masks. float32, plain numerics. The plain twins are the modules thems
 `MoE.forward`, `Mixer` and `HeadMixer`; `decode/cpu.py` binds their weights to these loops. Tolerance against them: 2e-5
 of the result's scale.
 
-`open_attention`    normalised input -> latent, rotated queries, rotated key, rows for the compressors
-`carry`             one compressor row into its ring, position bias added to the gates
-`finish`            entries of the blocks that these rows complete, onto their pages
-`choose`            indexer: which compressed entries each query attends to
-`close_attention`   attention over ring and pages, turned back, through both output projections
+`qkv_proj`    normalised input -> latent, rotated queries, rotated key, rows for the compressors
+`store_compressor_rows`             one compressor row into its ring, position bias added to the gates
+`pool_entries`            entries of the blocks that these rows complete, onto their pages
+`topk_entries`            indexer: which compressed entries each query attends to
+`attend_and_project`   attention over ring and pages, turned back, through both output projections
 `read_streams`, `write_streams`, `merge_streams`   mHC around a sublayer and before the head
-`join_streams`      what enters the MTP block
+`mtp_input`      what enters the MTP block
 `experts`           gate, routing, routed and shared experts
 """
 
-from birkhoff.kernels.cpu_decode.attention import carry, choose, close_attention, finish, open_attention
+from birkhoff.kernels.cpu_decode.attention import (
+    attend_and_project,
+    pool_entries,
+    qkv_proj,
+    store_compressor_rows,
+    topk_entries,
+)
 from birkhoff.kernels.cpu_decode.experts import experts
-from birkhoff.kernels.cpu_decode.streams import join_streams, merge_streams, read_streams
+from birkhoff.kernels.cpu_decode.streams import merge_streams, mtp_input, read_streams
 from birkhoff.kernels.mhc.cpu import mix_back as write_streams
 
 __all__ = [
-    "carry",
-    "choose",
-    "close_attention",
+    "store_compressor_rows",
+    "topk_entries",
+    "attend_and_project",
     "experts",
-    "finish",
-    "join_streams",
+    "pool_entries",
+    "mtp_input",
     "merge_streams",
-    "open_attention",
+    "qkv_proj",
     "read_streams",
     "write_streams",
 ]

@@ -13,7 +13,7 @@ NOTHING = np.ones(0, np.float32)
 
 
 @compiled
-def open_attention(
+def qkv_proj(
     x, entry, q_norm, wq_b, kv_norm, eps, cos, sin, ring, slots, positions, entered, latent, queries
 ):
     """x [n, d] -> entered [n, everything that reads x], latent [n, q], queries [n, h, c]; keys go to their ring."""
@@ -36,7 +36,7 @@ def open_attention(
 
 
 @compiled
-def carry(raw, ape, ring, slots, positions):
+def store_compressor_rows(raw, ape, ring, slots, positions):
     """raw [n, values and gates] into the compressor's ring, with the gates' position bias."""
     size = ring.shape[1]
     phases = ape.shape[0]
@@ -50,7 +50,7 @@ def carry(raw, ape, ring, slots, positions):
 
 
 @compiled
-def choose(latent, wq_b, heads, cos, sin, weights, scale, pages, table, slots, positions, topk, chosen):
+def topk_entries(latent, wq_b, heads, cos, sin, weights, scale, pages, table, slots, positions, topk, chosen):
     """Marks the `topk` best of each sequence's finished entries; the lowest number among equals. chosen [n, most]."""
     count = latent.shape[0]
     per_page, width = pages.shape[1], pages.shape[2]
@@ -80,7 +80,7 @@ def choose(latent, wq_b, heads, cos, sin, weights, scale, pages, table, slots, p
 
 
 @compiled
-def finish(ring, pages, table, slots, positions, ratio, overlap, norm, eps, omega):
+def pool_entries(ring, pages, table, slots, positions, ratio, overlap, norm, eps, omega):
     """The entry of every row that ends a block: pooled from the ring, normalised, turned, put on its page.
 
     With `overlap` 2 the block before lends the first half of its channels; the first block has none before it."""
@@ -126,7 +126,7 @@ def finish(ring, pages, table, slots, positions, ratio, overlap, norm, eps, omeg
 
 
 @compiled
-def close_attention(
+def attend_and_project(
     queries,
     ring,
     window,

@@ -44,7 +44,7 @@ def merge_streams(streams, fn, base, scale, eps, rms_eps, merged, weights):
 
 
 @compiled
-def join_streams(streams, embedded, hnorm, enorm, eps, h_proj, e_proj, out):
+def mtp_input(streams, embedded, hnorm, enorm, eps, h_proj, e_proj, out):
     """MTP's entrance: streams [n, m, d] and embedded tokens [n, d], normalised and projected, added up in out."""
     count, m, width = streams.shape
     flat = streams.reshape(count * m, width)

@@ -2,7 +2,7 @@
 
 The weights' widths must suit sixteen-byte loads: inputs a multiple of 128 (of 512 for experts), outputs of 16. Expert
 scales become float16 powers of two, which hold 29 octaves: each matrix kind is moved by a common power of two, found
-when the weights are bound and taken out of the sums. Weights that do not fit are refused by `unfit`, and run portable.
+when the weights are bound and taken out of the sums. Weights that do not fit are refused by `unsupported_reason`, and run portable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _OUT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 _OCTAVES = 29
 
 
-def unfit(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | None:
+def unsupported_reason(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | None:
     """Why these kernels cannot serve a model, or None."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "no NVIDIA GPU"
@@ -36,10 +36,10 @@ def unfit(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | N
         return "the GPU is older than compute capability 9.0"
     if dtype is not torch.bfloat16:
         return "the model does not compute in bfloat16"
-    return unsuited(config)
+    return unsupported_size(config)
 
 
-def unsuited(config: V4Config) -> str | None:
+def unsupported_size(config: V4Config) -> str | None:
     """Which of a model's sizes these kernels cannot serve, or None."""
     if max(config.hidden_size, config.moe_intermediate_size) > 8192:
         return "rows are longer than 8192"
@@ -78,19 +78,19 @@ def _compiled(file: str, device: torch.device) -> Module:
 
 
 class CudaBackend:
-    """Bound to one device. `early` lets kernels begin while their predecessors end."""
+    """Bound to one device. `pdl` lets kernels begin while their predecessors end."""
 
     name = "cuda"
-    halves = True  # inputs are wanted in float16 too
+    fp16_inputs = True  # inputs are wanted in float16 too
 
-    def __init__(self, device: torch.device, early: bool = True):
-        self.early = early
+    def __init__(self, device: torch.device, pdl: bool = True):
+        self.pdl = pdl
         sources = ("products.cu", "experts.cu", "small.cu", "attend.cu")
         self.products, self.experts, self.small, self.attention = (
             _compiled(file, device) for file in sources
         )
 
-    def product(
+    def gemv(
         self,
         weights: Sequence[PackedWeight],
         x: tuple[torch.Tensor | None, torch.Tensor],
@@ -121,23 +121,30 @@ class CudaBackend:
             out,
             out.stride(0),
             group or 0,
-            early=self.early,
+            pdl=self.pdl,
         )
 
     def route_and_shared(self, w: Any, buffers: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
         """The router's logits, the choice of experts and the plan of the step; and the shared expert's gate and up."""
         n, width = buffers.x.shape
-        inner, experts = buffers.z_shared.shape[1], w.gate.out
+        inner, experts = buffers.shared_hidden.shape[1], w.router.out
         given = (
-            w.shared_open.weight,
-            w.shared_open.scale,
+            w.shared_gate_up.weight,
+            w.shared_gate_up.scale,
             inner,
-            w.gate.weight,
+            w.router.weight,
             experts,
-            buffers.x_half,
+            buffers.x_fp16,
             buffers.x,
         )
-        routing = (w.bias, w.hashed, buffers.token_ids, w.experts, ids, buffers.weights)
+        routing = (
+            w.router_bias,
+            w.hash_table,
+            buffers.token_ids,
+            w.expert_addresses,
+            ids,
+            buffers.topk_weights,
+        )
         if n == 1:
             self.products.launch(
                 f"open_one_{8 if experts <= 256 else 16}",
@@ -145,17 +152,17 @@ class CudaBackend:
                 256,
                 *given,
                 width,
-                buffers.z_shared,
-                buffers.opened,
+                buffers.shared_hidden,
+                buffers.router_gate_up,
                 float(limit),
-                buffers.opened[0, experts:],
-                buffers.arrived,
+                buffers.router_gate_up[0, experts:],
+                buffers.blocks_done,
                 *routing,
-                buffers.order[1],
-                buffers.slot_list,
+                buffers.pair_order[1],
+                buffers.expert_slots,
                 ids.shape[1],
                 float(factor),
-                early=self.early,
+                pdl=self.pdl,
             )
             return
         tiles = _tiles(n)
@@ -166,63 +173,65 @@ class CudaBackend:
             *given,
             n,
             width,
-            buffers.z_shared,
-            buffers.opened,
-            buffers.opened.stride(0),
+            buffers.shared_hidden,
+            buffers.router_gate_up,
+            buffers.router_gate_up.stride(0),
             float(limit),
-            early=self.early,
+            pdl=self.pdl,
         )
-        self.route(buffers.opened[:, :experts], *routing, buffers.order, buffers.slot_list, factor)
+        self.route(
+            buffers.router_gate_up[:, :experts], *routing, buffers.pair_order, buffers.expert_slots, factor
+        )
 
     def gate_up(self, w: Any, buffers: Any, limit: float) -> None:
         warps = 2 if buffers.rows == 1 else 4
-        inner, width = buffers.z.shape[1], buffers.x.shape[1]
-        offset = w.offsets[0]
+        inner, width = buffers.expert_hidden.shape[1], buffers.x.shape[1]
+        offset = w.scale_offsets[0]
         self.experts.launch(
             f"open_experts_{warps}{_bus(w)}",
-            (inner // 16, buffers.slot_list.shape[0]),
+            (inner // 16, buffers.expert_slots.shape[0]),
             warps * 32,
-            buffers.slot_list,
-            buffers.order[1],
-            buffers.weights,
-            buffers.x_mixed,
-            buffers.z,
+            buffers.expert_slots,
+            buffers.pair_order[1],
+            buffers.topk_weights,
+            buffers.x_fp4_order,
+            buffers.expert_hidden,
             inner,
             width,
-            buffers.weights.shape[1],
+            buffers.topk_weights.shape[1],
             float(limit),
             offset,
             _gain(offset),
             *_far(w),
-            early=self.early,
+            pdl=self.pdl,
         )
 
     def down(self, w: Any, buffers: Any) -> None:
         warps, tall = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
-        inner = buffers.z.shape[1]
+        inner = buffers.expert_hidden.shape[1]
         width = buffers.x.shape[1]
         n = buffers.x.shape[0]
-        offset, slots = w.offsets[1], buffers.slot_list.shape[0]
+        offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]
         self.experts.launch(
             f"close_experts_{warps}_{tall}{_bus(w)}",
             (width // (16 * tall), slots + -(-n // 8)),
             warps * 32,
-            buffers.slot_list,
+            buffers.expert_slots,
             slots,
-            buffers.order[1],
-            buffers.z,
-            buffers.y,
+            buffers.pair_order[1],
+            buffers.expert_hidden,
+            buffers.expert_out,
             inner,
             width,
-            buffers.weights.shape[1],
+            buffers.topk_weights.shape[1],
             offset,
             _gain(offset),
-            w.shared_close.weight,
-            w.shared_close.scale,
-            buffers.z_shared,
+            w.shared_down.weight,
+            w.shared_down.scale,
+            buffers.shared_hidden,
             n,
             *_far(w),
-            early=self.early,
+            pdl=self.pdl,
         )
 
     def write_and_mix(self, streams, y, post, mix, fn, parts, mode: int = 0, embed=None, tokens=None) -> None:
@@ -236,7 +245,7 @@ class CudaBackend:
             else mode == mhc.EMBED and embed.dtype is torch.bfloat16
         )
         if n > FEW or fn.shape[0] != mhc.COUNT or width % 64 or not known:
-            mhc.write_and_mix(streams, y, post, mix, fn, parts, mode, embed, tokens, self.early)
+            mhc.write_and_mix(streams, y, post, mix, fn, parts, mode, embed, tokens, self.pdl)
             return
         added = y if mode == mhc.KEEP else None
         self.small.launch(
@@ -253,27 +262,27 @@ class CudaBackend:
             embed,
             tokens,
             width,
-            early=self.early,
+            pdl=self.pdl,
         )
 
     def read_streams(
         self, buffers: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float
     ) -> None:
         """After `write_and_mix`: x in all its forms, and the weights of the write."""
-        n, splits, _ = buffers.parts.shape
+        n, splits, _ = buffers.mix_parts.shape
         self.small.launch(
             "read_streams",
             (n, 2),
             512,
-            buffers.parts,
+            buffers.mix_parts,
             splits,
             buffers.streams,
             base,
             scale,
             norm,
             buffers.x,
-            buffers.x_half,
-            buffers.x_mixed,
+            buffers.x_fp16,
+            buffers.x_fp4_order,
             buffers.pre,
             buffers.post,
             buffers.mix,
@@ -282,7 +291,7 @@ class CudaBackend:
             eps,
             rms_eps,
             norm_eps,
-            early=self.early,
+            pdl=self.pdl,
         )
 
     def route(
@@ -309,19 +318,19 @@ class CudaBackend:
             experts,
             ids.shape[1],
             float(factor),
-            early=self.early,
+            pdl=self.pdl,
         )
 
-    def choose(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
+    def topk(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
         """The contract of `index.triton.choose`, which takes over beyond 262,144 entries (1M tokens)."""
         n, room = scores.shape
         wide = room > 256 * 32  # then eight blocks of 1,024 threads share a sequence
         blocks, threads = (8, 1024) if wide else (1, 256)
         each = next((count for count in (4, 8, 16, 32) if room <= blocks * threads * count), None)
         if each is None:
-            from birkhoff.kernels.index.decode import choose
+            from birkhoff.kernels.index.decode import topk_entries
 
-            choose(scores, positions, chosen)
+            topk_entries(scores, positions, chosen)
             return
         self.small.launch(
             f"choose_{'wide_' if wide else ''}{each}",
@@ -332,7 +341,7 @@ class CudaBackend:
             chosen,
             room,
             chosen.shape[1],
-            early=self.early,
+            pdl=self.pdl,
         )
 
     def attend(
@@ -387,7 +396,7 @@ class CudaBackend:
                 eps,
                 out,
                 half,
-                self.early,
+                self.pdl,
             )
             return
         stages = 1 if share == 32 else 2
@@ -420,7 +429,7 @@ class CudaBackend:
             stages,
             float(scale),
             float(eps),
-            early=self.early,
+            pdl=self.pdl,
             shared=warps * (4096 * stages + 2048),
         )
         self.attention.launch(
@@ -438,17 +447,17 @@ class CudaBackend:
             half,
             heads,
             shares,
-            early=self.early,
+            pdl=self.pdl,
         )
 
 
 def _far(w: Any) -> tuple[c_void_p, c_void_p] | tuple[None, None]:
-    return (None, None) if w.far is None else (c_void_p(w.far[0]), c_void_p(w.far[1]))
+    return (None, None) if w.host_range is None else (c_void_p(w.host_range[0]), c_void_p(w.host_range[1]))
 
 
 def _bus(w: Any) -> str:
     """Which kind of kernel: one that expects some experts in host memory, or one that does not."""
-    return "" if w.far is None else "_bus"
+    return "" if w.host_range is None else "_bus"
 
 
 def _fields(coded: list[PackedWeight], place: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:

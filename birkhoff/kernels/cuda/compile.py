@@ -90,7 +90,7 @@ class _Config(ctypes.Structure):
 
 _PROGRAMMATIC_SERIALIZATION = 6
 _MOST_DYNAMIC_SHARED = 8
-_EARLY = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
+_PDL_ATTRIBUTE = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
 
 
 class Module:
@@ -113,13 +113,13 @@ class Module:
         grid: tuple[int, int] | tuple[int, int, int],
         threads: int,
         *arguments: torch.Tensor | int | float | c_void_p | None,
-        early: bool,
+        pdl: bool,
         shared: int = 0,
     ) -> None:
         """On the current stream. Tensors go as addresses, whole numbers as int, others as float.
 
         `shared`: bytes of shared memory beside what the source declares.
-        `early`: may begin before its predecessor has ended, which the kernel then waits for by itself."""
+        `pdl`: may begin before its predecessor has ended, which the kernel then waits for by itself."""
         function = self._functions.get(name)
         if function is None:
             function = c_void_p()
@@ -136,8 +136,8 @@ class Module:
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         blocks = (grid[0], grid[1], grid[2] if len(grid) > 2 else 1)
         config = _Config(blocks, (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
-        if early:
-            config.attributes = ctypes.addressof(_EARLY)
+        if pdl:
+            config.attributes = ctypes.addressof(_PDL_ATTRIBUTE)
             config.count = 1
         _ok(self._driver.cuLaunchKernelEx(byref(config), function, pointers, None), name)
 

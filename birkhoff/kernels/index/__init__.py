@@ -2,12 +2,12 @@
 
 `score(queries [B, T, h, c], keys [B, E, c], weights [B, T, h]) -> [B, T, E]` float32:
     `sum_h weights_h * relu(query_h . key)`.
-`choose(scores [B, T, E], visible [B, T, E] bool, topk) -> [B, T, E] bool`: the `topk` visible entries with the
+`topk_mask(scores [B, T, E], visible [B, T, E] bool, topk) -> [B, T, E] bool`: the `topk` visible entries with the
     highest score; among equal scores the lowest index wins, so that chunking and batching cannot change the choice.
-`pick(queries, keys, weights, counts [B, T], topk) -> Picked`: both at once, where query t sees the first `counts`
+`index_topk(queries, keys, weights, counts [B, T], topk) -> TopkIndices`: both at once, where query t sees the first `counts`
     entries; numbers in ascending order instead of a mask.
 """
 
-from birkhoff.kernels.index.reference import choose, pick, score
+from birkhoff.kernels.index.reference import index_topk, score, topk_mask
 
-__all__ = ["choose", "pick", "score"]
+__all__ = ["index_topk", "score", "topk_mask"]

@@ -1,6 +1,6 @@
 """The indexer of a decoding step on a GPU: scores of all finished entries, then the best few, as a list.
 
-`score` gives every finished entry of every sequence a number; `choose` keeps the `topk` best (the lowest entry among
+`score` gives every finished entry of every sequence a number; `topk_entries` keeps the `topk` best (the lowest entry among
 equals) and writes their numbers in ascending order. A sequence with no more than `topk` entries keeps all of them, and
 its scores are not even computed. How many entries a sequence has is data; the room for scores is what a graph fixes.
 """
@@ -40,9 +40,9 @@ def _score(
     TURNING: tl.constexpr,
     ENTRIES: tl.constexpr,
     WIDE: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     count = ((tl.load(positions + row) + 1) // 4).to(tl.int32)
@@ -93,7 +93,7 @@ def _reach(scores, tried, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _choose(
+def _topk_entries(
     scores, positions, chosen, room, topk, BLOCK: tl.constexpr, TOPK: tl.constexpr, WHOLE: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -130,9 +130,7 @@ def _choose(
             taken += tl.sum(kept, axis=0)
 
 
-def score(
-    queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale, early=False
-) -> None:
+def score(queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale, pdl=False) -> None:
     """queries [n, h * c] before rotation, weights [n, h], pages of index keys -> scores [n, room] float32."""
     n, room = scores.shape
     width, heads = pages.shape[2], weights.shape[1]
@@ -159,16 +157,16 @@ def score(
         ENTRIES=64,
         WIDE=pages.dtype is torch.float32,
         num_warps=4,
-        EARLY=early,
+        PDL=pdl,
     )
 
 
-def choose(scores, positions, chosen) -> None:
+def topk_entries(scores, positions, chosen) -> None:
     """scores [n, room] -> chosen [n, topk] entry numbers, ascending; of fewer entries all of them."""
     n, room = scores.shape
     topk = chosen.shape[1]
     block = min(4096, power_of_two(room, 64))
-    _choose[(n,)](
+    _topk_entries[(n,)](
         scores,
         positions,
         chosen,

@@ -1,6 +1,6 @@
 """The indexer over the many queries of a prompt on a GPU: scores of a few hundred queries at a time, then their choice.
 
-`pick` is the twin of the plain one. `_score` keeps a tile of index keys and lets queries take turns on it; entries that
+`index_topk` is the twin of the plain one. `_score` keeps a tile of index keys and lets queries take turns on it; entries that
 a query cannot see, and queries that keep all they see, are not scored. Scores live for `AT_ONCE` queries only. The
 choice is that of decoding (`triton.py`): exact, the lowest entry among equals.
 """
@@ -13,7 +13,7 @@ import triton.language as tl
 
 from birkhoff.kernels.attend.topk_indices import TopkIndices
 from birkhoff.kernels.gpu import power_of_two
-from birkhoff.kernels.index.decode import choose
+from birkhoff.kernels.index.decode import topk_entries
 
 AT_ONCE = 1024
 
@@ -65,7 +65,7 @@ def _score(
             )
 
 
-def pick(
+def index_topk(
     queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, topk: int
 ) -> TopkIndices:
     batch, length, heads, width = queries.shape
@@ -101,5 +101,5 @@ def pick(
             num_warps=4 if wide else 8,
             num_stages=2,
         )
-        choose(scores[:rows], 4 * seen[part].long() - 1, numbers[part])
+        topk_entries(scores[:rows], 4 * seen[part].long() - 1, numbers[part])
     return TopkIndices(counts.to(torch.int32).clamp_max(topk), numbers.view(batch, length, topk))

@@ -20,7 +20,7 @@ def score(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> t
     return (weights.float().unsqueeze(-2) @ match).squeeze(-2)
 
 
-def choose(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
+def topk_mask(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tensor:
     if scores.shape[-1] <= topk:
         return visible
     scores = scores.masked_fill(~visible, -torch.inf)
@@ -32,12 +32,12 @@ def choose(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.Tens
     return (better | (tied & (tied.cumsum(-1) <= places))) & visible
 
 
-def pick(
+def index_topk(
     queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor, topk: int
 ) -> TopkIndices:
     visible = TopkIndices(counts).mask(keys.shape[1])
     blocks = [
-        choose(score(q, keys, w), v, topk)
+        topk_mask(score(q, keys, w), v, topk)
         for q, w, v in zip(*(t.split(QUERY_BLOCK, dim=1) for t in (queries, weights, visible)))
     ]
     # Chosen entries first, in ascending order; what stands behind them is not counted.

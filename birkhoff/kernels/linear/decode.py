@@ -1,6 +1,6 @@
 """The product of few rows with a large weight on a GPU, portable form: any format, any width.
 
-`product(weights, x [n, in], out [n, total])` multiplies with every `PackedWeight` of the list and puts the results side by
+`gemv(weights, x [n, in], out [n, total])` multiplies with every `PackedWeight` of the list and puts the results side by
 side. With `group` the weight's rows fall into groups of that many, and group g reads columns `g * in ..` of x. Weights
 are the tall side of the dot; each is decoded exactly to the dtype of x (or to float32) and sums are float32.
 """
@@ -32,7 +32,7 @@ def decode_e8m0(codes):
 
 
 @triton.jit
-def _product(
+def _gemv(
     x,
     weight,
     scale,
@@ -71,7 +71,7 @@ def _product(
     tl.store(into, total.to(out.dtype.element_ty), mask=(t < n)[None, :] & (r < rows)[:, None])
 
 
-def product(
+def gemv(
     weights: Sequence[PackedWeight], x: torch.Tensor, out: torch.Tensor, group: int | None = None
 ) -> None:
     n, at = x.shape[0], 0
@@ -79,7 +79,7 @@ def product(
         wide = x.dtype is torch.float32 or rows.weight.dtype is torch.float32
         tall = min(64, power_of_two(group or rows.out, 16))
         assert group is None or group % tall == 0, f"groups of {group} rows"
-        _product[(-(-rows.out // tall), -(-n // 16))](
+        _gemv[(-(-rows.out // tall), -(-n // 16))](
             x,
             rows.weight,
             rows.weight if rows.scale is None else rows.scale,

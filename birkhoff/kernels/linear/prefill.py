@@ -1,6 +1,6 @@
 """The product of many rows with a weight kept as stored, on a GPU: sums in float32.
 
-`product(x [n, in], rows, group=None, dtype=None) -> [n, out]` is the twin of the one in `reference.py`. From `MANY`
+`packed_linear(x [n, in], rows, group=None, dtype=None) -> [n, out]` is the twin of the one in `reference.py`. From `MANY`
 rows on, bfloat16 inputs are left to the vendor's product: FP8 codes are unpacked for as long as it takes (`unpack`;
 bfloat16 holds them exactly), which is less than a tenth of the product's time for thousands of rows. For fewer rows and
 other dtypes a kernel unpacks codes in registers. They meet inputs of 16 bits without their scales: E4M3 is exact in
@@ -25,7 +25,7 @@ TOGETHER = 8  # tiles of tokens that take turns over the rows of a weight, so th
 
 
 @triton.jit
-def _product(
+def _packed_linear(
     x,
     weight,
     scale,
@@ -122,7 +122,7 @@ def shape_of(n: int, tall: int, wide: bool) -> dict[str, int]:
     }
 
 
-def product(
+def packed_linear(
     x: torch.Tensor,
     rows: PackedWeight,
     group: int | None = None,
@@ -148,7 +148,7 @@ def product(
     row_tiles = -(-rows.out // shape["ROWS"])
     token_tiles = -(-n // shape["TOKENS"])
     if n:
-        _product[(row_tiles * token_tiles,)](
+        _packed_linear[(row_tiles * token_tiles,)](
             flat,
             rows.weight,
             rows.weight if rows.scale is None else rows.scale,

@@ -12,7 +12,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return F.linear(x, weight)
 
 
-def product(
+def packed_linear(
     x: torch.Tensor, rows: PackedWeight, group: int | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dtype = dtype or x.dtype

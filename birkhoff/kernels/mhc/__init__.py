@@ -2,9 +2,9 @@
 
 Shapes: streams `[n, m, d]` in the model's dtype; `fn [(2+m)m, m*d]`, `base [(2+m)m]`, `scale [3]` float32.
 
-`ready(fn, dtype) -> fn` as `read` likes it best beside streams of `dtype`; made once, since weights stay
+`prepare(fn, dtype) -> fn` as `read` likes it best beside streams of `dtype`; made once, since weights stay
 `read(streams, fn, base, scale, iters, eps, rms_eps) -> (u [n, d], pre [n, m], post [n, m], mix [n, m, m])`
-    `fn` as it is, or as `ready` made it.
+    `fn` as it is, or as `prepare` made it.
     `u` in the streams' dtype, the coefficients float32. `mix[j, k]` carries stream j to stream k.
 `write(streams, y [n, d], post, mix) -> [n, m, d]`
     `post[k] * y + sum_j mix[j, k] * streams[j]`, float32 inside, rounded once.

@@ -46,9 +46,9 @@ def _write_and_mix(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ):
-    if EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     piece = tl.program_id(0)
     d = piece * BLOCK + tl.arange(0, BLOCK)
@@ -266,7 +266,7 @@ def slices(rows: int, width: int) -> tuple[int, int, int]:
     return block, -(-width // block), tokens
 
 
-def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, tokens=None, early=False) -> None:
+def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, tokens=None, pdl=False) -> None:
     """streams [n, 4, d] in place; y [n, p, d] is added up over p; parts [n, slices, padded] for the next read."""
     n, _, width = streams.shape
     block, splits, rows = slices(n, width)
@@ -291,7 +291,7 @@ def write_and_mix(streams, y, post, mix, fn, parts, mode=KEEP, embed=None, token
         ROWS=rows,
         BLOCK=block,
         num_warps=4,
-        EARLY=early,
+        PDL=pdl,
     )
 
 

@@ -256,7 +256,7 @@ class Fn(NamedTuple):
     low: torch.Tensor
 
 
-def ready(fn: torch.Tensor, dtype: torch.dtype) -> Fn | torch.Tensor:
+def prepare(fn: torch.Tensor, dtype: torch.dtype) -> Fn | torch.Tensor:
     if len(fn) != COUNT:
         return fn  # not four streams, which only the plain twin knows
     if dtype is torch.float32:
@@ -282,7 +282,7 @@ def shape_of(wide: bool) -> dict[str, int]:
 def read_many(streams, fn, base, scale, iters, eps, rms_eps):
     """`read` in this form whatever the number of rows."""
     n, m, width = streams.shape
-    made = fn if isinstance(fn, Fn) else ready(fn, streams.dtype)
+    made = fn if isinstance(fn, Fn) else prepare(fn, streams.dtype)
     assert isinstance(made, Fn)
     columns, wide = m * width, streams.dtype is torch.float32
     numbers = {"dtype": torch.float32, "device": streams.device}

@@ -54,7 +54,7 @@ def read(
     return _collapse(streams, pre), pre, post, mix
 
 
-def ready(fn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def prepare(fn: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return fn
 
 

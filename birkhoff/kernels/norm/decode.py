@@ -1,29 +1,11 @@
-"""RMSNorm on a GPU: each row is read once, several short rows to a program."""
+"""RMSNorm of a sublayer input of a decode step, in every form that the decode kernels read."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from birkhoff.kernels.gpu import power_of_two
-
-TILE = 4096  # numbers of a program
-
-
-@triton.jit
-def _rms_norm(
-    x, weight, out, rows, width, eps, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
-):
-    r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    d = tl.arange(0, BLOCK)
-    tile = (r < rows)[:, None] & (d < width)[None, :]
-    at = r[:, None] * width + d[None, :]
-    wide = tl.load(x + at, mask=tile, other=0.0).to(tl.float32)
-    wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / width + eps))[:, None]
-    if WEIGHT:
-        wide = wide * tl.load(weight + d, mask=d < width, other=0.0)[None, :]
-    tl.store(out + at, wide.to(out.dtype.element_ty), mask=tile)
 
 
 @triton.jit
@@ -60,24 +42,3 @@ def norm_into(u, weight, eps: float, x, half=None, mixed=None) -> None:
         BLOCK=power_of_two(width),
         num_warps=8 if width >= 2048 else 4,
     )
-
-
-def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    x = x.contiguous()
-    out, width = torch.empty_like(x), x.shape[-1]
-    count, block = x.numel() // width, power_of_two(width)
-    rows = max(1, TILE // block)
-    if count:
-        _rms_norm[(-(-count // rows),)](
-            x,
-            x if weight is None else weight,
-            out,
-            count,
-            width,
-            eps,
-            WEIGHT=weight is not None,
-            ROWS=rows,
-            BLOCK=block,
-            num_warps=8 if block >= 2048 else 4,
-        )
-    return out

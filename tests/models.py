@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from birkhoff.config import RopeScaling, V4Config
+from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.kernels.select import select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
@@ -77,6 +78,11 @@ def random_model(
     model = Transformer(config, Numerics(dtype, released, select(kernels)))
     fill_random(model, seed)
     return model.eval()
+
+
+def fused_model(config: V4Config = TINY, seed: int = 0, **options) -> Transformer:
+    """`random_model`, fused, with the compiled CPU sublayers where they apply."""
+    return install_cpu_decode(random_model(config, seed, **options))
 
 
 def random_tokens(config: V4Config, count: int, seed: int = 0) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from birkhoff.api.engine import Engine
 from birkhoff.api.expert_placement import place, placed_text, refuse_unplaceable, wish_of
+from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
 from birkhoff.embedded import EMBEDDED, shipped_vectors
 from birkhoff.engine.cache_plan import check_prefix_cache, drafts_of, files_for, plan_memory
@@ -110,7 +111,7 @@ def load(
         network.hold_experts(placed.store)
     network = network.to_empty(device=where).eval()
     load_into(network.destinations(), checkpoint, skip=() if with_mtp else ("mtp.",), progress=progress)
-    network.fuse()
+    install_cpu_decode(network)
     if how.kernels.name == "cpu":
         seconds = compile_kernels()
         if seconds > 2:
@@ -137,7 +138,9 @@ def load(
         draft_always=drafts.always,
         files=files_for(network, context_root, context_bytes) if memory.prefix_bytes else None,
         device=where,
-        placement=None if placed is None else Placement(placed.store, placed.heat, network, file=wish.counts),
+        placement=None
+        if placed is None
+        else Placement(placed.store, placed.heat, network.hash_routing_tables(), file=wish.counts),
     )
     for notice in checkpoint.notices:
         print(f"birkhoff: {notice}", file=sys.stderr)

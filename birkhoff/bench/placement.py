@@ -242,7 +242,10 @@ def moving_row(steps: PlacedSteps, count: int) -> Row:
     assert store is not None
     plain = steps.milliseconds(count)
     placement = Placement(
-        store, _Restless(store.layers, store.experts), steps.decoder.model, every=min(4, count)
+        store,
+        _Restless(store.layers, store.experts),
+        steps.decoder.model.hash_routing_tables(),
+        every=min(4, count),
     )
     spans = []
     for _ in range(count):

@@ -1,14 +1,15 @@
-"""Decoding steps on a CPU: the same sublayers for a few rows, in one or two compiled calls each.
+"""Decode steps on a CPU: compiled sublayers for a few rows, one or two calls each.
 
-`Attention.forward`, `MoE.forward`, `Mixer` and `HeadMixer` are the plain twins; a model is given these by
-`Transformer.fuse` when it computes in float32 with plain numerics and compiled kernels. They hold their weights as
-arrays, taken once, and read the state's rings and pages where they lie. A row costs the same whoever it stands beside,
-so the guesses of a request are rows like any other, and weights are read once for all of them.
+`Attention`, `MoE`, `Mixer`, `HeadMixer` and `MTP` are the reference implementations. `install_cpu_decode` attaches a
+compiled replacement to each of them (attribute `compiled`) when the model computes in float32 with plain numerics and
+CPU kernels. A replacement holds NumPy views of its module's weights and works on the rings and pages of the state in
+place. The cost of a row does not depend on the other rows of a step, so draft tokens of one request are rows like any
+other, and weights are read once per step.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,56 +17,70 @@ import torch
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import cpu_decode
+from birkhoff.kernels.rope import Phases
+from birkhoff.model.attention import Attention
 from birkhoff.model.batch import Batch, Group
+from birkhoff.model.compressor import Compressor
+from birkhoff.model.mhc import HeadMixer, Mixer
+from birkhoff.model.moe import MoE
+from birkhoff.model.mtp import MTP
 from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
+from birkhoff.model.transformer import Transformer
 
-if TYPE_CHECKING:
-    from birkhoff.kernels.rope import Phases
-    from birkhoff.model.attention import Attention
-    from birkhoff.model.compressor import Compressor
-    from birkhoff.model.mhc import HeadMixer, Mixer
-    from birkhoff.model.moe import MoE
-    from birkhoff.model.mtp import MTP
+Array = np.ndarray[Any, Any]
 
-MOST_ROWS = 16
-MOST_EXPERT_ROWS = (
-    64  # of any sequences: reading each expert once for all its rows takes half as long up to there
-)
+MAX_ROWS = 16  # of the attention and mixer replacements
+MAX_EXPERT_ROWS = 64  # up to here, reading each expert once for all its rows halves the time
 _NO_PAGES = np.zeros((1, 1, 1), np.float32)
 _NO_TABLE = np.zeros((1, 1), np.int64)
-_ALL = np.zeros((0, 0), np.bool_)
-_ROUTED = np.zeros((0, 0), np.int64)
+_ALL_ENTRIES = np.zeros((0, 0), np.bool_)
+_NO_HASH_IDS = np.zeros((0, 0), np.int64)
 
 
-def takes(batch: Batch, state: object) -> bool:
-    """A step of single tokens, few enough, on a state that remembers."""
+def install_cpu_decode(model: Transformer) -> Transformer:
+    """Fuse the linear layers of a filled model and attach the compiled sublayers where they apply; returns `model`."""
+    model.fuse()
+    numerics = model.numerics
+    plain = numerics.dtype is torch.float32 and not numerics.released and not model.packed
+    if numerics.kernels.name == "cpu" and plain:
+        for module in model.modules():
+            if isinstance(module, Attention):
+                module.compiled = CpuAttention(module)
+            elif isinstance(module, MoE):
+                module.compiled = CpuMoE(module)
+            elif isinstance(module, Mixer):
+                module.compiled = CpuMixer(module)
+            elif isinstance(module, HeadMixer):
+                module.compiled = CpuHeadMixer(module)
+            elif isinstance(module, MTP):
+                module.compiled = CpuMTPInput(module)
+    return model
+
+
+def is_decode_step(batch: Batch, state: object) -> bool:
+    """Whether a step is one token per sequence, at most `MAX_ROWS` of them, on a state that is kept."""
     return (
         len(batch.groups) == 1
         and batch.groups[0].length == 1
-        and batch.num_tokens <= MOST_ROWS
+        and batch.num_tokens <= MAX_ROWS
         and not isinstance(state, Fresh)
         and not torch.is_grad_enabled()
     )
 
 
-def few_rows(streams: torch.Tensor) -> bool:
-    """Few enough, and no gradient is recorded."""
-    return len(streams) <= MOST_ROWS and not torch.is_grad_enabled()
-
-
-def few_expert_rows(x: torch.Tensor) -> bool:
-    """Few enough for the expert sublayer, which asks no row where it stands; and no gradient is recorded."""
-    return len(x) <= MOST_EXPERT_ROWS and not torch.is_grad_enabled()
-
-
-def _array(tensor: torch.Tensor) -> np.ndarray:
+def _array(tensor: torch.Tensor) -> Array:
     return tensor.detach().numpy()
 
 
-class CpuMixer:
+class _ForFewRows:
+    def accepts(self, streams: torch.Tensor) -> bool:
+        return len(streams) <= MAX_ROWS and not torch.is_grad_enabled()
+
+
+class CpuMixer(_ForFewRows):
     def __init__(self, mixer: Mixer):
         self.weights = _array(mixer.fn), _array(mixer.base), _array(mixer.scale)
-        self.how = mixer.iters, np.float32(mixer.eps), np.float32(mixer.rms_eps)
+        self.settings = mixer.iters, np.float32(mixer.eps), np.float32(mixer.rms_eps)
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         n, m, d = streams.shape
@@ -73,7 +88,9 @@ class CpuMixer:
         pre = np.empty((n, m), np.float32)
         post = np.empty((n, m), np.float32)
         mix = np.empty((n, m, m), np.float32)
-        cpu_decode.read_streams(streams.contiguous().numpy(), *self.weights, *self.how, u, pre, post, mix)
+        cpu_decode.read_streams(
+            streams.contiguous().numpy(), *self.weights, *self.settings, u, pre, post, mix
+        )
         return torch.from_numpy(u), torch.from_numpy(pre), torch.from_numpy(post), torch.from_numpy(mix)
 
     def write(
@@ -84,32 +101,32 @@ class CpuMixer:
         return torch.from_numpy(out)
 
 
-class CpuHeadMixer:
+class CpuHeadMixer(_ForFewRows):
     def __init__(self, head: HeadMixer):
         self.weights = _array(head.fn), _array(head.base), _array(head.scale)
-        self.how = np.float32(head.eps), np.float32(head.rms_eps)
+        self.settings = np.float32(head.eps), np.float32(head.rms_eps)
 
     def __call__(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         n, m, d = streams.shape
         merged = np.empty((n, d), np.float32)
         weights = np.empty((n, m), np.float32)
-        cpu_decode.merge_streams(streams.contiguous().numpy(), *self.weights, *self.how, merged, weights)
+        cpu_decode.merge_streams(streams.contiguous().numpy(), *self.weights, *self.settings, merged, weights)
         return torch.from_numpy(merged), torch.from_numpy(weights)
 
 
-class CpuMTP:
+class CpuMTPInput(_ForFewRows):
     def __init__(self, mtp: MTP):
         self.norms = _array(mtp.hnorm.weight), _array(mtp.enorm.weight), np.float32(mtp.hnorm.eps)
         self.weights = _array(mtp.h_proj.weight), _array(mtp.e_proj.weight)
 
-    def mix(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def __call__(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         out = np.empty(streams.shape, np.float32)
         cpu_decode.mtp_input(streams.contiguous().numpy(), embedded.numpy(), *self.norms, *self.weights, out)
         return torch.from_numpy(out)
 
 
 class CpuPooling:
-    """What a compressor's loops read."""
+    """Weights and shape of one compressor, as the compiled loops read them."""
 
     def __init__(self, compressor: Compressor):
         self.kind = compressor.kind
@@ -137,12 +154,18 @@ class CpuAttention:
         self.entries = None if a.compressor is None else CpuPooling(a.compressor)
         self.index_keys = None if a.indexer is None else CpuPooling(a.indexer.compressor)
 
-    def __call__(self, x: torch.Tensor, batch: Batch, turn: Phases, state: LayerState) -> torch.Tensor:
+    def accepts(self, batch: Batch, state: LayerState | Fresh) -> bool:
+        return is_decode_step(batch, state)
+
+    def __call__(
+        self, x: torch.Tensor, batch: Batch, phases: Phases, state: LayerState | Fresh
+    ) -> torch.Tensor:
+        assert isinstance(state, LayerState)
         a, group = self.attention, batch.groups[0]
         n = batch.num_tokens
         slots, positions = group.once("arrays", lambda: (_array(group.slots), _array(group.first)))
-        cos = turn.cos.numpy()
-        sin = turn.sin.numpy()
+        cos = phases.cos.numpy()
+        sin = phases.sin.numpy()
         ring = state.keys.array
         entered = np.empty((n, self.entry.shape[0]), np.float32)
         latent = np.empty((n, self.rank), np.float32)
@@ -163,9 +186,9 @@ class CpuAttention:
             latent,
             queries,
         )
-        pages: np.ndarray = _NO_PAGES
-        table: np.ndarray | None = _NO_TABLE
-        chosen: np.ndarray = _ALL
+        pages: Array = _NO_PAGES
+        table: Array | None = _NO_TABLE
+        chosen: Array = _ALL_ENTRIES
         if self.entries is not None:
             at = self.rank + a.head_dim
             pages = _array(state.pages[ENTRY])
@@ -195,8 +218,10 @@ class CpuAttention:
         )
         return out
 
-    def _compress(self, pooling: CpuPooling, entered, at: int, slots, positions, state: LayerState) -> int:
-        """Carry this token's row and finish what it completes; returns where the next reader's columns begin."""
+    def _compress(
+        self, pooling: CpuPooling, entered: Array, at: int, slots: Array, positions: Array, state: LayerState
+    ) -> int:
+        """Store the raw rows `entered[:, at:...]` and the entries they complete; returns the next unread column."""
         stop = at + 2 * pooling.ape.shape[1]
         ring = state.raw[pooling.kind].array
         pages = _array(state.pages[pooling.kind])
@@ -216,13 +241,22 @@ class CpuAttention:
         return stop
 
     def _choose(
-        self, weights, latent, cos, sin, group: Group, slots, positions, state: LayerState
-    ) -> np.ndarray:
+        self,
+        weights: Array,
+        latent: Array,
+        cos: Array,
+        sin: Array,
+        group: Group,
+        slots: Array,
+        positions: Array,
+        state: LayerState,
+    ) -> Array:
+        """Entries each row attends to, [n, E] bool; empty when the indexer keeps all of them."""
         indexer = self.attention.indexer
         assert indexer is not None
         most = (group.newest + 1) // 4
         if most <= indexer.topk:
-            return _ALL
+            return _ALL_ENTRIES
         chosen = np.empty((len(slots), most), np.bool_)
         scale = np.float32((indexer.width * indexer.heads) ** -0.5)
         cpu_decode.topk_entries(
@@ -255,10 +289,13 @@ class CpuMoE:
         self.limit = np.float32(routed.limit)
         self.factor = np.float32(self.gate.factor)
 
+    def accepts(self, x: torch.Tensor) -> bool:
+        return len(x) <= MAX_EXPERT_ROWS and not torch.is_grad_enabled()
+
     def __call__(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         n, k = x.shape[0], self.gate.topk
         table = self.gate.tid2eid
-        given = _ROUTED if table is None else table[batch.token_ids].long().numpy()
+        hash_ids = _NO_HASH_IDS if table is None else table[batch.token_ids].long().numpy()
         logits = torch.empty(n, len(self.gate_up))
         ids = torch.empty(n, k, dtype=torch.long)
         weights = torch.empty(n, k)
@@ -266,7 +303,7 @@ class CpuMoE:
         cpu_decode.experts(
             x.numpy(),
             self.entry,
-            given,
+            hash_ids,
             self.bias,
             self.factor,
             self.gate_up,

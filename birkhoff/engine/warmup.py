@@ -12,6 +12,7 @@ import time
 import torch
 
 from birkhoff.config import V4Config
+from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels.select import select
 from birkhoff.model.batch import Batch, SequenceChunk
@@ -50,7 +51,7 @@ def compile_kernels() -> float:
     with torch.inference_mode():
         for destination in model.destinations():
             destination.tensor.fill_(0 if destination.kind == "ids" else 0.5)
-        model.fuse()
+        install_cpu_decode(model)
         for rows in (
             1,
             2,

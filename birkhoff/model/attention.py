@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.decode.cpu import CpuAttention
 from birkhoff.kernels.attend import TopkIndices
 from birkhoff.model.batch import Batch, Group
+from birkhoff.model.compiled import CompiledAttention
 from birkhoff.model.compressor import Compressor, visible_entries
 from birkhoff.model.indexer import Indexer
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
@@ -47,15 +47,15 @@ class Attention(nn.Module):
         if self.indexer is not None:
             readers += [self.indexer.compressor.project, self.indexer.weights_proj]
         self.entry = SharedInput(readers)
-        self.few: CpuAttention | None = None
+        self.compiled: CompiledAttention | None = None
 
     def forward(
         self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh
     ) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
         turn = phases.compressed if self.ratio else phases.sliding
-        if self.few is not None and batch.few:
-            return self.few(x, batch, turn, state)  # type: ignore[arg-type]
+        if self.compiled is not None and self.compiled.accepts(batch, state):
+            return self.compiled(x, batch, turn, state)
         latent, keys, *rows = self.entry(x)  # rows: what the compressor and the indexer read
         latent = self.q_norm(latent)  # [n, q_lora], also read by the indexer
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))

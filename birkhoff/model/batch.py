@@ -81,7 +81,6 @@ class Batch:
     groups: tuple[Group, ...]
     pieces: tuple[SequenceChunk, ...]  # in row order
     offsets: tuple[int, ...]  # first row of each piece
-    few: bool = False  # single tokens, few enough for the compiled decoding path
 
     @property
     def num_tokens(self) -> int:

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.decode.cpu import CpuHeadMixer, CpuMixer, few_rows
 from birkhoff.kernels import mhc
+from birkhoff.model.compiled import CompiledHeadMixer, CompiledMixer
 from birkhoff.model.linear import Destination, Numerics
 
 
@@ -27,7 +27,7 @@ class Mixer(nn.Module):
         self.fn = nn.Parameter(torch.empty((2 + m) * m, m * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty((2 + m) * m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
-        self.few: CpuMixer | None = None
+        self.compiled: CompiledMixer | None = None
         self._made: tuple[tuple, Any] | None = None
 
     def _fn(self, dtype: torch.dtype) -> Any:
@@ -46,8 +46,8 @@ class Mixer(nn.Module):
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """[n, m, d] -> input [n, d], read-in [n, m], write-out [n, m], mixer [n, from, to]."""
-        if self.few is not None and few_rows(streams):
-            return self.few.read(streams)
+        if self.compiled is not None and self.compiled.accepts(streams):
+            return self.compiled.read(streams)
         given = (self.base, self.scale, self.iters, self.eps, self.rms_eps)
         return self.kernels.mhc_read(streams, self._fn(streams.dtype), *given)
 
@@ -58,8 +58,8 @@ class Mixer(nn.Module):
     def write(
         self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
     ) -> torch.Tensor:
-        if self.few is not None and few_rows(streams):
-            return self.few.write(streams, y, post, mix)
+        if self.compiled is not None and self.compiled.accepts(streams):
+            return self.compiled.write(streams, y, post, mix)
         return self.kernels.mhc_write(streams, y, post, mix)
 
     def destinations(self, name: str) -> Iterator[Destination]:
@@ -78,12 +78,12 @@ class HeadMixer(nn.Module):
         self.fn = nn.Parameter(torch.empty(m, m * config.hidden_size, dtype=torch.float32))
         self.base = nn.Parameter(torch.empty(m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(1, dtype=torch.float32))
-        self.few: CpuHeadMixer | None = None
+        self.compiled: CompiledHeadMixer | None = None
 
     def forward(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n, m, d] -> merged [n, d], read-out weights [n, m]."""
-        if self.few is not None and few_rows(streams):
-            return self.few(streams)
+        if self.compiled is not None and self.compiled.accepts(streams):
+            return self.compiled(streams)
         return mhc.head(streams, self.fn, self.base, self.scale, self.eps, self.rms_eps)
 
     def weights(self, streams: torch.Tensor) -> torch.Tensor:

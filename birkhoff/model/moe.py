@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.decode.cpu import CpuMoE, few_expert_rows
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import experts as kernel
 from birkhoff.kernels import quant
 from birkhoff.model.batch import Batch
+from birkhoff.model.compiled import CompiledMoE
 from birkhoff.model.linear import Destination, Linear, Numerics, SharedInput
 from birkhoff.offload.expert_layout import PARTS
 from birkhoff.offload.expert_store import ExpertStore
@@ -200,12 +200,12 @@ class MoE(nn.Module):
         self.experts = Experts(config, numerics, packed)
         self.shared_experts = SharedExpert(config, numerics, packed)
         self.entry = SharedInput([self.gate.project, self.shared_experts.open])
-        self.few: CpuMoE | None = None
+        self.compiled: CompiledMoE | None = None
 
     def forward(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
-        if self.few is not None and few_expert_rows(x):
-            return self.few(x, batch, tap)
+        if self.compiled is not None and self.compiled.accepts(x):
+            return self.compiled(x, batch, tap)
         logits, opened = self.entry(x)
         ids, weights = self.gate(logits, batch.token_ids, tap)
         return self.experts(x, ids, weights, self.shared_experts(opened))

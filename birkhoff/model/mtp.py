@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.decode.cpu import CpuMTP, few_rows
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
+from birkhoff.model.compiled import CompiledMTPInput
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm
 from birkhoff.model.mhc import HeadMixer
 from birkhoff.model.rope import Rope
@@ -30,7 +30,7 @@ class MTP(nn.Module):
         self.enorm, self.hnorm, self.norm = (RMSNorm(width, eps, numerics) for _ in range(3))
         self.block = Block(config, 0, False, rope, numerics, packed)
         self.hc_head = HeadMixer(config)
-        self.few: CpuMTP | None = None
+        self.compiled: CompiledMTPInput | None = None
 
     def forward(
         self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState | Fresh
@@ -50,8 +50,8 @@ class MTP(nn.Module):
         self.block.attn.remember(self.block.attn_norm(u), batch, self.rope.step(batch.positions), state)
 
     def _mix(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
-        if self.few is not None and few_rows(streams):
-            return self.few.mix(streams, embedded)
+        if self.compiled is not None and self.compiled.accepts(streams):
+            return self.compiled(streams, embedded)
         return self.e_proj(self.enorm(embedded)).unsqueeze(1) + self.h_proj(self.hnorm(streams))
 
     def destinations(self, name: str) -> Iterator[Destination]:

@@ -8,21 +8,18 @@ called with a flattened `Batch`, a `state` (or `Fresh` for whole sequences, whic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import nn
 
 from birkhoff.config import V4Config
-from birkhoff.decode.cpu import CpuAttention, CpuHeadMixer, CpuMixer, CpuMoE, CpuMTP, takes
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import NoTap, Tap
-from birkhoff.model.attention import Attention
 from birkhoff.model.batch import Batch
 from birkhoff.model.block import Block
 from birkhoff.model.linear import Destination, Linear, Numerics, RMSNorm, SharedInput
-from birkhoff.model.mhc import HeadMixer, Mixer
-from birkhoff.model.moe import Experts, MoE
+from birkhoff.model.mhc import HeadMixer
+from birkhoff.model.moe import Experts
 from birkhoff.model.mtp import MTP
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import Fresh, State
@@ -57,6 +54,15 @@ class Transformer(nn.Module):
         """The routed experts of every layer, those of the MTP block last."""
         return [module for module in self.modules() if isinstance(module, Experts)]
 
+    def hash_routing_tables(self) -> dict[int, torch.Tensor]:
+        """Expert ids of every token, [vocab, k] in host memory, by hash-routed layer."""
+        tables = {}
+        for layer, block in enumerate(self.layers):
+            assert isinstance(block, Block)
+            if block.ffn.gate.tid2eid is not None:
+                tables[layer] = block.ffn.gate.tid2eid.cpu()
+        return tables
+
     def hold_experts(self, store: ExpertStore) -> None:
         """Before memory is given to a packed model: its experts are to lie in `store`."""
         for layer, stack in enumerate(self.expert_stacks()):
@@ -68,20 +74,6 @@ class Transformer(nn.Module):
             entry = getattr(module, "entry", None)
             if isinstance(entry, SharedInput):
                 entry.fuse()
-        numerics = self.numerics
-        plain = numerics.dtype is torch.float32 and not numerics.released and not self.packed
-        if numerics.kernels.name == "cpu" and plain:
-            for module in self.modules():
-                if isinstance(module, Attention):
-                    module.few = CpuAttention(module)
-                elif isinstance(module, MoE):
-                    module.few = CpuMoE(module)
-                elif isinstance(module, Mixer):
-                    module.few = CpuMixer(module)
-                elif isinstance(module, HeadMixer):
-                    module.few = CpuHeadMixer(module)
-                elif isinstance(module, MTP):
-                    module.few = CpuMTP(module)
         return self
 
     def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
@@ -91,7 +83,6 @@ class Transformer(nn.Module):
 
     def run(self, batch: Batch, state: State | Fresh, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
         """One step -> hidden rows [n, d] ready for `logits`, and the streams [n, m, d] the MTP block reads."""
-        batch = replace(batch, few=takes(batch, state))
         phases = self.rope.step(batch.positions)
         streams = self.embed[batch.token_ids].unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         for layer, block in enumerate(self.layers):
@@ -110,7 +101,6 @@ class Transformer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """MTP: `batch` holds the tokens at t + 1 under positions t -> hidden [n, d], streams [n, m, d]."""
         assert isinstance(self.mtp, MTP), "this model was built without its MTP block"
-        batch = replace(batch, few=takes(batch, state))
         return self.mtp(streams, self.embed[batch.token_ids], batch, state.mtp)
 
     def remember(self, streams: torch.Tensor, batch: Batch, state: State) -> None:

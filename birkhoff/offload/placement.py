@@ -13,8 +13,6 @@ from typing import Any, Literal
 
 import torch
 
-from birkhoff.model.moe import MoE
-from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_counts import ExpertCounts
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.expert_usage import ExpertUsage
@@ -35,7 +33,7 @@ class Placement:
         self,
         store: ExpertStore,
         heat: ExpertUsage,
-        model: Transformer,
+        hash_tables: dict[int, torch.Tensor],
         *,
         every: int = EVERY,
         most: int = MOST,
@@ -48,7 +46,7 @@ class Placement:
         self.most = most
         self.when = ahead
         self.file = file
-        self.ahead = HashRoutePrefetch(store, _hash_tables(model))
+        self.ahead = HashRoutePrefetch(store, hash_tables)
         self.steps = self.exchanged = 0
         self.reads = {"hot": 0, "cold": 0}
         self._seen = store.counts.cpu().clone()
@@ -112,12 +110,3 @@ class Placement:
         self.heat.note(fresh, steps - self._seen_steps)
         self._seen = counts.clone()
         self._seen_steps = steps
-
-
-def _hash_tables(model: Transformer) -> dict[int, torch.Tensor]:
-    tables = {}
-    for layer, block in enumerate(model.layers):
-        assert isinstance(block.ffn, MoE)
-        if block.ffn.gate.tid2eid is not None:
-            tables[layer] = block.ffn.gate.tid2eid.cpu()
-    return tables

@@ -18,7 +18,7 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.schema import build_hook_schema
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import EagerTap
-from tests.models import TINY, random_model, random_tokens
+from tests.models import TINY, fused_model, random_model, random_tokens
 from tests.sizes import scaled
 
 SCHEMA = build_hook_schema(
@@ -34,7 +34,7 @@ def model():
 
 @pytest.fixture(scope="module")
 def fast_model():
-    return random_model(kernels="cpu").fuse()
+    return fused_model(kernels="cpu")
 
 
 def core_of(model, invariant=False, max_requests=6, num_pages=24, max_batch_tokens=128):

@@ -11,14 +11,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from birkhoff.decode.cpu import MOST_ROWS, takes
+from birkhoff.decode.cpu import MAX_ROWS, is_decode_step
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import EagerTap, NoTap
 from birkhoff.kernels import jit
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.rope import Rope
 from birkhoff.model.state import Fresh, State
-from tests.models import TINY, fill_random, random_model, random_tokens, variant
+from tests.models import TINY, fill_random, fused_model, random_model, random_tokens, variant
 from tests.sizes import scaled
 
 pytestmark = pytest.mark.skipif(not jit.AVAILABLE, reason="no compiler for the CPU twins")
@@ -31,8 +31,8 @@ STEPS = scaled(300, 100)
 
 
 def few_model(config=TINY, seed: int = 0):
-    model = random_model(config, seed, kernels="cpu").fuse()
-    assert model.layers[0].attn.few is not None and model.layers[0].ffn.few is not None
+    model = fused_model(config, seed, kernels="cpu")
+    assert model.layers[0].attn.compiled is not None and model.layers[0].ffn.compiled is not None
     return model
 
 
@@ -92,12 +92,12 @@ def worst(decoded, sequences, starts) -> float:
 def test_decoding_together_equals_the_whole_forward_pass(fast, sequences, count):
     """17 rows are one too many for the compiled path: the same model takes the other one, with the same result."""
     assert (
-        takes(Batch.of([SequenceChunk(s, 0, [1]) for s in range(count)]), State(TINY, 1, 1)) is False
+        is_decode_step(Batch.of([SequenceChunk(s, 0, [1]) for s in range(count)]), State(TINY, 1, 1)) is False
     )  # gradients are on
     with torch.no_grad():
-        assert takes(Batch.of([SequenceChunk(s, 0, [1]) for s in range(count)]), State(TINY, 1, 1)) == (
-            count <= MOST_ROWS
-        )
+        assert is_decode_step(
+            Batch.of([SequenceChunk(s, 0, [1]) for s in range(count)]), State(TINY, 1, 1)
+        ) == (count <= MAX_ROWS)
     starts = STARTS[:count]
     error = worst(decode(fast, sequences, starts, STEPS), sequences, starts)
     print(f"{count} sequences, {STEPS} steps: largest logit difference {error:.1e}")
@@ -161,7 +161,7 @@ def test_several_tokens_of_one_sequence_are_rows_of_one_step(fast, sequences, le
         pieces = [SequenceChunk(0, at + n, tokens[at + n : at + n + 1]) for n in range(length)]
         with torch.inference_mode():
             batch = Batch.of([*pieces, SequenceChunk(1, place, other[place : place + 1])])
-            assert takes(batch, state)
+            assert is_decode_step(batch, state)
             logits = fast.logits(fast.run(batch, state, NoTap())[0])
         assert (logits[:length] - sequences[0][1][at : at + length]).abs().max() <= TOLERANCE
         assert (logits[length] - beside[place]).abs().max() <= TOLERANCE
@@ -252,7 +252,7 @@ def test_a_token_table_may_name_an_expert_twice():
 def test_numbers_that_are_none_stay_in_their_sequence(kernels, count):
     """A token whose embedding is NaN spoils its own sequence from there on and nobody else's, not even the next one in
     its slot, whose window is short and whose neighbours are far ahead."""
-    model = random_model(kernels=kernels).fuse()
+    model = fused_model(kernels=kernels)
     with torch.no_grad():
         model.embed[7] = torch.nan
     tokens = [t.where(t != 7, 8) for t in (random_tokens(TINY, 170, seed) for seed in SEEDS[:count])]
@@ -375,7 +375,7 @@ def test_it_is_left_alone_while_gradients_are_recorded(fast, sequences):
     assert hidden.requires_grad
     with torch.no_grad():
         assert not fast.run(batch, state, NoTap())[0].requires_grad
-        assert not takes(batch, Fresh()) and takes(batch, state)
+        assert not is_decode_step(batch, Fresh()) and is_decode_step(batch, state)
 
 
 def test_weights_changed_after_fusing_are_the_ones_used(sequences):
@@ -390,5 +390,5 @@ def test_weights_changed_after_fusing_are_the_ones_used(sequences):
     "numerics", [{"dtype": torch.bfloat16}, {"released": True}], ids=["bfloat16", "released"]
 )
 def test_what_it_is_not_made_for_does_not_get_it(numerics):
-    model = random_model(kernels="cpu", **numerics).fuse()
-    assert all(block.attn.few is None and block.ffn.few is None for block in model.layers)
+    model = fused_model(kernels="cpu", **numerics)
+    assert all(block.attn.compiled is None and block.ffn.compiled is None for block in model.layers)

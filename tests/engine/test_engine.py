@@ -13,6 +13,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
+from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.engine.cache import page_bytes, pages_for
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
@@ -21,7 +22,7 @@ from birkhoff.errors import CapacityError, EngineClosed, LogitsError, PromptErro
 from birkhoff.kernels.select import select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
-from tests.models import fill_random, random_model, random_tokens, variant
+from tests.models import fill_random, fused_model, random_tokens, variant
 from tests.sizes import scaled
 
 MICRO = variant(
@@ -59,7 +60,7 @@ def engine(model, **options) -> EngineCore:
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(MICRO, kernels="cpu").fuse()
+    return fused_model(MICRO, kernels="cpu")
 
 
 def run(core: EngineCore, *requests: Request) -> list[Request]:
@@ -83,7 +84,7 @@ class Program(RuleBasedStateMachine):
 
     invariant_mode = False
     requests = Bundle("requests")
-    model = random_model(MICRO, kernels="cpu").fuse()
+    model = fused_model(MICRO, kernels="cpu")
     solo: ClassVar[
         dict[tuple[int, int, int], list]
     ] = {}  # what each kind of request gives by itself, kept between programs
@@ -213,7 +214,9 @@ class Fragile(Transformer):
 def fragile(request):
     made = Fragile(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
-    return engine(made.eval().fuse(), max_requests=2, max_batch_tokens=64, batch_invariant=request.param)
+    return engine(
+        install_cpu_decode(made.eval()), max_requests=2, max_batch_tokens=64, batch_invariant=request.param
+    )
 
 
 def test_a_step_that_raises_ends_its_requests_and_nobody_elses(fragile):
@@ -237,7 +240,7 @@ def test_a_step_in_two_halves_fails_as_one(sick):
     """With two threads a decoding step is split; whichever half breaks, both have ended before the engine goes on."""
     made = Fragile(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
-    core, threads = engine(made.eval().fuse()), torch.get_num_threads()
+    core, threads = engine(install_cpu_decode(made.eval())), torch.get_num_threads()
     expected = run(core, ask(prompt(9), 8))[0].output_ids
     torch.set_num_threads(2)
     try:
@@ -254,7 +257,7 @@ def test_a_step_in_two_halves_fails_as_one(sick):
 def test_not_a_number_fails_alone():
     """One request's logits are NaN; its neighbours of the same steps answer as they would have without it."""
     for kernels in ("cpu", "reference"):
-        made = random_model(MICRO, kernels=kernels).fuse()
+        made = fused_model(MICRO, kernels=kernels)
         with torch.no_grad():
             made.embed[POISON] = torch.nan
         expected = [
@@ -303,7 +306,7 @@ def test_an_interrupted_step_is_done_again_for_those_who_go_on(mode):
     """The rings hold the step's own keys by then, and not the ones before it that it would need again."""
     made = Interrupted(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
-    core = engine(made.eval().fuse(), max_batch_tokens=64, batch_invariant=mode)
+    core = engine(install_cpu_decode(made.eval()), max_batch_tokens=64, batch_invariant=mode)
     mine, theirs = ask(prompt(9), 30), ask(prompt(150), 30)
     core.submit(theirs)
     core.submit(mine)
@@ -355,7 +358,7 @@ def test_a_finalizer_may_run_in_the_middle_of_a_step():
     """Whoever holds a request drops it in a cycle; the collector finds it while the lock is held, in that thread."""
     made = Collecting(MICRO, Numerics(kernels=select("cpu")))
     fill_random(made, 0)
-    core = engine(made.eval().fuse(), max_requests=2)
+    core = engine(install_cpu_decode(made.eval()), max_requests=2)
 
     class Holder:
         def __init__(self, request):

@@ -18,7 +18,7 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from tests.engine.differences import assert_same_tokens, excuse
-from tests.models import TINY, random_model, random_tokens
+from tests.models import TINY, fused_model, random_model, random_tokens
 from tests.oracle import build_oracle
 from tests.sizes import scaled
 
@@ -33,12 +33,12 @@ PROMPTS = [
 @pytest.fixture(scope="module")
 def model():
     """As an engine would load it here: with compiled twins where there is a compiler."""
-    return random_model(kernels="cpu").fuse()
+    return fused_model(kernels="cpu")
 
 
 @pytest.fixture(scope="module")
 def plain():
-    return random_model(kernels="reference").fuse()
+    return fused_model(kernels="reference")
 
 
 @pytest.fixture(scope="module")

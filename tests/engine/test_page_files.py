@@ -22,7 +22,7 @@ from birkhoff.engine.page_files import MAGIC, STRAY, PageFiles, _digest, decode,
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
 from birkhoff.errors import OptionError
-from tests.models import random_model, random_tokens, variant
+from tests.models import fused_model, random_model, random_tokens, variant
 from tests.sizes import scaled
 
 SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
@@ -36,7 +36,7 @@ TENSORS = {
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(SMALL, kernels="cpu").fuse()
+    return fused_model(SMALL, kernels="cpu")
 
 
 def ask(tokens, count=3, context=None) -> Request:
@@ -100,12 +100,12 @@ def test_a_page_is_never_written_without_the_state_behind_it(model, tmp_path, sn
 
 
 def test_other_weights_other_numerics_and_other_cuts_share_nothing(model, tmp_path):
-    other = random_model(SMALL, kernels="cpu", seed=1).fuse()
+    other = fused_model(SMALL, kernels="cpu", seed=1)
     identities = {
         model_identity(m)
         for m in (model, other, random_model(SMALL), random_model(SMALL, dtype=torch.bfloat16))
     }
-    assert len(identities) == 4 and model_identity(random_model(SMALL, kernels="cpu").fuse()) in identities
+    assert len(identities) == 4 and model_identity(fused_model(SMALL, kernels="cpu")) in identities
     before = model_identity(other)
     with torch.no_grad():
         other.layers[1].attn.attn_sink[0] += 1e-7 * other.layers[1].attn.attn_sink[0].abs() + 1e-12

@@ -20,7 +20,7 @@ from birkhoff.hooks.plan import Plan, SiteRows
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import Snapshot, State
-from tests.models import TINY, random_model, random_tokens, variant
+from tests.models import TINY, fused_model, random_tokens, variant
 from tests.sizes import scaled
 
 SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1)
@@ -45,7 +45,7 @@ TEXTS = [random_tokens(SMALL, 700, seed).tolist() for seed in range(3)]
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(SMALL, kernels="cpu").fuse()
+    return fused_model(SMALL, kernels="cpu")
 
 
 def ask(tokens, count=3, plan=None, **options) -> Request:
@@ -414,7 +414,7 @@ def test_bits_do_not_depend_on_what_came_before(model, asked, pages, snapshots):
 @pytest.mark.timeout(scaled(3600, 600))
 def test_memory_stays_within_bounds_over_many_requests(tmp_path):
     """Ten thousand random requests under `make test-all`, with little memory and little disk."""
-    model = random_model(MICRO, kernels="cpu").fuse()
+    model = fused_model(MICRO, kernels="cpu")
     files = PageFiles(tmp_path, b"m" * 16, 200_000)
     core = engine(model, num_pages=9, prefix_bytes=15_000, max_requests=4, files=files)
     pick = torch.Generator().manual_seed(0)

@@ -77,7 +77,7 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.cache import snapshot_bytes
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
-from tests.models import random_model, variant
+from tests.models import fused_model, variant
 
 class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in
@@ -97,7 +97,7 @@ config = variant(
     o_lora_rank=4, sliding_window=64, compress_ratios=(0, 0, 0, 0, 4, 128), index_n_heads=1, index_head_dim=8,
     n_routed_experts=4, moe_intermediate_size=8, num_hash_layers=1, num_nextn_predict_layers=0,
 )
-model, pick = random_model(config, kernels="cpu").fuse(), torch.Generator().manual_seed(0)
+model, pick = fused_model(config, kernels="cpu"), torch.Generator().manual_seed(0)
 core = EngineCore(model, max_requests=4, max_context=1024, num_pages=PAGES, max_batch_tokens=512,
                   prefix_bytes=PAGES * snapshot_bytes(config, 4))
 prefix = core.scheduler.prefix

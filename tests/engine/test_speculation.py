@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling import SamplingOptions
@@ -23,7 +24,7 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
-from tests.models import random_model, random_tokens, variant
+from tests.models import fused_model, random_model, random_tokens, variant
 from tests.sizes import scaled
 
 SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1)
@@ -48,12 +49,12 @@ COUNT = 24
 
 @pytest.fixture(scope="module")
 def model():
-    return random_model(SMALL, kernels="cpu").fuse()
+    return fused_model(SMALL, kernels="cpu")
 
 
 @pytest.fixture(scope="module")
 def micro():
-    return random_model(MICRO, kernels="cpu").fuse()
+    return fused_model(MICRO, kernels="cpu")
 
 
 def ask(tokens, count=COUNT, plan=None, seed=3, **options) -> Request:
@@ -164,7 +165,7 @@ def test_every_pattern_of_right_and_wrong_guesses_gives_the_same_tokens_and_rows
 def test_the_models_own_guesses_change_no_token_in_mixed_batches(depth, kernels):
     """Greedy and sampled requests, and one that is still reading, share the steps."""
     model = random_model(SMALL, kernels=kernels)
-    model = model.fuse() if kernels == "cpu" else model
+    model = install_cpu_decode(model) if kernels == "cpu" else model
     hows = [
         {},
         {"temperature": 1.0},

@@ -194,11 +194,11 @@ from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, Piece
 from birkhoff.model.state import State
 from tests.models import TINY, random_model, random_tokens
-model, tokens, state = random_model(kernels="cpu").fuse(), random_tokens(TINY, 12), State.contiguous(TINY, 1, 12)
+model, tokens, state = fused_model(kernels="cpu"), random_tokens(TINY, 12), State.contiguous(TINY, 1, 12)
 with torch.inference_mode():
     for at in range(12):
         hidden, _ = model.run(Batch.of([Piece(0, at, tokens[at : at + 1])]), state, NoTap())
-    print(model.numerics.kernels.name, model.layers[0].attn.few, model.logits(hidden)[0, :4].tolist())
+    print(model.numerics.kernels.name, model.layers[0].attn.compiled, model.logits(hidden)[0, :4].tolist())
 """
 
 

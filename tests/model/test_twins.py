@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import EagerTap, NoTap
 from birkhoff.kernels.select import select
@@ -27,7 +28,7 @@ def fast_model(config=TINY, seed=0, fused=True, **numerics) -> Transformer:
         pytest.skip("the cpu twins cannot run here")
     model = Transformer(config, Numerics(kernels=kernels, **numerics))
     fill_random(model, seed)
-    return model.eval().fuse() if fused else model.eval()
+    return install_cpu_decode(model.eval()) if fused else model.eval()
 
 
 @pytest.fixture(scope="module")

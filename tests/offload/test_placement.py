@@ -132,7 +132,7 @@ def model():
 
 
 def answers(network, placement, prompts):
-    from tests.model.test_device import requests
+    from tests.decode.test_gpu import requests
 
     core = EngineCore(
         network, max_requests=2, max_context=256, num_pages=8, device=DEVICE, placement=placement
@@ -149,7 +149,7 @@ def test_an_engine_answers_the_same_while_its_experts_move(model, ahead):
     true = answers(model, None, prompts)
     mine, store = held_model(model, 0.5, spare=6)
     first = store.resident()
-    placement = Placement(store, _Restless(2, 8), mine, every=1, most=3, ahead=ahead)
+    placement = Placement(store, _Restless(2, 8), mine.hash_routing_tables(), every=1, most=3, ahead=ahead)
     assert answers(mine, placement, prompts) == true
     report = placement.report()
     assert report["exchanged"] > 5 and not torch.equal(store.resident(), first), "they did move"
@@ -161,7 +161,7 @@ def test_an_engine_answers_the_same_while_its_experts_move(model, ahead):
 def test_a_request_that_can_never_fit_is_refused_with_the_bytes_by_kind_of_layer(model):
     core = EngineCore(model, max_requests=1, max_context=1024, num_pages=3, device=DEVICE)
     with pytest.raises(
-        CapacityError, match=r"4 pages\), .* free \(3 pages\)\. It would be 24\.0 KiB in csa layers\."
+        CapacityError, match=r"4 pages\), .* free \(3 pages\)\. It would be 24\.00 KiB in csa layers\."
     ):
         core.submit(Request(tuple(range(400)), SamplingOptions(max_tokens=100), 100, seed=0))
     core.close()
@@ -173,7 +173,7 @@ def test_passes_of_another_thread_are_not_disturbed(model):
     ids = random_tokens(SMALL, 20).to(DEVICE)
     with torch.no_grad():
         true = model(ids)
-    placement = Placement(store, _Restless(2, 8), mine, every=1, most=3)
+    placement = Placement(store, _Restless(2, 8), mine.hash_routing_tables(), every=1, most=3)
     wrong: list[int] = []
 
     def look():
@@ -204,7 +204,7 @@ class _Restless(ExpertUsage):
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's counters come when they come")
 def test_counters_are_read_every_few_steps_and_never_twice(model):
     mine, store = held_model(model, 0.5)
-    placement = Placement(store, ExpertUsage(2, 8), mine, every=4)
+    placement = Placement(store, ExpertUsage(2, 8), mine.hash_routing_tables(), every=4)
     for step in range(1, 13):
         placement.before([1], chunk=False)
         store.count(torch.tensor([[[step % 8]], [[3]]], dtype=torch.int32))

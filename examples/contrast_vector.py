@@ -17,8 +17,8 @@ from rich.console import Console
 import birkhoff
 from birkhoff import Add
 from birkhoff.analysis.contrast import contrast_rows
-from birkhoff.analysis.search import scaled_vector
-from birkhoff.cli.separation import separation_table
+from birkhoff.analysis.vector_search import scaled_vector
+from birkhoff.cli.vector_report import separation_table
 
 HOOK = "mhc_streams_pre_attn"
 DARK = [

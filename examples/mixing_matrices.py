@@ -15,7 +15,7 @@ from rich.columns import Columns
 from rich.console import Console
 
 import birkhoff
-from birkhoff.cli.draw import mixing_matrix
+from birkhoff.cli.charts import mixing_matrix
 from birkhoff.output import Trace
 
 CELL = 22

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 import birkhoff
-from birkhoff.cli.talk import visible
+from birkhoff.cli.terminal import escape_control
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
             cells = []
             for view in lens.views:
                 ((token, chance),) = lens.top(depth, view, k=1)
-                word = visible(engine.tokenizer.decode([token])).replace("\n", "⏎")
+                word = escape_control(engine.tokenizer.decode([token])).replace("\n", "⏎")
                 word = word if len(word) <= 8 else word[:7] + "…"
                 cells.append(Text(f"{word!r} {chance:.0%}", style="bold" if chance > 0.5 else ""))
             table.add_row("embedding" if depth == 0 else f"layer {depth - 1}", *cells)

@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 
 import birkhoff
 from birkhoff import Add, SaeSet
-from birkhoff.cli.draw import mixing_matrix, sparks
-from birkhoff.cli.talk import visible
+from birkhoff.cli.charts import mixing_matrix, sparkline
+from birkhoff.cli.terminal import escape_control
 from birkhoff.convert.synth import synth
 from birkhoff.errors import CheckpointError
 from birkhoff.output import Output, Trace
@@ -81,7 +81,7 @@ def show_answer(engine: birkhoff.Engine, trained: bool) -> Output:
     output = engine.chat(QUESTION, max_tokens=96 if trained else 24, temperature=0.7, seed=1)
     console.print(f"[dim]>>> {QUESTION[0]['content']}[/]")
     if trained:
-        console.print(Text(visible(output.text)))
+        console.print(Text(escape_control(output.text)))
     else:
         console.print(Text(f"token ids {', '.join(map(str, output.token_ids[:12]))} …"))
     t = output.timings
@@ -101,7 +101,7 @@ def show_steered(engine: birkhoff.Engine) -> None:
         output = engine.chat(QUESTION, max_tokens=64, temperature=0.7, seed=1, steer=[Add(name)])
         where = f"{vector.hook} of layer {vector.layers[0]}" if isinstance(vector, SteeringVector) else ""
         console.print(f"[dim]+ {name}, added at {where} to {output.interp['rows_steered']} tokens[/]")
-        console.print(Text(visible(output.text)))
+        console.print(Text(escape_control(output.text)))
     console.print(f"[dim]All of them: {', '.join(sorted(engine.modules))}.[/]")
 
 
@@ -116,20 +116,22 @@ def show_features(engine: birkhoff.Engine) -> None:
         for token, found in list(zip(ids, engine.features(ids, "features", k=160)))[-8:]:
             labelled = [one for one in found if one.label][:3]
             said = "   ".join(f"{one.label} {one.activation:.1f}" for one in labelled)
-            table.add_row(visible(engine.tokenizer.decode([token])), Text(said))
+            table.add_row(escape_control(engine.tokenizer.decode([token])), Text(said))
         console.print(table)
         plain = engine.chat(QUESTION, max_tokens=48, temperature=0.7, seed=2)
         clamp = [SaeSet("features", {FEATURE: {"x_max": FEATURE_STRENGTH}}, kind="additive")]
         held = engine.chat(QUESTION, max_tokens=48, temperature=0.7, seed=2, steer=clamp)
-        console.print(Text.assemble(("without  ", "dim"), visible(plain.text)))
-        console.print(Text.assemble((f"with the feature “{FEATURE}” turned up  ", "dim"), visible(held.text)))
+        console.print(Text.assemble(("without  ", "dim"), escape_control(plain.text)))
+        console.print(
+            Text.assemble((f"with the feature “{FEATURE}” turned up  ", "dim"), escape_control(held.text))
+        )
 
 
 def show_mixing(engine: birkhoff.Engine, trace: Trace, output: Output) -> None:
     layer = engine.config.num_hidden_layers // 2
     token = engine.tokenizer.decode(output.token_ids[-1:])
     heading(f"4  How layer {layer} mixes the four streams at the last token")
-    console.print(Text(f"token {len(trace.logits)}, {visible(token)!r}", "dim"))
+    console.print(Text(f"token {len(trace.logits)}, {escape_control(token)!r}", "dim"))
     pictures = []
     for name, what in (("attn", "around attention"), ("ffn", "around the experts")):
         mix, read, write = (
@@ -152,7 +154,7 @@ def show_norms(trace: Trace, layers: int) -> None:
     for stream in range(len(norms[0])):
         values = [row[stream] for row in norms]
         numbers = " ".join(f"{value:5.1f}" for value in values)
-        console.print(f"stream {stream}  [yellow]{sparks(values)}[/]  {numbers}")
+        console.print(f"stream {stream}  [yellow]{sparkline(values)}[/]  {numbers}")
     console.print(f"[dim]Entering layers 0 to {layers - 1}, then as the head merges them.[/]")
 
 

@@ -10,8 +10,8 @@ import torch
 
 import birkhoff
 from birkhoff import Add, SaeSet
-from birkhoff.analysis.effect import answers, compared
 from birkhoff.analysis.sae_quality import loss_recovered, row_quality
+from birkhoff.analysis.steering_effect import compare_answers, score_answers
 from birkhoff.embedded import shipped_dictionary, shipped_vectors
 from birkhoff.sae.dictionary import Sae
 from birkhoff.steering.vector_file import SteeringVector
@@ -64,9 +64,9 @@ def test_a_vector_does_it_here_too(nano):
         WordProbe.of_words(['"']),
     )
     seeds = scaled(5, 2)
-    plain = answers(nano, asked, seeds, quotes.score, max_tokens=40)
-    steered = answers(nano, asked, seeds, quotes.score, [Add("dialogue")], max_tokens=40)
-    found, base = compared("steered", steered, plain), compared("baseline", plain, plain)
+    plain = score_answers(nano, asked, seeds, quotes.score, max_tokens=40)
+    steered = score_answers(nano, asked, seeds, quotes.score, [Add("dialogue")], max_tokens=40)
+    found, base = compare_answers("steered", steered, plain), compare_answers("baseline", plain, plain)
     assert found.score > base.score and found.moved > 0.5 and found.loss < base.loss + 1.5
 
 

@@ -91,7 +91,7 @@ def train(work: Path, options: TrainOptions = OPTIONS) -> None:
         if report.step % 50 == 0:
             print(f"step {report.step}: {report.explained:.4f} explained, {report.dead} dead", flush=True)
 
-    done = train_sae(source, options, work / "dictionary", tell=tell)
+    done = train_sae(source, options, work / "dictionary", progress=tell)
     print(json.dumps(done.to_json()), flush=True)
 
 
@@ -99,7 +99,7 @@ def judge(engine: birkhoff.Engine, sae: Sae, work: Path) -> dict[str, Any]:
     """Rows and losses on held-out records; a second loss with the marks replaced too, which is harder."""
     texts = _ids(engine, work / "held-out.jsonl")[:JUDGED]
     texts = [ids[:JUDGED_TOKENS] for ids in texts]
-    quality, _ = row_quality(engine, sae, texts, leave=MARKS)
+    quality, _ = row_quality(engine, sae, texts, exclude=MARKS)
     return {
         "quality": quality.to_json(),
         "loss": loss_recovered(engine, sae, texts, MARKS).to_json(),

@@ -17,8 +17,8 @@ from typing import Any
 
 import birkhoff
 from birkhoff.analysis.contrast import ContrastRows, contrast_rows
-from birkhoff.analysis.effect import answers
-from birkhoff.analysis.search import Trial, search
+from birkhoff.analysis.steering_effect import score_answers
+from birkhoff.analysis.vector_search import Trial, search_vectors
 from birkhoff.steering.word_probe import WordProbe
 from training.concepts import CONCEPTS, as_answer, paragraphs, sets
 
@@ -45,8 +45,8 @@ def searched(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]]) -
     up, down, probe_up, probe_down = sets(CONCEPTS[name], texts)
     probe = WordProbe.trained(probe_up, probe_down)
     contrasts = {site: rows_of(engine, up, down, site) for site in SITES}
-    plain = answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
-    trials = search(
+    plain = score_answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
+    trials = search_vectors(
         engine,
         contrasts,
         REQUESTS,
@@ -55,7 +55,7 @@ def searched(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]]) -
         STRENGTHS,
         plain=plain,
         max_tokens=LENGTH,
-        tell=lambda trial: print(f"{name} {line(trial)}", flush=True),
+        progress=lambda trial: print(f"{name} {line(trial)}", flush=True),
     )
     separation = [entry.to_json() for rows in contrasts.values() for entry in rows.separation()]
     return {"name": name, "trials": [trial.to_json() for trial in trials], "separation": separation}

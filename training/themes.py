@@ -17,7 +17,7 @@ import torch
 
 import birkhoff
 from birkhoff import SaeSet
-from birkhoff.analysis.effect import ScoredAnswer, answers
+from birkhoff.analysis.steering_effect import ScoredAnswer, score_answers
 from birkhoff.sae.dictionary import Sae
 from birkhoff.steering.word_probe import WordProbe, words_of
 
@@ -136,7 +136,7 @@ def _answers(
     """Unscored: every theme reads the same plain answers with words of its own."""
     request, seed = asked
     steer = None if raised is None else [SaeSet("dictionary", dict(raised), kind="additive")]
-    return answers(engine, [request], SEEDS, lambda text: 0.0, steer, seed, max_tokens=LENGTH)
+    return score_answers(engine, [request], SEEDS, lambda text: 0.0, steer, seed, max_tokens=LENGTH)
 
 
 def _moved(probe: WordProbe, raised: Sequence[ScoredAnswer], plain: Sequence[ScoredAnswer]) -> int:

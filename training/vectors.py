@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import birkhoff
-from birkhoff.analysis.effect import answers, effect
-from birkhoff.analysis.search import Trial, best_trial, scaled_vector
+from birkhoff.analysis.steering_effect import measure_effect, score_answers
+from birkhoff.analysis.vector_search import Trial, best_trial, scaled_vector
 from birkhoff.steering.word_probe import WordProbe
 from training.concepts import CONCEPTS, paragraphs, sets
 from training.search import LENGTH, read_searches, rows_of, trials_of
@@ -68,8 +68,10 @@ def make(
     chosen = chosen_trial(trials)
     rows = rows_of(engine, up, down, chosen.hook)
     vector = scaled_vector(engine, rows, chosen.layer, chosen.streams, chosen.strength, note=concept.meaning)
-    plain = answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
-    conditions, given = effect(engine, vector, REQUESTS, probe.score, SEEDS, plain=plain, max_tokens=LENGTH)
+    plain = score_answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
+    conditions, given = measure_effect(
+        engine, vector, REQUESTS, probe.score, SEEDS, plain=plain, max_tokens=LENGTH
+    )
     told: dict[str, Any] = {
         "requests": len(REQUESTS),
         "seeds": SEEDS,

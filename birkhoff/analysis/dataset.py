@@ -1,11 +1,11 @@
-"""Texts of a data file, one at a time, each with its number and the place it stands.
+"""Reads the texts of a data file one at a time, each with its index and location.
 
-    .jsonl   one object per line: "text" (another field by choice), "prompt" + "text" (read as one), or "messages"
+    .jsonl   one object per line: "text" (or another field), "prompt" + "text" (concatenated), or "messages"
     .txt     one text per line, or the whole file as one
 
-Numbers count the texts of the file from 0, good and bad, so that a text keeps its number whatever is skipped; blank
-lines are no texts. What is wrong with a text is not raised here but comes with it, as `problem`: whoever reads decides
-whether one bad line ends the work. `describe` reads the file once for what a resumed run has to find unchanged.
+Indices count all texts of the file from 0, also invalid ones, so that they do not depend on what is skipped; blank
+lines are not counted. An invalid text is not raised but yielded with its `problem`, so that the caller decides
+whether to continue.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from typing import Any
 
 from birkhoff.errors import DataError, quoted
 
-KINDS = (".jsonl", ".txt")
-_BLOCK = 1 << 20
+EXTENSIONS = (".jsonl", ".txt")
 
 
 @dataclass(frozen=True)
 class DatasetText:
-    """One text: a `prompt`, or `messages` for the chat encoding, or a `problem` with neither."""
+    """One text: a `prompt`, or `messages` for the chat format, or a `problem`.
+
+    `number` is its index in the file, `where` its location for error messages.
+    """
 
     number: int
     where: str
@@ -36,14 +38,14 @@ class DatasetText:
 
 @dataclass(frozen=True)
 class DataFile:
-    """A file of texts and how it is read."""
+    """A .jsonl or .txt file of texts. `whole_file` reads a .txt file as one text."""
 
     path: Path
     text_field: str = "text"
     whole_file: bool = False
 
     def __post_init__(self) -> None:
-        if self.path.suffix not in KINDS:
+        if self.path.suffix not in EXTENSIONS:
             raise DataError(
                 f"{self.path} has the ending {self.path.suffix or 'of no kind'!r}, expected .jsonl, .txt or .parquet. "
                 "Convert it to one of these."
@@ -59,34 +61,39 @@ class DataFile:
             )
 
     def describe(self) -> dict[str, Any]:
-        """What decides the texts: the file's bytes and how it is read. `texts` is how many there are."""
+        """Return digest, size, number of texts and read options; a resumed harvest compares them."""
         digest = hashlib.sha256()
         texts = 0
         size = 0
         with self.path.open("rb") as stream:
-            for line in stream:  # a line is a text, so holding one costs nothing more
+            for line in stream:
                 digest.update(line)
                 texts += not line.isspace()
                 size += len(line)
-        read = (
+        options = (
             {"text_field": self.text_field}
             if self.path.suffix == ".jsonl"
             else {"whole_file": self.whole_file}
         )
-        return {"sha256": digest.hexdigest(), "bytes": size, "texts": 1 if self.whole_file else texts, **read}
+        return {
+            "sha256": digest.hexdigest(),
+            "bytes": size,
+            "texts": 1 if self.whole_file else texts,
+            **options,
+        }
 
     def __iter__(self) -> Iterator[DatasetText]:
         if self.whole_file:
             yield _plain(0, str(self.path), self.path.read_bytes())
             return
-        number = 0
+        index = 0
         with self.path.open("rb") as stream:
             for line_number, line in enumerate(stream, start=1):
                 if not line.isspace():
                     where = f"{self.path} line {line_number}"
                     plain = self.path.suffix == ".txt"
-                    yield _plain(number, where, line) if plain else self._object(number, where, line)
-                    number += 1
+                    yield _plain(index, where, line) if plain else self._object(index, where, line)
+                    index += 1
 
     def _object(self, number: int, where: str, line: bytes) -> DatasetText:
         try:
@@ -97,7 +104,7 @@ class DataFile:
 
 
 def text_of(record: Any, number: int, where: str, text_field: str = "text") -> DatasetText:
-    """The text of one record."""
+    """Convert one record (JSON object or Parquet row) to a text; an invalid one gets a `problem`."""
     if not isinstance(record, Mapping):
         return DatasetText(number, where, problem=f"is {quoted(record)}, expected an object")
     if text_field in record:
@@ -114,9 +121,11 @@ def text_of(record: Any, number: int, where: str, text_field: str = "text") -> D
         )
     if "messages" in record:
         return DatasetText(number, where, messages=record["messages"])
-    has = quoted(", ".join(map(str, record)), 120)
+    present = quoted(", ".join(map(str, record)), 120)
     return DatasetText(
-        number, where, problem=f"has neither {text_field!r} nor 'messages', but {has}; name it: --text-field"
+        number,
+        where,
+        problem=f"has neither {text_field!r} nor 'messages', but {present}; name it: --text-field",
     )
 
 

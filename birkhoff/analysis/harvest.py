@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 TAG = "harvest"
 MOST_WAITING = 64  # texts that have run and wait for the disk; one sync then serves many of them
 
-Tell = Callable[[int], None]  # texts dealt with so far
+ProgressCallback = Callable[[int], None]  # number of texts processed
 
 
 @dataclass
@@ -90,7 +90,7 @@ def harvest(
     *,
     source: Mapping[str, Any] | None = None,
     skip_bad: bool = False,
-    tell: Tell | None = None,
+    progress: ProgressCallback | None = None,
 ) -> HarvestReport:
     """Run every text that is not done yet and keep what `capture` asks for under `out`.
 
@@ -126,7 +126,7 @@ def harvest(
             report.notices.append(
                 f"this run differs in {'; '.join(changed)}: new rows may differ in their last bits"
             )
-        count = _Count(tell)
+        count = _Count(progress)
         todo = _todo(_numbered(texts), _take_stock(tag, report), count)
         _run(engine, todo, wish, planner, report, skip_bad, count)
     except BaseException:  # leave no half text to whoever reads what there is
@@ -144,12 +144,12 @@ def estimate_harvest(
     capture: Capture,
     *,
     skip_bad: bool = False,
-    tell: Tell | None = None,
+    progress: ProgressCallback | None = None,
 ) -> HarvestEstimate:
     """Count rows and bytes without running a text."""
     found = HarvestEstimate()
     wish = _as_files(engine, capture)
-    count = _Count(tell)
+    count = _Count(progress)
     layers = engine.config.num_hidden_layers
     schema = engine.schema
     shapes = engine.projections.shapes
@@ -177,14 +177,14 @@ def estimate_harvest(
 class _Count:
     """Texts dealt with so far, told to whoever watches."""
 
-    def __init__(self, tell: Tell | None):
-        self._tell = tell
+    def __init__(self, progress: ProgressCallback | None):
+        self._progress = progress
         self._number = 0
 
     def __call__(self) -> None:
         self._number += 1
-        if self._tell is not None:
-            self._tell(self._number)
+        if self._progress is not None:
+            self._progress(self._number)
 
 
 def _as_files(engine: Engine, capture: Capture) -> Capture:

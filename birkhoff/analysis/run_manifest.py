@@ -1,8 +1,8 @@
-"""The settings a directory of captures was begun with: `harvest.json` at its root.
+"""`harvest.json`: the settings a directory of captures was started with.
 
-Rows of one store have to be of one kind, so a run that goes on where another ended must have the same settings, by
-value and not by name: the model is known by a digest of its weights, the data by that of its bytes. What can change the
-last bits without being a setting (versions, threads) is noted, and a difference is told instead of refused.
+All rows of a store must be computed in the same way, so a resumed run must have equal settings, compared by value: the
+model by a digest of its weights, the data by a digest of its bytes. Differences in the environment that can change the
+last bits (versions, threads) are reported but allowed.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import CaptureSettings
 from birkhoff.model.transformer import Transformer
 
@@ -26,31 +27,35 @@ _SAMPLES = 64
 
 
 def begin(root: Path, settings: Mapping[str, Any]) -> list[str]:
-    """Note the settings in a new directory, or hold them against those it was begun with; what else has changed."""
-    path, around = root / NAME, environment()
-    known = read(root)
-    if known is None:
-        _write(path, {"version": VERSION, "settings": dict(settings), "environment": around})
+    """Write the settings to a new directory, or compare them with the existing manifest.
+
+    Returns the differences of the environment; raises `CaptureSettings` if the settings differ.
+    """
+    current = environment()
+    manifest = read(root)
+    if manifest is None:
+        content = {"version": VERSION, "settings": dict(settings), "environment": current}
+        write_atomic(root / NAME, json.dumps(content, indent=1) + "\n")
         return []
-    wanted = json.loads(json.dumps(settings))
-    changed = list(_differences(known["settings"], wanted))
+    normalized = json.loads(json.dumps(settings))
+    changed = list(_differences(manifest["settings"], normalized))
     if changed:
         raise CaptureSettings(
             f"{root} was begun with other settings: {'; '.join(changed)}. Use the same ones to go on, or another "
             "directory to begin anew."
         )
-    return list(_differences(known.get("environment", {}), around))
+    return list(_differences(manifest.get("environment", {}), current))
 
 
 def read(root: Path) -> dict[str, Any] | None:
-    """The manifest; None where there is neither one nor anything else. Other files are not ours to write among."""
+    """Return the manifest, or None for a missing or empty directory. Other content is a `CaptureSettings` error."""
     path = root / NAME
     try:
-        known = json.loads(path.read_bytes())
-        if not isinstance(known["settings"], dict) or known["version"] != VERSION:
-            raise ValueError(f"version {known['version']}")
+        manifest: dict[str, Any] = json.loads(path.read_bytes())
+        if not isinstance(manifest["settings"], dict) or manifest["version"] != VERSION:
+            raise ValueError(f"version {manifest['version']}")
     except (FileNotFoundError, NotADirectoryError):
-        if root.exists() and (not root.is_dir() or any(not _passing(name) for name in os.listdir(root))):
+        if root.exists() and (not root.is_dir() or any(not _is_leftover(name) for name in os.listdir(root))):
             raise CaptureSettings(
                 f"{root} is there and holds no {NAME}, so it was not made by a harvest. Choose a new directory."
             ) from None
@@ -59,54 +64,39 @@ def read(root: Path) -> dict[str, Any] | None:
         raise CaptureSettings(
             f"{path} cannot be read ({error!r}). Restore it, or choose a new directory."
         ) from None
-    return known
+    return manifest
 
 
 def environment() -> dict[str, Any]:
+    """Versions and settings that can change the last bits of a row."""
     return {"torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
 
 
 def model_digest(model: Transformer) -> str:
-    """128 bits of what the weights are: every tensor's name, shape and dtype, and some of its numbers."""
+    """Return a 128-bit digest of every weight's name, shape, dtype and a sample of its values, as hex."""
     digest = hashlib.sha256()
-    for place in model.destinations():
-        tensor = place.tensor.detach()
+    for destination in model.destinations():
+        tensor = destination.tensor.detach()
         flat = tensor.reshape(-1)
-        some = flat[:: max(1, flat.numel() // _SAMPLES)]
-        digest.update(f"{place.name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
-        digest.update(some.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        sample = flat[:: max(1, flat.numel() // _SAMPLES)]
+        digest.update(f"{destination.name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
+        digest.update(sample.contiguous().cpu().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
 
 
-def _passing(name: str) -> bool:
-    """Files that a run leaves which was killed before it had noted its settings."""
+def _is_leftover(name: str) -> bool:
+    """Whether a file can be left by a run killed before it wrote its manifest."""
     return name.startswith((".lock", NAME + "."))
 
 
-def _differences(was: Mapping[str, Any], now: Mapping[str, Any], path: str = "") -> Iterator[str]:
-    for name in sorted({*was, *now}):
-        old, new = was.get(name), now.get(name)
-        if isinstance(old, dict) and isinstance(new, dict):
-            yield from _differences(old, new, f"{path}{name}.")
-        elif old != new:
-            yield f"{path}{name} was {_shown(old)} and is {_shown(new)}"
+def _differences(old: Mapping[str, Any], new: Mapping[str, Any], path: str = "") -> Iterator[str]:
+    for name in sorted({*old, *new}):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, dict) and isinstance(after, dict):
+            yield from _differences(before, after, f"{path}{name}.")
+        elif before != after:
+            yield f"{path}{name} was {_format(before)} and is {_format(after)}"
 
 
-def _shown(value: Any) -> str:
+def _format(value: Any) -> str:
     return "not given" if value is None else json.dumps(value)
-
-
-def _write(path: Path, value: Any) -> None:
-    """Whole or not at all, also after a power cut."""
-    fresh = path.with_name(path.name + ".tmp")
-    with fresh.open("w", encoding="utf-8") as stream:
-        json.dump(value, stream, indent=1)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(fresh, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

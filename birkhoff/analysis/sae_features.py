@@ -1,8 +1,9 @@
-"""Features of a dictionary explained by texts: top contexts, density, and the tokens each one speaks for.
+"""Describes SAE features by texts: top contexts, density, and promoted and suppressed tokens.
 
-Texts run through the model one by one; of every feature the strongest places are kept with the words around them, the
-peak in brackets. `promotes` and `suppresses` are the tokens whose logits rise and fall most when the feature's decoder
-row alone goes through the final norm and the head (streams averaged): a first hint, as layers in between are left out.
+Texts run through the model one at a time; for every feature the strongest positions are kept with the text around them,
+the peak in brackets. `promotes` and `suppresses` are the tokens whose logits rise and fall most when the feature's
+decoder row alone passes through the final norm and the head (streams averaged). That is only an indication, because it
+skips the layers in between.
 """
 
 from __future__ import annotations
@@ -22,24 +23,26 @@ from birkhoff.sae.features import FeatureBook, FeatureEntry, Peak, suggested_lab
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
-AROUND = (12, 4)  # tokens shown before and after a peak
+CONTEXT_TOKENS = (12, 4)  # tokens shown before and after a peak
 FILE = "features.json"
 
 
-def read_features(
+def collect_features(
     engine: Engine, sae: Sae, texts: Sequence[Sequence[int]], skip: int = 1, contexts: int = 8
 ) -> FeatureBook:
-    """Go through texts (token ids), leaving out the first `skip` tokens of each."""
+    """Run texts (token ids) and record feature activations, without the first `skip` tokens of each."""
     if sae.hook is None or sae.layer is None:
         raise SaeError(
             "this dictionary does not say where its rows come from. Load it with hook= and layer=."
         )
     hook = captured_hook(sae.hook, sae.view)
     book = FeatureBook(sae, contexts)
-    each = engine.config.hc_mult if sae.view == "per_stream" else 1
+    rows_per_token = engine.config.hc_mult if sae.view == "per_stream" else 1
     for ids in texts:
         rows = engine.trace(ids, [hook])[hook, sae.layer][skip:]
-        book.add(view_rows(rows, sae.view) if len(rows) else torch.zeros(1, sae.d_model), skip, each)
+        book.add(
+            view_rows(rows, sae.view) if len(rows) else torch.zeros(1, sae.d_model), skip, rows_per_token
+        )
     return book
 
 
@@ -52,37 +55,39 @@ def explain(
     contexts: int = 8,
     tokens: int = 8,
 ) -> dict[int, FeatureEntry]:
-    """An entry for each of `features`, or for all that fired."""
-    book = read_features(engine, sae, texts, skip, contexts)
-    chosen = (
+    """Return a `FeatureEntry` for each of `features`, or for all features that fired."""
+    book = collect_features(engine, sae, texts, skip, contexts)
+    selected = (
         book.largest.gt(0).nonzero().squeeze(1).tolist()
         if features is None
         else [sae.feature(f) for f in features]
     )
-    up, down = speaks_for(engine, sae, tokens)
-    found = {}
-    for feature in chosen:
+    promoted, suppressed = promoted_tokens(engine, sae, tokens)
+    entries = {}
+    for feature in selected:
         peaks = book.peaks(feature)
-        at = [engine.tokenizer.decode([texts[peak.text][peak.position]]) for peak in peaks]
-        after = [
+        peak_tokens = [engine.tokenizer.decode([texts[peak.text][peak.position]]) for peak in peaks]
+        next_tokens = [
             engine.tokenizer.decode(list(texts[peak.text][peak.position + 1 : peak.position + 2]))
             for peak in peaks
         ]
-        label = sae.labels.get(feature) or (suggested_label(at, after) if peaks else "never fires here")
-        found[feature] = FeatureEntry(
+        label = sae.labels.get(feature) or (
+            suggested_label(peak_tokens, next_tokens) if peaks else "never fires here"
+        )
+        entries[feature] = FeatureEntry(
             feature,
             label,
             float(book.density[feature]),
             float(book.largest[feature]),
             [_context(engine, texts[peak.text], peak) for peak in peaks],
-            [engine.tokenizer.decode([token]) for token in up[feature].tolist()],
-            [engine.tokenizer.decode([token]) for token in down[feature].tolist()],
+            [engine.tokenizer.decode([token]) for token in promoted[feature].tolist()],
+            [engine.tokenizer.decode([token]) for token in suppressed[feature].tolist()],
         )
-    return found
+    return entries
 
 
-def speaks_for(engine: Engine, sae: Sae, tokens: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids [F, tokens] whose logits each decoder row raises, and lowers, most."""
+def promoted_tokens(engine: Engine, sae: Sae, tokens: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids [F, tokens] whose logits each decoder row raises most, and those it lowers most."""
     if not 1 <= tokens <= engine.config.vocab_size:
         raise OptionError(f"tokens is {tokens}, expected 1 to {engine.config.vocab_size}.")
     model, rows = engine.model, sae.decoder
@@ -95,7 +100,8 @@ def speaks_for(engine: Engine, sae: Sae, tokens: int = 8) -> tuple[torch.Tensor,
 
 
 def _context(engine: Engine, ids: Sequence[int], peak: Peak) -> dict[str, object]:
-    before, after = AROUND
+    """Text around a peak, with the peak token in brackets."""
+    before, after = CONTEXT_TOKENS
     start = max(0, peak.position - before)
     stop = peak.position + 1 + after
     parts = (
@@ -107,9 +113,9 @@ def _context(engine: Engine, ids: Sequence[int], peak: Peak) -> dict[str, object
     return {"text": f"{left}[{middle}]{right}", "value": round(peak.value, 3)}
 
 
-def save_features(found: dict[int, FeatureEntry], directory: Path) -> Path:
-    """`features.json` beside the dictionary."""
+def save_features(entries: dict[int, FeatureEntry], directory: Path) -> Path:
+    """Write `features.json` to the SAE's directory and return its path."""
     path = directory / FILE
-    said = {str(feature): entry.to_json() for feature, entry in sorted(found.items())}
-    path.write_text(json.dumps(said, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    content = {str(feature): entry.to_json() for feature, entry in sorted(entries.items())}
+    path.write_text(json.dumps(content, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
     return path

@@ -1,9 +1,8 @@
-"""Where a dictionary's training rows come from: a store of captures, or an engine that runs texts meanwhile.
+"""Training rows of an SAE, from stored captures or from an engine that runs texts during training.
 
-Both give batches [rows, width] of one site as one view of it, epoch by epoch, in an order decided by the seed, and hold
-a bounded number of rows. A view of the streams is taken batch by batch: `flat` rows hold all streams, `per_stream`
-makes a row of each stream, `mean` averages them. The `read` view is what the sublayer read, which has a hook of its
-own, so its rows are taken there.
+Both sources yield batches [rows, width] of one site in one view, epoch by epoch, in an order determined by the seed,
+and hold a bounded number of rows. Views of the streams: `flat` concatenates all streams, `per_stream` makes each
+stream a row, `mean` averages them, and `read` is the sublayer's input, which has its own hook and is captured there.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _READ_AT = {"mhc_streams_pre_attn": "pre_attn", "mhc_streams_pre_mlp": "mlp_in"}
 
 
 class RowSource(Protocol):
-    """`hook`, `layer` and `view` say what the rows are; `batches(epoch)` gives them once through."""
+    """Training rows of one hook, layer and view; `batches(epoch)` yields them once."""
 
     @property
     def hook(self) -> str: ...
@@ -43,7 +42,7 @@ class RowSource(Protocol):
 
 
 def check_view(hook: str, view: str) -> str:
-    """The view, or why this hook has none such."""
+    """Return the view; raise `OptionError` if the hook does not have it."""
     allowed = STREAM_VIEWS if hook.startswith("mhc_streams") else ("single",)
     if view == "read" and hook == "mhc_streams_final":
         raise OptionError(
@@ -55,12 +54,12 @@ def check_view(hook: str, view: str) -> str:
 
 
 def captured_hook(hook: str, view: str) -> str:
-    """The hook whose captured rows this view is made of."""
+    """Return the hook to capture for a view of `hook`."""
     return _READ_AT.get(hook, hook) if view == "read" else hook
 
 
 def view_rows(rows: torch.Tensor, view: str) -> torch.Tensor:
-    """Captured rows [n, d] or [n, m, d] as the rows of a dictionary with this view, float32."""
+    """Convert captured rows [n, d] or [n, m, d] to float32 SAE input rows of a view."""
     rows = rows.float()
     if rows.ndim == 2:
         return rows
@@ -73,7 +72,7 @@ def view_rows(rows: torch.Tensor, view: str) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class StoreRows:
-    """Rows of finished captures under a tag's directory."""
+    """Rows of the finished captures in a tag directory."""
 
     directory: Path
     hook: str
@@ -104,10 +103,10 @@ class StoreRows:
 
 @dataclass(frozen=True)
 class LiveRows:
-    """Rows of texts that run now; nothing is stored. Rows are mixed in a pool of some batches, as `iter_rows` does."""
+    """Rows of texts run during training; nothing is stored. A pool of `pool_batches` batches shuffles them."""
 
     engine: Engine
-    texts: Iterable[Prompt]  # gone through again in every epoch
+    texts: Iterable[Prompt]  # iterated again in every epoch
     hook: str
     layer: int
     view: str = "single"
@@ -120,19 +119,24 @@ class LiveRows:
 
     def batches(self, epoch: int) -> Iterator[torch.Tensor]:
         hook = captured_hook(self.hook, self.view)
-        wish = Capture({hook: [self.layer]}, positions="all_prompt")
+        spec = Capture({hook: [self.layer]}, positions="all_prompt")
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        held: list[torch.Tensor] = []
+        pending: list[torch.Tensor] = []
         layer = self.layer % self.engine.config.num_hidden_layers
-        for part in self.engine.stream_acts(self.texts, wish, batch_rows=self.batch_rows):
-            held.append(part[hook, layer])
-            if sum(map(len, held)) >= self.pool_batches * self.batch_rows:
-                pool = torch.cat(held)[torch.randperm(sum(map(len, held)), generator=generator)]
+        for part in self.engine.stream_acts(self.texts, spec, batch_rows=self.batch_rows):
+            pending.append(part[hook, layer])
+            if sum(map(len, pending)) >= self.pool_batches * self.batch_rows:
+                pool = _shuffle(pending, generator)
                 keep = len(pool) // 2 // self.batch_rows * self.batch_rows
                 for first in range(0, len(pool) - keep, self.batch_rows):
                     yield view_rows(pool[first : first + self.batch_rows], self.view)
-                held = [pool[len(pool) - keep :]] if keep else []
-        if held:
-            pool = torch.cat(held)[torch.randperm(sum(map(len, held)), generator=generator)]
-            for rows in pool.split(self.batch_rows):
-                yield view_rows(rows, self.view)
+                pending = [pool[len(pool) - keep :]] if keep else []
+        if pending:
+            pool = _shuffle(pending, generator)
+            for first in range(0, len(pool), self.batch_rows):
+                yield view_rows(pool[first : first + self.batch_rows], self.view)
+
+
+def _shuffle(parts: list[torch.Tensor], generator: torch.Generator) -> torch.Tensor:
+    rows = torch.cat(parts)
+    return rows[torch.randperm(len(rows), generator=generator)]

@@ -1,15 +1,14 @@
-"""Train a dictionary on a source of rows, with progress, and such that a run that was killed goes on.
+"""Trains an SAE on a row source, with progress reports and resumption of interrupted runs.
 
-A trainer's state is written beside the result every so often; a later call with the same settings begins from it,
-skips the batches it has seen and ends with the same dictionary, bit for bit, as a run that was never stopped. Settings
-that differ are refused. The state is taken away when the dictionary is done.
+The trainer state is written to the output directory at intervals. A later call with the same settings continues from
+it, skips the batches already seen and gives the same SAE, bit for bit, as an uninterrupted run; different settings
+are an error. The state is deleted when training is complete.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,20 +19,21 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from birkhoff.analysis.sae_rows import RowSource
+from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import SaeError, SaeFileError
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.evaluate import Quality, quality
 from birkhoff.sae.train import StepReport, Trainer, TrainOptions
 
 STATE, SETTINGS = "training.safetensors", "training.json"
-FINISH_BATCHES = 16  # threshold, largest activations and quality are found on this many batches
+FINISH_BATCHES = 16  # batches for the threshold, the largest activations and the quality
 
-Tell = Callable[[StepReport], None]
+ProgressCallback = Callable[[StepReport], None]
 
 
 @dataclass(frozen=True)
-class Trained:
-    """The dictionary, and how well it does on rows of its last epoch."""
+class TrainResult:
+    """The SAE and its quality on rows of the last epoch."""
 
     sae: Sae
     quality: Quality
@@ -50,10 +50,10 @@ def train_sae(
     out: Path | None = None,
     *,
     every: int = 200,
-    tell: Tell | None = None,
+    progress: ProgressCallback | None = None,
     metadata: dict[str, Any] | None = None,
-) -> Trained:
-    """Train, and write the dictionary to `out` when it is given; `every` so many steps the state is kept there."""
+) -> TrainResult:
+    """Train an SAE and save it to `out` if given; a checkpoint is written there every `every` steps."""
     settings = {
         "options": asdict(options),
         "hook": source.hook,
@@ -61,8 +61,8 @@ def train_sae(
         "view": source.view,
         "source": getattr(source, "batch_rows", None),
     }
-    trainer = _resumed(out, options, settings) if out is not None else None
-    batches = _endless(source)
+    trainer = _restore(out, options, settings) if out is not None else None
+    batches = _repeat(source)
     if trainer is None:
         first = next(batches)
         trainer = Trainer(options, first)
@@ -71,21 +71,24 @@ def train_sae(
         next(batches)
     while trainer.done < options.steps:
         report = trainer.step(next(batches))
-        if tell is not None:
-            tell(report)
+        if progress is not None:
+            progress(report)
         if out is not None and trainer.done % every == 0 and trainer.done < options.steps:
-            _keep(out, trainer, settings)
-    some = [next(batches) for _ in range(FINISH_BATCHES)]
-    said = {**(metadata or {}), "training": asdict(options) | {"rows": trainer.rows_seen}}
-    sae = trainer.finish(some, hook=source.hook, layer=source.layer, view=source.view, metadata=said)
+            _save_checkpoint(out, trainer, settings)
+    last_batches = [next(batches) for _ in range(FINISH_BATCHES)]
+    all_metadata = {**(metadata or {}), "training": asdict(options) | {"rows": trainer.rows_seen}}
+    sae = trainer.finish(
+        last_batches, hook=source.hook, layer=source.layer, view=source.view, metadata=all_metadata
+    )
     if out is not None:
         sae.save(out)
         (out / STATE).unlink(missing_ok=True)
         (out / SETTINGS).unlink(missing_ok=True)
-    return Trained(sae, quality(sae, some), trainer.done, trainer.rows_seen)
+    return TrainResult(sae, quality(sae, last_batches), trainer.done, trainer.rows_seen)
 
 
-def _endless(source: RowSource) -> Iterator[torch.Tensor]:
+def _repeat(source: RowSource) -> Iterator[torch.Tensor]:
+    """Yield batches epoch after epoch without end."""
     for epoch in itertools.count():
         empty = True
         for batch in source.batches(epoch):
@@ -97,9 +100,10 @@ def _endless(source: RowSource) -> Iterator[torch.Tensor]:
             )
 
 
-def _resumed(out: Path, options: TrainOptions, settings: dict[str, Any]) -> Trainer | None:
+def _restore(out: Path, options: TrainOptions, settings: dict[str, Any]) -> Trainer | None:
+    """Return the trainer of an interrupted run in `out`, or None."""
     try:
-        known = json.loads((out / SETTINGS).read_bytes())
+        saved = json.loads((out / SETTINGS).read_bytes())
         state = load_file(out / STATE)
     except FileNotFoundError:
         return None
@@ -107,19 +111,17 @@ def _resumed(out: Path, options: TrainOptions, settings: dict[str, Any]) -> Trai
         raise SaeFileError(
             f"{out} holds a training state that cannot be read ({error}). Remove it to begin anew."
         ) from None
-    if known != json.loads(json.dumps(settings)):
+    if saved != json.loads(json.dumps(settings)):
         raise SaeError(
-            f"{out} holds the state of a training with other settings ({json.dumps(known)}). Use the same ones to go "
+            f"{out} holds the state of a training with other settings ({json.dumps(saved)}). Use the same ones to go "
             "on, or another directory."
         )
     return Trainer.restored(options, state)
 
 
-def _keep(out: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
-    """Whole or not at all: settings first, so that a state is never without them."""
+def _save_checkpoint(out: Path, trainer: Trainer, settings: dict[str, Any]) -> None:
+    """Write settings and trainer state atomically; settings first, so that a state is never without them."""
     out.mkdir(parents=True, exist_ok=True)
     state = {name: tensor.contiguous() for name, tensor in trainer.state().items()}
-    for name, data in ((SETTINGS, json.dumps(settings).encode()), (STATE, save(state))):
-        fresh = out / f"{name}.tmp"
-        fresh.write_bytes(data)
-        os.replace(fresh, out / name)
+    write_atomic(out / SETTINGS, json.dumps(settings), sync=False)
+    write_atomic(out / STATE, save(state), sync=False)

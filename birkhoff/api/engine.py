@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from birkhoff.analysis.activations_store import ActBatch, feed
-from birkhoff.analysis.attention import attention
-from birkhoff.analysis.attention_readout import AttentionReadout
+from birkhoff.analysis.attention import AttentionReadout, attention
 from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.forward import edit_tap, features, trace
-from birkhoff.analysis.lens import Lens, look
+from birkhoff.analysis.lens import Lens, compute_lens
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.driver import Driver, RequestOutput
 from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt, room_for
@@ -119,7 +118,7 @@ class Engine:
 
     def lens(self, token_ids: Sequence[int], per_stream: bool = True, steer: Steering = None) -> Lens:
         """What every stream, their mean and the head's merge of them would predict at every depth."""
-        return look(self, token_ids, per_stream, steer)
+        return compute_lens(self, token_ids, per_stream, steer)
 
     def attention(
         self, token_ids: Sequence[int], position: int = -1, steer: Steering = None

@@ -1,8 +1,8 @@
 """`birkhoff chat`: a conversation in the terminal, or line by line through a pipe.
 
-On a terminal answers stream, reasoning is dimmed, and Ctrl-C ends the answer rather than the program (at the prompt it
-ends the program). On a pipe every line of stdin is a message or a command and every answer is a line or more of stdout;
-a turn that failed is reported and the next one goes on, but the exit status remembers.
+On a terminal answers stream, reasoning is dimmed, and Ctrl-C stops the answer (at the prompt it exits the program).
+On a pipe every line of stdin is a message or a command and answers go to stdout; a failed turn is reported, the next
+line is processed, and the exit status is 1 at the end.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from birkhoff.cli.answer import as_json, open_engine
-from birkhoff.cli.generate import decoded
-from birkhoff.cli.options import divide, takes
-from birkhoff.cli.steer import Steer, read_line, with_vectors
-from birkhoff.cli.talk import complain, say
-from birkhoff.cli.typed import asked_to_stop, typed
+from birkhoff.cli.generate import decode_utf8
+from birkhoff.cli.generation import open_engine, output_to_json
+from birkhoff.cli.line_input import read_lines, stop_on_interrupt
+from birkhoff.cli.options import shared_options, split_options
+from birkhoff.cli.steer_option import Steer, load_vectors, parse_steer
+from birkhoff.cli.terminal import print_error, print_status
 from birkhoff.errors import BirkhoffError, OptionError
 
 if TYPE_CHECKING:
@@ -29,63 +29,66 @@ if TYPE_CHECKING:
 PROMPT = ">>> "
 
 
-@takes("Model", "Sampling", without=("n", "logprobs"))
+@shared_options("Model", "Sampling", without=("n", "logprobs"))
 def chat(
     system: Annotated[str | None, typer.Option(help="System message.", show_default=False)] = None,
-    thinking: Annotated[bool, typer.Option("--thinking", help="Reason before answering.")] = False,
+    thinking: Annotated[
+        bool, typer.Option("--thinking", help="Generate reasoning before the answer.")
+    ] = False,
     effort: Annotated[
-        str | None, typer.Option(help="high or max (with --thinking).", show_default=False)
+        str | None, typer.Option(help="Reasoning effort: high or max (with --thinking).", show_default=False)
     ] = None,
     steer: Steer = None,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
     **options: Any,
 ) -> None:
-    """Talk with a model; /help lists what else can be typed."""
+    """Talk with a model; /help lists what else can be read_lines."""
     if effort and not thinking:
         raise OptionError("--effort is for reasoning. Add --thinking.")
-    loading, sampling = divide(options)
-    asked = read_line(steer)
+    load_options, sampling = split_options(options)
+    parsed = parse_steer(steer)
     interactive = sys.stdin.isatty() and sys.stdout.isatty()
-    with open_engine(loading) as engine:
+    with open_engine(load_options) as engine:
         from birkhoff.cli.conversation import Conversation
         from birkhoff.steering.edit_syntax import print_line
 
-        edits = with_vectors(asked, engine) or None
-        how: dict[str, Any] = {
-            "thinking": thinking,
-            "effort": effort,
-            "steer": edits,
-            "steered_by": print_line(asked),
-        }
-        talk = Conversation(engine, sampling, system=system, **how)
+        conversation = Conversation(
+            engine,
+            sampling,
+            system=system,
+            thinking=thinking,
+            effort=effort,
+            steer=load_vectors(parsed, engine) or None,
+            steer_line=print_line(parsed),
+        )
         if interactive:
-            say("type a message, /help for what else there is, Ctrl-D to leave")
+            print_status("type a message, /help for commands, Ctrl-D to leave")
         failed = False
-        for line in typed(PROMPT) if interactive else _piped():
+        for line in read_lines(PROMPT) if interactive else _piped_lines():
             try:
-                if not _turn(talk, line, json, interactive):
+                if not _turn(conversation, line, json, interactive):
                     break
             except BirkhoffError as error:
-                complain(error.code, str(error))
+                print_error(error.code, str(error))
                 failed = True
     if failed and not interactive:
         raise typer.Exit(1)
 
 
-def _turn(talk: Conversation, line: str, json: bool, interactive: bool) -> bool:
-    """One message or command; False when it was the last."""
+def _turn(conversation: Conversation, line: str, json: bool, interactive: bool) -> bool:
+    """Process one message or command; return False after `/quit`."""
     if line.startswith("/") and not line.startswith("//"):
-        return talk.command(line)
-    message = line.removeprefix("/")  # a second slash makes it text
+        return conversation.command(line)
+    message = line.removeprefix("/")  # // escapes a leading slash
     if not message.strip():
         return True
-    with asked_to_stop() if interactive else nullcontext() as stop:
-        output = talk.ask(message, silent=json, stop=stop)
+    with stop_on_interrupt() if interactive else nullcontext() as stop:
+        output = conversation.send(message, silent=json, stop=stop)
     if json:
-        typer.echo(json_module.dumps(as_json(output), ensure_ascii=False))
+        typer.echo(json_module.dumps(output_to_json(output), ensure_ascii=False))
     return True
 
 
-def _piped() -> Iterator[str]:
+def _piped_lines() -> Iterator[str]:
     for number, line in enumerate(sys.stdin.buffer, start=1):
-        yield decoded(line.rstrip(b"\r\n"), f"line {number} of standard input")
+        yield decode_utf8(line.rstrip(b"\r\n"), f"line {number} of standard input")

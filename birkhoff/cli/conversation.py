@@ -1,7 +1,7 @@
-"""A conversation and the commands that can be typed into it.
+"""A chat conversation and the slash commands of `birkhoff chat`.
 
-Holds the messages, shows answers as they come and remembers the token ids of the last exchange, which is what `/mix`
-looks at. A turn that fails leaves the conversation as it was; one that was interrupted keeps what was said.
+A `Conversation` holds the messages, streams answers to the terminal and keeps the token ids of the last exchange for
+`/mix`. A turn that fails leaves the messages unchanged; an interrupted turn keeps the partial answer.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from rich.columns import Columns
 from rich.console import Console
 from rich.text import Text
 
-from birkhoff.cli.answer import ChatAnswer, how_it_went
-from birkhoff.cli.draw import mixing_matrix
-from birkhoff.cli.steer import read_line, with_vectors
-from birkhoff.cli.talk import visible
+from birkhoff.cli.charts import mixing_matrix
+from birkhoff.cli.generation import ChatGeneration, summarize
+from birkhoff.cli.steer_option import load_vectors, parse_steer
+from birkhoff.cli.terminal import escape_control
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted
 from birkhoff.steering.edit_syntax import print_line
 from birkhoff.text.events import ContentDelta, Event, ReasoningDelta
@@ -28,18 +28,20 @@ if TYPE_CHECKING:
     from birkhoff.output import Output
 
 HELP = {
-    "/help": "this list",
-    "/system TEXT": "set the system message; without a text, take it away",
-    "/reset": "forget the conversation, keep the system message",
-    "/steer LINE": "push answers, as --steer does: +2.0 NAME @ HOOK[LAYERS] stream=1; off takes it away",
-    "/mix [LAYER]": "the 4x4 mixing matrices of the last token; the last layer unless one is named",
-    "/quit": "leave (Ctrl-D does too)",
+    "/help": "show this list",
+    "/system TEXT": "set the system message; without TEXT, remove it",
+    "/reset": "clear the messages, keep the system message",
+    "/steer LINE": "steer the next answers, as --steer: +2.0 NAME @ HOOK[LAYERS] stream=1; 'off' removes it",
+    "/mix [LAYER]": "show the 4x4 mixing matrices of the last token (default: last layer)",
+    "/quit": "leave (also Ctrl-D)",
     "//TEXT": "send a message that begins with a slash",
 }
 SUBLAYERS = {"attn": "attention", "ffn": "experts"}
 
 
 class Conversation:
+    """Messages, chat options and steering of one conversation with an engine."""
+
     def __init__(
         self,
         engine: Engine,
@@ -49,68 +51,73 @@ class Conversation:
         thinking: bool = False,
         effort: str | None = None,
         steer: list[Any] | None = None,
-        steered_by: str = "",
+        steer_line: str = "",
     ):
         self.engine = engine
         self.sampling = sampling
         self.system = system
-        # the edits, and the line that says them
         self.steer = steer
-        self.steered_by = steered_by
+        self.steer_line = steer_line  # `steer` as text
         self.thinking = thinking
         self.effort = effort
         self.messages: list[dict[str, str]] = []
         self.last_ids: list[int] = []
         self.console = Console(highlight=False, markup=False, soft_wrap=True)
 
-    def ask(self, text: str, silent: bool = False, stop: threading.Event | None = None) -> Output:
-        """Send a message and show the answer while it comes, until it ends or `stop` is set."""
-        asked = [*self.messages, {"role": "user", "content": text}]
+    def send(self, text: str, silent: bool = False, stop: threading.Event | None = None) -> Output:
+        """Send a user message and print the answer as it streams, until it ends or `stop` is set."""
+        messages = [*self.messages, {"role": "user", "content": text}]
         system = [{"role": "system", "content": self.system}] if self.system else []
-        how: dict[str, Any] = {"thinking": self.thinking, "effort": self.effort, "steer": self.steer}
-        answer = ChatAnswer(self.engine, [*system, *asked], self.sampling, **how)
+        generation = ChatGeneration(
+            self.engine,
+            [*system, *messages],
+            self.sampling,
+            thinking=self.thinking,
+            effort=self.effort,
+            steer=self.steer,
+        )
         try:
-            for events in answer:
+            for events in generation:
                 if not silent:
                     self._show(events)
                 if stop is not None and stop.is_set():
                     break
         finally:
-            answer.close()  # also when interrupted: what was said is on the screen already
+            generation.close()  # also after an interrupt: the printed part is kept
             if not silent:
                 self.console.print()
-        output = answer.output
+        output = generation.output
         if output.error is not None:
             raise output.error
-        said = {"role": "assistant", "content": output.text}
+        reply = {"role": "assistant", "content": output.text}
         if output.message.reasoning:
-            said["reasoning_content"] = output.message.reasoning
-        self.messages = [*asked, said]
+            reply["reasoning_content"] = output.message.reasoning
+        self.messages = [*messages, reply]
         self.last_ids = output.prompt_token_ids + output.token_ids
         if self.console.is_terminal and not silent:
-            self.console.print(how_it_went(output), style="dim")
+            self.console.print(summarize(output), style="dim")
         return output
 
     def command(self, line: str) -> bool:
-        """Do what a line that begins with a slash says; False when it says to leave."""
-        word, _, rest = line.partition(" ")
-        rest = rest.strip()
-        if word == "/help":
-            for name, meaning in HELP.items():
-                self.console.print(f"{name:<14} {meaning}")
-        elif word == "/system":
-            self.system = rest or None
-        elif word == "/reset":
+        """Run a slash command; return False for `/quit`."""
+        name, _, argument = line.partition(" ")
+        argument = argument.strip()
+        if name == "/help":
+            for usage, description in HELP.items():
+                self.console.print(f"{usage:<14} {description}")
+        elif name == "/system":
+            self.system = argument or None
+        elif name == "/reset":
             self.messages = []
             self.last_ids = []
-        elif word == "/steer":
-            self._steer(rest)
-        elif word == "/mix":
-            self._mix(rest)
-        elif word == "/quit":
+        elif name == "/steer":
+            self._steer(argument)
+        elif name == "/mix":
+            self._mix(argument)
+        elif name == "/quit":
             return False
         else:
-            raise OptionError(f"{quoted(word)} is no command here. There is {', '.join(HELP)}.")
+            raise OptionError(f"{quoted(name)} is no command here. There is {', '.join(HELP)}.")
         return True
 
     def _show(self, events: list[Event]) -> None:
@@ -118,46 +125,47 @@ class Conversation:
             if isinstance(event, ContentDelta):
                 self._write(event.text, "")
             elif isinstance(event, ReasoningDelta) and self.console.is_terminal:
-                self._write(event.text, "dim")  # on a pipe only the answer is data
+                self._write(event.text, "dim")  # printed on terminals only
 
     def _write(self, text: str, style: str) -> None:
-        shown = visible(text) if self.console.is_terminal else text
+        shown = escape_control(text) if self.console.is_terminal else text
         self.console.print(Text(shown, style), end="")
         sys.stdout.flush()
 
     def _steer(self, line: str) -> None:
-        """Set what pushes the next answers, or say what does; a line that cannot be changes nothing."""
+        """Set the steering of the next answers, then print it. An invalid line raises and changes nothing."""
         if line:
-            said = [] if line == "off" else read_line(line)
-            edits = with_vectors(said, self.engine)
+            parsed = [] if line == "off" else parse_steer(line)
+            edits = load_vectors(parsed, self.engine)
             self.engine.resolve(edits, [0], 1)
             self.steer = edits or None
-            self.steered_by = print_line(said)
-        self.console.print(f"steering: {self.steered_by or 'none'}")
+            self.steer_line = print_line(parsed)
+        self.console.print(f"steering: {self.steer_line or 'none'}")
 
-    def _mix(self, asked: str) -> None:
+    def _mix(self, argument: str) -> None:
+        """Print the mixing matrices of the last token at a layer (default: the last)."""
         if not self.last_ids:
             raise PromptError(
                 "nothing has been said yet, so there is no token to look at. Send a message first."
             )
         layers = self.engine.config.num_hidden_layers
         try:
-            layer = int(asked or -1)
+            layer = int(argument or -1)
         except ValueError:
             raise OptionError(
-                f"/mix was given {quoted(asked)}, expected the number of a layer, such as /mix 3."
+                f"/mix was given {quoted(argument)}, expected the number of a layer, such as /mix 3."
             ) from None
         if not -layers <= layer < layers:
             raise SiteError(f"layer {layer}: this model has layers 0..{layers - 1}.")
         layer %= layers
         hooks = [f"mhc_{name}_{kind}_mix" for name in SUBLAYERS for kind in ("res", "pre", "post")]
         trace = self.engine.trace(self.last_ids, hooks=hooks)
-        pictures = []
-        for name, what in SUBLAYERS.items():
+        tables = []
+        for name, label in SUBLAYERS.items():
             mix, read, write = (
                 trace[f"mhc_{name}_{kind}_mix", layer][-1].tolist() for kind in ("res", "pre", "post")
             )
-            pictures.append(mixing_matrix(f"layer {layer}, {what}", mix, read, write))
-        token = visible(self.engine.tokenizer.decode(self.last_ids[-1:]))
+            tables.append(mixing_matrix(f"layer {layer}, {label}", mix, read, write))
+        token = escape_control(self.engine.tokenizer.decode(self.last_ids[-1:]))
         self.console.print(f"token {len(self.last_ids)} of {len(self.last_ids)}, {token!r}", style="dim")
-        self.console.print(Columns(pictures, padding=(0, 3)), soft_wrap=False)
+        self.console.print(Columns(tables, padding=(0, 3)), soft_wrap=False)

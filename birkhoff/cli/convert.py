@@ -1,4 +1,4 @@
-"""`birkhoff convert SRC DST`: a checkpoint in another format. The path goes to stdout, talk to stderr."""
+"""`birkhoff convert SRC DST`: convert a checkpoint to another format. Prints DST to stdout."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Annotated
 
 import typer
 
-from birkhoff.cli.talk import bar, say
+from birkhoff.cli.options import Json
+from birkhoff.cli.terminal import print_status, progress_bar
 
 
 def convert(
@@ -19,7 +20,8 @@ def convert(
         Path, typer.Argument(help="NAME.gguf, or a directory for safetensors.", show_default=False)
     ],
     to: Annotated[
-        str | None, typer.Option(help="gguf or safetensors; told by DST when left away.", show_default=False)
+        str | None,
+        typer.Option(help="gguf or safetensors; default: from the name of DST.", show_default=False),
     ] = None,
     experts: Annotated[
         str | None,
@@ -34,19 +36,22 @@ def convert(
     preset: Annotated[str, typer.Option(help="GGUF dialect: upstream or ds4.")] = "upstream",
     mtp: Annotated[bool, typer.Option(help="Include multi-token prediction (GGUF: NAME-mtp.gguf).")] = True,
     shard_size: Annotated[
-        str | None, typer.Option(help="Cut into files of about this size, such as 45GB.", show_default=False)
+        str | None,
+        typer.Option(help="Split into files of about this size, such as 45GB.", show_default=False),
     ] = None,
-    exact: Annotated[bool, typer.Option("--exact", help="Fail rather than change a number.")] = False,
+    exact: Annotated[bool, typer.Option("--exact", help="Fail if a weight would be rounded.")] = False,
     workers: Annotated[int | None, typer.Option(help="Threads.", show_default=False)] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Report what would be written and exit.")
+    ] = False,
+    json: Json = False,
 ) -> None:
-    """Convert between the released layout and GGUF; streaming, resumable, checked."""
+    """Convert a checkpoint between the released layout and GGUF; streams, resumes and verifies."""
     from birkhoff.byte_size import parse_bytes
-    from birkhoff.convert.convert import convert as run
+    from birkhoff.convert.convert import convert as convert_checkpoint
 
-    with bar("converting") as advance:
-        result = run(
+    with progress_bar("converting") as advance:
+        result = convert_checkpoint(
             src,
             dst,
             to=to,
@@ -61,25 +66,29 @@ def convert(
             progress=advance,
         )
     for notice in result.notices:
-        say(notice)
+        print_status(notice)
     sizes = ", ".join(f"{kind} {size / 1e6:.1f} MB" for kind, size in result.bytes_by_class.items())
-    say(f"{result.to}, experts {result.experts}, dense {result.dense}: {result.tensors} tensors, {sizes}")
+    print_status(
+        f"{result.to}, experts {result.experts}, dense {result.dense}: {result.tensors} tensors, {sizes}"
+    )
     for file in result.files:
-        say(f"{file['name']}  {file['bytes'] / 1e6:.1f} MB, {file['tensors']} tensors")
+        print_status(f"{file['name']}  {file['bytes'] / 1e6:.1f} MB, {file['tensors']} tensors")
     if result.written:
         changed = {kind: row for kind, row in result.rounding.items() if row["changed"]}
         for kind, row in changed.items():
             share = 100 * row["changed"] / row["numbers"]
-            say(
+            print_status(
                 f"{kind}: {share:.0f} % of numbers rounded, by up to {row['worst']:.2g} of their tensor's largest"
             )
         if not changed:
-            say("every number is exactly what it was")
+            print_status("every number is exactly what it was")
         rate = result.source_bytes / 1e6 / max(result.seconds, 1e-9)
         resumed = (
             f", {result.resumed_units} of {result.units} parts were there already"
             if result.resumed_units
             else ""
         )
-        say(f"{result.seconds:.1f} s, {rate:.0f} MB/s of source; {result.checked} tensors read back{resumed}")
+        print_status(
+            f"{result.seconds:.1f} s, {rate:.0f} MB/s of source; {result.checked} tensors read back{resumed}"
+        )
     typer.echo(json_module.dumps(result.to_dict()) if json else str(dst))

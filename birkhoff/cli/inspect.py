@@ -1,6 +1,6 @@
-"""`birkhoff inspect MODEL`: what is in a checkpoint, from headers alone. Exit status 1 when problems were found.
+"""`birkhoff inspect MODEL`: report the contents of a checkpoint from its headers. Exit status 1 if it has problems.
 
-A config alone is enough for a plan (`--gpu`): a config.json, a directory that holds nothing else, or a release's name.
+For a plan (`--gpu`) the config is enough: a config.json, a directory that contains only that, or a release name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from birkhoff.byte_size import format_bytes
+from birkhoff.cli.options import Json
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
@@ -38,66 +39,69 @@ def inspect(
     model: Annotated[
         Path,
         typer.Argument(
-            help="Directory with safetensors files, or a GGUF file; for sizes alone a config.json, flash or pro.",
+            help="Checkpoint directory or GGUF file; for --gpu also a config.json, flash or pro.",
             show_default=False,
         ),
     ],
     gpu_memory: Annotated[
         str | None,
         typer.Option(
-            "--gpu", "--gpu-memory", help="Plan for a GPU of this size, such as 24GiB.", show_default=False
+            "--gpu",
+            "--gpu-memory",
+            help="Plan for a GPU with this much memory, such as 24GiB.",
+            show_default=False,
         ),
     ] = None,
     context: Annotated[
-        int | None, typer.Option(help="Tokens of cache per request in that plan.", show_default=False)
+        int | None, typer.Option(help="Context length per request for --gpu, in tokens.", show_default=False)
     ] = None,
-    requests: Annotated[int, typer.Option(help="Requests at once in that plan.")] = 1,
-    gpu_speed: Annotated[str, typer.Option(help="Bytes that GPU reads in a second.")] = "4.3TB",
-    bus_speed: Annotated[str, typer.Option(help="Bytes it reads of host memory in a second.")] = "55GB",
-    json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    requests: Annotated[int, typer.Option(help="Concurrent requests for --gpu.")] = 1,
+    gpu_speed: Annotated[str, typer.Option(help="GPU memory bandwidth per second for --gpu.")] = "4.3TB",
+    bus_speed: Annotated[str, typer.Option(help="Host-to-GPU bandwidth per second for --gpu.")] = "55GB",
+    json: Json = False,
 ) -> None:
-    """Show layers, bytes by class, what fits where, and every problem found; reads headers only."""
+    """Show layers, bytes by tensor class, what fits where, and all problems; reads only file headers."""
     from rich.console import Console
 
     from birkhoff.byte_size import parse_bytes
-    from birkhoff.cli.plan import config_alone, plan_lines, planned
+    from birkhoff.cli.gpu_plan import find_config, plan_lines, plan_or_refusal
     from birkhoff.weights.inspect import inspect_checkpoint
 
-    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # a pipe has no edge to wrap at
+    console = Console(highlight=False, soft_wrap=not sys.stdout.isatty())  # do not wrap lines on a pipe
     if requests < 1 or (context is not None and context < 1):
         raise OptionError(
             f"requests {requests} and context {context} are no plan, expected positive numbers."
         )
-    room = parse_bytes(gpu_memory) if gpu_memory is not None else None
+    device_bytes = parse_bytes(gpu_memory) if gpu_memory is not None else None
     speeds = float(parse_bytes(gpu_speed)), float(parse_bytes(bus_speed))
-    config = config_alone(model)
+    config = find_config(model)
     if config is not None:
-        if room is None:
+        if device_bytes is None:
             raise OptionError(
                 f"{model} is a config without tensors, there is nothing to inspect. Plan: --gpu 24GiB"
             )
-        found = planned(config, room, context, requests, speeds)
-        typer.echo(json_module.dumps(found)) if json else console.print("\n".join(plan_lines(found)))
-        if "refused" in found:
+        plan = plan_or_refusal(config, device_bytes, context, requests, speeds)
+        typer.echo(json_module.dumps(plan)) if json else console.print("\n".join(plan_lines(plan)))
+        if "refused" in plan:
             raise typer.Exit(1)
         return
     report = inspect_checkpoint(model)
-    plans = report.memory(room, context, requests) if room is not None else {}
-    packed = report.released_config if room is not None else None
-    gpu = (
-        planned(packed, room, context, requests, speeds) if packed is not None and room is not None else None
-    )
+    plans = report.memory(device_bytes, context, requests) if device_bytes is not None else {}
+    gpu = None
+    if device_bytes is not None and (released := report.released_config) is not None:
+        gpu = plan_or_refusal(released, device_bytes, context, requests, speeds)
     if json:
-        extra: dict[str, Any] = (
-            {"memory": {form: plan.to_dict() for form, plan in plans.items()}} if plans else {}
-        )
-        extra |= {} if gpu is None else {"gpu": gpu}
+        extra: dict[str, Any] = {}
+        if plans:
+            extra["memory"] = {form: memory.to_dict() for form, memory in plans.items()}
+        if gpu is not None:
+            extra["gpu"] = gpu
         typer.echo(json_module.dumps({**json_module.loads(report.to_json()), **extra}, ensure_ascii=False))
     else:
         _print(report, console)
-        for form, plan in plans.items():
+        for form, memory in plans.items():
             if gpu is None or form != "stored":
-                console.print(_plan_text(form, plan))
+                console.print(_memory_line(form, memory))
         if gpu is not None:
             console.print("\n".join(plan_lines(gpu)))
     if report.problems or (gpu is not None and "refused" in gpu):
@@ -138,9 +142,10 @@ def _print(report: Inspection, console: Console) -> None:
         console.print("config      " + ", ".join(f"{name} {value}" for name, value in report.config.items()))
     sizes = ", ".join(f"{form} {format_bytes(size)}" for form, size in report.weight_bytes.items())
     console.print(f"weights     {sizes}")
-    room = places()
-    for place, forms in report.fits(room).items():
-        console.print(f"fits        {place} ({format_bytes(room[place])}): {', '.join(forms) or 'no form'}")
+    capacities = places()
+    for place, forms in report.fits(capacities).items():
+        fitting = ", ".join(forms) or "no form"
+        console.print(f"fits        {place} ({format_bytes(capacities[place])}): {fitting}")
     for notice in report.notices:
         console.print(f"[yellow]notice[/]      {escape(notice)}")
     for problem in report.problems:
@@ -149,18 +154,23 @@ def _print(report: Inspection, console: Console) -> None:
         console.print("[green]no problems found[/]")
 
 
-def _plan_text(form: str, plan: MemoryPlan) -> str:
-    rest = f"always there {format_bytes(plan.always_bytes)}, cache {format_bytes(plan.cache_bytes)}, working {format_bytes(plan.working_bytes)}"
+def _memory_line(form: str, plan: MemoryPlan) -> str:
+    fixed = (
+        f"always there {format_bytes(plan.always_bytes)}, cache {format_bytes(plan.cache_bytes)}, "
+        f"working {format_bytes(plan.working_bytes)}"
+    )
+    target = f"memory      {form} on {format_bytes(plan.device_bytes)}"
     if not plan.fits:
-        return f"memory      {form} on {format_bytes(plan.device_bytes)}: does not fit even without experts ({rest})"
+        return f"{target}: does not fit even without experts ({fixed})"
     share = 100 * plan.experts_resident / max(plan.experts, 1)
     return (
-        f"memory      {form} on {format_bytes(plan.device_bytes)}: {rest}; {plan.experts_resident} of {plan.experts} experts "
+        f"{target}: {fixed}; {plan.experts_resident} of {plan.experts} experts "
         f"({share:.0f} %) fit beside that, {format_bytes(plan.left_bytes)} left"
     )
 
 
 def _count(number: int) -> str:
+    """Format a parameter count with a unit, such as 1.60 T."""
     for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
         if number >= size:
             return f"{number / size:.2f} {unit}"

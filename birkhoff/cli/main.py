@@ -1,8 +1,8 @@
-"""The command `birkhoff`: how a run begins and how it ends. The verbs are in `verbs.py`.
+"""Entry point of the `birkhoff` command: argument parsing, error reporting and exit statuses.
 
-Data goes to stdout and talk to stderr. The exit status is 0 when the work is done, 1 when it failed, 2 when the command
-was misused and 130 after Ctrl-C; a failure is one typed line, `code  message`, and a traceback is only ever shown for a
-defect of ours. Only the standard library is imported here, so that Ctrl-C is answered from the first moment.
+Data goes to stdout, status messages and errors to stderr. Exit statuses: 0 success, 1 failure, 2 wrong usage, 130 after
+Ctrl-C. A failure prints one line, `code  message`; a traceback means a bug in Birkhoff. Only the standard library is
+imported at module level, so that Ctrl-C works from the start. The commands are registered in `verbs.py`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from birkhoff.cli.talk import complain
+from birkhoff.cli.terminal import print_error
 from birkhoff.errors import BirkhoffError, OptionError
 
 
 def main() -> None:
-    """Entry point."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    ):  # a background job has it ignored, and keeps it so
-        signal.signal(signal.SIGINT, _interrupt)
+    """Console script: install the Ctrl-C handler, run the command and exit."""
+    # SIGINT is ignored in background jobs; leave it ignored there.
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _handle_interrupt)
     sys.exit(run())
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status; every way to end is here."""
+    """Run one command and return its exit status. Every exception is converted to a status here."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # a narrow locale must not end an answer
+            stream.reconfigure(
+                errors="backslashreplace"
+            )  # never fail on a locale that cannot encode the text
     status: object
     try:
         from birkhoff.cli.verbs import app
@@ -39,35 +40,37 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         status = end.code
     except BirkhoffError as error:
-        complain(error.code, str(error))
+        print_error(error.code, str(error))
         status = 2 if isinstance(error, OptionError) else 1
     except KeyboardInterrupt:
         status = 130
     except OSError as error:
-        status = _system_said_no(error)
+        status = _report_os_error(error)
     except MemoryError:
-        complain(
+        print_error(
             "memory", "this machine has too little free memory for it. What fits: birkhoff inspect CHECKPOINT"
         )
         status = 1
     try:
         sys.stdout.flush()
     except OSError as error:
-        status = status or _system_said_no(error)
-        # What could not be written never can be; Python must not try again on its way out.
+        status = status or _report_os_error(error)
+        # Redirect stdout to /dev/null: the interpreter flushes again at exit and would fail a second time.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status if isinstance(status, int) else int(status is not None)
 
 
-def _system_said_no(error: OSError) -> int:
-    if not isinstance(error, BrokenPipeError):  # whoever read us has seen enough: nothing to say about that
-        where = f"{error.filename}: " if error.filename else ""
-        complain("system", f"{where}{error.strerror or error}")
+def _report_os_error(error: OSError) -> int:
+    if not isinstance(
+        error, BrokenPipeError
+    ):  # a reader that closed the pipe early is not an error to report
+        prefix = f"{error.filename}: " if error.filename else ""
+        print_error("system", f"{prefix}{error.strerror or error}")
     return 1
 
 
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Ctrl-C, except inside an import: there the exception may be swallowed, or dressed up as a failed import."""
+def _handle_interrupt(signum: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, or exit at once during an import, where the exception could be swallowed or wrapped."""
     outer = frame
     while outer is not None:
         if outer.f_code.co_filename.startswith("<frozen importlib"):

@@ -1,7 +1,7 @@
-"""The flags that several verbs share, each once: how a model is loaded and how its answers are drawn.
+"""Options shared by several commands: model loading, sampling, server.
 
-A flag has the name of the Python keyword it becomes, and a `BIRKHOFF_*` variable of that name. It has no default of
-its own: what is not given is not passed on, so that the defaults live in one place, where they are also checked.
+An option has the name of the Python keyword it sets and a `BIRKHOFF_*` environment variable of that name. It has no
+default of its own: an option that is not given is not passed on, so that defaults are defined and checked in one place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from birkhoff.server.server_settings import ServerSettings
 
 @dataclass(frozen=True)
 class Flag:
-    """One flag: the keyword it sets, the type of its value, what it means."""
+    """One option: the keyword it sets, the type of its value, and its help text."""
 
     name: str
     kind: Any
@@ -114,14 +114,15 @@ SERVER = tuple(
     )
     for each in fields(ServerSettings)
 )
+Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 PANELS = {"Model": ENGINE, "Sampling": SAMPLING, "Server": SERVER}
 _SAMPLING_NAMES = {flag.name for flag in SAMPLING}
 
 
-def takes(
+def shared_options(
     *panels: str, without: tuple[str, ...] = ()
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a verb the flags of these panels; it receives them as keywords, those that were given and no others."""
+    """Decorator that adds the options of these panels to a command, which receives the given ones as keywords."""
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(verb, include_extras=True)
@@ -146,18 +147,18 @@ def takes(
     return decorate
 
 
-def divide(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keywords for `load` (with the model's name) and keywords for sampling, which are checked here and now."""
+def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Split options into keywords of `load` (including `model`) and sampling keywords, and check the latter."""
     loading = {name: value for name, value in options.items() if name not in _SAMPLING_NAMES}
     sampling = {name: value for name, value in options.items() if name in _SAMPLING_NAMES}
     if "logit_bias" in sampling:
         sampling["logit_bias"] = _biases(sampling["logit_bias"])
-    SamplingOptions.from_kwargs(**sampling)  # a wrong value is refused before a model is loaded for it
+    SamplingOptions.from_kwargs(**sampling)  # fail before the model is loaded
     return {"model": "nano", **loading}, sampling
 
 
 def server_settings(options: Mapping[str, Any]) -> tuple[ServerSettings, dict[str, Any]]:
-    """Settings of the server, checked here and now, and keywords for `load`."""
+    """Split options into checked `ServerSettings` and keywords of `load`."""
     names = {flag.name for flag in SERVER}
     return (
         ServerSettings(**{name: value for name, value in options.items() if name in names}),

@@ -1,7 +1,8 @@
-"""`birkhoff sae train | eval | features | import | export`: dictionaries of features as directories.
+"""`birkhoff sae train | eval | features | import | export`: sparse autoencoders (SAEs), one directory each.
 
-Paths and JSON go to stdout, progress and talk to stderr. `train` reads a store of captures, or runs texts itself; it
-goes on where it was killed. `eval` has the model in the loop; `features` writes what each feature means beside it.
+Paths and JSON go to stdout, progress and status messages to stderr. `train` reads stored captures or runs texts itself,
+and resumes an interrupted run. `eval` includes the model loss with the reconstruction spliced in; `features` describes
+each feature by its top contexts.
 """
 
 from __future__ import annotations
@@ -13,157 +14,176 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from birkhoff.cli.answer import open_engine
-from birkhoff.cli.options import divide, takes
-from birkhoff.cli.talk import bar, say
-from birkhoff.cli.vectors import read_texts
+from birkhoff.cli.data_files import read_texts
+from birkhoff.cli.generation import open_engine
+from birkhoff.cli.options import Json, shared_options, split_options
+from birkhoff.cli.terminal import print_status, progress_bar
 from birkhoff.errors import OptionError
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
 app = typer.Typer(
-    no_args_is_help=True, help="Dictionaries of features (sparse autoencoders): train, judge, read."
+    no_args_is_help=True, help="Train, evaluate, describe, import and export sparse autoencoders (SAEs)."
 )
-MOST_AT_ONCE = 8
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
-Out = Annotated[Path, typer.Option(help="Directory of the dictionary.", show_default=False)]
-Directory = Annotated[Path, typer.Argument(help="Directory of a dictionary.", show_default=False)]
-Hook = Annotated[str | None, typer.Option(help="Where its rows come from.", show_default=False)]
-Layer = Annotated[int | None, typer.Option(help="Their layer.", show_default=False)]
-View = Annotated[str | None, typer.Option(help="single, flat, per_stream, read or mean.", show_default=False)]
+MAX_REQUESTS = 8
+Out = Annotated[Path, typer.Option(help="Directory to write the SAE to.", show_default=False)]
+Directory = Annotated[Path, typer.Argument(help="Directory of an SAE.", show_default=False)]
+Hook = Annotated[
+    str | None, typer.Option(help="Hook of its rows, if the SAE does not name it.", show_default=False)
+]
+Layer = Annotated[
+    int | None, typer.Option(help="Layer of its rows, if the SAE does not name it.", show_default=False)
+]
+View = Annotated[
+    str | None,
+    typer.Option(help="View of the row: single, flat, per_stream, read or mean.", show_default=False),
+]
 
 
 @app.command()
-@takes("Model")
+@shared_options("Model")
 def train(
-    hook: Annotated[str, typer.Option(help="Where the rows come from.", show_default=False)],
-    layer: Annotated[int, typer.Option(help="Their layer.", show_default=False)],
+    hook: Annotated[str, typer.Option(help="Hook to train on.", show_default=False)],
+    layer: Annotated[int, typer.Option(help="Layer to train on.", show_default=False)],
     out: Out,
     store: Annotated[
-        Path | None, typer.Option(help="Directory of captures (a tag).", show_default=False)
+        Path | None, typer.Option(help="Directory of stored captures (a tag).", show_default=False)
     ] = None,
-    texts: Annotated[Path | None, typer.Option(help="Or texts to run now.", show_default=False)] = None,
-    view: Annotated[str, typer.Option(help="single; flat, per_stream, read or mean of streams.")] = "single",
-    features: Annotated[int, typer.Option(help="Size of the dictionary.")] = 4096,
-    k: Annotated[int, typer.Option(help="Features per row.")] = 32,
-    kind: Annotated[str, typer.Option(help="batchtopk (leaves as jumprelu) or topk.")] = "batchtopk",
-    steps: Annotated[int, typer.Option(help="Batches to learn from.")] = 1000,
-    batch_rows: Annotated[int, typer.Option(help="Captured rows per batch.")] = 2048,
-    rate: Annotated[float, typer.Option(help="Learning rate at its highest.")] = 2e-3,
+    texts: Annotated[
+        Path | None, typer.Option(help="Data file of texts to run instead.", show_default=False)
+    ] = None,
+    view: Annotated[
+        str, typer.Option(help="single; for streams: flat, per_stream, read or mean.")
+    ] = "single",
+    features: Annotated[int, typer.Option(help="Number of features.")] = 4096,
+    k: Annotated[int, typer.Option(help="Active features per row.")] = 32,
+    kind: Annotated[str, typer.Option(help="batchtopk (saved as jumprelu) or topk.")] = "batchtopk",
+    steps: Annotated[int, typer.Option(help="Training steps.")] = 1000,
+    batch_rows: Annotated[int, typer.Option(help="Rows per training step.")] = 2048,
+    rate: Annotated[float, typer.Option(help="Peak learning rate.")] = 2e-3,
     decay: Annotated[
-        float, typer.Option(help="Share of the steps over which the rate falls to nothing.")
+        float, typer.Option(help="Final share of the steps over which the learning rate decays to 0.")
     ] = 0.3,
     dead_after: Annotated[
-        int, typer.Option(help="Rows without firing after which a feature is helped.")
+        int,
+        typer.Option(
+            help="Rows without activation after which a feature counts as dead and gets the auxiliary loss."
+        ),
     ] = 100_000,
-    seed: Annotated[int, typer.Option(help="The same seed and rows give the same dictionary.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed and rows give the same SAE.")] = 0,
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Train a dictionary on captured rows, or on texts that run meanwhile."""
+    """Train an SAE on stored captures, or on texts run during training."""
     if (store is None) == (texts is None):
         raise OptionError("sae train needs --store DIR or --texts FILE, one of the two.")
-    loading, _ = divide(options)
+    load_options, _ = split_options(options)
     from birkhoff.analysis.sae_rows import LiveRows, RowSource, StoreRows
     from birkhoff.analysis.sae_train import train_sae
     from birkhoff.sae.train import StepReport, TrainOptions
 
-    wish = TrainOptions(
+    train_options = TrainOptions(
         features, k=k, kind=kind, steps=steps, rate=rate, decay=decay, dead_after=dead_after, seed=seed
     )
 
     def run(source: RowSource) -> None:
-        with bar("training", "steps") as advance:
+        with progress_bar("training", "steps") as advance:
 
-            def tell(report: StepReport) -> None:
+            def report_step(report: StepReport) -> None:
                 advance(report.step, steps)
                 if report.step % max(1, steps // 10) == 0:
-                    say(f"step {report.step}: {report.explained:.1%} explained, {report.dead} features dead")
+                    print_status(
+                        f"step {report.step}: {report.explained:.1%} explained, {report.dead} features dead"
+                    )
 
-            done = train_sae(source, wish, out, tell=tell)
-        quality = done.quality
-        say(
-            f"{done.steps} steps, {done.rows} rows: {quality.explained_variance:.1%} of the variance explained with "
-            f"{quality.l0:.1f} features a row, {quality.dead_share:.1%} dead"
+            result = train_sae(source, train_options, out, progress=report_step)
+        quality = result.quality
+        print_status(
+            f"{result.steps} steps, {result.rows} rows: {quality.explained_variance:.1%} of the variance explained "
+            f"with {quality.l0:.1f} features a row, {quality.dead_share:.1%} dead"
         )
-        typer.echo(json_module.dumps({"path": str(out), **done.to_json()}) if json else str(out))
+        typer.echo(json_module.dumps({"path": str(out), **result.to_json()}) if json else str(out))
 
     if store is not None:
         run(StoreRows(store, hook, layer, view, batch_rows, seed))
         return
     assert texts is not None
-    with open_engine(loading, MOST_AT_ONCE) as engine:
-        run(LiveRows(engine, list(_ids(engine, texts)), hook, layer, view, batch_rows, seed))
+    with open_engine(load_options, MAX_REQUESTS) as engine:
+        run(LiveRows(engine, list(_token_ids(engine, texts)), hook, layer, view, batch_rows, seed))
 
 
 @app.command(name="eval")
-@takes("Model")
+@shared_options("Model")
 def evaluate(
     directory: Directory,
-    texts: Annotated[Path, typer.Option(help="A .jsonl or .txt file of texts.", show_default=False)],
+    texts: Annotated[
+        Path, typer.Option(help="A .jsonl, .txt or .parquet file of texts.", show_default=False)
+    ],
     hook: Hook = None,
     layer: Layer = None,
     view: View = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first texts.", show_default=False)] = None,
-    most_tokens: Annotated[int, typer.Option(help="Cut texts to this many tokens.")] = 512,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.", show_default=False)] = None,
+    most_tokens: Annotated[int, typer.Option(help="Truncate texts to this many tokens.")] = 512,
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Explained variance, features per row, dead share, and the loss recovered with the model in the loop."""
-    loading, _ = divide(options)
+    """Measure explained variance, active features per row, dead share, and the model loss recovered."""
+    load_options, _ = split_options(options)
     from birkhoff.analysis.sae_quality import loss_recovered, row_quality
     from birkhoff.sae.dictionary import Sae
 
-    with open_engine(loading, MOST_AT_ONCE) as engine:
+    with open_engine(load_options, MAX_REQUESTS) as engine:
         sae = Sae.load(directory, hook, layer, view)
-        some = [ids[:most_tokens] for ids in _ids(engine, texts)][:limit]
-        leave = [token for token in (engine.config.bos_token_id,) if token is not None]
-        quality, _measure = row_quality(engine, sae, some)
-        loss = loss_recovered(engine, sae, some, leave)
-    found = {**quality.to_json(), **loss.to_json()}
+        sequences = [ids[:most_tokens] for ids in _token_ids(engine, texts)][:limit]
+        excluded = [token for token in (engine.config.bos_token_id,) if token is not None]
+        quality, _ = row_quality(engine, sae, sequences)
+        loss = loss_recovered(engine, sae, sequences, excluded)
+    result = {**quality.to_json(), **loss.to_json()}
     if json:
-        typer.echo(json_module.dumps(found))
+        typer.echo(json_module.dumps(result))
         return
-    for name, value in found.items():
+    for name, value in result.items():
         typer.echo(f"{name:20} {value if isinstance(value, int) else format(value, '.4f')}")
 
 
 @app.command(name="features")
-@takes("Model")
+@shared_options("Model")
 def features_of(
     directory: Directory,
-    texts: Annotated[Path, typer.Option(help="A .jsonl or .txt file of texts.", show_default=False)],
+    texts: Annotated[
+        Path, typer.Option(help="A .jsonl, .txt or .parquet file of texts.", show_default=False)
+    ],
     feature: Annotated[
-        list[int] | None, typer.Option(help="Only these; may be repeated.", show_default=False)
+        list[int] | None, typer.Option(help="Only this feature; repeatable.", show_default=False)
     ] = None,
-    contexts: Annotated[int, typer.Option(help="Contexts per feature.")] = 8,
+    contexts: Annotated[int, typer.Option(help="Top contexts per feature.")] = 8,
     hook: Hook = None,
     layer: Layer = None,
     view: View = None,
-    limit: Annotated[int | None, typer.Option(help="Only the first texts.", show_default=False)] = None,
-    write: Annotated[bool, typer.Option("--write", help="Keep features.json and labels beside it.")] = False,
+    limit: Annotated[int | None, typer.Option(help="Use only the first N texts.", show_default=False)] = None,
+    write: Annotated[bool, typer.Option("--write", help="Write features.json to DIRECTORY.")] = False,
     json: Json = False,
     **options: Any,
 ) -> None:
-    """Where each feature fires, how often, and which tokens it speaks for."""
-    loading, _ = divide(options)
+    """Describe features: top contexts, activation frequency and promoted tokens."""
+    load_options, _ = split_options(options)
     from birkhoff.analysis.sae_features import explain, save_features
     from birkhoff.sae.dictionary import Sae
 
-    with open_engine(loading, MOST_AT_ONCE) as engine:
+    with open_engine(load_options, MAX_REQUESTS) as engine:
         sae = Sae.load(directory, hook, layer, view)
-        some = list(_ids(engine, texts))[:limit]
-        found = explain(engine, sae, some, feature or None, contexts=contexts)
+        sequences = list(_token_ids(engine, texts))[:limit]
+        entries = explain(engine, sae, sequences, feature or None, contexts=contexts)
     if write:
-        path = save_features(found, directory)
-        say(f"{len(found)} features in {path}")
+        path = save_features(entries, directory)
+        print_status(f"{len(entries)} features in {path}")
     if json:
-        typer.echo(json_module.dumps({str(number): entry.to_json() for number, entry in found.items()}))
+        typer.echo(json_module.dumps({str(index): entry.to_json() for index, entry in entries.items()}))
         return
-    for number, entry in found.items():
+    for index, entry in entries.items():
         typer.echo(
-            f"{number}\t{entry.density:.4%}\t{entry.largest:.2f}\t{entry.label}\t{' '.join(entry.promotes[:5])!r}"
+            f"{index}\t{entry.density:.4%}\t{entry.largest:.2f}\t{entry.label}\t{' '.join(entry.promotes[:5])!r}"
         )
 
 
@@ -171,8 +191,8 @@ def features_of(
 def import_dictionary(
     source: Directory, out: Out, hook: Hook = None, layer: Layer = None, view: View = None, json: Json = False
 ) -> None:
-    """Read a dictionary of SAELens, Gemma Scope or dictionary_learning, say where it belongs, and keep it as ours."""
-    _copied(source, out, "saelens", hook, layer, view, False, json)
+    """Convert an SAE of SAELens, Gemma Scope or dictionary_learning; options name its hook, layer and view."""
+    _copy(source, out, "saelens", hook, layer, view, False, json)
 
 
 @app.command()
@@ -180,14 +200,16 @@ def export(
     source: Directory,
     out: Out,
     layout: Annotated[str, typer.Option(help="saelens or manifest.")] = "saelens",
-    half: Annotated[bool, typer.Option("--half", help="Round matrices to bfloat16: half the bytes.")] = False,
+    half: Annotated[
+        bool, typer.Option("--half", help="Round matrices to bfloat16, which halves the size.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Write a dictionary for another tool."""
-    _copied(source, out, layout, None, None, None, half, json)
+    """Write an SAE in the layout of another tool."""
+    _copy(source, out, layout, None, None, None, half, json)
 
 
-def _copied(
+def _copy(
     source: Path,
     out: Path,
     layout: str,
@@ -206,7 +228,7 @@ def _copied(
     (rounded(sae) if half else sae).save(out, layout)
     if half:
         compact(out)
-    say(f"{sae!r}")
+    print_status(f"{sae!r}")
     typer.echo(
         json_module.dumps({"path": str(out), "features": sae.d_sae, "width": sae.d_model})
         if json
@@ -214,6 +236,6 @@ def _copied(
     )
 
 
-def _ids(engine: Engine, path: Path) -> Iterator[list[int]]:
+def _token_ids(engine: Engine, path: Path) -> Iterator[list[int]]:
     for text in read_texts(path):
         yield engine.prompt_ids(text) if isinstance(text, str) else engine.encode_chat(text)

@@ -1,4 +1,4 @@
-"""`birkhoff serve`: the HTTP server. One URL goes to stdout once calls are answered; everything else is talk."""
+"""`birkhoff serve`: the HTTP server. Prints its URL to stdout once it accepts requests; all else goes to stderr."""
 
 from __future__ import annotations
 
@@ -7,41 +7,44 @@ from typing import Annotated, Any
 
 import typer
 
-from birkhoff.cli.options import server_settings, takes
-from birkhoff.cli.talk import say
+from birkhoff.cli.options import server_settings, shared_options
+from birkhoff.cli.terminal import print_status
 from birkhoff.errors import OptionError
 
 
-@takes("Model", "Server")
+@shared_options("Model", "Server")
 def serve(
     max_requests: Annotated[
-        int, typer.Option(help="Answers that run at once.", envvar="BIRKHOFF_MAX_REQUESTS", show_envvar=False)
+        int,
+        typer.Option(
+            help="Requests that run concurrently.", envvar="BIRKHOFF_MAX_REQUESTS", show_envvar=False
+        ),
     ] = 8,
-    json: Annotated[bool, typer.Option("--json", help="Print the address as a JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print the URL as a JSON object.")] = False,
     **options: Any,
 ) -> None:
-    """Serve a model over HTTP, to OpenAI's and Anthropic's clients and to curl."""
-    settings, loading = server_settings(options)
-    loading = {"model": "nano", "max_requests": max_requests, **loading}
+    """Serve a model over HTTP with OpenAI- and Anthropic-compatible APIs."""
+    settings, load_options = server_settings(options)
+    load_options = {"model": "nano", "max_requests": max_requests, **load_options}
     if settings.capture_root:
-        loading["capture_root"] = settings.capture_root
+        load_options["capture_root"] = settings.capture_root
     try:
         import fastapi  # noqa: F401
     except ImportError as error:
         raise OptionError(
             f"serving needs packages that are not here ({error.name}): install birkhoff[server]."
         ) from None
-    from birkhoff.server.process import serve as run
+    from birkhoff.server.process import serve as run_server
 
     def load() -> Any:
         import birkhoff
 
-        return birkhoff.load(**loading)
+        return birkhoff.load(**load_options)
 
     def announce(url: str) -> None:
         typer.echo(json_module.dumps({"url": url}) if json else url)
-        say(f"serving {loading['model']}; Ctrl-C stops")
+        print_status(f"serving {load_options['model']}; Ctrl-C stops")
 
-    status = run(settings, load, announce, loading)
+    status = run_server(settings, load, announce, load_options)
     if status:
         raise typer.Exit(status)

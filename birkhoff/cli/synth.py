@@ -1,4 +1,4 @@
-"""`birkhoff synth OUT`: a random checkpoint in the released layout. The directory goes to stdout, talk to stderr."""
+"""`birkhoff synth OUT`: write a checkpoint with random weights in the released layout. Prints OUT to stdout."""
 
 from __future__ import annotations
 
@@ -9,25 +9,28 @@ from typing import Annotated
 
 import typer
 
-from birkhoff.cli.talk import bar, say
+from birkhoff.cli.options import Json
+from birkhoff.cli.terminal import print_status, progress_bar
 
 
 def synth(
     out: Annotated[
-        Path, typer.Argument(help="Directory to write; it must not hold a checkpoint.", show_default=False)
+        Path, typer.Argument(help="Directory to write; it must not contain a checkpoint.", show_default=False)
     ],
     like: Annotated[str, typer.Option(help="Size: flash, pro, nano or tiny.")] = "tiny",
     layers: Annotated[
-        int | None, typer.Option(help="Keep only the first layers.", show_default=False)
+        int | None, typer.Option(help="Number of layers; default: all.", show_default=False)
     ] = None,
-    seed: Annotated[int, typer.Option(help="The same seed writes the same bytes.")] = 0,
+    seed: Annotated[int, typer.Option(help="Random seed; the same seed gives the same bytes.")] = 0,
     dense: Annotated[str, typer.Option(help="Format of dense matrices: fp8, bf16 or f32.")] = "fp8",
     experts: Annotated[str, typer.Option(help="Format of routed experts: fp4, fp8, bf16 or f32.")] = "fp4",
     mtp: Annotated[bool, typer.Option(help="Include the multi-token-prediction block.")] = True,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and stop.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Report what would be written and exit.")
+    ] = False,
+    json: Json = False,
 ) -> None:
-    """Write a random checkpoint with real names and number formats."""
+    """Write a checkpoint with random weights in the released tensor names and formats."""
     from birkhoff.convert.presets import preset
     from birkhoff.convert.synth import synth as write_synthetic
     from birkhoff.weights.inspect import class_of
@@ -54,12 +57,12 @@ def synth(
         "bytes_by_class": sizes,
         "written": not dry_run,
     }
-    del stored_tensors  # a large model has tens of thousands of them
-    say(
+    del stored_tensors  # tens of thousands of entries for a large model
+    print_status(
         f"{like}, {config.num_hidden_layers} layers, seed {seed}, dense {dense}, experts {experts}: "
         f"{result['tensors']} tensors, {total / 1e9:.2f} GB"
     )
     if not dry_run:
-        with bar("writing") as advance:
+        with progress_bar("writing") as advance:
             write_synthetic(out, like, layers, seed, dense, experts, mtp, progress=advance)
     typer.echo(json_module.dumps(result) if json else str(out))

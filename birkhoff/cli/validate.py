@@ -1,4 +1,4 @@
-"""`birkhoff validate A [B]`: is A right? Exit status 0 when it agrees with what it is held against, 1 when not."""
+"""`birkhoff validate A [B]`: compare a checkpoint with a reference. Exit status 0 if they agree, 1 if not."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from birkhoff.cli.talk import say
+from birkhoff.cli.options import Json
+from birkhoff.cli.terminal import print_status
 from birkhoff.errors import DataError, OptionError
 
 if TYPE_CHECKING:
@@ -19,48 +20,60 @@ def validate(
     a: Annotated[
         str, typer.Argument(help="nano, a checkpoint directory or a GGUF file.", show_default=False)
     ],
-    b: Annotated[str | None, typer.Argument(help="What to hold it against.", show_default=False)] = None,
+    b: Annotated[str | None, typer.Argument(help="Checkpoint to compare with.", show_default=False)] = None,
     oracle: Annotated[
-        str | None, typer.Option(help="transformers: A's weights in its code.", show_default=False)
+        str | None,
+        typer.Option(help="transformers: compare with A's weights run by transformers.", show_default=False),
     ] = None,
     goldens: Annotated[
-        Path | None, typer.Option(help="Directory of golden values.", show_default=False)
+        Path | None, typer.Option(help="Directory of golden values to compare with.", show_default=False)
     ] = None,
     save_goldens: Annotated[
-        Path | None, typer.Option(help="Keep what A computes as goldens.", show_default=False)
+        Path | None,
+        typer.Option(help="Write the values A computes as goldens to this directory.", show_default=False),
     ] = None,
     official: Annotated[
-        Path | None, typer.Option(help="official.vec; its prompts beside it.", show_default=False)
+        Path | None,
+        typer.Option(
+            help="official.vec file; its prompts are read from the same directory.", show_default=False
+        ),
     ] = None,
-    answers: Annotated[int, typer.Option(help="Also compare greedy answers of so many tokens (with B).")] = 0,
+    answers: Annotated[
+        int, typer.Option(help="Also compare greedy answers of this many tokens (with B).")
+    ] = 0,
     tokens: Annotated[
-        Path | None, typer.Option(help="JSON file with a list of token ids.", show_default=False)
+        Path | None, typer.Option(help="JSON file with the list of token ids to run.", show_default=False)
     ] = None,
-    length: Annotated[int, typer.Option(help="How many tokens, when none are given.")] = 192,
-    seed: Annotated[int, typer.Option(help="Which tokens, when none are given.")] = 0,
+    length: Annotated[int, typer.Option(help="Number of random tokens, without --tokens.")] = 192,
+    seed: Annotated[int, typer.Option(help="Seed of the random tokens, without --tokens.")] = 0,
     dtype: Annotated[str, typer.Option(help="Compute dtype of A: float32 or bfloat16.")] = "float32",
     against_dtype: Annotated[str | None, typer.Option(help="Compute dtype of B.", show_default=False)] = None,
     numerics: Annotated[str, typer.Option(help="plain or released.")] = "plain",
     gate: Annotated[
         str | None,
         typer.Option(
-            help="float32, engine, bfloat16, trained or released; told by the dtypes.", show_default=False
+            help="Tolerances: float32, engine, bfloat16, trained or released; default: from the dtypes.",
+            show_default=False,
         ),
     ] = None,
-    explain: Annotated[bool, typer.Option(help="Look for a known mistake when they differ.")] = True,
-    html: Annotated[Path | None, typer.Option(help="Write the report as a page.", show_default=False)] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object.")] = False,
+    explain: Annotated[
+        bool, typer.Option(help="On a difference, test for known implementation errors.")
+    ] = True,
+    html: Annotated[
+        Path | None, typer.Option(help="Write the report as an HTML page.", show_default=False)
+    ] = None,
+    json: Json = False,
 ) -> None:
     """Compare a checkpoint site by site with another, with transformers, or with goldens."""
     from birkhoff.validate.report import lines, to_html
-    from birkhoff.validate.validate import validate as run
+    from birkhoff.validate.validate import validate as run_validation
 
     if answers and b is None:
         raise OptionError("answers are compared between two checkpoints: give B.")
     report: dict[str, Any] = {}
-    good = True
+    ok = True
     if b is not None or oracle is not None or goldens is not None or save_goldens is not None:
-        result = run(
+        result = run_validation(
             a,
             b,
             oracle=oracle,
@@ -76,34 +89,34 @@ def validate(
             explanations=explain,
         )
         if result is None:
-            say(f"goldens written to {save_goldens}")
+            print_status(f"goldens written to {save_goldens}")
         else:
-            report, good = result.to_dict(), result.ok
+            report, ok = result.to_dict(), result.ok
             if html is not None:
                 html.write_text(to_html(result), encoding="utf-8")
-                say(f"report written to {html}")
+                print_status(f"report written to {html}")
             if not json:
                 for line in lines(result):
                     typer.echo(line)
     elif official is None:
         raise OptionError("give B, --oracle, --goldens, --save-goldens or --official: A alone says nothing.")
     if answers and b is not None:
-        rows = _answers(a, b, answers)
+        rows = _compare_answers(a, b, answers)
         report["answers"] = [vars(row) for row in rows]
-        good = good and all(row.ok for row in rows)
+        ok = ok and all(row.ok for row in rows)
         for row in rows if not json else ():
-            parted = "" if row.gap is None else f", where the two best are {row.gap:.2g} apart"
-            typer.echo(f"{row.prompt!r}: {row.same} of {row.tokens} tokens the same{parted}")
+            gap = "" if row.gap is None else f", where the two best are {row.gap:.2g} apart"
+            typer.echo(f"{row.prompt!r}: {row.same} of {row.tokens} tokens the same{gap}")
     if official is not None:
-        held = _official(a, official)
-        report["official"] = held
-        wrong = [row for row in held if not row["ok"]]
-        good = good and not wrong
+        steps = _check_official(a, official)
+        report["official"] = steps
+        wrong = [row for row in steps if not row["ok"]]
+        ok = ok and not wrong
         if not json:
-            typer.echo(f"official vectors: {len(held) - len(wrong)} of {len(held)} steps hold")
+            typer.echo(f"official vectors: {len(steps) - len(wrong)} of {len(steps)} steps hold")
     if json:
-        typer.echo(json_module.dumps({"ok": good, **report}))
-    if not good:
+        typer.echo(json_module.dumps({"ok": ok, **report}))
+    if not ok:
         raise typer.Exit(1)
 
 
@@ -119,7 +132,7 @@ def _read_tokens(path: Path | None) -> list[int] | None:
     return ids
 
 
-def _answers(a: str, b: str, count: int) -> list[GreedyComparison]:
+def _compare_answers(a: str, b: str, count: int) -> list[GreedyComparison]:
     from birkhoff.api.load import load
     from birkhoff.validate.greedy import compare_greedy
 
@@ -129,12 +142,12 @@ def _answers(a: str, b: str, count: int) -> list[GreedyComparison]:
         return compare_greedy(first, second, max_tokens=count)
 
 
-def _official(a: str, path: Path) -> list[dict[str, Any]]:
+def _check_official(a: str, path: Path) -> list[dict[str, Any]]:
     from birkhoff.api.load import load
     from birkhoff.validate.official import hold, read_vectors
 
     cases = read_vectors(path)
-    beside = path.parent / "prompts"
+    prompts = path.parent / "prompts"
     with load(a) as engine:
-        held = hold(engine, cases, beside if beside.is_dir() else path.parent)
-    return [{**vars(row), "ok": row.ok} for row in held]
+        steps = hold(engine, cases, prompts if prompts.is_dir() else path.parent)
+    return [{**vars(row), "ok": row.ok} for row in steps]

@@ -1,8 +1,8 @@
-"""Which verbs there are, and the flags that stand before a verb.
+"""Registers the commands (verbs) of `birkhoff` and its global options.
 
-One file per verb, each a thin shell over one Python function; a new verb is one line here. Verbs import what they need
-when they are called, so that help comes at once. Settings come from flags, `BIRKHOFF_*` variables or a TOML file, in
-that order.
+Each command lives in its own file and wraps one Python function; adding one takes one line here. Commands import
+their dependencies when called, so that `--help` is fast. Values come from flags, then `BIRKHOFF_*` environment
+variables, then the TOML file given with `--config`.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from birkhoff import __version__
 from birkhoff.cli.bench import app as bench
 from birkhoff.cli.capture import capture
 from birkhoff.cli.chat import chat
+from birkhoff.cli.config_file import read_defaults
 from birkhoff.cli.convert import convert
 from birkhoff.cli.generate import generate
 from birkhoff.cli.inspect import inspect
 from birkhoff.cli.sae import app as sae
 from birkhoff.cli.serve import serve
-from birkhoff.cli.settings import defaults_from
 from birkhoff.cli.synth import synth
 from birkhoff.cli.validate import validate
 from birkhoff.cli.vectors import app as vectors
 
 
-class Verbs(TyperGroup):
-    """Names the verbs there are when asked for one there is not."""
+class CommandGroup(TyperGroup):
+    """Typer group that lists the available commands when an unknown one is given."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
@@ -39,7 +39,7 @@ class Verbs(TyperGroup):
 
 app = typer.Typer(
     name="birkhoff",
-    cls=Verbs,
+    cls=CommandGroup,
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -58,8 +58,8 @@ app.add_typer(vectors, name="vectors")
 app.add_typer(sae, name="sae")
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"birkhoff {__version__}")
         raise typer.Exit
 
@@ -69,12 +69,15 @@ def common(
     context: typer.Context,
     config: Annotated[
         Path | None,
-        typer.Option(envvar="BIRKHOFF_CONFIG", help="TOML file with defaults for flags.", show_default=False),
+        typer.Option(
+            envvar="BIRKHOFF_CONFIG", help="TOML file with defaults for options.", show_default=False
+        ),
     ] = None,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.", callback=_version, is_eager=True)
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
     ] = False,
 ) -> None:
     """Run, read and steer DeepSeek-V4."""
     if config is not None:
-        context.default_map = defaults_from(config, context.command)
+        context.default_map = read_defaults(config, context.command)

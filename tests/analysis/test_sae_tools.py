@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from birkhoff import Add, Capture
-from birkhoff.analysis.sae_features import explain, read_features, save_features, speaks_for
-from birkhoff.analysis.sae_quality import LossRecovered, loss_recovered, row_quality, silent
+from birkhoff.analysis.sae_features import collect_features, explain, promoted_tokens, save_features
+from birkhoff.analysis.sae_quality import LossRecovered, loss_recovered, row_quality, zero_sae
 from birkhoff.analysis.sae_rows import LiveRows, StoreRows, check_view, view_rows
 from birkhoff.analysis.sae_train import STATE, train_sae
 from birkhoff.errors import OptionError, SaeError
@@ -94,12 +94,12 @@ def test_a_training_that_was_killed_ends_the_same(store, tmp_path):
             raise Stop
 
     with pytest.raises(Stop):
-        train_sae(source, options, tmp_path / "cut", every=5, tell=stop)
+        train_sae(source, options, tmp_path / "cut", every=5, progress=stop)
     assert (tmp_path / "cut" / STATE).is_file()
     with pytest.raises(SaeError, match="other settings"):
         train_sae(source, TrainOptions(32, k=3, steps=24), tmp_path / "cut")
     seen = []
-    again = train_sae(source, options, tmp_path / "cut", tell=lambda report: seen.append(report.step))
+    again = train_sae(source, options, tmp_path / "cut", progress=lambda report: seen.append(report.step))
     assert seen[0] == 16 and torch.equal(again.sae.decoder, whole.sae.decoder)
     assert again.sae.digest == whole.sae.digest and not (tmp_path / "cut" / STATE).exists()
 
@@ -151,9 +151,9 @@ def test_loss_recovered_is_the_definition(engine, dictionary):
     assert (
         LossRecovered(9, 1.0, 1.5, 3.0).recovered == 0.75 and LossRecovered(9, 1.0, 1.5, 0.9).recovered == 0.0
     )
-    nothing = loss_recovered(engine, silent(dictionary), prompts)
+    nothing = loss_recovered(engine, zero_sae(dictionary), prompts)
     assert nothing.spliced == nothing.ablated
-    left_alone = loss_recovered(engine, dictionary, [[5, 5, 5, 5]], leave=[5])
+    left_alone = loss_recovered(engine, dictionary, [[5, 5, 5, 5]], exclude=[5])
     assert left_alone.plain == left_alone.spliced == left_alone.ablated
     with pytest.raises(OptionError, match="two tokens"):
         loss_recovered(engine, dictionary, [[1]])
@@ -169,7 +169,7 @@ def test_quality_of_texts_is_that_of_their_rows(engine, dictionary):
 
 def test_features_are_found_where_they_fire_most(engine, dictionary, tmp_path):
     prompts = texts(6, 13)
-    book = read_features(engine, dictionary, prompts, skip=1, contexts=3)
+    book = collect_features(engine, dictionary, prompts, skip=1, contexts=3)
     every = [dictionary.encode(engine.trace(ids, [STREAMS])[STREAMS, 3].flatten(1)) for ids in prompts]
     checked = 0
     for feature in range(dictionary.d_sae):
@@ -192,7 +192,7 @@ def test_features_are_found_where_they_fire_most(engine, dictionary, tmp_path):
 
 
 def test_the_tokens_a_feature_speaks_for_are_those_its_row_raises(engine, dictionary):
-    up, down = speaks_for(engine, dictionary, 3)
+    up, down = promoted_tokens(engine, dictionary, 3)
     row = dictionary.decoder[5].view(4, -1).mean(0)
     with torch.no_grad():
         logits = engine.model.logits(engine.model.norm(row.unsqueeze(0)))[0]
@@ -231,4 +231,4 @@ def test_views_a_hook_does_not_have_are_refused(engine, tmp_path):
         train_sae(LiveRows(engine, [], HOOK, 1), TrainOptions(8, k=2))
     nowhere = Sae(torch.eye(4), None, torch.eye(4))
     with pytest.raises(SaeError, match="where its rows come from"):
-        read_features(engine, nowhere, [[1, 2]])
+        collect_features(engine, nowhere, [[1, 2]])

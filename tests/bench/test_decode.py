@@ -7,7 +7,7 @@ import torch
 
 from birkhoff.bench.decode import cache_facts
 from birkhoff.bench.synthetic import filled_state
-from birkhoff.cli.bench import _tokens
+from birkhoff.cli.parsers import parse_token_count
 from birkhoff.errors import OptionError
 from tests.models import TINY
 
@@ -24,10 +24,10 @@ def test_the_cache_is_as_large_as_computed():
 
 @pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("128k", 131_072), ("1M", 2**20), ("1K", 1024)])
 def test_contexts_may_be_written_short(text, tokens):
-    assert _tokens(text) == tokens
+    assert parse_token_count(text) == tokens
 
 
 @pytest.mark.parametrize("text", ["", "k", "-5", "0", "1.5k", "99999M", "four", "²k"])
 def test_other_contexts_are_refused(text):
     with pytest.raises(OptionError, match="expected a number of tokens such as 4096, 128k or 1M"):
-        _tokens(text)
+        parse_token_count(text)

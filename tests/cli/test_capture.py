@@ -11,7 +11,7 @@ from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
 from birkhoff.capture.store.file_options import FileOptions
 from birkhoff.capture.store.reader import read_request, read_sharded
 from birkhoff.capture.store.writer import CaptureWriter
-from birkhoff.cli.capture import parse_hooks, parse_positions
+from birkhoff.cli.parsers import parse_hooks, parse_positions
 from birkhoff.errors import OptionError
 from tests.capture.made import chunk
 from tests.cli.conftest import birkhoff, no_trace_of_python

@@ -70,7 +70,7 @@ def test_a_terminal_conversation(tiny):
     flags = ("--model", tiny, "--max-tokens", "3000", "--ignore-eos", "--seed", "5", "--thinking")
     with Terminal("chat", *flags) as terminal:
         at = terminal.wait_for(">>> ")
-        assert "/help for what else there is" in terminal.screen
+        assert "/help for commands" in terminal.screen
         terminal.type("hello\n")
         at = terminal.wait_for("\x1b[2m", after=at)  # reasoning is dim
         terminal.type("\x03")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from birkhoff.analysis.vector_files import import_vectors
+from birkhoff.analysis.vector_import import import_vectors
 from birkhoff.errors import BirkhoffError, VectorFileError
 from birkhoff.steering.vector_file import SteeringVector
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from birkhoff.analysis.search import Trial
+from birkhoff.analysis.vector_search import Trial
 from birkhoff.sae.compact import rounded
 from birkhoff.sae.dictionary import Sae
 from tests.sae.made import random_sae

@@ -1,8 +1,9 @@
-"""Data files by their ending. Parquet needs pyarrow, which only this file knows and nobody else asks for.
+"""Opens data files by extension: .jsonl and .txt through `analysis/dataset.py`, .parquet through pyarrow.
 
-A Parquet file is read in batches of rows, the columns that can hold a text alone, so that neither its width nor its
-length costs memory. Numbers, places and problems of its texts are those of `analysis/dataset.py`; what is wrong with the
-file itself, also when it shows only half-way, is a `DataError` that names it.
+A Parquet file is read in batches of rows and only the columns that can hold a text, so that memory use depends
+neither on its width nor on its length. Text indices, locations and problems follow `analysis/dataset.py`. An
+unreadable file is a `DataError` that names it, also when a later part of the file is damaged. This is the only module
+that imports pyarrow.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from birkhoff.analysis.dataset import DataFile, DatasetText, text_of
-from birkhoff.errors import DataError, quoted
+from birkhoff.errors import DataError, OptionError, quoted
 
 BATCH_ROWS = 1024
 
 
-def open_data(path: Path, text_field: str, whole_file: bool) -> DataFile | ParquetFile:
+def open_data(path: Path, text_field: str = "text", whole_file: bool = False) -> DataFile | ParquetFile:
+    """Open a data file. `whole_file` reads a .txt file as a single text."""
     if path.suffix != ".parquet":
         return DataFile(path, text_field, whole_file)
     if whole_file:
@@ -27,9 +29,19 @@ def open_data(path: Path, text_field: str, whole_file: bool) -> DataFile | Parqu
     return ParquetFile(path, text_field)
 
 
+def read_texts(path: Path) -> list[Any]:
+    """Return every text of a file, as a prompt or a list of messages. An invalid text is an `OptionError`."""
+    texts = []
+    for text in open_data(path):
+        if text.problem is not None:
+            raise OptionError(f"{text.where} {text.problem}. Mend it.")
+        texts.append(text.prompt if text.messages is None else text.messages)
+    return texts
+
+
 @dataclass(frozen=True)
 class ParquetFile:
-    """The rows of a Parquet file as texts, in batches."""
+    """The rows of a Parquet file as texts, read in batches."""
 
     path: Path
     text_field: str
@@ -42,6 +54,7 @@ class ParquetFile:
             )
 
     def describe(self) -> dict[str, Any]:
+        """Return the file's digest, size, number of texts and text column; a resumed harvest compares them."""
         texts = self._open().metadata.num_rows
         with self.path.open("rb") as stream:
             digest = hashlib.file_digest(stream, "sha256").hexdigest()
@@ -56,23 +69,23 @@ class ParquetFile:
         file = self._open()
         names = file.schema_arrow.names
         if self.text_field not in names and "messages" not in names:
-            has = quoted(", ".join(map(str, names)), 120)
+            present = quoted(", ".join(map(str, names)), 120)
             raise DataError(
-                f"{self.path} has neither a column {self.text_field!r} nor 'messages', but {has}. Name the one that "
-                "holds the texts: --text-field"
+                f"{self.path} has neither a column {self.text_field!r} nor 'messages', but {present}. Name the one "
+                "that holds the texts: --text-field"
             )
-        wanted = [name for name in dict.fromkeys((self.text_field, "prompt", "messages")) if name in names]
-        number = 0
-        for records in self._batches(file, wanted):
+        columns = [name for name in dict.fromkeys((self.text_field, "prompt", "messages")) if name in names]
+        index = 0
+        for records in self._batches(file, columns):
             for record in records:
-                present = {name: value for name, value in record.items() if value is not None}
-                yield text_of(present, number, f"{self.path} row {number + 1}", self.text_field)
-                number += 1
+                fields = {name: value for name, value in record.items() if value is not None}
+                yield text_of(fields, index, f"{self.path} row {index + 1}", self.text_field)
+                index += 1
 
-    def _batches(self, file: Any, wanted: list[str]) -> Iterator[list[dict[str, Any]]]:
+    def _batches(self, file: Any, columns: list[str]) -> Iterator[list[dict[str, Any]]]:
         from pyarrow import ArrowException
 
-        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=wanted)
+        batches = file.iter_batches(batch_size=BATCH_ROWS, columns=columns)
         while True:
             try:
                 batch = next(batches, None)

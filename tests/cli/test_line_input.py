@@ -11,18 +11,18 @@ import time
 
 import pytest
 
-from birkhoff.cli.typed import asked_to_stop, heard_at_once
+from birkhoff.cli.line_input import prompt_interrupts, stop_on_interrupt
 from tests.cli.conftest import clean_environment
 from tests.cli.terminal import Terminal
 from tests.sizes import scaled
 
 PROMPT = """
 import signal, sys
-from birkhoff.cli.main import _interrupt
-from birkhoff.cli.typed import typed
-signal.signal(signal.SIGINT, _interrupt)
+from birkhoff.cli.main import _handle_interrupt
+from birkhoff.cli.line_input import read_lines
+signal.signal(signal.SIGINT, _handle_interrupt)
 try:
-    for line in typed(">>> "):
+    for line in read_lines(">>> "):
         print("read", line.upper(), flush=True)
 except KeyboardInterrupt:
     sys.exit(130)
@@ -73,7 +73,7 @@ def test_lines_are_read_as_typed():
 def test_nothing_of_the_listening_stays_behind():
     script = """
     import os, signal, threading
-    from birkhoff.cli.typed import heard_at_once
+    from birkhoff.cli.line_input import heard_at_once
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
         with heard_at_once():
@@ -92,7 +92,7 @@ def test_a_handler_runs_although_nobody_waits_in_python():
     heard = []
     before = signal.signal(signal.SIGINT, lambda *_: heard.append(time.monotonic()))
     try:
-        with heard_at_once():
+        with prompt_interrupts():
             signal.raise_signal(signal.SIGINT)
             threading.Event().wait(0.3)
     finally:
@@ -102,7 +102,7 @@ def test_a_handler_runs_although_nobody_waits_in_python():
 
 def test_the_first_press_asks_and_the_second_insists():
     handler = signal.getsignal(signal.SIGINT)
-    with asked_to_stop() as asked:
+    with stop_on_interrupt() as asked:
         assert not asked.is_set()
         signal.raise_signal(signal.SIGINT)
         assert asked.is_set()

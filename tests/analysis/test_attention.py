@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from birkhoff.analysis.attention_readout import attention_weights, masses, remembered
+from birkhoff.analysis.attention import attention_weights, layer_masses, layer_readout
 from birkhoff.hooks.tap import EagerTap
 from tests.models import TINY, random_model
 
@@ -38,7 +38,7 @@ def test_shares_add_up_and_name_what_is_seen(text):
     model, ids, kept = text
     for layer, ratio in enumerate(TINY.compress_ratios[: TINY.num_hidden_layers]):
         with torch.no_grad():
-            memory = remembered(model.layers[layer], kept["pre_attn", layer], ids, model.rope, 299)
+            memory = layer_readout(model.layers[layer], kept["pre_attn", layer], ids, model.rope, 299)
         assert memory.ratio == ratio
         assert float(memory.window.sum() + memory.entries.sum()) + memory.sink == pytest.approx(1, abs=1e-5)
         assert memory.first == 299 - TINY.sliding_window + 1
@@ -53,8 +53,8 @@ def test_shares_add_up_and_name_what_is_seen(text):
 def test_masses_of_all_tokens_are_those_of_each(text, layer):
     model, ids, kept = text
     with torch.no_grad():
-        every = masses(model.layers[layer], kept["pre_attn", layer], ids, model.rope)
+        every = layer_masses(model.layers[layer], kept["pre_attn", layer], ids, model.rope)
         for position in (0, 5, 127, 128, 255, 299):
-            one = remembered(model.layers[layer], kept["pre_attn", layer], ids, model.rope, position)
+            one = layer_readout(model.layers[layer], kept["pre_attn", layer], ids, model.rope, position)
             told = torch.tensor([float(one.window.sum()), float(one.entries.sum()), one.sink])
             assert (every[position] - told).abs().max() < 1e-5

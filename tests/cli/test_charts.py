@@ -4,7 +4,7 @@ import io
 
 from rich.console import Console
 
-from birkhoff.cli.draw import mixing_matrix, shade, sparks
+from birkhoff.cli.charts import cell_style, mixing_matrix, sparkline
 
 MIX = [[0.7, 0.1, 0.1, 0.1], [0.1, 0.6, 0.2, 0.1], [0.1, 0.2, 0.5, 0.2], [0.1, 0.1, 0.2, 0.6]]
 
@@ -26,11 +26,11 @@ def test_a_mixing_matrix_shows_every_number_and_the_sums():
 
 
 def test_shades_grow_with_the_number():
-    colours = [shade(value).bgcolor.triplet for value in (-1.0, 0.0, 0.5, 1.0, 7.0)]
+    colours = [cell_style(value).bgcolor.triplet for value in (-1.0, 0.0, 0.5, 1.0, 7.0)]
     assert colours[0] == colours[1] and colours[3] == colours[4]
     assert colours[1].red < colours[2].red < colours[3].red
 
 
 def test_sparks_stand_as_high_as_their_share():
-    assert sparks([0.0, 1.0, 2.0, 4.0]) == " ▂▄█"
-    assert sparks([0.0, 0.0]) == "  " and sparks([]) == ""
+    assert sparkline([0.0, 1.0, 2.0, 4.0]) == " ▂▄█"
+    assert sparkline([0.0, 0.0]) == "  " and sparkline([]) == ""

@@ -6,17 +6,17 @@ import sys
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.cli.talk import bar, complain, visible
+from birkhoff.cli.terminal import escape_control, print_error, progress_bar
 
 
 def test_a_complaint_is_its_code_and_its_message(capsys):
-    complain("weights", "first\nsecond")
+    print_error("weights", "first\nsecond")
     assert capsys.readouterr().err == "weights  first\n         second\n"
 
 
 @given(st.text())
 def test_text_for_a_terminal_moves_no_cursor(text):
-    shown = visible(text)
+    shown = escape_control(text)
     assert not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in shown)
     if not any((ord(c) < 32 and c not in "\n\t") or 127 <= ord(c) < 160 for c in text):
         assert shown == text
@@ -25,6 +25,6 @@ def test_text_for_a_terminal_moves_no_cursor(text):
 def test_on_a_pipe_a_bar_says_nothing(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
-    with bar("working") as advance:
+    with progress_bar("working") as advance:
         advance(1, 2)
     assert stream.getvalue() == ""

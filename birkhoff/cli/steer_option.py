@@ -1,7 +1,6 @@
-"""`--steer`: a line of steering on the command line.
+"""The `--steer` option of `generate` and `chat`.
 
-Checked before a model is loaded for it. A name is a module of the engine, or the path of a vector file; what is neither
-is refused with the names there are.
+The line is parsed before a model is loaded. A name in it is a module of the engine or the path of a vector file.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ Steer = Annotated[
     str | None,
     typer.Option(
         "--steer",
-        help="Edit activations: '+2.0 calm @ mhc_streams_pre_attn[4] stream=1'; several joined by ';'. "
-        "The name is a module's, or a vector file.",
+        help="Edit activations: '+2.0 spooky @ mhc_streams_pre_attn[3] stream=1'; join several with ';'. "
+        "The name is a module or a vector file.",
         metavar="LINE",
         show_default=False,
     ),
 ]
 
 
-def read_line(line: str | None) -> list[Any]:
-    """The edits of a line, names not yet looked up."""
+def parse_steer(line: str | None) -> list[Any]:
+    """Parse a steering line to edits; vector names are not resolved yet."""
     if line is None:
         return []
     from birkhoff.steering.edit_syntax import parse_line
@@ -39,21 +38,21 @@ def read_line(line: str | None) -> list[Any]:
     return list(parse_line(line))
 
 
-def with_vectors(edits: Sequence[Any], engine: Engine) -> list[Any]:
-    """The same edits with names that this engine knows, and vectors read from files for the others."""
+def load_vectors(edits: Sequence[Any], engine: Engine) -> list[Any]:
+    """Return the edits with file names replaced by the loaded vectors; names of engine modules are kept."""
     from birkhoff.steering.vector_file import SteeringVector
 
-    found = []
+    resolved = []
     for edit in edits:
         name = edit.vector
         if name in engine.modules:
-            found.append(edit)
+            resolved.append(edit)
         elif Path(name).suffix == ".safetensors" or Path(name).is_file():
-            found.append(replace(edit, vector=SteeringVector.load(name)))
+            resolved.append(replace(edit, vector=SteeringVector.load(name)))
         else:
             known = ", ".join(sorted(engine.modules)) or "none"
             raise SteeringError(
                 f"--steer names {quoted(name)}, which is neither a module ({known}) nor a file. "
                 "Make a vector: birkhoff vectors contrast"
             )
-    return found
+    return resolved

@@ -1,6 +1,6 @@
-"""What is said to a person: stderr, one line at a time, and text that a terminal can bear.
+"""Terminal output: status and error lines on stderr, escaping of control characters, progress bars.
 
-Nothing here writes data. Colour and bars are for terminals only; on a pipe the same words come plain or not at all.
+Nothing here writes to stdout. Progress bars are drawn only when stderr is a terminal.
 """
 
 from __future__ import annotations
@@ -10,30 +10,31 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-Advance = Callable[[int, int], None]  # (done, total)
+ProgressCallback = Callable[[int, int], None]  # (done, total)
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def say(text: str) -> None:
+def print_status(text: str) -> None:
+    """Print `birkhoff: text` to stderr."""
     print(f"birkhoff: {text}", file=sys.stderr, flush=True)
 
 
-def complain(code: str, message: str) -> None:
-    """`code  message`; further lines of a long message stand under its first."""
+def print_error(code: str, message: str) -> None:
+    """Print `code  message` to stderr; continuation lines are indented to the start of the message."""
     indented = message.replace("\n", "\n" + " " * (len(code) + 2))
     print(f"{code}  {indented}", file=sys.stderr, flush=True)
 
 
-def visible(text: str) -> str:
-    """Text for a terminal: a model may say any byte, but it may not move the cursor or retitle the window."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+def escape_control(text: str) -> str:
+    """Escape control characters, so that generated text cannot move the cursor or retitle the window."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
 
 
 @contextmanager
-def bar(what: str, unit: str = "bytes", wanted: bool = True) -> Iterator[Advance]:
-    """A progress bar on stderr when that is a terminal, else nothing; call what it gives with (done, total)."""
-    if not wanted or not sys.stderr.isatty():
+def progress_bar(label: str, unit: str = "bytes", enabled: bool = True) -> Iterator[ProgressCallback]:
+    """Yield a callback `(done, total)` that draws a progress bar on stderr; a no-op unless stderr is a terminal."""
+    if not enabled or not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
@@ -52,7 +53,7 @@ def bar(what: str, unit: str = "bytes", wanted: bool = True) -> Iterator[Advance
         if unit == "bytes"
         else (MofNCompleteColumn(), TextColumn(unit))
     )
-    columns = (TextColumn(what), BarColumn(), *counts, TimeRemainingColumn())
+    columns = (TextColumn(label), BarColumn(), *counts, TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task("", total=None)
         yield lambda done, total: progress.update(task, completed=done, total=total)

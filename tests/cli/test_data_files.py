@@ -12,7 +12,7 @@ from pyarrow import parquet
 
 from birkhoff.analysis.dataset import DataFile
 from birkhoff.capture.store.reader import read_sharded
-from birkhoff.cli.data import BATCH_ROWS, open_data
+from birkhoff.cli.data_files import BATCH_ROWS, open_data
 from birkhoff.errors import DataError
 from tests.cli.conftest import ROOT, birkhoff, no_trace_of_python
 

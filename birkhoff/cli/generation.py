@@ -1,15 +1,11 @@
-"""Answers on the command line: load with a progress bar, stream with reasoning and content apart, end as JSON.
-
-`open_engine` is `birkhoff.load` for verbs that hold one conversation. `ChatAnswer` is one running answer in the chat
-format: iterate over the events of each token, close it at any time, and ask for its output: what there was of it.
-"""
+"""Engine loading, chat streaming and output formatting shared by `generate`, `chat` and other commands."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from birkhoff.cli.talk import bar
+from birkhoff.cli.terminal import progress_bar
 
 if TYPE_CHECKING:
     from birkhoff.api import Engine
@@ -19,16 +15,21 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, Any]]
 
 
-def open_engine(loading: Mapping[str, Any], requests: int = 1) -> Engine:
-    """Load a model for a few requests at a time, so that the context they share its memory with can be long."""
+def open_engine(load_options: Mapping[str, Any], max_requests: int = 1) -> Engine:
+    """Call `birkhoff.load` with a progress bar. A low `max_requests` leaves more cache memory for long contexts."""
     import birkhoff
 
-    options = {"max_requests": requests, **loading}
-    with bar("loading") as advance:
+    options = {"max_requests": max_requests, **load_options}
+    with progress_bar("loading") as advance:
         return birkhoff.load(options.pop("model"), progress=advance, **options)
 
 
-class ChatAnswer:
+class ChatGeneration:
+    """One running chat completion. Iterating yields the parsed events of each token; `close` cancels it.
+
+    `output` holds the text, reasoning and message parsed so far, also after a cancellation.
+    """
+
     def __init__(
         self,
         engine: Engine,
@@ -43,21 +44,21 @@ class ChatAnswer:
 
         stops = sampling.get("stop", ())
         prompt = engine.encode_chat(messages, thinking=thinking, effort=effort)
-        self._parsed = ChatStream(
+        self._parser = ChatStream(
             engine.tokenizer, [stops] if isinstance(stops, str) else stops, thinking=thinking
         )
         self._stream = engine.stream(prompt, steer=steer, **sampling)
 
     def __iter__(self) -> Iterator[list[Event]]:
-        """What each token brought to light, often nothing or one piece of text."""
-        told = 0
+        """Yield the events each token completes; the list is often empty or one piece of text."""
+        emitted = 0
         for token in self._stream:
             if token.token_id is not None:
-                self._parsed.feed(token.token_id)
+                self._parser.feed(token.token_id)
             if token.finish_reason is not None:
-                self._parsed.finish()
-            yield self._parsed.events[told:]
-            told = len(self._parsed.events)
+                self._parser.finish()
+            yield self._parser.events[emitted:]
+            emitted = len(self._parser.events)
 
     def close(self) -> None:
         self._stream.close()
@@ -65,13 +66,13 @@ class ChatAnswer:
     @property
     def output(self) -> Output:
         output = self._stream.output
-        output.message = self._parsed.message()
+        output.message = self._parser.message()
         output.text = output.message.content
         return output
 
 
-def as_json(output: Output) -> dict[str, Any]:
-    """The fields of an `Output` that are plain data."""
+def output_to_json(output: Output) -> dict[str, Any]:
+    """Return the JSON-serialisable fields of an `Output`."""
     fields: dict[str, Any] = {
         "text": output.text,
         "token_ids": output.token_ids,
@@ -80,7 +81,7 @@ def as_json(output: Output) -> dict[str, Any]:
         "logprobs": None
         if output.logprobs is None
         else [{"token_id": p.token_id, "logprob": p.logprob, "top": p.top} for p in output.logprobs],
-        "acts": {},  # these verbs capture nothing
+        "acts": {},  # `generate` and `chat` have no capture option
         "interp": output.interp,
         "timings": output.timings,
     }
@@ -92,8 +93,8 @@ def as_json(output: Output) -> dict[str, Any]:
     return fields
 
 
-def how_it_went(output: Output) -> str:
-    """One line for the end of an answer: why it ended and how fast it was."""
+def summarize(output: Output) -> str:
+    """Return one line with the token count, finish reason, prefill time and decode speed."""
     timings, rate = output.timings, output.timings["tokens_per_second"]
     parts = [f"{timings['output_tokens']} tokens, ended by {output.finish_reason}"]
     if timings["prefill_ms"] is not None:

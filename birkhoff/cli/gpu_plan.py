@@ -1,0 +1,89 @@
+"""The memory and speed plan printed by `inspect --gpu`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from birkhoff.byte_size import format_bytes
+from birkhoff.config import V4Config
+from birkhoff.errors import CapacityError
+
+RELEASES = ("flash", "pro")
+
+
+def find_config(model: Path) -> V4Config | None:
+    """Return the config if there are no tensors: a JSON file, a directory with only config.json, or a release name."""
+    if str(model) in RELEASES and not model.exists():
+        from birkhoff.convert.presets import preset
+
+        return preset(str(model))
+    path = model.expanduser()
+    if path.is_file() and path.suffix == ".json":
+        return V4Config.from_file(path)
+    if path.is_dir() and (path / "config.json").is_file() and not any(path.glob("*.safetensors*")):
+        return V4Config.from_file(path / "config.json")
+    return None
+
+
+def plan_or_refusal(
+    config: V4Config, device_bytes: int, context: int | None, requests: int, speeds: tuple[float, float]
+) -> dict[str, Any]:
+    """Return the forecast, or `{"refused": reason}` if the model does not fit. `speeds`: device and bus bytes/s."""
+    from birkhoff.engine.forecast import forecast
+
+    try:
+        return forecast(
+            config,
+            device_bytes,
+            context=context,
+            requests=requests,
+            device_speed=speeds[0],
+            bus_speed=speeds[1],
+        )
+    except CapacityError as error:
+        return {"refused": str(error)}
+
+
+def plan_lines(forecast: dict[str, Any]) -> list[str]:
+    """Format a forecast as text lines: memory by kind, experts, context, and speed limits by expert miss rate."""
+    if "refused" in forecast:
+        return [f"gpu         does not fit: {forecast['refused']}"]
+    plan = forecast["plan"]
+    context = forecast["context"]
+    speeds = forecast["speeds"]
+    total = plan["device_bytes"]
+
+    def line(name: str, size: int) -> str:
+        return f"            {name:<26}{format_bytes(size):>12}{100 * size / total:7.1f} %"
+
+    kinds = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in context["bytes_by_kind"].items())
+    per_token = ", ".join(
+        f"{kind} {size:g} B" for kind, size in context["bytes_per_token_by_kind"].items() if size
+    )
+    lines = [
+        f"gpu         {format_bytes(total)}: {context['requests']} x {context['tokens']} tokens of context, "
+        "released formats",
+        *(line(kind, size) for kind, size in plan["weights"].items()),
+        line("cache", plan["cache_bytes"]),
+        line("working space (allowed)", plan["working_bytes"]),
+        line("hot experts, spare places", plan["hot_bytes"]),
+        line("left", plan["left_bytes"]),
+        f"experts     {plan['hot']} of {plan['experts']} on the GPU ({100 * plan['share']:.1f} %) and {plan['spare']} "
+        f"spare places of {format_bytes(plan['expert_bytes'])}; {format_bytes(plan['host_bytes'])} of host memory "
+        "for the others",
+        f"context     {kinds} for one request ({per_token} a token)",
+        f"limits      by bytes: {speeds['device'] / 1e12:g} TB/s of the GPU, {speeds['bus'] / 1e9:g} GB/s of the bus",
+    ]
+    for index, limit in enumerate(forecast["limits"]):
+        if not limit["misses"]:
+            assumption = "no misses"
+        else:
+            assumption = "random placement" if index == 0 else "by counts, if so"
+        speed = ", ".join(
+            f"{value:.0f} at batch {batch}" for batch, value in limit["tokens_per_second"].items()
+        )
+        lines.append(
+            f"            {100 * limit['misses']:5.1f} % of reads over the bus ({assumption}): {speed} tokens/s"
+        )
+    return lines

@@ -1,7 +1,7 @@
 """Birkhoff: run, read and steer DeepSeek-V4.
 
-The public names and nothing else. Each is fetched when it is first asked for, so that whoever needs only a part (the
-command line printing its help, a reader of configs) does not wait for PyTorch to come up.
+This package exports the public names. Each is imported on first access, so that code which needs only a part of the
+package (the command line printing its help, a config reader) does not wait for PyTorch to be imported.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from birkhoff import mhc as mhc
-    from birkhoff.api import Engine as Engine
-    from birkhoff.api import load as load
+    from birkhoff.api.engine import Engine as Engine
+    from birkhoff.api.load import load as load
+    from birkhoff.api.options import EngineOptions as EngineOptions
     from birkhoff.capture.spec.request import Capture as Capture
+    from birkhoff.engine.sampling_params import SamplingParams as SamplingParams
     from birkhoff.errors import BirkhoffError as BirkhoffError
     from birkhoff.output import Output as Output
     from birkhoff.output import Trace as Trace
@@ -32,12 +34,14 @@ __all__ = [
     "Capture",
     "Clamp",
     "Engine",
+    "EngineOptions",
     "Output",
     "Patch",
     "Project",
     "Sae",
     "SaeReconstruct",
     "SaeSet",
+    "SamplingParams",
     "Trace",
     "load",
     "mhc",
@@ -53,10 +57,12 @@ _HOMES = {
     "SaeSet": "sae.feature_edits",
     "BirkhoffError": "errors",
     "Capture": "capture.spec.request",
-    "Engine": "api",
+    "Engine": "api.engine",
+    "EngineOptions": "api.options",
     "Output": "output",
     "Trace": "output",
-    "load": "api",
+    "SamplingParams": "engine.sampling_params",
+    "load": "api.load",
 }
 
 
@@ -65,9 +71,9 @@ def __getattr__(name: str) -> object:
         return importlib.import_module("birkhoff.mhc")
     if name not in _HOMES:
         raise AttributeError(f"module 'birkhoff' has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"birkhoff.{_HOMES[name]}"), name)
-    globals()[name] = found  # the next look-up does not come here
-    return found
+    value = getattr(importlib.import_module(f"birkhoff.{_HOMES[name]}"), name)
+    globals()[name] = value  # later accesses bypass this function
+    return value
 
 
 def __dir__() -> list[str]:

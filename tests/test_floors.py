@@ -1,4 +1,7 @@
-"""Who may import whom: rooms stand on floors, a room sees only the floors below, rooms of floor 2 not each other."""
+"""The layering of the package: a room (subpackage or module) imports only rooms of lower floors.
+
+Rooms of the same floor do not import each other. Imports inside `if TYPE_CHECKING:` are ignored: they have no effect at
+run time, and a lower room may name the type of an argument (`analysis` takes an `Engine`)."""
 
 from __future__ import annotations
 
@@ -30,15 +33,25 @@ CORE = {
     "tokenizers",
     "jinja2",
     "birkhoff",
-}  # all that api and below may need
+}  # third-party packages allowed up to api
 COMPILERS = {"numba", "triton"}  # kernels may use them, and do without
 OPTIONAL = {"kernels": COMPILERS, "weights": {"gguf"}}  # what one room may use where it is installed
 BENCH_AVOIDS = {"server", "web", "cli"}
 
 
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
 def imported(text: str) -> set[str]:
-    """Every module a file names in an import, wherever in the file it stands."""
-    nodes = list(ast.walk(ast.parse(text)))
+    """Every module that a file imports at run time, at the top or inside functions."""
+    nodes: list[ast.AST] = []
+    pending: list[ast.AST] = [ast.parse(text)]
+    while pending:
+        node = pending.pop()
+        nodes.append(node)
+        children = node.orelse if is_type_checking(node) else ast.iter_child_nodes(node)
+        pending += children
     plain = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     sources = [node for node in nodes if isinstance(node, ast.ImportFrom)]
     assert not any(node.level for node in sources), "imports are absolute"
@@ -46,7 +59,7 @@ def imported(text: str) -> set[str]:
 
 
 def violations(file: str, text: str) -> list[str]:
-    """What is wrong with the imports of birkhoff/`file`."""
+    """The forbidden imports of birkhoff/`file`, as messages."""
     room, found = file.removesuffix(".py").split("/")[0], []
     extras = OPTIONAL.get(room, set())
     for name in imported(text):
@@ -55,11 +68,11 @@ def violations(file: str, text: str) -> list[str]:
         if package == "birkhoff" and target in FLOOR:
             if room == "bench":
                 allowed = target not in BENCH_AVOIDS
-            else:  # config and errors may be read by their own floor; __init__ shows the public names
+            else:  # config and errors may be imported on their own floor; __init__ exports the public names
                 below = FLOOR.get(room, 9) > FLOOR[target] or (
                     FLOOR[target] == 0 and target in ("config", "errors")
                 )
-                allowed = room in ("__init__", target) or below
+                allowed = room in ("__init__", "__main__", target) or below
             if not allowed:
                 found.append(
                     f"{file}: {room} (floor {FLOOR.get(room)}) imports {target} (floor {FLOOR[target]})"
@@ -106,6 +119,9 @@ def test_every_import_goes_down():
             False,
         ),
         ("bench/run.py", "from birkhoff.engine.engine import Engine", False),
+        ("analysis/lens.py", "if TYPE_CHECKING:\n    from birkhoff.api.engine import Engine", False),
+        ("analysis/lens.py", "if TYPE_CHECKING:\n    pass\nelse:\n    from birkhoff.api import engine", True),
+        ("analysis/lens.py", "from birkhoff.api.engine import Engine", True),
     ],
 )
 def test_a_planted_violation_is_caught(file, line, caught):

@@ -21,7 +21,7 @@ from birkhoff.hooks.site_names import Address
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
-    from birkhoff.api.prompts import Prompt
+    from birkhoff.text.prompts import Prompt
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from birkhoff.api.prompts import Prompt, check_ids
 from birkhoff.errors import SiteError, quoted
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.plan import Edit, Plan, Span
@@ -19,6 +18,7 @@ from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
 from birkhoff.output import Trace
 from birkhoff.sae.feature_probe import Feature, live_features
+from birkhoff.text.prompts import Prompt, check_ids
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def edit_tap(engine: Engine, steer: Any, ids: Sequence[int], first: tuple[Edit, ...] = ()) -> Tap:
     """The tap of a pass over these tokens with a caller's edits, and those that go `first`."""
-    edits, _ = engine.resolve(steer, ids, 1)
+    edits = engine.resolve(steer, ids, 1)
     span = Span(Plan(edits=(*first, *edits)), 0, 0, ids, len(ids))
     return arm(StepStaging(engine.model.embed.device), [span]) or NoTap()
 

@@ -20,7 +20,7 @@ from birkhoff.errors import OptionError, quoted
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
-    from birkhoff.api.prompts import Prompt
+    from birkhoff.text.prompts import Prompt
 
 STREAM_VIEWS = ("flat", "per_stream", "read", "mean")
 _READ_AT = {"mhc_streams_pre_attn": "pre_attn", "mhc_streams_pre_mlp": "mlp_in"}

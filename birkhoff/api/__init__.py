@@ -1,11 +1,6 @@
-"""`load` and the `Engine` it returns: the one place where the rooms meet.
+"""The Python interface: `load` opens a checkpoint and returns an `Engine`.
 
-`load.py` opens a checkpoint and decides how it runs; `engine.py` is what a user calls; `prompts.py` checks what comes
-in. Everything here is thin: it introduces text to tokens, tokens to the engine and plans to sites, and hands back plain
-results. Options that are not built yet are refused by name.
+`options.py` holds the options of `load`, `load.py` opens a checkpoint and builds the engine, `engine.py` is the class
+that users call, `driver.py` steps an engine in a thread for the server. Nothing is imported here, so that the options
+can be listed without PyTorch.
 """
-
-from birkhoff.api.engine import Engine
-from birkhoff.api.load import load
-
-__all__ = ["Engine", "load"]

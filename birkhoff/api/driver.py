@@ -67,7 +67,7 @@ class Driver:
     def cancel(self, requests: Iterable[Request]) -> None:
         """End requests before the next step; harmless for those that have ended."""
         for request in requests:
-            self._core.abandon(request)
+            self._core.request_cancel(request)
         self._wake.set()
 
     @property

@@ -1,13 +1,13 @@
-"""The `Engine` a user holds: answers, streams, traces."""
+"""`Engine`: generate, stream, trace, capture and steer with one loaded model."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
@@ -18,7 +18,8 @@ from birkhoff.analysis.forward import edit_tap, features, trace
 from birkhoff.analysis.lens import Lens, compute_lens
 from birkhoff.analysis.run_manifest import model_digest
 from birkhoff.api.driver import Driver, RequestOutput
-from birkhoff.api.prompts import Captures, Prompt, check_ids, is_single, per_prompt, room_for
+from birkhoff.api.options import signature_of
+from birkhoff.api.prompts import Captures, per_prompt
 from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec, CaptureRules
 from birkhoff.capture.sinks.captured_rows import CapturedRows
 from birkhoff.capture.sinks.consumer import Consumer
@@ -28,18 +29,18 @@ from birkhoff.capture.spec.request import Capture
 from birkhoff.config import V4Config
 from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.named_contexts import check_name
 from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.sampler import seed_for
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingKwargs, SamplingParams
 from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable
-from birkhoff.hooks.plan import Edit, Plan, Reservation
+from birkhoff.hooks.plan import Edit, Plan
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.signals import check_signals
 from birkhoff.hooks.site_names import Address
 from birkhoff.hooks.vector_table import Tables
 from birkhoff.model.transformer import Transformer
 from birkhoff.output import Output, Stream, Trace
+from birkhoff.sae.feature_edits import ResolvedSae
 from birkhoff.sae.feature_probe import Feature
 from birkhoff.sae.resolver import Attachment, SaeResolver, split_edits
 from birkhoff.sae.sae_fields import PARSERS
@@ -48,11 +49,12 @@ from birkhoff.steering.resolver import Steering, SteeringResolver, per_prompt_ed
 from birkhoff.text.chat import encode_chat
 from birkhoff.text.detokenizer import ChatStream, TextStream
 from birkhoff.text.literals import Literals
+from birkhoff.text.prompts import Prompt, check_ids, is_single, room_for
 from birkhoff.text.tokenizer import Tokenizer
 
 
 class Engine:
-    """A loaded model that answers, traces and explains itself. Also a context manager."""
+    """A loaded model. A context manager: leaving the `with` block closes it."""
 
     def __init__(
         self,
@@ -78,7 +80,7 @@ class Engine:
         return self._core.model
 
     def identity(self) -> tuple[str, str]:
-        """The model's name, and 128 bits of what its weights are."""
+        """The model's name and a 128-bit digest of its weights."""
         return self.name, model_digest(self.model)
 
     @property
@@ -103,37 +105,37 @@ class Engine:
         return self._tokenizer
 
     def logits(self, token_ids: Sequence[int], steer: Steering = None) -> torch.Tensor:
-        """Next-token logits at every position, float32 [T, vocab]."""
+        """Next-token logits at every position, float32 [T, vocab], from one forward pass outside the scheduler."""
         self._core.check_open()
         ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
-        with torch.no_grad():  # not inference mode: what is handed out can be trained on and written to
+        with torch.no_grad():  # not inference mode: the result may be trained on and written to
             return self.model(ids, edit_tap(self, steer, ids.tolist()))
 
     def trace(
         self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: Steering = None
     ) -> Trace:
-        """A plain forward pass that keeps every asked-for site."""
+        """One forward pass that keeps the activations of `hooks` at every layer."""
         self._core.check_open()
         return trace(self, token_ids, hooks, steer)
 
     def lens(self, token_ids: Sequence[int], per_stream: bool = True, steer: Steering = None) -> Lens:
-        """What every stream, their mean and the head's merge of them would predict at every depth."""
+        """Logit lens: predictions from every stream, their mean and the head's mix of them, at every layer."""
         return compute_lens(self, token_ids, per_stream, steer)
 
     def attention(
         self, token_ids: Sequence[int], position: int = -1, steer: Steering = None
     ) -> list[AttentionReadout]:
-        """Where one token's attention goes, layer by layer: single tokens, compressed blocks, the sink."""
+        """Attention weights of one token by layer: single tokens, compressed blocks, the sink."""
         return attention(self, token_ids, position, steer)
 
     @property
     def modules(self) -> NamedVectors:
-        """Named vectors that edits may refer to."""
+        """Named steering vectors that edits can refer to."""
         return self._steering.modules
 
     @contextmanager
     def steering(self, *edits: Any) -> Iterator[None]:
-        """A block in which every request carries these edits too."""
+        """Context manager: every request submitted inside the block gets these edits too."""
         vectors, features = split_edits(edits)
         with self.saes.for_all(features), self._steering.for_all(vectors or ()):
             yield
@@ -141,14 +143,15 @@ class Engine:
     def attach(
         self, name: str, sae: Any, kind: str = "delta", features: Any = None, replace: bool = False
     ) -> Attachment:
-        """Make a dictionary (an `Sae`, several, or the path of its files) known by a name, whole or not at all.
+        """Register an SAE under a name: an `Sae`, several of them, or the path of its files.
 
-        `kind` "delta": features are changed, everything else of a row stays; "full": rows may be replaced by their
-        reconstruction. Of `features`, if given, alone may be set. In a `with` block it is detached at the end."""
+        `kind` "delta" changes single features and keeps the rest of a row; "full" allows rows to be replaced by their
+        reconstruction. `features` limits which features may be set. Used as a context manager, the returned attachment
+        detaches at the end of the block."""
         return self.saes.attach(name, sae, kind, features, replace)
 
     def detach(self, name: str, drain: bool = False) -> None:
-        """Forget a dictionary. Refused while running requests use it, unless `drain`: then they finish on it."""
+        """Remove an SAE. Raises `SaeBusy` while running requests use it, unless `drain`, which lets them finish."""
         self.saes.detach(name, drain)
 
     def features(
@@ -159,81 +162,90 @@ class Engine:
         at: tuple[str, int] | None = None,
         steer: Steering = None,
     ) -> list[list[Feature]]:
-        """The k largest live features of every token of a text, read with an attached dictionary."""
+        """The k strongest active features of every token of a text, from an attached SAE."""
         self._core.check_open()
         return features(self, prompt, name, k, at, steer)
 
-    def resolve(
-        self, steer: Steering, ids: Sequence[int], max_tokens: int
-    ) -> tuple[tuple[Edit, ...], tuple[Reservation, ...]]:
-        """Everything done to one request, resolved, and what it holds while it runs beside rows of tables."""
+    def resolve(self, steer: Steering, ids: Sequence[int], max_tokens: int) -> tuple[Edit, ...]:
+        """The edits of one prompt, global ones included, resolved against this model. Immutable: choices share them."""
         vectors, features = split_edits(steer)
-        sets = self.saes.edits(features, ids, max_tokens)
-        return (*self._steering.edits(vectors, ids, max_tokens), *sets), self.saes.holdings(sets)
+        return (*self._steering.edits(vectors, ids, max_tokens), *self.saes.edits(features, ids, max_tokens))
 
     def edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
-        """Edits of request fields: `interventions`, or `steering_vectors` and its kin. Refusals name the field."""
+        """Parse and check the edits of request fields: `interventions`, or `steering_vectors` and related fields.
+        Errors name the field."""
         return self._steering.from_wire(fields)
+
+    def request_edits_from_json(self, fields: Mapping[str, Any]) -> list[Any]:
+        """Like `edits_from_json`, for `requests`: edits are checked when the request resolves them, and not twice."""
+        return self._steering.parse_wire(fields)
 
     @property
     def runs(self) -> dict[str, Mapping[Address, CapturedRows]]:
-        """Captured rows by name, `engine.runs["clean"] = output.acts`, for patches that name a run."""
+        """Captured rows by name, for patches that name a run: `engine.runs["clean"] = output.acts`."""
         return self._steering.runs
 
+    @signature_of(SamplingParams)
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         *,
+        params: SamplingParams | None = None,
         capture: Captures = None,
         steer: Steering = None,
         signals: Any = None,
         baseline: bool = False,
-        **sampling: Any,
-    ):
-        """An `Output` for one prompt, a list for a list; with `n` > 1 a list of outputs takes each one's place.
+        **sampling: Unpack[SamplingKwargs],
+    ) -> Any:
+        """Generate text after each prompt.
 
-        `signals` names small numbers to keep of every token (`hooks/signals.py`); with `baseline` every answer brings
-        its unsteered twin, from the same seed and the same batch, as `output.baseline`."""
-        return self._answer(prompts, sampling, capture, steer, signals=signals, baseline=baseline)
+        Returns an `Output` for one prompt and a list for a list of prompts; with `n` > 1 each output becomes a list of
+        `n`. Sampling keywords (docs/options.md) override `params`. `capture` selects activations to keep, `steer` is a
+        list of edits; both may be given per prompt. `signals` names small per-token values to keep
+        (`hooks/signals.py`). With `baseline` every output also has its unsteered twin, from the same seed and batch, as
+        `output.baseline`."""
+        resolved = _Sampling.of(params, sampling)
+        return self._generate(prompts, resolved, capture, steer, None, signals, baseline)
 
-    def _answer(
+    def _generate(
         self,
         prompts: Any,
-        sampling: dict[str, Any],
+        sampling: _Sampling,
         capture: Captures,
         steer: Steering,
-        thinking: bool | None = None,
-        signals: Any = None,
-        baseline: bool = False,
-    ):
-        """`thinking` is None for plain text, else the answer is read as a chat's."""
+        thinking: bool | None,
+        signals: Any,
+        baseline: bool,
+    ) -> Any:
+        """`thinking` is None for plain text; otherwise the output is parsed as a chat message."""
         single = is_single(prompts)
-        given = [prompts] if single else list(prompts)
-        if not given:
+        prompts = [prompts] if single else list(prompts)
+        if not prompts:
             raise PromptError(
                 "the list of prompts is empty. Pass a text, a list of token ids, or a list of those."
             )
-        captures = per_prompt(capture, len(given))
-        steers = per_prompt_edits(steer, len(given))
-        marks = [""] if single else [f"-{place}" for place in range(len(given))]
-        if baseline and sampling.get("seed") is None:
-            sampling = {**sampling, "seed": seed_for(SamplingOptions()) % 2**63}  # both twins draw from it
-        requests = [
-            self._requests(prompt, sampling, wish, edits, thinking, mark, signals=signals)
-            for prompt, wish, edits, mark in zip(given, captures, steers, marks)
+        captures = per_prompt(capture, len(prompts))
+        steers = per_prompt_edits(steer, len(prompts))
+        suffixes = [""] if single else [f"-{index}" for index in range(len(prompts))]
+        if baseline and sampling.params.seed is None:  # the twins share one seed
+            seed = seed_for(sampling.params) % 2**63
+            sampling = replace(sampling, params=replace(sampling.params, seed=seed))
+        groups = [
+            self._requests(prompt, sampling, spec, edits, thinking, suffix, signals=signals)
+            for prompt, spec, edits, suffix in zip(prompts, captures, steers, suffixes)
         ]
-        twins = (
-            [self._requests(p, sampling, None, None, thinking, signals=signals) for p in given]
-            if baseline
-            else []
-        )
-        answers = [self._finish(choices) for choices in self._run([*requests, *twins])]
-        for steered, plain in zip(answers, answers[len(requests) :]):
-            for output, twin in zip(steered, plain):
-                output.baseline = twin
-        answers = answers[: len(requests)]
-        outputs = [choices[0] if len(choices) == 1 else choices for choices in answers]
-        return outputs[0] if single else outputs
+        twins = []
+        if baseline:
+            twins = [
+                self._requests(each, sampling, None, None, thinking, signals=signals) for each in prompts
+            ]
+        self._run([request for group in [*groups, *twins] for request in group])
+        answers = [[_output(request) for request in group] for group in groups]
+        for outputs, group in zip(answers, twins):
+            for output, twin in zip(outputs, group):
+                output.baseline = _output(twin)
+        results = [outputs[0] if len(outputs) == 1 else outputs for outputs in answers]
+        return results[0] if single else results
 
     def encode_chat(
         self,
@@ -244,7 +256,7 @@ class Engine:
         tools: Sequence[Mapping[str, Any]] | None = None,
         response_format: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Prompt token ids of a conversation, ready for an answer."""
+        """Encode a conversation with the V4 chat format; returns the token ids of the prompt."""
         return encode_chat(
             messages,
             self.tokenizer,
@@ -255,6 +267,7 @@ class Engine:
             response_format=response_format,
         )
 
+    @signature_of(SamplingParams)
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -262,51 +275,68 @@ class Engine:
         thinking: bool = False,
         effort: str | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        params: SamplingParams | None = None,
         capture: Captures = None,
         steer: Steering = None,
         signals: Any = None,
         baseline: bool = False,
-        **sampling: Any,
-    ):
-        """`generate` through the V4 chat encoding; `output.message` holds reasoning, content and tool calls apart."""
+        **sampling: Unpack[SamplingKwargs],
+    ) -> Any:
+        """`generate` through the V4 chat format; `output.message` separates reasoning, content and tool calls."""
+        resolved = _Sampling.of(params, sampling)
         prompt = self.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
-        return self._answer(prompt, sampling, capture, steer, thinking, signals, baseline)
+        return self._generate(prompt, resolved, capture, steer, thinking, signals, baseline)
 
+    @signature_of(SamplingParams)
     def stream(
-        self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        params: SamplingParams | None = None,
+        capture: Captures = None,
+        steer: Steering = None,
+        **sampling: Unpack[SamplingKwargs],
     ) -> Stream:
-        """Token events as they come; the last one carries the finish reason. Closing the iterator cancels.
+        """Iterate over token events as they are generated; the last one carries the finish reason.
 
-        `stream.output` is the whole answer once it has ended, or what there was of it when it was closed."""
-        request = self._single_request(prompt, sampling, capture, steer)
+        Closing the iterator cancels the request. `stream.output` is the complete `Output` after the last event, or the
+        partial one after closing."""
+        request = self._single_request(prompt, _Sampling.of(params, sampling), capture, steer)
         return Stream(request, self._events(request), self._core.cancel)
 
+    @signature_of(SamplingParams)
     async def astream(
-        self, prompt: Prompt, *, capture: Captures = None, steer: Steering = None, **sampling: Any
+        self,
+        prompt: Prompt,
+        *,
+        params: SamplingParams | None = None,
+        capture: Captures = None,
+        steer: Steering = None,
+        **sampling: Unpack[SamplingKwargs],
     ) -> AsyncIterator[TokenEvent]:
-        """`stream` for asyncio; other tasks run while a step computes."""
-        request = self._single_request(prompt, sampling, capture, steer)
+        """`stream` for asyncio; the event loop runs other tasks while a step computes."""
+        request = self._single_request(prompt, _Sampling.of(params, sampling), capture, steer)
         self._core.submit(request)
         try:
             while True:
-                await asyncio.to_thread(self._core.drive, request)
+                await asyncio.to_thread(self._core.step_until_output, request)
                 while request.events:
                     event = request.events.popleft()
                     yield event
                     if event.finish_reason is not None:
                         return
         finally:
-            self._core.abandon(request)
-            self._core.read_notes()
+            self._core.request_cancel(request)
+            self._core.process_cancellations()
 
     @property
     def projections(self) -> Projections:
-        """Matrices by name that captures may multiply rows with: `engine.projections["probe"] = matrix`."""
+        """Named matrices that captures can multiply rows with: `engine.projections["probe"] = matrix`."""
         return self._capture_planner.rules.projections
 
     @property
     def capture_max_request_bytes(self) -> int | None:
-        """What the captures of one request may store; None for no limit."""
+        """Maximum bytes that the captures of one request may store; None for no limit."""
         return self._capture_planner.rules.max_request_bytes
 
     @capture_max_request_bytes.setter
@@ -315,7 +345,7 @@ class Engine:
 
     @property
     def capture_inline_max_bytes(self) -> int | None:
-        """What the rows in `output.acts` may take; None for no limit but the one above."""
+        """Maximum bytes of the rows in `output.acts`; None for no limit beyond `capture_max_request_bytes`."""
         return self._capture_planner.rules.max_inline_bytes
 
     @capture_inline_max_bytes.setter
@@ -324,34 +354,33 @@ class Engine:
 
     @property
     def capture_rules(self) -> CaptureRules:
-        """Limits and matrices together, for another desk that goes by the same."""
+        """Capture limits and projections, for another planner that shares them."""
         return self._capture_planner.rules
 
     def estimate(
         self, capture: CaptureRequestSpec, prompt: Prompt, max_tokens: int = 1
     ) -> dict[str, Estimate]:
-        """What a capture would store at most, by consumer, without running anything."""
+        """Upper bound of what a capture would store, by consumer, without running the model."""
         return self._capture_planner.estimate(capture, tuple(self.prompt_ids(prompt)), max_tokens)
 
     def add_consumer(self, name: str, consumer: Consumer) -> None:
-        """Let requests send captured rows to `consumer`: `capture={name: {"hooks": …}}`. It is shut down with the
-        engine."""
+        """Register a consumer of captured rows: `capture={name: {"hooks": …}}`. It is shut down with the engine."""
         self._capture_planner.add_consumer(name, consumer)
 
     def stream_acts(
         self, texts: Iterable[Prompt], capture: Capture, batch_rows: int = 8192
     ) -> Iterator[ActBatch]:
-        """Activation rows of many texts in batches of `batch_rows`, in order, in bounded memory."""
+        """Iterate over the activation rows of many texts in batches of `batch_rows`, in order and bounded memory."""
         return feed(self, texts, capture, batch_rows)
 
     @property
     def max_requests(self) -> int:
-        """How many requests run at once."""
+        """Maximum number of requests that run at once."""
         return self._core.scheduler.slots.size
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What decides the bits of a row besides the weights and the text."""
+        """Everything besides weights and text that determines the bits of an activation row."""
         numerics = self.model.numerics
         scheduler = self._core.scheduler
         return {
@@ -368,32 +397,31 @@ class Engine:
 
     @property
     def reuse(self) -> dict[str, Any]:
-        """What was not computed twice and what was guessed, since the engine was loaded."""
+        """Statistics of the prefix cache and of speculation since the engine was loaded."""
         return self._core.reuse()
 
     @property
     def placement(self) -> dict[str, Any] | None:
-        """Experts on the device, the share of reads they caught, how many have moved; None where all lie together."""
+        """Expert placement statistics: experts on the device, hit rate, moves. None when experts are not divided."""
         return None if self._core.placement is None else self._core.placement.report()
 
     def submit_prompt(
         self, prompt: Prompt, capture: Capture, planner: CapturePlanner | None = None
     ) -> Request:
-        """Queue a prompt for its activations alone; they go through `planner` when it is not this engine's own."""
-        request = self._single_request(prompt, {"max_tokens": 1, "temperature": 0}, capture, planner=planner)
+        """Queue a prompt for its activations only. `planner` replaces the engine's own capture planner."""
+        sampling = _Sampling.of(SamplingParams(max_tokens=1, temperature=0), {})
+        request = self._single_request(prompt, sampling, capture, planner=planner)
         self._core.submit(request)
         return request
 
     def wait_for_acts(self, request: Request) -> Mapping[Address, CapturedRows]:
-        """Drive the engine until a submitted prompt has run; its captured rows."""
+        """Step the engine until a submitted prompt has finished; returns its captured rows."""
         self.wait(request)
         return Output.of(request).acts
 
     def wait(self, request: Request) -> None:
-        """Drive the engine until a submitted prompt has run."""
-        while not request.done:
-            request.events.clear()
-            self._core.drive(request)
+        """Step the engine until a submitted prompt has finished; raises the error that ended it."""
+        self._step_until_done(request)
         if request.error is not None:
             raise request.error
 
@@ -401,34 +429,37 @@ class Engine:
         self,
         prompt: Prompt,
         *,
+        params: SamplingParams | None = None,
         capture: Captures = None,
         steer: Steering = None,
         thinking: bool | None = None,
         mask: Callable[[], TokenMask] | None = None,
         mark: str = "",
         signals: Any = None,
-        **sampling: Any,
+        **sampling: Unpack[SamplingKwargs],
     ) -> list[Request]:
-        """One checked request per choice, for a `driver` to run; `thinking` is None for plain text.
+        """One checked request per choice, for a `driver` to run.
 
-        `mask` makes what each choice may say: the tokens it allows next. `mark` ends the names of captures."""
-        made = self._requests(
-            prompt, sampling, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals
+        `thinking` is None for plain text. `mask` creates the token mask of a choice. `mark` is appended to the names of
+        captures."""
+        resolved = _Sampling.of(params, sampling)
+        requests = self._requests(
+            prompt, resolved, per_prompt(capture, 1)[0], steer, thinking, mark, signals=signals
         )
-        for request in made:
+        for request in requests:
             request.mask = None if mask is None else mask()
-        return made
+        return requests
 
     def driver(self, deliver: Callable[[list[RequestOutput]], None]) -> Driver:
-        """A thread that steps for everybody from now on and tells `deliver` what came of it."""
+        """Start a thread that steps the engine and calls `deliver` with the outputs of each step."""
         return Driver(self._core, deliver)
 
     def cancel(self, request: Request) -> None:
-        """End a request before the next step; safe in a finalizer."""
-        self._core.abandon(request)
+        """End a request before the next step. Takes no lock, so it is safe in a finalizer."""
+        self._core.request_cancel(request)
 
     def close(self) -> None:
-        """End every running request and refuse new ones; captures are finished and synced."""
+        """Cancel all requests and refuse new ones; capture files are completed and synced."""
         self._core.close()
         self._capture_planner.close()
 
@@ -442,42 +473,38 @@ class Engine:
         self._core.submit(request)
         try:
             while True:
-                self._core.drive(request)
+                self._core.step_until_output(request)
                 while request.events:
                     event = request.events.popleft()
                     yield event
                     if event.finish_reason is not None:
                         return
         finally:
-            self._core.abandon(request)
+            self._core.request_cancel(request)
 
-    def _run(self, requests: list[list[Request]]) -> list[list[Request]]:
-        everyone = [request for choices in requests for request in choices]
+    def _run(self, requests: list[Request]) -> None:
+        """Run requests to their end. An error or an interrupt cancels all of them."""
         try:
-            for request in everyone:
+            for request in requests:
                 self._core.submit(request)
-            for request in everyone:
-                while not request.done:
-                    request.events.clear()
-                    self._core.drive(request)
-        finally:  # a refusal or an interrupt leaves nothing behind
-            for request in everyone:
+            for request in requests:
+                self._step_until_done(request)
+        finally:
+            for request in requests:
                 self._core.cancel(request)
-        for request in everyone:
+        for request in requests:
             if request.error is not None and not isinstance(request.error, BirkhoffError):
-                raise request.error  # a defect of ours, not a property of the request
-        return requests
+                raise request.error  # a defect in this package, not a property of the request
 
-    def _finish(self, choices: list[Request]) -> list[Output]:
-        return [
-            Output.of(each, each.sink.message() if isinstance(each.sink, ChatStream) else None)
-            for each in choices
-        ]
+    def _step_until_done(self, request: Request) -> None:
+        while not request.done:
+            request.events.clear()
+            self._core.step_until_output(request)
 
     def _single_request(
         self,
         prompt: Prompt,
-        sampling: dict[str, Any],
+        sampling: _Sampling,
         capture: Captures,
         steer: Steering = None,
         planner: CapturePlanner | None = None,
@@ -495,64 +522,87 @@ class Engine:
     def _requests(
         self,
         prompt: Prompt,
-        sampling: dict[str, Any],
+        sampling: _Sampling,
         capture: CaptureRequestSpec | None,
         steer: Steering = None,
         thinking: bool | None = None,
-        mark: str = "",
+        suffix: str = "",
         planner: CapturePlanner | None = None,
         signals: Any = None,
     ) -> list[Request]:
-        """One request per choice of one prompt; `mark` tells the captures of several prompts apart."""
-        context = check_name(sampling.get("context"))
-        options = SamplingOptions.from_kwargs(
-            **{name: sampling[name] for name in sampling if name != "context"}
-        )
-        options.check_vocabulary(self.config.vocab_size)
+        """One request per choice of one prompt. `suffix` distinguishes the captures of several prompts."""
+        params = sampling.params
+        params.check_vocabulary(self.config.vocab_size)
         ids = tuple(self.prompt_ids(prompt))
         room = room_for(ids, self.max_context)
-        wanted = (
-            options.max_tokens if sampling.get("max_tokens") is not None else min(options.max_tokens, room)
-        )
-        if options.stop and self._tokenizer is None:
-            self.tokenizer  # noqa: B018  raises the refusal that names the missing file
-        seed = seed_for(options)
-        wishes = () if signals is None else check_signals(signals, self.modules, self.config.hidden_size)
+        max_tokens = params.max_tokens if sampling.max_tokens_given else min(params.max_tokens, room)
+        if params.stop and self._tokenizer is None:
+            self.tokenizer  # noqa: B018  raises the error that names the missing file
+        seed = seed_for(params)
+        names = () if signals is None else check_signals(signals, self.modules, self.config.hidden_size)
+        edits = self.resolve(steer, ids, max_tokens)
 
         def plan(choice: int) -> Plan | None:
-            tail = mark if options.n == 1 else f"{mark}-{choice}"
-            edits, holdings = self.resolve(steer, ids, wanted)
-            table = self._steering.table(edits)
-            if capture is None and not wishes:
-                return Plan(edits=edits, holdings=holdings, table=table) if edits else None
-            made = (
-                Plan()
-                if capture is None
-                else (planner or self._capture_planner).plan(capture, ids, wanted, tail)
+            if capture is None and not names and not edits:
+                return None
+            plan = Plan()
+            if capture is not None:
+                tail = suffix if params.n == 1 else f"{suffix}-{choice}"
+                plan = (planner or self._capture_planner).plan(capture, ids, max_tokens, tail)
+            jobs = signal_jobs(self.model, names, self.modules) if names else ()
+            return replace(
+                plan,
+                jobs=(*plan.jobs, *jobs),
+                edits=edits,
+                holdings=self.saes.holdings([edit for edit in edits if isinstance(edit, ResolvedSae)]),
+                table=self._steering.table(edits),
             )
-            told = signal_jobs(self.model, wishes, self.modules) if wishes else ()
-            return replace(made, edits=edits, holdings=holdings, table=table, jobs=(*made.jobs, *told))
 
-        def made(choice: int) -> Request:
-            own = seed if choice == 0 else seed_for(SamplingOptions(seed=seed % 2**63), choice)
-            ends = frozenset(self.config.eos_token_ids)
-            sink = self._sink(options, thinking)
-            return Request(ids, options, wanted, own, ends, sink, plan(choice), context=context)
+        def request(choice: int) -> Request:
+            return Request(
+                ids,
+                params,
+                max_tokens,
+                seed if choice == 0 else seed_for(SamplingParams(seed=seed % 2**63), choice),
+                frozenset(self.config.eos_token_ids),
+                self._text_sink(params, thinking),
+                plan(choice),
+                context=params.context,
+            )
 
-        return [made(choice) for choice in range(options.n)]
+        return [request(choice) for choice in range(params.n)]
 
-    def _sink(self, options: SamplingOptions, thinking: bool | None) -> TextStream | ChatStream | None:
+    def _text_sink(self, params: SamplingParams, thinking: bool | None) -> TextStream | ChatStream | None:
         if self._tokenizer is None:
             return None
         if thinking is None:
-            return TextStream(self._tokenizer, options.stop, min_tokens=options.min_tokens)
-        return ChatStream(self._tokenizer, options.stop, thinking=thinking, min_tokens=options.min_tokens)
+            return TextStream(self._tokenizer, params.stop, min_tokens=params.min_tokens)
+        return ChatStream(self._tokenizer, params.stop, thinking=thinking, min_tokens=params.min_tokens)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """The token ids that a prompt is run as: a text is encoded behind the begin-of-text token."""
+        """The token ids of a prompt; text is encoded after the begin-of-text token."""
         if isinstance(prompt, str):
             if not prompt:
                 raise PromptError("the prompt is empty. Pass some text or a list of token ids.")
             bos = [] if self.config.bos_token_id is None else [self.config.bos_token_id]
             return bos + self.tokenizer.encode(prompt)
         return check_ids(prompt, self.config)
+
+
+@dataclass(frozen=True)
+class _Sampling:
+    """Sampling parameters of one call. A default `max_tokens` is lowered to what the context leaves; a given one that
+    does not fit is an error."""
+
+    params: SamplingParams
+    max_tokens_given: bool
+
+    @classmethod
+    def of(cls, params: SamplingParams | None, keywords: Mapping[str, Any]) -> _Sampling:
+        merged = SamplingParams.from_kwargs(params, **keywords)
+        given = keywords.get("max_tokens") is not None or merged.max_tokens != SamplingParams.max_tokens
+        return cls(merged, given)
+
+
+def _output(request: Request) -> Output:
+    return Output.of(request, request.sink.message() if isinstance(request.sink, ChatStream) else None)

@@ -1,26 +1,42 @@
-"""Open a checkpoint and decide how it runs: device, dtype, kernels, memory."""
+"""`birkhoff.load`: open a checkpoint, decide device, dtype, kernels and memory, and build an `Engine`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
 from birkhoff.api.engine import Engine
-from birkhoff.api.expert_placement import place, placed_text, refuse_unplaceable, wish_of
+from birkhoff.api.options import (
+    EngineKwargs,
+    EngineOptions,
+    PlacementOptions,
+    SpeculationOptions,
+    parse_speculation,
+    signature_of,
+)
+from birkhoff.byte_size import format_bytes
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.dtype_names import dtype_name
 from birkhoff.embedded import EMBEDDED, shipped_vectors
-from birkhoff.engine.cache_plan import check_prefix_cache, drafts_of, files_for, plan_memory
 from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.memory_plan import CachePlan, MemoryBudget, default_cache_bytes, plan_budget, plan_cache
+from birkhoff.engine.model_identity import model_identity
+from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.warmup import compile_kernels
-from birkhoff.errors import CheckpointError, OptionError, quoted
+from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
 from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
+from birkhoff.offload.expert_counts import ExpertCounts
+from birkhoff.offload.expert_layout import PackedExpertLayout
+from birkhoff.offload.expert_store import ExpertStore
+from birkhoff.offload.expert_usage import ExpertUsage
 from birkhoff.offload.placement import Placement
 from birkhoff.text.literals import Literals, literals_from_json, load_literals
 from birkhoff.text.tokenizer import Tokenizer
@@ -30,135 +46,65 @@ from birkhoff.weights.weight_loader import load_into
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True)
+class RunPlan:
+    """How a checkpoint runs here. `packed`: weights stay FP8 and FP4 codes, which kernels read directly."""
+
+    device: torch.device
+    numerics: Numerics
+    packed: bool
+    speculation: SpeculationOptions
+    with_mtp: bool
+
+
+@dataclass(frozen=True)
+class PlacedExperts:
+    """Memory for experts that are divided between the device and the host."""
+
+    budget: MemoryBudget
+    store: ExpertStore
+    usage: ExpertUsage
+
+
+@signature_of(EngineOptions)
 def load(
     model: str | Path,
     *,
-    device: str = "auto",
-    dtype: str = "auto",
-    numerics: str = "plain",
-    kernels: str = "auto",
-    experts: str | int | float = "auto",
-    gpu_memory: str | int | None = None,
-    expert_counts: str | Path | None = None,
-    max_requests: int = 8,
-    max_batch_tokens: int = 2048,
-    max_context: int | None = None,
-    cache_bytes: int | None = None,
-    batch_invariant: bool = False,
-    prefix_cache: str | bool = "auto",
-    speculative: str | bool | int = "auto",
-    capture_root: str | Path | None = None,
-    context_root: str | Path | None = None,
-    context_bytes: int = 2**30,
+    options: EngineOptions | None = None,
     progress: Callable[[int, int], None] | None = None,
+    **keywords: Unpack[EngineKwargs],
 ) -> Engine:
-    """Open a checkpoint and make it ready to answer. See the package's documentation for every option.
+    """Open a checkpoint and return an engine that is ready to generate.
 
-    `context_root` is a folder for pages of past prompts that memory has no room for, of at most `context_bytes`; they
-    are found there again by a later process. `expert_counts` is a file of how often each expert was read: where there
-    is one, it decides which experts begin on the device, and it is written anew when the engine is closed. `progress`
-    is called with (bytes read, bytes in all) while weights are loaded."""
-    wish = wish_of(experts, gpu_memory, expert_counts)
-    check_prefix_cache(prefix_cache)
-    drafts_of(
-        speculative, has_mtp=True, batch_invariant=False
-    )  # a wrong value is refused before anything is read
-    _one_of("numerics", numerics, ("plain", "released"))
-    _one_of("dtype", dtype, ("auto", *_DTYPES))
-    numbers = {
-        "max_requests": max_requests,
-        "max_batch_tokens": max_batch_tokens,
-        "context_bytes": context_bytes,
-    }
-    for name, value in numbers.items():
-        _whole(name, value)
-    for name, optional in (("max_context", max_context), ("cache_bytes", cache_bytes)):
-        if optional is not None:
-            _whole(name, optional)
-    if not isinstance(batch_invariant, bool):
-        raise OptionError(f"batch_invariant is {quoted(batch_invariant)}, expected True or False.")
-    if max_batch_tokens <= max_requests:
-        raise OptionError(
-            f"max_batch_tokens is {max_batch_tokens}, expected more than max_requests ({max_requests}): "
-            "every running request decodes one token a step."
-        )
-    path = _resolve(model)
-    checkpoint = open_checkpoint(path)
-    config = checkpoint.config
-    if max_context is not None and max_context > config.max_position_embeddings:
-        limit = config.max_position_embeddings
-        raise OptionError(
-            f"max_context is {max_context}, the model's limit is {limit}. Ask for that or less."
-        )
-    where = _device(device)
-    choice = _kernels(kernels, where)
-    # Codes stay codes where kernels read them. Guesses are rows that those kernels do not know: only when asked for.
-    packed = choice == "triton" and numerics == "plain" and _stored_packed(checkpoint)
-    wanted = False if packed and speculative == "auto" else speculative
-    drafts = drafts_of(wanted, checkpoint.has_mtp, batch_invariant)
-    compute = torch.float32 if dtype == "auto" and where.type == "cpu" else _DTYPES.get(dtype, torch.bfloat16)
-    how = Numerics(compute, numerics == "released", select(choice))
-    with_mtp = checkpoint.has_mtp and not (packed and drafts.depth == 0)  # device memory is for what is used
-    with torch.device("meta"):
-        network = Transformer(config, how, packed, mtp=with_mtp)
-    placed = None
-    if packed:
-        room = _free_bytes(where), _free_bytes(torch.device("cpu"))
-        placed = place(network, wish, where, *room, cache_bytes, max_requests, max_context)
-    else:
-        refuse_unplaceable(wish)
-    if placed is not None:
-        network.hold_experts(placed.store)
-    network = network.to_empty(device=where).eval()
-    load_into(network.destinations(), checkpoint, skip=() if with_mtp else ("mtp.",), progress=progress)
-    install_cpu_decode(network)
-    if how.kernels.name == "cpu":
-        seconds = compile_kernels()
-        if seconds > 2:
-            print(
-                f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time",
-                file=sys.stderr,
-            )
-    if cache_bytes is None:
-        cache_bytes = _free_bytes(where) // 4 if placed is None else placed.budget.cache_bytes
-    memory = plan_memory(
-        config, compute.itemsize, cache_bytes, max_requests, max_context, prefix_cache, drafts.depth
+    `model` is "nano", a checkpoint directory or a GGUF file. Keywords are the fields of `EngineOptions`
+    (docs/options.md) and override `options`. `progress` is called with (bytes read, bytes in total) while weights are
+    loaded. What was decided is printed to stderr."""
+    chosen = EngineOptions.from_kwargs(options, **keywords)
+    checkpoint = open_checkpoint(_resolve_path(model))
+    _check_context(chosen, checkpoint)
+    run = _plan_run(chosen, checkpoint)
+    network, placed = _build_model(chosen, checkpoint, run)
+    _load_weights(network, checkpoint, run, progress)
+    cache_bytes = _cache_bytes(chosen, run, placed)
+    cache = plan_cache(
+        checkpoint.config,
+        run.numerics.dtype.itemsize,
+        cache_bytes,
+        chosen.max_requests,
+        chosen.max_context,
+        chosen.prefix_cache,
+        run.speculation.depth,
     )
-    tokenizer = _tokenizer(checkpoint)
-    core = EngineCore(
-        network,
-        max_requests=max_requests,
-        max_context=memory.context,
-        num_pages=memory.pages,
-        max_batch_tokens=max_batch_tokens,
-        batch_invariant=batch_invariant,
-        prefix_bytes=memory.prefix_bytes,
-        row_bytes=memory.row_bytes,
-        draft_depth=drafts.depth,
-        draft_always=drafts.always,
-        files=files_for(network, context_root, context_bytes) if memory.prefix_bytes else None,
-        device=where,
-        placement=None
-        if placed is None
-        else Placement(placed.store, placed.heat, network.hash_routing_tables(), file=wish.counts),
-    )
-    for notice in checkpoint.notices:
-        print(f"birkhoff: {notice}", file=sys.stderr)
-    print(
-        f"birkhoff: {model} on {where}, {dtype_name(compute)}, {numerics} numerics, {how.kernels.name} kernels; "
-        f"{max_requests} requests of up to {memory.context} tokens, cache_bytes {cache_bytes}; prefix cache "
-        + (f"of {memory.pages} pages" if memory.prefix_bytes else "off")
-        + f", {drafts}"
-        + (f"; {placed_text(placed.budget)}" if placed is not None else ""),
-        file=sys.stderr,
-    )
-    engine = Engine(core, tokenizer, _literals(checkpoint), str(model), capture_root)
+    tokenizer = _load_tokenizer(checkpoint)
+    core = _build_core(chosen, run, network, placed, cache)
+    _report(str(model), chosen, checkpoint, run, placed, cache, cache_bytes)
+    engine = Engine(core, tokenizer, _load_literals(checkpoint), str(model), chosen.capture_root)
     for name, vector in shipped_vectors(model).items():
         engine.modules[name] = vector
     return engine
 
 
-def _resolve(model: str | Path) -> Path:
+def _resolve_path(model: str | Path) -> Path:
     if not isinstance(model, (str, Path)):
         raise OptionError(f"model is {quoted(model)}, expected 'nano' or the path of a checkpoint directory.")
     if model == "nano":
@@ -178,64 +124,165 @@ def _resolve(model: str | Path) -> Path:
     return path
 
 
-def _device(device: str) -> torch.device:
+def _check_context(options: EngineOptions, checkpoint: Checkpoint) -> None:
+    limit = checkpoint.config.max_position_embeddings
+    if options.max_context is not None and options.max_context > limit:
+        raise OptionError(
+            f"max_context is {options.max_context}, the model's limit is {limit}. Ask for that or less."
+        )
+
+
+def _plan_run(options: EngineOptions, checkpoint: Checkpoint) -> RunPlan:
+    device = _select_device(options.device)
+    kernels = _select_kernels(options.kernels, device)
+    packed = kernels == "triton" and options.numerics == "plain" and _stored_packed(checkpoint)
+    # Packed decoding has no kernels for draft tokens: speculation is off there unless it is requested.
+    speculative = False if packed and options.speculative == "auto" else options.speculative
+    speculation = parse_speculation(speculative, checkpoint.has_mtp, options.batch_invariant)
+    on_cpu = options.dtype == "auto" and device.type == "cpu"
+    dtype = torch.float32 if on_cpu else _DTYPES.get(options.dtype, torch.bfloat16)
+    numerics = Numerics(dtype, options.numerics == "released", select(kernels))
+    with_mtp = checkpoint.has_mtp and not (packed and speculation.depth == 0)  # saves device memory
+    return RunPlan(device, numerics, packed, speculation, with_mtp)
+
+
+def _select_device(device: str) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        where = torch.device(device if isinstance(device, (str, torch.device)) else "")
-    except RuntimeError:
-        where = torch.device("meta")
-    if where.type not in ("cpu", "cuda"):
-        raise OptionError(f"device is {quoted(device)}, expected 'auto', 'cpu' or 'cuda'.")
-    if where.type == "cuda" and not torch.cuda.is_available():
+    selected = torch.device(device)
+    if selected.type == "cuda" and not torch.cuda.is_available():
         raise OptionError("device is 'cuda', but PyTorch sees no CUDA device here. Use device='cpu'.")
-    return where
+    return selected
 
 
-def _kernels(kernels: str, where: torch.device) -> Choice:
-    _one_of("kernels", kernels, ("auto", "reference", "triton"))
+def _select_kernels(kernels: str, device: torch.device) -> Choice:
     if kernels == "triton" and not gpu.available():
         raise OptionError(
             "kernels='triton' needs the package triton and a CUDA device, or its interpreter (TRITON_INTERPRET=1); "
             "there is none here. Use 'auto' or 'reference'."
         )
-    if kernels == "triton" and where.type == "cpu" and not gpu.interpreted():
+    if kernels == "triton" and device.type == "cpu" and not gpu.interpreted():
         raise OptionError(
             "kernels='triton' runs on a CUDA device, but device is 'cpu'. Use device='cuda' or 'auto'."
         )
-    if kernels == "triton" or (kernels == "auto" and where.type == "cuda" and gpu.available()):
+    if kernels == "triton" or (kernels == "auto" and device.type == "cuda" and gpu.available()):
         return "triton"
-    return "cpu" if kernels == "auto" and where.type == "cpu" and jit.AVAILABLE else "reference"
+    return "cpu" if kernels == "auto" and device.type == "cpu" and jit.AVAILABLE else "reference"
 
 
 def _stored_packed(checkpoint: Checkpoint) -> bool:
-    """Whether the files hold FP8 matrices, FP4 experts and 16 bits of the rest, as the release does."""
-    kinds = {
+    """Whether the checkpoint stores FP8 matrices, FP4 experts and bfloat16 for the rest, as the release does."""
+    dtypes = {
         "layers.0.attn.wq_a.weight": ("F8_E4M3",),
         "layers.0.ffn.experts.0.w1.weight": ("I8", "U8"),
         "layers.0.ffn.gate.weight": ("BF16",),
         "head.weight": ("BF16",),
     }
-    return all(name in checkpoint and checkpoint[name].dtype in kind for name, kind in kinds.items())
+    return all(name in checkpoint and checkpoint[name].dtype in allowed for name, allowed in dtypes.items())
 
 
-def _tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
-    size = checkpoint.config.vocab_size
-    if checkpoint.tokenizer_json is not None:
-        return Tokenizer.from_json(checkpoint.tokenizer_json, name=checkpoint.path.name, vocab_size=size)
-    file = checkpoint.path / "tokenizer.json"
-    return Tokenizer.from_file(file, vocab_size=size) if file.is_file() else None
+def _build_model(
+    options: EngineOptions, checkpoint: Checkpoint, run: RunPlan
+) -> tuple[Transformer, PlacedExperts | None]:
+    """The model with uninitialised weights on its device, and its expert store when experts are divided."""
+    with torch.device("meta"):
+        network = Transformer(checkpoint.config, run.numerics, run.packed, mtp=run.with_mtp)
+    placed = None
+    if run.packed:
+        placed = place_experts(
+            network,
+            options.placement,
+            run.device,
+            _free_bytes(run.device),
+            _free_bytes(torch.device("cpu")),
+            options.cache_bytes,
+            options.max_requests,
+            options.max_context,
+        )
+    elif not options.placement.is_default:
+        raise OptionError(
+            "experts, gpu_memory and expert_counts place FP4 experts between a CUDA device and host memory: they need "
+            "a checkpoint in the released formats, Triton kernels and plain numerics. Leave them out here."
+        )
+    if placed is not None:
+        network.hold_experts(placed.store)
+    return network.to_empty(device=run.device).eval(), placed
 
 
-def _literals(checkpoint: Checkpoint) -> Literals:
-    if checkpoint.chat_texts is not None:
-        return literals_from_json(checkpoint.chat_texts, checkpoint.path.name)
-    return load_literals(checkpoint.path)
+def place_experts(
+    network: Transformer,
+    options: PlacementOptions,
+    device: torch.device,
+    free_bytes: int,
+    host_bytes: int,
+    cache_bytes: int | None,
+    requests: int,
+    context: int | None,
+) -> PlacedExperts | None:
+    """Allocate memory for the experts of a packed model; None when all of them go to the device with the model.
+
+    `free_bytes` and `host_bytes` are the free memory of the device and the host. Raises `CapacityError` when the
+    requested experts do not fit."""
+    config, dtype = network.config, network.numerics.dtype
+    total = min(options.gpu_memory or free_bytes, free_bytes)
+    if cache_bytes is None:
+        cache_bytes = default_cache_bytes(config, total, requests, context, dtype.itemsize)
+    budget = plan_budget(
+        config,
+        total,
+        cache_bytes,
+        dtype=dtype,
+        mtp=network.mtp is not None,
+        share=options.share,
+        expert_bytes=options.expert_bytes,
+    )
+    if budget.hot == budget.experts and options.share is None and options.counts_file is None:
+        return None
+    if options.all_on_device and budget.hot < budget.experts:
+        raise CapacityError(
+            f"experts is 'device', but {budget.hot} of {budget.experts} fit {format_bytes(total)} beside weights "
+            f"{format_bytes(budget.dense_bytes)}, cache {format_bytes(cache_bytes)} and working space "
+            f"{format_bytes(budget.working_bytes)}. Use 'auto', or a larger device."
+        )
+    if budget.host_bytes > host_bytes:
+        raise CapacityError(
+            f"{budget.experts - budget.hot} experts would lie in {format_bytes(budget.host_bytes)} of host memory, and "
+            f"{format_bytes(host_bytes)} are free. Free host memory, or give the device more."
+        )
+    layers = budget.experts // config.n_routed_experts
+    counts = None
+    if options.counts_file is not None and options.counts_file.exists():
+        counts = ExpertCounts.load(options.counts_file, layers, config.n_routed_experts)
+    usage = ExpertUsage(layers, config.n_routed_experts, counts)
+    store = ExpertStore(PackedExpertLayout.of(config), usage.hottest(budget.hot), device, budget.spare)
+    return PlacedExperts(budget, store, usage)
 
 
-def _free_bytes(where: torch.device) -> int:
-    if where.type == "cuda":
-        return torch.cuda.mem_get_info(where)[0]
+def _load_weights(
+    network: Transformer, checkpoint: Checkpoint, run: RunPlan, progress: Callable[[int, int], None] | None
+) -> None:
+    skip = () if run.with_mtp else ("mtp.",)
+    load_into(network.destinations(), checkpoint, skip=skip, progress=progress)
+    install_cpu_decode(network)
+    if run.numerics.kernels.name == "cpu":
+        seconds = compile_kernels()
+        if seconds > 2:
+            print(
+                f"birkhoff: compiled CPU kernels in {seconds:.0f} s; they are kept for next time",
+                file=sys.stderr,
+            )
+
+
+def _cache_bytes(options: EngineOptions, run: RunPlan, placed: PlacedExperts | None) -> int:
+    if options.cache_bytes is not None:
+        return options.cache_bytes
+    return _free_bytes(run.device) // 4 if placed is None else placed.budget.cache_bytes
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Free memory of the GPU or the host; 4 GiB for a host without /proc/meminfo."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -243,11 +290,65 @@ def _free_bytes(where: torch.device) -> int:
         return 4 * 2**30
 
 
-def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    if value not in allowed:
-        raise OptionError(f"{name} is {quoted(value)}, expected one of {', '.join(map(repr, allowed))}.")
+def _build_core(
+    options: EngineOptions, run: RunPlan, network: Transformer, placed: PlacedExperts | None, cache: CachePlan
+) -> EngineCore:
+    files = None
+    if options.context_root is not None and cache.prefix_bytes:
+        root = Path(options.context_root).expanduser()
+        files = PageFiles(root, model_identity(network), options.context_bytes)
+    placement = None
+    if placed is not None:
+        tables = network.hash_routing_tables()
+        placement = Placement(placed.store, placed.usage, tables, file=options.placement.counts_file)
+    return EngineCore(
+        network,
+        max_requests=options.max_requests,
+        max_context=cache.context,
+        num_pages=cache.pages,
+        max_batch_tokens=options.max_batch_tokens,
+        batch_invariant=options.batch_invariant,
+        prefix_bytes=cache.prefix_bytes,
+        row_bytes=cache.row_bytes,
+        draft_depth=run.speculation.depth,
+        draft_always=run.speculation.always,
+        files=files,
+        device=run.device,
+        placement=placement,
+    )
 
 
-def _whole(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise OptionError(f"{name} is {quoted(value)}, expected a positive whole number.")
+def _report(
+    model: str,
+    options: EngineOptions,
+    checkpoint: Checkpoint,
+    run: RunPlan,
+    placed: PlacedExperts | None,
+    cache: CachePlan,
+    cache_bytes: int,
+) -> None:
+    """Print the checkpoint's notices and what was decided to stderr."""
+    for notice in checkpoint.notices:
+        print(f"birkhoff: {notice}", file=sys.stderr)
+    prefix = f"of {cache.pages} pages" if cache.prefix_bytes else "off"
+    experts = "" if placed is None else f"; {placed.budget}"
+    print(
+        f"birkhoff: {model} on {run.device}, {dtype_name(run.numerics.dtype)}, {options.numerics} numerics, "
+        f"{run.numerics.kernels.name} kernels; {options.max_requests} requests of up to {cache.context} tokens, "
+        f"cache_bytes {cache_bytes}; prefix cache {prefix}, {run.speculation}{experts}",
+        file=sys.stderr,
+    )
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
+    size = checkpoint.config.vocab_size
+    if checkpoint.tokenizer_json is not None:
+        return Tokenizer.from_json(checkpoint.tokenizer_json, name=checkpoint.path.name, vocab_size=size)
+    file = checkpoint.path / "tokenizer.json"
+    return Tokenizer.from_file(file, vocab_size=size) if file.is_file() else None
+
+
+def _load_literals(checkpoint: Checkpoint) -> Literals:
+    if checkpoint.chat_texts is not None:
+        return literals_from_json(checkpoint.chat_texts, checkpoint.path.name)
+    return load_literals(checkpoint.path)

@@ -13,10 +13,10 @@ from typing import Any, Protocol
 
 import torch
 
-from birkhoff.engine.cache import pages_for
 from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
@@ -54,7 +54,7 @@ class OurEngine:
     def prefill(self, prompts: list[Tokens]) -> Tokens:
         for request in self._requests:
             self.core.cancel(request)
-        options = SamplingOptions(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
+        options = SamplingParams(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
         self._requests = [Request(tuple(ids), options, options.max_tokens, seed=0) for ids in prompts]
         for request in self._requests:
             self.core.submit(request)

@@ -33,7 +33,7 @@ from birkhoff.capture.spec.request import Capture
 from birkhoff.convert.synth import synth
 from birkhoff.engine.request import Request
 from birkhoff.engine.runner import Runner
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import CaptureWriteError, OptionError
 from birkhoff.hooks.plan import Plan, SiteRows
 
@@ -94,7 +94,7 @@ class CapturingEngine(OurEngine):
     def prefill(self, prompts: list[Tokens]) -> Tokens:
         for request in self._requests:
             self.core.cancel(request)
-        options = SamplingOptions(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
+        options = SamplingParams(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
         self._began = time.perf_counter()
         self._requests = [
             Request(tuple(ids), options, options.max_tokens, seed=0, plan=self._plan(ids)) for ids in prompts

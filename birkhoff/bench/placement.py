@@ -24,7 +24,7 @@ from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.decode.gpu import Decoder
-from birkhoff.engine.memory_plan import default_cache, plan_budget, weights_of
+from birkhoff.engine.memory_plan import default_cache_bytes, plan_budget, weight_bytes
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels.select import Choice
 from birkhoff.model.batch import Batch, SequenceChunk
@@ -45,7 +45,7 @@ def share_of(wish: str, config: V4Config) -> float:
         return float(wish)
     except ValueError:
         memory = parse_bytes(wish)
-        return plan_budget(config, memory, default_cache(config, memory)).share
+        return plan_budget(config, memory, default_cache_bytes(config, memory)).share
 
 
 def some_hot(layers: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
@@ -216,7 +216,7 @@ def placement_rows(
 ) -> Iterator[Row]:
     """Random placement, then by counts of as many steps as are timed; and the steps that run beside exchanges."""
     config, device = model.config, store.device
-    read = weights_of(config).read
+    read = weight_bytes(config).read
     for name in ("random", "counts"):
         for batch in batches:
             steps = PlacedSteps(Decoder(model, filled_state(config, batch, context, device)), batch, context)

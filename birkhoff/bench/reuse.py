@@ -26,12 +26,12 @@ import torch
 
 import birkhoff
 from birkhoff.bench.report import facts, significant, summary
-from birkhoff.engine.cache import pages_for
 from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
@@ -103,7 +103,7 @@ def _core(engine: birkhoff.Engine, tokens: int, **options: Any) -> EngineCore:
 
 def _run(core: EngineCore, ids: Sequence[int], count: int) -> tuple[Request, float, float]:
     """The request, milliseconds to its first token, and to its last from there."""
-    options = SamplingOptions(temperature=0, max_tokens=count, ignore_eos=True)
+    options = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     began = time.perf_counter()
     request = Request(tuple(ids), options, count, seed=0)
     core.submit(request)
@@ -227,7 +227,7 @@ def _in_turns(
     cores: dict[str, EngineCore], ids: Sequence[int], count: int, order: int
 ) -> dict[str, _TimedAnswer]:
     """The same prompt for everybody, who then write a few tokens at a time in rotating order."""
-    options = SamplingOptions(temperature=0, max_tokens=count + 1, ignore_eos=True)
+    options = SamplingParams(temperature=0, max_tokens=count + 1, ignore_eos=True)
     answers = {
         name: _TimedAnswer(core, Request(tuple(ids), options, count + 1, seed=0))
         for name, core in cores.items()

@@ -30,7 +30,7 @@ from birkhoff.bench.interp import UntappedRunner
 from birkhoff.bench.report import facts, summary
 from birkhoff.convert.synth import synth
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError
 from birkhoff.hooks.edit import SiteContext
 from birkhoff.hooks.plan import Plan
@@ -78,7 +78,7 @@ class Steered(OurEngine):
             self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
 
     def prefill(self, prompts: list[Tokens]) -> Tokens:
-        options = SamplingOptions(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
+        options = SamplingParams(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
         self._requests = [
             Request(tuple(ids), options, options.max_tokens, seed=0, plan=self._plan(number, ids))
             for number, ids in enumerate(prompts)

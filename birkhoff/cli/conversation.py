@@ -24,7 +24,7 @@ from birkhoff.steering.edit_syntax import print_line
 from birkhoff.text.events import ContentDelta, Event, ReasoningDelta
 
 if TYPE_CHECKING:
-    from birkhoff.api import Engine
+    from birkhoff.api.engine import Engine
     from birkhoff.output import Output
 
 HELP = {

@@ -18,7 +18,7 @@ from birkhoff.cli.generation import ChatGeneration, open_engine, output_to_json,
 from birkhoff.cli.options import shared_options, split_options
 from birkhoff.cli.steer_option import Steer, load_vectors, parse_steer
 from birkhoff.cli.terminal import escape_control, print_status, progress_bar
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def decode_utf8(data: bytes, source: str) -> str:
 def _print_stream(stream: Stream | ChatGeneration, sampling: dict[str, Any], json: bool) -> None:
     """Print an output while it streams. After Ctrl-C the partial output is printed before the exception goes on."""
     on_screen = sys.stdout.isatty() and not json
-    max_tokens = sampling.get("max_tokens", SamplingOptions.max_tokens)
+    max_tokens = sampling.get("max_tokens", SamplingParams.max_tokens)
     last = ""
     try:
         with progress_bar("answering", "tokens", enabled=not on_screen) as advance:

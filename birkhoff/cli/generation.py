@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from birkhoff.cli.terminal import progress_bar
 
 if TYPE_CHECKING:
-    from birkhoff.api import Engine
+    from birkhoff.api.engine import Engine
     from birkhoff.output import Output
     from birkhoff.text.events import Event
 

@@ -30,7 +30,7 @@ def plan_or_refusal(
     config: V4Config, device_bytes: int, context: int | None, requests: int, speeds: tuple[float, float]
 ) -> dict[str, Any]:
     """Return the forecast, or `{"refused": reason}` if the model does not fit. `speeds`: device and bus bytes/s."""
-    from birkhoff.engine.forecast import forecast
+    from birkhoff.engine.memory_plan import forecast
 
     try:
         return forecast(

@@ -10,11 +10,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_origin, get_type_hints
 
 import typer
 
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.api.options import EngineOptions, describe
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError, quoted
 from birkhoff.server.server_settings import ServerSettings
 
@@ -50,60 +51,57 @@ class Flag:
         )
 
 
+def _flag(options: type[Any], name: str, kind: Any, metavar: str | None = None) -> Flag:
+    """The flag of a field of `EngineOptions` or `SamplingParams`, with its help text and default."""
+    text, default = describe(options, name)
+    return Flag(
+        name, kind, text + (" May be repeated." if get_origin(kind) is list else ""), default, metavar
+    )
+
+
 ENGINE = (
     Flag("model", str, "nano, a checkpoint directory or a GGUF file.", "nano"),
-    Flag("device", str, "auto, cpu or cuda.", "auto"),
-    Flag("dtype", str, "Compute dtype: auto, float32 or bfloat16.", "auto"),
-    Flag("numerics", str, "plain, or released: with the release's activation rounding.", "plain"),
-    Flag("kernels", str, "auto, or reference: the slow plain twins.", "auto"),
-    Flag("experts", str, "auto, device, host, a share such as 0.5, or bytes of the GPU for them.", "auto"),
-    Flag("gpu_memory", str, "What the model may take of the GPU, such as 24GiB.", "what is free"),
-    Flag(
-        "expert_counts",
-        str,
-        "File of how often experts are read; says who begins on the GPU, updated at the end.",
+    *(
+        _flag(EngineOptions, name, kind)
+        for name, kind in (
+            ("device", str),
+            ("dtype", str),
+            ("numerics", str),
+            ("kernels", str),
+            ("experts", str),
+            ("gpu_memory", str),
+            ("expert_counts", str),
+            ("max_context", int),
+            ("cache_bytes", int),
+            ("max_batch_tokens", int),
+            ("batch_invariant", bool),
+            ("prefix_cache", bool),
+            ("speculative", bool),
+            ("context_root", str),
+            ("context_bytes", int),
+        )
     ),
-    Flag("max_context", int, "Longest prompt and answer together, in tokens.", "what fits"),
-    Flag("cache_bytes", int, "Memory for the cache.", "a quarter of what is free"),
-    Flag("max_batch_tokens", int, "Most tokens computed in one step.", "2048"),
-    Flag("batch_invariant", bool, "Answers that do not depend on their neighbours, bit for bit; slower."),
-    Flag(
-        "prefix_cache",
-        bool,
-        "Start behind what past prompts have in common with a new one.",
-        "if there is room",
-    ),
-    Flag("speculative", bool, "Guess a token ahead with the model's MTP block.", "while it pays"),
-    Flag("context_root", str, "Directory for pages of past prompts that memory has no room for.", "none"),
-    Flag("context_bytes", int, "Most bytes of files in it.", "1 GiB"),
 )
-SAMPLING = (
-    Flag("max_tokens", int, "Most tokens of an answer.", str(SamplingOptions.max_tokens)),
-    Flag("temperature", float, "0 is greedy.", f"{SamplingOptions.temperature:g}"),
-    Flag(
-        "top_p",
-        float,
-        "Draw from the likeliest tokens that make up this share.",
-        f"{SamplingOptions.top_p:g}",
-    ),
-    Flag("top_k", int, "Draw from this many likeliest tokens.", "off"),
-    Flag("min_p", float, "Draw from tokens at least this likely relative to the likeliest.", "0"),
-    Flag("seed", int, "The same seed draws the same answer.", "a new one each time"),
-    Flag("stop", list[str], "End before this text; may be given several times."),
-    Flag("stop_token_ids", list[int], "End after this token; may be given several times."),
-    Flag("min_tokens", int, "Do not end before this many tokens.", "0"),
-    Flag("ignore_eos", bool, "Go on after the end-of-text token."),
-    Flag("logprobs", int, "Log-probabilities of the chosen token and of so many others (with --json)."),
-    Flag("presence_penalty", float, "Taken off the logit of every token already there.", "0"),
-    Flag("frequency_penalty", float, "Taken off for every time it is already there.", "0"),
-    Flag("repetition_penalty", float, "Divides the logit of every token already there.", "1"),
-    Flag(
-        "logit_bias",
-        list[str],
-        "Added to one token's logit; may be given several times.",
-        metavar="ID=NUMBER",
-    ),
-    Flag("n", int, "How many answers.", "1"),
+SAMPLING = tuple(
+    _flag(SamplingParams, name, kind, "ID=NUMBER" if name == "logit_bias" else None)
+    for name, kind in (
+        ("max_tokens", int),
+        ("temperature", float),
+        ("top_p", float),
+        ("top_k", int),
+        ("min_p", float),
+        ("seed", int),
+        ("stop", list[str]),
+        ("stop_token_ids", list[int]),
+        ("min_tokens", int),
+        ("ignore_eos", bool),
+        ("logprobs", int),
+        ("presence_penalty", float),
+        ("frequency_penalty", float),
+        ("repetition_penalty", float),
+        ("logit_bias", list[str]),
+        ("n", int),
+    )
 )
 SERVER = tuple(
     Flag(
@@ -153,7 +151,7 @@ def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str,
     sampling = {name: value for name, value in options.items() if name in _SAMPLING_NAMES}
     if "logit_bias" in sampling:
         sampling["logit_bias"] = _biases(sampling["logit_bias"])
-    SamplingOptions.from_kwargs(**sampling)  # fail before the model is loaded
+    SamplingParams.from_kwargs(**sampling)  # fail before the model is loaded
     return {"model": "nano", **loading}, sampling
 
 

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from birkhoff.api.options import EngineOptions, help_text
 from birkhoff.cli.options import server_settings, shared_options
 from birkhoff.cli.terminal import print_status
 from birkhoff.errors import OptionError
@@ -17,9 +18,9 @@ def serve(
     max_requests: Annotated[
         int,
         typer.Option(
-            help="Requests that run concurrently.", envvar="BIRKHOFF_MAX_REQUESTS", show_envvar=False
+            help=help_text(EngineOptions, "max_requests"), envvar="BIRKHOFF_MAX_REQUESTS", show_envvar=False
         ),
-    ] = 8,
+    ] = EngineOptions.max_requests,
     json: Annotated[bool, typer.Option("--json", help="Print the URL as a JSON object.")] = False,
     **options: Any,
 ) -> None:

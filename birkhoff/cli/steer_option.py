@@ -15,7 +15,7 @@ import typer
 from birkhoff.errors import SteeringError, quoted
 
 if TYPE_CHECKING:
-    from birkhoff.api import Engine
+    from birkhoff.api.engine import Engine
 
 Steer = Annotated[
     str | None,

@@ -24,9 +24,8 @@ import torch
 from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.decode.gpu import Decoder, refusal
-from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
 from birkhoff.engine.cuda_graphs import CudaGraphs
-from birkhoff.engine.memory_plan import cache_by_kind
+from birkhoff.engine.memory_plan import cache_by_kind, page_bytes, pages_for
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
@@ -132,7 +131,7 @@ class EngineCore:
             finally:
                 self.placement.after()
 
-    def drive(self, request: Request) -> None:
+    def step_until_output(self, request: Request) -> None:
         """Step until `request` has something to say."""
         while not request.events and not request.done:
             if not self.step() and not request.events and not request.done:
@@ -143,7 +142,7 @@ class EngineCore:
         with self._turn():
             self._end(request)
 
-    def abandon(self, request: Request) -> None:
+    def request_cancel(self, request: Request) -> None:
         """`cancel` for finalizers: takes no lock and runs nothing; in force before anybody's next step."""
         if not request.done:
             self._leaving.append(request)
@@ -158,7 +157,7 @@ class EngineCore:
             finally:
                 self._end_leaving()
 
-    def read_notes(self) -> None:
+    def process_cancellations(self) -> None:
         """End those who were abandoned, unless somebody is at work: then that somebody will."""
         if self._leaving and self._lock.acquire(blocking=False):
             try:
@@ -294,30 +293,3 @@ class EngineCore:
                 f"this request needs {format_bytes(needed * each)} of cache ({needed} pages), {format_bytes(total * each)} can ever "
                 f"be free ({total} pages). It would be {parts}. Shorten it or load with a larger cache_bytes."
             )
-
-
-def plan_cache(
-    config, item_bytes: int, cache_bytes: int, max_requests: int, max_context: int | None
-) -> tuple[int, int]:
-    """Pages and context that fit `cache_bytes`: the model's limit, lowered until `max_requests` such requests fit."""
-    fixed = max_requests * slot_bytes(config, item_bytes)
-    each = page_bytes(config, item_bytes)
-    limit = max_context or config.max_position_embeddings
-    if each == 0:  # sliding layers only: a context costs nothing beyond its slot
-        if fixed > cache_bytes:
-            raise CapacityError(_too_small(cache_bytes, fixed, max_requests))
-        return max_requests * pages_for(limit), limit
-    pages = (cache_bytes - fixed) // each
-    if pages < max_requests:
-        raise CapacityError(_too_small(cache_bytes, fixed + each * max_requests, max_requests))
-    if max_context is not None:
-        return min(pages, max_requests * pages_for(max_context)), max_context
-    context = min(limit, pages // max_requests * 128)
-    return max_requests * pages_for(context), context
-
-
-def _too_small(cache_bytes: int, needed: int, max_requests: int) -> str:
-    return (
-        f"cache_bytes is {format_bytes(cache_bytes)}, but {max_requests} requests need at least {format_bytes(needed)}. "
-        "Raise cache_bytes or lower max_requests."
-    )

@@ -1,13 +1,15 @@
-"""Where a model's bytes go on a device, and what decoding costs at most, from the config alone.
+"""Memory arithmetic: bytes of cache, weights and experts on a device, and bounds on decoding speed.
 
-The dense part is counted on a model without memory, as it will be held: FP8 codes, float32 where the release computes
-in it, and what kernels keep beside it. Then come the cache, working space, and as many FP4 experts as are left room
-for; the others stay in host memory. `tokens_per_second` is arithmetic: what a step must read, divided by how fast
-device and bus can read. It is a limit, not a promise.
+Everything follows from the config, so that a plan is made before anything is allocated. The dense weights are counted
+on a model on the meta device, as they will be held: FP8 codes, float32 where the release computes in float32, and
+copies that kernels keep. The rest of the device holds the cache, working space, and as many FP4 experts as fit; the
+other experts stay in host memory. `tokens_per_second` divides the bytes a step must read by the bandwidth of device
+and bus: an upper bound, not a prediction.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -22,16 +24,59 @@ from birkhoff.model.moe import Experts, SharedExpert
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import PackedExpertLayout
 
-WORKING_SHARE, MOST_WORKING = 0.06, 5 * 2**30  # activations, graphs, libraries: an allowance
-CACHE_SHARE, CACHE_TOKENS = 8, 32_768  # without other wishes: this context, within an eighth of the device
-DEVICE_SPEED, BUS_SPEED = 4.3e12, 55e9  # bytes a second of an H200 and of PCIe 5 with sixteen lanes
-LEAST_SPARE = 2  # places without which nothing can move
-KINDS = {0: "swa", 4: "csa", 128: "hca"}
+WORKING_SHARE, MAX_WORKING_BYTES = 0.06, 5 * 2**30  # allowance for activations, graphs and libraries
+CACHE_SHARE, CACHE_TOKENS = 8, 32_768  # default cache: this context length, within an eighth of the device
+MAX_ROW_BYTES = 2**28  # cached captured rows
+DEVICE_SPEED, BUS_SPEED = 4.3e12, 55e9  # bytes per second of an H200 and of PCIe 5 x16
+MIN_SPARE_SLOTS = 2  # expert slots without which no expert can move
+KINDS = {0: "swa", 4: "csa", 128: "hca"}  # compression ratio -> kind of layer
+FORECAST_BATCHES = (1, 8, 64)
+FORECAST_MISSES = (1.0, 0.25, 0.1, 0.0)  # miss rates to forecast, relative to a random placement
+
+
+def pages_for(tokens: int) -> int:
+    """Number of pages that hold `tokens` tokens."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+def page_bytes(config: V4Config, item_bytes: int) -> int:
+    """Bytes of one page over all layers: compressed entries and index keys."""
+    total = 0
+    for ratio in config.compress_ratios:
+        if ratio:
+            width = config.head_dim + (config.index_head_dim if ratio == 4 else 0)
+            total += PAGE_TOKENS // ratio * width * item_bytes
+    return total
+
+
+def slot_bytes(config: V4Config, item_bytes: int, lookback: int = 0, mtp: bool = False) -> int:
+    """Bytes of one running request that do not depend on its length: window rings and raw compressor rows (float32).
+
+    `lookback` is how many tokens the state can step back after rejected draft tokens."""
+    total = 0
+    for ratio in (*config.compress_ratios, *([0] if mtp else [])):
+        total += (config.sliding_window + lookback) * config.head_dim * item_bytes
+        blocks = -(-lookback // ratio) if ratio else 0
+        if ratio == 4:
+            total += 4 * (2 + blocks) * 2 * 2 * (config.head_dim + config.index_head_dim) * 4
+        elif ratio == 128:
+            total += 128 * (1 + blocks) * 2 * config.head_dim * 4
+    return total
+
+
+def snapshot_bytes(config: V4Config, item_bytes: int, mtp: bool = False) -> int:
+    """Bytes of the state needed, besides pages, to resume at a page boundary: windows and overlapping raw rows."""
+    total = 0
+    for ratio in (*config.compress_ratios, *([0] if mtp else [])):
+        total += config.sliding_window * config.head_dim * item_bytes
+        if ratio == 4:
+            total += 4 * 2 * 2 * (config.head_dim + config.index_head_dim) * 4
+    return total
 
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What layers of one kind remember, all of them together, in bytes: per token of context, and per sequence."""
+    """Cache bytes of all layers of one kind together, per token of context and per sequence."""
 
     layers: int
     per_token: float
@@ -39,8 +84,8 @@ class LayerCache:
 
 
 def cache_by_kind(config: V4Config, item_bytes: int = 2, lookback: int = 0) -> dict[str, LayerCache]:
-    """The windows are of fixed size, in every layer; compressed entries and index keys grow with the context."""
-    found = {}
+    """Cache bytes by kind of layer. Windows have a fixed size; compressed entries and index keys grow with context."""
+    by_kind = {}
     for ratio, kind in KINDS.items():
         layers = sum(each == ratio for each in config.compress_ratios)
         width = config.head_dim + (config.index_head_dim if ratio == 4 else 0)
@@ -48,93 +93,191 @@ def cache_by_kind(config: V4Config, item_bytes: int = 2, lookback: int = 0) -> d
         if ratio:
             overlap = 2 if ratio == 4 else 1
             fixed += ratio * (overlap + -(-lookback // ratio)) * 2 * overlap * width * 4  # raw rows, float32
-        found[kind] = LayerCache(
-            layers, layers * width * item_bytes / ratio if ratio else 0.0, layers * fixed
-        )
-    return found
+        per_token = layers * width * item_bytes / ratio if ratio else 0.0
+        by_kind[kind] = LayerCache(layers, per_token, layers * fixed)
+    return by_kind
 
 
 def context_bytes(config: V4Config, tokens: int, item_bytes: int = 2) -> dict[str, int]:
-    """One sequence of `tokens` tokens by kind of layer, in whole pages as the cache is given out."""
-    pages = -(-tokens // PAGE_TOKENS)
+    """Cache bytes of one sequence of `tokens` tokens by kind of layer, in whole pages."""
     return {
-        kind: each.per_sequence + round(each.per_token * pages * PAGE_TOKENS)
+        kind: each.per_sequence + round(each.per_token * pages_for(tokens) * PAGE_TOKENS)
         for kind, each in cache_by_kind(config, item_bytes).items()
     }
 
 
 def step_cache_bytes(config: V4Config, context: int, item_bytes: int = 2) -> dict[str, float]:
-    """What one new token reads of the cache behind `context` tokens, by kind: window, chosen entries, index keys."""
-    found = {}
+    """Cache bytes that decoding one token reads after `context` tokens, by kind: window, chosen entries, index keys."""
+    by_kind = {}
     for ratio, kind in KINDS.items():
         layers = sum(each == ratio for each in config.compress_ratios)
         entries = context / ratio if ratio else 0.0
-        numbers = float(min(context, config.sliding_window) * config.head_dim)
+        items = float(min(context, config.sliding_window) * config.head_dim)
         if ratio == 4:
-            numbers += min(config.index_topk, entries) * config.head_dim + entries * config.index_head_dim
+            items += min(config.index_topk, entries) * config.head_dim + entries * config.index_head_dim
         elif ratio:
-            numbers += entries * config.head_dim
-        found[kind] = layers * numbers * item_bytes
-    return found
+            items += entries * config.head_dim
+        by_kind[kind] = layers * items * item_bytes
+    return by_kind
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """Number of pages, maximum context, and the bytes for snapshots and for cached captured rows."""
+
+    pages: int
+    context: int
+    prefix_bytes: int = 0
+    row_bytes: int = 0
+
+
+def plan_cache(
+    config: V4Config,
+    item_bytes: int,
+    cache_bytes: int,
+    max_requests: int,
+    max_context: int | None,
+    prefix_cache: str | bool,
+    draft_depth: int,
+) -> CachePlan:
+    """Divide `cache_bytes`: first what running requests need, then pages and snapshots of past ones, then captured
+    rows.
+
+    Without `max_context` the context is as long as memory allows, so an eighth is set aside for snapshots first, if
+    the requests still fit. With `prefix_cache=True` too little memory is a `CapacityError`; with "auto" the prefix
+    cache is left out."""
+    mtp = draft_depth > 0
+    plain_slot = slot_bytes(config, item_bytes)
+    drafting = max_requests * (slot_bytes(config, item_bytes, draft_depth, mtp) - plain_slot)
+    available = max(cache_bytes - drafting, 0)
+
+    def left_after(pages: int) -> int:
+        return available - max_requests * plain_slot - pages * page_bytes(config, item_bytes)
+
+    pages, context = plan_pages(config, item_bytes, available, max_requests, max_context)
+    if prefix_cache is False:
+        return CachePlan(pages, context)
+    if left_after(pages) < available // 8:
+        with suppress(CapacityError):  # the requests alone need the whole cache
+            pages, context = plan_pages(config, item_bytes, available * 7 // 8, max_requests, max_context)
+    extra, snapshots = plan_prefix(config, item_bytes, left_after(pages), pages, mtp)
+    least = snapshot_bytes(config, item_bytes, mtp)
+    if snapshots < least:
+        if prefix_cache is True:
+            raise CapacityError(
+                f"prefix_cache is True, but cache_bytes {cache_bytes} leaves {max(snapshots, 0)} bytes for it and the "
+                f"state behind one page takes {least}. Raise cache_bytes, lower max_requests, or use 'auto'."
+            )
+        return CachePlan(pages, context)
+    rest = left_after(pages + extra) - snapshots
+    rows = min(max(rest, (rest + snapshots - least) // 4), MAX_ROW_BYTES)
+    return CachePlan(pages + extra, context, snapshots - max(rows - rest, 0), rows)
+
+
+def plan_pages(
+    config: V4Config, item_bytes: int, cache_bytes: int, max_requests: int, max_context: int | None
+) -> tuple[int, int]:
+    """Pages and maximum context that fit `cache_bytes`: the model's limit, lowered until `max_requests` requests of
+    that length fit."""
+    fixed = max_requests * slot_bytes(config, item_bytes)
+    each = page_bytes(config, item_bytes)
+    limit = max_context or config.max_position_embeddings
+    if each == 0:  # sliding-window layers only: the context costs nothing beyond its slot
+        if fixed > cache_bytes:
+            raise CapacityError(_too_small(cache_bytes, fixed, max_requests))
+        return max_requests * pages_for(limit), limit
+    pages = (cache_bytes - fixed) // each
+    if pages < max_requests:
+        raise CapacityError(_too_small(cache_bytes, fixed + each * max_requests, max_requests))
+    if max_context is not None:
+        return min(pages, max_requests * pages_for(max_context)), max_context
+    context = min(limit, pages // max_requests * PAGE_TOKENS)
+    return max_requests * pages_for(context), context
+
+
+def _too_small(cache_bytes: int, needed: int, max_requests: int) -> str:
+    return (
+        f"cache_bytes is {format_bytes(cache_bytes)}, but {max_requests} requests need at least {format_bytes(needed)}. "
+        "Raise cache_bytes or lower max_requests."
+    )
+
+
+def plan_prefix(
+    config: V4Config, item_bytes: int, left: int, pages: int, mtp: bool = False
+) -> tuple[int, int]:
+    """Divide `left` bytes into additional pages and snapshot bytes: one snapshot per page, and at most three times as
+    many additional pages as running requests use. Returns (additional pages, snapshot bytes)."""
+    each = page_bytes(config, item_bytes)
+    snapshot = snapshot_bytes(config, item_bytes, mtp)
+    extra = max(0, min(3 * pages, (left - pages * snapshot) // (each + snapshot)))
+    return extra, min(left - extra * each, (pages + extra) * snapshot)
+
+
+def default_cache_bytes(
+    config: V4Config, device_bytes: int, requests: int = 1, context: int | None = None, item_bytes: int = 2
+) -> int:
+    """Default cache size for `requests` requests: of `context` tokens each, or of 32K tokens within an eighth of the
+    device."""
+    tokens = min(context or CACHE_TOKENS, config.max_position_embeddings)
+    needed = requests * sum(context_bytes(config, tokens, item_bytes).values())
+    return needed if context is not None else min(needed, device_bytes // CACHE_SHARE)
 
 
 @dataclass(frozen=True)
 class WeightBytes:
-    """`held` by kind: bytes on the device without routed experts. `read`: of those, what one step reads."""
+    """`dense`: bytes on the device by kind, without routed experts. `read`: those that one step reads. `expert`: bytes
+    of one routed expert. `experts`: number of routed experts."""
 
-    held: dict[str, int]
+    dense: dict[str, int]
     read: int
     expert: int
     experts: int
 
 
-def weights_of(config: V4Config, dtype: torch.dtype = torch.bfloat16, mtp: bool = False) -> WeightBytes:
-    """A packed model's, as it will be laid out; with `mtp` the block that guesses too."""
+def weight_bytes(config: V4Config, dtype: torch.dtype = torch.bfloat16, mtp: bool = False) -> WeightBytes:
+    """Bytes of a packed model; `mtp` includes the MTP block."""
     with torch.device("meta"):
         model = Transformer(config, Numerics(dtype), packed=True, mtp=mtp)
-    held = dict.fromkeys(
-        (
-            "projections",
-            "shared experts",
-            "compressors, routers",
-            "mixers, norms, tables",
-            "head",
-            "embedding",
-            "copies for kernels",
-            "mtp",
-        ),
-        0,
+    kinds = (
+        "projections",
+        "shared experts",
+        "compressors, routers",
+        "mixers, norms, tables",
+        "head",
+        "embedding",
+        "copies for kernels",
+        "mtp",
     )
+    dense = dict.fromkeys(kinds, 0)
     read = 0
     for name, module in model.named_modules():
         if isinstance(module, Experts):
             continue
-        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-        size = sum(tensor.nbytes for tensor in own)
-        inside = _kind(name, module)
+        tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        size = sum(tensor.nbytes for tensor in tensors)
+        kind = _weight_kind(name, module)
         used = size
-        beside = 0
+        copies = 0
         if isinstance(module, Linear):
-            beside = _copies(name, module)
+            copies = _kernel_copy_bytes(name, module)
             used = size if module.packed else 2 * module.weight.numel()
         elif isinstance(module, Mixer) and dtype.itemsize == 2:
-            beside = module.fn.nbytes  # its two halves, which prompts read
-        held["mtp" if name.startswith("mtp") else "copies for kernels"] += beside
-        if inside == "embedding" and own:
-            used = 0
+            copies = module.fn.nbytes  # two bfloat16 halves, for prefill
+        dense["mtp" if name.startswith("mtp") else "copies for kernels"] += copies
+        if kind == "embedding" and tensors:
+            used = 0  # one row per token
         used -= sum(tensor.nbytes for key, tensor in module.named_buffers(recurse=False) if key == "tid2eid")
-        held[inside] += size
+        dense[kind] += size
         read += 0 if name.startswith("mtp") else used
-    record = PackedExpertLayout.of(config)
     return WeightBytes(
-        {kind: size for kind, size in held.items() if size},
+        {kind: size for kind, size in dense.items() if size},
         read,
-        record.nbytes,
+        PackedExpertLayout.of(config).nbytes,
         config.n_routed_experts * len(model.expert_stacks()),
     )
 
 
-def _kind(name: str, module: torch.nn.Module) -> str:
+def _weight_kind(name: str, module: torch.nn.Module) -> str:
     if name.startswith("mtp"):
         return "mtp"
     if name == "":
@@ -148,19 +291,21 @@ def _kind(name: str, module: torch.nn.Module) -> str:
     return "mixers, norms, tables"
 
 
-def _copies(name: str, layer: Linear) -> int:
-    """What kernels keep beside a matrix: scales row by row, and 16 bits of what is held in 32; both once more for small
-    ones that decoding stacks with others."""
+def _kernel_copy_bytes(name: str, layer: Linear) -> int:
+    """Bytes that kernels keep besides a matrix: scales row by row, and a 16-bit copy of a float32 weight. Small
+    matrices that decoding stacks with others have both twice."""
     times = 2 if name.endswith(("attn.wq_a", "attn.wkv", "weights_proj")) else 1
     if not layer.packed:
         return times * 2 * layer.weight.numel() if layer.weight.dtype is torch.float32 else 0
     codes = [getattr(layer, key) for key, _ in layer.held()]
-    return times * -(-codes[0].shape[1] // 128) * sum(len(part) for part in codes)
+    return (
+        times * -(-codes[0].shape[1] // 128) * sum(len(part) for part in codes)
+    )  # one scale per 128 columns
 
 
 @dataclass(frozen=True)
 class MemoryBudget:
-    """How `device_bytes` are shared out: `hot` of `experts` on the device, `spare` runs for those that move."""
+    """How `device_bytes` are divided: `hot` of `experts` are on the device, with `spare` slots for those that move."""
 
     device_bytes: int
     weights: dict[str, int]
@@ -185,12 +330,18 @@ class MemoryBudget:
 
     @property
     def host_bytes(self) -> int:
-        """Page-locked host memory for the others, and for exchanges."""
+        """Pinned host memory for the other experts and for exchanges."""
         return (self.experts - self.hot + min(self.spare, self.hot)) * self.expert_bytes
 
     @property
     def left_bytes(self) -> int:
         return self.device_bytes - self.dense_bytes - self.cache_bytes - self.working_bytes - self.hot_bytes
+
+    def __str__(self) -> str:
+        return (
+            f"{self.hot} of {self.experts} experts on the device ({100 * self.share:.1f} %), "
+            f"{format_bytes(self.host_bytes)} of host memory for the others"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -203,18 +354,9 @@ class MemoryBudget:
         }
 
 
-def spare_runs(cold: int, layers: int) -> int:
-    """Runs for copies under way: two layers' cold experts, so that a prompt's copies run ahead, within limits."""
+def spare_slots(cold: int, layers: int) -> int:
+    """Expert slots for copies in flight: the cold experts of two layers, so that prefill can prefetch, within 8 to 64."""
     return min(cold, max(8, min(64, 2 * -(-cold // layers))))
-
-
-def default_cache(
-    config: V4Config, device_bytes: int, requests: int = 1, context: int | None = None, item_bytes: int = 2
-) -> int:
-    """Cache for so many requests where nobody said how much: of `context` tokens each, or as many as are sensible."""
-    tokens = min(context or CACHE_TOKENS, config.max_position_embeddings)
-    wanted = requests * sum(context_bytes(config, tokens, item_bytes).values())
-    return wanted if context is not None else min(wanted, device_bytes // CACHE_SHARE)
 
 
 def plan_budget(
@@ -227,11 +369,13 @@ def plan_budget(
     share: float | None = None,
     expert_bytes: int | None = None,
 ) -> MemoryBudget:
-    """Fill a device with what must be there, then with experts: all that fit, or a `share` of all, or as many as
-    `expert_bytes` hold. Refuses when the rest does not fit, or more experts were asked for than fit beside it."""
-    weights = weights_of(config, dtype, mtp)
-    working = min(int(WORKING_SHARE * device_bytes), MOST_WORKING)
-    dense = sum(weights.held.values())
+    """Fill a device with the dense weights, cache and working space, then with experts: all that fit, or a `share` of
+    all, or as many as `expert_bytes` hold.
+
+    Raises `CapacityError` when the dense part does not fit, or fewer experts fit than requested."""
+    weights = weight_bytes(config, dtype, mtp)
+    working = min(int(WORKING_SHARE * device_bytes), MAX_WORKING_BYTES)
+    dense = sum(weights.dense.values())
     layers = weights.experts // config.n_routed_experts
     room = device_bytes - dense - cache_bytes - working
     text = f"weights {format_bytes(dense)}, cache {format_bytes(cache_bytes)}, working space {format_bytes(working)}"
@@ -242,29 +386,27 @@ def plan_budget(
             f"{format_bytes(device_bytes)}. Lower max_context, max_requests or cache_bytes, or take a larger device.{unit}"
         )
 
-    total, places = weights.experts, room // weights.expert
-    asked = share is not None or expert_bytes is not None
-    wanted = min(total, expert_bytes // weights.expert) if expert_bytes is not None else total
+    total, slots = weights.experts, room // weights.expert
+    requested = share is not None or expert_bytes is not None
+    target = min(total, expert_bytes // weights.expert) if expert_bytes is not None else total
     if share is not None:
-        wanted = round(share * total)
-    hot = min(wanted, places) if asked or places >= total else places
-    while not asked and hot and hot + spare_runs(total - hot, layers) > places:
-        hot = max(
-            0, places - spare_runs(total - hot, layers)
-        )  # fewer hot ones want more spare places, up to a limit
-    spare = min(spare_runs(total - hot, layers), places - hot)
-    if (hot < wanted and asked) or spare < min(LEAST_SPARE, total - hot):
-        least = wanted + min(LEAST_SPARE, total - wanted) if asked else LEAST_SPARE
+        target = round(share * total)
+    hot = min(target, slots) if requested or slots >= total else slots
+    while not requested and hot and hot + spare_slots(total - hot, layers) > slots:
+        hot = max(0, slots - spare_slots(total - hot, layers))  # fewer hot experts need more spare slots
+    spare = min(spare_slots(total - hot, layers), slots - hot)
+    if (hot < target and requested) or spare < min(MIN_SPARE_SLOTS, total - hot):
+        least = target + min(MIN_SPARE_SLOTS, total - target) if requested else MIN_SPARE_SLOTS
         raise CapacityError(
-            f"{wanted if asked else 0} experts and places to move through take {format_bytes(least * weights.expert)}, beside "
+            f"{target if requested else 0} experts and places to move through take {format_bytes(least * weights.expert)}, beside "
             f"{text} there are {format_bytes(room)} of {format_bytes(device_bytes)} left. Ask for fewer experts on the device or free "
             "memory."
         )
-    return MemoryBudget(device_bytes, weights.held, cache_bytes, working, weights.expert, total, hot, spare)
+    return MemoryBudget(device_bytes, weights.dense, cache_bytes, working, weights.expert, total, hot, spare)
 
 
 def distinct_experts(config: V4Config, batch: int) -> float:
-    """How many experts of a layer a step of `batch` tokens reads when all are equally likely."""
+    """Expected number of experts of a layer that a step of `batch` tokens reads when all are equally likely."""
     chance = config.num_experts_per_tok / config.n_routed_experts
     return config.n_routed_experts * (1 - (1 - chance) ** batch)
 
@@ -277,11 +419,52 @@ def tokens_per_second(
     device_speed: float = DEVICE_SPEED,
     bus_speed: float = BUS_SPEED,
 ) -> float:
-    """At most: dense weights and hot experts at the device's speed, the share `misses` of experts over the bus, one
-    after the other. `read` is what `weights_of` says of the dense part."""
-    dense = weights_of(config).read if read is None else read
+    """Upper bound: dense weights and hot experts are read at `device_speed`, the share `misses` of experts at
+    `bus_speed`, without overlap. `read` is `WeightBytes.read`."""
+    dense = weight_bytes(config).read if read is None else read
     experts = (
         config.num_hidden_layers * distinct_experts(config, batch) * PackedExpertLayout.of(config).nbytes
     )
     seconds = (dense + experts * (1 - misses)) / device_speed + experts * misses / bus_speed
     return batch / seconds
+
+
+def forecast(
+    config: V4Config,
+    device_bytes: int,
+    *,
+    context: int | None = None,
+    requests: int = 1,
+    device_speed: float = DEVICE_SPEED,
+    bus_speed: float = BUS_SPEED,
+) -> dict[str, Any]:
+    """Memory plan and speed bounds for a device that need not be present, as plain data.
+
+    Speeds are given for the miss rate of a random placement and for lower ones. Raises `CapacityError` for a device
+    that cannot hold the dense part."""
+    tokens = min(context or CACHE_TOKENS, config.max_position_embeddings)
+    cache = default_cache_bytes(config, device_bytes, requests, context)
+    budget = plan_budget(config, device_bytes, cache)
+    read, misses = weight_bytes(config).read, 1 - budget.share
+    limits = [
+        {
+            "misses": misses * part,
+            "tokens_per_second": {
+                str(batch): tokens_per_second(config, misses * part, batch, read, device_speed, bus_speed)
+                for batch in FORECAST_BATCHES
+            },
+        }
+        for part in (FORECAST_MISSES if misses else (1.0,))
+    ]
+    return {
+        "plan": budget.to_dict(),
+        "context": {
+            "tokens": tokens,
+            "requests": requests,
+            "bytes_by_kind": context_bytes(config, tokens),
+            "bytes_per_token_by_kind": {kind: each.per_token for kind, each in cache_by_kind(config).items()},
+            "bytes_read_per_token_by_kind": step_cache_bytes(config, tokens),
+        },
+        "limits": limits,
+        "speeds": {"device": device_speed, "bus": bus_speed},
+    }

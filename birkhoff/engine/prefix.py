@@ -31,7 +31,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from birkhoff.config import PAGE_TOKENS
-from birkhoff.engine.cache import Pool, snapshot_bytes
+from birkhoff.engine.id_pool import IdPool
+from birkhoff.engine.memory_plan import snapshot_bytes
 from birkhoff.engine.named_contexts import Contexts
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request
@@ -85,7 +86,7 @@ class PrefixCache:
     def __init__(
         self,
         state: State,
-        pages: Pool,
+        pages: IdPool,
         limit_bytes: int,
         row_bytes: int = 0,
         prompts_only: bool = False,
@@ -219,7 +220,7 @@ class PrefixCache:
             return None
         held = [node.page for node in before]
         self.pages.share(held)
-        taken = self.pages.take(1)
+        taken = self.pages.allocate(1)
         node = None
         if taken is not None:
             (page,) = taken
@@ -233,8 +234,8 @@ class PrefixCache:
                 snapshot = Snapshot((len(before) + 1) * PAGE_TOKENS, rows)
                 if rows and self.state.fits(snapshot):
                     self._hold(node, snapshot)
-            self.pages.give_back(taken)
-        self.pages.give_back(held)
+            self.pages.release(taken)
+        self.pages.release(held)
         return node
 
     def _write(self, node: Node, snapshot: Snapshot | None = None) -> None:
@@ -251,7 +252,7 @@ class PrefixCache:
         node = self._nodes[key] = self._by_page[page] = Node(key, page)
         self.pages.keep(page)
         if key in self._precious:
-            self.pages.treasure([self._nodes[k].page for k in self._precious if k in self._nodes])
+            self.pages.protect([self._nodes[k].page for k in self._precious if k in self._nodes])
         return node
 
     def start(self, request: Request, hit: Hit) -> None:
@@ -260,7 +261,7 @@ class PrefixCache:
         self.state.restore(request.slot, self.states.get(hit.snapshot))
         for page in hit.copied:
             self.state.copy_page(page, request.pages[len(hit.pages)])
-        self.pages.give_back(hit.copied)
+        self.pages.release(hit.copied)
         request.computed = hit.position
         if request.cached_tokens is None:
             request.cached_tokens = hit.position
@@ -324,7 +325,7 @@ class PrefixCache:
         """Give the pages of a prompt a name, and write them down."""
         self.contexts.bind(name, keys)
         self._precious = self.contexts.precious
-        self.pages.treasure([self._nodes[key].page for key in self._precious if key in self._nodes])
+        self.pages.protect([self._nodes[key].page for key in self._precious if key in self._nodes])
         if self.files is not None:
             self.files.precious = self._precious
             for key in keys:

@@ -16,7 +16,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.plan import Plan
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
@@ -77,7 +77,7 @@ class Timings:
 @dataclass(eq=False)
 class Request:
     prompt_ids: tuple[int, ...]
-    options: SamplingOptions
+    options: SamplingParams
     max_tokens: int
     seed: int
     eos_ids: frozenset[int] = frozenset()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from birkhoff.engine.request import Request, TokenLogprob, TokenMask
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import LogitsError
 
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
@@ -45,7 +45,7 @@ class RowState:
 
     def __init__(
         self,
-        options: SamplingOptions,
+        options: SamplingParams,
         vocab_size: int,
         *,
         seed: int,
@@ -118,7 +118,7 @@ class RowState:
         return logits
 
 
-def seed_for(options: SamplingOptions, choice: int = 0) -> int:
+def seed_for(options: SamplingParams, choice: int = 0) -> int:
     """The seed of one of a request's `n` choices; fresh entropy when the options name none."""
     seed = secrets.randbits(64) if options.seed is None else options.seed & _MASK64
     return _mix64(seed + choice * _GOLDEN64) if choice else seed
@@ -229,7 +229,7 @@ def sample(logits: Tensor, rows: Sequence[RowState]) -> list[Sampled | LogitsErr
     return out
 
 
-def _truncate(logits: Tensor, options: Sequence[SamplingOptions]) -> Tensor:
+def _truncate(logits: Tensor, options: Sequence[SamplingParams]) -> Tensor:
     """Temperature, top-k, top-p, min-p on [m, vocab] float64: log-weights, largest 0, refused tokens -inf."""
 
     def column(values: list[float]) -> Tensor:

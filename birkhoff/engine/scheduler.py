@@ -21,7 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from birkhoff.config import PAGE_TOKENS
-from birkhoff.engine.cache import Pool, pages_for
+from birkhoff.engine.id_pool import IdPool
+from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 
@@ -52,8 +53,8 @@ class ScheduledChunk:
 
 class Scheduler:
     def __init__(self, slots: int, pages: int, max_batch_tokens: int, invariant: bool = False):
-        self.slots = Pool(slots)
-        self.pages = Pool(pages)
+        self.slots = IdPool(slots)
+        self.pages = IdPool(pages)
         self.prefix: PrefixCache | None = None
         self.max_batch_tokens = max_batch_tokens
         self.invariant = invariant
@@ -127,7 +128,7 @@ class Scheduler:
     def _room_for_guesses(self, request: Request) -> bool:
         """Pages for what may not stay are taken when they are free and from nobody."""
         missing = pages_for(request.num_tokens + len(request.draft_tokens)) - len(request.pages)
-        more = self.pages.take(missing) if missing > 0 else []
+        more = self.pages.allocate(missing) if missing > 0 else []
         if more:
             request.pages += more
         return more is not None
@@ -158,19 +159,19 @@ class Scheduler:
         return piece if piece <= share else 0
 
     def _admit(self, budget: int) -> None:
-        while self.waiting and self.slots.free and budget > 0:
+        while self.waiting and self.slots.num_free and budget > 0:
             request = self.waiting[0]
             hit = self.prefix.match(request) if self.prefix is not None else None
             shared, copied = (hit.pages, [*hit.copied]) if hit is not None else ([], [])
             self.pages.share(shared + copied)  # before others are taken, which may cost kept ones their place
-            own = self.pages.take(pages_for(request.num_tokens) - len(shared))
+            own = self.pages.allocate(pages_for(request.num_tokens) - len(shared))
             if own is None:
-                self.pages.give_back(shared + copied)
+                self.pages.release(shared + copied)
                 return
             if request.plan is not None and not request.plan.reserve():  # rows of steering tables, say
-                self.pages.give_back(shared + copied + own)
+                self.pages.release(shared + copied + own)
                 return
-            taken = self.slots.take(1)
+            taken = self.slots.allocate(1)
             assert taken is not None
             self.waiting.popleft()
             request.slot = taken[0]
@@ -190,7 +191,7 @@ class Scheduler:
     def _grow(self, request: Request, tokens: int) -> None:
         """Pages for `tokens` tokens, taken from the youngest when none are free, which may be the request itself."""
         while len(request.pages) < pages_for(tokens):
-            more = self.pages.take(1)
+            more = self.pages.allocate(1)
             if more is not None:
                 request.pages += more
                 continue
@@ -211,8 +212,8 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _take_memory(self, request: Request) -> None:
-        self.slots.give_back([_slot(request)])
-        self.pages.give_back(request.pages)
+        self.slots.release([_slot(request)])
+        self.pages.release(request.pages)
         request.slot = None
         request.pages = []
         if request.plan is not None:

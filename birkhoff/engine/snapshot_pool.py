@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from birkhoff.engine.cache import Pool
+from birkhoff.engine.id_pool import IdPool
 from birkhoff.model.state import Snapshot
 
 BLOCKS = 16  # the state at a border of pages takes this many; others waste a half of one
@@ -37,14 +37,14 @@ class SnapshotPool:
 
     def __init__(self, limit_bytes: int, border_bytes: int, device: torch.device | str = "cpu"):
         self.block_bytes = -(-border_bytes // (BLOCKS * ALIGNMENT)) * ALIGNMENT
-        self._blocks = Pool(limit_bytes // self.block_bytes)
+        self._blocks = IdPool(limit_bytes // self.block_bytes)
         # Not zeroed: on a CPU, memory that was never used is not resident either.
         self._memory = torch.empty(self._blocks.size, self.block_bytes, dtype=torch.uint8, device=device)
         self._forms: dict[Form, Form] = {}  # there are few, and every snapshot has one
 
     @property
     def held_bytes(self) -> int:
-        return (self._blocks.size - self._blocks.free) * self.block_bytes
+        return (self._blocks.size - self._blocks.num_free) * self.block_bytes
 
     @property
     def nbytes(self) -> int:
@@ -53,14 +53,14 @@ class SnapshotPool:
 
     def fits(self, snapshot: Snapshot, empty: bool = False) -> bool:
         """Whether there is room for a snapshot now, or would be in an `empty` store."""
-        return self._needed(snapshot) <= (self._blocks.size if empty else self._blocks.free)
+        return self._needed(snapshot) <= (self._blocks.size if empty else self._blocks.num_free)
 
     def put(self, snapshot: Snapshot) -> PooledSnapshot:
         """Copy a snapshot that fits."""
         # Wide items first: then every part begins at a multiple of its items' size.
         parts = sorted(snapshot.rows.items(), key=lambda part: -part[1].element_size())
         form = tuple((name, rows.dtype, rows.shape) for name, rows in parts)
-        blocks = self._blocks.take(self._needed(snapshot))
+        blocks = self._blocks.allocate(self._needed(snapshot))
         assert blocks is not None, "make room before"
         if blocks:
             whole = torch.empty(len(blocks) * self.block_bytes, dtype=torch.uint8, device=self._memory.device)
@@ -82,7 +82,7 @@ class SnapshotPool:
         return snapshot
 
     def drop(self, kept: PooledSnapshot) -> None:
-        self._blocks.give_back(kept.blocks)
+        self._blocks.release(kept.blocks)
 
     def _needed(self, snapshot: Snapshot) -> int:
         return -(-snapshot.nbytes // self.block_bytes)

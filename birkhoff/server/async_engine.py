@@ -20,7 +20,7 @@ from birkhoff.server.api_errors import ApiError
 from birkhoff.server.server_settings import ServerSettings
 
 if TYPE_CHECKING:
-    from birkhoff.api import Engine
+    from birkhoff.api.engine import Engine
     from birkhoff.server.metrics import Metrics
 
 

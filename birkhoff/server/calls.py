@@ -19,7 +19,7 @@ from birkhoff.text.events import ParsedMessage
 from birkhoff.text.markers import END_THINK
 
 if TYPE_CHECKING:
-    from birkhoff.api import Engine
+    from birkhoff.api.engine import Engine
 
 
 @dataclass

@@ -26,10 +26,10 @@ from birkhoff.server.json_grammar import Grammars
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.server.sse import EventStream, first_of
-from birkhoff.server.steering_routes import edits_of
+from birkhoff.server.steering_routes import request_edits
 
 if TYPE_CHECKING:
-    from birkhoff.api import Engine
+    from birkhoff.api.engine import Engine
 
 Made = TypeVar("Made")
 HEAVY = 32 * 1024  # bytes of a body from which its text is encoded beside the event loop
@@ -106,7 +106,7 @@ class ServingContext:
 
     def looking(self, body: InterpFields) -> dict[str, Any]:
         """The extension fields as keywords of a `GenerationCall`."""
-        found: dict[str, Any] = {"steer": edits_of(body.steers, self.engine), "capture": body.capture}
+        found: dict[str, Any] = {"steer": request_edits(body.steers, self.engine), "capture": body.capture}
         found["capture_wait"], found["baseline"] = body.capture_wait, body.baseline
         found["signals"] = body.signals
         if body.baseline and not found["steer"]:

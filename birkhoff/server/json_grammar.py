@@ -24,7 +24,7 @@ from birkhoff.server.fields import ResponseFormat
 from birkhoff.text.markers import DSML, END_THINK
 
 if TYPE_CHECKING:
-    from birkhoff.api import Engine
+    from birkhoff.api.engine import Engine
     from birkhoff.text.tokenizer import Tokenizer
 
 MOST_SCHEMA_BYTES = 64 * 1024

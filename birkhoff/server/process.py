@@ -16,7 +16,7 @@ from typing import Any
 
 import uvicorn
 
-from birkhoff.api import Engine
+from birkhoff.api.engine import Engine
 from birkhoff.errors import OptionError
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.app import build_app

@@ -17,7 +17,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.analysis.sae_features import FILE
-from birkhoff.api import Engine
+from birkhoff.api.engine import Engine
 from birkhoff.embedded import shipped_dictionary
 from birkhoff.errors import quoted
 from birkhoff.sae.dictionary import Sae
@@ -28,7 +28,7 @@ from birkhoff.server.context import ServingContext
 from birkhoff.server.interp_routes import InterpRoutes, TextBody
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings
-from birkhoff.server.steering_routes import check_steering_key, edits_of
+from birkhoff.server.steering_routes import check_steering_key, request_edits
 
 LIKELIEST = 10
 MOST_BOOK_BYTES = 64 << 20
@@ -107,7 +107,7 @@ class SaeRoutes:
             raise bad("hook and layer name a site together. Give both or neither.", "hook")
         at = None if body.hook is None or body.layer is None else (body.hook, body.layer)
         ids = self._looking.ids(body, self._context.settings.lens_max_tokens)
-        steer = edits_of(body.steers, self._context.engine)
+        steer = request_edits(body.steers, self._context.engine)
         rows = await self._looking.beside(
             http, lambda: self._context.engine.features(ids, body.sae, body.k, at, steer)
         )

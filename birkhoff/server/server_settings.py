@@ -4,7 +4,7 @@ Each field is a flag of `birkhoff serve`, a variable `BIRKHOFF_NAME` and a key o
 settings (device, dtype, cache, ...) stand beside them and go to `birkhoff.load`. Defaults are safe for a laptop:
 loopback only, bounded everywhere. Listening on any other address without a key is refused unless it is said out loud.
 
-Only the standard library is imported here, so that the command line can list the flags at once.
+Nothing here imports PyTorch or the web framework, so that the command line can list the flags at once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ipaddress
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from birkhoff.api.options import EngineOptions, help_text
 from birkhoff.errors import OptionError, quoted
 
 MIB = 1 << 20
@@ -39,7 +40,7 @@ class ServerSettings:
     )
     i_know_this_is_open: bool = setting(False, "Allow another address than loopback without a key.")
     served_name: str = setting("", "Name of the model on the wire; its own unless given.")
-    capture_root: str = setting("", "Directory for captures that are written to files; none unless given.")
+    capture_root: str = setting("", help_text(EngineOptions, "capture_root"))
     steering_modules: tuple[str, ...] = setting(
         (), "Vector file to register at start; may be given several times."
     )

@@ -15,7 +15,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff import __version__
-from birkhoff.engine.sampling import DEFAULT_MAX_TOKENS, SamplingOptions
+from birkhoff.engine.sampling_params import DEFAULT_MAX_TOKENS, SamplingParams
 from birkhoff.hooks.signals import NAMES as SIGNALS
 from birkhoff.hooks.sites import SITES
 from birkhoff.server.api_errors import ApiError
@@ -85,8 +85,8 @@ class ServiceRoutes:
         config, settings = engine.config, context.settings
         defaults = {
             each.name: each.default
-            for each in fields(SamplingOptions)
-            if each.name not in ("logit_bias", "stop")
+            for each in fields(SamplingParams)
+            if each.name not in ("logit_bias", "stop", "context")
         }
         steerable = {site.name for site in SITES if site.edit}
         return json_response(

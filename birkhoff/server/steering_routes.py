@@ -29,7 +29,7 @@ from birkhoff.steering.vector_encoding import unpacked_vector
 from birkhoff.steering.vector_file import SteeringVector
 
 if TYPE_CHECKING:
-    from birkhoff.api import Engine
+    from birkhoff.api.engine import Engine
     from birkhoff.server.context import ServingContext
 
 
@@ -38,6 +38,11 @@ def edits_of(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
     if not fields:
         return None
     return engine.edits_from_json(fields)
+
+
+def request_edits(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
+    """The edits of a request's steering fields, unchecked: the request resolves and checks them, once."""
+    return engine.request_edits_from_json(fields) if fields else None
 
 
 class ModuleBody(RequestBody):

@@ -13,7 +13,7 @@ from birkhoff.hooks.plan import Edit
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.steering.modules import Identity, NamedVectors
-from birkhoff.steering.steering_fields import Parser, parse_steering
+from birkhoff.steering.steering_fields import Parser, WireEdit, parse_steering
 from birkhoff.steering.vector_edits import ResolvedEdit, VectorEdit, check_directions, check_edits
 
 Steering = Any  # a list of edits for all prompts, or one such list per prompt
@@ -43,7 +43,7 @@ class SteeringResolver:
         """Every request submitted inside the block gets these edits too."""
         given = check_edits(list(edits))
         for edit in given:  # refused here, not at the next request
-            self._check(edit)
+            self._resolve(edit, "", None, 0)
         self._for_all.append(given)
         try:
             yield
@@ -52,34 +52,45 @@ class SteeringResolver:
 
     def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[ResolvedEdit, ...]:
         """The global tier and the request's own edits, resolved for one prompt."""
-        own = () if steer is None else check_edits(steer)
+        given = steer if isinstance(steer, (list, tuple)) else () if steer is None else (steer,)
+        paths = [item.path if isinstance(item, WireEdit) else "" for item in given]
+        own = () if steer is None else check_edits(_unwrap(steer))
         every = [edit for tier in self._for_all for edit in tier]
         resolved = tuple(
-            edit.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
-            for edit in (*every, *own)
+            self._resolve(edit, path, prompt_ids, max_tokens)
+            for edit, path in zip((*every, *own), [*[""] * len(every), *paths])
         )
         check_directions(resolved)
         return resolved
 
     def from_wire(self, fields: Mapping[str, Any]) -> list[Any]:
-        """The edits of a request's steering fields, each checked against this model and refused by its field."""
+        """The edits of a request's steering fields, checked against this model; errors name the field."""
+        edits = self.parse_wire(fields)
+        for item in edits:
+            if isinstance(item, WireEdit):
+                self._resolve(item.edit, item.path, None, 0)
+        return _unwrap(edits)
+
+    def parse_wire(self, fields: Mapping[str, Any]) -> list[Any]:
+        """The edits of a request's steering fields. Edits of vectors are `WireEdit`s: `edits` checks them against the
+        model and names the field in errors."""
         found = parse_steering(fields, self.modules, self.parsers, self.runs)
-        for wired in found:
-            try:
-                if isinstance(wired.edit, VectorEdit):
-                    self._check(wired.edit)
-            except RequestError as error:
-                raise SteeringError(str(error), wired.path) from None
-        return [wired.edit for wired in found]
+        return [wired if isinstance(wired.edit, VectorEdit) else wired.edit for wired in found]
+
+    def _resolve(
+        self, edit: VectorEdit, path: str, prompt_ids: Sequence[int] | None, max_tokens: int
+    ) -> ResolvedEdit:
+        try:
+            return edit.resolve(self._schema, self._num_layers, self.modules, prompt_ids, max_tokens)
+        except RequestError as error:
+            if path:
+                raise SteeringError(str(error), path) from None
+            raise
 
     def table(self, edits: Sequence[Edit]) -> TableRows | None:
         """Rows for the vectors these edits add, still to be reserved; None when they add none."""
         rows = TableRows(self.tables, [edit.sites for edit in edits], self._widths)
         return rows if len(rows) else None
-
-    def _check(self, edit: Any) -> None:
-        """Refuse what this model cannot do, whatever the prompt."""
-        edit.resolve(self._schema, self._num_layers, self.modules, None, 0)
 
     def digest(self) -> str | None:
         """128 bits of the global tier, named vectors by their content; None when there is none."""
@@ -89,6 +100,13 @@ class SteeringResolver:
         }
         said = json.dumps([[edit.to_json() for edit in every], named], sort_keys=True)
         return hashlib.sha256(said.encode()).hexdigest()[:32] if every else None
+
+
+def _unwrap(steer: Any) -> Any:
+    """Edits without the request fields they came in."""
+    if not isinstance(steer, (list, tuple)):
+        return steer
+    return [item.edit if isinstance(item, WireEdit) else item for item in steer]
 
 
 def per_prompt_edits(steer: Steering, prompts: int) -> list[Any]:

@@ -47,7 +47,9 @@ def idle(engine):
     assert engine.generate("still there?", max_tokens=2, temperature=0).finish_reason in ("length", "stop")
     scheduler = engine._core.scheduler
     assert (
-        scheduler.idle and scheduler.slots.free == REQUESTS and scheduler.pages.free == scheduler.pages.size
+        scheduler.idle
+        and scheduler.slots.num_free == REQUESTS
+        and scheduler.pages.num_free == scheduler.pages.size
     )
 
 

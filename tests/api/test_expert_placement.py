@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff.api.expert_placement import PlacementOptions, place, wish_of
+from birkhoff.api.load import place_experts
+from birkhoff.api.options import PlacementOptions, parse_placement
 from birkhoff.convert.presets import preset
 from birkhoff.convert.synth import synth
 from birkhoff.engine.memory_plan import plan_budget
@@ -23,7 +24,7 @@ GIB = 2**30
     ("experts", "wish"),
     [
         ("auto", PlacementOptions()),
-        ("device", PlacementOptions(everything=True)),
+        ("device", PlacementOptions(all_on_device=True)),
         ("host", PlacementOptions(share=0.0)),
         (0.25, PlacementOptions(share=0.25)),
         ("0.25", PlacementOptions(share=0.25)),
@@ -34,7 +35,7 @@ GIB = 2**30
     ],
 )
 def test_what_experts_may_be(experts, wish):
-    assert wish_of(experts, None, None) == wish
+    assert parse_placement(experts, None, None) == wish
 
 
 @pytest.mark.parametrize(
@@ -59,7 +60,7 @@ def test_what_experts_may_be(experts, wish):
 )
 def test_what_cannot_be_meant_is_refused(options, says):
     with pytest.raises(OptionError, match=says):
-        wish_of(*options)
+        parse_placement(*options)
 
 
 @pytest.mark.parametrize("options", [{"experts": 0.5}, {"experts": "host"}, {"gpu_memory": "24GiB"}])
@@ -77,7 +78,7 @@ def flash():
 
 def refused(wish: PlacementOptions, free: int, host: int = 200 * GIB) -> str:
     with pytest.raises(CapacityError) as caught:
-        place(flash(), wish, torch.device("cpu"), free, host, None, 1, 4096)
+        place_experts(flash(), wish, torch.device("cpu"), free, host, None, 1, 4096)
     return str(caught.value)
 
 
@@ -88,7 +89,7 @@ def test_refusals_say_what_was_needed_and_what_is_there():
     )
     capped = refused(PlacementOptions(gpu_memory=6 * GIB), 139 * GIB)
     assert "may use 6.00 GiB" in capped, "gpu_memory counts, not what is free"
-    assert "experts is 'device', but" in refused(PlacementOptions(everything=True), 100 * GIB)
+    assert "experts is 'device', but" in refused(PlacementOptions(all_on_device=True), 100 * GIB)
     assert "11008 experts and places to move through take 137.06 GiB" in refused(
         PlacementOptions(share=1.0), 100 * GIB
     )
@@ -145,9 +146,9 @@ def test_counts_decide_who_begins_on_the_device(path, tmp_path):
     reads[1, 5] = reads[2, 0] = reads[0, 7] = 50
     ExpertCounts(reads, 50).save(tmp_path / "c.json")
     network = packed_tiny()
-    placed = place(
+    placed = place_experts(
         network,
-        PlacementOptions(share=3 / 24, counts=tmp_path / "c.json"),
+        PlacementOptions(share=3 / 24, counts_file=tmp_path / "c.json"),
         torch.device("cpu"),
         GIB,
         GIB,
@@ -174,7 +175,7 @@ def test_memory_decides_how_many():
     needed = whole.dense_bytes + 100_000
     last = -1
     for memory in range(int(needed * 1.10), int(needed * 1.8), int(needed * 0.1)):
-        placed = place(
+        placed = place_experts(
             network, PlacementOptions(gpu_memory=memory), torch.device("cpu"), 2**30, 2**30, 100_000, 1, 256
         )
         if placed is None:

@@ -45,6 +45,7 @@ def test_options_and_defaults_are_the_promised_ones():
     assert next(iter(parameters)) == "model"
     options = {name: p.default for name, p in parameters.items() if p.kind is inspect.Parameter.KEYWORD_ONLY}
     assert PROMISED.items() <= options.items() and set(options) - set(PROMISED) <= {
+        "options",
         "progress",
         "context_root",
         "context_bytes",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import birkhoff
-from birkhoff.api.load import _kernels, _stored_packed
+from birkhoff.api.load import _select_kernels, _stored_packed
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 from birkhoff.kernels import gpu
@@ -19,16 +19,20 @@ def test_triton_is_refused_where_it_cannot_run(monkeypatch):
         OptionError, match=r"needs the package triton and a CUDA device.*Use 'auto' or 'reference'"
     ):
         birkhoff.load("nano", device="cpu", kernels="triton")
-    assert _kernels("auto", torch.device("cuda")) == "reference"
+    assert _select_kernels("auto", torch.device("cuda")) == "reference"
 
 
 def test_triton_on_a_cpu_is_only_for_the_interpreter(monkeypatch):
     monkeypatch.setattr(gpu, "available", lambda: True)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(OptionError, match="runs on a CUDA device, but device is 'cpu'"):
-        _kernels("triton", torch.device("cpu"))
-    assert _kernels("auto", torch.device("cuda")) == _kernels("triton", torch.device("cuda")) == "triton"
-    assert _kernels("auto", torch.device("cpu")) != "triton"
+        _select_kernels("triton", torch.device("cpu"))
+    assert (
+        _select_kernels("auto", torch.device("cuda"))
+        == _select_kernels("triton", torch.device("cuda"))
+        == "triton"
+    )
+    assert _select_kernels("auto", torch.device("cpu")) != "triton"
 
 
 def test_only_released_formats_are_kept_packed(tmp_path):

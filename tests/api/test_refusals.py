@@ -175,7 +175,7 @@ def test_one_bad_prompt_among_good_ones_starts_nothing(idle):
 def test_a_cache_that_can_never_hold_a_request_says_so(checkpoint):
     """Pages for four requests of one page each; one request may use them all, but no more."""
     config = open_engine(checkpoint).config
-    from birkhoff.engine.cache import page_bytes, slot_bytes
+    from birkhoff.engine.memory_plan import page_bytes, slot_bytes
 
     room = 4 * (slot_bytes(config, 4) + page_bytes(config, 4))
     with open_engine(checkpoint, cache_bytes=room, prefix_cache=False, speculative=False) as small:

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import birkhoff
 from birkhoff import Add, Capture
+from birkhoff.api.options import SpeculationOptions, parse_speculation
 from birkhoff.convert.synth import synth
-from birkhoff.engine.cache import page_bytes, slot_bytes, snapshot_bytes
-from birkhoff.engine.cache_plan import DraftOptions, drafts_of, plan_memory
+from birkhoff.engine.memory_plan import page_bytes, plan_cache, slot_bytes, snapshot_bytes
 from birkhoff.errors import CapacityError, OptionError
 from tests.api.conftest import open_engine
 from tests.models import TINY
@@ -303,7 +303,7 @@ def test_any_conversations_give_the_bits_of_an_engine_that_remembers_nothing(
     root = tmp_path_factory.mktemp("pages") if on_disk else None
     with opened(checkpoint, prefix_cache=True, context_root=root) as warm:
         scheduler = warm._core.scheduler
-        scheduler.pages.take(scheduler.pages.size - pages)  # memory for hardly more than one request
+        scheduler.pages.allocate(scheduler.pages.size - pages)  # memory for hardly more than one request
         for text, length, tail, edit, rows in asked:
             prompt = [*TEXTS[text][:length], *range(7, 7 + tail)]
             where = {"late": {"where": [-1]}, None: {}}.get(edit, {"phase": edit})
@@ -341,19 +341,24 @@ def test_a_named_context_survives_a_restart(checkpoint, cold, tmp_path):
 
 def test_values_of_the_options():
     assert (
-        drafts_of("auto", True, False) == DraftOptions(1) and drafts_of(False, True, False) == DraftOptions()
+        parse_speculation("auto", True, False) == SpeculationOptions(1)
+        and parse_speculation(False, True, False) == SpeculationOptions()
     )
-    assert drafts_of(True, True, False) == DraftOptions(1, True) and drafts_of(
+    assert parse_speculation(True, True, False) == SpeculationOptions(1, True) and parse_speculation(
         3, True, False
-    ) == DraftOptions(3, True)
-    assert drafts_of("auto", False, False) == drafts_of("auto", True, True) == DraftOptions()
+    ) == SpeculationOptions(3, True)
+    assert (
+        parse_speculation("auto", False, False)
+        == parse_speculation("auto", True, True)
+        == SpeculationOptions()
+    )
     for value in (0, 4, "yes", None, 1.5, [1]):
         with pytest.raises(OptionError, match="speculative is"):
-            drafts_of(value, True, False)
+            parse_speculation(value, True, False)
     with pytest.raises(OptionError, match="no MTP block"):
-        drafts_of(True, False, False)
+        parse_speculation(True, False, False)
     with pytest.raises(OptionError, match="batch_invariant computes every token by itself"):
-        drafts_of(2, True, True)
+        parse_speculation(2, True, True)
 
 
 def test_a_checkpoint_without_mtp_answers_and_refuses_to_guess(tmp_path):
@@ -376,7 +381,7 @@ def test_a_checkpoint_without_mtp_answers_and_refuses_to_guess(tmp_path):
 )
 def test_a_planned_memory_fits_its_bytes(cache, requests, context, prefix, depth):
     try:
-        memory = plan_memory(TINY, 4, cache, requests, context, prefix, depth)
+        memory = plan_cache(TINY, 4, cache, requests, context, prefix, depth)
     except CapacityError as error:
         assert "Raise cache_bytes" in str(error)
         return

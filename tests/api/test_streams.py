@@ -16,7 +16,7 @@ IDS = [5, 80, 200, 7, 91]
 
 
 def free_slots(engine) -> int:
-    return engine._core.scheduler.slots.free
+    return engine._core.scheduler.slots.num_free
 
 
 @pytest.mark.parametrize(

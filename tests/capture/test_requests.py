@@ -13,7 +13,7 @@ from birkhoff.capture.sinks.job import CaptureJob, MemorySink
 from birkhoff.capture.spec.request import Capture
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.schema import build_hook_schema
 from birkhoff.hooks.sites import Site
@@ -49,7 +49,7 @@ def core_of(model, invariant=False, max_requests=6, num_pages=24, max_batch_toke
 
 
 def request_of(prompt, capture, max_tokens, seed=0):
-    options = SamplingOptions(max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
+    options = SamplingParams(max_tokens=max_tokens, temperature=1.0, seed=seed, ignore_eos=True)
     plan = None
     if capture is not None:
         resolved = capture.resolve(SCHEMA, LAYERS, prompt, max_tokens)
@@ -133,7 +133,7 @@ def test_looking_changes_no_bit(model, fast_model):
         plain, watched = (
             Request(
                 tuple(prompt),
-                SamplingOptions(max_tokens=40, temperature=0, logprobs=5, ignore_eos=True),
+                SamplingParams(max_tokens=40, temperature=0, logprobs=5, ignore_eos=True),
                 40,
                 0,
             )
@@ -219,7 +219,7 @@ def test_t_cap_7_rows_do_not_depend_on_neighbours_chunks_or_preemption(model, se
             if victim not in waiting:
                 core.cancel(victim)
         core.step()
-    assert core.scheduler.pages.free == 7 and core.scheduler.slots.free == 5
+    assert core.scheduler.pages.num_free == 7 and core.scheduler.slots.num_free == 5
     alone = core_of(model, invariant=True, max_requests=1, num_pages=4, max_batch_tokens=96)
     checked = 0
     for request in everyone:

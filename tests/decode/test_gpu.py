@@ -15,7 +15,7 @@ from birkhoff.convert.presets import preset
 from birkhoff.decode.gpu import Decoder, refusal
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels.cuda.backend import scale_offset, unsupported_reason, unsupported_size
@@ -71,7 +71,7 @@ def test_steps_are_those_of_the_plain_model(model):
 
 
 def requests(core: EngineCore, prompts: list[list[int]], count: int) -> list[list[int]]:
-    options = SamplingOptions(temperature=0, max_tokens=count, ignore_eos=True)
+    options = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     made = [Request(tuple(ids), options, count, seed=0) for ids in prompts]
     for request in made:
         core.submit(request)

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 
 from birkhoff.decode.cpu import install_cpu_decode
-from birkhoff.engine.cache import page_bytes, pages_for
 from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.memory_plan import page_bytes, pages_for
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import CapacityError, EngineClosed, LogitsError, PromptError
 from birkhoff.kernels.select import select
 from birkhoff.model.linear import Numerics
@@ -50,7 +50,7 @@ def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def ask(tokens: tuple[int, ...], count: int = 5, **options) -> Request:
-    made = SamplingOptions(**{"temperature": 0, "max_tokens": count, "logprobs": 0, **options})
+    made = SamplingParams(**{"temperature": 0, "max_tokens": count, "logprobs": 0, **options})
     return Request(tokens, made, count, seed=3)
 
 
@@ -74,8 +74,8 @@ def run(core: EngineCore, *requests: Request) -> list[Request]:
 
 def check_empty(core: EngineCore) -> None:
     scheduler = core.scheduler
-    assert scheduler.idle and scheduler.slots.free == scheduler.slots.size
-    assert scheduler.pages.free == scheduler.pages.size
+    assert scheduler.idle and scheduler.slots.num_free == scheduler.slots.size
+    assert scheduler.pages.num_free == scheduler.pages.size
 
 
 class Program(RuleBasedStateMachine):
@@ -122,17 +122,17 @@ class Program(RuleBasedStateMachine):
 
     @rule(request=requests)
     def cancel(self, request):
-        free, had = self.core.scheduler.slots.free, request.slot is not None
+        free, had = self.core.scheduler.slots.num_free, request.slot is not None
         self.core.cancel(request)
-        assert request.done and request.slot is None and self.core.scheduler.slots.free == free + had
+        assert request.done and request.slot is None and self.core.scheduler.slots.num_free == free + had
 
     @invariant()
     def memory_adds_up(self):
         if hasattr(self, "core"):
             s = self.core.scheduler
             pages = [page for r in s.running for page in r.pages]
-            assert len(set(pages)) == len(pages) == s.pages.size - s.pages.free
-            assert len(s.running) == s.slots.size - s.slots.free
+            assert len(set(pages)) == len(pages) == s.pages.size - s.pages.num_free
+            assert len(s.running) == s.slots.size - s.slots.num_free
 
     def teardown(self):
         if not hasattr(self, "core"):
@@ -329,7 +329,7 @@ def test_cancelling_at_every_stage_frees_memory_at_once(model):
     core.cancel(waiting)
     assert waiting.finish_reason == "cancelled" and waiting not in core.scheduler.waiting
     core.step()
-    assert 0 < running.computed < 200 and core.scheduler.slots.free == 0
+    assert 0 < running.computed < 200 and core.scheduler.slots.num_free == 0
     core.cancel(running)
     check_empty(core)
     again = ask(prompt(5), 50)
@@ -365,7 +365,7 @@ def test_a_finalizer_may_run_in_the_middle_of_a_step():
             self.request, self.me = request, self
 
         def __del__(self):
-            core.abandon(self.request)
+            core.request_cancel(self.request)
 
     dropped, other = ask(prompt(9), 50), ask(prompt(5), 6)
     core.submit(dropped)
@@ -379,7 +379,7 @@ def test_a_finalizer_may_run_in_the_middle_of_a_step():
     finally:
         gc.enable()
     assert not worker.is_alive(), "the step waits for its own lock"
-    assert dropped.finish_reason == "cancelled" and core.scheduler.slots.free == 1
+    assert dropped.finish_reason == "cancelled" and core.scheduler.slots.num_free == 1
     while core.step():
         pass
     check_empty(core)
@@ -391,16 +391,16 @@ def test_an_abandoned_request_is_gone_before_the_next_step(model):
     first, second = ask(prompt(9), 50), ask(prompt(9), 5)
     core.submit(first)
     core.step()
-    core.abandon(first)
+    core.request_cancel(first)
     core.submit(second)
-    assert first.finish_reason == "cancelled" and core.scheduler.slots.free == 1
+    assert first.finish_reason == "cancelled" and core.scheduler.slots.num_free == 1
     core.step()
     assert len(second.output_ids) == 1 and len(first.output_ids) == 1
-    core.abandon(second)
-    core.read_notes()
+    core.request_cancel(second)
+    core.process_cancellations()
     check_empty(core)
-    core.abandon(second)  # harmless
-    core.read_notes()
+    core.request_cancel(second)  # harmless
+    core.process_cancellations()
     assert [e.finish_reason for e in second.events].count("cancelled") == 1
 
 
@@ -428,7 +428,7 @@ def test_many_threads_may_drive_one_engine(model):
         core.submit(request)
         while not request.done:
             request.events.clear()
-            core.drive(request)
+            core.step_until_output(request)
         answers[seed] = request.output_ids
 
     threads = [threading.Thread(target=wait_for, args=(seed,)) for seed in expected]
@@ -464,7 +464,7 @@ def test_ends_by_token_length_and_both_at_once():
         ([4, 9, 6], {"stop_token_ids": [9]}, "stop", [4, 9]),
         ([4, 9, 6], {"stop_token_ids": [9], "ignore_eos": True}, "stop", [4, 9]),
     ):
-        request = Request((2,), SamplingOptions(max_tokens=3, **options), 3, seed=0, eos_ids=frozenset({1}))
+        request = Request((2,), SamplingParams(max_tokens=3, **options), 3, seed=0, eos_ids=frozenset({1}))
         for token in ids:
             if not request.done:
                 request.accept(token, None)

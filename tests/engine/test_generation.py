@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from tests.engine.differences import assert_same_tokens, excuse
 from tests.models import TINY, fused_model, random_model, random_tokens
 from tests.oracle import build_oracle
 from tests.sizes import scaled
 
 COUNT = scaled(200, 40)
-GREEDY = SamplingOptions(temperature=0, max_tokens=COUNT)
+GREEDY = SamplingParams(temperature=0, max_tokens=COUNT)
 PROMPTS = [
     random_tokens(TINY, length, seed).tolist()
     for length, seed in ((3, 204), (47, 209), (129, 206), (250, 206), (330, 206))
@@ -57,7 +57,7 @@ def ask(prompt, options=GREEDY, seed=0) -> Request:
 def finish(core: EngineCore) -> None:
     while core.step():
         pass
-    assert core.scheduler.idle and core.scheduler.pages.free == core.scheduler.pages.size
+    assert core.scheduler.idle and core.scheduler.pages.num_free == core.scheduler.pages.size
 
 
 def together(core: EngineCore, requests: list[Request]) -> list[Request]:
@@ -157,7 +157,7 @@ def test_sixteen_decoding_rows_and_more(model, oracle, alone):
     core = engine(model, max_requests=20, num_pages=80)
     lengths = [COUNT if i < 5 else 2 + i for i in range(20)]
     requests = [
-        ask(PROMPTS[i % 5], SamplingOptions(temperature=0, max_tokens=n)) for i, n in enumerate(lengths)
+        ask(PROMPTS[i % 5], SamplingParams(temperature=0, max_tokens=n)) for i, n in enumerate(lengths)
     ]
     together(core, requests)
     for i, request in enumerate(requests):
@@ -180,8 +180,8 @@ def test_two_threads_share_a_step_and_change_nothing(model, oracle, alone):
         assert_same_tokens(oracle, prompt, request.output_ids, expected, "two threads")
 
 
-LOGPROBS = SamplingOptions(temperature=0, max_tokens=24, logprobs=3)
-SAMPLED = SamplingOptions(temperature=0.8, top_p=0.95, max_tokens=24, logprobs=3)
+LOGPROBS = SamplingParams(temperature=0, max_tokens=24, logprobs=3)
+SAMPLED = SamplingParams(temperature=0.8, top_p=0.95, max_tokens=24, logprobs=3)
 
 
 @pytest.fixture(scope="module")

@@ -7,17 +7,19 @@ import torch
 
 from birkhoff.convert.presets import preset
 from birkhoff.decode.gpu import Decoder
-from birkhoff.engine.cache import page_bytes, pages_for, slot_bytes
 from birkhoff.engine.memory_plan import (
     cache_by_kind,
     context_bytes,
-    default_cache,
+    default_cache_bytes,
     distinct_experts,
+    page_bytes,
+    pages_for,
     plan_budget,
-    spare_runs,
+    slot_bytes,
+    spare_slots,
     step_cache_bytes,
     tokens_per_second,
-    weights_of,
+    weight_bytes,
 )
 from birkhoff.errors import CapacityError
 from birkhoff.kernels.select import select
@@ -33,7 +35,7 @@ FLASH = preset("flash", mtp=False)
 
 @pytest.fixture(scope="module")
 def flash():
-    return weights_of(FLASH)
+    return weight_bytes(FLASH)
 
 
 def test_the_limits_are_those_of_the_byte_arithmetic(flash):
@@ -55,7 +57,7 @@ def test_the_limits_are_those_of_the_byte_arithmetic(flash):
 
 def test_the_experts_of_v4_flash_are_137_gib(flash):
     assert flash.experts * flash.expert / GIB == pytest.approx(137.06, abs=0.01)
-    assert weights_of(preset("flash"), mtp=True).experts == 44 * 256
+    assert weight_bytes(preset("flash"), mtp=True).experts == 44 * 256
 
 
 def test_a_token_of_context_costs_what_the_cache_gives_out():
@@ -120,11 +122,11 @@ def bytes_of_tensors(*roots) -> int:
 @torch.inference_mode()
 def test_the_plan_covers_what_a_model_and_its_kernels_hold(dtype):
     config = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0)
-    planned = weights_of(config, dtype)
+    planned = weight_bytes(config, dtype)
     model = packed_model(config, dtype=dtype)
     alone = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     routed = sum(tensor.nbytes for stack in model.expert_stacks() for tensor in stack.buffers())
-    dense = sum(size for kind, size in planned.held.items() if kind != "copies for kernels")
+    dense = sum(size for kind, size in planned.dense.items() if kind != "copies for kernels")
     assert dense == alone - routed, "to the byte"
     state = State.contiguous(config, 1, 128, device=DEVICE, dtype=dtype)
     decoder = Decoder(model, state, fast=False)
@@ -136,7 +138,7 @@ def test_the_plan_covers_what_a_model_and_its_kernels_hold(dtype):
             module.read(torch.zeros(1, config.hc_mult, config.hidden_size, dtype=dtype, device=DEVICE))
     beside = bytes_of_tensors(model, decoder.layers, decoder.head) - alone
     tables = 3 * config.n_routed_experts * 4 * 8 + 64  # addresses of experts, and a few frequencies
-    assert 0.9 * planned.held["copies for kernels"] < beside - tables <= planned.held["copies for kernels"]
+    assert 0.9 * planned.dense["copies for kernels"] < beside - tables <= planned.dense["copies for kernels"]
 
 
 def test_a_device_is_filled_and_never_overfilled():
@@ -146,11 +148,11 @@ def test_a_device_is_filled_and_never_overfilled():
     )
     shares = []
     for memory in (24, 32, 48, 80, 139, 200):
-        budget = plan_budget(FLASH, memory * GIB, default_cache(FLASH, memory * GIB, 8))
+        budget = plan_budget(FLASH, memory * GIB, default_cache_bytes(FLASH, memory * GIB, 8))
         used = budget.dense_bytes + budget.cache_bytes + budget.working_bytes + budget.hot_bytes
         assert used + budget.left_bytes == memory * GIB and budget.left_bytes >= 0
         assert budget.left_bytes < 2 * budget.expert_bytes or budget.share == 1.0, "no room is wasted"
-        assert budget.spare == spare_runs(budget.experts - budget.hot, 43)
+        assert budget.spare == spare_slots(budget.experts - budget.hot, 43)
         assert budget.host_bytes == (budget.experts - budget.hot + budget.spare) * budget.expert_bytes
         shares.append(budget.share)
     assert shares == sorted(shares) and shares[0] < 0.1 and shares[-1] == 1.0
@@ -170,14 +172,14 @@ def test_asking_for_experts_takes_as_many_or_refuses():
 
 
 @pytest.mark.parametrize(("cold", "spare"), [(0, 0), (1, 1), (5, 5), (100, 8), (860, 40), (11_008, 64)])
-def test_spare_runs_hold_two_layers_of_cold_experts_within_limits(cold, spare):
-    assert spare_runs(cold, 43) == spare
+def test_spare_slots_hold_two_layers_of_cold_experts_within_limits(cold, spare):
+    assert spare_slots(cold, 43) == spare
 
 
 def test_the_default_cache_is_modest():
-    assert default_cache(FLASH, 24 * GIB, 100) == 3 * GIB, "an eighth of the device"
-    assert default_cache(FLASH, 139 * GIB, 1) == sum(context_bytes(FLASH, 32_768).values())
-    assert default_cache(FLASH, 24 * GIB, 1, 2**30) == sum(context_bytes(FLASH, 2**20).values()), (
+    assert default_cache_bytes(FLASH, 24 * GIB, 100) == 3 * GIB, "an eighth of the device"
+    assert default_cache_bytes(FLASH, 139 * GIB, 1) == sum(context_bytes(FLASH, 32_768).values())
+    assert default_cache_bytes(FLASH, 24 * GIB, 1, 2**30) == sum(context_bytes(FLASH, 2**20).values()), (
         "the model's limit"
     )
     assert pages_for(32_768) == 256

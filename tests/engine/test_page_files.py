@@ -20,7 +20,7 @@ from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.named_contexts import MOST_NAMES, Contexts, check_name
 from birkhoff.engine.page_files import MAGIC, STRAY, PageFiles, _digest, decode, encode
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError
 from tests.models import fused_model, random_model, random_tokens, variant
 from tests.sizes import scaled
@@ -40,7 +40,7 @@ def model():
 
 
 def ask(tokens, count=3, context=None) -> Request:
-    options = SamplingOptions(temperature=0, max_tokens=count, logprobs=0, ignore_eos=True)
+    options = SamplingParams(temperature=0, max_tokens=count, logprobs=0, ignore_eos=True)
     return Request(tuple(tokens), options, count, seed=3, context=context)
 
 

@@ -8,13 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.config import PAGE_TOKENS
-from birkhoff.engine.cache import Pool, page_bytes, plan_prefix, slot_bytes, snapshot_bytes
 from birkhoff.engine.engine import EngineCore
+from birkhoff.engine.id_pool import IdPool
+from birkhoff.engine.memory_plan import page_bytes, plan_prefix, slot_bytes, snapshot_bytes
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import page_key
 from birkhoff.engine.request import Request
 from birkhoff.engine.row_cache import RowCache
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.digest import DigestPart
 from birkhoff.hooks.plan import Plan, SiteRows
 from birkhoff.hooks.tap import NoTap
@@ -49,7 +50,7 @@ def model():
 
 
 def ask(tokens, count=3, plan=None, **options) -> Request:
-    made = SamplingOptions(
+    made = SamplingParams(
         **{"temperature": 0, "max_tokens": count, "logprobs": 0, "ignore_eos": True, **options}
     )
     return Request(tuple(tokens), made, count, seed=3, plan=plan)
@@ -71,7 +72,7 @@ def run(core: EngineCore, *requests: Request) -> list[Request]:
         core.submit(request)
     while core.step():
         pass
-    assert core.scheduler.idle and core.scheduler.pages.free == core.scheduler.pages.size
+    assert core.scheduler.idle and core.scheduler.pages.num_free == core.scheduler.pages.size
     return list(requests)
 
 
@@ -81,9 +82,9 @@ def run(core: EngineCore, *requests: Request) -> list[Request]:
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 30)), max_size=60), st.integers(1, 6))
 def test_every_number_is_free_idle_or_held_and_only_kept_ones_are_shared(moves, size):
     gone: list[int] = []
-    pool, held, kept = Pool(size, gone.append), [], set()
+    pool, held, kept = IdPool(size, gone.append), [], set()
     for move, which in moves:
-        if move <= 1 and (taken := pool.take(1)):
+        if move <= 1 and (taken := pool.allocate(1)):
             assert taken[0] not in held
             kept -= set(taken)
             held += taken
@@ -94,26 +95,26 @@ def test_every_number_is_free_idle_or_held_and_only_kept_ones_are_shared(moves, 
             pool.share([candidates[which % len(candidates)]])
             held.append(candidates[which % len(candidates)])
         elif move == 4 and held:
-            pool.give_back([held.pop(which % len(held))])
+            pool.release([held.pop(which % len(held))])
         elif move == 5 and kept:
             pool.forget(number := sorted(kept)[which % len(kept)])
             kept.discard(number)
-        assert pool.free == size - len(set(held)) and pool.idle == len(kept - set(held))
+        assert pool.num_free == size - len(set(held)) and pool.num_idle == len(kept - set(held))
     for number in gone:
         assert 0 <= number < size
 
 
 def test_the_longest_idle_goes_first_and_ends_go_before_beginnings():
     gone: list[int] = []
-    pool = Pool(4, gone.append)
-    chain = pool.take(3)
+    pool = IdPool(4, gone.append)
+    chain = pool.allocate(3)
     for number in chain:
         pool.keep(number)
-    pool.give_back(chain)
-    assert pool.free == 4 and pool.take(2) is not None and gone == [chain[2]]
+    pool.release(chain)
+    assert pool.num_free == 4 and pool.allocate(2) is not None and gone == [chain[2]]
     pool.share(chain[:1])
-    assert pool.take(1) is not None and gone == [chain[2], chain[1]] and pool.take(1) is None
-    with pytest.raises(AssertionError, match="not there to be shared"):
+    assert pool.allocate(1) is not None and gone == [chain[2], chain[1]] and pool.allocate(1) is None
+    with pytest.raises(AssertionError, match="cannot be shared"):
         pool.share([chain[2]])
 
 
@@ -331,7 +332,7 @@ def test_requests_that_run_together_share_what_one_of_them_has_read(model):
         and second.pages[:4] == first.pages[:4]
         and second.pages[4] != first.pages[4]
     )
-    assert core.scheduler.pages.size - core.scheduler.pages.free == len({*first.pages, *second.pages})
+    assert core.scheduler.pages.size - core.scheduler.pages.num_free == len({*first.pages, *second.pages})
     while core.step():
         pass
     assert first.output_ids[:3] == second.output_ids
@@ -383,7 +384,7 @@ def test_clearing_forgets_everything_but_what_is_held(model):
     prefix = core.scheduler.prefix
     assert len(prefix) == 3 and prefix.held_bytes
     prefix.clear()
-    assert len(prefix) == prefix.held_bytes == 0 and core.scheduler.pages.idle == 0
+    assert len(prefix) == prefix.held_bytes == 0 and core.scheduler.pages.num_idle == 0
     assert run(core, ask(TEXTS[0][:300]))[0].cached_tokens == 0
 
 

@@ -11,7 +11,7 @@ from scipy.stats import chisquare
 
 from birkhoff.engine.request import Request, TokenLogprob
 from birkhoff.engine.sampler import RowState, Sampled, Sampler, sample, seed_for
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import LogitsError, TokenError
 from tests.sizes import scaled
 
@@ -77,7 +77,7 @@ def fit(seen, probabilities):
 
 
 def options(**keywords):
-    return SamplingOptions(seed=0, **keywords)
+    return SamplingParams(seed=0, **keywords)
 
 
 CASES = {
@@ -194,13 +194,13 @@ def make_row(kind, seed, vocab, step):
 
 
 KINDS = [
-    SamplingOptions(temperature=0),
-    SamplingOptions(),
-    SamplingOptions(temperature=0.7, top_p=0.9, logprobs=3),
-    SamplingOptions(top_k=5, min_p=0.01, temperature=1.3),
-    SamplingOptions(top_k=40, top_p=0.5),
-    SamplingOptions(temperature=0, repetition_penalty=1.2, logprobs=0),
-    SamplingOptions(presence_penalty=0.5, frequency_penalty=0.5, logit_bias={3: 2.0}, min_tokens=4),
+    SamplingParams(temperature=0),
+    SamplingParams(),
+    SamplingParams(temperature=0.7, top_p=0.9, logprobs=3),
+    SamplingParams(top_k=5, min_p=0.01, temperature=1.3),
+    SamplingParams(top_k=40, top_p=0.5),
+    SamplingParams(temperature=0, repetition_penalty=1.2, logprobs=0),
+    SamplingParams(presence_penalty=0.5, frequency_penalty=0.5, logit_bias={3: 2.0}, min_tokens=4),
 ]
 
 
@@ -231,7 +231,7 @@ def test_a_seed_repeats_and_another_differs():
     logits = torch.zeros(1, 4096)
 
     def run(seed):
-        row = RowState(SamplingOptions(), 4096, seed=seed)
+        row = RowState(SamplingParams(), 4096, seed=seed)
         tokens = []
         for _ in range(20):
             (drawn,) = sample(logits, [row])
@@ -244,7 +244,7 @@ def test_a_seed_repeats_and_another_differs():
 
 
 def test_a_step_can_be_drawn_again_and_out_of_order():
-    logits, row = torch.zeros(1, 4096), RowState(SamplingOptions(), 4096, seed=1)
+    logits, row = torch.zeros(1, 4096), RowState(SamplingParams(), 4096, seed=1)
     forward = []
     for row.step in range(8):
         forward.append(sample(logits, [row])[0].token)
@@ -280,7 +280,7 @@ def race_by_hand(seed, step, logits):
 def test_draws_are_what_is_documented_and_never_change():
     """A change of the recorded numbers changes what every seed of every user gives."""
     seeds = (0, 1, 2**64 - 1, 123456789)
-    rows = [RowState(SamplingOptions(), 1000, seed=seed) for seed in seeds]
+    rows = [RowState(SamplingParams(), 1000, seed=seed) for seed in seeds]
     logits = torch.arange(1000).float().remainder(7).expand(len(seeds), -1)
     for step in range(10):
         for row in rows:
@@ -296,9 +296,9 @@ RECORDED = [391, 468, 19, 40]
 def test_greedy_takes_the_largest_and_the_lowest_id_on_a_tie():
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, 5.0, 5.0, 5.0]])
     for kind in (
-        SamplingOptions(temperature=0),
-        SamplingOptions(temperature=0, logprobs=1),
-        SamplingOptions(top_k=1),
+        SamplingParams(temperature=0),
+        SamplingParams(temperature=0, logprobs=1),
+        SamplingParams(top_k=1),
     ):
         assert [drawn.token for drawn in sample(logits, [RowState(kind, 4, seed=0)] * 2)] == [1, 0]
 
@@ -306,7 +306,7 @@ def test_greedy_takes_the_largest_and_the_lowest_id_on_a_tie():
 @given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0, 0.3, 2.0]), count=st.integers(0, 20))
 def test_log_probabilities_are_the_models_own(seed, temperature, count):
     logits = torch.randn(1, 257, generator=torch.Generator().manual_seed(seed)) * 8
-    kind = SamplingOptions(
+    kind = SamplingParams(
         temperature=temperature,
         logprobs=count,
         top_k=30,
@@ -324,12 +324,12 @@ def test_log_probabilities_are_the_models_own(seed, temperature, count):
 
 
 def test_alternatives_that_tie_come_in_id_order():
-    (drawn,) = sample(torch.zeros(1, 50), [RowState(SamplingOptions(logprobs=4), 50, seed=3)])
+    (drawn,) = sample(torch.zeros(1, 50), [RowState(SamplingParams(logprobs=4), 50, seed=3)])
     assert [token for token, _ in drawn.top_logprobs] == [0, 1, 2, 3]
 
 
 def test_reshaping_is_the_definition_element_for_element():
-    kind = SamplingOptions(
+    kind = SamplingParams(
         repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.2, logit_bias={2: 1.5}
     )
     row = RowState(kind, 6, seed=0, prompt_ids=[0, 1])
@@ -342,7 +342,7 @@ def test_reshaping_is_the_definition_element_for_element():
 
 
 def test_no_answer_ends_before_its_minimum():
-    kind = SamplingOptions(temperature=0, min_tokens=2, stop_token_ids=[3])
+    kind = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[3])
     row = RowState(kind, 5, seed=0, eos_ids=[4])
     logits = torch.tensor([[0.0, 1.0, 2.0, 8.0, 9.0]])
     tokens = []
@@ -378,21 +378,21 @@ def test_single_tokens_at_minus_infinity_are_only_impossible():
 def test_extreme_temperatures_stay_numbers():
     logits = torch.tensor([[1e4, -1e4, 9.99e3, 0.0]]).expand(100, -1)
     for temperature, expected in ((1e-12, {0}), (1e-3, {0}), (100.0, {0})):
-        rows = [RowState(SamplingOptions(temperature=temperature), 4, seed=i) for i in range(100)]
+        rows = [RowState(SamplingParams(temperature=temperature), 4, seed=i) for i in range(100)]
         tokens = {drawn.token for drawn in sample(logits, rows)}
         assert expected <= tokens <= {0, 2}
 
 
 def test_ids_of_options_are_checked_against_the_model():
     with pytest.raises(TokenError, match="stop_token_ids names token 64"):
-        RowState(SamplingOptions(stop_token_ids=[64]), 64, seed=0)
+        RowState(SamplingParams(stop_token_ids=[64]), 64, seed=0)
 
 
 def test_choices_of_one_request_have_seeds_of_their_own():
-    fixed = SamplingOptions(seed=-1)
+    fixed = SamplingParams(seed=-1)
     assert seed_for(fixed) == 2**64 - 1 and len({seed_for(fixed, choice) for choice in range(64)}) == 64
     assert seed_for(fixed, 3) == seed_for(fixed, 3)
-    assert seed_for(SamplingOptions()) != seed_for(SamplingOptions())  # fresh entropy each time
+    assert seed_for(SamplingParams()) != seed_for(SamplingParams())  # fresh entropy each time
 
 
 def request(kind, seed=1, prompt=(1, 2)):
@@ -400,7 +400,7 @@ def request(kind, seed=1, prompt=(1, 2)):
 
 
 def test_the_sampler_follows_a_request_without_booking_anything():
-    kind = SamplingOptions(temperature=0, frequency_penalty=2.0, logprobs=1)
+    kind = SamplingParams(temperature=0, frequency_penalty=2.0, logprobs=1)
     asked, sampler = request(kind), Sampler()
     logits = torch.tensor([0.0, 5.0, 4.0, 3.0])
     tokens = []
@@ -417,7 +417,7 @@ def test_the_sampler_follows_a_request_without_booking_anything():
 
 def test_the_sampler_gives_each_request_its_own_answer_or_error():
     logits = torch.randn(64, generator=torch.Generator().manual_seed(2))
-    asked = [request(SamplingOptions(), seed) for seed in range(5)]
+    asked = [request(SamplingParams(), seed) for seed in range(5)]
     sampler = Sampler()
     alone = [sampler.draw([(one, logits)])[0] for one in asked]
     rows = [logits, logits, torch.full_like(logits, math.nan), logits, logits]
@@ -428,7 +428,7 @@ def test_the_sampler_gives_each_request_its_own_answer_or_error():
 
 def test_finished_requests_are_forgotten():
     sampler = Sampler()
-    asked = request(SamplingOptions())
+    asked = request(SamplingParams())
     sampler.draw([(asked, torch.zeros(8))])
     assert len(sampler._rows) == 1
     del asked
@@ -437,7 +437,7 @@ def test_finished_requests_are_forgotten():
 
 
 def test_greedy_costs_next_to_nothing():
-    logits, rows = torch.randn(1, 4096), [RowState(SamplingOptions(temperature=0), 4096, seed=0)]
+    logits, rows = torch.randn(1, 4096), [RowState(SamplingParams(temperature=0), 4096, seed=0)]
     best = math.inf
     for _ in range(300):
         start = time.perf_counter()

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from birkhoff.engine.cache import Pool, page_bytes, pages_for, slot_bytes
-from birkhoff.engine.engine import plan_cache
+from birkhoff.engine.id_pool import IdPool
+from birkhoff.engine.memory_plan import page_bytes, pages_for, plan_pages, slot_bytes
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.engine.scheduler import Scheduler
 from birkhoff.errors import CapacityError
 from birkhoff.model.state import State
@@ -26,7 +26,7 @@ MODES = pytest.mark.parametrize("invariant", [False, True], ids=["shared", "inva
 
 
 def ask(prompt: int, tokens: int = 4) -> Request:
-    return Request((1,) * prompt, SamplingOptions(max_tokens=tokens), tokens, seed=0)
+    return Request((1,) * prompt, SamplingParams(max_tokens=tokens), tokens, seed=0)
 
 
 class Drive:
@@ -84,8 +84,8 @@ class Drive:
     def check_memory(self) -> None:
         s = self.scheduler
         slots, pages = [r.slot for r in s.running], [p for r in s.running for p in r.pages]
-        assert len(set(slots)) == len(slots) == s.slots.size - s.slots.free
-        assert len(set(pages)) == len(pages) == s.pages.size - s.pages.free
+        assert len(set(slots)) == len(slots) == s.slots.size - s.slots.num_free
+        assert len(set(pages)) == len(pages) == s.pages.size - s.pages.num_free
         assert all(r.slot is None and not r.pages and r.computed == 0 for r in s.waiting)
         order = [self.numbers[r] for r in [*s.running, *s.waiting]]
         assert order == sorted(order), "a younger request stands before an older one"
@@ -95,8 +95,8 @@ class Drive:
         while not self.scheduler.idle:
             self.step()
             assert self.steps - before < most, "somebody never ends"
-        assert self.scheduler.slots.free == self.scheduler.slots.size
-        assert self.scheduler.pages.free == self.scheduler.pages.size
+        assert self.scheduler.slots.num_free == self.scheduler.slots.size
+        assert self.scheduler.pages.num_free == self.scheduler.pages.size
         assert all(r.done and r.slot is None and not r.pages for r in self.numbers)
         return self.steps - before
 
@@ -274,27 +274,31 @@ def test_starting_over_after_an_interrupt_keeps_order_and_memory(invariant):
 
 @given(steps=st.lists(st.integers(-3, 3).filter(bool), max_size=40), size=st.integers(0, 8))
 def test_a_pool_lends_each_number_once(steps, size):
-    pool, held = Pool(size), []
+    pool, held = IdPool(size), []
     for step in steps:
         if step > 0:
-            taken = pool.take(step)
+            taken = pool.allocate(step)
             assert (taken is None) == (size - len(held) < step)
             held += taken or []
         elif held:
-            pool.give_back(held[step:])
+            pool.release(held[step:])
             held = held[:step]
-        assert len(set(held)) == len(held) and set(held) <= set(range(size)) and pool.free == size - len(held)
+        assert (
+            len(set(held)) == len(held)
+            and set(held) <= set(range(size))
+            and pool.num_free == size - len(held)
+        )
 
 
 def test_a_pool_catches_what_comes_back_twice():
-    pool = Pool(3)
-    taken = pool.take(2)
-    pool.give_back(taken)
-    with pytest.raises(AssertionError, match="given back twice"):
-        pool.give_back(taken[:1])
-    with pytest.raises(AssertionError, match="given back twice"):
-        Pool(3).give_back([2])
-    assert pool.take(4) is None and sorted(pool.take(3)) == [0, 1, 2]
+    pool = IdPool(3)
+    taken = pool.allocate(2)
+    pool.release(taken)
+    with pytest.raises(AssertionError, match="released twice"):
+        pool.release(taken[:1])
+    with pytest.raises(AssertionError, match="released twice"):
+        IdPool(3).release([2])
+    assert pool.allocate(4) is None and sorted(pool.allocate(3)) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +321,7 @@ def test_the_bytes_that_are_planned_are_the_bytes_that_are_held(config, slots):
 def test_a_plan_fits_its_bytes_and_leaves_no_page_out(requests, extra, context):
     fixed, each = requests * slot_bytes(TINY, 4), page_bytes(TINY, 4)
     given_bytes = fixed + each * (requests + extra) + each // 2
-    pages, longest = plan_cache(TINY, 4, given_bytes, requests, context)
+    pages, longest = plan_pages(TINY, 4, given_bytes, requests, context)
     assert fixed + pages * each <= given_bytes and 1 <= longest <= TINY.max_position_embeddings
     if context is None:  # as long as the model allows and the memory holds for everybody
         assert pages == requests * pages_for(longest)
@@ -328,15 +332,15 @@ def test_a_plan_fits_its_bytes_and_leaves_no_page_out(requests, extra, context):
 
 def test_a_plan_that_cannot_hold_its_requests_says_what_it_needs():
     least = 4 * slot_bytes(TINY, 4) + 4 * page_bytes(TINY, 4)
-    plan_cache(TINY, 4, least, 4, None)
+    plan_pages(TINY, 4, least, 4, None)
     with pytest.raises(
-        CapacityError, match=r"cache_bytes is \d+\.\d KiB, but 4 requests need at least .*Raise cache_by"
+        CapacityError, match=r"cache_bytes is \d+\.\d+ KiB, but 4 requests need at least .*Raise cache_by"
     ):
-        plan_cache(TINY, 4, least - 1, 4, None)
+        plan_pages(TINY, 4, least - 1, 4, None)
     sliding = variant(compress_ratios=(0, 0))
-    assert plan_cache(sliding, 4, slot_bytes(sliding, 4), 1, None) == (8, 1024)
+    assert plan_pages(sliding, 4, slot_bytes(sliding, 4), 1, None) == (8, 1024)
     with pytest.raises(CapacityError, match="Raise cache_bytes or lower max_requests"):
-        plan_cache(sliding, 4, slot_bytes(sliding, 4) - 1, 1, None)
+        plan_pages(sliding, 4, slot_bytes(sliding, 4) - 1, 1, None)
 
 
 def test_pages_count_whole():

@@ -74,9 +74,9 @@ def test_the_usual_state_fills_its_blocks_and_what_is_too_large_never_fits():
 FILL = """
 import ctypes, torch
 from birkhoff.engine.engine import EngineCore
-from birkhoff.engine.cache import snapshot_bytes
+from birkhoff.engine.memory_plan import snapshot_bytes
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from tests.models import fused_model, variant
 
 class Info(ctypes.Structure):
@@ -105,7 +105,7 @@ prefix = core.scheduler.prefix
 def ask():
     for length in torch.randint(20, 400, (4,), generator=pick).tolist():
         tokens = tuple(torch.randint(0, config.vocab_size, (length,), generator=pick).tolist())
-        core.submit(Request(tokens, SamplingOptions(temperature=0, max_tokens=2, ignore_eos=True), 2, seed=1))
+        core.submit(Request(tokens, SamplingParams(temperature=0, max_tokens=2, ignore_eos=True), 2, seed=1))
     while core.step():
         pass
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.speculation_controller import (
     PATIENCE,
@@ -58,7 +58,7 @@ def micro():
 
 
 def ask(tokens, count=COUNT, plan=None, seed=3, **options) -> Request:
-    made = SamplingOptions(**{"temperature": 0, "max_tokens": count, "ignore_eos": True, **options})
+    made = SamplingParams(**{"temperature": 0, "max_tokens": count, "ignore_eos": True, **options})
     return Request(tuple(tokens), made, count, seed=seed, plan=plan)
 
 
@@ -78,7 +78,7 @@ def run(core: EngineCore, *requests: Request) -> list[Request]:
         core.submit(request)
     while core.step():
         pass
-    assert core.scheduler.idle and core.scheduler.pages.free == core.scheduler.pages.size
+    assert core.scheduler.idle and core.scheduler.pages.num_free == core.scheduler.pages.size
     return list(requests)
 
 

@@ -16,7 +16,7 @@ from birkhoff.decode.tapped import tapped_step
 from birkhoff.engine.cuda_graphs import CudaGraphs, site_widths
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.plan import Plan, Span
@@ -157,7 +157,7 @@ def answers(model, name: str, widths) -> tuple[list[list[int]], list[Wish]]:
     """Two requests through an engine, both steered and one captured: their tokens, and what was captured."""
     core = EngineCore(with_kernels(model, name), max_requests=2, max_context=128, num_pages=4, device=DEVICE)
     tables, jobs, made = Tables(DEVICE), [], []
-    options = SamplingOptions(temperature=0, max_tokens=3, ignore_eos=True)
+    options = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
     for row in range(2):
         own, job = edits(3 + row), Wish(ALL)
         plan = Plan(jobs=(job,) if row else (), edits=tuple(own))
@@ -247,7 +247,7 @@ class Trouble:
 
 def watched_request(core, tokens, mask=None):
     job = Numbered([("mlp_out", 0), ("mhc_streams_final", 1)])
-    options = SamplingOptions(temperature=0, max_tokens=tokens, ignore_eos=True)
+    options = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
     request = Request((5, 9), options, tokens, seed=0, plan=Plan(jobs=(job,)), mask=mask)
     core.submit(request)
     return request, job

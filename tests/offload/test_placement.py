@@ -9,7 +9,7 @@ import torch
 
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import CapacityError
 from birkhoff.offload.expert_counts import ExpertCounts
 from birkhoff.offload.expert_usage import ExpertUsage
@@ -163,7 +163,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_bytes_by_kind_of_layer
     with pytest.raises(
         CapacityError, match=r"4 pages\), .* free \(3 pages\)\. It would be 24\.00 KiB in csa layers\."
     ):
-        core.submit(Request(tuple(range(400)), SamplingOptions(max_tokens=100), 100, seed=0))
+        core.submit(Request(tuple(range(400)), SamplingParams(max_tokens=100), 100, seed=0))
     core.close()
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.engine.sampling import SamplingOptions
+from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError, TokenError
 
 KEYWORDS = [
@@ -26,15 +26,16 @@ KEYWORDS = [
     "repetition_penalty",
     "logit_bias",
     "n",
+    "context",
 ]
 
 
 def test_the_keywords_are_those_of_the_public_surface():
-    assert [field.name for field in fields(SamplingOptions)] == KEYWORDS
+    assert [field.name for field in fields(SamplingParams)] == KEYWORDS
 
 
 def test_defaults_are_the_releases():
-    options = SamplingOptions()
+    options = SamplingParams()
     assert (options.temperature, options.top_p, options.top_k, options.min_p) == (1.0, 1.0, 0, 0.0)
     assert not options.greedy and not options.reshapes_logits and options.max_tokens == 512
 
@@ -60,7 +61,7 @@ def test_defaults_are_the_releases():
 )
 def test_what_is_allowed(name, good):
     for value in good:
-        SamplingOptions.from_kwargs(**{name: value})
+        SamplingParams.from_kwargs(**{name: value})
 
 
 @pytest.mark.parametrize(
@@ -107,7 +108,7 @@ def test_what_is_allowed(name, good):
 def test_what_is_refused_names_field_value_and_range(name, bad):
     for value in bad:
         with pytest.raises(OptionError, match=name) as caught:
-            SamplingOptions.from_kwargs(**{name: value})
+            SamplingParams.from_kwargs(**{name: value})
         message = str(caught.value)
         assert "expected" in message or "give it once" in message
         assert len(message) < 300
@@ -117,17 +118,17 @@ def test_an_unknown_keyword_is_refused_with_the_nearest_name():
     with pytest.raises(
         OptionError, match=r"'temprature' is not a sampling option.*Did you mean 'temperature'\?"
     ):
-        SamplingOptions.from_kwargs(temprature=1)
+        SamplingParams.from_kwargs(temprature=1)
     with pytest.raises(OptionError, match="'zzz' is not a sampling option"):
-        SamplingOptions.from_kwargs(zzz=1)
+        SamplingParams.from_kwargs(zzz=1)
 
 
 def test_none_means_the_default():
-    assert SamplingOptions.from_kwargs(**dict.fromkeys(KEYWORDS)) == SamplingOptions()
+    assert SamplingParams.from_kwargs(**dict.fromkeys(KEYWORDS)) == SamplingParams()
 
 
 def test_options_are_frozen_hashable_and_copyable():
-    options = SamplingOptions(stop=["b", "a"], logit_bias={"7": 1, 2: -3}, stop_token_ids=[4])
+    options = SamplingParams(stop=["b", "a"], logit_bias={"7": 1, 2: -3}, stop_token_ids=[4])
     assert options.logit_bias == ((2, -3.0), (7, 1.0)) and options.stop == ("b", "a")
     assert replace(options, n=2).logit_bias == options.logit_bias and {options: 1}[replace(options)] == 1
     with pytest.raises(FrozenInstanceError):
@@ -135,19 +136,19 @@ def test_options_are_frozen_hashable_and_copyable():
 
 
 def test_min_tokens_stays_below_max_tokens():
-    assert SamplingOptions(max_tokens=4, min_tokens=4).min_tokens == 4
+    assert SamplingParams(max_tokens=4, min_tokens=4).min_tokens == 4
     with pytest.raises(
         OptionError, match=r"min_tokens is 5, expected a whole number from 0 to 4 \(max_tokens\)"
     ):
-        SamplingOptions(max_tokens=4, min_tokens=5)
+        SamplingParams(max_tokens=4, min_tokens=5)
 
 
 def test_ids_outside_the_vocabulary_are_refused_by_name():
-    SamplingOptions(stop_token_ids=[9], logit_bias={9: 1}).check_vocabulary(10)
+    SamplingParams(stop_token_ids=[9], logit_bias={9: 1}).check_vocabulary(10)
     with pytest.raises(TokenError, match="stop_token_ids names token 10, expected 0 to 9"):
-        SamplingOptions(stop_token_ids=[10]).check_vocabulary(10)
+        SamplingParams(stop_token_ids=[10]).check_vocabulary(10)
     with pytest.raises(TokenError, match="logit_bias names token 10"):
-        SamplingOptions(logit_bias={10: 1}).check_vocabulary(10)
+        SamplingParams(logit_bias={10: 1}).check_vocabulary(10)
 
 
 @given(
@@ -167,7 +168,7 @@ def test_ids_outside_the_vocabulary_are_refused_by_name():
 )
 def test_any_value_is_taken_or_refused(options):
     try:
-        made = SamplingOptions.from_kwargs(**options)
+        made = SamplingParams.from_kwargs(**options)
     except OptionError:
         return
     numbers = [made.temperature, made.top_p, made.min_p, made.presence_penalty, made.repetition_penalty]

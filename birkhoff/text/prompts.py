@@ -1,0 +1,76 @@
+"""Prompts as users pass them, text or token ids, and the checks of token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from birkhoff.config import V4Config
+from birkhoff.errors import ContextError, PromptError, TokenError, quoted
+from birkhoff.option_checks import as_int
+
+Prompt = str | Sequence[int]
+_ARRAYS = (torch.Tensor, np.ndarray)
+
+
+def is_single(prompts: Any) -> bool:
+    """Whether `prompts` is one prompt (a text or token ids) rather than a list of prompts."""
+    if isinstance(prompts, str):
+        return True
+    if isinstance(prompts, _ARRAYS) and prompts.ndim == 2:
+        return False
+    items = _as_list(prompts)
+    return len(items) > 0 and not isinstance(items[0], (str, Sequence, *_ARRAYS))
+
+
+def check_ids(token_ids: Sequence[int], config: V4Config) -> list[int]:
+    """Return token ids as a list of ints within the model's vocabulary and context; raise a `PromptError` or
+    `TokenError` otherwise."""
+    ids, last = _as_list(token_ids), config.vocab_size - 1
+    if not ids:
+        raise PromptError("the list of token ids is empty. Pass at least one id.")
+    for index, token in enumerate(ids):
+        value = as_int(token)
+        if value is None:
+            raise TokenError(
+                f"token_ids[{index}] is {quoted(token)}, expected a whole number from 0 to {last}. "
+                "Text goes in as one string, or through engine.tokenizer.encode."
+            )
+        if not 0 <= value <= last:
+            raise TokenError(
+                f"token_ids[{index}] is {quoted(token)}, this model has ids 0..{last}. "
+                "Was the text encoded with another model's tokenizer?"
+            )
+    limit = config.max_position_embeddings
+    if len(ids) > limit:
+        raise ContextError(
+            f"{len(ids)} tokens, the model's limit is {limit}. Shorten the text or cut it in parts."
+        )
+    return [int(token) for token in ids]
+
+
+def room_for(ids: Sequence[int], max_context: int) -> int:
+    """How many tokens can follow a prompt; raises `ContextError` when there is room for none."""
+    if len(ids) >= max_context:
+        raise ContextError(
+            f"the prompt has {len(ids)} tokens, the context holds {max_context} and an answer "
+            "needs at least one. Shorten the prompt or load with a larger max_context."
+        )
+    return max_context - len(ids)
+
+
+def _as_list(values: Any) -> list[Any]:
+    """A list, tuple, range or one-dimensional array as a list. Bytes are sequences of ints, but not token ids."""
+    if isinstance(values, _ARRAYS) and values.ndim == 1:
+        items: list[Any] = values.tolist()
+        return items
+    if isinstance(values, Sequence) and not isinstance(values, (str, bytes, bytearray, memoryview)):
+        return list(values)
+    kind = f"an array of {values.ndim} axes" if isinstance(values, _ARRAYS) else type(values).__name__
+    raise PromptError(
+        f"{kind} was given where a list of token ids was expected. Text goes into generate, chat and stream as str "
+        "(decode bytes first); elsewhere encode it with engine.tokenizer.encode."
+    )

@@ -175,7 +175,7 @@ def test_a_request_that_can_never_run_is_refused_with_numbers(model):
         core.submit(ask(prompt(390), 11))
     with pytest.raises(
         CapacityError,
-        match=r"needs \d+\.\d KiB of cache \(3 pages\), \d+\.\d KiB can ever be free \(2 pages\)",
+        match=r"needs \d+\.\d+ KiB of cache \(3 pages\), \d+\.\d+ KiB can ever be free \(2 pages\)",
     ):
         core.submit(ask(prompt(250), 8))
     check_empty(core)
@@ -186,7 +186,7 @@ def test_a_request_that_can_never_run_is_refused_with_numbers(model):
 
 def test_the_bytes_it_names_are_those_of_the_cache(model):
     core, each = engine(model, num_pages=3), page_bytes(MICRO, 4)
-    says = f"needs {4 * each / 1024:.1f} KiB of cache (4 pages), {3 * each / 1024:.1f} KiB can ever be free (3 pages)"
+    says = f"needs {4 * each / 1024:.2f} KiB of cache (4 pages), {3 * each / 1024:.2f} KiB can ever be free (3 pages)"
     with pytest.raises(CapacityError, match=re.escape(says)):
         core.submit(ask(prompt(400), 100))
 

@@ -26,7 +26,7 @@ from birkhoff.decode.tapped import tapped_step
 from birkhoff.engine.host_copier import HostCopier
 from birkhoff.hooks.batch_tap import BatchTap, CaptureLayout
 from birkhoff.hooks.capture_buffer import RowCopyPlan
-from birkhoff.hooks.graph_tap import GraphPlan, GraphTap, Pattern, Scratch, sort_out
+from birkhoff.hooks.graph_tap import GraphPlan, GraphTap, Pattern, Scratch, plan_graph
 from birkhoff.hooks.step_edits import StepEdits
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
@@ -45,14 +45,14 @@ class TappedGraph:
 
     def cut_for(self, layout: CaptureLayout) -> RowCopyPlan:
         if self.cut is None or self.cut[0] is not layout:
-            assert self.tap.tray is not None, "a step has run"
+            assert self.tap.buffer is not None, "a step has run"
             assert all(len(rows) == 1 for rows in layout.rows), (
                 "a decoding step has one token of each request"
             )
-            sites = [[(want.key, want.after) for want, _ in share] for share in layout.shares]
+            sites = [[(want.key, want.after) for want, _ in share] for share in layout.sites_of]
             self.cut = (
                 layout,
-                RowCopyPlan(self.tap.tray, [(rows[0], own) for rows, own in zip(layout.rows, sites)]),
+                RowCopyPlan(self.tap.buffer, [(rows[0], own) for rows, own in zip(layout.rows, sites)]),
             )
         return self.cut[1]
 
@@ -91,8 +91,8 @@ class CudaGraphs:
     def sorted_out(self, tap: BatchTap) -> GraphPlan | None:
         """What a tap wants, when a replayed step can do all of it."""
         last = self._sorted
-        if last is None or last.layout is not tap.layout or last.changes is not tap.changes:
-            last = self._sorted = _PlannedTap(tap.layout, tap.changes, sort_out(tap, self.widths))
+        if last is None or last.layout is not tap.layout or last.changes is not tap.edits:
+            last = self._sorted = _PlannedTap(tap.layout, tap.edits, plan_graph(tap, self.widths))
         return last.wishes
 
     def step(
@@ -158,9 +158,9 @@ class CudaGraphs:
             tapped_step(self.decoder, buffers, held.tap)
         else:
             held.graph.replay()
-        if tap.takes:
-            assert held.tap.tray is not None
-            tap.hand_over(self._exit.take(held.tap.tray, held.cut_for(tap.layout)))
+        if tap.requests:
+            assert held.tap.buffer is not None
+            tap.set_source(self._exit.take(held.tap.buffer, held.cut_for(tap.layout)))
 
     @property
     def last_watched(self) -> TappedGraph | None:
@@ -173,7 +173,7 @@ class CudaGraphs:
         name = (buffers.rows, buffers.context, wishes.pattern)
         held = self._watched.get(name)
         if held is None:
-            made = GraphTap(wishes, tap.changes, buffers.rows, buffers.token_ids.device, self._scratch)
+            made = GraphTap(wishes, tap.edits, buffers.rows, buffers.token_ids.device, self._scratch)
             held = self._watched[name] = TappedGraph(made)
             while len(self._watched) > self.most_patterns:
                 self._watched.popitem(last=False)

@@ -70,7 +70,7 @@ class PendingRows:
         self._cut = cut
         self._buffer = buffer
         self._free = free
-        self._left = set(range(len(cut.shares)))
+        self._left = set(range(len(cut.jobs)))
 
     def __call__(self, number: int) -> list[tuple[Key, torch.Tensor]]:
         if self._buffer.arrived is not None:

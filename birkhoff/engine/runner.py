@@ -199,7 +199,7 @@ class Runner:
             w.request.plan: w.request for w in work if w.request.plan is not None and w.request.plan.jobs
         }
         witness = self.prefix.keep_rows(planned) if self.prefix is not None and planned else None
-        if tap is not None and tap.lands_later:
+        if tap is not None and tap.is_pending:
             for plan, request in planned.items():
                 request.settle = _deliverer(plan, tap, witness)
                 self._owed.append(request)
@@ -230,7 +230,7 @@ def _pieces(work: ScheduledChunk) -> list[SequenceChunk]:
 
 
 def _deliverer(plan: Plan, tap: BatchTap, witness: RowObserver | None) -> Callable[[int], None]:
-    return lambda stop: tap.deliver_kept(plan, None, witness)  # nothing of it was a guess
+    return lambda stop: tap.deliver_plan(plan, None, witness)  # nothing of it was a guess
 
 
 def _settler(
@@ -238,7 +238,7 @@ def _settler(
 ) -> Callable[[int], None]:
     def settle(stop: int) -> None:
         if tap is not None:
-            tap.deliver_kept(plan, stop, witness)
+            tap.deliver_plan(plan, stop, witness)
         plan.seen = min(plan.seen, stop)
         for position in range(stop, work.stop + len(work.draft_tokens)):
             plan.steered.discard(position)

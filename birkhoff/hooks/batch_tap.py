@@ -1,38 +1,37 @@
-"""The tap of a running engine: rows of many requests leave one step, each to whoever asked for it.
+"""The tap of an eager step: captures and edits of all requests of a batch.
 
-Before a step, `arm` turns the plans of its spans into row indices per site; when nobody wants anything of this step it
-answers None and the step runs with `NoTap`, so idle costs nothing. During the step a wanted site is one indexed copy
-into its staging buffer. Index buffers and staging are kept between steps and come in a few fixed sizes; an index is
-padded with the number of a row that nobody reads from the copy, so what requests want is data and never changes a
-shape. After the step, `deliver` cuts the staged rows into what each job asked for.
+Before a step, `arm` turns the plans of its spans into row indices per site. If no request captures or edits anything in
+this step it returns None and the step runs with `NoTap`, so an idle engine pays nothing. During the step, a captured site
+is one indexed copy into its staging buffer. Index and staging buffers persist between steps and come in a few fixed
+sizes; an index is padded with a row whose copy is never delivered, so requests change data and not shapes. After the
+step, `deliver` gives each job its part of the staged rows.
 
-Which rows of which sites go to whom is a `CaptureLayout`. While requests only decode it is the same step after step; then the
-last one is used again, and all that is new are positions and tokens (`RowRequest`).
+Which rows of which sites belong to which job is a `CaptureLayout`. While requests only decode it is the same from step to
+step and is reused; only positions and tokens (`RowRequest`) are new.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import NamedTuple
 from weakref import ref
 
 import torch
 
-from birkhoff.hooks.edit import SiteContext
 from birkhoff.hooks.plan import Job, Key, Plan, SiteRows, Span
-from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
+from birkhoff.hooks.site_runner import LayerTap, PostMix, SiteRunner
+from birkhoff.hooks.sites import BY_NAME, Site
 from birkhoff.hooks.step_edits import StepEditBuilder, StepEdits, bucket
-from birkhoff.hooks.tap import NoTap, Reads, Tap, together
+from birkhoff.hooks.tap import NoTap, Reads, Tap, stack_parts
 
-RowObserver = Callable[[Plan, Job, SiteRows], None]  # sees rows on their way to a job
-Landing = Callable[
-    [int], Iterable[tuple[Key, torch.Tensor]]
-]  # a take's rows on the host, by its number, when there
-SENTINEL = 0  # padding reads this row; its copies are never delivered
+RowObserver = Callable[[Plan, Job, SiteRows], None]  # called with rows before they are delivered to a job
+RowSource = Callable[[int], Iterable[tuple[Key, torch.Tensor]]]  # rows of a request on the host, by its index
+SENTINEL = 0  # the row that padding reads; its copies are never delivered
 
 
 class RowRequest(NamedTuple):
-    """What one job wants of one step: rows of the step, in order of position."""
+    """The rows of a step that one job captures, in order of position."""
 
     plan: Plan
     job: Job
@@ -43,7 +42,7 @@ class RowRequest(NamedTuple):
 
 
 class CaptureSite:
-    """One site that somebody wants, and the rows wanted there."""
+    """A captured site and its rows, before (`after` false) or after the edits."""
 
     def __init__(self, key: Key, after: bool):
         self.key = key
@@ -53,125 +52,128 @@ class CaptureSite:
 
 
 class CaptureLayout:
-    """Where the rows of takes lie. It keeps no job alive: what a job holds may be large, and it may have ended."""
+    """Maps row requests to rows of captured sites. Holds jobs by weak reference: a job may be large and may end."""
 
-    def __init__(self, takes: Sequence[RowRequest]):
-        self._jobs = [ref(take.job) for take in takes]
-        self.rows = [take.rows for take in takes]
-        self.shares: list[
-            list[tuple[CaptureSite, int]]
-        ] = []  # of each take: its sites, and its first row there
+    def __init__(self, requests: Sequence[RowRequest]):
+        self._jobs = [ref(request.job) for request in requests]
+        self.rows = [request.rows for request in requests]
+        self.sites_of: list[list[tuple[CaptureSite, int]]] = []  # per request: its sites, and its first row in each
         sites: dict[tuple[Key, bool], CaptureSite] = {}
-        for take in takes:
-            share, after = [], take.job.after
-            for key in take.job.keys:
-                want = sites.get((key, after))
-                if want is None:
-                    want = sites[key, after] = CaptureSite(key, after)
-                share.append((want, len(want.rows)))
-                want.rows += take.rows
-            self.shares.append(share)
-        self.wanted = list(sites.values())
+        for request in requests:
+            own_sites = []
+            after = request.job.after
+            for key in request.job.keys:
+                site = sites.get((key, after))
+                if site is None:
+                    site = sites[key, after] = CaptureSite(key, after)
+                own_sites.append((site, len(site.rows)))
+                site.rows += request.rows
+            self.sites_of.append(own_sites)
+        self.sites = list(sites.values())
 
-    def fits(self, takes: Sequence[RowRequest]) -> bool:
-        """Whether these are the jobs it was made for, wanting the same rows."""
-        return len(takes) == len(self._jobs) and all(
-            job() is take.job and rows == take.rows for job, rows, take in zip(self._jobs, self.rows, takes)
+    def fits(self, requests: Sequence[RowRequest]) -> bool:
+        """Whether these are the jobs it was made for, with the same rows."""
+        return len(requests) == len(self._jobs) and all(
+            job() is request.job and rows == request.rows
+            for job, rows, request in zip(self._jobs, self.rows, requests)
         )
 
 
 class StepStaging:
-    """Index and staging buffers that outlive a step; two of each site, so that one can be read while one is filled."""
+    """Index and staging buffers that persist between steps. Each site has `depth` staging buffers, so that one can be
+    read while another is filled."""
 
     def __init__(self, device: torch.device | str = "cpu", depth: int = 2):
         self.device = torch.device(device)
         self.depth = depth
         self._turn = 0
-        self.changes = StepEditBuilder(self.device)
-        self.armed: BatchTap | None = None  # the last tap that only changed things, for as long as it does
+        self.edit_builder = StepEditBuilder(self.device)
+        self.last_edit_tap: BatchTap | None = None  # the last tap, if it captured nothing: reused while edits stay
         self._layout = CaptureLayout(())
         self._index: dict[tuple[Key, bool, int], torch.Tensor] = {}
         self._rows: dict[tuple[Key, bool, int, int], torch.Tensor] = {}
 
-    def layout(self, takes: Sequence[RowRequest]) -> CaptureLayout:
-        if not self._layout.fits(takes):
-            self._layout = CaptureLayout(takes)
+    def layout(self, requests: Sequence[RowRequest]) -> CaptureLayout:
+        if not self._layout.fits(requests):
+            self._layout = CaptureLayout(requests)
         return self._layout
 
     def next_turn(self) -> None:
         self._turn = (self._turn + 1) % self.depth
 
-    def index(self, wanted: CaptureSite) -> torch.Tensor:
-        size = bucket(len(wanted.rows))
-        name = (wanted.key, wanted.after, size)
+    def index(self, site: CaptureSite) -> torch.Tensor:
+        size = bucket(len(site.rows))
+        name = (site.key, site.after, size)
         if name not in self._index:
             self._index[name] = torch.full((size,), SENTINEL, dtype=torch.long, device=self.device)
-        held = self._index[name]
-        padded = wanted.rows + [SENTINEL] * (size - len(wanted.rows))
-        held.copy_(torch.tensor(padded))
-        return held
+        index = self._index[name]
+        index.copy_(torch.tensor(site.rows + [SENTINEL] * (size - len(site.rows))))
+        return index
 
-    def copy(self, wanted: CaptureSite, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The indexed rows of a site, in its buffer of this turn."""
-        if wanted.index is None:
-            wanted.index = self.index(wanted)
-        picked = together(*(part.index_select(0, wanted.index) for part in parts)) if len(parts) > 1 else None
-        shape = picked.shape if picked is not None else (len(wanted.index), *parts[0].shape[1:])
-        name = (wanted.key, wanted.after, len(wanted.index), self._turn)
-        held = self._rows.get(name)
-        if held is None or held.shape != shape or (picked is None and held.dtype != parts[0].dtype):
-            dtype = parts[0].dtype if picked is None else picked.dtype
-            held = self._rows[name] = torch.empty(shape, dtype=dtype, device=parts[0].device)
-        if picked is not None:
-            return held.copy_(picked)
-        return torch.index_select(parts[0], 0, wanted.index, out=held)
+    def copy(self, site: CaptureSite, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Copy the indexed rows of a site into its buffer of this turn and return the buffer."""
+        if site.index is None:
+            site.index = self.index(site)
+        index = site.index
+        stacked = stack_parts(*(part.index_select(0, index) for part in parts)) if len(parts) > 1 else None
+        shape = stacked.shape if stacked is not None else (len(index), *parts[0].shape[1:])
+        dtype = stacked.dtype if stacked is not None else parts[0].dtype
+        name = (site.key, site.after, len(index), self._turn)
+        buffer = self._rows.get(name)
+        if buffer is None or buffer.shape != shape or buffer.dtype != dtype:
+            buffer = self._rows[name] = torch.empty(shape, dtype=dtype, device=parts[0].device)
+        if stacked is not None:
+            return buffer.copy_(stacked)
+        return torch.index_select(parts[0], 0, index, out=buffer)
 
 
 class BatchTap:
-    """The sites of one step that somebody wants or changes, by layer."""
+    """The captures and edits of one step. The model gets its layers' taps from `at`."""
 
     def __init__(
         self,
         staging: StepStaging,
         layout: CaptureLayout,
-        takes: Sequence[RowRequest],
-        changes: StepEdits | None,
+        requests: Sequence[RowRequest],
+        edits: StepEdits | None,
     ):
         self._staging = staging
         self.layout = layout
-        self.takes = takes
-        self.changes = changes
+        self.requests = requests
+        self.edits = edits
         self._staged: dict[CaptureSite, torch.Tensor] = {}
-        self._copied: dict[CaptureSite, torch.Tensor] = {}
-        self._landing: Landing | None = None  # the step ran elsewhere: where its rows come out
+        self._on_host: dict[CaptureSite, torch.Tensor] = {}
+        self._source: RowSource | None = None
         self._layers: dict[int, Tap] | None = None
-        self._unwatched: Tap = NoTap()
-
-    @property
-    def wanted(self) -> list[CaptureSite]:
-        return self.layout.wanted
+        self._default: Tap = NoTap()
 
     def at(self, layer: int) -> Tap:
         if self._layers is None:
             self._layers = self._by_layer()
-        return self._layers.get(layer, self._unwatched)
+        return self._layers.get(layer, self._default)
 
     def _by_layer(self) -> dict[int, Tap]:
-        found: dict[int, _LayerTap] = {}
-        written = _PostMix()
+        runners: dict[Key, SiteRunner] = {}
+        edits = self.edits
+        for key, site_edits in edits.sites.items() if edits is not None else ():
+            assert edits is not None
+            runners[key] = SiteRunner(stages=partial(edits.stages, key), paths=site_edits.paths)
+        for site in self.layout.sites:
+            runner = runners.setdefault(site.key, SiteRunner())
+            if site.after:
+                runner.after = partial(self._stage, site)
+            else:
+                runner.before = partial(self._stage, site)
+        post_mix = PostMix()
+        layers: dict[int, LayerTap] = {}
+        for (hook, layer), runner in runners.items():
+            layers.setdefault(layer, LayerTap(post_mix)).sites[BY_NAME[hook].id] = runner
+        if edits is not None and edits.needs_post:
+            self._default = LayerTap(post_mix)  # every layer's write-out weights are recorded
+        return {**layers}
 
-        def layer_tap(layer: int) -> _LayerTap:
-            return found.setdefault(layer, _LayerTap(self._staging, self._staged, written))
-
-        for want in self.wanted:
-            layer_tap(want.key[1]).add(BY_NAME[want.key[0]], want)
-        for hook, layer in self.changes.sites if self.changes is not None else ():
-            layer_tap(layer).change(BY_NAME[hook], layer, self.changes)
-        if self.changes is not None and self.changes.needs_post():
-            # every sublayer's write-out weights are remembered
-            self._unwatched = _LayerTap(self._staging, self._staged, written)
-            written.wanted = True
-        return {**found}
+    def _stage(self, site: CaptureSite, parts: Sequence[torch.Tensor]) -> None:
+        self._staged[site] = self._staging.copy(site, parts)
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -184,140 +186,77 @@ class BatchTap:
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         pass
 
-    def hand_over(self, landing: Landing) -> None:
-        """The step ran elsewhere: every take's rows come from there."""
-        self._landing = landing
+    def set_source(self, source: RowSource) -> None:
+        """Deliver rows from `source` instead of the staging buffers: the step ran as a recorded graph."""
+        self._source = source
 
     @property
-    def lands_later(self) -> bool:
-        """Rows are on their way, and asking for them waits until they are there."""
-        return self._landing is not None
+    def is_pending(self) -> bool:
+        """Whether rows are still being copied; delivering them waits for the copy."""
+        return self._source is not None
 
-    def deliver(self, waiting: Collection[Plan] = (), witness: RowObserver | None = None) -> None:
-        """Hand every job its rows, copied out of the buffers, except jobs of plans that have to wait."""
-        for number, take in enumerate(self.takes):
-            if take.plan not in waiting:
-                self._hand_out(number, len(take.positions), witness)
+    def deliver(self, excluded: Collection[Plan] = (), observer: RowObserver | None = None) -> None:
+        """Deliver to every job its rows, copied out of the buffers, except to jobs of excluded plans."""
+        for index, request in enumerate(self.requests):
+            if request.plan not in excluded:
+                self._deliver(index, len(request.positions), observer)
 
-    def deliver_kept(self, plan: Plan, stop: int | None = None, witness: RowObserver | None = None) -> None:
-        """Hand one plan its rows, or those before position `stop`: others were guesses that did not stay."""
-        for number, take in enumerate(self.takes):
-            if take.plan is plan:
-                kept = (
-                    sum(position < stop for position in take.positions)
-                    if stop is not None
-                    else len(take.positions)
-                )
-                self._hand_out(number, kept, witness)
+    def deliver_plan(self, plan: Plan, stop: int | None = None, observer: RowObserver | None = None) -> None:
+        """Deliver one plan's rows, or those before position `stop`: the others are of rejected draft tokens."""
+        for index, request in enumerate(self.requests):
+            if request.plan is plan:
+                count = len(request.positions)
+                if stop is not None:
+                    count = sum(position < stop for position in request.positions)
+                self._deliver(index, count, observer)
 
-    def _hand_out(self, number: int, count: int, witness: RowObserver | None) -> None:
+    def _deliver(self, index: int, count: int, observer: RowObserver | None) -> None:
         if not count:
             return
-        take = self.takes[number]
-        whole = count == len(take.positions)
-        positions = take.positions[:count]
-        token_ids = take.token_ids[:count]
-        prompt_rows = min(take.prompt_rows, count)
-        landing = self._landing or self._out_of_staging
-        for (hook, layer), tensor in landing(number):
-            rows = SiteRows(
-                hook, layer, tensor if whole else tensor[:count], positions, token_ids, prompt_rows
-            )
-            if witness is not None:
-                witness(take.plan, take.job, rows)
-            take.job.deliver(rows)
+        request = self.requests[index]
+        whole = count == len(request.positions)
+        positions = request.positions[:count]
+        token_ids = request.token_ids[:count]
+        prompt_rows = min(request.prompt_rows, count)
+        source = self._source or self._staged_rows
+        for (hook, layer), tensor in source(index):
+            tensor = tensor if whole else tensor[:count]
+            rows = SiteRows(hook, layer, tensor, positions, token_ids, prompt_rows)
+            if observer is not None:
+                observer(request.plan, request.job, rows)
+            request.job.deliver(rows)
 
-    def _out_of_staging(self, number: int) -> Iterable[tuple[Key, torch.Tensor]]:
-        count = len(self.takes[number].positions)
-        for want, first in self.layout.shares[number]:
-            if want in self._staged:
-                yield want.key, self.on_host(want)[first : first + count]
+    def _staged_rows(self, index: int) -> Iterable[tuple[Key, torch.Tensor]]:
+        count = len(self.requests[index].positions)
+        for site, first in self.layout.sites_of[index]:
+            if site in self._staged:
+                yield site.key, self.on_host(site)[first : first + count]
 
-    def on_host(self, want: CaptureSite) -> torch.Tensor:
-        """The staged rows of a site, copied out of their buffer once for everybody who asked for some."""
-        if want not in self._copied:
-            self._copied[want] = self._staged[want][: len(want.rows)].to("cpu", copy=True)
-        return self._copied[want]
-
-
-class _PostMix:
-    """The write-out weights of the sublayer that wrote the streams last."""
-
-    wanted = False
-    post: torch.Tensor | None = None
-
-
-class _LayerTap:
-    """One layer's share. At a site: capture, then the edits in their order, then captures of the edited tensor."""
-
-    def __init__(self, staging: StepStaging, staged: dict[CaptureSite, torch.Tensor], written: _PostMix):
-        self._staging = staging
-        self._staged = staged
-        self._written = written
-        self._before: dict[int, CaptureSite] = {}
-        self._after: dict[int, CaptureSite] = {}
-        self._changes: dict[int, tuple[Key, StepEdits]] = {}
-
-    def change(self, site: Site, layer: int, changes: StepEdits | None) -> None:
-        assert changes is not None
-        self._changes[site.id] = (site.name, layer), changes
-
-    def add(self, site: Site, want: CaptureSite) -> None:
-        (self._after if want.after else self._before)[site.id] = want
-
-    def at(self, layer: int) -> _LayerTap:
-        return self
-
-    def see(self, site: Site, *parts: torch.Tensor) -> None:
-        if self._written.wanted and site.id in (MHC_ATTN_POST_MIX.id, MHC_FFN_POST_MIX.id):
-            self._written.post = parts[0]
-        self._stage(self._before, site, *parts)
-        self._stage(self._after, site, *parts)
-
-    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
-        self._stage(self._before, site, x)
-        if site.id in self._changes:
-            key, changes = self._changes[site.id]
-            x = changes.whole(key, x, SiteContext(self._written.post))
-        self._stage(self._after, site, x)
-        return x
-
-    def part(
-        self, site: Site, x: torch.Tensor, reads: Reads | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._stage(self._before, site, x)
-        if site.id not in self._changes:
-            self._stage(self._after, site, x)
-            return x, x
-        key, changes = self._changes[site.id]
-        read, carried = changes.parted(key, x, SiteContext(self._written.post, reads))
-        self._stage(self._after, site, carried if changes.sites[key].carries else read)
-        return read, carried
-
-    def _stage(self, sites: dict[int, CaptureSite], site: Site, *parts: torch.Tensor) -> None:
-        want = sites.get(site.id)
-        if want is not None:
-            self._staged[want] = self._staging.copy(want, parts)
+    def on_host(self, site: CaptureSite) -> torch.Tensor:
+        """The staged rows of a site, copied to the host once for all jobs."""
+        if site not in self._on_host:
+            self._on_host[site] = self._staged[site][: len(site.rows)].to("cpu", copy=True)
+        return self._on_host[site]
 
 
 def arm(staging: StepStaging, spans: Sequence[Span], num_rows: int | None = None) -> BatchTap | None:
-    """The tap of a step of `num_rows` tokens with these spans, or None when nothing of it is wanted or changed."""
-    changes = staging.changes.of(spans, num_rows)
-    takes = [take for span in spans if span.plan.jobs for take in _takes(span)]
-    if not takes:
-        if changes is None:
+    """The tap of a step of `num_rows` tokens with these spans, or None if nothing is captured or edited."""
+    edits = staging.edit_builder.build(spans, num_rows)
+    requests = [request for span in spans if span.plan.jobs for request in _row_requests(span)]
+    if not requests:
+        if edits is None:
             return None
-        if staging.armed is not None and staging.armed.changes is changes:
-            return staging.armed
+        if staging.last_edit_tap is not None and staging.last_edit_tap.edits is edits:
+            return staging.last_edit_tap
     staging.next_turn()
-    tap = BatchTap(staging, staging.layout(takes), takes, changes)
-    staging.armed = None if takes else tap
+    tap = BatchTap(staging, staging.layout(requests), requests, edits)
+    staging.last_edit_tap = None if requests else tap
     return tap
 
 
-def _takes(span: Span) -> list[RowRequest]:
+def _row_requests(span: Span) -> list[RowRequest]:
     plan, first_row, start, tokens, prompt_len = span
-    skip = max(plan.seen - start, 0)  # computed again after a preemption: delivered before
+    skip = max(plan.seen - start, 0)  # recomputed after a preemption: already delivered
     plan.seen = max(plan.seen, start + len(tokens))
     if skip:
         tokens = tokens[skip:]
@@ -325,15 +264,13 @@ def _takes(span: Span) -> list[RowRequest]:
         first_row = first_row + skip
     if not len(tokens):
         return []
-    found = []
+    requests = []
     for job in plan.jobs:
-        offsets = job.offsets(start, tokens, prompt_len)
-        if len(offsets) and len(job.keys):
-            places = [int(offset) for offset in offsets]
-            positions = tuple(start + place for place in places)
-            ids = tuple(int(tokens[place]) for place in places)
+        offsets = [int(offset) for offset in job.offsets(start, tokens, prompt_len)]
+        if offsets and len(job.keys):
+            rows = [first_row + offset for offset in offsets]
+            positions = tuple(start + offset for offset in offsets)
+            ids = tuple(int(tokens[offset]) for offset in offsets)
             prompt_rows = sum(position < prompt_len for position in positions)
-            found.append(
-                RowRequest(plan, job, [first_row + place for place in places], positions, ids, prompt_rows)
-            )
-    return found
+            requests.append(RowRequest(plan, job, rows, positions, ids, prompt_rows))
+    return requests

@@ -1,43 +1,47 @@
-"""What can be done to the rows of a site: add a vector, hold a direction within bounds, put another row in place.
+"""Operations on the rows of a site: add a vector, clamp the component along a direction, replace a row.
 
-A dictionary of features spliced into a site is a `Splice`: its owner does the arithmetic, the order is kept here.
+`edit_rows` is the only implementation of this arithmetic. Eager steps call it with the rows that an edit names
+(`edit_stages`), recorded steps call it with all rows of the step and buffers of fixed shape (`row_edits.py`). Both give
+equal bits: every operation is elementwise except sums over a row, and `row_sum` adds in an order that does not depend on
+the number of rows. Arithmetic is float32 whatever the site's dtype, rounded once per edit. Rows that no edit names keep
+their bits.
 
-These are the operations alone: tensors and row numbers in, a new tensor out. Rows that are not named keep their bits.
-Arithmetic is float32 whatever the site's dtype, rounded once. Rows are flat, `[n, width]`; at stream sites an operation
-may work on single streams, `[n, m, d]`.
+Rows are flat, `[n, width]`; at stream sites an operation may work on single streams, `[n, m, d]`. A dictionary of
+features spliced into a site is a `Splice`: its host does the arithmetic, the order is kept here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal, Protocol
+from functools import cached_property
+from typing import Any, Literal, Protocol
 
 import torch
 
 Op = Literal["patch", "add", "delta", "full", "clamp"]
 Path = Literal["both", "read", "carry"]
-ORDER: tuple[Op, ...] = (
-    "patch",
-    "add",
-    "delta",
-    "full",
-    "clamp",
-)  # at one site; capture comes before all of them
+ExcludedPath = Literal["none", "carry", "read"]  # the path whose edits a tensor does not get
+Number = float | torch.Tensor
+# The order of operations at one site; captures of the unedited tensor come before all of them.
+ORDER: tuple[Op, ...] = ("patch", "add", "delta", "full", "clamp")
+FOLD = 16  # largest number of terms that one step of `row_sum` adds on a GPU
 
 
 @dataclass(frozen=True, eq=False)
 class SiteContext:
-    """What stands around a site. `post` [n, m]: write-out weights of the sublayer that wrote the streams last; `read`
-    gives the weights [n, m] with which the coming sublayer reads streams [n, m, d]."""
+    """Inputs of a site besides its tensor. `post` [n, m]: write-out weights of the sublayer that last wrote the streams;
+    `read` returns the weights [n, m] with which the next sublayer reads streams [n, m, d]."""
 
     post: torch.Tensor | None = None
     read: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
+EditStage = Callable[[torch.Tensor, SiteContext], torch.Tensor]
+
+
 class Splice(Protocol):
-    """One request's use of something spliced into a site. All uses of one `host` in a step run together."""
+    """One request's use of a dictionary spliced into a site. All uses of one `host` in a step run together."""
 
     @property
     def op(self) -> Op: ...
@@ -50,56 +54,85 @@ class Splice(Protocol):
 
     @property
     def needs_post(self) -> bool:
-        """Whether it wants the write-out weights of the sublayer before the site."""
+        """Whether it reads the write-out weights of the sublayer before the site."""
         ...
+
+
+class GraphSplice(Protocol):
+    """Uses of one host as operations of fixed shape, for recorded steps."""
+
+    def fill(self, uses: Sequence[tuple[Any, list[int]]]) -> None:
+        """Write the buffers for these uses; replaces the uses before."""
+        ...
+
+    def run(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor: ...
 
 
 class SpliceHost(Protocol):
     @property
     def order(self) -> int:
-        """Hosts at one site run in ascending order, whoever's request stands first in the batch."""
+        """Hosts at one site run in ascending order, independent of the order of requests in the batch."""
         ...
 
     def run(
-        self, x: torch.Tensor, uses: Sequence[tuple[Splice, list[int]]], around: SiteContext
+        self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], context: SiteContext
     ) -> torch.Tensor:
-        """A new tensor with the named rows changed and all others bit-identical."""
+        """Return a new tensor with the named rows changed and all others bit-identical."""
+        ...
+
+    def graph_kind(self, uses: Sequence[tuple[Any, list[int]]]) -> Hashable | None:
+        """The fixed shapes that these uses fit, or None if a recorded step cannot run them."""
+        ...
+
+    def graph_splice(self, kind: Any) -> GraphSplice:
+        """Buffers and operations of one `graph_kind`."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class SiteEdit:
-    """One operation at one site, for the rows that its owner names step by step.
+    """One operation at one site; which rows it changes is decided step by step.
 
-    `vector` is `[width]`, or `[d]` with `streams` naming the streams it is applied to one by one; a patch may bring
-    each stream its own part of `[m * d]`. A patch may also bring a row for each of several positions: then `vector` is
-    `[k, width]` and `places` are the k positions."""
+    `vector` is `[width]`, or `[d]` with `streams` naming the streams it is applied to one by one; a patch may instead
+    give each stream its own part of `[m * d]`. A patch may also hold one row for each of several positions: then
+    `vector` is `[k, width]` and `positions` are the k positions."""
 
     op: Op
     vector: torch.Tensor
     scale: float = 1.0
     path: Path = "both"
     streams: tuple[int, ...] | None = None
-    norm_match: bool = False  # add: the vector takes each row's own norm
+    norm_match: bool = False  # add: the vector is scaled to the norm of each row
     post_mix: bool = False  # add: times the live write-out weights, as if the sublayer had produced it
     low: float | None = None  # clamp: bounds of the row's component along `vector`, a unit vector
     high: float | None = None
-    places: tuple[int, ...] | None = None
+    positions: tuple[int, ...] | None = None
 
     def at(self, positions: Sequence[int]) -> SiteEdit:
-        """The edit for tokens at these positions: itself, or with the row that each of them is given."""
-        if self.places is None:
+        """The edit for tokens at these positions: itself, or with one row of `vector` for each of them."""
+        if self.positions is None:
             return self
-        found = [self.places.index(position) for position in positions]
-        return replace(self, vector=self.vector[found], places=None)
+        rows = [self.positions.index(position) for position in positions]
+        return replace(self, vector=self.vector[rows], positions=None)
 
     @property
     def is_plain(self) -> bool:
-        """A constant added to the row: many of these are one operation."""
+        """Whether it adds a constant to the row: many of these are one operation."""
         return self.op == "add" and not self.norm_match and not self.post_mix
 
+    @cached_property
+    def operand(self) -> torch.Tensor:
+        """The vector as `edit_rows` takes it: float32, and a unit vector for an add that matches norms."""
+        vector = self.vector.float()
+        return vector / vector.norm() if self.norm_match else vector
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """`low` and `high`, infinite where there is none."""
+        return -torch.inf if self.low is None else self.low, torch.inf if self.high is None else self.high
+
     def constant(self, width: int) -> torch.Tensor:
-        """The whole-row vector a plain add adds, [width] float32."""
+        """The whole-row vector that a plain add adds, [width] float32."""
         vector = self.vector.float() * self.scale
         if self.streams is None:
             return vector
@@ -108,107 +141,162 @@ class SiteEdit:
         return whole.flatten()
 
 
-EditStage = Callable[[torch.Tensor, SiteContext], torch.Tensor]
+RowEdits = Sequence[tuple[SiteEdit | Splice, list[int]]]  # edits of one site and the rows of the step they change
 
 
-def stages(
-    edits: Sequence[tuple[SiteEdit | Splice, list[int]]],
-    added: Callable[[torch.Tensor], torch.Tensor] | None = None,
-) -> list[EditStage]:
-    """All edits of one site in their fixed order, sorted out once for as many steps as they stay the same. `added`
-    does the plain additions that are in tables."""
-    found: list[EditStage] = []
+def row_sum(x: torch.Tensor) -> torch.Tensor:
+    """Sum over the last dimension, [..., d] -> [..., 1], with bits that do not depend on the number of rows.
+
+    On a GPU, PyTorch divides a long sum among threads in a way that depends on how many sums there are. Sums of at most
+    `FOLD` terms are added by one thread in order, so a long row is folded in steps of that size."""
+    while x.is_cuda and x.shape[-1] > FOLD:
+        width = x.shape[-1]
+        fold = next((size for size in (FOLD, 8, 4, 2) if width % size == 0 and width // size > 1), None)
+        if fold is None:  # an odd width
+            x = torch.nn.functional.pad(x, (0, 1))
+        else:
+            x = x.unflatten(-1, (fold, width // fold)).sum(-2)
+    return x.sum(-1, keepdim=True)
+
+
+def edit_rows(
+    op: Op,
+    old: torch.Tensor,
+    vector: torch.Tensor,
+    scale: Number,
+    low: Number = 0.0,
+    high: Number = 0.0,
+    norm_match: bool = False,
+    post: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Apply one edit to float32 rows `old` [..., d]; the other arguments broadcast against it.
+
+    patch: old + scale (vector - old). clamp: the component along the unit `vector` is moved into [low, high], by `scale`
+    of the way. add: old + scale vector, times the row's norm (`norm_match`, `vector` is a unit vector) or times the
+    write-out weights `post` [..., m, 1]."""
+    if op == "patch":
+        return old + scale * (vector - old)
+    if op == "clamp":
+        along = row_sum(old * vector)
+        return old + scale * (torch.clamp(along, low, high) - along) * vector  # type: ignore[arg-type]
+    if post is not None:
+        return old + scale * (post * vector)
+    if norm_match:
+        return old + scale * vector * row_sum(old * old).sqrt()
+    return old + scale * vector
+
+
+def add_total(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """x [n, ...] plus float32 rows [n, width], rounded to the dtype of x."""
+    changed = x + total.view(x.shape)
+    return changed if changed.dtype is x.dtype else changed.to(x.dtype)
+
+
+def total_constant(edits: Iterable[SiteEdit], width: int) -> torch.Tensor:
+    """The sum of plain adds, [width] float32: in order within each path, then by path. The order is the same whether
+    the sums of paths are made here or by a step."""
+    by_path: dict[Path, torch.Tensor] = {}
+    for edit in edits:
+        constant = edit.constant(width)
+        by_path[edit.path] = by_path[edit.path] + constant if edit.path in by_path else constant
+    totals = [by_path[path] for path in sorted(by_path)]
+    return sum(totals[1:], totals[0])
+
+
+def edit_stages(edits: RowEdits, table_adds: EditStage | None = None) -> list[EditStage]:
+    """The edits of one site in their fixed order, to be applied one after the other to the site's tensor.
+
+    The result can be reused for as long as edits and rows stay the same. `table_adds` applies the plain adds whose
+    vectors are in tables."""
+    stages: list[EditStage] = []
     for op in ORDER:
-        if op == "add" and added is not None:
-            found.append(lambda x, around: added(x))
+        if op == "add" and table_adds is not None:
+            stages.append(table_adds)
         hosts: dict[SpliceHost, list[tuple[Splice, list[int]]]] = {}
-        chosen = [(edit, rows) for edit, rows in edits if edit.op == op and isinstance(edit, SiteEdit)]
+        plain: list[tuple[SiteEdit, list[int]]] = []
+        others: list[EditStage] = []
         for edit, rows in edits:
-            if edit.op == op and not isinstance(edit, SiteEdit):
+            if edit.op != op:
+                continue
+            if not isinstance(edit, SiteEdit):
                 hosts.setdefault(edit.host, []).append((edit, rows))
-        for host in sorted(hosts, key=lambda host: host.order):
-            found.append(partial(_spliced, host, hosts[host]))
-        plain = [(edit, rows) for edit, rows in chosen if edit.is_plain]
+            elif edit.is_plain:
+                plain.append((edit, rows))
+            else:
+                others.append(_EditStage(edit, rows))
+        stages += [_SpliceStage(host, hosts[host]) for host in sorted(hosts, key=lambda host: host.order)]
         if plain:
-            found.append(partial(_constants_added, plain))
-        found += [partial(_edited, edit, rows) for edit, rows in chosen if not edit.is_plain]
-    return found
+            stages.append(_PlainAddStage(plain))
+        stages += others
+    return stages
 
 
-def apply(
-    x: torch.Tensor, edits: Sequence[tuple[SiteEdit | Splice, list[int]]], around: SiteContext
-) -> torch.Tensor:
-    """All edits of one site of one step."""
-    for stage in stages(edits):
-        x = stage(x, around)
-    return x
+class _SpliceStage:
+    def __init__(self, host: SpliceHost, uses: list[tuple[Splice, list[int]]]):
+        self._host = host
+        self._uses = uses
+
+    def __call__(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
+        return self._host.run(x, self._uses, context)
 
 
-def _spliced(
-    host: SpliceHost, uses: Sequence[tuple[Splice, list[int]]], x: torch.Tensor, around: SiteContext
-) -> torch.Tensor:
-    return host.run(x, uses, around)
+class _PlainAddStage:
+    """One gather and one addition for all plain adds. Vectors added to the same row are summed in float32 first."""
+
+    def __init__(self, edits: list[tuple[SiteEdit, list[int]]]):
+        self._edits = edits
+        self._data: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def _prepare(self, width: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        edits_of: dict[int, tuple[int, ...]] = {}
+        for index, (_, rows) in enumerate(self._edits):
+            for row in rows:
+                edits_of[row] = (*edits_of.get(row, ()), index)
+        slots: dict[tuple[int, ...], int] = {}
+        slot_of = [slots.setdefault(indices, len(slots)) for indices in edits_of.values()]
+        totals = [total_constant((self._edits[index][0] for index in indices), width) for indices in slots]
+        return (
+            torch.tensor(list(edits_of), device=device),
+            torch.stack(totals).to(device),
+            torch.tensor(slot_of, device=device),
+        )
+
+    def __call__(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
+        if self._data is None:
+            self._data = self._prepare(x[0].numel(), x.device)
+        rows, totals, slots = self._data
+        return x.index_copy(0, rows, add_total(x.index_select(0, rows), totals.index_select(0, slots)))
 
 
-def _constants_added(
-    edits: list[tuple[SiteEdit, list[int]]], x: torch.Tensor, around: SiteContext
-) -> torch.Tensor:
-    return _add_constants(x, edits)
+class _EditStage:
+    """One edit that is not a plain add, applied to the rows it names."""
 
+    def __init__(self, edit: SiteEdit, rows: list[int]):
+        self._edit = edit
+        self._rows = rows
+        self._data: tuple[torch.Tensor, torch.Tensor] | None = None
 
-def _edited(edit: SiteEdit, rows: list[int], x: torch.Tensor, around: SiteContext) -> torch.Tensor:
-    return _edit_rows(x, edit, rows, around.post)
-
-
-def _add_constants(x: torch.Tensor, edits: list[tuple[SiteEdit, list[int]]]) -> torch.Tensor:
-    """One gather and one addition for all vectors that are simply added."""
-    width = x[0].numel()
-    table = torch.stack([edit.constant(width) for edit, _ in edits]).to(x.device)
-    total: dict[int, list[int]] = {}
-    for slot, (_, rows) in enumerate(edits):
-        for row in rows:
-            total.setdefault(row, []).append(slot)
-    where = torch.tensor(list(total), device=x.device)
-    if all(len(slots) == 1 for slots in total.values()):
-        delta = table[torch.tensor([slots[0] for slots in total.values()], device=x.device)]
-    else:  # several edits on one row: summed in float32 before they meet it
-        delta = torch.stack([table[slots].sum(0) for slots in total.values()])
-    return _replace(x, where, x[where].flatten(1).float() + delta)
-
-
-def _edit_rows(
-    x: torch.Tensor, edit: SiteEdit, numbers: list[int], post: torch.Tensor | None
-) -> torch.Tensor:
-    rows = torch.tensor(numbers, device=x.device)
-    old = x[rows].float()
-    shape = old.shape
-    vector = edit.vector.float().to(x.device)
-    if edit.streams is not None:
-        parts = old.clone()  # [r, m, d]
-        own = vector.unflatten(-1, shape[1:]) if vector.shape[-1] == old[0].numel() else None  # [.., m, d]
-        for stream in edit.streams:
-            parts[:, stream] = _change(old[:, stream], vector if own is None else own[..., stream, :], edit)
-        return _replace(x, rows, parts.flatten(1))
-    if edit.post_mix and post is not None:
-        spread = post[rows].unsqueeze(-1) * vector.view(
-            1, 1, -1
-        )  # a d-wide vector, into every stream by its weight
-        return _replace(x, rows, (old + edit.scale * spread).flatten(1))
-    return _replace(x, rows, _change(old.flatten(1), vector, edit))
-
-
-def _change(old: torch.Tensor, vector: torch.Tensor, edit: SiteEdit) -> torch.Tensor:
-    if edit.op == "patch":
-        return old + edit.scale * (vector - old)
-    if edit.op == "clamp":
-        along = old @ vector
-        held = along.clamp(min=edit.low, max=edit.high)
-        return old + edit.scale * (held - along).unsqueeze(-1) * vector
-    step = edit.scale * vector
-    if edit.norm_match:
-        step = edit.scale * vector / vector.norm() * old.norm(dim=-1, keepdim=True)
-    return old + step
-
-
-def _replace(x: torch.Tensor, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    return x.index_copy(0, rows, values.view(len(rows), *x.shape[1:]).to(x.dtype))
+    def __call__(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
+        edit = self._edit
+        if self._data is None:
+            self._data = torch.tensor(self._rows, device=x.device), edit.operand.to(x.device)
+        rows, vector = self._data
+        old = x.index_select(0, rows)  # [r, width] or [r, m, d]
+        post = None
+        if edit.streams is not None:
+            if vector.shape[-1] == old[0].numel():  # each stream has its own part
+                vector = vector.unflatten(-1, old.shape[1:])[..., list(edit.streams), :]
+            elif vector.dim() == 2:
+                vector = vector.unsqueeze(1)
+            part = old[:, list(edit.streams)].float()  # [r, streams, d]
+        elif edit.post_mix:
+            assert context.post is not None, "edits with post_mix are refused where nothing has written the streams"
+            part = old.float()
+            post = context.post.index_select(0, rows).unsqueeze(-1)
+        else:
+            part = old.flatten(1).float()
+        new = edit_rows(edit.op, part, vector, edit.scale, *edit.bounds, edit.norm_match, post).to(x.dtype)
+        if edit.streams is not None:
+            old[:, list(edit.streams)] = new
+            new = old
+        return x.index_copy(0, rows, new.view(old.shape))

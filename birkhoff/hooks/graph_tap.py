@@ -1,48 +1,41 @@
-"""The taps of a decoding step as fixed operations on buffers that stay: what a recorded graph can hold.
+"""The tap of a recorded decode step: fixed operations on persistent buffers, which a CUDA graph can hold.
 
-A `Pattern` says what is done where: which sites are captured, added to, changed row by row or spliced, and in how many
-lanes; it is all that a recorded step depends on. Which rows, vectors, features and bounds there are is data, written by
-`fill` between replays, so edits come, go and change without recording anything again. When nobody wants anything there
-is no pattern, and a step without any of this is replayed.
+A `Pattern` names what happens at which sites: what is captured, added from tables, edited row by row or spliced, and how
+many buffers each takes. It is all that a recorded step depends on. Rows, vectors, features and bounds are data, written
+by `fill` between replays, so edits come, go and change without a new recording. If nothing is captured or edited there
+is no pattern and a graph without a tap is replayed.
 
-A captured site is copied whole into its column of a `CaptureBuffer`. An output that is only looked at is not even copied at its
-site: the sublayer writes it to a place of its own (`keep`), and `end` takes all of them at once.
+A captured site is copied whole into its column of a `CaptureBuffer`. A sublayer output that is captured and not edited
+is written by the sublayer directly to a buffer (`keep`), and `end` copies all of those at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from birkhoff.hooks.batch_tap import BatchTap
-from birkhoff.hooks.capture_buffer import CaptureBuffer, Kind
-from birkhoff.hooks.edit import ORDER, Op, Path, SiteContext, SiteEdit
+from birkhoff.hooks.capture_buffer import CaptureBuffer, RowKind, SiteTensor
+from birkhoff.hooks.edit import ORDER, EditStage, ExcludedPath, GraphSplice, Op, Path, SiteContext, SiteEdit
 from birkhoff.hooks.plan import Key
-from birkhoff.hooks.row_edits import RowEdit, RowEditBuffers, RowEditsByKind, lay
-from birkhoff.hooks.sites import BY_NAME, MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
+from birkhoff.hooks.row_edits import PlainAdds, RowEditBuffers, RowEditKind, RowEditsByKind, group_row_edits
+from birkhoff.hooks.site_runner import LayerTap, PostMix, SiteRunner
+from birkhoff.hooks.sites import BY_NAME, Site
 from birkhoff.hooks.step_edits import SiteEdits, StepEdits
-from birkhoff.hooks.tap import Reads, together
+from birkhoff.hooks.tap import stack_parts
 from birkhoff.hooks.vector_table import gather_add
 
-MOST_SHARED = 1 << 27  # bytes of scratch memory
-APART = 512  # bytes: what is kept begins at a multiple, as memory of its own would
+MAX_SCRATCH = 1 << 27  # bytes of scratch memory
+ALIGNMENT = 512  # bytes: each output buffer begins at a multiple of this, as a separate allocation would
 
-EditStage = Callable[[torch.Tensor, SiteContext], torch.Tensor]
-
-
-class GraphSplice(Protocol):
-    """Something spliced into a site, in fixed shapes."""
-
-    def fill(self, uses: Sequence[tuple[Any, list[int]]]) -> None: ...
-
-    def run(self, x: torch.Tensor, around: SiteContext) -> torch.Tensor: ...
+Uses = list[tuple[Any, list[int]]]
 
 
 class SpliceGroup(NamedTuple):
-    """Uses of one host at one site. `kind` is whatever fixes the shapes of its operations."""
+    """Uses of one host at one site. `kind` fixes the shapes of its operations."""
 
     op: Op
     path: Path
@@ -51,99 +44,106 @@ class SpliceGroup(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    captures: tuple[tuple[Key, bool], ...]  # before or after the edits
-    adds: tuple[tuple[Key, Path], ...]
+    captures: tuple[SiteTensor, ...]
+    adds: tuple[tuple[Key, Path], ...]  # from tables
     token_lanes: int
-    lanes: tuple[tuple[Key, RowEdit], ...]
+    row_edits: tuple[tuple[Key, RowEditKind], ...]
     splices: tuple[tuple[Key, SpliceGroup], ...]
-    places: tuple[int, ...]  # where the tables' slabs and maps lie: they move when they grow
+    table_addresses: tuple[int, ...]  # of the tables' slabs and maps, which are reallocated when they grow
 
 
 class GraphPlan(NamedTuple):
-    """What an armed tap wants, sorted out."""
+    """The captures and edits of a `BatchTap`, grouped for a recorded step."""
 
     pattern: Pattern
-    lanes: dict[Key, RowEditsByKind]
-    uses: dict[tuple[Key, SpliceGroup], list[tuple[Any, list[int]]]]
+    row_edits: dict[Key, RowEditsByKind]
+    uses: dict[tuple[Key, SpliceGroup], Uses]
 
 
-def sort_out(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
-    """A tap's wishes, or None when one of them has no fixed shape. `widths` tells a site's numbers a row by hook."""
-    changes = tap.changes
-    sites: dict[Key, SiteEdits] = {} if changes is None else changes.sites
-    lanes: dict[Key, RowEditsByKind] = {}
-    uses: dict[tuple[Key, SpliceGroup], list[tuple[Any, list[int]]]] = {}
-    adds = sorted((key, path) for key, change in sites.items() for path in change.paths)
-    for key, change in sites.items():
-        lanes[key] = lay(
-            [(edit, rows) for edit, rows in change.others if isinstance(edit, SiteEdit)], widths[key[0]]
+def plan_graph(tap: BatchTap, widths: Mapping[str, int]) -> GraphPlan | None:
+    """The graph plan of a tap, or None if a shape is dynamic. `widths`: row width by hook."""
+    edits = tap.edits
+    sites: dict[Key, SiteEdits] = {} if edits is None else edits.sites
+    row_edits: dict[Key, RowEditsByKind] = {}
+    uses: dict[tuple[Key, SpliceGroup], Uses] = {}
+    adds = sorted((key, path) for key, site in sites.items() for path in site.table_paths)
+    for key, site in sites.items():
+        row_edits[key] = group_row_edits(
+            [(edit, rows) for edit, rows in site.row_edits if isinstance(edit, SiteEdit)], widths[key[0]]
         )
-        joint: dict[tuple[Op, Path, Any], list[tuple[Any, list[int]]]] = {}
-        for edit, rows in change.others:
+        spliced: dict[tuple[Op, Path, Any], Uses] = {}
+        for edit, rows in site.row_edits:
             if not isinstance(edit, SiteEdit):
-                joint.setdefault((edit.op, edit.path, edit.host), []).append((edit, rows))
-        for (op, path, host), users in joint.items():
-            kind = host.graph_kind(users) if hasattr(host, "still_kind") else None
+                spliced.setdefault((edit.op, edit.path, edit.host), []).append((edit, rows))
+        for (op, path, host), host_uses in spliced.items():
+            kind = host.graph_kind(host_uses)
             if kind is None:
                 return None
-            uses[key, SpliceGroup(op, path, host, kind)] = users
-    token_rows = None if changes is None else changes.token_rows
+            uses[key, SpliceGroup(op, path, host, kind)] = host_uses
+    token_rows = None if edits is None else edits.token_rows
     pattern = Pattern(
-        tuple(sorted((want.key, want.after) for want in tap.wanted)),
+        tuple(sorted((site.key, site.after) for site in tap.layout.sites)),
         tuple(adds),
         0 if token_rows is None else len(token_rows),
-        tuple((key, lane) for key, laid in sorted(lanes.items()) for lane in laid),
+        tuple((key, kind) for key, by_kind in sorted(row_edits.items()) for kind in by_kind),
         tuple(uses),
-        () if changes is None else _places(changes, adds),
+        () if edits is None else _table_addresses(edits, adds),
     )
-    return GraphPlan(pattern, lanes, uses)
+    return GraphPlan(pattern, row_edits, uses)
 
 
-def _places(changes: StepEdits, adds: Sequence[tuple[Key, Path]]) -> tuple[int, ...]:
-    if changes.tables is None:
+def _table_addresses(edits: StepEdits, adds: Sequence[tuple[Key, Path]]) -> tuple[int, ...]:
+    if edits.tables is None:
         return ()
-    return tuple(part.data_ptr() for key, path in adds for part in changes.tables.site((*key, path)))
+    return tuple(part.data_ptr() for key, path in adds for part in edits.tables.site((*key, path)))
 
 
 class Scratch:
-    """Memory that the steps of all patterns share: what is in it is written and read within one step."""
+    """Memory shared by the steps of all patterns: its contents are written and read within one step."""
 
-    def __init__(self, device: torch.device, most: int = MOST_SHARED):
-        self.most = most
-        self._held = torch.empty(0, dtype=torch.uint8, device=device)
+    def __init__(self, device: torch.device, limit: int = MAX_SCRATCH):
+        self.limit = limit
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
 
     def take(self, num_bytes: int) -> torch.Tensor | None:
-        """So many bytes, or None where that is too much. Others that were given out stay where they are: graphs were
-        recorded with them."""
-        if not 0 < num_bytes <= self.most:
+        """Return `num_bytes` bytes, or None if that is above the limit. Memory returned before stays valid, because
+        graphs were recorded with it."""
+        if not 0 < num_bytes <= self.limit:
             return None
-        if len(self._held) < num_bytes:
-            self._held = self._held.new_empty(1 << (num_bytes - 1).bit_length())
-        return self._held[:num_bytes]
+        if len(self._memory) < num_bytes:
+            self._memory = self._memory.new_empty(1 << (num_bytes - 1).bit_length())
+        return self._memory[:num_bytes]
 
 
 class _SiteCapture:
-    """One site on its way into the tray. In a pattern's first step there is none yet, since sizes are learnt there."""
+    """Copies one site into its column. In a pattern's first step there is no column yet: sizes are learned there."""
 
     def __init__(self) -> None:
         self.first: torch.Tensor | None = None
         self.column: torch.Tensor | None = None
 
-    def take(self, parts: Sequence[torch.Tensor]) -> None:
-        whole = together(*parts)
+    def __call__(self, parts: Sequence[torch.Tensor]) -> None:
+        rows = stack_parts(*parts)
         if self.column is None:
-            self.first = whole.clone()
+            self.first = rows.clone()
         else:
-            self.column.copy_(whole)
+            self.column.copy_(rows)
+
+    def set_column(self, column: torch.Tensor) -> None:
+        """Use this column from now on, starting with the rows of the first step."""
+        assert self.first is not None
+        self.column = column
+        self.column.copy_(self.first)
+        self.first = None
 
     @property
-    def kind(self) -> Kind:
-        assert self.first is not None, "the site was met in the first step"
+    def kind(self) -> RowKind:
+        assert self.first is not None, "every captured site is reached in the first step"
         return tuple(self.first.shape[1:]), self.first.dtype
 
 
 class _OutputBuffer:
-    """Outputs of one hook that are only looked at, of some layers: in parts [n, p, d] or whole [n, d]."""
+    """Outputs of one hook that are captured and not edited, at some layers: in parts [n, p, d] or whole [n, d]."""
 
     def __init__(self, layers: Sequence[int]):
         self.layers = list(layers)
@@ -152,10 +152,10 @@ class _OutputBuffer:
 
     @property
     def size(self) -> int:
-        """Bytes of one layer's, and those left free behind."""
-        return 0 if self.like is None else -(-self.like.nbytes // APART) * APART
+        """Bytes of one layer's output, rounded up to the alignment."""
+        return 0 if self.like is None else -(-self.like.nbytes // ALIGNMENT) * ALIGNMENT
 
-    def place(self, memory: torch.Tensor) -> None:
+    def allocate(self, memory: torch.Tensor) -> None:
         assert self.like is not None
         flat = memory.view(self.like.dtype).view(len(self.layers), -1)[:, : self.like.numel()]
         self._buffer = flat.unflatten(1, self.like.shape)
@@ -164,234 +164,175 @@ class _OutputBuffer:
         self.like = like
         return None if self._buffer is None else self._buffer[self.layers.index(layer)]
 
-    def put(self, hook: str, sites: Collection[tuple[Key, bool]], tray: CaptureBuffer) -> None:
-        """Into their columns: as many copies as there are runs of layers, as a rule one."""
+    def copy_to(self, buffer: CaptureBuffer, hook: str, sites: Collection[SiteTensor]) -> None:
+        """Copy the outputs into their columns: one copy for each run of consecutive layers, usually one in all."""
         if self._buffer is None:
             return
-        whole = self._buffer if self._buffer.dim() == 3 else self._buffer.sum(2)
+        outputs = self._buffer if self._buffer.dim() == 3 else self._buffer.sum(2)
         for after in (False, True):
-            mine = [place for place, layer in enumerate(self.layers) if ((hook, layer), after) in sites]
-            for first, stop in _runs(mine):
+            captured = [index for index, layer in enumerate(self.layers) if ((hook, layer), after) in sites]
+            for first, stop in _runs(captured):
                 columns = [((hook, layer), after) for layer in self.layers[first:stop]]
-                tray.sites(columns).copy_(whole[first:stop].transpose(0, 1))
+                buffer.sites(columns).copy_(outputs[first:stop].transpose(0, 1))
 
 
-def _runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _runs(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ranges of consecutive numbers, as (first, stop)."""
     first = 0
-    for place in range(1, len(numbers) + 1):
-        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
-            yield numbers[first], numbers[place - 1] + 1
-            first = place
+    for index in range(1, len(indices) + 1):
+        if index == len(indices) or indices[index] != indices[index - 1] + 1:
+            yield indices[first], indices[index - 1] + 1
+            first = index
 
 
 class GraphTap:
-    """A pattern's operations and buffers, for steps of `rows` tokens."""
+    """The operations and buffers of a pattern, for steps of `rows` tokens."""
 
     def __init__(
         self,
-        wishes: GraphPlan,
-        changes: StepEdits | None,
+        plan: GraphPlan,
+        edits: StepEdits | None,
         rows: int,
         device: torch.device,
         scratch: Scratch | None = None,
     ):
-        pattern = wishes.pattern
+        pattern = plan.pattern
         self.pattern = pattern
         self._rows = rows
         self._device = device
-        self.tray: CaptureBuffer | None = None
+        self.buffer: CaptureBuffer | None = None  # from the end of the first step on
         self._scratch = scratch or Scratch(device)
-        self._captures = {wanted: _SiteCapture() for wanted in pattern.captures}
+        self._captures = {site: _SiteCapture() for site in pattern.captures}
         self._token_rows = torch.zeros(pattern.token_lanes, rows, dtype=torch.long, device=device)
-        self._lanes = {(key, lane): RowEditBuffers(lane, rows, device) for key, lane in pattern.lanes}
+        self._row_edits = {(key, kind): RowEditBuffers(kind, rows, device) for key, kind in pattern.row_edits}
         self._splices: dict[tuple[Key, SpliceGroup], GraphSplice] = {
-            (key, spliced): spliced.host.still(spliced.kind) for key, spliced in pattern.splices
+            (key, group): group.host.graph_splice(group.kind) for key, group in pattern.splices
         }
-        self._tables = None if changes is None else changes.tables
+        self._tables = None if edits is None else edits.tables
         self._filled: StepEdits | None = None
         self._layers: dict[int, _GraphLayerTap] = {}
-        self._written = _GraphPostMix()
-        wanted = {key for key, _ in pattern.captures}
-        changed = {key for key, _ in (*pattern.adds, *pattern.lanes, *pattern.splices)}
-        looked_at = sorted(wanted - changed)
-        self._kept = {
-            hook: _OutputBuffer([layer for name, layer in looked_at if name == hook]) for hook, _ in looked_at
+        self._post_mix = PostMix()
+        captured = {key for key, _ in pattern.captures}
+        edited = {key for key, _ in (*pattern.adds, *pattern.row_edits, *pattern.splices)}
+        only_captured = sorted(captured - edited)
+        self._outputs = {
+            hook: _OutputBuffer([layer for name, layer in only_captured if name == hook])
+            for hook, _ in only_captured
         }
-        for key in sorted(wanted | changed):
-            self._layer(key[1]).add(BY_NAME[key[0]], self._site(key))
+        for key in sorted(captured | edited):
+            hook, layer = key
+            if layer not in self._layers:
+                self._layers[layer] = _GraphLayerTap(self._post_mix, layer)
+            site = BY_NAME[hook].id
+            self._layers[layer].sites[site] = self._runner(key)
+            if key not in edited:
+                self._layers[layer].outputs[site] = self._outputs[hook]
 
-    def _layer(self, layer: int) -> _GraphLayerTap:
-        if layer not in self._layers:
-            self._layers[layer] = _GraphLayerTap(self._written, layer)
-        return self._layers[layer]
-
-    def _site(self, key: Key) -> _GraphSite:
+    def _runner(self, key: Key) -> SiteRunner:
         paths = {path for at, path in self.pattern.adds if at == key}
-        paths |= {lane.path for at, lane in self.pattern.lanes if at == key}
-        paths |= {spliced.path for at, spliced in self.pattern.splices if at == key}
-        return _GraphSite(
-            self._captures.get((key, False)),
-            self._captures.get((key, True)),
-            {left_out: self._stages(key, left_out) for left_out in ("none", "carry", "read")},
-            paths,
-            self._kept.get(key[0]) if not paths else None,
+        paths |= {kind.path for at, kind in self.pattern.row_edits if at == key}
+        paths |= {group.path for at, group in self.pattern.splices if at == key}
+        excluded: tuple[ExcludedPath, ...] = ("none", "carry", "read")
+        stages = {path: self._stages(key, path) for path in excluded}
+        return SiteRunner(
+            self._captures.get((key, False)), self._captures.get((key, True)), stages.__getitem__, paths
         )
 
-    def _stages(self, key: Key, left_out: str) -> list[EditStage]:
-        """In the order of `edit.stages`."""
-        found: list[EditStage] = []
+    def _stages(self, key: Key, excluded: ExcludedPath) -> list[EditStage]:
+        """In the order of `edit.edit_stages`."""
+        stages: list[EditStage] = []
         pattern = self.pattern
         for op in ORDER:
-            paths = [path for at, path in pattern.adds if at == key and path != left_out and op == "add"]
+            paths = [path for at, path in pattern.adds if at == key and path != excluded and op == "add"]
             if paths:
                 assert self._tables is not None
                 sites = [self._tables.site((*key, path)) for path in paths]
-                found.append(partial(self._add, sites))
-            mine = [s for at, s in pattern.splices if at == key and s.op == op and s.path != left_out]
-            for spliced in sorted(mine, key=lambda s: s.host.order):
-                found.append(self._splices[key, spliced].run)
-            for at, lane in pattern.lanes:
-                if at == key and lane.op == op and lane.path != left_out:
-                    found.append(self._lanes[key, lane].run)
-        return found
+                stages.append(partial(self._add_rows, sites))
+            groups = [group for at, group in pattern.splices if at == key and group.op == op]
+            for group in sorted(groups, key=lambda group: group.host.order):
+                if group.path != excluded:
+                    stages.append(self._splices[key, group].run)
+            kinds = [kind for at, kind in pattern.row_edits if at == key and kind.op == op]
+            buffers = [self._row_edits[key, kind] for kind in kinds if kind.path != excluded]
+            plain = [buffer for buffer in buffers if buffer.kind.is_plain]
+            if plain:
+                stages.append(PlainAdds(plain))
+            stages += [buffer.run for buffer in buffers if not buffer.kind.is_plain]
+        return stages
 
-    def _add(
-        self, sites: Sequence[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, _: SiteContext
+    def _add_rows(
+        self, sites: Sequence[tuple[torch.Tensor, torch.Tensor]], x: torch.Tensor, context: SiteContext
     ) -> torch.Tensor:
         return gather_add(x, self._token_rows[:, : len(x)], sites)
 
-    def fill(self, tap: BatchTap, wishes: GraphPlan) -> None:
-        """Write what the coming step changes; nothing when it is what the last one changed."""
-        changes = tap.changes
-        if changes is None or changes is self._filled:
+    def fill(self, tap: BatchTap, plan: GraphPlan) -> None:
+        """Write the edits of the next step into the buffers; does nothing if they are those of the last step."""
+        edits = tap.edits
+        if edits is None or edits is self._filled:
             return
-        self._filled = changes
-        if changes.token_rows is not None:
+        self._filled = edits
+        if edits.token_rows is not None:
             self._token_rows.zero_()
-            count = changes.token_rows.shape[1]
-            if changes.only is None:
-                self._token_rows[:, :count].copy_(changes.token_rows)
+            count = edits.token_rows.shape[1]
+            if edits.only is None:
+                self._token_rows[:, :count].copy_(edits.token_rows)
             else:
-                self._token_rows.index_copy_(1, changes.only, changes.token_rows)
-        for key, laid in wishes.lanes.items():
-            for lane, given in laid.items():
-                self._lanes[key, lane].fill(given)
-        for (key, spliced), users in wishes.uses.items():
-            self._splices[key, spliced].fill(users)
+                self._token_rows.index_copy_(1, edits.only, edits.token_rows)
+        for key, by_kind in plan.row_edits.items():
+            for kind, row_edits in by_kind.items():
+                self._row_edits[key, kind].fill(row_edits)
+        for (key, group), uses in plan.uses.items():
+            self._splices[key, group].fill(uses)
 
     def end(self) -> None:
-        """Behind the last site of a step: everything captured is in the tray."""
-        if self.tray is None and self._captures:
-            self._lay_out()
-        elif self.tray is not None:
-            for hook, kept in self._kept.items():
-                kept.put(hook, self._captures, self.tray)
+        """Called after the last site of a step: completes the capture buffer."""
+        if self.buffer is None and self._captures:
+            self._allocate()
+        elif self.buffer is not None:
+            for hook, outputs in self._outputs.items():
+                outputs.copy_to(self.buffer, hook, self._captures)
 
-    def _lay_out(self) -> None:
-        """The first step has shown what sites hold. Columns of one hook lie together, those put at once in a row."""
+    def _allocate(self) -> None:
+        """Allocate the capture buffer; the first step has shown the shapes of sites. Columns of one hook are adjacent,
+        and those that `end` copies together are consecutive."""
 
-        def order(site: tuple[Key, bool]) -> tuple:
+        def order(site: SiteTensor) -> tuple[str, bool, bool, int]:
             (hook, layer), after = site
-            kept = self._kept.get(hook)
-            return hook, after, kept is None or layer not in kept.layers, layer
+            outputs = self._outputs.get(hook)
+            return hook, after, outputs is None or layer not in outputs.layers, layer
 
-        self.tray = CaptureBuffer(
-            self._rows,
-            {site: self._captures[site].kind for site in sorted(self._captures, key=order)},
-            self._device,
-        )
+        kinds = {site: self._captures[site].kind for site in sorted(self._captures, key=order)}
+        self.buffer = CaptureBuffer(self._rows, kinds, self._device)
         for site, capture in self._captures.items():
-            capture.column = self.tray.site(site)
-            capture.take([capture.first])  # type: ignore[list-item]
-            capture.first = None
-        sizes = {hook: len(kept.layers) * kept.size for hook, kept in self._kept.items()}
-        memory = self._scratch.take(sum(sizes.values()))
-        if memory is not None:  # else every output is copied at its site
-            for kept, part in zip(self._kept.values(), memory.split([*sizes.values()])):
+            capture.set_column(self.buffer.site(site))
+        sizes = [len(outputs.layers) * outputs.size for outputs in self._outputs.values()]
+        memory = self._scratch.take(sum(sizes))
+        if memory is not None:  # otherwise every output is copied at its site
+            for outputs, part in zip(self._outputs.values(), memory.split(sizes)):
                 if len(part):
-                    kept.place(part)
+                    outputs.allocate(part)
 
     def at(self, layer: int) -> _GraphLayerTap:
-        return self._layers.get(layer) or _GraphLayerTap(self._written, layer)
+        return self._layers.get(layer) or _GraphLayerTap(self._post_mix, layer)
 
 
-class _GraphPostMix:
-    """Write-out weights of the sublayer that wrote the streams last."""
+class _GraphLayerTap(LayerTap):
+    """The tap of one layer of a recorded step."""
 
-    def __init__(self) -> None:
-        self.post: torch.Tensor | None = None
-
-
-class _GraphSite(NamedTuple):
-    before: _SiteCapture | None
-    after: _SiteCapture | None
-    stages: Mapping[str, list[EditStage]]  # by the path that is left out
-    paths: set[Path]
-    kept: _OutputBuffer | None  # where nothing is changed
-
-    def run(self, left_out: str, x: torch.Tensor, around: SiteContext) -> torch.Tensor:
-        for stage in self.stages[left_out]:
-            x = stage(x, around)
-        return x
-
-
-class _GraphLayerTap:
-    """The tap of one layer."""
-
-    def __init__(self, written: _GraphPostMix, layer: int):
-        self._written = written
-        self._number = layer
-        self._sites: dict[int, _GraphSite] = {}
-
-    def add(self, site: Site, what: _GraphSite) -> None:
-        self._sites[site.id] = what
+    def __init__(self, post_mix: PostMix, layer: int):
+        super().__init__(post_mix)
+        self._layer = layer
+        self.outputs: dict[int, _OutputBuffer] = {}  # by site id, where nothing is edited
 
     def live(self, site: Site) -> bool:
-        """Whether anything happens at a site: where fused launches have to be taken apart."""
-        return site.id in self._sites
+        """Whether anything happens at a site: there, fused kernels have to be split."""
+        return site.id in self.sites
 
     def keep(self, site: Site, like: torch.Tensor) -> torch.Tensor | None:
-        """A place for an output like this one, which is then captured without another word; None: there is none."""
-        found = self._sites.get(site.id)
-        return None if found is None or found.kept is None else found.kept.at(self._number, like)
+        """The buffer for an output shaped like this one; an output written there is captured without calling the tap.
+        None if there is none."""
+        outputs = self.outputs.get(site.id)
+        return None if outputs is None else outputs.at(self._layer, like)
 
     def at(self, layer: int) -> _GraphLayerTap:
         return self
-
-    def see(self, site: Site, *parts: torch.Tensor) -> None:
-        if site.id in (MHC_ATTN_POST_MIX.id, MHC_FFN_POST_MIX.id):
-            self._written.post = parts[0]
-        found = self._sites.get(site.id)
-        if found is not None:
-            for capture in (found.before, found.after):
-                if capture is not None:
-                    capture.take(parts)
-
-    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
-        found = self._sites.get(site.id)
-        if found is None:
-            return x
-        if found.before is not None:
-            found.before.take([x])
-        x = found.run("none", x, SiteContext(self._written.post))
-        if found.after is not None:
-            found.after.take([x])
-        return x
-
-    def part(
-        self, site: Site, x: torch.Tensor, reads: Reads | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        found = self._sites.get(site.id)
-        if found is None:
-            return x, x
-        if found.before is not None:
-            found.before.take([x])
-        around = SiteContext(self._written.post, reads)
-        if found.paths <= {"both"}:
-            read = carried = found.run("none", x, around)
-        else:
-            read = found.run("carry", x, around)
-            carried = found.run("read", x, around)
-        if found.after is not None:
-            found.after.take([carried if found.paths - {"read"} else read])
-        return read, carried

@@ -102,7 +102,7 @@ class Plan:
     def by_position(self) -> bool:
         """Whether some edit brings a row of its own for each position."""
         changes = (change for edit in self.edits for change in edit.sites.values())
-        return any(isinstance(change, SiteEdit) and change.places is not None for change in changes)
+        return any(isinstance(change, SiteEdit) and change.positions is not None for change in changes)
 
     @cached_property
     def on_generated(self) -> tuple[int, ...] | None:

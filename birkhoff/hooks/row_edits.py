@@ -1,8 +1,8 @@
-"""Edits of single rows as operations of fixed shape: which row is changed, and to what, is data in buffers that stay.
+"""Edits of single rows as operations of fixed shape, for recorded steps: which rows change, and how, is data in buffers.
 
-A lane does one kind of edit to at most one edit of each row of a step; rows without one keep their bits. Edits of one
-operation that meet in a row lie in different lanes, in their order, so lanes one after the other are `edit.stages`. The
-arithmetic is that of `hooks/edit.py`: float32, rounded once.
+A row edit buffer applies one kind of edit to at most one edit of each row of a step. Edits of one operation on the same
+row are in different buffers, in their order, so running the buffers one after the other equals `edit.edit_stages`. The
+arithmetic is `edit.edit_rows` for both.
 """
 
 from __future__ import annotations
@@ -13,99 +13,113 @@ from typing import NamedTuple
 
 import torch
 
-from birkhoff.hooks.edit import ORDER, Op, Path, SiteContext, SiteEdit
+from birkhoff.hooks.edit import ORDER, Op, Path, SiteContext, SiteEdit, add_total, edit_rows, total_constant
 
-MOST_STREAMS = 16  # columns of a lane's mask
+MAX_STREAMS = 16  # columns of a buffer's mask
+PLAIN = -1  # `index` of the sum of a row's plain adds, which comes before its other adds
 
 
-class RowEdit(NamedTuple):
-    """What a lane does. `turn` counts the edits of this operation that a row has had before."""
+class RowEditKind(NamedTuple):
+    """What one buffer does. `index` counts the edits of this operation that a row has before this one."""
 
     op: Op
-    turn: int
+    index: int
     path: Path
     norm_match: bool
     post_mix: bool
     per_stream: bool
-    width: int  # of the vectors it is given
+    width: int  # of its vectors
+
+    @property
+    def is_plain(self) -> bool:
+        return self.index == PLAIN
 
 
-RowEditsByKind = dict[RowEdit, list[tuple[int, SiteEdit]]]  # by lane: rows and their edits
+RowEditsByKind = dict[RowEditKind, list[tuple[int, SiteEdit]]]  # rows and their edits
 
 
-def lay(edits: Iterable[tuple[SiteEdit, Sequence[int]]], width: int) -> RowEditsByKind:
-    """Rows of one site, each of `width` numbers, by lane. Vectors that are simply added to a row are summed up first,
-    in float32."""
-    found: RowEditsByKind = {}
-    turns: dict[tuple[Op, int], int] = {}
-    sums: dict[tuple[Path, int], torch.Tensor] = {}
+def group_row_edits(edits: Iterable[tuple[SiteEdit, Sequence[int]]], width: int) -> RowEditsByKind:
+    """Group the edits of one site, whose rows have `width` numbers, by kind. Plain adds of one row are summed."""
+    groups: RowEditsByKind = {}
+    counts: dict[tuple[Op, int], int] = {}
+    plain: dict[tuple[Path, int], list[SiteEdit]] = {}
     for edit, rows in edits:
-        for place, row in enumerate(rows):
-            one = edit if edit.vector.dim() == 1 else replace(edit, vector=edit.vector[place])
-            if one.is_plain:
-                own, known = one.constant(width), sums.get((one.path, row))
-                sums[one.path, row] = own if known is None else known + own
+        for index, row in enumerate(rows):
+            row_edit = edit if edit.vector.dim() == 1 else replace(edit, vector=edit.vector[index])
+            if row_edit.is_plain:
+                plain.setdefault((row_edit.path, row), []).append(row_edit)
                 continue
-            turn = turns.get((one.op, row), 0)
-            turns[one.op, row] = turn + 1
-            lane = RowEdit(
-                one.op, turn, one.path, one.norm_match, one.post_mix, one.streams is not None, len(one.vector)
+            count = counts.get((edit.op, row), 0)
+            counts[edit.op, row] = count + 1
+            kind = RowEditKind(
+                edit.op,
+                count,
+                edit.path,
+                edit.norm_match,
+                edit.post_mix,
+                edit.streams is not None,
+                row_edit.vector.shape[0],
             )
-            found.setdefault(lane, []).append((row, one))
-    for (path, row), vector in sums.items():
-        lane = RowEdit("add", -1, path, False, False, False, len(vector))
-        found.setdefault(lane, []).append((row, SiteEdit("add", vector, path=path)))
-    return dict(sorted(found.items(), key=lambda item: (ORDER.index(item[0].op), *item[0][1:])))
+            groups.setdefault(kind, []).append((row, row_edit))
+    for (path, row), adds in plain.items():
+        kind = RowEditKind("add", PLAIN, path, False, False, False, width)
+        groups.setdefault(kind, []).append((row, SiteEdit("add", total_constant(adds, width), path=path)))
+    return dict(sorted(groups.items(), key=lambda item: (ORDER.index(item[0].op), *item[0][1:])))
 
 
 class RowEditBuffers:
-    """One lane's data for steps of up to `rows` tokens."""
+    """The data of one kind of row edit, for steps of up to `rows` tokens."""
 
-    def __init__(self, lane: RowEdit, rows: int, device: torch.device):
-        self.lane = lane
-        self.numbers = torch.zeros(rows, lane.width + 3, device=device)
-        self.vector = self.numbers[:, : lane.width]
-        self.scale, self.low, self.high = self.numbers[:, lane.width :].unbind(1)
-        columns = MOST_STREAMS if lane.per_stream else 1
+    def __init__(self, kind: RowEditKind, rows: int, device: torch.device):
+        self.kind = kind
+        self.numbers = torch.full((rows, kind.width + 3), -0.0, device=device)
+        self.vector = self.numbers[:, : kind.width]
+        self.scale, self.low, self.high = self.numbers[:, kind.width :].unbind(1)
+        columns = MAX_STREAMS if kind.per_stream else 1
         self.active = torch.zeros(rows, columns, dtype=torch.bool, device=device)
 
-    def fill(self, given: Sequence[tuple[int, SiteEdit]]) -> None:
-        """From now on these rows are changed, and no others. Everything is put together on the host and copied once."""
-        numbers = torch.zeros(self.numbers.shape)
+    def fill(self, row_edits: Sequence[tuple[int, SiteEdit]]) -> None:
+        """Set the rows to change and their edits, replacing those before. Buffers are assembled on the host and copied
+        once. Rows without an edit hold minus zero, which changes no number when it is added."""
+        numbers = torch.full(self.numbers.shape, -0.0)
         active = torch.zeros(self.active.shape, dtype=torch.bool)
-        for row, edit in given:
-            vector = edit.vector.float().cpu()
-            numbers[row, : self.lane.width] = vector / vector.norm() if self.lane.norm_match else vector
-            low = -torch.inf if edit.low is None else edit.low
-            high = torch.inf if edit.high is None else edit.high
-            numbers[row, self.lane.width :] = torch.tensor([edit.scale, low, high])
+        for row, edit in row_edits:
+            numbers[row, : self.kind.width] = edit.operand.cpu()
+            numbers[row, self.kind.width :] = torch.tensor([edit.scale, *edit.bounds])
             active[row, list(edit.streams) if edit.streams is not None else [0]] = True
         self.numbers.copy_(numbers)
         self.active.copy_(active)
 
-    def run(self, x: torch.Tensor, around: SiteContext) -> torch.Tensor:
-        """x [n, width] or [n, m, d] -> a new one; fixed operations on fixed buffers."""
-        lane, n = self.lane, len(x)
+    def run(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
+        """Apply the edits to x [n, width] or [n, m, d] and return a new tensor."""
+        kind, n = self.kind, len(x)
         vector, active = self.vector[:n], self.active[:n]
-        if lane.per_stream:
-            old = x.float()
-            own = vector.unsqueeze(1) if lane.width == x.shape[-1] else vector.view(x.shape)
+        post = None
+        old = x
+        if kind.per_stream:
+            vector = vector.unsqueeze(1) if kind.width == x.shape[-1] else vector.view(x.shape)
             active = active[:, : x.shape[1]].unsqueeze(-1)
-        else:
-            old, own = x.flatten(1).float(), vector
-        scale = self.scale[:n].view(-1, *[1] * (old.dim() - 1))
-        if lane.post_mix and around.post is not None:
-            old = x.float()
-            new = old + scale.view(-1, 1, 1) * (around.post.unsqueeze(-1) * vector.unsqueeze(1))
+        elif kind.post_mix:
+            assert context.post is not None, "edits with post_mix are refused where nothing has written the streams"
+            post = context.post.unsqueeze(-1)
+            vector = vector.unsqueeze(1)
             active = active.unsqueeze(-1)
-        elif lane.op == "patch":
-            new = old + scale * (own - old)
-        elif lane.op == "clamp":
-            along = (old * own).sum(-1, keepdim=True)
-            low, high = (t[:n].view(scale.shape) for t in (self.low, self.high))
-            new = old + scale * (torch.minimum(torch.maximum(along, low), high) - along) * own
-        elif lane.norm_match:
-            new = old + scale * own * old.norm(dim=-1, keepdim=True)
         else:
-            new = old + scale * own
-        return torch.where(active, new.to(x.dtype), x.view(new.shape)).view(x.shape)
+            old = x.flatten(1)
+        shape = (n, *[1] * (old.dim() - 1))
+        scale, low, high = (numbers[:n].view(shape) for numbers in (self.scale, self.low, self.high))
+        new = edit_rows(kind.op, old.float(), vector, scale, low, high, kind.norm_match, post)
+        return torch.where(active, new.to(x.dtype), old).view(x.shape)
+
+
+class PlainAdds:
+    """The plain adds of one site: the sums of several paths, added at once."""
+
+    def __init__(self, buffers: Sequence[RowEditBuffers]):
+        self._vectors = [buffer.vector for buffer in sorted(buffers, key=lambda buffer: buffer.kind.path)]
+
+    def __call__(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
+        total = self._vectors[0][: len(x)]
+        for vector in self._vectors[1:]:
+            total = total + vector[: len(x)]
+        return add_total(x, total)

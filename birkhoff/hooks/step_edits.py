@@ -1,12 +1,12 @@
-"""What one step changes, by site: additions out of the tables, and everything else row by row.
+"""The edits of one step, by site: plain adds from the tables, and all others row by row.
 
-`StepEditBuilder.of` asks every edit of every span which tokens of its piece it changes, unless the plan knows it of all
-generated tokens. While requests only decode, the answers are the same step after step; then the same `StepEdits` are
-handed out again and nothing is built. The index from
-tokens to table rows is a buffer of a few fixed sizes, padded with the row that changes nothing and written in place.
+`StepEditBuilder.build` determines for every edit of every span which tokens of the chunk it changes; for generated tokens
+the plan often knows this in advance. While requests only decode, the result is the same from step to step; then the same
+`StepEdits` object is returned and nothing is built. The index from tokens to table rows is a buffer of a few fixed sizes,
+padded with the row that changes nothing and written in place.
 
-A plan that holds no rows of a table (one forward pass for a trace, say) has its additions done row by row: the same
-arithmetic, next door.
+A plan without table rows (a single forward pass for a trace, for example) has its plain adds applied row by row, with
+the same arithmetic.
 """
 
 from __future__ import annotations
@@ -14,23 +14,31 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 
-from birkhoff.hooks.edit import EditStage, Path, SiteContext, SiteEdit, Splice, stages
-from birkhoff.hooks.plan import Key, Span
-from birkhoff.hooks.vector_table import SENTINEL, Tables, add_total, gather
+from birkhoff.hooks.edit import (
+    EditStage,
+    ExcludedPath,
+    Path,
+    SiteContext,
+    SiteEdit,
+    Splice,
+    add_total,
+    edit_stages,
+)
+from birkhoff.hooks.plan import Key, Plan, Span
+from birkhoff.hooks.vector_table import SENTINEL, Tables, gather
 
-LeftOut = Literal["none", "carry", "read"]  # the path whose edits a tensor does not get
-RowEdits = list[tuple[SiteEdit | Splice, list[int]]]
 SIZES = (8, 64, 512)  # tokens an index can hold; beyond the last, multiples of it
-KEPT = 64  # tokens for which the sum of what is added is kept from step to step
-FEW = 4  # when fewer than one token in so many is touched, only those are gathered
+MAX_CACHED_TOKENS = 64  # up to this many tokens, the sum of table rows is kept from step to step
+SPARSE_SHARE = 4  # when at most one token in this many is changed, only those are gathered
 
 
 def bucket(count: int) -> int:
+    """The size of the buffer for `count` tokens."""
     for size in SIZES:
         if count <= size:
             return size
@@ -38,75 +46,57 @@ def bucket(count: int) -> int:
 
 
 class SiteEdits:
-    """One site's share. `paths` of table rows that are live here; `others` are edits with their rows."""
+    """The edits of one site: `table_paths` of its table rows, and `row_edits` with the rows of the step they change."""
 
     def __init__(self) -> None:
-        self.paths: set[Path] = set()
-        self.others: RowEdits = []
+        self.table_paths: set[Path] = set()
+        self.row_edits: list[tuple[SiteEdit | Splice, list[int]]] = []
 
     @property
-    def one_tensor(self) -> bool:
-        """Whether what is read and what is carried stay the same tensor."""
-        return self.paths <= {"both"} and all(edit.path == "both" for edit, _ in self.others)
-
-    @property
-    def carries(self) -> bool:
-        return bool(self.paths - {"read"}) or any(edit.path != "read" for edit, _ in self.others)
+    def paths(self) -> set[Path]:
+        return self.table_paths | {edit.path for edit, _ in self.row_edits}
 
 
 @dataclass(eq=False)
 class StepEdits:
-    """A step's changes. `token_rows` [lanes, tokens]; `only` are the tokens it speaks of, None for all of them."""
+    """All edits of a step. `token_rows` [lanes, tokens]: table rows added to each token; `only`: the tokens it covers,
+    None for all."""
 
     sites: dict[Key, SiteEdits] = field(default_factory=dict)
     tables: Tables | None = None
     token_rows: torch.Tensor | None = None
     only: torch.Tensor | None = None
-    _sorted: dict[tuple[Key, LeftOut], list[EditStage]] = field(default_factory=dict)
-    _totals: dict[tuple[Key, tuple[Path, ...]], torch.Tensor] = field(
-        default_factory=dict
-    )  # while tables stay as is
+    _stages: dict[tuple[Key, ExcludedPath], list[EditStage]] = field(default_factory=dict)
+    _totals: dict[tuple[Key, tuple[Path, ...]], torch.Tensor] = field(default_factory=dict)
 
+    @property
     def needs_post(self) -> bool:
-        """Whether some edit wants the write-out weights of the sublayer before it."""
+        """Whether some edit reads the write-out weights of the sublayer before it."""
         return any(
             edit.post_mix if isinstance(edit, SiteEdit) else edit.needs_post
-            for change in self.sites.values()
-            for edit, _ in change.others
+            for site in self.sites.values()
+            for edit, _ in site.row_edits
         )
 
-    def whole(self, key: Key, x: torch.Tensor, around: SiteContext) -> torch.Tensor:
-        """A site with one tensor."""
-        return self._apply(key, "none", x, around)
+    def stages(self, key: Key, excluded: ExcludedPath) -> list[EditStage]:
+        """The edits of a site in their order, without those of the excluded path."""
+        stages = self._stages.get((key, excluded))
+        if stages is None:
+            site = self.sites[key]
+            paths = tuple(path for path in sorted(site.table_paths) if path != excluded)
+            row_edits = [(edit, rows) for edit, rows in site.row_edits if edit.path != excluded]
+            table_adds = partial(self._add_rows, key, paths) if paths else None
+            stages = self._stages[key, excluded] = edit_stages(row_edits, table_adds)
+        return stages
 
-    def parted(self, key: Key, x: torch.Tensor, around: SiteContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """Streams: what is read and what is carried."""
-        change = self.sites[key]
-        if change.one_tensor:
-            both = self._apply(key, "none", x, around)
-            return both, both
-        return self._apply(key, "carry", x, around), self._apply(key, "read", x, around)
-
-    def _apply(self, key: Key, left_out: LeftOut, x: torch.Tensor, around: SiteContext) -> torch.Tensor:
-        sorted_out = self._sorted.get((key, left_out))
-        if sorted_out is None:
-            sorted_out = self._sorted[key, left_out] = self._stages(key, left_out)
-        for stage in sorted_out:
-            x = stage(x, around)
-        return x
-
-    def _stages(self, key: Key, left_out: LeftOut) -> list[EditStage]:
-        change = self.sites[key]
-        paths = tuple(path for path in sorted(change.paths) if path != left_out)
-        others = [(edit, rows) for edit, rows in change.others if edit.path != left_out]
-        return stages(others, partial(self._add, key, paths) if paths else None)
-
-    def _add(self, key: Key, paths: tuple[Path, ...], x: torch.Tensor) -> torch.Tensor:
+    def _add_rows(
+        self, key: Key, paths: tuple[Path, ...], x: torch.Tensor, context: SiteContext
+    ) -> torch.Tensor:
         assert self.tables is not None and self.token_rows is not None
-        total = self._totals.get((key, paths))
+        total = self._totals.get((key, paths))  # valid while the tables stay unchanged
         if total is None:
             total = gather(self.token_rows, [self.tables.site((*key, path)) for path in paths])
-            if len(total) <= KEPT:
+            if len(total) <= MAX_CACHED_TOKENS:
                 self._totals[key, paths] = total
         if self.only is None:
             return add_total(x, total)
@@ -114,11 +104,11 @@ class StepEdits:
 
 
 @dataclass(frozen=True, eq=False)
-class _Active:
-    """One edit at work in this step: its number in its plan, and the tokens of the piece it changes."""
+class _ActiveEdit:
+    """An edit that changes tokens in this step: its index in its plan, and the offsets of those tokens in the chunk."""
 
     span: Span
-    number: int
+    index: int
     offsets: Sequence[int]
 
     @property
@@ -126,18 +116,18 @@ class _Active:
         return [self.span.first_row + int(offset) for offset in self.offsets]
 
 
-# The edits of a plan that meet a piece: numbers alone when each meets its one token, else with the tokens they meet.
-Met = Sequence[int] | Sequence[tuple[int, Sequence[int]]]
+# Edits of a plan that change tokens of a chunk: indices if each changes the only token, else with offsets.
+EditsOfChunk = Sequence[int] | Sequence[tuple[int, Sequence[int]]]
 
 
-def _uses(span: Span, met: Met) -> Iterator[_Active]:
-    for one in met:
-        number, offsets = one if isinstance(one, tuple) else (one, range(1))
-        yield _Active(span, number, offsets)
+def _active_edits(span: Span, edits: EditsOfChunk) -> Iterator[_ActiveEdit]:
+    for edit in edits:
+        index, offsets = edit if isinstance(edit, tuple) else (edit, range(1))
+        yield _ActiveEdit(span, index, offsets)
 
 
 class StepEditBuilder:
-    """Makes the changes of a step, and keeps the last ones for as long as nothing is different."""
+    """Builds the edits of a step and reuses the last result while nothing differs."""
 
     def __init__(self, device: torch.device | str = "cpu"):
         self._device = torch.device(device)
@@ -145,91 +135,97 @@ class StepEditBuilder:
         self._signature: list[Any] | None = None
         self._last: StepEdits | None = None
 
-    def of(self, spans: Sequence[Span], num_rows: int | None) -> StepEdits | None:
-        """The changes of a step of `num_rows` tokens (None: many), or None when there are none."""
-        met: list[tuple[Span, Met]] = []
+    def build(self, spans: Sequence[Span], num_rows: int | None) -> StepEdits | None:
+        """The edits of a step of `num_rows` tokens (None: unknown), or None if there are none."""
+        active: list[tuple[Span, EditsOfChunk]] = []
         signature: list[Any] = [num_rows]
         for span in spans:
             plan = span.plan
             if not plan.edits:
                 continue
             if span.start >= span.prompt_len and len(span.token_ids) == 1 and plan.on_generated is not None:
-                here: Met = plan.on_generated  # known without asking, and the same for every token to come
-                if here:
+                edits: EditsOfChunk = plan.on_generated  # the same for all generated tokens
+                if edits:
                     plan.steered.add(span.start)
             else:
-                here = self._ask(span)
-            if here:
-                met.append((span, here))
+                edits = self._edits_of_chunk(span)
+            if edits:
+                active.append((span, edits))
                 version = 0 if plan.table is None else plan.table.tables.version
-                signature.append((plan, span.first_row, span.start if plan.by_position else 0, here, version))
-        if not met:
+                start = span.start if plan.by_position else 0
+                signature.append((plan, span.first_row, start, edits, version))
+        if not active:
             return None
         if signature != self._signature:
-            active = [use for span, here in met for use in _uses(span, here)]
-            self._last = self._build(active, num_rows)
+            self._last = self._build(
+                [edit for span, edits in active for edit in _active_edits(span, edits)], num_rows
+            )
             self._signature = signature
         return self._last
 
-    def _ask(self, span: Span) -> list[tuple[int, Sequence[int]]]:
-        found: list[tuple[int, Sequence[int]]] = []
-        for number, edit in enumerate(span.plan.edits):
+    def _edits_of_chunk(self, span: Span) -> list[tuple[int, Sequence[int]]]:
+        edits: list[tuple[int, Sequence[int]]] = []
+        for index, edit in enumerate(span.plan.edits):
             offsets = edit.offsets(span.start, span.token_ids, span.prompt_len)
             if len(offsets):
                 offsets = offsets if isinstance(offsets, range) else [int(offset) for offset in offsets]
-                found.append((number, offsets))
+                edits.append((index, offsets))
                 span.plan.steered.update(span.start + offset for offset in offsets)
-        return found
+        return edits
 
-    def _build(self, active: Sequence[_Active], num_rows: int | None) -> StepEdits:
-        changes = StepEdits()
-        tabled: dict[Any, list[_Active]] = {}  # by plan
-        for use in active:
-            table = use.span.plan.table
-            in_table = table is not None and use.number in table.row_of
+    def _build(self, active: Sequence[_ActiveEdit], num_rows: int | None) -> StepEdits:
+        step = StepEdits()
+        in_tables: dict[Plan, list[_ActiveEdit]] = {}
+        for edit in active:
+            table = edit.span.plan.table
+            in_table = table is not None and edit.index in table.row_of
             if in_table and table is not None:
-                assert changes.tables in (None, table.tables), "a step has one set of tables"
-                changes.tables = table.tables
-                tabled.setdefault(use.span.plan, []).append(use)
-                for hook, layer, path in table.sites(use.number):
-                    changes.sites.setdefault((hook, layer), SiteEdits()).paths.add(path)
-            self._row_by_row(use, changes, in_table)
-        if tabled:
-            self._index(changes, tabled, num_rows)
-        return changes
+                assert step.tables in (None, table.tables), "a step has one set of tables"
+                step.tables = table.tables
+                in_tables.setdefault(edit.span.plan, []).append(edit)
+                for hook, layer, path in table.sites(edit.index):
+                    step.sites.setdefault((hook, layer), SiteEdits()).table_paths.add(path)
+            self._add_row_edits(edit, step, in_table)
+        if in_tables:
+            self._index_tables(step, in_tables, num_rows)
+        return step
 
-    def _row_by_row(self, use: _Active, changes: StepEdits, in_table: bool) -> None:
-        """What is not in a table: an edit may be in one at some sites only."""
+    def _add_row_edits(self, active: _ActiveEdit, step: StepEdits, in_table: bool) -> None:
+        """Add the operations that are not in a table; an edit may be in a table at some of its sites only."""
         rows: list[int] | None = None
-        for key, edit in use.span.plan.edits[use.number].sites.items():
+        for key, edit in active.span.plan.edits[active.index].sites.items():
             if isinstance(edit, SiteEdit):
                 if in_table and edit.is_plain:
                     continue
-                edit = edit.at([use.span.start + offset for offset in use.offsets])
-            rows = rows or use.rows
-            changes.sites.setdefault(key, SiteEdits()).others.append((edit, rows))
+                edit = edit.at([active.span.start + offset for offset in active.offsets])
+            rows = rows or active.rows
+            step.sites.setdefault(key, SiteEdits()).row_edits.append((edit, rows))
 
-    def _index(self, changes: StepEdits, tabled: dict[Any, list[_Active]], num_rows: int | None) -> None:
-        """Edits of one request that may meet the same tokens lie in different lanes, in the order of their content."""
-        lanes = max(len(uses) for uses in tabled.values())
-        known = num_rows or 1 + max(row for uses in tabled.values() for use in uses for row in use.rows)
-        index = np.full((lanes, known), SENTINEL, np.int64)
-        for plan, uses in tabled.items():
-            for lane, use in enumerate(sorted(uses, key=lambda use: plan.table.rank[use.number])):
-                index[lane, use.rows] = plan.table.row_of[use.number]
-        touched = np.flatnonzero((index != SENTINEL).any(0))
-        if num_rows is None or len(touched) * FEW <= num_rows:
-            changes.only = torch.from_numpy(touched).to(self._device)
-            index = index[:, touched]
-        changes.token_rows = self._write(index)
+    def _index_tables(
+        self, step: StepEdits, in_tables: dict[Plan, list[_ActiveEdit]], num_rows: int | None
+    ) -> None:
+        """Edits of one request that may change the same tokens are in different lanes, ordered by content."""
+        lanes = max(len(edits) for edits in in_tables.values())
+        count = num_rows or 1 + max(row for edits in in_tables.values() for edit in edits for row in edit.rows)
+        index = np.full((lanes, count), SENTINEL, np.int64)
+        for plan, edits in in_tables.items():
+            table = plan.table
+            assert table is not None
+            for lane, edit in enumerate(sorted(edits, key=lambda edit: table.rank[edit.index])):
+                index[lane, edit.rows] = table.row_of[edit.index]
+        changed = np.flatnonzero((index != SENTINEL).any(0))
+        if num_rows is None or len(changed) * SPARSE_SHARE <= num_rows:
+            step.only = torch.from_numpy(changed).to(self._device)
+            index = index[:, changed]
+        step.token_rows = self._write(index)
 
-    def _write(self, index: np.ndarray) -> torch.Tensor:
+    def _write(self, index: np.ndarray[Any, Any]) -> torch.Tensor:
         lanes, count = index.shape
         size = bucket(count)
         if (lanes, size) not in self._buffers:
             self._buffers[lanes, size] = torch.zeros((lanes, size), dtype=torch.long, device=self._device)
-        held = self._buffers[lanes, size]
+        buffer = self._buffers[lanes, size]
         padded = np.full((lanes, size), SENTINEL, np.int64)
         padded[:, :count] = index
-        held.copy_(torch.from_numpy(padded))
-        return held[:, :count]
+        buffer.copy_(torch.from_numpy(padded))
+        return buffer[:, :count]

@@ -1,15 +1,15 @@
-"""Taps: the one argument through which a forward pass is watched or changed.
+"""Taps: the argument through which a forward pass is captured or edited.
 
 The model calls a tap at every site of `sites.py`:
 
-    x = tap(site, x)                    may be edited
-    seen, kept = tap.part(site, x, w)   streams: what the sublayer reads and what is carried, one tensor unless edited;
-                                        `w` tells with which weights it would read them
-    tap.see(site, x)                    look only
-    tap.see(site, x, y)                 look at several as one: stacked last as float32, by a tap that does look
+    x = tap(site, x)                          may be edited
+    read, carried = tap.part(site, x, reads)  streams: what the sublayer reads and what is carried past it, one tensor
+                                              unless edited; `reads` returns the weights the sublayer reads them with
+    tap.see(site, x)                          capture only
+    tap.see(site, x, y)                       capture several tensors as one, stacked last as float32
 
-`NoTap` is the whole of "disabled": it leaves no operation in a traced graph. `EagerTap` calls Python functions, for
-notebooks, traces and tests. A tap never reaches into the model; what it can touch is legible in the model's text.
+`NoTap` does nothing and leaves no operation in a traced graph. `EagerTap` calls Python functions, for notebooks, traces
+and tests. A tap has no access to the model: what it can change is visible in the model's code.
 """
 
 from __future__ import annotations
@@ -23,9 +23,7 @@ from birkhoff.hooks.sites import Site
 
 Seen = Callable[[Site, int, torch.Tensor], None]
 Edit = Callable[[Site, int, torch.Tensor], torch.Tensor | None]
-Reads = Callable[
-    [torch.Tensor], torch.Tensor
-]  # streams [n, m, d] -> the weights [n, m] they would be read with
+Reads = Callable[[torch.Tensor], torch.Tensor]  # streams [n, m, d] -> the weights [n, m] they would be read with
 Part = Callable[[Site, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
 
 
@@ -38,13 +36,13 @@ class Tap(Protocol):
     def at(self, layer: int) -> Tap: ...
 
 
-def together(*parts: torch.Tensor) -> torch.Tensor:
-    """What `see` was given as the one tensor its site promises."""
+def stack_parts(*parts: torch.Tensor) -> torch.Tensor:
+    """The arguments of `see` as the one tensor of the site."""
     return parts[0] if len(parts) == 1 else torch.stack([part.float() for part in parts], dim=-1)
 
 
 class NoTap:
-    """Nothing is watched, nothing is changed, nothing is left in the graph."""
+    """Captures and edits nothing."""
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -64,8 +62,8 @@ class NoTap:
 class EagerTap:
     """Calls `seen(site, layer, tensor)` with the unedited tensor, then the edit of that kind, if any.
 
-    An edit returns the new tensor or None for "unchanged". `part` edits streams and returns (read, carried); a plain
-    `edit` at a stream site changes both.
+    An edit returns the new tensor, or None to leave it unchanged. `part` edits streams and returns (read, carried); a
+    plain `edit` at a stream site changes both.
     """
 
     def __init__(
@@ -81,7 +79,7 @@ class EagerTap:
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
         if self._seen is not None:
-            self._seen(site, self.layer, together(*parts))
+            self._seen(site, self.layer, stack_parts(*parts))
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
         self.see(site, x)
@@ -97,7 +95,7 @@ class EagerTap:
 
 
 class RecordingTap:
-    """Shows every site to `seen(site, layer, tensor)` as it comes, then lets another tap do its work there."""
+    """Calls `seen(site, layer, tensor)` at every site with the unedited tensor, then the tap inside."""
 
     def __init__(self, inner: Tap, seen: Seen, layer: int = -1):
         self._inner = inner
@@ -108,7 +106,7 @@ class RecordingTap:
         return RecordingTap(self._inner.at(layer), self._seen, layer)
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
-        self._seen(site, self.layer, together(*parts))
+        self._seen(site, self.layer, stack_parts(*parts))
         self._inner.see(site, *parts)
 
     def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:

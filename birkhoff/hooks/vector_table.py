@@ -20,7 +20,7 @@ import torch
 
 from birkhoff.errors import CapacityError
 from birkhoff.hooks.digest import row_digest
-from birkhoff.hooks.edit import Path, SiteEdit
+from birkhoff.hooks.edit import Path, SiteEdit, add_total
 
 SENTINEL = 0  # the slot, and the row, that changes nothing
 FIRST_SLOTS, FIRST_ROWS = 16, 16
@@ -251,11 +251,6 @@ def gather(token_rows: torch.Tensor, sites: Sequence[tuple[torch.Tensor, torch.T
             total = vectors if total is None else total + vectors
     assert total is not None, "there is a lane and a site"
     return total
-
-
-def add_total(x: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    changed = x + total.view(x.shape)
-    return changed if changed.dtype is x.dtype else changed.to(x.dtype)
 
 
 def _different(contents: Sequence[RowContent]) -> dict[int, set[bytes]]:

@@ -30,7 +30,7 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
     streams = b"" if edit.streams is None else ",".join(map(str, edit.streams)).encode()
     scale = b"" if edit.scale == 1 else number(edit.scale)
     bounds = framed(number(edit.low), number(edit.high)) if edit.op == "clamp" else b""
-    places = b"" if edit.places is None else np.asarray(edit.places, "<i8").tobytes()
+    places = b"" if edit.positions is None else np.asarray(edit.positions, "<i8").tobytes()
     content = framed(
         hook.encode(),
         str(layer).encode(),

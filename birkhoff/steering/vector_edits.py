@@ -319,8 +319,8 @@ class Patch(VectorEdit):
         return VectorEdit._source(given)
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
-        places = self.vector.positions if isinstance(self.vector, PositionRows) else None
-        return SiteEdit("patch", vector, self.scale, path, streams, places=places)
+        positions = self.vector.positions if isinstance(self.vector, PositionRows) else None
+        return SiteEdit("patch", vector, self.scale, path, streams, positions=positions)
 
 
 @dataclass(frozen=True, eq=False)

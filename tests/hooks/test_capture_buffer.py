@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from birkhoff.engine.host_copier import HostCopier
-from birkhoff.hooks.capture_buffer import ALIGNED, GAP, STEPS, CaptureBuffer, RowCopyPlan
+from birkhoff.hooks.capture_buffer import ALIGNED, ARENA_STEPS, GAP, CaptureBuffer, RowCopyPlan
 
 ROWS = 5
 KINDS = [((6,), torch.bfloat16), ((4, 6), torch.bfloat16), ((4,), torch.float32), ((3, 2), torch.float32)]
@@ -89,7 +89,7 @@ def test_what_was_handed_out_stays_as_it_is_while_more_comes():
     tray, _ = filled({site: KINDS[1]})
     cut, way_out = RowCopyPlan(tray, [(2, [site])]), HostCopier()
     given_out, true = [], []
-    for step in range(2 * STEPS + 1):
+    for step in range(2 * ARENA_STEPS + 1):
         tray.site(site).fill_(step)
         ((_, rows),) = way_out.take(tray, cut)(0)
         given_out.append(rows)

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from birkhoff.errors import CapacityError
 from birkhoff.hooks.batch_tap import StepStaging, arm
-from birkhoff.hooks.edit import SiteContext, SiteEdit, apply
+from birkhoff.hooks.edit import SiteContext, SiteEdit, edit_stages
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.sites import MHC_STREAMS_PRE_ATTN, MLP_OUT
 from birkhoff.hooks.vector_table import Content, TableRows, Tables, gather_add
@@ -233,7 +233,7 @@ def test_a_single_vector_gives_the_twins_bits():
     assert plan.reserve()
     x = vector(30, 9).view(5, 6)
     ours = arm(StepStaging(), [Span(plan, 0, 0, [1] * 5, 5)], 5).at(1)(MLP_OUT, x)
-    theirs = apply(x, [(plan.edits[0].sites["mlp_out", 1], list(range(5)))], SiteContext())
+    theirs = edit_stages([(plan.edits[0].sites["mlp_out", 1], list(range(5)))])[0](x, SiteContext())
     assert torch.equal(ours, theirs)
 
 

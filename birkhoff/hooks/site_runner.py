@@ -1,0 +1,105 @@
+"""What happens at one site of a step: capture, edits in their order, capture of the result.
+
+Eager steps (`batch_tap.py`) and recorded steps (`graph_tap.py`) differ in how they store captured rows and in what their
+edit stages are; the sequence, and the split into the tensor a sublayer reads and the tensor that is carried past it, are
+here for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from birkhoff.hooks.edit import EditStage, ExcludedPath, Path, SiteContext
+from birkhoff.hooks.sites import MHC_ATTN_POST_MIX, MHC_FFN_POST_MIX, Site
+from birkhoff.hooks.tap import Reads
+
+Capture = Callable[[Sequence[torch.Tensor]], None]  # takes the tensors that a site shows
+Stages = Callable[[ExcludedPath], Sequence[EditStage]]
+POST_MIX_SITES = (MHC_ATTN_POST_MIX.id, MHC_FFN_POST_MIX.id)
+
+
+class PostMix:
+    """The write-out weights [n, m] of the sublayer that last wrote the streams, shared by the layers of a step."""
+
+    post: torch.Tensor | None = None
+
+
+class SiteRunner:
+    """Captures and edits of one site. `paths` are the paths of its edits, `stages` the edits without those of one path."""
+
+    def __init__(
+        self,
+        before: Capture | None = None,
+        after: Capture | None = None,
+        stages: Stages | None = None,
+        paths: Collection[Path] = (),
+    ):
+        self.before = before
+        self.after = after
+        self._stages = stages
+        self._paths = frozenset(paths)
+
+    def see(self, parts: Sequence[torch.Tensor]) -> None:
+        for capture in (self.before, self.after):
+            if capture is not None:
+                capture(parts)
+
+    def run(self, x: torch.Tensor, context: SiteContext) -> torch.Tensor:
+        """A site with one tensor."""
+        if self.before is not None:
+            self.before([x])
+        x = self._edit(x, "none", context)
+        if self.after is not None:
+            self.after([x])
+        return x
+
+    def part(self, x: torch.Tensor, context: SiteContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """A stream site: the tensor that is read and the tensor that is carried, the same one unless edits differ.
+
+        Captures after the edits show the carried tensor, or the read tensor if only that is edited."""
+        if self.before is not None:
+            self.before([x])
+        if self._paths <= {"both"}:
+            read = carried = self._edit(x, "none", context)
+        else:
+            read = self._edit(x, "carry", context)
+            carried = self._edit(x, "read", context)
+        if self.after is not None:
+            self.after([read if self._paths == {"read"} else carried])
+        return read, carried
+
+    def _edit(self, x: torch.Tensor, excluded: ExcludedPath, context: SiteContext) -> torch.Tensor:
+        if self._stages is not None:
+            for stage in self._stages(excluded):
+                x = stage(x, context)
+        return x
+
+
+class LayerTap:
+    """The tap of one layer: a runner for each site where something happens."""
+
+    def __init__(self, post_mix: PostMix):
+        self._post_mix = post_mix
+        self.sites: dict[int, SiteRunner] = {}  # by site id
+
+    def at(self, layer: int) -> LayerTap:
+        return self
+
+    def see(self, site: Site, *parts: torch.Tensor) -> None:
+        if site.id in POST_MIX_SITES:
+            self._post_mix.post = parts[0]
+        runner = self.sites.get(site.id)
+        if runner is not None:
+            runner.see(parts)
+
+    def __call__(self, site: Site, x: torch.Tensor) -> torch.Tensor:
+        runner = self.sites.get(site.id)
+        return x if runner is None else runner.run(x, SiteContext(self._post_mix.post))
+
+    def part(
+        self, site: Site, x: torch.Tensor, reads: Reads | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        runner = self.sites.get(site.id)
+        return (x, x) if runner is None else runner.part(x, SiteContext(self._post_mix.post, reads))

@@ -17,7 +17,7 @@ from birkhoff.hooks.plan import Edit, Plan, Span
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import NoTap, RecordingTap, Tap
 from birkhoff.output import Trace
-from birkhoff.sae.feature_probe import Feature, live_features
+from birkhoff.sae.feature_probe import Feature, active_features
 from birkhoff.text.prompts import Prompt, check_ids
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def features(
     with torch.no_grad():
         tokens = torch.tensor(ids, device=engine.model.embed.device)
         engine.model(tokens, edit_tap(engine, steer, ids, (plan,)))
-    return live_features(probe, sae, len(ids))
+    return active_features(probe, sae, len(ids))
 
 
 def _check_hooks(engine: Engine, hooks: str | Sequence[str]) -> set[str]:

@@ -73,7 +73,7 @@ class TapBaselines:
             layer=self.middle,
         )
         self.saes.attach("some", sae, "delta", list(range(SET)))
-        self.held = self.saes.attach("full", sae, "full").module.hosts[OUT, self.middle].held
+        self.held = self.saes.attach("full", sae, "full").module.hosts[OUT, self.middle].weights
 
     def plans(self, name: str, room: int) -> list[Plan] | None:
         """One for each row; None for nobody's."""

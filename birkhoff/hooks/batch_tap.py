@@ -1,14 +1,13 @@
 """The tap of an eager step: captures and edits of all requests of a batch.
 
-Before a step, `arm` turns the plans of its spans into row indices per site. If no request captures or edits anything in
-this step it returns None and the step runs with `NoTap`, so an idle engine pays nothing. During the step, a captured site
-is one indexed copy into its staging buffer. Index and staging buffers persist between steps and come in a few fixed
-sizes; an index is padded with a row whose copy is never delivered, so requests change data and not shapes. After the
-step, `deliver` gives each job its part of the staged rows.
+Before a step, `arm` turns the plans of its spans into row indices per site. If no request captures or edits
+anything in this step it returns None and the step runs with `NoTap`, so an idle engine pays nothing. During the
+step, a captured site is one indexed copy into its staging buffer. Index and staging buffers persist between steps
+and come in a few fixed sizes; an index is padded with a row whose copy is never delivered, so requests change data
+and not shapes. After the step, `deliver` gives each job its part of the staged rows.
 
-Which rows of which sites belong to which job is a `CaptureLayout`. While requests only decode it is the same from step to
-step and is reused; only positions and tokens (`RowRequest`) are new.
-"""
+Which rows of which sites belong to which job is a `CaptureLayout`. While requests only decode it is the same from
+step to step and is reused; only positions and tokens (`RowRequest`) are new. """
 
 from __future__ import annotations
 
@@ -57,7 +56,9 @@ class CaptureLayout:
     def __init__(self, requests: Sequence[RowRequest]):
         self._jobs = [ref(request.job) for request in requests]
         self.rows = [request.rows for request in requests]
-        self.sites_of: list[list[tuple[CaptureSite, int]]] = []  # per request: its sites, and its first row in each
+        self.sites_of: list[
+            list[tuple[CaptureSite, int]]
+        ] = []  # per request: its sites, and its first row in each
         sites: dict[tuple[Key, bool], CaptureSite] = {}
         for request in requests:
             own_sites = []
@@ -88,7 +89,9 @@ class StepStaging:
         self.depth = depth
         self._turn = 0
         self.edit_builder = StepEditBuilder(self.device)
-        self.last_edit_tap: BatchTap | None = None  # the last tap, if it captured nothing: reused while edits stay
+        self.last_edit_tap: BatchTap | None = (
+            None  # the last tap, if it captured nothing: reused while edits stay
+        )
         self._layout = CaptureLayout(())
         self._index: dict[tuple[Key, bool, int], torch.Tensor] = {}
         self._rows: dict[tuple[Key, bool, int, int], torch.Tensor] = {}

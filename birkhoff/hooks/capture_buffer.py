@@ -1,10 +1,10 @@
 """The rows that a recorded step captures, side by side: one range of bytes for each row of the step.
 
-A step copies every captured site into its column of the buffer, for all rows: there is no index, and no shape depends on
-the requests. Which rows belong to which job is a `RowCopyPlan`, made once for as long as the same jobs capture the same
-rows: a few long copies to the host, and for each job memory of its own with the rows of its sites. That memory is
-allocated for several steps at once: touching new pages is most of the cost of delivering rows, and large pages are fewer.
-"""
+A step copies every captured site into its column of the buffer, for all rows: there is no index, and no shape
+depends on the requests. Which rows belong to which job is a `RowCopyPlan`, made once for as long as the same jobs
+capture the same rows: a few long copies to the host, and for each job memory of its own with the rows of its sites.
+That memory is allocated for several steps at once: touching new pages is most of the cost of delivering rows, and
+large pages are fewer. """
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ class CaptureBuffer:
         first = self.columns[sites[0]]
         last = self.columns[sites[-1]]
         part = self.data[:, first.first : last.first + last.size].view(first.kind[1])
-        return part.unflatten(1, (len(sites), -1))[..., : first.items].unflatten(-1, first.kind[0])
+        columns = torch.unflatten(part, 1, (len(sites), -1))[..., : first.items]
+        return torch.unflatten(columns, -1, first.kind[0])
 
 
 class Columns(NamedTuple):
@@ -87,10 +88,15 @@ class RowCopyPlan:
         order = {site: index for index, site in enumerate(buffer.columns)}
         sorted_requests = [(row, sorted(sites, key=order.__getitem__)) for row, sites in requests]
         ranges_of = [
-            [(row * buffer.width + first, row * buffer.width + stop) for first, stop in _ranges(buffer, sites)]
+            [
+                (row * buffer.width + first, row * buffer.width + stop)
+                for first, stop in _ranges(buffer, sites)
+            ]
             for row, sites in sorted_requests
         ]
-        self.copies: list[tuple[int, int, int]] = []  # bytes first .. stop of the buffer, and the offset on the host
+        self.copies: list[
+            tuple[int, int, int]
+        ] = []  # bytes first .. stop of the buffer, and the offset on the host
         for first, stop in sorted(byte_range for ranges in ranges_of for byte_range in ranges):
             if self.copies and first - self.copies[-1][1] <= GAP:
                 last = self.copies[-1]
@@ -99,7 +105,9 @@ class RowCopyPlan:
                 self.copies.append((first, stop, self._size()))
         self.num_bytes = self._size()
         self.jobs = [
-            JobRows(tuple(self._on_host(*byte_range) for byte_range in ranges), tuple(_columns(buffer, sites)))
+            JobRows(
+                tuple(self._on_host(*byte_range) for byte_range in ranges), tuple(_columns(buffer, sites))
+            )
             for ranges, (_, sites) in zip(ranges_of, sorted_requests)
         ]
         self._arenas = [RowArena(sum(stop - first for first, stop in ranges)) for ranges in ranges_of]
@@ -125,7 +133,7 @@ class RowCopyPlan:
             shape, dtype = column.kind
             rows = block[first:stop].view(dtype).view(len(keys), 1, -1)
             rows = rows[..., : column.items] if rows.shape[-1] != column.items else rows
-            yield from zip(keys, rows.unflatten(-1, shape).unbind())
+            yield from zip(keys, torch.unflatten(rows, -1, shape).unbind())
 
 
 class RowArena:

@@ -1,11 +1,11 @@
 """What a request's edits amount to, as bytes: equal bytes, equal effect on the tokens of a phase.
 
-Every edit says what it does to the tokens of a phase as `DigestPart`s: canonical bytes, each in the block of its operation.
-`combine` frames every part with its length and every block with a name of its own, so that no content of one kind can
-be read as content of another. Parts of a block whose order cannot matter are sorted; the others stand as they came. A
-phase that nothing touches has no digest, whatever the other phase does: edits of generated tokens leave the cache of a
-prompt alone. Nothing here imports torch, so that what was steered can be compared where there is none.
-"""
+Every edit says what it does to the tokens of a phase as `DigestPart`s: canonical bytes, each in the block of its
+operation. `combine` frames every part with its length and every block with a name of its own, so that no content of
+one kind can be read as content of another. Parts of a block whose order cannot matter are sorted; the others stand
+as they came. A phase that nothing touches has no digest, whatever the other phase does: edits of generated tokens
+leave the cache of a prompt alone. Nothing here imports torch, so that what was steered can be compared where there
+is none. """
 
 from __future__ import annotations
 

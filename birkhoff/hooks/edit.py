@@ -1,10 +1,10 @@
 """Operations on the rows of a site: add a vector, clamp the component along a direction, replace a row.
 
 `edit_rows` is the only implementation of this arithmetic. Eager steps call it with the rows that an edit names
-(`edit_stages`), recorded steps call it with all rows of the step and buffers of fixed shape (`row_edits.py`). Both give
-equal bits: every operation is elementwise except sums over a row, and `row_sum` adds in an order that does not depend on
-the number of rows. Arithmetic is float32 whatever the site's dtype, rounded once per edit. Rows that no edit names keep
-their bits.
+(`edit_stages`), recorded steps call it with all rows of the step and buffers of fixed shape (`row_edits.py`). Both
+give equal bits: every operation is elementwise except sums over a row, and `row_sum` adds in an order that does not
+depend on the number of rows. Arithmetic is float32 whatever the site's dtype, rounded once per edit. Rows that no
+edit names keep their bits.
 
 Rows are flat, `[n, width]`; at stream sites an operation may work on single streams, `[n, m, d]`. A dictionary of
 features spliced into a site is a `Splice`: its host does the arithmetic, the order is kept here.
@@ -30,8 +30,8 @@ FOLD = 16  # largest number of terms that one step of `row_sum` adds on a GPU
 
 @dataclass(frozen=True, eq=False)
 class SiteContext:
-    """Inputs of a site besides its tensor. `post` [n, m]: write-out weights of the sublayer that last wrote the streams;
-    `read` returns the weights [n, m] with which the next sublayer reads streams [n, m, d]."""
+    """Inputs of a site besides its tensor. `post` [n, m]: write-out weights of the sublayer that last wrote the
+    streams; `read` returns the weights [n, m] with which the next sublayer reads streams [n, m, d]."""
 
     post: torch.Tensor | None = None
     read: Callable[[torch.Tensor], torch.Tensor] | None = None
@@ -141,7 +141,9 @@ class SiteEdit:
         return whole.flatten()
 
 
-RowEdits = Sequence[tuple[SiteEdit | Splice, list[int]]]  # edits of one site and the rows of the step they change
+RowEdits = Sequence[
+    tuple[SiteEdit | Splice, list[int]]
+]  # edits of one site and the rows of the step they change
 
 
 def row_sum(x: torch.Tensor) -> torch.Tensor:
@@ -155,7 +157,7 @@ def row_sum(x: torch.Tensor) -> torch.Tensor:
         if fold is None:  # an odd width
             x = torch.nn.functional.pad(x, (0, 1))
         else:
-            x = x.unflatten(-1, (fold, width // fold)).sum(-2)
+            x = torch.unflatten(x, -1, (fold, width // fold)).sum(-2)
     return x.sum(-1, keepdim=True)
 
 
@@ -171,14 +173,15 @@ def edit_rows(
 ) -> torch.Tensor:
     """Apply one edit to float32 rows `old` [..., d]; the other arguments broadcast against it.
 
-    patch: old + scale (vector - old). clamp: the component along the unit `vector` is moved into [low, high], by `scale`
-    of the way. add: old + scale vector, times the row's norm (`norm_match`, `vector` is a unit vector) or times the
-    write-out weights `post` [..., m, 1]."""
+    patch: old + scale (vector - old). clamp: the component along the unit `vector` is moved into [low, high], by
+    `scale` of the way. add: old + scale vector, times the row's norm (`norm_match`, `vector` is a unit vector) or
+    times the write-out weights `post` [..., m, 1]."""
     if op == "patch":
         return old + scale * (vector - old)
     if op == "clamp":
         along = row_sum(old * vector)
-        return old + scale * (torch.clamp(along, low, high) - along) * vector  # type: ignore[arg-type]
+        limited = torch.clamp(along, low, high)  # type: ignore[arg-type]  # two numbers or two tensors
+        return old + scale * (limited - along) * vector
     if post is not None:
         return old + scale * (post * vector)
     if norm_match:
@@ -285,12 +288,14 @@ class _EditStage:
         post = None
         if edit.streams is not None:
             if vector.shape[-1] == old[0].numel():  # each stream has its own part
-                vector = vector.unflatten(-1, old.shape[1:])[..., list(edit.streams), :]
+                vector = torch.unflatten(vector, -1, old.shape[1:])[..., list(edit.streams), :]
             elif vector.dim() == 2:
                 vector = vector.unsqueeze(1)
             part = old[:, list(edit.streams)].float()  # [r, streams, d]
         elif edit.post_mix:
-            assert context.post is not None, "edits with post_mix are refused where nothing has written the streams"
+            assert context.post is not None, (
+                "edits with post_mix are refused where nothing has written the streams"
+            )
             part = old.float()
             post = context.post.index_select(0, rows).unsqueeze(-1)
         else:

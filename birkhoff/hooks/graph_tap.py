@@ -1,9 +1,9 @@
 """The tap of a recorded decode step: fixed operations on persistent buffers, which a CUDA graph can hold.
 
-A `Pattern` names what happens at which sites: what is captured, added from tables, edited row by row or spliced, and how
-many buffers each takes. It is all that a recorded step depends on. Rows, vectors, features and bounds are data, written
-by `fill` between replays, so edits come, go and change without a new recording. If nothing is captured or edited there
-is no pattern and a graph without a tap is replayed.
+A `Pattern` names what happens at which sites: what is captured, added from tables, edited row by row or spliced,
+and how many buffers each takes. It is all that a recorded step depends on. Rows, vectors, features and bounds are
+data, written by `fill` between replays, so edits come, go and change without a new recording. If nothing is
+captured or edited there is no pattern and a graph without a tap is replayed.
 
 A captured site is copied whole into its column of a `CaptureBuffer`. A sublayer output that is captured and not edited
 is written by the sublayer directly to a buffer (`keep`), and `end` copies all of those at once.
@@ -158,7 +158,7 @@ class _OutputBuffer:
     def allocate(self, memory: torch.Tensor) -> None:
         assert self.like is not None
         flat = memory.view(self.like.dtype).view(len(self.layers), -1)[:, : self.like.numel()]
-        self._buffer = flat.unflatten(1, self.like.shape)
+        self._buffer = torch.unflatten(flat, 1, self.like.shape)
 
     def at(self, layer: int, like: torch.Tensor) -> torch.Tensor | None:
         self.like = like
@@ -308,7 +308,7 @@ class GraphTap:
         sizes = [len(outputs.layers) * outputs.size for outputs in self._outputs.values()]
         memory = self._scratch.take(sum(sizes))
         if memory is not None:  # otherwise every output is copied at its site
-            for outputs, part in zip(self._outputs.values(), memory.split(sizes)):
+            for outputs, part in zip(self._outputs.values(), torch.split(memory, sizes)):
                 if len(part):
                     outputs.allocate(part)
 

@@ -1,4 +1,5 @@
-"""Edits of single rows as operations of fixed shape, for recorded steps: which rows change, and how, is data in buffers.
+"""Edits of single rows as operations of fixed shape, for recorded steps: which rows change, and how, is data in
+buffers.
 
 A row edit buffer applies one kind of edit to at most one edit of each row of a step. Edits of one operation on the same
 row are in different buffers, in their order, so running the buffers one after the other equals `edit.edit_stages`. The
@@ -16,14 +17,14 @@ import torch
 from birkhoff.hooks.edit import ORDER, Op, Path, SiteContext, SiteEdit, add_total, edit_rows, total_constant
 
 MAX_STREAMS = 16  # columns of a buffer's mask
-PLAIN = -1  # `index` of the sum of a row's plain adds, which comes before its other adds
+PLAIN = -1  # `rank` of the sum of a row's plain adds, which comes before its other adds
 
 
 class RowEditKind(NamedTuple):
-    """What one buffer does. `index` counts the edits of this operation that a row has before this one."""
+    """What one buffer does. `rank` counts the edits of this operation that a row has before this one."""
 
     op: Op
-    index: int
+    rank: int
     path: Path
     norm_match: bool
     post_mix: bool
@@ -32,7 +33,7 @@ class RowEditKind(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        return self.index == PLAIN
+        return self.rank == PLAIN
 
 
 RowEditsByKind = dict[RowEditKind, list[tuple[int, SiteEdit]]]  # rows and their edits
@@ -100,7 +101,9 @@ class RowEditBuffers:
             vector = vector.unsqueeze(1) if kind.width == x.shape[-1] else vector.view(x.shape)
             active = active[:, : x.shape[1]].unsqueeze(-1)
         elif kind.post_mix:
-            assert context.post is not None, "edits with post_mix are refused where nothing has written the streams"
+            assert context.post is not None, (
+                "edits with post_mix are refused where nothing has written the streams"
+            )
             post = context.post.unsqueeze(-1)
             vector = vector.unsqueeze(1)
             active = active.unsqueeze(-1)

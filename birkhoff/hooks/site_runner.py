@@ -1,9 +1,8 @@
 """What happens at one site of a step: capture, edits in their order, capture of the result.
 
-Eager steps (`batch_tap.py`) and recorded steps (`graph_tap.py`) differ in how they store captured rows and in what their
-edit stages are; the sequence, and the split into the tensor a sublayer reads and the tensor that is carried past it, are
-here for both.
-"""
+Eager steps (`batch_tap.py`) and recorded steps (`graph_tap.py`) differ in how they store captured rows and in what
+their edit stages are; the sequence, and the split into the tensor a sublayer reads and the tensor that is carried
+past it, are here for both. """
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ class PostMix:
 
 
 class SiteRunner:
-    """Captures and edits of one site. `paths` are the paths of its edits, `stages` the edits without those of one path."""
+    """Captures and edits of one site. `paths` are the paths of its edits, `stages` the edits without those of one
+    path."""
 
     def __init__(
         self,

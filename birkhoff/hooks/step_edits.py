@@ -1,9 +1,9 @@
 """The edits of one step, by site: plain adds from the tables, and all others row by row.
 
-`StepEditBuilder.build` determines for every edit of every span which tokens of the chunk it changes; for generated tokens
-the plan often knows this in advance. While requests only decode, the result is the same from step to step; then the same
-`StepEdits` object is returned and nothing is built. The index from tokens to table rows is a buffer of a few fixed sizes,
-padded with the row that changes nothing and written in place.
+`StepEditBuilder.build` determines for every edit of every span which tokens of the chunk it changes; for generated
+tokens the plan often knows this in advance. While requests only decode, the result is the same from step to step;
+then the same `StepEdits` object is returned and nothing is built. The index from tokens to table rows is a buffer
+of a few fixed sizes, padded with the row that changes nothing and written in place.
 
 A plan without table rows (a single forward pass for a trace, for example) has its plain adds applied row by row, with
 the same arithmetic.
@@ -206,7 +206,9 @@ class StepEditBuilder:
     ) -> None:
         """Edits of one request that may change the same tokens are in different lanes, ordered by content."""
         lanes = max(len(edits) for edits in in_tables.values())
-        count = num_rows or 1 + max(row for edits in in_tables.values() for edit in edits for row in edit.rows)
+        count = num_rows or 1 + max(
+            row for edits in in_tables.values() for edit in edits for row in edit.rows
+        )
         index = np.full((lanes, count), SENTINEL, np.int64)
         for plan, edits in in_tables.items():
             table = plan.table

@@ -23,7 +23,9 @@ from birkhoff.hooks.sites import Site
 
 Seen = Callable[[Site, int, torch.Tensor], None]
 Edit = Callable[[Site, int, torch.Tensor], torch.Tensor | None]
-Reads = Callable[[torch.Tensor], torch.Tensor]  # streams [n, m, d] -> the weights [n, m] they would be read with
+Reads = Callable[
+    [torch.Tensor], torch.Tensor
+]  # streams [n, m, d] -> the weights [n, m] they would be read with
 Part = Callable[[Site, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
 
 

@@ -18,7 +18,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -187,68 +187,55 @@ def _number(amount: Amount | None, sae: Sae, feature: int, missing: float) -> fl
     return amount.times * float(sae.x_max[feature])
 
 
-@dataclass(frozen=True, eq=False)
-class ClampTable:
-    """Clamps of several uses over the union of their features: `[uses, C]` each; code 0 where a use has none."""
+class ClampParameters(NamedTuple):
+    """Clamps `[n, C]` of C features of n rows as parameters of one formula, see `feature_change`."""
 
-    features: torch.Tensor  # [C]
-    kind: torch.Tensor  # int8
+    scale: torch.Tensor
+    shift: torch.Tensor
     low: torch.Tensor
     high: torch.Tensor
     gate: torch.Tensor
 
-    @classmethod
-    def of(cls, rows: Sequence[Sequence[ClampRow]], device: torch.device) -> ClampTable:
-        """One line for each group of rows, whose features are disjoint."""
-        union = sorted({feature for group in rows for row in group for feature in row.features})
-        place = {feature: column for column, feature in enumerate(union)}
-        shape = (len(rows), len(union))
-        kind = torch.zeros(shape, dtype=torch.int8)
-        gate = torch.zeros(shape, dtype=torch.bool)
-        low, high = torch.zeros(shape), torch.zeros(shape)
-        for line, group in enumerate(rows):
-            for row in group:
-                columns = [place[feature] for feature in row.features]
-                kind[line, columns] = torch.tensor(row.kinds, dtype=torch.int8)
-                low[line, columns] = torch.tensor(row.lows)
-                high[line, columns] = torch.tensor(row.highs)
-                gate[line, columns] = torch.tensor(row.gates, dtype=torch.bool)
-        made = (torch.tensor(union, dtype=torch.long), kind, low, high, gate)
-        return cls(*(tensor.to(device) for tensor in made))
-
-    def at(self, lines: torch.Tensor) -> LaidClamps:
-        """The clamps of rows, each by its line."""
-        kind, low, high, gate = (
-            t.index_select(0, lines) for t in (self.kind, self.low, self.high, self.gate)
-        )
-        return LaidClamps(
-            kind, low, high, gate, frozenset(self.kind.unique().tolist()), bool(self.gate.any())
-        )
+    def rows(self, index: torch.Tensor) -> ClampParameters:
+        return ClampParameters(*(parameter.index_select(0, index) for parameter in self))
 
 
-@dataclass(frozen=True, eq=False)
-class LaidClamps:
-    """Clamps `[n, C]` of rows. `kinds` are all codes among them, so that a step does only what somebody asked for."""
+def clamp_parameters(
+    groups: Sequence[Sequence[ClampRow]], features: Sequence[int], room: int
+) -> ClampParameters:
+    """Parameters `[groups, room]` on the host, one line for each group of clamps of different features. Columns are
+    `features` in order; columns without a feature, and features that a group does not clamp, change nothing."""
+    column = {feature: index for index, feature in enumerate(features)}
+    scale = torch.zeros(len(groups), room)
+    shift = torch.zeros(len(groups), room)
+    low = torch.full((len(groups), room), -torch.inf)
+    high = torch.full((len(groups), room), torch.inf)
+    gate = torch.full((len(groups), room), torch.nan)
+    for line, group in enumerate(groups):
+        for row in group:
+            for feature, kind, value, most, gated in zip(
+                row.features, row.kinds, row.lows, row.highs, row.gates
+            ):
+                at = (line, column[feature])
+                if kind == BOUND:
+                    low[at], high[at] = value, most
+                elif kind == MULTIPLY:
+                    scale[at] = torch.tensor(value) - 1
+                elif kind in (ABSOLUTE, ADDITIVE):
+                    scale[at] = -1.0 if kind == ABSOLUTE else 0.0
+                    shift[at] = value
+                if gated:
+                    gate[at] = 0.0
+    return ClampParameters(scale, shift, low, high, gate)
 
-    kind: torch.Tensor
-    low: torch.Tensor
-    high: torch.Tensor
-    gate: torch.Tensor
-    kinds: frozenset[int]
-    gated: bool
 
-    def apply(self, f: torch.Tensor, signed: bool) -> torch.Tensor:
-        """f' of features `[n, C]`; `signed` activations are live wherever they are not zero."""
-        out = f
-        if ABSOLUTE in self.kinds:
-            out = self.low if len(self.kinds) == 1 else torch.where(self.kind == ABSOLUTE, self.low, out)
-        if ADDITIVE in self.kinds:
-            out = torch.where(self.kind == ADDITIVE, f + self.low, out)
-        if MULTIPLY in self.kinds:
-            out = torch.where(self.kind == MULTIPLY, f * self.low, out)
-        if BOUND in self.kinds:
-            out = torch.where(self.kind == BOUND, torch.minimum(torch.maximum(f, self.low), self.high), out)
-        if not self.gated:
-            return out
-        live = f != 0 if signed else f > 0
-        return torch.where(self.gate & ~live, f, out)
+def feature_change(f: torch.Tensor, clamps: ClampParameters, signed: bool) -> torch.Tensor:
+    """f' - f of features `[n, C]` under their clamps, the only implementation of what a clamp does:
+
+        f' - f = scale f + shift, limited to low - f .. high - f
+
+    and 0 where f is inactive and gated (`gate` 0, else NaN): at most zero, or equal to zero for `signed`
+    activations."""
+    scale, shift, low, high, gate = clamps
+    change = torch.clamp(torch.addcmul(shift, scale, f), low - f, high - f)
+    return change.masked_fill_(f == gate if signed else f <= gate, 0.0)

@@ -1,8 +1,7 @@
-"""Which features are live at a site: the k largest of every row, read in passing.
+"""The active features at a site: the k largest of every row, read during a pass.
 
-A probe stands in the place of a splice and changes nothing. It runs before anything is done to the site, so it sees
-what the features of an edit would be computed from; edits of earlier sites have been made.
-"""
+A probe takes the place of a splice and changes nothing. It runs before the edits of its site, so it sees the row
+that the features of an edit would be computed from; edits of earlier sites have been applied. """
 
 from __future__ import annotations
 
@@ -12,7 +11,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from birkhoff.hooks.edit import Op, Path, SiteContext
+from birkhoff.hooks.digest import DigestPart, Phase
+from birkhoff.hooks.edit import GraphSplice, Op, Path, SiteContext
 from birkhoff.hooks.plan import Key
 from birkhoff.sae.activations import TopK
 from birkhoff.sae.dictionary import Sae
@@ -22,7 +22,7 @@ from birkhoff.sae.splice import SaeHost
 
 @dataclass(frozen=True)
 class Feature:
-    """One live feature of one token; `stream` where every stream is read by itself."""
+    """One active feature of one token; `stream` is set if every stream is encoded by itself."""
 
     feature: int
     activation: float
@@ -35,7 +35,8 @@ class Feature:
 
 @dataclass(eq=False)
 class Probe:
-    """Host and use in one. `found` holds, after the pass, the k largest activations of each unit and their names."""
+    """Host and use in one. After the pass, `results` holds the k largest activations of each unit and their
+    features."""
 
     reader: SaeHost
     k: int
@@ -43,27 +44,35 @@ class Probe:
     op: Op = "patch"
     path: Path = "both"
     needs_post: bool = False
-    found: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    results: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     @property
     def host(self) -> Probe:
         return self
 
     def run(
-        self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], around: SiteContext
+        self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], context: SiteContext
     ) -> torch.Tensor:
-        laid, held = self.reader.view.laid_out(x), self.reader.held
-        numbers = [unit for _, rows in uses for unit in self.reader.view.numbers(rows, None)]
-        for part in torch.tensor(numbers, device=x.device).split(CHUNK):
-            v = self.reader.view.read(laid, part, around).v
-            k = min(self.k, held.encoder.shape[0])
-            if isinstance(held.activation, TopK):
-                values, names = top(held, v, min(k, held.activation.k))
-                values = held.activation.finish(values)
+        view, weights = self.reader.view, self.reader.weights
+        rows = view.laid_out(x)
+        index = [unit for _, rows_of_use in uses for unit in view.numbers(rows_of_use, None)]
+        for part in torch.split(torch.tensor(index, device=x.device), CHUNK):
+            v = view.read(rows, part, context).v
+            k = min(self.k, weights.encoder.shape[0])
+            if isinstance(weights.activation, TopK):
+                values, features = top(weights, v, min(k, weights.activation.k))
+                values = weights.activation.finish(values)
             else:
-                values, names = top(held, v, k, activated=True)
-            self.found.append((values.cpu(), names.cpu()))
+                values, features = top(weights, v, k, activated=True)
+            self.results.append((values.cpu(), features.cpu()))
         return x
+
+    def graph_kind(self, uses: Sequence[tuple[Any, list[int]]]) -> None:
+        """Probes copy to the host and run in eager steps only."""
+        return
+
+    def graph_splice(self, kind: Any) -> GraphSplice:
+        raise AssertionError("a probe has no graph kind")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,26 +85,26 @@ class ProbePlan:
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return range(len(token_ids))
 
-    def digest_parts(self, phase: str) -> Sequence[Any]:
+    def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         return ()
 
 
-def live_features(probe: Probe, sae: Sae, tokens: int) -> list[list[Feature]]:
-    """The features of each token that are not zero, largest first, k at most."""
-    values, names = (torch.cat(parts) for parts in zip(*probe.found))
+def active_features(probe: Probe, sae: Sae, tokens: int) -> list[list[Feature]]:
+    """The nonzero features of each token, largest first, at most k."""
+    values, indices = (torch.cat(parts) for parts in zip(*probe.results))
     reader = probe.reader
     per_token = len(values) // tokens
-    renamed = reader.features if reader.features is not None and not sae.activation.whole_row else None
-    found: list[list[Feature]] = []
+    feature_of = reader.features if not sae.activation.whole_row else None  # rows on the device -> features
+    result: list[list[Feature]] = []
     for token in range(tokens):
-        here: list[Feature] = []
+        features: list[Feature] = []
         for stream in range(per_token):
             unit = token * per_token + stream
-            for value, name in zip(values[unit].tolist(), names[unit].tolist()):
-                feature = name if renamed is None else renamed[name]
+            for value, index in zip(values[unit].tolist(), indices[unit].tolist()):
+                feature = index if feature_of is None else feature_of[index]
                 if value != 0:
-                    here.append(
-                        Feature(feature, value, sae.labels.get(feature), stream if per_token > 1 else None)
-                    )
-        found.append(sorted(here, key=lambda hit: (-hit.activation, hit.feature))[: probe.k])
-    return found
+                    label = sae.labels.get(feature)
+                    features.append(Feature(feature, value, label, stream if per_token > 1 else None))
+        features.sort(key=lambda hit: (-hit.activation, hit.feature))
+        result.append(features[: probe.k])
+    return result

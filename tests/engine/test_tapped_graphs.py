@@ -1,7 +1,7 @@
 """A decoding step that is watched and changed on the GPU path is that of the plain model, at every site.
 
 In Triton's interpreter nothing is recorded, but the same launches run on the same buffers; that they can be recorded is
-what `tests/hooks/test_still.py` asks of the taps.
+what `tests/hooks/test_graph_tap.py` asks of the taps.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from birkhoff.hooks.sites import SITES
 from birkhoff.hooks.vector_table import TableRows, Tables
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
-from tests.hooks.test_still import Wish
-from tests.hooks.test_table import Everywhere, vector
+from tests.hooks.test_graph_tap import Wish
+from tests.hooks.test_vector_table import Everywhere, vector
 from tests.interpreter import DEVICE, packed_model
 from tests.model.test_prefill import with_kernels
 from tests.models import variant
@@ -149,7 +149,7 @@ def test_patterns_unused_longest_are_let_go(model):
         own = Plan(edits=(Everywhere({(hook, 0): SiteEdit("patch", vector(D, 1))}),))
         tap = armed([own])
         graphs.step(TOKENS[:1], POSITIONS[:1], SLOTS[:1], tap, graphs.sorted_out(tap))
-    kept = [(pattern.lanes[0][0][0], held.steps) for (_, _, pattern), held in graphs._watched.items()]
+    kept = [(pattern.row_edits[0][0][0], held.steps) for (_, _, pattern), held in graphs._watched.items()]
     assert kept == [("mlp_out", 2), ("mlp_in", 1)]
 
 

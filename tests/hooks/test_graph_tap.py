@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from birkhoff.engine.host_copier import HostCopier
 from birkhoff.hooks.batch_tap import StepStaging, arm
 from birkhoff.hooks.capture_buffer import RowCopyPlan
-from birkhoff.hooks.edit import SiteEdit
+from birkhoff.hooks.edit import SiteEdit, row_sum
 from birkhoff.hooks.graph_tap import GraphTap, Scratch, plan_graph
 from birkhoff.hooks.plan import Plan, Span
 from birkhoff.hooks.sites import BY_NAME, MHC_FFN_POST_MIX, MHC_STREAMS_PRE_ATTN, MLP_OUT, POST_ATTN
@@ -46,30 +46,27 @@ class Wish:
 
 @st.composite
 def site_edits(draw, hook):
-    """Any edit of a site that the grammar of steering knows."""
-    streams_site = hook.startswith("mhc")
-    op = draw(
-        st.sampled_from(
-            ["add", "add", "patch", "clamp", "norm", "post"]
-            if streams_site
-            else ["add", "add", "patch", "clamp", "norm"]
-        )
-    )
-    seed, scale = draw(st.integers(0, 9)), draw(st.sampled_from([0.5, -2.0]))
-    path = draw(st.sampled_from(["both", "read", "carry"])) if streams_site else "both"
-    streams = (
-        draw(st.sampled_from([None, (0,), (1, 3)]))
-        if streams_site and op in ("add", "clamp", "norm")
-        else None
-    )
-    width = D if streams is not None or op == "post" else WIDTHS[hook]
+    """Any edit of a site that steering can resolve to."""
+    has_streams = hook.startswith("mhc")
+    kinds = ["add", "add", "patch", "clamp", "norm_match", *(["post_mix"] if has_streams else [])]
+    kind = draw(st.sampled_from(kinds))
+    seed, scale = draw(st.integers(0, 9)), draw(st.sampled_from([0.5, -2.0, 0.3]))
+    path = draw(st.sampled_from(["both", "read", "carry"])) if has_streams else "both"
+    streams = None
+    if has_streams and kind != "post_mix":
+        streams = draw(st.sampled_from([None, (0,), (1, 3)]))
+    width = D if streams is not None or kind == "post_mix" else WIDTHS[hook]
+    if kind == "patch" and streams is not None and draw(st.booleans()):
+        width = WIDTHS[hook]  # each stream has its own part
     row = vector(width, seed)
-    if op == "clamp":
-        low, high = draw(st.sampled_from([(-0.2, 0.3), (None, 0.1), (0.4, None)]))
+    if kind == "clamp":
+        low, high = draw(st.sampled_from([(-0.2, 0.3), (None, 0.1), (0.4, None), (0.0, 0.0)]))
         return SiteEdit("clamp", row / row.norm(), scale, path, streams, low=low, high=high)
-    if op == "patch":
+    if kind == "patch":
         return SiteEdit("patch", row, abs(scale) / 2, path, streams)
-    return SiteEdit("add", row, scale, path, streams, norm_match=op == "norm", post_mix=op == "post")
+    return SiteEdit(
+        "add", row, scale, path, streams, norm_match=kind == "norm_match", post_mix=kind == "post_mix"
+    )
 
 
 @st.composite
@@ -165,6 +162,47 @@ def test_they_do_what_live_taps_do(made, dtype):
             assert torch.equal(rows, expected)
 
 
+KINDS = {
+    "add": SiteEdit("add", vector(M * D, 1), 0.7),
+    "add to streams": SiteEdit("add", vector(D, 1), 0.7, streams=(1, 3)),
+    "norm_match": SiteEdit("add", vector(M * D, 1), 0.7, norm_match=True),
+    "norm_match of streams": SiteEdit("add", vector(D, 1), 0.7, streams=(0, 2), norm_match=True),
+    "post_mix": SiteEdit("add", vector(D, 1), 0.7, post_mix=True),
+    "patch": SiteEdit("patch", vector(M * D, 1), 0.7),
+    "patch of streams": SiteEdit("patch", vector(M * D, 1), 0.7, streams=(1, 2)),
+    "clamp": SiteEdit("clamp", vector(M * D, 1) / vector(M * D, 1).norm(), 0.9, low=-0.1, high=0.2),
+    "clamp of streams": SiteEdit("clamp", vector(D, 1) / vector(D, 1).norm(), streams=(3,), low=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_row_alone_in_a_batch_and_in_a_recorded_step_has_equal_bits(kind, dtype):
+    """The result of an edit depends on its row only, not on the number of rows or on how the step runs."""
+    made = [([Everywhere({("mhc_streams_pre_attn", LAYER): KINDS[kind]})], None, False) for _ in range(5)]
+    tap = armed(plans_of(made, Tables()))
+    plan = plan_graph(tap, WIDTHS)
+    graph = GraphTap(plan, tap.edits, ROWS, torch.device("cpu"))
+    graph.fill(tap, plan)
+    recorded = through(graph, ROWS, dtype)[1]
+    batched = through(armed(plans_of(made, Tables())), 5, dtype)[1]
+    assert torch.equal(recorded[:5], batched)
+    assert not torch.equal(batched, numbers(3, ROWS, M, D)[:5].to(dtype))
+    alone = through(armed(plans_of(made[:1], Tables())), 1, dtype)[1]
+    assert torch.equal(alone, batched[:1])
+
+
+@pytest.mark.parametrize("width", [40, 2048, 7168, 16384])
+def test_sums_of_rows_do_not_depend_on_the_number_of_rows(width):
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = numbers(1, 96, width).to(device)
+    alone = torch.cat([row_sum(x[row : row + 1]) for row in range(96)])
+    for count in (1, 2, 3, 5, 8, 16, 17, 32, 64, 96):
+        assert torch.equal(row_sum(x[:count]), alone[:count]), count
+    assert torch.equal(row_sum(x.view(24, 4, width)).view(-1, 1), alone)
+    assert torch.allclose(alone.double(), x.double().sum(-1, keepdim=True), atol=1e-3)
+
+
 class Operations(TorchDispatchMode):
     """Every operation with the shapes it meets and where its inputs lie, when they lie in buffers that should stay."""
 
@@ -254,7 +292,7 @@ def test_edits_of_one_kind_that_meet_in_a_row_are_made_in_their_order():
     still.fill(tap, wishes)
     true = through(armed(plans_of(made, Tables())), 2, torch.float32)[2]
     assert torch.equal(through(still, ROWS, torch.float32)[2][:2], true)
-    assert [lane.index for _, lane in wishes.pattern.row_edits] == [0, 1, 0, 1]
+    assert [lane.rank for _, lane in wishes.pattern.row_edits] == [0, 1, 0, 1]
 
 
 def test_a_tap_that_only_looks_hands_on_the_very_tensor():

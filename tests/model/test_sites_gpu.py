@@ -60,8 +60,8 @@ def test_a_recorded_step_with_edits_repeats_the_launched_one():
     from birkhoff.hooks.batch_tap import StepStaging, arm
     from birkhoff.hooks.edit import SiteEdit
     from birkhoff.hooks.plan import Plan, Span
-    from tests.hooks.test_still import Wish
-    from tests.hooks.test_table import Everywhere
+    from tests.hooks.test_graph_tap import Wish
+    from tests.hooks.test_vector_table import Everywhere
 
     device, config = torch.device("cuda"), full_width()
     model = random_on_device(config, device, kernels="triton")

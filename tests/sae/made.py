@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from birkhoff.sae.clamps import ABSOLUTE, ADDITIVE, BOUND, MULTIPLY, ClampRow
 from birkhoff.sae.dictionary import Sae
 
 FAMILIES = ("relu", "jumprelu", "topk", "batchtopk", "gated")
@@ -78,6 +79,24 @@ def clamped(sae: Sae, f: np.ndarray, clamps: dict[int, tuple]) -> np.ndarray:
                 max(f[feature], -np.inf if low is None else low), np.inf if high is None else high
             )
     return out
+
+
+def plain(sae: Sae, v: torch.Tensor, row: ClampRow, error: str) -> torch.Tensor:
+    """Rows `[n, d]` that share their clamps after a splice: all features dense, in float32, by the definitions."""
+    f = sae.encode(v)
+    new = f.clone()
+    for feature, kind, low, high, gate in zip(row.features, row.kinds, row.lows, row.highs, row.gates):
+        old = f[:, feature]
+        values = {
+            ABSOLUTE: torch.full_like(old, low),
+            ADDITIVE: old + low,
+            MULTIPLY: old * low,
+            BOUND: torch.clamp(old, low, high),
+        }
+        active = old != 0 if sae.activation.whole_row else old > 0
+        new[:, feature] = torch.where(active, values[kind], old) if gate else values[kind]
+    lost = v.float() - sae.decode(f) if error == "keep" else 0.0
+    return sae.decode(new) + lost
 
 
 def changed_unit(sae: Sae, v: np.ndarray, clamps: dict[int, tuple], mode: str) -> np.ndarray:

@@ -10,8 +10,7 @@ from birkhoff import Add, Capture, Clamp, SaeReconstruct, SaeSet
 from birkhoff.convert.synth import synth
 from birkhoff.hooks.tap import EagerTap
 from birkhoff.sae.clamps import parse_clamp, resolve_clamps
-from birkhoff.sae.splice import plain
-from tests.sae.made import random_sae
+from tests.sae.made import plain, random_sae
 from tests.sizes import scaled
 
 PROMPT = [0, *range(40, 75)]

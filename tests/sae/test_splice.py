@@ -9,15 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from birkhoff.hooks.edit import SiteContext, apply
+from birkhoff.hooks.edit import SiteContext, edit_stages
 from birkhoff.hooks.schema import build_hook_schema
 from birkhoff.sae import encode
 from birkhoff.sae.clamps import parse_clamp, resolve_clamps
 from birkhoff.sae.dictionary import VIEWS
-from birkhoff.sae.encode import DeviceSae, kept, reconstruct, top
-from birkhoff.sae.splice import SaeHost, SaeUse, capacity, plain
+from birkhoff.sae.encode import DeviceSae, encode_topk, reconstruct, top
+from birkhoff.sae.splice import SaeHost, SaeUse, padded_units
 from birkhoff.sae.views import make_view
-from tests.sae.made import FAMILIES, changed_row, random_sae
+from tests.sae.made import FAMILIES, changed_row, plain, random_sae
 from tests.sizes import scaled
 
 D, M, F = 16, 3, 24
@@ -42,6 +42,12 @@ def around_of(count, seed=1):
     return SiteContext(
         post, lambda streams: torch.sigmoid((streams * weights).sum(-1))
     )  # any function of the streams will do
+
+
+def apply(x, edits, context):
+    for stage in edit_stages(edits):
+        x = stage(x, context)
+    return x
 
 
 def host_of(sae, features=None, order=0):
@@ -229,7 +235,7 @@ def test_several_uses_of_one_row_all_see_the_row_as_it_came(family):
 def test_clamps_that_only_add_encode_nothing():
     sae, x = random_sae("topk"), rows_of(4, "single")
     host = host_of(sae)
-    object.__setattr__(host.held, "encoder", None)  # whoever touched it would fail
+    object.__setattr__(host.weights, "encoder", None)  # whoever touched it would fail
     out = host.run(
         x,
         [(use_of(host, sae, {2: ("additive", 3.0, False), 9: ("additive", -1.0, False)}), [1])],
@@ -242,8 +248,8 @@ def test_clamps_that_only_add_encode_nothing():
 def test_only_rows_of_the_named_features_are_held(family):
     sae = random_sae(family, features=64)
     whole, few = host_of(sae), host_of(sae, features=[5, 60])
-    assert few.held.decoder.shape == (2, D)
-    assert few.held.encoder.shape[0] == (64 if family == "topk" else 2)
+    assert few.weights.decoder.shape == (2, D)
+    assert few.weights.encoder.shape[0] == (64 if family == "topk" else 2)
     clamps = {5: ("absolute", 1.0, False), 60: ("additive", 2.0, True)}
     x, around = rows_of(8, "single"), around_of(8)
     a, b = (h.run(x, [(use_of(h, sae, clamps), list(range(8)))], around) for h in (whole, few))
@@ -260,8 +266,8 @@ def test_rows_are_rounded_once_to_the_dtype_of_the_site():
 
 
 def test_the_block_is_a_little_higher_than_its_rows_at_most():
-    assert [capacity(n) for n in (1, 3, 9, 16, 17, 129, 1000)] == [1, 4, 12, 16, 24, 192, 1024]
-    assert all(n <= capacity(n) <= max(1.6 * n, n + 1) for n in range(1, 3000))
+    assert [padded_units(n) for n in (1, 3, 9, 16, 17, 129, 1000)] == [1, 4, 12, 16, 24, 192, 1024]
+    assert all(n <= padded_units(n) <= max(1.6 * n, n + 1) for n in range(1, 3000))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -275,7 +281,7 @@ def test_tiles_change_nothing_but_memory(family, rows, monkeypatch):
             monkeypatch.setattr(encode, "TILE", tile)
             monkeypatch.setattr(encode, "CHUNK", 16)
             monkeypatch.setattr(encode, "SPARSE_SHARE", share)
-            assert torch.allclose(reconstruct(held, x, kept(held, x)), expected, atol=1e-4)
+            assert torch.allclose(reconstruct(held, x, encode_topk(held, x)), expected, atol=1e-4)
 
 
 class Largest(TorchDispatchMode):

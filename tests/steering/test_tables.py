@@ -165,5 +165,5 @@ def test_a_step_like_the_last_is_not_built_again(engine):
     taps = []
     while not request.done:
         engine._core.step()
-        taps.append(staging.armed)
+        taps.append(staging.last_edit_tap)
     assert len({id(tap) for tap in taps}) == 2  # one for reading the prompt, one for all of decoding

@@ -7,7 +7,7 @@ and come in a few fixed sizes; an index is padded with a row whose copy is never
 and not shapes. After the step, `deliver` gives each job its part of the staged rows.
 
 Which rows of which sites belong to which job is a `CaptureLayout`. While requests only decode it is the same from
-step to step and is reused; only positions and tokens (`RowRequest`) are new. """
+step to step and is reused; only positions and tokens (`RowRequest`) are new."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A step copies every captured site into its column of the buffer, for all rows: t
 depends on the requests. Which rows belong to which job is a `RowCopyPlan`, made once for as long as the same jobs
 capture the same rows: a few long copies to the host, and for each job memory of its own with the rows of its sites.
 That memory is allocated for several steps at once: touching new pages is most of the cost of delivering rows, and
-large pages are fewer. """
+large pages are fewer."""
 
 from __future__ import annotations
 

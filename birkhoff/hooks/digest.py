@@ -5,7 +5,7 @@ operation. `combine` frames every part with its length and every block with a na
 one kind can be read as content of another. Parts of a block whose order cannot matter are sorted; the others stand
 as they came. A phase that nothing touches has no digest, whatever the other phase does: edits of generated tokens
 leave the cache of a prompt alone. Nothing here imports torch, so that what was steered can be compared where there
-is none. """
+is none."""
 
 from __future__ import annotations
 

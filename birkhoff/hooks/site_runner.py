@@ -2,7 +2,7 @@
 
 Eager steps (`batch_tap.py`) and recorded steps (`graph_tap.py`) differ in how they store captured rows and in what
 their edit stages are; the sequence, and the split into the tensor a sublayer reads and the tensor that is carried
-past it, are here for both. """
+past it, are here for both."""
 
 from __future__ import annotations
 

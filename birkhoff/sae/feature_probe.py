@@ -1,7 +1,7 @@
 """The active features at a site: the k largest of every row, read during a pass.
 
 A probe takes the place of a splice and changes nothing. It runs before the edits of its site, so it sees the row
-that the features of an edit would be computed from; edits of earlier sites have been applied. """
+that the features of an edit would be computed from; edits of earlier sites have been applied."""
 
 from __future__ import annotations
 

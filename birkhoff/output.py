@@ -1,4 +1,4 @@
-"""What comes back: the answer of one request, whole or as it comes, and the record of a traced forward pass."""
+"""Results of the API: the output of one request, a stream of its tokens, and the record of a traced forward pass."""
 
 from __future__ import annotations
 
@@ -9,37 +9,39 @@ from typing import Any
 
 import torch
 
-from birkhoff.capture.sinks.captured_rows import CapturedRows, NoActs
-from birkhoff.capture.sinks.job import CaptureJob, MemorySink
-from birkhoff.capture.sinks.result import CaptureResult
+from birkhoff.capture.sinks.captured_rows import NoActs
 from birkhoff.engine.request import FinishReason, Request, TokenEvent, TokenLogprob
 from birkhoff.errors import CaptureError, RequestError, SiteError
-from birkhoff.hooks.plan import Plan
-from birkhoff.hooks.signals import Frame, SignalJob
-from birkhoff.sae.feature_edits import ResolvedSae
+from birkhoff.hooks.plan import Plan, SiteRows
+from birkhoff.hooks.results import CaptureResult
+from birkhoff.hooks.signals import Frame
 
-_UNASKED = SiteError(
+_NOTHING_CAPTURED = SiteError(
     "nothing was captured. Say what to keep: generate(..., capture=Capture({hook: layers}))."
 )
 
 
 @dataclass
 class Output:
-    """One answer. `message` is set for chats: reasoning, content and tool calls apart; `text` is then the content."""
+    """The output of one request. `message` is set for chats: reasoning, content and tool calls; `text` is the content.
+
+    `acts[hook, layer]` are captured rows in memory; `capture_results` has the result of each consumer; `interp` reports
+    hashes and the positions that were steered; `baseline` is the unsteered twin, if requested.
+    """
 
     text: str
     token_ids: list[int]
     prompt_token_ids: list[int]
     finish_reason: FinishReason
     logprobs: list[TokenLogprob] | None = None
-    acts: Mapping[tuple[str, int], CapturedRows] = field(default_factory=lambda: NoActs(_UNASKED))
+    acts: Mapping[tuple[str, int], SiteRows] = field(default_factory=lambda: NoActs(_NOTHING_CAPTURED))
     capture_results: dict[str, CaptureResult] = field(default_factory=dict)
     interp: dict[str, Any] = field(default_factory=dict)
     timings: dict[str, float | int | None] = field(default_factory=dict)
     message: Any = None
     error: Exception | None = None
     signals: list[Frame] | None = None
-    baseline: Output | None = None  # the unsteered twin, when it was asked for
+    baseline: Output | None = None
 
     @classmethod
     def of(cls, request: Request, message: Any = None) -> Output:
@@ -51,68 +53,64 @@ class Output:
             finish_reason=request.finish_reason,
             logprobs=list(request.logprobs) if request.options.logprobs is not None else None,
             acts=_acts(request),
-            capture_results=_capture_results(request),
+            capture_results={each.consumer: each.result() for each in request.results.captures},
             interp=interp_of(request),
             timings=timings_of(request),
             message=message,
             error=request.error,
-            signals=_signals(request),
+            signals=frames_of(request),
         )
 
 
-def _acts(request: Request) -> Mapping[tuple[str, int], CapturedRows]:
-    """What the request's capture kept in memory. A failed capture leaves the answer whole: asking for rows tells."""
-    jobs = _captures(request)
-    for job in jobs:
-        if isinstance(job.keeper, MemorySink):
+def _acts(request: Request) -> Mapping[tuple[str, int], SiteRows]:
+    """Captured rows in memory. If the capture failed, the text is still complete and reading the rows raises."""
+    captures = request.results.captures
+    for capture in captures:
+        if capture.in_memory:
             try:
-                return job.keeper.acts()
+                return capture.rows()
             except CaptureError as error:
                 why = f"the capture failed ({error}); the answer is complete. Ask for the rows again."
                 return NoActs(CaptureError(why), lost=True)
-    if jobs:
-        names = ", ".join(repr(job.resolved.consumer) for job in jobs)
+    if captures:
+        names = ", ".join(repr(capture.consumer) for capture in captures)
         return NoActs(
             CaptureError(
                 f"they went to {names}, not to memory. output.capture_results says what became of them."
             )
         )
-    return NoActs(_UNASKED)
+    return NoActs(_NOTHING_CAPTURED)
 
 
-def _signals(request: Request) -> list[Frame] | None:
-    """All frames of the request, when it asked for any."""
-    for job in request.plan.jobs if request.plan is not None else ():
-        if isinstance(job, SignalJob):
-            job.take()
-            return job.frames
-    return None
-
-
-def _captures(request: Request) -> list[CaptureJob]:
-    return [
-        job for job in (request.plan.jobs if request.plan is not None else ()) if isinstance(job, CaptureJob)
-    ]
+def frames_of(request: Request) -> list[Frame] | None:
+    """All signal frames of the request; None if it requested no signals."""
+    signals = request.results.signals
+    if signals is None:
+        return None
+    signals.take()
+    return signals.frames
 
 
 def interp_of(request: Request) -> dict[str, Any]:
-    """What was captured and which tokens were steered: exact positions, counted by the engine and not by the request's
-    wording. Places that a capture asked for one by one and that never came are listed by consumer."""
-    found: dict[str, Any] = {}
-    captures = _captures(request)
+    """What was captured and which positions were steered, as recorded by the engine.
+
+    Positions that a capture lists one by one and that were never computed are reported by consumer.
+    """
+    report: dict[str, Any] = {}
+    captures = request.results.captures
     if captures:
-        found["capture_hash"] = captures[0].capture_hash
-        missing = {job.resolved.consumer: job.missing for job in captures if job.missing}
-        found |= {"positions_that_never_came": missing} if missing else {}
+        report["capture_hash"] = captures[0].capture_hash
+        missing = {capture.consumer: capture.missing for capture in captures if capture.missing}
+        report |= {"positions_that_never_came": missing} if missing else {}
     if request.plan is not None and request.plan.edits:
-        found |= _steering(request.plan)
+        report |= _steering(request.plan)
     if request.cached_tokens or request.drafted:
-        found["reuse"] = _reuse(request)
-    return found
+        report["reuse"] = _reuse(request)
+    return report
 
 
 def _reuse(request: Request) -> dict[str, int]:
-    """What was not computed for this request alone, and what was guessed for it."""
+    """Counts of the prefix cache and of speculative decoding for this request."""
     return {
         "cached_tokens": request.cached_tokens or 0,
         "pages_shared": request.shared_pages,
@@ -122,37 +120,26 @@ def _reuse(request: Request) -> dict[str, int]:
 
 
 def _steering(plan: Plan) -> dict[str, Any]:
-    """What was done to which tokens: both hashes, who saw edits of the streams, and what became of errors of
-    dictionaries."""
-    hashes = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
-    found: dict[str, Any] = {
+    """Digests of the edits per phase, the steered positions, the paths of stream edits, and the SAE edits."""
+    digests = {"prefill": plan.prefill_digest, "decode": plan.decode_digest}
+    report: dict[str, Any] = {
         "steering_hash": {
-            phase: None if digest is None else digest.hex() for phase, digest in hashes.items()
+            phase: None if digest is None else digest.hex() for phase, digest in digests.items()
         },
         "rows_steered": len(plan.steered),
         "steered_positions": sorted(plan.steered),
     }
-    streams = {
-        site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if "streams" in hook
-    }
-    if streams:
-        found["paths"] = sorted(streams)
-    features = [edit.describe() for edit in plan.edits if isinstance(edit, ResolvedSae)]
+    paths = {site.path for edit in plan.edits for (hook, _), site in edit.sites.items() if "streams" in hook}
+    if paths:
+        report["paths"] = sorted(paths)
+    features = [described for edit in plan.edits if (described := edit.describe()) is not None]
     if features:
-        found["features"] = features
-    return found
-
-
-def _capture_results(request: Request) -> dict[str, CaptureResult]:
-    """What became of rows that went elsewhere, by consumer; waits until files are durable."""
-    found: dict[str, CaptureResult] = {}
-    for job in _captures(request):
-        found |= job.keeper.results()
-    return found
+        report["features"] = features
+    return report
 
 
 def timings_of(request: Request) -> dict[str, float | int | None]:
-    """Milliseconds of each stage, and the rate of decoding after the first token."""
+    """Milliseconds per stage, token counts, and the decode rate after the first token."""
     t = request.timings
 
     def between(start: float | None, stop: float | None) -> float | None:
@@ -173,9 +160,9 @@ def timings_of(request: Request) -> dict[str, float | int | None]:
 
 
 class Stream:
-    """The events of one running answer, in order, and the answer itself once it has ended.
+    """Iterator over the token events of one request; `output` is its `Output` after the last event.
 
-    Closing (also by leaving a `with` block) cancels; a stream that is thrown away does the same."""
+    Closing it, leaving its `with` block or dropping the last reference cancels the request."""
 
     def __init__(
         self, request: Request, events: Generator[TokenEvent, None, None], cancel: Callable[[Request], None]
@@ -191,8 +178,8 @@ class Stream:
         return next(self._events)
 
     def close(self) -> None:
-        self._cancel(self._request)  # also one that was never read and has not reached the engine
-        with suppress(ValueError):  # another thread is reading: it meets the end by itself
+        self._cancel(self._request)  # also a request that was never submitted
+        with suppress(ValueError):  # another thread is reading and will see the end
             self._events.close()
 
     def __enter__(self) -> Stream:
@@ -211,9 +198,9 @@ class Stream:
 
 
 class Trace:
-    """Every asked-for site of one forward pass: `trace[hook, layer]` is `[T, *row_shape]`, `trace.logits` `[T, vocab]`.
+    """Sites recorded in one forward pass: `trace[hook, layer]` is `[T, *row_shape]`, `trace.logits` is `[T, vocab]`.
 
-    Hooks that fire once per model sit at the last layer."""
+    Hooks that fire once per model have the index of the last layer."""
 
     def __init__(self, logits: torch.Tensor, tensors: dict[tuple[str, int], torch.Tensor]):
         self.logits = logits

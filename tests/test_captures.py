@@ -7,9 +7,10 @@ import torch
 
 import birkhoff
 from birkhoff import Capture
+from birkhoff.capture.sinks.result import CaptureResult, done
 from birkhoff.capture.store.reader import read_request, to_torch
 from birkhoff.convert.synth import synth
-from birkhoff.errors import CaptureValidationError, OptionError
+from birkhoff.errors import CaptureValidationError, ContextError, OptionError
 
 HOOKS = {"mhc_streams_pre_attn": [1, -1], "mhc_ffn_res_mix": "all", "moe_topk": [0]}
 
@@ -134,3 +135,107 @@ def test_files_need_a_root(checkpoint):
     with birkhoff.load(checkpoint) as engine:
         with pytest.raises(OptionError, match="capture_root"):
             engine.generate("hello", max_tokens=1, capture=Capture({"mlp_out": [0]}, returns="file"))
+
+
+def everything_under(root):
+    return sorted(path.relative_to(root).as_posix() for path in root.rglob("*") if path.is_file())
+
+
+REFUSED = {
+    "validation": ({}, Capture({"mlp_out": [99]}), CaptureValidationError),
+    "context": ({"max_tokens": 10**6}, Capture({"mlp_out": [0]}), ContextError),
+}
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("why", REFUSED)
+def test_a_call_that_is_refused_leaves_no_file_and_no_taken_id(filing, tmp_path, n, why):
+    """Planning has no side effect: files open when all requests of a call are accepted."""
+    sampling, second, error = REFUSED[why]
+    filed = Capture({"mlp_out": [0]}, returns="file", request_id="probe", tag="test")
+    before = everything_under(tmp_path)
+    with pytest.raises(error):
+        filing.generate(["one", "two"], n=n, capture=[filed, second], **{"max_tokens": 2, **sampling})
+    assert everything_under(tmp_path) == before and not (tmp_path / "test").exists()
+    out = filing.generate("one", max_tokens=2, capture=filed)
+    assert out.capture_results["filesystem"].id == "test/probe" and out.capture_results["filesystem"].durable
+
+
+def test_an_id_that_is_taken_is_an_error_of_its_capture_alone(filing):
+    filed = Capture({"mlp_out": [0]}, returns="file", request_id="probe", tag="test")
+    assert filing.generate("one", max_tokens=2, capture=filed).capture_results["filesystem"].status == "ok"
+    again = filing.generate("one", max_tokens=2, capture=filed)
+    assert again.finish_reason in ("length", "stop")
+    assert again.capture_results["filesystem"].status == "error"
+
+
+def test_a_stream_that_is_never_read_opens_no_file(filing, tmp_path):
+    before = everything_under(tmp_path)
+    stream = filing.stream(
+        "one", capture=Capture({"mlp_out": [0]}, returns="file", request_id="a", tag="test")
+    )
+    assert everything_under(tmp_path) == before
+    stream.close()
+    assert stream.output.capture_results["filesystem"].status == "not_requested"
+    assert everything_under(tmp_path) == before
+
+
+class EveryRequest:
+    """A consumer with a global spec: counts rows by request."""
+
+    reads_client_spec = False
+    writer_threads = 1
+
+    def __init__(self, spec):
+        self.spec, self.rows, self.ended = spec, {}, []
+
+    def global_capture_spec(self):
+        return self.spec
+
+    def validate_client_spec(self, spec, path):
+        raise AssertionError("no request can name this consumer")
+
+    def begin(self, request):
+        self.rows[request.key] = []
+
+    def submit_chunk(self, chunk):
+        self.rows[chunk.request_id] += [(chunk.hook, chunk.layer, position) for position in chunk.positions]
+
+    def finalize(self, finish):
+        self.ended.append(finish.key)
+        return done(CaptureResult("ok"))
+
+    def get_result(self, key):
+        return CaptureResult("ok")
+
+    def shutdown(self):
+        pass
+
+
+def test_a_consumer_with_a_global_spec_receives_rows_of_every_request(checkpoint):
+    spy = EveryRequest({"hooks": {"mlp_out": [1]}, "positions": "all_prompt"})
+    with birkhoff.load(checkpoint) as engine:
+        engine.add_consumer("spy", spy)
+        plain, captured = engine.generate(
+            ["hello", "you"], max_tokens=2, temperature=0, capture=[None, Capture({"pre_attn": [0]})]
+        )
+        list(engine.stream("streamed", max_tokens=2))
+        next(engine.stream_acts(["fed"], Capture({"pre_attn": [0]})))
+        with pytest.raises(CaptureValidationError, match="no consumer has this name"):
+            engine.generate("hello", max_tokens=1, capture={"spy": {"hooks": {"mlp_out": [0]}}})
+        assert plain.capture_results == {} and "capture_hash" not in plain.interp and plain.acts == {}
+        assert set(captured.capture_results) == {"memory"} and set(captured.acts) == {("pre_attn", 0)}
+    assert len(spy.rows) == len(spy.ended) == 4
+    lengths = [len(engine.prompt_ids(text)) for text in ("hello", "you", "streamed", "fed")]
+    assert list(spy.rows.values()) == [[("mlp_out", 1, at) for at in range(length)] for length in lengths]
+
+
+def test_a_global_spec_of_another_model_is_refused_and_one_that_does_not_fit_a_request_is_skipped(checkpoint):
+    with birkhoff.load(checkpoint) as engine:
+        with pytest.raises(CaptureValidationError, match=r"capture\.spy.*99"):
+            engine.add_consumer("spy", EveryRequest({"hooks": {"mlp_out": [99]}, "positions": "all"}))
+        spy = EveryRequest({"hooks": {"mlp_out": [1]}, "positions": [0, 10]})
+        engine.add_consumer("spy", spy)
+        assert engine.generate("x", max_tokens=1).finish_reason is not None
+        engine.generate("a text of more than ten tokens", max_tokens=1)
+    assert [[at for _, _, at in rows] for rows in spy.rows.values()] == [[0, 10]]

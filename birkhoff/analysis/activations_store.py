@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from birkhoff.capture.sinks.captured_rows import CapturedRows
 from birkhoff.capture.spec.request import Capture
 from birkhoff.engine.request import Request
 from birkhoff.errors import OptionError
+from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.site_names import Address
 
 if TYPE_CHECKING:
@@ -66,9 +66,7 @@ def feed(engine: Engine, texts: Iterable[Prompt], capture: Capture, batch_rows: 
         yield _join(held)
 
 
-def _run(
-    engine: Engine, texts: Iterable[Prompt], capture: Capture
-) -> Iterator[Mapping[Address, CapturedRows]]:
+def _run(engine: Engine, texts: Iterable[Prompt], capture: Capture) -> Iterator[Mapping[Address, SiteRows]]:
     """Captured rows of each text, in order; as many in flight as the engine runs at once."""
     flying: deque[Request] = deque()
     source = iter(texts)
@@ -88,7 +86,7 @@ def _run(
             engine.cancel(request)
 
 
-def _part(number: int, acts: Mapping[Address, CapturedRows]) -> ActBatch | None:
+def _part(number: int, acts: Mapping[Address, SiteRows]) -> ActBatch | None:
     if not len(acts):
         return None
     some = next(iter(acts.values()))

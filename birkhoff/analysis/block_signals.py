@@ -9,7 +9,7 @@ of the answer changes. Rows come in order of position, each once, which is what 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,13 +32,22 @@ def block_keys(model: Transformer) -> tuple[Key, ...]:
     return tuple((HOOK, layer) for layer in indexed)
 
 
-def signal_jobs(
-    model: Transformer, names: Sequence[str], modules: Mapping[str, Any]
-) -> tuple[SignalJob | BlockJob, ...]:
-    """The jobs of one request that wants signals; its frames are those of the first."""
+class SignalJobs(NamedTuple):
+    """Jobs of one request with signals; its frames are those of `signals`."""
+
+    signals: SignalJob
+    blocks: BlockJob | None
+
+    @property
+    def jobs(self) -> tuple[SignalJob | BlockJob, ...]:
+        return (self.signals,) if self.blocks is None else (self.signals, self.blocks)
+
+
+def signal_jobs(model: Transformer, names: Sequence[str], modules: Mapping[str, Any]) -> SignalJobs:
+    """The jobs that compute the signals `names` for one request."""
     wanted = BLOCKS in names
-    told = SignalJob(names, len(model.layers), modules, block_keys(model) if wanted else ())
-    return (told, BlockJob(model, told)) if wanted else (told,)
+    signals = SignalJob(names, len(model.layers), modules, block_keys(model) if wanted else ())
+    return SignalJobs(signals, BlockJob(model, signals) if wanted else None)
 
 
 class BlockJob:
@@ -54,6 +63,9 @@ class BlockJob:
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return range(len(token_ids))
+
+    def open(self) -> None:
+        pass
 
     def deliver(self, rows: SiteRows) -> None:
         with torch.no_grad():

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from birkhoff.capture.sinks.captured_rows import CapturedRows
 from birkhoff.capture.spec.request import Capture
 from birkhoff.engine.request import Request
 from birkhoff.errors import OptionError, SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
+from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.site_names import Address, resolve
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.steering.extract import METHODS, Separation, direction, separate
@@ -150,7 +150,7 @@ def vector_of(
 
 def _acts(
     engine: Engine, texts: Sequence[Any], hooks: dict[str, list[int]], tokens: str
-) -> Iterator[Mapping[Address, CapturedRows]]:
+) -> Iterator[Mapping[Address, SiteRows]]:
     """What one reduced capture of each text holds, in order; a few texts are in the engine at a time."""
     flying: deque[Request] = deque()
     try:

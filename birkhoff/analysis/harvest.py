@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 from birkhoff.analysis import run_manifest
 from birkhoff.analysis.dataset import DatasetText
 from birkhoff.capture.planner import FILES, CapturePlanner
-from birkhoff.capture.sinks.job import CaptureJob
-from birkhoff.capture.sinks.result import CaptureResult
 from birkhoff.capture.spec.request import Capture
 from birkhoff.capture.store.finished import forget, survey
 from birkhoff.capture.store.naming import slug
@@ -197,9 +195,7 @@ def _as_files(engine: Engine, capture: Capture) -> Capture:
         )
     if capture.returns not in (None, "file"):
         raise OptionError(f"capture.return is {capture.returns!r}, but a harvest writes files. Leave it out.")
-    fields = capture.to_json()
-    fields |= {"return": "file", "layout": capture.layout or "sharded", "tag": capture.tag or TAG}
-    wish = Capture.from_json(fields)
+    wish = capture.replace(returns="file", layout=capture.layout or "sharded", tag=capture.tag or TAG)
     wish.resolve(
         engine.schema,
         engine.config.num_hidden_layers,
@@ -276,7 +272,7 @@ def _run(
 
 def _submit(engine: Engine, text: DatasetText, wish: Capture, planner: CapturePlanner) -> Request:
     ids = _ids(engine, text)
-    named = Capture.from_json({**wish.to_json(), "request_id": f"{text.number:09d}"})
+    named = wish.replace(request_id=f"{text.number:09d}")
     with _blaming(text):
         return engine.submit_prompt(ids, named, planner)
 
@@ -314,15 +310,13 @@ def _bad(report: HarvestReport | HarvestEstimate, error: DataError, skip_bad: bo
 
 def _acknowledge(text: DatasetText, request: Request, report: HarvestReport) -> None:
     """Wait until a text's rows are durable, and count them."""
-    assert request.plan is not None
-    (job,) = request.plan.jobs
-    assert isinstance(job, CaptureJob)
-    result = CaptureResult("pending")
+    (capture,) = request.results.captures
+    result = capture.result()
     while not result.finished:  # a slow disk is waited for, as any writer would
-        result = job.keeper.results()[FILES]
-    if job.error is not None or result.status != "ok":
+        result = capture.result()
+    if result.status != "ok":
         raise CaptureWriteError(
-            f"{text.where} could not be written: {job.error or result.error}. Make room or mend the disk, then run "
+            f"{text.where} could not be written: {result.error}. Make room or mend the disk, then run "
             "the same command again; what is done stays done."
         )
     report.texts += 1

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent
 from birkhoff.errors import BirkhoffError, EngineClosed
-from birkhoff.hooks.signals import Frame, SignalJob
+from birkhoff.hooks.signals import Frame
 from birkhoff.text.detokenizer import ChatStream
 from birkhoff.text.events import Event
 
@@ -47,7 +47,7 @@ class Driver:
     def __init__(self, core: EngineCore, deliver: Callable[[list[RequestOutput]], None]):
         self._core = core
         self._deliver = deliver
-        self._inbox: deque[Request] = deque()
+        self._inbox: deque[tuple[Request, ...]] = deque()  # the requests of one call
         self._parsed: dict[Request, int] = {}  # taken and not ended: how many chat events were passed on
         self._wake = threading.Event()
         self._closing = False
@@ -58,10 +58,10 @@ class Driver:
         self._thread.start()
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Have requests taken before the next step, all of them in one go."""
+        """Submit the requests of one call before the next step: all of them, or none if one is refused."""
         if self.failure is not None or self._closing:
             raise EngineClosed("the engine has stopped. Start the server again.")
-        self._inbox.extend(requests)
+        self._inbox.append(tuple(requests))
         self._wake.set()
 
     def cancel(self, requests: Iterable[Request]) -> None:
@@ -73,7 +73,7 @@ class Driver:
     @property
     def running(self) -> int:
         """Requests that were taken and have not ended, queued ones among them."""
-        return len(self._parsed) + len(self._inbox)
+        return len(self._parsed) + sum(map(len, self._inbox))
 
     @property
     def alive(self) -> bool:
@@ -101,7 +101,7 @@ class Driver:
                     self._wake.clear()
         except BaseException as error:
             self.failure = error
-            for request in [*self._parsed, *self._inbox]:
+            for request in [*self._parsed, *(request for call in self._inbox for request in call)]:
                 if not request.done:
                     request.finish("error", error=error if isinstance(error, Exception) else None)
             self._tell()
@@ -109,14 +109,14 @@ class Driver:
     def _take(self) -> None:
         news = []
         while self._inbox:
-            request = self._inbox.popleft()
+            requests = self._inbox.popleft()
             try:
-                self._core.submit(request)
+                self._core.submit(*requests)
             except BirkhoffError as refusal:
-                news.append(RequestOutput(request, refused=refusal))
+                news += [RequestOutput(request, refused=refusal) for request in requests]
             else:
-                self._parsed[request] = 0
-                news.append(RequestOutput(request))
+                self._parsed |= dict.fromkeys(requests, 0)
+                news += [RequestOutput(request) for request in requests]
         if news:
             self._deliver(news)
 
@@ -145,5 +145,5 @@ def _popped(events: deque[TokenEvent]) -> Iterable[TokenEvent]:
 
 
 def _frames(request: Request) -> tuple[Frame, ...]:
-    jobs = request.plan.jobs if request.plan is not None else ()
-    return tuple(frame for job in jobs if isinstance(job, SignalJob) for frame in job.take())
+    signals = request.results.signals
+    return () if signals is None else tuple(signals.take())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -21,7 +21,6 @@ from birkhoff.api.driver import Driver, RequestOutput
 from birkhoff.api.options import signature_of
 from birkhoff.api.prompts import Captures, per_prompt
 from birkhoff.capture.planner import CapturePlanner, CaptureRequestSpec, CaptureRules
-from birkhoff.capture.sinks.captured_rows import CapturedRows
 from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.spec.estimate import Estimate
 from birkhoff.capture.spec.projections import Projections
@@ -33,7 +32,8 @@ from birkhoff.engine.request import Request, TokenEvent, TokenMask
 from birkhoff.engine.sampler import seed_for
 from birkhoff.engine.sampling_params import SamplingKwargs, SamplingParams
 from birkhoff.errors import BirkhoffError, OptionError, PromptError, TextUnavailable
-from birkhoff.hooks.plan import Edit, Plan
+from birkhoff.hooks.plan import Edit, Plan, SiteRows
+from birkhoff.hooks.results import RequestResults
 from birkhoff.hooks.schema import HookSchema, schema_of
 from birkhoff.hooks.signals import check_signals
 from birkhoff.hooks.site_names import Address
@@ -181,7 +181,7 @@ class Engine:
         return self._steering.parse_wire(fields)
 
     @property
-    def runs(self) -> dict[str, Mapping[Address, CapturedRows]]:
+    def runs(self) -> dict[str, Mapping[Address, SiteRows]]:
         """Captured rows by name, for patches that name a run: `engine.runs["clean"] = output.acts`."""
         return self._steering.runs
 
@@ -367,6 +367,11 @@ class Engine:
         """Register a consumer of captured rows: `capture={name: {"hooks": …}}`. It is shut down with the engine."""
         self._capture_planner.add_consumer(name, consumer)
 
+    @property
+    def capture_roots(self) -> dict[str, Path]:
+        """Directory of every consumer that writes files, by consumer name."""
+        return self._capture_planner.file_roots
+
     def stream_acts(
         self, texts: Iterable[Prompt], capture: Capture, batch_rows: int = 8192
     ) -> Iterator[ActBatch]:
@@ -414,7 +419,7 @@ class Engine:
         self._core.submit(request)
         return request
 
-    def wait_for_acts(self, request: Request) -> Mapping[Address, CapturedRows]:
+    def wait_for_acts(self, request: Request) -> Mapping[Address, SiteRows]:
         """Step the engine until a submitted prompt has finished; returns its captured rows."""
         self.wait(request)
         return Output.of(request).acts
@@ -485,8 +490,7 @@ class Engine:
     def _run(self, requests: list[Request]) -> None:
         """Run requests to their end. An error or an interrupt cancels all of them."""
         try:
-            for request in requests:
-                self._core.submit(request)
+            self._core.submit(*requests)
             for request in requests:
                 self._step_until_done(request)
         finally:
@@ -543,19 +547,22 @@ class Engine:
         edits = self.resolve(steer, ids, max_tokens)
 
         def plan(choice: int) -> Plan | None:
-            if capture is None and not names and not edits:
-                return None
-            plan = Plan()
+            captures = Plan()
             if capture is not None:
                 tail = suffix if params.n == 1 else f"{suffix}-{choice}"
-                plan = (planner or self._capture_planner).plan(capture, ids, max_tokens, tail)
-            jobs = signal_jobs(self.model, names, self.modules) if names else ()
-            return replace(
-                plan,
-                jobs=(*plan.jobs, *jobs),
-                edits=edits,
+                captures = (planner or self._capture_planner).plan(capture, ids, max_tokens, tail)
+            jobs = [*captures.jobs, *self._capture_planner.global_jobs(ids, max_tokens)]
+            measured = signal_jobs(self.model, names, self.modules) if names else None
+            if measured is not None:
+                jobs += measured.jobs
+            if not jobs and not edits:
+                return None
+            return Plan(
+                tuple(jobs),
+                edits,
                 holdings=self.saes.holdings([edit for edit in edits if isinstance(edit, ResolvedSae)]),
                 table=self._steering.table(edits),
+                results=RequestResults(captures.results.captures, measured and measured.signals),
             )
 
         def request(choice: int) -> Request:

@@ -27,8 +27,7 @@ import torch
 import birkhoff
 from birkhoff.bench.baselines import OurEngine, Tokens
 from birkhoff.bench.report import facts, significant, summary
-from birkhoff.capture.planner import FILES, CapturePlanner
-from birkhoff.capture.sinks.job import CaptureJob
+from birkhoff.capture.planner import CapturePlanner
 from birkhoff.capture.spec.request import Capture
 from birkhoff.convert.synth import synth
 from birkhoff.engine.request import Request
@@ -123,6 +122,8 @@ class CapturingEngine(OurEngine):
         made = {hook: torch.randn(piece, *self._schema[hook].logical_shape) for hook in self._wish.hooks}
         began = time.perf_counter()
         plans = [self._capture_planner.plan(self._wish, ids, 1) for _ in range(requests)]
+        for plan in plans:
+            plan.open()
         for start in range(0, count, piece):
             places = ids[start : start + piece]
             for plan in plans:
@@ -136,9 +137,8 @@ class CapturingEngine(OurEngine):
     def _stored(self, plans: list[Plan]) -> int:
         stored = 0
         for plan in plans:
-            (job,) = plan.jobs
-            assert isinstance(job, CaptureJob)
-            result = job.keeper.results()[FILES]
+            (capture,) = plan.results.captures
+            result = capture.result()
             if result.status != "ok":
                 raise CaptureWriteError(
                     f"a capture of the benchmark failed: {result.error}. Is the disk full?"

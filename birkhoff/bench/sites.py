@@ -71,6 +71,9 @@ class Taken:
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> range:
         return range(len(token_ids))
 
+    def open(self) -> None:
+        pass
+
     def deliver(self, rows: SiteRows) -> None:
         self.got.setdefault((rows.hook, rows.layer), []).append(rows.tensor)
 

@@ -1,50 +1,58 @@
-"""Captures of an engine: who keeps which rows, and what became of them.
+"""Captures of one engine: consumers, limits, and the plan of each request.
 
-Rows go to memory (`output.acts`) unless a capture says `returns="file"` or the wire form names another consumer: then
-they go through the dispatcher to the consumers that this engine has, and `output.capture_results` says, per consumer,
-what became of them. What a request may store is limited in bytes, and `project` names matrices that were registered;
-both belong to the engine, so that every desk of it (a harvest has its own) goes by the same rules.
+Rows stay in memory (`output.acts`) unless a capture has `returns="file"` or the wire form names another consumer; then
+they pass through the dispatcher to the consumers of this engine, and `output.capture_results` has one result per
+consumer. Planning returns data and has no side effect: files are opened and names are claimed when an engine accepts
+the request (`Plan.open`).
+
+A consumer with a `global_capture_spec` receives rows of every request, requests without a capture included. Its jobs
+are added by `global_jobs`; its results are not part of the request's results, and the byte limits of requests do not
+apply to it.
+
+Limits and projections are shared by all planners of an engine (a harvest has its own planner) through `CaptureRules`.
 """
 
 from __future__ import annotations
 
+import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from birkhoff.capture.sinks.captured_rows import Acts
 from birkhoff.capture.sinks.chunk import DECODE, PREFILL, Chunk
 from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.sinks.dispatcher import Dispatcher
 from birkhoff.capture.sinks.filesystem import FilesystemConsumer
-from birkhoff.capture.sinks.job import CaptureJob, MemorySink
-from birkhoff.capture.sinks.reduce import StoredRows
+from birkhoff.capture.sinks.job import CaptureJob, CaptureSink, MemorySink, join
 from birkhoff.capture.sinks.result import KEPT_RESULTS, CaptureRequest, CaptureResult
 from birkhoff.capture.spec.estimate import Estimate
 from birkhoff.capture.spec.projections import Projections
 from birkhoff.capture.spec.request import Capture, ResolvedCapture, capture_hash, resolve_capture_request
 from birkhoff.capture.spec.validation import LAYOUTS, CaptureContext, ConsumerRules
-from birkhoff.errors import OptionError, quoted
+from birkhoff.errors import CaptureError, CaptureValidationError, OptionError, quoted
 from birkhoff.hooks.plan import Plan, SiteRows
+from birkhoff.hooks.positions import parse_positions
+from birkhoff.hooks.results import RequestResults
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.site_names import Address
 
 CaptureRequestSpec = Capture | Mapping[str, Any]  # a Capture, or the wire form keyed by consumer
 MEMORY, FILES = "memory", "filesystem"
-SECONDS_TO_DURABLE = 30.0
-ROW_OVERHEAD = 64  # what the labels of a waiting row cost, roughly
+ROW_OVERHEAD = 64  # approximate bytes for the labels of a buffered row
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
 class CaptureRules:
-    """What requests of one engine may ask for; None lifts a limit. Changes hold from the next request on."""
+    """Limits and projections of one engine; None means no limit. Changes apply to later requests."""
 
     projections: Projections
     max_request_bytes: int | None = 32 << 30  # all consumers of a request together
-    max_inline_bytes: int | None = 4 << 30  # rows that stay in memory until the caller drops them
+    max_inline_bytes: int | None = 4 << 30  # rows in memory, held until the caller drops them
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "projections" and value is not None and (type(value) is not int or value < 0):
@@ -53,7 +61,7 @@ class CaptureRules:
 
 
 class CapturePlanner:
-    """Turns wishes into plans and plans into results, for one engine."""
+    """Checks capture requests against one engine and makes the plans of its requests."""
 
     def __init__(
         self,
@@ -69,110 +77,162 @@ class CapturePlanner:
         self._num_layers = num_layers
         self._model = model
         self.rules = rules or CaptureRules(Projections(schema))
-        self._consumers: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
-        self._patience: dict[str, int] = {}
+        self._rules_by_name: dict[str, ConsumerRules | None] = {MEMORY: ConsumerRules(), FILES: None}
+        self._consumers: dict[str, Consumer] = {}
+        self._global_captures: dict[str, Capture] = {}
         self._dispatcher = Dispatcher({}, overload_policy=overload_policy, kept_results=kept_results)
         if root is not None:
             self.add_consumer(FILES, FilesystemConsumer(str(root), kept_results=kept_results))
 
     def add_consumer(self, name: str, consumer: Consumer) -> None:
-        """Requests may send rows to `consumer` under this name from now on. Closing the desk shuts it down."""
-        if not isinstance(name, str) or not name or self._consumers.get(name) is not None:
-            taken = ", ".join(sorted(known for known, rules in self._consumers.items() if rules is not None))
+        """Make `consumer` available to later requests under `name`. `close` shuts it down."""
+        taken = {MEMORY, *self._consumers}
+        if not isinstance(name, str) or not name or name in taken:
+            names = ", ".join(sorted(taken))
             raise OptionError(
-                f"a consumer is called {quoted(name)}, expected a name that is not taken: {taken}."
+                f"a consumer is called {quoted(name)}, expected a name that is not taken: {names}."
+            )
+        spec = consumer.global_capture_spec()
+        capture = None if spec is None else Capture.from_json(spec)
+        if capture is not None:  # a hook or layer that the model lacks is refused now, not at every request
+            self._resolve_global(
+                name, capture.replace(positions=parse_positions("all", "positions")), (0,), 1
             )
         self._dispatcher.add(name, consumer)
-        self._patience[name] = getattr(consumer, "patience_bytes", 0)  # a live view wants every step at once
-        files = isinstance(consumer, FilesystemConsumer)
-        self._consumers[name] = ConsumerRules(files, LAYOUTS if files else (), "file" if files else "handle")
+        self._consumers = {**self._consumers, name: consumer}
+        if capture is not None:
+            self._global_captures = {**self._global_captures, name: capture}
+        if consumer.reads_client_spec:
+            files = isinstance(consumer, FilesystemConsumer)
+            rules = ConsumerRules(files, LAYOUTS if files else (), "file" if files else "handle")
+            self._rules_by_name[name] = rules
+
+    @property
+    def file_roots(self) -> dict[str, Path]:
+        """Capture root of every consumer that writes files, by consumer name."""
+        files = {name: each for name, each in self._consumers.items() if isinstance(each, FilesystemConsumer)}
+        return {name: Path(consumer.writer.root) for name, consumer in files.items()}
 
     def plan(
-        self, wish: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int, choice: str = ""
+        self, spec: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int, suffix: str = ""
     ) -> Plan:
-        """One request's plan. `choice` keeps the file names of several prompts or answers apart."""
-        projections = self.rules.projections
-        found = resolve_capture_request(self._by_consumer(wish, choice), self._facts(prompt_ids, max_tokens))
-        captures = {consumer: resolved.capture for consumer, resolved in found.items()}
-        named = {capture.project for capture in captures.values() if capture.project is not None}
-        matrices = {name: projections.find(name) for name in named}
-        digest = capture_hash(captures, {name: matrix.digest for name, matrix in matrices.items()})
+        """The plan of one request, unopened. `suffix` keeps the ids of several prompts or choices apart."""
+        resolved = resolve_capture_request(
+            self._by_consumer(spec, suffix), self._context(prompt_ids, max_tokens)
+        )
+        for name in resolved.keys() & self._consumers.keys():
+            fields = resolved[name].capture.to_json()
+            self._consumers[name].validate_client_spec(fields, f"capture.{name}")
+        captures = {name: each.capture for name, each in resolved.items()}
+        projects = {capture.project for capture in captures.values() if capture.project is not None}
+        digests = {name: self.rules.projections.find(name).digest for name in projects}
+        digest = capture_hash(captures, digests)
+        jobs = tuple(self._job(each, len(prompt_ids), digest) for each in resolved.values())
+        return Plan(jobs, results=RequestResults(jobs))
+
+    def global_jobs(self, prompt_ids: tuple[int, ...], max_tokens: int) -> tuple[CaptureJob, ...]:
+        """Jobs of the consumers that receive rows of every request.
+
+        A global spec that does not fit a request, such as a position beyond its end, is logged and skipped: it must
+        not fail a request that did not name it.
+        """
         jobs = []
-        for consumer, resolved in found.items():
-            matrix = matrices[resolved.capture.project] if resolved.capture.project is not None else None
-            if consumer == MEMORY:
-                keeper: MemorySink | DispatchSink = MemorySink(resolved)
-            else:
-                facts_of_file = {"model": self._model, "capture_hash": digest}
-                if matrix is not None:
-                    facts_of_file |= {
-                        "project": str(resolved.capture.project),
-                        "project_digest": matrix.digest,
-                    }
-                keeper = DispatchSink(
-                    self._dispatcher, resolved, len(prompt_ids), facts_of_file, self._patience[consumer]
-                )
-            jobs.append(CaptureJob(resolved, keeper, None if matrix is None else matrix.matrix, digest))
-        return Plan(tuple(jobs))
+        for name, capture in self._global_captures.items():
+            try:
+                resolved = self._resolve_global(name, capture, prompt_ids, max_tokens)
+            except CaptureValidationError as error:
+                log.warning("capture consumer %s receives no rows of a request: %s", name, error)
+                continue
+            jobs.append(self._job(resolved, len(prompt_ids), capture_hash({name: capture})))
+        return tuple(jobs)
 
     def estimate(
-        self, wish: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int
+        self, spec: CaptureRequestSpec, prompt_ids: tuple[int, ...], max_tokens: int
     ) -> dict[str, Estimate]:
-        """What a capture would store at most, by consumer; nothing is begun."""
-        found = resolve_capture_request(self._by_consumer(wish, ""), self._facts(prompt_ids, max_tokens))
-        return {consumer: resolved.estimate for consumer, resolved in found.items()}
+        """Upper bound of what a capture stores, by consumer."""
+        resolved = resolve_capture_request(self._by_consumer(spec, ""), self._context(prompt_ids, max_tokens))
+        return {name: each.estimate for name, each in resolved.items()}
 
-    def _facts(self, prompt_ids: tuple[int, ...], max_tokens: int) -> CaptureContext:
+    def close(self) -> None:
+        self._dispatcher.shutdown()
+
+    def _context(self, prompt_ids: tuple[int, ...], max_tokens: int) -> CaptureContext:
         return CaptureContext(
             self._schema,
             self._num_layers,
             prompt_ids,
             max_tokens,
-            self._consumers,
+            self._rules_by_name,
             self.rules.projections.shapes,
             self.rules.max_request_bytes,
             self.rules.max_inline_bytes,
         )
 
-    def close(self) -> None:
-        self._dispatcher.shutdown()
+    def _resolve_global(
+        self, name: str, capture: Capture, prompt_ids: tuple[int, ...], max_tokens: int
+    ) -> ResolvedCapture:
+        return capture.resolve(
+            self._schema,
+            self._num_layers,
+            prompt_ids,
+            max_tokens,
+            projections=self.rules.projections.shapes,
+            path=f"capture.{name}",
+        )
 
-    def _by_consumer(self, wish: CaptureRequestSpec, choice: str) -> Mapping[str, Any]:
-        if not isinstance(wish, Capture):
-            return {name: _renamed(spec, choice) for name, spec in wish.items()} if choice else wish
-        if wish.returns in (None, "inline"):
-            return {MEMORY: wish.to_json()}
-        if self._consumers[FILES] is None:
+    def _by_consumer(self, spec: CaptureRequestSpec, suffix: str) -> Mapping[str, Any]:
+        """Captures, or their wire forms, by consumer; request ids end with `suffix`."""
+        if not isinstance(spec, Capture):
+            return {name: _with_suffix(part, suffix) for name, part in spec.items()} if suffix else spec
+        if spec.returns in (None, "inline"):
+            return {MEMORY: spec}
+        if self._rules_by_name[FILES] is None:
             raise OptionError(
-                f"capture.return is {wish.returns!r}, but this engine writes no files. "
+                f"capture.return is {spec.returns!r}, but this engine writes no files. "
                 "Load it with capture_root=DIR, or leave 'return' out to get rows in output.acts."
             )
-        fields = wish.to_json()
-        fields["request_id"] = fields.get("request_id", uuid.uuid4().hex) + choice
-        fields.setdefault("tag", "captures")
-        return {FILES: fields}
+        request_id = uuid.uuid4().hex if spec.request_id is None else spec.request_id
+        return {FILES: spec.replace(request_id=request_id + suffix, tag=spec.tag or "captures")}
+
+    def _job(self, resolved: ResolvedCapture, prompt_len: int, digest: str) -> CaptureJob:
+        project = resolved.capture.project
+        projection = None if project is None else self.rules.projections.find(project)
+        sink: CaptureSink
+        if resolved.consumer == MEMORY:
+            sink = MemorySink(resolved)
+        else:
+            meta = {"model": self._model, "capture_hash": digest}
+            if projection is not None:
+                meta |= {"project": str(project), "project_digest": projection.digest}
+            # Consumers that write files accept rows in large pieces; a live view receives every step at once.
+            buffer_bytes = getattr(self._consumers[resolved.consumer], "buffer_bytes", 0)
+            sink = DispatchSink(self._dispatcher, resolved, prompt_len, meta, buffer_bytes)
+        return CaptureJob(resolved, sink, None if projection is None else projection.matrix, digest)
 
 
-def _renamed(spec: Any, choice: str) -> Any:
-    """One consumer's part of the wire form, with a request id of its own."""
-    if not isinstance(spec, Mapping) or not isinstance(spec.get("request_id"), str):
-        return spec  # nothing to tell apart, or refused in a moment
-    return {**spec, "request_id": spec["request_id"] + choice}
+def _with_suffix(part: Any, suffix: str) -> Any:
+    """One consumer's part of the wire form with `suffix` appended to its request id."""
+    if not isinstance(part, Mapping) or not isinstance(part.get("request_id"), str):
+        return part  # no id, or refused by the check that follows
+    return {**part, "request_id": part["request_id"] + suffix}
 
 
 class DispatchSink:
-    """Passes rows on as chunks of one request; `facts` go into its sidecar.
+    """Sends the rows of one request to a consumer, as chunks; `meta` is written to its sidecar.
 
-    Rows of many steps wait here until `patience` bytes of them have come: what crosses to another thread costs the
-    engine a turn whatever its size, and a decoding step has a row for every site of every request."""
+    Rows are buffered until they take `buffer_bytes`: passing a chunk to another thread has a fixed cost for the engine,
+    and a decode step has one row per site and request.
+    """
+
+    in_memory = False
 
     def __init__(
         self,
         dispatcher: Dispatcher,
         resolved: ResolvedCapture,
         prompt_len: int,
-        facts: Mapping[str, Any],
-        patience: int = 0,
+        meta: Mapping[str, Any],
+        buffer_bytes: int = 0,
     ):
         capture = resolved.capture
         self._dispatcher = dispatcher
@@ -180,63 +240,63 @@ class DispatchSink:
         self._prompt_len = prompt_len
         self._key = uuid.uuid4().hex
         self._tag = capture.tag or "captures"
-        self._row_shape = {hook: row.shape for hook, row in resolved.rows.items()}
-        self._sent: dict[Address, tuple[int, int]] = {}  # rows and steps so far
-        self._waiting: dict[Address, list[tuple[StoredRows, SiteRows]]] = {}
-        self._weight = 0
-        self._patience = patience
-        meta = {**facts, "capture_point": capture.capture_point, "prompt_len": prompt_len}
+        self._rows = resolved.rows
+        self._sent: dict[Address, tuple[int, int]] = {}  # rows and steps sent so far
+        self._buffered: dict[Address, list[SiteRows]] = {}
+        self._nbytes = 0
+        self._buffer_bytes = buffer_bytes
+        meta = {**meta, "capture_point": capture.capture_point, "prompt_len": prompt_len}
         if capture.streams is not None:
             meta["streams"] = list(capture.streams)
-        request = CaptureRequest(self._key, capture.request_id or self._key, self._tag, capture.layout, meta)
-        dispatcher.begin({self._consumer: request})
+        request_id = capture.request_id or self._key
+        self._request = CaptureRequest(self._key, request_id, self._tag, capture.layout, meta)
 
-    def keep(self, address: Address, stored: StoredRows, rows: SiteRows) -> None:
-        self._waiting.setdefault(address, []).append((stored, rows))
-        self._weight += stored.values.nbytes + ROW_OVERHEAD * stored.values.shape[0]
-        if self._weight >= self._patience:
-            self._send()
+    def open(self) -> None:
+        self._dispatcher.begin({self._consumer: self._request})
 
-    def end(self, finish_reason: str, missing: list[int], error: str | None) -> None:
-        self._send()
+    def append(self, rows: SiteRows) -> None:
+        self._buffered.setdefault((rows.hook, rows.layer), []).append(rows)
+        self._nbytes += rows.tensor.nbytes + ROW_OVERHEAD * len(rows)
+        if self._nbytes >= self._buffer_bytes:
+            self._flush()
+
+    def close(self, finish_reason: str, missing: list[int], error: str | None) -> None:
+        self._flush()
         self._dispatcher.finish(self._key, finish_reason, self._prompt_len, error)
 
-    def results(self, seconds: float = SECONDS_TO_DURABLE) -> dict[str, CaptureResult]:
-        found = self._dispatcher.results(self._key, seconds)
-        return {self._consumer: found[self._consumer]}
+    def rows(self) -> Acts:
+        raise CaptureError(f"the rows went to {self._consumer!r}, not to memory.")
 
-    def _send(self) -> None:
-        waiting = self._waiting
-        self._waiting = {}
-        self._weight = 0
-        for address, parts in waiting.items():
+    def result(self, timeout: float) -> CaptureResult:
+        return self._dispatcher.result(self._key, self._consumer, timeout)
+
+    def _flush(self) -> None:
+        buffered = self._buffered
+        self._buffered = {}
+        self._nbytes = 0
+        for address, parts in buffered.items():
             self._dispatcher.submit(self._chunk(address, parts))
 
-    def _chunk(self, address: Address, parts: list[tuple[StoredRows, SiteRows]]) -> Chunk:
-        (hook, layer), (first, _) = address, parts[0]
-        values, scale = first.values, first.scale
-        if len(parts) > 1:
-            values = torch.cat([stored.values for stored, _ in parts])
-            scale = None if scale is None else torch.cat([s.scale for s, _ in parts if s.scale is not None])
-        positions = tuple(position for _, rows in parts for position in rows.positions)
-        token_ids = tuple(token for _, rows in parts for token in rows.token_ids)
-        phases = "".join(PREFILL if position < self._prompt_len else DECODE for position in positions)
-        placed = len(positions) == len(values)  # the mean of several tokens stands at none of them
+    def _chunk(self, address: Address, parts: list[SiteRows]) -> Chunk:
+        hook, layer = address
+        rows = parts[0] if len(parts) == 1 else join(parts)
+        phases = "".join(PREFILL if position < self._prompt_len else DECODE for position in rows.positions)
+        labelled = len(rows.positions) == len(rows)  # the mean of several tokens has no position
         offset, step = self._sent.get(address, (0, 0))
-        self._sent[address] = offset + len(values), step + len(parts)
+        self._sent[address] = offset + len(rows), step + len(parts)
         return Chunk(
             self._key,
             self._tag,
             hook,
             layer,
-            values.flatten(1),
-            first.dtype,
-            self._row_shape[hook],
-            positions if placed else None,
-            token_ids if placed else None,
-            phases if placed else None,
+            rows.tensor.flatten(1),
+            self._rows[hook].dtype,
+            self._rows[hook].shape,
+            rows.positions if labelled else None,
+            rows.token_ids if labelled else None,
+            phases if labelled else None,
             offset,
             step,
-            scale,
+            rows.scale,
             num_steps=len(parts),
         )

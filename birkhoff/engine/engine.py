@@ -35,6 +35,7 @@ from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
 from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.speculation_controller import SpeculationController
 from birkhoff.errors import BirkhoffError, CapacityError, ContextError, EngineClosed
+from birkhoff.hooks.plan import Plan
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.placement import Placement
@@ -89,12 +90,25 @@ class EngineCore:
         self._leaving: deque[Request] = deque()  # abandoned, still to be ended
         self._closed = False
 
-    def submit(self, request: Request) -> None:
-        """Queue a request, or refuse it when it can never run."""
-        self._check_fits(request)
+    def submit(self, *requests: Request) -> None:
+        """Queue all requests of one call, or refuse the call if one of them can never run.
+
+        Captures open their files here, after every request was checked; a call that is refused leaves none."""
+        for request in requests:
+            self._check_fits(request)
         with self._turn():
             self.check_open()
-            self.scheduler.submit(request)
+            opened: list[Plan] = []
+            try:
+                for plan in (request.plan for request in requests if request.plan is not None):
+                    plan.open()
+                    opened.append(plan)
+            except BaseException:
+                for plan in opened:
+                    plan.close("cancelled", 0)
+                raise
+            for request in requests:
+                self.scheduler.submit(request)
 
     def check_open(self) -> None:
         if self._closed:

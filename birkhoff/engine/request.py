@@ -18,6 +18,7 @@ import torch
 
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.hooks.plan import Plan
+from birkhoff.hooks.results import RequestResults
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
 _numbers = itertools.count(1)
@@ -117,6 +118,11 @@ class Request:
     @property
     def done(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def results(self) -> RequestResults:
+        """What the captures and signals of the request produced."""
+        return RequestResults() if self.plan is None else self.plan.results
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Prompt and output as one sequence, from `start` to `stop`."""

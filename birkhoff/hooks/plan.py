@@ -10,26 +10,36 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from birkhoff.hooks.digest import DigestPart, Phase, combine
 from birkhoff.hooks.edit import SiteEdit, Splice
+from birkhoff.hooks.results import RequestResults
 from birkhoff.hooks.vector_table import TableRows
 
 Key = tuple[str, int]  # hook name, layer
 
 
-class SiteRows(NamedTuple):
-    """Rows of one site that one job asked for, in order of position: `tensor` [rows, *row_shape] on the host."""
+@dataclass(slots=True, eq=False)
+class SiteRows:
+    """Rows of one site with their labels, in order of position: `tensor` [rows, *row_shape], on the host.
+
+    `prompt_rows` counts the rows that belong to the prompt; they come first. A row that stands for several tokens (a
+    mean) has no position. `scale` is one float32 per row, for rows stored as fp8.
+    """
 
     hook: str
     layer: int
     tensor: torch.Tensor
     positions: tuple[int, ...]
     token_ids: tuple[int, ...]
-    prompt_rows: int  # how many of them, from the first, belong to the prompt
+    prompt_rows: int = 0
+    scale: torch.Tensor | None = None
+
+    def __len__(self) -> int:
+        return int(self.tensor.shape[0])
 
 
 class Job(Protocol):
@@ -47,10 +57,14 @@ class Job(Protocol):
         """Which of the tokens at positions `start, start + 1, ...` are wanted."""
         ...
 
+    def open(self) -> None:
+        """Acquire files and names. Called once, when an engine accepts the request; may raise to refuse it."""
+        ...
+
     def deliver(self, rows: SiteRows) -> None: ...
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
-        """The request has ended; no more rows will come."""
+        """The request has ended; no more rows will come. Also called if the job was never opened."""
         ...
 
 
@@ -71,6 +85,10 @@ class Edit(Protocol):
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         """What it does to tokens of a phase, in canonical bytes; nothing when it leaves all of them alone."""
+        ...
+
+    def describe(self) -> dict[str, Any] | None:
+        """What the edit did, for `interp.features` of the response; None if it reports nothing."""
         ...
 
 
@@ -97,6 +115,9 @@ class Plan:
     steered: set[int] = field(default_factory=set)
     holdings: tuple[Reservation, ...] = ()
     table: TableRows | None = None  # rows for the vectors its edits add; without, they are added row by row
+    results: RequestResults = field(
+        default_factory=RequestResults
+    )  # what the caller reads when the request has ended
 
     @cached_property
     def by_position(self) -> bool:
@@ -142,6 +163,16 @@ class Plan:
 
     def _everything(self) -> tuple[Reservation, ...]:
         return self.holdings if self.table is None else (*self.holdings, self.table)
+
+    def open(self) -> None:
+        """Open every job, or none: if one raises, those before it are closed again."""
+        for index, job in enumerate(self.jobs):
+            try:
+                job.open()
+            except BaseException:
+                for opened in self.jobs[:index]:
+                    opened.close("cancelled", 0)
+                raise
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
         for job in self.jobs:

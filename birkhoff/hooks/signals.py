@@ -115,6 +115,9 @@ class SignalJob:
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return range(len(token_ids))
 
+    def open(self) -> None:
+        pass
+
     def deliver(self, rows: SiteRows) -> None:
         self._fill(rows, self._values(rows))
 

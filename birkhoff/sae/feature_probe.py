@@ -85,6 +85,9 @@ class ProbePlan:
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return range(len(token_ids))
 
+    def describe(self) -> None:
+        return None
+
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         return ()
 

@@ -9,34 +9,39 @@ from __future__ import annotations
 import secrets
 import threading
 from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from birkhoff.capture.planner import DispatchSink
-from birkhoff.capture.sinks.result import CaptureResult
+from birkhoff.hooks.results import CaptureOutcome, CaptureResult
 from birkhoff.server.api_errors import ApiError
 
 MOST_KEPT = 4096
 
 
 class CaptureIndex:
-    def __init__(self, root: str):
-        self._root = Path(root).resolve() if root else None
-        self._lock = threading.Lock()
-        self._kept: OrderedDict[str, tuple[DispatchSink, str]] = OrderedDict()
+    """`roots` returns the capture root of every consumer that writes files, by consumer name."""
 
-    def put(self, keeper: DispatchSink, consumer: str) -> str:
+    def __init__(self, roots: Callable[[], Mapping[str, Path]]):
+        self._roots = roots
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, CaptureOutcome] = OrderedDict()
+
+    def put(self, capture: CaptureOutcome) -> str:
         with self._lock:
-            for known, (held, name) in self._kept.items():
-                if held is keeper and name == consumer:
+            for known, kept in self._kept.items():
+                if kept is capture:
                     return known
             made = "cap-" + secrets.token_hex(12)
-            self._kept[made] = keeper, consumer
+            self._kept[made] = capture
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
             return made
 
     def result(self, capture_id: str, seconds: float = 0.0) -> CaptureResult:
+        return self._find(capture_id).result(seconds)
+
+    def _find(self, capture_id: str) -> CaptureOutcome:
         with self._lock:
             found = self._kept.get(capture_id)
         if found is None:
@@ -45,8 +50,7 @@ class CaptureIndex:
                 "there is no capture of this id. Ids are in the answer that made them.",
                 code="capture-unknown",
             )
-        keeper, consumer = found
-        return keeper.results(seconds)[consumer]
+        return found
 
     def ids(self) -> list[str]:
         """Newest first."""
@@ -63,7 +67,9 @@ class CaptureIndex:
 
     def directory(self, capture_id: str) -> Path:
         """Where a finished capture lies."""
-        result = self.result(capture_id)
+        capture = self._find(capture_id)
+        result = capture.result(0.0)
+        root = self._roots().get(capture.consumer)
         if result.status == "pending":
             raise ApiError(
                 409,
@@ -71,9 +77,10 @@ class CaptureIndex:
                 code="capture-pending",
                 headers={"Retry-After": "1"},
             )
-        if result.status not in ("ok", "partial_error") or not result.paths or self._root is None:
+        if result.status not in ("ok", "partial_error") or not result.paths or root is None:
             raise ApiError(404, "this capture left no files.", code="capture-empty")
-        first = (self._root / result.paths[0]).resolve()
-        if not first.is_relative_to(self._root) or not first.exists():
+        root = root.resolve()
+        first = (root / result.paths[0]).resolve()
+        if not first.is_relative_to(root) or not first.exists():
             raise ApiError(404, "the files of this capture are gone.", code="capture-gone")
         return first.parent

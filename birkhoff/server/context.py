@@ -49,7 +49,7 @@ class ServingContext:
         self.journal = journal
         self.name = name
         self.grammars = Grammars(lambda: self.engine)
-        self.shelf = CaptureIndex(settings.capture_root)
+        self.shelf = CaptureIndex(lambda: self.engine.capture_roots)
 
     @property
     def engine(self) -> Engine:

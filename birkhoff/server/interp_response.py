@@ -8,12 +8,10 @@ from typing import Any
 
 import torch
 
-from birkhoff.capture.planner import DispatchSink
-from birkhoff.capture.sinks.job import CaptureJob, MemorySink
 from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.request import Request
-from birkhoff.hooks.signals import SignalJob
-from birkhoff.output import interp_of, timings_of
+from birkhoff.hooks.plan import SiteRows
+from birkhoff.output import frames_of, interp_of, timings_of
 from birkhoff.server.calls import GenerationCall
 from birkhoff.server.capture_index import CaptureIndex
 
@@ -34,32 +32,24 @@ def findings(
     if call.capture is not None:
         found["capture_results"] = captured(first, shelf, call.capture_wait)
     if call.signals and not streamed:
-        found["signals"] = [frame for job in jobs(first, SignalJob) for frame in job.frames]
+        found["signals"] = frames_of(first) or []
     return found
 
 
 def captured(request: Request, shelf: CaptureIndex, wait: bool) -> dict[str, Any]:
     """By consumer, what became of the rows; those that were kept in memory come along."""
     found = {}
-    for job in jobs(request, CaptureJob):
-        consumer, keeper = job.resolved.consumer, job.keeper
-        result = (
-            keeper.results(0.0 if not wait else 30.0)
-            if isinstance(keeper, DispatchSink)
-            else keeper.results()
-        )
-        told = result[consumer].to_json()
-        if isinstance(keeper, MemorySink) and told["status"] == "ok":
-            told["tensors"] = [
-                tensor_json(hook, layer, rows) for (hook, layer), rows in keeper.acts().items()
-            ]
-        if isinstance(keeper, DispatchSink):
-            told["id"] = shelf.put(keeper, consumer)
-        found[consumer] = told
+    for capture in request.results.captures:
+        result = capture.result(30.0 if wait else 0.0).to_json()
+        if not capture.in_memory:
+            result["id"] = shelf.put(capture)
+        elif result["status"] == "ok":
+            result["tensors"] = [tensor_json(*key, rows) for key, rows in capture.rows().items()]
+        found[capture.consumer] = result
     return found
 
 
-def tensor_json(hook: str, layer: int, rows: Any) -> dict[str, Any]:
+def tensor_json(hook: str, layer: int, rows: SiteRows) -> dict[str, Any]:
     """Rows as base64 of their little-endian bytes, with everything a reader needs."""
     tensor = rows.tensor.detach().cpu().contiguous()
     raw = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
@@ -72,7 +62,3 @@ def tensor_json(hook: str, layer: int, rows: Any) -> dict[str, Any]:
         "token_ids": list(rows.token_ids),
         "data": base64.b64encode(raw).decode(),
     }
-
-
-def jobs(request: Request, kind: type) -> list[Any]:
-    return [job for job in (request.plan.jobs if request.plan is not None else ()) if isinstance(job, kind)]

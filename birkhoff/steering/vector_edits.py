@@ -338,6 +338,9 @@ class ResolvedEdit:
         every = every_generated(self.phase, self.selector)
         return every if self.places is None or every is False else None
 
+    def describe(self) -> None:
+        return None
+
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         if self.phase not in ("both", phase):
             return ()

@@ -197,7 +197,7 @@ def test_a_failed_capture_keeps_the_answer_and_says_why_when_rows_are_asked_for(
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    job.keeper.keep = full
+    job.sink.append = full
     idle.wait(request)
     out = Output.of(request)
     assert out.token_ids == plain.token_ids[:1] and "No space left" in repr(out)

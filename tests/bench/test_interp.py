@@ -73,7 +73,7 @@ def test_contenders_say_the_same_and_only_those_who_look_get_rows(tiny):
             said[name], kept[name] = tokens, [request.plan for request in who._requests]
             assert isinstance(who.core.runner, UntappedRunner) is (name == "plain")
             if wish is not None:
-                acts = [request.plan.jobs[0].keeper.acts() for request in who._requests]
+                acts = [request.plan.jobs[0].rows() for request in who._requests]
                 assert all(len(rows) == 15 for each in acts for rows in each.values())
             who.close()
     assert said["plain"] == said["idle"] == said["all"]

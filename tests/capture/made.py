@@ -8,7 +8,9 @@ import zlib
 import numpy as np
 
 from birkhoff.capture.sinks.chunk import Chunk
+from birkhoff.capture.sinks.consumer import CountingConsumer
 from birkhoff.capture.spec.dtypes import STORED
+from birkhoff.capture.store.reader import CaptureEntry
 
 SHAPES = {
     "post_attn": ("bfloat16", (8,)),
@@ -77,3 +79,31 @@ def assert_is_prefix(entry, request: str, rows: int | None = None) -> None:
     assert rows is None or count == rows, (
         f"{entry.hook}[{entry.layer}] of {request}: {count} rows, expected {rows}"
     )
+
+
+class RecordingConsumer(CountingConsumer):
+    """A consumer that keeps every chunk; `entries` joins them as a reader of files does."""
+
+    def __init__(self):
+        super().__init__()
+        self.chunks: dict[str, list[Chunk]] = {}
+
+    def submit_chunk(self, chunk: Chunk) -> None:
+        super().submit_chunk(chunk)
+        self.chunks.setdefault(chunk.request_id, []).append(chunk)
+
+    def entries(self, request: str) -> dict[tuple[str, int], CaptureEntry]:
+        sites: dict[tuple[str, int], list[Chunk]] = {}
+        for part in self.chunks[request]:
+            sites.setdefault((part.hook, part.layer), []).append(part)
+        return {
+            (hook, layer): CaptureEntry(
+                layer,
+                hook,
+                np.concatenate([part.array() for part in parts]).reshape(-1, *parts[0].row_shape),
+                parts[0].dtype,
+                [position for part in parts for position in part.positions],
+                [token for part in parts for token in part.token_ids],
+            )
+            for (hook, layer), parts in sites.items()
+        }

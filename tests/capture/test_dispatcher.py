@@ -18,20 +18,19 @@ from birkhoff.capture.sinks.chunk import Chunk
 from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.sinks.dispatcher import Dispatcher
 from birkhoff.capture.sinks.filesystem import FilesystemConsumer
-from birkhoff.capture.sinks.memory_consumer import MemoryConsumer
 from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest, CaptureResult, done
 from birkhoff.capture.sinks.spill_queue import Spill
 from birkhoff.capture.store.reader import read_request
 from birkhoff.errors import CaptureError, OptionError
 from tests.capture.disks import FaultyDisk, SoftDisk
-from tests.capture.made import SHAPES, assert_is_prefix, bits, chunk, same_bits
+from tests.capture.made import SHAPES, RecordingConsumer, assert_is_prefix, bits, chunk, same_bits
 from tests.sizes import scaled
 
 
 class Gate:
     """A consumer that takes nothing until it is opened, and writes down all it is given."""
 
-    location, reads_client_spec = "worker", True
+    reads_client_spec = True
 
     def __init__(self, threads: int = 1, fail: Exception | None = None, fail_at: str = ""):
         self.writer_threads, self.open = threads, threading.Event()
@@ -253,7 +252,7 @@ def test_spilled_space_is_given_back(quick_path):
     "error", [OSError(errno.EIO, "bad disk"), CaptureError("no"), KeyError("x"), MemoryError()]
 )
 def test_a_consumer_that_raises_harms_nobody_else(fail_at, error):
-    bad, good = Gate(fail=error, fail_at=fail_at), MemoryConsumer()
+    bad, good = Gate(fail=error, fail_at=fail_at), RecordingConsumer()
     bad.open.set()
     dispatcher = Dispatcher({"bad": bad, "good": good})
     for name in ("a", "b"):
@@ -262,7 +261,7 @@ def test_a_consumer_that_raises_harms_nobody_else(fail_at, error):
         dispatcher.finish(name, "stop", 4)
         results = dispatcher.results(name, 30)
         assert results["good"].status == "ok" and results["good"].rows == 6
-        assert_is_prefix(good.entries(name)[0, "post_attn"], name, 6)
+        assert_is_prefix(good.entries(name)["post_attn", 0], name, 6)
         expected = {"finalize": "error", "result": "error", "shutdown": "ok"}.get(fail_at, "partial_error")
         assert results["bad"].status == expected and (expected == "ok" or results["bad"].error)
     if fail_at == "submit":
@@ -291,7 +290,7 @@ def test_bad_chunks_become_results_not_exceptions():
 
 
 def test_requests_reach_the_consumers_they_name():
-    one, two = MemoryConsumer(), MemoryConsumer()
+    one, two = RecordingConsumer(), RecordingConsumer()
     with Dispatcher({"one": one, "two": two}) as dispatcher:
         dispatcher.begin({"one": CaptureRequest("a", "probe", "run")})
         dispatcher.begin(
@@ -355,7 +354,7 @@ def test_shutting_down_wakes_an_engine_that_waits():
 
 def test_results_wait_no_longer_than_told():
     gate = Gate()
-    with Dispatcher({"gate": gate, "other": MemoryConsumer()}) as dispatcher:
+    with Dispatcher({"gate": gate, "other": RecordingConsumer()}) as dispatcher:
         dispatcher.submit(chunk("a", "post_attn", 0, 0, 2))
         dispatcher.finish("a")
         started = time.monotonic()

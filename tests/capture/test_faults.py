@@ -25,7 +25,7 @@ from birkhoff.capture.store.repair import repair
 from birkhoff.capture.store.writer import CaptureWriter
 from birkhoff.errors import CaptureLocked, CaptureWriteError
 from tests.capture.disks import FaultyDisk, SoftDisk
-from tests.capture.made import assert_is_prefix, chunk
+from tests.capture.made import RecordingConsumer, assert_is_prefix, chunk
 
 LAYOUTS = ("packed", "per_file", "sharded")
 SITES = [("post_attn", 0), ("mhc_attn_res_mix", 1)]
@@ -382,11 +382,9 @@ def test_a_clock_that_goes_back_changes_nothing(quick_path, monkeypatch):
 
 def test_a_failing_disk_never_reaches_the_engine(quick_path):
     """Through the dispatcher, as the engine calls it: nothing raises, the other consumer's rows are whole."""
-    from birkhoff.capture.sinks.memory_consumer import MemoryConsumer
-
     bad = [False]
     disk = FaultyDisk(lambda call, path: errno.EIO if bad[0] else None)
-    memory = MemoryConsumer()
+    memory = RecordingConsumer()
     consumers = {"files": FilesystemConsumer(str(quick_path), disk, coalesce_max_bytes=0), "memory": memory}
     with Dispatcher(consumers) as dispatcher:
         for turn in range(6):
@@ -399,7 +397,7 @@ def test_a_failing_disk_never_reaches_the_engine(quick_path):
             assert (
                 results["files"].status == ("error" if bad[0] else "ok") and results["memory"].status == "ok"
             )
-            assert_is_prefix(memory.take(name)[0, "post_attn"], name, 4)
+            assert_is_prefix(memory.entries(name)["post_attn", 0], name, 4)
         bad[0] = False
     assert [path.name for path in sorted((quick_path / "run").iterdir()) if any(path.iterdir())] == [
         "r0",

@@ -22,13 +22,12 @@ def run(capture, hook, matrix=None):
     """What the capture keeps of one piece of rows, and how it said it would be stored."""
     projections = {} if matrix is None else {"p": tuple(matrix.shape)}
     resolved = capture.resolve(V4, L, PROMPT, 4, projections=projections)
-    keeper = MemorySink(resolved)
-    job = CaptureJob(resolved, keeper, matrix)
+    job = CaptureJob(resolved, MemorySink(resolved), matrix)
     offsets = job.offsets(0, PROMPT, len(PROMPT))
     job.deliver(SiteRows(hook, 1, rows_of(hook)[offsets], (0, 1, 2), tuple(PROMPT), 3))
     job.close("length", len(PROMPT))
-    assert job.error is None and keeper.missing == []
-    return keeper.acts()[hook, 1].tensor, resolved.rows[hook]
+    assert job.error is None and job.missing == []
+    return job.rows()[hook, 1].tensor, resolved.rows[hook]
 
 
 @pytest.mark.parametrize("hook", [hook for hook in V4 if not V4[hook].once])

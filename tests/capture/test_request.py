@@ -139,14 +139,19 @@ def test_the_cap_is_one_for_all_consumers_and_exact_to_the_byte():
     )  # that consumer returns files unless told otherwise
 
 
-def test_what_is_returned_and_whether_rows_wait_for_acceptance():
-    found = resolve_capture_request({"memory": part(), "disk": part(**FILED)}, FACTS)
-    assert (found["memory"].returns, found["memory"].accepted_only) == ("inline", True)
-    assert (found["disk"].returns, found["disk"].accepted_only) == ("file", False)
-    told = resolve_capture_request(
-        {"disk": part(**FILED, accepted_only=True, **{"return": "handle"})}, FACTS
-    )["disk"]
-    assert (told.returns, told.accepted_only) == ("handle", True)
+def test_the_return_field_defaults_to_what_the_consumer_offers():
+    resolved = resolve_capture_request({"memory": part(), "disk": part(**FILED)}, FACTS)
+    assert (resolved["memory"].returns, resolved["disk"].returns) == ("inline", "file")
+    resolved = resolve_capture_request({"disk": part(**FILED, **{"return": "handle"})}, FACTS)
+    assert resolved["disk"].returns == "handle"
+
+
+def test_a_typed_capture_is_resolved_as_it_is():
+    capture = Capture({"mlp_out": [0]}, positions="last_prompt", request_id="a", tag="b")
+    typed = resolve_capture_request({"disk": capture}, FACTS)["disk"]
+    wire = resolve_capture_request({"disk": capture.to_json()}, FACTS)["disk"]
+    assert typed.capture is capture and wire.capture == capture
+    assert (typed.addresses, typed.estimate, typed.rows) == (wire.addresses, wire.estimate, wire.rows)
 
 
 def test_python_and_wire_are_one():

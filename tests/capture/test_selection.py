@@ -29,26 +29,28 @@ def run(chosen, tokens, cuts):
 def test_a_request_step_by_step():
     chosen, tokens = selection([0, -1, 5, 9]), [*PROMPT, 1, 2, 3]
     assert run(chosen, tokens, [2, 4, 5, 6]) == [0, 3, 5]
-    assert chosen.never_came() == [9] and chosen.finished(10) and not chosen.finished(9)
+    assert chosen.never_computed() == [9] and chosen.finished(10) and not chosen.finished(9)
 
 
 def test_places_that_never_came_are_those_that_were_listed():
-    assert selection("all").never_came() == selection({"prompt": {"window": [0, 2]}}).never_came() == []
-    assert selection("last_prompt").never_came() == [3]  # nothing has been run yet
+    assert (
+        selection("all").never_computed() == selection({"prompt": {"window": [0, 2]}}).never_computed() == []
+    )
+    assert selection("last_prompt").never_computed() == [3]  # nothing has been run yet
     both = selection({"prompt": "all", "generated": [0, 4]})
     run(both, [*PROMPT, 1, 2], [4, 5])
-    assert both.never_came() == [8]
+    assert both.never_computed() == [8]
 
 
 def test_a_place_that_was_run_and_left_out_by_its_token_did_come():
     chosen = selection({"generated": [0, 1], "exclude": {"token_ids": [3]}})
-    assert run(chosen, [*PROMPT, 3, 2], [4, 5]) == [5] and chosen.never_came() == []
+    assert run(chosen, [*PROMPT, 3, 2], [4, 5]) == [5] and chosen.never_computed() == []
 
 
 def test_tokens_that_were_taken_back_never_came():
     chosen = selection([4, 5, 6])
     run(chosen, [*PROMPT, 1, 2, 3], [4])  # 5 and 6 were drafts that the text did not keep
-    assert chosen.never_came() == [] and chosen.never_came(length=5) == [5, 6]
+    assert chosen.never_computed() == [] and chosen.never_computed(length=5) == [5, 6]
 
 
 @pytest.mark.parametrize("value", ["all", "all_generated", [0, 5, 9], {"generated": {"token_ids": [2]}}])
@@ -57,7 +59,7 @@ def test_running_tokens_again_changes_nothing(value):
     once, twice = selection(value), selection(value)
     first = run(once, tokens, [4, 5, 6])
     assert run(twice, tokens[:6], [4, 5]) == [p for p in first if p < 6]
-    assert run(twice, tokens, [6]) == first and once.never_came() == twice.never_came()
+    assert run(twice, tokens, [6]) == first and once.never_computed() == twice.never_computed()
 
 
 @given(
@@ -69,4 +71,4 @@ def test_what_came_and_what_never_came_make_up_the_list(listed, generated, cuts)
     chosen, tokens = selection(listed), np.array(PROMPT + [1] * generated)
     came = run(chosen, tokens, [cut for cut in cuts if cut <= len(tokens)])
     demanded = sorted({place + len(PROMPT) if place < 0 else place for place in listed})
-    assert sorted(came + chosen.never_came()) == demanded and all(place < len(tokens) for place in came)
+    assert sorted(came + chosen.never_computed()) == demanded and all(place < len(tokens) for place in came)

@@ -123,6 +123,9 @@ class Rows:
     def offsets(self, start, token_ids, prompt_len):
         return range(len(token_ids))
 
+    def open(self):
+        pass
+
     def deliver(self, rows):
         kept = self.got.setdefault((rows.hook, rows.layer), [])
         kept += zip(rows.positions, rows.token_ids, rows.tensor)

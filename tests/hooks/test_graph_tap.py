@@ -37,6 +37,9 @@ class Wish:
     def offsets(self, start, token_ids, prompt_len):
         return range(len(token_ids))
 
+    def open(self):
+        pass
+
     def deliver(self, rows):
         self.got.setdefault((rows.hook, rows.layer), []).append(rows.tensor)
 

@@ -1,44 +1,28 @@
-"""Captured rows in memory: what `output.acts` holds; and what it is when it holds none."""
+"""Mappings returned as `output.acts`: captured rows by (hook, layer), or the reason why there are none."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-
-import torch
 
 from birkhoff.capture.spec.request import ResolvedCapture
 from birkhoff.errors import BirkhoffError, quoted
+from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.site_names import Address
 
 
-@dataclass(frozen=True, eq=False)
-class CapturedRows:
-    """Rows of one site in order of position: `tensor` (rows, *row_shape). A reduced row has no position of its own
-    unless it was picked. `scale` is one float32 per row of fp8."""
+class Acts(Mapping[Address, SiteRows]):
+    """`acts[hook, layer]`. Keys may be the names used in the request: aliases and negative layers included."""
 
-    tensor: torch.Tensor
-    positions: tuple[int, ...]
-    token_ids: tuple[int, ...]
-    scale: torch.Tensor | None = None
-
-    def __len__(self) -> int:
-        return int(self.tensor.shape[0])
-
-
-class Acts(Mapping[Address, CapturedRows]):
-    """`acts[hook, layer]`, by the names of the request: aliases and negative layers included."""
-
-    def __init__(self, resolved: ResolvedCapture, rows: Mapping[Address, CapturedRows], missing: list[int]):
+    def __init__(self, resolved: ResolvedCapture, rows: Mapping[Address, SiteRows], missing: list[int]):
         self._resolved = resolved
         self._rows = dict(rows)
         self.missing = missing
 
-    def __getitem__(self, key: Address) -> CapturedRows:
+    def __getitem__(self, key: Address) -> SiteRows:
         return self._rows[self._resolved.address(*key)]
 
     def __contains__(self, key: object) -> bool:
-        return key in self._rows or key in self._resolved.asked
+        return key in self._rows or key in self._resolved.requested
 
     def __iter__(self) -> Iterator[Address]:
         return iter(self._rows)
@@ -53,14 +37,14 @@ class Acts(Mapping[Address, CapturedRows]):
         return f"Acts({rows})"
 
 
-class NoActs(Mapping[Address, CapturedRows]):
-    """No rows in memory. Whoever asks for some is told why; when some were lost, looking at all is refused too."""
+class NoActs(Mapping[Address, SiteRows]):
+    """An empty mapping whose lookups raise `reason`. If rows were lost, iteration and `len` raise it too."""
 
     def __init__(self, reason: BirkhoffError, lost: bool = False):
         self.reason = reason
         self._lost = lost
 
-    def __getitem__(self, key: Address) -> CapturedRows:
+    def __getitem__(self, key: Address) -> SiteRows:
         raise type(self.reason)(f"there are no rows of {quoted(key)}: {self.reason}")
 
     def __contains__(self, key: object) -> bool:

@@ -1,6 +1,7 @@
-"""Consumers by name, as a flag writes them: `filesystem:root=captures,fsync=false`.
+"""Consumers built from text, as `--capture-consumers` takes them: `filesystem:root=captures,fsync=false`.
 
-`name=kind:...` gives an instance a name of its own, so that one kind can be used twice; else the kind is the name.
+`name=kind:...` gives the consumer a name of its own, so that a kind can be used twice; otherwise the kind is the name.
+`StreamConsumer` is missing here because only Python code in the same process can subscribe to it.
 """
 
 from __future__ import annotations
@@ -12,25 +13,21 @@ from typing import Any
 from birkhoff.capture.sinks.consumer import Consumer
 from birkhoff.capture.sinks.filesystem import FilesystemConsumer
 from birkhoff.capture.sinks.log_consumer import LoggingConsumer
-from birkhoff.capture.sinks.memory_consumer import MemoryConsumer
 from birkhoff.capture.sinks.sae_stats import SaeStatsConsumer
 from birkhoff.capture.sinks.shm_consumer import ShmConsumer
-from birkhoff.capture.sinks.stream_consumer import StreamConsumer
 from birkhoff.capture.store.file_options import FileOptions
 from birkhoff.errors import OptionError, quoted
 
 KINDS: dict[str, Callable[..., Consumer]] = {
     "filesystem": FilesystemConsumer,
     "logging": LoggingConsumer,
-    "memory": MemoryConsumer,
     "sae_stats": SaeStatsConsumer,
     "shm": ShmConsumer,
-    "stream": StreamConsumer,
 }
 
 
 def build_consumer(text: str) -> tuple[str, Consumer]:
-    """An instance and its name from `[name=]kind[:key=value,...]`."""
+    """Build the consumer described by `[name=]kind[:key=value,...]`. Returns its name and the instance."""
     head, _, tail = text.partition(":")
     name, equals, kind = head.partition("=")
     kind = kind if equals else name
@@ -57,12 +54,10 @@ def build_consumer(text: str) -> tuple[str, Consumer]:
 
 
 def parameters(kind: str) -> dict[str, inspect.Parameter]:
-    """What a kind can be told in text, by name."""
+    """Parameters of a kind that can be written as text, by name."""
     source = FileOptions if kind == "filesystem" else KINDS[kind]
-    own = inspect.signature(source).parameters.values()
-    return {
-        parameter.name: parameter for parameter in own if parameter.name not in ("disk", "encoder", "bias")
-    }
+    signature = inspect.signature(source).parameters
+    return {name: parameter for name, parameter in signature.items() if name not in ("encoder", "bias")}
 
 
 def _value(text: str) -> Any:

@@ -352,13 +352,14 @@ class Dispatcher:
         for name in lanes:
             self.lanes[name].finish(CaptureFinish(key, finish_reason, prompt_len, 0, error))
 
+    def result(self, key: str, consumer: str, timeout: float = 0) -> CaptureResult:
+        """The result of a request at one consumer, `pending` if it is not known after `timeout` seconds."""
+        return self.lanes[consumer].results.get(key, timeout)
+
     def results(self, key: str, timeout: float = 0) -> dict[str, CaptureResult]:
-        """One result per consumer, `pending` where it is not known after `timeout` seconds."""
+        """The result of a request at every consumer, after at most `timeout` seconds for all of them."""
         deadline = time.monotonic() + timeout
-        return {
-            name: lane.results.get(key, max(deadline - time.monotonic(), 0))
-            for name, lane in self.lanes.items()
-        }
+        return {name: self.result(key, name, max(deadline - time.monotonic(), 0)) for name in self.lanes}
 
     def shutdown(self) -> None:
         """Deliver what waits, finish what has not finished, and stop every consumer."""

@@ -1,7 +1,9 @@
-"""The consumer that writes files: a `CaptureWriter` behind the consumer's calls.
+"""Consumer that writes capture files with a `CaptureWriter`.
 
-Its result is `ok` when every row is durable, and a caller may wait for it. What goes wrong with one request never comes
-out of these calls: the writer notes it with the request.
+Its result is `ok` when every row is durable. A failure of one request is recorded by the writer and becomes the result
+of that request; it is not raised.
+
+    engine.add_consumer("files", FilesystemConsumer("captures", default_layout="sharded", fsync=False))
 """
 
 from __future__ import annotations
@@ -11,41 +13,29 @@ from concurrent.futures import Future
 from typing import Any
 
 from birkhoff.capture.sinks.chunk import Chunk
-from birkhoff.capture.sinks.consumer import Location, check_name
 from birkhoff.capture.sinks.result import KEPT_RESULTS, CaptureFinish, CaptureRequest, CaptureResult, Results
 from birkhoff.capture.store.disk import Disk
 from birkhoff.capture.store.file_options import FileOptions
-from birkhoff.capture.store.naming import LAYOUTS
 from birkhoff.capture.store.writer import CaptureWriter
-from birkhoff.errors import CaptureValidationError, quoted
 
 
 class FilesystemConsumer:
-    """`options` as keywords: see `FileOptions`; `root` is the only one that must be given."""
+    """Files go under `root`. `options` are the other fields of `FileOptions`, as keywords."""
 
-    location: Location = "worker"
     reads_client_spec = True
 
     def __init__(self, root: str, disk: Disk | None = None, kept_results: int = KEPT_RESULTS, **options: Any):
         self.options = FileOptions(root, **options)
         self.writer = CaptureWriter(self.options, disk)
         self.writer_threads = self.options.writer_threads
-        self.patience_bytes = (
-            self.options.coalesce_max_bytes
-        )  # rows may wait with their maker: they would wait here
+        self.buffer_bytes = self.options.coalesce_max_bytes
         self._results = Results(kept_results)
 
     def global_capture_spec(self) -> Mapping[str, Any] | None:
         return None
 
     def validate_client_spec(self, spec: Mapping[str, Any], path: str) -> None:
-        for field in ("request_id", "tag"):
-            check_name(spec, field, path)
-        layout = spec.get("layout")
-        if layout is not None and layout not in LAYOUTS:
-            raise CaptureValidationError(
-                f"is {quoted(layout)}, expected one of {', '.join(LAYOUTS)}.", f"{path}.layout", "V10"
-            )
+        pass  # rules V2 and V10 check the fields that concern files
 
     def begin(self, request: CaptureRequest) -> None:
         self._results.begin(request.key)

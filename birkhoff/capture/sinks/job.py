@@ -1,7 +1,7 @@
-"""A capture as a job of a plan: asks for rows step by step, shapes them as requested and passes them on.
+"""A capture as a job of a plan: selects rows step by step, transforms them as requested and passes them to a sink.
 
-The order is that of `reduce.py`: stream subset, projection, reduction, storage cast. Whatever goes wrong here is kept
-as the job's `error` and never reaches the engine: a failed capture does not fail its generation.
+The order of operations is that of `reduce.py`: stream subset, projection, reduction, storage cast. An exception here
+becomes the result of the capture and never reaches the engine: a failed capture does not fail its generation.
 """
 
 from __future__ import annotations
@@ -11,47 +11,66 @@ from typing import Protocol
 
 import torch
 
-from birkhoff.capture.sinks.captured_rows import Acts, CapturedRows
-from birkhoff.capture.sinks.reduce import Accumulator, StoredRows, Transform, accumulator, store
-from birkhoff.capture.sinks.result import CaptureResult
+from birkhoff.capture.sinks.captured_rows import Acts
+from birkhoff.capture.sinks.reduce import Accumulator, Transform, accumulator, store
 from birkhoff.capture.spec.request import ResolvedCapture
 from birkhoff.capture.spec.selection import Selection
 from birkhoff.errors import CaptureError
 from birkhoff.hooks.plan import SiteRows
+from birkhoff.hooks.results import CaptureResult
 from birkhoff.hooks.site_names import Address
+
+SECONDS_TO_DURABLE = 30.0
 
 
 class CaptureSink(Protocol):
-    """Where shaped rows go."""
+    """Destination of the rows of one request at one consumer."""
 
-    def keep(self, address: Address, stored: StoredRows, rows: SiteRows) -> None: ...
-    def end(self, finish_reason: str, missing: list[int], error: str | None) -> None: ...
+    in_memory: bool  # whether `rows` returns the rows
 
-    def results(self) -> dict[str, CaptureResult]:
-        """By consumer, what became of rows that were passed on."""
-        ...
+    def open(self) -> None: ...
+    def append(self, rows: SiteRows) -> None: ...
+    def close(self, finish_reason: str, missing: list[int], error: str | None) -> None: ...
+    def rows(self) -> Acts: ...
+    def result(self, timeout: float) -> CaptureResult: ...
 
 
 class CaptureJob:
-    """`matrix` is the one that the capture's `project` names; `capture_hash` stands for all captures of the request."""
+    """`matrix` is the projection named by the capture; `capture_hash` identifies all captures of the request."""
 
     def __init__(
         self,
         resolved: ResolvedCapture,
-        keeper: CaptureSink,
+        sink: CaptureSink,
         matrix: torch.Tensor | None = None,
         capture_hash: str = "",
     ):
         self.keys = resolved.addresses
         self.after = resolved.capture.capture_point == "after"
+        self.consumer = resolved.consumer
         self.resolved = resolved
-        self.keeper = keeper
-        self.matrix = matrix
+        self.sink = sink
         self.capture_hash = capture_hash
         self.error: str | None = None
-        self.missing: list[int] = []  # positions asked for one by one that never came; known at the end
+        self.missing: list[int] = []  # positions listed one by one that were never computed; set by `close`
+        self._transforms = {hook: Transform(row.streams, matrix) for hook, row in resolved.rows.items()}
         self._selection = Selection(resolved.selector)
-        self._sums: dict[Address, Accumulator] = {}
+        self._reductions: dict[Address, Accumulator] = {}
+
+    @property
+    def in_memory(self) -> bool:
+        return self.sink.in_memory
+
+    def rows(self) -> Acts:
+        """The captured rows of an in-memory capture. Raises `CaptureError` if the capture failed."""
+        return self.sink.rows()
+
+    def result(self, timeout: float = SECONDS_TO_DURABLE) -> CaptureResult:
+        """The result at the consumer, `pending` if it is not known after `timeout` seconds."""
+        return self.sink.result(timeout)
+
+    def open(self) -> None:
+        self.sink.open()
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return self._selection.rows(start, token_ids)  # type: ignore[return-value]
@@ -60,79 +79,88 @@ class CaptureJob:
         if self.error is not None:
             return
         try:
-            self._take(rows)
-        except Exception as error:  # the generation goes on
+            self._process(rows)
+        except Exception as error:  # the generation continues
             self.error = f"{type(error).__name__}: {error}"
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
         try:
             if self.error is None:
-                self._flush_sums()
+                self._flush_reductions()
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
-        self.missing = self._selection.never_came(num_tokens)
-        self.keeper.end(finish_reason, self.missing, self.error)
+        self.missing = self._selection.never_computed(num_tokens)
+        self.sink.close(finish_reason, self.missing, self.error)
 
-    def _take(self, rows: SiteRows) -> None:
-        capture = self.resolved.capture
-        address = (rows.hook, rows.layer)
-        kept = self.resolved.rows[rows.hook]
-        tensor = Transform.of(kept, self.matrix)(rows.tensor)
-        if capture.reduce is not None:
-            self._sums.setdefault(address, accumulator(capture.reduce)).add(
-                tensor, rows.positions, rows.token_ids
-            )
+    def _process(self, rows: SiteRows) -> None:
+        reduce = self.resolved.capture.reduce
+        tensor = self._transforms[rows.hook](rows.tensor)
+        if reduce is None:
+            self._append(rows, tensor)
         else:
-            self.keeper.keep(address, store(tensor, kept.dtype), rows)
+            reduction = self._reductions.setdefault((rows.hook, rows.layer), accumulator(reduce))
+            reduction.add(tensor, rows.positions, rows.token_ids)
 
-    def _flush_sums(self) -> None:
-        for (hook, layer), sums in self._sums.items():
-            found = sums.result()
-            if found is not None:
-                positions = () if found.position is None else (found.position,)
-                ids = () if found.token_id is None else (found.token_id,)
-                stored = store(found.row, self.resolved.rows[hook].dtype)
-                self.keeper.keep((hook, layer), stored, SiteRows(hook, layer, found.row, positions, ids, 0))
+    def _append(self, rows: SiteRows, tensor: torch.Tensor) -> None:
+        values, scale = store(tensor, self.resolved.rows[rows.hook].dtype)
+        labels = rows.positions, rows.token_ids, rows.prompt_rows
+        self.sink.append(SiteRows(rows.hook, rows.layer, values, *labels, scale))
+
+    def _flush_reductions(self) -> None:
+        for (hook, layer), reduction in self._reductions.items():
+            reduced = reduction.result()
+            if reduced is not None:
+                positions = () if reduced.position is None else (reduced.position,)
+                token_ids = () if reduced.token_id is None else (reduced.token_id,)
+                self._append(SiteRows(hook, layer, reduced.row, positions, token_ids), reduced.row)
 
 
 class MemorySink:
-    """Rows stay in memory until the caller takes them as `Acts`."""
+    """Keeps rows in memory until the caller reads them as `Acts`."""
+
+    in_memory = True
 
     def __init__(self, resolved: ResolvedCapture):
         self._resolved = resolved
-        self._parts: dict[Address, list[tuple[StoredRows, SiteRows]]] = {}
+        self._parts: dict[Address, list[SiteRows]] = {}
         self.missing: list[int] = []
         self.error: str | None = None
 
-    def keep(self, address: Address, stored: StoredRows, rows: SiteRows) -> None:
-        self._parts.setdefault(address, []).append((stored, rows))
+    def open(self) -> None:
+        pass
 
-    def end(self, finish_reason: str, missing: list[int], error: str | None) -> None:
+    def append(self, rows: SiteRows) -> None:
+        self._parts.setdefault((rows.hook, rows.layer), []).append(rows)
+
+    def close(self, finish_reason: str, missing: list[int], error: str | None) -> None:
         self.missing = missing
         self.error = error
 
-    def results(self) -> dict[str, CaptureResult]:
-        """`ok` means here: all of it is in memory."""
+    def result(self, timeout: float) -> CaptureResult:
+        """`ok` if all rows are in memory."""
         if self.error is not None:
-            return {self._resolved.consumer: CaptureResult("error", error=self.error)}
-        kept = [stored for parts in self._parts.values() for stored, _ in parts]
-        rows = sum(stored.values.shape[0] for stored in kept)
-        nbytes = sum(
-            stored.values.nbytes + (0 if stored.scale is None else stored.scale.nbytes) for stored in kept
-        )
-        return {self._resolved.consumer: CaptureResult("ok", rows=rows, bytes=nbytes, keys=len(self._parts))}
+            return CaptureResult("error", error=self.error)
+        parts = [part for parts in self._parts.values() for part in parts]
+        nbytes = sum(part.tensor.nbytes + (0 if part.scale is None else part.scale.nbytes) for part in parts)
+        return CaptureResult("ok", rows=sum(map(len, parts)), bytes=nbytes, keys=len(self._parts))
 
-    def acts(self) -> Acts:
-        """The rows. Raises when the capture failed: half of them would read like all of them."""
+    def rows(self) -> Acts:
+        """The rows. Raises if the capture failed: an incomplete set would look like a complete one."""
         if self.error is not None:
             raise CaptureError(f"{self._resolved.consumer}: {self.error}")
-        found = {}
-        for address, parts in self._parts.items():
-            scales = [stored.scale for stored, _ in parts if stored.scale is not None]
-            found[address] = CapturedRows(
-                torch.cat([stored.values for stored, _ in parts]),
-                tuple(position for _, rows in parts for position in rows.positions),
-                tuple(token for _, rows in parts for token in rows.token_ids),
-                torch.cat(scales) if scales else None,
-            )
-        return Acts(self._resolved, found, self.missing)
+        return Acts(self._resolved, {key: join(parts) for key, parts in self._parts.items()}, self.missing)
+
+
+def join(parts: Sequence[SiteRows]) -> SiteRows:
+    """Rows of one site from several steps as one `SiteRows`, in memory of its own."""
+    first = parts[0]
+    scales = [part.scale for part in parts if part.scale is not None]
+    return SiteRows(
+        first.hook,
+        first.layer,
+        torch.cat([part.tensor for part in parts]),
+        tuple(position for part in parts for position in part.positions),
+        tuple(token for part in parts for token in part.token_ids),
+        sum(part.prompt_rows for part in parts),
+        torch.cat(scales) if scales else None,
+    )

@@ -1,9 +1,6 @@
-"""What becomes of one request's capture at one consumer, and how the consumer is told about the request.
+"""Messages between the dispatcher and a consumer: the start and the end of a request, and results by request key.
 
-`ok` means that every row is where the consumer promises to keep it: for files, on the disk and there after a power cut
-(`durable` is False when syncing was switched off). Rows that were dropped make `partial_error`; a capture that is not
-there at all is `error`. Paths are relative to the capture root. A failed capture never raises into the engine: it ends
-here.
+A failed capture never raises into the engine: the failure is part of its `CaptureResult`.
 """
 
 from __future__ import annotations
@@ -12,15 +9,26 @@ import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
-Status = Literal["pending", "ok", "partial_error", "error", "not_requested"]
+from birkhoff.hooks.results import CaptureResult, Status
+
+__all__ = [
+    "KEPT_RESULTS",
+    "NOT_REQUESTED",
+    "CaptureFinish",
+    "CaptureRequest",
+    "CaptureResult",
+    "Results",
+    "Status",
+    "done",
+]
 
 
 @dataclass(frozen=True)
 class CaptureRequest:
-    """One request as one consumer sees it. `key` is the engine's name for it, `request_id` the caller's."""
+    """The start of a request. `key` is unique in the process; `request_id` is the caller's name for the request."""
 
     key: str
     request_id: str
@@ -28,12 +36,12 @@ class CaptureRequest:
     layout: str | None = None
     meta: Mapping[str, Any] = field(
         default_factory=dict
-    )  # model, steering_hash, capture_point, prompt_len, ...
+    )  # model, capture_hash, capture_point, prompt_len, ...
 
 
 @dataclass(frozen=True)
 class CaptureFinish:
-    """How a request ended. `error` and `dropped_rows` are what went wrong before the consumer was reached."""
+    """The end of a request. `error` and `dropped_rows` describe losses before the rows reached the consumer."""
 
     key: str
     finish_reason: str | None = None
@@ -42,58 +50,19 @@ class CaptureFinish:
     error: str | None = None
 
 
-@dataclass(frozen=True)
-class CaptureResult:
-    status: Status
-    id: str = ""
-    error: str | None = None
-    rows: int = 0
-    bytes: int = 0
-    keys: int = 0  # distinct (layer, hook)
-    dropped_rows: int = 0
-    paths: tuple[str, ...] = ()
-    sha256: Mapping[str, str] = field(default_factory=dict)  # per path, of this request's bytes in file order
-    durable: bool = False
-
-    @property
-    def finished(self) -> bool:
-        return self.status != "pending"
-
-    def with_losses(self, dropped_rows: int, error: str | None) -> CaptureResult:
-        """The same result when rows were lost before they reached the consumer."""
-        if not (dropped_rows or error) or self.status == "error":
-            return self
-        error = error or f"{dropped_rows} rows were dropped: the capture queue was full"
-        return replace(self, status="partial_error", error=error, dropped_rows=dropped_rows)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "status": self.status,
-            "id": self.id,
-            "error": self.error,
-            "rows": self.rows,
-            "bytes": self.bytes,
-            "keys": self.keys,
-            "dropped_rows": self.dropped_rows,
-            "paths": list(self.paths),
-            "sha256": dict(self.sha256),
-            "durable": self.durable,
-        }
-
-
 NOT_REQUESTED = CaptureResult("not_requested")
 KEPT_RESULTS = 4096
 
 
 def done(result: CaptureResult) -> Future[CaptureResult]:
-    """A result that nobody has to wait for."""
+    """A future that already has its result."""
     future: Future[CaptureResult] = Future()
     future.set_result(result)
     return future
 
 
 class Results:
-    """Answers by request key: `pending` from `begin` on, then the result, kept for the last few thousand requests."""
+    """Results by request key: `pending` after `begin`, then the result. The last `kept` results are remembered."""
 
     def __init__(self, kept: int = KEPT_RESULTS):
         self._kept = kept
@@ -115,7 +84,7 @@ class Results:
         return future
 
     def get(self, key: str, timeout: float = 0) -> CaptureResult:
-        """The result, or `pending` when it is not there after `timeout` seconds."""
+        """The result, or `pending` if it is not known after `timeout` seconds."""
         with self._lock:
             future = self._futures.get(key)
             pending = key in self._pending

@@ -1,32 +1,34 @@
-"""The consumer that keeps no rows, only what an SAE needs to know about them: moments, norms, firing, best contexts.
+"""Consumer that keeps statistics of one site instead of rows: moments, norms, firing rates, top contexts of features.
 
-Moments are joined chunk by chunk in float64 with Chan's rule, so the result does not depend on how the rows were cut
-into chunks (to rounding) and variances do not cancel. With an encoder, a feature fires where `row @ encoder + bias`
-is above its threshold; for each feature the rows where it is largest are remembered by request, position and token.
-A row that holds a NaN or an infinity is counted and left out, since one of them would be all that is left of a mean.
-Memory depends on the widths, not on the number of rows. NumPy only.
+It has a global capture spec and so receives rows of every request of the engine. Moments are combined chunk by chunk
+in float64 with Chan's rule, so the result does not depend on the chunking (up to rounding) and variances do not cancel.
+With an encoder, a feature fires where `row @ encoder + bias` is above its threshold; for each feature the rows with the
+largest activations are remembered by request, position and token. A row with a NaN or an infinity is counted and left
+out, because it would dominate the mean. Memory depends on the widths, not on the number of rows. NumPy only.
+
+Read `stats()`, or give `out`: the arrays are written there as `.npz` at shutdown.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
-from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from birkhoff.atomic_file import atomic_path
 from birkhoff.capture.sinks.chunk import Chunk
-from birkhoff.capture.sinks.consumer import Location
-from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest, CaptureResult, Results, done
+from birkhoff.capture.sinks.consumer import CountingConsumer
 from birkhoff.capture.spec.dtypes import Array, to_float32
 from birkhoff.errors import CaptureWriteError, OptionError, quoted
+from birkhoff.option_checks import check_int
 
 
 @dataclass(frozen=True)
 class Context:
-    """Where a feature was large; -1 for what the row does not say."""
+    """A row where a feature has a large activation; -1 for labels that the row lacks."""
 
     activation: float
     request: str
@@ -36,27 +38,28 @@ class Context:
 
 @dataclass(frozen=True)
 class SaeStats:
-    """A snapshot. Arrays of the encoder's features are None without an encoder."""
+    """A snapshot of the statistics. Arrays per feature are None without an encoder."""
 
     rows: int
-    nonfinite_rows: int  # left out of everything else
+    nonfinite_rows: int  # excluded from everything else
     mean: Array  # [width]
     second_moment: Array  # [width], E[x²]
     variance: Array  # [width]
     norm_mean: float
     norm_rms: float
     norm_max: float
-    firing: Array | None  # [features], rows in which each fired
-    activation_sum: Array | None  # [features], over the rows in which it fired
-    top: list[list[Context]] | None  # best first
+    firing: Array | None  # [features], number of rows where each fired
+    activation_sum: Array | None  # [features], over the rows where it fired
+    top: list[list[Context]] | None  # largest first
 
 
-class SaeStatsConsumer:
-    """Statistics of one hook and layer, over every request. `encoder` is [width, features]."""
+class SaeStatsConsumer(CountingConsumer):
+    """Statistics of one hook and layer over every request. `encoder` is [width, features].
 
-    location: Location = "worker"
+    `block_activations` bounds the number of activations computed at a time.
+    """
+
     reads_client_spec = False
-    writer_threads = 1
 
     def __init__(
         self,
@@ -68,25 +71,26 @@ class SaeStatsConsumer:
         top_k: int = 8,
         positions: str = "all",
         block_activations: int = 1 << 22,
+        out: str | None = None,
     ):
-        if type(top_k) is not int or top_k < 1:
-            raise OptionError(f"top_k is {quoted(top_k)}, expected a whole number from 1 up.")
+        super().__init__()
+        check_int("top_k", top_k)
         if encoder is not None and encoder.ndim != 2:
             raise OptionError(f"encoder has shape {encoder.shape}, expected [width, features].")
         self.hook = hook
         self.layer = layer
         self._positions = positions
         self._top_k = top_k
-        self._block = block_activations  # so many are computed at a time
+        self._block = block_activations
+        self._out = None if out is None else Path(out)
+        if self._out is not None and not self._out.parent.is_dir():
+            raise OptionError(f"out is {quoted(out)}, expected a file in a directory that exists.")
         self._encoder = None if encoder is None else np.asarray(encoder, np.float32)
         features = 0 if encoder is None else encoder.shape[1]
         self._bias = np.zeros(features, np.float32) if bias is None else np.asarray(bias, np.float32)
         self._threshold = np.broadcast_to(np.asarray(threshold, np.float32), (features,))
         if self._bias.shape != (features,):
             raise OptionError(f"bias has shape {self._bias.shape}, expected [{features}].")
-        self._lock = threading.Lock()
-        self._results = Results()
-        self._rows_of: dict[str, int] = {}
         self._count = self._nonfinite = 0
         self._mean: Array = np.zeros(0)
         self._spread: Array = np.zeros(0)  # sum of squared distances from the mean
@@ -99,12 +103,6 @@ class SaeStatsConsumer:
     def global_capture_spec(self) -> Mapping[str, Any] | None:
         return {"hooks": {self.hook: [self.layer]}, "positions": self._positions}
 
-    def validate_client_spec(self, spec: Mapping[str, Any], path: str) -> None:
-        pass
-
-    def begin(self, request: CaptureRequest) -> None:
-        self._results.begin(request.key)
-
     def submit_chunk(self, chunk: Chunk) -> None:
         if (chunk.hook, chunk.layer) != (self.hook, self.layer) or not chunk.num_rows:
             return
@@ -116,29 +114,24 @@ class SaeStatsConsumer:
                     f"{width if self._encoder is not None else len(self._mean)}. Use another consumer for them."
                 )
             rows = to_float32(chunk.array(), chunk.dtype, chunk.scales())
-            places = np.flatnonzero(np.isfinite(rows).all(1))  # of the kept rows in the chunk
-            self._nonfinite += len(rows) - len(places)
-            self._rows_of[chunk.request_id] = self._rows_of.get(chunk.request_id, 0) + len(rows)
-            if not len(places):
+            finite = np.flatnonzero(np.isfinite(rows).all(1))  # indices in the chunk
+            self._nonfinite += len(rows) - len(finite)
+            self._counts_of(chunk).add(chunk)
+            if not len(finite):
                 return
-            rows = rows[places]
+            rows = rows[finite]
             self._add_moments(rows.astype(np.float64))
             if self._encoder is not None:
                 block = max(1, self._block // max(len(self._bias), 1))
                 for start in range(0, len(rows), block):
-                    self._add_features(rows[start : start + block], chunk, places[start : start + block])
-
-    def finalize(self, finish: CaptureFinish) -> Future[CaptureResult]:
-        with self._lock:
-            rows = self._rows_of.pop(finish.key, 0)
-        result = CaptureResult("ok", finish.key, None, rows, 0, int(rows > 0))
-        return self._results.put(finish.key, done(result.with_losses(finish.dropped_rows, finish.error)))
-
-    def get_result(self, key: str) -> CaptureResult:
-        return self._results.get(key)
+                    self._add_features(rows[start : start + block], chunk, finite[start : start + block])
 
     def shutdown(self) -> None:
-        pass
+        if self._out is not None:
+            stats = {name: value for name, value in vars(self.stats()).items() if value is not None}
+            stats.pop("top", None)
+            with atomic_path(self._out) as path, path.open("wb") as file:
+                np.savez(file, **stats)
 
     def stats(self) -> SaeStats:
         with self._lock:
@@ -163,9 +156,9 @@ class SaeStatsConsumer:
     def _contexts(self, feature: int) -> list[Context]:
         order = np.argsort(-self._best[feature], kind="stable")
         return [
-            Context(float(self._best[feature, place]), *self._where[feature, place])
-            for place in order
-            if self._where[feature, place] is not None
+            Context(float(self._best[feature, index]), *self._where[feature, index])
+            for index in order
+            if self._where[feature, index] is not None
         ]
 
     def _add_moments(self, rows: Array) -> None:
@@ -176,16 +169,16 @@ class SaeStatsConsumer:
             self._mean = mean
             self._spread = spread
         else:
-            both = self._count + count
-            apart = mean - self._mean
-            self._mean = self._mean + apart * (count / both)
-            self._spread = self._spread + spread + apart**2 * (self._count * count / both)
+            total = self._count + count
+            difference = mean - self._mean
+            self._mean = self._mean + difference * (count / total)
+            self._spread = self._spread + spread + difference**2 * (self._count * count / total)
         self._count += count
         norms = np.sqrt((rows**2).sum(1))
-        total, squares, largest = self._norms
-        self._norms = (total + norms.sum(), squares + (norms**2).sum(), max(largest, float(norms.max())))
+        norm_sum, squares, largest = self._norms
+        self._norms = (norm_sum + norms.sum(), squares + (norms**2).sum(), max(largest, float(norms.max())))
 
-    def _add_features(self, rows: Array, chunk: Chunk, places: Array) -> None:
+    def _add_features(self, rows: Array, chunk: Chunk, indices: Array) -> None:
         activations = rows @ self._encoder + self._bias  # [n, features]
         fired = activations > self._threshold
         self._firing += fired.sum(0)
@@ -196,11 +189,11 @@ class SaeStatsConsumer:
             return
         values = np.concatenate([self._best[better], candidates[:, better].T], axis=1)  # [b, k + n]
         chosen = np.argsort(-values, axis=1, kind="stable")[:, : self._top_k]
-        for place, feature in enumerate(better):
+        for index, feature in enumerate(better):
             old = self._where[feature].copy()
-            for slot, source in enumerate(chosen[place]):
+            for slot, source in enumerate(chosen[index]):
                 new = int(source) - self._top_k
-                self._where[feature, slot] = old[source] if new < 0 else self._label(chunk, int(places[new]))
+                self._where[feature, slot] = old[source] if new < 0 else self._label(chunk, int(indices[new]))
         self._best[better] = np.take_along_axis(values, chosen, axis=1)
         self._where[self._best == -np.inf] = None
 

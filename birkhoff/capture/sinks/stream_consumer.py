@@ -1,38 +1,34 @@
-"""The consumer that hands rows on while they are made: subscribers iterate over chunks of one request or of all.
+"""Consumer that passes rows on while the request runs: subscribers iterate over the chunks of one request or of all.
 
-A subscription has a queue of bounded length. When its reader is too slow the oldest chunk is thrown away and counted
-(`subscription.dropped_rows`), because a live view wants what is new; with `overflow="block"` the writer thread waits
-instead, for at most `timeout_seconds`, and the dispatcher's own policy takes over from there. Without a subscriber rows
-go nowhere, and that is not a loss.
+    stream = StreamConsumer()
+    engine.add_consumer("live", stream)
+    for chunk in stream.subscribe(): ...
+
+A subscription has a bounded queue. If its reader is too slow, the oldest chunk is dropped and counted
+(`subscription.dropped_rows`); with `overflow="block"` the writer thread waits instead, for at most `timeout_seconds`,
+and the overload policy of the dispatcher applies. Without a subscriber rows are discarded, which is not a loss.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
-from typing import Any
+from dataclasses import replace
 
 from birkhoff.capture.sinks.chunk import Chunk
-from birkhoff.capture.sinks.consumer import Location
-from birkhoff.capture.sinks.result import (
-    NOT_REQUESTED,
-    CaptureFinish,
-    CaptureRequest,
-    CaptureResult,
-    Results,
-    done,
-)
-from birkhoff.errors import OptionError, quoted
+from birkhoff.capture.sinks.consumer import CountingConsumer, RequestCounts
+from birkhoff.capture.sinks.result import CaptureFinish, CaptureResult
+from birkhoff.option_checks import check_choice, check_int
 
 
 class Subscription:
-    """Iterate to get chunks; the iteration ends when the request finishes, or when either side closes."""
+    """Iterator over chunks. It ends when the request finishes, or when the subscription or the consumer is closed."""
 
-    def __init__(self, owner: StreamConsumer, key: str | None, depth: int):
+    def __init__(self, owner: StreamConsumer, request_id: str | None, depth: int):
         self._owner = owner
-        self.key = key
+        self.request_id = request_id
         self._depth = depth
         self._chunks: deque[Chunk] = deque()
         self._changed = threading.Condition()
@@ -44,7 +40,7 @@ class Subscription:
             yield chunk
 
     def get(self, timeout: float | None = None) -> Chunk | None:
-        """The next chunk; None at the end. Raises TimeoutError when nothing came in time."""
+        """The next chunk; None at the end. Raises TimeoutError if none arrives within `timeout` seconds."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._chunks or self._ended, timeout):
                 raise TimeoutError("no chunk came in time")
@@ -81,28 +77,20 @@ class Subscription:
             self._changed.notify_all()
 
 
-class StreamConsumer:
-    location: Location = "worker"
-    reads_client_spec = True
-    writer_threads = 1
+class StreamConsumer(CountingConsumer):
+    """`depth` is the number of chunks a subscription can hold."""
 
     def __init__(self, depth: int = 64, overflow: str = "drop", timeout_seconds: float = 10.0):
-        if type(depth) is not int or depth < 1:
-            raise OptionError(f"depth is {quoted(depth)}, expected a whole number from 1 up.")
-        if overflow not in ("drop", "block"):
-            raise OptionError(f"overflow is {quoted(overflow)}, expected drop or block.")
-        self._depth = depth
-        self._block = overflow == "block"
+        super().__init__()
+        self._depth = check_int("depth", depth)
+        self._block = check_choice("overflow", overflow, ("drop", "block")) == "block"
         self._timeout = timeout_seconds
-        self._lock = threading.Lock()
         self._subscriptions: list[Subscription] = []
-        self._rows: dict[str, tuple[int, int, set[tuple[int, str]]]] = {}
-        self._results = Results()
         self._closed = False
 
-    def subscribe(self, key: str | None = None) -> Subscription:
-        """Chunks from now on: of one request, by the engine's key, or of every request."""
-        subscription = Subscription(self, key, self._depth)
+    def subscribe(self, request_id: str | None = None) -> Subscription:
+        """Later chunks of the request that the caller named `request_id`, or of every request."""
+        subscription = Subscription(self, request_id, self._depth)
         with self._lock:
             if self._closed:
                 subscription.end()
@@ -114,43 +102,32 @@ class StreamConsumer:
         with self._lock:
             self._subscriptions = [other for other in self._subscriptions if other is not subscription]
 
-    def global_capture_spec(self) -> Mapping[str, Any] | None:
-        return None
-
-    def validate_client_spec(self, spec: Mapping[str, Any], path: str) -> None:
-        pass
-
-    def begin(self, request: CaptureRequest) -> None:
-        self._results.begin(request.key)
-        with self._lock:
-            self._rows[request.key] = (0, 0, set())
-
     def submit_chunk(self, chunk: Chunk) -> None:
         with self._lock:
-            rows, nbytes, keys = self._rows.get(chunk.request_id, (0, 0, set()))
-            keys.add((chunk.layer, chunk.hook))
-            self._rows[chunk.request_id] = (rows + chunk.num_rows, nbytes + chunk.nbytes, keys)
-            listeners = [other for other in self._subscriptions if other.key in (None, chunk.request_id)]
-        for subscription in listeners:
+            counts = self._counts_of(chunk)
+            counts.add(chunk)
+            names = (None, counts.request.request_id)
+            subscribers = [other for other in self._subscriptions if other.request_id in names]
+        for subscription in subscribers:
             subscription.put(chunk, self._block, self._timeout)
 
     def finalize(self, finish: CaptureFinish) -> Future[CaptureResult]:
         with self._lock:
-            seen = self._rows.pop(finish.key, None)
-            ending = [other for other in self._subscriptions if other.key == finish.key]
-            self._subscriptions = [other for other in self._subscriptions if other.key != finish.key]
+            counts = self._counts.get(finish.key)
+            name = None if counts is None else counts.request.request_id
+            ending = [other for other in self._subscriptions if name is not None and other.request_id == name]
+            self._subscriptions = [other for other in self._subscriptions if other not in ending]
+            if counts is not None:
+                counts.dropped_rows = sum(subscription.dropped_rows for subscription in ending)
         for subscription in ending:
             subscription.end()
-        if seen is None:
-            return done(NOT_REQUESTED)
-        rows, nbytes, keys = seen
-        lost = finish.dropped_rows + sum(subscription.dropped_rows for subscription in ending)
-        error = finish.error or (f"{lost} rows were dropped: the subscriber was too slow" if lost else None)
-        result = CaptureResult("ok", finish.key, None, rows, nbytes, len(keys)).with_losses(lost, error)
-        return self._results.put(finish.key, done(result))
+        return super().finalize(finish)
 
-    def get_result(self, key: str) -> CaptureResult:
-        return self._results.get(key)
+    def _result(self, finish: CaptureFinish, counts: RequestCounts) -> CaptureResult:
+        if counts.dropped_rows and finish.error is None:
+            dropped = finish.dropped_rows + counts.dropped_rows
+            finish = replace(finish, error=f"{dropped} rows were dropped: the subscriber was too slow")
+        return super()._result(finish, counts)
 
     def shutdown(self) -> None:
         with self._lock:

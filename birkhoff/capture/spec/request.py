@@ -2,10 +2,10 @@
 
     Capture({"mhc_streams_pre_attn": [10, 20], "mhc_ffn_res_mix": "all"}, positions="last_prompt", dtype="bf16")
 
-A capture is frozen, hashable, and equal to whatever says the same; `to_json` and `from_json` are inverses. What can be
-checked without a model is checked when it is made, the rest by `resolve`, both by the one list of rules in `checks.py`.
-A resolved capture says where to tap, which tokens to keep, how a row is stored and what it costs at most; it does not
-know any engine. Nothing here imports torch.
+A capture is frozen, hashable and compared by value; `to_json` and `from_json` are inverses. Rules that need no model
+are checked on construction, the others by `resolve`; both use the list of rules in `validation.py`. A resolved capture
+states which sites to tap, which tokens to keep, how a row is stored and the upper bound of its cost. Nothing here
+depends on an engine or imports torch.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from birkhoff.hooks.selector import PositionSelector
 from birkhoff.hooks.site_names import Address
 from birkhoff.hooks.sites import BY_NAME
 
-_PLACE_FIELDS = ("request_id", "tag", "layout", "return")  # where rows go, not which rows they are
+_DESTINATION_FIELDS = ("request_id", "tag", "layout", "return")  # not part of the digest of a capture
 
 
 class Hooks(Mapping[str, LayerSelector]):
-    """The hooks of a capture and their layers: a mapping that cannot change and can be hashed."""
+    """Immutable, hashable mapping from hook name to layer selector."""
 
     def __init__(self, items: Mapping[str, LayerSelector]):
         self._items = dict(items)
@@ -56,7 +56,11 @@ class Hooks(Mapping[str, LayerSelector]):
 
 @dataclass(frozen=True, init=False, repr=False)
 class Capture:
-    """See the module. `returns` is the field "return" of the wire form; both spellings are understood."""
+    """Which activations of a request to keep. See the module.
+
+    `returns` is the field "return" of the wire form; both spellings are accepted. `accepted_only` is accepted for
+    compatibility: rows of rejected draft tokens are never delivered, whatever its value.
+    """
 
     hooks: Hooks
     positions: Positions
@@ -83,15 +87,15 @@ class Capture:
 
     def _fill(self, values: Mapping[str, Any]) -> Capture:
         for name, value in values.items():
-            kept = Hooks(value) if name == "hooks" else value
-            object.__setattr__(self, "returns" if name == "return" else name, kept)
+            parsed = Hooks(value) if name == "hooks" else value
+            object.__setattr__(self, "returns" if name == "return" else name, parsed)
         return self
 
     def __repr__(self) -> str:
         return f"Capture.from_json({self.to_json()!r})"
 
     def to_json(self) -> dict[str, Any]:
-        """The wire form of one consumer's part; fields that say nothing are left out."""
+        """The wire form for one consumer; fields with their default value are omitted."""
         out: dict[str, Any] = {"hooks": self.hooks.to_json(), "positions": self.positions.to_json()}
         for name in (
             "capture_point",
@@ -112,12 +116,17 @@ class Capture:
 
     @classmethod
     def from_json(cls, raw: Any) -> Capture:
-        """The inverse of `to_json`; also of what a client wrote by hand."""
+        """Parse and check the wire form for one consumer."""
         return cls.__new__(cls)._fill(check(raw, "capture", None, None)[0])
 
+    def replace(self, **fields: Any) -> Capture:
+        """A copy with some fields replaced by values that are already parsed, by their attribute names."""
+        values = {**vars(self), **fields}
+        return Capture.__new__(Capture)._fill(values)
+
     def digest(self) -> str:
-        """128 bits, as text, of what decides the rows: equal for captures that would keep the same ones."""
-        named = {name: value for name, value in self.to_json().items() if name not in _PLACE_FIELDS}
+        """128 bits in hex that identify the rows: equal for captures that select the same rows."""
+        named = {name: value for name, value in self.to_json().items() if name not in _DESTINATION_FIELDS}
         return _digest(
             b"birkhoff capture 1", json.dumps(named, sort_keys=True, separators=(",", ":")).encode()
         )
@@ -136,8 +145,8 @@ class Capture:
         cached_tokens: int = 0,
         path: str = "capture.memory",
     ) -> ResolvedCapture:
-        """Against one model and one prompt (its ids, or their number). The consumer is the last part of `path`."""
-        facts = CaptureContext(
+        """Check against one model and one prompt (token ids or their count). `path` ends with the consumer."""
+        context = CaptureContext(
             schema,
             num_layers,
             prompt_ids,
@@ -149,96 +158,99 @@ class Capture:
             cached_tokens,
         )
         consumer = path.rpartition(".")[2]
-        _, resolution = check(self._fields(), path, consumer, facts)
+        _, resolution = check(self.fields(), path, consumer, context)
         assert resolution is not None
         return ResolvedCapture.of(self, consumer, num_layers, resolution)
 
-    def _fields(self) -> dict[str, Any]:
-        """Every field by its wire name, parsed as it is."""
+    def fields(self) -> dict[str, Any]:
+        """Every field by its wire name, as parsed."""
         return {"return" if name == "returns" else name: value for name, value in vars(self).items()}
 
 
 @dataclass(frozen=True, eq=False)
 class ResolvedCapture:
-    """What a running request has to keep. `addresses` are (hook, layer) as tapped, by layer and hook id."""
+    """A capture checked against one model and prompt. `addresses` are (hook, layer) as tapped, by layer and hook id."""
 
     capture: Capture
     consumer: str
     num_layers: int
     addresses: tuple[Address, ...]
-    asked: Mapping[Address, Address]  # by the caller's own name -> address
+    requested: Mapping[Address, Address]  # (hook, layer) as the request names it -> address
     rows: Mapping[str, StoredRow]  # by tapped hook
     selector: PositionSelector
     estimate: Estimate
     returns: str
-    accepted_only: bool  # hold rows back until it is known that their tokens stay
 
     def address(self, hook: str, layer: int) -> Address:
-        """Where rows asked for under this name are found: aliases and negative layers as in the request."""
+        """Address of rows requested as (hook, layer); aliases and negative layers are accepted."""
         if hook in BY_NAME and BY_NAME[hook].once:
             layer = self.num_layers - 1
         key = (hook, layer + self.num_layers if layer < 0 else layer)
-        if key in self.asked:
-            return self.asked[key]
-        if key in self.addresses:  # asked for under an alias
+        if key in self.requested:
+            return self.requested[key]
+        if key in self.addresses:  # requested under an alias
             return key
-        held = ", ".join(f"{name}[{at}]" for name, at in sorted(self.asked))
-        raise SiteError(f"{quoted(hook)}[{layer}] was not captured. This capture holds {quoted(held, 400)}.")
+        available = ", ".join(f"{name}[{at}]" for name, at in sorted(self.requested))
+        raise SiteError(
+            f"{quoted(hook)}[{layer}] was not captured. This capture holds {quoted(available, 400)}."
+        )
 
     @classmethod
-    def of(cls, capture: Capture, consumer: str, num_layers: int, found: Resolution) -> ResolvedCapture:
-        returns = capture.returns or found.rules.returns
-        accepted_only = returns == "inline" if capture.accepted_only is None else capture.accepted_only
+    def of(cls, capture: Capture, consumer: str, num_layers: int, resolution: Resolution) -> ResolvedCapture:
         return cls(
             capture,
             consumer,
             num_layers,
-            found.addresses,
-            found.asked,
-            found.rows,
-            found.selector,
-            found.estimate,
-            returns,
-            accepted_only,
+            resolution.addresses,
+            resolution.requested,
+            resolution.rows,
+            resolution.selector,
+            resolution.estimate,
+            capture.returns or resolution.rules.returns,
         )
 
 
+CaptureSpecs = Mapping[str, Any]  # by consumer: a `Capture`, or its wire form
+
+
 def parse_capture_request(
-    raw: Any, facts: CaptureContext | None = None, path: str = "capture"
+    raw: Any, context: CaptureContext | None = None, path: str = "capture"
 ) -> dict[str, Capture]:
-    """The wire form, one capture by consumer. With `facts` everything is checked, without them what needs no model."""
-    return {consumer: capture for consumer, capture, _ in _parts(raw, facts, path)}
+    """Parse the wire form into one capture per consumer. Without `context`, rules that need a model are skipped."""
+    return {consumer: capture for consumer, capture, _ in _parse(raw, context, path)}
 
 
 def resolve_capture_request(
-    raw: Any, facts: CaptureContext, path: str = "capture"
+    specs: CaptureSpecs, context: CaptureContext, path: str = "capture"
 ) -> dict[str, ResolvedCapture]:
-    """The wire form, resolved; the cap on bytes is one for all consumers together."""
-    found = {}
-    for consumer, capture, resolution in _parts(raw, facts, path):
+    """Resolve all captures of a request. The limit on bytes applies to all consumers together."""
+    resolved = {}
+    for consumer, capture, resolution in _parse(specs, context, path):
         assert resolution is not None
-        found[consumer] = ResolvedCapture.of(capture, consumer, facts.num_layers, resolution)
-    return found
+        resolved[consumer] = ResolvedCapture.of(capture, consumer, context.num_layers, resolution)
+    return resolved
 
 
-def _parts(
-    raw: Any, facts: CaptureContext | None, path: str
+def _parse(
+    raw: Any, context: CaptureContext | None, path: str
 ) -> Iterator[tuple[str, Capture, Resolution | None]]:
     if not isinstance(raw, Mapping) or not raw or not all(isinstance(name, str) for name in raw):
         example = '{"memory": {"hooks": {"mlp_out": [3]}, "positions": "last_prompt"}}'
         message = f"is {quoted(raw)}, expected an object keyed by consumer, such as {example}."
         raise CaptureValidationError(message, path, "V1")
     for consumer, part in raw.items():
-        values, resolution = check(part, field_path(path, consumer), consumer, facts)
-        if facts is not None and resolution is not None:
-            facts = replace(facts, spent_bytes=facts.spent_bytes + resolution.estimate.bytes)
-        yield consumer, Capture.__new__(Capture)._fill(values), resolution
+        fields = part.fields() if isinstance(part, Capture) else part
+        values, resolution = check(fields, field_path(path, consumer), consumer, context)
+        if context is not None and resolution is not None:
+            context = replace(context, spent_bytes=context.spent_bytes + resolution.estimate.bytes)
+        capture = part if isinstance(part, Capture) else Capture.__new__(Capture)._fill(values)
+        yield consumer, capture, resolution
 
 
 def capture_hash(captures: Mapping[str, Capture], projections: Mapping[str, str] | None = None) -> str:
-    """One digest for all of a request's captures, whatever the order of the consumers.
+    """One digest for all captures of a request, independent of the order of the consumers.
 
-    `projections` gives the digest of each matrix they name: the same name for other numbers is another capture."""
+    `projections` maps each projection name to the digest of its matrix: two matrices of one name differ."""
     pieces = [
         piece for name in sorted(captures) for piece in (name.encode(), captures[name].digest().encode())
     ]
@@ -248,8 +260,8 @@ def capture_hash(captures: Mapping[str, Capture], projections: Mapping[str, str]
 
 
 def _digest(*pieces: bytes) -> str:
-    """Each piece behind its length, so that no two lists of pieces read as the same bytes."""
-    found = hashlib.sha256()
+    """Hash of the pieces, each preceded by its length, so that different lists never give the same bytes."""
+    digest = hashlib.sha256()
     for piece in pieces:
-        found.update(len(piece).to_bytes(8, "little") + piece)
-    return found.hexdigest()[:32]
+        digest.update(len(piece).to_bytes(8, "little") + piece)
+    return digest.hexdigest()[:32]

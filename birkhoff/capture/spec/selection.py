@@ -31,7 +31,7 @@ class Selection:
             self._run[first:last] = True
         return self.selector.rows(start, token_ids)
 
-    def never_came(self, length: int | None = None) -> list[int]:
+    def never_computed(self, length: int | None = None) -> list[int]:
         """Places asked for that were not run; with `length`, also those of tokens that did not stay in the text."""
         demanded = self.selector.demanded
         missing = ~self._run if length is None else ~self._run | (demanded >= length)

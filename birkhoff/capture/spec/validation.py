@@ -88,7 +88,7 @@ class CaptureContext:
 class Resolution:
     """A capture against one model and prompt."""
 
-    asked: Mapping[Address, Address]  # as the caller calls it -> where it is tapped
+    requested: Mapping[Address, Address]  # as the caller calls it -> where it is tapped
     addresses: tuple[Address, ...]  # by layer, then by hook id; each once
     rows: Mapping[str, StoredRow]
     selector: PositionSelector
@@ -297,12 +297,12 @@ def _resolve(
     rules: ConsumerRules,
     selector: PositionSelector,
 ) -> Resolution:
-    asked: dict[Address, Address] = {}
+    requested: dict[Address, Address] = {}
     for hook, layers in values["hooks"].items():
         once = hook in facts.schema and facts.schema[hook].once
         for layer in (facts.num_layers - 1,) if once else layers.expand(facts.num_layers):
-            asked[hook, layer] = site_names.resolve(hook, layer, facts.schema, facts.num_layers)
-    addresses = tuple(sorted(set(asked.values()), key=lambda at: (at[1], BY_NAME[at[0]].id)))
+            requested[hook, layer] = site_names.resolve(hook, layer, facts.schema, facts.num_layers)
+    addresses = tuple(sorted(set(requested.values()), key=lambda at: (at[1], BY_NAME[at[0]].id)))
     schemas = {hook: facts.schema[hook] for hook, _ in addresses}
     _streams_exist(values["streams"], schemas, f"{path}.streams")
     project = values["project"]
@@ -317,7 +317,7 @@ def _resolve(
         _affordable(cost, values["return"] or rules.returns, path, facts)  # V11
     if project is not None:
         _projects(project, matrix, schemas, values["streams"], path, facts)  # V12
-    return Resolution(asked, addresses, rows, selector, cost, rules)
+    return Resolution(requested, addresses, rows, selector, cost, rules)
 
 
 def _streams_exist(streams: tuple[int, ...] | None, schemas: Mapping[str, HookSchema], path: str) -> None:

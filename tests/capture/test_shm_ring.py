@@ -160,9 +160,9 @@ def test_a_reader_that_dies_does_not_hold_the_writer_up(name):
 def test_a_reader_is_told_that_the_writer_has_died(name):
     script = """
     import os, sys
-    from birkhoff.capture.sinks.result import Finish
+    from birkhoff.capture.sinks.result import CaptureFinish
     from birkhoff.capture.sinks.shm_ring import RingWriter, encoded
-    RingWriter(sys.argv[1], 4096).put(*encoded(Finish("k")), 0)
+    RingWriter(sys.argv[1], 4096).put(*encoded(CaptureFinish("k")), 0)
     print("made", flush=True)
     sys.stdin.read()
     os._exit(9)

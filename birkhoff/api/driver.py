@@ -21,8 +21,8 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request, TokenEvent
 from birkhoff.errors import BirkhoffError, EngineClosed
 from birkhoff.hooks.signals import Frame
-from birkhoff.text.detokenizer import ChatStream
 from birkhoff.text.events import Event
+from birkhoff.text.output_stream import ChatStream
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,8 +47,8 @@ from birkhoff.sae.sae_fields import PARSERS
 from birkhoff.steering.modules import NamedVectors
 from birkhoff.steering.resolver import Steering, SteeringResolver, per_prompt_edits
 from birkhoff.text.chat import encode_chat
-from birkhoff.text.detokenizer import ChatStream, TextStream
-from birkhoff.text.literals import Literals
+from birkhoff.text.output_stream import ChatStream, TextStream
+from birkhoff.text.prompt_texts import PromptTexts
 from birkhoff.text.prompts import Prompt, check_ids, is_single, room_for
 from birkhoff.text.tokenizer import Tokenizer
 
@@ -60,7 +60,7 @@ class Engine:
         self,
         core: EngineCore,
         tokenizer: Tokenizer | None,
-        literals: Literals,
+        literals: PromptTexts,
         name: str = "",
         capture_root: str | Path | None = None,
     ):

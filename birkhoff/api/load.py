@@ -38,7 +38,7 @@ from birkhoff.offload.expert_layout import PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.expert_usage import ExpertUsage
 from birkhoff.offload.placement import Placement
-from birkhoff.text.literals import Literals, literals_from_json, load_literals
+from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.text.tokenizer import Tokenizer
 from birkhoff.weights.checkpoint import Checkpoint, is_gguf, open_checkpoint
 from birkhoff.weights.weight_loader import load_into
@@ -98,7 +98,8 @@ def load(
     tokenizer = _load_tokenizer(checkpoint)
     core = _build_core(chosen, run, network, placed, cache)
     _report(str(model), chosen, checkpoint, run, placed, cache, cache_bytes)
-    engine = Engine(core, tokenizer, _load_literals(checkpoint), str(model), chosen.capture_root)
+    texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
+    engine = Engine(core, tokenizer, texts, str(model), chosen.capture_root)
     for name, vector in shipped_vectors(model).items():
         engine.modules[name] = vector
     return engine
@@ -346,9 +347,3 @@ def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer | None:
         return Tokenizer.from_json(checkpoint.tokenizer_json, name=checkpoint.path.name, vocab_size=size)
     file = checkpoint.path / "tokenizer.json"
     return Tokenizer.from_file(file, vocab_size=size) if file.is_file() else None
-
-
-def _load_literals(checkpoint: Checkpoint) -> Literals:
-    if checkpoint.chat_texts is not None:
-        return literals_from_json(checkpoint.chat_texts, checkpoint.path.name)
-    return load_literals(checkpoint.path)

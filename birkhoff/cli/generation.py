@@ -40,7 +40,7 @@ class ChatGeneration:
         effort: str | None,
         steer: Sequence[Any] | None = None,
     ):
-        from birkhoff.text.detokenizer import ChatStream
+        from birkhoff.text.output_stream import ChatStream
 
         stops = sampling.get("stop", ())
         prompt = engine.encode_chat(messages, thinking=thinking, effort=effort)

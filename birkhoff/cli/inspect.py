@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from birkhoff.weights.inspect import Inspection
-    from birkhoff.weights.memory_size import MemoryPlan
+    from birkhoff.weights.memory_size import MemoryEstimate
 
 _CLASS_TEXT = {
     "experts": "routed experts",
@@ -112,7 +112,7 @@ def _print(report: Inspection, console: Console) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    from birkhoff.weights.inspect import places
+    from birkhoff.weights.inspect import device_memory
 
     console.print(
         f"[bold]{escape(report.path)}[/]  {report.dialect or 'no readable config'}, {report.tensors} tensors "
@@ -142,7 +142,7 @@ def _print(report: Inspection, console: Console) -> None:
         console.print("config      " + ", ".join(f"{name} {value}" for name, value in report.config.items()))
     sizes = ", ".join(f"{form} {format_bytes(size)}" for form, size in report.weight_bytes.items())
     console.print(f"weights     {sizes}")
-    capacities = places()
+    capacities = device_memory()
     for place, forms in report.fits(capacities).items():
         fitting = ", ".join(forms) or "no form"
         console.print(f"fits        {place} ({format_bytes(capacities[place])}): {fitting}")
@@ -154,7 +154,7 @@ def _print(report: Inspection, console: Console) -> None:
         console.print("[green]no problems found[/]")
 
 
-def _memory_line(form: str, plan: MemoryPlan) -> str:
+def _memory_line(form: str, plan: MemoryEstimate) -> str:
     fixed = (
         f"always there {format_bytes(plan.always_bytes)}, cache {format_bytes(plan.cache_bytes)}, "
         f"working {format_bytes(plan.working_bytes)}"

@@ -33,7 +33,7 @@ def synth(
     """Write a checkpoint with random weights in the released tensor names and formats."""
     from birkhoff.convert.presets import preset
     from birkhoff.convert.synth import synth as write_synthetic
-    from birkhoff.weights.inspect import class_of
+    from birkhoff.weights.inspect import tensor_class
     from birkhoff.weights.layout import expected_tensors
     from birkhoff.weights.safetensors import item_bytes
 
@@ -41,7 +41,7 @@ def synth(
     sizes: dict[str, int] = {}
     stored_tensors = expected_tensors(config, dense, experts)
     for name, stored in stored_tensors.items():
-        kind = class_of(name)
+        kind = tensor_class(name)
         sizes[kind] = sizes.get(kind, 0) + math.prod(stored.shape) * item_bytes(stored.dtype)
     total = sum(sizes.values())
     result = {

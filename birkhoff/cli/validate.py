@@ -13,7 +13,7 @@ from birkhoff.cli.terminal import print_status
 from birkhoff.errors import DataError, OptionError
 
 if TYPE_CHECKING:
-    from birkhoff.validate.greedy import GreedyComparison
+    from birkhoff.validate.greedy import GreedyResult
 
 
 def validate(
@@ -132,7 +132,7 @@ def _read_tokens(path: Path | None) -> list[int] | None:
     return ids
 
 
-def _compare_answers(a: str, b: str, count: int) -> list[GreedyComparison]:
+def _compare_answers(a: str, b: str, count: int) -> list[GreedyResult]:
     from birkhoff.api.load import load
     from birkhoff.validate.greedy import compare_greedy
 
@@ -144,10 +144,10 @@ def _compare_answers(a: str, b: str, count: int) -> list[GreedyComparison]:
 
 def _check_official(a: str, path: Path) -> list[dict[str, Any]]:
     from birkhoff.api.load import load
-    from birkhoff.validate.official import hold, read_vectors
+    from birkhoff.validate.official import check_vectors, read_vectors
 
     cases = read_vectors(path)
     prompts = path.parent / "prompts"
     with load(a) as engine:
-        steps = hold(engine, cases, prompts if prompts.is_dir() else path.parent)
+        steps = check_vectors(engine, cases, prompts if prompts.is_dir() else path.parent)
     return [{**vars(row), "ok": row.ok} for row in steps]

@@ -1,8 +1,8 @@
-"""V4's chat encoding as a Jinja template, for readers of GGUF files that know no other form.
+"""V4's chat encoding as a Jinja template, for GGUF readers that support no other form.
 
-The same prompt as `text.chat.render` for system, user, assistant, tool, developer and reminder messages, tools and
-tool calls, in chat and thinking mode. What Jinja cannot say is left out: tasks, response formats, results out of the
-order of their calls, and arguments given as JSON text (templates receive objects). Variables: `messages`, `tools`,
+It renders the same prompt as `text.chat.render` for system, user, assistant, tool, developer and reminder messages,
+tools and tool calls, in chat and thinking mode. Not supported: tasks, response formats, tool results in another order
+than their calls, and arguments given as JSON text (templates receive objects). Variables: `messages`, `tools`,
 `thinking` or `enable_thinking`, `reasoning_effort`, `add_generation_prompt`.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 
-from birkhoff.text.literals import Literals
 from birkhoff.text.markers import ASSISTANT, BOS, DSML, END_THINK, EOS, LATEST_REMINDER, THINK, USER
+from birkhoff.text.prompt_texts import PromptTexts
 
 _TEMPLATE = """\
 {%- set think = thinking if thinking is defined else (enable_thinking if enable_thinking is defined else false) -%}
@@ -92,8 +92,8 @@ _TEMPLATE = """\
 """
 
 
-def chat_template(literals: Literals) -> str:
-    """The template with a checkpoint's own texts in it; a text the checkpoint lacks is empty."""
+def chat_template(texts: PromptTexts) -> str:
+    """Return the template with a checkpoint's texts inserted; a text it does not have is empty."""
     values = {
         "bos": BOS,
         "eos": EOS,
@@ -103,16 +103,16 @@ def chat_template(literals: Literals) -> str:
         "end_think": END_THINK,
         "dsml": DSML,
         "reminder": LATEST_REMINDER,
-        "tools_head": literals.tools_head or "",
-        "tools_tail": literals.tools_tail or "",
+        "tools_head": texts.tools_head or "",
+        "tools_tail": texts.tools_tail or "",
     }
     text = _TEMPLATE
     for name, value in values.items():
         text = text.replace(f"@{name}@", _quoted(value))
-    efforts = ", ".join(f"[{_quoted(level)}, {_quoted(words)}]" for level, words in literals.effort.items())
+    efforts = ", ".join(f"[{_quoted(level)}, {_quoted(words)}]" for level, words in texts.effort.items())
     return text.replace("@efforts@", f"[{efforts}]")
 
 
 def _quoted(text: str) -> str:
-    """A Jinja string constant; JSON's escapes are a part of Jinja's, once nothing but ASCII quotes is escaped."""
+    """Format a Jinja string constant. JSON string escapes are a subset of Jinja's."""
     return json.dumps(text, ensure_ascii=False)

@@ -1,9 +1,9 @@
-"""What a conversion will do, as data: files with their headers, and units of work that fill them.
+"""A conversion as data: output files with their headers, and units of work that fill them.
 
-A `Unit` is the smallest thing done or not done: one dense tensor, one expert, or one matrix with its scale. Where its
-bytes go is known before the first is written, so units can be done in any order, by several threads, and left out when
-they are already there. `produce` yields (region, bytes) pieces a few megabytes at a time and tells `RoundingTally` what
-rounding did; the whole of a conversion's memory is a few such pieces.
+A `ConversionUnit` is the smallest resumable step: one dense tensor, one expert, or one matrix with its scale. All
+offsets are known before writing, so units run in any order, on several threads, and are skipped if already written.
+`produce` yields (region index, bytes) chunks of a few megabytes and records rounding in `RoundingStats`; a conversion
+holds only a few such chunks in memory.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-Pieces = Iterator[tuple[int, np.ndarray]]
+OutputChunks = Iterator[tuple[int, np.ndarray]]
 
 
-class Region(NamedTuple):
-    """A stretch of one output file: `offset` counts from the start of the file."""
+class FileRegion(NamedTuple):
+    """A byte range of one output file. `offset` counts from the start of the file."""
 
     name: str
     offset: int
@@ -29,8 +29,8 @@ class Region(NamedTuple):
 
 
 @dataclass
-class RoundingTally:
-    """What rounding did to one unit: how many numbers changed, how far, and the largest beside them."""
+class RoundingStats:
+    """Effect of rounding on one unit: values, values changed, largest magnitude, largest absolute error."""
 
     numbers: int = 0
     changed: int = 0
@@ -38,26 +38,28 @@ class RoundingTally:
     worst: float = 0.0
 
     def compare(self, before: torch.Tensor, after: torch.Tensor) -> None:
+        """Add the difference between values before and after rounding."""
         self.numbers += before.numel()
         if torch.equal(before, after):
             return
-        gap = (after - before).abs_()
-        self.changed += int(torch.count_nonzero(gap))
-        self.worst = max(self.worst, float(gap.max()))
+        error = (after - before).abs_()
+        self.changed += int(torch.count_nonzero(error))
+        self.worst = max(self.worst, float(error.max()))
         self.largest = max(self.largest, float(before.abs().max()))
 
     def row(self) -> list[float]:
+        """Return the fields as a journal row."""
         return [self.numbers, self.changed, self.largest, self.worst]
 
 
-class Unit(NamedTuple):
-    """`file` is an index into the plan's files; `place` orders units as their sources lie on disk."""
+class ConversionUnit(NamedTuple):
+    """One step. `file` is an index into the plan's files; `order` is the position of its source on disk."""
 
     file: int
-    kind: str  # the class of `weights.inspect.class_of`
-    place: int
-    regions: tuple[Region, ...]
-    produce: Callable[[RoundingTally], Pieces]
+    kind: str  # the class of `weights.inspect.tensor_class`
+    order: int
+    regions: tuple[FileRegion, ...]
+    produce: Callable[[RoundingStats], OutputChunks]
 
     @property
     def name(self) -> str:
@@ -69,6 +71,8 @@ class Unit(NamedTuple):
 
 
 class OutputFile(NamedTuple):
+    """An output file: path, header bytes, total size and number of tensors."""
+
     path: Path
     header: bytes
     nbytes: int
@@ -77,13 +81,13 @@ class OutputFile(NamedTuple):
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """A whole conversion. `texts` are small files written beside, the last one marking completeness."""
+    """A whole conversion. `texts` are small files written next to the output; the last marks completeness."""
 
     source: str
     destination: Path
     options: dict[str, Any]
     files: list[OutputFile]
-    units: list[Unit]
+    units: list[ConversionUnit]
     source_files: list[Path]
     texts: dict[str, str] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -103,7 +107,7 @@ class ConversionPlan:
         return sizes
 
     def fingerprint(self) -> str:
-        """Changes with anything that would change a byte of the output: options, headers, source files."""
+        """Hash of everything that determines the output bytes: options, headers, source files."""
         digest = hashlib.sha256(repr(sorted(self.options.items())).encode())
         for file in self.files:
             digest.update(f"{file.path.name} {file.nbytes} ".encode() + hashlib.sha256(file.header).digest())

@@ -1,8 +1,8 @@
-"""`convert(src, dst)`: one checkpoint in, another out, with a few megabytes of it in memory at a time.
+"""`convert(src, dst)`: convert a checkpoint to another format, with a few megabytes in memory at a time.
 
-The plan is made from headers alone and can be looked at first (`dry_run`). Writing resumes after a kill and publishes
-at the end; then the output is opened again by the reader and held against the source by samples: every small tensor,
-rows of every matrix, experts of every stack.
+The plan is built from headers alone and can be inspected with `dry_run`. Writing resumes after an interruption and
+publishes the files at the end. The output is then reopened and compared with the source: every small tensor, and a
+sample of rows and experts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from birkhoff.convert.check import check_output
 from birkhoff.convert.conversion_plan import ConversionPlan
 from birkhoff.convert.to_gguf import GGUFPlan
 from birkhoff.convert.to_safetensors import plan_safetensors
-from birkhoff.convert.write import Done, fill, journal_path
+from birkhoff.convert.write import WriteResult, journal_path, run_conversion
+from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import ConvertError, OptionError
-from birkhoff.text.literals import Literals, literals_from_json, load_literals
+from birkhoff.option_checks import check_int
+from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 from birkhoff.weights.released import SHARD_BYTES
 
@@ -31,7 +33,7 @@ _MAX_TEXT_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class Conversion:
-    """What was done, or would be. `rounding` says per class how many numbers changed and by how much of the largest."""
+    """The result of a conversion or dry run. `rounding` is per class: values, values changed, worst relative error."""
 
     source: str
     destination: str
@@ -71,7 +73,7 @@ def convert(
     workers: int | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Conversion:
-    """Convert a checkpoint. `to` is "gguf" or "safetensors", told by the ending of `dst` when not given."""
+    """Convert a checkpoint. `to` is "gguf" or "safetensors"; by default it follows from the suffix of `dst`."""
     destination = Path(dst).expanduser()
     to = to or ("gguf" if destination.suffix == ".gguf" else "safetensors")
     if to not in DEFAULTS:
@@ -80,19 +82,19 @@ def convert(
         raise OptionError(f"{destination.name} does not end in .gguf, which a GGUF file's name must.")
     if to == "safetensors" and preset != "upstream":
         raise OptionError(f"preset is {preset!r}, but presets are for GGUF. Leave --preset away.")
-    if shard_bytes is not None and (type(shard_bytes) is not int or shard_bytes < 1):
-        raise OptionError(f"shard_bytes is {shard_bytes!r}, expected a positive number of bytes.")
-    if workers is not None and (type(workers) is not int or not 1 <= workers <= 64):
-        raise OptionError(f"workers is {workers!r}, expected 1 to 64.")
+    if shard_bytes is not None:
+        check_int("shard_bytes", shard_bytes)
+    if workers is not None:
+        check_int("workers", workers, 1, 64)
     experts = experts or DEFAULTS[to]["experts"]
     dense = dense or DEFAULTS[to]["dense"]
-    source = open_checkpoint(_embedded(src))
-    work = _plan(source, destination, to, experts, dense, preset, mtp, shard_bytes)
-    done, checked = Done(), 0
+    source = open_checkpoint(EMBEDDED / "nano" if src == "nano" else src)
+    plan = _plan(source, destination, to, experts, dense, preset, mtp, shard_bytes)
+    result, checked = WriteResult(), 0
     if not dry_run:
-        _refuse_existing(work)
-        done = fill(work, workers or min(4, os.cpu_count() or 1), exact, progress)
-        checked = check_output(source, open_checkpoint(_opened_by(work)), done.rounding)
+        _refuse_existing(plan)
+        result = run_conversion(plan, workers or min(4, os.cpu_count() or 1), exact, progress)
+        checked = check_output(source, open_checkpoint(_opened_by(plan)), result.rounding)
     return Conversion(
         source=str(src),
         destination=str(destination),
@@ -100,25 +102,19 @@ def convert(
         experts=experts,
         dense=dense,
         preset=preset,
-        files=[{"name": f.path.name, "bytes": f.nbytes, "tensors": f.tensors} for f in work.files],
-        tensors=sum(file.tensors for file in work.files),
+        files=[{"name": f.path.name, "bytes": f.nbytes, "tensors": f.tensors} for f in plan.files],
+        tensors=sum(file.tensors for file in plan.files),
         source_bytes=sum(ref.nbytes for ref in source.values()),
-        bytes=work.nbytes,
-        bytes_by_class=work.bytes_by_class(),
+        bytes=plan.nbytes,
+        bytes_by_class=plan.bytes_by_class(),
         written=not dry_run,
-        units=len(work.units),
-        notices=[*source.notices, *work.notices],
-        seconds=round(done.seconds, 3),
-        resumed_units=done.resumed_units,
-        rounding={k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in done.rounding.items()},
+        units=len(plan.units),
+        notices=[*source.notices, *plan.notices],
+        seconds=round(result.seconds, 3),
+        resumed_units=result.resumed_units,
+        rounding={k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in result.rounding.items()},
         checked=checked,
     )
-
-
-def _embedded(src: str | Path) -> str | Path:
-    from birkhoff.embedded import EMBEDDED
-
-    return EMBEDDED / "nano" if src == "nano" else src
 
 
 def _plan(
@@ -147,15 +143,8 @@ def _plan(
         return plan_safetensors(
             source, destination, experts, dense, mtp, shard_bytes or SHARD_BYTES, options, texts
         )
-    plan = GGUFPlan(source, destination, experts, dense, preset, mtp, shard_bytes or NO_SPLIT)
-    return plan.work(options, {}, tokenizer, literals_of(source))
-
-
-def literals_of(source: Checkpoint) -> Literals:
-    """The texts a checkpoint's chats are made with, whatever its format."""
-    if source.chat_texts is not None:
-        return literals_from_json(source.chat_texts, source.path.name)
-    return load_literals(source.path)
+    builder = GGUFPlan(source, destination, experts, dense, preset, mtp, shard_bytes or NO_SPLIT)
+    return builder.plan(options, {}, tokenizer, load_prompt_texts(source.path, source.chat_texts))
 
 
 def _text(path: Path) -> str | None:
@@ -165,18 +154,18 @@ def _text(path: Path) -> str | None:
         return None
 
 
-def _opened_by(work: ConversionPlan) -> Path:
-    """What to open to see the output: the directory, or the first GGUF part."""
-    return work.destination if work.texts else work.files[0].path
+def _opened_by(plan: ConversionPlan) -> Path:
+    """Return the path that opens the output: the directory, or the first GGUF part."""
+    return plan.destination if plan.texts else plan.files[0].path
 
 
-def _refuse_existing(work: ConversionPlan) -> None:
-    if journal_path(work.destination).exists():
+def _refuse_existing(plan: ConversionPlan) -> None:
+    if journal_path(plan.destination).exists():
         return
-    there = [file.path for file in work.files if file.path.exists()]
-    if work.texts and work.destination.is_dir():
-        there += list(work.destination.glob("*.safetensors"))
-    if there:
-        raise ConvertError(f"{there[0]} already exists. Choose another name or remove it first.")
-    if work.texts and work.destination.is_file():
-        raise ConvertError(f"{work.destination} is a file, expected a directory to write shards into.")
+    existing = [file.path for file in plan.files if file.path.exists()]
+    if plan.texts and plan.destination.is_dir():
+        existing += list(plan.destination.glob("*.safetensors"))
+    if existing:
+        raise ConvertError(f"{existing[0]} already exists. Choose another name or remove it first.")
+    if plan.texts and plan.destination.is_file():
+        raise ConvertError(f"{plan.destination} is a file, expected a directory to write shards into.")

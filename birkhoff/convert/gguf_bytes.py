@@ -1,4 +1,4 @@
-"""GGUF headers as bytes: metadata of given types, then one row per tensor with its offset (format version 3)."""
+"""Encode GGUF headers (format version 3): typed metadata, then one row per tensor with its offset."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from birkhoff.weights.gguf_header import DEFAULT_ALIGNMENT, SCALARS, TYPES
-from birkhoff.weights.gguf_keys import Key
+from birkhoff.weights.gguf_keys import MetadataEntry
 
 _STRING, _ARRAY = 8, 9
 _ID_OF = {name: number for number, (name, _, _) in TYPES.items()}
 
 
 class TensorRow(NamedTuple):
-    """A tensor to be: `shape` outermost first."""
+    """A tensor to write. `shape` is outermost first."""
 
     name: str
     kind: str
@@ -34,12 +34,14 @@ class TensorRow(NamedTuple):
 
 
 def block_width(kind: str) -> int:
-    """How many numbers of a row share a block."""
+    """Return the number of values per block."""
     return TYPES[_ID_OF[kind]][1]
 
 
-def encode_header(keys: Sequence[Key], tensors: Sequence[TensorRow]) -> tuple[bytes, list[int], int]:
-    """The padded header, the absolute offset of each tensor, and the size of the whole file."""
+def encode_header(
+    keys: Sequence[MetadataEntry], tensors: Sequence[TensorRow]
+) -> tuple[bytes, list[int], int]:
+    """Return the padded header, the absolute offset of each tensor, and the file size."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
     for key in keys:
         parts += [_string(key.name), _value(key.kind, key.value)]

@@ -1,8 +1,8 @@
-"""The named model sizes: the two releases, the embedded model and the test model.
+"""Named model sizes: the two releases, the embedded model and the test model.
 
-`flash` and `pro` are the released configurations. `nano` is the shape of the embedded model. `tiny` is the smallest
-model that has everything in it: two layers of each attention kind, both routings, MTP, a YaRN ramp with a fraction in
-it, a SwiGLU limit that clips, FP8 matrices smaller than a tile, and enough index heads that scores do not tie.
+`flash` and `pro` are the released configurations; `nano` is the embedded model. `tiny` is the smallest model that
+covers every feature: two layers of each attention kind, both routings, MTP, a YaRN ramp with a fractional step, a
+SwiGLU limit that clips, FP8 matrices smaller than a tile, and enough index heads that scores do not tie.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import replace
 
 from birkhoff.config import RopeScaling, V4Config
 from birkhoff.errors import OptionError
+from birkhoff.option_checks import as_int
 
 _YARN = RopeScaling(factor=16.0, original_max_position_embeddings=65536)
 
@@ -77,12 +78,12 @@ PRESETS: dict[str, V4Config] = {
 
 
 def preset(like: str, layers: int | None = None, mtp: bool = True) -> V4Config:
-    """A named configuration, optionally cut to its first layers and without MTP."""
+    """Return a named configuration, optionally with only its first layers or without MTP."""
     if like not in PRESETS:
         raise OptionError(f"like is {like!r}, expected one of {', '.join(PRESETS)}.")
     config = PRESETS[like]
     if layers is not None:
-        if type(layers) is not int or not 1 <= layers <= config.num_hidden_layers:
+        if as_int(layers) is None or not 1 <= layers <= config.num_hidden_layers:
             raise OptionError(f"layers is {layers!r}, expected 1 to {config.num_hidden_layers} for {like}.")
         config = replace(
             config,

@@ -1,20 +1,20 @@
-"""From a stored tensor to the bytes of another format, strip by strip.
+"""Convert a stored tensor to the bytes of another format, strip by strip.
 
-Where source and target hold the same codes (FP4 and MXFP4, FP8 and FP8) the codes travel and no number is touched.
-Everything else goes through exact float32 values and is rounded once; what rounding changed is counted. FP8 and FP4 are
-found again without loss in files that hold plain numbers: with the scales the numbers once had where the file kept
-them, else with the smallest scale that fits, which changes codes but no number.
+Where source and target use the same codes (FP4 and MXFP4, FP8 and FP8), codes are copied. Everything else goes through
+exact float32 values and is rounded once, with the changes counted. FP8 and FP4 codes are recovered without loss from
+unquantised files: with the original scales where the file kept them, else with the smallest scale that fits, which may
+change codes but no value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import numpy as np
 import torch
 
-from birkhoff.convert.conversion_plan import Pieces, RoundingTally
+from birkhoff.convert.conversion_plan import OutputChunks, RoundingStats
 from birkhoff.kernels import quant
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.gguf_blocks import pack_mxfp4, pack_q8_0, unpack_q8_0
@@ -24,20 +24,19 @@ from birkhoff.weights.tensor_ref import (
     check_experts,
     check_finite,
     check_scale,
-    recognise,
     strips,
     value_strips,
 )
 
-Produce = Callable[[RoundingTally], Pieces]
+Produce = Callable[[RoundingStats], OutputChunks]
 _FLOATS = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def producer(source: Checkpoint, tensor: ModelTensor, kind: str) -> Produce:
-    """How `tensor` becomes `kind`: a GGUF type, or "fp8" / "fp4" of the released layout (codes, then scales)."""
+    """Return the producer of `tensor` as `kind`: a GGUF type, or "fp8" / "fp4" of the release (codes, then scales)."""
     if tensor.storage == "ids":
         return partial(_ids, source, tensor, torch.int32 if kind == "I32" else torch.int64)
-    stored = recognise(source, tensor.name, tensor.shape)
+    stored = source[tensor.name].format
     if kind in ("MXFP4", "fp4"):
         return partial(_fp4_codes if stored == "fp4" else _fp4_values, source, tensor, kind == "MXFP4")
     if kind == "fp8":
@@ -50,89 +49,89 @@ def producer(source: Checkpoint, tensor: ModelTensor, kind: str) -> Produce:
 
 
 def side_by_side(source: Checkpoint, left: ModelTensor, right: ModelTensor, kind: str) -> Produce:
-    """Two matrices of equal height as one, for GGUF's eh_proj."""
+    """Return the producer of two matrices concatenated along columns, for GGUF's eh_proj."""
 
-    def produce(tally: RoundingTally) -> Pieces:
+    def produce(stats: RoundingStats) -> OutputChunks:
         pairs = zip(_values(source, left), _values(source, right), strict=True)
         for (start, first), (_, second) in pairs:
             values = torch.cat((first, second), 1)
             if kind == "Q8_0":
                 blocks = pack_q8_0(values)
-                tally.compare(values, unpack_q8_0(blocks))
+                stats.compare(values, unpack_q8_0(blocks))
                 yield 0, blocks.numpy()
             else:
-                yield 0, _rounded(left.name, start, values, _FLOATS[kind], tally)
+                yield 0, _rounded(left.name, start, values, _FLOATS[kind], stats)
 
     return produce
 
 
-def _values(source: Checkpoint, tensor: ModelTensor):
-    return value_strips(source, tensor.name, tensor.shape)
+def _values(source: Checkpoint, tensor: ModelTensor) -> Iterator[tuple[int, torch.Tensor]]:
+    return value_strips(source, tensor.name)
 
 
 def _rounded(
-    name: str, start: int, values: torch.Tensor, dtype: torch.dtype, tally: RoundingTally
+    name: str, start: int, values: torch.Tensor, dtype: torch.dtype, stats: RoundingStats
 ) -> np.ndarray:
     after = values.to(dtype)
     check_finite(name, after, start)
-    tally.compare(values, after.float())
+    stats.compare(values, after.float())
     return _raw(after)
 
 
-def _floats(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: RoundingTally) -> Pieces:
+def _floats(
+    source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, stats: RoundingStats
+) -> OutputChunks:
     for start, values in _values(source, tensor):
-        yield 0, _rounded(tensor.name, start, values, dtype, tally)
+        yield 0, _rounded(tensor.name, start, values, dtype, stats)
 
 
-def _copied(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
+def _copied(source: Checkpoint, tensor: ModelTensor, stats: RoundingStats) -> OutputChunks:
     for start, stop in strips(tensor.shape):
         rows = source[tensor.name].rows(start, stop)
-        if not torch.isfinite(
-            rows.sum(dtype=torch.float32)
-        ):  # one pass; only what adds up to infinity is looked at again
+        if not torch.isfinite(rows.sum(dtype=torch.float32)):  # a cheap test first
             check_finite(tensor.name, rows, start)
-        tally.numbers += rows.numel()
+        stats.numbers += rows.numel()
         yield 0, _raw(rows)
 
 
-def _q8_0(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
+def _q8_0(source: Checkpoint, tensor: ModelTensor, stats: RoundingStats) -> OutputChunks:
     for _, values in _values(source, tensor):
         blocks = pack_q8_0(values)
-        tally.compare(values, unpack_q8_0(blocks))
+        stats.compare(values, unpack_q8_0(blocks))
         yield 0, blocks.numpy()
 
 
-def _ids(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, tally: RoundingTally) -> Pieces:
+def _ids(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, stats: RoundingStats) -> OutputChunks:
     for start, stop in strips(tensor.shape, 8):
         ids = source[tensor.name].rows(start, stop)
         check_experts(tensor.name, ids, source.config.n_routed_experts, start)
-        tally.numbers += ids.numel()
+        stats.numbers += ids.numel()
         yield 0, _raw(ids.to(dtype))
 
 
-def _fp4_codes(source: Checkpoint, tensor: ModelTensor, blocks: bool, tally: RoundingTally) -> Pieces:
+def _fp4_codes(source: Checkpoint, tensor: ModelTensor, blocks: bool, stats: RoundingStats) -> OutputChunks:
     weight = source[tensor.name]
     scale_ref = source[scale_name(tensor.name)]
     for start, stop in strips((tensor.shape[0], tensor.shape[1] // 2), 1):
         codes = weight.rows(start, stop)
         scale = scale_ref.rows(start, stop)
         check_scale(scale_ref.name, scale, start)
-        tally.numbers += 2 * codes.numel()
+        stats.numbers += 2 * codes.numel()
         yield from _fp4_pieces(codes, scale, blocks)
 
 
-def _fp4_values(source: Checkpoint, tensor: ModelTensor, blocks: bool, tally: RoundingTally) -> Pieces:
-    kept = _kept(source.scales, tensor.name, (tensor.shape[0], tensor.shape[1] // FP4_GROUP))
+def _fp4_values(source: Checkpoint, tensor: ModelTensor, blocks: bool, stats: RoundingStats) -> OutputChunks:
+    scales = _stored_scales(source.scales, tensor.name, (tensor.shape[0], tensor.shape[1] // FP4_GROUP))
     for start, values in _values(source, tensor):
-        found = None
-        if kept is not None:
-            found = fp4_with(values, kept[start : start + len(values)])
-        codes, scale = found or quant.quant_fp4(values)
-        tally.compare(values, quant.dequant_fp4(codes, scale))
+        packed = None
+        if scales is not None:
+            packed = fp4_with(values, scales[start : start + len(values)])
+        codes, scale = packed or quant.quant_fp4(values)
+        stats.compare(values, quant.dequant_fp4(codes, scale))
         yield from _fp4_pieces(codes, scale, blocks)
 
 
-def _fp4_pieces(codes: torch.Tensor, scale: torch.Tensor, blocks: bool) -> Pieces:
+def _fp4_pieces(codes: torch.Tensor, scale: torch.Tensor, blocks: bool) -> OutputChunks:
     if blocks:
         yield 0, pack_mxfp4(codes, scale).numpy()
     else:
@@ -140,34 +139,36 @@ def _fp4_pieces(codes: torch.Tensor, scale: torch.Tensor, blocks: bool) -> Piece
         yield 1, _raw(scale)
 
 
-def _fp8_codes(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
+def _fp8_codes(source: Checkpoint, tensor: ModelTensor, stats: RoundingStats) -> OutputChunks:
     weight = source[tensor.name]
     scale_ref = source[scale_name(tensor.name)]
     for start, stop in strips(tensor.shape, 1):
         codes = weight.rows(start, stop)
         check_codes(tensor.name, codes, start)
-        tally.numbers += codes.numel()
+        stats.numbers += codes.numel()
         yield 0, _raw(codes)
     scale = scale_ref.read()
     check_scale(scale_ref.name, scale)
     yield 1, _raw(scale)
 
 
-def _fp8_values(source: Checkpoint, tensor: ModelTensor, tally: RoundingTally) -> Pieces:
+def _fp8_values(source: Checkpoint, tensor: ModelTensor, stats: RoundingStats) -> OutputChunks:
     shape = tensor.shape
-    kept = _kept(source.scales, tensor.name, (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK)))
+    scales = _stored_scales(
+        source.scales, tensor.name, (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
+    )
     for start, values in _values(source, tensor):
-        found = None
-        if kept is not None:
-            found = fp8_with(values, kept[start // FP8_BLOCK : -(-(start + len(values)) // FP8_BLOCK)])
-        codes, scale = found or quant.quant_fp8(values)
-        tally.compare(values, quant.dequant_fp8(codes, scale))
+        packed = None
+        if scales is not None:
+            packed = fp8_with(values, scales[start // FP8_BLOCK : -(-(start + len(values)) // FP8_BLOCK)])
+        codes, scale = packed or quant.quant_fp8(values)
+        stats.compare(values, quant.dequant_fp8(codes, scale))
         yield 0, _raw(codes)
         yield 1, _raw(scale)
 
 
 def fp8_with(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """E4M3 codes of values under given tile scales, or None where they do not give the values back exactly."""
+    """Return E4M3 codes of `values` for given tile scales, or None if they do not reproduce the values exactly."""
     rows, columns = values.shape
     factor = quant.decode_e8m0(scale).double().repeat_interleave(FP8_BLOCK, 0)[:rows]
     factor = factor.repeat_interleave(FP8_BLOCK, 1)[:, :columns]
@@ -176,7 +177,7 @@ def fp8_with(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def fp4_with(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """E2M1 codes of values under given group scales, or None where they do not give the values back exactly."""
+    """Return E2M1 codes of `values` for given group scales, or None if they do not reproduce the values exactly."""
     rows, columns = values.shape
     factor = quant.decode_e8m0(scale).double().repeat_interleave(FP4_GROUP, 1)
     units = (values.double() / factor).float()
@@ -188,7 +189,9 @@ def fp4_with(values: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, t
     return (codes, scale) if torch.equal(quant.dequant_fp4(codes, scale), values) else None
 
 
-def _kept(scales: Mapping[str, torch.Tensor], name: str, shape: tuple[int, int]) -> torch.Tensor | None:
+def _stored_scales(
+    scales: Mapping[str, torch.Tensor], name: str, shape: tuple[int, int]
+) -> torch.Tensor | None:
     scale = scales.get(name)
     return scale if scale is not None and tuple(scale.shape) == shape else None
 

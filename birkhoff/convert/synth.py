@@ -1,10 +1,10 @@
-"""Random checkpoints in the released layout: real formats, real names, no meaning.
+"""Generate random checkpoints in the released layout: real formats and names, random weights.
 
-Weights are scaled so that every mechanism is alive: logits spread by one to two, stream mixers are neither identity
-nor uniform, sinks, position biases and router biases matter, token tables name different experts. Quantised matrices
-are drawn directly as codes (a random 16-bit number picks the code of a normal variate) with scales that differ
-from block to block, so the speed is that of the disk and nothing larger than a strip is in memory. Each strip is
-seeded by seed, name and row: the same call always writes the same bytes.
+Weights are scaled so that every mechanism has an effect: logits have a spread of one to two, stream mixers are neither
+identity nor uniform, sinks, position biases and router biases matter, token tables name different experts. Quantised
+matrices are drawn directly as codes (a random 16-bit integer indexes a table of normal quantiles) with scales that
+vary between blocks, so that writing runs at disk speed with one strip in memory. Each strip is seeded by seed, name
+and row: the same call always writes the same bytes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from birkhoff.atomic_file import write_atomic
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
-from birkhoff.errors import OptionError
 from birkhoff.kernels import quant
+from birkhoff.option_checks import check_int
+from birkhoff.text.bytes import byte_tokenizer_json
 from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, ModelTensor, model_tensors
 from birkhoff.weights.released import SHARD_BYTES, Packed, write_released
-from birkhoff.weights.safetensors import write_text
 
 LOGIT_SPREAD = 1.5
-# Half of the blocks get half the scale; this keeps the spread of the whole matrix.
+# Half of the blocks get half the scale; this preserves the spread of the whole matrix.
 _SCALE_MIX = (5 / 8) ** 0.5
 _ROWS_AT_ONCE = 4096
 
@@ -44,11 +45,8 @@ def synth(
     tokenizer: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> V4Config:
-    """Write a random checkpoint to directory `out`; returns its config."""
-    from birkhoff.text.bytes import byte_tokenizer_json
-
-    if type(seed) is not int or not 0 <= seed < 2**63:
-        raise OptionError(f"seed is {seed!r}, expected a whole number from 0.")
+    """Write a random checkpoint to directory `out` and return its config."""
+    check_int("seed", seed, 0, 2**63 - 1)
     config = preset(like, layers, mtp)
     text = byte_tokenizer_json(config.vocab_size) if tokenizer else None
     rows = RandomRows(config, seed, dense, experts)
@@ -56,12 +54,12 @@ def synth(
         out, config, rows, dense=dense, experts=experts, shard_bytes=shard_bytes, progress=progress
     )
     if text is not None:
-        write_text(Path(out) / "tokenizer.json", text)
+        write_atomic(Path(out) / "tokenizer.json", text)
     return config
 
 
 class RandomRows:
-    """`rows(name, start, stop)` for every tensor of a config, as `write_released` asks for them."""
+    """`rows(name, start, stop)` for every tensor of a config, as `write_released` calls it."""
 
     def __init__(self, config: V4Config, seed: int, dense: str = "fp8", experts: str = "fp4"):
         self.config = config
@@ -84,7 +82,7 @@ class RandomRows:
         return torch.from_numpy(random.standard_normal(shape, np.float32)).mul_(spread).add_(mean)
 
     def _experts(self, random: np.random.Generator, shape: tuple[int, ...]) -> torch.Tensor:
-        """Different experts in every row, each equally likely."""
+        """Draw distinct experts for every row, uniformly."""
         ids = np.empty(shape, np.int64)
         for start in range(0, len(ids), _ROWS_AT_ONCE):
             part = ids[start : start + _ROWS_AT_ONCE]
@@ -94,12 +92,12 @@ class RandomRows:
 
 
 def _spread(tensor: ModelTensor) -> float:
-    """Matrices keep the size of what they multiply: standard deviation 1 / sqrt(inputs)."""
-    return tensor.shape[1] ** -0.5
+    """Standard deviation 1 / sqrt(inputs), which preserves the scale of the activations."""
+    return float(tensor.shape[1] ** -0.5)
 
 
 def _normal(tensor: ModelTensor, start: int, stop: int) -> tuple[float | torch.Tensor, float]:
-    """Mean and standard deviation of the unquantised tensors."""
+    """Return mean and standard deviation of an unquantised tensor."""
     leaf = tensor.name.rsplit(".", 1)[-1]
     if tensor.name == "head.weight":
         return 0.0, LOGIT_SPREAD * _spread(tensor)
@@ -121,9 +119,9 @@ def _normal(tensor: ModelTensor, start: int, stop: int) -> tuple[float | torch.T
 
 
 def _mixer_base(size: int) -> torch.Tensor:
-    """Streams lean towards themselves (comb diagonal) and towards being read and written about once."""
+    """Bias the stream mixers towards identity (comb diagonal)."""
     base = torch.zeros(size)
-    streams = int((size + 1) ** 0.5) - 1  # (2 + n) n numbers for a sublayer; the head has n and stays at zero
+    streams = int((size + 1) ** 0.5) - 1  # (2 + n) n values per sublayer; the head has n, all zero
     if (2 + streams) * streams == size and streams > 1:
         base[2 * streams :] = torch.eye(streams).flatten()
     return base
@@ -144,7 +142,7 @@ def _random_fp4(random: np.random.Generator, shape: tuple[int, ...], spread: flo
 
 
 def _draw(random: np.random.Generator, shape: tuple[int, ...], table: torch.Tensor) -> torch.Tensor:
-    """Entries of a 2^16 table, all equally likely; four draws from each raw 64-bit number."""
+    """Index a table of 2^16 entries uniformly; each raw 64-bit integer gives four draws."""
     count = math.prod(shape)
     raw = random.bit_generator.random_raw(-(-count // 4)).view(np.uint16)[:count]
     return table.index_select(0, torch.from_numpy(raw.astype(np.int32))).view(shape)
@@ -156,10 +154,10 @@ def _scales(random: np.random.Generator, shape: tuple[int, int], exponent: int) 
 
 @lru_cache(maxsize=64)
 def _code_table(kind: str, spread: float) -> tuple[int, torch.Tensor]:
-    """Scale exponent, and the code of each of 2^16 equally likely draws of a normal variate.
+    """Return a scale exponent, and the codes of 2^16 equally likely draws of a normal variate.
 
-    The scale puts the spread at a fifth to a tenth of the largest FP8 number, or at 1.5 to 3 of FP4's 6, which is
-    where quantising by the largest element of a block puts it. FP4 draws are two of 2^8 levels, one per nibble.
+    The scale puts the standard deviation at a fifth to a tenth of the largest FP8 value, or at 1.5 to 3 of FP4's 6, as
+    quantising by the largest element of a block does. An FP4 entry combines two of 2^8 levels, one per nibble.
     """
     reference = 64.0 if kind == "fp8" else 1.5
     exponent = int(np.floor(np.log2(spread / reference)))
@@ -171,6 +169,6 @@ def _code_table(kind: str, spread: float) -> tuple[int, torch.Tensor]:
     clipped = torch.cat(
         (torch.full((levels, 1), 6.0), values.clamp(-6, 6)[:, None], torch.zeros(levels, 30)), 1
     )
-    nibble = quant.quant_fp4(clipped)[0][:, 0] >> 4  # a 6 beside each value holds its group's scale at 1
+    nibble = quant.quant_fp4(clipped)[0][:, 0] >> 4  # a 6 in each group fixes its scale at 1
     draws = torch.arange(2**16)
     return exponent, nibble[draws & 255] | nibble[draws >> 8] << 4

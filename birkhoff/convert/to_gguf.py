@@ -1,9 +1,9 @@
-"""The plan of a GGUF conversion: which tensor becomes which type, in which file, at which offset.
+"""Plan a conversion to GGUF: the type, file and offset of every tensor.
 
-Types follow dialect A: experts MXFP4, dense projections Q8_0 (or BF16 or F32 on request), tables and routers BF16,
-everything small F32, token tables I32. The preset `ds4` follows dialect B instead. The MTP block goes to a file of its
-own. With `dense="f32"` every float is F32, which is what comparisons with other engines want. FP8 and FP4 scales of
-matrices written as plain numbers are kept in the metadata, so that the way back finds the same codes.
+Types follow dialect A: experts MXFP4, dense projections Q8_0 (BF16 and F32 are options), embeddings and routers BF16,
+small tensors F32, token tables I32. The preset `ds4` follows dialect B. The MTP block is written to a separate file.
+With `dense="f32"` every float is F32, for comparisons with other engines. The FP8 and FP4 scales of matrices that are
+written unquantised are kept in the metadata, so that converting back recovers the same codes.
 """
 
 from __future__ import annotations
@@ -18,42 +18,43 @@ import numpy as np
 from birkhoff import __version__
 from birkhoff.config import V4Config
 from birkhoff.convert.chat_template import chat_template
-from birkhoff.convert.conversion_plan import ConversionPlan, OutputFile, Region, Unit
+from birkhoff.convert.conversion_plan import ConversionPlan, ConversionUnit, FileRegion, OutputFile
 from birkhoff.convert.gguf_bytes import TensorRow, block_width, encode_header
 from birkhoff.convert.produce import Produce, producer, side_by_side
 from birkhoff.errors import OptionError, TensorShape
-from birkhoff.text.literals import literals_to_json, own_literals
+from birkhoff.text.prompt_texts import PromptTexts, own_prompt_texts, prompt_texts_to_json
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.gguf import CHAT_TEXTS, SCALE_NAMES, SCALES
-from birkhoff.weights.gguf_keys import STRING, U32, Key, keys_of
+from birkhoff.weights.gguf_keys import STRING, U32, MetadataEntry, metadata_of
 from birkhoff.weights.gguf_names import (
     DS4_MTP,
     EH_PROJ,
     NEXTN,
     ROOT,
     STACKS,
-    GGUFLocation,
-    place_in_block,
-    trunk_place,
+    GGUFName,
+    block_name,
+    trunk_name,
 )
-from birkhoff.weights.gguf_text import tokenizer_keys
-from birkhoff.weights.inspect import class_of
+from birkhoff.weights.gguf_text import tokenizer_metadata
+from birkhoff.weights.inspect import tensor_class
 from birkhoff.weights.layout import ModelTensor, model_tensors, scale_name
-from birkhoff.weights.tensor_ref import recognise
 
 EXPERTS = {"mxfp4": "MXFP4", "fp4": "MXFP4", "bf16": "BF16", "f32": "F32"}
 DENSE = {"q8_0": "Q8_0", "bf16": "BF16", "f32": "F32"}
 PRESETS = ("upstream", "ds4")
 MAX_KEPT_SCALE_BYTES = 64 << 20
-_FILE_TYPE = {"MXFP4": 38, "BF16": 32, "F32": 0}  # ggml's number for what most of the file is
+_FILE_TYPE = {"MXFP4": 38, "BF16": 32, "F32": 0}  # ggml's id of the type that most of the file has
 _U16, _I32 = 2, 5
 
 Item = tuple[
     TensorRow, list[tuple[str, Produce, int]]
-]  # a tensor, and (source name, bytes, place) of its parts
+]  # a tensor, and (source name, producer, file order) per part
 
 
 class GGUFPlan:
+    """Builds the ConversionPlan of one GGUF output."""
+
     def __init__(
         self,
         source: Checkpoint,
@@ -80,51 +81,56 @@ class GGUFPlan:
         self.part_bytes = part_bytes
         self.mtp = mtp and source.has_mtp
         self.notices: list[str] = []
-        self._place = {name: index for index, name in enumerate(source)}
+        self._file_order = {name: index for index, name in enumerate(source)}
 
-    def work(
-        self, options: dict[str, Any], texts: dict[str, str], tokenizer: str | None, literals: Any
+    def plan(
+        self, options: dict[str, Any], texts: dict[str, str], tokenizer: str | None, prompt_texts: PromptTexts
     ) -> ConversionPlan:
         trunk = list(self._trunk())
         parts = self._parts(trunk)
-        keys = self._keys(tokenizer, literals, mtp_file=False)
+        keys = self._metadata(tokenizer, prompt_texts, mtp_file=False)
         files: list[OutputFile] = []
-        units: list[Unit] = []
+        units: list[ConversionUnit] = []
         stem = self.path.name.removesuffix(".gguf")
-        for number, items in enumerate(parts):
+        for index, items in enumerate(parts):
             if len(parts) == 1:
-                name, own = self.path.name, keys
+                name, part_keys = self.path.name, keys
             else:
-                name = f"{stem}-{number + 1:05}-of-{len(parts):05}.gguf"
+                name = f"{stem}-{index + 1:05}-of-{len(parts):05}.gguf"
                 split = [
-                    Key("split.no", _U16, number),
-                    Key("split.count", _U16, len(parts)),
-                    Key("split.tensors.count", _I32, len(trunk)),
+                    MetadataEntry("split.no", _U16, index),
+                    MetadataEntry("split.count", _U16, len(parts)),
+                    MetadataEntry("split.tensors.count", _I32, len(trunk)),
                 ]
-                own = [*(keys if number == 0 else keys[:1]), *split]
-            self._add(files, units, self.path.with_name(name), own, items)
+                part_keys = [*(keys if index == 0 else keys[:1]), *split]
+            self._add(files, units, self.path.with_name(name), part_keys, items)
         if self.mtp:
-            mtp_keys = self._keys(tokenizer, literals, mtp_file=True)
+            mtp_keys = self._metadata(tokenizer, prompt_texts, mtp_file=True)
             self._add(files, units, self.path.with_name(f"{stem}-mtp.gguf"), mtp_keys, list(self._mtp()))
         return ConversionPlan(
             str(self.source.path), self.path, options, files, units, self.source.files, texts, self.notices
         )
 
     def _add(
-        self, files: list[OutputFile], units: list[Unit], path: Path, keys: list[Key], items: list[Item]
+        self,
+        files: list[OutputFile],
+        units: list[ConversionUnit],
+        path: Path,
+        keys: list[MetadataEntry],
+        items: list[Item],
     ) -> None:
         rows = [row for row, _ in items]
         header, offsets, size = encode_header(keys, rows)
         for (row, parts), offset in zip(items, offsets):
             part_bytes = row.nbytes // len(parts)
-            for index, (source_name, produce, place) in enumerate(parts):
+            for index, (source_name, produce, order) in enumerate(parts):
                 label = f"{row.name}[{index}]" if len(parts) > 1 else row.name
-                region = Region(label, offset + index * part_bytes, part_bytes)
-                units.append(Unit(len(files), class_of(source_name), place, (region,), produce))
+                region = FileRegion(label, offset + index * part_bytes, part_bytes)
+                units.append(ConversionUnit(len(files), tensor_class(source_name), order, (region,), produce))
         files.append(OutputFile(path, header, size, len(rows)))
 
     def _parts(self, items: list[Item]) -> list[list[Item]]:
-        """Cut on tensor borders; a tensor larger than a part has one of its own."""
+        """Split between tensors; a tensor larger than a part gets its own."""
         parts: list[list[Item]] = [[]]
         filled = 0
         for item in items:
@@ -136,17 +142,17 @@ class GGUFPlan:
         return parts
 
     def _trunk(self) -> Iterator[Item]:
-        yield from self._stacked(
+        yield from self._items(
             (t for t in model_tensors(replace(self.source.config, num_nextn_predict_layers=0))), ""
         )
 
     def _mtp(self) -> Iterator[Item]:
-        """The MTP block. Dialect A adds copies of the tables, and gives the block's head mixer the root's names."""
+        """Yield the MTP block. Dialect A adds copies of the tables and puts the head mixer under root names."""
         config = self.source.config
         tensors = {t.name: t for t in model_tensors(config)}
         block = f"blk.{config.num_hidden_layers}"
         if self.preset == "ds4":
-            yield from self._stacked((t for t in tensors.values() if t.name.startswith("mtp.0.")), "mtp.0")
+            yield from self._items((t for t in tensors.values() if t.name.startswith("mtp.0.")), "mtp.0")
             return
         for name in ("embed.weight", "norm.weight", "head.weight"):
             yield self._item(tensors[name], ROOT[name])
@@ -154,22 +160,22 @@ class GGUFPlan:
             yield self._item(tensors[f"mtp.0.hc_head_{part}"], ROOT[f"hc_head_{part}"])
         left = tensors["mtp.0.e_proj.weight"]
         right = tensors["mtp.0.h_proj.weight"]
-        kind = self._fitting(left.name, self.dense, 2 * left.shape[1])
+        kind = self._supported_kind(left.name, self.dense, 2 * left.shape[1])
         row = TensorRow(f"{block}.{EH_PROJ}", kind, (left.shape[0], 2 * left.shape[1]))
-        yield row, [(left.name, side_by_side(self.source, left, right, kind), self._place[left.name])]
-        done = ("e_proj.weight", "h_proj.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")
-        rest = (t for t in tensors.values() if t.name.startswith("mtp.0.") and not t.name.endswith(done))
-        yield from self._stacked(rest, block)
+        yield row, [(left.name, side_by_side(self.source, left, right, kind), self._file_order[left.name])]
+        written = ("e_proj.weight", "h_proj.weight", "hc_head_fn", "hc_head_base", "hc_head_scale")
+        rest = (t for t in tensors.values() if t.name.startswith("mtp.0.") and not t.name.endswith(written))
+        yield from self._items(rest, block)
 
-    def _stacked(self, tensors: Iterator[ModelTensor], block: str) -> Iterator[Item]:
-        """Items in order, the experts of a block gathered into its three stacks."""
+    def _items(self, tensors: Iterator[ModelTensor], block: str) -> Iterator[Item]:
+        """Yield items in order, with the experts of a block collected into its three stacks."""
         stacks: dict[str, list[ModelTensor]] = {}
         for tensor in tensors:
-            place = self._place_of(tensor.name, block)
-            if place.expert is None:
-                yield self._item(tensor, place.name)
+            target = self._gguf_name(tensor.name, block)
+            if target.expert is None:
+                yield self._item(tensor, target.name)
                 continue
-            stacks.setdefault(place.name, []).append(tensor)
+            stacks.setdefault(target.name, []).append(tensor)
             if len(stacks) == len(STACKS) and all(
                 len(s) == self.source.config.n_routed_experts for s in stacks.values()
             ):
@@ -177,22 +183,20 @@ class GGUFPlan:
                     yield self._stack(name, experts)
                 stacks = {}
 
-    def _place_of(self, name: str, block: str) -> GGUFLocation:
+    def _gguf_name(self, name: str, block: str) -> GGUFName:
         if not block:
-            place = trunk_place(name)
+            target = trunk_name(name)
         else:
             suffix = name.removeprefix("mtp.0.")
             table = DS4_MTP if block.startswith("mtp.") else NEXTN
-            place = (
-                GGUFLocation(f"{block}.{table[suffix]}") if suffix in table else place_in_block(suffix, block)
-            )
-        assert place is not None, name
-        return place
+            target = GGUFName(f"{block}.{table[suffix]}") if suffix in table else block_name(suffix, block)
+        assert target is not None, name
+        return target
 
     def _item(self, tensor: ModelTensor, name: str) -> Item:
         kind = self._kind(tensor)
         row = TensorRow(name, kind, tensor.shape)
-        return row, [(tensor.name, producer(self.source, tensor, kind), self._place[tensor.name])]
+        return row, [(tensor.name, producer(self.source, tensor, kind), self._file_order[tensor.name])]
 
     def _stack(self, name: str, experts: list[ModelTensor]) -> Item:
         shape = experts[0].shape
@@ -201,7 +205,9 @@ class GGUFPlan:
                 f"{name} has rows of {shape[1]}, expected a multiple of 32 for MXFP4. Use --experts bf16."
             )
         row = TensorRow(name, self.experts, (len(experts), *shape))
-        return row, [(t.name, producer(self.source, t, self.experts), self._place[t.name]) for t in experts]
+        return row, [
+            (t.name, producer(self.source, t, self.experts), self._file_order[t.name]) for t in experts
+        ]
 
     def _kind(self, tensor: ModelTensor) -> str:
         if tensor.storage == "ids":
@@ -209,69 +215,75 @@ class GGUFPlan:
         if self.preset == "ds4":
             return self._ds4_kind(tensor)
         if tensor.storage == "dense":
-            return self._fitting(tensor.name, self.dense, tensor.shape[1])
+            return self._supported_kind(tensor.name, self.dense, tensor.shape[1])
         if tensor.storage == "f32" or len(tensor.shape) == 1:
             return "F32"
         return "F32" if self.dense == "F32" else "BF16"
 
     def _ds4_kind(self, tensor: ModelTensor) -> str:
-        """Dialect B is strict (6): half floats where A has BF16 or F32 matrices, Q8_0 for the head too."""
+        """Types of dialect B (6): F16 where A has BF16 or F32 matrices, Q8_0 for the head too."""
         name = tensor.name
         if len(tensor.shape) == 1 or name.startswith("mtp.0.hc_"):
             return "F32"
         if ".indexer." in name or ".compressor." in name or name.endswith("_fn"):
             return "F16"
         if tensor.storage == "dense" or name == "head.weight":
-            return self._fitting(name, "Q8_0", tensor.shape[1])
+            return self._supported_kind(name, "Q8_0", tensor.shape[1])
         return "F16"
 
-    def _fitting(self, name: str, kind: str, columns: int) -> str:
+    def _supported_kind(self, name: str, kind: str, columns: int) -> str:
         if columns % block_width(kind) == 0:
             return kind
         self.notices.append(f"{name} has rows of {columns}, which {kind} cannot hold; it is written as BF16.")
         return "BF16"
 
-    def _keys(self, tokenizer: str | None, literals: Any, mtp_file: bool) -> list[Key]:
+    def _metadata(
+        self, tokenizer: str | None, prompt_texts: PromptTexts, mtp_file: bool
+    ) -> list[MetadataEntry]:
         config = self.source.config
         keys = [
-            Key("general.architecture", STRING, "deepseek4"),
-            Key("general.type", STRING, "model"),
-            Key("general.name", STRING, self.path.name.removesuffix(".gguf")),
-            Key("general.file_type", U32, _FILE_TYPE[self.experts]),
-            Key("general.quantization_version", U32, 2),
-            Key("birkhoff.version", STRING, __version__),
-            Key("birkhoff.source_dialect", STRING, self.source.dialect),
-            *keys_of(replace(config, num_nextn_predict_layers=int(mtp_file)), mtp_file),
+            MetadataEntry("general.architecture", STRING, "deepseek4"),
+            MetadataEntry("general.type", STRING, "model"),
+            MetadataEntry("general.name", STRING, self.path.name.removesuffix(".gguf")),
+            MetadataEntry("general.file_type", U32, _FILE_TYPE[self.experts]),
+            MetadataEntry("general.quantization_version", U32, 2),
+            MetadataEntry("birkhoff.version", STRING, __version__),
+            MetadataEntry("birkhoff.source_dialect", STRING, self.source.dialect),
+            *metadata_of(replace(config, num_nextn_predict_layers=int(mtp_file)), mtp_file),
         ]
         eos = config.eos_token_ids
         notices = [] if mtp_file else self.notices
-        keys += tokenizer_keys(
+        keys += tokenizer_metadata(
             tokenizer, config.vocab_size, config.bos_token_id, eos[0] if eos else None, notices
         )
-        if tokenizer is not None and literals is not None:
-            keys.append(Key("tokenizer.chat_template", STRING, chat_template(literals)))
-            if literals.source != own_literals().source:
-                keys.append(Key(CHAT_TEXTS, STRING, literals_to_json(literals)))
-        return keys + self._scale_keys(config, mtp_file)
+        if tokenizer is not None:
+            keys.append(MetadataEntry("tokenizer.chat_template", STRING, chat_template(prompt_texts)))
+            if prompt_texts.source != own_prompt_texts().source:
+                keys.append(MetadataEntry(CHAT_TEXTS, STRING, prompt_texts_to_json(prompt_texts)))
+        return keys + self._scale_metadata(config, mtp_file)
 
-    def _scale_keys(self, config: V4Config, mtp_file: bool) -> list[Key]:
-        """Scales of what is written as plain numbers though the source has codes; the trunk's file carries them all."""
+    def _scale_metadata(self, config: V4Config, mtp_file: bool) -> list[MetadataEntry]:
+        """Return the scales of quantised matrices that are written unquantised, all in the trunk's file."""
         if mtp_file:
             return []
         plain = {"dense": self.dense in ("BF16", "F32"), "expert": self.experts in ("BF16", "F32")}
-        wanted = [
+        names = [
             tensor.name
             for tensor in model_tensors(config)
-            if plain.get(tensor.storage) and recognise(self.source, tensor.name, tensor.shape) != "float"
+            if plain.get(tensor.storage) and self.source[tensor.name].format != "float"
         ]
-        if sum(self.source[scale_name(name)].nbytes for name in wanted) > MAX_KEPT_SCALE_BYTES:
+        if sum(self.source[scale_name(name)].nbytes for name in names) > MAX_KEPT_SCALE_BYTES:
             self.notices.append(
                 "scales were not kept: converting back gives the same numbers in other codes."
             )
             return []
-        flat, names = bytearray(), []
-        for name in wanted:
+        flat, labels = bytearray(), []
+        for name in names:
             scale = self.source[scale_name(name)].read().numpy()
             flat += np.ascontiguousarray(scale).tobytes()
-            names.append(f"{name}|{scale.shape[0]}x{scale.shape[1]}")
-        return [Key(SCALE_NAMES, (9, 8), names), Key(SCALES, (9, 0), flat)] if names else []
+            labels.append(f"{name}|{scale.shape[0]}x{scale.shape[1]}")
+        return (
+            [MetadataEntry(SCALE_NAMES, (9, 8), labels), MetadataEntry(SCALES, (9, 0), flat)]
+            if labels
+            else []
+        )

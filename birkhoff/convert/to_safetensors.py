@@ -1,23 +1,22 @@
-"""The plan of a conversion to the released layout: names, formats, shards, index and config.json.
+"""Plan a conversion to the released layout: names, formats, shards, index and config.json.
 
-Any source goes: safetensors of any dialect, GGUF of either. `experts` and `dense` choose how matrices are stored; codes
-that already have that form are copied. config.json comes last, so a directory that has one is complete.
+The source can be any dialect of safetensors or GGUF. `experts` and `dense` select the storage of matrices; codes that
+already have that format are copied. config.json is written last, so a directory that has one is complete.
 """
 
 from __future__ import annotations
 
-import json
-import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from birkhoff.convert.conversion_plan import ConversionPlan, OutputFile, Region, Unit
+from birkhoff.convert.conversion_plan import ConversionPlan, ConversionUnit, FileRegion, OutputFile
 from birkhoff.convert.produce import producer
 from birkhoff.weights.checkpoint import Checkpoint
-from birkhoff.weights.inspect import class_of
-from birkhoff.weights.layout import ModelTensor, check_formats, model_tensors, stored_as
-from birkhoff.weights.released import released_config
-from birkhoff.weights.safetensors import item_bytes, layout
+from birkhoff.weights.inspect import tensor_class
+from birkhoff.weights.layout import check_formats, stored_tensors
+from birkhoff.weights.released import index_json, json_text, pack_shards, released_config, shard_path
+from birkhoff.weights.safetensors import build_header
 
 _KIND = {"F32": "F32", "BF16": "BF16", "I64": "I64", "F8_E4M3": "fp8", "I8": "fp4"}
 _METADATA = {"format": "pt"}
@@ -33,57 +32,38 @@ def plan_safetensors(
     options: dict[str, Any],
     texts: dict[str, str],
 ) -> ConversionPlan:
-    """Files, units and texts of the output directory `path`."""
-    from dataclasses import replace
-
+    """Plan the output directory `path`: files, units and texts."""
     check_formats(dense, experts)
     config = source.config if mtp else replace(source.config, num_nextn_predict_layers=0)
-    shards = _packed(config, dense, experts, shard_bytes)
-    place = {name: index for index, name in enumerate(source)}
+    shards = pack_shards(config, dense, experts, shard_bytes)
+    file_order = {name: index for index, name in enumerate(source)}
     files: list[OutputFile] = []
-    units: list[Unit] = []
+    units: list[ConversionUnit] = []
     weight_map: dict[str, str] = {}
-    for number, tensors in enumerate(shards, 1):
-        file = path / f"model-{number:05}-of-{len(shards):05}.safetensors"
-        stored = {tensor.name: stored_as(tensor, dense, experts) for tensor in tensors}
+    for index, tensors in enumerate(shards):
+        file = shard_path(path, index, len(shards))
+        stored = {tensor.name: stored_tensors(tensor, dense, experts) for tensor in tensors}
         rows = {name: (dtype, shape) for pair in stored.values() for name, (shape, dtype, _) in pair}
-        header, entries = layout(file, rows, _METADATA)
+        header, entries = build_header(file, rows, _METADATA)
         for tensor in tensors:
             regions = tuple(
-                Region(name, entries[name].offset, entries[name].nbytes) for name, _ in stored[tensor.name]
+                FileRegion(name, entries[name].offset, entries[name].nbytes)
+                for name, _ in stored[tensor.name]
             )
             kind = _KIND[entries[tensor.name].dtype]
             produce = producer(source, tensor, kind)
-            units.append(Unit(len(files), class_of(tensor.name), place[tensor.name], regions, produce))
+            units.append(
+                ConversionUnit(
+                    len(files), tensor_class(tensor.name), file_order[tensor.name], regions, produce
+                )
+            )
         weight_map.update(dict.fromkeys(rows, file.name))
         files.append(
             OutputFile(file, header, len(header) + sum(e.nbytes for e in entries.values()), len(entries))
         )
-    total = sum(unit.nbytes for unit in units)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    beside = {
+    texts = {
         **texts,
-        "model.safetensors.index.json": _json(index),
-        "config.json": _json(released_config(config, dense, experts)),
+        "model.safetensors.index.json": json_text(index_json(weight_map, sum(unit.nbytes for unit in units))),
+        "config.json": json_text(released_config(config, dense, experts)),
     }
-    return ConversionPlan(str(source.path), path, options, files, units, source.files, beside)
-
-
-def _packed(config: Any, dense: str, experts: str, shard_bytes: int) -> list[list[ModelTensor]]:
-    """Tensors in reading order, cut into shards; a matrix and its scale stay together."""
-    shards: list[list[ModelTensor]] = [[]]
-    filled = 0
-    for tensor in model_tensors(config):
-        size = sum(
-            math.prod(shape) * item_bytes(dtype) for _, (shape, dtype, _) in stored_as(tensor, dense, experts)
-        )
-        if shards[-1] and filled + size > shard_bytes:
-            shards.append([])
-            filled = 0
-        shards[-1].append(tensor)
-        filled += size
-    return shards
-
-
-def _json(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    return ConversionPlan(str(source.path), path, options, files, units, source.files, texts)

@@ -1,9 +1,9 @@
-"""Doing a conversion: fill the files at known offsets, remember what is done, give them their names at the end.
+"""Run a conversion: write files at finished offsets, journal finished units, publish at the end.
 
-Files grow as NAME.partial. A journal beside the output lists every finished unit with the sha256 of its bytes; a line
-is appended only after the bytes it speaks of are on disk, so after a kill at any instant the units it lists are whole
-and the rest are done again: the result is the same to the last byte. Names appear only when everything is there, the
-output's own name last, and then the journal goes. Threads share the work; each holds one strip at a time.
+Files are written as NAME.partial. A journal next to the output lists each finished unit with the sha256 of its bytes;
+a line is appended only after those bytes are flushed to disk. After an interruption the listed units are intact and
+the others are repeated, with byte-identical output. Files are renamed only when everything is written, the output's
+own name last; then the journal is deleted. Several threads share the work, each with one strip in memory.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from birkhoff.convert.conversion_plan import ConversionPlan, RoundingTally, Unit
+from birkhoff.atomic_file import sync_directory, write_atomic
+from birkhoff.convert.conversion_plan import ConversionPlan, ConversionUnit, RoundingStats
 from birkhoff.errors import BirkhoffError, ConvertError
-from birkhoff.weights.safetensors import sync_directory, write_text
 
 SYNC_BYTES = 256 << 20
 SYNC_SECONDS = 2.0
-QUEUED = 32  # units waiting per thread, so that none idles while this one waits for the disk; only running ones hold memory
+QUEUED = 32  # queued units per thread, so that none idles during a flush; only running units hold memory
 Progress = Callable[[int, int], None]
 
 
 @dataclass
-class Done:
-    """What a finished conversion knows about itself."""
+class WriteResult:
+    """Statistics of a finished conversion."""
 
     seconds: float = 0.0
     resumed_units: int = 0
-    hashes: dict[str, dict[str, str]] = field(default_factory=dict)  # file -> tensor or part of one -> sha256
+    hashes: dict[str, dict[str, str]] = field(default_factory=dict)  # file -> tensor or part -> sha256
     rounding: dict[str, list[float]] = field(
         default_factory=dict
-    )  # class -> numbers, changed, worst share, worst
+    )  # class -> values, changed, worst relative, worst
 
 
 def journal_path(destination: Path) -> Path:
@@ -50,55 +50,53 @@ def partial_path(path: Path) -> Path:
     return path.with_name(path.name + ".partial")
 
 
-def fill(
-    work: ConversionPlan,
+def run_conversion(
+    plan: ConversionPlan,
     workers: int,
     exact: bool,
     progress: Progress | None = None,
     sync_bytes: int = SYNC_BYTES,
-) -> Done:
-    """Write everything that is not there yet, and publish."""
+) -> WriteResult:
+    """Write every unit that the journal does not list, then publish the files."""
     began = time.perf_counter()
-    for file in work.files:
+    for file in plan.files:
         file.path.parent.mkdir(parents=True, exist_ok=True)
-    journal = journal_path(work.destination)
-    fingerprint = work.fingerprint()
+    journal = journal_path(plan.destination)
+    fingerprint = plan.fingerprint()
     with _locked(journal) as log:
-        known = _read_journal(log, fingerprint, journal)
-        done = Done(resumed_units=len(known))
-        if not known and any(file.path.exists() for file in work.files):
-            journal.unlink(missing_ok=True)  # only just begun: it says nothing worth keeping
-            raise ConvertError(f"{work.destination} already exists. Choose another name or remove it first.")
-        handles = [_opened(file.path, file.header, file.nbytes) for file in work.files]
+        finished = _read_journal(log, fingerprint, journal)
+        result = WriteResult(resumed_units=len(finished))
+        if not finished and any(file.path.exists() for file in plan.files):
+            journal.unlink(missing_ok=True)  # created just now, and empty
+            raise ConvertError(f"{plan.destination} already exists. Choose another name or remove it first.")
+        handles = [_opened(file.path, file.header, file.nbytes) for file in plan.files]
         try:
-            _run(work, handles, known, log, workers, exact, progress, sync_bytes)
+            _run(plan, handles, finished, log, workers, exact, progress, sync_bytes)
         except BirkhoffError:
-            discard(
-                work
-            )  # trying again would end the same way; what was interrupted is kept, what failed is not
+            discard(plan)  # a retry would fail the same way; only interrupted runs are kept
             raise
         finally:
             for handle in handles:
                 if handle is not None:
                     os.close(handle)
-        _summarise(work, known, done)
-        _publish(work, done)
+        _summarise(plan, finished, result)
+        _publish(plan, result)
         journal.unlink()
         sync_directory(journal.parent)
-    done.seconds = time.perf_counter() - began
-    return done
+    result.seconds = time.perf_counter() - began
+    return result
 
 
-def discard(work: ConversionPlan) -> None:
-    """Remove what a failed conversion left."""
-    for file in work.files:
+def discard(plan: ConversionPlan) -> None:
+    """Delete the partial files and the journal of a failed conversion."""
+    for file in plan.files:
         partial_path(file.path).unlink(missing_ok=True)
-    journal_path(work.destination).unlink(missing_ok=True)
+    journal_path(plan.destination).unlink(missing_ok=True)
 
 
 @contextmanager
 def _locked(journal: Path) -> Iterator[Any]:
-    """The journal, open for appending, held by one process."""
+    """Open the journal for appending under an exclusive lock."""
     with open(journal, "a+b") as log:
         try:
             fcntl.flock(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -110,7 +108,7 @@ def _locked(journal: Path) -> Iterator[Any]:
 
 
 def _read_journal(log: Any, fingerprint: str, journal: Path) -> dict[int, list[Any]]:
-    """Finished units by number. A torn last line is cut off; a journal of another conversion is refused."""
+    """Return finished units by index. Drops a torn last line; raises for a journal of another conversion."""
     log.seek(0)
     raw = log.read()
     if not raw:
@@ -141,7 +139,7 @@ def _read_journal(log: Any, fingerprint: str, journal: Path) -> dict[int, list[A
 
 
 def _opened(path: Path, header: bytes, nbytes: int) -> int | None:
-    """The partial file with its header and its full length; None when it already has its name."""
+    """Open the partial file with header and full length; None if the file is already published."""
     if path.exists() and not partial_path(path).exists():
         return None
     handle = os.open(partial_path(path), os.O_RDWR | os.O_CREAT, 0o644)
@@ -151,19 +149,19 @@ def _opened(path: Path, header: bytes, nbytes: int) -> int | None:
 
 
 def _run(
-    work: ConversionPlan,
+    plan: ConversionPlan,
     handles: list[int | None],
-    known: dict[int, list[Any]],
+    finished: dict[int, list[Any]],
     log: Any,
     workers: int,
     exact: bool,
     progress: Progress | None,
     sync_bytes: int,
 ) -> None:
-    total = work.payload_bytes
-    left = [number for number in range(len(work.units)) if number not in known]
-    left.sort(key=lambda number: work.units[number].place)
-    written = total - sum(work.units[number].nbytes for number in left)
+    total = plan.payload_bytes
+    pending = [index for index in range(len(plan.units)) if index not in finished]
+    pending.sort(key=lambda index: plan.units[index].order)
+    written = total - sum(plan.units[index].nbytes for index in pending)
     if progress is not None:
         progress(written, total)
     unsaved: list[list[Any]] = []
@@ -177,22 +175,22 @@ def _run(
         if unsaved:
             log.write(b"".join(json.dumps(row).encode() + b"\n" for row in unsaved))
             _sync(log)
-            known.update({row[0]: row for row in unsaved})
+            finished.update({row[0]: row for row in unsaved})
             unsaved.clear()
         unsynced, synced_at = 0, time.monotonic()
 
     with ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
-        queue = iter(left)
+        queue = iter(pending)
         running: dict[Future[list[Any]], int] = {}
         try:
             while True:
-                while len(running) < QUEUED * workers and (number := next(queue, None)) is not None:
-                    unit = work.units[number]
-                    running[pool.submit(_do, number, unit, handles[unit.file], exact)] = number
+                while len(running) < QUEUED * workers and (index := next(queue, None)) is not None:
+                    unit = plan.units[index]
+                    running[pool.submit(_write_unit, index, unit, handles[unit.file], exact)] = index
                 if not running:
                     break
                 for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    size = work.units[running.pop(future)].nbytes
+                    size = plan.units[running.pop(future)].nbytes
                     unsaved.append(future.result())
                     written, unsynced = written + size, unsynced + size
                     if progress is not None:
@@ -205,28 +203,28 @@ def _run(
     save()
 
 
-def _do(number: int, unit: Unit, handle: int | None, exact: bool) -> list[Any]:
-    """Write one unit; the journal's row about it."""
-    assert handle is not None, "a file that has its name is complete"
-    tally = RoundingTally()
+def _write_unit(index: int, unit: ConversionUnit, handle: int | None, exact: bool) -> list[Any]:
+    """Write one unit and return its journal row."""
+    assert handle is not None, "a published file is complete"
+    stats = RoundingStats()
     hashes = [hashlib.sha256() for _ in unit.regions]
     at = [region.offset for region in unit.regions]
-    for index, data in unit.produce(tally):
+    for region, data in unit.produce(stats):
         view = data.reshape(-1).data
-        hashes[index].update(view)
-        _write_at(handle, view, at[index])
-        at[index] += len(view)
+        hashes[region].update(view)
+        _write_at(handle, view, at[region])
+        at[region] += len(view)
     short = [r.name for r, end in zip(unit.regions, at) if end != r.offset + r.nbytes]
     if short:
         raise ConvertError(
             f"{short[0]} came out with another size than planned. The source changed while it was read."
         )
-    if exact and tally.changed:
+    if exact and stats.changed:
         raise ConvertError(
-            f"{unit.name}: {tally.changed} of {tally.numbers} numbers would change (by up to {tally.worst:.3g}), and "
+            f"{unit.name}: {stats.changed} of {stats.numbers} numbers would change (by up to {stats.worst:.3g}), and "
             "exact was asked for. Choose a format that holds them, or leave --exact away."
         )
-    return [number, [digest.hexdigest() for digest in hashes], tally.row()]
+    return [index, [digest.hexdigest() for digest in hashes], stats.row()]
 
 
 def _write_at(handle: int, view: memoryview, offset: int) -> None:
@@ -235,45 +233,45 @@ def _write_at(handle: int, view: memoryview, offset: int) -> None:
         done += os.pwrite(handle, view[done : done + (1 << 30)], offset + done)
 
 
-def _summarise(work: ConversionPlan, known: dict[int, list[Any]], done: Done) -> None:
-    for number, unit in enumerate(work.units):
-        _, digests, (numbers, changed, largest, worst) = known[number]
-        file = done.hashes.setdefault(work.files[unit.file].path.name, {})
+def _summarise(plan: ConversionPlan, finished: dict[int, list[Any]], result: WriteResult) -> None:
+    for index, unit in enumerate(plan.units):
+        _, digests, (numbers, changed, largest, worst) = finished[index]
+        file = result.hashes.setdefault(plan.files[unit.file].path.name, {})
         file.update({region.name: digest for region, digest in zip(unit.regions, digests)})
-        row = done.rounding.setdefault(unit.kind, [0, 0, 0.0, 0.0])
+        row = result.rounding.setdefault(unit.kind, [0, 0, 0.0, 0.0])
         row[0] += numbers
         row[1] += changed
         row[2] = max(row[2], worst / largest if largest else 0.0)
         row[3] = max(row[3], worst)
 
 
-def _publish(work: ConversionPlan, done: Done) -> None:
-    """Give the files their names, the one that says "complete" last."""
-    for file in reversed(work.files):
+def _publish(plan: ConversionPlan, result: WriteResult) -> None:
+    """Rename the files to their final names, the one that marks completeness last."""
+    for file in reversed(plan.files):
         partial = partial_path(file.path)
         if partial.exists():
             handle = os.open(partial, os.O_RDWR)
             os.fsync(handle)
             os.close(handle)
     manifest = {
-        "source": work.source,
-        "source_files": [{"name": path.name, "bytes": path.stat().st_size} for path in work.source_files],
-        "options": work.options,
+        "source": plan.source,
+        "source_files": [{"name": path.name, "bytes": path.stat().st_size} for path in plan.source_files],
+        "options": plan.options,
         "rounding": {
-            k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in done.rounding.items()
+            k: {"numbers": n, "changed": c, "worst": w} for k, (n, c, w, _) in result.rounding.items()
         },
-        "sha256": done.hashes,
+        "sha256": result.hashes,
     }
-    directory = work.destination if work.texts else work.destination.parent
-    name = "conversion.json" if work.texts else f"{work.destination.name}.json"
-    write_text(directory / name, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
-    for file in reversed(work.files):
+    directory = plan.destination if plan.texts else plan.destination.parent
+    name = "conversion.json" if plan.texts else f"{plan.destination.name}.json"
+    write_atomic(directory / name, json.dumps(manifest, indent=1, ensure_ascii=False) + "\n")
+    for file in reversed(plan.files):
         if partial_path(file.path).exists():
             os.replace(partial_path(file.path), file.path)
     sync_directory(directory)
-    for text_name, text in work.texts.items():
+    for text_name, text in plan.texts.items():
         (directory / text_name).parent.mkdir(parents=True, exist_ok=True)
-        write_text(directory / text_name, text)
+        write_atomic(directory / text_name, text)
 
 
 def _sync(log: Any) -> None:

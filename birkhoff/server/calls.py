@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from birkhoff.engine.request import Request, TokenLogprob, TokenMask
 from birkhoff.server.api_errors import ApiError, problem_of
-from birkhoff.text.detokenizer import ChatStream
 from birkhoff.text.events import ParsedMessage
 from birkhoff.text.markers import END_THINK
+from birkhoff.text.output_stream import ChatStream
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine

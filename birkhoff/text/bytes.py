@@ -1,11 +1,11 @@
-"""Byte-level tokenizers as HF `tokenizers` JSON: the byte alphabet, one assembler, and the 256-byte tokenizer.
+"""Build byte-level tokenizers as HF `tokenizers` JSON.
 
-`byte_tokenizer_json(vocab_size)` is the tokenizer of synthetic checkpoints: no merges, so every byte of the UTF-8 text
-is one token and any sequence of ids decodes. Its layout is that of the release in small: ids 0, 1, 2 are BOS, EOS
-and pad, then the base entries, then the other added tokens with the release's strings and flags, then reserved
-placeholders up to `vocab_size`. Because strings and flags agree, every chat-encoding path works on it unchanged.
+`byte_tokenizer_json(vocab_size)` is the tokenizer of synthetic checkpoints: no merges, so every UTF-8 byte is one
+token and any sequence of ids decodes. Its layout follows the release: ids 0, 1, 2 are BOS, EOS and pad, then the base
+entries, the other added tokens with the release's strings and flags, and reserved placeholders up to `vocab_size`.
+Strings and flags are the release's, so chat encoding works on it unchanged.
 
-`tokenizer_json(tokens, merges, ...)` is the assembler behind it, for whoever brings a trained vocabulary.
+`tokenizer_json(tokens, merges, ...)` builds the same layout from a trained vocabulary.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from functools import cache
 from typing import Any
 
 from birkhoff.errors import OptionError
+from birkhoff.option_checks import as_int
 from birkhoff.text.markers import PLAIN_MARKERS, SPECIAL_MARKERS, placeholder
 
 # The pre-tokenizer of the release (spec 13.1): digits in runs of at most three, CJK runs, then words and punctuation.
@@ -29,26 +30,26 @@ RELEASE_SPLITS: tuple[str, ...] = (
     "|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
 )
 
-SMALLEST_VOCABULARY = len(SPECIAL_MARKERS) + 256 + len(PLAIN_MARKERS)
+MIN_VOCAB_SIZE = len(SPECIAL_MARKERS) + 256 + len(PLAIN_MARKERS)
 
 
 @cache
 def byte_alphabet() -> tuple[str, ...]:
-    """The printable stand-in of each byte, 0..255, that byte-level BPE files are written in.
+    """Return the printable character for each byte, 0..255, used by byte-level BPE files.
 
-    Printable Latin-1 characters stand for themselves; the 68 others get the code points from U+0100 on, in order.
+    Printable Latin-1 characters represent themselves; the other 68 bytes use the code points from U+0100 on, in order.
     """
-    stands_for_itself = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    strangers = iter(range(0x100, 0x200))
-    return tuple(chr(byte if byte in stands_for_itself else next(strangers)) for byte in range(256))
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    substitutes = iter(range(0x100, 0x200))
+    return tuple(chr(byte if byte in printable else next(substitutes)) for byte in range(256))
 
 
 def byte_tokenizer_json(vocab_size: int) -> str:
-    """The text of a `tokenizer.json` with exactly `vocab_size` ids, one per byte plus markers and placeholders."""
-    if type(vocab_size) is not int or vocab_size < SMALLEST_VOCABULARY:
+    """Return a `tokenizer.json` with exactly `vocab_size` ids: one per byte, markers and placeholders."""
+    if as_int(vocab_size) is None or vocab_size < MIN_VOCAB_SIZE:
         raise OptionError(
-            f"vocab_size is {vocab_size!r}, expected a whole number of at least {SMALLEST_VOCABULARY}: 256 bytes and "
-            f"{SMALLEST_VOCABULARY - 256} markers. Choose a larger vocabulary, such as 512."
+            f"vocab_size is {vocab_size!r}, expected a whole number of at least {MIN_VOCAB_SIZE}: 256 bytes and "
+            f"{MIN_VOCAB_SIZE - 256} markers. Choose a larger vocabulary, such as 512."
         )
     return tokenizer_json(byte_alphabet(), (), vocab_size=vocab_size)
 
@@ -60,17 +61,18 @@ def tokenizer_json(
     vocab_size: int | None = None,
     splits: Sequence[str] = (),
 ) -> str:
-    """Assemble a tokenizer from base `tokens` (byte-alphabet spelling, in id order from 3) and BPE `merges`.
+    """Build a tokenizer from base `tokens` (byte-alphabet spelling, ids from 3 on) and BPE `merges`.
 
-    `splits` are pre-tokenizer patterns applied in turn (`RELEASE_SPLITS` for V4's); without any, BPE sees whole texts.
+    `splits` are pre-tokenizer patterns applied in order (`RELEASE_SPLITS` for V4's); without any, BPE runs on whole
+    texts.
     """
-    vocabulary = {token: number for number, token in enumerate((*SPECIAL_MARKERS, *tokens))}
+    vocabulary = {token: token_id for token_id, token in enumerate((*SPECIAL_MARKERS, *tokens))}
     used = len(vocabulary) + len(PLAIN_MARKERS)
-    missing = [stand_in for stand_in in byte_alphabet() if stand_in not in vocabulary]
-    doubled = len(vocabulary) != len(SPECIAL_MARKERS) + len(tokens) or not vocabulary.keys().isdisjoint(
+    missing = [character for character in byte_alphabet() if character not in vocabulary]
+    repeated = len(vocabulary) != len(SPECIAL_MARKERS) + len(tokens) or not vocabulary.keys().isdisjoint(
         PLAIN_MARKERS
     )
-    if missing or doubled:
+    if missing or repeated:
         raise OptionError(
             f"{len(tokens)} base tokens with {len(missing)} of the 256 byte entries missing, or a token that occurs "
             "twice or spells a marker; expected all 256 and every token once. Train again with the whole byte alphabet."
@@ -79,7 +81,7 @@ def tokenizer_json(
         raise OptionError(
             f"vocab_size is {vocab_size}, but tokens and markers need {used} ids. Choose at least that."
         )
-    added = [_added(number, marker, special=True) for number, marker in enumerate(SPECIAL_MARKERS)]
+    added = [_added(token_id, marker, special=True) for token_id, marker in enumerate(SPECIAL_MARKERS)]
     added += [_added(len(vocabulary) + i, marker, special=False) for i, marker in enumerate(PLAIN_MARKERS)]
     added += [_added(used + i, placeholder(i), special=True) for i in range((vocab_size or used) - used)]
     return json.dumps(
@@ -109,9 +111,9 @@ def tokenizer_json(
     )
 
 
-def _added(number: int, content: str, *, special: bool) -> dict[str, Any]:
+def _added(token_id: int, content: str, *, special: bool) -> dict[str, Any]:
     flags = {"single_word": False, "lstrip": False, "rstrip": False}
-    return {"id": number, "content": content, **flags, "normalized": not special, "special": special}
+    return {"id": token_id, "content": content, **flags, "normalized": not special, "special": special}
 
 
 def _split(pattern: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Read the string templates of a checkpoint's encoder file without running a line of it.
+"""Extract the string templates of a checkpoint's encoder file without executing it.
 
-A checkpoint may come from anywhere, so its Python is data: `ast` parses it, and a small evaluator understands string
-constants, sums of strings, f-strings, `.format(...)` calls and names bound to strings at module level. Everything it
-does not understand inside a string becomes a hole. The result is every string of the file as a `Template` with the
-name or dictionary key it was bound to, whatever the author called it; `literals.py` decides which ones matter.
+A checkpoint is untrusted, so its Python is treated as data: `ast` parses it, and a small evaluator handles string
+constants, concatenation, f-strings, `.format(...)` calls and names bound to strings at module level. Any other
+expression inside a string becomes a `Placeholder`. The result is every string of the file as a `Template`, with the
+name or dictionary key it is bound to; `prompt_texts.py` selects the relevant ones.
 
-Sizes are bounded, and a file that cannot be parsed is refused as damaged.
+Sizes are bounded, and a file that cannot be parsed raises CheckpointError.
 """
 
 from __future__ import annotations
@@ -19,59 +19,62 @@ from pathlib import Path
 
 from birkhoff.errors import CheckpointError
 
-LARGEST_FILE_BYTES = 2**20
-MOST_FILES = 16
-_PLACES = ("encoding/encoding*.py", "encoding*.py", "encoding/*.py")
+MAX_FILE_BYTES = 2**20
+MAX_FILES = 16
+_FILE_PATTERNS = ("encoding/encoding*.py", "encoding*.py", "encoding/*.py")
 
 
 @dataclass(frozen=True)
-class Hole:
-    """A place in a string that the file fills in at run time."""
+class Placeholder:
+    """A part of a string that the file computes at run time."""
 
     name: str
 
 
-Parts = tuple["str | Hole", ...]
+Parts = tuple["str | Placeholder", ...]
 
 
 @dataclass(frozen=True)
 class Template:
-    """One string of the file. `label` is the variable or dictionary key it belongs to, or empty."""
+    """One string of the file. `label` is the variable or dictionary key it is bound to, or empty."""
 
     label: str
     parts: Parts
 
     @property
-    def holes(self) -> tuple[Hole, ...]:
-        return tuple(part for part in self.parts if isinstance(part, Hole))
+    def placeholders(self) -> tuple[Placeholder, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Placeholder))
 
-    def around_only_hole(self) -> tuple[str, str] | None:
-        """The text before and after, when exactly one hole is left."""
-        if len(self.holes) != 1:
+    def split_at_placeholder(self) -> tuple[str, str] | None:
+        """Return the text before and after the placeholder if there is exactly one, else None."""
+        if len(self.placeholders) != 1:
             return None
-        place = next(i for i, part in enumerate(self.parts) if isinstance(part, Hole))
-        return _text(self.parts[:place]), _text(self.parts[place + 1 :])
+        index = next(i for i, part in enumerate(self.parts) if isinstance(part, Placeholder))
+        return _text(self.parts[:index]), _text(self.parts[index + 1 :])
 
     @property
-    def whole(self) -> str | None:
-        return None if self.holes else _text(self.parts)
+    def text(self) -> str | None:
+        """The whole string, or None if it has placeholders."""
+        return None if self.placeholders else _text(self.parts)
 
 
 def encoder_files(checkpoint_dir: Path) -> list[Path]:
-    """Python files of a checkpoint that may hold its chat encoding, likeliest first."""
-    files = [file for place in _PLACES for file in sorted(checkpoint_dir.glob(place)) if file.is_file()]
-    return list(dict.fromkeys(files))[:MOST_FILES]
+    """Return the Python files of a checkpoint that may hold its chat encoding, most likely first."""
+    files = [
+        file for pattern in _FILE_PATTERNS for file in sorted(checkpoint_dir.glob(pattern)) if file.is_file()
+    ]
+    return list(dict.fromkeys(files))[:MAX_FILES]
 
 
 def read_templates(file: Path) -> list[Template]:
-    """Every string of a Python file, as far as it can be known without running it."""
+    """Return every string of a Python file, as far as it is known without executing it."""
     try:
-        if file.stat().st_size > LARGEST_FILE_BYTES:
+        if file.stat().st_size > MAX_FILE_BYTES:
             raise CheckpointError(
-                f"{file.name} has {file.stat().st_size} bytes, expected at most {LARGEST_FILE_BYTES}."
+                f"{file.name} has {file.stat().st_size} bytes, expected at most {MAX_FILE_BYTES}."
             )
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a stranger's bad escape sequence is not our user's concern
+            warnings.simplefilter("ignore")  # bad escape sequences in the file are not the user's concern
             tree = ast.parse(file.read_bytes())
         return list(_EncoderReader(tree).templates())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -82,16 +85,18 @@ def read_templates(file: Path) -> list[Template]:
 
 
 class _EncoderReader:
+    """Evaluates the string expressions of one module."""
+
     def __init__(self, tree: ast.Module) -> None:
         self._tree = tree
         self._known: dict[str, str] = {}
         self._renamed: dict[str, ast.expr] = {}
         for statement in tree.body:
             for name, value in _bindings(statement):
-                text = _whole(self._parts(value))
+                text = _constant(self._parts(value))
                 if text is not None:
                     self._known[name] = text
-        # `TEMPLATE.format(token=marker)` names a hole after another variable; a second look then fills it.
+        # `TEMPLATE.format(token=marker)` fills a placeholder from another variable.
         self._renamed = {
             word.arg: word.value
             for call in ast.walk(tree)
@@ -121,7 +126,7 @@ class _EncoderReader:
                         yield Template(label, tuple(self._formatted(parts)))
 
     def _parts(self, node: ast.AST) -> Parts | None:
-        """The string `node` stands for, or None when it is not one."""
+        """Return the parts of the string that `node` evaluates to, or None if it is not a string."""
         if isinstance(node, ast.Constant):
             return (node.value,) if isinstance(node.value, str) else None
         if isinstance(node, ast.Name):
@@ -138,21 +143,21 @@ class _EncoderReader:
         return None
 
     def _field(self, node: ast.AST) -> Parts:
-        """A piece of an f-string."""
+        """Return the parts of one piece of an f-string."""
         if isinstance(node, ast.FormattedValue):
             plain = node.conversion == -1 and node.format_spec is None
-            return (self._parts(node.value) if plain else None) or (Hole(ast.unparse(node.value)),)
-        return self._parts(node) or (Hole(""),)
+            return (self._parts(node.value) if plain else None) or (Placeholder(ast.unparse(node.value)),)
+        return self._parts(node) or (Placeholder(""),)
 
-    def _formatted(self, parts: Parts) -> Iterator[str | Hole]:
-        """The parts of `parts` read as a `str.format` template, known names filled in."""
+    def _formatted(self, parts: Parts) -> Iterator[str | Placeholder]:
+        """Yield `parts` parsed as a `str.format` template, with known names filled in."""
         for part in parts:
-            if isinstance(part, Hole):
+            if isinstance(part, Placeholder):
                 yield part
                 continue
             try:
                 fields = list(string.Formatter().parse(part))
-            except ValueError:  # braces that are no template
+            except ValueError:  # braces that do not form a template
                 yield part
                 continue
             for text, name, _, _ in fields:
@@ -161,12 +166,12 @@ class _EncoderReader:
                 if name is not None:
                     yield self._fill(name)
 
-    def _fill(self, name: str) -> str | Hole:
+    def _fill(self, name: str) -> str | Placeholder:
         if name in self._known:
             return self._known[name]
         value = self._renamed.get(name)
-        text = _whole(self._parts(value)) if isinstance(value, (ast.Name, ast.Constant)) else None
-        return Hole(name) if text is None else text
+        text = _constant(self._parts(value)) if isinstance(value, (ast.Name, ast.Constant)) else None
+        return Placeholder(name) if text is None else text
 
 
 def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
@@ -178,8 +183,8 @@ def _bindings(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         yield node.target.id, node.value
 
 
-def _whole(parts: Parts | None) -> str | None:
-    return None if parts is None or any(isinstance(part, Hole) for part in parts) else _text(parts)
+def _constant(parts: Parts | None) -> str | None:
+    return None if parts is None or any(isinstance(part, Placeholder) for part in parts) else _text(parts)
 
 
 def _text(parts: Parts) -> str:

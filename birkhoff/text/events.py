@@ -1,7 +1,6 @@
-"""What a completion turns out to say, piece by piece, and the message the pieces come to.
+"""Events of a parsed completion, and the message they form.
 
-The parser emits these events; `assemble` joins them. A streamed answer and a whole one are the same thing seen at
-different times, so there is one parser and one way to put its events together.
+The parser emits events; `assemble` joins them. Streaming and whole-completion parsing share both.
 """
 
 from __future__ import annotations
@@ -12,17 +11,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class ReasoningDelta:
+    """More reasoning text."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ContentDelta:
+    """More content text."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallStart:
-    """A call whose name is known; `index` counts the calls of this message from 0."""
+    """Start of a tool call. `index` counts the calls of this message from 0."""
 
     index: int
     name: str
@@ -30,7 +33,7 @@ class ToolCallStart:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The next piece of the arguments, as JSON text."""
+    """More of the arguments, as JSON text."""
 
     index: int
     arguments: str
@@ -38,7 +41,7 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallEnd:
-    """No more arguments. When not `complete`, the answer broke off or broke the format: do not run this call."""
+    """End of the arguments. A call that is not `complete` was cut off or malformed and must not be run."""
 
     index: int
     complete: bool = True
@@ -46,7 +49,7 @@ class ToolCallEnd:
 
 @dataclass(frozen=True, slots=True)
 class FormatProblem:
-    """The completion left the format. `raw` is the text that reached no other event, markers spelled out."""
+    """A deviation from the format. `raw` is text that is in no other event, with markers spelled out."""
 
     message: str
     raw: str = ""
@@ -57,12 +60,16 @@ Event = ReasoningDelta | ContentDelta | ToolCallStart | ToolCallDelta | ToolCall
 
 @dataclass(frozen=True)
 class ToolCall:
+    """A complete tool call; arguments as JSON text."""
+
     name: str
     arguments_json: str
 
 
 @dataclass(frozen=True)
 class ParsedMessage:
+    """A complete answer."""
+
     reasoning: str = ""
     content: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
@@ -70,7 +77,7 @@ class ParsedMessage:
 
 
 def assemble(events: Iterable[Event]) -> ParsedMessage:
-    """The message a run of events comes to; calls that were not completed are left out."""
+    """Join events into a message; incomplete tool calls are left out."""
     reasoning: list[str] = []
     content: list[str] = []
     names: dict[int, str] = {}

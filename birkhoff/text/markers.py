@@ -1,9 +1,8 @@
-"""The strings of V4's marker tokens, and nothing about their ids.
+"""The strings of V4's marker tokens.
 
-A *marker* is an added token of the tokenizer: one id, never made from plain text. Chat encoding places markers, the
-parser tells them from text by id, and everything else in a prompt is plain text. Ids differ between tokenizers (the
-release has 129280 of them, the embedded model 4096), so no id appears in this file or in any other: ask
-`Tokenizer.token_id(marker)`.
+A *marker* is an added token of the tokenizer: one id, never produced by encoding plain text. Chat encoding places
+markers and the parser recognises them by id. Ids differ between tokenizers (the release has 129280, the embedded model
+4096), so none is hard-coded: use `Tokenizer.token_id(marker)`.
 
 The bars are U+FF5C (fullwidth) and the joiners U+2581, except in `<|EOT|>`, which is plain ASCII in the release too.
 """
@@ -20,12 +19,12 @@ END_THINK = "</think>"
 DSML = "｜DSML｜"
 LATEST_REMINDER = "<｜latest_reminder｜>"
 
-# `task` of a user message -> the marker that asks for it (spec 13.2, step 5)
+# `task` of a user message -> its marker (spec 13.2, step 5)
 TASKS: dict[str, str] = {
     name: f"<｜{name}｜>" for name in ("action", "query", "authority", "domain", "title", "read_url")
 }
 
-# Markers the chat encoding itself may place; every one of them is an error inside a parsed answer, DSML tags apart.
+# Markers placed by chat encoding; all except DSML tags are errors inside a parsed answer.
 CHAT_MARKERS: tuple[str, ...] = (
     BOS,
     EOS,
@@ -90,6 +89,6 @@ PLAIN_MARKERS: tuple[str, ...] = (
 )
 
 
-def placeholder(number: int) -> str:
-    """The release's own name for a reserved, unused id; flagged special there."""
-    return f"<｜place▁holder▁no▁{number}｜>"
+def placeholder(index: int) -> str:
+    """Return the release's name of a reserved, unused id, which is flagged special."""
+    return f"<｜place▁holder▁no▁{index}｜>"

@@ -1,13 +1,13 @@
-"""A conversation as callers write it, checked and brought into the form V4 renders (spec 13.2, steps 1 and 2).
+"""Validate a conversation and normalise it to the turns that V4 renders (spec 13.2, steps 1 and 2).
 
-Messages arrive as plain dictionaries in the OpenAI spelling plus V4's own fields (`task`, `wo_eos`, `latest_reminder`,
-tools and response format on a message). What leaves is a list of frozen `Turn`s in which
+Messages are dictionaries in the OpenAI format plus V4's fields (`task`, `wo_eos`, `latest_reminder`, tools and
+response format on a message). The result is a list of frozen `Turn`s in which
 
-* every string is real text (no lone surrogates) and every JSON value is already written out;
-* there is no tool role: results are blocks of user turns, ordered as the calls were;
-* neighbouring user messages are one turn, unless a task stands between them.
+* every string is valid text (no lone surrogates) and every JSON value is serialised;
+* there is no tool role: results are parts of user turns, in the order of the calls;
+* adjacent user messages are one turn, unless a task separates them.
 
-Whatever is wrong is refused here, by field path, and nothing is dropped: an unknown field is an error.
+Errors name the field path. Nothing is dropped silently: an unknown field is an error.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from birkhoff.errors import ChatError, PromptError, quoted
 from birkhoff.text.markers import TASKS
 from birkhoff.text.tokenizer import check_text
 
-# Fields of each role. Those of `_IGNORED` come along in clients' message objects and have no place in a V4 prompt.
+# Fields of each role. `_IGNORED` fields are common in clients' message objects and not part of a V4 prompt.
 _ROLES: dict[str, tuple[str, ...]] = {
     "system": ("content", "tools", "response_format", "task"),
     "developer": ("content", "tools", "response_format", "task"),
@@ -35,8 +35,8 @@ _IGNORED = ("role", "name", "mask", "annotations", "id")
 
 
 @dataclass(frozen=True)
-class UserPart:
-    """A part of a user turn: typed text, or the result of a tool call."""
+class ContentPart:
+    """A part of a user turn: text, or the result of a tool call."""
 
     text: str
     is_result: bool = False
@@ -44,8 +44,8 @@ class UserPart:
 
 
 @dataclass(frozen=True)
-class EncodedToolCall:
-    """A tool call of an assistant turn; arguments as (name, is_string, value) with JSON written out."""
+class PromptToolCall:
+    """A tool call of an assistant turn; parameters are (name, is_string, value) with JSON serialised."""
 
     name: str
     parameters: tuple[tuple[str, bool, str], ...]
@@ -54,11 +54,13 @@ class EncodedToolCall:
 
 @dataclass(frozen=True)
 class Turn:
+    """One turn of the normalised conversation."""
+
     role: str
     content: str = ""
     reasoning: str = ""
-    blocks: tuple[UserPart, ...] = ()
-    calls: tuple[EncodedToolCall, ...] = ()
+    parts: tuple[ContentPart, ...] = ()
+    calls: tuple[PromptToolCall, ...] = ()
     tools: tuple[str, ...] = ()  # one JSON line each
     response_format: str | None = None  # JSON
     task: str | None = None
@@ -68,7 +70,7 @@ class Turn:
 def read_conversation(
     messages: Sequence[Mapping[str, Any]], *, tools: object = None, response_format: object = None
 ) -> list[Turn]:
-    """Check `messages` and bring them into turns; call-level `tools` and `response_format` join the leading turn."""
+    """Convert `messages` to turns; call-level `tools` and `response_format` join the leading turn."""
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence):
         raise ChatError(
             f"messages is a {type(messages).__name__}, expected a list of objects with 'role' and 'content'."
@@ -102,8 +104,8 @@ def _read_message(message: object, path: str) -> Turn:
     content = message.get("content")
     if role == "tool":
         call_id = _text_or_empty(message.get("tool_call_id"), f"{path}.tool_call_id")
-        block = UserPart(_content(content, f"{path}.content", required=True, is_result=True), True, call_id)
-        return Turn(role, blocks=(block,))
+        part = ContentPart(_content(content, f"{path}.content", required=True, is_result=True), True, call_id)
+        return Turn(role, parts=(part,))
     turn = Turn(
         role,
         content=_content(
@@ -120,7 +122,7 @@ def _read_message(message: object, path: str) -> Turn:
         raise ChatError(
             f"{path}.content is empty, but a developer message needs text. Use role 'system' for tools alone."
         )
-    return replace(turn, blocks=(UserPart(turn.content),)) if role == "user" else turn
+    return replace(turn, parts=(ContentPart(turn.content),)) if role == "user" else turn
 
 
 def _attach(turns: list[Turn], tools: tuple[str, ...], response_format: str | None) -> list[Turn]:
@@ -132,47 +134,47 @@ def _attach(turns: list[Turn], tools: tuple[str, ...], response_format: str | No
         raise ChatError("tools are given both with the call and on a message; give them once.")
     if response_format is not None and any(turn.response_format for turn in turns):
         raise ChatError("response_format is given both with the call and on a message; give it once.")
-    dressed = replace(
+    leading = replace(
         head, tools=tools or head.tools, response_format=response_format or head.response_format
     )
-    return [dressed, *turns[1:]] if head is turns[0] else [dressed, *turns]
+    return [leading, *turns[1:]] if head is turns[0] else [leading, *turns]
 
 
 def _merge(turns: Iterable[Turn]) -> list[Turn]:
-    """Step 1: results and neighbouring user texts become blocks of one user turn."""
+    """Step 1: tool results and adjacent user texts become parts of one user turn."""
     merged: list[Turn] = []
     for turn in turns:
         before = merged[-1] if merged and merged[-1].role == "user" else None
         if turn.role == "tool" and before is not None:
-            merged[-1] = replace(before, blocks=before.blocks + turn.blocks)
+            merged[-1] = replace(before, parts=before.parts + turn.parts)
         elif turn.role == "tool":
-            merged.append(Turn("user", blocks=turn.blocks))
+            merged.append(Turn("user", parts=turn.parts))
         elif turn.role == "user" and before is not None and before.task is None:
-            # The later message's task goes the way of the release: a task counts on the message that opens the turn.
-            merged[-1] = replace(before, blocks=before.blocks + turn.blocks)
+            # As in the release, only the task of the message that starts the turn counts.
+            merged[-1] = replace(before, parts=before.parts + turn.parts)
         else:
             merged.append(turn)
     return merged
 
 
 def _in_call_order(turns: list[Turn]) -> list[Turn]:
-    """Step 2: result blocks, among themselves and in their places, follow the most recent list of calls."""
+    """Step 2: sort the results of a turn by the most recent list of calls, keeping their positions."""
     order: dict[str, int] = {}
     out = []
     for turn in turns:
         if turn.calls:
-            order = {call.id: place for place, call in enumerate(turn.calls) if call.id}
-        results = [block for block in turn.blocks if block.is_result]
+            order = {call.id: index for index, call in enumerate(turn.calls) if call.id}
+        results = [part for part in turn.parts if part.is_result]
         if order and len(results) > 1:
-            sorted_results = iter(sorted(results, key=lambda block: order.get(block.call_id, 0)))
-            blocks = tuple(next(sorted_results) if block.is_result else block for block in turn.blocks)
-            turn = replace(turn, blocks=blocks)
+            sorted_results = iter(sorted(results, key=lambda part: order.get(part.call_id, 0)))
+            parts = tuple(next(sorted_results) if part.is_result else part for part in turn.parts)
+            turn = replace(turn, parts=parts)
         out.append(turn)
     return out
 
 
 def _content(value: object, path: str, *, required: bool, is_result: bool = False) -> str:
-    """A string, or a list of text parts joined by blank lines, as V4 joins everything."""
+    """Return a string, or a list of text parts joined by blank lines, as V4 does."""
     if value is None and not required:
         return ""
     if isinstance(value, str):
@@ -187,7 +189,7 @@ def _content(value: object, path: str, *, required: bool, is_result: bool = Fals
         elif is_result and isinstance(kind, str):
             texts.append(
                 f"[Unsupported {_text(kind, f'{path}[{i}].type')}]"
-            )  # the released encoder's own words
+            )  # as the released encoder writes it
         else:
             raise ChatError(
                 f"{path}[{i}] is {quoted(kind or part)}, expected {{'type': 'text', 'text': …}}. V4 reads text only."
@@ -196,14 +198,16 @@ def _content(value: object, path: str, *, required: bool, is_result: bool = Fals
 
 
 def _reasoning(message: Mapping[str, Any], path: str) -> str:
-    given = {key: message[key] for key in ("reasoning_content", "reasoning") if message.get(key) is not None}
-    texts = {_text(value, f"{path}.{key}") for key, value in given.items()}
+    present = {
+        key: message[key] for key in ("reasoning_content", "reasoning") if message.get(key) is not None
+    }
+    texts = {_text(value, f"{path}.{key}") for key, value in present.items()}
     if len(texts) > 1:
         raise ChatError(f"{path} has a reasoning and a reasoning_content that differ; give one of them.")
     return texts.pop() if texts else ""
 
 
-def _read_calls(value: object, path: str) -> tuple[EncodedToolCall, ...]:
+def _read_calls(value: object, path: str) -> tuple[PromptToolCall, ...]:
     if value is None:
         return ()
     calls = []
@@ -216,7 +220,7 @@ def _read_calls(value: object, path: str) -> tuple[EncodedToolCall, ...]:
         name = _text(function.get("name"), f"{path}[{i}].function.name")
         parameters = _parameters(function.get("arguments"), f"{path}[{i}].function.arguments")
         call_id = item.get("id") or function.get("id")
-        calls.append(EncodedToolCall(name, parameters, _text_or_empty(call_id, f"{path}[{i}].id")))
+        calls.append(PromptToolCall(name, parameters, _text_or_empty(call_id, f"{path}[{i}].id")))
     return tuple(calls)
 
 
@@ -227,9 +231,7 @@ def _parameters(arguments: object, path: str) -> tuple[tuple[str, bool, str], ..
             parsed = json.loads(arguments)
         except (ValueError, RecursionError):
             parsed = None
-        if not isinstance(
-            parsed, dict
-        ):  # the release wraps what is not JSON; what is no object has no parameter names
+        if not isinstance(parsed, dict):  # as in the release; without an object there are no parameter names
             parsed = {"arguments": arguments}
     elif isinstance(arguments, Mapping):
         parsed = dict(arguments)
@@ -259,7 +261,7 @@ def _read_tools(value: object, path: str) -> tuple[str, ...]:
 
 
 def _json(value: object, path: str) -> str:
-    """Python-style JSON, non-ASCII kept, as the release writes it."""
+    """Serialise as Python-style JSON with non-ASCII kept, as the release does."""
     try:
         return _text(json.dumps(value, ensure_ascii=False), path)
     except (TypeError, ValueError, RecursionError) as error:

@@ -1,17 +1,17 @@
-"""A completion to reasoning, content and tool calls (spec 13.3), whole or as it streams.
+"""Parse a completion into reasoning, content and tool calls (spec 13.3), whole or streaming.
 
-Pieces come in as segments, so a marker is known by its id and text that merely spells one stays text. Whatever the
-cut of the pieces, the joined events are the same, and no marker reaches reasoning or content. A few characters are
-held back while they may still open a tool block: a blank line and its '<'.
+The input is segments, so markers are known by id and text that spells one stays text. The joined events do not depend
+on how the input is split, and no marker appears in reasoning or content. A few characters are held back while they may
+start a tool block: a blank line and its '<'.
 
-Strict reading raises `ChatError` at the first deviation from the format. Lenient reading, for serving, goes on:
+Strict parsing raises `ChatError` at the first deviation from the format. Lenient parsing, for serving, continues:
 
-* a stray marker is left out and reported; `<think>` inside content opens reasoning again;
-* a tool block inside reasoning ends the reasoning; line breaks before a block may be missing;
-* a block that breaks the format ends its open call as incomplete and is kept whole in a `FormatProblem`;
-* text behind the block is content again; text behind the end marker is kept in a `FormatProblem`.
+* a stray marker is dropped and reported; `<think>` inside content starts reasoning again;
+* a tool block inside reasoning ends the reasoning; the line breaks before a block may be missing;
+* a malformed block ends its open call as incomplete and is kept whole in a `FormatProblem`;
+* text after the block is content; text after the end marker is kept in a `FormatProblem`.
 
-A missing end marker is no deviation: engines take it off, and a token limit may cut it.
+A missing end marker is not a deviation: engines strip it, and a token limit may cut it off.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import re
 from collections.abc import Sequence
 
 from birkhoff.errors import ChatError, PromptError
+from birkhoff.text.detokenizer import SegmentDetokenizer
 from birkhoff.text.events import ContentDelta, Event, FormatProblem, ParsedMessage, ReasoningDelta, assemble
 from birkhoff.text.markers import DSML, END_THINK, EOS, THINK
 from birkhoff.text.segments import Marker, Segment, TextSegment, split_markers
-from birkhoff.text.stream import SegmentDecoder
 from birkhoff.text.tokenizer import Tokenizer
 from birkhoff.text.tool_block import ToolBlock
 
@@ -38,7 +38,7 @@ def parse_completion(
     tokenizer: Tokenizer | None = None,
     strict: bool = True,
 ) -> ParsedMessage:
-    """Parse a whole completion: token ids (with their tokenizer), segments, or text whose markers are spelled out."""
+    """Parse a whole completion: token ids (with their tokenizer), segments, or text that spells markers."""
     parser = CompletionParser(thinking=thinking, strict=strict)
     events: list[Event] = []
     for segment in _segments(completion, tokenizer):
@@ -52,7 +52,7 @@ def _segments(
     if isinstance(completion, str):
         return split_markers(completion)
     out: list[Segment] = []
-    decoder = None if tokenizer is None else SegmentDecoder(tokenizer)
+    decoder = None if tokenizer is None else SegmentDetokenizer(tokenizer)
     for item in completion:
         if isinstance(item, (Marker, TextSegment)):
             out.append(item)
@@ -64,25 +64,25 @@ def _segments(
 
 
 class CompletionParser:
-    """Feed segments, get events; `finish` once at the end."""
+    """Converts segments to events; call `finish` once at the end."""
 
     def __init__(self, *, thinking: bool, strict: bool = False) -> None:
         self._strict = strict
         self._events: list[Event] = []
         self._in_reasoning = thinking
-        self._held = ""  # text that may still open a block
-        self._opening: str | None = None  # what stood before a DSML marker whose tag is not read yet
+        self._buffer = ""  # text that may start a block
+        self._opening: str | None = None  # text before a DSML marker whose tag is incomplete
         self._block: ToolBlock | None = None
         self._next_index = 0
         self._after_block = False
         self._ended = False
-        self._beyond: list[str] = []
+        self._trailing: list[str] = []
 
     def feed(self, segment: Segment) -> list[Event]:
-        """What this piece brings to light."""
+        """Return the events completed by this segment."""
         if self._ended:
-            self._beyond.append(segment.string)
-            self._refuse_if_strict("there is text behind the end marker")
+            self._trailing.append(segment.string)
+            self._raise_if_strict("there is text behind the end marker")
         elif isinstance(segment, Marker):
             self._marker(segment.string)
         else:
@@ -90,12 +90,12 @@ class CompletionParser:
         return self._take_events()
 
     def finish(self) -> list[Event]:
-        """What was held back, and what is missing."""
+        """Return the events of the text held back, and report what is missing."""
         if not self._ended:
             self._end()
-        if self._beyond:
-            self._events.append(FormatProblem("there is text behind the end marker", "".join(self._beyond)))
-            self._beyond = []
+        if self._trailing:
+            self._events.append(FormatProblem("there is text behind the end marker", "".join(self._trailing)))
+            self._trailing = []
         return self._take_events()
 
     def _text(self, text: str) -> None:
@@ -105,30 +105,30 @@ class CompletionParser:
             elif self._opening is not None:
                 text = self._block_name(text)
             else:
-                text = self._talk(text)
+                text = self._plain_text(text)
 
-    def _talk(self, text: str) -> str:
-        """Reasoning or content."""
-        text = self._held + text
+    def _plain_text(self, text: str) -> str:
+        """Handle reasoning or content."""
+        text = self._buffer + text
         if self._after_block:
             if not text.strip() and not self._strict:
-                self._held = text  # a line break behind the block says nothing
+                self._buffer = text  # white space after the block is not content
                 return ""
             self._after_block = False
             self._report("there is text behind the tool calls")
         may_open = _MAY_OPEN_BLOCK.search(text)
         keep = may_open.start() if may_open else len(text)
-        self._held = text[keep:]
-        self._say(text[:keep])
+        self._buffer = text[keep:]
+        self._emit(text[:keep])
         return ""
 
     def _block_name(self, text: str) -> str:
-        """Behind '<' and a DSML marker: the name of the block, or anything else."""
-        need = _BLOCK_NAME[len(self._held) :]
+        """Handle text after '<' and a DSML marker: the block's name, or anything else."""
+        need = _BLOCK_NAME[len(self._buffer) :]
         same = 0
         while same < min(len(need), len(text)) and need[same] == text[same]:
             same += 1
-        self._held += text[:same]
+        self._buffer += text[:same]
         if same == len(need):
             self._open_block()
         elif same < len(text):
@@ -141,23 +141,23 @@ class CompletionParser:
             self._report("a tool-call block comes before </think>")
             self._in_reasoning = False
         elif opening != "\n\n<":
-            self._refuse_if_strict("a tool-call block does not begin with a blank line")
+            self._raise_if_strict("a tool-call block does not begin with a blank line")
         self._block = ToolBlock(
             self._next_index, strict=self._strict, opening=f"{opening}{DSML}{_BLOCK_NAME}"
         )
         self._opening = None
-        self._held = ""
+        self._buffer = ""
 
     def _not_a_block(self) -> None:
-        """The marker was stray; the text around it is what it seemed."""
+        """Report a stray marker; the text around it is plain text."""
         opening = self._opening or ""
-        name = self._held
+        name = self._buffer
         self._opening = None
-        self._held = ""
-        self._say(opening)
+        self._buffer = ""
+        self._emit(opening)
         self._report(f"a {DSML} marker stands outside a tool-call block", DSML)
         if name:
-            self._talk(name)
+            self._plain_text(name)
 
     def _in_block(self, text: str) -> str:
         block = self._block
@@ -186,9 +186,9 @@ class CompletionParser:
         if self._opening is not None:
             self._not_a_block()
         self._after_block = False
-        if marker == DSML and self._held.endswith("<"):
-            self._opening = self._held
-            self._held = ""
+        if marker == DSML and self._buffer.endswith("<"):
+            self._opening = self._buffer
+            self._buffer = ""
         elif marker == END_THINK and self._in_reasoning:
             self._flush()
             self._in_reasoning = False
@@ -212,18 +212,18 @@ class CompletionParser:
             self._report("the answer ends before </think>")
 
     def _flush(self) -> None:
-        self._say(self._held)
-        self._held = ""
+        self._emit(self._buffer)
+        self._buffer = ""
 
-    def _say(self, text: str) -> None:
+    def _emit(self, text: str) -> None:
         if text:
             self._events.append(ReasoningDelta(text) if self._in_reasoning else ContentDelta(text))
 
     def _report(self, message: str, raw: str = "") -> None:
-        self._refuse_if_strict(message)
+        self._raise_if_strict(message)
         self._events.append(FormatProblem(message, raw))
 
-    def _refuse_if_strict(self, message: str) -> None:
+    def _raise_if_strict(self, message: str) -> None:
         if self._strict:
             raise ChatError(f"{message}. The completion does not follow the V4 format; parse it leniently.")
 

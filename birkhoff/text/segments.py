@@ -1,11 +1,10 @@
-"""A prompt as segments: markers we place, and text that others wrote.
+"""A prompt as segments: markers placed by the encoder, and text from callers.
 
-The one rule that keeps a conversation safe is kept here: a `Marker` becomes its token id by its exact string, and a
-`TextSegment` is encoded as plain text, whatever it spells. Nobody's text can turn into a marker, because no text is ever
-searched for markers on its way to ids; only *our own* fixed texts are, by `split_markers`, on their way to segments.
+A `Marker` becomes its token id by exact string; a `TextSegment` is encoded as plain text, whatever it spells. Caller
+text is never searched for markers, so it cannot inject one; only the fixed prompt texts are, by `split_markers`.
 
-Neighbouring texts are joined before they are encoded, so that ids equal those of the released pipeline (one string,
-cut at markers, each run tokenised whole) for every conversation whose texts spell no marker.
+Adjacent texts are joined before encoding, so that ids equal those of the released pipeline (one string, split at
+markers, each run tokenised whole) for every conversation whose texts spell no marker.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ class Marker:
 
 @dataclass(frozen=True, slots=True)
 class TextSegment:
-    """Plain text; may spell a marker and is still text."""
+    """Plain text, even if it spells a marker."""
 
     string: str
 
@@ -39,8 +38,8 @@ class TextSegment:
 Segment = Marker | TextSegment
 
 
-def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
-    """The same prompt with neighbouring texts made one and empty texts gone."""
+def join_texts(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """Join adjacent texts and drop empty ones."""
     pending: list[str] = []
     for segment in segments:
         if isinstance(segment, TextSegment):
@@ -55,14 +54,14 @@ def joined(segments: Iterable[Segment]) -> Iterator[Segment]:
 
 
 def render_text(segments: Iterable[Segment]) -> str:
-    """The prompt as one string. For people and fixtures: the difference between markers and text is lost."""
+    """Return the prompt as one string, for display and fixtures; markers and text are no longer distinguishable."""
     return "".join(segment.string for segment in segments)
 
 
 def encode_segments(segments: Iterable[Segment], tokenizer: Tokenizer) -> list[int]:
-    """Token ids: markers by their exact string, text as plain text only."""
+    """Return token ids: markers by exact string, text as plain text."""
     ids: list[int] = []
-    for segment in joined(segments):
+    for segment in join_texts(segments):
         if isinstance(segment, Marker):
             ids.append(tokenizer.token_id(segment.string))
         else:
@@ -77,6 +76,6 @@ def _marker_pattern() -> re.Pattern[str]:
 
 
 def split_markers(text: str) -> list[Segment]:
-    """Cut a text of *ours* (a prompt literal, a recorded completion) at the chat markers it spells."""
-    pieces = _marker_pattern().split(text)  # odd places hold the markers
+    """Split a trusted text (a prompt text, a recorded completion) at the chat markers it spells."""
+    pieces = _marker_pattern().split(text)  # odd indices are markers
     return [Marker(piece) if i % 2 else TextSegment(piece) for i, piece in enumerate(pieces) if piece]

@@ -1,9 +1,9 @@
-"""Stop strings in streamed text.
+"""Match stop strings in streamed text.
 
-The stop that *ends* first wins, and of those ending together the longest. That rule can be decided the moment the
-character arrives, so the result does not depend on how the text was cut. Text is held back only while it is the
-beginning of some stop; the automaton's depth is exactly that length (Aho and Corasick, 1975), and each character costs
-a constant number of steps however many stops there are.
+The stop that *ends* first wins; of several that end together, the longest. This is decidable at each character, so the
+result does not depend on how the text is split. Text is held back only while it is a prefix of some stop; that length
+is the depth of the automaton (Aho and Corasick, 1975), and each character costs a constant number of steps for any
+number of stops.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from birkhoff.errors import OptionError, quoted
 
 
 class StopMatcher:
-    """Feed text, get the text that is safe to show; `matched` is the stop once one was met."""
+    """Returns text that is safe to show; `matched` is the stop once one matched."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         if isinstance(stops, str) or not all(isinstance(stop, str) and stop for stop in stops):
             raise OptionError(f"stop is {quoted(stops)}, expected a list of non-empty strings.")
         self.matched: str | None = None
-        self._held = ""
+        self._buffer = ""
         self._node = 0
-        # One node per stop prefix: its children, where to go when none fits, and the longest stop it ends.
+        # One node per stop prefix: children, fallback node, and the longest stop that ends there.
         self._children: list[dict[str, int]] = [{}]
         self._ends: list[str | None] = [None]
         for stop in stops:
@@ -32,7 +32,7 @@ class StopMatcher:
         self._link()
 
     def feed(self, text: str) -> str:
-        """The part of everything seen so far that is now known to be no stop; nothing after a match."""
+        """Return the text now known not to be part of a stop; nothing after a match."""
         if self.matched is not None or not text:
             return ""
         if len(self._children) == 1:
@@ -42,18 +42,18 @@ class StopMatcher:
             stop = self._ends[self._node]
             if stop is not None:
                 self.matched = stop
-                shown = self._held + text[: i + 1]
-                self._held = ""
+                shown = self._buffer + text[: i + 1]
+                self._buffer = ""
                 return shown[: len(shown) - len(stop)]
-        shown = self._held + text
+        shown = self._buffer + text
         keep = self._depth[self._node]
-        self._held = shown[len(shown) - keep :]
+        self._buffer = shown[len(shown) - keep :]
         return shown[: len(shown) - keep]
 
     def finish(self) -> str:
-        """The text that was held back and became no stop."""
-        text = self._held
-        self._held = ""
+        """Return the text held back, which did not become a stop."""
+        text = self._buffer
+        self._buffer = ""
         self._node = 0
         return text
 

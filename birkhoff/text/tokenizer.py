@@ -1,37 +1,37 @@
-"""Text to token ids and back, over a checkpoint's `tokenizer.json`.
+"""Encode and decode text with a checkpoint's `tokenizer.json`.
 
-`encode` treats its input as plain text: no text ever becomes an added token. The `tokenizers` library cannot promise
-that by an option (`encode_special_tokens` covers only tokens flagged special, and V4's role markers are not), so the
-encoder here is built from the file with its added tokens taken out of the list, of the vocabulary and of the merges.
-What is not in it cannot come out of it. Markers get their ids through `token_id`, by exact string.
+`encode` treats its input as plain text: text never becomes an added token. The `tokenizers` library has no option for
+this (`encode_special_tokens` covers only tokens flagged special, and V4's role markers are not), so the encoder is
+built from the file with added tokens removed from the list, the vocabulary and the merges. Markers get their ids from
+`token_id`, by exact string.
 
-`decode` is ours: V4's tokenizers are byte-level, so each id stands for fixed bytes, and text is the UTF-8 reading of
-their concatenation with U+FFFD for what is not UTF-8. That makes decoding one id at a time exact (see `stream.py`).
-Nothing is added to or dropped from a text: no BOS, no truncation, no padding, no clean-up of spaces.
+`decode` is implemented here: V4's tokenizers are byte-level, so each id has fixed bytes, and text is the UTF-8
+decoding of their concatenation with U+FFFD for invalid bytes. This makes decoding one id at a time exact (see
+`detokenizer.py`). Text is not modified: no BOS, truncation, padding or whitespace clean-up.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 
 from birkhoff.errors import CheckpointError, PromptError, TextUnavailable, TokenError, quoted
+from birkhoff.option_checks import as_int
 from birkhoff.text.bytes import byte_alphabet
 
-LARGEST_FILE_BYTES = 256 * 2**20  # the release has 8 MB; anything near this is not a tokenizer
-NO_ENTRY = "\ufffd".encode()  # an id the model has and the tokenizer lacks is shown, not dropped
+MAX_FILE_BYTES = 256 * 2**20  # the release has 8 MB
+UNKNOWN_PIECE = "\ufffd".encode()  # shown for ids that the model has and the tokenizer lacks
 
 
 class Tokenizer:
-    """One checkpoint's tokenizer. Immutable after construction and safe to share between threads."""
+    """One checkpoint's tokenizer. Immutable and safe to share between threads."""
 
     def __init__(self, raw: Any, *, name: str = "tokenizer.json", vocab_size: int | None = None) -> None:
-        """`raw` is the parsed file; `vocab_size` the model's, when ids may go beyond the file's."""
+        """`raw` is the parsed file; `vocab_size` is the model's, if it may exceed the file's."""
         self.name = name
         self._check_shape(raw)
         self._added: dict[str, int] = {entry["content"]: entry["id"] for entry in raw["added_tokens"]}
@@ -39,7 +39,7 @@ class Tokenizer:
         self.special_ids: frozenset[int] = frozenset(t["id"] for t in raw["added_tokens"] if t.get("special"))
         self._plain = self._plain_encoder(raw)
         self._pieces = self._piece_table(raw["model"]["vocab"], vocab_size)
-        self._marker_of = {number: string for string, number in self._added.items()}
+        self._marker_of = {token_id: string for string, token_id in self._added.items()}
 
     @classmethod
     def from_file(cls, path: str | Path, *, vocab_size: int | None = None) -> Tokenizer:
@@ -47,7 +47,7 @@ class Tokenizer:
         path = Path(path)
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
-            if file.stat().st_size > LARGEST_FILE_BYTES:
+            if file.stat().st_size > MAX_FILE_BYTES:
                 raise CheckpointError(
                     f"{file.name} has {file.stat().st_size} bytes, expected a few MB: this is no "
                     "tokenizer. Download it again."
@@ -66,6 +66,7 @@ class Tokenizer:
     def from_json(
         cls, text: str, *, name: str = "tokenizer.json", vocab_size: int | None = None
     ) -> Tokenizer:
+        """Parse the text of a `tokenizer.json`."""
         try:
             raw = json.loads(text)
         except (ValueError, RecursionError) as error:
@@ -74,26 +75,22 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """One more than the largest id, holes included; the model's own size when that was given."""
+        """The largest id plus one, or the model's size if that was given."""
         return len(self._pieces)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a plain text. Markers spelled in it stay text."""
+        """Return the ids of a plain text. Markers spelled in it stay text."""
         check_text(text)
         return self._plain.encode(text, add_special_tokens=False).ids
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = False) -> str:
-        """The text of `ids`. Markers are spelled out; `skip_special` leaves out those flagged special (BOS, EOS)."""
+        """Return the text of `ids` with markers spelled out; `skip_special` drops special ones (BOS, EOS)."""
         hidden = self.special_ids if skip_special else frozenset()
         return b"".join(self.piece(i) for i in ids if i not in hidden).decode("utf-8", errors="replace")
 
     def piece(self, token_id: int) -> bytes:
-        """The bytes one id stands for; may be part of a character."""
-        if (
-            isinstance(token_id, bool)
-            or not isinstance(token_id, Integral)
-            or not 0 <= token_id < len(self._pieces)
-        ):
+        """Return the bytes of one id, possibly part of a character."""
+        if as_int(token_id) is None or not 0 <= token_id < len(self._pieces):
             raise TokenError(
                 f"token id {quoted(token_id)} is outside the vocabulary, expected 0 to "
                 f"{len(self._pieces) - 1}. Were these ids made with another tokenizer?"
@@ -101,7 +98,7 @@ class Tokenizer:
         return self._pieces[token_id]
 
     def token_id(self, marker: str) -> int:
-        """The id of an added token, by its exact string."""
+        """Return the id of an added token by its exact string."""
         try:
             return self._added[marker]
         except (KeyError, TypeError):
@@ -120,7 +117,7 @@ class Tokenizer:
         return dict(self._added)
 
     def _check_shape(self, raw: Any) -> None:
-        """Refuse everything that is not byte-level BPE: ids would not stand for fixed bytes."""
+        """Refuse tokens that is not byte-level BPE: ids would not stand for fixed bytes."""
         if not isinstance(raw, dict) or not isinstance(raw.get("model"), dict):
             raise CheckpointError(
                 f"{self.name} holds no tokenizer, expected an object with 'model' and "
@@ -150,9 +147,9 @@ class Tokenizer:
             raise CheckpointError(
                 f"{self.name} lists an added token twice, so a marker has no single id. Download it again."
             )
-        everything = {**vocab, **strings}
+        tokens = {**vocab, **strings}
         disagreeing = [token for token in strings if vocab.get(token, strings[token]) != strings[token]]
-        if disagreeing or len(set(everything.values())) != len(everything):
+        if disagreeing or len(set(tokens.values())) != len(tokens):
             raise CheckpointError(
                 f"{self.name} gives one id to two tokens or two ids to one "
                 f"({quoted(disagreeing[:1])}). Download it again."
@@ -161,8 +158,8 @@ class Tokenizer:
     def _plain_encoder(self, raw: dict[str, Any]) -> tokenizers.Tokenizer:
         model = raw["model"]
         vocab = {token: i for token, i in model["vocab"].items() if token not in self._added}
-        missing = [stand_in for stand_in in byte_alphabet() if stand_in not in vocab]
-        if missing:  # the library would drop such bytes without a word
+        missing = [character for character in byte_alphabet() if character not in vocab]
+        if missing:  # the library would drop such bytes silently
             raise CheckpointError(
                 f"{self.name} has no entry for {len(missing)} of the 256 bytes, so some text could "
                 "not be encoded. Download it again."
@@ -192,8 +189,8 @@ class Tokenizer:
                     "Tokenizer and model belong to different checkpoints."
                 )
             size = vocab_size
-        pieces = [NO_ENTRY] * size
-        byte_of = {ord(stand_in): byte for byte, stand_in in enumerate(byte_alphabet())}
+        pieces = [UNKNOWN_PIECE] * size
+        byte_of = {ord(character): byte for byte, character in enumerate(byte_alphabet())}
         for token, i in vocab.items():
             try:
                 pieces[i] = bytes(byte_of[ord(c)] for c in token)
@@ -205,7 +202,7 @@ class Tokenizer:
 
 
 def check_text(text: object) -> None:
-    """Refuse what has no UTF-8 form; every byte that reaches the model came from a real character."""
+    """Raise PromptError for a value that is not text or cannot be encoded as UTF-8."""
     if not isinstance(text, str):
         raise PromptError(
             f"a {type(text).__name__} was given where text was expected. Decode bytes to str first; "
@@ -221,14 +218,14 @@ def check_text(text: object) -> None:
 
 
 def _merge_tokens(merge: Any) -> tuple[str, ...]:
-    """The two tokens a merge joins and the one it makes; files write a merge as a pair or as two words."""
+    """Return the two tokens of a merge and their result. Files write a merge as a pair or as two words."""
     pair = merge.split(" ", 1) if isinstance(merge, str) else merge
     if (
         not isinstance(pair, (list, tuple))
         or len(pair) != 2
         or not all(isinstance(part, str) for part in pair)
     ):
-        return ()  # malformed; left in, so that the library refuses it by name
+        return ()  # malformed; kept, so that the library reports it
     return pair[0], pair[1], pair[0] + pair[1]
 
 

@@ -1,9 +1,9 @@
-"""Two runs side by side: how far every site and the logits are apart, where they part first, and whether that is fine.
+"""Compare two forward runs: error per site and of the logits, first diverging site, and verdict.
 
-Choosing experts is a jump: two scores that float32 can hardly tell apart may be ranked either way, and everything
-behind them legitimately differs. So choices are compared first. Where they differ, the gap between the last expert
-taken and the first one left is reported, and when that gap is a rounding error rows from there on are left out of the
-verdict instead of failing it.
+Expert selection is discontinuous: two router scores that differ by a float32 rounding error may be ranked either way,
+and everything after them legitimately differs. So selections are compared first. Where they differ, the score gap
+between the experts that only one side selected is reported; if it is a rounding error, rows from there on are left out
+of the verdict.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.validate.gates import ToleranceGate
-from birkhoff.validate.runs import Run
+from birkhoff.validate.runs import ForwardRun
 
-# The order in which a layer computes its sites; `first diverging` follows it.
+# Sites in order of computation within a layer; `diverging` is the first of them outside the gate.
 ORDER = (
     "mhc_streams_pre_attn",
     "mhc_attn_pre_mix",
@@ -40,11 +40,13 @@ ORDER = (
     "mhc_head_mix",
     "final_hidden",
 )
-TIE = 1e-4  # gaps between experts' scores below this are ties
+TIE = 1e-4  # router score gaps below this are ties
 
 
 @dataclass(frozen=True)
-class SiteRow:
+class SiteComparison:
+    """Error of one site at one layer over the compared rows."""
+
     site: str
     layer: int
     rel_rmse: float
@@ -54,7 +56,9 @@ class SiteRow:
 
 
 @dataclass(frozen=True)
-class LogitsRow:
+class LogitsComparison:
+    """Errors of the logits. `argmax` and `top20` are agreement shares; KL divergences are in nats."""
+
     rel_rmse: float
     median_row: float
     max_abs: float
@@ -67,8 +71,8 @@ class LogitsRow:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Where experts were chosen differently: the first row, and how near the choice was there."""
+class RoutingDifference:
+    """A layer with different expert selections: number of rows, the first of them, and its score gap."""
 
     layer: int
     differing: int
@@ -79,21 +83,23 @@ class Choice:
 
 @dataclass
 class Comparison:
+    """The result of `compare`. `rows` were run, the first `compared_rows` of them enter the verdict."""
+
     first: str
     second: str
     gate: ToleranceGate
     rows: int
     compared_rows: int
-    sites: list[SiteRow]
-    logits: LogitsRow | None
-    choices: list[Choice]
+    sites: list[SiteComparison]
+    logits: LogitsComparison | None
+    choices: list[RoutingDifference]
     stages: list[dict[str, Any]]
     explanations: list[Any] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     @property
-    def diverging(self) -> SiteRow | None:
-        """The first site, in the order of computation, that is outside the gate."""
+    def diverging(self) -> SiteComparison | None:
+        """The first site, in order of computation, that is outside the gate."""
         return next((row for row in self.sites if not row.ok), None)
 
     @property
@@ -121,13 +127,13 @@ class Comparison:
 
 
 def compare(
-    first: Run,
-    second: Run,
+    first: ForwardRun,
+    second: ForwardRun,
     gate: ToleranceGate,
     config: V4Config | None = None,
     biases: Mapping[int, torch.Tensor] | None = None,
 ) -> Comparison:
-    """`second` is what `first` is held against; `biases` are those the routers of each layer choose with."""
+    """Compare `first` with the reference `second`. `biases` are the router biases by layer."""
     if first.tokens != second.tokens:
         raise OptionError(
             f"{first.label} ran on {len(first.tokens)} tokens and {second.label} on {len(second.tokens)} that are not "
@@ -141,7 +147,7 @@ def compare(
         kept = max(1, min(choice.first for choice in choices))
         notes.append(f"experts tie at row {kept}: rows from there on are shown but not judged")
     common = [key for key in second.sites if key in first.sites and key[0] != "moe_topk"]
-    common.sort(key=_place)
+    common.sort(key=_computation_order)
     sites = [_site_row(key, first.sites[key], second.sites[key], kept, gate) for key in common]
     missing = {name for name, _ in first.sites} - {name for name, _ in second.sites}
     if second.sites and missing:
@@ -159,28 +165,28 @@ def compare(
     )
 
 
-def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
     """||a - b|| / ||b||, in float64."""
     a, b = a.double(), b.double()
     size = float(b.norm())
     return float((a - b).norm()) / size if size else float(a.norm())
 
 
-def _place(key: tuple[str, int]) -> tuple[int, int]:
+def _computation_order(key: tuple[str, int]) -> tuple[int, int]:
     return (key[1] if not BY_NAME[key[0]].once else 1 << 30, ORDER.index(key[0]))
 
 
 def _site_row(
     key: tuple[str, int], a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate
-) -> SiteRow:
+) -> SiteComparison:
     if a.shape != b.shape:
         raise OptionError(
             f"{key[0]}[{key[1]}] is {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size."
         )
     a, b = a[:rows], b[:rows]
-    error = relative(a, b)
+    error = relative_error(a, b)
     ok = error == error and (gate.site is None or error <= gate.site)
-    return SiteRow(key[0], key[1], error, float((a - b).abs().max()), _cosine(a, b), ok)
+    return SiteComparison(key[0], key[1], error, float((a - b).abs().max()), _cosine(a, b), ok)
 
 
 def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
@@ -189,7 +195,7 @@ def _cosine(a: torch.Tensor, b: torch.Tensor) -> float:
     return float(a @ b) / size if size else float(torch.equal(a, b))
 
 
-def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate) -> LogitsRow:
+def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate) -> LogitsComparison:
     if a.shape != b.shape:
         raise OptionError(f"logits are {tuple(a.shape)} and {tuple(b.shape)}: these models differ in size.")
     a, b = a[:rows].double(), b[:rows].double()
@@ -200,7 +206,7 @@ def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate
     log_a, log_b = a.log_softmax(-1), b.log_softmax(-1)
     kl = (log_b.exp() * (log_b - log_a)).sum(-1)
     argmax = float((a.argmax(-1) == b.argmax(-1)).double().mean())
-    error = relative(a, b)
+    error = relative_error(a, b)
     median = float(per_row.median())
     mean_kl = float(kl.mean())
     ok = (
@@ -211,12 +217,14 @@ def _logits_row(a: torch.Tensor, b: torch.Tensor, rows: int, gate: ToleranceGate
         and (gate.mean_kl is None or mean_kl <= gate.mean_kl)
     )
     p95 = float(kl.quantile(0.95))
-    return LogitsRow(
+    return LogitsComparison(
         error, median, float((a - b).abs().max()), _cosine(a, b), argmax, float(overlap), mean_kl, p95, ok
     )
 
 
-def _choices(first: Run, second: Run, biases: Mapping[int, torch.Tensor]) -> list[Choice]:
+def _choices(
+    first: ForwardRun, second: ForwardRun, biases: Mapping[int, torch.Tensor]
+) -> list[RoutingDifference]:
     out = []
     for key in sorted(second.sites):
         if key[0] != "moe_topk" or key not in first.sites:
@@ -226,14 +234,14 @@ def _choices(first: Run, second: Run, biases: Mapping[int, torch.Tensor]) -> lis
         if len(differs):
             at = int(differs[0])
             gap = _gap(second, key[1], at, ours[at], theirs[at], biases.get(key[1]))
-            out.append(Choice(key[1], len(differs), len(ours), at, gap))
+            out.append(RoutingDifference(key[1], len(differs), len(ours), at, gap))
     return out
 
 
 def _gap(
-    run: Run, layer: int, row: int, ours: torch.Tensor, theirs: torch.Tensor, bias: torch.Tensor | None
+    run: ForwardRun, layer: int, row: int, ours: torch.Tensor, theirs: torch.Tensor, bias: torch.Tensor | None
 ) -> float:
-    """Distance between the scores, bias included, of the experts that one side took and the other did not."""
+    """Return the smallest score difference, bias included, between experts that only one side selected."""
     logits = run.sites.get(("moe_router_logits", layer))
     if logits is None:
         return float("inf")
@@ -246,7 +254,7 @@ def _gap(
 
 
 def layer_stages(config: V4Config) -> list[tuple[str, list[int]]]:
-    """Layers 0 and last; then the first and last of every kind of layer; then all."""
+    """Return layers 0 and last; the first and last of each layer kind; all."""
     last = config.num_hidden_layers - 1
     edges = {0, last}
     for kind in ("swa", "csa", "hca"):
@@ -261,7 +269,7 @@ def layer_stages(config: V4Config) -> list[tuple[str, list[int]]]:
     ]
 
 
-def _stages(sites: list[SiteRow], config: V4Config) -> list[dict[str, Any]]:
+def _stages(sites: list[SiteComparison], config: V4Config) -> list[dict[str, Any]]:
     out = []
     for name, layers in layer_stages(config):
         rows = [row for row in sites if row.layer in layers]

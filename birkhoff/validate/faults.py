@@ -1,9 +1,9 @@
-"""Seven mistakes that ports of V4 make, each recognised by making it on purpose.
+"""Seven known mistakes in ports of V4, each identified by reproducing it.
 
-When two runs differ, every mistake is built into the model of one side, and the faulty run is held against the other
-side. The mistake that makes the difference vanish is its explanation. Each has variants, since a mixer can be
-transposed before or after Sinkhorn and nibbles can be muddled in several ways. Nothing is guessed from the shape of the
-error."""
+When two runs differ, each mistake is built into the model of one side, and the faulty run is compared with the other.
+The mistake that removes the difference is its explanation. Each has variants: a mixer can be transposed before or
+after Sinkhorn, and nibbles can be permuted in several ways. Nothing is inferred from the shape of the error.
+"""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ import torch
 from birkhoff.kernels.rope import Phases
 from birkhoff.kernels.select import KernelSet
 from birkhoff.model.transformer import Transformer
-from birkhoff.validate.compare import relative
-from birkhoff.validate.runs import Fault, Run, run_model, with_fault
+from birkhoff.validate.compare import relative_error
+from birkhoff.validate.runs import Fault, ForwardRun, run_model, with_fault
 
-VANISHED = 0.02  # a difference is explained when so little of it is left
-CERTAIN = 1e-4  # and nothing else needs to be tried when it is gone
-JUDGED = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "post_attn", "mlp_out", "final_hidden")
+EXPLAINED = 0.02  # share of the difference that may remain for it to count as explained
+CERTAIN = 1e-4  # below this share, no further mistakes are tried
+DISTANCE_SITES = ("mhc_streams_pre_attn", "mhc_streams_pre_mlp", "post_attn", "mlp_out", "final_hidden")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """`left` is the share of the difference that remains once the mistake is made; `variant` tells which form of it."""
+    """`left` is the share of the difference that remains when the mistake is reproduced in form `variant`."""
 
     name: str
     variant: str
@@ -48,7 +48,7 @@ TEXTS = {
 
 
 def faults() -> list[tuple[str, Fault]]:
-    """(variant, fault) for every form of every mistake, the commonest forms first."""
+    """Return (variant, fault) for every form of every mistake, the most common first."""
     return [
         ("after Sinkhorn", Fault("mixer-transposed", kernels=_transposed_write)),
         ("before Sinkhorn", Fault("mixer-transposed", weights=_transposed_rows)),
@@ -67,42 +67,47 @@ def faults() -> list[tuple[str, Fault]]:
             Fault("nibble-order", weights=_columns(_bytes_as_blocks)),
         ),
         ("stream 0", Fault("readout-stream-0", weights=_first_stream)),
-        ("left rotated", Fault("output-not-unrotated", kernels=_left_rotated)),
+        ("left rotated", Fault("output-not-unrotated", kernels=_no_inverse_rotation)),
     ]
 
 
-def explain(model: Transformer, plain: Run, other: Run) -> list[Explanation]:
-    """Which mistakes, built into `model` (whose right run is `plain`), make it agree with the other; the best first."""
+def explain(model: Transformer, plain: ForwardRun, other: ForwardRun) -> list[Explanation]:
+    """Return the mistakes that, built into `model` (correct run: `plain`), reproduce `other`, best first."""
     before = distance(plain, other)
     if not before > 0:
         return []
-    found: dict[str, Explanation] = {}
+    explanations: dict[str, Explanation] = {}
     for variant, fault in faults():
         after = distance(run_model(with_fault(model, fault), plain.tokens, variant), other)
         if after != after or after >= 0.5 * before:
             continue
-        known = found.get(fault.name)
-        if known is None or after < known.after:
-            found[fault.name] = Explanation(
+        best = explanations.get(fault.name)
+        if best is None or after < best.after:
+            explanations[fault.name] = Explanation(
                 fault.name, variant, after / before, before, after, TEXTS[fault.name]
             )
         if after <= CERTAIN * before:
             break
-    explained = [e for e in found.values() if e.left <= VANISHED]
-    return sorted(explained or found.values(), key=lambda e: e.left)
+    explained = [e for e in explanations.values() if e.left <= EXPLAINED]
+    return sorted(explained or explanations.values(), key=lambda e: e.left)
 
 
-def distance(a: Run, b: Run) -> float:
-    """One number for how far two runs are apart: the mean over sites that carry the computation, and the logits."""
-    errors = [relative(a.sites[key], b.sites[key]) for key in b.sites if key[0] in JUDGED and key in a.sites]
+def distance(a: ForwardRun, b: ForwardRun) -> float:
+    """Return the mean relative error over DISTANCE_SITES and the logits."""
+    errors = [
+        relative_error(a.sites[key], b.sites[key])
+        for key in b.sites
+        if key[0] in DISTANCE_SITES and key in a.sites
+    ]
     if a.logits is not None and b.logits is not None:
-        errors.append(relative(a.logits, b.logits))
+        errors.append(relative_error(a.logits, b.logits))
     return sum(errors) / len(errors)
 
 
 def _transposed_write(kernels: KernelSet) -> KernelSet:
-    def write(streams, y, post, mix):
-        return kernels.mhc_write(streams, y, post, mix.transpose(-1, -2).contiguous())
+    def write(streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = kernels.mhc_write(streams, y, post, mix.transpose(-1, -2).contiguous())
+        return out
 
     return replace(kernels, mhc_write=write)
 
@@ -110,15 +115,16 @@ def _transposed_write(kernels: KernelSet) -> KernelSet:
 def _half_split(kernels: KernelSet) -> KernelSet:
     def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
         dim = 2 * phases.cos.shape[-1]
-        still, turning = x[..., :-dim], x[..., -dim:]
-        neighbours = turning.unflatten(-1, (2, dim // 2)).transpose(-1, -2).flatten(-2)
-        turned = kernels.rotate(neighbours.contiguous(), phases, inverse)
-        return torch.cat((still, turned.unflatten(-1, (dim // 2, 2)).transpose(-1, -2).flatten(-2)), dim=-1)
+        unrotated, rotary = x[..., :-dim], x[..., -dim:]
+        pairs = rotary.reshape(*x.shape[:-1], 2, dim // 2).transpose(-1, -2).flatten(-2)
+        rotated = kernels.rotate(pairs.contiguous(), phases, inverse)
+        halves = rotated.reshape(*x.shape[:-1], dim // 2, 2).transpose(-1, -2).flatten(-2)
+        return torch.cat((unrotated, halves), dim=-1)
 
     return replace(kernels, rotate=rotate)
 
 
-def _left_rotated(kernels: KernelSet) -> KernelSet:
+def _no_inverse_rotation(kernels: KernelSet) -> KernelSet:
     def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
         return x if inverse else kernels.rotate(x, phases)
 
@@ -126,20 +132,20 @@ def _left_rotated(kernels: KernelSet) -> KernelSet:
 
 
 def _mixer_part(name: str) -> str | None:
-    """`fn`, `base` or `scale` of a sublayer's mixer; None for anything else."""
+    """Return `fn`, `base` or `scale` for a sublayer's mixer weight; None for any other name."""
     leaf = name.rsplit(".", 1)[-1]
     return leaf.rsplit("_", 1)[-1] if leaf.startswith(("hc_attn_", "hc_ffn_")) else None
 
 
-def _streams(rows: int) -> int:
+def _stream_count(rows: int) -> int:
     return int((rows + 1) ** 0.5) - 1  # (2 + m) m rows
 
 
 def _transposed_rows(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
     if _mixer_part(name) not in ("fn", "base"):
         return None
-    m = _streams(len(tensor))
-    comb = tensor[2 * m :].unflatten(0, (m, m)).transpose(0, 1).flatten(0, 1)
+    m = _stream_count(len(tensor))
+    comb = tensor[2 * m :].view(m, m, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1)
     return torch.cat((tensor[: 2 * m], comb))
 
 
@@ -150,27 +156,27 @@ def _reordered(order: tuple[int, int, int]) -> Callable[[str, torch.Tensor], tor
             return None
         if part == "scale":
             return tensor[list(order)]
-        m = _streams(len(tensor))
-        parts = tensor.split([m, m, m * m])
+        m = _stream_count(len(tensor))
+        parts = torch.split(tensor, [m, m, m * m])
         return torch.cat([parts[index] for index in order])
 
     return change
 
 
 def _misread(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
-    """A right file read as pre, comb, post."""
+    """A correct file read as pre, comb, post."""
     part = _mixer_part(name)
     if part is None:
         return None
     if part == "scale":
         return tensor[[0, 2, 1]]
-    m = _streams(len(tensor))
-    pre, comb, post = tensor.split([m, m * m, m])
+    m = _stream_count(len(tensor))
+    pre, comb, post = torch.split(tensor, [m, m * m, m])
     return torch.cat((pre, post, comb))
 
 
 def _columns(order: Callable[[int], torch.Tensor]) -> Callable[[str, torch.Tensor], torch.Tensor | None]:
-    """The columns of every routed expert in another order."""
+    """Permute the columns of every routed expert."""
 
     def change(name: str, tensor: torch.Tensor) -> torch.Tensor | None:
         if ".ffn.experts." not in name or tensor.dim() != 2 or tensor.shape[1] % 32:
@@ -185,7 +191,7 @@ def _swapped_pairs(width: int) -> torch.Tensor:
 
 
 def _blocks_as_bytes(width: int) -> torch.Tensor:
-    """Position 2j shows element j and 2j + 1 element j + 16 of each group of 32."""
+    """Position 2j reads element j, and 2j + 1 element j + 16, of each group of 32."""
     return torch.arange(width).view(-1, 2, 16).transpose(1, 2).flatten()
 
 

@@ -1,4 +1,4 @@
-"""How near is near enough: one row per kind of comparison, with what each measure must reach."""
+"""Tolerances for comparisons, one set per kind of comparison."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from birkhoff.errors import OptionError
 
 @dataclass(frozen=True)
 class ToleranceGate:
-    """Limits; None leaves one out. `site` and `logits` bound relative errors, `median_row` that of a typical row."""
+    """Limits; None disables one. `site`, `logits` and `median_row` bound relative errors."""
 
     name: str
     site: float | None
@@ -50,12 +50,13 @@ GATES = {
 }
 
 
-def gate_named(name: str) -> ToleranceGate:
+def find_gate(name: str) -> ToleranceGate:
+    """Return a gate by name."""
     if name not in GATES:
         raise OptionError(f"gate is {name!r}, expected one of {', '.join(GATES)}.")
     return GATES[name]
 
 
-def usual_gate(first_dtype: str, second_dtype: str) -> ToleranceGate:
-    """Both in float32: the strict one. One in bfloat16: what its rounding allows."""
+def default_gate(first_dtype: str, second_dtype: str) -> ToleranceGate:
+    """Return the strict gate if both runs are float32, else the bfloat16 gate."""
     return GATES["float32" if first_dtype == second_dtype == "float32" else "bfloat16"]

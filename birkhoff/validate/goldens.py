@@ -1,8 +1,8 @@
-"""Golden values: what a trusted run held at every site, kept in files that any program can write or read.
+"""Golden values: the sites and logits of a trusted run, in files that any program can write.
 
-A directory with `goldens.json` ({"tokens": [...], "label": ...}) and the arrays, either in `goldens.safetensors` or as
-single `.npy` files: `HOOK.LAYER` for a site [tokens, ...] and `logits` [tokens, vocabulary]. Another implementation
-needs no more than NumPy to make one; `tokens.npy` may stand in for the JSON. Nothing is unpickled.
+A directory with `goldens.json` ({"tokens": [...], "label": ...}) and arrays, either in `goldens.safetensors` or as
+`.npy` files: `HOOK.LAYER` for a site [tokens, ...] and `logits` [tokens, vocabulary]. Another implementation needs
+only NumPy to write one; `tokens.npy` can replace the JSON. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from safetensors.torch import load_file, save_file
 
 from birkhoff.errors import DataError, OptionError, quoted
 from birkhoff.hooks.sites import BY_NAME
-from birkhoff.validate.runs import Run, Sites
+from birkhoff.option_checks import as_int
+from birkhoff.validate.runs import ForwardRun, Sites
 
 FORMAT = 1
 
 
-def save_goldens(run: Run, directory: str | Path) -> Path:
-    """Write a run; the directory must be new or empty."""
+def save_goldens(run: ForwardRun, directory: str | Path) -> Path:
+    """Write a run to a new or empty directory."""
     directory = Path(directory)
     if directory.exists() and any(directory.iterdir()):
         raise OptionError(f"{directory} is not empty. Choose another directory for the goldens.")
@@ -32,19 +33,19 @@ def save_goldens(run: Run, directory: str | Path) -> Path:
     if run.logits is not None:
         arrays["logits"] = run.logits.contiguous()
     save_file(arrays, directory / "goldens.safetensors")
-    facts = {"format": FORMAT, "label": run.label, "tokens": list(run.tokens)}
-    (directory / "goldens.json").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+    metadata = {"format": FORMAT, "label": run.label, "tokens": list(run.tokens)}
+    (directory / "goldens.json").write_text(json.dumps(metadata) + "\n", encoding="utf-8")
     return directory
 
 
-def read_goldens(directory: str | Path) -> Run:
-    """Read goldens that we or somebody else wrote."""
+def read_goldens(directory: str | Path) -> ForwardRun:
+    """Read a directory of goldens."""
     directory = Path(directory)
     if not directory.is_dir():
         raise DataError(
             f"{directory} is not a directory with goldens. Make one: birkhoff validate A --save-goldens DIR"
         )
-    label, tokens = _facts(directory)
+    label, tokens = _metadata(directory)
     arrays: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         try:
@@ -59,7 +60,7 @@ def read_goldens(directory: str | Path) -> Run:
     return _run(directory, label, tokens, arrays)
 
 
-def _run(directory: Path, label: str, tokens: tuple[int, ...], arrays: dict[str, torch.Tensor]) -> Run:
+def _run(directory: Path, label: str, tokens: tuple[int, ...], arrays: dict[str, torch.Tensor]) -> ForwardRun:
     sites: Sites = {}
     logits = None
     for name, array in arrays.items():
@@ -79,10 +80,10 @@ def _run(directory: Path, label: str, tokens: tuple[int, ...], arrays: dict[str,
             )
     if not sites and logits is None:
         raise DataError(f"{directory} holds no arrays, expected goldens.safetensors or .npy files.")
-    return Run(label, tokens, sites, logits)
+    return ForwardRun(label, tokens, sites, logits)
 
 
-def _facts(directory: Path) -> tuple[str, tuple[int, ...]]:
+def _metadata(directory: Path) -> tuple[str, tuple[int, ...]]:
     file = directory / "goldens.json"
     if file.is_file():
         try:
@@ -100,13 +101,18 @@ def _facts(directory: Path) -> tuple[str, tuple[int, ...]]:
         raise DataError(
             f"{directory} has neither goldens.json nor tokens.npy, so its rows belong to no tokens."
         )
-    if not isinstance(tokens, list) or not tokens or not all(type(t) is int and t >= 0 for t in tokens):
+    if (
+        not isinstance(tokens, list)
+        or not tokens
+        or not all((i := as_int(t)) is not None and i >= 0 for t in tokens)
+    ):
         raise DataError(f"the tokens of {directory} are {quoted(tokens)}, expected a list of token ids.")
     return label, tuple(tokens)
 
 
 def _npy(file: Path) -> np.ndarray:
     try:
-        return np.load(file, allow_pickle=False)
+        array: np.ndarray = np.load(file, allow_pickle=False)
+        return array
     except (ValueError, OSError, EOFError) as error:
         raise DataError(f"{file.name} is not a plain .npy array ({error}). Make the goldens again.") from None

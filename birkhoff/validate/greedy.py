@@ -1,4 +1,4 @@
-"""Two builds answering the same prompts greedily: how long they say the same, and how near it was where they part."""
+"""Compare greedy answers of two builds: length of the common prefix, and the logit gap where they differ."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROMPTS = ("What is 1+1?", "Say 1 to 100 then backwards", "Say 1 to 1000")
 
 
 @dataclass(frozen=True)
-class GreedyComparison:
-    """`same` tokens agree out of `tokens`; `gap` is between the two best logits of the second where they part."""
+class GreedyResult:
+    """`same` of `tokens` tokens agree; `gap` separates the second build's two best logits where they differ."""
 
     prompt: str
     tokens: int
@@ -29,8 +29,8 @@ class GreedyComparison:
 
 def compare_greedy(
     first: Engine, second: Engine, prompts: tuple[str, ...] = PROMPTS, max_tokens: int = 100
-) -> list[GreedyComparison]:
-    """Chat prompts, temperature 0, no end of text."""
+) -> list[GreedyResult]:
+    """Answer chat prompts at temperature 0 with EOS ignored, and compare the token ids."""
     if first.tokenizer is None or second.tokenizer is None:
         raise OptionError("comparing answers needs a tokenizer in both checkpoints.")
     out = []
@@ -45,5 +45,5 @@ def compare_greedy(
         if same < len(theirs):
             two = second.logits([*ids, *theirs[:same]])[-1].topk(2).values
             gap = float(two[0] - two[1])
-        out.append(GreedyComparison(prompt, len(theirs), same, gap))
+        out.append(GreedyResult(prompt, len(theirs), same, gap))
     return out

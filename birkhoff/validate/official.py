@@ -1,20 +1,20 @@
-"""Vectors captured from the official API: what a checkpoint must say, token by token (the `official.vec` grammar).
+"""Check a checkpoint against vectors captured from the official API (the `official.vec` grammar).
 
     case ID CONTEXT STEPS PROMPT-FILE
     step I SELECTED-HEX N          then N lines
     top HEX LOGPROB
     end
 
-Lines beginning with # are comments. Tokens are hex of raw bytes, so tokens are compared by bytes and never by id. A
-step holds when the likeliest token has the selected bytes, every listed token is among our 20 likeliest, and
-log-probabilities differ by at most 4. The prompt is a user's message in chat mode with an empty system prompt.
+Lines that start with # are comments. Tokens are written as hex bytes and compared by bytes, not by id. A step passes
+if the most likely token has the selected bytes, every listed token is among our 20 most likely, and log-probabilities
+differ by at most 4. The prompt is a user message in chat mode with an empty system prompt.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -23,29 +23,33 @@ from birkhoff.errors import DataError, OptionError, quoted
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
-TOP = 20
-LARGEST_GAP = 4.0
-SENTINEL = -9999.0  # "not reported"
+TOP_TOKENS = 20
+MAX_LOGPROB_GAP = 4.0
+NOT_REPORTED = -9999.0
 _MAX_STEPS = 10_000
 
 
 @dataclass(frozen=True)
-class OfficialStep:
+class ReferenceStep:
+    """One generated token of the official API, with the log-probabilities it reported."""
+
     selected: bytes
     top: tuple[tuple[bytes, float], ...]
 
 
 @dataclass(frozen=True)
-class Case:
+class ReferenceCase:
+    """One prompt and its steps."""
+
     name: str
     context: int
     prompt_file: str
-    steps: tuple[OfficialStep, ...]
+    steps: tuple[ReferenceStep, ...]
 
 
 @dataclass(frozen=True)
-class StepCheck:
-    """How one step went."""
+class StepResult:
+    """Result of one step: argmax agrees, all listed tokens in our top 20, largest log-probability gap."""
 
     case: str
     step: int
@@ -55,41 +59,44 @@ class StepCheck:
 
     @property
     def ok(self) -> bool:
-        return self.argmax and self.listed and self.gap <= LARGEST_GAP
+        return self.argmax and self.listed and self.gap <= MAX_LOGPROB_GAP
 
 
-def read_vectors(path: str | Path) -> list[Case]:
-    """Parse a file; everything wrong is an error with its line."""
+def read_vectors(path: str | Path) -> list[ReferenceCase]:
+    """Parse a file. Errors name the line."""
     path = Path(path)
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path} cannot be read ({error}). Give an official.vec file.") from None
     reader = _Lines(path.name, lines)
-    cases: list[Case] = []
+    cases: list[ReferenceCase] = []
     while (words := reader.next()) is not None:
         name, context, steps, prompt = reader.fields(words, "case", 4)
-        count = reader.whole(steps, _MAX_STEPS)
-        cases.append(Case(name, reader.whole(context), prompt, tuple(_step(reader, i) for i in range(count))))
+        count = reader.integer(steps, _MAX_STEPS)
+        length = reader.integer(context)
+        cases.append(ReferenceCase(name, length, prompt, tuple(_step(reader, i) for i in range(count))))
         reader.fields(reader.next(), "end", 0)
     if not cases:
         raise DataError(f"{path.name} holds no case. Expected lines as in: case ID CONTEXT STEPS PROMPT-FILE")
     return cases
 
 
-def _step(reader: _Lines, number: int) -> OfficialStep:
+def _step(reader: _Lines, expected: int) -> ReferenceStep:
     index, selected, count = reader.fields(reader.next(), "step", 3)
-    if reader.whole(index) != number:
-        reader.refuse(f"step {index} follows step {number - 1}")
+    if reader.integer(index) != expected:
+        reader.fail(f"step {index} follows step {expected - 1}")
     chosen = reader.bytes(selected)
     top = []
-    for _ in range(reader.whole(count, 1000)):
+    for _ in range(reader.integer(count, 1000)):
         token, value = reader.fields(reader.next(), "top", 2)
         top.append((reader.bytes(token), reader.number(value)))
-    return OfficialStep(chosen, tuple(pair for pair in top if pair[1] != SENTINEL))
+    return ReferenceStep(chosen, tuple(pair for pair in top if pair[1] != NOT_REPORTED))
 
 
 class _Lines:
+    """Line reader with typed fields; errors carry the line number."""
+
     def __init__(self, name: str, lines: list[str]):
         self.name = name
         self.lines = lines
@@ -103,7 +110,7 @@ class _Lines:
                 return line.split()
         return None
 
-    def refuse(self, why: str) -> Any:
+    def fail(self, why: str) -> NoReturn:
         raise DataError(
             f"{self.name} line {self.at}: {why}. See the grammar in the documentation of validate."
         )
@@ -111,35 +118,34 @@ class _Lines:
     def fields(self, words: list[str] | None, head: str, count: int) -> list[str]:
         if words is None or words[0] != head or len(words) != count + 1:
             seen = "the end of the file" if words is None else quoted(" ".join(words))
-            self.refuse(f"{seen} where {head!r} with {count} words was expected")
-        assert words is not None
+            self.fail(f"{seen} where {head!r} with {count} words was expected")
         return words[1:]
 
-    def whole(self, word: str, most: int = 1 << 24) -> int:
+    def integer(self, word: str, most: int = 1 << 24) -> int:
         if not word.isdecimal() or len(word) > 9 or int(word) > most:
-            self.refuse(f"{quoted(word)} is no whole number up to {most}")
+            self.fail(f"{quoted(word)} is no whole number up to {most}")
         return int(word)
 
     def number(self, word: str) -> float:
         try:
             return float(word)
         except ValueError:
-            return self.refuse(f"{quoted(word)} is no number")
+            self.fail(f"{quoted(word)} is no number")
 
     def bytes(self, word: str) -> bytes:
         try:
             return bytes.fromhex(word)
         except ValueError:
-            return self.refuse(f"{quoted(word)} is not hex")
+            self.fail(f"{quoted(word)} is not hex")
 
 
-def hold(engine: Engine, cases: list[Case], prompts: str | Path) -> list[StepCheck]:
-    """Run every case, each step after the official tokens before it."""
+def check_vectors(engine: Engine, cases: list[ReferenceCase], prompts: str | Path) -> list[StepResult]:
+    """Run every case; each step is conditioned on the official tokens before it."""
     if engine.tokenizer is None:
         raise OptionError("official vectors compare text, and this checkpoint has no tokenizer.")
-    ids_of: dict[bytes, int] = {}
+    token_ids: dict[bytes, int] = {}
     for token in range(engine.tokenizer.vocab_size):
-        ids_of.setdefault(engine.tokenizer.piece(token), token)
+        token_ids.setdefault(engine.tokenizer.piece(token), token)
     out = []
     for case in cases:
         file = Path(prompts) / Path(case.prompt_file).name
@@ -149,23 +155,26 @@ def hold(engine: Engine, cases: list[Case], prompts: str | Path) -> list[StepChe
             raise DataError(f"case {case.name}: {file} cannot be read ({error}).") from None
         prompt = engine.encode_chat([{"role": "user", "content": text}])
         forced: list[int] = []
-        for number, step in enumerate(case.steps):
+        for index, step in enumerate(case.steps):
             logits = engine.logits([*prompt, *forced])[-1]
-            out.append(_held(engine, case.name, number, step, logits))
-            if step.selected not in ids_of:
+            out.append(_check_step(engine, case.name, index, step, logits))
+            if step.selected not in token_ids:
                 raise DataError(
-                    f"case {case.name} step {number}: this tokenizer has no token {step.selected!r}."
+                    f"case {case.name} step {index}: this tokenizer has no token {step.selected!r}."
                 )
-            forced.append(ids_of[step.selected])
+            forced.append(token_ids[step.selected])
     return out
 
 
-def _held(engine: Engine, case: str, number: int, step: OfficialStep, logits: torch.Tensor) -> StepCheck:
+def _check_step(
+    engine: Engine, case: str, index: int, step: ReferenceStep, logits: torch.Tensor
+) -> StepResult:
     values = logits.double().log_softmax(-1)
     ours = {
-        engine.tokenizer.piece(int(i)): float(values[i]) for i in values.topk(min(TOP, len(values))).indices
+        engine.tokenizer.piece(int(i)): float(values[i])
+        for i in values.topk(min(TOP_TOKENS, len(values))).indices
     }
     best = engine.tokenizer.piece(int(values.argmax()))
     listed = all(token in ours for token, _ in step.top)
     gap = max((abs(ours[token] - value) for token, value in step.top if token in ours), default=0.0)
-    return StepCheck(case, number, best == step.selected, listed, gap)
+    return StepResult(case, index, best == step.selected, listed, gap)

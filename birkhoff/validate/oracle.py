@@ -1,8 +1,8 @@
-"""Other people's code as the judge: a checkpoint's numbers inside `transformers`' DeepseekV4ForCausalLM.
+"""Run a checkpoint in `transformers`' DeepseekV4ForCausalLM as an independent reference.
 
-The oracle gets the trunk's weights, exactly dequantised, and its own reading of the config; what its modules hold is
-then read off as our sites. It rounds no activations and has no MTP. Read-in and read-out weights never leave its
-modules, so they are not compared.
+The oracle receives the trunk's exactly dequantised weights and interprets the config itself; forward hooks read its
+activations as our sites. It does not round activations and has no MTP. The pre and head mixing weights stay inside its
+modules and are not compared.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError
-from birkhoff.validate.runs import Run, Sites
+from birkhoff.validate.runs import ForwardRun, Sites
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.layout import ModelTensor, model_tensors
 from birkhoff.weights.tensor_ref import value_strips
 
-# Our words -> theirs, applied in this order (spec 10).
-_WORDS = (
+# Released name patterns -> transformers names, applied in this order (spec 10).
+_RENAMES = (
     (r"^embed\.", "model.embed_tokens."),
     (r"^head\.", "lm_head."),
     (r"^norm\.", "model.norm."),
@@ -51,13 +51,13 @@ _WORDS = (
 _EXPERT = re.compile(r"layers\.(\d+)\.ffn\.experts\.(\d+)\.(w[123])\.weight")
 
 
-def run_oracle(checkpoint: Checkpoint, tokens: Sequence[int]) -> Run:
-    """The oracle's sites and logits over one sequence, float32."""
-    return watch_oracle(build_oracle(checkpoint), tokens)
+def run_oracle(checkpoint: Checkpoint, tokens: Sequence[int]) -> ForwardRun:
+    """Return the oracle's sites and logits over one sequence, float32."""
+    return run_oracle_model(build_oracle(checkpoint), tokens)
 
 
-def watch_oracle(model: Any, tokens: Sequence[int]) -> Run:
-    """One forward pass of a built oracle."""
+def run_oracle_model(model: Any, tokens: Sequence[int]) -> ForwardRun:
+    """Run one forward pass of a built oracle."""
     sites: Sites = {}
     handles = list(_watch(model, sites))
     try:
@@ -66,11 +66,11 @@ def watch_oracle(model: Any, tokens: Sequence[int]) -> Run:
     finally:
         for handle in handles:
             handle.remove()
-    return Run("transformers", tuple(tokens), sites, logits)
+    return ForwardRun("transformers", tuple(tokens), sites, logits)
 
 
 def build_oracle(checkpoint: Checkpoint) -> Any:
-    """`transformers`' model filled with the checkpoint's numbers."""
+    """Build the `transformers` model and fill it with the checkpoint's values."""
     try:
         from transformers import DeepseekV4ForCausalLM
     except ImportError:
@@ -78,70 +78,73 @@ def build_oracle(checkpoint: Checkpoint) -> Any:
             "the oracle needs the package transformers (5.17 or newer), which is not installed. "
             "Install it, or compare with another checkpoint or with goldens."
         ) from None
-    model = DeepseekV4ForCausalLM(oracle_config(checkpoint.config)).float().eval()
-    places = dict(model.named_parameters()) | dict(model.named_buffers())
+    model_class: Any = DeepseekV4ForCausalLM  # untyped
+    model = model_class(oracle_config(checkpoint.config)).float().eval()
+    targets = dict(model.named_parameters()) | dict(model.named_buffers())
     filled: set[str] = set()
     with torch.no_grad():
         for tensor in model_tensors(checkpoint.config):
             if not tensor.name.startswith("mtp."):
-                filled.add(_fill(places, checkpoint, tensor))
-    left = [name for name in model.state_dict() if name not in filled and "rotary" not in name]
-    if left:
+                filled.add(_fill(targets, checkpoint, tensor))
+    unfilled = [name for name in model.state_dict() if name not in filled and "rotary" not in name]
+    if unfilled:
         raise OptionError(
-            f"this transformers has weights we know nothing of: {left[0]}. Use version 5.17 to 5.22."
+            f"this transformers has weights we know nothing of: {unfilled[0]}. Use version 5.17 to 5.22."
         )
     return model
 
 
 def oracle_name(name: str) -> str:
-    for pattern, words in _WORDS:
-        name = re.sub(pattern, words, name)
+    """Return the `transformers` name of a released tensor name."""
+    for pattern, replacement in _RENAMES:
+        name = re.sub(pattern, replacement, name)
     return name
 
 
 def oracle_config(config: V4Config) -> Any:
+    """Return the `transformers` config of a V4Config."""
     from transformers import DeepseekV4Config
 
     raw = config.to_dict()
     scaling = raw.pop("rope_scaling", None)
     for key in ("model_type", "architectures", "expert_dtype", "quantization_config"):
         raw.pop(key, None)
-    raw["compress_ratios"] = list(config.compress_ratios)  # theirs has no entry for MTP
+    raw["compress_ratios"] = list(config.compress_ratios)  # theirs has no MTP entry
     if scaling:
         raw["rope_parameters"] = {"rope_type": "yarn", **{k: v for k, v in scaling.items() if k != "type"}}
     raw |= {"attn_implementation": "eager", "experts_implementation": "eager"}
     return DeepseekV4Config(**raw)
 
 
-def _fill(places: dict[str, torch.Tensor], checkpoint: Checkpoint, tensor: ModelTensor) -> str:
-    """Put one tensor where it belongs; experts are slices of two stacks there. Returns the name that was filled."""
+def _fill(targets: dict[str, torch.Tensor], checkpoint: Checkpoint, tensor: ModelTensor) -> str:
+    """Copy one tensor into the oracle and return the name filled; experts are slices of two stacked tensors."""
     match = _EXPERT.fullmatch(tensor.name)
     if match:
         part = "down_proj" if match[3] == "w2" else "gate_up_proj"
         name = f"model.layers.{match[1]}.mlp.experts.{part}"
-        target = places[name][int(match[2])]
-        if part == "gate_up_proj":  # gate above up
+        target = targets[name][int(match[2])]
+        if part == "gate_up_proj":  # gate rows, then up rows
             half = target.shape[0] // 2
             target = target[:half] if match[3] == "w1" else target[half:]
     else:
         name = oracle_name(tensor.name)
-        target = places[name]
+        target = targets[name]
     if tensor.storage == "ids":
         target.copy_(checkpoint[tensor.name].read())
     else:
-        for start, values in value_strips(checkpoint, tensor.name, tensor.shape):
+        for start, values in value_strips(checkpoint, tensor.name):
             target.view(tensor.shape)[start : start + len(values)].copy_(values)
     return name
 
 
 def _watch(model: Any, sites: Sites) -> Iterator[Any]:
-    """Hooks that read our sites off their modules."""
+    """Register hooks that record our sites from the oracle's modules."""
 
-    def on(module: Any, layer: int, **takes: Callable[[Any, Any], torch.Tensor]) -> Iterator[Any]:
-        for name, take in takes.items():
+    def on(module: Any, layer: int, **readers: Callable[[Any, Any], torch.Tensor]) -> Iterator[Any]:
+        for name, read in readers.items():
 
-            def keep(_: Any, args: Any, out: Any, name: str = name, take: Any = take) -> None:
-                sites[name, layer] = take(args, out).squeeze(0).detach().float()
+            def keep(_: Any, args: Any, out: Any, name: str = name, read: Any = read) -> None:
+                sites[name, layer] = read(args, out).squeeze(0).detach().float()
 
             yield module.register_forward_hook(keep)
 

@@ -1,7 +1,7 @@
-"""What a comparison found, for a terminal and as one HTML file that needs nothing else.
+"""Format a comparison for the terminal and as a standalone HTML file.
 
-Both show the same: the verdict, the first diverging site, the explanation when there is one, the stages, the logits,
-and relative error by layer, on a logarithmic scale with the gate as a line.
+Both show the verdict, the first diverging site, the explanation if there is one, the stages, the logits, and the
+relative error by layer on a logarithmic scale with the gate as a line.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import html
 import math
 from collections.abc import Sequence
 
-from birkhoff.validate.compare import Comparison, SiteRow
+from birkhoff.validate.compare import Comparison, SiteComparison
 
-SHOWN = ("mhc_streams_pre_attn", "post_attn", "mhc_streams_pre_mlp", "mlp_out")
+PLOTTED_SITES = ("mhc_streams_pre_attn", "post_attn", "mhc_streams_pre_mlp", "mlp_out")
 COLOURS = ("#3b6ea5", "#c2571a", "#2f8f5b", "#8a4fa3")
-FLOOR = 1e-9  # nothing below this is drawn: float32 ends there
+FLOOR = 1e-9  # the plot's lower limit, below float32 rounding
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 def headline(result: Comparison) -> str:
+    """Return the verdict as one line."""
     if result.ok:
         return f"{result.first} agrees with {result.second} (gate {result.gate.name})"
     first = result.diverging
@@ -27,7 +28,7 @@ def headline(result: Comparison) -> str:
 
 
 def lines(result: Comparison) -> list[str]:
-    """The report in words, plain text."""
+    """Return the report as lines of plain text."""
     out = [headline(result)]
     for explanation in result.explanations:
         out.append(
@@ -44,7 +45,7 @@ def lines(result: Comparison) -> list[str]:
             f"experts of layer {choice.layer} differ in {choice.differing} of {choice.rows} rows, first at row "
             f"{choice.first} where the scores are {choice.gap:.1e} apart"
         )
-    for name in SHOWN:
+    for name in PLOTTED_SITES:
         rows = [row for row in result.sites if row.site == name]
         if rows:
             out.append(f"{name:<21}{sparkline(rows)}  {rows[0].rel_rmse:.1e} … {rows[-1].rel_rmse:.1e}")
@@ -58,8 +59,8 @@ def lines(result: Comparison) -> list[str]:
     return out + list(result.notes)
 
 
-def sparkline(rows: Sequence[SiteRow]) -> str:
-    """One bar per layer, from 1e-9 to 1."""
+def sparkline(rows: Sequence[SiteComparison]) -> str:
+    """Return one bar per layer, from 1e-9 to 1."""
     out = []
     for row in rows:
         height = 8 * (1 - math.log10(min(max(row.rel_rmse, FLOOR), 1.0)) / math.log10(FLOOR))
@@ -68,7 +69,7 @@ def sparkline(rows: Sequence[SiteRow]) -> str:
 
 
 def to_html(result: Comparison) -> str:
-    """A page with no script and no outside reference."""
+    """Return a page without scripts or external references."""
     explained = "".join(
         f"<p class=why><b>{html.escape(e.name)}</b> ({html.escape(e.variant)}): {html.escape(e.text)}.<br>"
         f"Making this mistake on purpose takes the distance from {e.before:.2e} to {e.after:.2e}.</p>"
@@ -99,8 +100,8 @@ tr.bad td {{ background: #fde8e6 }} svg text {{ font: 12px system-ui, sans-serif
 
 
 def plot(result: Comparison) -> str:
-    """Relative error by layer as an SVG picture; empty when no site was compared."""
-    layers = sorted({row.layer for row in result.sites if row.site in SHOWN})
+    """Return the relative error by layer as SVG; empty if no site was compared."""
+    layers = sorted({row.layer for row in result.sites if row.site in PLOTTED_SITES})
     if not layers:
         return ""
     width = 860
@@ -125,14 +126,14 @@ def plot(result: Comparison) -> str:
         parts.append(
             f'<line x1="{left}" x2="{width - 12}" y1="{at:.1f}" y2="{at:.1f}" stroke="#b3261e" stroke-dasharray="6 4"/>'
         )
-    for place, (name, colour) in enumerate(zip(SHOWN, COLOURS)):
+    for index, (name, colour) in enumerate(zip(PLOTTED_SITES, COLOURS)):
         rows = [row for row in result.sites if row.site == name]
         points = " ".join(f"{x(row.layer):.1f},{y(row.rel_rmse):.1f}" for row in rows)
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>')
         dots = "".join(
             f'<circle cx="{x(r.layer):.1f}" cy="{y(r.rel_rmse):.1f}" r="3" fill="{colour}"/>' for r in rows
         )
-        parts.append(dots + f'<text x="{left + 200 * place}" y="{height + 48}" fill="{colour}">{name}</text>')
+        parts.append(dots + f'<text x="{left + 200 * index}" y="{height + 48}" fill="{colour}">{name}</text>')
     step = max(1, len(layers) // 12)
     for layer in layers[::step]:
         parts.append(f'<text x="{x(layer):.1f}" y="{height + 24}" text-anchor="middle">{layer}</text>')

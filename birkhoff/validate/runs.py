@@ -1,9 +1,8 @@
-"""One forward pass with everything kept: every site of every layer, and the logits.
+"""Forward passes that record every site of every layer, and the logits.
 
-A `Run` is what comparisons compare, wherever it came from: our model over a checkpoint, the `transformers` oracle, or
-files that another implementation wrote. Ours runs with the plain kernels on chosen numerics. A `Fault` builds the same
-model with one deliberate mistake in it, through the arguments the model has anyway: another config, another kernel,
-other numbers.
+A `ForwardRun` is the input of a comparison, whether it comes from our model, the `transformers` oracle, or files of
+another implementation. Our model runs with the reference kernels. A `Fault` builds the same model with one deliberate
+mistake, through the model's arguments: config, kernels or weights.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Run:
+class ForwardRun:
     """Rows are tokens: sites [T, ...] and logits [T, vocab], float32 on the CPU."""
 
     label: str
@@ -39,7 +38,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Fault:
-    """A mistake that ports of V4 make, and how to make it on purpose."""
+    """A known mistake of V4 ports, and the changes that reproduce it."""
 
     name: str
     config: Callable[[V4Config], V4Config] = lambda config: config
@@ -47,50 +46,40 @@ class Fault:
     weights: Callable[[str, torch.Tensor], torch.Tensor | None] = lambda name, tensor: None
 
 
-def run_checkpoint(
-    checkpoint: Checkpoint,
-    tokens: Sequence[int],
-    *,
-    dtype: str = "float32",
-    numerics: str = "plain",
-    device: str = "cpu",
-    label: str | None = None,
-) -> Run:
-    """Run a checkpoint over one sequence with the plain kernels."""
-    return run_model(build(checkpoint, dtype, numerics, device), tokens, label or checkpoint.path.name)
-
-
 def build(
     checkpoint: Checkpoint, dtype: str = "float32", numerics: str = "plain", device: str = "cpu"
 ) -> Transformer:
-    """The trunk of a checkpoint, filled, with the plain kernels."""
+    """Build a model with the reference kernels and load the checkpoint's trunk into it."""
     if dtype not in DTYPES:
         raise OptionError(f"dtype is {dtype!r}, expected one of {', '.join(DTYPES)}.")
     if numerics not in ("plain", "released"):
         raise OptionError(f"numerics is {numerics!r}, expected plain or released.")
-    how = Numerics(DTYPES[dtype], numerics == "released", select("reference"))
+    numeric_options = Numerics(DTYPES[dtype], numerics == "released", select("reference"))
     with torch.device("meta"):
-        model = Transformer(checkpoint.config, how, mtp=False)
+        model = Transformer(checkpoint.config, numeric_options, mtp=False)
     model = model.to_empty(device=device).eval()
     load_into(model.destinations(), checkpoint, skip=("mtp.",))
     return model
 
 
 def with_fault(model: Transformer, fault: Fault) -> Transformer:
-    """The same model with one mistake in it; the numbers come from memory, not from files."""
-    how = Numerics(model.numerics.dtype, model.numerics.released, fault.kernels(model.numerics.kernels))
+    """Build the same model with one mistake; weights are copied from memory."""
+    numeric_options = Numerics(
+        model.numerics.dtype, model.numerics.released, fault.kernels(model.numerics.kernels)
+    )
     device = next(model.parameters()).device
     with torch.device("meta"):
-        faulty = Transformer(fault.config(model.config), how, mtp=False)
+        faulty = Transformer(fault.config(model.config), numeric_options, mtp=False)
     faulty = faulty.to_empty(device=device).eval()
     with torch.no_grad():
-        for place, right in zip(faulty.destinations(), model.destinations(), strict=True):
-            changed = fault.weights(right.name, right.tensor)
-            place.tensor.copy_(right.tensor if changed is None else changed)
+        for target, source in zip(faulty.destinations(), model.destinations(), strict=True):
+            changed = fault.weights(source.name, source.tensor)
+            target.tensor.copy_(source.tensor if changed is None else changed)
     return faulty
 
 
-def run_model(model: Transformer, tokens: Sequence[int], label: str) -> Run:
+def run_model(model: Transformer, tokens: Sequence[int], label: str) -> ForwardRun:
+    """Run a model over one sequence, recording every site."""
     sites: Sites = {}
 
     def keep(site: Site, layer: int, x: torch.Tensor) -> None:
@@ -99,10 +88,10 @@ def run_model(model: Transformer, tokens: Sequence[int], label: str) -> Run:
     device = next(model.parameters()).device
     with torch.no_grad():
         logits = model(torch.tensor(list(tokens), device=device), EagerTap(keep)).float().cpu()
-    return Run(label, tuple(tokens), sites, logits)
+    return ForwardRun(label, tuple(tokens), sites, logits)
 
 
 def random_tokens(vocab_size: int, count: int, seed: int = 0) -> list[int]:
-    """Ids for a comparison that needs no text; the same for everybody."""
+    """Return deterministic pseudo-random token ids."""
     generator = torch.Generator().manual_seed(1000 + seed)
     return torch.randint(vocab_size, (count,), generator=generator).tolist()

@@ -1,9 +1,9 @@
-"""`validate(a, b)`: is this checkpoint, build or port right, and if not, where and why.
+"""`validate(a, b)`: check a checkpoint, build or port, and locate and explain a difference.
 
-A is held against B: another checkpoint, the `transformers` oracle over the same weights, or goldens. One forward pass
-of each over the same tokens, every site compared, then the logits; outside its gate the seven known mistakes are tried
-one by one on whatever side can be run. The first thing to look at is the first diverging site, the second the
-explanation."""
+A is compared with a reference: another checkpoint, the `transformers` oracle over the same weights, or goldens. Each
+runs one forward pass over the same tokens; every site and the logits are compared. Outside the gate, the seven known
+mistakes are tried on a side that can be run. Look first at the first diverging site, then at the explanation.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ import torch
 from birkhoff.embedded import EMBEDDED
 from birkhoff.errors import OptionError, TokenError
 from birkhoff.model.transformer import Transformer
+from birkhoff.option_checks import as_int, check_int
 from birkhoff.validate.compare import Comparison, compare
 from birkhoff.validate.faults import explain
-from birkhoff.validate.gates import gate_named, usual_gate
+from birkhoff.validate.gates import default_gate, find_gate
 from birkhoff.validate.goldens import read_goldens, save_goldens
 from birkhoff.validate.oracle import run_oracle
-from birkhoff.validate.runs import Run, build, random_tokens, run_model
+from birkhoff.validate.runs import ForwardRun, build, random_tokens, run_model
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 
-LENGTH = 192  # past one block of 128, past the sliding windows of small models, and not a multiple of 4
+LENGTH = 192  # more than one block of 128 and the sliding window of small models, not a multiple of 4
 
 
 def validate(
@@ -43,7 +44,7 @@ def validate(
     explanations: bool = True,
     device: str = "cpu",
 ) -> Comparison | None:
-    """Compare A with exactly one of B, an oracle or goldens. None when goldens were only made."""
+    """Compare A with exactly one of B, an oracle or goldens. Returns None if goldens were only saved."""
     others = [x for x in (b, oracle, goldens) if x is not None]
     if len(others) > 1 or (not others and save is None):
         raise OptionError(
@@ -51,11 +52,10 @@ def validate(
         )
     if oracle not in (None, "transformers"):
         raise OptionError(f"oracle is {oracle!r}, expected transformers.")
-    if type(length) is not int or not 1 <= length <= 1 << 20:
-        raise OptionError(f"length is {length!r}, expected 1 to 1048576 tokens.")
+    check_int("length", length, 1, 1 << 20)
     first = open_checkpoint(_path(a))
-    held = read_goldens(goldens) if goldens is not None else None
-    ids = _tokens(first, held, tokens, length, seed)
+    reference = read_goldens(goldens) if goldens is not None else None
+    ids = _tokens(first, reference, tokens, length, seed)
     model = build(first, dtype, numerics, device)
     ours = run_model(model, ids, str(a))
     if save is not None:
@@ -64,21 +64,21 @@ def validate(
             return None
     against = against_dtype or dtype
     other: Transformer | None = None
-    if held is not None:
-        theirs = held
+    if reference is not None:
+        theirs = reference
     elif oracle is not None:
         theirs, against = run_oracle(first, ids), "float32"
     else:
         assert b is not None
         other = build(open_checkpoint(_path(b)), against, numerics, device)
         theirs = run_model(other, ids, str(b))
-    chosen = gate_named(gate) if gate is not None else usual_gate(dtype, against)
+    chosen = find_gate(gate) if gate is not None else default_gate(dtype, against)
     result = compare(ours, theirs, chosen, first.config, _biases(first))
     if not result.ok and explanations:
-        # Mistakes built into the trusted side reproduce a faulty A; where B cannot be run, they are built into A.
+        # Mistakes built into the reference reproduce a faulty A; a reference that cannot be run: built into A.
         sides = [(other, theirs, ours)] if other is not None else []
-        for runnable, plain, aim in [*sides, (model, ours, theirs)]:
-            result.explanations = explain(runnable, plain, aim)
+        for runnable, plain, target in [*sides, (model, ours, theirs)]:
+            result.explanations = explain(runnable, plain, target)
             if result.explanations:
                 break
     return result
@@ -94,18 +94,18 @@ def _path(model: str | Path) -> Path:
 
 
 def _tokens(
-    checkpoint: Checkpoint, held: Run | None, tokens: Sequence[int] | None, length: int, seed: int
+    checkpoint: Checkpoint, reference: ForwardRun | None, tokens: Sequence[int] | None, length: int, seed: int
 ) -> list[int]:
     size = checkpoint.config.vocab_size
-    if held is not None:
+    if reference is not None:
         if tokens is not None:
             raise OptionError("goldens bring their own tokens; leave --tokens away.")
-        ids = list(held.tokens)
+        ids = list(reference.tokens)
     elif tokens is not None:
         ids = list(tokens)
     else:
         ids = random_tokens(size, min(length, checkpoint.config.max_position_embeddings), seed)
-    bad = [token for token in ids if type(token) is not int or not 0 <= token < size]
+    bad = [token for token in ids if as_int(token) is None or not 0 <= token < size]
     if bad or not ids:
         raise TokenError(f"token id {bad[0] if bad else None!r} is outside the vocabulary of {size}.")
     return ids

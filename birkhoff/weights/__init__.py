@@ -1,4 +1,4 @@
-"""Checkpoints: open from headers, load into a model, write in the released layout, inspect.
+"""Open checkpoints from headers, load them into a model, write them in the released layout, inspect them.
 
 open_checkpoint(path)                   -> Checkpoint, a lazy mapping from released names to TensorRef
 load_into(destinations, checkpoint)     -> LoadReport

@@ -1,9 +1,9 @@
-"""A checkpoint: a lazy mapping from our names to tensors that have not been read, plus its config.
+"""Open a checkpoint as a lazy mapping from released names to unread tensors, plus its config.
 
-`open_checkpoint` reads headers only and lets nothing pass that could not be loaded: files whole and consistent,
-names translated, every tensor the config implies present once with a shape and dtype that make sense, nothing left
-over. What is knowingly left out (copies of the tables inside MTP, a DSpark drafter) becomes a notice. After it
-returns, building and filling the model can only fail on the numbers themselves.
+`open_checkpoint` reads headers only and rejects everything that could not be loaded: files must be complete and
+consistent, names are translated, and every tensor that the config implies must be present exactly once with a valid
+shape and dtype, and no other. Tensors that are left out deliberately (embedding and head copies inside MTP, a DSpark
+drafter) are listed in `notices`. After it returns, loading can only fail on the values themselves.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from birkhoff.errors import CheckpointError, TensorMissing, TensorUnexpected, Un
 from birkhoff.weights.gguf import open_gguf
 from birkhoff.weights.layout import model_tensors, scale_name
 from birkhoff.weights.safetensors import TensorEntry, read_rows
-from birkhoff.weights.shard_index import Complain, gather, raise_it, some
+from birkhoff.weights.shard_index import ErrorHandler, join_names, raise_error, read_shards
 from birkhoff.weights.tensor_names import TRANSFORMERS, Table, names_table, to_ours
-from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_ids, recognise
+from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_expert_table, check_tensor
 
 _DRAFTER = ("main_proj", "markov_head", "confidence_head")
 _V41 = re.compile(r"(^|\.)(engram|vision|aligner)|gate\.bias_vl$")
-_MANY = 1000  # enough missing names to stop counting: a config of impossible size must not make us walk it
+_MAX_MISSING = 1000  # stop counting here: a config of impossible size would make the walk endless
 
 
 class Checkpoint(Mapping[str, TensorRef]):
-    """Tensors by released name.
+    """Mapping from released tensor names to TensorRef.
 
     `dialect` is "released", "base-fp8", "bf16" (any plain floats), "transformers", "gguf" or "gguf-ds4". A GGUF file
-    may bring its tokenizer (`tokenizer_json`), the scales its plain numbers once had (`scales`) and the texts chats
-    are made with (`chat_texts`, JSON).
+    may contain a tokenizer (`tokenizer_json`), the scales its unquantised values had in the source (`scales`) and the
+    literal texts of the chat format (`chat_texts`, JSON).
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Checkpoint(Mapping[str, TensorRef]):
 
     @property
     def has_mtp(self) -> bool:
-        """Whether the multi-token-prediction block is there to be loaded."""
+        """Whether the files contain a multi-token-prediction block."""
         return self.config.num_nextn_predict_layers > 0
 
     def __getitem__(self, name: str) -> TensorRef:
@@ -81,8 +81,8 @@ class Checkpoint(Mapping[str, TensorRef]):
         return f"Checkpoint({str(self.path)!r}, {self.dialect}, {len(self)} tensors)"
 
 
-class EntryRefs(Mapping[str, TensorRef]):
-    """References made when asked for: 70,000 tensors cost their header rows and no more."""
+class SafetensorsRefs(Mapping[str, TensorRef]):
+    """Mapping that builds each TensorRef on access, so that 70,000 tensors cost only their header entries."""
 
     def __init__(self, entries: dict[str, TensorEntry]):
         self._entries = entries
@@ -101,7 +101,7 @@ class EntryRefs(Mapping[str, TensorRef]):
         return len(self._entries)
 
 
-def open_checkpoint(path: str | Path, complain: Complain = raise_it) -> Checkpoint:
+def open_checkpoint(path: str | Path, on_error: ErrorHandler = raise_error) -> Checkpoint:
     """Open a directory (index and shards, one file, or numbered shards), a safetensors file or a GGUF file."""
     path = Path(path).expanduser()
     if not path.exists():
@@ -110,7 +110,7 @@ def open_checkpoint(path: str | Path, complain: Complain = raise_it) -> Checkpoi
             "file."
         )
     if is_gguf(path):
-        return _open_gguf(path, complain)
+        return _open_gguf(path, on_error)
     if path.is_file() and path.suffix != ".safetensors":
         raise CheckpointError(
             f"{path.name} is neither a safetensors nor a GGUF file. Give the directory that holds config.json and "
@@ -118,17 +118,17 @@ def open_checkpoint(path: str | Path, complain: Complain = raise_it) -> Checkpoi
         )
     config = V4Config.from_file((path if path.is_dir() else path.parent) / "config.json")
     notices = [f"config.json has the unknown key {key!r}; it was not used." for key in config.unknown]
-    shards = gather(path, complain)
+    shards = read_shards(path, on_error)
     notices += shards.notices
-    entries, dialect = _translate(shards.tensors, complain)
-    config = _choose_mtp(entries, config, notices)
-    refs = EntryRefs(entries)
-    check_layout(config, refs, complain)
+    entries, dialect = _translate(shards.tensors, on_error)
+    config = _select_mtp(entries, config, notices)
+    refs = SafetensorsRefs(entries)
+    check_layout(config, refs, on_error)
     return Checkpoint(path, config, dialect, refs, notices, shards.files)
 
 
 def is_gguf(path: Path) -> bool:
-    """A file that is GGUF by its name or by its first bytes."""
+    """Return whether `path` is a GGUF file, by suffix or magic bytes."""
     if not path.is_file():
         return False
     if path.suffix == ".gguf":
@@ -140,14 +140,14 @@ def is_gguf(path: Path) -> bool:
         return False
 
 
-def _open_gguf(path: Path, complain: Complain) -> Checkpoint:
-    opened = open_gguf(path, complain)
-    check_layout(opened.config, opened.references, complain)
+def _open_gguf(path: Path, on_error: ErrorHandler) -> Checkpoint:
+    opened = open_gguf(path, on_error)
+    check_layout(opened.config, opened.refs, on_error)
     return Checkpoint(
         path,
         opened.config,
         opened.dialect,
-        opened.references,
+        opened.refs,
         opened.notices,
         opened.files,
         opened.tokenizer_json,
@@ -156,36 +156,38 @@ def _open_gguf(path: Path, complain: Complain) -> Checkpoint:
     )
 
 
-def check_layout(config: V4Config, tensors: Mapping[str, TensorRef], complain: Complain = raise_it) -> None:
-    """Every tensor the config implies is there, once, in a form that can be read; and nothing else is."""
+def check_layout(
+    config: V4Config, tensors: Mapping[str, TensorRef], on_error: ErrorHandler = raise_error
+) -> None:
+    """Check that the tensors are exactly those the config implies, each in a supported format."""
     missing: list[str] = []
-    fitting = 0
+    matched = 0
     for name, shape, storage in model_tensors(config):
         try:
             if storage == "ids":
-                check_ids(tensors, name, shape)
-                fitting += 1
+                check_expert_table(tensors, name, shape)
+                matched += 1
             else:
-                fitting += 1 if recognise(tensors, name, shape) == "float" else 2
+                matched += 1 if check_tensor(tensors, name, shape) == "float" else 2
         except TensorMissing:
             missing.append(scale_name(name) if name in tensors else name)
-            if len(missing) >= _MANY:
+            if len(missing) >= _MAX_MISSING:
                 break
         except CheckpointError as error:
-            complain(error)
+            on_error(error)
     if missing:
-        more = "at least " if len(missing) >= _MANY else ""
-        complain(
+        more = "at least " if len(missing) >= _MAX_MISSING else ""
+        on_error(
             TensorMissing(
                 f"{more}{len(missing)} tensors that the config implies are not in the files: "
-                f"{some(missing)}. Check the config, or download the files again."
+                f"{join_names(missing)}. Check the config, or download the files again."
             )
         )
-    if fitting < len(tensors) and len(missing) < _MANY:
-        _check_nothing_else(config, tensors, complain)
+    if matched < len(tensors) and len(missing) < _MAX_MISSING:
+        _check_no_extra(config, tensors, on_error)
 
 
-def _check_nothing_else(config: V4Config, tensors: Mapping[str, TensorRef], complain: Complain) -> None:
+def _check_no_extra(config: V4Config, tensors: Mapping[str, TensorRef], on_error: ErrorHandler) -> None:
     used: set[str] = set()
     for tensor in model_tensors(config):
         used.add(tensor.name)
@@ -193,46 +195,44 @@ def _check_nothing_else(config: V4Config, tensors: Mapping[str, TensorRef], comp
             used.add(scale_name(tensor.name))
     extra = [name for name in tensors if name not in used]
     if extra:
-        complain(
+        on_error(
             TensorUnexpected(
-                f"the files hold {len(extra)} tensors the model has no place for: {some(extra)}. "
+                f"the files hold {len(extra)} tensors the model has no place for: {join_names(extra)}. "
                 f"Check that config.json belongs to these shards. {INSPECT}"
             )
         )
 
 
-def _translate(found: dict[str, TensorEntry], complain: Complain) -> tuple[dict[str, TensorEntry], str]:
-    foreign = [name for name in found if _V41.search(name)]
+def _translate(stored: dict[str, TensorEntry], on_error: ErrorHandler) -> tuple[dict[str, TensorEntry], str]:
+    foreign = [name for name in stored if _V41.search(name)]
     if foreign:
         raise UnsupportedModel(
-            f"the files hold {some(foreign)}: this is DeepSeek-V4.1, which has another architecture "
+            f"the files hold {join_names(foreign)}: this is DeepSeek-V4.1, which has another architecture "
             "and is not supported. Use a V4-Flash or V4-Pro checkpoint."
         )
-    modules = [name for name in found if ".self_attn." in name]
+    modules = [name for name in stored if ".self_attn." in name]
     if modules:
-        complain(
+        on_error(
             CheckpointError(
-                f"the files hold {some(modules)}: module names of a transformers model in memory, "
+                f"the files hold {join_names(modules)}: module names of a transformers model in memory, "
                 "which are not a file format. Write the model with its save_pretrained."
             )
         )
-    table = names_table(found)
+    table = names_table(stored)
     if table is TRANSFORMERS:
-        return _rename(found, table, complain), "transformers"
-    dtypes = {entry.dtype for name, entry in found.items() if name.endswith(".weight")}
+        return _rename(stored, table, on_error), "transformers"
+    dtypes = {entry.dtype for name, entry in stored.items() if name.endswith(".weight")}
     if dtypes & {"I8", "U8"}:
-        return found, "released"
-    return found, "base-fp8" if "F8_E4M3" in dtypes else "bf16"
+        return stored, "released"
+    return stored, "base-fp8" if "F8_E4M3" in dtypes else "bf16"
 
 
-def _rename(found: dict[str, TensorEntry], table: Table, complain: Complain) -> dict[str, TensorEntry]:
+def _rename(stored: dict[str, TensorEntry], table: Table, on_error: ErrorHandler) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
-    for name, entry in found.items():
-        ours = (
-            to_ours(name, table) or name
-        )  # a name the dialect does not have stays, and is reported as left over
+    for name, entry in stored.items():
+        ours = to_ours(name, table) or name  # an unknown name is kept and reported as unexpected
         if ours in entries:
-            complain(
+            on_error(
                 CheckpointError(
                     f"{ours} is in the files under two names, one of them {name}. Expected once; "
                     "take the checkpoint as it was written."
@@ -242,15 +242,15 @@ def _rename(found: dict[str, TensorEntry], table: Table, complain: Complain) -> 
     return entries
 
 
-def _choose_mtp(entries: dict[str, TensorEntry], config: V4Config, notices: list[str]) -> V4Config:
-    """Drop what no trunk needs from `entries`; the returned config counts the MTP blocks that are really there."""
+def _select_mtp(entries: dict[str, TensorEntry], config: V4Config, notices: list[str]) -> V4Config:
+    """Drop unused MTP tensors from `entries`; return the config with the number of MTP blocks present."""
 
     def drop(unwanted: Callable[[str], bool], text: str) -> None:
         names = [name for name in entries if name.startswith("mtp.") and unwanted(name)]
         for name in names:
             del entries[name]
         if names:
-            notices.append(text.format(count=len(names), names=some(names)))
+            notices.append(text.format(count=len(names), names=join_names(names)))
 
     if any(name.startswith("mtp.") and any(part in name for part in _DRAFTER) for name in entries):
         drop(
@@ -274,5 +274,5 @@ def _choose_mtp(entries: dict[str, TensorEntry], config: V4Config, notices: list
 
 
 def _mtp_index(name: str) -> int:
-    number = name.split(".")[1]
-    return int(number) if number.isdecimal() and len(number) < 6 else 0
+    index = name.split(".")[1]
+    return int(index) if index.isdecimal() and len(index) < 6 else 0

@@ -1,9 +1,9 @@
-"""Opening GGUF files of architecture `deepseek4`, dialects A (upstream) and B (ds4), as one `Checkpoint`.
+"""Open GGUF files of architecture `deepseek4`, dialects A (upstream) and B (ds4).
 
-The header is read by `gguf_header.py` in a process of its own, with limits on time and memory, so that no file can hang
-or crash the reader of it. Parts of a split file are found by their numbers and must be complete. An MTP block lives in
-a second file: one called NAME-mtp.gguf beside NAME.gguf is used with it, and the notices say so. What the config
-implies must be there, and nothing else, exactly as for safetensors.
+Headers are parsed by `gguf_header.py` in a child process with time and memory limits, so that no file can hang or crash
+this one. The parts of a split file are found by their numbers and must be complete. The MTP block is a second file:
+NAME-mtp.gguf is used with NAME.gguf if it exists, and the notices say so. As for safetensors, the tensors must be
+exactly those the config implies.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ import torch
 from birkhoff.config import V4Config
 from birkhoff.errors import CheckpointError, TensorDtype, TensorShape, UnsupportedModel
 from birkhoff.weights import gguf_header
-from birkhoff.weights.gguf_keys import STUB_ADVICE, check_architecture, config_from
-from birkhoff.weights.gguf_tensors import GGUFTensor, References, read_exactly, refer
+from birkhoff.weights.gguf_keys import STUB_ADVICE, check_architecture, config_from_metadata
+from birkhoff.weights.gguf_tensors import GGUFRefs, GGUFTensor, add_tensors
 from birkhoff.weights.gguf_text import tokenizer_json
-from birkhoff.weights.shard_index import Complain, raise_it, some
+from birkhoff.weights.safetensors import read_exactly
+from birkhoff.weights.shard_index import ErrorHandler, join_names, raise_error
 
-DEADLINE_SECONDS = 30.0  # of the clock; the child itself stops after five seconds of work
+DEADLINE_SECONDS = 30.0  # wall-clock limit; the child's CPU limit is five seconds
 CHILD_LIMITS = {"seconds": 5, "bytes": 2 << 30}
 MAX_BLOCKS = 1 << 16
 SCALES = "birkhoff.scales"
@@ -71,48 +72,48 @@ class GGUFHeader(NamedTuple):
     alignment: int
 
 
-class OpenedGGUF(NamedTuple):
-    """What a GGUF model is made of."""
+class GGUFModel(NamedTuple):
+    """Everything that is read from the headers of a GGUF model."""
 
     config: V4Config
     dialect: str
-    references: References
+    refs: GGUFRefs
     notices: list[str]
     files: list[Path]
     tokenizer_json: str | None
     chat_texts: str | None
-    scales: Mapping[str, torch.Tensor]  # E8M0 scales the source had, for numbers that are stored without them
+    scales: Mapping[str, torch.Tensor]  # E8M0 scales of the source, for values stored without them
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """The header of one file, read in a child process."""
+    """Read the header of one file in a child process."""
     if not path.is_file():
         raise CheckpointError(f"{path.name} is missing in {path.parent}. Download it again.")
     limits = [str(CHILD_LIMITS["seconds"]), str(CHILD_LIMITS["bytes"])]
     command = [sys.executable, "-I", "-S", "-c", _CHILD, str(gguf_header.__file__), str(path), *limits]
     try:
-        done = subprocess.run(
+        child = subprocess.run(
             command, capture_output=True, timeout=DEADLINE_SECONDS, stdin=subprocess.DEVNULL
         )
-        answer = json.loads(done.stdout) if done.returncode == 0 else {}
+        result = json.loads(child.stdout) if child.returncode == 0 else {}
     except subprocess.TimeoutExpired:
-        answer = {}
+        result = {}
     except (ValueError, RecursionError):
-        answer = {}
-    if not answer:
+        result = {}
+    if not result:
         raise CheckpointError(
             f"the header of {path.name} could not be read within its limits ({CHILD_LIMITS['seconds']} s of work). "
             "It is damaged or was made to do harm; download it again."
         )
-    return header_from(path, answer)
+    return header_from(path, result)
 
 
-def header_from(path: Path, answer: dict[str, Any]) -> GGUFHeader:
-    """What the reader said, as a header or as a typed error."""
-    if "malformed" in answer:
-        kind = {"shape": TensorShape, "dtype": TensorDtype}.get(answer["kind"], CheckpointError)
-        raise kind(f"{path.name} {answer['malformed']}. Download it again, or convert it again.")
-    raw = answer["header"]
+def header_from(path: Path, result: dict[str, Any]) -> GGUFHeader:
+    """Convert the child's JSON output to a header, or raise the error it reports."""
+    if "malformed" in result:
+        kind = {"shape": TensorShape, "dtype": TensorDtype}.get(result["kind"], CheckpointError)
+        raise kind(f"{path.name} {result['malformed']}. Download it again, or convert it again.")
+    raw = result["header"]
     tensors = [
         GGUFTensor(path, name, kind, tuple(shape), at, size) for name, kind, shape, at, size in raw["tensors"]
     ]
@@ -121,7 +122,7 @@ def header_from(path: Path, answer: dict[str, Any]) -> GGUFHeader:
 
 
 def _long_array(path: Path, value: Any) -> Any:
-    """Arrays that were left in the file are read here; their bounds were checked."""
+    """Read an array that the child reported by position; its bounds were checked there."""
     if not isinstance(value, dict):
         return value
     kind = np.dtype(_NUMPY[value["type"]])
@@ -132,17 +133,17 @@ def _long_array(path: Path, value: Any) -> Any:
 
 
 def open_gguf(
-    path: Path, complain: Complain = raise_it, read: Callable[[Path], GGUFHeader] = read_header
-) -> OpenedGGUF:
-    """Open a file, the parts it belongs to, and the MTP file beside it; `read` is how a header is read."""
-    headers = _parts(path, complain, read)
+    path: Path, on_error: ErrorHandler = raise_error, read: Callable[[Path], GGUFHeader] = read_header
+) -> GGUFModel:
+    """Open a file, its other parts, and the MTP file next to it. `read` reads one header."""
+    headers = _parts(path, on_error, read)
     notices: list[str] = []
     first = headers[0]
     check_architecture(first.keys, first.path.name)
     tensors = [tensor for header in headers for tensor in header.tensors]
     _refuse_stub(first.path.name, tensors)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
-    config = config_from(first.keys, shapes, first.path.name)
+    config = config_from_metadata(first.keys, shapes, first.path.name)
     layers = config.num_hidden_layers
     if "blk.0.attn_q_a.weight" not in shapes and any(
         name.startswith((f"blk.{layers}.", "mtp.")) for name in shapes
@@ -151,53 +152,47 @@ def open_gguf(
             f"{first.path.name} holds an MTP block alone, which drafts for a model. Give the trunk's file; the MTP "
             "file is used when it is called NAME-mtp.gguf beside NAME.gguf."
         )
-    references = References()
-    refer(tensors, layers, False, references, complain)
+    refs = GGUFRefs()
+    add_tensors(tensors, layers, False, refs, on_error)
     files = [header.path for header in headers]
-    if not any(name.startswith("mtp.") for name in references):
+    if not any(name.startswith("mtp.") for name in refs):
         beside = _mtp_beside(first.path)
         if beside is not None:
             header = read(beside)
             check_architecture(header.keys, beside.name)
-            copies = refer(header.tensors, layers, True, references, complain)
+            copies = add_tensors(header.tensors, layers, True, refs, on_error)
             files.append(beside)
             notices.append(
                 f"{beside.name} was used for multi-token prediction; its {len(copies)} copies were skipped."
             )
             tensors += header.tensors
-    elif "mtp.0.hc_head_fn" not in references:
+    elif "mtp.0.hc_head_fn" not in refs:
         notices.append(
             f"{first.path.name} holds an MTP block without a head mixer of its own; it was left out."
         )
-        references = References()
-        refer(
-            [t for t in tensors if not t.name.startswith(f"blk.{layers}.")],
-            layers,
-            False,
-            references,
-            complain,
+        refs = GGUFRefs()
+        add_tensors(
+            [t for t in tensors if not t.name.startswith(f"blk.{layers}.")], layers, False, refs, on_error
         )
-    has_mtp = any(name.startswith("mtp.0.") for name in references)
+    has_mtp = any(name.startswith("mtp.0.") for name in refs)
     config = replace(config, num_nextn_predict_layers=int(has_mtp))
     text = tokenizer_json(first.keys, first.path.name, notices)
     texts = first.keys.get(CHAT_TEXTS)
     texts = texts if isinstance(texts, str) else None
-    return OpenedGGUF(
-        config, _dialect(tensors), references, notices, files, text, texts, kept_scales(first.keys)
-    )
+    return GGUFModel(config, _dialect(tensors), refs, notices, files, text, texts, stored_scales(first.keys))
 
 
-def raw_references(path: Path) -> References:
-    """The tensors of one file, taken as trunk, for a file whose metadata describes no model."""
-    references = References()
-    refer(read_header(path).tensors, MAX_BLOCKS, False, references, lambda error: None)
-    return references
+def raw_refs(path: Path) -> GGUFRefs:
+    """Return the tensors of one file as trunk tensors, for a file whose metadata does not describe a model."""
+    refs = GGUFRefs()
+    add_tensors(read_header(path).tensors, MAX_BLOCKS, False, refs, lambda error: None)
+    return refs
 
 
-def kept_scales(keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The scales of FP8 and FP4 matrices that were written out as plain numbers, flat, by released name.
+def stored_scales(keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the scales of FP8 and FP4 matrices that were written unquantised, by released name.
 
-    They only ever help to find the same codes again, so anything odd about them means that there are none.
+    They serve only to recover the same codes, so inconsistent scales are ignored.
     """
     flat, names = keys.get(SCALES), keys.get(SCALE_NAMES)
     if flat is None or not isinstance(names, list) or not all(isinstance(name, str) for name in names):
@@ -219,8 +214,8 @@ def kept_scales(keys: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return out if at == len(values) else {}
 
 
-def _parts(path: Path, complain: Complain, read: Callable[[Path], GGUFHeader]) -> list[GGUFHeader]:
-    """Every part of a split file, first part first; the file itself when it is whole."""
+def _parts(path: Path, on_error: ErrorHandler, read: Callable[[Path], GGUFHeader]) -> list[GGUFHeader]:
+    """Return the headers of all parts of a split file in order, or of the single file."""
     match = _PART.fullmatch(path.name)
     if match is None:
         header = read(path)
@@ -237,13 +232,13 @@ def _parts(path: Path, complain: Complain, read: Callable[[Path], GGUFHeader]) -
     missing = [name for name in names if not (path.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{len(missing)} of {count} parts are missing: {some(missing)}. Download them again."
+            f"{len(missing)} of {count} parts are missing: {join_names(missing)}. Download them again."
         )
     headers = [read(path.parent / name) for name in names]
     for number, header in enumerate(headers):
         seen = (header.keys.get("split.no"), header.keys.get("split.count"))
         if seen != (number, count):
-            complain(
+            on_error(
                 CheckpointError(
                     f"{header.path.name} says it is part {seen[0]} of {seen[1]}, expected {number} of {count} (counted "
                     "from 0). The parts come from different downloads."
@@ -252,7 +247,7 @@ def _parts(path: Path, complain: Complain, read: Callable[[Path], GGUFHeader]) -
     total = sum(len(h.tensors) for h in headers)
     announced = headers[0].keys.get("split.tensors.count")
     if announced != total:
-        complain(
+        on_error(
             CheckpointError(
                 f"{path.name} announces {announced} tensors, its parts hold {total}. Download them again."
             )
@@ -270,11 +265,13 @@ def _mtp_beside(path: Path) -> Path | None:
 def _refuse_stub(label: str, tensors: list[GGUFTensor]) -> None:
     stub = [tensor.name for tensor in tensors if _STUB_NAME.search(tensor.name)]
     if stub:
-        raise UnsupportedModel(f"{label} holds {some(stub)}: names of the old stub dialect. {STUB_ADVICE}")
+        raise UnsupportedModel(
+            f"{label} holds {join_names(stub)}: names of the old stub dialect. {STUB_ADVICE}"
+        )
 
 
 def _dialect(tensors: list[GGUFTensor]) -> str:
-    """A and B share names; B is told by its own MTP names, or by float16 where A never has it."""
+    """Dialect B is recognised by its MTP names, or by float16 in a tensor that dialect A never stores as such."""
     kinds = {tensor.name: tensor.kind for tensor in tensors}
     ds4 = any(name.startswith("mtp.") for name in kinds)
     return "gguf-ds4" if ds4 or kinds.get("blk.0.hc_attn_fn.weight") == "F16" else "gguf"

@@ -1,9 +1,10 @@
-"""Blocks of ggml's quantised types and the release's own packing, both ways, bit for bit.
+"""Convert ggml block types to and from the released packing, bit-exactly.
 
-MXFP4 holds the release's FP4 codes and E8M0 scales in another order: 17 bytes per 32 numbers, first the scale, then
-byte j with element j in its low nibble and element j + 16 in its high one, where the release puts elements 2k and 2k+1
-into byte k. Only nibbles move, so both directions are lossless. Q8_0 is 34 bytes per 32 numbers, a float16 step and 32
-signed bytes; it is rounded as ggml rounds (halves away from zero). All other types go through the `gguf` package.
+MXFP4 holds the same FP4 codes and E8M0 scales as the release in a different order: 17 bytes per 32 values, first the
+scale, then byte j with element j in the low nibble and element j + 16 in the high nibble; the release stores elements
+2k and 2k + 1 in byte k. Only nibbles move, so both directions are lossless. Q8_0 is 34 bytes per 32 values, a float16
+step and 32 signed bytes, rounded as ggml does (half away from zero). All other types are decoded by the `gguf`
+package.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ _MXFP4 = np.dtype([("scale", "u1"), ("codes", "V16")])
 
 
 def pack_mxfp4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Released codes [rows, in/2] and scales [rows, in/32] -> blocks [rows, in/32 * 17], uint8."""
+    """Convert released codes [rows, in/2] and scales [rows, in/32] to blocks [rows, in/32 * 17], uint8."""
     rows, groups = scale.shape
     source = np.ascontiguousarray(_bytes(codes)).reshape(rows, groups, 16).view(np.uint64)
-    first, second = source[..., 0], source[..., 1]  # elements 0..15 and 16..31, two to a byte
+    first, second = source[..., 0], source[..., 1]  # elements 0..15 and 16..31, two per byte
     even = (first & _LOW) | ((second & _LOW) << _FOUR)
     odd = ((first >> _FOUR) & _LOW) | (second & _HIGH)
     out = np.empty((rows, groups), _MXFP4)
@@ -38,7 +39,7 @@ def pack_mxfp4(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Blocks [rows, in/32 * 17] -> released codes [rows, in/2] int8 and scales [rows, in/32] uint8."""
+    """Convert blocks [rows, in/32 * 17] to released codes [rows, in/2], int8, and scales [rows, in/32], uint8."""
     rows = blocks.shape[0]
     raw = np.ascontiguousarray(blocks.numpy()).view(_MXFP4)
     groups = raw.shape[1]
@@ -53,11 +54,12 @@ def unpack_mxfp4(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def pack_q8_0(values: torch.Tensor) -> torch.Tensor:
-    """Float32 [rows, in] -> blocks [rows, in/32 * 34], uint8."""
+    """Quantise float32 [rows, in] to blocks [rows, in/32 * 34], uint8."""
     groups = values.float().reshape(-1, GROUP)
-    step = (
-        torch.maximum(groups.amax(1, keepdim=True), -groups.amin(1, keepdim=True)).abs_() / 127
-    )  # no zero below zero
+    largest = torch.maximum(
+        groups.amax(1, keepdim=True), -groups.amin(1, keepdim=True)
+    ).abs_()  # abs_: no -0.0
+    step = largest / 127
     inverse = torch.where(step == 0, 0.0, 1 / step)
     half_step = step.to(torch.float16)
     if not bool(torch.isfinite(half_step).all()) or not bool(torch.isfinite(inverse).all()):
@@ -67,7 +69,7 @@ def pack_q8_0(values: torch.Tensor) -> torch.Tensor:
         )
     scaled = groups * inverse
     whole = scaled.trunc()
-    whole += scaled.sub_(whole).mul_(2).trunc_()  # halves go away from zero, and nothing below a half does
+    whole += scaled.sub_(whole).mul_(2).trunc_()  # round half away from zero
     out = torch.empty((len(groups), Q8_0_BYTES), dtype=torch.uint8)
     out[:, :2] = half_step.view(torch.uint8)
     out[:, 2:] = whole.to(torch.int8).view(torch.uint8)
@@ -75,7 +77,7 @@ def pack_q8_0(values: torch.Tensor) -> torch.Tensor:
 
 
 def unpack_q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks [rows, in/32 * 34] -> float32 [rows, in]."""
+    """Dequantise blocks [rows, in/32 * 34] to float32 [rows, in]."""
     raw = np.ascontiguousarray(blocks.numpy()).reshape(-1, Q8_0_BYTES)
     step = np.ascontiguousarray(raw[:, :2]).view(np.float16).astype(np.float32)
     values = raw[:, 2:].view(np.int8).astype(np.float32) * step
@@ -83,7 +85,7 @@ def unpack_q8_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def decode(blocks: torch.Tensor, kind: str, name: str) -> torch.Tensor:
-    """Rows of raw bytes [rows, row bytes] of any block type as float32 [rows, in]."""
+    """Decode raw rows [rows, row bytes] of any block type to float32 [rows, in]."""
     if kind == "Q8_0":
         return unpack_q8_0(blocks)
     if kind == "MXFP4":
@@ -97,7 +99,7 @@ def decode(blocks: torch.Tensor, kind: str, name: str) -> torch.Tensor:
             "Install it (pip install 'birkhoff[gguf]'), or use a file with MXFP4, Q8_0, BF16, F16 or F32."
         ) from None
     try:
-        with np.errstate(all="ignore"):  # what is not finite is refused by whoever uses the numbers
+        with np.errstate(all="ignore"):  # callers reject non-finite values
             values = quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[kind])
     except (KeyError, NotImplementedError, ValueError) as error:
         raise TensorDtype(

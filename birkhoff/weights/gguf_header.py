@@ -1,10 +1,10 @@
-"""The header of a GGUF file, read without trusting a single number in it. Standard library only.
+"""Parse the header of an untrusted GGUF file. Standard library only.
 
-Every count and length is compared with a cap and with the bytes that are left before it is used; sizes are computed in
-Python's unbounded integers, so nothing can wrap; names and keys are unique; tensor data must lie one behind the other
-exactly as the format pads it, inside the file. The result is plain data that survives JSON, because this file is also
-a program: `python gguf_header.py FILE` prints it, and `gguf.py` runs it in a process of its own with a deadline. Big
-numeric arrays are not carried along but named by their place (`{"at", "count", "type"}`).
+Every count and length is checked against a limit and the remaining bytes before it is used; sizes are Python integers
+and cannot overflow; names and keys are unique; tensor data must be contiguous with the format's padding and lie inside
+the file. The result is JSON-serialisable, because this file is also a program: `python gguf_header.py FILE` prints it,
+and `gguf.py` runs it in a child process with a deadline. Large numeric arrays are returned as their position in the
+file (`{"at", "count", "type"}`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ MAX_KEYS = 4096
 MAX_TENSORS = 65_536
 MAX_NAME_BYTES = 256
 MAX_STRING_BYTES = 64 << 20
-MAX_STRINGS = 1 << 20  # in all arrays together; the release has 257,021
+MAX_STRINGS = 1 << 20  # over all arrays; the release has 257,021
 MAX_ARRAY_BYTES = 256 << 20
 MAX_INLINE = 4096
 MAX_DIMENSIONS = 4
 DEFAULT_ALIGNMENT = 32
 
-# type id -> (name, elements of a block, bytes of a block)
+# type id -> (name, elements per block, bytes per block)
 TYPES: dict[int, tuple[str, int, int]] = {
     0: ("F32", 1, 4),
     1: ("F16", 1, 2),
@@ -77,7 +77,7 @@ SCALARS: dict[int, str] = {
 
 
 class MalformedGGUF(ValueError):
-    """What is wrong with a file. `kind` is "file", "shape" or "dtype"."""
+    """A malformed file. `kind` is "file", "shape" or "dtype"."""
 
     def __init__(self, message: str, kind: str = "file"):
         super().__init__(message)
@@ -85,7 +85,7 @@ class MalformedGGUF(ValueError):
 
 
 class _Cursor:
-    """Reads forward through a file; never asks for bytes that are not there."""
+    """Reads forward through a file and raises before reading past its end."""
 
     def __init__(self, file: BinaryIO, size: int):
         self.file = file
@@ -128,9 +128,10 @@ class _Cursor:
 
 
 def read_header(path: str) -> dict[str, Any]:
-    """{"version", "alignment", "size", "data", "keys": {key: value}, "types": {key: id}, "tensors": [...]}.
+    """Return {"version", "alignment", "size", "data", "keys": {key: value}, "types": {key: id}, "tensors": [...]}.
 
-    A tensor is [name, type, shape, offset, bytes]: the shape outermost first, the offset from the start of the file.
+    A tensor is [name, type, shape, offset, bytes] with the outermost dimension first and the offset from the file
+    start.
     """
     with open(path, "rb") as file:
         cursor = _Cursor(file, os.fstat(file.fileno()).st_size)
@@ -162,7 +163,7 @@ def _version(cursor: _Cursor) -> int:
     magic = cursor.take(4, "the magic")
     if magic != b"GGUF":
         raise MalformedGGUF(f"begins with {magic!r}, expected b'GGUF': it is not a GGUF file")
-    version = cursor.number("I", "the version")
+    version: int = cursor.number("I", "the version")
     if version not in (2, 3):
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
         why = " (a big-endian file; convert it on the machine it came from)" if swapped in (2, 3) else ""
@@ -208,9 +209,9 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
             f"announces {size} bytes for {key[:80]!r}, more than the {MAX_ARRAY_BYTES} allowed"
         )
     if count > MAX_INLINE:
-        place = {"at": cursor.at, "count": count, "type": code}
+        position = {"at": cursor.at, "count": count, "type": code}
         cursor.skip(size, what)
-        return place
+        return position
     return list(struct.unpack(f"<{count}{code}", cursor.take(size, what)))
 
 
@@ -239,8 +240,10 @@ def _tensor(cursor: _Cursor, index: int) -> tuple[str, str, list[int], int, int]
     return name, label, shape[::-1], offset, numbers // block * block_bytes
 
 
-def _placed(rows: list, data: int, alignment: int, size: int) -> list[list[Any]]:
-    """Rows in file order with absolute offsets; each begins where the one before it ends, padded, and all fit."""
+def _placed(
+    rows: list[tuple[str, str, list[int], int, int]], data: int, alignment: int, size: int
+) -> list[list[Any]]:
+    """Return the rows in file order with absolute offsets; each must start at the padded end of the previous one."""
     seen: set[str] = set()
     for name, *_ in rows:
         if name in seen:
@@ -265,19 +268,19 @@ def _placed(rows: list, data: int, alignment: int, size: int) -> list[list[Any]]
 
 
 def main(path: str) -> int:
-    """Print the header as JSON, or what is wrong with it; always one object."""
+    """Print the header or the error as one JSON object."""
     try:
-        answer: dict[str, Any] = {"header": read_header(path)}
+        result: dict[str, Any] = {"header": read_header(path)}
     except MalformedGGUF as error:
-        answer = {"kind": error.kind, "malformed": str(error)}
+        result = {"kind": error.kind, "malformed": str(error)}
     except OSError as error:
-        answer = {"kind": "file", "malformed": f"cannot be read ({error.strerror})"}
+        result = {"kind": "file", "malformed": f"cannot be read ({error.strerror})"}
     except MemoryError:
-        answer = {
+        result = {
             "kind": "file",
             "malformed": "has a header that does not fit the memory set aside for reading it",
         }
-    sys.stdout.write(json.dumps(answer))
+    sys.stdout.write(json.dumps(result))
     return 0
 
 

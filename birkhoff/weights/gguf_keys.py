@@ -1,9 +1,9 @@
-"""A V4Config as GGUF metadata of architecture `deepseek4`, and back.
+"""Convert a V4Config to GGUF metadata of architecture `deepseek4`, and back.
 
-`keys_of` writes every key that any reader of dialect A or B asks for, the four included that are silently wrong when
-absent (`rope.dimension_count` and three of `rope.scaling`). `config_from` asks for all that cannot be derived, derives
-what tensors or other keys determine (vocabulary, output rank, hash layers, streams), takes the format's defaults only
-where every reader shares them, and names all missing keys at once. A rope scaling of type "none" is no scaling.
+`metadata_of` writes every key that a reader of dialect A or B looks up, including four whose absence is silently wrong
+(`rope.dimension_count` and three of `rope.scaling`). `config_from_metadata` requires all keys that cannot be derived,
+derives what tensors or other keys determine (vocabulary, output rank, hash layers, streams), uses a default only where
+all readers agree on it, and reports all missing keys at once. A rope scaling of type "none" means no scaling.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ STUB_ADVICE = (
 )
 
 
-class Key(NamedTuple):
-    """One metadata entry: value type id, or (9, inner id) for an array."""
+class MetadataEntry(NamedTuple):
+    """One metadata entry. `kind` is the value type id, or (9, element type id) for an array."""
 
     name: str
     kind: int | tuple[int, int]
     value: Any
 
 
-def keys_of(config: V4Config, mtp_file: bool = False) -> list[Key]:
-    """Every `deepseek4.` key of a trunk file, or of the file that holds the MTP block alone."""
+def metadata_of(config: V4Config, mtp_file: bool = False) -> list[MetadataEntry]:
+    """Return every `deepseek4.` key of a trunk file, or of a file that holds only the MTP block."""
     blocks = config.num_hidden_layers + mtp_file
     clamp = [config.swiglu_limit] * blocks
     ratios = list(config.compress_ratios) + [0] * config.num_nextn_predict_layers
@@ -93,11 +93,11 @@ def keys_of(config: V4Config, mtp_file: bool = False) -> list[Key]:
     ]
     if mtp_file:
         rows.append(("nextn_predict_layers", U32, config.num_nextn_predict_layers))
-    return [Key(f"{ARCHITECTURE}.{name}", kind, value) for name, kind, value in rows]
+    return [MetadataEntry(f"{ARCHITECTURE}.{name}", kind, value) for name, kind, value in rows]
 
 
 def check_architecture(keys: Mapping[str, Any], label: str) -> None:
-    """Refuse everything that is not dialect A or B, by name."""
+    """Raise UnsupportedModel unless the file is of dialect A or B."""
     seen = keys.get("general.architecture")
     if seen == ARCHITECTURE:
         return
@@ -116,8 +116,8 @@ def check_architecture(keys: Mapping[str, Any], label: str) -> None:
     )
 
 
-class _KeyReader:
-    """Typed look-ups that remember what was missing instead of stopping at the first."""
+class _MetadataReader:
+    """Typed look-ups that collect missing keys instead of raising at the first."""
 
     def __init__(self, keys: Mapping[str, Any], label: str):
         self.keys = keys
@@ -139,7 +139,7 @@ class _KeyReader:
             raise ConfigError(f"{self.label}: {key} is {quoted(value)}, expected {_KIND_TEXT[kind]}.")
         return float(value) if kind is float else value
 
-    def whole(self, name: str, default: int | None = None) -> Any:
+    def integer(self, name: str, default: int | None = None) -> Any:
         return self.get(name, int, default)
 
     def number(self, name: str, default: float | None = None) -> Any:
@@ -147,7 +147,7 @@ class _KeyReader:
         return value if value is None else shortest(value)
 
     def per_layer(self, name: str, kind: type, blocks: int) -> list[Any]:
-        """An array with an entry for every block, or one number for all."""
+        """Return an array with one entry per block, or a single value repeated."""
         key = f"{ARCHITECTURE}.{name}"
         value = self.keys.get(key)
         if value is None:
@@ -170,55 +170,57 @@ _KIND_TEXT = {int: "a whole number", float: "a number", str: "a text", bool: "tr
 
 
 def shortest(value: float) -> float:
-    """The decimal number a float32 was written from: 1e-6 comes back as 1e-6 and not as 9.999999974752427e-07."""
+    """Return the shortest decimal that rounds to this float32: 1e-6 instead of 9.999999974752427e-07."""
     import numpy as np
 
     return float(str(np.float32(value)))
 
 
-def config_from(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], label: str) -> V4Config:
-    """The model a file describes; `shapes` are its tensors, outermost first, for what keys do not say."""
+def config_from_metadata(
+    keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], label: str
+) -> V4Config:
+    """Return the config that a file describes. `shapes` are its tensors, outermost dimension first."""
     check_architecture(keys, label)
-    read = _KeyReader(keys, label)
-    blocks = read.whole("block_count")
-    nextn = read.whole("nextn_predict_layers", 0)
-    groups = read.whole("attention.output_group_count")
+    read = _MetadataReader(keys, label)
+    blocks = read.integer("block_count")
+    nextn = read.integer("nextn_predict_layers", 0)
+    groups = read.integer("attention.output_group_count")
     derived = _derived(keys, shapes, groups)
     values: dict[str, Any] = {
-        "max_position_embeddings": read.whole("context_length"),
-        "hidden_size": read.whole("embedding_length"),
-        "vocab_size": read.whole("vocab_size", derived.get("vocab_size")),
-        "num_attention_heads": read.whole("attention.head_count"),
-        "num_key_value_heads": read.whole("attention.head_count_kv"),
-        "head_dim": read.whole("attention.key_length"),
+        "max_position_embeddings": read.integer("context_length"),
+        "hidden_size": read.integer("embedding_length"),
+        "vocab_size": read.integer("vocab_size", derived.get("vocab_size")),
+        "num_attention_heads": read.integer("attention.head_count"),
+        "num_key_value_heads": read.integer("attention.head_count_kv"),
+        "head_dim": read.integer("attention.key_length"),
         "rms_norm_eps": read.number("attention.layer_norm_rms_epsilon"),
-        "q_lora_rank": read.whole("attention.q_lora_rank"),
+        "q_lora_rank": read.integer("attention.q_lora_rank"),
         "o_groups": groups,
-        "o_lora_rank": read.whole("attention.output_lora_rank", derived.get("o_lora_rank")),
-        "sliding_window": read.whole("attention.sliding_window"),
+        "o_lora_rank": read.integer("attention.output_lora_rank", derived.get("o_lora_rank")),
+        "sliding_window": read.integer("attention.sliding_window"),
         "compress_rope_theta": read.number("attention.compress_rope_freq_base"),
-        "index_n_heads": read.whole("attention.indexer.head_count"),
-        "index_head_dim": read.whole("attention.indexer.key_length"),
-        "index_topk": read.whole("attention.indexer.top_k"),
-        "qk_rope_head_dim": read.whole("rope.dimension_count"),
+        "index_n_heads": read.integer("attention.indexer.head_count"),
+        "index_head_dim": read.integer("attention.indexer.key_length"),
+        "index_topk": read.integer("attention.indexer.top_k"),
+        "qk_rope_head_dim": read.integer("rope.dimension_count"),
         "rope_theta": read.number("rope.freq_base", 10000.0),
-        "n_routed_experts": read.whole("expert_count"),
-        "num_experts_per_tok": read.whole("expert_used_count"),
-        "n_shared_experts": read.whole("expert_shared_count"),
-        "moe_intermediate_size": read.whole("expert_feed_forward_length"),
+        "n_routed_experts": read.integer("expert_count"),
+        "num_experts_per_tok": read.integer("expert_used_count"),
+        "n_shared_experts": read.integer("expert_shared_count"),
+        "moe_intermediate_size": read.integer("expert_feed_forward_length"),
         "routed_scaling_factor": read.number("expert_weights_scale"),
         "norm_topk_prob": read.get("expert_weights_norm", bool),
-        "hc_mult": read.whole("hyper_connection.count", derived.get("hc_mult")),
-        "hc_sinkhorn_iters": read.whole("hyper_connection.sinkhorn_iterations"),
+        "hc_mult": read.integer("hyper_connection.count", derived.get("hc_mult")),
+        "hc_sinkhorn_iters": read.integer("hyper_connection.sinkhorn_iterations"),
         "hc_eps": read.number("hyper_connection.epsilon"),
-        "num_hash_layers": read.whole("hash_layer_count", derived.get("num_hash_layers")),
+        "num_hash_layers": read.integer("hash_layer_count", derived.get("num_hash_layers")),
     }
-    gating = read.whole("expert_gating_func")
-    value_length = read.whole("attention.value_length")
+    gating = read.integer("expert_gating_func")
+    value_length = read.integer("attention.value_length")
     scaling = _scaling(read)
-    plausible = blocks if blocks is not None and 0 < blocks < 65_536 else 0
-    ratios = read.per_layer("attention.compress_ratios", int, plausible)
-    clamps = read.per_layer("swiglu_clamp_exp", float, plausible)
+    valid_blocks = blocks if blocks is not None and 0 < blocks < 65_536 else 0
+    ratios = read.per_layer("attention.compress_ratios", int, valid_blocks)
+    clamps = read.per_layer("swiglu_clamp_exp", float, valid_blocks)
     if read.missing:
         raise ConfigError(
             f"{label} lacks {len(read.missing)} keys that cannot be derived: {', '.join(read.missing[:6])}"
@@ -226,7 +228,7 @@ def config_from(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
             "convert the original checkpoint again."
         )
     layers = blocks - nextn
-    if not plausible or not layers > 0:
+    if not valid_blocks or not layers > 0:
         raise ConfigError(
             f"{label} has {blocks} blocks of which {nextn} are MTP, expected 1 to 65535 and some trunk."
         )
@@ -239,7 +241,9 @@ def config_from(keys: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], 
             f"{label}: value_length is {value_length}, key_length {values['head_dim']}; V4 has one size."
         )
     shared = (
-        read.per_layer("swiglu_clamp_shexp", float, plausible) if read.has("swiglu_clamp_shexp") else clamps
+        read.per_layer("swiglu_clamp_shexp", float, valid_blocks)
+        if read.has("swiglu_clamp_shexp")
+        else clamps
     )
     limits = set(map(shortest, [*clamps[:blocks], *shared[:blocks]]))
     if len(limits) != 1:
@@ -277,10 +281,10 @@ def _derived(
     return out
 
 
-def _scaling(read: _KeyReader) -> RopeScaling | None:
+def _scaling(read: _MetadataReader) -> RopeScaling | None:
     kind = read.get("rope.scaling.type", str)
     factor = read.number("rope.scaling.factor")
-    length = read.whole("rope.scaling.original_context_length")
+    length = read.integer("rope.scaling.original_context_length")
     if kind in (None, "none") or factor is None or length is None:
         return None
     if kind != "yarn":

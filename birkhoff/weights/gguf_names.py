@@ -1,8 +1,8 @@
-"""GGUF names of V4's tensors: one table, read in both directions.
+"""Map released tensor names to GGUF names and back, with one table.
 
-Ours are the released names. A block's table serves trunk layers (`blk.N.`), the MTP block of dialect A (`blk.L.` in a
-file of its own) and that of dialect B (`mtp.0.`). Experts lie stacked in GGUF, so their entry names the stack and the
-expert comes from our name. Names no row has stay as they are and are reported as left over, never guessed.
+The block table covers trunk layers (`blk.N.`), the MTP block of dialect A (`blk.L.` in a separate file) and that of
+dialect B (`mtp.0.`). GGUF stacks the experts of a layer in one tensor; the expert id comes from the released name.
+Names without a table row stay untranslated and are reported as unexpected.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ BLOCK = {
     "ffn.shared_experts.w3.weight": "ffn_up_shexp.weight",
 }
 STACKS = {"w1": "ffn_gate_exps.weight", "w3": "ffn_up_exps.weight", "w2": "ffn_down_exps.weight"}
-# Dialect B's MTP block keeps the release's own words for what only MTP has.
+# Dialect B keeps the released names of tensors that only MTP has.
 DS4_MTP = {
     "e_proj.weight": "e_proj.weight",
     "h_proj.weight": "h_proj.weight",
@@ -64,7 +64,7 @@ DS4_MTP = {
     "hc_head_base": "hc_head_base.weight",
     "hc_head_scale": "hc_head_scale.weight",
 }
-# Dialect A's; e_proj and h_proj stand side by side in `nextn.eh_proj.weight`.
+# Dialect A; `nextn.eh_proj.weight` is e_proj and h_proj concatenated along columns.
 NEXTN = {
     "enorm.weight": "nextn.enorm.weight",
     "hnorm.weight": "nextn.hnorm.weight",
@@ -76,64 +76,64 @@ NEXTN = {
 EH_PROJ = "nextn.eh_proj.weight"
 
 _EXPERT = re.compile(r"ffn\.experts\.(\d+)\.(w[123])\.weight")
-_ROOT_BACK = {theirs: ours for ours, theirs in ROOT.items()}
-_BLOCK_BACK = {theirs: ours for ours, theirs in BLOCK.items()}
-_STACK_BACK = {theirs: part for part, theirs in STACKS.items()}
-_DS4_BACK = {theirs: ours for ours, theirs in DS4_MTP.items()}
-_NEXTN_BACK = {theirs: ours for ours, theirs in NEXTN.items()}
+_ROOT_FROM_GGUF = {theirs: ours for ours, theirs in ROOT.items()}
+_BLOCK_FROM_GGUF = {theirs: ours for ours, theirs in BLOCK.items()}
+_STACK_FROM_GGUF = {theirs: part for part, theirs in STACKS.items()}
+_DS4_FROM_GGUF = {theirs: ours for ours, theirs in DS4_MTP.items()}
+_NEXTN_FROM_GGUF = {theirs: ours for ours, theirs in NEXTN.items()}
 
 
-class GGUFLocation(NamedTuple):
-    """Where one of our tensors lies: a GGUF tensor, and the expert inside it where it is a stack."""
+class GGUFName(NamedTuple):
+    """The GGUF tensor that holds a released tensor, and the expert id if it is a stack of experts."""
 
     name: str
     expert: int | None = None
 
 
-class GGUFMeaning(NamedTuple):
-    """What a GGUF tensor is. `ours` has `{}` where the expert's number goes; `halves` marks e_proj beside h_proj."""
+class ReleasedName(NamedTuple):
+    """The released name of a GGUF tensor, with `{}` for the expert id. `halves`: e_proj next to h_proj."""
 
     ours: str
     stacked: bool = False
     halves: bool = False
 
 
-def place_in_block(suffix: str, prefix: str) -> GGUFLocation | None:
-    """`attn.wq_a.weight`, `blk.3` -> `blk.3.attn_q_a.weight`; None for a name that blocks do not have."""
+def block_name(suffix: str, prefix: str) -> GGUFName | None:
+    """Map `attn.wq_a.weight`, `blk.3` to `blk.3.attn_q_a.weight`; None for a name that blocks do not have."""
     if suffix in BLOCK:
-        return GGUFLocation(f"{prefix}.{BLOCK[suffix]}")
+        return GGUFName(f"{prefix}.{BLOCK[suffix]}")
     match = _EXPERT.fullmatch(suffix)
-    return GGUFLocation(f"{prefix}.{STACKS[match[2]]}", int(match[1])) if match else None
+    return GGUFName(f"{prefix}.{STACKS[match[2]]}", int(match[1])) if match else None
 
 
-def trunk_place(name: str) -> GGUFLocation | None:
-    """Where a trunk tensor of ours lies in a GGUF file."""
+def trunk_name(name: str) -> GGUFName | None:
+    """Return the GGUF name of a trunk tensor."""
     if name in ROOT:
-        return GGUFLocation(ROOT[name])
+        return GGUFName(ROOT[name])
     parts = name.split(".", 2)
-    return place_in_block(parts[2], f"blk.{parts[1]}") if parts[0] == "layers" and len(parts) == 3 else None
+    return block_name(parts[2], f"blk.{parts[1]}") if parts[0] == "layers" and len(parts) == 3 else None
 
 
-def meaning(name: str, trunk_layers: int) -> GGUFMeaning | None:
-    """What a GGUF tensor is in our words; blocks from `trunk_layers` on are MTP."""
-    if name in _ROOT_BACK:
-        return GGUFMeaning(_ROOT_BACK[name])
+def to_released(name: str, trunk_layers: int) -> ReleasedName | None:
+    """Return the released name of a GGUF tensor, or None. Blocks from `trunk_layers` on are MTP."""
+    if name in _ROOT_FROM_GGUF:
+        return ReleasedName(_ROOT_FROM_GGUF[name])
     head, _, rest = name.partition(".")
-    number, _, suffix = rest.partition(".")
-    if head not in ("blk", "mtp") or not number.isdecimal() or len(number) > 5 or str(int(number)) != number:
+    block, _, suffix = rest.partition(".")
+    if head not in ("blk", "mtp") or not block.isdecimal() or len(block) > 5 or str(int(block)) != block:
         return None
-    index = int(number)
+    index = int(block)
     if head == "blk" and index < trunk_layers:
         return _in_block(suffix, f"layers.{index}")
     ours = f"mtp.{index if head == 'mtp' else index - trunk_layers}"
     if head == "blk" and suffix == EH_PROJ:
-        return GGUFMeaning(f"{ours}.{{}}_proj.weight", halves=True)
-    own = (_DS4_BACK if head == "mtp" else _NEXTN_BACK).get(suffix)
-    return GGUFMeaning(f"{ours}.{own}") if own else _in_block(suffix, ours)
+        return ReleasedName(f"{ours}.{{}}_proj.weight", halves=True)
+    suffix_ours = (_DS4_FROM_GGUF if head == "mtp" else _NEXTN_FROM_GGUF).get(suffix)
+    return ReleasedName(f"{ours}.{suffix_ours}") if suffix_ours else _in_block(suffix, ours)
 
 
-def _in_block(suffix: str, ours: str) -> GGUFMeaning | None:
-    if suffix in _BLOCK_BACK:
-        return GGUFMeaning(f"{ours}.{_BLOCK_BACK[suffix]}")
-    part = _STACK_BACK.get(suffix)
-    return GGUFMeaning(f"{ours}.ffn.experts.{{}}.{part}.weight", stacked=True) if part else None
+def _in_block(suffix: str, ours: str) -> ReleasedName | None:
+    if suffix in _BLOCK_FROM_GGUF:
+        return ReleasedName(f"{ours}.{_BLOCK_FROM_GGUF[suffix]}")
+    part = _STACK_FROM_GGUF.get(suffix)
+    return ReleasedName(f"{ours}.ffn.experts.{{}}.{part}.weight", stacked=True) if part else None

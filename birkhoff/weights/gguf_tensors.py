@@ -1,13 +1,12 @@
-"""Tensors of GGUF files as references under our names, decoded when their rows are asked for.
+"""Lazy references to the tensors of GGUF files under released names.
 
-Plain floats and whole numbers are handed out as they lie. MXFP4 is handed out as the release's FP4: codes and scales
-under their own names, so that packed loading and lossless conversion work as they do for safetensors. Every other block
-type is handed out as float32, `encoding` telling what it was. A stack of experts is one reference per expert.
+Plain floats and integers are returned as stored. MXFP4 is returned as the release's FP4, codes and scales as separate
+tensors, so that packed loading and lossless conversion work as for safetensors. All other block types are decoded to
+float32, with `encoding` set to the stored type. A stack of experts becomes one reference per expert.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,10 @@ import torch
 
 from birkhoff.errors import CheckpointError, TensorShape
 from birkhoff.weights.gguf_blocks import GROUP, decode, unpack_mxfp4
-from birkhoff.weights.gguf_names import GGUFMeaning, meaning
+from birkhoff.weights.gguf_names import ReleasedName, to_released
 from birkhoff.weights.layout import scale_name
-from birkhoff.weights.safetensors import TORCH_DTYPES
-from birkhoff.weights.shard_index import Complain
+from birkhoff.weights.safetensors import TORCH_DTYPES, read_exactly
+from birkhoff.weights.shard_index import ErrorHandler
 from birkhoff.weights.tensor_ref import STRIP_BYTES, TensorRef
 
 PLAIN = ("F32", "F16", "BF16", "I32", "I64", "I8", "I16")
@@ -28,7 +27,7 @@ MAX_EXPERTS = 65_536
 
 
 class GGUFTensor(NamedTuple):
-    """One tensor of one file; `shape` is outermost first, `offset` counts from the start of the file."""
+    """One tensor of one file. `shape` is outermost first; `offset` is in bytes from the start of the file."""
 
     path: Path
     name: str
@@ -38,8 +37,8 @@ class GGUFTensor(NamedTuple):
     nbytes: int
 
 
-class Matrix(NamedTuple):
-    """Some rows of a tensor: one expert of a stack, or all of it. `columns` keeps a part of every row."""
+class GGUFSlice(NamedTuple):
+    """Rows of a tensor: one expert of a stack, or all. `columns` selects a column range."""
 
     tensor: GGUFTensor
     shape: tuple[int, ...]
@@ -54,118 +53,118 @@ class Matrix(NamedTuple):
         return self.tensor.nbytes // rows
 
     def raw(self, start: int, stop: int) -> torch.Tensor:
-        """Bytes [rows, row bytes]."""
+        """Read rows as bytes, [rows, row bytes]."""
         size = self.row_bytes
         out = torch.empty((stop - start, size), dtype=torch.uint8)
         read_exactly(self.tensor.path, self.offset + start * size, out.view(-1).numpy().data)
         return out
 
 
-class References(Mapping[str, TensorRef]):
-    """Our names -> references; `source` tells in which GGUF tensor each lies."""
+class GGUFRefs(Mapping[str, TensorRef]):
+    """Mapping from released names to references; `source` returns the GGUF tensor that holds one."""
 
     def __init__(self) -> None:
-        self._made: dict[str, tuple[str, Matrix]] = {}
+        self._sources: dict[str, tuple[str, GGUFSlice]] = {}
         self._memo: dict[str, tuple[int, int, tuple[torch.Tensor, torch.Tensor]]] = {}
 
-    def add(self, name: str, matrix: Matrix, complain: Complain) -> None:
-        kind = matrix.tensor.kind
-        if name in self._made:
-            complain(
+    def add(self, name: str, part: GGUFSlice, on_error: ErrorHandler) -> None:
+        kind = part.tensor.kind
+        if name in self._sources:
+            on_error(
                 CheckpointError(
-                    f"{name} is in {self._made[name][1].tensor.path.name} and again in {matrix.tensor.path.name}. "
+                    f"{name} is in {self._sources[name][1].tensor.path.name} and again in {part.tensor.path.name}. "
                     "Keep the files of one model only."
                 )
             )
             return
-        if kind == "MXFP4" and len(matrix.shape) == 2 and matrix.columns is None and name.endswith(".weight"):
-            self._made[name] = ("codes", matrix)
-            self._made[scale_name(name)] = ("scale", matrix)
+        if kind == "MXFP4" and len(part.shape) == 2 and part.columns is None and name.endswith(".weight"):
+            self._sources[name] = ("codes", part)
+            self._sources[scale_name(name)] = ("scale", part)
         else:
-            self._made[name] = ("plain" if kind in PLAIN else "decoded", matrix)
+            self._sources[name] = ("plain" if kind in PLAIN else "decoded", part)
 
     def source(self, name: str) -> GGUFTensor:
-        return self._made[name][1].tensor
+        return self._sources[name][1].tensor
 
     def __getitem__(self, name: str) -> TensorRef:
-        how, matrix = self._made[name]
-        kind, shape = matrix.tensor.kind, matrix.shape
-        if matrix.columns is not None:
-            shape = (shape[0], matrix.columns[1] - matrix.columns[0])
-        rows = 1 if len(matrix.shape) == 1 else matrix.shape[0]
-        nbytes = rows * matrix.row_bytes * shape[-1] // matrix.shape[-1]
-        if how == "codes":
+        storage, part = self._sources[name]
+        kind, shape = part.tensor.kind, part.shape
+        if part.columns is not None:
+            shape = (shape[0], part.columns[1] - part.columns[0])
+        rows = 1 if len(part.shape) == 1 else part.shape[0]
+        nbytes = rows * part.row_bytes * shape[-1] // part.shape[-1]
+        if storage == "codes":
             stored = (shape[0], shape[1] // 2)
-            return TensorRef(name, "I8", stored, stored[0] * stored[1], partial(self._fp4, matrix, 0), kind)
-        if how == "scale":
+            return TensorRef(name, "I8", stored, stored[0] * stored[1], partial(self._fp4, part, 0), kind)
+        if storage == "scale":
             stored = (shape[0], shape[1] // GROUP)
             return TensorRef(
-                name, "F8_E8M0", stored, stored[0] * stored[1], partial(self._fp4, matrix, 1), kind
+                name, "F8_E8M0", stored, stored[0] * stored[1], partial(self._fp4, part, 1), kind
             )
-        if how == "decoded":
-            return TensorRef(name, "F32", shape, nbytes, partial(_decoded, matrix), kind)
-        return TensorRef(name, kind, shape, nbytes, partial(_plain, matrix))
+        if storage == "decoded":
+            return TensorRef(name, "F32", shape, nbytes, partial(_decoded, part), kind)
+        return TensorRef(name, kind, shape, nbytes, partial(_plain, part))
 
     def __contains__(self, name: object) -> bool:
-        return name in self._made
+        return name in self._sources
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._made)
+        return iter(self._sources)
 
     def __len__(self) -> int:
-        return len(self._made)
+        return len(self._sources)
 
-    def _fp4(self, matrix: Matrix, part: int, start: int, stop: int) -> torch.Tensor:
-        """Codes and scales of the same rows are asked for one after the other: the blocks are read once for both."""
-        key = f"{matrix.tensor.path}:{matrix.offset}"
-        held = self._memo.get(key)
-        if held is None or held[:2] != (start, stop):
-            both = unpack_mxfp4(matrix.raw(start, stop))
+    def _fp4(self, part: GGUFSlice, output: int, start: int, stop: int) -> torch.Tensor:
+        """Return codes (0) or scales (1). Both are usually read for the same rows, so the last blocks are cached."""
+        key = f"{part.tensor.path}:{part.offset}"
+        cached = self._memo.get(key)
+        if cached is None or cached[:2] != (start, stop):
+            both = unpack_mxfp4(part.raw(start, stop))
             if both[0].nbytes > 2 * STRIP_BYTES:
-                return both[part]
+                return both[output]
             self._memo.clear()
-            self._memo[key] = held = (start, stop, both)
-        return held[2][part]
+            self._memo[key] = cached = (start, stop, both)
+        return cached[2][output]
 
 
-def refer(
-    tensors: list[GGUFTensor], trunk_layers: int, mtp_file: bool, references: References, complain: Complain
+def add_tensors(
+    tensors: list[GGUFTensor], trunk_layers: int, mtp_file: bool, refs: GGUFRefs, on_error: ErrorHandler
 ) -> list[str]:
-    """Add the tensors of one file. In an MTP file the root names are copies, but for the head mixer, which is its own.
+    """Add the tensors of one file to `refs`; return the names skipped because they are copies.
 
-    Returns the names that were left out because they are copies.
+    Root tensors of an MTP file are copies of the trunk's, except the head mixer.
     """
     copies: list[str] = []
-    own_head = any(".nextn.hc_head_fn." in tensor.name for tensor in tensors)
+    has_head = any(".nextn.hc_head_fn." in tensor.name for tensor in tensors)
     for tensor in tensors:
-        what = meaning(tensor.name, trunk_layers)
-        if what is None:
-            references.add(tensor.name, Matrix(tensor, tensor.shape, tensor.offset), complain)
+        released = to_released(tensor.name, trunk_layers)
+        if released is None:
+            refs.add(tensor.name, GGUFSlice(tensor, tensor.shape, tensor.offset), on_error)
             continue
-        ours = what.ours
+        ours = released.ours
         if mtp_file and not ours.startswith("mtp."):
-            if not ours.startswith("hc_head_") or own_head:
+            if not ours.startswith("hc_head_") or has_head:
                 copies.append(tensor.name)
                 continue
             ours = f"mtp.0.{ours}"
-        _add(tensor, ours, what, references, complain)
+        _add(tensor, ours, released, refs, on_error)
     return copies
 
 
 def _add(
-    tensor: GGUFTensor, ours: str, what: GGUFMeaning, references: References, complain: Complain
+    tensor: GGUFTensor, ours: str, released: ReleasedName, refs: GGUFRefs, on_error: ErrorHandler
 ) -> None:
     shape = tensor.shape
-    if what.halves:
+    if released.halves:
         if len(shape) != 2 or shape[1] % 2:
-            complain(TensorShape(f"{tensor.name} is {shape}, expected two square matrices side by side."))
+            on_error(TensorShape(f"{tensor.name} is {shape}, expected two square matrices side by side."))
             return
         half = shape[1] // 2
-        for part, columns in (("e", (0, half)), ("h", (half, 2 * half))):
-            references.add(ours.format(part), Matrix(tensor, shape, tensor.offset, columns), complain)
-    elif what.stacked:
+        for prefix, columns in (("e", (0, half)), ("h", (half, 2 * half))):
+            refs.add(ours.format(prefix), GGUFSlice(tensor, shape, tensor.offset, columns), on_error)
+    elif released.stacked:
         if len(shape) != 3 or shape[0] > MAX_EXPERTS:
-            complain(
+            on_error(
                 TensorShape(
                     f"{tensor.name} is {shape}, expected one matrix for each of up to {MAX_EXPERTS} experts."
                 )
@@ -173,46 +172,33 @@ def _add(
             return
         size = tensor.nbytes // shape[0]
         for expert in range(shape[0]):
-            references.add(
-                ours.format(expert), Matrix(tensor, shape[1:], tensor.offset + expert * size), complain
+            refs.add(
+                ours.format(expert), GGUFSlice(tensor, shape[1:], tensor.offset + expert * size), on_error
             )
     elif len(shape) == 3 and ours.endswith(
         "wo_a.weight"
-    ):  # one matrix per group of heads, stacked: the same bytes
-        references.add(ours, Matrix(tensor, (shape[0] * shape[1], shape[2]), tensor.offset), complain)
+    ):  # one matrix per head group, stacked: the same bytes
+        refs.add(ours, GGUFSlice(tensor, (shape[0] * shape[1], shape[2]), tensor.offset), on_error)
     else:
-        references.add(ours, Matrix(tensor, shape, tensor.offset), complain)
+        refs.add(ours, GGUFSlice(tensor, shape, tensor.offset), on_error)
 
 
-def read_exactly(path: Path, offset: int, view: memoryview) -> None:
-    """Fill `view` from the file; short reads are an error, because the header was checked against the size."""
-    with open(path, "rb", buffering=0) as file:
-        done = 0
-        while done < len(view):
-            count = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], offset + done)
-            if not count:
-                raise CheckpointError(
-                    f"{path.name} ended at byte {offset + done}: it changed while it was read. Try again."
-                )
-            done += count
-
-
-def _plain(matrix: Matrix, start: int, stop: int) -> torch.Tensor:
-    dtype = TORCH_DTYPES[matrix.tensor.kind]
-    if len(matrix.shape) == 1:
+def _plain(part: GGUFSlice, start: int, stop: int) -> torch.Tensor:
+    dtype = TORCH_DTYPES[part.tensor.kind]
+    if len(part.shape) == 1:
         out = torch.empty(stop - start, dtype=dtype)
-        where = matrix.offset + start * dtype.itemsize
-        read_exactly(matrix.tensor.path, where, out.view(torch.uint8).numpy().data)
+        where = part.offset + start * dtype.itemsize
+        read_exactly(part.tensor.path, where, out.view(torch.uint8).numpy().data)
         return out
-    rows = matrix.raw(start, stop).view(dtype).view(stop - start, *matrix.shape[1:])
-    return _columns(matrix, rows)
+    rows = part.raw(start, stop).view(dtype).view(stop - start, *part.shape[1:])
+    return _columns(part, rows)
 
 
-def _decoded(matrix: Matrix, start: int, stop: int) -> torch.Tensor:
-    if len(matrix.shape) == 1:
-        return decode(matrix.raw(0, 1), matrix.tensor.kind, matrix.tensor.name).view(-1)[start:stop]
-    return _columns(matrix, decode(matrix.raw(start, stop), matrix.tensor.kind, matrix.tensor.name))
+def _decoded(part: GGUFSlice, start: int, stop: int) -> torch.Tensor:
+    if len(part.shape) == 1:
+        return decode(part.raw(0, 1), part.tensor.kind, part.tensor.name).view(-1)[start:stop]
+    return _columns(part, decode(part.raw(start, stop), part.tensor.kind, part.tensor.name))
 
 
-def _columns(matrix: Matrix, rows: torch.Tensor) -> torch.Tensor:
-    return rows if matrix.columns is None else rows[:, slice(*matrix.columns)].contiguous()
+def _columns(part: GGUFSlice, rows: torch.Tensor) -> torch.Tensor:
+    return rows if part.columns is None else rows[:, slice(*part.columns)].contiguous()

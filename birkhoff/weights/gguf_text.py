@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, as the text of a `tokenizer.json`, and the metadata keys made from one.
+"""Convert the tokenizer inside a GGUF file to `tokenizer.json` text, and back to metadata.
 
-Files we wrote carry the original text (`tokenizer.huggingface.json`) beside the lists that other readers use, so
-nothing is lost on the way. For other files it is rebuilt from tokens, types and merges; the splitting rules behind the
-pre-tokenizer's name are not in the file, so only names whose rules we know are rebuilt.
+Files written by Birkhoff carry the original text (`tokenizer.huggingface.json`) next to the lists that other readers
+use, so nothing is lost. For other files it is rebuilt from tokens, types and merges. The pre-tokenizer is stored by
+name only, so it is rebuilt only for names whose rules are known here.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from birkhoff.errors import CheckpointError
-from birkhoff.weights.gguf_keys import STRING, U32, Key
+from birkhoff.weights.gguf_keys import STRING, U32, MetadataEntry
 
-WHOLE = "tokenizer.huggingface.json"
+TOKENIZER_JSON = "tokenizer.huggingface.json"
 PRE = "joyai-llm"
 NORMAL = 1
 CONTROL = 3
@@ -32,10 +32,10 @@ _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": T
 
 
 def tokenizer_json(keys: Mapping[str, Any], label: str, notices: list[str]) -> str | None:
-    """The file's tokenizer, or None with a notice that says why there is none."""
-    whole = keys.get(WHOLE)
-    if isinstance(whole, str) and whole:
-        return whole
+    """Return the file's tokenizer, or None after adding a notice with the reason."""
+    text = keys.get(TOKENIZER_JSON)
+    if isinstance(text, str) and text:
+        return text
     tokens = keys.get("tokenizer.ggml.tokens")
     merges = keys.get("tokenizer.ggml.merges")
     if keys.get("tokenizer.ggml.model") in (None, "no_vocab") or not tokens:
@@ -52,10 +52,10 @@ def tokenizer_json(keys: Mapping[str, Any], label: str, notices: list[str]) -> s
         raise CheckpointError(
             f"{label}: tokens, token types and merges do not belong together. Download it again."
         )
-    return _rebuilt(tokens, types, merges)
+    return _rebuild(tokens, types, merges)
 
 
-def _rebuilt(tokens: list[str], types: list[int], merges: list[str]) -> str:
+def _rebuild(tokens: list[str], types: list[int], merges: list[str]) -> str:
     added = [
         {
             "id": i,
@@ -86,13 +86,13 @@ def _rebuilt(tokens: list[str], types: list[int], merges: list[str]) -> str:
     )
 
 
-def tokenizer_keys(
+def tokenizer_metadata(
     text: str | None, vocab_size: int, bos: int | None, eos: int | None, notices: list[str]
-) -> list[Key]:
-    """Metadata that lets other readers tokenise, and the whole text for ours."""
+) -> list[MetadataEntry]:
+    """Return the metadata for other readers, and the whole text for this one."""
     if text is None:
         notices.append("the checkpoint has no tokenizer.json; the file will work with token ids only.")
-        return [Key("tokenizer.ggml.model", STRING, "no_vocab")]
+        return [MetadataEntry("tokenizer.ggml.model", STRING, "no_vocab")]
     raw = json.loads(text)
     model = raw["model"]
     tokens = [f"[PAD{i}]" for i in range(vocab_size)]
@@ -109,25 +109,25 @@ def tokenizer_keys(
             "tokenizer.json splits text by rules that have no name in GGUF; other programs may tokenise differently."
         )
     rows = [
-        Key("tokenizer.ggml.model", STRING, "gpt2"),
-        Key("tokenizer.ggml.pre", STRING, pre or "default"),
-        Key("tokenizer.ggml.tokens", _STRINGS, tokens),
-        Key("tokenizer.ggml.token_type", _I32S, types),
-        Key("tokenizer.ggml.merges", _STRINGS, merges),
-        Key(WHOLE, STRING, text),
+        MetadataEntry("tokenizer.ggml.model", STRING, "gpt2"),
+        MetadataEntry("tokenizer.ggml.pre", STRING, pre or "default"),
+        MetadataEntry("tokenizer.ggml.tokens", _STRINGS, tokens),
+        MetadataEntry("tokenizer.ggml.token_type", _I32S, types),
+        MetadataEntry("tokenizer.ggml.merges", _STRINGS, merges),
+        MetadataEntry(TOKENIZER_JSON, STRING, text),
     ]
     for which, token in (("bos", bos), ("eos", eos)):
         if token is not None:
-            rows.append(Key(f"tokenizer.ggml.{which}_token_id", U32, token))
+            rows.append(MetadataEntry(f"tokenizer.ggml.{which}_token_id", U32, token))
     return [
         *rows,
-        Key("tokenizer.ggml.add_bos_token", 7, False),
-        Key("tokenizer.ggml.add_eos_token", 7, False),
+        MetadataEntry("tokenizer.ggml.add_bos_token", 7, False),
+        MetadataEntry("tokenizer.ggml.add_eos_token", 7, False),
     ]
 
 
 def _pre_name(raw: dict[str, Any]) -> str | None:
-    """V4's rules have a name; those of other tokenizers are not looked for."""
+    """Return the GGUF name of V4's pre-tokenizer rules, or None for any other rules."""
     parts = (raw.get("pre_tokenizer") or {}).get("pretokenizers") or []
     rules = tuple(
         part["pattern"].get("Regex") for part in parts if part.get("type") == "Split" and "pattern" in part

@@ -1,7 +1,7 @@
-"""What is in a checkpoint, from its headers alone: sizes by class, layers by kind, cache cost, and every problem.
+"""Describe a checkpoint from its headers: sizes by class, layers by kind, cache cost, and all problems.
 
-Where the loader stops at the first problem, the inspector goes on and lists them all; both use the same checks, so a
-checkpoint without problems here opens there. No payload is read and no tensor is made.
+The loader stops at the first problem; the inspector lists them all. Both use the same checks, so a checkpoint without
+problems here can be opened. No tensor data is read.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 
 from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError, ConfigError
-from birkhoff.weights.checkpoint import EntryRefs, is_gguf, open_checkpoint
-from birkhoff.weights.gguf import raw_references
-from birkhoff.weights.memory_size import MemoryPlan, plan_memory
-from birkhoff.weights.shard_index import gather
+from birkhoff.weights.checkpoint import SafetensorsRefs, is_gguf, open_checkpoint
+from birkhoff.weights.gguf import raw_refs
+from birkhoff.weights.memory_size import MemoryEstimate, estimate_memory
+from birkhoff.weights.shard_index import read_shards
 from birkhoff.weights.tensor_ref import BYTES, TensorRef
 
 CLASSES = ("experts", "dense", "vocabulary", "compressor", "router", "mhc", "norms", "mtp", "other")
 KINDS = ("swa", "csa", "hca")
-SHOWN = (
+REPORTED_FIELDS = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -45,7 +45,7 @@ _CARRY_ROWS = {"swa": 0, "csa": 8, "hca": 128}
 
 @dataclass(frozen=True)
 class Inspection:
-    """`bytes_by_class` and `bytes_by_type` are bytes in the files; `parameters` count numbers, not codes or scales."""
+    """`bytes_by_class` and `bytes_by_type` are file bytes; `parameters` counts values, not codes or scales."""
 
     path: str
     dialect: str | None
@@ -70,35 +70,35 @@ class Inspection:
 
     @property
     def weight_bytes(self) -> dict[str, int]:
-        """Memory the weights take as stored, as bfloat16 and as float32."""
+        """Memory of the weights as stored, as bfloat16 and as float32."""
         return {"stored": self.file_bytes, "bfloat16": 2 * self.parameters, "float32": 4 * self.parameters}
 
     def memory(
         self, device_bytes: int, context: int | None = None, requests: int = 1
-    ) -> dict[str, MemoryPlan]:
-        """How each form of the weights would lie on a device of that size, with a cache for so many requests."""
+    ) -> dict[str, MemoryEstimate]:
+        """Estimate memory on a device for each form of the weights, with a cache for `requests` requests."""
         if self.cache_bytes_per_token is None or self.cache_bytes_per_sequence is None:
             return {}
         tokens = context if context is not None else self.config["max_position_embeddings"]
         cache = requests * int(self.cache_bytes_per_sequence + tokens * self.cache_bytes_per_token)
         count = (sum(map(len, self.layers.values())) + self.mtp_blocks) * self.config["n_routed_experts"]
-        plans = {}
+        estimates = {}
         for form, item in (("stored", 0), ("bfloat16", 2)):
             experts = item * self.expert_parameters if item else self.expert_bytes
             always = (item * self.parameters if item else self.file_bytes) - experts
-            plans[form] = plan_memory(device_bytes, form, always, experts, count, cache)
-        return plans
+            estimates[form] = estimate_memory(device_bytes, form, always, experts, count, cache)
+        return estimates
 
     @property
     def released_config(self) -> V4Config | None:
-        """The config of a checkpoint whose matrices are FP8 and experts FP4, as the release has them."""
+        """The config if matrices are FP8 and experts FP4, as in the release; else None."""
         return self.model if self.model is not None and {"F8_E4M3", "I8"} <= set(self.bytes_by_type) else None
 
-    def fits(self, places: Mapping[str, int]) -> dict[str, list[str]]:
-        """For each place with so many bytes, the forms of the weights that fit it."""
+    def fits(self, device_memory: Mapping[str, int]) -> dict[str, list[str]]:
+        """For each device with its memory in bytes, return the forms of the weights that fit it."""
         return {
-            place: [form for form, size in self.weight_bytes.items() if size <= room]
-            for place, room in places.items()
+            device: [form for form, size in self.weight_bytes.items() if size <= free]
+            for device, free in device_memory.items()
         }
 
     def to_json(self) -> str:
@@ -107,7 +107,7 @@ class Inspection:
 
 
 class _Problems:
-    """The first findings and a count: a config of the wrong size misfits every tensor there is."""
+    """Collects the first MAX_PROBLEMS errors and counts the rest: a wrong config mismatches every tensor."""
 
     def __init__(self) -> None:
         self._first: list[BirkhoffError] = []
@@ -128,7 +128,7 @@ class _Problems:
 
 
 def inspect_checkpoint(path: str | Path) -> Inspection:
-    """Describe a checkpoint; a path that is none at all is an error, anything wrong inside one is a problem listed."""
+    """Describe a checkpoint. Raises if `path` is not a checkpoint; lists any problem inside one."""
     path = Path(path).expanduser()
     problems = _Problems()
     config = None
@@ -145,21 +145,21 @@ def inspect_checkpoint(path: str | Path) -> Inspection:
         problems = _Problems()
         problems.add(error)
         if is_gguf(path):
-            tensors, files = raw_references(path), [path]
+            tensors, files = raw_refs(path), [path]
         else:
-            shards = gather(path, problems.add)
-            tensors, files = EntryRefs(shards.tensors), shards.files
+            shards = read_shards(path, problems.add)
+            tensors, files = SafetensorsRefs(shards.tensors), shards.files
     return _describe(path, config, dialect, tensors, files, notices, problems.listed())
 
 
-def places() -> dict[str, int]:
-    """Memory of this machine: what is available to a process, and each GPU's total."""
+def device_memory() -> dict[str, int]:
+    """Return the memory available on the host, and the total of each GPU, in bytes."""
     import torch
 
-    room = {"host": _available_bytes()}
+    memory = {"host": _available_bytes()}
     for index in range(torch.cuda.device_count()):
-        room[f"cuda:{index}"] = torch.cuda.get_device_properties(index).total_memory
-    return room
+        memory[f"cuda:{index}"] = torch.cuda.get_device_properties(index).total_memory
+    return memory
 
 
 def _describe(
@@ -172,26 +172,26 @@ def _describe(
     problems: list[dict[str, str]],
 ) -> Inspection:
     sizes = dict.fromkeys(CLASSES, 0)
-    numbers = dict.fromkeys(CLASSES, 0)
+    counts = dict.fromkeys(CLASSES, 0)
     types: dict[str, int] = {}
-    expert_bytes = expert_numbers = 0
+    expert_bytes = expert_values = 0
     for name in tensors:
         ref = tensors[name]
-        kind = class_of(name)
+        kind = tensor_class(name)
         sizes[kind] += ref.nbytes
         if not name.endswith((".scale", ".tid2eid")):
             count = math.prod(ref.shape) * (2 if ref.dtype in BYTES else 1)
-            numbers[kind] += count
-            expert_numbers += count if ".ffn.experts." in name else 0
+            counts[kind] += count
+            expert_values += count if ".ffn.experts." in name else 0
         stored = ref.encoding or ref.dtype
         types[stored] = types.get(stored, 0) + ref.nbytes
         expert_bytes += ref.nbytes if ".ffn.experts." in name else 0
-    total = sum(numbers.values())
+    total = sum(counts.values())
     active = None
     if config is not None:
         share = config.num_experts_per_tok / config.n_routed_experts
-        embed = config.vocab_size * config.hidden_size  # looked up, not multiplied
-        active = total - numbers["mtp"] - embed - round(numbers["experts"] * (1 - share))
+        embed = config.vocab_size * config.hidden_size  # a lookup, not a product
+        active = total - counts["mtp"] - embed - round(counts["experts"] * (1 - share))
     return Inspection(
         path=str(path),
         dialect=dialect,
@@ -201,18 +201,18 @@ def _describe(
         bytes_by_class={kind: size for kind, size in sizes.items() if size},
         bytes_by_type=dict(sorted(types.items(), key=lambda row: -row[1])),
         expert_bytes=expert_bytes,
-        expert_parameters=expert_numbers,
+        expert_parameters=expert_values,
         parameters=total,
-        parameters_mtp=numbers["mtp"],
+        parameters_mtp=counts["mtp"],
         parameters_active=active,
         notices=list(notices),
         problems=problems,
-        **(_of_config(config) if config is not None else {}),
+        **(_config_fields(config) if config is not None else {}),
     )
 
 
-def class_of(name: str) -> str:
-    """Which part of the model a tensor belongs to; the first rule that fits."""
+def tensor_class(name: str) -> str:
+    """Return the part of the model that a tensor belongs to, one of CLASSES."""
     if name.startswith("mtp."):
         return "mtp"
     if ".ffn.experts." in name:
@@ -230,21 +230,21 @@ def class_of(name: str) -> str:
     return "dense" if ".attn.w" in name or ".shared_experts." in name else "other"
 
 
-def _of_config(config: V4Config) -> dict[str, Any]:
+def _config_fields(config: V4Config) -> dict[str, Any]:
     kinds = [config.layer_kind(layer) for layer in range(config.num_hidden_layers)]
     per_token, per_sequence = cache_bytes(config)
     return {
         "layers": {kind: [layer for layer, k in enumerate(kinds) if k == kind] for kind in KINDS},
         "model": config,
         "mtp_blocks": config.num_nextn_predict_layers,
-        "config": {name: getattr(config, name) for name in SHOWN},
+        "config": {name: getattr(config, name) for name in REPORTED_FIELDS},
         "cache_bytes_per_token": per_token,
         "cache_bytes_per_sequence": per_sequence,
     }
 
 
 def cache_bytes(config: V4Config) -> tuple[float, int]:
-    """Trunk cache in bfloat16 (spec 12.4): bytes per token of context, and the constant part of a sequence."""
+    """Return the trunk's bfloat16 cache size (spec 12.4): bytes per token, and constant bytes per sequence."""
     per_token, per_sequence = 0.0, 0
     for layer, ratio in enumerate(config.compress_ratios):
         kind = config.layer_kind(layer)

@@ -1,17 +1,19 @@
-"""Which tensors a V4 checkpoint holds: name, logical shape, and how the release stores it (spec 4 and 10).
+"""Tensors of a V4 checkpoint: name, logical shape, and storage in the release (spec 4 and 10).
 
-One generator walks a config and names every tensor; everything that writes, checks or counts checkpoints reads it,
-so there is one place that knows the layout. `Storage` is the release's choice per tensor: "dense" (FP8, 128x128
-scales), "expert" (FP4, 1x32 scales), "bf16", "f32" and "ids". Shapes are those of the numbers, not of the codes.
+`model_tensors` is the single definition of the layout; all code that writes, checks or counts checkpoints uses it.
+`Storage` is how the release stores a tensor: "dense" (FP8, 128x128 scales), "expert" (FP4, 1x32 scales), "bf16", "f32"
+or "ids". Shapes are those of the values, not of the codes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, TensorShape
+from birkhoff.weights.safetensors import item_bytes
 
 Storage = Literal["dense", "expert", "bf16", "f32", "ids"]
 DenseFormat = Literal["fp8", "bf16", "f32"]
@@ -33,15 +35,19 @@ class ModelTensor(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """One tensor as it lies in a file."""
+    """One tensor as stored in a file. `dtype` is the safetensors name."""
 
     shape: tuple[int, ...]
     dtype: str
     storage: Storage
 
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * item_bytes(self.dtype)
+
 
 def model_tensors(config: V4Config) -> Iterator[ModelTensor]:
-    """Every tensor of a model, scales not counted, in reading order."""
+    """Yield every logical tensor of a model, without scales, in reading order."""
     hidden, streams = config.hidden_size, config.hc_mult
     yield ModelTensor("embed.weight", (config.vocab_size, hidden), "bf16")
     for layer, ratio in enumerate(config.compress_ratios):
@@ -60,18 +66,18 @@ def model_tensors(config: V4Config) -> Iterator[ModelTensor]:
 
 
 def expected_tensors(config: V4Config, dense: str = "fp8", experts: str = "fp4") -> dict[str, StoredTensor]:
-    """Every tensor of a checkpoint file, scales included, with stored shape and dtype."""
+    """Return every stored tensor of a checkpoint, including scales, by name."""
     out: dict[str, StoredTensor] = {}
     for tensor in model_tensors(config):
-        for name, stored in stored_as(tensor, dense, experts):
+        for name, stored in stored_tensors(tensor, dense, experts):
             out[name] = stored
     return out
 
 
-def stored_as(
+def stored_tensors(
     tensor: ModelTensor, dense: str = "fp8", experts: str = "fp4"
 ) -> list[tuple[str, StoredTensor]]:
-    """The one or two (weight and scale) stored tensors of a logical one."""
+    """Return the stored tensors of a logical one: the weight, and its scale where it is quantised."""
     check_formats(dense, experts)
     name, shape, storage = tensor
     written = {"dense": dense, "expert": experts, "ids": "ids"}.get(storage, storage)
@@ -95,6 +101,7 @@ def scale_name(name: str) -> str:
 
 
 def check_formats(dense: str, experts: str) -> None:
+    """Raise OptionError for an unknown storage format."""
     if dense not in DENSE_FORMATS:
         raise OptionError(f"dense is {dense!r}, expected one of {', '.join(DENSE_FORMATS)}.")
     if experts not in EXPERT_FORMATS:
@@ -133,7 +140,7 @@ def _attention(c: V4Config, prefix: str, ratio: int) -> Iterator[ModelTensor]:
 
 
 def _compressor(prefix: str, hidden: int, width: int, ratio: int) -> Iterator[ModelTensor]:
-    columns = 2 * width if ratio == 4 else width  # CSA blocks overlap: two halves per channel
+    columns = 2 * width if ratio == 4 else width  # CSA blocks overlap: each channel has two halves
     yield ModelTensor(f"{prefix}.wkv.weight", (columns, hidden), "bf16")
     yield ModelTensor(f"{prefix}.wgate.weight", (columns, hidden), "bf16")
     yield ModelTensor(f"{prefix}.ape", (ratio, columns), "f32")

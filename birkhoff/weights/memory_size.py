@@ -1,7 +1,7 @@
-"""Where a model's bytes would go on a device of a given size: what must be there, the cache, experts in what is left.
+"""Estimate how a model fits a device of a given size: weights, cache, and experts in the remaining memory.
 
-Everything but the routed experts is needed for every token and stays on the device; experts can live elsewhere and are
-counted whole. Numbers come from headers; the working space is an allowance, not a measurement.
+All weights but the routed experts are used for every token and stay on the device; whole experts can be offloaded.
+Sizes come from headers. The working space is an allowance, not a measurement.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ WORKING_SHARE = 0.06  # activations, library buffers, fragmentation
 
 
 @dataclass(frozen=True)
-class MemoryPlan:
-    """`experts_resident` of `experts` fit beside everything else; `fits` says whether the rest fits at all."""
+class MemoryEstimate:
+    """`experts_resident` of `experts` fit next to the rest; `fits` is whether the rest fits."""
 
     device_bytes: int
     form: str
@@ -39,14 +39,14 @@ class MemoryPlan:
         return {**asdict(self), "left_bytes": self.left_bytes}
 
 
-def plan_memory(
+def estimate_memory(
     device_bytes: int, form: str, always_bytes: int, expert_bytes: int, experts: int, cache_bytes: int
-) -> MemoryPlan:
-    """Fill a device: what is always needed, then the cache and working space, then as many experts as fit."""
+) -> MemoryEstimate:
+    """Assign device memory to the always-needed weights, the cache, the working space, then as many experts as fit."""
     working = int(WORKING_SHARE * device_bytes)
-    room = device_bytes - always_bytes - cache_bytes - working
-    one = expert_bytes // experts if experts else 0
-    resident = min(experts, room // one) if one and room > 0 else 0
-    return MemoryPlan(
-        device_bytes, form, always_bytes, cache_bytes, working, expert_bytes, experts, resident, room >= 0
+    free = device_bytes - always_bytes - cache_bytes - working
+    one_expert = expert_bytes // experts if experts else 0
+    resident = min(experts, free // one_expert) if one_expert and free > 0 else 0
+    return MemoryEstimate(
+        device_bytes, form, always_bytes, cache_bytes, working, expert_bytes, experts, resident, free >= 0
     )

@@ -1,15 +1,14 @@
-"""Writing a checkpoint in the released layout: names, number formats, shards, index and config.json.
+"""Write a checkpoint in the released layout: names, number formats, shards, index and config.json.
 
-Tensors come either as (name, tensor) pairs in any order or from a function asked for rows, and leave quantised strip
-by strip; the shards are laid out beforehand from the config alone. A name too few, too many or twice, a wrong shape
-and a number that is not finite are refused, and a failed run leaves no file behind. config.json is written last, so
-a directory that has one is complete.
+Tensors are given as (name, tensor) pairs in any order, or as a function that returns rows; they are quantised strip by
+strip. The shard layout follows from the config alone. Missing, unknown or repeated names, wrong shapes and non-finite
+values raise, and a failed run leaves no file behind. config.json is written last, so a directory that has one is
+complete.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,53 +16,54 @@ from typing import Any, NamedTuple
 
 import torch
 
+from birkhoff.atomic_file import write_atomic
 from birkhoff.config import V4Config
 from birkhoff.errors import OptionError, TensorMissing, TensorShape, TensorUnexpected
 from birkhoff.kernels import quant
+from birkhoff.option_checks import check_int
 from birkhoff.weights.layout import (
     FP8_BLOCK,
     ModelTensor,
     check_formats,
     model_tensors,
     scale_name,
-    stored_as,
+    stored_tensors,
 )
-from birkhoff.weights.safetensors import SafetensorsWriter, item_bytes, write_text
-from birkhoff.weights.shard_index import some
+from birkhoff.weights.safetensors import SafetensorsWriter
+from birkhoff.weights.shard_index import join_names
 from birkhoff.weights.tensor_ref import check_experts, check_finite, strips
 
 
 class Packed(NamedTuple):
-    """Rows that are already quantised: codes and E8M0 bytes as they will lie in the file."""
+    """Rows that are already quantised: codes and E8M0 bytes as stored."""
 
     codes: torch.Tensor
     scale: torch.Tensor
 
 
-Rows = Callable[[str, int, int], "torch.Tensor | Packed"]
+RowSource = Callable[[str, int, int], "torch.Tensor | Packed"]
 SHARD_BYTES = 4 << 30
 
 
 def write_released(
     path: str | Path,
     config: V4Config,
-    tensors: Iterable[tuple[str, torch.Tensor]] | Rows,
+    tensors: Iterable[tuple[str, torch.Tensor]] | RowSource,
     dense: str = "fp8",
     experts: str = "fp4",
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Path]:
-    """Write a checkpoint and return its files. `tensors` are pairs, or `rows(name, start, stop)` for strips of each.
+    """Write a checkpoint and return its files. `tensors` is pairs, or a function `rows(name, start, stop)`.
 
-    `progress` is called with (bytes written, bytes in all) after each tensor.
+    `progress` is called with (bytes written, total bytes) after each strip.
     """
     check_formats(dense, experts)
-    if type(shard_bytes) is not int or shard_bytes < 1:
-        raise OptionError(f"shard_bytes is {shard_bytes!r}, expected a positive number of bytes.")
+    check_int("shard_bytes", shard_bytes)
     path = Path(path)
     if path.is_file() or (path.is_dir() and any(path.glob("*.safetensors"))):
         raise OptionError(f"{path} already holds a checkpoint. Choose another directory or remove it first.")
-    shards = _ShardLayout(path, config, dense, experts, shard_bytes)
+    shards = _ShardWriter(path, config, dense, experts, shard_bytes)
     path.mkdir(parents=True, exist_ok=True)
     try:
         source = (
@@ -73,17 +73,16 @@ def write_released(
             shards.write(tensor, start, rows)
             if progress is not None:
                 progress(shards.written_bytes, shards.total_bytes)
-        shards.close()
     except BaseException:
         shards.discard()
         raise
-    write_text(path / "model.safetensors.index.json", _json(shards.index()))
-    write_text(path / "config.json", _json(released_config(config, dense, experts)))
+    write_atomic(path / "model.safetensors.index.json", json_text(shards.index()))
+    write_atomic(path / "config.json", json_text(released_config(config, dense, experts)))
     return [*shards.files, path / "model.safetensors.index.json", path / "config.json"]
 
 
 def released_config(config: V4Config, dense: str = "fp8", experts: str = "fp4") -> dict[str, Any]:
-    """config.json in the released spelling, saying how the weights are stored."""
+    """Return config.json as the release spells it, including how the weights are stored."""
     fp8 = {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -100,63 +99,81 @@ def released_config(config: V4Config, dense: str = "fp8", experts: str = "fp4") 
     return {**out, "torch_dtype": "float32" if dense == "f32" else "bfloat16"}
 
 
-class _ShardLayout:
-    """Where every tensor will lie, and the files being written."""
+def pack_shards(config: V4Config, dense: str, experts: str, shard_bytes: int) -> list[list[ModelTensor]]:
+    """Split a model's tensors, in reading order, into shards; a matrix and its scale share a shard."""
+    shards: list[list[ModelTensor]] = [[]]
+    filled = 0
+    for tensor in model_tensors(config):
+        size = sum(stored.nbytes for _, stored in stored_tensors(tensor, dense, experts))
+        if shards[-1] and filled + size > shard_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    return shards
+
+
+def shard_path(path: Path, index: int, count: int) -> Path:
+    """Return the file of shard `index`, counted from 0, of `count`."""
+    return path / f"model-{index + 1:05}-of-{count:05}.safetensors"
+
+
+def index_json(weight_map: dict[str, str], total_bytes: int) -> dict[str, Any]:
+    """Return model.safetensors.index.json: the shard of each stored tensor, and their total size."""
+    return {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+
+
+def json_text(value: dict[str, Any]) -> str:
+    """Format a JSON file as the release does."""
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+class _ShardWriter:
+    """The shard of every tensor, and the files being written."""
 
     def __init__(self, path: Path, config: V4Config, dense: str, experts: str, shard_bytes: int):
-        self.path = path
         self.experts = config.n_routed_experts
-        self.tensors = {tensor.name: tensor for tensor in model_tensors(config)}
-        self.total_bytes = 0
-        self.written_bytes = 0
-        layout: list[dict[str, tuple[str, tuple[int, ...]]]] = [{}]
+        shards = pack_shards(config, dense, experts, shard_bytes)
+        self.tensors = {tensor.name: tensor for shard in shards for tensor in shard}
+        self.files = [shard_path(path, index, len(shards)) for index in range(len(shards))]
+        self._headers: list[dict[str, tuple[str, tuple[int, ...]]]] = []  # name -> (dtype, shape), per shard
+        self._left: list[int] = []  # bytes not yet written, per shard
         self._shard_of: dict[str, int] = {}
-        filled = 0
-        for tensor in self.tensors.values():
-            stored = stored_as(tensor, dense, experts)
-            size = sum(math.prod(shape) * item_bytes(dtype) for _, (shape, dtype, _) in stored)
-            if layout[-1] and filled + size > shard_bytes:
-                layout.append({})
-                filled = 0
-            filled += size
-            self.total_bytes += size
-            for name, (shape, dtype, _) in stored:
-                layout[-1][name] = (dtype, shape)
-                self._shard_of[name] = len(layout) - 1
-        self._layout = layout
-        self.files = [
-            path / f"model-{i:05}-of-{len(layout):05}.safetensors" for i in range(1, len(layout) + 1)
-        ]
+        for index, shard in enumerate(shards):
+            stored = [pair for tensor in shard for pair in stored_tensors(tensor, dense, experts)]
+            self._headers.append({name: (tensor.dtype, tensor.shape) for name, tensor in stored})
+            self._left.append(sum(tensor.nbytes for _, tensor in stored))
+            self._shard_of |= {name: index for name, _ in stored}
         self._writers: dict[int, SafetensorsWriter] = {}
-        self._left = [
-            sum(math.prod(shape) * item_bytes(dtype) for dtype, shape in shard.values()) for shard in layout
-        ]
+        self.total_bytes = sum(self._left)
+
+    @property
+    def written_bytes(self) -> int:
+        return self.total_bytes - sum(self._left)
 
     def write(self, tensor: ModelTensor, start: int, rows: torch.Tensor | Packed) -> None:
-        """Quantise and store some rows of one tensor."""
+        """Quantise and store rows of one tensor, from row `start`."""
         name = tensor.name
-        number = self._shard_of[name]
-        dtype = self._layout[number][name][0]
-        if number not in self._writers:
-            self._writers[number] = SafetensorsWriter(
-                self.files[number], self._layout[number], {"format": "pt"}
+        shard = self._shard_of[name]
+        dtype = self._headers[shard][name][0]
+        if shard not in self._writers:
+            self._writers[shard] = SafetensorsWriter(
+                self.files[shard], self._headers[shard], {"format": "pt"}
             )
-        before = self._left[number]
         if isinstance(rows, Packed) or dtype in ("F8_E4M3", "I8"):
             block = FP8_BLOCK if dtype == "F8_E4M3" else 1
             codes, scale = rows if isinstance(rows, Packed) else self._quantise(name, start, rows, dtype)
-            self._store(number, name, codes, start)
-            self._store(number, scale_name(name), scale, start // block)
+            self._store(shard, name, codes, start)
+            self._store(shard, scale_name(name), scale, start // block)
         elif tensor.storage == "ids":
             check_experts(name, rows, self.experts, start)
-            self._store(number, name, rows.to(torch.int64), start)
+            self._store(shard, name, rows.to(torch.int64), start)
         else:
             values = rows.to(torch.bfloat16 if dtype == "BF16" else torch.float32)
             check_finite(name, values, start)
-            self._store(number, name, values, start)
-        self.written_bytes += before - self._left[number]
-        if not self._left[number]:
-            self._writers[number].close()
+            self._store(shard, name, values, start)
+        if not self._left[shard]:
+            self._writers[shard].close()
 
     @staticmethod
     def _quantise(name: str, start: int, rows: torch.Tensor, dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -166,26 +183,25 @@ class _ShardLayout:
         codes, scale = quant.quant_fp4(rows)
         return codes.view(torch.int8), scale
 
-    def _store(self, number: int, name: str, rows: torch.Tensor, start: int) -> None:
-        self._writers[number].write(name, rows, start)
-        self._left[number] -= rows.nbytes
-
-    def close(self) -> None:
-        assert not any(self._left), "every shard closes with its last tensor"
+    def _store(self, shard: int, name: str, rows: torch.Tensor, start: int) -> None:
+        self._writers[shard].write(name, rows, start)
+        self._left[shard] -= rows.nbytes
 
     def discard(self) -> None:
-        for number, writer in self._writers.items():
-            if self._left[number]:
+        """Delete every file written so far."""
+        for shard, writer in self._writers.items():
+            if self._left[shard]:
                 writer.discard()
-            self.files[number].unlink(missing_ok=True)
+            self.files[shard].unlink(missing_ok=True)
 
     def index(self) -> dict[str, Any]:
-        where = {name: self.files[number].name for name, number in sorted(self._shard_of.items())}
-        return {"metadata": {"total_size": self.total_bytes}, "weight_map": where}
+        assert not any(self._left), "every shard closes with its last tensor"
+        weight_map = {name: self.files[shard].name for name, shard in self._shard_of.items()}
+        return index_json(weight_map, self.total_bytes)
 
 
 def _from_rows(
-    tensors: dict[str, ModelTensor], rows: Rows
+    tensors: dict[str, ModelTensor], rows: RowSource
 ) -> Iterator[tuple[ModelTensor, int, torch.Tensor | Packed]]:
     for tensor in tensors.values():
         for start, stop in strips(tensor.shape):
@@ -207,9 +223,5 @@ def _from_pairs(
             yield tensor, start, values[start:stop].detach()
     if left:
         raise TensorMissing(
-            f"{len(left)} tensors of the config were not given: {some(list(left))}. Nothing was kept."
+            f"{len(left)} tensors of the config were not given: {join_names(list(left))}. Nothing was kept."
         )
-
-
-def _json(value: dict[str, Any]) -> str:
-    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"

@@ -1,10 +1,11 @@
-"""Safetensors files: headers checked before use, tensors read by range, files written as a stream.
+"""Read and write safetensors files: validated headers, row-range reads, streaming writes.
 
-The reader trusts nothing: the header length is capped and compared with the file, offsets must tile the data without
-gap or overlap, and every tensor's bytes must follow from its dtype and shape. Payloads are read with plain file reads
-into torch memory, never mapped, because mapped pages count as resident. `SafetensorsWriter` declares every tensor
-first, takes the bytes in any order and row by row, and the file appears under its name only when it is complete and
-on disk. E8M0 scales are handed out, and taken, as uint8 bytes.
+`read_header` treats the file as untrusted: the header length is capped and compared with the file size, offsets must
+cover the data without gap or overlap, and each tensor's byte count must follow from its dtype and shape. Tensor data
+is read with plain reads into torch memory instead of `safe_open`, which maps the file: mapped pages count as resident
+memory, and a mapped file that another process truncates kills this one with SIGBUS. `SafetensorsWriter` declares all
+tensors first, accepts their rows in any order, and renames the file to its final name only once it is complete and
+flushed to disk. E8M0 scales are read and written as uint8.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
+from birkhoff.atomic_file import sync_directory
 from birkhoff.errors import CheckpointError, TensorDtype, TensorShape
 
-MAX_HEADER_BYTES = 100_000_000  # the cap of the format's own library
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_DIMENSIONS = 8
-MAX_TENSORS = 200_000  # the largest model has 145,116; parsing many more would take seconds
+MAX_TENSORS = 200_000  # the largest model has 145,116; parsing far more would take seconds
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     "F32": torch.float32,
@@ -42,7 +44,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """One tensor of one file: `offset` counts from the start of the file."""
+    """One tensor of one file. `offset` is in bytes from the start of the file."""
 
     path: Path
     dtype: str
@@ -51,8 +53,8 @@ class TensorEntry:
     nbytes: int
 
 
-class _Form(NamedTuple):
-    """What equal tensors share, kept once."""
+class _TensorType(NamedTuple):
+    """Dtype, shape and size, shared by all entries that have them in common."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -65,15 +67,15 @@ class SafetensorsHeader(NamedTuple):
 
 
 def item_bytes(dtype: str) -> int:
+    """Return the bytes per element of a safetensors dtype name."""
     return TORCH_DTYPES[dtype].itemsize
 
 
 def read_header(path: str | Path) -> SafetensorsHeader:
-    """Names, dtypes, shapes and offsets of a file, fully checked against its size. Reads no payload."""
+    """Read and validate a file's header against the file size, without reading tensor data."""
     path = Path(path)
     try:
-        with open(path, "rb", buffering=0) as file:
-            return _parse(path, *_header_bytes(path, file))
+        return _parse(path, *_read_header_bytes(path))
     except FileNotFoundError:
         raise CheckpointError(f"{path.name} is missing in {path.parent}. Download it again.") from None
     except OSError as error:
@@ -82,38 +84,39 @@ def read_header(path: str | Path) -> SafetensorsHeader:
         ) from None
 
 
-def read_rows(
-    entry: TensorEntry, start: int = 0, stop: int | None = None, out: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Rows [start, stop) along the first axis, read into `out` (contiguous, on the CPU) or a fresh tensor."""
+def read_rows(entry: TensorEntry, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    """Read rows [start, stop) along the first axis into a new CPU tensor."""
     rows = entry.shape[0] if entry.shape else 1
     stop = rows if stop is None else stop
     assert 0 <= start <= stop <= rows, (start, stop, rows)
     shape = (stop - start, *entry.shape[1:]) if entry.shape else ()
-    dtype = TORCH_DTYPES[entry.dtype]
-    if out is None:
-        out = torch.empty(shape, dtype=dtype)
-    elif (
-        out.dtype != dtype or tuple(out.shape) != shape or not out.is_contiguous() or out.device.type != "cpu"
-    ):
-        raise TensorShape(
-            f"cannot read {entry.dtype} {shape} of {entry.path.name} into {out.dtype} {tuple(out.shape)} "
-            f"on {out.device}: a contiguous CPU tensor of the same dtype and shape is needed."
-        )
-    row_bytes = entry.nbytes // rows if rows else 0
+    out = torch.empty(shape, dtype=TORCH_DTYPES[entry.dtype])
     if out.numel():
-        with open(entry.path, "rb", buffering=0) as file:
-            _fill(file, entry.path, entry.offset + start * row_bytes, memoryview(_as_bytes(out)))
+        read_exactly(entry.path, entry.offset + start * (entry.nbytes // rows), memoryview(_as_bytes(out)))
     return out
 
 
-def layout(
+def read_exactly(path: Path, offset: int, view: memoryview) -> None:
+    """Fill `view` from the file at `offset`. A short read raises: the header was checked against the file size."""
+    with open(path, "rb", buffering=0) as file:
+        done = 0
+        while done < len(view):
+            count = os.preadv(file.fileno(), [view[done : done + (1 << 30)]], offset + done)
+            if not count:
+                raise CheckpointError(
+                    f"{path.name} ended at byte {offset + done} while {len(view) - done} more were "
+                    "expected: it changed while it was read. Try again."
+                )
+            done += count
+
+
+def build_header(
     path: Path, tensors: Mapping[str, tuple[str, Iterable[int]]], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, dict[str, TensorEntry]]:
-    """The bytes before the first payload of a file with these tensors, and where each of them will lie."""
+    """Return the header bytes of a file with these tensors, and each tensor's entry."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     position = 0
-    # Wide items first: then every tensor starts at a multiple of its own item size.
+    # Largest item size first, so that each tensor starts at a multiple of its item size.
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -item_bytes(item[1][0])):
         size = math.prod(shape := tuple(shape)) * item_bytes(dtype)
         header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, position + size]}
@@ -129,9 +132,9 @@ def layout(
 
 
 class SafetensorsWriter:
-    """Writes one file: declare names, dtypes and shapes; then `write` each tensor, whole or by rows; then `close`.
+    """Write one file: declare names, dtypes and shapes, `write` each tensor whole or by rows, then `close`.
 
-    Used as a context manager it closes on success and removes what it wrote on failure.
+    As a context manager it closes on success and deletes the partial file on an exception.
     """
 
     def __init__(
@@ -142,14 +145,14 @@ class SafetensorsWriter:
     ):
         self.path = Path(path)
         self._partial = self.path.with_name(self.path.name + ".partial")
-        prefix, self._entries = layout(self.path, tensors, metadata)
+        prefix, self._entries = build_header(self.path, tensors, metadata)
         self._left = {name: entry.nbytes for name, entry in self._entries.items()}
         self._file: BinaryIO = open(self._partial, "wb", buffering=0)  # noqa: SIM115 (closed by close or discard)
         self._file.write(prefix)
         self._file.truncate(len(prefix) + sum(self._left.values()))
 
     def write(self, name: str, tensor: torch.Tensor, start: int = 0) -> None:
-        """Store `tensor` as rows [start, start + len) of the declared tensor; each row exactly once."""
+        """Write `tensor` as rows [start, start + len) of the declared tensor. Each row is written exactly once."""
         entry = self._entries[name]
         if tensor.dtype == torch.float8_e8m0fnu:
             tensor = tensor.view(torch.uint8)
@@ -169,7 +172,7 @@ class SafetensorsWriter:
             view = view[self._file.write(view[: 1 << 30]) :]
 
     def close(self) -> None:
-        """Flush to disk and give the file its name."""
+        """Flush to disk and rename the partial file to its final name."""
         unwritten = [name for name, left in self._left.items() if left]
         if unwritten:
             self.discard()
@@ -183,6 +186,7 @@ class SafetensorsWriter:
         sync_directory(self.path.parent)
 
     def discard(self) -> None:
+        """Delete the partial file."""
         self._file.close()
         self._partial.unlink(missing_ok=True)
 
@@ -196,31 +200,8 @@ class SafetensorsWriter:
             self.discard()
 
 
-def write_text(path: Path, text: str) -> None:
-    """A small file, complete under its name or not there at all."""
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make a rename durable; a no-op where directories cannot be opened."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def load_json(raw: bytes, label: str, unique_keys: bool = True) -> Any:
-    """JSON with every way of being malformed as one error; repeated keys are malformed unless said otherwise."""
+    """Parse JSON, raising CheckpointError for malformed text and, with `unique_keys`, for repeated keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         out = dict(pairs)
@@ -232,20 +213,22 @@ def load_json(raw: bytes, label: str, unique_keys: bool = True) -> Any:
 
     try:
         text = raw.decode()
-        del raw  # an index is tens of megabytes; do not hold it twice while its objects are made
+        del raw  # an index is tens of megabytes; free the bytes before parsing
         return json.loads(text, object_pairs_hook=unique if unique_keys else None)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{label} is not valid JSON ({error}). Download it again.") from None
 
 
-def _header_bytes(path: Path, file: BinaryIO) -> tuple[bytes, int]:
-    """The raw header and the number of payload bytes behind it."""
-    total = os.fstat(file.fileno()).st_size
+def _read_header_bytes(path: Path) -> tuple[bytes, int]:
+    """Return the raw header and the number of data bytes after it."""
+    total = path.stat().st_size
     if total < 8:
         raise CheckpointError(
             f"{path.name} holds {total} bytes, too few for a safetensors header. Download it again."
         )
-    length = int.from_bytes(file.read(8), "little")
+    prefix = bytearray(8)
+    read_exactly(path, 0, memoryview(prefix))
+    length = int.from_bytes(prefix, "little")
     if not 2 <= length <= MAX_HEADER_BYTES:
         raise CheckpointError(
             f"{path.name} announces a header of {length} bytes, expected 2 to {MAX_HEADER_BYTES}. "
@@ -256,7 +239,7 @@ def _header_bytes(path: Path, file: BinaryIO) -> tuple[bytes, int]:
             f"{path.name} is cut short: its header needs {length + 8} bytes, the file has {total}. Download it again."
         )
     raw = bytearray(length)
-    _fill(file, path, 8, memoryview(raw))
+    read_exactly(path, 8, memoryview(raw))
     return bytes(raw), total - 8 - length
 
 
@@ -295,9 +278,9 @@ def _parse(path: Path, raw: bytes, payload_bytes: int) -> SafetensorsHeader:
 
 
 def _entries(path: Path, header: dict[str, Any], base: int) -> dict[str, TensorEntry]:
-    """Header rows as entries, in file order, each one consistent in itself."""
+    """Convert header rows to validated entries, in file order."""
     entries: list[tuple[str, TensorEntry]] = []
-    known: dict[tuple[str, tuple[int, ...]], _Form] = {}  # a model has 70,000 tensors of some 40 forms
+    known: dict[tuple[str, tuple[int, ...]], _TensorType] = {}  # 70,000 tensors share about 40 types
     for name, row in header.items():
         if name != "__metadata__":
             entries.append((name, _entry(path, name, row, base, known)))
@@ -306,7 +289,7 @@ def _entries(path: Path, header: dict[str, Any], base: int) -> dict[str, TensorE
 
 
 def _entry(
-    path: Path, name: str, row: Any, base: int, known: dict[tuple[str, tuple[int, ...]], _Form]
+    path: Path, name: str, row: Any, base: int, known: dict[tuple[str, tuple[int, ...]], _TensorType]
 ) -> TensorEntry:
     if not name.isprintable():
         raise CheckpointError(
@@ -339,8 +322,10 @@ def _entry(
             f"{path.name}: {name} has {nbytes} bytes, expected {needed} for {dtype} {tuple(shape)}. "
             "Download the file again."
         )
-    form = known.setdefault((dtype, tuple(shape)), _Form(sys.intern(dtype), tuple(shape), nbytes))
-    return TensorEntry(path, form.dtype, form.shape, base + offsets[0], form.nbytes)
+    tensor_type = known.setdefault(
+        (dtype, tuple(shape)), _TensorType(sys.intern(dtype), tuple(shape), nbytes)
+    )
+    return TensorEntry(path, tensor_type.dtype, tensor_type.shape, base + offsets[0], tensor_type.nbytes)
 
 
 def _whole_numbers(values: Any) -> bool:
@@ -349,17 +334,3 @@ def _whole_numbers(values: Any) -> bool:
 
 def _as_bytes(tensor: torch.Tensor) -> Any:
     return tensor.reshape(-1).view(torch.uint8).numpy()
-
-
-def _fill(file: BinaryIO, path: Path, offset: int, view: memoryview) -> None:
-    """Read exactly len(view) bytes; the kernel may hand them over in pieces."""
-    file.seek(offset)
-    done = 0
-    while done < len(view):
-        count = file.readinto(view[done : done + (1 << 30)])  # type: ignore[attr-defined]
-        if not count:
-            raise CheckpointError(
-                f"{path.name} ended at byte {offset + done} while {len(view) - done} more were "
-                "expected: it changed while it was read. Try again."
-            )
-        done += count

@@ -1,8 +1,9 @@
-"""The files of one checkpoint directory as one table of tensors, or the reasons why they are not one checkpoint.
+"""Read the headers of a checkpoint directory's safetensors files into one table of tensors.
 
-With an index, shards and index must agree exactly: no shard missing, cut short or left over, every name once and where
-the index says. Without an index, numbered shards must be complete. A partial download would otherwise load and talk
-nonsense. Findings go to `complain`, which raises for a loader and collects for an inspector, so both see the same gate.
+With an index, shards and index must agree exactly: no shard missing, truncated or extra, and every name present once
+in the shard that the index names. Without an index, numbered shards must be complete. This rejects partial downloads,
+which would otherwise load and produce garbage. Errors are passed to `on_error`: the loader raises the first, the
+inspector collects them all.
 """
 
 from __future__ import annotations
@@ -16,78 +17,81 @@ from typing import NamedTuple
 from birkhoff.errors import CheckpointError
 from birkhoff.weights.safetensors import TensorEntry, load_json, read_header
 
-Complain = Callable[[CheckpointError], None]
+ErrorHandler = Callable[[CheckpointError], None]
 _NUMBERED = re.compile(r"(.+)-(\d+)-of-(\d+)\.safetensors")
-_LISTED = 6
+_MAX_LISTED = 6
 
 
 class ShardIndex(NamedTuple):
-    tensors: dict[str, TensorEntry]  # in file order, so that reading in this order is reading forwards
+    """The tensors of all shards."""
+
+    tensors: dict[str, TensorEntry]  # in file order, for sequential reads
     files: list[Path]
     notices: list[str]
 
 
-def raise_it(error: CheckpointError) -> None:
+def raise_error(error: CheckpointError) -> None:
+    """The default error handler: raise."""
     raise error
 
 
-def some(names: list[str]) -> str:
-    """The first few of a list of names, and how many more there are."""
-    shown = ", ".join(names[:_LISTED])
-    return shown if len(names) <= _LISTED else f"{shown} and {len(names) - _LISTED} more"
+def join_names(names: list[str]) -> str:
+    """Join the first few names for a message, with the count of the rest."""
+    shown = ", ".join(names[:_MAX_LISTED])
+    return shown if len(names) <= _MAX_LISTED else f"{shown} and {len(names) - _MAX_LISTED} more"
 
 
-def gather(path: Path, complain: Complain = raise_it) -> ShardIndex:
-    """All tensors of a directory, or of the single safetensors file `path`."""
+def read_shards(path: Path, on_error: ErrorHandler = raise_error) -> ShardIndex:
+    """Read the headers of a directory, or of the single safetensors file `path`."""
     if path.is_file():
-        return _read([path], {}, complain)
+        return _read([path], {}, on_error)
     present = sorted(path.glob("*.safetensors"))
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) > 1:
-        complain(
+        on_error(
             CheckpointError(
-                f"{path} holds {len(indices)} index files ({some([i.name for i in indices])}), "
+                f"{path} holds {len(indices)} index files ({join_names([i.name for i in indices])}), "
                 "expected one. Keep the one that belongs to the shards."
             )
         )
     if indices:
-        return _indexed(path, indices[0], present, complain)
+        return _indexed(path, indices[0], present, on_error)
     if not present:
-        complain(
+        on_error(
             CheckpointError(
                 f"{path} holds no safetensors files. A checkpoint is a directory with config.json and "
                 "safetensors files; check the path."
             )
         )
-    _check_numbering(present, complain)
-    return _read(present, {}, complain)
+    _check_numbering(present, on_error)
+    return _read(present, {}, on_error)
 
 
-def _indexed(path: Path, index: Path, present: list[Path], complain: Complain) -> ShardIndex:
+def _indexed(path: Path, index: Path, present: list[Path], on_error: ErrorHandler) -> ShardIndex:
     try:
         shard_of, announced = _read_index(index)
     except CheckpointError as error:
-        complain(error)
-        return _read(present, {}, complain)
-    wanted = sorted(set(shard_of.values()))
-    found = {file.name for file in present}
-    missing = [name for name in wanted if name not in found]
+        on_error(error)
+        return _read(present, {}, on_error)
+    named = sorted(set(shard_of.values()))
+    names = {file.name for file in present}
+    missing = [name for name in named if name not in names]
     if missing:
-        complain(
+        on_error(
             CheckpointError(
-                f"{len(missing)} of {len(wanted)} shards named by {index.name} are missing in {path}: "
-                f"{some(missing)}. Download them again."
+                f"{len(missing)} of {len(named)} shards named by {index.name} are missing in {path}: "
+                f"{join_names(missing)}. Download them again."
             )
         )
-    extra = sorted(found - set(wanted))
+    extra = sorted(names - set(named))
     if extra:
-        complain(
+        on_error(
             CheckpointError(
-                f"{path} holds an extra shard that {index.name} does not name: {some(extra)}. "
+                f"{path} holds an extra shard that {index.name} does not name: {join_names(extra)}. "
                 "It belongs to another download; move it away or fetch the index again."
             )
         )
-    shards = _read([file for file in present if file.name in wanted], shard_of, complain)
+    shards = _read([file for file in present if file.name in named], shard_of, on_error)
     total = sum(entry.nbytes for entry in shards.tensors.values())
     if announced is not None and not missing and announced != total:
         shards.notices.append(f"{index.name} announces {announced} bytes, the shards hold {total}.")
@@ -96,7 +100,7 @@ def _indexed(path: Path, index: Path, present: list[Path], complain: Complain) -
 
 def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
     try:
-        # Names are compared with the shards one by one, so a repeated one cannot hide; looking for it costs memory.
+        # Each name is compared with the shards below, so a repeated name is caught there; a check here costs memory.
         raw = load_json(index.read_bytes(), index.name, unique_keys=False)
     except OSError as error:
         raise CheckpointError(
@@ -108,7 +112,7 @@ def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
             f"{index.name} has no weight_map from tensor names to shards. Download it again."
         )
     for name, shard in weight_map.items():
-        # A name with a path in it would let an index reach files outside its directory.
+        # A shard name with a path could refer to files outside the directory.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(".safetensors"):
             raise CheckpointError(
                 f"{index.name} places {name} in {shard!r}, expected the name of a safetensors file "
@@ -120,8 +124,8 @@ def _read_index(index: Path) -> tuple[dict[str, str], int | None]:
     return weight_map, total if type(total) is int else None
 
 
-def _check_numbering(present: list[Path], complain: Complain) -> None:
-    """Files like NAME-00001-of-00046.safetensors say by themselves how many there should be."""
+def _check_numbering(present: list[Path], on_error: ErrorHandler) -> None:
+    """Check that files named NAME-00001-of-00046.safetensors form one complete series."""
     numbered = [match for file in present if (match := _NUMBERED.fullmatch(file.name))]
     if not numbered:
         return
@@ -129,29 +133,30 @@ def _check_numbering(present: list[Path], complain: Complain) -> None:
     series = {(match[1], match[3]) for match in numbered}
     if extra or len(series) > 1:
         names = extra or sorted(f"{stem}-*-of-{count}" for stem, count in series)
-        complain(
+        on_error(
             CheckpointError(
-                f"the shards do not form one series; extra shard: {some(names)}. Keep the files of one checkpoint only."
+                f"the shards do not form one series; extra shard: {join_names(names)}. "
+                "Keep the files of one checkpoint only."
             )
         )
         return
     count = int(numbered[0][3])
-    have = {int(match[2]) for match in numbered}
+    present_indices = {int(match[2]) for match in numbered}
     missing = [
         f"{numbered[0][1]}-{i:0{len(numbered[0][3])}}-of-{numbered[0][3]}.safetensors"
         for i in range(1, min(count, 100_000) + 1)
-        if i not in have
+        if i not in present_indices
     ]
     if missing:
-        complain(
+        on_error(
             CheckpointError(
-                f"{len(missing)} of {count} shards are missing: {some(missing)}. Download them again."
+                f"{len(missing)} of {count} shards are missing: {join_names(missing)}. Download them again."
             )
         )
 
 
-def _read(files: list[Path], shard_of: dict[str, str], complain: Complain) -> ShardIndex:
-    """Merge the headers. `shard_of`, where given, is used up: names left in it were promised but not found."""
+def _read(files: list[Path], shard_of: dict[str, str], on_error: ErrorHandler) -> ShardIndex:
+    """Merge the headers. Names are removed from `shard_of` as they are read; the rest are reported as absent."""
     tensors: dict[str, TensorEntry] = {}
     unreadable: set[str] = set()
     check_index = bool(shard_of)
@@ -160,12 +165,12 @@ def _read(files: list[Path], shard_of: dict[str, str], complain: Complain) -> Sh
             header = read_header(file)
         except CheckpointError as error:
             unreadable.add(file.name)
-            complain(error)
+            on_error(error)
             continue
         unindexed = []
         for name, entry in header.tensors.items():
             if name in tensors:
-                complain(
+                on_error(
                     CheckpointError(
                         f"{name} is in {tensors[name].path.name} and again in {file.name}, expected "
                         "once. Download the checkpoint again."
@@ -176,19 +181,19 @@ def _read(files: list[Path], shard_of: dict[str, str], complain: Complain) -> Sh
             if check_index and shard_of.pop(name, None) != file.name:
                 unindexed.append(name)
         if unindexed:
-            complain(
+            on_error(
                 CheckpointError(
                     f"{file.name} holds {len(unindexed)} tensors which the index does not place "
-                    f"there: {some(unindexed)}. Shards and index come from different downloads."
+                    f"there: {join_names(unindexed)}. Shards and index come from different downloads."
                 )
             )
     read = {file.name for file in files} - unreadable
     absent = [f"{name} ({shard})" for name, shard in shard_of.items() if shard in read]
     if absent:
-        complain(
+        on_error(
             CheckpointError(
                 f"{len(absent)} tensors are not in the shards the index places them in: "
-                f"{some(absent)}. Shards and index come from different downloads."
+                f"{join_names(absent)}. Shards and index come from different downloads."
             )
         )
     return ShardIndex(tensors, files, [])

@@ -1,8 +1,8 @@
-"""Foreign tensor names and ours, one table per dialect. Ours are the released checkpoint's names.
+"""Translate tensor names between dialects and the released checkpoint, with one table per dialect.
 
-A table is a list of rows (ours, theirs), most particular first; `{}` stands for any text. Translation to ours only
-succeeds when translating back gives the same foreign name, so every table is a bijection by construction: a foreign
-name that no row produces is left untranslated and later reported as unknown, never guessed.
+A table is a list of (released, dialect) patterns, most specific first; `{}` matches any text. Translation to released
+names succeeds only if translating back gives the same dialect name, so every table is a bijection: a dialect name that
+no row produces stays untranslated and is later reported as unexpected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Table = tuple[tuple[str, str], ...]
 
 RELEASED: Table = (("{}", "{}"),)
 
-# What `transformers` writes for DeepseekV4ForCausalLM: our names behind "model.", with a few words of its own.
+# `save_pretrained` of DeepseekV4ForCausalLM: released names prefixed with "model.", with a few exceptions.
 TRANSFORMERS: Table = (
     ("head.weight", "head.weight"),
     ("embed.weight", "model.embed_tokens.weight"),
@@ -32,12 +32,12 @@ DIALECTS: Mapping[str, Table] = {
 
 
 def to_theirs(name: str, table: Table) -> str:
-    """A dialect's name for one of ours."""
+    """Return a dialect's name for a released name."""
     return _translate(name, table, 0)
 
 
 def to_ours(name: str, table: Table) -> str | None:
-    """Our name for a dialect's, or None when the dialect has no such name."""
+    """Return the released name for a dialect's name, or None if the dialect has no such name."""
     for row in table:
         middle = _match(name, row[1])
         if middle is not None:
@@ -47,7 +47,7 @@ def to_ours(name: str, table: Table) -> str | None:
 
 
 def names_table(names: Mapping[str, object]) -> Table:
-    """The table whose dialect these names belong to."""
+    """Return the table of the dialect that these names belong to."""
     return TRANSFORMERS if "model.embed_tokens.weight" in names else RELEASED
 
 
@@ -56,15 +56,13 @@ def _translate(name: str, table: Table, side: int) -> str:
         middle = _match(name, row[side])
         if middle is not None:
             return row[1 - side].replace("{}", middle)
-    raise AssertionError(
-        f"no row of the table covers {name}"
-    )  # the last row of every table covers all of ours
+    raise AssertionError(f"no row of the table matches {name}")  # the last row matches every released name
 
 
 def _match(name: str, pattern: str) -> str | None:
-    """The text that `{}` stands for ("" in a pattern without one), or None."""
-    before, hole, after = pattern.partition("{}")
-    if not hole:
+    """Return the text matched by `{}` ("" in a pattern without one), or None if there is no match."""
+    before, wildcard, after = pattern.partition("{}")
+    if not wildcard:
         return "" if name == pattern else None
     if len(name) >= len(before) + len(after) and name.startswith(before) and name.endswith(after):
         return name[len(before) : len(name) - len(after)]

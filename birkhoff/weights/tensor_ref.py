@@ -1,9 +1,10 @@
-"""How one logical tensor lies in a checkpoint, and its numbers, strip by strip.
+"""References to stored tensors, their number formats, and their values in row strips.
 
-`recognise` decides from headers alone whether a tensor is plain floats, FP8 with 128x128 scales or FP4 with 1x32
-scales, and refuses every combination of dtype and shape that is none of them. `value_strips` then reads it a few rows
-at a time, dequantised exactly on the device where it will live, so the cost of a tensor is one strip and never the
-tensor. NaN scales, NaN codes and numbers that are not finite are refused with the place where they stand.
+`check_tensor` validates from headers that a tensor is plain floats, FP8 with 128x128 scales or FP4 with 1x32 scales,
+with a matching scale tensor. `open_checkpoint` calls it once per tensor; after that `TensorRef.format` and
+`TensorRef.value_shape` follow from the dtype and need no further check. `value_strips` reads a tensor a few rows at a
+time and dequantises exactly on the target device, so that memory use is one strip. NaN scales, NaN codes and
+non-finite values raise TensorValue with their index.
 """
 
 from __future__ import annotations
@@ -18,20 +19,27 @@ from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorValue
 from birkhoff.kernels import quant
 from birkhoff.weights.layout import FP4_GROUP, FP8_BLOCK, scale_name
 
-Format = Literal["float", "fp8", "fp4"]
+Format = Literal["float", "fp8", "fp4", "ids"]
 FLOATS = ("F32", "BF16", "F16")
 BYTES = ("I8", "U8")
+IDS = ("I64", "I32")
 SCALES = ("F8_E8M0", "U8")
 STRIP_BYTES = 4 << 20
 INSPECT = "Look at the files with: birkhoff inspect CHECKPOINT"
+_FORMATS: dict[str, Format] = {
+    **dict.fromkeys(FLOATS, "float"),
+    **dict.fromkeys(BYTES, "fp4"),
+    **dict.fromkeys(IDS, "ids"),
+    "F8_E4M3": "fp8",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor that has not been read: what the header says, and how to get the rows.
+    """A tensor that has not been read: header fields and a row reader.
 
-    `encoding` is the file's own name for the type where rows are decoded while they are read (GGUF blocks); `nbytes`
-    are bytes in the file.
+    `nbytes` is the size in the file. `encoding` is the file's own type name where `reader` decodes rows (GGUF block
+    types), else empty.
     """
 
     name: str
@@ -42,37 +50,46 @@ class TensorRef:
     encoding: str = ""
 
     def read(self) -> torch.Tensor:
+        """Read the whole tensor as stored."""
         return self.reader(0, self.num_rows)
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        """Rows [start, stop) along the first axis, as stored."""
+        """Read rows [start, stop) along the first axis as stored."""
         return self.reader(start, stop)
 
     @property
     def num_rows(self) -> int:
         return self.shape[0] if self.shape else 1
 
+    @property
+    def format(self) -> Format:
+        """Number format of a weight in an opened checkpoint. Not defined for scale tensors."""
+        return _FORMATS[self.dtype]
 
-def recognise(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...]) -> Format:
-    """The number format of tensor `name`, whose numbers must form `shape`; checks its scale too."""
-    ref = tensors.get(name)
-    if ref is None:
-        raise TensorMissing(f"{name} is not in the files. {INSPECT}")
+    @property
+    def value_shape(self) -> tuple[int, ...]:
+        """Shape of the dequantised values; FP4 stores two codes per byte."""
+        return (self.shape[0], 2 * self.shape[1]) if self.format == "fp4" else self.shape
+
+
+def check_tensor(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...]) -> Format:
+    """Validate the dtype, shape and scale of weight `name`, whose values have `shape`; return its format."""
+    ref = _find(tensors, name)
     if ref.dtype in FLOATS:
-        _expect_shape(name, ref.shape, shape, f"for {ref.dtype}")
+        check_shape(name, ref.shape, shape, f"for {ref.dtype}")
         return "float"
     if ref.dtype == "F8_E4M3" and len(shape) == 2:
-        _expect_shape(name, ref.shape, shape, "for fp8")
+        check_shape(name, ref.shape, shape, "for fp8")
         tiles = (-(-shape[0] // FP8_BLOCK), -(-shape[1] // FP8_BLOCK))
-        _expect_scale(tensors, name, tiles, f"{FP8_BLOCK}x{FP8_BLOCK} fp8 blocks")
+        _check_scale_header(tensors, name, tiles, f"{FP8_BLOCK}x{FP8_BLOCK} fp8 blocks")
         return "fp8"
     if ref.dtype in BYTES and len(shape) == 2:
-        _expect_shape(name, ref.shape, (shape[0], shape[1] // 2), "for two fp4 codes per byte")
+        check_shape(name, ref.shape, (shape[0], shape[1] // 2), "for two fp4 codes per byte")
         if shape[1] % FP4_GROUP:
             raise TensorShape(
                 f"{name} has an input width of {shape[1]}, expected a multiple of {FP4_GROUP} for fp4."
             )
-        _expect_scale(tensors, name, (shape[0], shape[1] // FP4_GROUP), f"1x{FP4_GROUP} fp4 groups")
+        _check_scale_header(tensors, name, (shape[0], shape[1] // FP4_GROUP), f"1x{FP4_GROUP} fp4 groups")
         return "fp4"
     raise TensorDtype(
         f"{name} is stored as {ref.dtype} {ref.shape}, expected one of {', '.join(FLOATS)}"
@@ -80,39 +97,43 @@ def recognise(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...
     )
 
 
-def check_ids(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...]) -> None:
-    """The header of an expert table is that of whole numbers."""
-    ref = tensors.get(name)
-    if ref is None:
-        raise TensorMissing(f"{name} is not in the files. {INSPECT}")
-    if ref.dtype not in ("I64", "I32"):
+def check_expert_table(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...]) -> None:
+    """Validate the dtype and shape of a table of expert ids."""
+    ref = _find(tensors, name)
+    if ref.dtype not in IDS:
         raise TensorDtype(f"{name} is stored as {ref.dtype}, expected I64 or I32. {INSPECT}")
-    _expect_shape(name, ref.shape, shape, "for one row of experts per token")
+    check_shape(name, ref.shape, shape, "for one row of experts per token")
 
 
 def value_strips(
-    tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, ...], device: torch.device | str = "cpu"
+    tensors: Mapping[str, TensorRef], name: str, device: torch.device | str = "cpu"
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """(first row, float32 rows) until the tensor is done; every number finite."""
-    stored = recognise(tensors, name, shape)
-    ref = tensors[name]
-    scale_ref = tensors.get(scale_name(name))
-    for start, stop in strips(shape):
-        codes = ref.rows(start, stop).to(device)
-        if stored == "float":
-            values = codes.to(torch.float32)
-        else:
-            assert scale_ref is not None
-            block = FP8_BLOCK if stored == "fp8" else 1
-            scale = scale_ref.rows(start // block, -(-stop // block)).to(device)
-            check_scale(scale_ref.name, scale, start // block)
-            values = (quant.dequant_fp8 if stored == "fp8" else quant.dequant_fp4)(codes, scale)
+    """Yield (first row, float32 rows) over the whole tensor; raise TensorValue for a non-finite value."""
+    for start, stop in strips(tensors[name].value_shape):
+        values = read_values(tensors, name, start, stop, device)
         check_finite(name, values, start)
         yield start, values
 
 
+def read_values(
+    tensors: Mapping[str, TensorRef], name: str, start: int, stop: int, device: torch.device | str = "cpu"
+) -> torch.Tensor:
+    """Read rows [start, stop) of a weight as exactly dequantised float32 values."""
+    ref = tensors[name]
+    if ref.format == "float":
+        return ref.rows(start, stop).to(device).to(torch.float32)
+    block = FP8_BLOCK if ref.format == "fp8" else 1
+    scale_ref = tensors[scale_name(name)]
+    first = start // block * block  # rows of one FP8 tile share a scale
+    codes = ref.rows(first, stop).to(device)
+    scale = scale_ref.rows(start // block, -(-stop // block)).to(device)
+    check_scale(scale_ref.name, scale, start // block)
+    values = (quant.dequant_fp8 if ref.format == "fp8" else quant.dequant_fp4)(codes, scale)
+    return values[start - first :]
+
+
 def strips(shape: tuple[int, ...], item_bytes: int = 4) -> Iterator[tuple[int, int]]:
-    """Row ranges of about STRIP_BYTES, cut at FP8 tile borders."""
+    """Yield row ranges of about STRIP_BYTES, split at FP8 tile boundaries."""
     rows = shape[0] if shape else 1
     row_bytes = item_bytes
     for size in shape[1:]:
@@ -123,22 +144,23 @@ def strips(shape: tuple[int, ...], item_bytes: int = 4) -> Iterator[tuple[int, i
 
 
 def check_scale(name: str, scale: torch.Tensor, first_row: int = 0) -> None:
-    """Byte 255 is the NaN of E8M0."""
-    _refuse_any(scale == 255, name, first_row, "is NaN (byte 0xFF)", "a power of two")
+    """Reject byte 255, the NaN of E8M0."""
+    _reject(scale == 255, name, first_row, "is NaN (byte 0xFF)", "a power of two")
 
 
 def check_codes(name: str, codes: torch.Tensor, first_row: int = 0) -> None:
-    """E4M3 has a NaN, E2M1 has none."""
+    """Reject the NaN codes of E4M3; E2M1 has none."""
     if codes.dtype == torch.float8_e4m3fn:
-        _refuse_any((codes.view(torch.uint8) & 0x7F) == 0x7F, name, first_row, "is NaN", "an fp8 number")
+        _reject((codes.view(torch.uint8) & 0x7F) == 0x7F, name, first_row, "is NaN", "an fp8 number")
 
 
 def check_finite(name: str, values: torch.Tensor, first_row: int = 0) -> None:
-    _refuse_any(~torch.isfinite(values), name, first_row, "is not finite", "a number")
+    """Reject NaN and infinities."""
+    _reject(~torch.isfinite(values), name, first_row, "is not finite", "a number")
 
 
 def check_experts(name: str, ids: torch.Tensor, experts: int, first_row: int = 0) -> None:
-    """Expert ids from 0 to experts - 1, all different in a row: a token visits each of its experts once."""
+    """Reject expert ids outside [0, experts) and ids that repeat within a row."""
     outside = (ids < 0) | (ids >= experts)
     if bool(outside.any()):
         row, column = (int(i) for i in outside.nonzero()[0])
@@ -147,26 +169,17 @@ def check_experts(name: str, ids: torch.Tensor, experts: int, first_row: int = 0
             f"to {experts - 1}. config.json and the table do not belong together, or it is damaged."
         )
     ordered = ids.sort(dim=1).values
-    twice = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
-    if bool(twice.any()):
-        row = int(twice.nonzero()[0])
+    repeated = (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+    if bool(repeated.any()):
+        row = int(repeated.nonzero()[0])
         raise TensorValue(
             f"{name}[{first_row + row}] is {ids[row].tolist()}, expected different experts. "
             "The table is damaged or was never filled; take it from the original checkpoint."
         )
 
 
-def _refuse_any(bad: torch.Tensor, name: str, first_row: int, seen: str, expected: str) -> None:
-    if bool(bad.any()):
-        place = [int(i) for i in bad.nonzero()[0]]
-        place[0] += first_row
-        raise TensorValue(
-            f"{name}{place} {seen}, expected {expected}; {int(bad.sum())} such in these rows. "
-            "The file is damaged; download its shard again."
-        )
-
-
-def _expect_shape(name: str, seen: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
+def check_shape(name: str, seen: tuple[int, ...], expected: tuple[int, ...], why: str) -> None:
+    """Raise TensorShape when a stored shape differs from the expected one."""
     if seen != expected:
         raise TensorShape(
             f"{name} is {seen}, expected {expected} {why}. config.json and the shards may not belong "
@@ -174,7 +187,26 @@ def _expect_shape(name: str, seen: tuple[int, ...], expected: tuple[int, ...], w
         )
 
 
-def _expect_scale(tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, int], why: str) -> None:
+def _find(tensors: Mapping[str, TensorRef], name: str) -> TensorRef:
+    ref = tensors.get(name)
+    if ref is None:
+        raise TensorMissing(f"{name} is not in the files. {INSPECT}")
+    return ref
+
+
+def _reject(bad: torch.Tensor, name: str, first_row: int, seen: str, expected: str) -> None:
+    if bool(bad.any()):
+        index = [int(i) for i in bad.nonzero()[0]]
+        index[0] += first_row
+        raise TensorValue(
+            f"{name}{index} {seen}, expected {expected}; {int(bad.sum())} such in these rows. "
+            "The file is damaged; download its shard again."
+        )
+
+
+def _check_scale_header(
+    tensors: Mapping[str, TensorRef], name: str, shape: tuple[int, int], why: str
+) -> None:
     scale = scale_name(name)
     ref = tensors.get(scale)
     if ref is None:

@@ -1,9 +1,9 @@
-"""From a checkpoint into a model's memory, one strip of one tensor at a time.
+"""Load a checkpoint into a model's tensors, one strip of rows at a time.
 
-The model says where each tensor goes (`WeightDestination`: name, tensor, kind); this room says what the files hold. The
-whole plan (names, shapes, dtypes) is checked from headers before the first byte of payload is read, so a model is
-either not touched or filled completely, short of damaged numbers. "value" destinations get exactly dequantised
-numbers rounded once to their dtype; "codes" and "scale" get the stored bytes; "ids" get a checked expert table.
+The model lists its destinations (`WeightDestination`: name, tensor, kind). All names, shapes and dtypes are checked
+from headers before any tensor data is read, so a model is either left untouched or filled completely, unless the data
+itself is damaged. "value" destinations receive exactly dequantised values rounded once to their dtype; "codes" and
+"scale" receive the stored bytes; "ids" receive a validated expert table.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorUnexpected
 from birkhoff.weights.checkpoint import Checkpoint
 from birkhoff.weights.layout import scale_name
-from birkhoff.weights.shard_index import some
+from birkhoff.weights.shard_index import join_names
 from birkhoff.weights.tensor_ref import (
     FLOATS,
     INSPECT,
     check_codes,
+    check_expert_table,
     check_experts,
     check_finite,
-    check_ids,
     check_scale,
-    recognise,
+    check_shape,
     strips,
     value_strips,
 )
@@ -41,7 +41,7 @@ _PACKED_DTYPES: dict[torch.dtype, tuple[str, ...]] = {
 
 
 class WeightDestination(Protocol):
-    """What the model yields: `kind` is "value", "codes", "scale" or "ids"; `tensor` may be a view on any device."""
+    """A model tensor to fill. `kind` is "value", "codes", "scale" or "ids"; `tensor` may be a view on any device."""
 
     @property
     def name(self) -> str: ...
@@ -53,6 +53,8 @@ class WeightDestination(Protocol):
 
 @dataclass(frozen=True)
 class LoadReport:
+    """Counts and timing of one load. `file_bytes` were read, `resident_bytes` are the filled tensors."""
+
     tensors: int
     file_bytes: int
     resident_bytes: int
@@ -68,9 +70,9 @@ def load_into(
     skip: tuple[str, ...] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadReport:
-    """Fill every destination. Names in the files that start with one of `skip` may stay unused; others may not.
+    """Fill every destination. Stored names that start with a prefix in `skip` may stay unused; any other raises.
 
-    `progress` is called with (bytes read, bytes in all) after each tensor.
+    `progress` is called with (bytes read, total bytes) after each tensor.
     """
     began = time.perf_counter()
     plan, skipped = _plan(list(destinations), checkpoint, skip)
@@ -91,46 +93,47 @@ def load_into(
 def _plan(
     destinations: list[WeightDestination], checkpoint: Checkpoint, skip: tuple[str, ...]
 ) -> tuple[list[tuple[WeightDestination, list[str]]], int]:
-    """Each destination with the stored tensors it uses, in file order; refuses anything that cannot work out."""
+    """Return (destination, stored names it uses) pairs in file order, and the number of skipped names."""
     missing = [d.name for d in destinations if d.name not in checkpoint]
     if missing:
         raise TensorMissing(
-            f"{len(missing)} tensors the model needs are not in {checkpoint.path.name}: {some(missing)}. {INSPECT}"
+            f"{len(missing)} tensors the model needs are not in {checkpoint.path.name}: {join_names(missing)}. "
+            f"{INSPECT}"
         )
     plan = [(d, _check(d, checkpoint)) for d in destinations]
     used = [name for _, names in plan for name in names]
-    assert len(used) == len(set(used)), "the model asks for a tensor twice"
+    assert len(used) == len(set(used)), "two destinations use one stored tensor"
     unused = set(checkpoint) - set(used)
     left_over = sorted(name for name in unused if not name.startswith(skip)) if skip else sorted(unused)
     if left_over:
         raise TensorUnexpected(
             f"{checkpoint.path.name} holds {len(left_over)} tensors the model has no place for: "
-            f"{some(left_over)}. {INSPECT}"
+            f"{join_names(left_over)}. {INSPECT}"
         )
-    place = {name: index for index, name in enumerate(checkpoint)}
-    plan.sort(key=lambda step: place[step[0].name])
+    file_order = {name: index for index, name in enumerate(checkpoint)}
+    plan.sort(key=lambda step: file_order[step[0].name])
     return plan, len(unused)
 
 
 def _check(destination: WeightDestination, checkpoint: Checkpoint) -> list[str]:
-    """The stored names one destination uses, after checking dtype and shape from the headers."""
+    """Check a destination's dtype and shape against the headers; return the stored names it uses."""
     name = destination.name
     tensor = destination.tensor
     kind = destination.kind
     shape, ref = tuple(tensor.shape), checkpoint[name]
     if kind == "value":
-        assert tensor.is_floating_point(), f"{name} wants numbers in {tensor.dtype}"
-        stored = recognise(checkpoint, name, shape)
-        return [name] if stored == "float" else [name, scale_name(name)]
+        assert tensor.is_floating_point(), f"{name} is a value destination of dtype {tensor.dtype}"
+        check_shape(name, ref.value_shape, shape, f"for {ref.dtype}")
+        return [name] if ref.format == "float" else [name, scale_name(name)]
     if kind == "ids":
-        check_ids(checkpoint, name, shape)
+        check_expert_table(checkpoint, name, shape)
         return [name]
     assert kind in ("codes", "scale"), kind
-    wanted = _PACKED_DTYPES.get(tensor.dtype, ())
-    if ref.dtype not in wanted:
+    accepted = _PACKED_DTYPES.get(tensor.dtype, ())
+    if ref.dtype not in accepted:
         plain = " Plain floats cannot be kept packed; load them as numbers." if ref.dtype in FLOATS else ""
         raise TensorDtype(
-            f"{name} is stored as {ref.dtype}, expected {' or '.join(wanted)} to keep it packed.{plain} {INSPECT}"
+            f"{name} is stored as {ref.dtype}, expected {' or '.join(accepted)} to keep it packed.{plain} {INSPECT}"
         )
     if ref.shape != shape:
         raise TensorShape(f"{name} is {ref.shape}, expected {shape} as packed {kind}. {INSPECT}")
@@ -139,11 +142,11 @@ def _check(destination: WeightDestination, checkpoint: Checkpoint) -> list[str]:
 
 def _fill_value(destination: WeightDestination, checkpoint: Checkpoint) -> None:
     name, tensor = destination.name, destination.tensor
-    for start, values in value_strips(checkpoint, name, tuple(tensor.shape), tensor.device):
+    for start, values in value_strips(checkpoint, name, tensor.device):
         rows = tensor[start : start + len(values)]
         rows.copy_(values)
         if tensor.dtype not in (torch.float32, torch.float64):
-            check_finite(name, rows, start)  # rounding to a narrower range may overflow
+            check_finite(name, rows, start)  # rounding to a narrower dtype may overflow
 
 
 def _fill_packed(destination: WeightDestination, checkpoint: Checkpoint) -> None:

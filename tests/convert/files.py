@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-from birkhoff.convert.check import numbers
+from birkhoff.convert.check import tensor_values
 from birkhoff.weights.checkpoint import open_checkpoint
 from birkhoff.weights.layout import model_tensors
 
@@ -35,7 +35,10 @@ def same_numbers(first: Path, second: Path) -> list[str]:
     ours, theirs = open_checkpoint(first), open_checkpoint(second)
     out = []
     for tensor in model_tensors(ours.config):
-        a, b = numbers(ours, tensor, 0, tensor.shape[0]), numbers(theirs, tensor, 0, tensor.shape[0])
+        a, b = (
+            tensor_values(ours, tensor, 0, tensor.shape[0]),
+            tensor_values(theirs, tensor, 0, tensor.shape[0]),
+        )
         if not torch.equal(a, b):
             out.append(tensor.name)
     return out

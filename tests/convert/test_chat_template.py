@@ -9,7 +9,7 @@ import pytest
 
 from birkhoff.convert.chat_template import chat_template
 from birkhoff.text.chat import render
-from birkhoff.text.literals import own_literals
+from birkhoff.text.prompt_texts import own_prompt_texts
 
 USER = {"role": "user", "content": "Tell me 'a story' of \"quotes\" & <tags>."}
 ANSWER = {"role": "assistant", "content": "Once.", "reasoning_content": "hm"}
@@ -52,7 +52,7 @@ CONVERSATIONS = {
 def by_template(messages, **variables) -> str:
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
     environment.filters["tojson"] = lambda value: json.dumps(value, ensure_ascii=False)
-    return environment.from_string(chat_template(own_literals())).render(messages=messages, **variables)
+    return environment.from_string(chat_template(own_prompt_texts())).render(messages=messages, **variables)
 
 
 def by_encoder(messages, **options) -> str:
@@ -60,7 +60,7 @@ def by_encoder(messages, **options) -> str:
     for message in ready:
         for call in message.get("tool_calls", []):
             call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-    segments = render(ready, own_literals(), **options)
+    segments = render(ready, own_prompt_texts(), **options)
     return "".join(part.string for part in segments)
 
 
@@ -96,12 +96,16 @@ def test_a_checkpoints_own_texts_travel_in_the_file(tmp_path):
     from birkhoff.api.load import load
     from birkhoff.convert.convert import convert
     from birkhoff.convert.synth import synth
-    from birkhoff.text.literals import literals_from_json, literals_to_json
+    from birkhoff.text.prompt_texts import prompt_texts_from_json, prompt_texts_to_json
 
-    texts = replace(own_literals(), tools_head="## Tools of our own ｜DSML｜\n", source="encoding_dsv4.py")
-    assert replace(literals_from_json(literals_to_json(texts), "x.gguf"), source=texts.source) == texts
-    for odd in ("{", "[]", '{"tools_head": 5}', literals_to_json(texts).replace('"max"', '"most"')):
-        assert literals_from_json(odd, "x.gguf") == own_literals()
+    texts = replace(
+        own_prompt_texts(), tools_head="## Tools of our own ｜DSML｜\n", source="encoding_dsv4.py"
+    )
+    assert (
+        replace(prompt_texts_from_json(prompt_texts_to_json(texts), "x.gguf"), source=texts.source) == texts
+    )
+    for odd in ("{", "[]", '{"tools_head": 5}', prompt_texts_to_json(texts).replace('"max"', '"most"')):
+        assert prompt_texts_from_json(odd, "x.gguf") == own_prompt_texts()
     synth(tmp_path / "tiny", "tiny", mtp=False)
     (tmp_path / "tiny/encoding").mkdir()
     code = f"TOOLS = '''## Our tools {'｜DSML｜'}\n{{tools}}\nthat is all\n'''\n"

@@ -114,13 +114,13 @@ def test_the_gguf_package_reads_the_same(tiny, tmp_path):
     ):
         assert np.array_equal(values(theirs), ours[name].read().float().numpy())
     stack = values("blk.5.ffn_down_exps.weight")
-    from birkhoff.convert.check import numbers
+    from birkhoff.convert.check import tensor_values
     from birkhoff.weights.layout import model_tensors
 
     tensors = {t.name: t for t in model_tensors(checkpoint.config)}
     for expert in range(8):
         one = tensors[f"layers.5.ffn.experts.{expert}.w2.weight"]
-        assert np.array_equal(stack[expert], numbers(checkpoint, one, 0, 64).numpy())
+        assert np.array_equal(stack[expert], tensor_values(checkpoint, one, 0, 64).numpy())
     table = by_name["blk.0.ffn_gate_tid2eid.weight"]
     assert table.tensor_type.name == "I32" and np.array_equal(
         table.data, checkpoint["layers.0.ffn.gate.tid2eid"].read().numpy()
@@ -306,17 +306,17 @@ def test_a_damaged_source_fails_and_leaves_no_output(tiny, tmp_path):
 
 def test_configs_survive_with_and_without_yarn(tmp_path):
     from birkhoff.convert.presets import PRESETS
-    from birkhoff.weights.gguf_keys import config_from, keys_of
+    from birkhoff.weights.gguf_keys import config_from_metadata, metadata_of
 
     for config in PRESETS.values():
         for changed in (config, replace(config, rope_scaling=None, num_hash_layers=0)):
-            keys = {key.name: key.value for key in keys_of(changed)}
+            keys = {key.name: key.value for key in metadata_of(changed)}
             keys |= {
                 "general.architecture": "deepseek4",
                 "tokenizer.ggml.bos_token_id": 0,
                 "tokenizer.ggml.eos_token_id": 1,
             }
-            assert config_from(keys, {}, "x") == replace(changed, num_nextn_predict_layers=0)
+            assert config_from_metadata(keys, {}, "x") == replace(changed, num_nextn_predict_layers=0)
 
 
 def test_torch_is_left_in_peace(tiny, tmp_path):

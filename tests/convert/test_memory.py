@@ -10,7 +10,7 @@ import pytest
 from birkhoff.convert.synth import RandomRows, synth
 from birkhoff.weights import write_released
 from tests.sizes import scaled
-from tests.weights.test_memory import config_of
+from tests.weights.test_memory_size import config_of
 
 pytestmark = pytest.mark.skipif(
     not os.path.exists("/proc/self/status"), reason="needs /proc to measure memory"

@@ -16,7 +16,7 @@ import pytest
 
 from birkhoff.convert.convert import _plan, convert
 from birkhoff.convert.synth import synth
-from birkhoff.convert.write import fill, journal_path
+from birkhoff.convert.write import journal_path, run_conversion
 from birkhoff.errors import ConvertError
 from birkhoff.weights.checkpoint import open_checkpoint
 from tests.sizes import scaled
@@ -25,14 +25,14 @@ SLOW = """
 import sys, time
 from pathlib import Path
 from birkhoff.convert.convert import _plan
-from birkhoff.convert.write import fill
+from birkhoff.convert.write import run_conversion
 from birkhoff.weights.checkpoint import open_checkpoint
 
 source, out, to, shard = sys.argv[1], Path(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 formats = ("mxfp4", "bf16") if to == "gguf" else ("bf16", "fp8")
 work = _plan(open_checkpoint(source), out, to, *formats, "upstream", True, shard)
 print("ready", flush=True)
-fill(work, 2, False, progress=lambda done, total: time.sleep(0.004), sync_bytes=20_000)
+run_conversion(work, 2, False, progress=lambda done, total: time.sleep(0.004), sync_bytes=20_000)
 """
 
 
@@ -61,7 +61,7 @@ def plan(tiny: Path, out: Path, to: str):
 @pytest.mark.parametrize("to", ["gguf", "safetensors"])
 def test_stopped_anywhere_it_goes_on_from_there(to, tiny, tmp_path):
     name = "m.gguf" if to == "gguf" else "m"
-    fill(plan(tiny, tmp_path / "whole" / name, to), 2, False)
+    run_conversion(plan(tiny, tmp_path / "whole" / name, to), 2, False)
     expected = digests(tmp_path / "whole")
     luck = random.Random(3)
     stops, resumed = 0, 0
@@ -76,7 +76,7 @@ def test_stopped_anywhere_it_goes_on_from_there(to, tiny, tmp_path):
                 raise Stop
 
         try:
-            done = fill(work, 2, False, progress, sync_bytes=30_000)
+            done = run_conversion(work, 2, False, progress, sync_bytes=30_000)
         except Stop:
             stops += 1
             assert (
@@ -93,7 +93,7 @@ def test_stopped_anywhere_it_goes_on_from_there(to, tiny, tmp_path):
 @pytest.mark.parametrize("to", scaled(["gguf", "safetensors"], ["gguf"]))
 def test_killed_at_random_instants_the_bytes_are_the_same(to, tiny, tmp_path):
     name = "m.gguf" if to == "gguf" else "m"
-    fill(plan(tiny, tmp_path / "whole" / name, to), 2, False)
+    run_conversion(plan(tiny, tmp_path / "whole" / name, to), 2, False)
     out = tmp_path / "again" / name
     luck, kills, wanted = random.Random(5), 0, scaled(10, 1)
     command = [sys.executable, "-c", SLOW, str(tiny), str(out), to, "400000"]
@@ -106,7 +106,7 @@ def test_killed_at_random_instants_the_bytes_are_the_same(to, tiny, tmp_path):
         child.wait()
         child.stdout.close()
         kills += 1
-    done = fill(plan(tiny, out, to), 2, False)
+    done = run_conversion(plan(tiny, out, to), 2, False)
     print(f"{to}: {kills} kills, {done.resumed_units} parts were there already")
     assert digests(tmp_path / "again") == digests(tmp_path / "whole")
 
@@ -120,7 +120,7 @@ def test_a_torn_journal_is_cut_and_a_foreign_one_refused(tiny, tmp_path):
             raise Stop
 
     with pytest.raises(Stop):
-        fill(work, 1, False, stop, sync_bytes=10_000)
+        run_conversion(work, 1, False, stop, sync_bytes=10_000)
     journal = journal_path(out)
     raw = journal.read_bytes()
     assert len(raw.splitlines()) > 10
@@ -129,11 +129,11 @@ def test_a_torn_journal_is_cut_and_a_foreign_one_refused(tiny, tmp_path):
         convert(tiny, out, experts="f32", dense="f32", shard_bytes=400_000)
     journal.write_bytes(b'{"x"\n' + raw)
     with pytest.raises(ConvertError, match="is damaged"):
-        fill(work, 1, False)
+        run_conversion(work, 1, False)
     journal.write_bytes(raw[:-7])
-    done = fill(plan(tiny, out, "gguf"), 1, False)
+    done = run_conversion(plan(tiny, out, "gguf"), 1, False)
     assert done.resumed_units == len(raw.splitlines()) - 2
-    fill(plan(tiny, tmp_path / "whole" / "m.gguf", "gguf"), 1, False)
+    run_conversion(plan(tiny, tmp_path / "whole" / "m.gguf", "gguf"), 1, False)
     assert digests(tmp_path / "whole").items() <= digests(tmp_path).items()
 
 
@@ -144,7 +144,7 @@ def test_two_processes_do_not_write_one_file(tiny, tmp_path):
     with open(journal_path(out), "a+b") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ConvertError, match="held by another process"):
-            fill(plan(tiny, out, "gguf"), 1, False)
+            run_conversion(plan(tiny, out, "gguf"), 1, False)
 
 
 def test_a_changed_source_does_not_continue_an_old_output(tiny, tmp_path):
@@ -157,8 +157,8 @@ def test_a_changed_source_does_not_continue_an_old_output(tiny, tmp_path):
             raise Stop
 
     with pytest.raises(Stop):
-        fill(plan(source, tmp_path / "m.gguf", "gguf"), 1, False, stop)
+        run_conversion(plan(source, tmp_path / "m.gguf", "gguf"), 1, False, stop)
     os.utime(next(source.glob("*.safetensors")))
     with pytest.raises(ConvertError, match="from other files"):
-        fill(plan(source, tmp_path / "m.gguf", "gguf"), 1, False)
+        run_conversion(plan(source, tmp_path / "m.gguf", "gguf"), 1, False)
     assert json.loads(journal_path(tmp_path / "m.gguf").read_text().splitlines()[0])["conversion"]

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from birkhoff.text.bytes import RELEASE_SPLITS, byte_alphabet, byte_tokenizer_json, tokenizer_json
-from birkhoff.text.literals import Literals
+from birkhoff.text.prompt_texts import PromptTexts
 from birkhoff.text.tokenizer import Tokenizer
 
 CORPUS = [
@@ -89,8 +89,8 @@ def official_texts(official: Path) -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def official_literals(official_texts: dict[str, str]) -> Literals:
-    return Literals(
+def official_literals(official_texts: dict[str, str]) -> PromptTexts:
+    return PromptTexts(
         tools_head=official_texts["tools_head"],
         tools_tail=official_texts["tools_tail"],
         response_format_head=official_texts["response_format_head"],

@@ -4,11 +4,11 @@ import pytest
 import tokenizers
 
 from birkhoff.errors import OptionError
-from birkhoff.text.bytes import SMALLEST_VOCABULARY, byte_alphabet, byte_tokenizer_json, tokenizer_json
+from birkhoff.text.bytes import MIN_VOCAB_SIZE, byte_alphabet, byte_tokenizer_json, tokenizer_json
 from birkhoff.text.markers import BOS, DSML, EOS, PAD, PLAIN_MARKERS, USER
 
 
-@pytest.mark.parametrize("vocab_size", [SMALLEST_VOCABULARY, SMALLEST_VOCABULARY + 1, 512, 4096])
+@pytest.mark.parametrize("vocab_size", [MIN_VOCAB_SIZE, MIN_VOCAB_SIZE + 1, 512, 4096])
 def test_every_id_is_taken_and_none_beyond(vocab_size):
     read = tokenizers.Tokenizer.from_str(byte_tokenizer_json(vocab_size))
     ids = sorted(read.get_vocab(with_added_tokens=True).values())
@@ -31,7 +31,7 @@ def test_only_what_the_release_flags_special_is_special():
     assert flags[BOS] and flags[EOS] and flags[PAD]
     assert not flags[USER] and not flags[DSML] and not flags["<think>"] and not flags["</think>"]
     unused = [content for content in flags if "place▁holder" in content]
-    assert len(unused) == 512 - SMALLEST_VOCABULARY and all(flags[content] for content in unused)
+    assert len(unused) == 512 - MIN_VOCAB_SIZE and all(flags[content] for content in unused)
 
 
 def test_the_alphabet_is_the_librarys():
@@ -40,9 +40,9 @@ def test_the_alphabet_is_the_librarys():
     assert byte_alphabet()[ord(" ")] == "Ġ" and byte_alphabet()[ord("A")] == "A" and byte_alphabet()[0] == "Ā"
 
 
-@pytest.mark.parametrize("vocab_size", [0, -1, SMALLEST_VOCABULARY - 1, True, 512.0, "512", None])
+@pytest.mark.parametrize("vocab_size", [0, -1, MIN_VOCAB_SIZE - 1, True, 512.0, "512", None])
 def test_a_vocabulary_too_small_is_refused_by_number(vocab_size):
-    with pytest.raises(OptionError, match=f"expected a whole number of at least {SMALLEST_VOCABULARY}"):
+    with pytest.raises(OptionError, match=f"expected a whole number of at least {MIN_VOCAB_SIZE}"):
         byte_tokenizer_json(vocab_size)
 
 

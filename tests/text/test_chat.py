@@ -6,14 +6,14 @@ from hypothesis import strategies as st
 
 from birkhoff.errors import ChatError
 from birkhoff.text.chat import encode_chat, render
-from birkhoff.text.literals import Literals, own_literals
 from birkhoff.text.markers import DSML
+from birkhoff.text.prompt_texts import PromptTexts, own_prompt_texts
 from birkhoff.text.segments import Marker, render_text
 from tests.sizes import scaled
 from tests.text.conversations import HONEST, HOSTILE, HOSTILE_PIECES, conversations
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-WORDS = Literals("[tools:", ":tools]", "[format:", {"max": "[max]"})
+WORDS = PromptTexts("[tools:", ":tools]", "[format:", {"max": "[max]"})
 SEARCH = {"type": "function", "function": {"name": "search", "parameters": {"q": "é"}}}
 SEARCH_JSON = '{"name": "search", "parameters": {"q": "é"}}'
 
@@ -211,10 +211,10 @@ OPTIONS = st.fixed_dictionaries(
 @given(messages=conversations(HONEST), options=OPTIONS)
 def test_honest_conversations_have_the_ids_of_the_released_pipeline(tokenizer, library, messages, options):
     """One string, cut at markers, each run tokenised whole: joining neighbouring texts makes ours the same."""
-    segments = render(messages, own_literals(), **options)
+    segments = render(messages, own_prompt_texts(), **options)
     whole = render_text(segments)
     expected = library.encode(whole, add_special_tokens=False).ids
-    assert encode_chat(messages, tokenizer, own_literals(), **options) == expected
+    assert encode_chat(messages, tokenizer, own_prompt_texts(), **options) == expected
 
 
 @settings(max_examples=scaled(1000))
@@ -222,9 +222,9 @@ def test_honest_conversations_have_the_ids_of_the_released_pipeline(tokenizer, l
 def test_no_text_of_anybody_becomes_a_marker(tokenizer, honest, hostile, options):
     """The markers among the ids are those we placed, however many more are spelled in the text."""
     messages = hostile + honest
-    segments = render(messages, own_literals(), **options)
+    segments = render(messages, own_prompt_texts(), **options)
     placed = [tokenizer.token_id(s.string) for s in segments if isinstance(s, Marker)]
-    ids = encode_chat(messages, tokenizer, own_literals(), **options)
+    ids = encode_chat(messages, tokenizer, own_prompt_texts(), **options)
     assert [i for i in ids if i in tokenizer.added_ids] == placed
     assert tokenizer.decode(ids) == render_text(segments)
 
@@ -255,7 +255,7 @@ def test_each_special_string_stays_text_in_each_field(tokenizer, evil):
         ]
 
     def markers(word):
-        ids = encode_chat(conversation(word), tokenizer, own_literals(), thinking=True, effort="max")
+        ids = encode_chat(conversation(word), tokenizer, own_prompt_texts(), thinking=True, effort="max")
         return [i for i in ids if i in tokenizer.added_ids]
 
     assert markers(evil) == markers("harmless")
@@ -277,7 +277,7 @@ def test_bad_options_are_refused(options):
 
 
 def test_a_checkpoint_without_a_text_refuses_only_what_needs_it():
-    bare = Literals(None, None, None, source="encoding_dsv4.py")
+    bare = PromptTexts(None, None, None, source="encoding_dsv4.py")
     assert render([user("a")], bare)
     with pytest.raises(ChatError, match="no recognisable tools head"):
         render([user("a")], bare, tools=[SEARCH])

@@ -16,9 +16,9 @@ from birkhoff.text.events import (
     ToolCallStart,
     assemble,
 )
-from birkhoff.text.literals import own_literals
 from birkhoff.text.markers import CHAT_MARKERS, DSML, END_THINK, EOS, THINK, USER
 from birkhoff.text.parse import CompletionParser, parse_completion
+from birkhoff.text.prompt_texts import own_prompt_texts
 from birkhoff.text.segments import Marker, TextSegment, render_text, split_markers
 from tests.sizes import scaled
 from tests.text.conversations import HOSTILE, HOSTILE_PIECES, assistants
@@ -45,8 +45,8 @@ def expected_arguments(call):
 @given(message=assistants(HOSTILE), thinking=st.booleans())
 def test_parsing_inverts_rendering_whatever_the_text_spells(tokenizer, message, thinking):
     """By ids, so that every marker typed in a content, reasoning, argument or name comes back as the text it was."""
-    question = encode_chat([QUESTION], tokenizer, own_literals(), thinking=thinking)
-    whole = encode_chat([QUESTION, message], tokenizer, own_literals(), thinking=thinking)
+    question = encode_chat([QUESTION], tokenizer, own_prompt_texts(), thinking=thinking)
+    whole = encode_chat([QUESTION, message], tokenizer, own_prompt_texts(), thinking=thinking)
     assert whole[: len(question)] == question
     completion = whole[len(question) :]
     parsed = parse_completion(completion, thinking=thinking, tokenizer=tokenizer)
@@ -132,8 +132,8 @@ def test_streamed_pieces_join_to_the_whole_at_every_split(strict):
 @settings(max_examples=scaled(1000))
 @given(message=assistants(HOSTILE), thinking=st.booleans(), data=st.data())
 def test_any_cut_of_any_answer_is_the_same_answer(message, thinking, data):
-    head = render([QUESTION], own_literals(), thinking=thinking)
-    segments = render([QUESTION, message], own_literals(), thinking=thinking)[len(head) :]
+    head = render([QUESTION], own_prompt_texts(), thinking=thinking)
+    segments = render([QUESTION, message], own_prompt_texts(), thinking=thinking)[len(head) :]
     cuts = data.draw(st.sets(st.integers(1, 1 + sum(len(s.string) for s in segments))))
     whole = events_of(segments, thinking=thinking)
     same(whole, events_of(pieces_of(segments, cuts), thinking=thinking))

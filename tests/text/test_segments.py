@@ -4,7 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from birkhoff.text.markers import CHAT_MARKERS, DSML, THINK, USER
-from birkhoff.text.segments import Marker, TextSegment, encode_segments, joined, render_text, split_markers
+from birkhoff.text.segments import (
+    Marker,
+    TextSegment,
+    encode_segments,
+    join_texts,
+    render_text,
+    split_markers,
+)
 
 PIECES = st.lists(
     st.one_of(st.text(max_size=6).map(TextSegment), st.sampled_from(CHAT_MARKERS).map(Marker)), max_size=10
@@ -13,7 +20,7 @@ PIECES = st.lists(
 
 @given(pieces=PIECES)
 def test_joining_changes_neither_prompt_nor_markers(pieces):
-    out = list(joined(pieces))
+    out = list(join_texts(pieces))
     assert render_text(out) == render_text(pieces)
     assert [s for s in out if isinstance(s, Marker)] == [s for s in pieces if isinstance(s, Marker)]
     assert not any(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from birkhoff.errors import OptionError, PromptError
 from birkhoff.text.chat import encode_chat
-from birkhoff.text.literals import Literals
+from birkhoff.text.prompt_texts import PromptTexts
 from birkhoff.text.tokenizer import Tokenizer as OurTokenizer
 from tests.training.tiny import write_corpus
 from training.corpus import Record, read_corpus, read_records
@@ -103,7 +103,7 @@ def test_layout_is_the_chat_encoders(made):
     for turn in talk.turns:
         messages += [{"role": "user", "content": turn.prompt}, {"role": "assistant", "content": turn.text}]
     ours = OurTokenizer.from_file(folder / "tokenizer" / "tokenizer.json")
-    assert ids.tolist() == encode_chat(messages, ours, Literals(None, None, None))
+    assert ids.tolist() == encode_chat(messages, ours, PromptTexts(None, None, None))
 
 
 def test_units_depend_on_their_number_alone(made):

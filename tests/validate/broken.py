@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from transformers.models.deepseek_v4 import modeling_deepseek_v4 as theirs
 
-from birkhoff.validate.oracle import build_oracle, watch_oracle
-from birkhoff.validate.runs import Run
+from birkhoff.validate.oracle import build_oracle, run_oracle_model
+from birkhoff.validate.runs import ForwardRun
 from birkhoff.weights.checkpoint import Checkpoint, open_checkpoint
 
 
@@ -46,7 +46,7 @@ class NeverBack:
         return right(x, cos, sin, **options)
 
 
-def broken_run(name: str, path: Path, tokens: list[int]) -> Run:
+def broken_run(name: str, path: Path, tokens: list[int]) -> ForwardRun:
     """What a port with this mistake computes from the checkpoint."""
     checkpoint = open_checkpoint(path)
     if name == "yarn-missing":
@@ -75,6 +75,6 @@ def broken_run(name: str, path: Path, tokens: list[int]) -> Run:
                     stack[..., 0::2], stack[..., 1::2] = odd, even
     rotation = {"rope-half-split": half_split, "output-not-unrotated": NeverBack()}.get(name)
     if rotation is None:
-        return watch_oracle(model, tokens)
+        return run_oracle_model(model, tokens)
     with other_rotation(rotation):
-        return watch_oracle(model, tokens)
+        return run_oracle_model(model, tokens)

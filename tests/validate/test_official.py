@@ -5,7 +5,7 @@ import pytest
 import birkhoff
 from birkhoff.errors import DataError
 from birkhoff.validate.greedy import PROMPTS, compare_greedy
-from birkhoff.validate.official import OfficialStep, hold, read_vectors
+from birkhoff.validate.official import ReferenceStep, check_vectors, read_vectors
 
 GOOD = """# captured somewhere
 case short 4096 2 hello.txt
@@ -24,8 +24,8 @@ def test_a_file_is_read(tmp_path):
     (case,) = read_vectors(tmp_path / "official.vec")
     assert (case.name, case.context, case.prompt_file) == ("short", 4096, "hello.txt")
     assert case.steps == (
-        OfficialStep(b"Hi", ((b"Hi", 0.0),)),
-        OfficialStep(b"!", ((b"!", -0.5),)),
+        ReferenceStep(b"Hi", ((b"Hi", 0.0),)),
+        ReferenceStep(b"!", ((b"!", -0.5),)),
     )  # the sentinel is dropped
 
 
@@ -79,21 +79,25 @@ def test_a_model_is_held_to_its_own_words(nano, tmp_path):
             f"top {nano.tokenizer.piece(token).hex()} {float(values[token]):.4f}",
         ]
     (tmp_path / "own.vec").write_text("\n".join([*rows, "end"]))
-    held = hold(nano, read_vectors(tmp_path / "own.vec"), tmp_path)
+    held = check_vectors(nano, read_vectors(tmp_path / "own.vec"), tmp_path)
     assert len(held) == 3 and all(row.ok and row.gap < 1e-3 for row in held)
     far = rows.copy()
     far[2] = far[2].rsplit(" ", 1)[0] + " -9.5"
     (tmp_path / "far.vec").write_text("\n".join([*far, "end"]))
-    assert [row.ok for row in hold(nano, read_vectors(tmp_path / "far.vec"), tmp_path)] == [False, True, True]
+    assert [row.ok for row in check_vectors(nano, read_vectors(tmp_path / "far.vec"), tmp_path)] == [
+        False,
+        True,
+        True,
+    ]
     unlikely = nano.tokenizer.piece(int(nano.logits(ids)[-1].argmin())).hex()
     (tmp_path / "other.vec").write_text(
         f"case other 4096 1 p.txt\nstep 0 {unlikely} 1\ntop {unlikely} 0.0\nend\n"
     )
-    (row,) = hold(nano, read_vectors(tmp_path / "other.vec"), tmp_path)
+    (row,) = check_vectors(nano, read_vectors(tmp_path / "other.vec"), tmp_path)
     assert not row.argmax and not row.listed
     with pytest.raises(DataError, match=r"gone\.txt cannot be read"):
         (tmp_path / "gone.vec").write_text("case x 1 1 gone.txt\nstep 0 21 0\nend\n")
-        hold(nano, read_vectors(tmp_path / "gone.vec"), tmp_path)
+        check_vectors(nano, read_vectors(tmp_path / "gone.vec"), tmp_path)
 
 
 def test_two_builds_answer_alike(nano, tmp_path):

@@ -16,10 +16,10 @@ from birkhoff.convert.convert import convert
 from birkhoff.errors import DataError, OptionError, TokenError
 from birkhoff.validate.compare import compare, layer_stages
 from birkhoff.validate.faults import TEXTS
-from birkhoff.validate.gates import GATES, gate_named
+from birkhoff.validate.gates import GATES, find_gate
 from birkhoff.validate.goldens import read_goldens, save_goldens
 from birkhoff.validate.report import headline, lines, to_html
-from birkhoff.validate.runs import Run, random_tokens, run_checkpoint
+from birkhoff.validate.runs import ForwardRun, build, random_tokens, run_model
 from birkhoff.validate.validate import validate
 from birkhoff.weights.checkpoint import open_checkpoint
 from tests.validate.broken import broken_run
@@ -164,7 +164,7 @@ def test_arrays_of_goldens_are_checked(tmp_path):
 
 
 def test_a_tie_between_experts_is_not_a_failure(tiny):
-    run = run_checkpoint(open_checkpoint(tiny), random_tokens(512, 40))
+    run = run_model(build(open_checkpoint(tiny)), random_tokens(512, 40), "tiny")
     sites = dict(run.sites)
     chosen = sites["moe_topk", 4].clone()
     logits = sites["moe_router_logits", 4].clone()
@@ -175,8 +175,8 @@ def test_a_tie_between_experts_is_not_a_failure(tiny):
     sites["moe_topk", 4] = chosen
     sites["mlp_out", 4] = sites["mlp_out", 4].clone()
     sites["mlp_out", 4][30:] += 1.0
-    flipped = Run("flipped", run.tokens, sites, run.logits)
-    near = Run("near", run.tokens, {**run.sites, ("moe_router_logits", 4): logits}, run.logits)
+    flipped = ForwardRun("flipped", run.tokens, sites, run.logits)
+    near = ForwardRun("near", run.tokens, {**run.sites, ("moe_router_logits", 4): logits}, run.logits)
     result = compare(flipped, near, GATES["float32"])
     assert result.ok and result.compared_rows == 30 and result.choices[0].gap < 1e-6
     far = compare(flipped, run, GATES["float32"])
@@ -239,7 +239,7 @@ def test_misuse_is_refused(tiny, tmp_path):
     with pytest.raises(OptionError, match="oracle is 'other'"):
         validate(tiny, oracle="other")
     with pytest.raises(OptionError, match="gate is 'loose'"):
-        gate_named("loose")
+        find_gate("loose")
     with pytest.raises(OptionError, match="dtype is 'int4'"):
         validate(tiny, tiny, dtype="int4", length=5)
     with pytest.raises(TokenError, match="outside the vocabulary of 512"):

@@ -9,7 +9,7 @@ import numpy as np
 
 from birkhoff.convert.convert import convert
 from birkhoff.convert.gguf_bytes import TensorRow, encode_header
-from birkhoff.weights.gguf_keys import Key
+from birkhoff.weights.gguf_keys import MetadataEntry
 
 
 def tiny_gguf(source: Path, path: Path, **options) -> Path:
@@ -17,7 +17,7 @@ def tiny_gguf(source: Path, path: Path, **options) -> Path:
     return path
 
 
-def raw_file(path: Path, keys: list[Key], tensors: list[tuple[TensorRow, bytes]]) -> Path:
+def raw_file(path: Path, keys: list[MetadataEntry], tensors: list[tuple[TensorRow, bytes]]) -> Path:
     """A file of given metadata and bytes, whatever they say."""
     header, offsets, size = encode_header(keys, [row for row, _ in tensors])
     data = bytearray(header) + bytearray(size - len(header))

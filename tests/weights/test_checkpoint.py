@@ -50,8 +50,8 @@ def test_a_released_directory(tiny_path):
 
 def test_reading_order_is_file_order(tiny_path):
     checkpoint = open_checkpoint(tiny_path)
-    places = [checkpoint[name].reader.args[0] for name in checkpoint]
-    assert [(e.path, e.offset) for e in places] == sorted((e.path, e.offset) for e in places)
+    entries = [checkpoint[name].reader.args[0] for name in checkpoint]
+    assert [(e.path, e.offset) for e in entries] == sorted((e.path, e.offset) for e in entries)
 
 
 @pytest.mark.parametrize(

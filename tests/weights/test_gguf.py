@@ -26,8 +26,8 @@ from birkhoff.model.transformer import Transformer
 from birkhoff.weights import inspect_checkpoint, load_into
 from birkhoff.weights.checkpoint import open_checkpoint
 from birkhoff.weights.gguf import read_header
-from birkhoff.weights.gguf_keys import Key
-from birkhoff.weights.gguf_names import meaning, trunk_place
+from birkhoff.weights.gguf_keys import MetadataEntry
+from birkhoff.weights.gguf_names import to_released, trunk_name
 from birkhoff.weights.gguf_text import tokenizer_json
 from birkhoff.weights.layout import model_tensors
 from tests.weights.gguf_files import by_the_package, raw_file
@@ -69,7 +69,7 @@ def rewritten(made: Path, path: Path, keys=None, tensors=None) -> Path:
                 9,
                 8 if not value or isinstance(value[0], str) else 6 if isinstance(value[0], float) else 5,
             )
-        rows.append(Key(name, kind, value))
+        rows.append(MetadataEntry(name, kind, value))
     given = [
         (TensorRow(t.name, t.kind, t.shape), raw[t.offset : t.offset + t.nbytes]) for t in header.tensors
     ]
@@ -81,8 +81,8 @@ def test_every_name_of_ours_has_one_place_and_the_way_back(made):
     for tensor in model_tensors(config):
         if tensor.name.startswith("mtp."):
             continue
-        place = trunk_place(tensor.name)
-        back = meaning(place.name, config.num_hidden_layers)
+        place = trunk_name(tensor.name)
+        back = to_released(place.name, config.num_hidden_layers)
         assert (back.ours.format(place.expert) if back.stacked else back.ours) == tensor.name
     for name in (
         "blk.01.attn_q_a.weight",
@@ -93,7 +93,7 @@ def test_every_name_of_ours_has_one_place_and_the_way_back(made):
         "mtp..x",
         "token_embd",
     ):
-        assert meaning(name, 6) is None
+        assert to_released(name, 6) is None
 
 
 @pytest.mark.parametrize("key", R)
@@ -126,11 +126,11 @@ def test_keys_that_can_be_derived_may_be_missing(made, tmp_path):
 def test_values_that_make_no_model_are_refused(made, tmp_path, key, value, words):
     path = made / "m.gguf"
     keys = {**read_header(path).keys, f"deepseek4.{key}": value}
-    from birkhoff.weights.gguf_keys import config_from
+    from birkhoff.weights.gguf_keys import config_from_metadata
 
     shapes = {t.name: t.shape for t in read_header(path).tensors}
     with pytest.raises(ConfigError, match=words):
-        config_from(keys, shapes, "x.gguf")
+        config_from_metadata(keys, shapes, "x.gguf")
 
 
 @pytest.mark.parametrize(
@@ -206,15 +206,12 @@ def test_a_file_by_the_gguf_package_with_small_quants_loads(made, tmp_path):
     ours = open_checkpoint(made / "m.gguf")
     tensors = {}
     for tensor in header.tensors:
-        name = meaning(tensor.name, 6)
+        name = to_released(tensor.name, 6)
         if name.stacked:
             experts = [ours[name.ours.format(e)] for e in range(tensor.shape[0])]
             from birkhoff.weights.tensor_ref import value_strips
 
-            rows = [
-                torch.cat([v for _, v in value_strips(ours, r.name, tensor.shape[1:])]).numpy()
-                for r in experts
-            ]
+            rows = [torch.cat([v for _, v in value_strips(ours, r.name)]).numpy() for r in experts]
             tensors[tensor.name] = (np.stack(rows), "Q4_0")
         elif tensor.kind == "Q8_0":
             tensors[tensor.name] = (ours[name.ours].read().numpy(), "Q5_0")
@@ -242,12 +239,12 @@ def test_a_file_by_the_gguf_package_with_small_quants_loads(made, tmp_path):
 def test_tokenizers_are_rebuilt_from_lists(made):
     from birkhoff.embedded import EMBEDDED
     from birkhoff.text.tokenizer import Tokenizer
-    from birkhoff.weights.gguf_text import WHOLE, tokenizer_keys
+    from birkhoff.weights.gguf_text import TOKENIZER_JSON, tokenizer_metadata
 
     text = (EMBEDDED / "nano/tokenizer.json").read_text()
-    keys = {key.name: key.value for key in tokenizer_keys(text, 4096, 0, 1, [])}
+    keys = {key.name: key.value for key in tokenizer_metadata(text, 4096, 0, 1, [])}
     assert keys["tokenizer.ggml.pre"] == "joyai-llm" and tokenizer_json(keys, "x", []) == text
-    del keys[WHOLE]
+    del keys[TOKENIZER_JSON]
     notices: list[str] = []
     rebuilt = Tokenizer.from_json(tokenizer_json(keys, "x", notices), vocab_size=4096)
     original = Tokenizer.from_json(text, vocab_size=4096)
@@ -269,9 +266,9 @@ def test_tokenizers_are_rebuilt_from_lists(made):
 
 
 def test_kept_scales_that_make_no_sense_are_ignored(made):
-    from birkhoff.weights.gguf import SCALE_NAMES, SCALES, kept_scales
+    from birkhoff.weights.gguf import SCALE_NAMES, SCALES, stored_scales
 
-    assert kept_scales({SCALES: [1, 2], SCALE_NAMES: ["a|1x2"]})["a"].tolist() == [[1, 2]]
+    assert stored_scales({SCALES: [1, 2], SCALE_NAMES: ["a|1x2"]})["a"].tolist() == [[1, 2]]
     odd = [
         ([1], ["a|1x2"]),
         ([1, 2, 3], ["a|1x2"]),
@@ -284,7 +281,7 @@ def test_kept_scales_that_make_no_sense_are_ignored(made):
         ([1, 2], ["a|99999999999x1"]),
     ]
     for flat, names in odd:
-        assert kept_scales({SCALES: flat, SCALE_NAMES: names}) == {}
+        assert stored_scales({SCALES: flat, SCALE_NAMES: names}) == {}
 
 
 def test_an_inspection_plans_a_devices_memory(made):

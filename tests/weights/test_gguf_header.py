@@ -17,7 +17,7 @@ from birkhoff.weights import gguf_header
 from birkhoff.weights.checkpoint import check_layout, open_checkpoint
 from birkhoff.weights.gguf import header_from, open_gguf, read_header
 from birkhoff.weights.gguf_header import TYPES, MalformedGGUF
-from birkhoff.weights.gguf_keys import Key
+from birkhoff.weights.gguf_keys import MetadataEntry
 from tests.sizes import scaled
 from tests.weights.gguf_files import head, raw_file, string, tensor_row, tiny_gguf
 
@@ -153,22 +153,22 @@ def test_types_are_those_of_the_gguf_package():
 
 def test_all_kinds_of_values_come_back(tmp_path):
     values = [
-        Key("u8", 0, 7),
-        Key("i8", 1, -7),
-        Key("u16", 2, 60000),
-        Key("i16", 3, -9),
-        Key("u32", 4, 2**31),
-        Key("i32", 5, -1),
-        Key("f32", 6, 0.5),
-        Key("yes", 7, True),
-        Key("text", 8, "多 words"),
-        Key("u64", 10, 2**63),
-        Key("i64", 11, -(2**62)),
-        Key("f64", 12, 1e300),
-        Key("names", (9, 8), ["a", "", "ö"]),
-        Key("few", (9, 5), [1, -2]),
-        Key("many", (9, 4), list(range(5000))),
-        Key("bytes", (9, 0), bytes(range(250)) * 20),
+        MetadataEntry("u8", 0, 7),
+        MetadataEntry("i8", 1, -7),
+        MetadataEntry("u16", 2, 60000),
+        MetadataEntry("i16", 3, -9),
+        MetadataEntry("u32", 4, 2**31),
+        MetadataEntry("i32", 5, -1),
+        MetadataEntry("f32", 6, 0.5),
+        MetadataEntry("yes", 7, True),
+        MetadataEntry("text", 8, "多 words"),
+        MetadataEntry("u64", 10, 2**63),
+        MetadataEntry("i64", 11, -(2**62)),
+        MetadataEntry("f64", 12, 1e300),
+        MetadataEntry("names", (9, 8), ["a", "", "ö"]),
+        MetadataEntry("few", (9, 5), [1, -2]),
+        MetadataEntry("many", (9, 4), list(range(5000))),
+        MetadataEntry("bytes", (9, 0), bytes(range(250)) * 20),
     ]
     path = raw_file(
         tmp_path / "v.gguf", values, [(TensorRow("t", "F32", (2, 3)), struct.pack("<6f", *range(6)))]
@@ -239,7 +239,7 @@ def _open_here(path):
         return header_from(path, answer)
 
     opened = open_gguf(path, read=read)
-    check_layout(opened.config, opened.references)
+    check_layout(opened.config, opened.refs)
 
 
 def test_what_is_no_gguf_is_refused_by_its_bytes(tmp_path):

@@ -13,8 +13,8 @@ import torch
 from birkhoff.convert.presets import preset
 from birkhoff.errors import CheckpointError
 from birkhoff.weights import inspect_checkpoint
-from birkhoff.weights.inspect import MAX_PROBLEMS, cache_bytes, places
-from birkhoff.weights.layout import stored_as
+from birkhoff.weights.inspect import MAX_PROBLEMS, cache_bytes, device_memory
+from birkhoff.weights.layout import stored_tensors
 from birkhoff.weights.released import model_tensors, released_config
 from birkhoff.weights.safetensors import SafetensorsWriter
 from tests.sizes import FULL
@@ -60,7 +60,7 @@ def test_what_fits_where(tiny_path):
         "small": ["stored"],
         "none": [],
     }
-    assert places()["host"] > 10**8
+    assert device_memory()["host"] > 10**8
 
 
 def test_every_problem_is_listed(broken):
@@ -132,7 +132,7 @@ def hollow(path, like: str) -> int:
             if ".experts." in tensor.name
             else ".".join(tensor.name.split(".")[:2])
         )
-        for name, stored in stored_as(tensor):
+        for name, stored in stored_tensors(tensor):
             shards.setdefault(part, {})[name] = (stored.dtype, stored.shape)
     weight_map = {}
     for number, declared in enumerate(shards.values(), 1):

@@ -89,10 +89,6 @@ def test_rows_join_to_the_whole(rows, cuts, tmp_path_factory):
     entry = read_header(path).tensors["w"]
     pieces = [read_rows(entry, start, stop) for start, stop in pairwise(borders)]
     assert raw_bytes(torch.cat(pieces)) == raw_bytes(whole)
-    given_tensor = torch.zeros(rows, 3, 2, dtype=torch.bfloat16)
-    assert read_rows(entry, out=given_tensor) is given_tensor and raw_bytes(given_tensor) == raw_bytes(whole)
-    with pytest.raises(TensorShape, match="contiguous CPU tensor"):
-        read_rows(entry, out=torch.zeros(rows, 3, 3, dtype=torch.bfloat16))
 
 
 def test_a_scalar_and_an_unaligned_neighbour(tmp_path):

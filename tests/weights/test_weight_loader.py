@@ -13,7 +13,7 @@ from birkhoff.errors import TensorDtype, TensorMissing, TensorShape, TensorUnexp
 from birkhoff.model.linear import Destination, Numerics
 from birkhoff.model.transformer import Transformer
 from birkhoff.weights import load_into, open_checkpoint
-from birkhoff.weights.checkpoint import EntryRefs
+from birkhoff.weights.checkpoint import SafetensorsRefs
 from birkhoff.weights.safetensors import read_header
 from birkhoff.weights.tensor_ref import STRIP_BYTES, strips, value_strips
 from tests.weights.files import all_tensors, edit
@@ -138,8 +138,8 @@ def test_many_strips_join_to_the_exact_tensor(kind, tmp_path):
         dtype = {"bf16": torch.bfloat16, "f32": torch.float32, "f16": torch.float16}[kind]
         tensors = {"w.weight": torch.randn(rows, columns, generator=generator).to(dtype)}
     save_file(tensors, tmp_path / "a.safetensors")
-    refs = EntryRefs(read_header(tmp_path / "a.safetensors").tensors)
-    pieces = list(value_strips(refs, "w.weight", (rows, columns)))
+    refs = SafetensorsRefs(read_header(tmp_path / "a.safetensors").tensors)
+    pieces = list(value_strips(refs, "w.weight"))
     assert len(pieces) == 3 and [start for start, _ in pieces] == [0, 128, 256]
     assert torch.equal(torch.cat([values for _, values in pieces]), exact(tensors, "w.weight").float())
 

@@ -5,9 +5,9 @@ import sys
 import pytest
 
 from birkhoff.errors import ChatError, CheckpointError
-from birkhoff.text.encoder_file import LARGEST_FILE_BYTES, read_templates
-from birkhoff.text.literals import Literals, load_literals, own_literals
+from birkhoff.text.encoder_file import MAX_FILE_BYTES, read_templates
 from birkhoff.text.markers import DSML, END_THINK, THINK
+from birkhoff.text.prompt_texts import PromptTexts, load_prompt_texts, own_prompt_texts
 from birkhoff.text.segments import Marker, split_markers
 
 # bytes and sha256 as published
@@ -80,7 +80,7 @@ def renamed_by_format(t):
 def test_texts_are_found_whatever_they_are_called(tmp_path, official_texts, style, place):
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text(style(official_texts), encoding="utf-8")
-    found = load_literals(tmp_path)
+    found = load_prompt_texts(tmp_path)
     assert found.verified and found.source == place.split("/")[-1]
     for name in ("tools_head", "tools_tail", "response_format_head"):
         assert found.require(name) == official_texts[name]
@@ -95,7 +95,7 @@ def test_the_new_effort_levels_follow_the_file(tmp_path, official_texts):
         (tmp_path / "encoding_dsv4.py").write_text(
             separate_constants(t).replace("TEXT_2 = ", "_ = ") + effort
         )
-        found = load_literals(tmp_path)
+        found = load_prompt_texts(tmp_path)
         assert found.verified
         assert (
             found.effort_text("high") == t["effort_0731_high"]
@@ -113,7 +113,7 @@ NEW_REVISION = (
 
 def test_an_unknown_revision_is_read_by_its_shape_and_marked(tmp_path):
     (tmp_path / "encoding_dsv4.py").write_text(NEW_REVISION, encoding="utf-8")
-    found = load_literals(tmp_path)
+    found = load_prompt_texts(tmp_path)
     assert not found.verified and found.source == "encoding_dsv4.py"
     assert (
         found.tools_head == f"## Tools\n\nNew words <{DSML}tool_calls>:\n"
@@ -127,13 +127,13 @@ def test_the_file_is_never_executed(tmp_path):
     canary = tmp_path / "canary"
     harm = f"import pathlib, sys\npathlib.Path({str(canary)!r}).write_text('ran')\nsys.exit(3)\n"
     (tmp_path / "encoding_dsv4.py").write_text(harm + NEW_REVISION, encoding="utf-8")
-    assert load_literals(tmp_path).tools_head is not None
+    assert load_prompt_texts(tmp_path).tools_head is not None
     assert not canary.exists() and "encoding_dsv4" not in sys.modules
 
 
 def test_without_an_encoder_file_our_own_words_do_the_same_job(tmp_path):
-    own = load_literals(tmp_path)
-    assert own == own_literals() and own.source == "birkhoff"
+    own = load_prompt_texts(tmp_path)
+    assert own == own_prompt_texts() and own.source == "birkhoff"
     markers = [
         segment.string for segment in split_markers(own.require("tools_head")) if isinstance(segment, Marker)
     ]
@@ -142,7 +142,7 @@ def test_without_an_encoder_file_our_own_words_do_the_same_job(tmp_path):
 
 
 def test_our_own_words_are_not_theirs(official_texts):
-    own = own_literals()
+    own = own_prompt_texts()
     ours = " ".join([own.tools_head, own.tools_tail, own.response_format_head, own.effort["max"]])
     theirs = {
         line
@@ -154,7 +154,7 @@ def test_our_own_words_are_not_theirs(official_texts):
 
 
 def test_a_text_the_file_lacks_is_refused_by_name():
-    bare = Literals(None, None, None, source="encoding_dsv4.py")
+    bare = PromptTexts(None, None, None, source="encoding_dsv4.py")
     with pytest.raises(ChatError, match=r"encoding_dsv4\.py has no recognisable tools head text"):
         bare.require("tools_head")
     with pytest.raises(ChatError, match="no recognisable effort 'max' text"):
@@ -172,7 +172,7 @@ def test_a_text_the_file_lacks_is_refused_by_name():
         b"x = '\xff'",
         b"(" * 5000,
         b"a" + b"+a" * 100_000,
-        b"#" * (LARGEST_FILE_BYTES + 1),
+        b"#" * (MAX_FILE_BYTES + 1),
     ],
     ids=["syntax", "nul", "encoding", "nesting", "sum", "size"],
 )
@@ -180,13 +180,11 @@ def test_a_damaged_file_is_refused(tmp_path, content):
     file = tmp_path / "encoding_dsv4.py"
     file.write_bytes(content)
     with pytest.raises(CheckpointError, match=r"encoding_dsv4\.py"):
-        load_literals(tmp_path)
+        load_prompt_texts(tmp_path)
 
 
 def test_braces_that_are_no_template_stay(tmp_path):
     file = tmp_path / "encoding_x.py"
     file.write_text('A = "{ not a template"\nB = "{{kept}}"\nC = f"{1!r:>3} and {A}"\n')
-    texts = {template.label: template.whole for template in read_templates(file) if template.whole}
-    assert texts["A"] == "{ not a template" and "{kept}" in json.dumps(
-        [t.whole for t in read_templates(file)]
-    )
+    texts = {template.label: template.text for template in read_templates(file) if template.text}
+    assert texts["A"] == "{ not a template" and "{kept}" in json.dumps([t.text for t in read_templates(file)])

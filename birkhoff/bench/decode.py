@@ -290,11 +290,10 @@ CLASSES = {
     "_read_streams": "boundary",
     "gemv": "products",
     "_gemv": "products",
-    "open_shared": "router and shared expert",
-    "open_one": "router and shared expert",  # with the routing of a single token
+    "router_gate_up": "router and shared expert",  # with the routing of a single token
     "route": "routing",
-    "open_experts": "experts",
-    "close_experts": "experts",
+    "experts_gate_up": "experts",
+    "experts_down": "experts",
     "_settle": "small stage",
     "_score": "indexer",
     "topk": "indexer",

@@ -54,7 +54,8 @@ class Boundary:
         whole = {"dtype": torch.float32, "device": device}
         self.mix_parts = torch.empty(tokens, mhc_triton.slices(tokens, width)[1], 32, **whole)  # type: ignore[call-overload]
         self.x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
-        self.x_fp16, self.x_fp4_order = (torch.empty_like(self.x, dtype=torch.float16) for _ in range(2))
+        self.x_fp16: torch.Tensor | None = torch.empty_like(self.x, dtype=torch.float16)
+        self.x_fp4_order: torch.Tensor | None = torch.empty_like(self.x, dtype=torch.float16)
         self.pre = torch.empty_like(self.post)
 
     def ours(self, kernels: CudaBackend, fn: torch.Tensor) -> None:

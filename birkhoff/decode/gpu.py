@@ -92,7 +92,7 @@ class LayerWeights:
         self.compressor = None if a.compressor is None else _compressor(a.compressor)
         self.index = None if a.indexer is None else _compressor(a.indexer.compressor)
         self.router = m.gate.project.rows()
-        self.router_bias = m.gate.bias
+        self.router_bias: torch.Tensor | None = m.gate.bias
         self.hash_table = m.gate.tid2eid
         self.shared_gate_up = _codes(m.shared_experts.open)
         self.shared_down = _codes(m.shared_experts.w2)

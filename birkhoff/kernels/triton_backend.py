@@ -1,16 +1,16 @@
-"""The parts of a decoding step that also exist in CUDA, from the portable Triton twins: any width, any dtype.
+"""The decode kernels that also exist in CUDA, from their Triton twins: any width, any dtype.
 
-Same calls as `cuda.launch.FastKernels`, which a decoder uses instead where it can.
+`TritonBackend` has the methods of `cuda.backend.CudaBackend`, which a decoder prefers where it applies.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
 from birkhoff.kernels.attend import decode as attention
+from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights, StreamBuffers
 from birkhoff.kernels.experts import decode as experts
 from birkhoff.kernels.index import decode as index
 from birkhoff.kernels.linear.decode import gemv
@@ -21,7 +21,10 @@ from birkhoff.kernels.mhc import decode as mhc
 class TritonBackend:
     name = "triton"
     pdl = False
-    fp16_inputs = False  # inputs are wanted in the model's dtype only
+    fp16_inputs = False  # inputs are read in the model's dtype only
+    attend = staticmethod(attention.attend)
+    topk = staticmethod(index.topk_entries)
+    write_and_mix = staticmethod(mhc.write_and_mix)
 
     def gemv(
         self,
@@ -32,29 +35,36 @@ class TritonBackend:
     ) -> None:
         gemv(weights, x[1], out, group)
 
-    def write_and_mix(
-        self, streams, y, post, mix, fn, parts, mode: int = mhc.KEEP, embed=None, tokens=None
-    ) -> None:
-        mhc.write_and_mix(streams, y, post, mix, fn, parts, mode, embed, tokens)
-
     def read_streams(
-        self, buffers: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float
-    ):
-        given = (iters, eps, rms_eps, norm_eps)
+        self,
+        buffers: StreamBuffers,
+        base: torch.Tensor,
+        scale: torch.Tensor,
+        norm: torch.Tensor,
+        iters: int,
+        eps: float,
+        rms_eps: float,
+        norm_eps: float,
+    ) -> None:
         mhc.read_streams(
             buffers.mix_parts,
             buffers.streams,
             base,
             scale,
             norm,
-            *given,
+            iters,
+            eps,
+            rms_eps,
+            norm_eps,
             buffers.x,
             buffers.pre,
             buffers.post,
             buffers.mix,
         )
 
-    def route_and_shared(self, w: Any, buffers: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
+    def route_and_shared(
+        self, w: ExpertLayerWeights, buffers: ExpertBuffers, ids: torch.Tensor, limit: float, factor: float
+    ) -> None:
         count = w.router.out
         gemv([w.router, w.shared_gate_up], buffers.x, buffers.router_gate_up)
         experts.swiglu(buffers.router_gate_up[:, count:], buffers.shared_hidden, limit)
@@ -71,7 +81,7 @@ class TritonBackend:
             factor,
         )
 
-    def gate_up(self, w: Any, buffers: Any, limit: float) -> None:
+    def gate_up(self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float) -> None:
         experts.gate_up(
             buffers.x,
             w.expert_addresses,
@@ -82,7 +92,7 @@ class TritonBackend:
             limit,
         )
 
-    def down(self, w: Any, buffers: Any) -> None:
+    def down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
         experts.down(
             buffers.expert_hidden,
             w.expert_addresses,
@@ -91,9 +101,3 @@ class TritonBackend:
             buffers.expert_out,
         )
         gemv([w.shared_down], buffers.shared_hidden, buffers.expert_out[:, -1])
-
-    def topk(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
-        index.topk_entries(scores, positions, chosen)
-
-    def attend(self, *given: Any) -> None:
-        attention.attend(*given)

@@ -1,8 +1,9 @@
-"""Launches of the CUDA sources: which variant for how many tokens, which grid, which addresses.
+"""Launches of the CUDA kernels: kernel variant, grid and arguments by the number of tokens.
 
-The weights' widths must suit sixteen-byte loads: inputs a multiple of 128 (of 512 for experts), outputs of 16. Expert
-scales become float16 powers of two, which hold 29 octaves: each matrix kind is moved by a common power of two, found
-when the weights are bound and taken out of the sums. Weights that do not fit are refused by `unsupported_reason`, and run portable.
+Weights are read in 16-byte loads: input widths must be multiples of 128 (512 for experts), output widths of 16. Expert
+scales are applied as float16 powers of two, which span 29 octaves: each kind of matrix is shifted by a common power of
+two, found when the weights are bound and divided out of the sums. Models that do not fit are reported by
+`unsupported_reason` and use the Triton backend.
 """
 
 from __future__ import annotations
@@ -11,25 +12,26 @@ from collections.abc import Sequence
 from ctypes import c_void_p
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from birkhoff.kernels.cuda.compile import Module, find_nvrtc
+from birkhoff.kernels.decode_buffers import ExpertBuffers, ExpertLayerWeights, StreamBuffers
 from birkhoff.kernels.linear.packed import PackedWeight
 
 if TYPE_CHECKING:
     from birkhoff.config import V4Config
 
-HERE = Path(__file__).parent
-MOST_ROWS = 64
-FEW = 8  # rows up to which a boundary's `fn` is read for each of them
-_OUT = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
-_OCTAVES = 29
+SOURCES = Path(__file__).parent
+MAX_ROWS = 64
+MAX_MIX_ROWS = 8  # `write_and_mix` reads `fn` once per row; with more rows the Triton kernel is faster
+_DTYPE_SUFFIX = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+_FP16_OCTAVES = 29
 
 
 def unsupported_reason(config: V4Config, dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why these kernels cannot serve a model, or None."""
+    """Why these kernels cannot run a model, or None."""
     if device.type != "cuda" or torch.version.cuda is None:
         return "no NVIDIA GPU"
     if torch.cuda.get_device_capability(device) < (9, 0):
@@ -40,14 +42,14 @@ def unsupported_reason(config: V4Config, dtype: torch.dtype, device: torch.devic
 
 
 def unsupported_size(config: V4Config) -> str | None:
-    """Which of a model's sizes these kernels cannot serve, or None."""
+    """Which size of a model these kernels cannot handle, or None."""
     if max(config.hidden_size, config.moe_intermediate_size) > 8192:
         return "rows are longer than 8192"
     if config.n_routed_experts > 512:
         return f"a layer has {config.n_routed_experts} experts, more than 512"
     if config.num_experts_per_tok > 16:
         return f"a token asks {config.num_experts_per_tok} experts, more than 16"
-    widths = {
+    multiples = {
         "hidden_size": 512,
         "moe_intermediate_size": 512,
         "q_lora_rank": 128,
@@ -57,37 +59,37 @@ def unsupported_size(config: V4Config) -> str | None:
         "vocab_size": 16,
         "index_head_dim": 16,
     }
-    for name, multiple in widths.items():
+    for name, multiple in multiples.items():
         if getattr(config, name) % multiple:
             return f"{name} is {getattr(config, name)}, no multiple of {multiple}"
     return None
 
 
 def scale_offset(scales: torch.Tensor) -> int | None:
-    """What to add to an E8M0 byte to get a float16 exponent for all of `scales`; None when they span too far."""
-    most, least = int(scales.max()), int(scales.min())
-    return None if most - least > _OCTAVES else 30 - most
+    """Offset from E8M0 bytes to float16 exponents that suits all `scales`; None if they span too many octaves."""
+    highest, lowest = int(scales.max()), int(scales.min())
+    return None if highest - lowest > _FP16_OCTAVES else 30 - highest
 
 
 @lru_cache
 def _compiled(file: str, device: torch.device) -> Module:
-    """Once per process and device: it takes seconds."""
+    """The module of one source; compiled once per process and device, since it takes seconds."""
     nvrtc = find_nvrtc()
     assert nvrtc is not None
-    return Module(nvrtc, HERE / file, device)
+    return Module(nvrtc, SOURCES / file, device)
 
 
 class CudaBackend:
-    """Bound to one device. `pdl` lets kernels begin while their predecessors end."""
+    """The decode kernels of one device. `pdl` enables programmatic dependent launch: a kernel may start while the
+    preceding one ends."""
 
     name = "cuda"
-    fp16_inputs = True  # inputs are wanted in float16 too
+    fp16_inputs = True  # FP8 and FP4 products read their inputs in float16
 
     def __init__(self, device: torch.device, pdl: bool = True):
         self.pdl = pdl
-        sources = ("products.cu", "experts.cu", "small.cu", "attend.cu")
-        self.products, self.experts, self.small, self.attention = (
-            _compiled(file, device) for file in sources
+        self._gemv, self._experts, self._mhc, self._route, self._topk, self._attend = (
+            _compiled(f"{stem}.cu", device) for stem in ("gemv", "experts", "mhc", "route", "topk", "attend")
         )
 
     def gemv(
@@ -97,22 +99,24 @@ class CudaBackend:
         out: torch.Tensor,
         group: int | None = None,
     ) -> None:
-        """Up to two FP8 matrices and one of bfloat16; x as float16 for the former and bfloat16 for the latter."""
-        coded = [rows for rows in weights if rows.scale is not None]
-        plain = [rows for rows in weights if rows.scale is None]
-        assert len(coded) <= 2 and len(plain) <= 1
+        """Multiply x with up to two FP8 matrices and one bfloat16 matrix; results side by side in `out`.
+
+        `x` is (float16, bfloat16), for FP8 and bfloat16 weights respectively; `group` as in `linear.decode.gemv`."""
+        fp8 = [weight for weight in weights if weight.scale is not None]
+        bf16 = [weight for weight in weights if weight.scale is None]
+        assert len(fp8) <= 2 and len(bf16) <= 1
         n, inner = x[1].shape[0], weights[0].inner
-        tiles = _tiles(n)
-        total = sum(rows.out for rows in weights)
-        warps, depth, beside = _variant(tiles, inner, total, group is not None)
-        self.products.launch(
-            f"product_{_OUT[out.dtype]}_{tiles}_{warps}_{depth}_{beside}",
-            (-(-total // (16 * beside)), 1),
-            beside * warps * 32,
-            *_fields(coded, 0),
-            *_fields(coded, 1),
-            plain[0].weight if plain else None,
-            plain[0].out if plain else 0,
+        tiles = _token_tiles(n)
+        total = sum(weight.out for weight in weights)
+        warps, depth, row_blocks = _gemv_variant(tiles, inner, total, group is not None)
+        self._gemv.launch(
+            f"gemv_{_DTYPE_SUFFIX[out.dtype]}_{tiles}_{warps}_{depth}_{row_blocks}",
+            (-(-total // (16 * row_blocks)), 1),
+            row_blocks * warps * 32,
+            *_fp8_arguments(fp8, 0),
+            *_fp8_arguments(fp8, 1),
+            bf16[0].weight if bf16 else None,
+            bf16[0].out if bf16 else 0,
             x[0],
             x[1],
             n,
@@ -124,11 +128,15 @@ class CudaBackend:
             pdl=self.pdl,
         )
 
-    def route_and_shared(self, w: Any, buffers: Any, ids: torch.Tensor, limit: float, factor: float) -> None:
-        """The router's logits, the choice of experts and the plan of the step; and the shared expert's gate and up."""
+    def route_and_shared(
+        self, w: ExpertLayerWeights, buffers: ExpertBuffers, ids: torch.Tensor, limit: float, factor: float
+    ) -> None:
+        """Router logits, expert selection and routing plan; and gate and up of the shared expert.
+
+        `ids` [n, k] int32 receives the selected experts; `limit` clamps SwiGLU, `factor` scales the weights."""
         n, width = buffers.x.shape
         inner, experts = buffers.shared_hidden.shape[1], w.router.out
-        given = (
+        inputs = (
             w.shared_gate_up.weight,
             w.shared_gate_up.scale,
             inner,
@@ -137,6 +145,7 @@ class CudaBackend:
             buffers.x_fp16,
             buffers.x,
         )
+        logits = buffers.router_gate_up
         routing = (
             w.router_bias,
             w.hash_table,
@@ -146,16 +155,16 @@ class CudaBackend:
             buffers.topk_weights,
         )
         if n == 1:
-            self.products.launch(
-                f"open_one_{8 if experts <= 256 else 16}",
+            self._gemv.launch(
+                f"router_gate_up_one_{8 if experts <= 256 else 16}",
                 (experts // 8 + inner // 16, 1),
                 256,
-                *given,
+                *inputs,
                 width,
                 buffers.shared_hidden,
-                buffers.router_gate_up,
+                logits,
                 float(limit),
-                buffers.router_gate_up[0, experts:],
+                logits[0, experts:],
                 buffers.blocks_done,
                 *routing,
                 buffers.pair_order[1],
@@ -165,30 +174,30 @@ class CudaBackend:
                 pdl=self.pdl,
             )
             return
-        tiles = _tiles(n)
-        self.products.launch(
-            f"open_shared_{tiles}",
+        tiles = _token_tiles(n)
+        self._gemv.launch(
+            f"router_gate_up_{tiles}",
             ((inner + experts) // 16, 1),
             128 if tiles == 8 else 256,
-            *given,
+            *inputs,
             n,
             width,
             buffers.shared_hidden,
-            buffers.router_gate_up,
-            buffers.router_gate_up.stride(0),
+            logits,
+            logits.stride(0),
             float(limit),
             pdl=self.pdl,
         )
-        self.route(
-            buffers.router_gate_up[:, :experts], *routing, buffers.pair_order, buffers.expert_slots, factor
-        )
+        self.route(logits[:, :experts], *routing, buffers.pair_order, buffers.expert_slots, factor)
 
-    def gate_up(self, w: Any, buffers: Any, limit: float) -> None:
+    def gate_up(self, w: ExpertLayerWeights, buffers: ExpertBuffers, limit: float) -> None:
+        """Gate and up of the routed experts: x_fp4_order -> expert_hidden, times the routing weight."""
         warps = 2 if buffers.rows == 1 else 4
         inner, width = buffers.expert_hidden.shape[1], buffers.x.shape[1]
         offset = w.scale_offsets[0]
-        self.experts.launch(
-            f"open_experts_{warps}{_bus(w)}",
+        assert offset is not None
+        self._experts.launch(
+            f"experts_gate_up_{warps}{_host_suffix(w)}",
             (inner // 16, buffers.expert_slots.shape[0]),
             warps * 32,
             buffers.expert_slots,
@@ -202,19 +211,20 @@ class CudaBackend:
             float(limit),
             offset,
             _gain(offset),
-            *_far(w),
+            *_host_range(w),
             pdl=self.pdl,
         )
 
-    def down(self, w: Any, buffers: Any) -> None:
-        warps, tall = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
+    def down(self, w: ExpertLayerWeights, buffers: ExpertBuffers) -> None:
+        """Down of the routed experts and of the shared expert: expert_hidden, shared_hidden -> expert_out."""
+        warps, row_tiles = (1, 1) if buffers.rows == 1 else (4, 1) if buffers.rows < 8 else (2, 2)
         inner = buffers.expert_hidden.shape[1]
-        width = buffers.x.shape[1]
-        n = buffers.x.shape[0]
+        n, width = buffers.x.shape
         offset, slots = w.scale_offsets[1], buffers.expert_slots.shape[0]
-        self.experts.launch(
-            f"close_experts_{warps}_{tall}{_bus(w)}",
-            (width // (16 * tall), slots + -(-n // 8)),
+        assert offset is not None
+        self._experts.launch(
+            f"experts_down_{warps}_{row_tiles}{_host_suffix(w)}",
+            (width // (16 * row_tiles), slots + -(-n // 8)),
             warps * 32,
             buffers.expert_slots,
             slots,
@@ -230,30 +240,37 @@ class CudaBackend:
             w.shared_down.scale,
             buffers.shared_hidden,
             n,
-            *_far(w),
+            *_host_range(w),
             pdl=self.pdl,
         )
 
-    def write_and_mix(self, streams, y, post, mix, fn, parts, mode: int = 0, embed=None, tokens=None) -> None:
-        """The contract of `mhc.triton.write_and_mix`, which takes over for many rows, the head, and other dtypes."""
+    def write_and_mix(
+        self,
+        streams: torch.Tensor,
+        y: torch.Tensor | None,
+        post: torch.Tensor,
+        mix: torch.Tensor,
+        fn: torch.Tensor,
+        parts: torch.Tensor,
+        mode: int = 0,
+        embed: torch.Tensor | None = None,
+        tokens: torch.Tensor | None = None,
+    ) -> None:
+        """As `mhc.decode.write_and_mix`, which is called for many rows, the head and other dtypes."""
         from birkhoff.kernels.mhc import decode as mhc
 
         n, _, width = streams.shape
-        known = (
-            y.dtype is torch.float32
-            if mode == mhc.KEEP
-            else mode == mhc.EMBED and embed.dtype is torch.bfloat16
-        )
-        if n > FEW or fn.shape[0] != mhc.COUNT or width % 64 or not known:
+        adds = mode == mhc.KEEP and y is not None and y.dtype is torch.float32
+        embeds = mode == mhc.EMBED and embed is not None and embed.dtype is torch.bfloat16
+        if n > MAX_MIX_ROWS or fn.shape[0] != mhc.COUNT or width % 64 or not (adds or embeds):
             mhc.write_and_mix(streams, y, post, mix, fn, parts, mode, embed, tokens, self.pdl)
             return
-        added = y if mode == mhc.KEEP else None
-        self.small.launch(
+        self._mhc.launch(
             "write_and_mix",
             (width // 64, n),
             128,
             streams,
-            added,
+            y if adds else None,
             1 if y is None or y.dim() == 2 else y.shape[1],
             post,
             mix,
@@ -266,11 +283,19 @@ class CudaBackend:
         )
 
     def read_streams(
-        self, buffers: Any, base, scale, norm, iters: int, eps: float, rms_eps: float, norm_eps: float
+        self,
+        buffers: StreamBuffers,
+        base: torch.Tensor,
+        scale: torch.Tensor,
+        norm: torch.Tensor,
+        iters: int,
+        eps: float,
+        rms_eps: float,
+        norm_eps: float,
     ) -> None:
-        """After `write_and_mix`: x in all its forms, and the weights of the write."""
+        """After `write_and_mix`: x in all its forms, and the coefficients pre, post and mix."""
         n, splits, _ = buffers.mix_parts.shape
-        self.small.launch(
+        self._mhc.launch(
             "read_streams",
             (n, 2),
             512,
@@ -295,18 +320,28 @@ class CudaBackend:
         )
 
     def route(
-        self, logits, bias, table, tokens, addresses, ids, weights, order, slots, factor: float
+        self,
+        logits: torch.Tensor,
+        bias: torch.Tensor | None,
+        hash_table: torch.Tensor | None,
+        tokens: torch.Tensor,
+        addresses: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        order: torch.Tensor,
+        slots: torch.Tensor,
+        factor: float,
     ) -> None:
-        """The contract of `experts.triton.route`."""
+        """As `experts.decode.route`; slots also receive the addresses of their expert."""
         n, experts = logits.shape
-        self.small.launch(
+        self._route.launch(
             f"route_{8 if experts <= 256 else 16}",
             (1, 1),
             1024,
             logits,
             logits.stride(0),
             bias,
-            table,
+            hash_table,
             tokens,
             addresses,
             ids,
@@ -321,58 +356,58 @@ class CudaBackend:
             pdl=self.pdl,
         )
 
-    def topk(self, scores: torch.Tensor, positions: torch.Tensor, chosen: torch.Tensor) -> None:
-        """The contract of `index.triton.choose`, which takes over beyond 262,144 entries (1M tokens)."""
-        n, room = scores.shape
-        wide = room > 256 * 32  # then eight blocks of 1,024 threads share a sequence
-        blocks, threads = (8, 1024) if wide else (1, 256)
-        each = next((count for count in (4, 8, 16, 32) if room <= blocks * threads * count), None)
-        if each is None:
+    def topk(self, scores: torch.Tensor, positions: torch.Tensor, topk_indices: torch.Tensor) -> None:
+        """As `index.decode.topk_entries`, which is called beyond 262,144 entries (1M tokens)."""
+        n, max_entries = scores.shape
+        cluster = max_entries > 256 * 32  # then eight blocks of 1,024 threads share a sequence
+        blocks, threads = (8, 1024) if cluster else (1, 256)
+        per_thread = next((c for c in (4, 8, 16, 32) if max_entries <= blocks * threads * c), None)
+        if per_thread is None:
             from birkhoff.kernels.index.decode import topk_entries
 
-            topk_entries(scores, positions, chosen)
+            topk_entries(scores, positions, topk_indices)
             return
-        self.small.launch(
-            f"choose_{'wide_' if wide else ''}{each}",
+        self._topk.launch(
+            f"topk_{'cluster_' if cluster else ''}{per_thread}",
             (n * blocks, 1),
             threads,
             scores,
             positions,
-            chosen,
-            room,
-            chosen.shape[1],
+            topk_indices,
+            max_entries,
+            topk_indices.shape[1],
             pdl=self.pdl,
         )
 
     def attend(
         self,
-        queries,
-        keys,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
         window: int,
-        pages,
+        pages: torch.Tensor | None,
         ratio: int,
-        table,
-        chosen,
-        slots,
-        positions,
-        cos,
-        sin,
-        sums,
-        peaks,
-        masses,
-        sink,
-        share: int,
+        table: torch.Tensor,
+        topk_indices: torch.Tensor | None,
+        slots: torch.Tensor,
+        positions: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        partial_out: torch.Tensor,
+        partial_max: torch.Tensor,
+        partial_sum: torch.Tensor,
+        sink: torch.Tensor,
+        split: int,
         scale: float,
         eps: float,
-        out,
-        half,
+        out: torch.Tensor,
+        out_fp16: torch.Tensor | None,
     ) -> None:
-        """The contract of `attend.triton.attend`, which takes over for many rows, other widths and other dtypes."""
-        n, shares, heads, width = sums.shape
-        turning = 2 * cos.shape[-1]
-        few = n < 16 and share % 32 == 0 and keys.dtype is torch.bfloat16
-        aligned = heads % 16 == 0 and turning % 8 == 0 and queries.stride(0) % 8 == 0
-        if not few or not aligned or width not in (128, 512) or turning > width:
+        """As `attend.decode.attend`, which is called for 16 rows or more, other widths and other dtypes."""
+        n, splits, heads, width = partial_out.shape
+        rope_dim = 2 * cos.shape[-1]
+        small = n < 16 and split % 32 == 0 and keys.dtype is torch.bfloat16
+        aligned = heads % 16 == 0 and rope_dim % 8 == 0 and queries.stride(0) % 8 == 0
+        if not small or not aligned or width not in (128, 512) or rope_dim > width:
             from birkhoff.kernels.attend.decode import attend
 
             attend(
@@ -382,28 +417,28 @@ class CudaBackend:
                 pages,
                 ratio,
                 table,
-                chosen,
+                topk_indices,
                 slots,
                 positions,
                 cos,
                 sin,
-                sums,
-                peaks,
-                masses,
+                partial_out,
+                partial_max,
+                partial_sum,
                 sink,
-                share,
+                split,
                 scale,
                 eps,
                 out,
-                half,
+                out_fp16,
                 self.pdl,
             )
             return
-        stages = 1 if share == 32 else 2
-        warps = width // 64  # each has 4 KiB of keys a stage, and 2 KiB of scores
-        self.attention.launch(
+        stages = 1 if split == 32 else 2
+        warps = width // 64  # each needs 4 KiB of keys per stage and 2 KiB of scores
+        self._attend.launch(
             f"attend_{width}",
-            (n, heads // 16, shares),
+            (n, heads // 16, splits),
             warps * 32,
             queries,
             queries.stride(0),
@@ -414,80 +449,83 @@ class CudaBackend:
             max(ratio.bit_length() - 1, 0),
             table,
             table.stride(0),
-            chosen,
-            1 if chosen is None else chosen.shape[1],
+            topk_indices,
+            1 if topk_indices is None else topk_indices.shape[1],
             slots,
             positions,
             cos,
             sin,
-            turning,
-            sums,
-            peaks,
-            masses,
+            rope_dim,
+            partial_out,
+            partial_max,
+            partial_sum,
             heads,
-            share,
+            split,
             stages,
             float(scale),
             float(eps),
             pdl=self.pdl,
             shared=warps * (4096 * stages + 2048),
         )
-        self.attention.launch(
+        self._attend.launch(
             f"combine_{width}",
             (n, heads * (width // 128)),
             256,
-            sums,
-            peaks,
-            masses,
+            partial_out,
+            partial_max,
+            partial_sum,
             sink,
             cos,
             sin,
-            turning,
+            rope_dim,
             out,
-            half,
+            out_fp16,
             heads,
-            shares,
+            splits,
             pdl=self.pdl,
         )
 
 
-def _far(w: Any) -> tuple[c_void_p, c_void_p] | tuple[None, None]:
+def _host_range(w: ExpertLayerWeights) -> tuple[c_void_p, c_void_p] | tuple[None, None]:
     return (None, None) if w.host_range is None else (c_void_p(w.host_range[0]), c_void_p(w.host_range[1]))
 
 
-def _bus(w: Any) -> str:
-    """Which kind of kernel: one that expects some experts in host memory, or one that does not."""
-    return "" if w.host_range is None else "_bus"
+def _host_suffix(w: ExpertLayerWeights) -> str:
+    """Kernel variant: with or without support for experts in host memory."""
+    return "" if w.host_range is None else "_host"
 
 
-def _fields(coded: list[PackedWeight], place: int) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
-    """Codes, scales and height of an FP8 matrix, or of none."""
-    if place >= len(coded):
+def _fp8_arguments(
+    weights: list[PackedWeight], index: int
+) -> tuple[torch.Tensor | None, torch.Tensor | None, int]:
+    """Codes, scales and rows of FP8 matrix `index`, or of an absent one."""
+    if index >= len(weights):
         return None, None, 0
-    return coded[place].weight, coded[place].scale, coded[place].out
+    return weights[index].weight, weights[index].scale, weights[index].out
 
 
-def _variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int, int, int]:
-    """Warps that share a row's input, blocks of 128 that each has on its way, and row blocks side by side in one block
-    of threads; the fastest measured."""
+def _gemv_variant(tiles: int, inner: int, total: int, grouped: bool) -> tuple[int, int, int]:
+    """The fastest variant measured: warps that split K, blocks of 128 inputs each has in flight, and row blocks per
+    thread block."""
     if tiles == 1:
         return (8, 1, 1) if inner <= 1024 or grouped else (8, 3, 1) if total <= 8192 else (8, 2, 1)
     if tiles == 2:
         return (4, 1, 1) if inner <= 1024 else (8, 1, 1)
     if tiles == 4:
         return (2, 1, 4) if total >= 16384 else (4, 1, 2) if grouped else (8, 1, 1)
-    if total >= 16384:  # enough rows that warps need not share them
+    if total >= 16384:  # enough rows to keep all warps busy without splitting K further
         return (2, 1, 4) if inner > 1024 else (1, 1, 8)
     return (2, 1, 4) if grouped else (4, 1, 1)
 
 
-def _tiles(n: int) -> int:
-    assert n <= MOST_ROWS
+def _token_tiles(n: int) -> int:
+    """Tiles of eight tokens, rounded up to a power of two."""
+    assert n <= MAX_ROWS
     return next(tiles for tiles in (1, 2, 4, 8) if n <= 8 * tiles)
 
 
 def _gain(offset: int) -> float:
-    """Undoes the common power of two, and the 2^-6 that an FP4 code is short of as E4M3 bits.
+    """Undo the common power of two, and the 2^-6 by which an FP4 code read as E4M3 bits is too small.
 
-    The factor's exponent field is byte + offset: 2^(byte + offset - 15), where 2^(byte - 127 + 6) was meant."""
+    The scale's exponent field is byte + offset, i.e. 2^(byte + offset - 15), where 2^(byte - 127 + 6) is meant."""
     return 2.0 ** (-offset - 127 + 6 + 15)

@@ -1,4 +1,4 @@
-// What all sources begin with: types, leave to start early, a step's plan, and the choice of experts.
+// Shared by all sources: types, programmatic dependent launch, warp sum, routing plan and expert selection.
 
 #pragma once
 
@@ -8,74 +8,82 @@ typedef unsigned char u8;
 typedef unsigned long long u64;
 typedef long long i64;
 
-// A kernel launched with leave to start early loads weights, which nobody writes, before it waits for its predecessor; and
-// it gives the next kernel the same leave as soon as all its blocks have begun.
-__device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" :::); }
+// Programmatic dependent launch: a kernel may start before the preceding grid has ended. It loads weights, which no
+// kernel writes, before `grid_dependency_wait`; `launch_dependents` lets the next kernel start once all blocks have
+// called it.
+__device__ __forceinline__ void grid_dependency_wait() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" :::); }
 
-// A slot of the step's plan: an expert, its first pair in `order` and how many it has, and where its weights lie.
-struct Slot {
+// A slot of the routing plan: an expert, the index of its first pair in `order`, its number of pairs, its addresses.
+struct ExpertSlot {
     int expert, first, count, pad;
-    i64 address[4];  // gate and up, their scales, down, its scales
+    i64 address[4];  // of gate and up, their scales, down, its scales
     int rest[4];
 };
 
-__device__ __forceinline__ float score_of(float z) { return sqrtf(fmaxf(z, 0.f) + log1pf(__expf(-fabsf(z)))); }
-__device__ __forceinline__ u32 ordered(float v) {  // a float's place among floats
+__device__ __forceinline__ float warp_sum(float v) {
+#pragma unroll
+    for (int s = 16; s; s >>= 1) v += __shfl_xor_sync(~0u, v, s);
+    return v;
+}
+__device__ __forceinline__ float router_score(float z) { return sqrtf(fmaxf(z, 0.f) + log1pf(__expf(-fabsf(z)))); }
+__device__ __forceinline__ u32 sortable_bits(float v) {  // unsigned order equals float order
     const u32 bits = __float_as_uint(v);
     return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
 }
 
-// A warp chooses the experts of one token, lane i among experts i, i + 32 ...: by score and bias, or from a table's row.
-// Lane k leaves with the k-th choice and its weight.
-template <int EACH>
-__device__ __forceinline__ void choose_experts(const float (&logits)[EACH], const float (&bias)[EACH], const int* listed,
-                                               int experts, int places, float factor, int& id, float& weight) {
+// A warp selects the experts of one token, by biased score or from a row of the hash table. Lane i holds experts i, i +
+// 32,
+// ... and lane k returns the k-th selected id and its weight.
+template <int PER_LANE>
+__device__ __forceinline__ void topk_experts(const float (&logits)[PER_LANE], const float (&bias)[PER_LANE],
+                                             const int* hash_ids, int experts, int topk, float factor, int& id,
+                                             float& weight) {
     const int lane = threadIdx.x & 31;
-    float scores[EACH];
-    u32 rivals[EACH];
+    float scores[PER_LANE];
+    u32 keys[PER_LANE];
 #pragma unroll
-    for (int j = 0; j < EACH; j++) {
-        scores[j] = score_of(logits[j]);
-        rivals[j] = lane + 32 * j < experts && !listed ? ordered(scores[j] + bias[j]) : 0u;
+    for (int j = 0; j < PER_LANE; j++) {
+        scores[j] = router_score(logits[j]);
+        keys[j] = lane + 32 * j < experts && !hash_ids ? sortable_bits(scores[j] + bias[j]) : 0u;
     }
-    float total = 0.f, mine = 0.f;
+    float total = 0.f, own_score = 0.f;
     id = 0;
-    for (int k = 0; k < places; k++) {
+    for (int k = 0; k < topk; k++) {
         int best;
-        if (listed) {
-            best = listed[k];
+        if (hash_ids) {
+            best = hash_ids[k];
         } else {
             u32 top = 0;
 #pragma unroll
-            for (int j = 0; j < EACH; j++) top = max(top, rivals[j]);
+            for (int j = 0; j < PER_LANE; j++) top = max(top, keys[j]);
             top = __reduce_max_sync(~0u, top);
-            u32 lowest = 0xffffffffu;  // id among equals
+            u32 lowest = 0xffffffffu;  // lowest id among ties
 #pragma unroll
-            for (int j = EACH - 1; j >= 0; j--)
-                if (rivals[j] == top) lowest = lane + 32 * j;
+            for (int j = PER_LANE - 1; j >= 0; j--)
+                if (keys[j] == top) lowest = lane + 32 * j;
             best = __reduce_min_sync(~0u, lowest);
 #pragma unroll
-            for (int j = 0; j < EACH; j++)
-                if (lane + 32 * j == best) rivals[j] = 0u;
+            for (int j = 0; j < PER_LANE; j++)
+                if (lane + 32 * j == best) keys[j] = 0u;
         }
         float score = 0.f;
 #pragma unroll
-        for (int j = 0; j < EACH; j++)
+        for (int j = 0; j < PER_LANE; j++)
             if (j == best >> 5) score = scores[j];
         score = __shfl_sync(~0u, score, best & 31);
         total += score;
         if (lane == k) {
-            mine = score;
+            own_score = score;
             id = best;
         }
     }
-    weight = mine / total * factor;
+    weight = own_score / total * factor;
 }
 
-template <int EACH>
-__device__ __forceinline__ void load_each(float (&values)[EACH], const float* from, int experts) {
+template <int PER_LANE>
+__device__ __forceinline__ void load_per_lane(float (&values)[PER_LANE], const float* from, int experts) {
     const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int j = 0; j < EACH; j++) values[j] = from && lane + 32 * j < experts ? from[lane + 32 * j] : 0.f;
+    for (int j = 0; j < PER_LANE; j++) values[j] = from && lane + 32 * j < experts ? from[lane + 32 * j] : 0.f;
 }

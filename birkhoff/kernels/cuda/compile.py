@@ -1,7 +1,7 @@
-"""CUDA source to something that can be launched: NVRTC and the driver, through ctypes.
+"""Compile CUDA sources with NVRTC and launch their kernels through the driver API, both via ctypes.
 
-PyTorch's CUDA builds bring NVRTC along, so nothing has to be installed and no compiler called. A `Module` is compiled
-for one device in a few seconds; its launches go to PyTorch's current stream and may be captured into a graph.
+PyTorch's CUDA builds ship NVRTC, so neither a toolkit nor an offline compiler is needed. A `Module` is compiled for one
+device in a few seconds; its launches use PyTorch's current stream and may be captured into a CUDA graph.
 """
 
 from __future__ import annotations
@@ -18,66 +18,70 @@ from birkhoff.errors import OptionError
 
 
 def find_nvrtc() -> ctypes.CDLL | None:
-    """NVRTC as PyTorch, an environment's packages or a toolkit bring it; None when nobody does."""
+    """NVRTC from PyTorch, a pip package or a CUDA toolkit; None if not installed."""
     root = Path(torch.__file__).parents[1]
-    places = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
+    candidates = ["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so"]
     for pattern in (
         f"{root}/nvidia/*/lib/libnvrtc.so.*",
         f"{root}/torch/lib/libnvrtc*.so.*",
         f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/lib64/libnvrtc.so*",
     ):
-        places += sorted(glob.glob(pattern))
-    for place in places:
-        if "builtins" in place:
+        candidates += sorted(glob.glob(pattern))
+    for path in candidates:
+        if "builtins" in path:
             continue
         try:
-            return ctypes.CDLL(place)
+            return ctypes.CDLL(path)
         except OSError:
             continue
     return None
 
 
 def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -> bytes:
-    """One source, which may include the headers that lie beside it."""
+    """Compile one source to machine code; it may include the headers of its folder."""
     program = c_void_p()
     headers = {header.name.encode(): header.read_bytes() for header in path.parent.glob("*.cuh")}
     texts, names = ((c_char_p * len(headers))(*part) for part in (headers.values(), headers))
-    made = nvrtc.nvrtcCreateProgram(
+    status = nvrtc.nvrtcCreateProgram(
         byref(program), path.read_bytes(), path.name.encode(), len(headers), texts, names
     )
-    _ok(made, "nvrtcCreateProgram")
+    _check(status, "nvrtcCreateProgram")
     options = [
         f"--gpu-architecture=sm_{capability[0]}{capability[1]}".encode(),
         b"--std=c++17",
         b"-default-device",
     ]
-    done = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
-    if done:
+    status = nvrtc.nvrtcCompileProgram(program, len(options), (c_char_p * len(options))(*options))
+    if status:
         size = c_size_t()
         nvrtc.nvrtcGetProgramLogSize(program, byref(size))
         log = ctypes.create_string_buffer(size.value)
         nvrtc.nvrtcGetProgramLog(program, log)
         raise AssertionError(f"our CUDA source does not compile: {log.value.decode(errors='replace')}")
     size = c_size_t()
-    _ok(nvrtc.nvrtcGetCUBINSize(program, byref(size)), "nvrtcGetCUBINSize")
+    _check(nvrtc.nvrtcGetCUBINSize(program, byref(size)), "nvrtcGetCUBINSize")
     cubin = ctypes.create_string_buffer(size.value)
-    _ok(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
+    _check(nvrtc.nvrtcGetCUBIN(program, cubin), "nvrtcGetCUBIN")
     nvrtc.nvrtcDestroyProgram(byref(program))
     return cubin.raw
 
 
-def _ok(code: int, what: str) -> None:
+def _check(code: int, call: str) -> None:
     if code:
         raise OptionError(
-            f"{what} failed with CUDA error {code}. Use kernels='reference', or update the driver."
+            f"{call} failed with CUDA error {code}. Use kernels='reference', or update the driver."
         )
 
 
-class _Attribute(ctypes.Structure):
+class _LaunchAttribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
     _fields_ = (("id", c_int), ("pad", c_int), ("value", c_int), ("rest", ctypes.c_char * 60))
 
 
-class _Config(ctypes.Structure):
+class _LaunchConfig(ctypes.Structure):
+    """CUlaunchConfig."""
+
     _fields_ = (
         ("grid", c_uint * 3),
         ("block", c_uint * 3),
@@ -88,24 +92,25 @@ class _Config(ctypes.Structure):
     )
 
 
-_PROGRAMMATIC_SERIALIZATION = 6
-_MOST_DYNAMIC_SHARED = 8
-_PDL_ATTRIBUTE = _Attribute(_PROGRAMMATIC_SERIALIZATION, 0, 1)
+# Values of CUlaunchAttributeID and CUfunction_attribute.
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+_PDL_ATTRIBUTE = _LaunchAttribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, 1)
 
 
 class Module:
-    """Compiled kernels of one source, on the device that is current."""
+    """The compiled kernels of one source on one device."""
 
     def __init__(self, nvrtc: ctypes.CDLL, path: Path, device: torch.device):
         torch.cuda.init()
         with torch.cuda.device(device):
-            torch.zeros(1, device=device)  # makes the device's context current in this thread
+            torch.zeros(1, device=device)  # make the context of the device current in this thread
             self._driver = ctypes.CDLL("libcuda.so.1")
             self._cubin = compile_cubin(nvrtc, path, torch.cuda.get_device_capability(device))
             self._module = c_void_p()
-            _ok(self._driver.cuModuleLoadData(byref(self._module), self._cubin), "cuModuleLoadData")
+            _check(self._driver.cuModuleLoadData(byref(self._module), self._cubin), "cuModuleLoadData")
         self._functions: dict[str, c_void_p] = {}
-        self._allowed: dict[str, int] = {}  # bytes of shared memory beside what a source declares
+        self._dynamic_shared: dict[str, int] = {}  # limit set per kernel, bytes
 
     def launch(
         self,
@@ -116,30 +121,31 @@ class Module:
         pdl: bool,
         shared: int = 0,
     ) -> None:
-        """On the current stream. Tensors go as addresses, whole numbers as int, others as float.
+        """Launch kernel `name` on the current stream. Tensors are passed as addresses, ints as int, floats as float.
 
-        `shared`: bytes of shared memory beside what the source declares.
-        `pdl`: may begin before its predecessor has ended, which the kernel then waits for by itself."""
+        `shared`: bytes of dynamic shared memory.
+        `pdl`: programmatic dependent launch; the kernel may start before the preceding one has ended and waits for it
+        itself."""
         function = self._functions.get(name)
         if function is None:
             function = c_void_p()
-            found = self._driver.cuModuleGetFunction(byref(function), self._module, name.encode())
-            _ok(found, f"cuModuleGetFunction({name})")
+            status = self._driver.cuModuleGetFunction(byref(function), self._module, name.encode())
+            _check(status, f"cuModuleGetFunction({name})")
             self._functions[name] = function
-        if shared > self._allowed.get(name, 0):
-            _ok(
-                self._driver.cuFuncSetAttribute(function, _MOST_DYNAMIC_SHARED, shared),
+        if shared > self._dynamic_shared.get(name, 0):
+            _check(
+                self._driver.cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, shared),
                 f"cuFuncSetAttribute({name})",
             )
-            self._allowed[name] = shared
+            self._dynamic_shared[name] = shared
         values = [_argument(argument) for argument in arguments]
         pointers = (c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         blocks = (grid[0], grid[1], grid[2] if len(grid) > 2 else 1)
-        config = _Config(blocks, (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
+        config = _LaunchConfig(blocks, (threads, 1, 1), shared, torch.cuda.current_stream().cuda_stream)
         if pdl:
             config.attributes = ctypes.addressof(_PDL_ATTRIBUTE)
             config.count = 1
-        _ok(self._driver.cuLaunchKernelEx(byref(config), function, pointers, None), name)
+        _check(self._driver.cuLaunchKernelEx(byref(config), function, pointers, None), name)
 
 
 def _argument(value: torch.Tensor | int | float | c_void_p | None) -> c_void_p | c_int | c_float:

@@ -294,7 +294,7 @@ CLASSES = {
     "route": "routing",
     "experts_gate_up": "experts",
     "experts_down": "experts",
-    "_settle": "small stage",
+    "_norm_rope_store": "small stage",
     "_score": "indexer",
     "topk": "indexer",
     "_topk_entries": "indexer",

@@ -190,7 +190,7 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
             part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=made, base=base, scale=scale
         ):
             written = mhc.write(streams[part], y[part], post[part], mix[part])
-            return prefill.read_many(written, fn, base, scale, iters, eps, eps)
+            return prefill.read_rows(written, fn, base, scale, iters, eps, eps)
 
         def in_pieces(rows: int, count=count, boundary=boundary) -> None:
             """A piece's streams may still be in L2 when they are read again."""
@@ -242,7 +242,7 @@ def attention_rows(
                 seen = window + c.index_topk
             given = (entries, chosen, sink, window, c.head_dim**-0.5)
             call = partial(attend, queries, recent, oldest, *given)
-            part = None if chosen is None else TopkIndices(chosen.counts[:, :CHECKED], _first(chosen.numbers))
+            part = None if chosen is None else TopkIndices(chosen.counts[:, :CHECKED], _first(chosen.indices))
             few = (queries[:, :CHECKED], recent[:, : window - 1 + CHECKED], oldest, entries, part, *given[2:])
             error = error_of(call()[:, :CHECKED], plain_attend.attend(*few))
             operations = 4.0 * count * c.num_attention_heads * seen * c.head_dim
@@ -286,7 +286,7 @@ def index_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: to
                 queries[:, :CHECKED], keys, weights[:, :CHECKED], counts[:, :CHECKED], c.index_topk
             ).mask(entries)
             found = call()
-            mine = TopkIndices(found.counts[:, :CHECKED], _first(found.numbers)).mask(entries)
+            mine = TopkIndices(found.counts[:, :CHECKED], _first(found.indices)).mask(entries)
             missed = 1 - (mine & true).sum().item() / true.sum().item()
             operations = 2.0 * float(counts.sum()) * c.index_n_heads * c.index_head_dim
             what = {"kind": "many", "kernel": "indexer", "tokens": count, "context": context}

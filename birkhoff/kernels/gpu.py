@@ -1,8 +1,8 @@
-"""Whether Triton kernels can run here, and the few facts about a device that choices depend on.
+"""Whether Triton kernels can run in this process.
 
-Triton is optional and is imported by `triton.py` and `many.py` files alone, which nobody imports before `available`
-said yes: with a CUDA device, or under Triton's interpreter (`TRITON_INTERPRET=1`), which runs the same kernels on a
-CPU, slowly.
+Triton is optional and imported only by `decode.py`, `prefill.py` and `routing.py` files, which must not be imported
+unless `available()`: with a CUDA device, or under Triton's interpreter (`TRITON_INTERPRET=1`), which runs the same
+kernels slowly on a CPU.
 """
 
 from __future__ import annotations
@@ -23,5 +23,5 @@ def available() -> bool:
 
 
 def power_of_two(count: int, least: int = 1) -> int:
-    """The next power of two: what a tile of at least `count` elements measures."""
+    """The smallest power of two that is at least `count` and `least`: the size of a tile."""
     return max(least, 1 << max(count - 1, 0).bit_length())

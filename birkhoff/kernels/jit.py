@@ -1,12 +1,12 @@
-"""Compilation of CPU twins: Numba, when it is installed.
+"""Compilation of the CPU twins with Numba, if it is installed.
 
-The twins are plain loops over rows, compiled once per machine and kept in the compiler's own cache (beside the source,
-else in the user's cache folder, else nowhere: an installation that cannot be written works too). Sums may be
-reassociated (that is what lets them use vector registers) but infinities and NaN keep their meaning, because masks and
-health checks rely on them. Without Numba there are no CPU twins and the plain ones run.
+The twins are plain loops over rows, compiled once per machine and cached by Numba (next to the source, else in the
+user's cache folder, else not at all, so that a read-only installation works). Sums may be reassociated, which allows
+vectorisation; infinities and NaN keep their meaning, since masks and health checks rely on them. Without Numba the
+reference twins are used.
 
-Compiled code contains the code of what it calls, in other files too, but the compiler keeps it by the text of its own
-file alone. So the texts of all kernels are stamped together, and what was kept is dropped when any of them has changed.
+Compiled code inlines functions of other files, but Numba invalidates its cache by the text of one file only. Therefore a
+digest of all kernel sources is stored, and the cache is dropped when any of them has changed.
 """
 
 from __future__ import annotations
@@ -22,35 +22,33 @@ MATH = {"reassoc", "contract", "arcp", "nsz"}
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile on first use; the plain function where there is no compiler (it is then never called)."""
+    """Compile on first use; without Numba the function itself, which is then never called."""
     if not AVAILABLE:
         return function
     import numba
 
-    how: dict[str, Any] = {"fastmath": MATH, "nogil": True, "error_model": "numpy"}
+    options: dict[str, Any] = {"fastmath": MATH, "nogil": True, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **how)(function)
-    except (
-        RuntimeError
-    ):  # neither the package's folder nor the user's cache can be written: compile in every process
-        return numba.njit(**how)(function)
+        return numba.njit(cache=True, **options)(function)
+    except RuntimeError:  # no writable cache folder: compile in every process
+        return numba.njit(**options)(function)
 
 
-def forget_stale(kernels: Path) -> None:
-    """Drop compiled code that was kept beside the sources, unless every source is what it was."""
+def drop_stale_cache(kernels: Path) -> None:
+    """Delete compiled code cached next to the sources if any source has changed."""
     try:
-        texts = sorted(kernels.rglob("*.py"))
-        now = hashlib.sha256(b"".join(text.read_bytes() for text in texts)).hexdigest()
+        sources = sorted(kernels.rglob("*.py"))
+        digest = hashlib.sha256(b"".join(text.read_bytes() for text in sources)).hexdigest()
         stamp = kernels / "__pycache__" / "sources.sha256"
-        if stamp.is_file() and stamp.read_text() == now:
+        if stamp.is_file() and stamp.read_text() == digest:
             return
         for index in kernels.rglob("__pycache__/*.nbi"):
             index.unlink(missing_ok=True)
         stamp.parent.mkdir(exist_ok=True)
-        stamp.write_text(now)
-    except OSError:  # what cannot be written holds nothing that we kept
+        stamp.write_text(digest)
+    except OSError:  # a folder that cannot be written holds no cache
         return
 
 
 if AVAILABLE:
-    forget_stale(Path(__file__).parent)
+    drop_stale_cache(Path(__file__).parent)

@@ -1,9 +1,9 @@
-"""Which implementation of each operation a model uses.
+"""The implementation of each operation that a model uses.
 
-Every operation has a plain twin (`reference.py`); some have a fast one next door (`cpu.py`; `many.py` or `triton.py`
-for a GPU) with the same signature. `select` fills a `KernelSet` that a model is built with; nothing is chosen behind
-its back later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead. On a GPU
-the set serves prompts, and what else the decoder of `decode/gpu.py` does not.
+Every operation has a plain twin (`reference.py`); some have a fast one with the same signature in the same folder
+(`cpu.py`; `prefill.py` or `decode.py` for a GPU). `select` returns the `KernelSet` that a model is built with; the choice
+does not change later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead. On a
+GPU the set handles prefill, and everything else that the decoder of `decode/gpu.py` does not.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Op = Callable[..., Any]
 
 @dataclass(frozen=True)
 class KernelSet:
-    """One implementation per operation; the contracts are in the operations' own folders."""
+    """One implementation per operation; the contract of each is in the `__init__.py` of its folder."""
 
     name: str
     linear: Op
@@ -54,11 +54,11 @@ class KernelSet:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether `packed_linear` and `experts` read weights as stored, and `attend` takes entries by number."""
+        """Whether `packed_linear` and `experts` read packed weights, and `attend` takes entries by index."""
         return self.name == "triton"
 
 
-PAIRS: dict[str, tuple[Op, Op]] = {
+TWINS: dict[str, tuple[Op, Op]] = {
     "linear": (linear_plain.linear, linear_cpu.linear),
     "packed_linear": (linear_plain.packed_linear, linear_plain.packed_linear),
     "rms_norm": (norm_plain.rms_norm, norm_cpu.rms_norm),
@@ -79,8 +79,8 @@ def select(choice: Choice) -> KernelSet:
     if choice == "triton":
         return _triton()
     if choice == "reference" or not jit.AVAILABLE:
-        return KernelSet("reference", **{name: plain for name, (plain, _) in PAIRS.items()})
-    return KernelSet("cpu", **{name: _while_inferring(plain, fast) for name, (plain, fast) in PAIRS.items()})
+        return KernelSet("reference", **{name: plain for name, (plain, _) in TWINS.items()})
+    return KernelSet("cpu", **{name: _while_inferring(plain, fast) for name, (plain, fast) in TWINS.items()})
 
 
 def _triton() -> KernelSet:
@@ -94,7 +94,7 @@ def _triton() -> KernelSet:
     from birkhoff.kernels.norm import prefill as norm_prefill
     from birkhoff.kernels.rope import prefill as rope_prefill
 
-    plain = {name: twin for name, (twin, _) in PAIRS.items()}
+    plain = {name: twin for name, (twin, _) in TWINS.items()}
     fast: dict[str, Op] = {
         "mhc_prepare": mhc_prefill.prepare,
         "mhc_read": _for_four_streams(plain["mhc_read"], mhc_prefill.read),
@@ -114,17 +114,17 @@ def _triton() -> KernelSet:
 
 
 def _for_four_streams(plain: Op, fast: Op) -> Op:
-    def pick(streams, *arguments):
+    def dispatch(streams, *arguments):
         return (fast if streams.shape[-2] == 4 and streams.dim() == 3 else plain)(streams, *arguments)
 
-    return pick
+    return dispatch
 
 
 def _while_inferring(plain: Op, fast: Op) -> Op:
     if plain is fast:
         return plain
 
-    def pick(*arguments, **options):
+    def dispatch(*arguments, **options):
         return (plain if torch.is_grad_enabled() else fast)(*arguments, **options)
 
-    return pick
+    return dispatch

@@ -26,22 +26,27 @@ EXPERTS = {
     "x": BF16,
     "z": BF16,
     "y": BF16,
-    "table": I64,
+    "addresses": I64,
     "blocks": I32,
     "order": I32,
     "weights": F32,
     "limit": "fp32",
 }
-PACKED = {"WIDE": False, "PAIRED": True, "TOKENS": 128}
-COUNTS = {"n", "rows", "places", "length", "span", "num_entries", "first_row", "row_tiles", "token_tiles"}
+PACKED = {"FP32": False, "BF16X2": True, "TOKENS": 128}
+COUNTS = {"n", "rows", "topk", "length", "span", "num_entries", "first_row", "row_tiles", "token_tiles"}
 # V4-Flash: hidden 4096, experts of 2048, 64 heads of 512, an indexer of 64 heads of 128, and chunks of 4,096 tokens.
 KERNELS: dict[str, tuple] = {
-    "experts open": (experts._open, EXPERTS, PACKED | experts.shape_of(128, False, True)),
-    "experts close": (experts._close, EXPERTS, PACKED | experts.shape_of(128, False, False)),
+    "experts open": (experts._gate_up, EXPERTS, PACKED | experts.tile_config(128, False, True)),
+    "experts close": (experts._down, EXPERTS, PACKED | experts.tile_config(128, False, False)),
     "product fp8": (
         linear._packed_linear,
         {"x": F16, "weight": U8, "scale": U8, "out": BF16},
-        {"FP8": True, "WIDE": False, "TOGETHER": linear.TOGETHER, **linear.shape_of(4096, 4096, False)},
+        {
+            "FP8": True,
+            "FP32": False,
+            "TILE_GROUP": linear.TILE_GROUP,
+            **linear.tile_config(4096, 4096, False),
+        },
     ),
     "streams mix": (
         mhc._mix,
@@ -50,8 +55,8 @@ KERNELS: dict[str, tuple] = {
             "COUNT": mhc.COUNT,
             "PADDED": mhc.PADDED,
             "SPLITS": mhc.SPLITS,
-            "WIDE": False,
-            **mhc.shape_of(False),
+            "FP32": False,
+            **mhc.tile_config(False),
         },
     ),
     "attention": (
@@ -64,16 +69,16 @@ KERNELS: dict[str, tuple] = {
             "sink": F32,
             "oldest": I64,
             "counts": I32,
-            "numbers": I32,
+            "indices": I32,
             "scale": "fp32",
         },
         {
             "ENTRIES": True,
-            "LISTED": True,
+            "INDEXED": True,
             "WIDTH": 512,
             "PADDED": 512,
-            "WIDE": False,
-            **attend.shape_of(64, False),
+            "FP32": False,
+            **attend.tile_config(64, False),
         },
     ),
     "index score": (
@@ -84,7 +89,7 @@ KERNELS: dict[str, tuple] = {
             "WIDTH": 128,
             "QUERIES": 16,
             "ENTRIES": 128,
-            "WIDE": False,
+            "FP32": False,
             "num_warps": 8,
             "num_stages": 2,
         },

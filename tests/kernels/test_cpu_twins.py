@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 import birkhoff
 from birkhoff.kernels import jit
 from birkhoff.kernels.rope import Phases, frequencies, phases
-from birkhoff.kernels.select import PAIRS
+from birkhoff.kernels.select import TWINS
 from tests.models import TINY, random_model, random_tokens
 
 pytestmark = pytest.mark.skipif(not jit.AVAILABLE, reason="no compiler for the CPU twins")
@@ -52,7 +52,7 @@ def both(name: str, *arguments, **options):
     before = [a.clone() for a in arguments if isinstance(a, torch.Tensor)]
     results = []
     with torch.no_grad():
-        for twin in PAIRS[name]:
+        for twin in TWINS[name]:
             out = twin(*arguments, **options)
             results.append(out if isinstance(out, tuple) else (out,))
     after = [a for a in arguments if isinstance(a, torch.Tensor)]
@@ -191,13 +191,13 @@ DECODE = """
 import sys, torch
 sys.path.append({root!r})
 from birkhoff.hooks.tap import NoTap
-from birkhoff.model.batch import Batch, Piece
+from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
-from tests.models import TINY, random_model, random_tokens
+from tests.models import TINY, fused_model, random_tokens
 model, tokens, state = fused_model(kernels="cpu"), random_tokens(TINY, 12), State.contiguous(TINY, 1, 12)
 with torch.inference_mode():
     for at in range(12):
-        hidden, _ = model.run(Batch.of([Piece(0, at, tokens[at : at + 1])]), state, NoTap())
+        hidden, _ = model.run(Batch.of([SequenceChunk(0, at, tokens[at : at + 1])]), state, NoTap())
     print(model.numerics.kernels.name, model.layers[0].attn.compiled, model.logits(hidden)[0, :4].tolist())
 """
 
@@ -250,10 +250,10 @@ def test_compiled_code_is_kept_and_used_again(tmp_path):
 PROBE = """
 import numpy as np
 from birkhoff.kernels.jit import compiled
-from birkhoff.kernels.norm.cpu import NO_WEIGHT, normalise
+from birkhoff.kernels.norm.cpu import NO_WEIGHT, rms_norm_rows
 @compiled
 def probe(x, out):
-    normalise(x, NO_WEIGHT, np.float32(1e-6), out)
+    rms_norm_rows(x, NO_WEIGHT, np.float32(1e-6), out)
 def main():
     out = np.empty((1, 2), np.float32)
     probe(np.array([[3.0, 4.0]], np.float32), out)
@@ -292,12 +292,12 @@ def test_with_nowhere_to_keep_it_it_is_compiled_every_time(tmp_path):
 
 def test_a_compiled_function_is_what_its_source_says():
     """Python runs the very same loops, slowly."""
-    from birkhoff.kernels.mhc.cpu import mix_back
+    from birkhoff.kernels.mhc.cpu import mix_streams
 
     g = np.random.default_rng(1)
     streams, y = g.standard_normal((2, 3, 5), np.float32), g.standard_normal((2, 5), np.float32)
     post, mix = g.standard_normal((2, 3), np.float32), g.standard_normal((2, 3, 3), np.float32)
     compiled, interpreted = np.empty_like(streams), np.empty_like(streams)
-    mix_back(streams, y, post, mix, compiled)
-    mix_back.py_func(streams, y, post, mix, interpreted)
+    mix_streams(streams, y, post, mix, compiled)
+    mix_streams.py_func(streams, y, post, mix, interpreted)
     assert np.abs(compiled - interpreted).max() < 1e-6

@@ -13,7 +13,7 @@ pytest.importorskip("triton", reason="triton is not installed")
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from birkhoff.kernels.experts.prefill import _unpacked  # isort: skip
+from birkhoff.kernels.experts.prefill import _decoded  # isort: skip
 
 pytestmark = [
     pytest.mark.gpu,
@@ -243,11 +243,11 @@ def test_attention_is_that_of_the_portable_kernels(rows, ratio, listed, width, h
 
 
 @triton.jit
-def unpack(codes, scales, even, odd, half, PAIRED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+def unpack(codes, scales, even, odd, half, BF16X2: tl.constexpr, ROWS: tl.constexpr, BYTES: tl.constexpr):
     r = tl.arange(0, ROWS)
-    for start in range(0, half, HALF):
-        e, o = _unpacked(codes, scales, r, r < ROWS, start, half, tl.bfloat16, PAIRED, ROWS, HALF)
-        at = r[:, None] * half + start + tl.arange(0, HALF)[None, :]
+    for start in range(0, half, BYTES):
+        e, o = _decoded(codes, scales, r, r < ROWS, start, half, tl.bfloat16, BF16X2, ROWS, BYTES)
+        at = r[:, None] * half + start + tl.arange(0, BYTES)[None, :]
         tl.store(even + at, e)
         tl.store(odd + at, o)
 
@@ -268,9 +268,9 @@ def test_codes_become_pairs_exactly():
                 scales[rows],
                 *(part[rows] for part in parts),
                 256,
-                PAIRED=paired,
+                BF16X2=paired,
                 ROWS=128,
-                HALF=64,
+                BYTES=64,
             )
         found.append(torch.cat(parts))
     assert torch.equal(*(part.view(torch.int16) for part in found)) and found[0].isfinite().all()

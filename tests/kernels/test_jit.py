@@ -12,8 +12,8 @@ CODE = """
 import numpy as np, torch
 from birkhoff.kernels.linear import cpu
 x, w, out = np.ones((2, 3), np.float32), np.arange(12, dtype=np.float32).reshape(4, 3), np.empty((2, 4), np.float32)
-cpu.rows_by_weight(x, w, out)
-print(out[1].tolist(), cpu.rows_by_weight.stats.cache_path)
+cpu.matmul(x, w, out)
+print(out[1].tolist(), cpu.matmul.stats.cache_path)
 """
 
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from birkhoff.kernels.linear.cpu import filled_rows
+from birkhoff.kernels.linear.cpu import padded_rows
 
 
 @given(
@@ -39,9 +39,9 @@ def test_many_rows_against_a_weight_of_more_than_half_a_million_numbers(kernels,
 
 def test_rows_are_filled_up_to_few_numbers_and_by_little():
     """Every number is a program that oneDNN compiles and keeps, for each shape of weight."""
-    filled = {rows: filled_rows(rows) for rows in range(1, 2049)}
+    filled = {rows: padded_rows(rows) for rows in range(1, 2049)}
     assert all(rows <= more <= max(rows + 7, rows * 1.125) for rows, more in filled.items())
-    assert len(set(filled.values())) < 50 and all(filled_rows(more) == more for more in filled.values())
+    assert len(set(filled.values())) < 50 and all(padded_rows(more) == more for more in filled.values())
 
 
 def test_bfloat16_accumulates_in_float32(kernels):

@@ -175,7 +175,7 @@ def test_products_take_any_leading_shape_and_no_rows():
 def test_streams_of_many_rows_are_read_as_the_plain_twin_does(dtype, n, width):
     streams = normal(1, n, 4, width).to(dtype)
     given = (normal(2, 24, 4 * width) * 0.1, normal(4, 24), normal(5, 3) + 1, 20, 1e-6, 1e-6)
-    for mine, true in zip(mhc.read_many(streams, *given), plain_mhc.read(streams, *given)):
+    for mine, true in zip(mhc.read_rows(streams, *given), plain_mhc.read(streams, *given)):
         assert mine.dtype == true.dtype
         close(mine, true, slack(mine.dtype))
 
@@ -216,7 +216,7 @@ def test_a_mask_and_numbers_say_the_same():
         assert torch.equal(mask.sum(-1), picked.counts)
         for row in range(3):
             count = int(picked.counts[0, row])
-            listed = range(count) if picked.numbers is None else picked.numbers[0, row, :count].tolist()
+            listed = range(count) if picked.indices is None else picked.indices[0, row, :count].tolist()
             assert mask[0, row].nonzero().flatten().tolist() == list(listed)
 
 
@@ -241,7 +241,7 @@ def test_equal_scores_are_picked_from_the_first():
     counts = torch.tensor([[12, 9]], device=DEVICE)
     for twin in (index.index_topk, plain_index.index_topk):
         picked = twin(queries, keys, weights, counts, 4)
-        assert picked.numbers[0].tolist() == [[0, 1, 2, 3]] * 2
+        assert picked.indices[0].tolist() == [[0, 1, 2, 3]] * 2
 
 
 @DTYPES

@@ -9,21 +9,21 @@ import pytest
 import torch
 
 from birkhoff.kernels import jit
-from birkhoff.kernels.select import PAIRS, KernelSet, select
+from birkhoff.kernels.select import TWINS, KernelSet, select
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", TWINS)
 def test_twins_have_one_signature(name):
-    plain, fast = PAIRS[name]
+    plain, fast = TWINS[name]
     assert [(p.name, p.default) for p in inspect.signature(plain).parameters.values()] == [
         (p.name, p.default) for p in inspect.signature(fast).parameters.values()
     ]
 
 
 def test_a_set_holds_every_pair():
-    assert {f.name for f in fields(KernelSet)} == {"name", *PAIRS}
+    assert {f.name for f in fields(KernelSet)} == {"name", *TWINS}
     plain = select("reference")
-    assert plain.name == "reference" and all(getattr(plain, name) is pair[0] for name, pair in PAIRS.items())
+    assert plain.name == "reference" and all(getattr(plain, name) is pair[0] for name, pair in TWINS.items())
 
 
 @pytest.mark.skipif(not jit.AVAILABLE, reason="no compiler for the CPU twins")

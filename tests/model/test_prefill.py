@@ -59,7 +59,9 @@ def test_a_mixer_follows_its_matrix_though_its_halves_are_kept(monkeypatch):
 
     from birkhoff.kernels.mhc import prefill
 
-    monkeypatch.setattr(prefill, "MANY", 16)  # rows from which the halves are read: the interpreter is slow
+    monkeypatch.setattr(
+        prefill, "MIN_ROWS", 16
+    )  # rows from which the halves are read: the interpreter is slow
     model = with_kernels(packed_model(SMALL), "triton")
     mixer = model.layers[0].hc_attn
     streams = (

@@ -1,15 +1,18 @@
 """Attention of many query heads over one shared key/value vector per token, with a sink (spec 6.2).
 
 `attend(queries [B, T, H, c], recent [B, P+T, c], oldest [B], entries [B, E, c] | None,
-        chosen [B, T, E] bool | Picked | None, sink [H], window, scale) -> [B, T, H, c]`
+        selected [B, T, E] bool | TopkIndices | None, sink [H], window, scale) -> [B, T, H, c]`
 
-Query `i` stands beside `recent[P+i]` and sees `recent[j]` for `P+i-window < j <= P+i` and `j >= oldest` (rows before
-the start of the sequence are padding), plus the compressed `entries` chosen for it, by a mask or by number. Keys are
-values. The sink is a logit without a value and is not scaled. Scores and sums are float32; in bfloat16 the
-un-normalised probabilities are rounded before they meet the values and the quotient is taken last.
+Query `i` has the position of `recent[P+i]` and sees `recent[j]` for `P+i-window < j <= P+i` and `j >= oldest` (rows
+before the start of the sequence are padding), plus the compressed `entries` selected for it, by a mask or by index.
+Keys are also values. The sink is a logit without a value and is not scaled. Scores and sums are float32; in bfloat16
+the unnormalised probabilities are rounded before they multiply the values, and the division comes last.
 
 `attend_one(queries [B, H, c], recent [B, K, c], entries [B, E, c] | None, seen [B, K+E] bool | None, sink, scale)
         -> [B, H, c]`: one query per sequence against keys in any order; `seen=None` means every key is visible.
+`decode.attend`: the same for a decode step on a GPU, split over the keys (flash decoding).
+
+Tolerance of fast twins: 2e-6 relative in float32; in bfloat16 one rounding of a probability or of the result (2^-7).
 """
 
 from birkhoff.kernels.attend.reference import attend, attend_one

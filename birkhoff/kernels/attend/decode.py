@@ -1,10 +1,10 @@
-"""Attention of one new token per sequence on a GPU, over the state as it lies.
+"""Flash-decoding attention of one new token per sequence on a GPU, directly over the cache.
 
-The keys of a token are its window's ring and its compressed entries (all finished ones, or those in a list), as one
-range that is cut among programs: each takes sixteen heads and a share of the keys, normalises and rotates its queries
-itself, and leaves an unnormalised sum with its largest logit and mass. `combine` adds the shares, lets the sink in, and
-turns the result back. Scores and sums are float32, probabilities meet the values in the keys' dtype. On NVIDIA GPUs
-`cuda/attend.cu` does the same for few rows, in the same buffers.
+The keys of a token are the ring of its window and its compressed entries (all finished ones, or the listed ones), as one
+range that is split among programs: each handles sixteen heads and one split of the keys, normalises and rotates its
+queries, and stores an unnormalised sum with its maximum logit and sum of exponentials. `_combine` merges the splits, adds
+the sink and applies the inverse rotation. Scores and sums are float32; probabilities are rounded to the dtype of the
+keys. On NVIDIA GPUs `cuda/attend.cu` does the same for small batches, in the same buffers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from birkhoff.kernels.gpu import power_of_two
-from birkhoff.kernels.rope.decode import turned, turned_heads
+from birkhoff.kernels.rope.decode import rope, rope_heads
 
 
 @triton.jit
@@ -27,144 +27,146 @@ def _attend(
     pages,
     table,
     table_stride,
-    chosen,
+    topk_indices,
     topk,
     slots,
     positions,
     cos,
     sin,
-    sums,
-    peaks,
-    masses,
+    partial_out,
+    partial_max,
+    partial_sum,
     heads,
-    share,
+    split,
     scale,
     eps,
-    shares,
+    splits,
     RATIO: tl.constexpr,
-    CHOSEN: tl.constexpr,
+    INDEXED: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TURNING: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     position = tl.load(positions + row).to(tl.int32)  # 64-bit division is slow
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
-    kept = keys.dtype.element_ty
+    key_type = keys.dtype.element_ty
     q = tl.load(
         queries + row * query_stride + h[:, None] * WIDTH + d[None, :], mask=(h < heads)[:, None], other=0.0
     )
     q = q.to(tl.float32)
-    q = (q * (1.0 / tl.sqrt(tl.sum(q * q, axis=1) / WIDTH + eps))[:, None]).to(kept).to(tl.float32)
-    at = row * 4 * (TURNING // 2)
-    q = turned_heads(q, cos + at, sin + at, HEADS, WIDTH, TURNING).to(kept)
+    q = (q * (1.0 / tl.sqrt(tl.sum(q * q, axis=1) / WIDTH + eps))[:, None]).to(key_type).to(tl.float32)
+    at = row * 4 * (ROPE_DIM // 2)
+    q = rope_heads(q, cos + at, sin + at, HEADS, WIDTH, ROPE_DIM).to(key_type)
     entries = tl.full([], 0, tl.int32)
     if RATIO > 0:
         entries = (position + 1) // RATIO
-        if CHOSEN:
+        if INDEXED:
             entries = tl.minimum(entries, topk)
-    peak = tl.full([HEADS], -1e30, tl.float32)
-    mass = tl.zeros([HEADS], tl.float32)
-    total = tl.zeros([HEADS, WIDTH], tl.float32)
+    row_max = tl.full([HEADS], -1e30, tl.float32)
+    row_sum = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, WIDTH], tl.float32)
     newest = position % ring
-    first = tl.program_id(2) * share
-    for start in range(first, tl.minimum(first + share, ring + entries), KEYS):
+    first = tl.program_id(2) * split
+    for start in range(first, tl.minimum(first + split, ring + entries), KEYS):
         j = start + tl.arange(0, KEYS)
         age = newest - j
-        age = tl.where(age < 0, age + ring, age)  # how long ago a row of the ring was written
+        age = tl.where(age < 0, age + ring, age)  # steps since this ring row was written
         recent = (j < ring) & (age < window) & (age <= position)
-        seen = recent
+        visible = recent
         source = keys + (slot * ring + j) * WIDTH
         if RATIO > 0:
             PER_PAGE: tl.constexpr = 128 // RATIO
             e = j - ring
             far = (e >= 0) & (e < entries)
-            number = tl.maximum(e, 0)
-            if CHOSEN:
-                number = tl.load(chosen + row * topk + number, mask=far, other=0)
-            page = tl.load(table + slot * table_stride + number // PER_PAGE, mask=far, other=0)
-            source = tl.where(far, pages + (page * PER_PAGE + number % PER_PAGE) * WIDTH, source)
-            seen = recent | far
-        k = tl.load(source[:, None] + d[None, :], mask=seen[:, None], other=0.0)
-        if WIDE:
+            entry = tl.maximum(e, 0)
+            if INDEXED:
+                entry = tl.load(topk_indices + row * topk + entry, mask=far, other=0)
+            page = tl.load(table + slot * table_stride + entry // PER_PAGE, mask=far, other=0)
+            source = tl.where(far, pages + (page * PER_PAGE + entry % PER_PAGE) * WIDTH, source)
+            visible = recent | far
+        k = tl.load(source[:, None] + d[None, :], mask=visible[:, None], other=0.0)
+        if FP32:
             logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         else:
             logits = tl.dot(q, tl.trans(k)) * scale
-        logits = tl.where(seen[None, :], logits, float("-inf"))
-        higher = tl.maximum(peak, tl.max(logits, axis=1))
-        old = tl.exp(peak - higher)
-        p = tl.exp(logits - higher[:, None])
-        mass = mass * old + tl.sum(p, axis=1)
-        if WIDE:
-            total = tl.dot(p, k, total * old[:, None], input_precision="ieee")
+        logits = tl.where(visible[None, :], logits, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+        rescale = tl.exp(row_max - new_max)
+        p = tl.exp(logits - new_max[:, None])
+        row_sum = row_sum * rescale + tl.sum(p, axis=1)
+        if FP32:
+            acc = tl.dot(p, k, acc * rescale[:, None], input_precision="ieee")
         else:
-            total = tl.dot(p.to(kept), k, total * old[:, None])
-        peak = higher
-    place = (row * shares + tl.program_id(2)) * heads + h
-    tl.store(sums + place[:, None] * WIDTH + d[None, :], total, mask=(h < heads)[:, None])
-    tl.store(peaks + place, peak, mask=h < heads)
-    tl.store(masses + place, mass, mask=h < heads)
+            acc = tl.dot(p.to(key_type), k, acc * rescale[:, None])
+        row_max = new_max
+    partial_row = (row * splits + tl.program_id(2)) * heads + h
+    tl.store(partial_out + partial_row[:, None] * WIDTH + d[None, :], acc, mask=(h < heads)[:, None])
+    tl.store(partial_max + partial_row, row_max, mask=h < heads)
+    tl.store(partial_sum + partial_row, row_sum, mask=h < heads)
 
 
 @triton.jit
 def _combine(
-    sums,
-    peaks,
-    masses,
+    partial_out,
+    partial_max,
+    partial_sum,
     sink,
     cos,
     sin,
     out,
-    half,
+    out_fp16,
     heads,
-    shares,
-    SHARES: tl.constexpr,
+    splits,
+    SPLITS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TURNING: tl.constexpr,
-    HALF: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
+    FP16: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
-    s = tl.arange(0, SHARES)
+    s = tl.arange(0, SPLITS)
     d = tl.arange(0, WIDTH)
-    place = (row * shares + s) * heads + head
-    peak = tl.load(peaks + place, mask=s < shares, other=-1e30)
-    mass = tl.load(masses + place, mask=s < shares, other=0.0)
-    drain = tl.load(sink + head)
-    top = tl.maximum(tl.max(peak, axis=0), drain)
-    weight = tl.exp(peak - top)
-    whole = tl.sum(mass * weight, axis=0) + tl.exp(drain - top)
-    part = tl.load(sums + place[:, None] * WIDTH + d[None, :], mask=(s < shares)[:, None], other=0.0)
-    kept = out.dtype.element_ty
-    mixed = (tl.sum(part * weight[:, None], axis=0) / whole).to(kept).to(tl.float32)
-    at = row * 4 * (TURNING // 2)
-    back = turned(mixed, cos + at, sin + at, WIDTH, TURNING, -1)
-    tl.store(out + (row * heads + head) * WIDTH + d, back.to(kept))
-    if HALF:
-        tl.store(half + (row * heads + head) * WIDTH + d, back.to(tl.float16))
+    partial_row = (row * splits + s) * heads + head
+    row_max = tl.load(partial_max + partial_row, mask=s < splits, other=-1e30)
+    row_sum = tl.load(partial_sum + partial_row, mask=s < splits, other=0.0)
+    sink_logit = tl.load(sink + head)
+    top = tl.maximum(tl.max(row_max, axis=0), sink_logit)
+    weight = tl.exp(row_max - top)
+    denominator = tl.sum(row_sum * weight, axis=0) + tl.exp(sink_logit - top)
+    part = tl.load(
+        partial_out + partial_row[:, None] * WIDTH + d[None, :], mask=(s < splits)[:, None], other=0.0
+    )
+    key_type = out.dtype.element_ty
+    result = (tl.sum(part * weight[:, None], axis=0) / denominator).to(key_type).to(tl.float32)
+    at = row * 4 * (ROPE_DIM // 2)
+    rotated = rope(result, cos + at, sin + at, WIDTH, ROPE_DIM, -1)
+    tl.store(out + (row * heads + head) * WIDTH + d, rotated.to(key_type))
+    if FP16:
+        tl.store(out_fp16 + (row * heads + head) * WIDTH + d, rotated.to(tl.float16))
 
 
-def heads_at_once(rows: int, heads: int) -> int:
-    """Few rows want many programs; many rows want each key read once for all heads."""
+def heads_per_program(rows: int, heads: int) -> int:
+    """Small batches need many programs; large ones read each key once for more heads."""
     return 32 if rows >= 16 and heads >= 32 else 16
 
 
-def split_keys(rows: int, heads: int, reach: int, processors: int = 132) -> tuple[int, int]:
-    """Into how many shares the keys are cut, and how many keys a share has: about two programs a processor."""
-    together = heads_at_once(rows, heads)
-    blocks = rows * -(-heads // together)
-    wanted = max(1, -(-2 * processors // blocks))
-    least = 32 if together == 16 else 64
-    each = -(-reach // wanted)
-    share = max(least, -(-each // least) * least)
-    return -(-reach // share), share
+def split_keys(rows: int, heads: int, num_keys: int, processors: int = 132) -> tuple[int, int]:
+    """Number of splits of the keys and keys per split, for about two programs per SM."""
+    head_tile = heads_per_program(rows, heads)
+    blocks = rows * -(-heads // head_tile)
+    target_splits = max(1, -(-2 * processors // blocks))
+    min_split = 32 if head_tile == 16 else 64
+    keys_per_split = -(-num_keys // target_splits)
+    split = max(min_split, -(-keys_per_split // min_split) * min_split)
+    return -(-num_keys // split), split
 
 
 def attend(
@@ -174,30 +176,31 @@ def attend(
     pages,
     ratio,
     table,
-    chosen,
+    topk_indices,
     slots,
     positions,
     cos,
     sin,
-    sums,
-    peaks,
-    masses,
+    partial_out,
+    partial_max,
+    partial_sum,
     sink,
-    share,
+    split,
     scale,
     eps,
     out,
-    half,
+    out_fp16,
     pdl=False,
 ) -> None:
-    """queries [n, >= h * c] as projected; keys [slots, ring, c]; pages of entries or None; chosen [n, topk] or None;
-    sums [n, shares, h, c], peaks and masses [n, shares, h] float32 -> out [n, h * c], and in float16 when asked."""
-    n, shares, heads, width = sums.shape
-    turning = 2 * cos.shape[-1]
-    wide = keys.dtype is torch.float32
-    together = heads_at_once(n, heads)
-    few, listed = together == 16, chosen is not None
-    _attend[(n, -(-heads // together), shares)](
+    """queries [n, >= h * c] as projected; keys [slots, ring, c]; pages of entries or None; topk_indices [n, topk] or
+    None; partial_out [n, splits, h, c], partial_max and partial_sum [n, splits, h] float32 -> out [n, h * c], and in
+    float16 if `out_fp16` is given."""
+    n, splits, heads, width = partial_out.shape
+    rope_dim = 2 * cos.shape[-1]
+    fp32 = keys.dtype is torch.float32
+    head_tile = heads_per_program(n, heads)
+    small, indexed = head_tile == 16, topk_indices is not None
+    _attend[(n, -(-heads // head_tile), splits)](
         queries,
         queries.stride(0),
         keys,
@@ -206,45 +209,45 @@ def attend(
         keys if pages is None else pages,
         table,
         table.stride(0),
-        chosen if listed else slots,
-        chosen.shape[1] if listed else 1,
+        topk_indices if indexed else slots,
+        topk_indices.shape[1] if indexed else 1,
         slots,
         positions,
         cos,
         sin,
-        sums,
-        peaks,
-        masses,
+        partial_out,
+        partial_max,
+        partial_sum,
         heads,
-        share,
+        split,
         scale,
         eps,
-        shares,
+        splits,
         RATIO=ratio,
-        CHOSEN=listed,
-        HEADS=together,
+        INDEXED=indexed,
+        HEADS=head_tile,
         WIDTH=width,
-        TURNING=turning,
-        KEYS=16 if wide else 32 if few else 64,
-        WIDE=wide,
-        num_warps=4 if few else 8,
+        ROPE_DIM=rope_dim,
+        KEYS=16 if fp32 else 32 if small else 64,
+        FP32=fp32,
+        num_warps=4 if small else 8,
         num_stages=2,
     )
     _combine[(n, heads)](
-        sums,
-        peaks,
-        masses,
+        partial_out,
+        partial_max,
+        partial_sum,
         sink,
         cos,
         sin,
         out,
-        out if half is None else half,
+        out if out_fp16 is None else out_fp16,
         heads,
-        shares,
-        SHARES=power_of_two(shares),
+        splits,
+        SPLITS=power_of_two(splits),
         WIDTH=width,
-        TURNING=turning,
-        HALF=half is not None,
+        ROPE_DIM=rope_dim,
+        FP16=out_fp16 is not None,
         num_warps=4,
         PDL=pdl,
     )

@@ -1,9 +1,9 @@
-"""Attention of the many queries of a prompt on a GPU, with the contract of the plain twin.
+"""Attention of the many queries of a prompt on a GPU (flash attention), with the contract of the reference.
 
-A program is one query and many of its heads: all of them see the same keys, so a tile of keys is read once for all of
-those heads and meets them in tensor cores, as values too. It walks the query's window, then its entries (the first
-ones, or those listed for it), and lets the sink in at the end; nothing of the size queries x keys is ever stored.
-Scores and sums are float32, probabilities meet the values in the keys' dtype.
+A program handles one query and many of its heads: all heads see the same keys, so a tile of keys is read once for all of
+them and used by the tensor cores as keys and as values. It iterates over the window of the query, then over its entries
+(the first ones, or the listed ones), and adds the sink at the end; nothing of size queries x keys is stored. Scores and
+sums are float32; probabilities are rounded to the dtype of the keys.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from birkhoff.kernels.gpu import power_of_two
 
 
 @triton.jit
-def _meet(q, k, seen, peak, mass, total, scale, WIDE: tl.constexpr):
-    """A tile of keys [KEYS, WIDTH] joins what the heads have summed up; `scale` turns products into powers of two."""
-    if WIDE:
+def _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32: tl.constexpr):
+    """One online-softmax step with a tile of keys [KEYS, WIDTH]; `scale` includes log2(e), since exp2 is used."""
+    if FP32:
         logits = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
     else:
         logits = tl.dot(q, tl.trans(k)) * scale
-    logits = tl.where(seen[None, :], logits, float("-inf"))
-    higher = tl.maximum(peak, tl.max(logits, axis=1))
-    old = tl.exp2(peak - higher)
-    p = tl.exp2(logits - higher[:, None])
-    mass = mass * old + tl.sum(p, axis=1)
-    if WIDE:
-        total = tl.dot(p, k, total * old[:, None], input_precision="ieee")
+    logits = tl.where(visible[None, :], logits, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(logits, axis=1))
+    rescale = tl.exp2(row_max - new_max)
+    p = tl.exp2(logits - new_max[:, None])
+    row_sum = row_sum * rescale + tl.sum(p, axis=1)
+    if FP32:
+        acc = tl.dot(p, k, acc * rescale[:, None], input_precision="ieee")
     else:
-        total = tl.dot(p.to(k.dtype), k, total * old[:, None])
-    return higher, mass, total
+        acc = tl.dot(p.to(k.dtype), k, acc * rescale[:, None])
+    return new_max, row_sum, acc
 
 
 @triton.jit
@@ -43,7 +43,7 @@ def _attend(
     oldest,
     entries,
     counts,
-    numbers,
+    indices,
     sink,
     out,
     length,
@@ -54,61 +54,61 @@ def _attend(
     heads,
     scale,
     ENTRIES: tl.constexpr,
-    LISTED: tl.constexpr,
+    INDEXED: tl.constexpr,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     KEYS: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
 ):
     row = tl.program_id(1)
-    piece = row // length
+    sequence = row // length
     at = span - length + row % length
     h = tl.program_id(0) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, PADDED)
-    place = (row.to(tl.int64) * heads + h)[:, None] * WIDTH + d[None, :]
-    real = (h < heads)[:, None] & (d < WIDTH)[None, :]
-    q = tl.load(queries + place, mask=real, other=0.0)
-    peak = tl.full([HEADS], -1e30, tl.float32)
-    mass = tl.zeros([HEADS], tl.float32)
-    total = tl.zeros([HEADS, PADDED], tl.float32)
-    near = recent + piece.to(tl.int64) * span * WIDTH
-    first = tl.maximum(tl.maximum(at - window + 1, 0), tl.load(oldest + piece).to(tl.int32))
+    at_out = (row.to(tl.int64) * heads + h)[:, None] * WIDTH + d[None, :]
+    in_range = (h < heads)[:, None] & (d < WIDTH)[None, :]
+    q = tl.load(queries + at_out, mask=in_range, other=0.0)
+    row_max = tl.full([HEADS], -1e30, tl.float32)
+    row_sum = tl.zeros([HEADS], tl.float32)
+    acc = tl.zeros([HEADS, PADDED], tl.float32)
+    near = recent + sequence.to(tl.int64) * span * WIDTH
+    first = tl.maximum(tl.maximum(at - window + 1, 0), tl.load(oldest + sequence).to(tl.int32))
     for start in range(first, at + 1, KEYS):
         j = start + tl.arange(0, KEYS)
-        seen = j <= at
+        visible = j <= at
         k = tl.load(
-            near + j[:, None] * WIDTH + d[None, :], mask=seen[:, None] & (d < WIDTH)[None, :], other=0.0
+            near + j[:, None] * WIDTH + d[None, :], mask=visible[:, None] & (d < WIDTH)[None, :], other=0.0
         )
-        peak, mass, total = _meet(q, k, seen, peak, mass, total, scale, WIDE)
+        row_max, row_sum, acc = _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32)
     if ENTRIES:
-        far = entries + piece.to(tl.int64) * num_entries * WIDTH
+        far = entries + sequence.to(tl.int64) * num_entries * WIDTH
         count = tl.load(counts + row)
         for start in range(0, count, KEYS):
             e = start + tl.arange(0, KEYS)
-            seen = e < count
-            number = e
-            if LISTED:
-                number = tl.load(numbers + row.to(tl.int64) * topk + e, mask=seen, other=0)
-            tile = seen[:, None] & (d < WIDTH)[None, :]
-            k = tl.load(far + number.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=tile, other=0.0)
-            peak, mass, total = _meet(q, k, seen, peak, mass, total, scale, WIDE)
-    drain = tl.load(sink + h, mask=h < heads, other=0.0) * 1.4426950408889634
-    top = tl.maximum(peak, drain)
-    weight = tl.exp2(peak - top)
-    mixed = total * (weight / (mass * weight + tl.exp2(drain - top)))[:, None]
-    tl.store(out + place, mixed.to(out.dtype.element_ty), mask=real)
+            visible = e < count
+            entry = e
+            if INDEXED:
+                entry = tl.load(indices + row.to(tl.int64) * topk + e, mask=visible, other=0)
+            tile = visible[:, None] & (d < WIDTH)[None, :]
+            k = tl.load(far + entry.to(tl.int64)[:, None] * WIDTH + d[None, :], mask=tile, other=0.0)
+            row_max, row_sum, acc = _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32)
+    sink_logit = tl.load(sink + h, mask=h < heads, other=0.0) * 1.4426950408889634
+    top = tl.maximum(row_max, sink_logit)
+    weight = tl.exp2(row_max - top)
+    result = acc * (weight / (row_sum * weight + tl.exp2(sink_logit - top)))[:, None]
+    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=in_range)
 
 
-def shape_of(heads: int, wide: bool) -> dict[str, int]:
-    """Heads of a program, keys of a tile, warps and stages."""
-    if wide:
+def tile_config(heads: int, fp32: bool) -> dict[str, int]:
+    """Heads per program, keys per tile, warps and stages."""
+    if fp32:
         return {"HEADS": min(16, power_of_two(heads, 16)), "KEYS": 16, "num_warps": 4, "num_stages": 1}
-    together = min(64, power_of_two(heads, 16))
+    head_tile = min(64, power_of_two(heads, 16))
     return {
-        "HEADS": together,
-        "KEYS": 64 if together == 64 else 32,
-        "num_warps": 8 if together == 64 else 4,
+        "HEADS": head_tile,
+        "KEYS": 64 if head_tile == 64 else 32,
+        "num_warps": 8 if head_tile == 64 else 4,
         "num_stages": 2,
     }
 
@@ -118,45 +118,45 @@ def attend(
     recent: torch.Tensor,
     oldest: torch.Tensor,
     entries: torch.Tensor | None,
-    chosen: torch.Tensor | TopkIndices | None,
+    selected: torch.Tensor | TopkIndices | None,
     sink: torch.Tensor,
     window: int,
     scale: float,
-    shape: dict[str, int] | None = None,
+    config: dict[str, int] | None = None,
 ) -> torch.Tensor:
-    if isinstance(chosen, torch.Tensor):
-        return reference.attend(queries, recent, oldest, entries, chosen, sink, window, scale)
+    if isinstance(selected, torch.Tensor):
+        return reference.attend(queries, recent, oldest, entries, selected, sink, window, scale)
     batch, length, heads, width = queries.shape
     queries, recent = queries.contiguous(), recent.contiguous()
     out = torch.empty_like(queries)
-    some = entries is not None and chosen is not None
-    far = entries.contiguous() if some else recent  # type: ignore[union-attr]
-    counts = chosen.counts.contiguous() if isinstance(chosen, TopkIndices) else oldest
-    listed = isinstance(chosen, TopkIndices) and chosen.numbers is not None
-    numbers = chosen.numbers.contiguous() if listed else oldest  # type: ignore[union-attr]
-    wide = queries.dtype is torch.float32
-    shape = shape or shape_of(heads, wide)
-    _attend[(-(-heads // shape["HEADS"]), batch * length)](
+    has_entries = entries is not None and selected is not None
+    far = entries.contiguous() if has_entries else recent  # type: ignore[union-attr]
+    counts = selected.counts.contiguous() if isinstance(selected, TopkIndices) else oldest
+    indexed = isinstance(selected, TopkIndices) and selected.indices is not None
+    indices = selected.indices.contiguous() if indexed else oldest  # type: ignore[union-attr]
+    fp32 = queries.dtype is torch.float32
+    config = config or tile_config(heads, fp32)
+    _attend[(-(-heads // config["HEADS"]), batch * length)](
         queries,
         recent,
         oldest,
         far,
         counts,
-        numbers,
+        indices,
         sink,
         out,
         length,
         recent.shape[1],
         window,
         far.shape[1],
-        numbers.shape[-1],
+        indices.shape[-1],
         heads,
         scale * 1.4426950408889634,
-        ENTRIES=some,
-        LISTED=listed,
+        ENTRIES=has_entries,
+        INDEXED=indexed,
         WIDTH=width,
         PADDED=power_of_two(width, 16),
-        WIDE=wide,
-        **shape,
+        FP32=fp32,
+        **config,
     )
     return out

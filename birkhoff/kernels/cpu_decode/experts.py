@@ -1,56 +1,58 @@
-"""The whole expert sublayer for a few rows: nothing is gathered from the weights, each expert is read once."""
+"""The whole expert sublayer for a few rows; the weights of each expert are read once, in place."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from birkhoff.kernels.jit import compiled
-from birkhoff.kernels.linear.cpu import add_product, rows_by_weight
+from birkhoff.kernels.linear.cpu import add_matmul, matmul
 
 
 @compiled
-def experts(x, entry, given, bias, factor, gate_up, down, shared_down, limit, logits, ids, weights, out):
-    """x [n, d] -> out [n, d]; also router logits [n, E], chosen ids [n, k] and their weights.
+def experts(x, w_in, hash_ids, bias, factor, gate_up, down, shared_down, limit, logits, ids, weights, out):
+    """x [n, d] -> out [n, d]; also router logits [n, E], selected ids [n, k] and their weights.
 
-    `entry` holds the gate above the shared expert's gate and up; `given` [n, k] are hash-routed ids or has no rows.
-    Experts are visited in ascending order, so that a row's sum does not depend on its neighbours."""
+    `w_in` stacks the router and the gate and up of the shared expert; `hash_ids` [n, k] are hash-routed ids or has no
+    rows. Experts are processed in ascending order, so that the sum of a row does not depend on the other rows."""
     count, width = x.shape
-    number, inner = gate_up.shape[0], down.shape[1]
-    entered = np.empty((count, entry.shape[0]), np.float32)
-    rows_by_weight(x, entry, entered)
+    num_experts, inner = gate_up.shape[0], down.shape[1]
+    projected = np.empty((count, w_in.shape[0]), np.float32)
+    matmul(x, w_in, projected)
     for row in range(count):
-        for e in range(number):
-            logits[row, e] = entered[row, e]
-        _route(logits[row], given, row, bias, factor, ids[row], weights[row])
+        for e in range(num_experts):
+            logits[row, e] = projected[row, e]
+        _route(logits[row], hash_ids, row, bias, factor, ids[row], weights[row])
 
-    most = (
+    max_pairs = (
         count * ids.shape[1]
-    )  # a row may name one expert twice: in a token table, or when its scores are NaN
-    opened = np.empty((most, 2 * inner), np.float32)
-    z = np.empty((most, inner), np.float32)
+    )  # a row may list one expert twice: in a hash table, or if its scores are NaN
+    gate_up_rows = np.empty((max_pairs, 2 * inner), np.float32)
+    z = np.empty((max_pairs, inner), np.float32)
     for row in range(count):
         for i in range(inner):
-            z[row, i] = _swiglu(entered[row, number + i], entered[row, number + inner + i], limit)
-    rows_by_weight(z[:count], shared_down, out)
+            z[row, i] = _swiglu(
+                projected[row, num_experts + i], projected[row, num_experts + inner + i], limit
+            )
+    matmul(z[:count], shared_down, out)
 
-    visitors = np.empty((most, width), np.float32)
-    whose = np.empty(most, np.int64)
-    for e in range(number):
-        guests = 0
+    expert_rows = np.empty((max_pairs, width), np.float32)
+    out_rows = np.empty(max_pairs, np.int64)
+    for e in range(num_experts):
+        count_rows = 0
         for row in range(count):
-            for place in range(ids.shape[1]):
-                if ids[row, place] == e:
-                    visitors[guests], whose[guests] = x[row], row
-                    z[guests, 0] = weights[row, place]
-                    guests += 1
-        if guests == 0:
+            for choice in range(ids.shape[1]):
+                if ids[row, choice] == e:
+                    expert_rows[count_rows], out_rows[count_rows] = x[row], row
+                    z[count_rows, 0] = weights[row, choice]
+                    count_rows += 1
+        if count_rows == 0:
             continue
-        rows_by_weight(visitors[:guests], gate_up[e], opened[:guests])
-        for g in range(guests):
+        matmul(expert_rows[:count_rows], gate_up[e], gate_up_rows[:count_rows])
+        for g in range(count_rows):
             weight = z[g, 0]
             for i in range(inner):
-                z[g, i] = _swiglu(opened[g, i], opened[g, inner + i], limit) * weight
-        add_product(z[:guests], down[e], whose, out)
+                z[g, i] = _swiglu(gate_up_rows[g, i], gate_up_rows[g, inner + i], limit) * weight
+        add_matmul(z[:count_rows], down[e], out_rows, out)
 
 
 @compiled
@@ -60,26 +62,26 @@ def _swiglu(a, b, limit):
 
 
 @compiled
-def _route(logits, given, row, bias, factor, ids, weights):
-    number, places = logits.shape[0], ids.shape[0]
-    scores = np.empty(number, np.float32)
-    for e in range(number):
+def _route(logits, hash_ids, row, bias, factor, ids, weights):
+    num_experts, topk = logits.shape[0], ids.shape[0]
+    scores = np.empty(num_experts, np.float32)
+    for e in range(num_experts):
         z = logits[e]
         scores[e] = np.sqrt(max(z, np.float32(0)) + np.log1p(np.exp(-abs(z))))
-    if given.shape[0]:
-        for place in range(places):
-            ids[place] = given[row, place]
+    if hash_ids.shape[0]:
+        for choice in range(topk):
+            ids[choice] = hash_ids[row, choice]
     else:
         biased = scores + bias
-        for place in range(places):
+        for choice in range(topk):
             best = 0
-            for e in range(1, number):
-                if biased[e] > biased[best]:  # the lowest id among equals
+            for e in range(1, num_experts):
+                if biased[e] > biased[best]:  # ties: lowest id
                     best = e
-            ids[place] = best
+            ids[choice] = best
             biased[best] = -np.inf
     total = np.float32(0)
-    for place in range(places):
-        total += scores[ids[place]]
-    for place in range(places):
-        weights[place] = scores[ids[place]] / total * factor
+    for choice in range(topk):
+        total += scores[ids[choice]]
+    for choice in range(topk):
+        weights[choice] = scores[ids[choice]] / total * factor

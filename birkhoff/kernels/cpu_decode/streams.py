@@ -1,13 +1,13 @@
-"""Streams of a few rows: read before a sublayer, written after it, merged before the head."""
+"""Residual streams of a few rows: read before a sublayer, merged before the head, and the input of the MTP block."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from birkhoff.kernels.jit import compiled
-from birkhoff.kernels.linear.cpu import rows_by_weight
-from birkhoff.kernels.mhc.cpu import finish, square_mean
-from birkhoff.kernels.norm.cpu import normalise
+from birkhoff.kernels.linear.cpu import matmul
+from birkhoff.kernels.mhc.cpu import coefficients_and_collapse, mean_square
+from birkhoff.kernels.norm.cpu import rms_norm_rows
 
 
 @compiled
@@ -17,20 +17,20 @@ def read_streams(streams, fn, base, scale, iters, eps, rms_eps, u, pre, post, mi
     flat = streams.reshape(count, m * width)
     logits = np.empty((count, fn.shape[0]), np.float32)
     mean = np.empty(count, np.float32)
-    rows_by_weight(flat, fn, logits)
-    square_mean(flat, mean)
-    finish(logits, mean, base, scale, iters, eps, rms_eps, streams, u, pre, post, mix)
+    matmul(flat, fn, logits)
+    mean_square(flat, mean)
+    coefficients_and_collapse(logits, mean, base, scale, iters, eps, rms_eps, streams, u, pre, post, mix)
 
 
 @compiled
 def merge_streams(streams, fn, base, scale, eps, rms_eps, merged, weights):
-    """streams [n, m, d] -> merged [n, d] by read-out weights [n, m]."""
+    """streams [n, m, d] -> merged [n, d] with read-out weights [n, m]."""
     count, m, width = streams.shape
     flat = streams.reshape(count, m * width)
     mean = np.empty(count, np.float32)
     one = np.float32(1)
-    rows_by_weight(flat, fn, weights)
-    square_mean(flat, mean)
+    matmul(flat, fn, weights)
+    mean_square(flat, mean)
     for row in range(count):
         rho = np.float32(1 / np.sqrt(mean[row] + rms_eps))
         target = merged[row]
@@ -45,18 +45,18 @@ def merge_streams(streams, fn, base, scale, eps, rms_eps, merged, weights):
 
 @compiled
 def mtp_input(streams, embedded, hnorm, enorm, eps, h_proj, e_proj, out):
-    """MTP's entrance: streams [n, m, d] and embedded tokens [n, d], normalised and projected, added up in out."""
+    """Input of the MTP block: streams [n, m, d] and token embeddings [n, d], normalised, projected and summed in out."""
     count, m, width = streams.shape
     flat = streams.reshape(count * m, width)
     target = out.reshape(count * m, width)
-    quiet = np.empty_like(flat)
-    token = np.empty_like(embedded)
-    added = np.empty_like(embedded)
-    normalise(flat, hnorm, eps, quiet)
-    rows_by_weight(quiet, h_proj, target)
-    normalise(embedded, enorm, eps, token)
-    rows_by_weight(token, e_proj, added)
+    normed = np.empty_like(flat)
+    normed_token = np.empty_like(embedded)
+    projected = np.empty_like(embedded)
+    rms_norm_rows(flat, hnorm, eps, normed)
+    matmul(normed, h_proj, target)
+    rms_norm_rows(embedded, enorm, eps, normed_token)
+    matmul(normed_token, e_proj, projected)
     for row in range(count):
         for s in range(m):
             for c in range(width):
-                target[row * m + s, c] += added[row, c]
+                target[row * m + s, c] += projected[row, c]

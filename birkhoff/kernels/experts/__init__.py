@@ -1,15 +1,19 @@
-"""Clamped SwiGLU experts (spec 7).
+"""Routing and clamped SwiGLU experts (spec 7).
 
-`glu(opened [n, 2i], limit, dtype) -> [n, i]`: `swiglu` of its halves, in that dtype.
-`swiglu(a, b, limit) -> like a`: `silu(min(a, limit)) * clamp(b, -limit, limit)`, float32 inside, float32 out.
+`swiglu(gate, up, limit) -> like gate`: `silu(min(gate, limit)) * clamp(up, -limit, limit)`, float32 in and out.
+`glu(gate_up [n, 2i], limit, dtype) -> [n, i]`: `swiglu` of its two halves, in `dtype`.
 `route(logits [n, E], bias [E] | None, ids [n, k] | None, topk, factor) -> (ids [n, k], weights [n, k] float32)`:
-    sqrt-softplus scores; chosen by score plus bias (ties: lowest id) or given by `ids` (hash routing); weights are the
-    unbiased scores, normalised and scaled.
-`experts(x [n, d], ids, weights, stack: Stack, limit, round_input, beside=None) -> [n, d]` float32:
-    sum over the chosen experts, in ascending expert order whatever the batch holds; the routing weight multiplies
-    before `down`. `round_input` is applied to what enters either product (None unless numerics are "released").
-    With `beside` [n, d] (what the shared expert made) that is added too, and the result has its dtype.
-    `Stack` gives each expert's matrices; packed ones are unpacked one at a time, or read by kernels where they lie.
+    sqrt-softplus scores; experts selected by biased score (ties: lowest id) or given by `ids` (hash routing); weights
+    are the unbiased scores, normalised and scaled.
+`experts(x [n, d], ids, weights, stack: Stack, limit, round_input, shared=None) -> [n, d]` float32:
+    sum over the selected experts, in ascending expert order for any batch; the routing weight is applied before `down`.
+    `round_input` is applied to the input of both products (None unless numerics are "released"). With `shared` [n, d]
+    (the output of the shared expert) that is added, and the result has its dtype. `Stack` provides the matrices of each
+    expert; packed ones are dequantised one at a time, or read in place by kernels.
+`decode.route`, `decode.gate_up`, `decode.down`: the same for a decode step, over a routing plan.
+
+Tolerance of fast twins: 1e-5 relative in float32, 2^-7 of the scale of the result in bfloat16. Selected ids are equal
+for equal logits.
 """
 
 from birkhoff.kernels.experts.reference import Stack, experts, glu, route, swiglu

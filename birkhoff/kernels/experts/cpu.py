@@ -1,4 +1,4 @@
-"""Experts on a CPU for many rows: rows are laid out by expert once, then each expert is two products on a slice."""
+"""Experts on a CPU for many rows: rows are sorted by expert once, then each expert is two products on a slice."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from birkhoff.kernels.experts import reference
 from birkhoff.kernels.experts.reference import Stack
-from birkhoff.kernels.linear import cpu as product
+from birkhoff.kernels.linear import cpu as linear_cpu
 
 
 def experts(
@@ -18,24 +18,28 @@ def experts(
     stack: Stack,
     limit: float,
     round_input: Callable[[torch.Tensor], torch.Tensor] | None,
-    beside: torch.Tensor | None = None,
+    shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
     if round_input is not None or x.dtype is not torch.float32:
-        return reference.experts(x, ids, weights, stack, limit, round_input, beside)
-    count, places = ids.shape
+        return reference.experts(x, ids, weights, stack, limit, round_input, shared)
+    count, topk = ids.shape
     order = ids.flatten().argsort(stable=True)
-    visits = torch.bincount(ids.flatten(), minlength=stack.count).tolist()
-    guests = x[order.div(places, rounding_mode="floor")]
-    share = weights.flatten()[order].unsqueeze(-1)
-    answers = torch.empty_like(guests)
+    rows_per_expert = torch.bincount(ids.flatten(), minlength=stack.count).tolist()
+    expert_rows = x[order.div(topk, rounding_mode="floor")]
+    row_weights = weights.flatten()[order].unsqueeze(-1)
+    outputs = torch.empty_like(expert_rows)
     first = 0
-    for expert, number in enumerate(visits):
-        if number:
-            rows = slice(first, first + number)
-            a, b = product.linear(guests[rows], stack.gate_up(expert)).chunk(2, dim=-1)
-            z = torch.nn.functional.silu(a.clamp(max=limit)).mul_(b.clamp(-limit, limit)).mul_(share[rows])
-            torch.mm(z, stack.down(expert), out=answers[rows])
-            first += number
-    back = torch.empty_like(answers)
-    back[order] = answers
-    return reference.together(back.view(count, places, -1).sum(1), beside)
+    for expert, size in enumerate(rows_per_expert):
+        if size:
+            rows = slice(first, first + size)
+            a, b = linear_cpu.linear(expert_rows[rows], stack.gate_up(expert)).chunk(2, dim=-1)
+            z = (
+                torch.nn.functional.silu(a.clamp(max=limit))
+                .mul_(b.clamp(-limit, limit))
+                .mul_(row_weights[rows])
+            )
+            torch.mm(z, stack.down(expert), out=outputs[rows])
+            first += size
+    unsorted = torch.empty_like(outputs)
+    unsorted[order] = outputs
+    return reference.add_shared(unsorted.view(count, topk, -1).sum(1), shared)

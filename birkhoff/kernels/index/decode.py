@@ -1,8 +1,8 @@
-"""The indexer of a decoding step on a GPU: scores of all finished entries, then the best few, as a list.
+"""The indexer of a decode step on a GPU: scores of all finished entries, then the indices of the `topk` highest.
 
-`score` gives every finished entry of every sequence a number; `topk_entries` keeps the `topk` best (the lowest entry among
-equals) and writes their numbers in ascending order. A sequence with no more than `topk` entries keeps all of them, and
-its scores are not even computed. How many entries a sequence has is data; the room for scores is what a graph fixes.
+`score` scores every finished entry of every sequence; `topk_entries` selects the `topk` highest (ties go to the lower
+index) and writes their indices in ascending order. A sequence with at most `topk` entries keeps all of them without
+scoring. The number of entries of a sequence is read on the device; a CUDA graph fixes only the size of the score buffer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from birkhoff.kernels.gpu import power_of_two
-from birkhoff.kernels.rope.decode import turned_heads
+from birkhoff.kernels.rope.decode import rope_heads
 
 RATIO = 4
 PER_PAGE = 128 // RATIO
@@ -32,14 +32,14 @@ def _score(
     cos,
     sin,
     scores,
-    room,
+    max_entries,
     topk,
     scale,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
-    TURNING: tl.constexpr,
+    ROPE_DIM: tl.constexpr,
     ENTRIES: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
     PDL: tl.constexpr,
 ):
     if PDL:
@@ -51,91 +51,108 @@ def _score(
         slot = tl.load(slots + row)
         h = tl.arange(0, HEADS)
         d = tl.arange(0, WIDTH)
-        kept = pages.dtype.element_ty
+        key_type = pages.dtype.element_ty
         q = tl.load(queries + row * query_stride + h[:, None] * WIDTH + d[None, :]).to(tl.float32)
-        at = row * 4 * (TURNING // 2)
-        q = turned_heads(q, cos + at, sin + at, HEADS, WIDTH, TURNING).to(kept)
+        at = row * 4 * (ROPE_DIM // 2)
+        q = rope_heads(q, cos + at, sin + at, HEADS, WIDTH, ROPE_DIM).to(key_type)
         e = first + tl.arange(0, ENTRIES)
         page = tl.load(table + slot * table_stride + e // 32, mask=e < count, other=0)
         key = (page * 32 + e % 32) * WIDTH
         k = tl.load(pages + key[None, :] + d[:, None], mask=(e < count)[None, :], other=0.0)
-        if WIDE:
+        if FP32:
             match = tl.dot(q, k, input_precision="ieee")
         else:
             match = tl.dot(q, k)
         w = tl.load(weights + row * weight_stride + h).to(tl.float32) * scale
-        tl.store(scores + row * room + e, tl.sum(tl.maximum(match, 0.0) * w[:, None], axis=0), mask=e < count)
+        tl.store(
+            scores + row * max_entries + e,
+            tl.sum(tl.maximum(match, 0.0) * w[:, None], axis=0),
+            mask=e < count,
+        )
 
 
 @triton.jit
-def _ordered(score):
-    """A float's place among floats, as an integer."""
+def _sortable_bits(score):
+    """int32 with the order of the float."""
     bits = score.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
 @triton.jit
 def _keys(scores, first, count, BLOCK: tl.constexpr):
-    """Entries first.. and their places among floats; below every number beyond the last entry."""
+    """Entries first.. and their sortable bits; the lowest value after the last entry."""
     e = first + tl.arange(0, BLOCK)
-    key = _ordered(tl.load(scores + e, mask=e < count, other=0.0))
+    key = _sortable_bits(tl.load(scores + e, mask=e < count, other=0.0))
     return e, tl.where(e < count, key, -2147483648)
 
 
 @triton.jit
-def _reach(scores, tried, count, BLOCK: tl.constexpr):
-    """How many entries reach `tried`."""
-    reached = tl.full([], 0, tl.int32)
+def _count_at_least(scores, candidate, count, BLOCK: tl.constexpr):
+    """How many entries are at least `candidate`."""
+    count_reached = tl.full([], 0, tl.int32)
     for first in range(0, count, BLOCK):
         _, key = _keys(scores, first, count, BLOCK)
-        reached += tl.sum((key >= tried).to(tl.int32), axis=0)
-    return reached
+        count_reached += tl.sum((key >= candidate).to(tl.int32), axis=0)
+    return count_reached
 
 
 @triton.jit
 def _topk_entries(
-    scores, positions, chosen, room, topk, BLOCK: tl.constexpr, TOPK: tl.constexpr, WHOLE: tl.constexpr
+    scores,
+    positions,
+    topk_indices,
+    max_entries,
+    topk,
+    BLOCK: tl.constexpr,
+    TOPK: tl.constexpr,
+    ONE_TILE: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     count = ((tl.load(positions + row) + 1) // 4).to(tl.int32)
-    out = chosen + row * topk
-    scores += row * room
+    out = topk_indices + row * topk
+    scores += row * max_entries
     if count <= topk:
         e = tl.arange(0, TOPK)
         tl.store(out + e, e, mask=e < count)
     else:
-        # The value of the last place, bit by bit from the top: the largest that `topk` entries reach.
-        place = tl.full([], -2147483648, tl.int32)
-        if WHOLE:  # all scores fit one tile
+        # Radix select from the highest bit: the largest value that at least `topk` entries reach.
+        threshold = tl.full([], -2147483648, tl.int32)
+        if ONE_TILE:  # all scores fit one tile
             _, key = _keys(scores, 0, count, BLOCK)
-            place = tl.where(tl.sum((key >= 0).to(tl.int32), axis=0) >= topk, 0, place)
+            threshold = tl.where(tl.sum((key >= 0).to(tl.int32), axis=0) >= topk, 0, threshold)
             for bit in tl.static_range(31):
-                tried = place + (1 << (30 - bit))
-                place = tl.where(tl.sum((key >= tried).to(tl.int32), axis=0) >= topk, tried, place)
+                candidate = threshold + (1 << (30 - bit))
+                threshold = tl.where(
+                    tl.sum((key >= candidate).to(tl.int32), axis=0) >= topk, candidate, threshold
+                )
         else:
-            place = tl.where(_reach(scores, 0, count, BLOCK) >= topk, 0, place)
+            threshold = tl.where(_count_at_least(scores, 0, count, BLOCK) >= topk, 0, threshold)
             for bit in range(31):
-                tried = place + (1 << (30 - bit))
-                place = tl.where(_reach(scores, tried, count, BLOCK) >= topk, tried, place)
-        places = topk - _reach(scores, place + 1, count, BLOCK)  # for those that tie with the last
-        taken = tl.full([], 0, tl.int32)
+                candidate = threshold + (1 << (30 - bit))
+                threshold = tl.where(
+                    _count_at_least(scores, candidate, count, BLOCK) >= topk, candidate, threshold
+                )
+        ties_kept = topk - _count_at_least(
+            scores, threshold + 1, count, BLOCK
+        )  # entries equal to the threshold that are selected
+        stored = tl.full([], 0, tl.int32)
         tied = tl.full([], 0, tl.int32)
         for first in range(0, count, BLOCK):
             e, key = _keys(scores, first, count, BLOCK)
-            ties = (key == place).to(tl.int32)
+            ties = (key == threshold).to(tl.int32)
             rank = tied + tl.cumsum(ties, axis=0)
-            kept = ((key > place) | ((ties > 0) & (rank <= places))).to(tl.int32)
-            tl.store(out + taken + tl.cumsum(kept, axis=0) - 1, e, mask=kept > 0)
+            selected = ((key > threshold) | ((ties > 0) & (rank <= ties_kept))).to(tl.int32)
+            tl.store(out + stored + tl.cumsum(selected, axis=0) - 1, e, mask=selected > 0)
             tied += tl.sum(ties, axis=0)
-            taken += tl.sum(kept, axis=0)
+            stored += tl.sum(selected, axis=0)
 
 
 def score(queries, weights, pages, table, slots, positions, cos, sin, scores, topk, scale, pdl=False) -> None:
-    """queries [n, h * c] before rotation, weights [n, h], pages of index keys -> scores [n, room] float32."""
-    n, room = scores.shape
+    """queries [n, h * c] before rotation, weights [n, h], pages of index keys -> scores [n, max_entries] float32."""
+    n, max_entries = scores.shape
     width, heads = pages.shape[2], weights.shape[1]
     assert heads == power_of_two(heads, 16) and width == power_of_two(width, 16)
-    _score[(n, -(-room // 64))](
+    _score[(n, -(-max_entries // 64))](
         queries,
         queries.stride(0),
         weights,
@@ -148,32 +165,32 @@ def score(queries, weights, pages, table, slots, positions, cos, sin, scores, to
         cos,
         sin,
         scores,
-        room,
+        max_entries,
         topk,
         scale,
         HEADS=heads,
         WIDTH=width,
-        TURNING=2 * cos.shape[-1],
+        ROPE_DIM=2 * cos.shape[-1],
         ENTRIES=64,
-        WIDE=pages.dtype is torch.float32,
+        FP32=pages.dtype is torch.float32,
         num_warps=4,
         PDL=pdl,
     )
 
 
-def topk_entries(scores, positions, chosen) -> None:
-    """scores [n, room] -> chosen [n, topk] entry numbers, ascending; of fewer entries all of them."""
-    n, room = scores.shape
-    topk = chosen.shape[1]
-    block = min(4096, power_of_two(room, 64))
+def topk_entries(scores, positions, topk_indices) -> None:
+    """scores [n, max_entries] -> topk_indices [n, topk], ascending; all entries if there are at most `topk`."""
+    n, max_entries = scores.shape
+    topk = topk_indices.shape[1]
+    block = min(4096, power_of_two(max_entries, 64))
     _topk_entries[(n,)](
         scores,
         positions,
-        chosen,
-        room,
+        topk_indices,
+        max_entries,
         topk,
         BLOCK=block,
         TOPK=power_of_two(topk),
-        WHOLE=room <= block,
-        num_warps=8 if room > 1024 else 4,
+        ONE_TILE=max_entries <= block,
+        num_warps=8 if max_entries > 1024 else 4,
     )

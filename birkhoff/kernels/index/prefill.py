@@ -1,8 +1,8 @@
-"""The indexer over the many queries of a prompt on a GPU: scores of a few hundred queries at a time, then their choice.
+"""The indexer over the many queries of a prompt on a GPU: scores of a block of queries, then their top-k.
 
-`index_topk` is the twin of the plain one. `_score` keeps a tile of index keys and lets queries take turns on it; entries that
-a query cannot see, and queries that keep all they see, are not scored. Scores live for `AT_ONCE` queries only. The
-choice is that of decoding (`triton.py`): exact, the lowest entry among equals.
+`index_topk` is the twin of the reference. `_score` keeps a tile of index keys and iterates over queries; entries that a
+query cannot see, and queries that keep all visible entries, are not scored. Scores are stored for `QUERY_BLOCK` queries
+at a time. The selection is `topk_entries` of `decode.py`: exact, ties go to the lower index.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from birkhoff.kernels.attend.topk_indices import TopkIndices
 from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.index.decode import topk_entries
 
-AT_ONCE = 1024
+QUERY_BLOCK = 1024
 
 
 @triton.jit
@@ -34,26 +34,26 @@ def _score(
     WIDTH: tl.constexpr,
     QUERIES: tl.constexpr,
     ENTRIES: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
 ):
     first = tl.program_id(0) * ENTRIES
     e = first + tl.arange(0, ENTRIES)
     h = tl.arange(0, HEADS)
     d = tl.arange(0, WIDTH)
-    began = tl.program_id(1) * QUERIES
-    piece = (first_row // length).to(tl.int64)  # queries of a launch are of one sequence
+    first_query = tl.program_id(1) * QUERIES
+    sequence = (first_row // length).to(tl.int64)  # the queries of a launch belong to one sequence
     k = tl.load(
-        keys + (piece * num_entries + e.to(tl.int64)[None, :]) * WIDTH + d[:, None],
+        keys + (sequence * num_entries + e.to(tl.int64)[None, :]) * WIDTH + d[:, None],
         mask=(e < num_entries)[None, :],
         other=0.0,
     )
     for i in range(QUERIES):
-        row = began + i
+        row = first_query + i
         count = tl.load(counts + row, mask=row < rows, other=0)
         if (count > topk) & (first < count):
             at = row.to(tl.int64) * HEADS
             q = tl.load(queries + (at + h)[:, None] * WIDTH + d[None, :])
-            if WIDE:
+            if FP32:
                 match = tl.dot(q, k, input_precision="ieee")
             else:
                 match = tl.dot(q, k)
@@ -74,19 +74,19 @@ def index_topk(
     queries = queries.to(keys.dtype).flatten(0, 1).contiguous()
     keys = keys.contiguous()
     weights = weights.float().flatten(0, 1).contiguous()
-    seen = counts.to(torch.int32).flatten().contiguous()
-    numbers = torch.empty(batch * length, topk, dtype=torch.int32, device=keys.device)
-    wide = keys.dtype is torch.float32
-    size = min(AT_ONCE, length)
+    visible = counts.to(torch.int32).flatten().contiguous()
+    indices = torch.empty(batch * length, topk, dtype=torch.int32, device=keys.device)
+    fp32 = keys.dtype is torch.float32
+    size = min(QUERY_BLOCK, length)
     scores = torch.empty(size, entries, dtype=torch.float32, device=keys.device)
-    for start in (piece * length + first for piece in range(batch) for first in range(0, length, size)):
+    for start in (sequence * length + first for sequence in range(batch) for first in range(0, length, size)):
         rows = min(size, length - start % length)
-        part = slice(start, start + rows)
+        block = slice(start, start + rows)
         _score[(-(-entries // 128), -(-rows // 16))](
-            queries[part],
+            queries[block],
             keys,
-            weights[part],
-            seen[part],
+            weights[block],
+            visible[block],
             scores,
             rows,
             start,
@@ -97,9 +97,9 @@ def index_topk(
             WIDTH=width,
             QUERIES=16,
             ENTRIES=128,
-            WIDE=wide,
-            num_warps=4 if wide else 8,
+            FP32=fp32,
+            num_warps=4 if fp32 else 8,
             num_stages=2,
         )
-        topk_entries(scores[:rows], 4 * seen[part].long() - 1, numbers[part])
-    return TopkIndices(counts.to(torch.int32).clamp_max(topk), numbers.view(batch, length, topk))
+        topk_entries(scores[:rows], 4 * visible[block].long() - 1, indices[block])
+    return TopkIndices(counts.to(torch.int32).clamp_max(topk), indices.view(batch, length, topk))

@@ -1,4 +1,4 @@
-"""Indexer scores and choice in plain PyTorch."""
+"""Indexer scores and top-k selection in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 from birkhoff.kernels.attend.topk_indices import TopkIndices
 
-QUERY_BLOCK = 256  # queries scored at a time, so that the score of every head against every entry stays small
+QUERY_BLOCK = 256  # queries scored at a time, which bounds the memory of [heads, entries] scores
 
 
 def score(queries: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -24,12 +24,10 @@ def topk_mask(scores: torch.Tensor, visible: torch.Tensor, topk: int) -> torch.T
     if scores.shape[-1] <= topk:
         return visible
     scores = scores.masked_fill(~visible, -torch.inf)
-    worst = scores.topk(topk, dim=-1).values[
-        ..., -1:
-    ]  # the value of the last place, whichever entry holds it
-    better, tied = scores > worst, scores == worst
-    places = topk - better.sum(-1, keepdim=True)
-    return (better | (tied & (tied.cumsum(-1) <= places))) & visible
+    threshold = scores.topk(topk, dim=-1).values[..., -1:]  # the topk-th value
+    above, tied = scores > threshold, scores == threshold
+    ties_kept = topk - above.sum(-1, keepdim=True)
+    return (above | (tied & (tied.cumsum(-1) <= ties_kept))) & visible
 
 
 def index_topk(
@@ -40,6 +38,6 @@ def index_topk(
         topk_mask(score(q, keys, w), v, topk)
         for q, w, v in zip(*(t.split(QUERY_BLOCK, dim=1) for t in (queries, weights, visible)))
     ]
-    # Chosen entries first, in ascending order; what stands behind them is not counted.
-    numbers = (~torch.cat(blocks, dim=1)).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :topk]
-    return TopkIndices(counts.to(torch.int32).clamp_max(topk), numbers.to(torch.int32))
+    # Selected entries first, in ascending order; indices after `counts` are ignored.
+    indices = (~torch.cat(blocks, dim=1)).to(torch.uint8).sort(dim=-1, stable=True).indices[..., :topk]
+    return TopkIndices(counts.to(torch.int32).clamp_max(topk), indices.to(torch.int32))

@@ -1,12 +1,11 @@
-"""The product on a CPU: compiled loops for the few rows of a decoding step, BLAS or oneDNN for many.
+"""Matrix products on a CPU: compiled loops for the few rows of a decode step, BLAS or oneDNN for many rows.
 
-Measured on one core of a Zen 4 server with weights that do not fit its caches, one row of 384 against 1024: the BLAS
-that PyTorch links reads 10 GB/s (150 us), these loops 36 GB/s (43 us).
+Measured on one core of a Zen 4 server with weights larger than its caches, one row of 384 times 1024: the BLAS that
+PyTorch links reads 10 GB/s (150 us), these loops 36 GB/s (43 us).
 
-With many rows oneDNN is 1.2 to 1.9 times as fast as BLAS where the weight is large, and no faster where it is small.
-But it compiles a program for every number of rows it meets: half a millisecond and some 400 kB each, which it keeps. An
-expert meets another number of rows in every step. So small weights go to BLAS, and rows for oneDNN are filled up to one
-of a few numbers.
+For many rows oneDNN is 1.2 to 1.9 times as fast as BLAS if the weight is large, and no faster if it is small. But it
+compiles and keeps a program for every row count (0.5 ms and about 400 kB each), and the row count of an expert changes
+every step. Therefore small weights use BLAS, and rows for oneDNN are padded to one of a few counts.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import torch.nn.functional as F
 from birkhoff.kernels.jit import compiled
 from birkhoff.kernels.linear import reference
 
-FEW = 12  # rows up to which the loops win
-SMALL = 2**19  # numbers in a weight up to which BLAS is as fast
+MAX_LOOP_ROWS = 12  # rows up to which the loops are faster
+MAX_BLAS_WEIGHT = 2**19  # elements of a weight up to which BLAS is as fast as oneDNN
 
 
 @compiled
-def rows_by_weight(x, weight, out):
-    """out[n, o] = sum_k x[n, k] weight[o, k], two rows at a time so that a weight is read once for them.
+def matmul(x, weight, out):
+    """out[n, o] = sum_k x[n, k] weight[o, k], two rows at a time so that a weight is read once for both.
 
-    Sums start from a float32: one that starts from anything wider is carried wider, at half the speed."""
+    Sums start from a float32 zero: a wider start value would make the compiler accumulate wider, at half the speed."""
     count, width = x.shape
     zero = np.float32(0)
     for o in range(weight.shape[0]):
@@ -48,8 +47,8 @@ def rows_by_weight(x, weight, out):
 
 
 @compiled
-def add_product(x, weight, whose, out):
-    """out[whose[g]] += sum_i x[g, i] weight[i], four rows of `weight` at a time."""
+def add_matmul(x, weight, out_rows, out):
+    """out[out_rows[g]] += sum_i x[g, i] weight[i], four rows of `weight` at a time."""
     inner, width = weight.shape
     i = 0
     while i + 4 <= inner:
@@ -58,7 +57,7 @@ def add_product(x, weight, whose, out):
         w2 = weight[i + 2]
         w3 = weight[i + 3]
         for g in range(x.shape[0]):
-            target = out[whose[g]]
+            target = out[out_rows[g]]
             x0 = x[g, i]
             x1 = x[g, i + 1]
             x2 = x[g, i + 2]
@@ -68,7 +67,7 @@ def add_product(x, weight, whose, out):
         i += 4
     while i < inner:
         for g in range(x.shape[0]):
-            target = out[whose[g]]
+            target = out[out_rows[g]]
             x0 = x[g, i]
             w0 = weight[i]
             for c in range(width):
@@ -80,34 +79,34 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype is not torch.float32:
         return F.linear(x, weight)
     width = x.shape[-1]
-    if x.numel() <= FEW * width:
+    if x.numel() <= MAX_LOOP_ROWS * width:
         out = torch.empty(*x.shape[:-1], weight.shape[0])
         flat = x.reshape(-1, width)
-        rows_by_weight(flat.numpy(), weight.numpy(), out.view(-1, weight.shape[0]).numpy())
+        matmul(flat.numpy(), weight.numpy(), out.view(-1, weight.shape[0]).numpy())
         return out
-    if ONEDNN is None or weight.numel() <= SMALL:
+    if ONEDNN is None or weight.numel() <= MAX_BLAS_WEIGHT:
         return F.linear(x, weight)
     rows = x.numel() // width
-    filled = F.pad(x.reshape(rows, width), (0, 0, 0, filled_rows(rows) - rows))
-    return ONEDNN(filled, weight, None, "none", [], "")[:rows].view(*x.shape[:-1], -1)
+    padded = F.pad(x.reshape(rows, width), (0, 0, 0, padded_rows(rows) - rows))
+    return ONEDNN(padded, weight, None, "none", [], "")[:rows].view(*x.shape[:-1], -1)
 
 
-def filled_rows(rows: int) -> int:
-    """The next of some fifty numbers up to 2,048; at most an eighth more, or seven."""
+def padded_rows(rows: int) -> int:
+    """`rows` rounded up to one of about fifty counts (up to 2,048): at most an eighth more, or seven."""
     step = max(8, 1 << max(rows.bit_length() - 4, 0))
     return -(-rows // step) * step
 
 
 def _find_onednn():
-    """oneDNN's linear op, if this build has it and it agrees with the plain product."""
+    """The linear op of oneDNN if this build has it and it agrees with the reference."""
     try:
         op = torch.ops.mkldnn._linear_pointwise
         x = torch.linspace(-1, 1, 12).view(2, 6)
         weight = torch.linspace(-2, 1, 30).view(5, 6)
-        same = torch.allclose(op(x, weight, None, "none", [], ""), reference.linear(x, weight), atol=1e-5)
+        agrees = torch.allclose(op(x, weight, None, "none", [], ""), reference.linear(x, weight), atol=1e-5)
     except (AttributeError, RuntimeError):
         return None
-    return op if same else None
+    return op if agrees else None
 
 
 ONEDNN = _find_onednn()

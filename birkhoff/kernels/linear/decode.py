@@ -1,8 +1,8 @@
-"""The product of few rows with a large weight on a GPU, portable form: any format, any width.
+"""Products of the few rows of a decode step with packed weights on a GPU, in Triton: any format, any width.
 
-`gemv(weights, x [n, in], out [n, total])` multiplies with every `PackedWeight` of the list and puts the results side by
-side. With `group` the weight's rows fall into groups of that many, and group g reads columns `g * in ..` of x. Weights
-are the tall side of the dot; each is decoded exactly to the dtype of x (or to float32) and sums are float32.
+`gemv(weights, x [n, in], out [n, total])` multiplies x with every `PackedWeight` of the list and stores the results side
+by side. With `group` the rows of a weight form groups of that many rows, and group g reads columns `g * in ..` of x.
+Weights are the left operand of the dot; they are decoded exactly to the dtype of x (or to float32), sums are float32.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from birkhoff.kernels.linear.packed import PackedWeight
 
 @triton.jit
 def decode_e4m3(codes):
-    """uint8 codes to float32: the bits moved to a float's places are the value times 2^-120."""
-    wide = codes.to(tl.int32)
-    bits = ((wide & 0x80) << 24) | ((wide & 0x7F) << 20)
+    """uint8 codes to float32: the bits shifted into float32 position are the value times 2^-120."""
+    bits = codes.to(tl.int32)
+    bits = ((bits & 0x80) << 24) | ((bits & 0x7F) << 20)
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 
 
 @triton.jit
 def decode_e8m0(codes):
-    """uint8 scales to float32; 2^-127, which has no normal float, is not used by any checkpoint."""
+    """uint8 scales to float32; 2^-127 (subnormal in float32) is not used by any checkpoint."""
     return (codes.to(tl.int32) << 23).to(tl.float32, bitcast=True)
 
 
@@ -44,7 +44,7 @@ def _gemv(
     out_stride,
     group,
     FP8: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
@@ -57,16 +57,16 @@ def _gemv(
     for start in range(0, inner, INNER):
         k = start + tl.arange(0, INNER)
         at = x + t.to(tl.int64)[None, :] * x_stride + k[:, None]
-        entering = tl.load(at, mask=(t < n)[None, :] & (k < inner)[:, None], other=0.0)
+        inputs = tl.load(at, mask=(t < n)[None, :] & (k < inner)[:, None], other=0.0)
         tile = (r < rows)[:, None] & (k < inner)[None, :]
         w = tl.load(weight + r.to(tl.int64)[:, None] * inner + k[None, :], mask=tile, other=0.0)
         if FP8:
             s = tl.load(scale + (start // 128) * rows + r, mask=r < rows, other=127)
             w = decode_e4m3(w) * decode_e8m0(s)[:, None]
-        if WIDE:
-            total = tl.dot(w.to(tl.float32), entering.to(tl.float32), total, input_precision="ieee")
+        if FP32:
+            total = tl.dot(w.to(tl.float32), inputs.to(tl.float32), total, input_precision="ieee")
         else:
-            total = tl.dot(w.to(entering.dtype), entering, total)
+            total = tl.dot(w.to(inputs.dtype), inputs, total)
     into = out + t.to(tl.int64)[None, :] * out_stride + r[:, None]
     tl.store(into, total.to(out.dtype.element_ty), mask=(t < n)[None, :] & (r < rows)[:, None])
 
@@ -74,27 +74,27 @@ def _gemv(
 def gemv(
     weights: Sequence[PackedWeight], x: torch.Tensor, out: torch.Tensor, group: int | None = None
 ) -> None:
-    n, at = x.shape[0], 0
-    for rows in weights:
-        wide = x.dtype is torch.float32 or rows.weight.dtype is torch.float32
-        tall = min(64, power_of_two(group or rows.out, 16))
-        assert group is None or group % tall == 0, f"groups of {group} rows"
-        _gemv[(-(-rows.out // tall), -(-n // 16))](
+    n, column = x.shape[0], 0
+    for weight in weights:
+        fp32 = x.dtype is torch.float32 or weight.weight.dtype is torch.float32
+        row_tile = min(64, power_of_two(group or weight.out, 16))
+        assert group is None or group % row_tile == 0, f"groups of {group} rows"
+        _gemv[(-(-weight.out // row_tile), -(-n // 16))](
             x,
-            rows.weight,
-            rows.weight if rows.scale is None else rows.scale,
-            out[:, at:],
+            weight.weight,
+            weight.weight if weight.scale is None else weight.scale,
+            out[:, column:],
             n,
-            rows.out,
-            rows.inner,
+            weight.out,
+            weight.inner,
             x.stride(0),
             out.stride(0),
-            group or rows.out,
-            FP8=rows.scale is not None,
-            WIDE=wide,
+            group or weight.out,
+            FP8=weight.scale is not None,
+            FP32=fp32,
             TOKENS=16,
-            ROWS=tall,
-            INNER=64 if wide else 128,
+            ROWS=row_tile,
+            INNER=64 if fp32 else 128,
             num_warps=4,
         )
-        at += rows.out
+        column += weight.out

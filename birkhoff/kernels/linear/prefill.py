@@ -1,13 +1,12 @@
-"""The product of many rows with a weight kept as stored, on a GPU: sums in float32.
+"""Products of the many rows of a prompt with a packed weight on a GPU, accumulated in float32.
 
-`packed_linear(x [n, in], rows, group=None, dtype=None) -> [n, out]` is the twin of the one in `reference.py`. From `MANY`
-rows on, bfloat16 inputs are left to the vendor's product: FP8 codes are unpacked for as long as it takes (`unpack`;
-bfloat16 holds them exactly), which is less than a tenth of the product's time for thousands of rows. For fewer rows and
-other dtypes a kernel unpacks codes in registers. They meet inputs of 16 bits without their scales: E4M3 is exact in
-float16 and bfloat16, and a scale holds for 128 columns of a row, so it multiplies the float32 sum of those columns.
-Inputs in bfloat16 go through float16, where one instruction unpacks two codes: what enters an FP8 layer is normalised
-or gated, so it stays far below 65,504, and float16 keeps three more bits of it. float32 inputs are multiplied as
-float32.
+`packed_linear` is the twin of the one in `reference.py`. From `UNPACK_ROWS` rows on, bfloat16 inputs use the vendor's
+GEMM with temporarily dequantised weights (`dequantise`; bfloat16 holds the values exactly), which adds less than a tenth
+to the time of the product for thousands of rows. For fewer rows and other dtypes a kernel decodes the codes in registers
+and multiplies them with 16-bit inputs before applying the scales: E4M3 is exact in float16 and bfloat16, and a scale
+covers 128 columns of a row, so it multiplies the float32 sum over those columns. bfloat16 inputs are converted to
+float16, where one instruction decodes two codes: the inputs of FP8 layers are normalised or gated, hence far below
+65,504, and float16 keeps three more bits of them. float32 inputs are multiplied in float32.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.linear.decode import decode_e4m3, decode_e8m0
 from birkhoff.kernels.linear.packed import PackedWeight
 
-MANY = 256  # rows from which unpacking a weight pays
-TOGETHER = 8  # tiles of tokens that take turns over the rows of a weight, so that both stay in L2
+UNPACK_ROWS = 256  # rows from which dequantising the weight first is faster
+TILE_GROUP = 8  # token tiles that share a pass over the rows of a weight, so that both stay in L2
 
 
 @triton.jit
@@ -39,48 +38,48 @@ def _packed_linear(
     row_tiles,
     token_tiles,
     FP8: tl.constexpr,
-    WIDE: tl.constexpr,
+    FP32: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     INNER: tl.constexpr,
-    TOGETHER: tl.constexpr,
+    TILE_GROUP: tl.constexpr,
 ):
     program = tl.program_id(0)
-    lap = program // (TOGETHER * row_tiles)
-    abreast = tl.minimum(token_tiles - lap * TOGETHER, TOGETHER)
-    within = program % (TOGETHER * row_tiles)
-    first = (within // abreast) * ROWS
+    group_index = program // (TILE_GROUP * row_tiles)
+    group_tiles = tl.minimum(token_tiles - group_index * TILE_GROUP, TILE_GROUP)
+    within = program % (TILE_GROUP * row_tiles)
+    first = (within // group_tiles) * ROWS
     r = first + tl.arange(0, ROWS)
-    t = (lap * TOGETHER + within % abreast) * TOKENS + tl.arange(0, TOKENS)
+    t = (group_index * TILE_GROUP + within % group_tiles) * TOKENS + tl.arange(0, TOKENS)
     x += (first // group).to(tl.int64) * inner
-    kept: tl.constexpr = x.dtype.element_ty
+    input_type: tl.constexpr = x.dtype.element_ty
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for start in range(0, inner, INNER):
         k = start + tl.arange(0, INNER)
         at = x + t.to(tl.int64)[None, :] * x_stride + k[:, None]
-        entering = tl.load(at, mask=(t < n)[None, :] & (k < inner)[:, None], other=0.0)
+        inputs = tl.load(at, mask=(t < n)[None, :] & (k < inner)[:, None], other=0.0)
         tile = (r < rows)[:, None] & (k < inner)[None, :]
         w = tl.load(weight + r.to(tl.int64)[:, None] * inner + k[None, :], mask=tile, other=0.0)
         if FP8:
-            if kept == tl.float16:
+            if input_type == tl.float16:
                 w = w.to(tl.float8e4nv, bitcast=True).to(tl.float16)
             else:
-                w = decode_e4m3(w).to(kept)
+                w = decode_e4m3(w).to(input_type)
             factor = decode_e8m0(tl.load(scale + (start // 128) * rows + r, mask=r < rows, other=127))
-            if WIDE:
-                total += tl.dot(w, entering, input_precision="ieee") * factor[:, None]
+            if FP32:
+                total += tl.dot(w, inputs, input_precision="ieee") * factor[:, None]
             else:
-                total += tl.dot(w, entering) * factor[:, None]
-        elif WIDE:
-            total = tl.dot(w.to(tl.float32), entering.to(tl.float32), total, input_precision="ieee")
+                total += tl.dot(w, inputs) * factor[:, None]
+        elif FP32:
+            total = tl.dot(w.to(tl.float32), inputs.to(tl.float32), total, input_precision="ieee")
         else:
-            total = tl.dot(w, entering, total)
+            total = tl.dot(w, inputs, total)
     into = out + t.to(tl.int64)[None, :] * out_stride + r[:, None]
     tl.store(into, total.to(out.dtype.element_ty), mask=(t < n)[None, :] & (r < rows)[:, None])
 
 
 @triton.jit
-def _unpack(codes, scale, out, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr):
+def _dequantise(codes, scale, out, rows, inner, ROWS: tl.constexpr, INNER: tl.constexpr):
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     start = tl.program_id(1) * INNER
     k = start + tl.arange(0, INNER)
@@ -91,28 +90,28 @@ def _unpack(codes, scale, out, rows, inner, ROWS: tl.constexpr, INNER: tl.conste
     tl.store(out + at, value.to(out.dtype.element_ty), mask=tile)
 
 
-def unpack(rows: PackedWeight) -> torch.Tensor:
-    """The numbers of FP8 rows [out, in] in bfloat16, which holds them exactly."""
-    assert rows.scale is not None
-    out = torch.empty(rows.weight.shape, dtype=torch.bfloat16, device=rows.weight.device)
-    _unpack[(-(-rows.out // 64), -(-rows.inner // 128))](
-        rows.weight, rows.scale, out, rows.out, rows.inner, ROWS=64, INNER=128, num_warps=4
+def dequantise(weight: PackedWeight) -> torch.Tensor:
+    """An FP8 weight [out, in] in bfloat16, which holds its values exactly."""
+    assert weight.scale is not None
+    out = torch.empty(weight.weight.shape, dtype=torch.bfloat16, device=weight.weight.device)
+    _dequantise[(-(-weight.out // 64), -(-weight.inner // 128))](
+        weight.weight, weight.scale, out, weight.out, weight.inner, ROWS=64, INNER=128, num_warps=4
     )
     return out
 
 
-def shape_of(n: int, tall: int, wide: bool) -> dict[str, int]:
-    """Tiles for n tokens and a weight (or a group of its rows) of `tall` rows; INNER divides a scale's 128 columns."""
-    if wide:
+def tile_config(n: int, height: int, fp32: bool) -> dict[str, int]:
+    """Tile sizes for n tokens and a weight (or a group) of `height` rows; INNER divides the 128 columns of a scale."""
+    if fp32:
         return {
             "TOKENS": min(32, power_of_two(n, 16)),
-            "ROWS": min(64, power_of_two(tall, 16)),
+            "ROWS": min(64, power_of_two(height, 16)),
             "INNER": 64,
             "num_warps": 4,
             "num_stages": 2,
         }
     tokens = min(128, power_of_two(n, 16))
-    rows = min(128, power_of_two(tall, 16))
+    rows = min(128, power_of_two(height, 16))
     return {
         "TOKENS": tokens,
         "ROWS": rows,
@@ -124,65 +123,72 @@ def shape_of(n: int, tall: int, wide: bool) -> dict[str, int]:
 
 def packed_linear(
     x: torch.Tensor,
-    rows: PackedWeight,
+    weight: PackedWeight,
     group: int | None = None,
     dtype: torch.dtype | None = None,
-    shape: dict[str, int] | None = None,
+    config: dict[str, int] | None = None,
 ) -> torch.Tensor:
     dtype = dtype or x.dtype
     flat = x.reshape(-1, x.shape[-1])
-    coded = rows.scale is not None
-    if shape is None and len(flat) >= MANY and flat.dtype is torch.bfloat16 and (coded or _short(rows)):
-        return _at_once(flat, unpack(rows) if coded else rows.weight, group, dtype).view(
-            *x.shape[:-1], rows.out
+    packed = weight.scale is not None
+    if (
+        config is None
+        and len(flat) >= UNPACK_ROWS
+        and flat.dtype is torch.bfloat16
+        and (packed or _is_bf16(weight))
+    ):
+        return _dense_matmul(flat, dequantise(weight) if packed else weight.weight, group, dtype).view(
+            *x.shape[:-1], weight.out
         )
-    wide = flat.dtype is torch.float32 or rows.weight.dtype is torch.float32
-    if not wide and coded and flat.dtype is torch.bfloat16:
+    fp32 = flat.dtype is torch.float32 or weight.weight.dtype is torch.float32
+    if not fp32 and packed and flat.dtype is torch.bfloat16:
         flat = flat.half()
-    elif not wide and not coded and flat.dtype is not rows.weight.dtype:
-        wide = True
+    elif not fp32 and not packed and flat.dtype is not weight.weight.dtype:
+        fp32 = True
     n = len(flat)
-    out = torch.empty(n, rows.out, dtype=dtype, device=x.device)
-    shape = shape or shape_of(n, group or rows.out, wide)
-    assert group is None or group % shape["ROWS"] == 0, f"groups of {group} rows"
-    row_tiles = -(-rows.out // shape["ROWS"])
-    token_tiles = -(-n // shape["TOKENS"])
+    out = torch.empty(n, weight.out, dtype=dtype, device=x.device)
+    config = config or tile_config(n, group or weight.out, fp32)
+    assert group is None or group % config["ROWS"] == 0, f"groups of {group} rows"
+    row_tiles = -(-weight.out // config["ROWS"])
+    token_tiles = -(-n // config["TOKENS"])
     if n:
         _packed_linear[(row_tiles * token_tiles,)](
             flat,
-            rows.weight,
-            rows.weight if rows.scale is None else rows.scale,
+            weight.weight,
+            weight.weight if weight.scale is None else weight.scale,
             out,
             n,
-            rows.out,
-            rows.inner,
+            weight.out,
+            weight.inner,
             flat.stride(0),
             out.stride(0),
-            group or rows.out,
+            group or weight.out,
             row_tiles,
             token_tiles,
-            FP8=coded,
-            WIDE=wide,
-            TOGETHER=TOGETHER,
-            **shape,
+            FP8=packed,
+            FP32=fp32,
+            TILE_GROUP=TILE_GROUP,
+            **config,
         )
-    return out.view(*x.shape[:-1], rows.out)
+    return out.view(*x.shape[:-1], weight.out)
 
 
-def _short(rows: PackedWeight) -> bool:
-    return rows.weight.dtype is torch.bfloat16
+def _is_bf16(weight: PackedWeight) -> bool:
+    return weight.weight.dtype is torch.bfloat16
 
 
-def _at_once(x: torch.Tensor, weight: torch.Tensor, group: int | None, dtype: torch.dtype) -> torch.Tensor:
-    """x [n, groups * in] with numbers [out, in] -> [n, out], both in bfloat16."""
+def _dense_matmul(
+    x: torch.Tensor, weight: torch.Tensor, group: int | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [n, groups * in] times weight [out, in] -> [n, out]; both in bfloat16."""
     if group is None:
         if dtype is x.dtype:
             return torch.nn.functional.linear(x, weight)
         if x.is_cuda:
             return torch.mm(x, weight.T, out_dtype=dtype)
-        return torch.mm(x.to(dtype), weight.T.to(dtype))  # other devices have no product with longer results
+        return torch.mm(x.to(dtype), weight.T.to(dtype))  # only CUDA has a product with a wider result
     groups = len(weight) // group
     out = torch.empty(len(x), groups, group, dtype=x.dtype, device=x.device)
-    parts = weight.view(groups, group, -1).transpose(1, 2)
-    torch.bmm(x.view(len(x), groups, -1).transpose(0, 1), parts, out=out.transpose(0, 1))
+    grouped = weight.view(groups, group, -1).transpose(1, 2)
+    torch.bmm(x.view(len(x), groups, -1).transpose(0, 1), grouped, out=out.transpose(0, 1))
     return out.flatten(1).to(dtype)

@@ -1,4 +1,4 @@
-"""The product in plain PyTorch."""
+"""Matrix products in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def packed_linear(
-    x: torch.Tensor, rows: PackedWeight, group: int | None = None, dtype: torch.dtype | None = None
+    x: torch.Tensor, weight: PackedWeight, group: int | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
     dtype = dtype or x.dtype
-    weight = rows.dense().to(torch.promote_types(x.dtype, dtype))
+    dense = weight.dense().to(torch.promote_types(x.dtype, dtype))
     if group is None:
-        return F.linear(x.to(weight.dtype), weight).to(dtype)
-    parts = x.to(weight.dtype).unflatten(-1, (-1, rows.inner))
-    return torch.einsum("...gk,grk->...gr", parts, weight.unflatten(0, (-1, group))).flatten(-2).to(dtype)
+        return F.linear(x.to(dense.dtype), dense).to(dtype)
+    grouped = x.to(dense.dtype).unflatten(-1, (-1, weight.inner))
+    return torch.einsum("...gk,grk->...gr", grouped, dense.unflatten(0, (-1, group))).flatten(-2).to(dtype)

@@ -1,19 +1,19 @@
-"""Manifold hyper-connections (spec 3): how a sublayer reads from and writes to `m` parallel residual streams.
+"""Manifold hyper-connections (spec 3): reading a sublayer's input from and writing its output to `m` residual streams.
 
 Shapes: streams `[n, m, d]` in the model's dtype; `fn [(2+m)m, m*d]`, `base [(2+m)m]`, `scale [3]` float32.
 
-`prepare(fn, dtype) -> fn` as `read` likes it best beside streams of `dtype`; made once, since weights stay
+`prepare(fn, dtype) -> fn` in the form that `read` is fastest with for streams of `dtype`; computed once per weight
 `read(streams, fn, base, scale, iters, eps, rms_eps) -> (u [n, d], pre [n, m], post [n, m], mix [n, m, m])`
-    `fn` as it is, or as `prepare` made it.
+    `fn` as stored or as returned by `prepare`.
     `u` in the streams' dtype, the coefficients float32. `mix[j, k]` carries stream j to stream k.
 `write(streams, y [n, d], post, mix) -> [n, m, d]`
     `post[k] * y + sum_j mix[j, k] * streams[j]`, float32 inside, rounded once.
 `head(streams, fn [m, m*d], base [m], scale [1], eps, rms_eps) -> (h [n, d], weights [n, m])`
 `sinkhorn(logits [n, m, m], iters, eps) -> [n, m, m]`
-    alternating normalisation that ends on columns: columns sum to 1 within 2e-6, rows only nearly.
+    alternating row and column normalisation that ends on columns: columns sum to 1 within 2e-6, rows approximately.
 
-Everything between the streams and the results is float32, whatever the streams' dtype. Tolerance of any fast twin
-against `reference`: 1e-5 absolute on coefficients, 1e-5 relative on streams in float32.
+All intermediate results are float32, whatever the dtype of the streams. Tolerance of fast twins against `reference`:
+1e-5 absolute on coefficients, 1e-5 relative on streams in float32.
 """
 
 from birkhoff.kernels.mhc.reference import coefficients, head, read, sinkhorn, write

@@ -1,4 +1,4 @@
-"""mHC in plain PyTorch, to be read beside section 3 of the paper."""
+"""mHC in plain PyTorch, in the notation of section 3 of the paper."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 def sinkhorn(logits: torch.Tensor, iters: int, eps: float) -> torch.Tensor:
     mix = logits.softmax(-1) + eps
-    mix = mix / (mix.sum(-2, keepdim=True) + eps)  # the walk ends on columns: they are exact
+    mix = mix / (mix.sum(-2, keepdim=True) + eps)  # iterations end on columns, which are exact
     for _ in range(iters - 1):
         mix = mix / (mix.sum(-1, keepdim=True) + eps)
         mix = mix / (mix.sum(-2, keepdim=True) + eps)

@@ -11,7 +11,7 @@ NO_WEIGHT = np.ones(0, np.float32)
 
 
 @compiled
-def normalise(x, weight, eps, out):
+def rms_norm_rows(x, weight, eps, out):
     count, width = x.shape
     for row in range(count):
         source = x[row]
@@ -29,10 +29,10 @@ def normalise(x, weight, eps, out):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
-    wide = x if x.dtype is torch.float32 and x.dim() == 2 else x.float().reshape(-1, x.shape[-1])
-    out = np.empty(wide.shape, np.float32)
-    normalise(
-        wide.contiguous().numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out
+    fp32 = x if x.dtype is torch.float32 and x.dim() == 2 else x.float().reshape(-1, x.shape[-1])
+    out = np.empty(fp32.shape, np.float32)
+    rms_norm_rows(
+        fp32.contiguous().numpy(), NO_WEIGHT if weight is None else weight.numpy(), np.float32(eps), out
     )
-    made = torch.from_numpy(out)
-    return made if wide is x else made.view(x.shape).to(x.dtype)
+    result = torch.from_numpy(out)
+    return result if fp32 is x else result.view(x.shape).to(x.dtype)

@@ -19,11 +19,11 @@ def _rms_norm(
     d = tl.arange(0, BLOCK)
     tile = (r < rows)[:, None] & (d < width)[None, :]
     at = r[:, None] * width + d[None, :]
-    wide = tl.load(x + at, mask=tile, other=0.0).to(tl.float32)
-    wide = wide * (1.0 / tl.sqrt(tl.sum(wide * wide, axis=1) / width + eps))[:, None]
+    fp32 = tl.load(x + at, mask=tile, other=0.0).to(tl.float32)
+    fp32 = fp32 * (1.0 / tl.sqrt(tl.sum(fp32 * fp32, axis=1) / width + eps))[:, None]
     if WEIGHT:
-        wide = wide * tl.load(weight + d, mask=d < width, other=0.0)[None, :]
-    tl.store(out + at, wide.to(out.dtype.element_ty), mask=tile)
+        fp32 = fp32 * tl.load(weight + d, mask=d < width, other=0.0)[None, :]
+    tl.store(out + at, fp32.to(out.dtype.element_ty), mask=tile)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:

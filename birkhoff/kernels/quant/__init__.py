@@ -1,17 +1,17 @@
-"""Number formats of V4: weights as they lie on disk, and the activation rounding of the released numerics.
+"""Number formats of V4: weights as stored in checkpoints, and the activation rounding of the released numerics.
 
     decode_e8m0(bytes)             uint8 -> float32, 2^(byte - 127); 255 is NaN
-    dequant_fp8(codes, scale)      E4M3 [out, in], E8M0 [out/128, in/128] -> float32 [out, in]; edge tiles may be ragged
+    dequant_fp8(codes, scale)      E4M3 [out, in], E8M0 [out/128, in/128] -> float32 [out, in]; edge tiles may be partial
     dequant_fp4(codes, scale)      E2M1 pairs [out, in/2], E8M0 [out, in/32] -> float32 [out, in]
     quant_fp8(weight)              -> float8_e4m3fn codes, uint8 scale; the inverse of dequant_fp8
     quant_fp4(weight)              -> uint8 codes, uint8 scale; the inverse of dequant_fp4
     fp8_round(x, group)            round each group of the last axis to E4M3 times one power of two; keeps the dtype
-    fp4_round(x, group=32)         the same with E2M1
+    fp4_round(x, group=32)         as fp8_round, with E2M1
     hadamard(x)                    orthogonal Walsh-Hadamard of the last axis, Sylvester order; keeps the dtype
 
-All of them are exact up to the one rounding they are named after: scales are powers of two made from float32 bits,
-so no logarithm or division can move a value. Rounding is to nearest, ties to even. None of them is differentiable.
-Rows never influence each other, so results do not depend on the batch.
+Each is exact up to the one rounding in its name: scales are powers of two built from float32 bits, so no logarithm or
+division can change a value. Rounding is to nearest, ties to even. None of them is differentiable.
+Rows are independent of each other, so results do not depend on the batch.
 """
 
 from birkhoff.kernels.quant.reference import (

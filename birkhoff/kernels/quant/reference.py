@@ -1,8 +1,8 @@
 """The number formats in plain PyTorch, on any device (spec 11).
 
-Three facts carry the whole file. A power of two is a float32 with an empty mantissa, so scales are built and read as
-integer bits. An E2M1 nibble is an E4M3 byte with its bits moved, 2^6 smaller, so FP4 travels through the FP8 cast.
-And 448 = 1.75 * 2^8, 6 = 1.5 * 2^2, so ceil(log2(amax / 448)) is amax's exponent and one mantissa comparison.
+Three facts are used throughout. A power of two is a float32 with an empty mantissa, so scales are built and read as
+integer bits. An E2M1 nibble is an E4M3 byte with shifted bits, 2^6 smaller, so FP4 uses the FP8 cast. And
+448 = 1.75 * 2^8, 6 = 1.5 * 2^2, so ceil(log2(amax / 448)) is the exponent of amax plus one mantissa comparison.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def decode_e8m0(codes: Tensor) -> Tensor:
 
 
 def dequant_fp8(codes: Tensor, scale: Tensor, block: int = FP8_BLOCK) -> Tensor:
-    """E4M3 codes [out, in] times one E8M0 scale per block x block tile; the last tiles may be cut short."""
+    """E4M3 codes [out, in] times one E8M0 scale per block x block tile; the last tiles may be partial."""
     if codes.dtype in (torch.uint8, torch.int8):
         codes = codes.view(torch.float8_e4m3fn)
     if codes.dtype != torch.float8_e4m3fn or codes.ndim != 2:
@@ -80,7 +80,7 @@ def dequant_fp4(codes: Tensor, scale: Tensor) -> Tensor:
 
 
 def quant_fp8(weight: Tensor, block: int = FP8_BLOCK) -> tuple[Tensor, Tensor]:
-    """Float weight [out, in] to E4M3 codes and E8M0 tile scales. Values that fit the format come back unchanged."""
+    """Float weight [out, in] to E4M3 codes and E8M0 tile scales. Representable values are exact."""
     _check_matrix(weight, "FP8")
     rows, columns = weight.shape
     padded = pad(weight.to(torch.float32), (0, -columns % block, 0, -rows % block))
@@ -104,7 +104,7 @@ def quant_fp4(weight: Tensor) -> tuple[Tensor, Tensor]:
     amax = torch.maximum(groups.amax(-1), -groups.amin(-1))
     exponent = _weight_exponent(amax, _FP4_MAX)
     rounded = _round_e2m1(groups * _power_of_two(-exponent)[:, :, None])
-    moved = (rounded * 2.0**-6).to(torch.float8_e4m3fn).view(torch.uint8)  # _decode_e2m1_pairs, backwards
+    moved = (rounded * 2.0**-6).to(torch.float8_e4m3fn).view(torch.uint8)  # inverse of _decode_e2m1_pairs
     nibbles = (((moved & 0x80) >> 4) | ((moved & 0x1C) >> 2)).view(rows, columns // 2, 2)
     return nibbles[:, :, 0] | (nibbles[:, :, 1] << 4), (exponent + 127).to(torch.uint8)
 
@@ -135,7 +135,7 @@ def hadamard(x: Tensor) -> Tensor:
             "index_head_dim to be a power of two; use numerics='plain' for this model."
         )
     y, half = x.to(torch.float32), 1
-    # Butterflies rather than a matmul: the order of additions is fixed, so a row never depends on its neighbours.
+    # Butterflies instead of a matmul: the order of additions is fixed, so a row does not depend on other rows.
     while half < width:
         y = y.reshape(*x.shape[:-1], width // (2 * half), 2, half)
         upper, lower = y.unbind(-2)
@@ -178,7 +178,7 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 def _round_e2m1(x: Tensor) -> Tensor:
     """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 for |x| <= 6, ties to the even code."""
     magnitude = x.abs()
-    # The grid step doubles at 2 and at 4. Both bounds are grid points, and `round` takes halves to even as codes do.
+    # The grid step doubles at 2 and at 4. Both bounds are grid points, and `round` rounds half to even as the codes do.
     step = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
     return (x / step).round_().mul_(step)
 

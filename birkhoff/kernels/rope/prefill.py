@@ -1,5 +1,5 @@
-"""Rotation of many rows on a GPU: one pass that copies the still channels and turns the others, or, where the rows may
-be overwritten, touches those alone that turn."""
+"""Rotary embedding of many rows on a GPU: one pass that copies the fixed channels and rotates the others, or, in place,
+touches only the rotated channels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _rotate(
     out,
     rows,
     heads,
-    still,
+    fixed,
     SIGN: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -33,23 +33,23 @@ def _rotate(
     even, odd = tl.split(
         tl.reshape(tl.load(x + at, mask=tile, other=0.0).to(tl.float32), [ROWS, PADDED // 2, 2])
     )
-    i = tl.arange(0, PADDED // 2) - still // 2
-    turning = (r < rows)[:, None] & (i >= 0)[None, :] & (i < PAIRS)[None, :]
+    i = tl.arange(0, PADDED // 2) - fixed // 2
+    rotated_pair = (r < rows)[:, None] & (i >= 0)[None, :] & (i < PAIRS)[None, :]
     angle = (r // heads)[:, None] * PAIRS + i[None, :]
-    c = tl.load(cos + angle, mask=turning, other=1.0)
-    s = SIGN * tl.load(sin + angle, mask=turning, other=0.0)
-    turned = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, PADDED])
-    tl.store(out + at, turned.to(out.dtype.element_ty), mask=tile)
+    c = tl.load(cos + angle, mask=rotated_pair, other=1.0)
+    s = SIGN * tl.load(sin + angle, mask=rotated_pair, other=0.0)
+    rotated = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, PADDED])
+    tl.store(out + at, rotated.to(out.dtype.element_ty), mask=tile)
 
 
 @triton.jit
-def _turn(
+def _rotate_in_place(
     x,
     cos,
     sin,
     rows,
     heads,
-    still,
+    fixed,
     width,
     SIGN: tl.constexpr,
     PAIRS: tl.constexpr,
@@ -59,15 +59,15 @@ def _turn(
     r = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
     d = tl.arange(0, 2 * PADDED)
     tile = (r < rows)[:, None] & (d < 2 * PAIRS)[None, :]
-    at = x + r[:, None] * width + still + d[None, :]
+    at = x + r[:, None] * width + fixed + d[None, :]
     even, odd = tl.split(tl.reshape(tl.load(at, mask=tile, other=0.0).to(tl.float32), [ROWS, PADDED, 2]))
     i = tl.arange(0, PADDED)
-    turning = (r < rows)[:, None] & (i < PAIRS)[None, :]
+    rotated_pair = (r < rows)[:, None] & (i < PAIRS)[None, :]
     angle = (r // heads)[:, None] * PAIRS + i[None, :]
-    c = tl.load(cos + angle, mask=turning, other=1.0)
-    s = SIGN * tl.load(sin + angle, mask=turning, other=0.0)
-    turned = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, 2 * PADDED])
-    tl.store(at, turned.to(x.dtype.element_ty), mask=tile)
+    c = tl.load(cos + angle, mask=rotated_pair, other=1.0)
+    s = SIGN * tl.load(sin + angle, mask=rotated_pair, other=0.0)
+    rotated = tl.reshape(tl.join(even * c - odd * s, even * s + odd * c), [ROWS, 2 * PADDED])
+    tl.store(at, rotated.to(x.dtype.element_ty), mask=tile)
 
 
 def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = False) -> torch.Tensor:
@@ -80,7 +80,7 @@ def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = F
         padded = power_of_two(pairs)
         rows = max(1, 1024 // padded)
         if count:
-            _turn[(-(-count // rows),)](
+            _rotate_in_place[(-(-count // rows),)](
                 x,
                 cos,
                 sin,

@@ -9,31 +9,30 @@ import torch
 
 
 class Phases:
-    """How far each position turns each pair of channels."""
+    """Rotation angle of each pair of channels at each position, as cos and sin."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor):
         self.cos = cos
         self.sin = sin
 
     def view(self, arrange: Callable[[torch.Tensor], torch.Tensor]) -> Phases:
-        """The same phases with their leading axes rearranged."""
+        """The same phases with `arrange` applied to cos and sin (leading axes only)."""
         return Phases(arrange(self.cos), arrange(self.sin))
 
 
 def frequencies(
     dim: int, theta: float, factor: float = 1.0, original: int = 0, fast: float = 32.0, slow: float = 1.0
 ) -> torch.Tensor:
-    """Base frequencies; with `original > 0` YaRN slows the long wavelengths by `factor` (section 5)."""
+    """Base frequencies; with `original > 0` YaRN divides the low frequencies by `factor` (section 5)."""
     omega = theta ** (-torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim)
     if original > 0:
 
-        def turns(
-            beta: float,
-        ) -> float:  # the channel whose wave turns `beta` times within the original length
+        def channel_of(beta: float) -> float:
+            """The channel whose wave completes `beta` turns within the original length."""
             return dim * math.log(original / (2 * math.pi * beta)) / (2 * math.log(theta))
 
-        low = max(math.floor(turns(fast)), 0)
-        high = min(math.ceil(turns(slow)), dim - 1)
+        low = max(math.floor(channel_of(fast)), 0)
+        high = min(math.ceil(channel_of(slow)), dim - 1)
         span = high - low if high != low else 0.001
         blend = ((torch.arange(dim // 2, dtype=torch.float64, device="cpu") - low) / span).clamp(0, 1)
         omega = omega * (1 - blend) + omega / factor * blend
@@ -52,7 +51,7 @@ def rotate(x: torch.Tensor, phases: Phases, inverse: bool = False, own: bool = F
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
     if inverse:
         sin = -sin
-    still, turning = x[..., :-dim], x[..., -dim:].float()
-    a, b = turning[..., 0::2], turning[..., 1::2]
-    turned = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
-    return torch.cat((still, turned.to(x.dtype)), dim=-1)
+    fixed, rotating = x[..., :-dim], x[..., -dim:].float()
+    a, b = rotating[..., 0::2], rotating[..., 1::2]
+    rotated = torch.stack((a * cos - b * sin, a * sin + b * cos), dim=-1).flatten(-2)
+    return torch.cat((fixed, rotated.to(x.dtype)), dim=-1)

@@ -42,7 +42,7 @@ def chat(
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object per answer.")] = False,
     **options: Any,
 ) -> None:
-    """Talk with a model; /help lists what else can be read_lines."""
+    """Chat with a model; type /help for the commands."""
     if effort and not thinking:
         raise OptionError("--effort is for reasoning. Add --thinking.")
     load_options, sampling = split_options(options)

@@ -1,10 +1,10 @@
-"""A steering vector from two handfuls of sentences: where it lies, how it is kept, and what it does.
+"""Compute a steering vector from two small sets of sentences, save it, and generate with it.
 
-    python examples/contrast_vector.py --out calm.safetensors
+    python examples/contrast_vector.py --out dark.safetensors
 
-Two sets of short texts run through the model; the difference of their mean activations is the vector. The table says
-how well each layer and each residual stream tells the sets apart on sentences left out. The best layer's vector is
-written to a file that says what it is for, read back, and added while the model goes on from a prompt.
+Two sets of short texts run through the model; the vector is the difference of their mean activations. The table shows
+how well each layer and each residual stream separates the sets on held-out sentences. The best layer's vector is saved
+with its metadata, loaded, and added while the model completes a prompt.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ def main() -> None:
     parser.add_argument("prompt", nargs="?", default="One evening Anna walked home. She saw")
     parser.add_argument("--model", default="nano")
     parser.add_argument("--out", type=Path, default=Path("dark.safetensors"))
-    parser.add_argument("--strength", type=float, default=0.4, help="in mean norms of a row")
+    parser.add_argument("--strength", type=float, default=0.4, help="norm in units of the mean row norm")
     options = parser.parse_args()
     with birkhoff.load(options.model) as engine:
         rows = contrast_rows(engine, DARK, BRIGHT, HOOK)
-        found = rows.separation()
-        Console(highlight=False, width=100).print(separation_table(found))
+        separations = rows.separation()
+        Console(highlight=False, width=100).print(separation_table(separations))
         best = max(
-            (entry for entry in found if entry.stream is None and entry.layer),
+            (entry for entry in separations if entry.stream is None and entry.layer),
             key=lambda entry: entry.d_prime,
         )
         vector = scaled_vector(
             engine, rows, best.layer, None, options.strength, note="dark rather than bright"
         )
         engine.modules["dark"] = vector.save(options.out)
-        print(f"best told apart at layer {best.layer}: d' {best.d_prime:.2f}; written to {options.out}")
+        print(f"best separation at layer {best.layer}: d' {best.d_prime:.2f}; written to {options.out}")
         for name, steer in (("plain", None), ("dark", [Add("dark")]), ("bright", [Add("dark", scale=-1.0)])):
             output = engine.generate(
                 options.prompt, max_tokens=40, temperature=0.7, top_k=40, seed=3, steer=steer

@@ -1,8 +1,8 @@
-"""Keep activations of a few texts in files, and read them back: by text, and as batches of rows.
+"""Store activations of a few texts in files and read them back: by text, and as batches of rows.
 
     python examples/harvest.py --out captures/example
 
-Run it again and nothing is computed twice; stop it anywhere and run it again, and the files are the same.
+A second run computes nothing again; an interrupted run resumes and gives the same files.
 """
 
 from __future__ import annotations
@@ -39,20 +39,18 @@ def main() -> None:
         f"{report.texts} texts, {report.rows} rows, {report.bytes} bytes in {report.out}; new: {report.new_texts}"
     )
 
-    by_text = read_sharded(
-        options.out / "harvest"
-    )  # text -> (layer, hook) -> rows with positions and token ids
+    # text -> (layer, hook) -> rows with positions and token ids
+    by_text = read_sharded(options.out / "harvest")
     for name, entries in sorted(by_text.items()):
         rows = entries[layers - 1, "mhc_streams_pre_attn"]
         print(f"text {int(name)}: {len(rows)} tokens, streams {rows.array.shape[1:]} each")
 
-    for layer in range(
-        layers
-    ):  # what a sparse autoencoder would train on: rows of all texts, shuffled, in batches
-        feed = iter_rows(
+    for layer in range(layers):
+        # input of SAE training: rows of all texts, shuffled, in batches
+        batches = iter_rows(
             options.out / "harvest", "mhc_streams_pre_attn", layer, 64, shuffle=True, dtype="float32"
         )
-        norms = np.concatenate([np.linalg.norm(batch.array, axis=-1) for batch in feed])  # [rows, streams]
+        norms = np.concatenate([np.linalg.norm(batch.array, axis=-1) for batch in batches])  # [rows, streams]
         print(f"layer {layer}: mean norm of each stream", norms.mean(0).round(2).tolist())
 
 

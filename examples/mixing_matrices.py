@@ -1,9 +1,9 @@
-"""How every layer mixes the four residual streams while it reads a prompt, as a picture.
+"""Plot how every layer mixes the four residual streams, averaged over a prompt.
 
     python examples/mixing_matrices.py "Once upon a time" --out mixing.svg
 
-One row per layer, around attention on the left and around the experts on the right: cell (from, to) is the share of a
-stream that goes into another, averaged over the prompt. The middle layer is also drawn in the terminal.
+One row per layer, the mixer around attention on the left and around the experts on the right: cell (from, to) is the
+share of a stream that is mixed into another. The middle layer is also shown in the terminal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SUBLAYERS = {"attn": "around attention", "ffn": "around the experts"}
 
 
 def svg(trace: Trace, layers: int) -> str:
-    """The whole picture; each cell says its number when it is pointed at."""
+    """SVG of all mixers; each cell has its value as a tooltip."""
     size = 4 * CELL
     width = LEFT + 2 * (size + GAP)
     height = TOP + layers * (size + GAP)
@@ -65,13 +65,13 @@ def main() -> None:
     with birkhoff.load(options.model) as engine:
         layers = engine.config.num_hidden_layers
         trace = engine.trace(engine.prompt_ids(options.prompt))
-    middle, pictures = layers // 2, []
+    middle, tables = layers // 2, []
     for name, title in SUBLAYERS.items():
         mix, read, write = (
             trace[f"mhc_{name}_{kind}_mix", middle].mean(0).tolist() for kind in ("res", "pre", "post")
         )
-        pictures.append(mixing_matrix(f"layer {middle}, {title}", mix, read, write))
-    Console(highlight=False).print(Columns(pictures, padding=(0, 3)))
+        tables.append(mixing_matrix(f"layer {middle}, {title}", mix, read, write))
+    Console(highlight=False).print(Columns(tables, padding=(0, 3)))
     options.out.write_text(svg(trace, layers), encoding="utf-8")
     print(f"all {layers} layers: {options.out}")
 

@@ -1,10 +1,10 @@
-"""The wake of a vector: how far each stream moves, layer after layer, when one stream or all of them are steered.
+"""Plot how an edit propagates: how far each stream moves, layer by layer, when one stream or all are steered.
 
     python examples/steering_wake.py "Once upon a time" --stream 1 --layer 3 --out wake.svg
 
-The same direction is added to one stream and, in another run, to all of them, at the same total strength. Cell (layer,
-stream) is how far that stream's rows moved, relative to their size, averaged over the prompt. Streams are shown as they
-enter a layer, so up to the edited one nothing moves; from the next on the mixers have carried it to the others.
+The same direction is added to one stream and, in another run, to all of them, at the same total norm. Cell (layer,
+stream) is the distance that stream's rows moved, relative to their norm, averaged over the prompt. Streams are shown at
+the input of a layer, so that nothing moves up to the edited layer; from the next on the mixers have spread the edit.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOP = 46
 
 
 def wake(engine: birkhoff.Engine, ids: list[int], edit: Add) -> torch.Tensor:
-    """How far every stream moves, [depths, streams]: entering each layer, and at the end."""
+    """Relative distance each stream moves, [depths, streams]: at the input of each layer, and at the end."""
     layers = engine.config.num_hidden_layers
     sites = [(HOOK, layer) for layer in range(layers)] + [("mhc_streams_final", layers - 1)]
     names = [HOOK, "mhc_streams_final"]
@@ -38,29 +38,29 @@ def wake(engine: birkhoff.Engine, ids: list[int], edit: Add) -> torch.Tensor:
 
 def svg(wakes: dict[str, torch.Tensor], layer: int) -> str:
     depths, streams = next(iter(wakes.values())).shape
-    largest = max(float(found.max()) for found in wakes.values()) or 1.0
+    largest = max(float(distances.max()) for distances in wakes.values()) or 1.0
     width = LEFT + len(wakes) * (streams * CELL + 40)
     height = TOP + depths * CELL
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" font-family="sans-serif">'
     ]
     out.append('<rect width="100%" height="100%" fill="white"/>')
-    for column, (title, found) in enumerate(wakes.items()):
+    for column, (title, distances) in enumerate(wakes.items()):
         left = LEFT + column * (streams * CELL + 40)
         out.append(f'<text x="{left}" y="16" font-size="12">{title} of layer {layer}</text>')
         for depth in range(depths):
-            place = f"layer {depth}" if depth < depths - 1 else "end"
+            label = f"layer {depth}" if depth < depths - 1 else "end"
             top = TOP + depth * CELL
-            out.append(f'<text x="8" y="{top + CELL // 2}" font-size="11">{place}</text>' * (column == 0))
+            out.append(f'<text x="8" y="{top + CELL // 2}" font-size="11">{label}</text>' * (column == 0))
             for stream in range(streams):
-                share = float(found[depth, stream])
+                share = float(distances[depth, stream])
                 red, green, blue = (
                     round(255 - (255 - full) * (share / largest) ** 0.5) for full in (20, 90, 160)
                 )
                 out.append(
                     f'<rect x="{left + stream * CELL}" y="{top}" width="{CELL - 1}" height="{CELL - 1}" '
                     f'fill="rgb({red},{green},{blue})">'
-                    f"<title>{title}, {place}, stream {stream}: {share:.4f}</title></rect>"
+                    f"<title>{title}, {label}, stream {stream}: {share:.4f}</title></rect>"
                 )
     return "\n".join([*out, "</svg>\n"])
 
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--model", default="nano")
     parser.add_argument("--layer", type=int, default=2)
     parser.add_argument("--stream", type=int, default=1)
-    parser.add_argument("--strength", type=float, default=0.5, help="of the size of the rows")
+    parser.add_argument("--strength", type=float, default=0.5, help="norm in units of the mean row norm")
     parser.add_argument("--out", type=Path, default=Path("wake.svg"))
     options = parser.parse_args()
     with birkhoff.load(options.model) as engine:
@@ -87,13 +87,14 @@ def main() -> None:
             f"stream {options.stream}": wake(engine, ids, Add(direction, streams=[options.stream], **at)),
             "all streams": wake(engine, ids, Add(direction / streams**0.5, streams="all", **at)),
         }
-    for title, found in wakes.items():
+    for title, distances in wakes.items():
         table = Table(
             "entering", *(f"stream {n}" for n in range(streams)), title=f"{title} of layer {options.layer}"
         )
-        for depth, row in enumerate(found.tolist()):
+        for depth, row in enumerate(distances.tolist()):
             table.add_row(
-                f"layer {depth}" if depth < len(found) - 1 else "the head", *(f"{share:.3f}" for share in row)
+                f"layer {depth}" if depth < len(distances) - 1 else "the head",
+                *(f"{share:.3f}" for share in row),
             )
         Console(highlight=False).print(table)
     options.out.write_text(svg(wakes, options.layer), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""What each residual stream would say next, layer by layer: a logit lens for a model with four streams.
+"""Logit lens per residual stream: the most likely next token at every layer.
 
     python examples/stream_lens.py "Once upon a"
 
 At every depth the model's final norm and head are applied to each stream, to their mean, and to the head's own merge of
-them; the last column of the last row is what the model really says.
+them; the last column of the last row is the model's output.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def main() -> None:
         for depth in range(lens.depths):
             cells = []
             for view in lens.views:
-                ((token, chance),) = lens.top(depth, view, k=1)
+                ((token, probability),) = lens.top(depth, view, k=1)
                 word = escape_control(engine.tokenizer.decode([token])).replace("\n", "⏎")
                 word = word if len(word) <= 8 else word[:7] + "…"
-                cells.append(Text(f"{word!r} {chance:.0%}", style="bold" if chance > 0.5 else ""))
+                cells.append(Text(f"{word!r} {probability:.0%}", style="bold" if probability > 0.5 else ""))
             table.add_row("embedding" if depth == 0 else f"layer {depth - 1}", *cells)
         Console(highlight=False, width=130).print(table)
 

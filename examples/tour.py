@@ -1,9 +1,9 @@
-"""A tour of Birkhoff in the terminal: load a model, talk to it, look inside while it answers.
+"""A tour of Birkhoff in the terminal: load a model, generate, steer, and inspect activations.
 
-    make demo            (or: python examples/tour.py [FOLDER FOR FILES])
+    make demo            (or: python examples/tour.py [OUTPUT DIRECTORY])
 
-Runs on the embedded model when this installation has it, else on a random checkpoint of the same shape made on the
-spot; it says which. Everything shown is computed while you watch, on a CPU, from public calls only.
+Uses the embedded model if this installation includes it, else a random checkpoint of the same shape; it prints which.
+Everything is computed during the run, on a CPU, through the public API.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from birkhoff.weights import inspect_checkpoint, open_checkpoint
 
 QUESTION = [{"role": "user", "content": "Tell me a short story about a cat."}]
 SENTENCE = "The little dog was afraid of the dark forest."
-FEATURE, FEATURE_STRENGTH = "the sea", 1.5  # by its label; in largest activations seen
+FEATURE, FEATURE_STRENGTH = "the sea", 1.5  # feature label; in units of its largest activation
 OUT = Path(sys.argv[1] if len(sys.argv) > 1 else "captures/tour")
 console = Console(highlight=False)
 
@@ -41,14 +41,14 @@ def heading(text: str) -> None:
 
 
 def load(folder: Path) -> tuple[birkhoff.Engine, Path, bool]:
-    """The embedded model, or a random one in `folder`; whether it was trained."""
+    """Load the embedded model, or a random one created in `folder`; also returns its path and whether it is trained."""
     try:
         return birkhoff.load("nano"), Path(birkhoff.__file__).parent / "models" / "nano", True
     except CheckpointError:
         console.print(
-            "The embedded model is not part of this installation, so the tour makes a\n"
-            "random checkpoint of its shape, with real names and number formats. Its words\n"
-            "mean nothing; its insides are as real as any."
+            "The embedded model is not part of this installation. The tour uses a random\n"
+            "checkpoint of the same shape, with the released names and formats; its text\n"
+            "is meaningless, its internal structure is that of a real model."
         )
         path = folder / "nano"
         synth(path, "nano")
@@ -56,7 +56,7 @@ def load(folder: Path) -> tuple[birkhoff.Engine, Path, bool]:
 
 
 def show_model(path: Path) -> None:
-    heading("1  What was loaded")
+    heading("1  The model")
     report = inspect_checkpoint(path)
     config = open_checkpoint(path).config
     kinds = {"swa": "sliding window", "csa": "4-fold compressed, chosen", "hca": "128-fold compressed, all"}
@@ -77,7 +77,7 @@ def show_model(path: Path) -> None:
 
 
 def show_answer(engine: birkhoff.Engine, trained: bool) -> Output:
-    heading("2  An answer" if trained else "2  An answer (from random weights: any bytes at all)")
+    heading("2  An answer" if trained else "2  An answer (random weights: arbitrary bytes)")
     output = engine.chat(QUESTION, max_tokens=96 if trained else 24, temperature=0.7, seed=1)
     console.print(f"[dim]>>> {QUESTION[0]['content']}[/]")
     if trained:
@@ -93,7 +93,7 @@ def show_answer(engine: birkhoff.Engine, trained: bool) -> Output:
 
 
 def show_steered(engine: birkhoff.Engine) -> None:
-    """The same request and seed with vectors that ship with the model."""
+    """Generate with the same request and seed, steered by vectors shipped with the model."""
     heading("3  The same request, steered")
     names = [name for name in ("spooky", "dialogue") if name in engine.modules]
     for name in names:
@@ -106,24 +106,24 @@ def show_steered(engine: birkhoff.Engine) -> None:
 
 
 def show_features(engine: birkhoff.Engine) -> None:
-    """What a dictionary of features says of a sentence, and a story with one of them held high."""
-    heading("5  What the features of a sentence are")
+    """Show the SAE features of a sentence, and a story with one feature raised."""
+    heading("5  SAE features of a sentence")
     ids = engine.prompt_ids(SENTENCE)
     with engine.attach("features", "nano"):
         table = Table(box=None, pad_edge=False, padding=(0, 2))
         table.add_column("token", style="cyan")
-        table.add_column("its strongest features that have a label, and how strong")
-        for token, found in list(zip(ids, engine.features(ids, "features", k=160)))[-8:]:
-            labelled = [one for one in found if one.label][:3]
-            said = "   ".join(f"{one.label} {one.activation:.1f}" for one in labelled)
-            table.add_row(escape_control(engine.tokenizer.decode([token])), Text(said))
+        table.add_column("strongest labelled features and activations")
+        for token, active in list(zip(ids, engine.features(ids, "features", k=160)))[-8:]:
+            labelled = [feature for feature in active if feature.label][:3]
+            text = "   ".join(f"{feature.label} {feature.activation:.1f}" for feature in labelled)
+            table.add_row(escape_control(engine.tokenizer.decode([token])), Text(text))
         console.print(table)
         plain = engine.chat(QUESTION, max_tokens=48, temperature=0.7, seed=2)
         clamp = [SaeSet("features", {FEATURE: {"x_max": FEATURE_STRENGTH}}, kind="additive")]
-        held = engine.chat(QUESTION, max_tokens=48, temperature=0.7, seed=2, steer=clamp)
+        raised = engine.chat(QUESTION, max_tokens=48, temperature=0.7, seed=2, steer=clamp)
         console.print(Text.assemble(("without  ", "dim"), escape_control(plain.text)))
         console.print(
-            Text.assemble((f"with the feature “{FEATURE}” turned up  ", "dim"), escape_control(held.text))
+            Text.assemble((f"with the feature “{FEATURE}” turned up  ", "dim"), escape_control(raised.text))
         )
 
 
@@ -132,21 +132,21 @@ def show_mixing(engine: birkhoff.Engine, trace: Trace, output: Output) -> None:
     token = engine.tokenizer.decode(output.token_ids[-1:])
     heading(f"4  How layer {layer} mixes the four streams at the last token")
     console.print(Text(f"token {len(trace.logits)}, {escape_control(token)!r}", "dim"))
-    pictures = []
-    for name, what in (("attn", "around attention"), ("ffn", "around the experts")):
+    tables = []
+    for name, label in (("attn", "around attention"), ("ffn", "around the experts")):
         mix, read, write = (
             trace[f"mhc_{name}_{kind}_mix", layer][-1].tolist() for kind in ("res", "pre", "post")
         )
-        pictures.append(mixing_matrix(what, mix, read, write))
-    console.print(Columns(pictures, padding=(0, 3)))
+        tables.append(mixing_matrix(label, mix, read, write))
+    console.print(Columns(tables, padding=(0, 3)))
     console.print(
-        "[dim]Columns sum to one and rows nearly: streams are averaged, never amplified.\n"
+        "[dim]Columns sum to one and rows nearly: mixing averages streams and never amplifies them.\n"
         "`read` weighs the streams into the sublayer, `write` its output into each.[/]"
     )
 
 
 def show_norms(trace: Trace, layers: int) -> None:
-    heading("6  How large each stream is, layer by layer, at the last token")
+    heading("6  Norm of each stream, layer by layer, at the last token")
     norms = [
         trace["mhc_streams_pre_attn", layer][-1].float().norm(dim=-1).tolist() for layer in range(layers)
     ]
@@ -155,11 +155,11 @@ def show_norms(trace: Trace, layers: int) -> None:
         values = [row[stream] for row in norms]
         numbers = " ".join(f"{value:5.1f}" for value in values)
         console.print(f"stream {stream}  [yellow]{sparkline(values)}[/]  {numbers}")
-    console.print(f"[dim]Entering layers 0 to {layers - 1}, then as the head merges them.[/]")
+    console.print(f"[dim]At the input of layers 0 to {layers - 1}, then at the input of the head.[/]")
 
 
 def show_experts(trace: Trace, layers: int) -> None:
-    heading("7  Which experts the last token went to")
+    heading("7  Experts of the last token")
     table = Table(box=None, pad_edge=False, padding=(0, 2))
     table.add_column("layer", style="dim")
     table.add_column("expert:weight")
@@ -204,13 +204,13 @@ def main() -> None:
     heading("What to try next")
     if trained:
         console.print(
-            ".venv/bin/birkhoff chat                         talk; /mix draws its mixers, /steer steers"
+            ".venv/bin/birkhoff chat                         chat; /mix shows mixers, /steer steers"
         )
         console.print('.venv/bin/birkhoff generate --chat "Tell me a story" --steer "+1 spooky"')
         console.print(".venv/bin/birkhoff vectors list                 the vectors that ship with nano")
     else:
-        console.print(".venv/bin/birkhoff synth random --like nano     keep a random model")
-        console.print(".venv/bin/birkhoff chat --model random          talk; /mix draws its mixers")
+        console.print(".venv/bin/birkhoff synth random --like nano     write a random model")
+        console.print(".venv/bin/birkhoff chat --model random          chat; /mix shows mixers")
     console.print("README.md                                       the same from Python")
     console.print(f"[dim]{time.perf_counter() - began:.1f} s from start to end[/]")
 

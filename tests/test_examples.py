@@ -1,4 +1,4 @@
-"""Every example runs as a reader would run it, and what it shows is true."""
+"""Every example runs from the command line, and its output equals values computed directly."""
 
 from __future__ import annotations
 

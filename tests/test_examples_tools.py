@@ -1,4 +1,4 @@
-"""The examples that make something: a vector from two sets of texts, a dictionary from the model's own text."""
+"""The examples that create a vector from two sets of texts, and an SAE from generated text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_an_example_says_what_it_is_for(name):
 def test_contrast_vector_keeps_the_vector_it_used(tiny, tmp_path):
     said = run("contrast_vector", "--model", tiny, "--out", "v.safetensors", cwd=tmp_path)
     vector = SteeringVector.load(tmp_path / "v.safetensors")
-    assert f"best told apart at layer {vector.layers[0]}" in said and vector.n_pairs == 8
+    assert f"best separation at layer {vector.layers[0]}" in said and vector.n_pairs == 8
     steered = dict(re.findall(r"^ *(\w+): .*\((\d+) tokens steered\)$", said, re.MULTILINE))
     assert steered["plain"] == "0" and int(steered["dark"]) > 10 and steered["dark"] == steered["bright"]
     texts = re.findall(r"^ *(?:plain|dark|bright): ('.*'|\".*\")  \(", said, re.MULTILINE)

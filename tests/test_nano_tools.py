@@ -1,4 +1,4 @@
-"""What ships with nano beside its weights: vectors and a dictionary that are there, are small, and do what they say."""
+"""The vectors and the SAE shipped with nano: packaged, small, and with the documented effects."""
 
 from __future__ import annotations
 
@@ -22,13 +22,7 @@ from training.streams import wake
 
 FOLDER = Path(birkhoff.__file__).parent / "models" / "nano"
 LOSS_BOUND = 1.0  # nats per token
-MARKS = (
-    0,
-    1,
-    4055,
-    4056,
-    4074,
-)  # start, end and the chat's own tokens: the dictionary was not trained on them
+MARKS = (0, 1, 4055, 4056, 4074)  # special tokens, which the SAE was not trained on
 ASK = "Write a story about a lost key."
 
 
@@ -58,7 +52,7 @@ def test_vectors_are_there_by_name_and_say_what_they_do(nano):
 
 
 def test_a_vector_does_it_here_too(nano):
-    """Fewer requests than it was measured on, and the plainest judge: quotation marks."""
+    """Fewer requests than in the documented measurement, scored by quotation marks only."""
     asked, quotes = (
         [ASK, "Tell me a story about a train.", "Write a story about the rain."],
         WordProbe.of_words(['"']),
@@ -71,7 +65,7 @@ def test_a_vector_does_it_here_too(nano):
 
 
 def test_transformers_with_a_plain_hook_writes_the_same_steered_text(nano):
-    """Token for token: the same vector added to the input of the same layer of another implementation."""
+    """Token for token against another implementation with the same vector added to the input of the same layer."""
     name = "spooky"
     vector = nano.modules[name]
     (layer,) = vector.layers
@@ -121,7 +115,7 @@ def test_the_dictionary_is_small_and_labelled():
 
 
 def test_the_dictionary_carries_what_the_model_needs(nano):
-    """On a text nano writes here and now, so less text than on its card, and a little slack."""
+    """On text generated in the test: less than in the documented measurement, hence wider bounds."""
     sae = Sae.load(shipped_dictionary("nano"))
     ids = prompt(nano)
     texts = [
@@ -134,7 +128,7 @@ def test_the_dictionary_carries_what_the_model_needs(nano):
 
 
 def test_the_card_of_the_dictionary_meets_its_bars():
-    """Measured on held-out records, which do not ship, by the command that made it."""
+    """Documented values, measured on held-out records that are not shipped."""
     card = Sae.load(shipped_dictionary("nano")).metadata
     quality, loss = card["measured"]["quality"], card["measured"]["loss"]
     assert quality["rows"] > 5_000 and loss["tokens"] > 5_000
@@ -150,7 +144,7 @@ def test_the_card_of_the_dictionary_meets_its_bars():
 
 
 def test_a_raised_feature_leads_where_its_name_says(nano):
-    """The clamp that did best on the card, on fewer seeds, beside the card's own random feature."""
+    """The most effective documented clamp on fewer seeds, with the documented random feature as control."""
     sae = Sae.load(shipped_dictionary("nano"))
     clamp, seeds = sae.metadata["clamps"][0], scaled(10, 4)
     feature, probe = clamp["feature"], WordProbe.of_words(clamp["words"].split())

@@ -221,13 +221,13 @@ def test_the_licence_is_whole():
 def test_the_tour_runs_and_shows_what_it_promises(tmp_path):
     done = python(str(ROOT / "examples/tour.py"), str(tmp_path / "out"))
     for words in (
-        "1  What was loaded",
+        "1  The model",
         "csa layers",
         "2  An answer",
         "from 3",
         "write",
         "stream 3",
-        "7  Which experts",
+        "7  Experts of the last token",
         "streams.safetensors",
         "What to try next",
     ):

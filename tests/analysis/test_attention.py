@@ -1,4 +1,4 @@
-"""The attention that is shown is the attention that was used: weights times keys give the sublayer's output."""
+"""Attention readouts: the recomputed weights times the keys give the sublayer's output."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.models import TINY, random_model
 
 @pytest.fixture(scope="module")
 def text():
-    """A model, 300 tokens, and what every attention sublayer read and wrote."""
+    """A model, 300 tokens, and the input and output of every attention sublayer."""
     model = random_model()
     ids = torch.randint(0, TINY.vocab_size, (300,), generator=torch.Generator().manual_seed(3))
     kept = {}
@@ -38,15 +38,17 @@ def test_shares_add_up_and_name_what_is_seen(text):
     model, ids, kept = text
     for layer, ratio in enumerate(TINY.compress_ratios[: TINY.num_hidden_layers]):
         with torch.no_grad():
-            memory = layer_readout(model.layers[layer], kept["pre_attn", layer], ids, model.rope, 299)
-        assert memory.ratio == ratio
-        assert float(memory.window.sum() + memory.entries.sum()) + memory.sink == pytest.approx(1, abs=1e-5)
-        assert memory.first == 299 - TINY.sliding_window + 1
-        assert len(memory.window) == TINY.sliding_window
-        assert len(memory.entries) == (300 // ratio if ratio else 0)
+            readout = layer_readout(model.layers[layer], kept["pre_attn", layer], ids, model.rope, 299)
+        assert readout.ratio == ratio
+        assert float(readout.window.sum() + readout.entries.sum()) + readout.sink == pytest.approx(
+            1, abs=1e-5
+        )
+        assert readout.first == 299 - TINY.sliding_window + 1
+        assert len(readout.window) == TINY.sliding_window
+        assert len(readout.entries) == (300 // ratio if ratio else 0)
         if ratio == 4:
-            assert int(memory.chosen.sum()) == TINY.index_topk
-        assert float(memory.entries[~memory.chosen].sum()) == 0
+            assert int(readout.chosen.sum()) == TINY.index_topk
+        assert float(readout.entries[~readout.chosen].sum()) == 0
 
 
 @pytest.mark.parametrize("layer", range(TINY.num_hidden_layers))
@@ -56,5 +58,5 @@ def test_masses_of_all_tokens_are_those_of_each(text, layer):
         every = layer_masses(model.layers[layer], kept["pre_attn", layer], ids, model.rope)
         for position in (0, 5, 127, 128, 255, 299):
             one = layer_readout(model.layers[layer], kept["pre_attn", layer], ids, model.rope, position)
-            told = torch.tensor([float(one.window.sum()), float(one.entries.sum()), one.sink])
-            assert (every[position] - told).abs().max() < 1e-5
+            expected = torch.tensor([float(one.window.sum()), float(one.entries.sum()), one.sink])
+            assert (every[position] - expected).abs().max() < 1e-5

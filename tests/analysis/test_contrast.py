@@ -1,4 +1,4 @@
-"""Contrast on a running engine: rows are those of the forward pass, the vector works, and bad sets are refused."""
+"""Contrast vectors: rows equal those of the forward pass, the vector steers, invalid sets are refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_rows_are_those_of_a_plain_forward_pass(engine, hook, tokens):
             trace = engine.trace(engine.prompt_ids(text))
             for layer in rows.layers:
                 at = (HOOK, layer + 1) if hook == "mhc_streams_post_mlp" else (hook, layer)
-                row = trace[at][1:].mean(0) if tokens == "mean" else trace[at][-1]  # without the start mark
+                row = (
+                    trace[at][1:].mean(0) if tokens == "mean" else trace[at][-1]
+                )  # without the begin-of-text token
                 assert torch.allclose(kept[layer][number], row, atol=1e-4, rtol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Harvests: what they store is what the engine computes, whatever happens to the process; memory stays flat."""
+"""Harvests: stored rows equal those the engine computes, also after the process is killed; memory is bounded."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WORDS = "the river stone and moon went over under hill cat sang so quietly that 
 
 
 def texts_of(count: int, seed: int = 0) -> list[str]:
-    """Short ones, and now and then one whose rows are written in several parts."""
+    """Short texts, and some long ones whose rows are written in several parts."""
     draw = random.Random(seed)
     return [
         " ".join(draw.choices(WORDS, k=120 if n % 10 == 9 else draw.randint(2, 25))) for n in range(count)
@@ -57,7 +57,7 @@ def engine(checkpoint):
 
 
 def contents(tag: Path) -> dict[str, dict]:
-    """Everything a reader can get out of a store, as plain values and bytes."""
+    """The whole content of a store, as plain values and bytes."""
     read = read_sharded(tag) if any(tag.glob("shard-*")) else {d.name: read_request(d) for d in tag.iterdir()}
     return {
         request: {
@@ -117,7 +117,7 @@ def test_an_estimate_is_what_comes(engine, tmp_path):
 
 
 def test_killed_at_any_moment_and_resumed_the_store_is_the_same(checkpoint, engine, tmp_path):
-    """Real processes, SIGKILL, no chance to clean up."""
+    """Separate processes killed by SIGKILL, which cannot clean up."""
     texts = [{"text": text} for text in texts_of(scaled(1000, 60))]
     data = write_jsonl(tmp_path / "texts.jsonl", texts)
     out, kills, draw = tmp_path / "out", scaled(5, 2), random.Random(11)
@@ -175,7 +175,7 @@ def _until_rows_are_written(process: subprocess.Popen, out: Path, more_than: int
         try:
             if _bytes_under(out) > more_than:
                 return
-        except FileNotFoundError:  # renamed while we looked
+        except FileNotFoundError:  # renamed since it was listed
             pass
         time.sleep(0.01)
 
@@ -291,7 +291,7 @@ def test_a_bad_text_is_named_by_its_line_or_skipped_and_counted(engine, tmp_path
     report = harvest(engine, DataFile(data), spec, tmp_path / "out", skip_bad=True)
     assert (report.texts, report.skipped, len(report.bad_texts)) == (2, 1, 1)
     read = read_sharded(tmp_path / "out" / "harvest")
-    assert sorted(read) == ["000000000", "000000002"]  # the bad one keeps its number
+    assert sorted(read) == ["000000000", "000000002"]  # the invalid text keeps its index
     assert read["000000002"][0, "mlp_out"].token_ids == engine.prompt_ids("also good")
     assert estimate_harvest(engine, DataFile(data), spec, skip_bad=True).skipped == 1
 
@@ -358,7 +358,7 @@ print(report.rows, report.bytes, *seen)
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc")
 def test_memory_is_flat_over_a_million_rows(checkpoint, tmp_path):
-    count = scaled(1_000_000, 80_000) // (12 * 47)  # sites, and tokens of a text
+    count = scaled(1_000_000, 80_000) // (12 * 47)  # sites times tokens per text
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(checkpoint), str(tmp_path / "out"), str(count)],
         capture_output=True,
@@ -370,5 +370,8 @@ def test_memory_is_flat_over_a_million_rows(checkpoint, tmp_path):
     rows, nbytes, *seen = map(int, done.stdout.split())
     print(f"{rows} rows, {nbytes} bytes; resident KiB at each twelfth: {seen}")
     assert rows >= scaled(950_000, 70_000) and len(seen) >= 12
-    early, late = np.median(seen[3:6]), np.median(seen[-3:])  # the first texts fill buffers that are kept
+    early, late = (
+        np.median(seen[3:6]),
+        np.median(seen[-3:]),
+    )  # the first texts fill buffers that stay allocated
     assert late <= 1.05 * early, seen

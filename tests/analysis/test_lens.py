@@ -1,4 +1,4 @@
-"""The lens: its last depth is the model's own answer, every other number follows from the streams by hand."""
+"""Logit lens: the last depth equals the model's output, other depths equal a direct computation from the streams."""
 
 from __future__ import annotations
 

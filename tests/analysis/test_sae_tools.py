@@ -1,4 +1,4 @@
-"""Training on a model's captures, judging with the model in the loop, explaining features: the whole chain, small."""
+"""SAE tools end to end on a small model: training on captures, loss recovered, feature descriptions."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def directions(engine) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def store(checkpoint, directions, tmp_path_factory):
-    """A synthetic model's captures with planted features: every two tokens carry two directions of their own, added
-    while the model runs, some ten times as strong as what was there."""
+    """Captures of a synthetic model with planted features: each pair of token ids has two directions of its own, added
+    during the forward pass, about ten times as strong as the row itself."""
     root = tmp_path_factory.mktemp("planted")
     prompts = texts(160)
     generator = torch.Generator().manual_seed(2)
@@ -215,7 +215,7 @@ def test_half_the_bytes_and_the_same_dictionary(dictionary, tmp_path):
     assert torch.equal(again.encoder, small.encoder) and torch.equal(again.decoder, small.decoder)
     assert again.digest == small.digest != dictionary.digest
     dictionary.save(tmp_path / "exact")
-    compact(tmp_path / "exact")  # what would lose something stays as it is
+    compact(tmp_path / "exact")  # tensors that would be rounded are left unchanged
     assert torch.equal(Sae.load(tmp_path / "exact").decoder, dictionary.decoder)
 
 

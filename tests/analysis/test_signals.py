@@ -1,4 +1,4 @@
-"""Signals are the captured sites made small: against a trace, in order, without changing an answer."""
+"""Signals equal values computed from a trace, arrive in order, and do not change the output."""
 
 import pytest
 import torch
@@ -86,7 +86,7 @@ def test_a_baseline_is_the_unsteered_answer_from_the_same_seed(engine):
     assert both.interp["rows_steered"] > 0
     assert not both.baseline.interp.get("rows_steered")
     unsteered = engine.generate(PROMPT, max_tokens=8, temperature=1.0, baseline=True)
-    assert unsteered.token_ids == unsteered.baseline.token_ids  # one seed was drawn for both
+    assert unsteered.token_ids == unsteered.baseline.token_ids  # both use the same drawn seed
 
 
 def test_attention_of_a_token_adds_up_over_the_text(engine):
@@ -110,8 +110,8 @@ def test_surprise_under_the_lens_ends_as_the_models_own(engine, traced, told):
 
 
 def test_blocks_are_those_attention_reads(engine):
-    """Streamed choices, made token by token behind a prefill, are the choices of whole passes over the same text."""
-    ids = [(7 * i * i + 3 * i) % 500 for i in range(70)]  # 17 blocks, of which 12 may be chosen
+    """Blocks selected token by token after a prefill equal those of a full pass over the same text."""
+    ids = [(7 * i * i + 3 * i) % 500 for i in range(70)]  # 17 blocks, of which 12 are selected
     told = engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True, signals=["blocks", "head_mix"])
     assert told.token_ids == engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True).token_ids
     text, topk = [*ids, *told.token_ids], engine.config.index_topk

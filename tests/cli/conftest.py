@@ -1,4 +1,4 @@
-"""The real command in a process of its own, as a new user would run it, and a small checkpoint to run it on."""
+"""Runs the `birkhoff` command in a separate process, with a small checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 def clean_environment(**more: str) -> dict[str, str]:
-    """Ours without settings of the person who runs the tests, and with one thread."""
+    """The environment without `BIRKHOFF_*` variables and with one thread."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("BIRKHOFF_")}
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "100", **more}
 

@@ -1,4 +1,4 @@
-"""A terminal of our own to run the command in: type, wait for words, see how it ends."""
+"""Pseudo-terminal that runs the command: type text, wait for output, check the exit status."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 from tests.cli.conftest import COMMAND, clean_environment
 
-# The first terminal a new session opens becomes its own, so that Ctrl-C typed into it is a signal; whoever runs the
-# tests in the background has told them to ignore that signal, and a child would inherit it.
-_TAKE_THE_TERMINAL = """
+# The first terminal a new session opens becomes its controlling terminal, so that Ctrl-C typed into it sends SIGINT. A
+# shell that runs the tests in the background sets SIGINT to ignored, which a child would inherit.
+_ATTACH_TERMINAL = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_DFL)
 os.open(os.ttyname(0), os.O_RDWR)
@@ -23,26 +23,26 @@ os.execv(sys.argv[1], sys.argv[1:])
 
 
 class Terminal:
-    """`with Terminal("chat", …) as terminal`: stdin and stderr are a terminal, and stdout unless another is given."""
+    """`with Terminal("chat", …) as terminal`: stdin and stderr are a terminal, and stdout unless `stdout` is given."""
 
     def __init__(self, *arguments: str, stdout: int | None = None, command: Sequence[str] = COMMAND):
         self.screen = ""
-        self._ours, theirs = pty.openpty()
+        self._master, slave = pty.openpty()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _TAKE_THE_TERMINAL, *command, *arguments],
-            stdin=theirs,
-            stdout=theirs if stdout is None else stdout,
-            stderr=theirs,
+            [sys.executable, "-c", _ATTACH_TERMINAL, *command, *arguments],
+            stdin=slave,
+            stdout=slave if stdout is None else stdout,
+            stderr=slave,
             env=clean_environment(TERM="xterm-256color", LINES="40"),
             start_new_session=True,
         )
-        os.close(theirs)
+        os.close(slave)
 
     def type(self, text: str) -> None:
-        os.write(self._ours, text.encode())
+        os.write(self._master, text.encode())
 
     def wait_for(self, words: str, seconds: float = 120, after: int = 0) -> int:
-        """Read the screen until `words` stand on it beyond place `after`; returns the place behind them."""
+        """Read the screen until `words` appear after offset `after`; return the offset after them."""
         until = time.monotonic() + seconds
         while words not in self.screen[after:]:
             assert time.monotonic() < until, f"{words!r} did not come; the screen has {self.screen[-2000:]!r}"
@@ -66,11 +66,11 @@ class Terminal:
         return self._process.stdout.read()
 
     def _read(self, seconds: float) -> bool:
-        if not select.select([self._ours], [], [], seconds)[0]:
+        if not select.select([self._master], [], [], seconds)[0]:
             return False
         try:
-            data = os.read(self._ours, 65536)
-        except OSError:  # the other side has closed
+            data = os.read(self._master, 65536)
+        except OSError:  # the other end is closed
             return False
         self.screen += data.decode(errors="replace")
         return bool(data)
@@ -84,4 +84,4 @@ class Terminal:
         self._process.wait()
         if self._process.stdout is not None:
             self._process.stdout.close()
-        os.close(self._ours)
+        os.close(self._master)

@@ -1,4 +1,4 @@
-"""The verb `capture`: its flags mean what Python means, its refusals come early, its report is exact."""
+"""The verb `capture`: options match the Python API, invalid ones fail before loading, the report is exact."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_a_bad_line_ends_the_run_and_is_named(tiny, data, tmp_path):
 
 
 def test_repair_seals_what_a_crash_left(tmp_path):
-    """A child that dies with an open capture, as a crash would have it."""
+    """A child process that exits with an open capture, as in a crash."""
     child = os.fork()
     if not child:  # pragma: no cover - in another process, which never returns
         writer = CaptureWriter(FileOptions(tmp_path, default_layout="packed"))

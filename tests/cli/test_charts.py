@@ -1,4 +1,4 @@
-"""Pictures carry their numbers with them."""
+"""Charts print every number."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""The verb `chat`: line by line through a pipe, and in a terminal with Ctrl-C and pictures."""
+"""The verb `chat`: line by line through a pipe, and in a terminal with Ctrl-C and charts."""
 
 import json
 
@@ -32,8 +32,8 @@ def test_a_pipe_holds_a_whole_conversation(tiny, engine):
 
 
 def test_commands_through_a_pipe(tiny, engine):
-    said = b"/mix\n/help\n//slash\n/mix 2\n/mix 99\n/mix x\n/nope\n/system be kind\n\xff\xfe\n"
-    done = birkhoff("chat", "--model", tiny, *FLAGS, stdin=said)
+    stdin = b"/mix\n/help\n//slash\n/mix 2\n/mix 99\n/mix x\n/nope\n/system be kind\n\xff\xfe\n"
+    done = birkhoff("chat", "--model", tiny, *FLAGS, stdin=stdin)
     assert done.returncode == 1 and no_trace_of_python(done.stderr)
     complaints = [line for line in done.stderr.decode().splitlines() if not line.startswith("birkhoff: ")]
     expected = [

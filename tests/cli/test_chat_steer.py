@@ -1,4 +1,4 @@
-"""`/steer` in a conversation: it pushes the answers that follow, says what does, and refuses without a change."""
+"""`/steer` in a conversation: it steers the next answers, shows the current line, and rejects invalid ones."""
 
 import json
 
@@ -17,9 +17,9 @@ FLAGS = ("--max-tokens", "8", "--temperature", "0", "--json")
 @pytest.fixture(scope="module")
 def vector(tmp_path_factory):
     row = torch.randn(64, generator=torch.Generator().manual_seed(2)) * 8
-    made = SteeringVector({2: row}, "add", "mlp_out")
+    steering = SteeringVector({2: row}, "add", "mlp_out")
     path = tmp_path_factory.mktemp("vectors") / "push.safetensors"
-    made.save(path)
+    steering.save(path)
     return path
 
 
@@ -40,7 +40,7 @@ def test_it_pushes_until_it_is_taken_away(tiny, vector):
     done = birkhoff("chat", "--model", tiny, *FLAGS, stdin="\n".join(lines).encode())
     lines = done.stdout.decode().splitlines()
     answers = [json.loads(line)["token_ids"] for line in lines if line.startswith("{")]
-    told = [line for line in lines if line.startswith("steering:")]
+    shown = [line for line in lines if line.startswith("steering:")]
     with package.load(tiny, max_requests=1) as engine:
         message = [{"role": "user", "content": "hi"}]
         plain = engine.chat(message, **SAMPLING).token_ids
@@ -49,10 +49,10 @@ def test_it_pushes_until_it_is_taken_away(tiny, vector):
         ).token_ids
     assert answers == [plain, pushed, plain] and plain != pushed
     assert (
-        told[0] == "steering: none"
-        and "mlp_out[2]" in told[1]
-        and told[2] == told[1]
-        and told[3] == "steering: none"
+        shown[0] == "steering: none"
+        and "mlp_out[2]" in shown[1]
+        and shown[2] == shown[1]
+        and shown[3] == "steering: none"
     )
     assert done.returncode == 1 and b"nobody" in done.stderr and no_trace_of_python(done.stderr)
 

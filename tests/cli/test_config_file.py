@@ -1,4 +1,4 @@
-"""Where settings come from: flags before variables before the file, and nothing misspelt is swallowed."""
+"""Precedence of settings: flags, then environment variables, then the file; unknown keys are errors."""
 
 import json
 
@@ -23,7 +23,7 @@ def tokens(capfd, *arguments: str) -> int:
 
 def test_flags_beat_variables_beat_the_file(file, capfd, monkeypatch):
     ask = ("--config", file, "generate", "hi", "--json")
-    assert tokens(capfd, *ask) == 3  # the verb's own table, not the 7 at the top
+    assert tokens(capfd, *ask) == 3  # from the [generate] table, not the top-level 7
     monkeypatch.setenv("BIRKHOFF_MAX_TOKENS", "4")
     assert tokens(capfd, *ask) == 4
     assert tokens(capfd, *ask, "--max-tokens", "5") == 5

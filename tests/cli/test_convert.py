@@ -1,4 +1,4 @@
-"""The verb `convert`: the path to stdout, talk to stderr, misuse is 2, failure is 1."""
+"""The verb `convert`: the path on stdout, status messages on stderr, exit status 2 on wrong usage, 1 on failure."""
 
 from __future__ import annotations
 

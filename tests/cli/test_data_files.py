@@ -1,4 +1,4 @@
-"""Parquet files as data: the same texts as their JSON lines, in order; and every way a file can be no data, typed."""
+"""Parquet data files: the same texts as from JSON lines, in order; unreadable files raise `DataError`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def written(path, columns, **options):
     return path
 
 
-def told(texts):
-    """What comes of each text, without the place it stands."""
+def fields(texts):
+    """The fields of each text except its location."""
     return [(text.number, text.prompt, text.messages, text.problem) for text in texts]
 
 
@@ -48,7 +48,7 @@ def test_a_file_is_captured_and_gives_the_rows_of_its_json_lines(tiny, tmp_path)
         done = birkhoff(*arguments, "--out", out, "--json")
         assert done.returncode == 0 and json.loads(done.stdout)["new_texts"] == len(TEXTS), done.stderr
         again = birkhoff(*arguments, "--out", out, "--json")
-        assert json.loads(again.stdout)["new_texts"] == 0  # a second run finds it done
+        assert json.loads(again.stdout)["new_texts"] == 0  # complete after the first run
         stores.append(read_sharded(out / "harvest"))
     assert stores[0].keys() == stores[1].keys() and len(stores[0]) == len(TEXTS)
     for request, entries in stores[0].items():
@@ -100,12 +100,12 @@ def test_rows_mean_what_json_lines_mean(tmp_path_factory, records, group):
     )
     parquet.write_table(table, folder / "t.parquet", row_group_size=group)
     with (folder / "t.jsonl").open("w") as stream:
-        for fields in records:
+        for record in records:
             stream.write(
-                json.dumps({name: value for name, value in fields.items() if value is not None}) + "\n"
+                json.dumps({name: value for name, value in record.items() if value is not None}) + "\n"
             )
     ours = open_data(folder / "t.parquet", "text", False)
-    assert told(ours) == told(DataFile(folder / "t.jsonl"))
+    assert fields(ours) == fields(DataFile(folder / "t.jsonl"))
     assert ours.describe()["texts"] == len(records)
 
 
@@ -126,7 +126,7 @@ def test_a_broken_file_is_a_data_error_that_names_it(tmp_path, cut):
     )
     raw = bytearray(path.read_bytes())
     if cut == "middle":
-        raw[len(raw) // 2 : len(raw) // 2 + 400] = b"\xff" * 400  # the footer is whole, a page is not
+        raw[len(raw) // 2 : len(raw) // 2 + 400] = b"\xff" * 400  # the footer is intact, a page is not
     path.write_bytes({"empty": b"", "head": b"PAR1", "tail": raw[:-40], "middle": raw}[cut])
     with pytest.raises(DataError, match="cannot be read as Parquet") as caught:
         list(open_data(path, "text", False))

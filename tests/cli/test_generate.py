@@ -1,4 +1,4 @@
-"""The verb `generate`, run as a user runs it: streams, pipes, JSON, Ctrl-C and bad input."""
+"""The verb `generate` in a separate process: streaming, pipes, JSON, Ctrl-C and invalid input."""
 
 import json
 import signal
@@ -31,7 +31,7 @@ def test_text_on_stdout_and_talk_on_stderr(tiny, expected):
     lines = done.stderr.decode().splitlines()
     assert all(
         line.startswith("birkhoff: ") for line in lines
-    )  # the first run on a machine has one more to say
+    )  # the first run on a machine prints one more line
     assert "on cpu, float32" in lines[-3] and lines[-2] == "birkhoff: seed 3"
     assert "12 tokens, ended by length" in lines[-1]
 
@@ -124,7 +124,7 @@ def test_a_prompt_that_is_none_is_one_typed_line(tiny, capfd, prompt, code, word
 
 @pytest.fixture
 def interruptible():
-    """A shell that runs the tests in the background has told them to ignore Ctrl-C, and a child would inherit that."""
+    """Restore the default SIGINT handler: background jobs ignore SIGINT, and a child would inherit that."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -151,7 +151,7 @@ def test_ctrl_c_with_json_prints_a_cancelled_answer(tiny, interruptible):
     assert process.stderr is not None
     while not process.stderr.readline().startswith(b"birkhoff: seed"):
         assert process.poll() is None
-    time.sleep(1.5)  # the answer is under way: it takes a minute, and nothing else is left to do
+    time.sleep(1.5)  # generation is running by now and takes a minute
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=120)
     answer = json.loads(stdout)
@@ -179,7 +179,7 @@ def test_on_a_terminal_there_is_a_bar_and_no_control_character_of_the_model(tiny
         terminal.wait_for("answering")
         assert terminal.ends_with(0)
         assert json.loads(terminal.stdout)["finish_reason"] == "length"
-        assert "\x1b" in terminal.screen  # the bar moved the cursor; on a pipe nothing does (see above)
+        assert "\x1b" in terminal.screen  # the progress bar moves the cursor; on a pipe it is not drawn
     bias = (
         "--logit-bias",
         "30=100",

@@ -1,4 +1,4 @@
-"""The verb `inspect`: data on stdout, exit status 1 when something is wrong."""
+"""The verb `inspect`: data on stdout, exit status 1 if there are problems."""
 
 import json
 
@@ -54,7 +54,7 @@ def test_problems_set_the_exit_status(app, tmp_path, flags):
 
 
 def test_a_plan_for_a_gpu_from_sizes_alone(app, tmp_path):
-    """The true V4-Flash on 24 GiB: what is where, and how fast it can be at most."""
+    """V4-Flash on 24 GiB: memory by kind, expert placement and speed limits."""
     result = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--requests", "2"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     for words in (

@@ -1,4 +1,4 @@
-"""One press of a key at the prompt is enough, at whatever moment it falls."""
+"""Ctrl-C and Ctrl-D at the prompt take effect at once, whenever they are pressed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ try:
 except KeyboardInterrupt:
     sys.exit(130)
 """
-# Behind the prompt and ahead of the waiting, by a call in C that runs no Python after it: such a press used to be lost.
+# Raises SIGINT after the prompt is printed and before the wait starts, from C code without a following Python bytecode.
 BETWEEN = """
 import ctypes, functools, readline
 readline.set_pre_input_hook(functools.partial(getattr(ctypes.CDLL(None), "raise"), 2))
@@ -36,7 +36,7 @@ readline.set_pre_input_hook(functools.partial(getattr(ctypes.CDLL(None), "raise"
 
 @pytest.fixture
 def busy():
-    """Two processes that want the same cores."""
+    """Two processes that keep the cores busy."""
     spinning = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     yield
     for process in spinning:
@@ -44,7 +44,7 @@ def busy():
         process.wait()
 
 
-def test_a_press_between_prompt_and_waiting_is_heard_by_itself():
+def test_ctrl_c_between_prompt_and_wait_is_handled():
     with Terminal(command=[sys.executable, "-c", BETWEEN + PROMPT]) as terminal:
         terminal.wait_for(">>> ")
         assert terminal.ends_with(130, seconds=30)
@@ -70,13 +70,13 @@ def test_lines_are_read_as_typed():
         assert terminal.ends_with(130)
 
 
-def test_nothing_of_the_listening_stays_behind():
+def test_threads_descriptors_and_handlers_are_restored():
     script = """
     import os, signal, threading
-    from birkhoff.cli.line_input import heard_at_once
+    from birkhoff.cli.line_input import prompt_interrupts
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        with heard_at_once():
+        with prompt_interrupts():
             assert threading.active_count() == 2
     assert threading.active_count() == 1 and len(os.listdir("/proc/self/fd")) == before
     assert signal.getsignal(signal.SIGURG) == signal.SIG_DFL and signal.set_wakeup_fd(-1) == -1
@@ -87,25 +87,25 @@ def test_nothing_of_the_listening_stays_behind():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_handler_runs_although_nobody_waits_in_python():
-    """A lock that nobody releases is waited for in C; the nudges end that waiting too."""
-    heard = []
-    before = signal.signal(signal.SIGINT, lambda *_: heard.append(time.monotonic()))
+def test_the_handler_runs_during_a_wait_in_c():
+    """Waiting for a lock that is never released happens in C; the wake-up signal interrupts it too."""
+    calls = []
+    before = signal.signal(signal.SIGINT, lambda *_: calls.append(time.monotonic()))
     try:
         with prompt_interrupts():
             signal.raise_signal(signal.SIGINT)
             threading.Event().wait(0.3)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert len(heard) == 1  # nudges do not press again
+    assert len(calls) == 1  # wake-up signals do not repeat SIGINT
 
 
-def test_the_first_press_asks_and_the_second_insists():
+def test_the_first_ctrl_c_requests_a_stop_and_the_second_raises():
     handler = signal.getsignal(signal.SIGINT)
-    with stop_on_interrupt() as asked:
-        assert not asked.is_set()
+    with stop_on_interrupt() as stop:
+        assert not stop.is_set()
         signal.raise_signal(signal.SIGINT)
-        assert asked.is_set()
+        assert stop.is_set()
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is handler

@@ -1,4 +1,4 @@
-"""The command as a whole: help, version, verbs, exit statuses, settings, and how little it needs to say so."""
+"""The command as a whole: help, version, verbs, exit statuses, and no heavy imports for help."""
 
 import os
 import subprocess
@@ -68,9 +68,7 @@ def test_version():
 def test_misuse_ends_with_2_and_says_what_is_wrong(arguments, words):
     done = birkhoff(*arguments)
     assert done.returncode == 2 and no_trace_of_python(done.stderr)
-    plain = (
-        (done.stderr + done.stdout).decode().replace("│", " ")
-    )  # the parser breaks lines where it likes, in a box
+    plain = (done.stderr + done.stdout).decode().replace("│", " ")  # the parser wraps lines and draws a box
     said = " ".join(plain.split()).lower()
     for word in words:
         assert " ".join(word.split()).lower() in said

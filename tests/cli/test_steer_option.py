@@ -1,4 +1,4 @@
-"""`--steer` on generate and chat: modules, files, and lines that make no sense."""
+"""`--steer` of generate and chat: modules, vector files, and invalid lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verb `synth`: writes what it says, says what it would write."""
+"""The verb `synth`: the report matches the written files, also with --dry-run."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What reaches a person: typed lines, text a terminal can bear, bars only where they can be seen."""
+"""Terminal output: error lines, escaped control characters, progress bars only on terminals."""
 
 import io
 import sys
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from birkhoff.cli.terminal import escape_control, print_error, progress_bar
 
 
-def test_a_complaint_is_its_code_and_its_message(capsys):
+def test_an_error_is_its_code_and_its_message(capsys):
     print_error("weights", "first\nsecond")
     assert capsys.readouterr().err == "weights  first\n         second\n"
 
@@ -22,7 +22,7 @@ def test_text_for_a_terminal_moves_no_cursor(text):
         assert shown == text
 
 
-def test_on_a_pipe_a_bar_says_nothing(monkeypatch):
+def test_on_a_pipe_a_progress_bar_prints_nothing(monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     with progress_bar("working") as advance:

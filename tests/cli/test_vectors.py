@@ -1,4 +1,4 @@
-"""The verbs `vectors` and `sae`, run as a user runs them: files in, files out, tables apart from data."""
+"""The verbs `vectors` and `sae`: files in, files out, data on stdout and tables on stderr."""
 
 from __future__ import annotations
 

@@ -52,7 +52,9 @@ def main() -> None:
         source = LiveRows(engine, texts, options.hook, options.layer, batch_rows=512, pool_batches=2)
         result = train_sae(source, TrainOptions(512, k=16, steps=options.steps, rate=5e-3), options.out)
         quality = result.quality
-        print(f"{result.rows} rows: {quality.explained_variance:.0%} explained, {quality.l0:.0f} features a row")
+        print(
+            f"{result.rows} rows: {quality.explained_variance:.0%} explained, {quality.l0:.0f} features a row"
+        )
 
         entries = explain(engine, result.sae, texts, contexts=4, tokens=5)
         print(f"{len(entries)} features in {save_features(entries, options.out)}")

@@ -1,7 +1,7 @@
-"""The log of calls: one line each on stderr, as text for a person or JSON for a machine.
+"""Access log: one line per HTTP request on stderr, as text or as JSON.
 
-A line has the call's id, method, path, status and time. Prompts, keys and bodies are never written. A defect is written
-with its stack under the id that its client was given.
+A line holds the request's id, method, path, status and duration. Prompts, keys and bodies are never written. An
+unexpected exception is logged with its traceback under the request id that the client received.
 """
 
 from __future__ import annotations
@@ -16,52 +16,37 @@ import orjson
 
 
 class AccessLog:
-    def __init__(self, form: str = "text", stream: TextIO | None = None):
-        self._form = form
+    """Writes log lines to `stream`. `format` is `text`, `json` or `off` (exceptions are logged even when off)."""
+
+    def __init__(self, format: str = "text", stream: TextIO | None = None):
+        self._format = format
         self._stream = stream or sys.stderr
 
-    def call(
+    def log_request(
         self, request_id: str, method: str, path: str, status: int, seconds: float, note: str = ""
     ) -> None:
-        if self._form == "off":
+        if self._format == "off":
             return
-        line = {
-            "time": _now(),
-            "id": request_id,
-            "method": method[:16],
-            "path": path[:200],
-            "status": status,
-            "ms": round(seconds * 1e3, 1),
-            "note": note,
-        }
-        if self._form == "json":
-            self._write(orjson.dumps(line).decode())
+        method, path, milliseconds = method[:16], path[:200], round(seconds * 1e3, 1)
+        if self._format == "json":
+            line = {"time": _now(), "id": request_id, "method": method, "path": path, "status": status}
+            self._write(orjson.dumps({**line, "ms": milliseconds, "note": note}).decode())
         else:
-            tail = f"  {note}" if note else ""
+            suffix = f"  {note}" if note else ""
             self._write(
-                f"{_now()}  {status or '---'}  {method[:16]:<6} {path[:200]!a}  {line['ms']} ms  {request_id}{tail}"
+                f"{_now()}  {status or '---'}  {method:<6} {path!a}  {milliseconds} ms  {request_id}{suffix}"
             )
 
-    def defect(self, request_id: str, error: BaseException) -> None:
+    def log_exception(self, request_id: str, error: BaseException) -> None:
         stack = "".join(traceback.format_exception(error))
-        if self._form == "json":
-            self._write(
-                orjson.dumps(
-                    {"time": _now(), "id": request_id, "defect": repr(error), "stack": stack}
-                ).decode()
-            )
+        if self._format == "json":
+            line = {"time": _now(), "id": request_id, "defect": repr(error), "stack": stack}
+            self._write(orjson.dumps(line).decode())
         else:
             self._write(f"{_now()}  defect in {request_id}\n{stack.rstrip()}")
 
-    def say(self, text: str) -> None:
-        self._write(
-            orjson.dumps({"time": _now(), "say": text}).decode()
-            if self._form == "json"
-            else f"birkhoff: {text}"
-        )
-
     def _write(self, line: str) -> None:
-        with suppress(OSError, ValueError):  # whoever read the log is gone; the server goes on
+        with suppress(OSError, ValueError):  # a closed log stream must not stop the server
             print(line, file=self._stream, flush=True)
 
 

@@ -1,11 +1,11 @@
-"""What goes wrong, as a client sees it: one shape, few statuses, a next move in every message.
+"""Errors as clients see them: one JSON shape per API, few statuses, and a next step in every message.
 
     {"error": {"message": ..., "type": ..., "param": ..., "code": ...}}                    OpenAI's clients
     {"type": "error", "error": {"type": ..., "message": ...}, "request_id": ...}           Anthropic's
 
-`ApiError` is raised anywhere below a route; `problem_of` makes one of any other exception. A refusal of ours keeps its
-message and code, since those were written for callers. Everything else is told without detail: a client never reads a
-path, a stack or an address of this machine, and never more than a little of what it sent.
+`ApiError` can be raised anywhere below a route; `to_api_error` converts any other exception. Birkhoff's own refusals
+keep their message and code, which are written for callers. All other exceptions are reported without detail: a response
+never contains a path, traceback or address of the server, and echoes only short parts of the input.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ TYPES = {
     507: "insufficient_storage",
 }
 _ANTHROPIC = {413: "request_too_large", 500: "api_error", 503: "overloaded_error", 408: "timeout_error"}
-LONGEST_MESSAGE = 1000
+MAX_MESSAGE_CHARS = 1000
 _FIELD = re.compile(r"([a-z][a-z_]*(?:\.[a-z_]+|\[\d+\])*)(?: is |: )")
 
 
 class ApiError(Exception):
-    """A refusal or failure with its place on the wire."""
+    """An error with its HTTP status, code, parameter and headers. Long messages are truncated."""
 
     def __init__(
         self,
@@ -70,7 +70,9 @@ class ApiError(Exception):
         self.code = code
         self.param = param
         self.headers = headers or {}
-        self.message = message if len(message) <= LONGEST_MESSAGE else message[: LONGEST_MESSAGE - 1] + "…"
+        self.message = (
+            message if len(message) <= MAX_MESSAGE_CHARS else message[: MAX_MESSAGE_CHARS - 1] + "…"
+        )
 
     @property
     def type(self) -> str:
@@ -84,28 +86,29 @@ class ApiError(Exception):
         return {"type": "error", "error": {"type": kind, "message": self.message}, "request_id": request_id}
 
     def response(self, path: str, request_id: str) -> Response:
-        """The answer in the dialect of the route that was called."""
+        """The response in the error format of the API that `path` belongs to."""
         body = self.as_anthropic(request_id) if path.startswith("/v1/messages") else self.as_json()
         headers = dict(self.headers)
         if self.status in (500, 501):
-            headers.setdefault("x-should-retry", "false")  # the same call would meet the same defect
+            headers.setdefault("x-should-retry", "false")  # a retry would fail the same way
         return Response(orjson.dumps(body), self.status, headers, "application/json")
 
 
-def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    """A 400 error."""
     return ApiError(400, message, param=param, code=code)
 
 
-def problem_of(error: BaseException, steered: bool = False) -> ApiError:
-    """How an exception is told; `steered` when the request changed activations, so that NaN is its own doing."""
+def to_api_error(error: BaseException, steered: bool = False) -> ApiError:
+    """Convert any exception. `steered`: the request edited activations, so invalid logits are the caller's error."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ContextError):
-        return bad(str(error), "messages", "context_length_exceeded")
+        return bad_request(str(error), "messages", "context_length_exceeded")
     if isinstance(error, RequestError):
-        return bad(str(error), getattr(error, "path", "") or _first_name(str(error)), error.code)
+        return bad_request(str(error), getattr(error, "path", "") or _leading_field(str(error)), error.code)
     if isinstance(error, (CapacityError, TextUnavailable)):
-        return bad(str(error), None, error.code)
+        return bad_request(str(error), None, error.code)
     if isinstance(error, LogitsError):
         return ApiError(400 if steered else 500, str(error), code=error.code)
     if isinstance(error, EngineClosed):
@@ -134,14 +137,14 @@ def problem_of(error: BaseException, steered: bool = False) -> ApiError:
     )
 
 
-def _first_name(message: str) -> str | None:
-    """Refusals begin with the field at fault, such as `top_p is 2, expected …`."""
-    found = _FIELD.match(message)
-    return found[1] if found else None
+def _leading_field(message: str) -> str | None:
+    """The field a message starts with, as in `top_p is 2, expected …`."""
+    match = _FIELD.match(message)
+    return match[1] if match else None
 
 
 def _out_of_memory(error: BaseException) -> bool:
-    """torch says it in words on the host and by class on a device."""
+    """torch raises `OutOfMemoryError` on a device and a plain `RuntimeError` on the host."""
     if type(error).__name__ == "OutOfMemoryError":
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)

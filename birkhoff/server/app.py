@@ -1,7 +1,7 @@
-"""The application: every route, what it takes, and the page that says so.
+"""The ASGI application: all routes with their OpenAPI documentation, wrapped in the middleware.
 
-Routes read their bodies themselves (`body.py`); FastAPI keeps the table and writes `/openapi.json` from the same models
-that do the checking. Everything passes the gate first.
+Routes read their bodies themselves (`body.py`). FastAPI does the routing and writes `/openapi.json` from the models
+that also validate the bodies.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from birkhoff import __version__
 from birkhoff.errors import BirkhoffError
 from birkhoff.server.access_log import AccessLog
-from birkhoff.server.api_errors import ApiError, problem_of
+from birkhoff.server.api_errors import ApiError, to_api_error
 from birkhoff.server.async_engine import AsyncEngine
 from birkhoff.server.body import RequestBody
 from birkhoff.server.capture_routes import CaptureRoutes
@@ -29,22 +29,22 @@ from birkhoff.server.completion_routes import CompletionBody, CompletionRoutes
 from birkhoff.server.context import ServingContext
 from birkhoff.server.contrast_routes import ContrastBody, ContrastRoutes
 from birkhoff.server.interp_routes import AttentionBody, EstimateBody, InterpRoutes, LensBody
-from birkhoff.server.links import Links
-from birkhoff.server.message_routes import CountBody, MessageRoutes, MessagesBody
+from birkhoff.server.links import SignedLinks
+from birkhoff.server.message_routes import CountTokensBody, MessageRoutes, MessagesBody
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.middleware import Middleware
 from birkhoff.server.page_routes import PageRoutes
-from birkhoff.server.patching_routes import PatchRoutes, SweepBody
+from birkhoff.server.patching_routes import PatchingRoutes, SweepBody
 from birkhoff.server.response_routes import ResponseRoutes, ResponsesBody
-from birkhoff.server.sae_routes import FeaturesBody, GlobalBody, SaeRoutes
+from birkhoff.server.sae_routes import FeaturesBody, GlobalClampsBody, SaeRoutes
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.server.service_routes import ServiceRoutes
-from birkhoff.server.steering_routes import ModuleBody, SetBody, SteeringRoutes, UnregisterBody
+from birkhoff.server.steering_routes import GlobalSteeringBody, ModuleBody, SteeringRoutes, UnregisterBody
 from birkhoff.server.token_routes import DetokenizeBody, TemplateBody, TokenizeBody, TokenRoutes
 
 Handler = Callable[..., Awaitable[Response]]
-REFERENCE = "#/components/schemas/{model}"
-ERROR = {
+SCHEMA_REF = "#/components/schemas/{model}"
+ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
     "properties": {
@@ -60,7 +60,7 @@ ERROR = {
         }
     },
 }
-MESSAGES_ERROR = {
+MESSAGES_ERROR_SCHEMA = {
     "type": "object",
     "required": ["type", "error", "request_id"],
     "properties": {
@@ -77,112 +77,320 @@ MESSAGES_ERROR = {
 
 def build_app(
     settings: ServerSettings,
-    hub: AsyncEngine,
+    async_engine: AsyncEngine,
     metrics: Metrics,
-    journal: AccessLog,
-    loading: Mapping[str, Any],
+    access_log: AccessLog,
+    load_options: Mapping[str, Any],
 ) -> ASGIApp:
-    name = settings.served_name or PurePath(str(loading.get("model", "nano"))).name
-    context = ServingContext(settings, hub, journal, name)
+    """Build the application. `load_options` are the options the engine is loaded with; they name the model."""
+    model_name = settings.served_name or PurePath(str(load_options.get("model", "nano"))).name
+    context = ServingContext(settings, async_engine, access_log, model_name)
     app = FastAPI(
         title="Birkhoff", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
     )
-    table = RouteTable(app)
+    links = SignedLinks()
+    routes = RouteRegistry(app)
+    _add_service_routes(routes, context, metrics)
+    _add_generation_routes(routes, context)
+    _add_interp_routes(routes, context, links)
+    routes.finish()
+    return Middleware(app, settings, metrics, access_log, links)
+
+
+def _add_service_routes(routes: RouteRegistry, context: ServingContext, metrics: Metrics) -> None:
+    page = PageRoutes()
     service = ServiceRoutes(context, metrics)
-    chats = ChatRoutes(context)
-    completions = CompletionRoutes(context)
+    routes.get("/", page.home, "Web page", "The HTML of the web page.", "text/html")
+    routes.get("/favicon.ico", page.icon, "Favicon", "The icon of the web page.", "image/svg+xml")
+    routes.get(
+        "/assets/{name}",
+        page.asset,
+        "Web page asset",
+        "A script, style sheet or image of the web page.",
+        "text/javascript",
+    )
+    for path in ("/health", "/v1/health"):
+        routes.get(
+            path,
+            service.health,
+            "Health check",
+            "200 once the model is loaded and the engine is alive, else 503. Never waits for the engine.",
+        )
+    routes.get(
+        "/ready",
+        service.ready,
+        "Readiness check",
+        "200 if a request would be admitted now; 503 while loading or draining and when the queue is full.",
+    )
+    routes.get("/version", service.version, "Version", "The version of the server.")
+    routes.get(
+        "/props",
+        service.props,
+        "Model and server properties",
+        "Model dimensions, hooks with their shapes, sampling defaults and limits.",
+    )
+    routes.get(
+        "/slots",
+        service.slots,
+        "Active requests",
+        "Running and waiting requests with their progress. With `fail_on_no_slot=1`, 503 if no slot is free.",
+    )
+    routes.get("/v1/models", service.models, "List models", "The one model that is served.")
+    routes.get(
+        "/v1/models/{model:path}", service.model, "Get a model", "The served model; 404 for another name."
+    )
+    if context.settings.metrics:
+        routes.get(
+            "/metrics",
+            service.metrics,
+            "Prometheus metrics",
+            "Metrics in the Prometheus text format.",
+            "text/plain",
+        )
+    routes.post(
+        "/v1/requests/{request_id}/cancel",
+        service.cancel,
+        None,
+        "Cancel a request",
+        "Cancels the request with this id. Idempotent: an unknown or finished id is not an error.",
+    )
+
+
+def _add_generation_routes(routes: RouteRegistry, context: ServingContext) -> None:
     tokens = TokenRoutes(context)
-    responses = ResponseRoutes(context)
     messages = MessageRoutes(context)
-    links = Links()
-    looking = InterpRoutes(context)
+    routes.post(
+        "/v1/chat/completions",
+        ChatRoutes(context).create,
+        ChatBody,
+        "Chat completion",
+        "OpenAI's chat completions API, with fields for capture, steering and signals.",
+    )
+    routes.post(
+        "/v1/chat/completions/input_tokens",
+        tokens.input_tokens,
+        TemplateBody,
+        "Count chat prompt tokens",
+        "Number of prompt tokens of a chat completion.",
+    )
+    routes.post(
+        "/v1/completions",
+        CompletionRoutes(context).create,
+        CompletionBody,
+        "Text completion",
+        "OpenAI's completions API: continues one or several prompts of plain text or token ids.",
+    )
+    routes.post(
+        "/v1/responses",
+        ResponseRoutes(context).create,
+        ResponsesBody,
+        "Create a response",
+        "OpenAI's Responses API. Stateless: the whole conversation is sent as `input`.",
+    )
+    routes.post(
+        "/v1/messages", messages.create, MessagesBody, "Create a message", "Anthropic's Messages API."
+    )
+    routes.post(
+        "/v1/messages/count_tokens",
+        messages.count_tokens,
+        CountTokensBody,
+        "Count message tokens",
+        "Number of prompt tokens of a message.",
+    )
+    routes.post(
+        "/v1/embeddings",
+        _no_embeddings,
+        None,
+        "Embeddings (not supported)",
+        "Always 501. Capture `final_hidden` instead.",
+    )
+    routes.post(
+        "/tokenize", tokens.tokenize, TokenizeBody, "Tokenize", "Token ids of a text or a conversation."
+    )
+    routes.post("/detokenize", tokens.detokenize, DetokenizeBody, "Detokenize", "Text of token ids.")
+    routes.post(
+        "/apply-template",
+        tokens.template,
+        TemplateBody,
+        "Apply the chat template",
+        "The prompt text and token ids of a conversation.",
+    )
+
+
+def _add_interp_routes(routes: RouteRegistry, context: ServingContext, links: SignedLinks) -> None:
+    interp = InterpRoutes(context)
     captures = CaptureRoutes(context, links)
     steering = SteeringRoutes(context)
-    saes = SaeRoutes(context, looking)
-    patching = PatchRoutes(context, looking)
-    page = PageRoutes()
-    table.get("/", page.home, "The page", "text/html")
-    table.get("/favicon.ico", page.icon, "Its picture", "image/svg+xml")
-    table.get("/assets/{name}", page.asset, "The page's files", "text/javascript")
-    for path in ("/health", "/v1/health"):
-        table.get(path, service.health, "Whether the server is up")
-    table.get("/ready", service.ready, "Whether a call would be let in")
-    table.get("/version", service.version, "The version")
-    table.get("/props", service.props, "What is served: the model, its hooks, limits, defaults")
-    table.get("/slots", service.slots, "What is running")
-    table.get("/v1/models", service.models, "The models")
-    table.get("/v1/models/{model:path}", service.model, "One model")
-    if settings.metrics:
-        table.get("/metrics", service.numbers, "Numbers for Prometheus", "text/plain")
-    table.post("/v1/requests/{request_id}/cancel", service.cancel, None, "End a running call")
-    table.post("/v1/chat/completions", chats.answer, ChatBody, "An answer in a conversation")
-    table.post(
-        "/v1/chat/completions/input_tokens", tokens.input_tokens, TemplateBody, "How long a prompt would be"
+    saes = SaeRoutes(context, interp)
+    patching = PatchingRoutes(context, interp)
+    routes.get(
+        "/v1/interp/schema",
+        interp.schema,
+        "Hook schema",
+        "All hooks of the model with shape, dtype and layers.",
     )
-    table.post("/v1/completions", completions.answer, CompletionBody, "Text on from a prompt")
-    table.post("/v1/responses", responses.answer, ResponsesBody, "An answer, in items")
-    table.post("/v1/messages", messages.answer, MessagesBody, "An answer, in blocks")
-    table.post("/v1/messages/count_tokens", messages.count, CountBody, "How long a prompt would be")
-    table.post("/v1/embeddings", service.no_embeddings, None, "Not served")
-    table.post("/tokenize", tokens.tokenize, TokenizeBody, "Text to token ids")
-    table.post("/detokenize", tokens.detokenize, DetokenizeBody, "Token ids to text")
-    table.post("/apply-template", tokens.template, TemplateBody, "A conversation as the model reads it")
-    table.get("/v1/interp/schema", looking.schema, "The hooks of the model")
-    table.post("/v1/interp/estimate", looking.estimate, EstimateBody, "What a capture would cost")
-    table.post("/v1/interp/attention", looking.attention, AttentionBody, "Where attention goes")
-    table.post("/v1/lens", looking.lens, LensBody, "What every stream would predict at every depth")
-    table.get("/v1/interp/captures", captures.listed, "Captures of this server")
-    table.get("/v1/interp/captures/{capture_id}", captures.one, "One capture")
-    table.get("/v1/interp/captures/{capture_id}/data", captures.data, "Its rows", "application/octet-stream")
-    table.post(
-        "/v1/interp/captures/{capture_id}/link", captures.link, None, "Where to find them for a minute"
+    routes.post(
+        "/v1/interp/estimate",
+        interp.estimate,
+        EstimateBody,
+        "Estimate a capture",
+        "Rows and bytes a capture would store, and from which prompt position it must be recomputed.",
     )
-    table.get("/v1/interp/captures/{capture_id}/slice", captures.slice, "Some of its rows as numbers")
-    table.post(
+    routes.post(
+        "/v1/interp/attention",
+        interp.attention,
+        AttentionBody,
+        "Attention weights",
+        "Attention of one position by layer, or with `masses` how it is distributed for all positions.",
+    )
+    routes.post(
+        "/v1/lens",
+        interp.lens,
+        LensBody,
+        "Logit lens",
+        "Top tokens of every stream, their mean and the head's mix at every depth, or the surprisal of the text.",
+    )
+    routes.get("/v1/interp/captures", captures.list_captures, "List captures", "File captures, newest first.")
+    routes.get(
+        "/v1/interp/captures/{capture_id}",
+        captures.get_capture,
+        "Get a capture",
+        "State and entries of a capture. `wait=S` waits up to S seconds for its files.",
+    )
+    routes.get(
+        "/v1/interp/captures/{capture_id}/data",
+        captures.data,
+        "Download a capture",
+        "All rows as one safetensors file. Supports range requests.",
+        "application/octet-stream",
+    )
+    routes.post(
+        "/v1/interp/captures/{capture_id}/link",
+        captures.link,
+        None,
+        "Create a download link",
+        "A URL of the capture's data that works for one minute without a key.",
+    )
+    routes.get(
+        "/v1/interp/captures/{capture_id}/slice",
+        captures.slice,
+        "Slice of a capture",
+        "Rows of one hook and layer as numbers, subsampled to at most 256 rows and 512 columns.",
+    )
+    routes.post(
         "/v1/interp/contrast",
         ContrastRoutes(context).compare,
         ContrastBody,
-        "Two sets of texts, and where they differ",
+        "Contrast two sets of texts",
+        "How well each layer and stream separates two sets of texts. With `name`, registers the direction.",
     )
-    table.get("/v1/saes", saes.attached, "Dictionaries of features")
-    table.post("/v1/interp/features", saes.features, FeaturesBody, "Features that fire on a text")
-    table.get("/v1/interp/features/{sae}/{feature}", saes.feature, "What is known of one feature")
-    table.get("/v1/steering/sae", saes.status, "Features every answer has set")
-    table.post("/v1/steering/sae/set", saes.set, GlobalBody, "Set features in every answer")
-    table.post("/v1/steering/sae/clear", saes.clear, None, "Take them away")
-    table.post(
-        "/v1/patch_sweep", patching.sweep, SweepBody, "One text's inside in another's place, cell by cell"
+    routes.get("/v1/saes", saes.list_saes, "List SAEs", "Attached sparse autoencoders with hook and layer.")
+    routes.post(
+        "/v1/interp/features",
+        saes.features,
+        FeaturesBody,
+        "Active SAE features",
+        "The most active features of an SAE at every token of a text.",
     )
-    table.delete("/v1/patch_source/{run}", patching.forget, "Forget a kept run")
-    table.get("/v1/steering", steering.status, "The edits every answer gets")
-    table.get("/v1/steering/layers", steering.layers, "Which hooks can be steered at each layer")
-    table.post("/v1/steering/set", steering.set, SetBody, "Set the edits every answer gets")
-    table.post("/v1/steering/clear", steering.clear, None, "Take them away")
-    table.get("/v1/steering/modules", steering.modules, "Named vectors")
-    table.post("/v1/steering/modules/register", steering.register, ModuleBody, "Name a vector")
-    table.post("/v1/steering/modules/unregister", steering.unregister, UnregisterBody, "Forget a name")
-    table.finish()
-    return Middleware(app, settings, metrics, journal, links)
+    routes.get(
+        "/v1/interp/features/{sae}/{feature}",
+        saes.feature,
+        "Get an SAE feature",
+        "Label, density, top contexts and decoder logits of one feature.",
+    )
+    routes.get(
+        "/v1/steering/sae", saes.status, "Get global clamps", "SAE clamps that apply to every request."
+    )
+    routes.post(
+        "/v1/steering/sae/set",
+        saes.set,
+        GlobalClampsBody,
+        "Set global clamps",
+        "Sets SAE clamps for every later request. Needs the steering key.",
+    )
+    routes.post(
+        "/v1/steering/sae/clear",
+        saes.clear,
+        None,
+        "Clear global clamps",
+        "Removes the SAE clamps that apply to every request. Needs the steering key.",
+    )
+    routes.post(
+        "/v1/patch_sweep",
+        patching.sweep,
+        SweepBody,
+        "Activation-patching sweep",
+        "Patches activations of a source text into a target text, cell by cell over layers and positions, and "
+        "returns the logit difference of two tokens. Needs the steering key.",
+    )
+    routes.delete(
+        "/v1/patch_source/{run}",
+        patching.delete_run,
+        "Delete a stored run",
+        "Deletes the activations stored by a patching sweep. Needs the steering key.",
+    )
+    routes.get("/v1/steering", steering.status, "Get global steering", "Edits that apply to every request.")
+    routes.get(
+        "/v1/steering/layers", steering.layers, "Steerable layers", "Hooks that can be steered, by layer."
+    )
+    routes.post(
+        "/v1/steering/set",
+        steering.set,
+        GlobalSteeringBody,
+        "Set global steering",
+        "Sets the edits of every later request. Needs the steering key.",
+    )
+    routes.post(
+        "/v1/steering/clear",
+        steering.clear,
+        None,
+        "Clear global steering",
+        "Removes the edits that apply to every request. Needs the steering key.",
+    )
+    routes.get("/v1/steering/modules", steering.modules, "List steering modules", "Registered vectors.")
+    routes.post(
+        "/v1/steering/modules/register",
+        steering.register,
+        ModuleBody,
+        "Register a steering module",
+        "Registers a vector under a name that calls can use. Needs the steering key.",
+    )
+    routes.post(
+        "/v1/steering/modules/unregister",
+        steering.unregister,
+        UnregisterBody,
+        "Unregister a steering module",
+        "Removes a registered vector. Needs the steering key.",
+    )
 
 
-class RouteTable:
-    """Routes with the models of their bodies."""
+class RouteRegistry:
+    """Adds routes to a FastAPI application, with their body models in the OpenAPI document."""
 
     def __init__(self, app: FastAPI):
         self._app = app
         self._models = list[type[RequestBody]]()
-        for kind in (ApiError, BirkhoffError, Exception):
-            app.add_exception_handler(kind, _problem)
-        app.add_exception_handler(HTTPException, _http_problem)
+        for error_type in (ApiError, BirkhoffError, Exception):
+            app.add_exception_handler(error_type, _error_response)
+        app.add_exception_handler(HTTPException, _routing_error_response)
 
-    def get(self, path: str, handler: Handler, summary: str, kind: str = "application/json") -> None:
-        self._add(path, handler, "GET", None, summary, kind)
+    def get(
+        self,
+        path: str,
+        handler: Handler,
+        summary: str,
+        description: str,
+        media_type: str = "application/json",
+    ) -> None:
+        self._add(path, handler, "GET", None, summary, description, media_type)
 
-    def delete(self, path: str, handler: Handler, summary: str) -> None:
-        self._add(path, handler, "DELETE", None, summary)
+    def delete(self, path: str, handler: Handler, summary: str, description: str) -> None:
+        self._add(path, handler, "DELETE", None, summary, description)
 
-    def post(self, path: str, handler: Handler, body: type[RequestBody] | None, summary: str) -> None:
-        self._add(path, handler, "POST", body, summary)
+    def post(
+        self, path: str, handler: Handler, body: type[RequestBody] | None, summary: str, description: str
+    ) -> None:
+        self._add(path, handler, "POST", body, summary, description)
 
     def _add(
         self,
@@ -191,29 +399,31 @@ class RouteTable:
         method: str,
         body: type[RequestBody] | None,
         summary: str,
-        kind: str = "application/json",
+        description: str,
+        media_type: str = "application/json",
     ) -> None:
         error = "MessagesError" if path.startswith("/v1/messages") else "Error"
-        failure = {
-            "description": "refused",
-            "content": {"application/json": {"schema": {"$ref": REFERENCE.format(model=error)}}},
+        error_response = {
+            "description": "Error",
+            "content": {"application/json": {"schema": {"$ref": SCHEMA_REF.format(model=error)}}},
         }
         extra: dict[str, Any] = {
             "responses": {
-                "200": {"description": "done", "content": {kind: {}}},
-                "4XX": failure,
-                "5XX": failure,
+                "200": {"description": "Success", "content": {media_type: {}}},
+                "4XX": error_response,
+                "5XX": error_response,
             }
         }
         if body is not None:
             self._models.append(body)
-            schema = {"$ref": REFERENCE.format(model=body.__name__)}
+            schema = {"$ref": SCHEMA_REF.format(model=body.__name__)}
             extra["requestBody"] = {"required": True, "content": {"application/json": {"schema": schema}}}
         self._app.add_api_route(
             path,
             handler,
             methods=[method],
             summary=summary,
+            description=description,
             response_model=None,
             response_class=Response,
             openapi_extra=extra,
@@ -221,37 +431,39 @@ class RouteTable:
         )
 
     def finish(self) -> None:
-        """Put the bodies' models on the page."""
-        page = self._app.openapi()
-        for path in page["paths"].values():
-            for operation in path.values():
-                operation["responses"] = {
-                    code: each for code, each in operation["responses"].items() if code != "422"
-                }
+        """Complete the OpenAPI document: add the body models, remove FastAPI's validation errors."""
+        document = self._app.openapi()
+        for operations in document["paths"].values():
+            for operation in operations.values():
+                operation["responses"].pop("422", None)
         _, models = models_json_schema(
-            [(model, "validation") for model in self._models], ref_template=REFERENCE
+            [(model, "validation") for model in self._models], ref_template=SCHEMA_REF
         )
-        schemas = page.setdefault("components", {}).setdefault("schemas", {})
+        schemas = document.setdefault("components", {}).setdefault("schemas", {})
         schemas.pop("HTTPValidationError", None)
         schemas.pop("ValidationError", None)
-        schemas |= {**models.get("$defs", {}), "Error": ERROR, "MessagesError": MESSAGES_ERROR}
+        schemas |= {**models.get("$defs", {}), "Error": ERROR_SCHEMA, "MessagesError": MESSAGES_ERROR_SCHEMA}
 
 
-async def _problem(http: HttpRequest, error: Exception) -> Response:
-    return problem_of(error).response(http.url.path, http.state.request_id)
+async def _no_embeddings() -> Response:
+    raise ApiError(501, "this model makes no embeddings. Capture final_hidden instead.", code="embeddings")
 
 
-async def _http_problem(http: HttpRequest, error: Exception) -> Response:
-    """What the router itself refuses."""
+async def _error_response(http: HttpRequest, error: Exception) -> Response:
+    return to_api_error(error).response(http.url.path, http.state.request_id)
+
+
+async def _routing_error_response(http: HttpRequest, error: Exception) -> Response:
+    """Errors of the router itself: unknown paths and methods."""
     assert isinstance(error, HTTPException)
-    said = {
+    messages = {
         404: "there is no such route. /openapi.json lists those there are.",
         405: "this route takes another method.",
     }
-    problem = ApiError(
+    api_error = ApiError(
         error.status_code,
-        said.get(error.status_code, "the call was refused."),
+        messages.get(error.status_code, "the call was refused."),
         code="route",
         headers=dict(error.headers or {}),
     )
-    return problem.response(http.url.path, http.state.request_id)
+    return api_error.response(http.url.path, http.state.request_id)

@@ -1,8 +1,8 @@
-"""Where calls meet the engine: who is let in, and the hand-over between its thread and many waiting clients.
+"""Async front of the engine: admission control, and delivery of step outputs to waiting clients.
 
-One driving thread steps the engine; this file lives on the event loop. A `ActiveCall` is the requests of one call:
-entering takes places in the queue or is refused with 429, leaving ends whatever still runs, before the next step. News
-crosses threads once per step, for everybody together.
+One driver thread steps the engine; everything here runs on the event loop. An `ActiveCall` groups the requests of one
+HTTP call: `submit` reserves places in the queue or raises 429, `close` cancels whatever still runs before the next
+step. Outputs cross from the driver thread to the event loop once per step, for all requests together.
 """
 
 from __future__ import annotations
@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
     from birkhoff.server.metrics import Metrics
 
+CallEvent = RequestOutput | Literal["idle", "cancelled"]
+
 
 class AsyncEngine:
+    """The engine as the routes see it. Created before the model is loaded; `start` attaches the loaded engine."""
+
     def __init__(self, settings: ServerSettings, metrics: Metrics):
         self.settings = settings
         self.metrics = metrics
@@ -32,11 +36,9 @@ class AsyncEngine:
         self._engine: Engine | None = None
         self._driver: Driver | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._running: dict[
-            Request, ActiveCall | None
-        ] = {}  # None: its call has left, the engine has not said so yet
-        self._held: Counter[str] = Counter()  # places by caller
-        self._seconds: deque[float] = deque([1.0], maxlen=64)  # how long recent answers took
+        self._calls: dict[Request, ActiveCall | None] = {}  # None: call closed, last output still to come
+        self._requests_by_caller: Counter[str] = Counter()
+        self._durations: deque[float] = deque([1.0], maxlen=64)  # seconds per recent request
 
     @property
     def engine(self) -> Engine:
@@ -59,39 +61,41 @@ class AsyncEngine:
 
     @property
     def ready(self) -> bool:
-        return self.loaded and self.healthy and not self.draining and self.places > 0
+        return self.loaded and self.healthy and not self.draining and self.free_places > 0
 
     @property
-    def places(self) -> int:
-        """How many more answers would be let in."""
-        return self.engine.max_requests + self.settings.max_queue - len(self._running)
+    def free_places(self) -> int:
+        """Number of further requests that would be admitted: slots plus queue, minus active requests."""
+        return self.engine.max_requests + self.settings.max_queue - len(self._calls)
 
     @property
-    def live(self) -> list[Request]:
-        return list(self._running)
+    def active_requests(self) -> list[Request]:
+        return list(self._calls)
 
     def start(self, engine: Engine) -> None:
-        """Open for work; called on the event loop."""
+        """Accept requests. Must be called on the event loop."""
         self._loop = asyncio.get_running_loop()
         self._engine = engine
-        self._driver = engine.driver(self._from_driver)
+        self._driver = engine.driver(self._on_step)
 
     def stop(self) -> None:
-        """End everything that still runs, finish captures, close the engine."""
+        """Cancel all requests, finish captures and close the engine."""
         self.draining = True
-        self.halt()
+        self.stop_driver()
         if self._engine is not None:
             self._engine.close()
 
-    def halt(self) -> None:
-        """Step no more; the engine stays open for whoever else holds it."""
+    def stop_driver(self) -> None:
+        """Cancel all requests and stop stepping. The engine stays open."""
         if self._driver is not None:
-            self._driver.cancel(self.live)
+            self._driver.cancel(self.active_requests)
             self._driver.close()
 
-    def running(self, requests: Sequence[Request], caller: str, call_id: str, own: bool) -> ActiveCall:
-        """`own`: the caller chose the id, so that nobody else may have it."""
-        if own and any(call is not None and call.id == call_id for call in self._running.values()):
+    def new_call(
+        self, requests: Sequence[Request], caller: str, call_id: str, client_chose_id: bool
+    ) -> ActiveCall:
+        """Create a call that has not been submitted. An id chosen by the client must not be in use."""
+        if client_chose_id and self._calls_with_id(call_id):
             raise ApiError(
                 409,
                 "a call of this id is running. Choose another.",
@@ -100,186 +104,194 @@ class AsyncEngine:
             )
         return ActiveCall(self, requests, caller, call_id)
 
-    def cancel_call(self, request_id: str) -> bool:
-        """End the call of that id; False when there is none."""
-        found = [call for call in self._running.values() if call is not None and call.id == request_id]
-        for call in found:
+    def cancel_call(self, call_id: str) -> bool:
+        """Cancel the call with this id. Returns False if there is none."""
+        calls = self._calls_with_id(call_id)
+        for call in calls:
             call.cancel("asked")
-        return bool(found)
+        return bool(calls)
 
     def call_id(self, request: Request) -> str | None:
-        call = self._running.get(request)
+        call = self._calls.get(request)
         return None if call is None else call.id
 
+    def _calls_with_id(self, call_id: str) -> list[ActiveCall]:
+        return [call for call in self._calls.values() if call is not None and call.id == call_id]
+
     def admit(self, call: ActiveCall) -> None:
+        """Submit the requests of `call` to the driver, or raise 429 (queue full) or 503 (stopping)."""
         if self.draining:
             raise ApiError(
                 503, "the server is stopping. Try again later.", code="draining", headers={"Retry-After": "5"}
             )
-        wanted, slots = len(call.requests), self.engine.max_requests
+        count, slots = len(call.requests), self.engine.max_requests
         share = slots + self.settings.max_queue
-        if len(self.settings.api_key) > 1:  # one greedy key leaves room for the others
+        if len(self.settings.api_key) > 1:  # with several keys, one key may not fill the whole queue
             share = max(slots, math.ceil(share * 0.75))
-        if wanted > self.places or self._held[call.caller] + wanted > share:
+        if count > self.free_places or self._requests_by_caller[call.caller] + count > share:
             self.metrics.rejected.labels("queue").inc()
-            mean = sum(self._seconds) / len(self._seconds)
-            after = min(30, max(1, math.ceil(mean * len(self._running) / max(slots, 1))))
+            mean = sum(self._durations) / len(self._durations)
+            retry_after = min(30, max(1, math.ceil(mean * len(self._calls) / max(slots, 1))))
             raise ApiError(
                 429,
-                f"{len(self._running)} answers are running or waiting and there is no place for {wanted} more. "
-                f"Try again in {after} s.",
+                f"{len(self._calls)} answers are running or waiting and there is no place for {count} more. "
+                f"Try again in {retry_after} s.",
                 code="queue-full",
-                headers={"Retry-After": str(after)},
+                headers={"Retry-After": str(retry_after)},
             )
         assert self._driver is not None
         self._driver.submit(call.requests)
         for request in call.requests:
-            self._running[request] = call
-        self._held[call.caller] += wanted
+            self._calls[request] = call
+        self._requests_by_caller[call.caller] += count
 
-    def leave(self, call: ActiveCall, cause: str) -> None:
-        """End what still runs of a call."""
-        left = [request for request in call.requests if self._running.get(request) is call]
-        if left and self._driver is not None:
-            self.metrics.cancelled.labels(cause).inc(len(left))
-            self._driver.cancel(left)
-            for request in left:
-                self._running[request] = None
-        self._held[call.caller] -= len(left)
-        if not self._held[call.caller]:
-            del self._held[call.caller]
+    def release(self, call: ActiveCall, cause: str) -> None:
+        """Cancel the unfinished requests of `call`; `cause` labels the metric."""
+        unfinished = [request for request in call.requests if self._calls.get(request) is call]
+        if unfinished and self._driver is not None:
+            self.metrics.cancelled.labels(cause).inc(len(unfinished))
+            self._driver.cancel(unfinished)
+            for request in unfinished:
+                self._calls[request] = None
+        self._requests_by_caller[call.caller] -= len(unfinished)
+        if not self._requests_by_caller[call.caller]:
+            del self._requests_by_caller[call.caller]
 
-    def _from_driver(self, news: list[RequestOutput]) -> None:
-        """In the engine's thread, after every step."""
+    def _on_step(self, outputs: list[RequestOutput]) -> None:
+        """Runs in the driver thread after every step."""
         assert self._loop is not None
         if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._spread, news)
+            self._loop.call_soon_threadsafe(self._dispatch, outputs)
 
-    def _spread(self, news: list[RequestOutput]) -> None:
+    def _dispatch(self, outputs: list[RequestOutput]) -> None:
         now = time.monotonic()
-        for told in news:
-            call = self._running.get(told.request)
-            if told.last:
-                self._running.pop(told.request, None)
-                self.metrics.ended(told.request)
+        for output in outputs:
+            call = self._calls.get(output.request)
+            if output.last:
+                self._calls.pop(output.request, None)
+                self.metrics.record_request(output.request)
                 if call is not None:
-                    self._held[call.caller] -= 1
-                    self._seconds.append(now - call.began)
+                    self._requests_by_caller[call.caller] -= 1
+                    self._durations.append(now - call.started)
             if call is not None:
-                call.hear(told)
+                call.put(output)
 
 
 class ActiveCall:
-    """The requests of one call while they run."""
+    """The engine requests of one HTTP call, from submission until they finish or the call is closed."""
 
-    def __init__(self, hub: AsyncEngine, requests: Sequence[Request], caller: str, call_id: str):
+    def __init__(self, async_engine: AsyncEngine, requests: Sequence[Request], caller: str, call_id: str):
         self.requests = tuple(requests)
         self.caller = caller
-        self.began = time.monotonic()
+        self.started = time.monotonic()
         self.id = call_id
-        self._hub = hub
+        self._async_engine = async_engine
         self._loop = asyncio.get_running_loop()
-        self._places = {request: place for place, request in enumerate(requests)}
-        self._news: deque[RequestOutput | Literal["quiet", "cancelled"]] = deque()
-        self._waiting: asyncio.Future[None] | None = None  # the one who waits for news
-        self.heard = self._loop.time()  # when there was news last
-        self._open = len(requests)
-        self._cancelled = ""
+        self._index = {request: index for index, request in enumerate(requests)}
+        self._events: deque[CallEvent] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+        self.last_event_time = self._loop.time()
+        self._unfinished = len(requests)
+        self._cancel_cause = ""
 
-    async def enter(self) -> None:
-        """Take places, or be refused. Whoever enters must `leave`."""
+    async def submit(self) -> None:
+        """Submit the requests and wait until the engine has accepted all of them.
+
+        Raises the refusal if there is one. After a successful `submit` the caller must call `close`."""
         try:
-            self._hub.admit(self)
+            self._async_engine.admit(self)
         except ApiError:
-            self._give_up()
+            self._finish_unstarted()
             raise
-        taken = 0
-        while taken < len(self.requests):  # all are taken before the next step, or it is said why not
-            told = await self._next()
-            if not isinstance(told, RequestOutput):
+        for _ in self.requests:  # the engine accepts or refuses each of them before its next step
+            event = await self._next()
+            if not isinstance(event, RequestOutput):
                 break
-            if told.refused is not None:
-                self._hub.leave(self, "refused")
-                self._give_up()
-                raise told.refused
-            taken += 1
+            if event.refused is not None:
+                self._async_engine.release(self, "refused")
+                self._finish_unstarted()
+                raise event.refused
 
-    def leave(self) -> None:
-        """End what still runs; harmless when nothing does."""
-        self._hub.leave(self, self._cancelled or "left")
+    def close(self) -> None:
+        """Cancel what still runs. Does nothing once all requests have finished."""
+        self._async_engine.release(self, self._cancel_cause or "left")
 
-    def _give_up(self) -> None:
-        """Requests that never ran end here, and so do the captures that were begun for them."""
+    def _finish_unstarted(self) -> None:
+        """Finish requests that never ran, so that captures opened for them are closed."""
         for request in self.requests:
             if not request.done and request.slot is None and not request.output_ids:
                 request.finish("cancelled")
 
-    def hear(self, told: RequestOutput | Literal["quiet", "cancelled"]) -> None:
-        self._news.append(told)
-        self.heard = self._loop.time()
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    def put(self, event: CallEvent) -> None:
+        self._events.append(event)
+        self.last_event_time = self._loop.time()
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def cancel(self, cause: str) -> None:
-        self._cancelled = cause
-        self.hear("cancelled")
+        self._cancel_cause = cause
+        self.put("cancelled")
 
     @property
     def cancelled(self) -> bool:
-        return bool(self._cancelled)
+        return bool(self._cancel_cause)
 
     @property
-    def behind(self) -> bool:
-        """Whether more is known already; what is written can then wait for it and go out in one piece."""
-        return bool(self._news)
+    def has_pending(self) -> bool:
+        """Whether more events are queued. A writer can then merge their bytes into one packet."""
+        return bool(self._events)
 
-    async def _next(self) -> RequestOutput | Literal["quiet", "cancelled"]:
-        while not self._news:
-            self._waiting = self._loop.create_future()
-            await self._waiting
-        return self._news.popleft()
+    async def _next(self) -> CallEvent:
+        while not self._events:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return self._events.popleft()
 
-    async def news(
+    async def outputs(
         self, ping_seconds: float | None = None
     ) -> AsyncIterator[tuple[int, RequestOutput] | None]:
-        """(choice, what is new) until every request has ended; None when there was nothing for so long."""
-        watch = None if ping_seconds is None else _Watch(self, ping_seconds)
+        """Yield (request index, output) until all requests have finished.
+
+        Yields None after each `ping_seconds` without an event. Ends early if the call is cancelled."""
+        idle_timer = None if ping_seconds is None else _IdleTimer(self, ping_seconds)
         try:
-            while self._open:
-                told = await self._next()
-                if told == "cancelled":
+            while self._unfinished:
+                event = await self._next()
+                if event == "cancelled":
                     return
-                if told == "quiet":
+                if event == "idle":
                     yield None
                     continue
-                if told.last:
-                    self._open -= 1
-                if told.tokens or told.parsed or told.frames or told.refused or told.read is not None:
-                    yield self._places[told.request], told
+                if event.last:
+                    self._unfinished -= 1
+                if event.tokens or event.parsed or event.frames or event.refused or event.read is not None:
+                    yield self._index[event.request], event
         finally:
-            if watch is not None:
-                watch.close()
+            if idle_timer is not None:
+                idle_timer.close()
 
-    async def finish(self) -> None:
-        """Wait for the end of all of them."""
-        async for _ in self.news():
+    async def wait(self) -> None:
+        """Wait until all requests have finished or the call is cancelled."""
+        async for _ in self.outputs():
             pass
 
 
-class _Watch:
-    """Says "quiet" to a call that has heard nothing for so long. One timer, looked at when it is over: setting one for
-    every token would cost more than writing the token."""
+class _IdleTimer:
+    """Puts an "idle" event into a call that had no event for `seconds`.
 
-    def __init__(self, running: ActiveCall, seconds: float):
-        self._running = running
+    Uses one timer that re-arms itself when it fires; resetting a timer for every token would cost more than writing
+    the token."""
+
+    def __init__(self, call: ActiveCall, seconds: float):
+        self._call = call
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(seconds, self._look)
+        self._timer = self._loop.call_later(seconds, self._check)
 
-    def _look(self) -> None:
-        if self._loop.time() >= self._running.heard + self._seconds:
-            self._running.hear("quiet")
-        self._timer = self._loop.call_at(self._running.heard + self._seconds, self._look)
+    def _check(self) -> None:
+        if self._loop.time() >= self._call.last_event_time + self._seconds:
+            self._call.put("idle")
+        self._timer = self._loop.call_at(self._call.last_event_time + self._seconds, self._check)
 
     def close(self) -> None:
         self._timer.cancel()

@@ -1,9 +1,9 @@
-"""A request's body: read within limits, parsed strictly, checked against a model.
+"""Request bodies: read within limits, parsed strictly, validated against a model.
 
-Three steps, each refusing with 400, 408, 413 or 415 in our own shape. Reading counts bytes and seconds. Parsing is
-orjson's, which knows no NaN, no lone surrogates and no encoding but UTF-8; nesting is bounded before, and a key that
-stands twice in an object is refused, since whoever checks a request and whoever runs it might read different ones.
-Checking is pydantic's in strict mode: `true` is no number and `"3"` no integer.
+Each step refuses with 400, 408, 413 or 415. Reading limits bytes and seconds. Parsing uses orjson, which rejects NaN,
+lone surrogates and every encoding but UTF-8; nesting is limited before. Duplicate keys are refused, because two readers
+of the same body could use different values. Validation uses pydantic in strict mode: `true` is not a number and `"3"`
+is not an integer.
 """
 
 from __future__ import annotations
@@ -18,41 +18,41 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from starlette.requests import ClientDisconnect, Request
 
 from birkhoff.errors import quoted
-from birkhoff.server.api_errors import ApiError, bad
+from birkhoff.server.api_errors import ApiError, bad_request
 
-LARGE = 256 * 1024  # bytes from which parsing leaves the event loop
+LARGE_BODY = 256 * 1024  # bytes from which a body is parsed and validated in a worker thread
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
 _BRACKETS = re.compile(rb"[\[\]{}]")
-Model = TypeVar("Model", bound="RequestBody")
+Body = TypeVar("Body", bound="RequestBody")
 
 
 class RequestBody(BaseModel):
-    """A JSON object of the wire. Unknown fields are kept, so that the route can name them."""
+    """A JSON object of a request. Unknown fields are kept so that the route can name them in a warning."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
     @property
-    def unknown(self) -> list[str]:
+    def unknown_fields(self) -> list[str]:
         return list(self.model_extra or ())
 
 
 class StrictBody(RequestBody):
-    """An object in which an unknown field is a mistake."""
+    """A JSON object in which unknown fields are errors."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
+async def _read_bytes(request: Request, max_bytes: int, seconds: float) -> bytes:
     declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and (len(declared) > 15 or int(declared) > most_bytes):
-        raise _too_large(most_bytes)
+    if declared.isdecimal() and (len(declared) > 15 or int(declared) > max_bytes):
+        raise _too_large(max_bytes)
     parts, size = [], 0
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
                 size += len(part)
-                if size > most_bytes:
-                    raise _too_large(most_bytes)
+                if size > max_bytes:
+                    raise _too_large(max_bytes)
                 parts.append(part)
     except TimeoutError:
         raise ApiError(
@@ -66,71 +66,88 @@ async def read_body(request: Request, most_bytes: int, seconds: float) -> bytes:
     return b"".join(parts)
 
 
-def parse(raw: bytes, most_depth: int) -> dict[str, Any]:
-    """The JSON object in `raw`."""
-    _check_depth(raw, most_depth)
+def parse_json(raw: bytes, max_depth: int) -> dict[str, Any]:
+    """Parse a JSON object. Refuses other JSON values, nesting beyond `max_depth` and duplicate keys.
+
+    The body is decoded once: outside strings every colon belongs to one key, so a result with fewer keys than the
+    text has colons has lost a duplicate. Only then is the text decoded again, to name the key."""
+    structure = _STRINGS.sub(b"", raw)
+    _check_depth(structure, max_depth)
     try:
-        found = orjson.loads(raw)
+        value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        raise bad(
+        raise bad_request(
             f"the body is not JSON: {error.msg}. Expected one object in UTF-8.", code="json-invalid"
         ) from None
-    if not isinstance(found, dict):
-        raise bad(f"the body is a JSON {_kind(found)}, expected an object.", code="json-invalid")
-    json.loads(raw, object_pairs_hook=_once, parse_int=str, parse_float=str)  # numbers were read by orjson
-    return found
+    if not isinstance(value, dict):
+        raise bad_request(f"the body is a JSON {_type_name(value)}, expected an object.", code="json-invalid")
+    if _count_keys(value) != structure.count(b":"):
+        json.loads(raw, object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
+    return value
 
 
-def checked(model: type[Model], fields: dict[str, Any]) -> Model:
-    """`fields` as a `model`, or a refusal that names the first field at fault."""
+def validate(body_type: type[Body], fields: dict[str, Any]) -> Body:
+    """Build a `body_type` from `fields`; the error of a refusal names the first invalid field."""
     try:
-        return model.model_validate(fields)
+        return body_type.model_validate(fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        where = _path(first["loc"])
+        where = _field_path(first["loc"])
         message = first["msg"].removeprefix("Value error, ")
-        raise bad(
+        raise bad_request(
             f"{where or 'the body'}: {message[0].lower() + message[1:]}.", where or None, "field-invalid"
         ) from None
     except RecursionError:
-        raise bad("the body refers to itself too deeply. Send a flatter one.", code="json-invalid") from None
+        raise bad_request(
+            "the body refers to itself too deeply. Send a flatter one.", code="json-invalid"
+        ) from None
 
 
-async def json_fields(request: Request, most_bytes: int, seconds: float, most_depth: int) -> dict[str, Any]:
-    """Read and parse."""
-    kind = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
-    if kind != "application/json":
+async def read_json(request: Request, max_bytes: int, seconds: float, max_depth: int) -> dict[str, Any]:
+    """Read the body of `request` and parse it as a JSON object."""
+    content_type = request.headers.get("content-type", "application/json").split(";")[0].strip().lower()
+    if content_type != "application/json":
         raise ApiError(
-            415, f"the content type is {quoted(kind)}, expected application/json.", code="content-type"
+            415,
+            f"the content type is {quoted(content_type)}, expected application/json.",
+            code="content-type",
         )
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise ApiError(415, "the body is compressed, expected plain JSON.", code="content-encoding")
-    raw = await read_body(request, most_bytes, seconds)
-    return parse(raw, most_depth) if len(raw) < LARGE else await asyncio.to_thread(parse, raw, most_depth)
+    raw = await _read_bytes(request, max_bytes, seconds)
+    if len(raw) < LARGE_BODY:
+        return parse_json(raw, max_depth)
+    return await asyncio.to_thread(parse_json, raw, max_depth)
 
 
-def _check_depth(raw: bytes, most: int) -> None:
-    """Brackets outside strings, counted before any parser sees them."""
+def _check_depth(structure: bytes, max_depth: int) -> None:
+    """Limit bracket nesting before a parser sees the body. `structure` is the body without its strings."""
     depth = 0
-    for bracket in _BRACKETS.findall(_STRINGS.sub(b"", raw)):
+    for bracket in _BRACKETS.findall(structure):
         depth += 1 if bracket in b"[{" else -1
-        if depth > most:
-            raise bad(f"the body is nested more than {most} deep. Send a flatter one.", code="json-too-deep")
+        if depth > max_depth:
+            raise bad_request(
+                f"the body is nested more than {max_depth} deep. Send a flatter one.", code="json-too-deep"
+            )
 
 
-def _once(pairs: list[tuple[str, Any]]) -> None:
-    keys = {key for key, _ in pairs}
-    if len(keys) != len(pairs):
-        seen: set[str] = set()
-        for key, _ in pairs:
-            if key in seen:
-                raise bad(
-                    f"the key {quoted(key)} stands twice in one object. Give it once.", code="json-key-twice"
-                )
-            seen.add(key)
+def _count_keys(value: dict[str, Any] | list[Any]) -> int:
+    children = value.values() if isinstance(value, dict) else value
+    own = len(value) if isinstance(value, dict) else 0
+    return own + sum(_count_keys(child) for child in children if isinstance(child, (dict, list)))
 
 
-def _kind(value: object) -> str:
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    seen: set[str] = set()
+    for key, _ in pairs:
+        if key in seen:
+            raise bad_request(
+                f"the key {quoted(key)} stands twice in one object. Give it once.", code="json-key-twice"
+            )
+        seen.add(key)
+
+
+def _type_name(value: object) -> str:
     names = {
         list: "array",
         str: "string",
@@ -142,22 +159,21 @@ def _kind(value: object) -> str:
     return names.get(type(value), "value")
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    out = ""
+def _field_path(location: tuple[int | str, ...]) -> str:
+    """pydantic's error location as `a.b[0]`, without the union branches it also lists."""
+    path = ""
     for part in location:
         if isinstance(part, int):
-            out += f"[{part}]"
-        elif (
-            "(" not in part and part.replace("_", "").isalnum()
-        ):  # pydantic also names the branches of a union
-            out += f".{part[:64]}" if out else part[:64]
-    return out
+            path += f"[{part}]"
+        elif "(" not in part and part.replace("_", "").isalnum():
+            path += f".{part[:64]}" if path else part[:64]
+    return path
 
 
-def _too_large(most_bytes: int) -> ApiError:
+def _too_large(max_bytes: int) -> ApiError:
     return ApiError(
         413,
-        f"the body is larger than {most_bytes} bytes. Send less, or raise the server's limit.",
+        f"the body is larger than {max_bytes} bytes. Send less, or raise the server's limit.",
         code="body-too-large",
         headers={"Connection": "close"},
     )

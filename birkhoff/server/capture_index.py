@@ -1,7 +1,7 @@
-"""Captures that went to files, by the id an answer gave them: what became of them, and where they lie.
+"""Index of captures written to files, by the id that responses give them.
 
-An id is random and says nothing about a path; paths come from the writer and are checked to lie under the capture root
-before anything is opened. The last few thousand are remembered.
+Ids are random and do not reveal a path. Paths come from the writer and are checked to be under the capture root before
+anything is opened. The index keeps the most recent `MAX_KEPT` captures.
 """
 
 from __future__ import annotations
@@ -16,58 +16,58 @@ from typing import Any
 from birkhoff.hooks.results import CaptureOutcome, CaptureResult
 from birkhoff.server.api_errors import ApiError
 
-MOST_KEPT = 4096
+MAX_KEPT = 4096
 
 
 class CaptureIndex:
-    """`roots` returns the capture root of every consumer that writes files, by consumer name."""
+    """Thread-safe map from capture id to capture.
+
+    `roots` returns the capture root of every consumer that writes files, by consumer name."""
 
     def __init__(self, roots: Callable[[], Mapping[str, Path]]):
         self._roots = roots
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, CaptureOutcome] = OrderedDict()
+        self._captures: OrderedDict[str, CaptureOutcome] = OrderedDict()
 
     def put(self, capture: CaptureOutcome) -> str:
+        """Add a capture and return its id. A capture that is already present keeps its id."""
         with self._lock:
-            for known, kept in self._kept.items():
-                if kept is capture:
-                    return known
-            made = "cap-" + secrets.token_hex(12)
-            self._kept[made] = capture
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
-            return made
+            for capture_id, known in self._captures.items():
+                if known is capture:
+                    return capture_id
+            capture_id = "cap-" + secrets.token_hex(12)
+            self._captures[capture_id] = capture
+            if len(self._captures) > MAX_KEPT:
+                self._captures.popitem(last=False)
+            return capture_id
 
     def result(self, capture_id: str, seconds: float = 0.0) -> CaptureResult:
-        return self._find(capture_id).result(seconds)
+        """The state of a capture, after waiting up to `seconds` for its files. Raises 404 for an unknown id."""
+        return self._get(capture_id).result(seconds)
 
-    def _find(self, capture_id: str) -> CaptureOutcome:
+    def _get(self, capture_id: str) -> CaptureOutcome:
         with self._lock:
-            found = self._kept.get(capture_id)
-        if found is None:
+            capture = self._captures.get(capture_id)
+        if capture is None:
             raise ApiError(
                 404,
                 "there is no capture of this id. Ids are in the answer that made them.",
                 code="capture-unknown",
             )
-        return found
+        return capture
 
     def ids(self) -> list[str]:
-        """Newest first."""
+        """All ids, newest first."""
         with self._lock:
-            return list(reversed(self._kept))
+            return list(reversed(self._captures))
 
-    def told(self, capture_id: str, seconds: float = 0.0) -> dict[str, Any]:
+    def describe(self, capture_id: str, seconds: float = 0.0) -> dict[str, Any]:
+        """The state of a capture as JSON fields."""
         return {**self.result(capture_id, seconds).to_json(), "id": capture_id}
 
-    def forget(self, capture_id: str) -> None:
-        self.result(capture_id)
-        with self._lock:
-            self._kept.pop(capture_id, None)
-
     def directory(self, capture_id: str) -> Path:
-        """Where a finished capture lies."""
-        capture = self._find(capture_id)
+        """Directory with the files of a finished capture. Raises 409 while pending, 404 if there are no files."""
+        capture = self._get(capture_id)
         result = capture.result(0.0)
         root = self._roots().get(capture.consumer)
         if result.status == "pending":

@@ -1,9 +1,9 @@
-"""What dialects with numbered choices share: the whole answer around them, the order of a stream, what stands beside.
+"""Response format shared by `/v1/chat/completions` and `/v1/completions`: numbered choices.
 
-`/v1/chat/completions` and `/v1/completions` differ in how one choice looks, whole and in pieces; that is theirs. Here
-is the rest: choices first and their unsteered twins behind them, chunks that go out together when several are known,
-what the answer tells about itself, usage when it was asked for, and `[DONE]`. An error after the first byte is a frame.
-With `return_progress` a stream says how much of its prompt has been read, until the first token is there.
+The two routes differ in how one choice looks, complete and in chunks; subclasses provide that. This module adds the
+rest: the choices followed by their unsteered twins, chunks merged into one packet when several are pending, response
+extras, usage if requested, and `[DONE]`. An error after the first byte is sent as an event. With `return_progress` a
+stream reports how much of the prompt has been computed until the first token arrives.
 """
 
 from __future__ import annotations
@@ -17,143 +17,143 @@ from typing import Any
 from birkhoff.api.driver import RequestOutput
 from birkhoff.engine.request import Request
 from birkhoff.server.async_engine import ActiveCall
-from birkhoff.server.calls import GenerationCall, check_end, problems, usage
 from birkhoff.server.context import ServingContext
-from birkhoff.server.fields import Sampling
-from birkhoff.server.interp_response import captured, findings
-from birkhoff.server.sse import DONE, PING, frame
+from birkhoff.server.fields import SamplingFields
+from birkhoff.server.generation import GenerationCall, raise_on_failure, usage
+from birkhoff.server.interp_response import capture_results, response_extras
+from birkhoff.server.sse import DONE, PING, format_event
 
 Json = dict[str, Any]
 
 
-class Choices(ABC):
-    """How one call's answers look; `head` begins the whole answer, `chunk_head` every chunk."""
+class ChoicesFormatter(ABC):
+    """Renders one call. `head` holds the first fields of the full response, `chunk_head` those of every chunk."""
 
     def __init__(
         self,
         context: ServingContext,
-        calls: list[GenerationCall],
-        body: Sampling,
+        generations: list[GenerationCall],
+        body: SamplingFields,
         head: Json,
         chunk_head: Json,
     ):
         self._context = context
-        self._calls = calls
+        self._generations = generations
         self._body = body
         self._head = head
         self._chunk_head = chunk_head
 
     @abstractmethod
     def choice(self, index: int, request: Request) -> Json:
-        """One answer that has ended."""
+        """The complete choice of a finished request."""
 
     @abstractmethod
-    def pieces(self, index: int, told: RequestOutput) -> list[Json]:
-        """What is new of one answer, as choices of chunks."""
+    def chunk_choices(self, index: int, output: RequestOutput) -> list[Json]:
+        """The new output of one request, as choices of chunks."""
 
     @abstractmethod
-    def end(self, index: int, request: Request) -> Json:
-        """The choice of an answer's last chunk, the one with its `finish_reason`."""
+    def final_choice(self, index: int, request: Request) -> Json:
+        """The choice of a request's last chunk, which carries its `finish_reason`."""
 
-    def whole(self, running: ActiveCall) -> Json:
-        for request in running.requests:
-            check_end(request)
-        chosen, twins = self._sides(running)
-        choices = [self.choice(index, request) for index, request in enumerate(chosen)]
-        if len(chosen) > 1 and self._calls[0].capture is not None:  # each has files of its own
-            for choice, request in zip(choices, chosen):
-                choice["capture_results"] = captured(
-                    request, self._context.shelf, self._calls[0].capture_wait
+    def full_response(self, call: ActiveCall) -> Json:
+        for request in call.requests:
+            raise_on_failure(request)
+        requests, twins = self._split(call)
+        choices = [self.choice(index, request) for index, request in enumerate(requests)]
+        generation = self._generations[0]
+        if len(requests) > 1 and generation.capture is not None:  # each choice has its own captures
+            for choice, request in zip(choices, requests):
+                choice["capture_results"] = capture_results(
+                    request, self._context.capture_index, generation.capture_wait
                 )
-        answer = {**self._head, "choices": choices, "usage": self._usage(chosen)}
+        response = {**self._head, "choices": choices, "usage": self._usage(requests)}
         if twins:
-            answer["baseline"] = [self.choice(index, request) for index, request in enumerate(twins)]
-        return answer | self._tail(running)
+            response["baseline"] = [self.choice(index, request) for index, request in enumerate(twins)]
+        return response | self._extras(call)
 
-    async def frames(self, running: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
-        chosen, _ = self._sides(running)
-        ready = b""
+    async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
+        requests, _ = self._split(call)
+        pending = b""
         try:
-            async for item in running.news(ping_seconds):
+            async for item in call.outputs(ping_seconds):
                 if item is None:
                     yield PING
                     continue
-                ready += self._news(*item, len(chosen))
-                if ready and not running.behind:
-                    yield ready
-                    ready = b""
-            if ready:
-                yield ready
-                ready = b""
-            if running.cancelled:
-                return  # closed without an error, and without the frame that says all is said
-            yield self._chunk([], **await asyncio.to_thread(self._tail, running))
+                pending += self._output_chunks(*item, len(requests))
+                if pending and not call.has_pending:
+                    yield pending
+                    pending = b""
+            if pending:
+                yield pending
+                pending = b""
+            if call.cancelled:
+                return  # the stream ends without an error and without [DONE]
+            yield self._chunk([], **await asyncio.to_thread(self._extras, call))
             options = self._body.stream_options
             if options is not None and options.include_usage:
-                yield self._chunk([], usage=self._usage(chosen))
+                yield self._chunk([], usage=self._usage(requests))
         except Exception as error:
-            yield ready + frame(self._context.told(error, running.id))
+            yield pending + format_event(self._context.stream_error(error, call.id).as_json())
         yield DONE
 
-    def _sides(self, running: ActiveCall) -> tuple[tuple[Request, ...], tuple[Request, ...]]:
-        """The choices, and their unsteered twins if there are any."""
-        count = len(running.requests) // (2 if self._calls[0].baseline else 1)
-        return running.requests[:count], running.requests[count:]
+    def _split(self, call: ActiveCall) -> tuple[tuple[Request, ...], tuple[Request, ...]]:
+        """The requests of the choices, and those of their unsteered twins if there are any."""
+        count = len(call.requests) // (2 if self._generations[0].baseline else 1)
+        return call.requests[:count], call.requests[count:]
 
-    def _news(self, index: int, told: RequestOutput, count: int) -> bytes:
-        if told.refused is not None:
-            raise told.refused
-        mark: Json = (
-            {} if index < count else {"baseline": True}
-        )  # an index of its own: clients join deltas by it
-        out = b""
-        if told.read is not None and self._body.return_progress:
-            out += self._chunk([], prompt_progress=_progress(told), index=index, **mark)
-        for choice in self.pieces(index, told):
-            out += self._chunk([choice], **mark)
-        if told.frames:
-            out += self._chunk([], signals=told.frames, index=index, **mark)
-        if told.last:
-            check_end(told.request)
-            out += self._chunk([self.end(index, told.request)], **mark)
-        return out
+    def _output_chunks(self, index: int, output: RequestOutput, choice_count: int) -> bytes:
+        if output.refused is not None:
+            raise output.refused
+        # Twins have indices of their own, because clients join deltas by index.
+        extra: Json = {} if index < choice_count else {"baseline": True}
+        chunks = b""
+        if output.read is not None and self._body.return_progress:
+            chunks += self._chunk([], prompt_progress=_prompt_progress(output), index=index, **extra)
+        for choice in self.chunk_choices(index, output):
+            chunks += self._chunk([choice], **extra)
+        if output.frames:
+            chunks += self._chunk([], signals=output.frames, index=index, **extra)
+        if output.last:
+            raise_on_failure(output.request)
+            chunks += self._chunk([self.final_choice(index, output.request)], **extra)
+        return chunks
 
     def _chunk(self, choices: list[Json], **more: Any) -> bytes:
-        return frame({**self._chunk_head, "choices": choices, **more})
+        return format_event({**self._chunk_head, "choices": choices, **more})
 
-    def _usage(self, chosen: tuple[Request, ...]) -> Json:
-        """Every prompt once, every answer."""
-        each = len(chosen) // len(self._calls)
-        starts = range(0, len(chosen), each)
+    def _usage(self, requests: tuple[Request, ...]) -> Json:
+        """Usage summed over prompts; each prompt is counted once for all its choices."""
+        per_prompt = len(requests) // len(self._generations)
         first, *others = (
-            usage(chosen[at : at + each], self._calls[0], self._context.engine) for at in starts
+            usage(requests[start : start + per_prompt], self._generations[0], self._context.engine)
+            for start in range(0, len(requests), per_prompt)
         )
         for other in others:
             for key in ("prompt_tokens", "completion_tokens", "total_tokens"):
                 first[key] += other[key]
         return first
 
-    def _tail(self, running: ActiveCall) -> Json:
-        """What the answer says about itself, and the prompt as the model read it when it was asked for."""
-        call, body = self._calls[0], self._body
-        found = findings(self._sides(running)[0], call, self._context.shelf, bool(body.stream))
-        said = [*call.warnings, *(text for request in running.requests for text in problems(request))]
-        if said:
-            found["warnings"] = said
+    def _extras(self, call: ActiveCall) -> Json:
+        """Response extras, and the prompt as token ids or text if requested."""
+        generation, body = self._generations[0], self._body
+        requests, twins = self._split(call)
+        extras = response_extras(
+            requests, generation, self._context.capture_index, twins, streamed=bool(body.stream)
+        )
         if body.return_token_ids:
-            found["prompt_token_ids"] = call.prompt
+            extras["prompt_token_ids"] = generation.prompt
         if body.return_prompt_text:
-            found["prompt_text"] = self._context.engine.tokenizer.decode(call.prompt)
-        return found
+            extras["prompt_text"] = self._context.engine.tokenizer.decode(generation.prompt)
+        return extras
 
 
-def _progress(told: RequestOutput) -> Json:
-    """How much of a prompt is known, and how much of it was known before; milliseconds since its turn came."""
-    request, began = told.request, told.request.timings.admitted
-    waited = 0.0 if began is None else (request.timings.first_token or time.perf_counter()) - began
+def _prompt_progress(output: RequestOutput) -> Json:
+    """Prompt tokens in total, from the cache and computed so far; milliseconds since the request got its slot."""
+    request, admitted = output.request, output.request.timings.admitted
+    seconds = 0.0 if admitted is None else (request.timings.first_token or time.perf_counter()) - admitted
     return {
         "total": len(request.prompt_ids),
         "cache": request.cached_tokens or 0,
-        "processed": told.read,
-        "time_ms": round(waited * 1e3, 3),
+        "processed": output.read,
+        "time_ms": round(seconds * 1e3, 3),
     }

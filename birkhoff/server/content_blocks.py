@@ -1,16 +1,24 @@
-"""An answer as a row of blocks: reasoning, text and tool calls, each opened, filled and closed in its turn.
+"""Responses made of content blocks: reasoning, text and tool calls, each started, extended and stopped in turn.
 
-Two dialects speak in blocks, Anthropic's and OpenAI's newer one. What they share is here: events of the parser in,
-steps out. A whole answer is the same steps taken at once.
+Anthropic's `/v1/messages` and OpenAI's `/v1/responses` share this structure. `ContentBlocks` turns parser events into
+block deltas; `BlockFormatter` turns them into a full response or a stream. A full response is built from the same
+deltas.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Iterable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from birkhoff.server.calls import new_id
+from birkhoff.engine.request import Request
+from birkhoff.server.api_errors import ApiError
+from birkhoff.server.async_engine import ActiveCall
+from birkhoff.server.context import ServingContext
+from birkhoff.server.generation import GenerationCall, new_id, raise_on_failure
+from birkhoff.server.interp_response import response_extras
 from birkhoff.text.events import (
     ContentDelta,
     Event,
@@ -19,14 +27,15 @@ from birkhoff.text.events import (
     ToolCallEnd,
     ToolCallStart,
 )
+from birkhoff.text.output_stream import ChatStream
 
-Kind = Literal["reasoning", "text", "tool"]
+BlockKind = Literal["reasoning", "text", "tool"]
 
 
 @dataclass
 class ContentBlock:
     index: int
-    kind: Kind
+    kind: BlockKind
     name: str = ""
     id: str = ""
     text: str = ""
@@ -35,60 +44,128 @@ class ContentBlock:
 
 @dataclass(frozen=True)
 class ContentBlockDelta:
-    what: Literal["open", "piece", "close"]
+    change: Literal["start", "delta", "stop"]
     block: ContentBlock
     text: str = ""
 
 
 @dataclass
 class ContentBlocks:
+    """The blocks of one message so far."""
+
     tool_prefix: str = "call_"
-    all: list[ContentBlock] = field(default_factory=list)
+    blocks: list[ContentBlock] = field(default_factory=list)
     _open: ContentBlock | None = None
 
     def feed(self, events: Iterable[Event]) -> list[ContentBlockDelta]:
-        steps: list[ContentBlockDelta] = []
+        """Apply parser events and return the resulting changes."""
+        deltas: list[ContentBlockDelta] = []
         for event in events:
             if isinstance(event, ReasoningDelta):
-                steps += self._say("reasoning", event.text)
+                deltas += self._append("reasoning", event.text)
             elif isinstance(event, ContentDelta):
-                steps += self._say("text", event.text)
+                deltas += self._append("text", event.text)
             elif isinstance(event, ToolCallStart):
-                steps += [*self.finish(), self._begin("tool", event.name)]
+                deltas += [*self.finish(), self._start("tool", event.name)]
             elif isinstance(event, ToolCallDelta) and self._open is not None:
-                steps.append(self._piece(event.arguments))
+                deltas.append(self._extend(event.arguments))
             elif isinstance(event, ToolCallEnd) and self._open is not None:
                 self._open.complete = event.complete
-                steps += self.finish()
-        return steps
+                deltas += self.finish()
+        return deltas
 
     def finish(self) -> list[ContentBlockDelta]:
-        """Close the block that is open."""
+        """Stop the open block, if there is one."""
         if self._open is None:
             return []
-        closed = self._open
-        self._open = None
-        return [ContentBlockDelta("close", closed)]
+        block, self._open = self._open, None
+        return [ContentBlockDelta("stop", block)]
 
     @property
-    def called(self) -> bool:
-        return any(block.kind == "tool" and block.complete for block in self.all)
+    def has_tool_call(self) -> bool:
+        return any(block.kind == "tool" and block.complete for block in self.blocks)
 
-    def _say(self, kind: Kind, text: str) -> list[ContentBlockDelta]:
-        steps = []
+    def _append(self, kind: BlockKind, text: str) -> list[ContentBlockDelta]:
+        deltas = []
         if self._open is None or self._open.kind != kind:
-            if kind == "text" and not text.strip() and self._open is None and self.called:
-                return []  # a line break behind a call says nothing
-            steps = [*self.finish(), self._begin(kind)]
-        return [*steps, self._piece(text)]
+            if kind == "text" and not text.strip() and self._open is None and self.has_tool_call:
+                return []  # whitespace after a tool call is not a block of its own
+            deltas = [*self.finish(), self._start(kind)]
+        return [*deltas, self._extend(text)]
 
-    def _begin(self, kind: Kind, name: str = "") -> ContentBlockDelta:
+    def _start(self, kind: BlockKind, name: str = "") -> ContentBlockDelta:
         prefix = {"tool": self.tool_prefix, "text": "msg_", "reasoning": "rs_"}[kind]
-        self._open = ContentBlock(len(self.all), kind, name, new_id(prefix))
-        self.all.append(self._open)
-        return ContentBlockDelta("open", self._open)
+        self._open = ContentBlock(len(self.blocks), kind, name, new_id(prefix))
+        self.blocks.append(self._open)
+        return ContentBlockDelta("start", self._open)
 
-    def _piece(self, text: str) -> ContentBlockDelta:
+    def _extend(self, text: str) -> ContentBlockDelta:
         assert self._open is not None
         self._open.text += text
-        return ContentBlockDelta("piece", self._open, text)
+        return ContentBlockDelta("delta", self._open, text)
+
+
+class BlockFormatter(ABC):
+    """Renders a call with one choice as content blocks. Subclasses define the events and the final object."""
+
+    tool_prefix: ClassVar[str] = "call_"
+
+    def __init__(self, context: ServingContext, generation: GenerationCall):
+        self._context = context
+        self._generation = generation
+        self._blocks = ContentBlocks(self.tool_prefix)
+
+    @abstractmethod
+    def response(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+        """The complete response object."""
+
+    @abstractmethod
+    def ping(self) -> bytes:
+        """The heartbeat of an idle stream."""
+
+    @abstractmethod
+    def start_events(self, request: Request) -> list[bytes]: ...
+
+    @abstractmethod
+    def block_events(self, delta: ContentBlockDelta, request: Request) -> list[bytes]: ...
+
+    @abstractmethod
+    def end_events(self, request: Request, extras: dict[str, Any]) -> list[bytes]: ...
+
+    @abstractmethod
+    def error_event(self, error: ApiError) -> bytes: ...
+
+    def full_response(self, call: ActiveCall) -> dict[str, Any]:
+        request = call.requests[0]
+        raise_on_failure(request)
+        assert isinstance(request.sink, ChatStream)
+        self._blocks.feed(request.sink.events)
+        self._blocks.finish()
+        return self.response(request, self._extras(request))
+
+    async def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
+        request = call.requests[0]
+        for event in self.start_events(request):
+            yield event
+        try:
+            async for item in call.outputs(ping_seconds):
+                if item is None:
+                    yield self.ping()
+                    continue
+                for delta in self._blocks.feed(item[1].parsed):
+                    for event in self.block_events(delta, request):
+                        yield event
+            if call.cancelled:
+                return
+            raise_on_failure(request)
+            for delta in self._blocks.finish():
+                for event in self.block_events(delta, request):
+                    yield event
+            extras = await asyncio.to_thread(self._extras, request)
+            for event in self.end_events(request, extras):
+                yield event
+        except Exception as error:
+            yield self.error_event(self._context.stream_error(error, call.id))
+
+    def _extras(self, request: Request) -> dict[str, Any]:
+        return response_extras([request], self._generation, self._context.capture_index)

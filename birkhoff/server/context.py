@@ -1,7 +1,7 @@
-"""What every route needs: read a body, find the model, run a call, tell a problem.
+"""`ServingContext`: what all routes share.
 
-`run` is the one way a call reaches the engine. It lets the call in or refuses it, and watches the client all the while:
-one that leaves, streamed or not, ends its answers before the next step.
+`run` is the only path from an HTTP call to the engine. It submits the requests or refuses the call, and cancels the
+requests before the next step if the client disconnects, streamed or not.
 """
 
 from __future__ import annotations
@@ -16,141 +16,163 @@ from starlette.responses import Response
 
 from birkhoff.errors import quoted
 from birkhoff.server.access_log import AccessLog
-from birkhoff.server.api_errors import ApiError, bad, problem_of
+from birkhoff.server.api_errors import ApiError, bad_request, to_api_error
 from birkhoff.server.async_engine import ActiveCall, AsyncEngine
-from birkhoff.server.body import LARGE, Model, RequestBody, checked, json_fields
-from birkhoff.server.calls import GenerationCall
+from birkhoff.server.body import LARGE_BODY, Body, RequestBody, read_json, validate
 from birkhoff.server.capture_index import CaptureIndex
-from birkhoff.server.fields import InterpFields, flattened, notices
-from birkhoff.server.json_grammar import Grammars
+from birkhoff.server.fields import InterpFields, spread_extra_body, unknown_field_warnings
+from birkhoff.server.generation import GenerationCall
+from birkhoff.server.json_grammar import GrammarCompiler
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings
-from birkhoff.server.sse import EventStream, first_of
+from birkhoff.server.sse import EventStream, wait_or_disconnect
 from birkhoff.server.steering_routes import request_edits
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
-Made = TypeVar("Made")
-HEAVY = 32 * 1024  # bytes of a body from which its text is encoded beside the event loop
+Result = TypeVar("Result")
+OFFLOAD_BODY_BYTES = 32 * 1024  # larger bodies are tokenized in a worker thread
+OFFLOAD_PROMPT_TOKENS = 4096  # longer prompts are turned into requests in a worker thread
 
 
 class ResponseFormatter(Protocol):
-    """How the answers of one call look in one dialect."""
+    """Renders the results of one call in the wire format of one API."""
 
-    def whole(self, running: ActiveCall) -> dict[str, Any]: ...
-    def frames(self, running: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]: ...
+    def full_response(self, call: ActiveCall) -> dict[str, Any]: ...
+    def stream(self, call: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]: ...
 
 
 class ServingContext:
-    def __init__(self, settings: ServerSettings, hub: AsyncEngine, journal: AccessLog, name: str):
+    """Settings, engine, log and caches shared by all routes, and the steps every generating route takes."""
+
+    def __init__(
+        self, settings: ServerSettings, async_engine: AsyncEngine, access_log: AccessLog, model_name: str
+    ):
         self.settings = settings
-        self.hub = hub
-        self.journal = journal
-        self.name = name
-        self.grammars = Grammars(lambda: self.engine)
-        self.shelf = CaptureIndex(lambda: self.engine.capture_roots)
+        self.async_engine = async_engine
+        self.access_log = access_log
+        self.model_name = model_name
+        self.grammars = GrammarCompiler(lambda: self.engine)
+        self.capture_index = CaptureIndex(lambda: self.engine.capture_roots)
 
     @property
     def engine(self) -> Engine:
-        return self.hub.engine
+        return self.async_engine.engine
 
     @property
-    def thinks(self) -> bool:
-        """Whether answers begin with reasoning when nobody says: a released checkpoint's do, nano was not taught to."""
+    def thinks_by_default(self) -> bool:
+        """Whether chats begin with reasoning unless the call says otherwise. nano was not trained to reason."""
         return self.engine.name != "nano"
 
     @cached_property
     def fingerprint(self) -> str:
-        """What decides the bits of an answer besides the weights; the same for as long as the engine is."""
+        """`system_fingerprint`: the engine settings that affect numerics. Constant for the life of the engine."""
         settings = self.engine.settings
         return "birkhoff-" + "-".join(str(settings[key]) for key in ("dtype", "numerics", "kernels"))
 
-    def model_name(self, asked: str | None) -> str:
-        if asked in (None, "", self.name):
-            return self.name
+    def check_model(self, requested: str | None) -> str:
+        """Return the served model's name; raise 404 if the call names another model."""
+        if requested in (None, "", self.model_name):
+            return self.model_name
         raise ApiError(
             404,
-            f"the model {quoted(asked)} is not served here. This is {self.name}.",
+            f"the model {quoted(requested)} is not served here. This is {self.model_name}.",
             code="model_not_found",
             param="model",
         )
 
-    def room(self, prompt_tokens: int) -> int | None:
-        """All that is left of the context; None when there is nothing, so that the refusal is the engine's."""
+    def remaining_context(self, prompt_tokens: int) -> int | None:
+        """Tokens left in the context after the prompt; None if there are none, which the engine then refuses."""
         left = self.engine.max_context - prompt_tokens
         return left if left > 0 else None
 
-    async def read(
-        self, http: HttpRequest, model: type[Model], most_bytes: int | None = None
-    ) -> tuple[Model, list[str]]:
-        """The checked body, and what to warn about."""
-        s = self.settings
-        fields = await json_fields(http, most_bytes or s.max_body_bytes, s.body_seconds, s.max_depth)
-        fields, said = flattened(fields)
-        if int(http.headers.get("content-length", 0) or 0) > LARGE:
-            body = await asyncio.to_thread(checked, model, fields)
+    def token_text(self, token_id: int) -> str:
+        """A token as text: the name of a chat marker, or its bytes decoded with replacement characters."""
+        tokenizer = self.engine.tokenizer
+        return tokenizer.marker(token_id) or tokenizer.piece(token_id).decode("utf-8", "replace")
+
+    async def read_body(
+        self, http: HttpRequest, body_type: type[Body], max_bytes: int | None = None
+    ) -> tuple[Body, list[str]]:
+        """Read, parse and validate the request body. Returns it with warnings about ignored fields."""
+        limits = self.settings
+        fields = await read_json(
+            http, max_bytes or limits.max_body_bytes, limits.body_seconds, limits.max_depth
+        )
+        fields, warnings = spread_extra_body(fields)
+        if int(http.headers.get("content-length", 0) or 0) > LARGE_BODY:
+            body = await asyncio.to_thread(validate, body_type, fields)
         else:
-            body = checked(model, fields)
-        return body, said + notices(body, http.headers.get("x-strict") == "1")
+            body = validate(body_type, fields)
+        return body, warnings + unknown_field_warnings(body, http.headers.get("x-strict") == "1")
 
-    async def prepare(self, make: Callable[[], Made], heavy: bool = False) -> Made:
-        """Do what may take long beside the event loop; little things stay on it, since a hand-over costs more."""
-        return await asyncio.to_thread(make) if heavy else make()
+    async def offload(self, work: Callable[[], Result], heavy: bool) -> Result:
+        """Run `work` in a worker thread if it is heavy, else here: a thread hop costs more than light work."""
+        return await asyncio.to_thread(work) if heavy else work()
 
-    async def call(self, http: HttpRequest, body: RequestBody, make: Callable[[], Made]) -> Made:
-        """What a body comes to; long texts and grammars are worked on beside the event loop."""
+    async def build(self, http: HttpRequest, body: RequestBody, work: Callable[[], Result]) -> Result:
+        """Run `work`, which tokenizes `body`, in a worker thread if the text is long or a grammar is compiled."""
         length = http.headers.get("content-length", "")
-        forms = getattr(body, "tools", None) or getattr(body, "response_format", None)
-        return await self.prepare(make, heavy=not length.isdecimal() or int(length) > HEAVY or bool(forms))
+        grammar = getattr(body, "tools", None) or getattr(body, "response_format", None)
+        is_long = not length.isdecimal() or int(length) > OFFLOAD_BODY_BYTES
+        return await self.offload(work, heavy=is_long or bool(grammar))
 
-    def looking(self, body: InterpFields) -> dict[str, Any]:
-        """The extension fields as keywords of a `GenerationCall`."""
-        found: dict[str, Any] = {"steer": request_edits(body.steers, self.engine), "capture": body.capture}
-        found["capture_wait"], found["baseline"] = body.capture_wait, body.baseline
-        found["signals"] = body.signals
-        if body.baseline and not found["steer"]:
-            raise bad(
+    def interp_arguments(self, body: InterpFields) -> dict[str, Any]:
+        """The extension fields of `body` as keyword arguments of a `GenerationCall`."""
+        steer = request_edits(body.steering_fields, self.engine)
+        if body.baseline and not steer:
+            raise bad_request(
                 "baseline is the unsteered twin of a steered answer, and nothing steers this one.", "baseline"
             )
-        return found
+        return {
+            "steer": steer,
+            "capture": body.capture,
+            "capture_wait": body.capture_wait,
+            "baseline": body.baseline,
+            "signals": body.signals,
+        }
 
     async def run(
         self,
         http: HttpRequest,
-        calls: GenerationCall | list[GenerationCall],
-        shape: ResponseFormatter,
+        generations: list[GenerationCall],
+        formatter: ResponseFormatter,
         stream: bool,
         request_id: str | None = None,
     ) -> Response:
-        """Run one call, or one per prompt, and answer in its dialect."""
-        calls = [calls] if isinstance(calls, GenerationCall) else calls
-        heavy = sum(len(call.prompt) for call in calls) > 4096
-        requests = await self.prepare(
-            lambda: [each for call in calls for each in call.requests(self.engine)], heavy
+        """Run one generation per prompt and return the response, streamed or complete."""
+        prompt_tokens = sum(len(generation.prompt) for generation in generations)
+        requests = await self.offload(
+            lambda: [request for generation in generations for request in generation.requests(self.engine)],
+            heavy=prompt_tokens > OFFLOAD_PROMPT_TOKENS,
         )
-        call_id = request_id or http.state.request_id
-        running = self.hub.running(requests, http.state.caller, call_id, own=request_id is not None)
-        await running.enter()
+        call = self.async_engine.new_call(
+            requests,
+            http.state.caller,
+            request_id or http.state.request_id,
+            client_chose_id=request_id is not None,
+        )
+        await call.submit()
         if stream:
-            return EventStream(shape.frames(running, self.settings.ping_seconds), leave=running.leave)
-        ending = asyncio.ensure_future(running.finish())
+            return EventStream(formatter.stream(call, self.settings.ping_seconds), on_close=call.close)
+        finished = asyncio.ensure_future(call.wait())
         try:
-            if await first_of(ending, http.receive):
-                running.cancel("left")
+            if await wait_or_disconnect(finished, http.receive):
+                call.cancel("left")
                 raise ApiError(499, "the client left.", code="left")
-            ending.result()
-            if running.cancelled:
+            finished.result()
+            if call.cancelled:
                 raise ApiError(499, "this answer was cancelled.", code="cancelled")
         finally:
-            ending.cancel()
-            running.leave()
-        waits = any(call.capture is not None for call in calls)
-        return json_response(await self.prepare(lambda: shape.whole(running), heavy=waits))
+            finished.cancel()
+            call.close()
+        captures = any(generation.capture is not None for generation in generations)
+        return json_response(await self.offload(lambda: formatter.full_response(call), heavy=captures))
 
-    def told(self, error: Exception, call_id: str) -> dict[str, Any]:
-        """An error that comes after the first byte."""
-        problem = problem_of(error)
-        if problem.status >= 500:
-            self.journal.defect(call_id, error)
-        return problem.as_json()
+    def stream_error(self, error: Exception, call_id: str) -> ApiError:
+        """Convert an error raised after the response has started, and log it if it is the server's fault."""
+        api_error = to_api_error(error)
+        if api_error.status >= 500:
+            self.access_log.log_exception(call_id, error)
+        return api_error

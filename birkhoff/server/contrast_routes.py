@@ -1,7 +1,7 @@
-"""`POST /v1/interp/contrast`: two sets of texts, how well every layer and stream tells them apart, and a vector of it.
+"""`POST /v1/interp/contrast`: how well each layer and stream separates two sets of texts, and a vector from it.
 
-Reading the texts is ordinary work of the engine, beside everybody's answers. With a `name` the best direction, or the
-one of a stated layer and column, is registered as a module: a change, so it needs the steering key.
+The texts are run as ordinary engine requests, batched with other traffic. With `name`, the best direction, or that of
+the given layer and column, is registered as a steering module, which needs the steering key.
 """
 
 from __future__ import annotations
@@ -14,16 +14,18 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.analysis.contrast import contrast_rows, vector_of
-from birkhoff.server.api_errors import ApiError, bad
+from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.body import StrictBody
-from birkhoff.server.context import ServingContext, json_response
+from birkhoff.server.context import ServingContext
+from birkhoff.server.fields import ModuleName
+from birkhoff.server.reply import json_response
 from birkhoff.server.steering_routes import check_steering_key
 from birkhoff.steering.extract import best
 
 Texts = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=20_000)]], Field(min_length=2, max_length=512)
 ]
-WHOLE = "whole row"
+WHOLE_ROW = "whole row"
 
 
 class ContrastBody(StrictBody):
@@ -31,7 +33,7 @@ class ContrastBody(StrictBody):
     negative: Texts
     hook: Annotated[str, Field(min_length=1, max_length=64)]
     how: Literal["mean_diff", "pca"] = "mean_diff"
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")] | None = None
+    name: ModuleName | None = None
     layer: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     column: Annotated[str, Field(max_length=64)] | None = None
     replace: bool = False
@@ -40,10 +42,10 @@ class ContrastBody(StrictBody):
 class ContrastRoutes:
     def __init__(self, context: ServingContext):
         self._context = context
-        self._one = asyncio.Lock()
+        self._lock = asyncio.Lock()
 
     async def compare(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read(http, ContrastBody)
+        body, _ = await self._context.read_body(http, ContrastBody)
         engine = self._context.engine
         if body.name is not None:
             check_steering_key(http, self._context.settings)
@@ -55,7 +57,7 @@ class ContrastRoutes:
                     param="name",
                     headers={"x-should-retry": "false"},
                 )
-        async with self._one:
+        async with self._lock:
             return json_response(await asyncio.to_thread(self._compare, body))
 
     def _compare(self, body: ContrastBody) -> dict[str, Any]:
@@ -63,25 +65,30 @@ class ContrastRoutes:
         rows = contrast_rows(engine, body.positive, body.negative, body.hook)
         entries = rows.separation(body.how)
         streams = sorted({entry.stream for entry in entries if entry.stream is not None})
-        columns = [WHOLE, *(f"stream {stream}" for stream in streams)]
-        named = dict(zip([None, *streams], columns))
-        found = {(entry.layer, named[entry.stream]): entry for entry in entries}
+        columns = [WHOLE_ROW, *(f"stream {stream}" for stream in streams)]
+        column_of = dict(zip([None, *streams], columns))
+        cells = {(entry.layer, column_of[entry.stream]): entry for entry in entries}
         top = best(entries)
-        told: dict[str, Any] = {
+        response: dict[str, Any] = {
             "hook": body.hook,
             "layers": rows.layers,
             "columns": columns,
-            "table": [[found[layer, column].auc for column in columns] for layer in rows.layers],
-            "d_prime": [[found[layer, column].d_prime for column in columns] for layer in rows.layers],
-            "best": {"layer": top.layer, "column": named[top.stream], "auc": top.auc, "d_prime": top.d_prime},
+            "table": [[cells[layer, column].auc for column in columns] for layer in rows.layers],
+            "d_prime": [[cells[layer, column].d_prime for column in columns] for layer in rows.layers],
+            "best": {
+                "layer": top.layer,
+                "column": column_of[top.stream],
+                "auc": top.auc,
+                "d_prime": top.d_prime,
+            },
         }
         if body.name is not None:
             layer = top.layer if body.layer is None else body.layer
-            column = named[top.stream] if body.column is None else body.column
-            if (layer, column) not in found:
-                raise bad(f"layer {layer}, {column!r} is not among what was compared.", "column")
-            stream = found[layer, column].stream
+            column = column_of[top.stream] if body.column is None else body.column
+            if (layer, column) not in cells:
+                raise bad_request(f"layer {layer}, {column!r} is not among what was compared.", "column")
+            stream = cells[layer, column].stream
             vector = vector_of(engine, rows, [layer], body.how, None if stream is None else [stream])
             engine.modules[body.name] = vector
-            told["saved"] = body.name
-        return told
+            response["saved"] = body.name
+        return response

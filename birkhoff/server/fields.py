@@ -1,8 +1,7 @@
-"""Fields that several routes share: sampling, and everything about looking inside and steering.
+"""Request fields that several routes share: sampling, capture, steering and response format.
 
-Names and bounds are those of the wire. Bounds on fan-out (`n`, `stop`, `logit_bias`, ...) stand here, so that a call
-that asks for too much is refused before anything is made of it; what a value means is checked by the sampler's own
-options, with its own messages.
+Names and bounds are those of the wire. Bounds on fan-out (`n`, `stop`, `logit_bias`, ...) are set here, so that
+oversized calls are refused before any work is done; the meaning of a value is checked by `SamplingOptions`.
 """
 
 from __future__ import annotations
@@ -11,13 +10,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from birkhoff.server.api_errors import bad
+from birkhoff.server.api_errors import bad_request
 from birkhoff.server.body import RequestBody, StrictBody
 
-Stop = Annotated[str, Field(min_length=1, max_length=64)]
+StopString = Annotated[str, Field(min_length=1, max_length=64)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
-MOST_UNKNOWN = 64
+ModelName = Annotated[str, Field(max_length=512)]
+PositiveInt = Annotated[int, Field(ge=1, lt=2**31)]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Temperature = Annotated[float, Field(ge=0, le=100)]
+TopP = Annotated[float, Field(gt=0, le=1)]
+MessageList = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+ToolList = Annotated[list[dict[str, Any]], Field(max_length=128)]
+ModuleName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+MAX_UNKNOWN_FIELDS = 64
 
 IGNORED = frozenset(
     {
@@ -46,9 +53,8 @@ IGNORED = frozenset(
         "cache_control",
     }
 )
-QUIET = frozenset(
-    {"user", "metadata", "chat_template_kwargs", "cache_salt", "include"}
-)  # taken, or nobody's loss
+# Ignored without a warning: used elsewhere, or without effect on the output.
+SILENTLY_IGNORED = frozenset({"user", "metadata", "chat_template_kwargs", "cache_salt", "include"})
 REFUSED = {
     "audio": "this model has no voice",
     "web_search_options": "this server opens no connections",
@@ -72,7 +78,7 @@ EXTENSIONS = (
 
 
 class InterpFields(RequestBody):
-    """The extension fields, as they come; their own rooms read them."""
+    """The extension fields for capture, steering and signals; parsed by the packages they belong to."""
 
     capture: dict[str, Any] | None = None
     capture_wait: bool = False
@@ -87,8 +93,8 @@ class InterpFields(RequestBody):
     baseline: bool = False
 
     @property
-    def steers(self) -> dict[str, Any]:
-        """The steering fields that were given."""
+    def steering_fields(self) -> dict[str, Any]:
+        """The steering fields that are set."""
         names = [
             name
             for name in EXTENSIONS
@@ -101,16 +107,16 @@ class StreamOptions(RequestBody):
     include_usage: bool | None = None
 
 
-class Sampling(InterpFields):
-    model: Annotated[str, Field(max_length=512)] | None = None
-    max_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+class SamplingFields(InterpFields):
+    model: ModelName | None = None
+    max_tokens: PositiveInt | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=64)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    seed: Seed | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=4)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(max_length=64)] | None = None
     min_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     ignore_eos: bool | None = None
@@ -128,10 +134,12 @@ class Sampling(InterpFields):
     return_prompt_text: bool | None = None
     return_progress: bool | None = None
 
-    def options(self, most_choices: int) -> dict[str, Any]:
-        """The keywords of `generate`; those that were not given are left to its defaults."""
-        if self.n is not None and self.n > most_choices:
-            raise bad(f"n is {self.n}, this server gives at most {most_choices} answers at a time.", "n")
+    def sampling_arguments(self, max_choices: int) -> dict[str, Any]:
+        """The fields that are set, as keyword arguments of `Engine.requests`."""
+        if self.n is not None and self.n > max_choices:
+            raise bad_request(
+                f"n is {self.n}, this server gives at most {max_choices} answers at a time.", "n"
+            )
         names = (
             "max_tokens",
             "temperature",
@@ -165,43 +173,53 @@ class ResponseFormat(StrictBody):
     json_schema: JsonSchemaFormat | None = None
 
 
+def refuse_baseline(body: InterpFields) -> None:
+    """For routes whose response has no place for the unsteered twin."""
+    if body.baseline:
+        raise bad_request("baseline has no place in this dialect. Use /v1/chat/completions.", "baseline")
+
+
 def schema_format(schema: dict[str, Any]) -> ResponseFormat:
     return ResponseFormat.model_validate({"type": "json_schema", "json_schema": {"schema": schema}})
 
 
-def notices(body: RequestBody, strict: bool) -> list[str]:
-    """What to say about fields we do not know; those that would change the answer are refused."""
-    unknown = body.unknown
-    if len(unknown) > MOST_UNKNOWN:
-        raise bad(
+def unknown_field_warnings(body: RequestBody, strict: bool) -> list[str]:
+    """Warnings about unknown fields. With `strict`, and for fields that would change the output, raises 400."""
+    unknown = body.unknown_fields
+    if len(unknown) > MAX_UNKNOWN_FIELDS:
+        raise bad_request(
             f"the body has {len(unknown)} fields that nobody knows. Remove them.", code="fields-unknown"
         )
-    said = []
+    warnings = []
     for name in unknown:
         shown = name[:64]
         if name in REFUSED and getattr(body, name) not in (None, {}, []):
-            raise bad(f"{shown} is not served: {REFUSED[name]}. Leave it out.", shown, "field-refused")
+            raise bad_request(
+                f"{shown} is not served: {REFUSED[name]}. Leave it out.", shown, "field-refused"
+            )
         if name not in IGNORED and strict:
-            raise bad(
+            raise bad_request(
                 f"{shown!a} is no field of this call, and X-Strict asks for exactness. Remove it.",
                 code="field-unknown",
             )
-        if name not in QUIET and (name not in IGNORED or getattr(body, name) is not None):
-            said.append(f"{shown!a} was ignored.")
-    return said
+        if name not in SILENTLY_IGNORED and (name not in IGNORED or getattr(body, name) is not None):
+            warnings.append(f"{shown!a} was ignored.")
+    return warnings
 
 
-def flattened(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """A literal `extra_body`, which clients are meant to spread themselves, spread here."""
+def spread_extra_body(fields: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Merge a literal `extra_body` object into the top level, where clients should have put its fields.
+
+    Returns the fields and a warning if there was one."""
     if "extra_body" not in fields:
         return fields, []
     extra = fields["extra_body"]
     if not isinstance(extra, dict):
-        raise bad("extra_body: expected an object.", "extra_body")
+        raise bad_request("extra_body: expected an object.", "extra_body")
     outer = {key: value for key, value in fields.items() if key != "extra_body"}
     for key in extra:
         if key in outer:
-            raise bad(
+            raise bad_request(
                 f"{key[:64]!a} stands both in the body and in extra_body. Give it once.",
                 "extra_body",
                 "json-key-twice",

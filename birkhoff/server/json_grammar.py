@@ -1,10 +1,9 @@
-"""Answers that must have a form: JSON, JSON by a schema, or a tool call.
+"""Structured output: JSON, JSON that matches a schema, or a tool call.
 
-llguidance turns a grammar into the set of tokens that may come next; the sampler leaves only those. Markers of the chat
-format are tokens of their own in a grammar, so no text can imitate them. Reasoning, where the model thinks, is free
-until its end marker. A grammar is compiled once and kept; what a schema may cost is bounded, and a schema that is too
-large, wrong or endless is refused before the request runs. Without llguidance installed such requests are refused by
-name.
+llguidance computes the set of tokens a grammar allows next, and the sampler masks all others. Chat markers are
+separate tokens in a grammar, so text cannot imitate them. Reasoning is unconstrained up to its end marker. Grammars are
+compiled once and cached; the cost of a schema is limited, and schemas that are too large, invalid or match nothing are
+refused before the request runs. If llguidance is not installed, such requests are refused with a message naming it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import torch
 
 from birkhoff.engine.request import TokenMask
 from birkhoff.errors import quoted
-from birkhoff.server.api_errors import ApiError, bad
+from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.fields import ResponseFormat
 from birkhoff.text.markers import DSML, END_THINK
 
@@ -27,35 +26,39 @@ if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
     from birkhoff.text.tokenizer import Tokenizer
 
-MOST_SCHEMA_BYTES = 64 * 1024
-MOST_KEPT = 32
-# One space behind separators, as json.dumps writes; free spacing would let an answer be nothing but spaces.
+MAX_SCHEMA_BYTES = 64 * 1024
+MAX_KEPT = 32
+# One space after separators, as json.dumps writes. Flexible whitespace would allow an output of spaces only.
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-MakeMask = Callable[[], TokenMask]
+MaskFactory = Callable[[], TokenMask]
 
 
-class Grammars:
+class GrammarCompiler:
+    """Compiles grammars for the engine's tokenizer and caches the last `MAX_KEPT` of them."""
+
     def __init__(self, engine: Callable[[], Engine]):
         self._engine = engine
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
-    def of_format(self, wanted: ResponseFormat | None, thinking: bool) -> MakeMask | None:
-        """What `response_format` asks for; None when the answer is free."""
+    def from_response_format(self, wanted: ResponseFormat | None, thinking: bool) -> MaskFactory | None:
+        """The mask for `response_format`, or None if the output is unconstrained."""
         if wanted is None or wanted.type == "text":
             return None
         schema: dict[str, Any] = {"type": "object"}
         if wanted.type == "json_schema":
             if wanted.json_schema is None or wanted.json_schema.schema_ is None:
-                raise bad("response_format.json_schema.schema is missing.", "response_format.json_schema")
+                raise bad_request(
+                    "response_format.json_schema.schema is missing.", "response_format.json_schema"
+                )
             schema = wanted.json_schema.schema_
-        return self.of_lark(
+        return self.from_lark(
             f"start: %json {_json_rule(schema, 'response_format')}\n", thinking, "response_format"
         )
 
-    def of_lark(self, grammar: str, thinking: bool, param: str) -> MakeMask:
-        """A mask for every answer that follows `grammar`, behind its reasoning if there is any."""
-        llguidance = _library()
+    def from_lark(self, grammar: str, thinking: bool, param: str) -> MaskFactory:
+        """A factory of masks for a Lark grammar, applied after the reasoning if `thinking` is set."""
+        llguidance = _import_llguidance()
         if thinking:
             end = self.marker(END_THINK)
             grammar = (
@@ -65,83 +68,83 @@ class Grammars:
         if self._tokenizer is None:
             engine = self._engine()
             self._tokenizer = llguidance.LLTokenizer(
-                llguidance.TokenizerWrapper(_Vocabulary(engine.tokenizer, engine.config)),
+                llguidance.TokenizerWrapper(_GuidanceTokenizer(engine.tokenizer, engine.config)),
                 n_vocab=engine.config.vocab_size,
                 eos_token=list(engine.config.eos_token_ids),
             )
         ends = tuple(self._engine().config.eos_token_ids)
-        first = self._compiled.get(grammar)
-        if first is None:
+        matcher = self._compiled.get(grammar)
+        if matcher is None:
             limits = llguidance.LLParserLimits(initial_lexer_fuel=400_000, max_grammar_size=100_000)
-            first = llguidance.LLMatcher(
+            matcher = llguidance.LLMatcher(
                 self._tokenizer, llguidance.LLMatcher.grammar_from_lark(grammar), log_level=0, limits=limits
             )
-            if first.is_error():
-                reason = first.get_error().split("\n")[0]
-                raise bad(
+            if matcher.is_error():
+                reason = matcher.get_error().split("\n")[0]
+                raise bad_request(
                     f"{param}: no grammar can be made of this: {quoted(reason, 200)}. Simplify it.",
                     param,
                     "schema-invalid",
                 )
-            if _tokens(first.deep_copy()) <= set(ends):  # no JSON and no call is empty
-                raise bad(
-                    f"{param}: nothing can be said that fits this. Does it refer to itself?",
-                    param,
-                    "schema-empty",
+            if _allowed_tokens(matcher.deep_copy()) <= set(ends):  # neither JSON nor a call is ever empty
+                raise bad_request(
+                    f"{param}: the schema matches no output; check it for recursion.", param, "schema-empty"
                 )
-            self._compiled[grammar] = first
-            if len(self._compiled) > MOST_KEPT:
+            self._compiled[grammar] = matcher
+            if len(self._compiled) > MAX_KEPT:
                 self._compiled.popitem(last=False)
-        return lambda: GrammarMask(first.deep_copy(), ends)
+        return lambda: GrammarMask(matcher.deep_copy(), ends)
 
     def marker(self, name: str) -> str:
-        """A chat marker as a grammar names it."""
+        """A chat marker in grammar notation, by token id."""
         token = self._engine().tokenizer.markers.get(name)
         if token is None:
-            raise bad(
+            raise bad_request(
                 f"this model's tokenizer has no {name} marker, so the form of its answers cannot be forced."
             )
         return f"<[{token}]>"
 
 
 class GrammarMask:
-    """One answer's way through a grammar. Tokens are read as they are kept; when some are taken back, so are they."""
+    """Token mask of one request. Follows the accepted output tokens, and rolls back when some are withdrawn."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]):
         self._matcher = matcher
         self._ends = list(ends)
-        self._read = 0
+        self._consumed = 0
 
     @property
     def problem(self) -> str:
-        """Why the grammar could not be followed to its end; empty when it could."""
+        """Why the grammar could not be followed to its end, or an empty string."""
         if not self._matcher.is_error():
             return ""
         return "the form grew too complex to be followed, so the answer ends early and may not fit it."
 
     def allowed(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
-        if len(output_ids) < self._read:
-            self._matcher.rollback(self._read - len(output_ids))
+        """Boolean mask over the vocabulary after `output_ids`; only end tokens once the grammar is complete."""
+        if len(output_ids) < self._consumed:
+            self._matcher.rollback(self._consumed - len(output_ids))
         else:
-            self._matcher.consume_tokens(list(output_ids[self._read :]))
-        self._read = len(output_ids)
-        found = torch.zeros(vocab_size, dtype=torch.bool)
+            self._matcher.consume_tokens(list(output_ids[self._consumed :]))
+        self._consumed = len(output_ids)
+        allowed = torch.zeros(vocab_size, dtype=torch.bool)
         if not self._matcher.is_stopped():
-            bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), np.uint8), bitorder="little")
-            found = torch.from_numpy(bits[:vocab_size].astype(bool))
-        if not found.any():  # the grammar is at its end
-            found[self._ends] = True
-        return found
+            allowed = torch.from_numpy(_unpack_mask(self._matcher)[:vocab_size].astype(bool))
+        if not allowed.any():
+            allowed[self._ends] = True
+        return allowed
 
 
-def _tokens(matcher: Any) -> set[int]:
-    """The tokens that may come next."""
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-    return set(np.flatnonzero(bits).tolist())
+def _unpack_mask(matcher: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
 
 
-class _Vocabulary:
-    """Our tokenizer as llguidance wants to see one."""
+def _allowed_tokens(matcher: Any) -> set[int]:
+    return set(np.flatnonzero(_unpack_mask(matcher)).tolist())
+
+
+class _GuidanceTokenizer:
+    """The tokenizer interface llguidance expects."""
 
     def __init__(self, tokenizer: Tokenizer, config: Any):
         self.eos_token_id = config.eos_token_ids[0]
@@ -159,68 +162,68 @@ class _Vocabulary:
         return self._tokenizer.encode(text.decode("utf-8", "replace") if isinstance(text, bytes) else text)
 
 
-def forced_call(grammars: Grammars, tools: Sequence[dict[str, Any]], one: bool) -> str:
-    """The grammar of an answer that is nothing but calls of these functions, in the model's own format."""
+def tool_call_grammar(grammars: GrammarCompiler, tools: Sequence[dict[str, Any]], single_call: bool) -> str:
+    """Lark grammar of an output that consists of calls of `tools` only, in the model's own format."""
     dsml = grammars.marker(DSML)
     rules = [f'start: "\\n\\n<" {dsml} "tool_calls>\\n" calls "\\n</" {dsml} "tool_calls>"']
-    rules.append("calls: call" if one else 'calls: call ("\\n" call)*')
-    rules.append("call: " + " | ".join(f"call_{place}" for place in range(len(tools))))
-    for place, tool in enumerate(tools):
+    rules.append("calls: call" if single_call else 'calls: call ("\\n" call)*')
+    rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+    for index, tool in enumerate(tools):
         function = tool["function"]
         schema = function.get("parameters") or {}
         rules.append(
-            f'call_{place}: "<" {dsml} {_text("invoke name=" + json.dumps(function["name"]) + ">")} '
-            f'arguments_{place} "\\n</" {dsml} "invoke>"'
+            f'call_{index}: "<" {dsml} {_literal("invoke name=" + json.dumps(function["name"]) + ">")} '
+            f'arguments_{index} "\\n</" {dsml} "invoke>"'
         )
-        known = schema.get("properties") or {}
+        properties = schema.get("properties") or {}
         required = schema.get("required") or []
         parts = []
-        for number, (key, kind) in enumerate(known.items()):
-            rules.append(_parameter(f"p_{place}_{number}", key, kind, dsml, f"tools[{place}]"))
-            parts.append(f'("\\n" p_{place}_{number})' + ("" if key in required else "?"))
-        rules.append(f"arguments_{place}: " + (" ".join(parts) if parts else '"\\n"'))
+        for i, (key, parameter) in enumerate(properties.items()):
+            rules.append(_parameter_rule(f"p_{index}_{i}", key, parameter, dsml, f"tools[{index}]"))
+            parts.append(f'("\\n" p_{index}_{i})' + ("" if key in required else "?"))
+        rules.append(f"arguments_{index}: " + (" ".join(parts) if parts else '"\\n"'))
     return "\n".join(rules) + "\n"
 
 
-def _parameter(rule: str, key: str, schema: Any, dsml: str, where: str) -> str:
+def _parameter_rule(rule: str, key: str, schema: Any, dsml: str, where: str) -> str:
     if not isinstance(schema, dict):
-        raise bad(f"{where}: the schema of a parameter must be an object.", where, "schema-invalid")
+        raise bad_request(f"{where}: the schema of a parameter must be an object.", where, "schema-invalid")
     texts = [value for value in schema.get("enum", []) if isinstance(value, str)]
     is_text = schema.get("type") == "string" or (texts and len(texts) == len(schema["enum"]))
     if is_text:
-        value = " | ".join(_text(each) for each in texts) if texts else _characters(schema)
+        value = " | ".join(map(_literal, texts)) if texts else _string_rule(schema)
     else:
         value = f"%json {_json_rule(schema, where)}"
-    head = _text(
+    head = _literal(
         f'parameter name={json.dumps(key, ensure_ascii=False)} string="{"true" if is_text else "false"}">'
     )
     return f'{rule}: "<" {dsml} {head} {rule}_v "</" {dsml} "parameter>"\n{rule}_v: {value}'
 
 
-def _characters(schema: dict[str, Any]) -> str:
-    """Text of a string parameter; what looks like the beginning of a tag is left out."""
+def _string_rule(schema: dict[str, Any]) -> str:
+    """Rule of a string parameter. Excludes `<`, which could start a tag."""
     least = schema.get("minLength", 0)
     most = schema.get("maxLength", "")
-    plain = all(isinstance(each, int) and 0 <= each <= 4096 for each in (least, most) if each != "")
-    return f"/[^<]{{{least},{most}}}/" if plain else "/[^<]*/"
+    bounded = all(isinstance(each, int) and 0 <= each <= 4096 for each in (least, most) if each != "")
+    return f"/[^<]{{{least},{most}}}/" if bounded else "/[^<]*/"
 
 
-def _text(value: str) -> str:
+def _literal(value: str) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
 def _json_rule(schema: dict[str, Any], param: str) -> str:
     text = json.dumps({**schema, "x-guidance": JSON_STYLE})
-    if len(text) > MOST_SCHEMA_BYTES:
-        raise bad(
-            f"{param}: the schema has {len(text)} bytes, expected at most {MOST_SCHEMA_BYTES}.",
+    if len(text) > MAX_SCHEMA_BYTES:
+        raise bad_request(
+            f"{param}: the schema has {len(text)} bytes, expected at most {MAX_SCHEMA_BYTES}.",
             param,
             "schema-too-large",
         )
     return text
 
 
-def _library() -> Any:
+def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError:

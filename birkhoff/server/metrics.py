@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: some twenty-five series with names of our own, no prompt, key or user in any label."""
+"""Prometheus metrics. No label contains a prompt, key or user."""
 
 from __future__ import annotations
 
@@ -18,46 +18,46 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = registry = CollectorRegistry()
 
-        def count(name: str, what: str, *labels: str) -> Counter:
-            return Counter(f"birkhoff_{name}", what, labels, registry=registry)
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"birkhoff_{name}", help, labels, registry=registry)
 
-        def gauge(name: str, what: str) -> Gauge:
-            return Gauge(f"birkhoff_{name}", what, registry=registry)
+        def gauge(name: str, help: str) -> Gauge:
+            return Gauge(f"birkhoff_{name}", help, registry=registry)
 
-        def spread(name: str, what: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-            return Histogram(f"birkhoff_{name}", what, buckets=buckets, registry=registry)
+        def histogram(name: str, help: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            return Histogram(f"birkhoff_{name}", help, buckets=buckets, registry=registry)
 
-        self.calls = count("http_requests", "Calls by route and status.", "route", "status")
-        self.rejected = count("rejected", "Calls that were refused before they ran, by reason.", "reason")
-        self.cancelled = count("cancelled", "Answers that were ended early, by cause.", "cause")
-        self.prompt_tokens = count("prompt_tokens", "Tokens of prompts that were run.")
-        self.generated_tokens = count("generated_tokens", "Tokens that were sampled.")
-        self.cached_tokens = count("cached_tokens", "Tokens of prompts that were known and not run.")
-        self.shared_pages = count("shared_pages", "Pages of past prompts that were used again.")
-        self.drafted = count("drafted_tokens", "Tokens that were guessed ahead.")
-        self.accepted = count("accepted_tokens", "Guessed tokens that stayed.")
-        self.steered = count("steered_requests", "Answers whose activations were edited.")
-        self.captures = count("captures", "Captures by how they ended.", "status")
-        self.capture_bytes = count("capture_bytes", "Bytes of captured rows.")
-        self.not_finite = count("nan_events", "Answers that ended because logits were not numbers.")
-        self.failed = count("failed_requests", "Answers that ended in an error.")
-        self.running = gauge("running", "Answers in a slot.")
-        self.waiting = gauge("waiting", "Answers that wait for a slot.")
-        self.slots_free = gauge("slots_free", "Slots that are free.")
-        self.prefix_pages = gauge("prefix_pages", "Pages of past prompts that are kept.")
-        self.prefix_bytes = gauge(
-            "prefix_bytes", "Bytes that are kept beside those pages: states and captured rows."
+        self.http_requests = counter("http_requests", "HTTP requests by route and status.", "route", "status")
+        self.rejected = counter("rejected", "Requests refused before they ran, by reason.", "reason")
+        self.cancelled = counter("cancelled", "Requests cancelled before they finished, by cause.", "cause")
+        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self.generated_tokens = counter("generated_tokens", "Generated tokens.")
+        self.cached_tokens = counter("cached_tokens", "Prompt tokens taken from the prefix cache.")
+        self.shared_pages = counter("shared_pages", "Prefix cache pages reused.")
+        self.drafted = counter("drafted_tokens", "Tokens drafted by speculative decoding.")
+        self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted.")
+        self.steered_requests = counter("steered_requests", "Requests with edited activations.")
+        self.captures = counter("captures", "Captures by final status.", "status")
+        self.capture_bytes = counter("capture_bytes", "Bytes of captured rows.")
+        self.nan_events = counter("nan_events", "Requests that failed because logits were not finite.")
+        self.failed_requests = counter("failed_requests", "Requests that failed.")
+        self.running = gauge("running", "Requests in a slot.")
+        self.waiting = gauge("waiting", "Requests waiting for a slot.")
+        self.slots_free = gauge("slots_free", "Free slots.")
+        self.prefix_pages = gauge("prefix_pages", "Pages in the prefix cache.")
+        self.prefix_bytes = gauge("prefix_bytes", "Bytes of snapshots and captured rows in the prefix cache.")
+        self.prefix_evictions = gauge("prefix_evictions", "Pages evicted from the prefix cache since start.")
+        self.time_to_first_token = histogram(
+            "time_to_first_token_seconds", "Time from submission to the first token."
         )
-        self.prefix_evictions = gauge("prefix_evictions", "Pages that had to go since the start.")
-        self.first_token = spread("time_to_first_token_seconds", "From submission to the first token.")
-        self.per_token = spread(
-            "time_per_token_seconds", "Between tokens of one answer, on average.", _TOKEN_SECONDS
+        self.time_per_token = histogram(
+            "time_per_token_seconds", "Mean time between output tokens of a request.", _TOKEN_SECONDS
         )
-        self.queue = spread("queue_seconds", "From submission to a slot.")
-        self.whole = spread("request_seconds", "From submission to the end.")
+        self.queue_seconds = histogram("queue_seconds", "Time from submission to admission to a slot.")
+        self.request_seconds = histogram("request_seconds", "Time from submission to the last token.")
 
-    def ended(self, request: Request) -> None:
-        """Count one answer that is over."""
+    def record_request(self, request: Request) -> None:
+        """Count one finished request."""
         times, tokens = request.timings, len(request.output_ids)
         self.prompt_tokens.inc(len(request.prompt_ids) if times.admitted is not None else 0)
         self.generated_tokens.inc(tokens)
@@ -66,26 +66,27 @@ class Metrics:
         self.drafted.inc(request.drafted)
         self.accepted.inc(request.accepted)
         if request.plan is not None and request.plan.edits:
-            self.steered.inc()
+            self.steered_requests.inc()
         if request.error is not None:
-            self.failed.inc()
+            self.failed_requests.inc()
             if isinstance(request.error, LogitsError):
-                self.not_finite.inc()
+                self.nan_events.inc()
         if times.admitted is not None:
-            self.queue.observe(times.admitted - times.submitted)
+            self.queue_seconds.observe(times.admitted - times.submitted)
         if times.finished is not None:
-            self.whole.observe(times.finished - times.submitted)
+            self.request_seconds.observe(times.finished - times.submitted)
         if times.first_token is not None:
-            self.first_token.observe(times.first_token - times.submitted)
+            self.time_to_first_token.observe(times.first_token - times.submitted)
             if times.finished is not None and tokens > 1:
-                self.per_token.observe((times.finished - times.first_token) / (tokens - 1))
+                self.time_per_token.observe((times.finished - times.first_token) / (tokens - 1))
 
-    def held(self, prefix: dict[str, Any] | None) -> None:
-        """Note what the prefix cache holds, when there is one."""
+    def record_prefix_cache(self, prefix: dict[str, Any] | None) -> None:
+        """Set the gauges of the prefix cache; does nothing if it is disabled."""
         if prefix is not None:
             self.prefix_pages.set(prefix["pages"])
             self.prefix_bytes.set(prefix["snapshot_bytes"] + prefix["row_bytes"])
             self.prefix_evictions.set(prefix["evictions"])
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
+        """All metrics in the Prometheus text format."""
         return generate_latest(self.registry)

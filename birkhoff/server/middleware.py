@@ -1,9 +1,13 @@
-"""The door of the server: every call passes here first, and every answer last.
+"""ASGI middleware around all routes: request ids, header checks, Host and Origin rules, API keys, logging.
 
-In order: an id for the call, the shape of its head, `Host` (a foreign name may be a rebound one), `Origin` (a page of a
-foreign site may not call), the key. What is open without a key is a list; everything else is closed. Answers carry the
-id and headers that keep browsers from guessing. One line is logged per call, under the same id, and a defect is logged
-with its stack, which no client ever sees.
+In order: assign a request id; check the header fields; check `Host`, against DNS rebinding; check `Origin`, so that
+pages of other sites cannot call; check the API key. Only the paths in `PUBLIC_PATHS` and below `PUBLIC_PREFIX` need no
+key. Responses carry the request id and security headers. Each request is logged once under its id; unexpected
+exceptions are logged with their traceback, which clients never see.
+
+Starlette's TrustedHostMiddleware and CORSMiddleware do not cover these rules. The first cannot match IPv6 hosts or the
+loopback range, accepts repeated Host headers, and answers in plain text. The second serves requests of foreign origins
+without CORS headers, where this one refuses them.
 """
 
 from __future__ import annotations
@@ -22,18 +26,18 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from birkhoff.errors import quoted
 from birkhoff.server.access_log import AccessLog
-from birkhoff.server.api_errors import ApiError, problem_of
-from birkhoff.server.links import Links
+from birkhoff.server.api_errors import ApiError, to_api_error
+from birkhoff.server.links import SignedLinks
 from birkhoff.server.metrics import Metrics
 from birkhoff.server.server_settings import ServerSettings, is_loopback
 
-OPEN = frozenset({"/", "/favicon.ico", "/health", "/v1/health", "/ready", "/version"})
-OPEN_UNDER = "/assets/"
-STALLED = "stalled"  # the note of a call whose reader took nothing for too long
+PUBLIC_PATHS = frozenset({"/", "/favicon.ico", "/health", "/v1/health", "/ready", "/version"})
+PUBLIC_PREFIX = "/assets/"
+STALLED = "stalled"  # note of a request whose client stopped reading
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}\Z")
 FAILURES_PER_MINUTE = 20
 ALLOWED_HEADERS = "authorization, content-type, range, x-api-key, x-steering-key, x-request-id, x-strict"
-SECURITY = {
+SECURITY_HEADERS = {
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
     "cross-origin-resource-policy": "same-origin",
@@ -41,13 +45,20 @@ SECURITY = {
 
 
 class Middleware:
+    """Wraps `app` with the checks of this module."""
+
     def __init__(
-        self, app: ASGIApp, settings: ServerSettings, metrics: Metrics, journal: AccessLog, links: Links
+        self,
+        app: ASGIApp,
+        settings: ServerSettings,
+        metrics: Metrics,
+        access_log: AccessLog,
+        links: SignedLinks,
     ):
         self._app = app
         self._settings = settings
         self._metrics = metrics
-        self._journal = journal
+        self._access_log = access_log
         self._links = links
         self._keys = [key.encode() for key in settings.api_key]
         self._hosts = {host.lower() for host in settings.allowed_host}
@@ -58,61 +69,61 @@ class Middleware:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        given = headers.get("x-request-id", "")
-        request_id = given if _SAFE_ID.match(given) else "req-" + secrets.token_hex(12)
+        client_id = headers.get("x-request-id", "")
+        request_id = client_id if _SAFE_ID.match(client_id) else "req-" + secrets.token_hex(12)
         state = scope.setdefault("state", {})
         state["request_id"], state["caller"] = request_id, (scope.get("client") or ("",))[0]
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         status = 0
-        started = False
-        extra = dict(SECURITY)
+        response_started = False
+        extra_headers = dict(SECURITY_HEADERS)
 
-        async def answer(message: Message) -> None:
-            nonlocal status, started
+        async def send_with_headers(message: Message) -> None:
+            nonlocal status, response_started
             if message["type"] == "http.response.start":
-                status, started = message["status"], True
+                status, response_started = message["status"], True
                 fields = MutableHeaders(raw=message.setdefault("headers", []))
                 fields["x-request-id"] = request_id
-                for name, value in extra.items():
+                for name, value in extra_headers.items():
                     fields.setdefault(name, value)
             await send(message)
 
         note = ""
         try:
-            self._check_head(scope, headers)
-            extra |= self._check_origin(headers)
+            self._check_headers(scope, headers)
+            extra_headers |= self._check_origin(headers)
             if scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
-                await Response(status_code=204)(scope, receive, answer)
+                await Response(status_code=204)(scope, receive, send_with_headers)
             else:
                 await self._check_key(scope, headers, state)
-                await self._app(scope, receive, answer)
+                await self._app(scope, receive, send_with_headers)
         except asyncio.CancelledError:
             note = "cancelled"
             raise
         except Exception as error:
-            problem = problem_of(error)
-            if problem.status >= 500:
-                self._journal.defect(request_id, error)
-            if not started:
-                await problem.response(scope["path"], request_id)(scope, receive, answer)
+            api_error = to_api_error(error)
+            if api_error.status >= 500:
+                self._access_log.log_exception(request_id, error)
+            if not response_started:
+                await api_error.response(scope["path"], request_id)(scope, receive, send_with_headers)
         finally:
             note = note or state.get("note", "")
             if note == STALLED:
                 self._metrics.cancelled.labels(STALLED).inc()
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.calls.labels(route, str(status)).inc()
-            self._journal.call(
-                request_id, scope["method"], scope["path"], status, time.perf_counter() - began, note
+            self._metrics.http_requests.labels(route, str(status)).inc()
+            self._access_log.log_request(
+                request_id, scope["method"], scope["path"], status, time.perf_counter() - start_time, note
             )
 
-    def _check_head(self, scope: Scope, headers: Headers) -> None:
+    def _check_headers(self, scope: Scope, headers: Headers) -> None:
         if len(scope["headers"]) > self._settings.max_header_fields:
             raise ApiError(
                 431,
                 f"the call has more than {self._settings.max_header_fields} header fields.",
                 code="headers",
             )
-        if "content-length" in headers and "transfer-encoding" in headers:  # two lengths are two readings
+        if "content-length" in headers and "transfer-encoding" in headers:  # request smuggling
             raise ApiError(
                 400,
                 "content-length and transfer-encoding exclude each other.",
@@ -120,7 +131,7 @@ class Middleware:
                 headers={"Connection": "close"},
             )
         hosts = headers.getlist("host")
-        if len(hosts) != 1 or not self._host_is_ours(hosts[0]):
+        if len(hosts) != 1 or not self._is_own_host(hosts[0]):
             raise ApiError(
                 403,
                 f"the host {quoted(hosts[0] if hosts else '')} is not this server's. Call it by its own name, or "
@@ -128,18 +139,18 @@ class Middleware:
                 code="host",
             )
 
-    def _host_is_ours(self, value: str) -> bool:
+    def _is_own_host(self, value: str) -> bool:
         try:
             host = urlsplit("//" + value).hostname or ""
         except ValueError:
             return False
         if host in self._hosts or is_loopback(host) or host == self._settings.host.lower():
             return True
-        # Beyond loopback there is a key to show, which a rebound page does not have.
+        # On a public address without a list of hosts, the key protects: a rebound page does not have it.
         return not is_loopback(self._settings.host) and not self._hosts and bool(self._keys)
 
     def _check_origin(self, headers: Headers) -> dict[str, str]:
-        """The headers an allowed foreign origin gets; none for a call without one."""
+        """CORS headers for an allowed origin; none for a request without an Origin header. Else raises 403."""
         origin = headers.get("origin")
         if origin is None:
             return {}
@@ -147,14 +158,12 @@ class Middleware:
             parts = urlsplit(origin)
             plain = parts.scheme in ("http", "https") and f"{parts.scheme}://{parts.netloc}" == origin
             local = plain and "@" not in parts.netloc and is_loopback(parts.hostname or "")
-            parts.port  # noqa: B018  raises when it is none
+            parts.port  # noqa: B018  raises ValueError if invalid
         except ValueError:
             local = False
-        own = origin in (
-            f"http://{headers['host']}",
-            f"https://{headers['host']}",
-        )  # our own page; the host is ours
-        if not local and not own and origin not in self._settings.allowed_origin:
+        # `_check_headers` has accepted the host, so an origin with the same host is the server's own page.
+        same_host = origin in (f"http://{headers['host']}", f"https://{headers['host']}")
+        if not local and not same_host and origin not in self._settings.allowed_origin:
             raise ApiError(
                 403, "pages of this origin may not call. Allow it with --allowed-origin.", code="origin"
             )
@@ -168,17 +177,22 @@ class Middleware:
 
     async def _check_key(self, scope: Scope, headers: Headers, state: dict[str, Any]) -> None:
         path = scope["path"]
-        if not self._keys or path in OPEN or path.startswith(OPEN_UNDER) or self._links.admits(scope):
+        if (
+            not self._keys
+            or path in PUBLIC_PATHS
+            or path.startswith(PUBLIC_PREFIX)
+            or self._links.allows(scope)
+        ):
             return
-        shown = [*headers.getlist("authorization"), *headers.getlist("x-api-key")]
-        key = _shown_key(headers)
-        if len(shown) == 1 and key is not None:
-            found = matching(self._keys, key)
-            if found is not None:
-                state["caller"] = f"key-{found}"
+        credentials = [*headers.getlist("authorization"), *headers.getlist("x-api-key")]
+        key = _presented_key(headers)
+        if len(credentials) == 1 and key is not None:
+            index = find_key(self._keys, key)
+            if index is not None:
+                state["caller"] = f"key-{index}"
                 return
         self._count_failure(state["caller"])
-        await asyncio.sleep(0.05)  # the same for every wrong key
+        await asyncio.sleep(0.05)  # the same delay for every wrong key
         raise ApiError(
             401,
             "the key is missing or wrong. Send it as Authorization: Bearer KEY, or as x-api-key.",
@@ -187,6 +201,7 @@ class Middleware:
         )
 
     def _count_failure(self, client: str) -> None:
+        """Count a wrong key; raises 429 after `FAILURES_PER_MINUTE` of them."""
         now = time.monotonic()
         recent = [when for when in self._failures.pop(client, []) if now - when < 60]
         self._failures[client] = [*recent, now]
@@ -201,16 +216,16 @@ class Middleware:
             )
 
 
-def matching(keys: list[bytes], shown: str) -> int | None:
-    """Which key was shown. Every key is compared, and in constant time."""
-    found = None
-    for place, key in enumerate(keys):
-        if secrets.compare_digest(key, shown.encode()):
-            found = place
-    return found
+def find_key(keys: list[bytes], presented: str) -> int | None:
+    """Index of the key that equals `presented`, or None. Compares with every key, in constant time."""
+    match = None
+    for index, key in enumerate(keys):
+        if secrets.compare_digest(key, presented.encode()):
+            match = index
+    return match
 
 
-def _shown_key(headers: Headers) -> str | None:
+def _presented_key(headers: Headers) -> str | None:
     if "x-api-key" in headers:
         return headers["x-api-key"]
     scheme, _, key = headers.get("authorization", "").partition(" ")

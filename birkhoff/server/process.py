@@ -1,7 +1,7 @@
-"""`serve`: bind, load, answer, drain, close.
+"""`serve`: bind the port, load the model, serve, drain, close.
 
-The port is bound before anything slow happens, so a taken one is refused at once. The model is loaded beside the event
-loop: `/health` answers 503 until it is there. A model that cannot be loaded ends the server with its own error.
+The port is bound first, so that a port in use is reported at once. The model is loaded in a worker thread; `/health`
+returns 503 until it is ready. If loading fails, the server stops and raises that error.
 """
 
 from __future__ import annotations
@@ -23,28 +23,31 @@ from birkhoff.server.app import build_app
 from birkhoff.server.async_engine import AsyncEngine
 from birkhoff.server.connection import Server, connection_class
 from birkhoff.server.metrics import Metrics
-from birkhoff.server.sae_routes import attach
+from birkhoff.server.sae_routes import attach_saes
 from birkhoff.server.server_settings import ServerSettings
 from birkhoff.steering.vector_file import SteeringVector
 
 SEND_BUFFER = 128 * 1024
-# Two threads share the interpreter: the engine's, which computes, and the loop's, which writes a little and waits. At
-# the default of 5 ms the loop would wait that long for its turn after every packet.
-SWITCH_SECONDS = 0.0005
+# The engine thread and the event loop share the GIL. At Python's default of 5 ms the event loop would wait that long
+# after every packet.
+SWITCH_INTERVAL_SECONDS = 0.0005
 
 
 def serve(
     settings: ServerSettings,
     load: Callable[[], Engine],
     announce: Callable[[str], None],
-    loading: Mapping[str, Any],
+    load_options: Mapping[str, Any],
 ) -> int:
-    """Serve until told to stop; the exit status. `announce` is given the one URL once calls are answered."""
+    """Serve until SIGINT or SIGTERM; returns the exit status.
+
+    `load` loads the engine. `announce` is called with the URL once the server is ready. `load_options` are the
+    options `load` uses; only the model's name is read from them."""
     listener = _bind(settings)
-    sys.setswitchinterval(SWITCH_SECONDS)
-    journal, metrics = AccessLog(settings.log), Metrics()
-    hub = AsyncEngine(settings, metrics)
-    app = build_app(settings, hub, metrics, journal, loading)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
+    access_log, metrics = AccessLog(settings.log), Metrics()
+    async_engine = AsyncEngine(settings, metrics)
+    app = build_app(settings, async_engine, metrics, access_log, load_options)
     config = uvicorn.Config(
         app,
         http=connection_class(settings),
@@ -64,45 +67,45 @@ def serve(
     name = f"[{host}]" if ":" in host else host
 
     async def run() -> None:
-        async def open_up() -> None:
-            engine = await asyncio.to_thread(_loaded, load, settings)
-            hub.start(engine)
+        async def load_and_start() -> None:
+            engine = await asyncio.to_thread(_load_engine, load, settings)
+            async_engine.start(engine)
             announce(f"http://{name}:{port}")
 
-        async def stop_when_asked() -> None:
+        async def watch_for_exit() -> None:
             while not server.should_exit:
                 await asyncio.sleep(0.05)
-            hub.draining = True
-            if not opening.done():
-                os._exit(0)  # a thread that loads cannot be ended in any other way
+            async_engine.draining = True
+            if not loading.done():
+                os._exit(0)  # the loading thread cannot be stopped in any other way
 
-        opening = asyncio.create_task(open_up())
-        watching = asyncio.create_task(stop_when_asked())
+        loading = asyncio.create_task(load_and_start())
+        watching = asyncio.create_task(watch_for_exit())
 
-        def failed(task: asyncio.Task[None]) -> None:
+        def stop_on_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and task.exception() is not None:
                 server.should_exit = server.force_exit = True
 
-        opening.add_done_callback(failed)
+        loading.add_done_callback(stop_on_failure)
         try:
             await server.serve([listener])
         finally:
             watching.cancel()
-            await asyncio.to_thread(hub.stop)
-        await opening  # raises what kept the model from being loaded
+            await asyncio.to_thread(async_engine.stop)
+        await loading  # raises the error if loading failed
 
     asyncio.run(run())
     return 0
 
 
-def _loaded(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
-    """The engine with this server's limits, vectors and dictionaries."""
+def _load_engine(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
+    """Load the engine and apply this server's capture limits, steering modules and SAEs."""
     vectors = {Path(path).stem: SteeringVector.load(path) for path in settings.steering_modules}
     engine = load()
     engine.capture_max_request_bytes = settings.capture_max_request_bytes
     engine.capture_inline_max_bytes = settings.capture_inline_max_bytes
     engine.modules.update(vectors)
-    attach(settings, engine)
+    attach_saes(settings, engine)
     return engine
 
 
@@ -110,7 +113,7 @@ def _bind(settings: ServerSettings) -> socket.socket:
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    # The system would hold megabytes for a reader that takes nothing, and it would take that long to notice.
+    # With the default buffer of megabytes it would take long to notice a client that does not read.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
     try:
         listener.bind((settings.host.strip("[]"), settings.port))

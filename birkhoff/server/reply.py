@@ -1,4 +1,4 @@
-"""Answers as JSON: numbers that are none become null, and NumPy's are numbers."""
+"""JSON responses: NaN and infinity become null, NumPy values are written as numbers."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ from starlette.responses import Response
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
-def json_response(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(data, option=_OPTIONS), status, headers, "application/json")
+def json_response(data: Any) -> Response:
+    return Response(orjson.dumps(data, option=_OPTIONS), media_type="application/json")

@@ -1,36 +1,44 @@
-"""`POST /v1/responses`: OpenAI's newer dialect, without memory.
+"""`POST /v1/responses`: OpenAI's Responses API, stateless.
 
-Nothing is kept between calls: `previous_response_id` is refused with the advice to send the conversation again, and
-`store` is taken and ignored. Items become messages on the way in, blocks become items on the way out. Streamed events
-are numbered in order and end with the whole response.
+Nothing is stored between calls: `previous_response_id` is refused with the advice to send the conversation again, and
+`store` is accepted and ignored. Input items become chat messages, content blocks become output items. Streamed events
+are numbered in order; the last one carries the complete response.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from birkhoff.engine.request import Request
-from birkhoff.server.api_errors import bad, problem_of
-from birkhoff.server.async_engine import ActiveCall
+from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.body import RequestBody
-from birkhoff.server.calls import GenerationCall, check_end, new_id, now, problems, token_logprob, usage
-from birkhoff.server.chat_routes import EFFORTS, conversation
-from birkhoff.server.content_blocks import ContentBlock, ContentBlockDelta, ContentBlocks
+from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, encode_chat, normalize_messages
+from birkhoff.server.content_blocks import BlockFormatter, ContentBlock, ContentBlockDelta
 from birkhoff.server.context import ServingContext
-from birkhoff.server.fields import InterpFields, ResponseFormat, schema_format
-from birkhoff.server.interp_response import findings
-from birkhoff.server.sse import PING, frame
-from birkhoff.server.tools import Tools, forced
+from birkhoff.server.fields import (
+    InterpFields,
+    MessageList,
+    ModelName,
+    PositiveInt,
+    ResponseFormat,
+    Seed,
+    Temperature,
+    ToolList,
+    TopP,
+    refuse_baseline,
+    schema_format,
+)
+from birkhoff.server.generation import GenerationCall, new_id, now, token_logprob, usage
+from birkhoff.server.sse import PING, format_event
+from birkhoff.server.tools import Tools
 
 
 class Reasoning(RequestBody):
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: ReasoningEffort | None = None
 
 
 class TextConfig(RequestBody):
@@ -38,15 +46,15 @@ class TextConfig(RequestBody):
 
 
 class ResponsesBody(InterpFields):
-    model: Annotated[str, Field(max_length=512)] | None = None
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+    model: ModelName | None = None
+    input: str | MessageList
     instructions: str | None = None
-    max_output_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
-    temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    max_output_tokens: PositiveInt | None = None
+    temperature: Temperature | None = None
+    top_p: TopP | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
+    seed: Seed | None = None
+    tools: ToolList | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
@@ -63,108 +71,112 @@ class ResponseRoutes:
     def __init__(self, context: ServingContext):
         self._context = context
 
-    async def answer(self, http: HttpRequest) -> Response:
-        body, warnings = await self._context.read(http, ResponsesBody)
-        model = self._context.model_name(body.model)
-        call = await self._context.call(http, body, lambda: self.call(body, warnings))
-        return await self._context.run(
-            http, call, ResponseObjectFormatter(self._context, call, model, body), bool(body.stream)
-        )
+    async def create(self, http: HttpRequest) -> Response:
+        body, warnings = await self._context.read_body(http, ResponsesBody)
+        model = self._context.check_model(body.model)
+        generation = await self._context.build(http, body, lambda: self._generation(body, warnings))
+        formatter = ResponseObjectFormatter(self._context, generation, model, body)
+        return await self._context.run(http, [generation], formatter, bool(body.stream))
 
-    def call(self, body: ResponsesBody, warnings: list[str]) -> GenerationCall:
+    def _generation(self, body: ResponsesBody, warnings: list[str]) -> GenerationCall:
         for name in ("previous_response_id", "conversation"):
             if getattr(body, name):
-                raise bad(
+                raise bad_request(
                     f"{name}: nothing is kept between calls here. Send the whole conversation as input.", name
                 )
         if body.background:
-            raise bad("background: answers are given while the call is open. Leave it out.", "background")
-        thinking, effort = self._context.thinks, None
+            raise bad_request(
+                "background: answers are given while the call is open. Leave it out.", "background"
+            )
+        thinking, effort = self._context.thinks_by_default, None
         if body.reasoning is not None and body.reasoning.effort is not None:
-            thinking, effort = EFFORTS[body.reasoning.effort]
-        tools, mask = forced(
-            self._context.grammars,
-            _tools(body.tools),
-            body.tool_choice,
-            thinking,
-            body.parallel_tool_calls is False,
-        )
-        wanted = _format(body)
-        mask = mask or self._context.grammars.of_format(wanted, thinking)
-        shown = wanted.json_schema.schema_ if wanted and wanted.json_schema else None
-        prompt = self._context.engine.encode_chat(
-            conversation(_messages(body)),
+            thinking, effort = REASONING_EFFORTS[body.reasoning.effort]
+        prompt, mask = encode_chat(
+            self._context,
+            normalize_messages(_chat_messages(body)),
             thinking=thinking,
             effort=effort,
-            tools=tools,
-            response_format=shown,
+            tools=_function_tools(body.tools),
+            tool_choice=body.tool_choice,
+            single_call=body.parallel_tool_calls is False,
+            response_format=_response_format(body),
         )
         sampling = {name: getattr(body, name) for name in ("temperature", "top_p", "seed")}
-        sampling["max_tokens"] = body.max_output_tokens or self._context.room(len(prompt))
+        sampling["max_tokens"] = body.max_output_tokens or self._context.remaining_context(len(prompt))
         if body.top_logprobs is not None or "message.output_text.logprobs" in (body.include or ()):
             sampling["logprobs"] = body.top_logprobs or 0
         sampling = {name: value for name, value in sampling.items() if value is not None}
-        looking = self._context.looking(body)
-        if looking["baseline"]:
-            raise bad("baseline has no place in this dialect. Use /v1/chat/completions.", "baseline")
-        return GenerationCall(prompt, sampling, thinking, mask=mask, warnings=warnings, **looking)
+        arguments = self._context.interp_arguments(body)
+        refuse_baseline(body)
+        return GenerationCall(prompt, sampling, thinking, mask=mask, warnings=warnings, **arguments)
 
 
-def _messages(body: ResponsesBody) -> list[dict[str, Any]]:
-    out: list[dict[str, Any]] = (
+def _chat_messages(body: ResponsesBody) -> list[dict[str, Any]]:
+    """Input items as chat messages. Consecutive function calls are merged into one assistant message."""
+    messages: list[dict[str, Any]] = (
         [{"role": "system", "content": body.instructions}] if body.instructions else []
     )
     if isinstance(body.input, str):
-        return [*out, {"role": "user", "content": body.input}]
-    for place, item in enumerate(body.input):
-        kind, where = item.get("type", "message"), f"input[{place}]"
+        return [*messages, {"role": "user", "content": body.input}]
+    merge_into: list[dict[str, Any]] | None = None  # tool calls of the last message, if it only holds such
+    for index, item in enumerate(body.input):
+        kind, where = item.get("type", "message"), f"input[{index}]"
         if kind == "message":
-            out.append({"role": item.get("role"), "content": item.get("content")})
+            messages.append({"role": item.get("role"), "content": item.get("content")})
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments") or "{}"}
             call = {"id": str(item.get("call_id", "")), "type": "function", "function": function}
-            if out and out[-1]["role"] == "assistant" and "open" in out[-1]:
-                out[-1]["tool_calls"].append(call)
+            if merge_into is not None:
+                merge_into.append(call)
             else:
-                out.append({"role": "assistant", "content": "", "tool_calls": [call], "open": True})
+                merge_into = [call]
+                messages.append({"role": "assistant", "content": "", "tool_calls": merge_into})
+            continue
         elif kind == "function_call_output":
-            said = item.get("output")
-            out.append({"role": "tool", "tool_call_id": str(item.get("call_id", "")), "content": said})
-        elif kind != "reasoning":  # thoughts of earlier turns are not told again
-            raise bad(f"{where}.type: {kind!a} is no item this server knows.", where)
-    return [{key: value for key, value in message.items() if key != "open"} for message in out]
+            call_id = str(item.get("call_id", ""))
+            messages.append({"role": "tool", "tool_call_id": call_id, "content": item.get("output")})
+        elif kind == "reasoning":  # reasoning of earlier turns is not part of the prompt
+            continue
+        else:
+            raise bad_request(f"{where}.type: {kind!a} is no item this server knows.", where)
+        merge_into = None
+    return messages
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> Tools | None:
-    out = []
-    for place, tool in enumerate(tools or ()):
+def _function_tools(tools: Tools | None) -> Tools | None:
+    """Tools of the Responses API in the form of the chat API."""
+    functions = []
+    for index, tool in enumerate(tools or ()):
         if tool.get("type") != "function":
-            raise bad(
-                f"tools[{place}]: only functions are served, not {tool.get('type')!a}.", f"tools[{place}]"
+            raise bad_request(
+                f"tools[{index}]: only functions are served, not {tool.get('type')!a}.", f"tools[{index}]"
             )
-        kept = {key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None}
-        out.append({"type": "function", "function": kept})
-    return out or None
+        function = {
+            key: tool[key] for key in ("name", "description", "parameters") if tool.get(key) is not None
+        }
+        functions.append({"type": "function", "function": function})
+    return functions or None
 
 
-def _format(body: ResponsesBody) -> ResponseFormat | None:
-    given = body.text.format if body.text is not None else None
-    if given is None or given.get("type") == "text":
+def _response_format(body: ResponsesBody) -> ResponseFormat | None:
+    requested = body.text.format if body.text is not None else None
+    if requested is None or requested.get("type") == "text":
         return None
-    if given.get("type") == "json_object":
+    if requested.get("type") == "json_object":
         return ResponseFormat(type="json_object")
-    if given.get("type") != "json_schema" or not isinstance(given.get("schema"), dict):
-        raise bad("text.format: expected text, json_object, or json_schema with its schema.", "text.format")
-    return schema_format(given["schema"])
+    if requested.get("type") != "json_schema" or not isinstance(requested.get("schema"), dict):
+        raise bad_request(
+            "text.format: expected text, json_object, or json_schema with its schema.", "text.format"
+        )
+    return schema_format(requested["schema"])
 
 
-class ResponseObjectFormatter:
-    def __init__(self, context: ServingContext, call: GenerationCall, model: str, body: ResponsesBody):
-        self._context = context
-        self._call = call
-        self._body = body
-        self._blocks = ContentBlocks()
-        self._number = 0
+class ResponseObjectFormatter(BlockFormatter):
+    """Renders `response` objects and their stream events."""
+
+    def __init__(self, context: ServingContext, generation: GenerationCall, model: str, body: ResponsesBody):
+        super().__init__(context, generation)
+        self._sequence_number = 0
         self._head: dict[str, Any] = {
             "id": new_id("resp_"),
             "object": "response",
@@ -184,58 +196,54 @@ class ResponseObjectFormatter:
             "tools": body.tools or [],
             "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
         }
-
-    def whole(self, running: ActiveCall) -> dict[str, Any]:
-        request = running.requests[0]
-        check_end(request)
-        self._blocks.feed(request.sink.events)  # type: ignore[union-attr]
-        self._blocks.finish()
-        return self._response(request) | self._tail(request)
-
-    def _response(self, request: Request) -> dict[str, Any]:
-        cut = request.finish_reason == "length"
-        counted = usage([request], self._call, self._context.engine)
-        return {
+        self._in_progress = {
             **self._head,
-            "status": "incomplete" if cut else "completed",
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [self._item(block, request) for block in self._blocks.all if block.complete],
-            "usage": {
-                "input_tokens": counted["prompt_tokens"],
-                "input_tokens_details": counted["prompt_tokens_details"],
-                "output_tokens": counted["completion_tokens"],
-                "output_tokens_details": counted["completion_tokens_details"],
-                "total_tokens": counted["total_tokens"],
-            },
+            "status": "in_progress",
+            "incomplete_details": None,
+            "output": [],
+            "usage": None,
         }
 
-    def _tail(self, request: Request) -> dict[str, Any]:
-        found = findings([request], self._call, self._context.shelf)
-        said = [*self._call.warnings, *problems(request)]
-        return {**found, **({"warnings": said} if said else {})}
+    def response(self, request: Request, extras: dict[str, Any]) -> dict[str, Any]:
+        truncated = request.finish_reason == "length"
+        counts = usage([request], self._generation, self._context.engine)
+        return {
+            **self._head,
+            "status": "incomplete" if truncated else "completed",
+            "incomplete_details": {"reason": "max_output_tokens"} if truncated else None,
+            "output": [self._item(block, request) for block in self._blocks.blocks if block.complete],
+            "usage": {
+                "input_tokens": counts["prompt_tokens"],
+                "input_tokens_details": counts["prompt_tokens_details"],
+                "output_tokens": counts["completion_tokens"],
+                "output_tokens_details": counts["completion_tokens_details"],
+                "total_tokens": counts["total_tokens"],
+            },
+            **extras,
+        }
 
     def _item(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
+        """An output item; `request` is None while the item is in progress, which leaves its content empty."""
         status = "in_progress" if request is None else "completed"
         if block.kind == "reasoning":
             content = [{"type": "reasoning_text", "text": block.text}] if request is not None else []
             return {"type": "reasoning", "id": block.id, "summary": [], "content": content, "status": status}
         if block.kind == "tool":
-            arguments = block.text if request is not None else ""
             return {
                 "type": "function_call",
                 "id": "fc_" + block.id[5:],
                 "call_id": block.id,
                 "name": block.name,
-                "arguments": arguments,
+                "arguments": block.text if request is not None else "",
                 "status": status,
             }
-        content = [self._part(block, request)] if request is not None else []
+        content = [self._text_part(block, request)] if request is not None else []
         return {"type": "message", "id": block.id, "role": "assistant", "status": status, "content": content}
 
-    def _part(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
+    def _text_part(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
         logprobs = []
         if request is not None and request.options.logprobs is not None:
-            logprobs = [token_logprob(each, self._context.engine) for each in request.logprobs]
+            logprobs = [token_logprob(entry, self._context.engine) for entry in request.logprobs]
         return {
             "type": "output_text",
             "text": block.text if request else "",
@@ -243,73 +251,58 @@ class ResponseObjectFormatter:
             "logprobs": logprobs,
         }
 
-    # The stream
+    def ping(self) -> bytes:
+        return PING
 
-    async def frames(self, running: ActiveCall, ping_seconds: float) -> AsyncIterator[bytes]:
-        request = running.requests[0]
-        begun = {
-            **self._head,
-            "status": "in_progress",
-            "incomplete_details": None,
-            "output": [],
-            "usage": None,
-        }
-        yield self._event("response.created", response=begun)
-        yield self._event("response.in_progress", response=begun)
-        try:
-            async for item in running.news(ping_seconds):
-                if item is None:
-                    yield PING
-                    continue
-                for step in self._blocks.feed(item[1].parsed):
-                    for data in self._step(step, request):
-                        yield data
-            if running.cancelled:
-                return
-            check_end(request)
-            for step in self._blocks.finish():
-                for data in self._step(step, request):
-                    yield data
-            whole = self._response(request) | await asyncio.to_thread(self._tail, request)
-            yield self._event(f"response.{whole['status']}", response=whole)
-        except Exception as error:
-            self._context.told(error, running.id)
-            problem = problem_of(error)
-            told = {"code": problem.code or problem.type, "message": problem.message}
-            yield self._event("response.failed", response={**begun, "status": "failed", "error": told})
+    def start_events(self, request: Request) -> list[bytes]:
+        return [
+            self._event("response.created", response=self._in_progress),
+            self._event("response.in_progress", response=self._in_progress),
+        ]
 
-    def _step(self, step: ContentBlockDelta, request: Request) -> list[bytes]:
-        block = step.block
-        at = {"output_index": block.index, "item_id": self._item(block, None)["id"]}
-        inner = {**at, "content_index": 0}
-        if step.what == "open":
-            out = [
+    def end_events(self, request: Request, extras: dict[str, Any]) -> list[bytes]:
+        response = self.response(request, extras)
+        return [self._event(f"response.{response['status']}", response=response)]
+
+    def error_event(self, error: ApiError) -> bytes:
+        failure = {"code": error.code or error.type, "message": error.message}
+        failed = {**self._in_progress, "status": "failed", "error": failure}
+        return self._event("response.failed", response=failed)
+
+    def block_events(self, delta: ContentBlockDelta, request: Request) -> list[bytes]:
+        block = delta.block
+        item = {"output_index": block.index, "item_id": self._item(block, None)["id"]}
+        part = {**item, "content_index": 0}
+        if delta.change == "start":
+            events = [
                 self._event(
                     "response.output_item.added", output_index=block.index, item=self._item(block, None)
                 )
             ]
             if block.kind == "text":
-                out.append(self._event("response.content_part.added", **inner, part=self._part(block, None)))
-            return out
-        if step.what == "piece":
+                text_part = self._text_part(block, None)
+                events.append(self._event("response.content_part.added", **part, part=text_part))
+            return events
+        if delta.change == "delta":
             if block.kind == "tool":
-                return [self._event("response.function_call_arguments.delta", **at, delta=step.text)]
+                return [self._event("response.function_call_arguments.delta", **item, delta=delta.text)]
             if block.kind == "reasoning":
-                return [self._event("response.reasoning_text.delta", **inner, delta=step.text)]
-            return [self._event("response.output_text.delta", **inner, delta=step.text, logprobs=[])]
-        out = []
+                return [self._event("response.reasoning_text.delta", **part, delta=delta.text)]
+            return [self._event("response.output_text.delta", **part, delta=delta.text, logprobs=[])]
+        events = []
         if block.kind == "tool":
             done = {"name": block.name, "arguments": block.text}
-            out.append(self._event("response.function_call_arguments.done", **at, **done))
+            events.append(self._event("response.function_call_arguments.done", **item, **done))
         elif block.kind == "reasoning":
-            out.append(self._event("response.reasoning_text.done", **inner, text=block.text))
+            events.append(self._event("response.reasoning_text.done", **part, text=block.text))
         else:
-            out.append(self._event("response.output_text.done", **inner, text=block.text, logprobs=[]))
-            out.append(self._event("response.content_part.done", **inner, part=self._part(block, request)))
-        item = self._item(block, request)
-        return [*out, self._event("response.output_item.done", output_index=block.index, item=item)]
+            text_part = self._text_part(block, request)
+            events.append(self._event("response.output_text.done", **part, text=block.text, logprobs=[]))
+            events.append(self._event("response.content_part.done", **part, part=text_part))
+        done_item = self._item(block, request)
+        return [*events, self._event("response.output_item.done", output_index=block.index, item=done_item)]
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = frame({"type": kind, "sequence_number": self._number, **fields}, kind)
-        self._number += 1
+        data = format_event({"type": kind, "sequence_number": self._sequence_number, **fields}, kind)
+        self._sequence_number += 1
         return data

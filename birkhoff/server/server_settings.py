@@ -1,10 +1,11 @@
-"""Everything that can be set on the server, in one place, checked once.
+"""All settings of the server, documented and validated in one place.
 
-Each field is a flag of `birkhoff serve`, a variable `BIRKHOFF_NAME` and a key of the TOML file; the model's own
-settings (device, dtype, cache, ...) stand beside them and go to `birkhoff.load`. Defaults are safe for a laptop:
-loopback only, bounded everywhere. Listening on any other address without a key is refused unless it is said out loud.
+Each field of `ServerSettings` is a flag of `birkhoff serve`, an environment variable `BIRKHOFF_<NAME>` and a key of the
+TOML file. The options of the model (device, dtype, cache, ...) are separate and go to `birkhoff.load`. The defaults are
+safe on a laptop: loopback only, and every resource is limited. Listening on another address without a key is refused
+unless `i_know_this_is_open` is set.
 
-Nothing here imports PyTorch or the web framework, so that the command line can list the flags at once.
+This module imports neither PyTorch nor pydantic, so that the command line can list its flags quickly.
 """
 
 from __future__ import annotations
@@ -21,80 +22,61 @@ MAY_BE_ZERO = ("port", "max_queue")
 
 
 def setting(default: Any, help: str) -> Any:
+    """A field with its help text; its type is the type of the default."""
     return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
 class ServerSettings:
     host: str = setting("127.0.0.1", "Address to listen on.")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.")
-    api_key: tuple[str, ...] = setting((), "Key that callers must show; may be given several times.")
+    port: int = setting(8000, "Port to listen on; 0 picks a free one.")
+    api_key: tuple[str, ...] = setting((), "API key that clients must send; repeatable.")
     steering_api_key: tuple[str, ...] = setting(
-        (), "Key for changes of global steering, modules and SAEs; several too."
+        (), "Key for changing global steering, modules and SAE clamps; repeatable."
     )
     allowed_host: tuple[str, ...] = setting(
-        (), "Host name callers may use, beside this machine's own; several too."
+        (), "Host name that clients may use, in addition to this machine's own; repeatable."
     )
     allowed_origin: tuple[str, ...] = setting(
-        (), "Web origin that may call from a browser, beside localhost's."
+        (), "Web origin that may call from a browser, in addition to localhost; repeatable."
     )
-    i_know_this_is_open: bool = setting(False, "Allow another address than loopback without a key.")
-    served_name: str = setting("", "Name of the model on the wire; its own unless given.")
+    i_know_this_is_open: bool = setting(False, "Allow a non-loopback address without an API key.")
+    served_name: str = setting("", "Model name in the API; by default the name of the model.")
     capture_root: str = setting("", help_text(EngineOptions, "capture_root"))
-    steering_modules: tuple[str, ...] = setting(
-        (), "Vector file to register at start; may be given several times."
-    )
-    sae: tuple[str, ...] = setting(
-        (), "NAME=PATH of a dictionary of features to attach at start; several too."
-    )
+    steering_modules: tuple[str, ...] = setting((), "Steering vector file to register at start; repeatable.")
+    sae: tuple[str, ...] = setting((), "NAME=PATH of an SAE to attach at start; repeatable.")
     sae_full: tuple[str, ...] = setting(
-        (), "The same, for one whose reconstruction may replace rows; several too."
+        (), "NAME=PATH of an SAE whose reconstruction may replace activations; repeatable."
     )
-    max_queue: int = setting(32, "Most answers that wait for a place; more are refused with 429.")
-    max_connections: int = setting(64, "Most connections at a time.")
-    max_choices: int = setting(8, "Most answers of one call.")
-    max_body_bytes: int = setting(4 * MIB, "Largest body of a call.")
-    max_upload_bytes: int = setting(32 * MIB, "Largest body of a call that brings vectors to register.")
-    max_header_bytes: int = setting(16 * 1024, "Largest head of a call.")
-    max_header_fields: int = setting(64, "Most header fields of a call.")
-    max_depth: int = setting(64, "Deepest nesting of a JSON body.")
-    header_seconds: float = setting(15.0, "Time for the head of a call to arrive.")
-    body_seconds: float = setting(60.0, "Time for the body of a call to arrive.")
-    stall_seconds: float = setting(10.0, "How long a reader may take nothing before it is dropped.")
-    keep_alive_seconds: float = setting(30.0, "How long an idle connection stays open.")
-    ping_seconds: float = setting(10.0, "Sign of life in a stream that has nothing to say.")
-    drain_seconds: float = setting(30.0, "Time for running answers to end when the server is told to stop.")
-    capture_max_request_bytes: int = setting(256 * MIB, "Most bytes the captures of one call may store.")
-    capture_inline_max_bytes: int = setting(256 * 1024, "Most bytes of captured rows in an answer itself.")
-    lens_max_tokens: int = setting(1024, "Longest text for the lens.")
-    metrics: bool = setting(True, "Answer /metrics.")
+    max_queue: int = setting(32, "Maximum number of waiting requests; more are refused with 429.")
+    max_connections: int = setting(64, "Maximum number of open connections.")
+    max_choices: int = setting(8, "Maximum number of choices (n) per call.")
+    max_body_bytes: int = setting(4 * MIB, "Maximum size of a request body.")
+    max_upload_bytes: int = setting(32 * MIB, "Maximum size of a request body that uploads vectors.")
+    max_header_bytes: int = setting(16 * 1024, "Maximum size of the request headers.")
+    max_header_fields: int = setting(64, "Maximum number of request header fields.")
+    max_depth: int = setting(64, "Maximum nesting depth of a JSON body.")
+    header_seconds: float = setting(15.0, "Timeout for receiving the request headers.")
+    body_seconds: float = setting(60.0, "Timeout for receiving the request body.")
+    stall_seconds: float = setting(10.0, "Drop a client that reads nothing for this long.")
+    keep_alive_seconds: float = setting(30.0, "Close an idle connection after this long.")
+    ping_seconds: float = setting(10.0, "Interval of heartbeats in an idle stream.")
+    drain_seconds: float = setting(30.0, "On shutdown, wait this long for running requests.")
+    capture_max_request_bytes: int = setting(256 * MIB, "Maximum bytes the captures of one call may store.")
+    capture_inline_max_bytes: int = setting(256 * 1024, "Maximum bytes of captured rows in a response.")
+    lens_max_tokens: int = setting(1024, "Maximum text length for lens, attention and features.")
+    metrics: bool = setting(True, "Serve Prometheus metrics at /metrics.")
     debug_prompts: bool = setting(False, "Show the beginning of prompts in /slots.")
-    log: str = setting("text", "Log of calls on stderr: text, json or off.")
+    log: str = setting("text", "Access log on stderr: text, json or off.")
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            value: Any = getattr(self, each.name)
-            wanted = type(each.default)
-            if wanted is tuple:
-                object.__setattr__(self, each.name, tuple(value))
-                if not all(isinstance(item, str) and item for item in value):
-                    raise OptionError(f"{each.name} is {quoted(value)}, expected texts that are not empty.")
-            elif wanted is float:
-                if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 86400:
-                    raise OptionError(f"{each.name} is {quoted(value)}, expected seconds, more than 0.")
-            elif not isinstance(value, wanted) or (wanted is int and isinstance(value, bool)):
-                raise OptionError(f"{each.name} is {quoted(value)}, expected a {wanted.__name__}.")
-            elif (
-                isinstance(value, int)
-                and wanted is int
-                and not (0 if each.name in MAY_BE_ZERO else 1) <= value < 2**40
-            ):
-                raise OptionError(f"{each.name} is {value}, expected a whole number above 0.")
-        for which in ("sae", "sae_full"):
-            for text in getattr(self, which):
+            self._check_type(each.name, type(each.default))
+        for option in ("sae", "sae_full"):
+            for text in getattr(self, option):
                 name, _, path = text.partition("=")
                 if not name or not path:
-                    raise OptionError(f"{which} is {quoted(text)}, expected NAME=PATH.")
+                    raise OptionError(f"{option} is {quoted(text)}, expected NAME=PATH.")
         if self.port > 65535:
             raise OptionError(f"port is {self.port}, expected 0 to 65535.")
         if self.log not in ("text", "json", "off"):
@@ -110,8 +92,24 @@ class ServerSettings:
                 "127.0.0.1, or say --i-know-this-is-open."
             )
 
+    def _check_type(self, name: str, expected: type[Any]) -> None:
+        """Check one setting against the type of its default; sequences become tuples."""
+        value: Any = getattr(self, name)
+        if expected is tuple:
+            object.__setattr__(self, name, tuple(value))
+            if not all(isinstance(item, str) and item for item in value):
+                raise OptionError(f"{name} is {quoted(value)}, expected texts that are not empty.")
+        elif expected is float:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 86400:
+                raise OptionError(f"{name} is {quoted(value)}, expected seconds, more than 0.")
+        elif not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
+            raise OptionError(f"{name} is {quoted(value)}, expected a {expected.__name__}.")
+        elif expected is int and not (0 if name in MAY_BE_ZERO else 1) <= value < 2**40:
+            raise OptionError(f"{name} is {value}, expected a whole number above 0.")
+
 
 def is_loopback(host: str) -> bool:
+    """Whether `host` is localhost or a literal loopback address."""
     if host == "localhost":
         return True
     try:

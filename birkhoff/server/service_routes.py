@@ -1,8 +1,7 @@
-"""Routes about the server itself: is it up, what does it serve, what is it doing.
+"""Routes about the server itself: health, models, properties, slots, metrics, cancellation.
 
-`/health` never waits for the engine. `/props` says all that a client needs to adapt itself: layers and their kinds,
-hooks with shapes, limits, defaults. `/slots` shows running answers by id and progress; prompts only when that was asked
-for at the start.
+`/health` never waits for the engine. `/props` describes the model for clients: layers, hooks with shapes, limits and
+defaults. `/slots` lists active requests with their progress; it shows prompts only with `debug_prompts`.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ class ServiceRoutes:
     def __init__(self, context: ServingContext, metrics: Metrics):
         self._context = context
         self._metrics = metrics
-        self._since = int(time.time())
+        self._created = int(time.time())
 
     async def health(self) -> Response:
-        hub = self._context.hub
-        if not hub.healthy:
+        async_engine = self._context.async_engine
+        if not async_engine.healthy:
             raise ApiError(503, "the engine has stopped. Start the server again.", code="engine-stopped")
-        if not hub.loaded:
+        if not async_engine.loaded:
             raise ApiError(
                 503, "the model is still being loaded.", code="loading", headers={"Retry-After": "2"}
             )
         return json_response({"status": "ok"})
 
     async def ready(self) -> Response:
-        if not self._context.hub.ready:
+        if not self._context.async_engine.ready:
             raise ApiError(
                 503, "a call would not be let in now.", code="not-ready", headers={"Retry-After": "2"}
             )
@@ -63,18 +62,18 @@ class ServiceRoutes:
         return json_response({"version": __version__})
 
     async def models(self) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        return json_response({"object": "list", "data": [self._model_card()]})
 
     async def model(self, model: str) -> Response:
-        self._context.model_name(model)
-        return json_response(self._card())
+        self._context.check_model(model)
+        return json_response(self._model_card())
 
-    def _card(self) -> dict[str, Any]:
+    def _model_card(self) -> dict[str, Any]:
         engine = self._context.engine
         return {
-            "id": self._context.name,
+            "id": self._context.model_name,
             "object": "model",
-            "created": self._since,
+            "created": self._created,
             "owned_by": "birkhoff",
             "max_model_len": engine.max_context,
             "meta": {"vocab_size": engine.config.vocab_size, **engine.settings},
@@ -91,7 +90,7 @@ class ServiceRoutes:
         steerable = {site.name for site in SITES if site.edit}
         return json_response(
             {
-                "model": context.name,
+                "model": context.model_name,
                 "version": __version__,
                 "max_context": engine.max_context,
                 "slots": engine.max_requests,
@@ -115,7 +114,7 @@ class ServiceRoutes:
                 },
                 "signals": [*SIGNALS, "cosine:NAME"],
                 "modules": sorted(engine.modules),
-                "thinks": context.thinks,
+                "thinks": context.thinks_by_default,
                 "defaults": defaults | {"max_tokens": DEFAULT_MAX_TOKENS},
                 "limits": {name: getattr(settings, name) for name in LIMITS},
                 "captures": {"memory": True, "filesystem": bool(settings.capture_root)},
@@ -125,22 +124,22 @@ class ServiceRoutes:
         )
 
     async def slots(self, http: HttpRequest) -> Response:
-        context, hub = self._context, self._context.hub
-        live = hub.live
-        in_slots = [request for request in live if request.slot is not None]
+        context, async_engine = self._context, self._context.async_engine
+        active = async_engine.active_requests
+        in_slots = [request for request in active if request.slot is not None]
         free = context.engine.max_requests - len(in_slots)
         if free <= 0 and http.query_params.get("fail_on_no_slot") == "1":
             raise ApiError(503, "no slot is free.", code="no-slot")
-        shown = []
-        for request in live:
+        rows = []
+        for request in active:
+            if request.slot is None:
+                state = "waiting"
+            else:
+                state = "decode" if request.output_ids else "prefill"
             row: dict[str, Any] = {
-                "id": hub.call_id(request),
+                "id": async_engine.call_id(request),
                 "slot": request.slot,
-                "state": "waiting"
-                if request.slot is None
-                else "prefill"
-                if not request.output_ids
-                else "decode",
+                "state": state,
                 "prompt_tokens": len(request.prompt_ids),
                 "computed": request.computed,
                 "output_tokens": len(request.output_ids),
@@ -150,24 +149,20 @@ class ServiceRoutes:
             }
             if context.settings.debug_prompts:
                 row["prompt"] = context.engine.tokenizer.decode(request.prompt_ids[:64])
-            shown.append(row)
-        return json_response({"slots": context.engine.max_requests, "free": free, "requests": shown})
+            rows.append(row)
+        return json_response({"slots": context.engine.max_requests, "free": free, "requests": rows})
 
-    async def numbers(self) -> Response:
-        live = self._context.hub.live
-        running = sum(request.slot is not None for request in live)
+    async def metrics(self) -> Response:
+        active = self._context.async_engine.active_requests
+        running = sum(request.slot is not None for request in active)
         self._metrics.running.set(running)
-        self._metrics.waiting.set(len(live) - running)
-        if self._context.hub.loaded:
+        self._metrics.waiting.set(len(active) - running)
+        if self._context.async_engine.loaded:
             self._metrics.slots_free.set(self._context.engine.max_requests - running)
-            self._metrics.held(self._context.engine.reuse["prefix"])
-        return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    async def no_embeddings(self) -> Response:
-        raise ApiError(
-            501, "this model makes no embeddings. Capture final_hidden instead.", code="embeddings"
-        )
+            self._metrics.record_prefix_cache(self._context.engine.reuse["prefix"])
+        return Response(self._metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def cancel(self, request_id: str) -> Response:
-        """Idempotent: a call that has ended, or never was, is not running either way."""
-        return json_response({"id": request_id[:128], "cancelled": self._context.hub.cancel_call(request_id)})
+        """Idempotent: an id that is not running, or never was, gives `cancelled: false`."""
+        cancelled = self._context.async_engine.cancel_call(request_id)
+        return json_response({"id": request_id[:128], "cancelled": cancelled})

@@ -1,11 +1,11 @@
-"""Server-sent events: frames, signs of life, and an end as soon as the reader is gone."""
+"""Server-sent events: formatting, heartbeats, and streams that end as soon as the client disconnects."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from typing import Any
+from typing import Any, cast
 
 import orjson
 from starlette.responses import Response
@@ -13,61 +13,61 @@ from starlette.types import Receive, Scope, Send
 
 PING = b": still here\n\n"
 DONE = b"data: [DONE]\n\n"
-OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 
 
-def frame(data: Any, event: str | None = None) -> bytes:
+def format_event(data: Any, event: str | None = None) -> bytes:
+    """One event with `data` as JSON, and an `event:` line if it has a name."""
     head = f"event: {event}\n".encode() if event else b""
-    return head + b"data: " + orjson.dumps(data, option=OPTIONS) + b"\n\n"
+    return head + b"data: " + orjson.dumps(data, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n\n"
 
 
 class EventStream(Response):
-    """Sends what `frames` yields; a reader that leaves ends it at once, wherever it waits. `leave` is called at the
-    end, whatever it was."""
+    """Sends the bytes that `events` yields.
+
+    If the client disconnects, the iterator is cancelled at once, wherever it waits. `on_close` is called at the end in
+    every case."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, frames: AsyncIterator[bytes], leave: Callable[[], None], media_type: str | None = None
-    ):
-        super().__init__(media_type=media_type or self.media_type)
+    def __init__(self, events: AsyncIterator[bytes], on_close: Callable[[], None]):
+        super().__init__()
         del self.headers["content-length"]
         self.headers["cache-control"] = "no-store"
-        self._frames = frames
-        self._leave = leave
+        self._events = cast(AsyncGenerator[bytes, None], events)
+        self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work = asyncio.ensure_future(self._send_all(send))
+        sending = asyncio.ensure_future(self._send_all(send))
         try:
-            left = await first_of(work, receive)
+            disconnected = await wait_or_disconnect(sending, receive)
         finally:
-            if not work.done():
-                work.cancel()
-                await asyncio.wait([work])
-            self._leave()
-        if left:
+            if not sending.done():
+                sending.cancel()
+                await asyncio.wait([sending])
+            self._on_close()
+        if disconnected:
             scope["state"].setdefault("note", "left")
         else:
-            work.result()
+            sending.result()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async with aclosing(self._frames) as frames:  # type: ignore[type-var]
-            async for data in frames:
+        async with aclosing(self._events) as events:
+            async for data in events:
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def first_of(work: asyncio.Future[Any], receive: Receive) -> bool:
-    """Wait for `work` or for the client to leave; True when it left."""
-    watch = asyncio.ensure_future(_gone(receive))
+async def wait_or_disconnect(work: asyncio.Future[Any], receive: Receive) -> bool:
+    """Wait until `work` is done or the client disconnects. Returns True if it disconnected."""
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(receive))
     try:
-        await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([work, disconnect], return_when=asyncio.FIRST_COMPLETED)
         return not work.done()
     finally:
-        watch.cancel()
+        disconnect.cancel()
 
 
-async def _gone(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -1,8 +1,8 @@
-"""Steering on the wire: the fields of one call, the tier that every answer gets, and named modules.
+"""Steering over HTTP: fields of a call, the global tier that applies to every request, and named modules.
 
-Fields of a call are read by `steering/steering_fields.py` into the same edits Python has, so that HTTP and Python cannot differ.
-Changes of the global tier and of modules need the steering key, when there is one, beside the server's own; they are
-checked whole and then made, or not at all. Running answers keep what they began with.
+Fields of a call are parsed by `steering/steering_fields.py` into the same edits that Python uses. Changes of the global
+tier and of modules need the steering key in addition to the API key; they are validated completely before any is
+applied. Running requests keep the edits they started with.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from starlette.responses import Response
 
 from birkhoff.errors import quoted
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.server.api_errors import ApiError, bad
+from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.body import RequestBody
-from birkhoff.server.fields import InterpFields
-from birkhoff.server.middleware import matching
+from birkhoff.server.fields import InterpFields, ModuleName, Name
+from birkhoff.server.middleware import find_key
 from birkhoff.server.reply import json_response
 from birkhoff.server.server_settings import ServerSettings, is_loopback
 from birkhoff.steering.steering_fields import intervention, parse_steering
@@ -33,31 +33,29 @@ if TYPE_CHECKING:
     from birkhoff.server.context import ServingContext
 
 
-def edits_of(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
-    """The edits that the steering fields of a body come to."""
-    if not fields:
-        return None
-    return engine.edits_from_json(fields)
+def parse_edits(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
+    """Parse the steering fields of a body into edits; None if there are none."""
+    return engine.edits_from_json(fields) if fields else None
 
 
 def request_edits(fields: dict[str, Any], engine: Engine) -> list[Any] | None:
-    """The edits of a request's steering fields, unchecked: the request resolves and checks them, once."""
+    """Parse the steering fields of a request without checking them; the request resolves and checks its edits."""
     return engine.request_edits_from_json(fields) if fields else None
 
 
 class ModuleBody(RequestBody):
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$")]
+    name: ModuleName
     vector: dict[str, Any] | Annotated[list[float], Field(max_length=1 << 20)] | None = None
     vectors: dict[str, Any] | None = None
     replace: bool = False
 
 
 class UnregisterBody(RequestBody):
-    name: Annotated[str, Field(min_length=1, max_length=256)]
+    name: Name
 
 
-class SetBody(InterpFields):
-    """The steering fields of a call, for every call from now on."""
+class GlobalSteeringBody(InterpFields):
+    """The steering fields of a call, applied to every later request."""
 
     replace: bool = True
 
@@ -67,13 +65,13 @@ class SteeringRoutes:
         self._context = context
         self._lock = threading.Lock()
         self._edits: list[Any] = []
-        self._open: AbstractContextManager[None] | None = None
+        self._tier: AbstractContextManager[None] | None = None
 
     async def status(self) -> Response:
-        """The global tier: its edits, and how strong they are at each hook."""
+        """The edits of the global tier, and the summed vector norms by hook and layer."""
         norms: dict[str, dict[str, float]] = {}
         for edit in self._edits:
-            for (hook, layer), norm in _norms(edit, self._context.engine).items():
+            for (hook, layer), norm in _vector_norms(edit, self._context.engine).items():
                 norms.setdefault(hook, {})[str(layer)] = norms.get(hook, {}).get(str(layer), 0.0) + norm
         return json_response(
             {
@@ -94,11 +92,15 @@ class SteeringRoutes:
         return json_response({"layers": each})
 
     async def set(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read(http, SetBody, self._context.settings.max_upload_bytes)
+        body, _ = await self._context.read_body(
+            http, GlobalSteeringBody, self._context.settings.max_upload_bytes
+        )
         check_steering_key(http, self._context.settings)
-        edits = edits_of(body.steers, self._context.engine) or []
+        edits = parse_edits(body.steering_fields, self._context.engine) or []
         if not edits:
-            raise bad("nothing to set: give steering fields, or call /v1/steering/clear.", "interventions")
+            raise bad_request(
+                "nothing to set: give steering fields, or call /v1/steering/clear.", "interventions"
+            )
         self._change(edits if body.replace else [*self._edits, *edits])
         return await self.status()
 
@@ -108,14 +110,14 @@ class SteeringRoutes:
         return await self.status()
 
     def _change(self, edits: list[Any]) -> None:
-        """Open the new tier, then close the old one: no answer begins without either."""
+        """Enter the new tier before leaving the old one, so that no request starts without either."""
         with self._lock:
             tier = self._context.engine.steering(*edits) if edits else None
             if tier is not None:
                 tier.__enter__()
-            if self._open is not None:
-                self._open.__exit__(None, None, None)
-            self._open = tier
+            if self._tier is not None:
+                self._tier.__exit__(None, None, None)
+            self._tier = tier
             self._edits = edits
 
     # Modules
@@ -123,11 +125,11 @@ class SteeringRoutes:
     async def modules(self) -> Response:
         engine = self._context.engine
         return json_response(
-            {"modules": [described(name, engine.modules[name]) for name in sorted(engine.modules)]}
+            {"modules": [_module_json(name, engine.modules[name]) for name in sorted(engine.modules)]}
         )
 
     async def register(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read(http, ModuleBody, self._context.settings.max_upload_bytes)
+        body, _ = await self._context.read_body(http, ModuleBody, self._context.settings.max_upload_bytes)
         check_steering_key(http, self._context.settings)
         engine = self._context.engine
         if body.name in engine.modules and not body.replace:
@@ -138,11 +140,11 @@ class SteeringRoutes:
                 param="name",
                 headers={"x-should-retry": "false"},
             )
-        engine.modules[body.name] = module_of(body, engine.config.num_hidden_layers)
-        return json_response(described(body.name, engine.modules[body.name]))
+        engine.modules[body.name] = _parse_module(body, engine.config.num_hidden_layers)
+        return json_response(_module_json(body.name, engine.modules[body.name]))
 
     async def unregister(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read(http, UnregisterBody)
+        body, _ = await self._context.read_body(http, UnregisterBody)
         check_steering_key(http, self._context.settings)
         engine = self._context.engine
         if body.name not in engine.modules:
@@ -158,16 +160,16 @@ class SteeringRoutes:
                 param="name",
                 headers={"x-should-retry": "false"},
             )
-        del engine.modules[body.name]  # running answers keep the numbers they resolved
+        del engine.modules[body.name]  # running requests keep the vectors they resolved
         return json_response({"name": body.name, "registered": False})
 
 
 def check_steering_key(http: HttpRequest, settings: ServerSettings) -> None:
-    """Changes need the second key when there is one, and beyond loopback there has to be one."""
+    """Raise 401 unless the steering key is presented. On loopback no key is needed if none is set."""
     keys = [key.encode() for key in settings.steering_api_key]
-    shown = http.headers.get("x-steering-key") or http.headers.get("x-steering-api-key") or ""
+    presented = http.headers.get("x-steering-key") or http.headers.get("x-steering-api-key") or ""
     if keys:
-        if matching(keys, shown) is None:
+        if find_key(keys, presented) is None:
             raise ApiError(
                 401, "changes need the steering key. Send it as x-steering-key.", code="steering-key"
             )
@@ -180,14 +182,14 @@ def check_steering_key(http: HttpRequest, settings: ServerSettings) -> None:
         )
 
 
-def module_of(body: ModuleBody, num_layers: int) -> Any:
-    """A vector that says where it belongs, a bare row of numbers, or packed rows by hook and layer."""
+def _parse_module(body: ModuleBody, num_layers: int) -> Any:
+    """Parse a module: a steering vector with its hook, a plain list of numbers, or packed rows by hook and layer."""
     if (body.vector is None) == (body.vectors is None):
-        raise bad("give either vector or vectors.", "vector")
+        raise bad_request("give either vector or vectors.", "vector")
     if body.vectors is not None:
-        edits = [found.edit for found in parse_steering({"steering_vectors": body.vectors}, {})]
+        edits = [parsed.edit for parsed in parse_steering({"steering_vectors": body.vectors}, {})]
         if len(edits) != 1:
-            raise bad(
+            raise bad_request(
                 "vectors: a module has one hook and one strength. Register one module for each.", "vectors"
             )
         edit = edits[0]
@@ -204,10 +206,10 @@ def module_of(body: ModuleBody, num_layers: int) -> Any:
     return SteeringVector.from_json(body.vector)
 
 
-def described(name: str, module: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"name": name, "kind": "additive", "width": len(module), "digest": module.digest}
+def _module_json(name: str, module: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = {"name": name, "kind": "additive", "width": len(module), "digest": module.digest}
     if isinstance(module, SteeringVector):
-        found |= {
+        fields |= {
             "op": module.op,
             "hook": module.hook,
             "layers": list(module.layers),
@@ -218,11 +220,11 @@ def described(name: str, module: Any) -> dict[str, Any]:
             "note": module.note,
             "norms": {str(layer): float(row.tensor().norm()) for layer, row in module.rows.items()},
         }
-    return found
+    return fields
 
 
-def _norms(edit: Any, engine: Engine) -> dict[tuple[str, int], float]:
-    """How long the vector is that an edit brings, by site; edits without one say nothing."""
+def _vector_norms(edit: Any, engine: Engine) -> dict[tuple[str, int], float]:
+    """Scaled norm of an edit's vector, by hook and layer; empty for edits without a vector."""
     vector = getattr(edit, "vector", None)
     module = engine.modules[vector] if isinstance(vector, str) else vector
     if isinstance(module, SteeringVector):

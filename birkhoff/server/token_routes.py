@@ -1,33 +1,31 @@
-"""Text and tokens: `/tokenize`, `/detokenize`, `/apply-template`, and how long a prompt would be.
+"""Tokenizer routes: `/tokenize`, `/detokenize`, `/apply-template`, and token counts of prompts.
 
-Field names are vLLM's. Text typed into any of these stays text: what merely spells a marker is never one.
+Field names follow vLLM. Chat markers spelled out in text are encoded as text, never as marker tokens.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
-from birkhoff.server.api_errors import bad
+from birkhoff.server.api_errors import bad_request
 from birkhoff.server.body import RequestBody
-from birkhoff.server.chat_routes import EFFORTS, conversation
+from birkhoff.server.chat_prompt import REASONING_EFFORTS, ReasoningEffort, normalize_messages
 from birkhoff.server.context import ServingContext
-from birkhoff.server.fields import TokenId
+from birkhoff.server.fields import MessageList, TokenId, ToolList
 from birkhoff.server.reply import json_response
-from birkhoff.server.tools import checked_tools
-
-Messages = Annotated[list[dict[str, Any]], Field(min_length=1, max_length=4096)]
+from birkhoff.server.tools import validate_tools
 
 
 class TokenizeBody(RequestBody):
     model: str | None = None
     prompt: str | None = None
-    messages: Messages | None = None
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    messages: MessageList | None = None
+    tools: ToolList | None = None
+    reasoning_effort: ReasoningEffort | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -40,9 +38,9 @@ class DetokenizeBody(RequestBody):
 
 class TemplateBody(RequestBody):
     model: str | None = None
-    messages: Messages
-    tools: Annotated[list[dict[str, Any]], Field(max_length=128)] | None = None
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    messages: MessageList
+    tools: ToolList | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
 
 class TokenRoutes:
@@ -50,53 +48,53 @@ class TokenRoutes:
         self._context = context
 
     async def tokenize(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read(http, TokenizeBody)
+        body, _ = await self._context.read_body(http, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
-            raise bad("give either a prompt or messages.", "prompt")
+            raise bad_request("give either a prompt or messages.", "prompt")
         engine = self._context.engine
-        ids = await self._context.call(http, body, lambda: self._ids(body))
-        found: dict[str, Any] = {"count": len(ids), "max_model_len": engine.max_context, "tokens": ids}
+        ids = await self._context.build(http, body, lambda: self._encode(body))
+        fields: dict[str, Any] = {"count": len(ids), "max_model_len": engine.max_context, "tokens": ids}
         if body.return_token_strs:
-            found["token_strs"] = self._texts(ids)
-        return json_response(found)
+            fields["token_strs"] = self._token_strs(ids)
+        return json_response(fields)
 
     async def detokenize(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read(http, DetokenizeBody)
+        body, _ = await self._context.read_body(http, DetokenizeBody)
         last = self._context.engine.config.vocab_size - 1
-        for place, token in enumerate(body.tokens):
+        for index, token in enumerate(body.tokens):
             if token > last:
-                raise bad(f"tokens[{place}] is {token}, this model has ids 0..{last}.", f"tokens[{place}]")
-        found: dict[str, Any] = {"prompt": self._context.engine.tokenizer.decode(body.tokens)}
+                where = f"tokens[{index}]"
+                raise bad_request(f"{where} is {token}, this model has ids 0..{last}.", where)
+        fields: dict[str, Any] = {"prompt": self._context.engine.tokenizer.decode(body.tokens)}
         if body.return_token_strs:
-            found["token_strs"] = self._texts(body.tokens)
-        return json_response(found)
+            fields["token_strs"] = self._token_strs(body.tokens)
+        return json_response(fields)
 
     async def template(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read(http, TemplateBody)
-        ids = await self._context.call(http, body, lambda: self._ids(body))
+        body, _ = await self._context.read_body(http, TemplateBody)
+        ids = await self._context.build(http, body, lambda: self._encode(body))
         return json_response(
             {"prompt": self._context.engine.tokenizer.decode(ids), "tokens": ids, "count": len(ids)}
         )
 
     async def input_tokens(self, http: HttpRequest) -> Response:
-        body, _ = await self._context.read(http, TemplateBody)
-        self._context.model_name(body.model)
-        ids = await self._context.call(http, body, lambda: self._ids(body))
+        body, _ = await self._context.read_body(http, TemplateBody)
+        self._context.check_model(body.model)
+        ids = await self._context.build(http, body, lambda: self._encode(body))
         return json_response({"object": "response.input_tokens", "input_tokens": len(ids)})
 
-    def _ids(self, body: TokenizeBody | TemplateBody) -> list[int]:
+    def _encode(self, body: TokenizeBody | TemplateBody) -> list[int]:
         engine = self._context.engine
         if isinstance(body, TokenizeBody) and body.prompt is not None:
             bos = engine.config.bos_token_id if body.add_special_tokens else None
             return [*([] if bos is None else [bos]), *engine.tokenizer.encode(body.prompt)]
-        thinking, effort = (
-            (self._context.thinks, None) if body.reasoning_effort is None else EFFORTS[body.reasoning_effort]
-        )
-        messages = conversation(body.messages or [])
-        tools = checked_tools(body.tools)
+        thinking, effort = self._context.thinks_by_default, None
+        if body.reasoning_effort is not None:
+            thinking, effort = REASONING_EFFORTS[body.reasoning_effort]
+        messages = normalize_messages(body.messages or [])
+        tools = validate_tools(body.tools)
         return engine.encode_chat(messages, thinking=thinking, effort=effort, tools=tools)
 
-    def _texts(self, ids: list[int]) -> list[str]:
-        """One string per token; a piece of a character shows as what it is."""
-        tokenizer = self._context.engine.tokenizer
-        return [tokenizer.marker(i) or tokenizer.piece(i).decode("utf-8", "replace") for i in ids]
+    def _token_strs(self, ids: list[int]) -> list[str]:
+        """One string per token; bytes of incomplete characters become replacement characters."""
+        return [self._context.token_text(token) for token in ids]

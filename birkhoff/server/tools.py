@@ -1,7 +1,7 @@
-"""Tools of a call: which ones the model is told about, and whether it must call one.
+"""Tools of a call: which are shown to the model, and whether it must call one.
 
-`auto` leaves the choice to the model. `required` and a named function force a call through a grammar, so that the
-answer is one even from a model that was never taught tools; `none` hides them.
+`auto` leaves the choice to the model. `required` and a named function force a call with a grammar, which works even for
+a model that was not trained on tools. `none` hides the tools.
 """
 
 from __future__ import annotations
@@ -10,58 +10,65 @@ import re
 from typing import Any
 
 from birkhoff.errors import quoted
-from birkhoff.server.api_errors import bad
-from birkhoff.server.json_grammar import Grammars, MakeMask, forced_call
+from birkhoff.server.api_errors import bad_request
+from birkhoff.server.json_grammar import GrammarCompiler, MaskFactory, tool_call_grammar
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 Tools = list[dict[str, Any]]
 
 
-def checked_tools(tools: Tools | None) -> Tools | None:
-    """Function tools with names; anything else is refused by its place."""
-    for place, tool in enumerate(tools or ()):
+def validate_tools(tools: Tools | None) -> Tools | None:
+    """Check that all tools are functions with valid names. Returns None for an empty list."""
+    for index, tool in enumerate(tools or ()):
         function = tool.get("function")
         if tool.get("type", "function") != "function" or not isinstance(function, dict):
             kind = quoted(tool.get("type"), 40)
-            raise bad(
-                f"tools[{place}]: expected a function; tools of type {kind} are not served.",
-                f"tools[{place}]",
+            raise bad_request(
+                f"tools[{index}]: expected a function; tools of type {kind} are not served.",
+                f"tools[{index}]",
             )
         if not isinstance(function.get("name"), str) or not _NAME.match(function["name"]):
-            raise bad(
-                f"tools[{place}].function.name is {quoted(function.get('name'), 80)}, expected 1 to 64 letters, "
+            raise bad_request(
+                f"tools[{index}].function.name is {quoted(function.get('name'), 80)}, expected 1 to 64 letters, "
                 "digits, dots, dashes or underscores.",
-                f"tools[{place}].function.name",
+                f"tools[{index}].function.name",
             )
         if not isinstance(function.get("parameters", {}), dict | None):
-            raise bad(
-                f"tools[{place}].function.parameters: expected a JSON schema.",
-                f"tools[{place}].function.parameters",
+            raise bad_request(
+                f"tools[{index}].function.parameters: expected a JSON schema.",
+                f"tools[{index}].function.parameters",
             )
     return tools or None
 
 
-def forced(
-    grammars: Grammars, tools: Tools | None, choice: str | dict[str, Any] | None, thinking: bool, one: bool
-) -> tuple[Tools | None, MakeMask | None]:
-    """The tools to tell the model about, and the mask that makes it call one if it must."""
-    tools = checked_tools(tools)
+def resolve_tool_choice(
+    grammars: GrammarCompiler,
+    tools: Tools | None,
+    choice: str | dict[str, Any] | None,
+    thinking: bool,
+    single_call: bool,
+) -> tuple[Tools | None, MaskFactory | None]:
+    """The tools to show to the model, and the mask that forces a call if `choice` demands one."""
+    tools = validate_tools(tools)
     if choice in (None, "auto"):
         return tools, None
     if choice == "none":
         return None, None
     if not tools:
-        raise bad("tool_choice asks for a call, but there are no tools.", "tool_choice")
-    wanted = tools
+        raise bad_request("tool_choice asks for a call, but there are no tools.", "tool_choice")
+    callable_tools = tools
     if isinstance(choice, dict):
         name = choice.get("name") or (choice.get("function") or {}).get("name")
-        wanted = [tool for tool in tools if tool["function"]["name"] == name]
-        if not wanted:
-            raise bad(f"tool_choice names {quoted(name, 80)}, which is none of the tools.", "tool_choice")
-        one = True
+        callable_tools = [tool for tool in tools if tool["function"]["name"] == name]
+        if not callable_tools:
+            raise bad_request(
+                f"tool_choice names {quoted(name, 80)}, which is none of the tools.", "tool_choice"
+            )
+        single_call = True
     elif choice != "required":
-        raise bad(
+        raise bad_request(
             f"tool_choice is {quoted(choice, 40)}, expected none, auto, required or a function.",
             "tool_choice",
         )
-    return tools, grammars.of_lark(forced_call(grammars, wanted, one), thinking, "tools")
+    grammar = tool_call_grammar(grammars, callable_tools, single_call)
+    return tools, grammars.from_lark(grammar, thinking, "tools")

@@ -1,4 +1,4 @@
-// Talks to the server through its public routes and nothing else.
+// HTTP client of the server's public routes.
 
 export class ApiError extends Error {
   constructor(message, { status = 0, code = "", param = "" } = {}) {
@@ -7,11 +7,15 @@ export class ApiError extends Error {
   }
 }
 
-const KEY = "birkhoff-key", STEERING_KEY = "birkhoff-steering-key";
+const KEY = "birkhoff-key",
+  STEERING_KEY = "birkhoff-steering-key";
 export const keys = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   getSteering: () => sessionStorage.getItem(STEERING_KEY) ?? "",
-  set(key, steering) { sessionStorage.setItem(KEY, key); sessionStorage.setItem(STEERING_KEY, steering ?? ""); },
+  set(key, steering) {
+    sessionStorage.setItem(KEY, key);
+    sessionStorage.setItem(STEERING_KEY, steering ?? "");
+  },
 };
 
 function headers(body) {
@@ -25,15 +29,30 @@ function headers(body) {
 async function send(path, { method = "GET", body, signal } = {}) {
   let response;
   try {
-    response = await fetch(path, { method, signal, headers: headers(body), body: body === undefined ? undefined : JSON.stringify(body) });
+    response = await fetch(path, {
+      method,
+      signal,
+      headers: headers(body),
+      body: body === undefined ? undefined : JSON.stringify(body),
+    });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new ApiError("The server does not answer. Is it still running? The page tries again by itself.", { code: "unreachable" });
+    throw new ApiError("The server is not responding. The page keeps retrying.", {
+      code: "unreachable",
+    });
   }
   if (response.ok) return response;
   let problem = {};
-  try { problem = (await response.json()).error ?? {}; } catch { /* not ours: a proxy's page, perhaps */ }
-  throw new ApiError(problem.message ?? `The server answered ${response.status}.`, { status: response.status, code: problem.code ?? "", param: problem.param ?? "" });
+  try {
+    problem = (await response.json()).error ?? {};
+  } catch {
+    /* not JSON, for example a proxy's error page */
+  }
+  throw new ApiError(problem.message ?? `The server returned status ${response.status}.`, {
+    status: response.status,
+    code: problem.code ?? "",
+    param: problem.param ?? "",
+  });
 }
 
 export async function call(path, options) {
@@ -42,7 +61,7 @@ export async function call(path, options) {
 
 export const post = (path, body, signal) => call(path, { method: "POST", body, signal });
 
-/** The data frames of a server-sent stream, parsed, until [DONE]. An error frame is thrown. */
+/** Yields the parsed data of a server-sent event stream until [DONE]; throws on an error event. */
 export async function* stream(path, body, signal) {
   const response = await send(path, { method: "POST", body, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -50,7 +69,10 @@ export async function* stream(path, body, signal) {
   try {
     for (;;) {
       const { done, value } = await reader.read();
-      if (done) throw new ApiError("The connection ended in the middle of the answer.", { code: "cut_off" });
+      if (done)
+        throw new ApiError("The connection was lost before the response was complete.", {
+          code: "cut_off",
+        });
       held += value;
       let end;
       while ((end = held.search(/\r?\n\r?\n/)) >= 0) {
@@ -61,14 +83,15 @@ export async function* stream(path, body, signal) {
           const data = line.slice(5).trim();
           if (data === "[DONE]") return;
           const frame = JSON.parse(data);
-          if (frame.error) throw new ApiError(frame.error.message, { code: frame.error.code ?? "", status: 500 });
+          if (frame.error)
+            throw new ApiError(frame.error.message, { code: frame.error.code ?? "", status: 500 });
           yield frame;
         }
       }
     }
   } catch (error) {
     if (error.name === "AbortError" || error instanceof ApiError) throw error;
-    throw new ApiError("The connection ended in the middle of the answer.", { code: "cut_off" });
+    throw new ApiError("The connection was lost before the response was complete.", { code: "cut_off" });
   } finally {
     reader.cancel().catch(() => {});
   }

@@ -1,15 +1,23 @@
-// Small line charts: a few named series over one axis, drawn on a canvas with its axes named.
+// Line charts on a canvas: named series over one axis, with axis labels.
 import { canvasOf, ink } from "./colour.js";
 import { h } from "./dom.js";
 
 /** series: [{name, colour, points: [[x, y], ...]}]; marks: [{x, text}] are vertical lines. */
 export function lineChart({ series, width = 460, height = 170, xName, yName, marks = [], label }) {
-  const canvas = canvasOf(width, height, label), context = canvas.getContext("2d");
+  const canvas = canvasOf(width, height, label),
+    context = canvas.getContext("2d");
   const points = series.flatMap((s) => s.points).filter(([, y]) => Number.isFinite(y));
-  const left = 46, bottom = 30, top = 8, right = 8;
+  const left = 46,
+    bottom = 30,
+    top = 8,
+    right = 8;
   if (points.length) {
-    const xs = points.map((p) => p[0]), ys = points.map((p) => p[1]);
-    const x0 = Math.min(...xs), x1 = Math.max(...xs), y0 = Math.min(0, ...ys), y1 = Math.max(...ys, y0 + 1e-9);
+    const xs = points.map((p) => p[0]),
+      ys = points.map((p) => p[1]);
+    const x0 = Math.min(...xs),
+      x1 = Math.max(...xs),
+      y0 = Math.min(0, ...ys),
+      y1 = Math.max(...ys, y0 + 1e-9);
     const X = (x) => left + ((x - x0) / (x1 - x0 || 1)) * (width - left - right);
     const Y = (y) => height - bottom - ((y - y0) / (y1 - y0)) * (height - bottom - top);
     context.font = "11px system-ui, sans-serif";
@@ -18,16 +26,25 @@ export function lineChart({ series, width = 460, height = 170, xName, yName, mar
     context.textAlign = "right";
     for (let i = 0; i <= 3; i++) {
       const y = y0 + ((y1 - y0) * i) / 3;
-      context.beginPath(); context.moveTo(left, Y(y)); context.lineTo(width - right, Y(y)); context.stroke();
+      context.beginPath();
+      context.moveTo(left, Y(y));
+      context.lineTo(width - right, Y(y));
+      context.stroke();
       context.fillText(nice(y), left - 5, Y(y) + 4);
     }
     context.textAlign = "center";
-    for (let i = 0; i <= 4; i++) { const x = x0 + ((x1 - x0) * i) / 4; context.fillText(nice(x), X(x), height - bottom + 13); }
+    for (let i = 0; i <= 4; i++) {
+      const x = x0 + ((x1 - x0) * i) / 4;
+      context.fillText(nice(x), X(x), height - bottom + 13);
+    }
     context.fillText(xName, (left + width) / 2, height - 4);
     for (const mark of marks) {
       context.strokeStyle = ink("warm");
       context.setLineDash([4, 3]);
-      context.beginPath(); context.moveTo(X(mark.x), top); context.lineTo(X(mark.x), height - bottom); context.stroke();
+      context.beginPath();
+      context.moveTo(X(mark.x), top);
+      context.lineTo(X(mark.x), height - bottom);
+      context.stroke();
       context.setLineDash([]);
       context.fillStyle = ink("warm");
       context.textAlign = X(mark.x) > width - 90 ? "right" : "left";
@@ -37,13 +54,24 @@ export function lineChart({ series, width = 460, height = 170, xName, yName, mar
       context.strokeStyle = context.fillStyle = one.colour;
       context.lineWidth = 1.8;
       context.beginPath();
-      one.points.filter(([, y]) => Number.isFinite(y)).forEach(([x, y], i) => (i ? context.lineTo(X(x), Y(y)) : context.moveTo(X(x), Y(y))));
+      one.points
+        .filter(([, y]) => Number.isFinite(y))
+        .forEach(([x, y], i) => (i ? context.lineTo(X(x), Y(y)) : context.moveTo(X(x), Y(y))));
       context.stroke();
-      for (const [x, y] of one.points) if (Number.isFinite(y)) { context.beginPath(); context.arc(X(x), Y(y), 2.4, 0, 7); context.fill(); }
+      for (const [x, y] of one.points)
+        if (Number.isFinite(y)) {
+          context.beginPath();
+          context.arc(X(x), Y(y), 2.4, 0, 7);
+          context.fill();
+        }
     }
   }
-  const legend = h("div", { class: "legend" }, yName ? h("span", {}, `${yName}: `) : null,
-    series.map((s) => h("span", {}, h("span", { style: { color: s.colour } }, "● "), s.name)));
+  const legend = h(
+    "div",
+    { class: "legend" },
+    yName ? h("span", {}, `${yName}: `) : null,
+    series.map((s) => h("span", {}, h("span", { style: { color: s.colour } }, "● "), s.name)),
+  );
   return h("div", { class: "figure scroll" }, canvas, legend);
 }
 

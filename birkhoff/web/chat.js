@@ -1,5 +1,5 @@
-// The conversation: what was said, the running answer as tokens, and the box to ask in.
-import { empty, fault, fill, h, panel, takeAlong, toast, visible } from "./dom.js";
+// The chat page: messages, the running response as tokens, and the input box.
+import { empty, fault, fill, h, panel, exportButtons, toast, visible } from "./dom.js";
 import { grammar, python } from "./edits.js";
 import { pyText } from "./pinned.js";
 import { post } from "./api.js";
@@ -7,75 +7,256 @@ import { answerText, startRun, stopRun } from "./runs.js";
 import { strip, update } from "./strip.js";
 
 export function chatPage(store) {
-  const list = h("div", { class: "conversation" }), answer = h("div", { class: "stack" }), tokens = strip([], { name: "answer" });
-  const box = h("textarea", { rows: 3, id: "ask", placeholder: "Tell me a story about a fox.", "aria-label": "Your message",
-    onkeydown: (event) => { if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); say(); } }, oninput: () => { store.state.draft = box.value; } });
+  const list = h("div", { class: "conversation" }),
+    answer = h("div", { class: "stack" }),
+    tokens = strip([], { name: "answer" });
+  const box = h("textarea", {
+    rows: 3,
+    id: "ask",
+    placeholder: "Tell me a story about a fox.",
+    "aria-label": "Your message",
+    onkeydown: (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        say();
+      }
+    },
+    oninput: () => {
+      store.state.draft = box.value;
+    },
+  });
   const send = h("button", { type: "button", class: "main", id: "send", onclick: () => say() }, "Ask");
   const stop = h("button", { type: "button", id: "stop", onclick: () => stopRun(store) }, "Stop");
-  const tint = h("select", { "aria-label": "colour tokens by", onchange: () => store.set({ tint: tint.value }) }, [["surprise", "surprise"], ["probability", "probability"], ["none", "nothing"]].map(([v, t]) => h("option", { value: v }, t)));
-  const number = (name, title, props) => { const input = h("input", { type: "number", ...props, style: { width: "6.4em" }, onchange: () => store.set({ settings: { ...store.state.settings, [name]: Number(input.value) } }) }); return [h("label", {}, title, input), input]; };
+  const tint = h(
+    "select",
+    { "aria-label": "colour tokens by", onchange: () => store.set({ tint: tint.value }) },
+    [
+      ["surprise", "surprise"],
+      ["probability", "probability"],
+      ["none", "nothing"],
+    ].map(([v, t]) => h("option", { value: v }, t)),
+  );
+  const number = (name, title, props) => {
+    const input = h("input", {
+      type: "number",
+      ...props,
+      style: { width: "6.4em" },
+      onchange: () => store.set({ settings: { ...store.state.settings, [name]: Number(input.value) } }),
+    });
+    return [h("label", {}, title, input), input];
+  };
   const [temperature, temperatureBox] = number("temperature", "temperature", { min: 0, max: 2, step: 0.1 });
-  const [length, lengthBox] = number("maxTokens", "at most tokens", { min: 1, max: 4096, step: 1 });
+  const [length, lengthBox] = number("maxTokens", "max tokens", { min: 1, max: 4096, step: 1 });
   const [seed, seedBox] = number("seed", "seed", { min: 0, step: 1 });
 
   const ask = (messages) => startRun(store, { messages, steered: store.state.steerChat, baseline: false });
   async function say() {
     const text = box.value.trim();
-    if (!text) { box.focus(); return; }
+    if (!text) {
+      box.focus();
+      return;
+    }
     const messages = [...finished(store.state), { role: "user", content: text }];
     box.value = store.state.draft = "";
     store.set({ conversation: messages });
     await ask(messages);
   }
-  /** What has been said, the last answer included. */
+  /** All messages, including the last response. */
   function finished(state) {
-    const said = [...state.conversation], text = answerText(state.run);
-    if (said.length && said.at(-1).role === "user") { if (text) said.push({ role: "assistant", content: text }); else said.pop(); }
+    const said = [...state.conversation],
+      text = answerText(state.run);
+    if (said.length && said.at(-1).role === "user") {
+      if (text) said.push({ role: "assistant", content: text });
+      else said.pop();
+    }
     return said;
   }
-  const retry = () => { store.set({ settings: { ...store.state.settings, seed: store.state.settings.seed + 1 } }); ask(store.state.conversation); };
+  const retry = () => {
+    store.set({ settings: { ...store.state.settings, seed: store.state.settings.seed + 1 } });
+    ask(store.state.conversation);
+  };
   async function branch(token, other) {
     const run = store.state.run;
     try {
       const told = await post("/tokenize", { prompt: other.text, add_special_tokens: false });
       const before = [...run.prompt, ...run.tokens].slice(0, token.position).map((t) => t.id);
-      toast(`Going on from “${other.text.trim()}”.`);
+      toast(`Continuing from “${other.text.trim()}”.`);
       await startRun(store, { prompt: [...before, ...told.tokens], steered: store.state.steerChat });
-    } catch (error) { toast(error.message); }
+    } catch (error) {
+      toast(error.message);
+    }
   }
 
-  const node = h("div", { class: "stack" }, panel("Chat", "Every token of the answer can be pointed at: hover for its chances, click to pin it in all panels, take another one to branch.",
-    { name: "chat", tools: takeAlong(() => ({ messages: store.state.conversation, tokens: store.state.run.tokens }), () => chatPython(store.state)) },
-    h("div", { class: "stack" }, list, answer, h("div", { class: "stack" }, box,
-      h("div", { class: "row" }, send, stop, h("button", { type: "button", id: "retry", onclick: retry }, "Retry"), h("button", { type: "button", onclick: () => { stopRun(store); store.set({ conversation: [], run: { ...store.state.run, tokens: [], prompt: [], twin: null, frames: new Map(), status: "idle", error: null }, pin: null }); box.focus(); } }, "New")),
-      h("div", { class: "row" }, temperature, length, seed, h("label", {}, "colour by", tint),
-        h("label", { class: "inline" }, h("input", { type: "checkbox", id: "steer-chat", onchange: (e) => store.set({ steerChat: e.target.checked }) }), "steer with the bench"))))));
-  store.on(["settings"], ({ settings }) => { temperatureBox.value = settings.temperature; lengthBox.value = settings.maxTokens; seedBox.value = settings.seed; });
-  store.on(["draft"], ({ draft }) => { box.value = draft; });
-  store.on(["steerChat"], ({ steerChat }) => { node.querySelector("#steer-chat").checked = steerChat; });
-  store.on(["conversation"], ({ conversation }) => fill(list, conversation.length ? conversation.map((m) => h("div", { class: `message ${m.role}` }, h("div", { class: "who" }, m.role === "user" ? "you" : m.role), h("div", { class: "text" }, visible(m.content)))) : empty("Nothing said yet. The model in this server is small and tells stories.")));
+  const node = h(
+    "div",
+    { class: "stack" },
+    panel(
+      "Chat",
+      "Hover over a token for its probability, click it to pin it in all panels, " +
+        "and pick an alternative to branch.",
+      {
+        name: "chat",
+        tools: exportButtons(
+          () => ({ messages: store.state.conversation, tokens: store.state.run.tokens }),
+          () => chatPython(store.state),
+        ),
+      },
+      h(
+        "div",
+        { class: "stack" },
+        list,
+        answer,
+        h(
+          "div",
+          { class: "stack" },
+          box,
+          h(
+            "div",
+            { class: "row" },
+            send,
+            stop,
+            h("button", { type: "button", id: "retry", onclick: retry }, "Retry"),
+            h(
+              "button",
+              {
+                type: "button",
+                onclick: () => {
+                  stopRun(store);
+                  store.set({
+                    conversation: [],
+                    run: {
+                      ...store.state.run,
+                      tokens: [],
+                      prompt: [],
+                      twin: null,
+                      frames: new Map(),
+                      status: "idle",
+                      error: null,
+                    },
+                    pin: null,
+                  });
+                  box.focus();
+                },
+              },
+              "New",
+            ),
+          ),
+          h(
+            "div",
+            { class: "row" },
+            temperature,
+            length,
+            seed,
+            h("label", {}, "colour by", tint),
+            h(
+              "label",
+              { class: "inline" },
+              h("input", {
+                type: "checkbox",
+                id: "steer-chat",
+                onchange: (e) => store.set({ steerChat: e.target.checked }),
+              }),
+              "apply edits of the Steer page",
+            ),
+          ),
+        ),
+      ),
+    ),
+  );
+  store.on(["settings"], ({ settings }) => {
+    temperatureBox.value = settings.temperature;
+    lengthBox.value = settings.maxTokens;
+    seedBox.value = settings.seed;
+  });
+  store.on(["draft"], ({ draft }) => {
+    box.value = draft;
+  });
+  store.on(["steerChat"], ({ steerChat }) => {
+    node.querySelector("#steer-chat").checked = steerChat;
+  });
+  store.on(["conversation"], ({ conversation }) =>
+    fill(
+      list,
+      conversation.length
+        ? conversation.map((m) =>
+            h(
+              "div",
+              { class: `message ${m.role}` },
+              h("div", { class: "who" }, m.role === "user" ? "you" : m.role),
+              h("div", { class: "text" }, visible(m.content)),
+            ),
+          )
+        : empty("No messages yet."),
+    ),
+  );
   store.on(["run", "pin", "tint", "theme"], (state) => {
-    const { run } = state, busy = run.status === "running";
+    const { run } = state,
+      busy = run.status === "running";
     stop.disabled = !busy;
     node.querySelector("#retry").disabled = busy || !state.conversation.length;
     tint.value = state.tint;
-    if (run.status === "idle") { fill(answer); return; }
-    const info = busy ? (run.tokens.length ? `${run.tokens.length} tokens…` : "reading the prompt…") : `${run.tokens.length} tokens${run.seconds ? `, ${(run.tokens.length / run.seconds).toFixed(0)} a second` : ""}${run.status === "stopped" ? ", stopped" : ""}${run.finish === "length" ? ", cut at the limit" : ""}`;
-    update(tokens, run.tokens, { name: "answer", mode: state.tint, paint: document.documentElement.dataset.theme, pinned: state.pin?.twin ? null : state.pin?.position, onPin: (token) => store.set({ pin: { position: token.position, row: state.pin?.row ?? 0, twin: false } }), branch });
-    fill(answer, h("div", { class: "message assistant", "aria-busy": String(busy) }, h("div", { class: "who" }, h("span", {}, "model"), h("span", {}, info)),
-      run.reasoning ? h("details", { class: "reasoning" }, h("summary", {}, "reasoning"), h("div", { class: "text" }, visible(run.reasoning))) : null,
-      run.error ? fault(run.error) : null, run.warnings?.length ? h("p", { class: "note" }, run.warnings.join(" ")) : null, tokens));
+    if (run.status === "idle") {
+      fill(answer);
+      return;
+    }
+    const info = busy
+      ? run.tokens.length
+        ? `${run.tokens.length} tokens…`
+        : "processing the prompt…"
+      : [
+          `${run.tokens.length} tokens`,
+          run.seconds ? `${(run.tokens.length / run.seconds).toFixed(0)} tokens/s` : "",
+          run.status === "stopped" ? "stopped" : "",
+          run.finish === "length" ? "max tokens reached" : "",
+        ]
+          .filter(Boolean)
+          .join(", ");
+    update(tokens, run.tokens, {
+      name: "answer",
+      mode: state.tint,
+      paint: document.documentElement.dataset.theme,
+      pinned: state.pin?.twin ? null : state.pin?.position,
+      onPin: (token) =>
+        store.set({ pin: { position: token.position, row: state.pin?.row ?? 0, twin: false } }),
+      branch,
+    });
+    fill(
+      answer,
+      h(
+        "div",
+        { class: "message assistant", "aria-busy": String(busy) },
+        h("div", { class: "who" }, h("span", {}, "model"), h("span", {}, info)),
+        run.reasoning
+          ? h(
+              "details",
+              { class: "reasoning" },
+              h("summary", {}, "reasoning"),
+              h("div", { class: "text" }, visible(run.reasoning)),
+            )
+          : null,
+        run.error ? fault(run.error) : null,
+        run.warnings?.length ? h("p", { class: "note" }, run.warnings.join(" ")) : null,
+        tokens,
+      ),
+    );
   });
   return node;
 }
 
 export function chatPython(state) {
-  const { settings } = state, steered = state.edits.some((e) => e.on && e.name);
+  const { settings } = state,
+    steered = state.edits.some((e) => e.on && e.name);
   return `import birkhoff
 from birkhoff import Add, SaeSet
 
 engine = birkhoff.load(${pyText(state.props?.model ?? "nano")})
 messages = ${JSON.stringify(state.conversation, null, 4)}
-${steered ? `# ${grammar(state.edits)}\nsteer = ${python(state.edits)}\n` : ""}out = engine.chat(messages, temperature=${settings.temperature}, seed=${settings.seed}, max_tokens=${settings.maxTokens}${steered ? ", steer=steer, baseline=True" : ""}, signals="all")
+${steered ? `# ${grammar(state.edits)}\nsteer = ${python(state.edits)}\n` : ""}out = engine.chat(
+    messages,
+    temperature=${settings.temperature},
+    seed=${settings.seed},
+    max_tokens=${settings.maxTokens},${steered ? "\n    steer=steer,\n    baseline=True," : ""}
+    signals="all",
+)
 print(out.text)${steered ? "\nprint(out.baseline.text)" : ""}`;
 }

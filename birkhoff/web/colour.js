@@ -1,18 +1,50 @@
-// Ramps that stay in order for colour-blind eyes: one for amounts, one for amounts with a middle.
+// Colour ramps that are safe for colour-blind users: one sequential, one diverging.
 
-const AMOUNT = [[247, 251, 242], [199, 224, 200], [119, 183, 178], [56, 126, 150], [36, 73, 111], [20, 28, 62]];
-const AMOUNT_DARK = [[26, 33, 40], [31, 62, 82], [35, 104, 119], [70, 154, 143], [152, 206, 150], [244, 247, 200]];
-const MIDDLE = [[122, 55, 12], [205, 125, 55], [246, 215, 175], [245, 245, 240], [168, 208, 213], [61, 143, 155], [9, 76, 88]];
-const MIDDLE_DARK = [[255, 200, 130], [217, 133, 62], [108, 69, 44], [32, 39, 46], [36, 84, 95], [64, 155, 165], [175, 238, 236]];
+const AMOUNT = [
+  [247, 251, 242],
+  [199, 224, 200],
+  [119, 183, 178],
+  [56, 126, 150],
+  [36, 73, 111],
+  [20, 28, 62],
+];
+const AMOUNT_DARK = [
+  [26, 33, 40],
+  [31, 62, 82],
+  [35, 104, 119],
+  [70, 154, 143],
+  [152, 206, 150],
+  [244, 247, 200],
+];
+const MIDDLE = [
+  [122, 55, 12],
+  [205, 125, 55],
+  [246, 215, 175],
+  [245, 245, 240],
+  [168, 208, 213],
+  [61, 143, 155],
+  [9, 76, 88],
+];
+const MIDDLE_DARK = [
+  [255, 200, 130],
+  [217, 133, 62],
+  [108, 69, 44],
+  [32, 39, 46],
+  [36, 84, 95],
+  [64, 155, 165],
+  [175, 238, 236],
+];
 
 export const isDark = () => document.documentElement.dataset.theme === "dark";
 
 function along(stops, at) {
-  const place = Math.max(0, Math.min(1, at)) * (stops.length - 1), low = Math.min(Math.floor(place), stops.length - 2), part = place - low;
+  const place = Math.max(0, Math.min(1, at)) * (stops.length - 1),
+    low = Math.min(Math.floor(place), stops.length - 2),
+    part = place - low;
   return stops[low].map((c, i) => Math.round(c + (stops[low + 1][i] - c) * part));
 }
 
-/** [r, g, b] for 0..1; not a number gives a warning red. */
+/** [r, g, b] for 0..1; NaN gives red. */
 export function amount(at) {
   return Number.isFinite(at) ? along(isDark() ? AMOUNT_DARK : AMOUNT, at) : [190, 30, 45];
 }
@@ -23,13 +55,18 @@ export function signed(at) {
 }
 
 export const css = ([r, g, b]) => `rgb(${r} ${g} ${b})`;
-const light = (c) => { const x = c / 255; return x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4; };
-/** Ink that can be read on this colour: whichever of black and white stands out more, never less than 4.5 to 1. */
-export const inkOn = ([r, g, b]) => (0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b) > 0.179 ? "#000000" : "#ffffff");
-export const ink = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-export const streamInk = (stream) => ink(`s${stream % 4}`);
+const light = (c) => {
+  const x = c / 255;
+  return x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4;
+};
+/** Black or white, whichever has more contrast with this colour (at least 4.5:1). */
+export const textColourOn = ([r, g, b]) =>
+  0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b) > 0.179 ? "#000000" : "#ffffff";
+export const ink = (name) =>
+  getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+export const streamColour = (stream) => ink(`s${stream % 4}`);
 
-/** A canvas that is sharp on every screen; draw in CSS pixels. */
+/** A canvas scaled for the device pixel ratio; draw in CSS pixels. */
 export function canvasOf(width, height, label) {
   const canvas = document.createElement("canvas");
   sizeCanvas(canvas, width, height);
@@ -49,9 +86,10 @@ export function sizeCanvas(canvas, width, height) {
   return context;
 }
 
-/** A strip of the ramp with its two ends named. */
+/** A colour bar with labels at both ends. */
 export function rampLegend(low, high, ramp = amount, from = 0) {
-  const canvas = canvasOf(110, 10, `colours from ${low} to ${high}`), context = canvas.getContext("2d");
+  const canvas = canvasOf(110, 10, `colours from ${low} to ${high}`),
+    context = canvas.getContext("2d");
   for (let x = 0; x < 110; x++) {
     context.fillStyle = css(ramp(from + (x / 109) * (1 - from)));
     context.fillRect(x, 0, 1.5, 10);

@@ -1,4 +1,4 @@
-// Elements from plain data. Whatever comes from a model or a server becomes a text node: nothing here parses HTML.
+// DOM helpers. All text from the model or the server becomes text nodes; HTML is never parsed.
 
 /** h("button", {class: "main", onclick: run}, "Run") */
 export function h(tag, props = {}, ...children) {
@@ -6,8 +6,10 @@ export function h(tag, props = {}, ...children) {
   for (const [name, value] of Object.entries(props)) {
     if (value === undefined || value === null || value === false) continue;
     if (name.startsWith("on")) node.addEventListener(name.slice(2), value);
-    else if (name === "style") for (const [key, style] of Object.entries(value)) node.style.setProperty(key, style);
-    else if (name === "value" || name === "checked" || name === "selected" || name === "disabled") node[name] = value;
+    else if (name === "style")
+      for (const [key, style] of Object.entries(value)) node.style.setProperty(key, style);
+    else if (name === "value" || name === "checked" || name === "selected" || name === "disabled")
+      node[name] = value;
     else node.setAttribute(name, value === true ? "" : String(value));
   }
   append(node, children);
@@ -27,14 +29,18 @@ export function fill(node, ...children) {
   return node;
 }
 
-// Characters that would hide or turn text around are shown by their number instead.
-const HIDDEN = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u061c\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb]/g;
+// Control and bidirectional characters, which are shown by their code point.
+const HIDDEN = new RegExp(
+  "[\\u0000-\\u0008\\u000b-\\u001f\\u007f-\\u009f\\u00ad\\u061c\\u200b-\\u200f" +
+    "\\u202a-\\u202e\\u2060-\\u2069\\ufeff\\ufff9-\\ufffb]",
+  "g",
+);
 
 export function visible(text) {
   return text.replace(HIDDEN, (c) => `⟨U+${c.codePointAt(0).toString(16).toUpperCase().padStart(4, "0")}⟩`);
 }
 
-/** A token as it is shown in a strip: line ends get a mark, so that they can be pointed at. */
+/** A token as shown in a strip; line breaks get a visible mark that can be clicked. */
 export function tokenText(text) {
   return text === "" ? "∅" : visible(text).replace(/\n/g, "⏎\n");
 }
@@ -45,15 +51,25 @@ export function short(text, most = 18) {
   return shown.length > most ? `${shown.slice(0, most - 1)}…` : shown;
 }
 
-/** A panel with a title, a sentence that says what it shows, and tools to take the data along. */
+/** A panel with a title, a description, and buttons to copy its data. */
 export function panel(title, hint, { tools = [], wide = false, name = "" } = {}, ...body) {
   const heading = h("h2", {}, title);
-  return h("section", { class: wide ? "panel wide" : "panel", "data-panel": name || title },
-    h("header", {}, heading, h("div", { class: "tools" }, tools), h("p", { class: "hint" }, hint)), ...body);
+  return h(
+    "section",
+    { class: wide ? "panel wide" : "panel", "data-panel": name || title },
+    h("header", {}, heading, h("div", { class: "tools" }, tools), h("p", { class: "hint" }, hint)),
+    ...body,
+  );
 }
 
 export const empty = (text) => h("p", { class: "empty" }, text);
-export const fault = (error) => h("p", { class: "fault", role: "alert" }, h("strong", {}, "It did not work. "), visible(error.message ?? String(error)));
+export const fault = (error) =>
+  h(
+    "p",
+    { class: "fault", role: "alert" },
+    h("strong", {}, "Error: "),
+    visible(error.message ?? String(error)),
+  );
 
 let toastTimer = 0;
 export function toast(text) {
@@ -68,22 +84,35 @@ export async function copy(text, said = "Copied.") {
   try {
     await navigator.clipboard.writeText(text);
     toast(said);
-  } catch {  // a page that is not on https or loopback has no clipboard
+  } catch {
+    // the clipboard API needs https or loopback
     const box = h("textarea", { readonly: true, "aria-label": "Copy this" });
     box.value = text;
     document.body.append(box);
     box.select();
     const done = document.execCommand("copy");
     box.remove();
-    toast(done ? said : "The browser did not allow copying.");
+    toast(done ? said : "The browser blocked copying.");
   }
 }
 
-/** Two buttons that every plot has: its numbers, and the Python that makes it. */
-export function takeAlong(data, python) {
+/** The buttons of every plot: copy its data, and copy Python code that produces it. */
+export function exportButtons(data, python) {
   return [
-    h("button", { type: "button", class: "small", onclick: () => copy(JSON.stringify(data(), null, 1), "Data copied as JSON.") }, "Copy data"),
-    h("button", { type: "button", class: "small", onclick: () => copy(python(), "Python copied.") }, "Copy the Python"),
+    h(
+      "button",
+      {
+        type: "button",
+        class: "small",
+        onclick: () => copy(JSON.stringify(data(), null, 1), "Data copied as JSON."),
+      },
+      "Copy data",
+    ),
+    h(
+      "button",
+      { type: "button", class: "small", onclick: () => copy(python(), "Python copied.") },
+      "Copy Python",
+    ),
   ];
 }
 
@@ -96,15 +125,20 @@ export function showTip(x, y, ...children) {
   node.style.top = `${y + 16 + box.height > innerHeight ? Math.max(6, y - box.height - 10) : y + 16}px`;
   return node;
 }
-export function hideTip() { const node = tip(); node.hidden = true; node.classList.remove("held"); }
+export function hideTip() {
+  const node = tip();
+  node.hidden = true;
+  node.classList.remove("held");
+}
 
-/** Tabs that arrow keys walk through. `pages` is [[id, title, node], ...]. */
+/** Tabs with arrow-key navigation. `pages` is [[id, title, node], ...]. */
 export function tabs(name, pages, chosen, onChoose) {
   const list = h("div", { role: "tablist", "aria-label": name });
   const buttons = new Map();
   const choose = (id, focus) => {
     for (const [key, , node] of pages) {
-      const on = key === id, button = buttons.get(key);
+      const on = key === id,
+        button = buttons.get(key);
       button.setAttribute("aria-selected", String(on));
       button.tabIndex = on ? 0 : -1;
       node.hidden = !on;
@@ -116,11 +150,24 @@ export function tabs(name, pages, chosen, onChoose) {
     node.id = `page-${id}`;
     node.setAttribute("role", "tabpanel");
     node.setAttribute("aria-labelledby", `tab-${id}`);
-    const button = h("button", { type: "button", role: "tab", id: `tab-${id}`, "aria-controls": `page-${id}`, onclick: () => choose(id),
-      onkeydown: (event) => {
-        const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
-        if (step) { event.preventDefault(); choose(pages[(place + step + pages.length) % pages.length][0], true); }
-      } }, title);
+    const button = h(
+      "button",
+      {
+        type: "button",
+        role: "tab",
+        id: `tab-${id}`,
+        "aria-controls": `page-${id}`,
+        onclick: () => choose(id),
+        onkeydown: (event) => {
+          const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+          if (step) {
+            event.preventDefault();
+            choose(pages[(place + step + pages.length) % pages.length][0], true);
+          }
+        },
+      },
+      title,
+    );
     buttons.set(id, button);
     list.append(button);
   });

@@ -1,15 +1,28 @@
-// The bench's list of edits: plain data, as interventions on the wire, as one line of the steering grammar, as Python.
+// Edits of the Steer page: as `interventions` of a request, as steering grammar, and as Python.
 
 let number = 0;
 export function newEdit(changes) {
-  return { id: ++number, kind: "vector", name: "", strength: 1, hook: "", layers: "", streams: "all", phase: "both", path: "both", on: true, ...changes };
+  return {
+    id: ++number,
+    kind: "vector",
+    name: "",
+    strength: 1,
+    hook: "",
+    layers: "",
+    streams: "all",
+    phase: "both",
+    path: "both",
+    on: true,
+    ...changes,
+  };
 }
 
-/** "4", "4,6", "2..5", "-1", "*" as a layer selector. */
+/** Parses a layer selector such as "4", "4,6", "2..5", "-1" or "*". */
 export function layersOf(text) {
   const said = text.trim();
   if (said === "*" || said === "") return "all";
-  const layers = [], ranges = [];
+  const layers = [],
+    ranges = [];
   for (const part of said.split(",").map((p) => p.trim())) {
     const range = part.match(/^(\d+)\.\.(\d+)$/);
     if (range) ranges.push([Number(range[1]), Number(range[2])]);
@@ -20,25 +33,53 @@ export function layersOf(text) {
 }
 
 export function interventions(edits) {
-  return edits.filter((edit) => edit.on && edit.name).map((edit) => {
-    if (edit.kind === "feature") return { op: "sae", module: edit.module, mode: "delta", set: { [edit.feature]: edit.strength }, ...(edit.phase !== "both" ? { phase: edit.phase } : {}) };
-    const out = { op: "add", vector: `@${edit.name}`, scale: edit.strength, path: edit.path };
-    if (edit.hook) out.at = { hook: edit.hook, layers: layersOf(edit.layers) };
-    if (edit.streams !== "own") out.streams = edit.streams === "all" ? "all" : [...edit.streams];
-    if (edit.phase !== "both") out.phase = edit.phase;
-    return out;
-  });
+  return edits
+    .filter((edit) => edit.on && edit.name)
+    .map((edit) => {
+      if (edit.kind === "feature")
+        return {
+          op: "sae",
+          module: edit.module,
+          mode: "delta",
+          set: { [edit.feature]: edit.strength },
+          ...(edit.phase !== "both" ? { phase: edit.phase } : {}),
+        };
+      const out = { op: "add", vector: `@${edit.name}`, scale: edit.strength, path: edit.path };
+      if (edit.hook) out.at = { hook: edit.hook, layers: layersOf(edit.layers) };
+      if (edit.streams !== "own") out.streams = edit.streams === "all" ? "all" : [...edit.streams];
+      if (edit.phase !== "both") out.phase = edit.phase;
+      return out;
+    });
 }
 
 export function grammar(edits) {
-  return edits.filter((e) => e.on && e.name && e.kind === "vector").map((e) => {
-    const streams = Array.isArray(e.streams) ? ` stream=${e.streams.join(",")}` : e.streams === "own" ? "" : " stream=all";
-    return `${e.strength >= 0 ? "+" : ""}${e.strength} ${e.name}${e.hook ? ` @ ${e.hook}[${e.layers || "*"}]` : ""}${streams}${e.phase === "both" ? "" : ` phase=${e.phase}`}${e.path === "both" ? "" : ` path=${e.path}`}`;
-  }).join("; ");
+  return edits
+    .filter((e) => e.on && e.name && e.kind === "vector")
+    .map((e) => {
+      const streams = Array.isArray(e.streams)
+        ? ` stream=${e.streams.join(",")}`
+        : e.streams === "own"
+          ? ""
+          : " stream=all";
+      const site = e.hook ? ` @ ${e.hook}[${e.layers || "*"}]` : "";
+      const phase = e.phase === "both" ? "" : ` phase=${e.phase}`;
+      const path = e.path === "both" ? "" : ` path=${e.path}`;
+      return `${e.strength >= 0 ? "+" : ""}${e.strength} ${e.name}${site}${streams}${phase}${path}`;
+    })
+    .join("; ");
 }
 
 export function python(edits) {
-  return `[${edits.filter((e) => e.on && e.name).map((e) => e.kind === "feature"
-    ? `SaeSet(${JSON.stringify(e.module)}, {${JSON.stringify(e.feature)}: ${e.strength}}${e.phase === "both" ? "" : `, phase="${e.phase}"`})`
-    : `Add(${JSON.stringify(e.name)}, scale=${e.strength}${e.hook ? `, hook=${JSON.stringify(e.hook)}, layers=${JSON.stringify(layersOf(e.layers))}` : ""}${e.streams === "own" ? "" : `, streams=${JSON.stringify(e.streams)}`}${e.phase === "both" ? "" : `, phase="${e.phase}"`}, path="${e.path}")`).join(", ")}]`;
+  const active = edits.filter((e) => e.on && e.name);
+  return `[${active.map(pythonEdit).join(", ")}]`;
+}
+
+function pythonEdit(e) {
+  const phase = e.phase === "both" ? "" : `, phase="${e.phase}"`;
+  if (e.kind === "feature")
+    return `SaeSet(${JSON.stringify(e.module)}, {${JSON.stringify(e.feature)}: ${e.strength}}${phase})`;
+  const layers = e.hook ? JSON.stringify(layersOf(e.layers)) : "";
+  const site = e.hook ? `, hook=${JSON.stringify(e.hook)}, layers=${layers}` : "";
+  const streams = e.streams === "own" ? "" : `, streams=${JSON.stringify(e.streams)}`;
+  return `Add(${JSON.stringify(e.name)}, scale=${e.strength}${site}${streams}${phase}, path="${e.path}")`;
 }

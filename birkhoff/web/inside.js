@@ -1,103 +1,242 @@
-// The heat map over tokens and layers; a click pins a cell, and every other panel shows that token.
+// The token × layer heat map; clicking a cell pins it, and all other panels show that token.
 import { post } from "./api.js";
 import { nice } from "./chart.js";
 import { amount, rampLegend, signed } from "./colour.js";
-import { empty, fault, fill, h, hideTip, panel, short, showTip, takeAlong } from "./dom.js";
+import { empty, fault, fill, h, hideTip, panel, short, showTip, exportButtons } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
-import { idsOf, pinnedToken, pythonTrace } from "./pinned.js";
+import { tokenIds, pinnedToken, pythonTrace } from "./pinned.js";
 import { picture, SCALARS } from "./scalars.js";
-import { textOf } from "./store.js";
+import { tokensOf } from "./store.js";
 
 export function heatmapPanel(store) {
   const map = new Heatmap({
-    label: "token by layer heat map", height: 320,
-    onPin: (column, row) => store.set({ pin: { position: column, row, twin: store.state.pin?.twin ?? false } }),
+    label: "token by layer heat map",
+    height: 320,
+    onPin: (column, row) =>
+      store.set({ pin: { position: column, row, twin: store.state.pin?.twin ?? false } }),
     onHover: (cell, event) => {
       if (!cell || !map.value) return hideTip();
-      const value = map.value(cell.column, cell.row), token = textOf(store.state.run, store.state.pin?.twin)[cell.column];
-      showTip(event.clientX, event.clientY, h("div", { class: "mono" }, `“${short(token?.text ?? "", 30)}”  ·  position ${cell.column}`), h("div", {}, `${map.rows[cell.row]}: ${value === undefined ? "no value" : nice(value)}`));
+      const value = map.value(cell.column, cell.row),
+        token = tokensOf(store.state.run, store.state.pin?.twin)[cell.column];
+      showTip(
+        event.clientX,
+        event.clientY,
+        h("div", { class: "mono" }, `“${short(token?.text ?? "", 30)}”  ·  position ${cell.column}`),
+        h("div", {}, `${map.rows[cell.row]}: ${value === undefined ? "no value" : nice(value)}`),
+      );
     },
   });
-  const scalar = h("select", { "aria-label": "what the colours show" }, Object.entries(SCALARS).map(([name, { title }]) => h("option", { value: name }, title)));
+  const scalar = h(
+    "select",
+    { "aria-label": "heat map value" },
+    Object.entries(SCALARS).map(([name, { title }]) => h("option", { value: name }, title)),
+  );
   const streams = h("span", { class: "picker", role: "group", "aria-label": "stream" });
-  const vector = h("select", { "aria-label": "vector" }), view = h("select", { "aria-label": "lens view" });
-  const which = h("button", { type: "button", "aria-pressed": "false", onclick: () => store.set({ pin: { ...(store.state.pin ?? { position: 0, row: 0 }), twin: !store.state.pin?.twin } }) }, "Show unsteered twin");
-  const vectorLabel = h("label", {}, "vector", vector), viewLabel = h("label", {}, "read from", view);
-  const body = h("div", { class: "stack" }), legend = h("div", { class: "legend" });
-  const node = panel("Tokens × layers", "Each column is a token, each row a place in the model, top to bottom. Click to pin a cell; drag to move, scroll or + and − to zoom, arrow keys to walk.",
-    { wide: true, name: "heatmap", tools: takeAlong(() => data(store.state), () => pythonTrace(store.state, "mhc_streams_pre_attn")) },
-    h("div", { class: "row" }, h("label", {}, "colours show", scalar), vectorLabel, viewLabel, h("span", { class: "stack" }, h("span", { class: "note" }, "stream"), streams), which), body);
-  scalar.addEventListener("change", () => { store.set({ scalar: scalar.value }); ask(store); });
+  const vector = h("select", { "aria-label": "vector" }),
+    view = h("select", { "aria-label": "lens view" });
+  const which = h(
+    "button",
+    {
+      type: "button",
+      "aria-pressed": "false",
+      onclick: () =>
+        store.set({
+          pin: { ...(store.state.pin ?? { position: 0, row: 0 }), twin: !store.state.pin?.twin },
+        }),
+    },
+    "Show unsteered twin",
+  );
+  const vectorLabel = h("label", {}, "vector", vector),
+    viewLabel = h("label", {}, "read from", view);
+  const body = h("div", { class: "stack" }),
+    legend = h("div", { class: "legend" });
+  const node = panel(
+    "Tokens × layers",
+    "Columns are tokens, rows are sublayers from first to last. Click to pin a cell; drag to pan; " +
+      "scroll or press + and − to zoom; use the arrow keys to move the pin.",
+    {
+      wide: true,
+      name: "heatmap",
+      tools: exportButtons(
+        () => data(store.state),
+        () => pythonTrace(store.state, "mhc_streams_pre_attn"),
+      ),
+    },
+    h(
+      "div",
+      { class: "row" },
+      h("label", {}, "value", scalar),
+      vectorLabel,
+      viewLabel,
+      h("span", { class: "stack" }, h("span", { class: "note" }, "stream"), streams),
+      which,
+    ),
+    body,
+  );
+  scalar.addEventListener("change", () => {
+    store.set({ scalar: scalar.value });
+    ask(store);
+  });
   vector.addEventListener("change", () => store.set({ vector: vector.value }));
   view.addEventListener("change", () => store.set({ lensView: view.value }));
   const draw = (state) => {
     scalar.value = state.scalar;
-    const kind = SCALARS[state.scalar], m = state.props?.num_streams ?? 4;
-    if (streams.childElementCount !== m + 1) fill(streams, ["all", ...Array(m).keys()].map((s) => h("button", { type: "button", "data-stream": s, onclick: () => store.set({ stream: s }) }, s === "all" ? "all" : `${s}`)));
-    for (const button of streams.children) button.setAttribute("aria-pressed", String(button.dataset.stream === String(state.stream)));
+    const kind = SCALARS[state.scalar],
+      m = state.props?.num_streams ?? 4;
+    if (streams.childElementCount !== m + 1)
+      fill(
+        streams,
+        ["all", ...Array(m).keys()].map((s) =>
+          h(
+            "button",
+            { type: "button", "data-stream": s, onclick: () => store.set({ stream: s }) },
+            s === "all" ? "all" : `${s}`,
+          ),
+        ),
+      );
+    for (const button of streams.children)
+      button.setAttribute("aria-pressed", String(button.dataset.stream === String(state.stream)));
     streams.parentElement.hidden = !kind.perStream;
     vectorLabel.hidden = !kind.perVector;
     viewLabel.hidden = !kind.perView;
     which.hidden = !state.run.twin;
     which.setAttribute("aria-pressed", String(Boolean(state.pin?.twin)));
     const names = (state.vectors ?? []).map((v) => v.name);
-    if (vector.options.length !== names.length) fill(vector, names.map((name) => h("option", { value: name }, name)));
+    if (vector.options.length !== names.length)
+      fill(
+        vector,
+        names.map((name) => h("option", { value: name }, name)),
+      );
     vector.value = state.vector ?? names[0] ?? "";
-    if (view.options.length !== m + 2) fill(view, ["head", "mean", ...Array(m).keys()].map((v) => h("option", { value: v }, typeof v === "number" ? `stream ${v}` : v === "head" ? "the head's merge" : "mean of streams")));
+    if (view.options.length !== m + 2)
+      fill(
+        view,
+        ["head", "mean", ...Array(m).keys()].map((v) =>
+          h(
+            "option",
+            { value: v },
+            typeof v === "number" ? `stream ${v}` : v === "head" ? "head mix" : "mean of streams",
+          ),
+        ),
+      );
     view.value = state.lensView;
-    const shown = picture(state), asked = kind.ask ? state.asked?.[`${kind.ask}:${state.pin?.twin ? "twin" : "run"}`] : null;
-    if (asked?.error) { fill(body, fault(asked.error)); return; }
+    const shown = picture(state),
+      asked = kind.ask ? state.asked?.[`${kind.ask}:${state.pin?.twin ? "twin" : "run"}`] : null;
+    if (asked?.error) {
+      fill(body, fault(asked.error));
+      return;
+    }
     if (!shown) {
-      const why = !textOf(state.run).length ? "Ask something first: the inside of the answer appears here while it is written."
-        : kind.perVector ? "Cosines come with the next answer: choose a vector, then ask again."
-          : kind.ask ? (state.run.status === "running" ? "This one is computed when the answer has ended." : "Computing…") : "Nothing of this kind was asked for in this run.";
+      const why = !tokensOf(state.run).length
+        ? "Send a message first; activations appear here during generation."
+        : kind.perVector
+          ? "Cosines are computed during generation: select a vector and send again."
+          : kind.ask
+            ? state.run.status === "running"
+              ? "Computed when generation has finished."
+              : "Computing…"
+            : "Not recorded in this run.";
       fill(body, empty(why));
       return;
     }
     if (!map.node.isConnected) fill(body, map.node, legend);
-    const text = textOf(state.run, state.pin?.twin);
+    const text = tokensOf(state.run, state.pin?.twin);
     map.show({ ...shown, names: (x) => short(text[x]?.text ?? "", 10) });
     map.pin(state.pin?.position ?? null, state.pin?.row);
-    fill(legend, rampLegend(nice(map.low), nice(map.high), shown.scale === "signed" ? signed : amount, shown.scale === "signed" ? -1 : 0), h("span", { class: "note" }, ` ${kind.unit}${map.clipped ? "; the outermost 1 % lies beyond the colours" : ""}`));
+    fill(
+      legend,
+      rampLegend(
+        nice(map.low),
+        nice(map.high),
+        shown.scale === "signed" ? signed : amount,
+        shown.scale === "signed" ? -1 : 0,
+      ),
+      h(
+        "span",
+        { class: "note" },
+        ` ${kind.unit}${map.clipped ? "; values outside the 1st to 99th percentile are clipped" : ""}`,
+      ),
+    );
   };
-  store.on(["run", "pin", "scalar", "stream", "vector", "lensView", "asked", "theme", "props", "vectors"], draw);
-  store.on(["run"], (state) => { if (state.run.status === "done") ask(store); }, false);
+  store.on(
+    ["run", "pin", "scalar", "stream", "vector", "lensView", "asked", "theme", "props", "vectors"],
+    draw,
+  );
+  store.on(
+    ["run"],
+    (state) => {
+      if (state.run.status === "done") ask(store);
+    },
+    false,
+  );
   store.on(["pin"], () => ask(store), false);
   return node;
 }
 
-/** Scalars that need a pass of their own are asked for once per text. */
+/** Requests scalars that need a forward pass of their own, once per text. */
 async function ask(store) {
-  const state = store.state, kind = SCALARS[state.scalar], run = state.run;
+  const state = store.state,
+    kind = SCALARS[state.scalar],
+    run = state.run;
   if (!kind.ask || run.status === "running") return;
-  const ids = idsOf(state), key = `${kind.ask}:${state.pin?.twin ? "twin" : "run"}`;
+  const ids = tokenIds(state),
+    key = `${kind.ask}:${state.pin?.twin ? "twin" : "run"}`;
   if (!ids.length || state.asked?.[key]?.of === ids.join()) return;
-  const note = (found) => { if (store.state.run === run) store.set({ asked: { ...store.state.asked, [key]: { of: ids.join(), ...found } } }); };
+  const note = (found) => {
+    if (store.state.run === run)
+      store.set({ asked: { ...store.state.asked, [key]: { of: ids.join(), ...found } } });
+  };
   note({});
   try {
     if (kind.ask === "lens") {
       const found = await post("/v1/lens", { token_ids: ids, surprise: true });
-      note({ rows: found.depths, tables: Object.fromEntries(found.views.map((v, i) => [String(v), found.surprise[i]])) });
+      note({
+        rows: found.depths,
+        tables: Object.fromEntries(found.views.map((v, i) => [String(v), found.surprise[i]])),
+      });
     } else {
       const found = await post("/v1/interp/attention", { token_ids: ids, masses: true });
-      note({ rows: found.masses.map((_, layer) => `layer ${layer}`), tables: { blocks: found.masses.map((layer) => layer.map((m) => m[1])), sink: found.masses.map((layer) => layer.map((m) => m[2])) } });
+      note({
+        rows: found.masses.map((_, layer) => `layer ${layer}`),
+        tables: {
+          blocks: found.masses.map((layer) => layer.map((m) => m[1])),
+          sink: found.masses.map((layer) => layer.map((m) => m[2])),
+        },
+      });
     }
-  } catch (error) { note({ error }); }
+  } catch (error) {
+    note({ error });
+  }
 }
 
 function data(state) {
   const shown = picture(state);
   if (!shown) return {};
-  const text = textOf(state.run, state.pin?.twin);
-  return { scalar: state.scalar, stream: state.stream, rows: shown.rows, tokens: text.map((t) => t.text), values: shown.rows.map((_, y) => text.map((_, x) => shown.value(x, y) ?? null)) };
+  const text = tokensOf(state.run, state.pin?.twin);
+  return {
+    scalar: state.scalar,
+    stream: state.stream,
+    rows: shown.rows,
+    tokens: text.map((t) => t.text),
+    values: shown.rows.map((_, y) => text.map((_, x) => shown.value(x, y) ?? null)),
+  };
 }
 
-/** One line that says which token all panels are looking at. */
+/** Status line with the pinned token. */
 export function pinLine(store) {
   const node = h("p", { class: "note", role: "status", "data-pin": "" });
   store.on(["pin", "run"], (state) => {
     const token = pinnedToken(state);
-    fill(node, token ? ["Pinned: ", h("span", { class: "mono" }, `“${short(token.text, 40)}”`), ` at position ${state.pin.position}${state.pin.twin ? " of the unsteered twin" : ""}.`] : "No token is pinned. Click one in the answer.");
+    fill(
+      node,
+      token
+        ? [
+            "Pinned: ",
+            h("span", { class: "mono" }, `“${short(token.text, 40)}”`),
+            ` at position ${state.pin.position}${state.pin.twin ? " of the unsteered twin" : ""}.`,
+          ]
+        : "No token is pinned. Click one in the response.",
+    );
   });
   return node;
 }

@@ -1,4 +1,4 @@
-// Starts the page: one store, the views, the link that restores a finding, and what to say when the server is away.
+// Starts the page: the store, the views, restoring state from a link, and the connection to the server.
 import { keys } from "./api.js";
 import { chatPage } from "./chat.js";
 import { contrastPage } from "./contrast.js";
@@ -16,9 +16,33 @@ import { makeStore, newRun } from "./store.js";
 import { loadSaes, loadVectors } from "./vectors.js";
 
 const store = makeStore({
-  props: null, connected: false, theme: "light", conversation: [], draft: "", benchPrompt: "Tell me a story about a little fox.", edits: [], vectors: [], saes: [], sae: null, vector: null,
-  settings: { temperature: 0.8, maxTokens: 120, seed: 7 }, run: newRun(), pin: null, scalar: "stream_norm", stream: "all", lensView: "head", asked: {}, tint: "surprise", steerChat: false,
-  live: false, sweep: null, featureChosen: null, dashboard: null, benchFault: null, talkPage: "chat", lookPage: "inside",
+  props: null,
+  connected: false,
+  theme: "light",
+  conversation: [],
+  draft: "",
+  benchPrompt: "Tell me a story about a little fox.",
+  edits: [],
+  vectors: [],
+  saes: [],
+  sae: null,
+  vector: null,
+  settings: { temperature: 0.8, maxTokens: 120, seed: 7 },
+  run: newRun(),
+  pin: null,
+  scalar: "stream_norm",
+  stream: "all",
+  lensView: "head",
+  asked: {},
+  tint: "surprise",
+  steerChat: false,
+  live: false,
+  sweep: null,
+  featureChosen: null,
+  dashboard: null,
+  benchError: null,
+  talkPage: "chat",
+  lookPage: "inside",
 });
 
 function setTheme(theme) {
@@ -26,57 +50,144 @@ function setTheme(theme) {
   localStorage.setItem("birkhoff-theme", theme);
   store.set({ theme });
 }
-setTheme(localStorage.getItem("birkhoff-theme") ?? (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"));
-document.getElementById("theme").addEventListener("click", () => setTheme(store.state.theme === "dark" ? "light" : "dark"));
-document.getElementById("recipe").addEventListener("click", () => { const link = toLink(store.state); history.replaceState(null, "", link); copy(link, "Link copied. It holds the prompt, the seed and every edit."); });
+setTheme(
+  localStorage.getItem("birkhoff-theme") ??
+    (matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light"),
+);
+document
+  .getElementById("theme")
+  .addEventListener("click", () => setTheme(store.state.theme === "dark" ? "light" : "dark"));
+document.getElementById("recipe").addEventListener("click", () => {
+  const link = toLink(store.state);
+  history.replaceState(null, "", link);
+  copy(link, "Link copied. It contains the prompt, the seed and all edits.");
+});
 
-let restored = null, linkFault = null;
-try { restored = fromLink(location.hash); } catch (error) { linkFault = error; }
+let restored = null,
+  linkError = null;
+try {
+  restored = fromLink(location.hash);
+} catch (error) {
+  linkError = error;
+}
 if (restored) store.set(restored.state);
 
-const inside = h("div", { class: "stack" }, pinLine(store), h("div", { class: "panels" }, heatmapPanel(store), filmStrip(store), lineagePanel(store), expertPanel(store), lensPanel(store), memoryPanel(store)));
-const talk = [["chat", "Chat", chatPage(store)], ["steer", "Steer", steerPage(store)]];
-const look = [["inside", "Inside", inside], ["features", "Features", featurePage(store)], ["contrast", "Contrast", contrastPage(store)], ["requests", "Requests", requestPage(store)], ["captures", "Captures", capturePage(store)]];
-for (const [place, name, pages, key] of [["talk", "Talk", talk, "talkPage"], ["look", "Look", look, "lookPage"]]) {
-  const root = document.getElementById(place), bar = tabs(name, pages, store.state[key], (id) => store.set({ [key]: id }));
-  fill(root, bar.list, pages.map(([, , node]) => node));
+const inside = h(
+  "div",
+  { class: "stack" },
+  pinLine(store),
+  h(
+    "div",
+    { class: "panels" },
+    heatmapPanel(store),
+    filmStrip(store),
+    lineagePanel(store),
+    expertPanel(store),
+    lensPanel(store),
+    memoryPanel(store),
+  ),
+);
+const talk = [
+  ["chat", "Chat", chatPage(store)],
+  ["steer", "Steer", steerPage(store)],
+];
+const look = [
+  ["inside", "Inside", inside],
+  ["features", "Features", featurePage(store)],
+  ["contrast", "Contrast", contrastPage(store)],
+  ["requests", "Requests", requestPage(store)],
+  ["captures", "Captures", capturePage(store)],
+];
+for (const [place, name, pages, key] of [
+  ["talk", "Talk", talk, "talkPage"],
+  ["look", "Look", look, "lookPage"],
+]) {
+  const root = document.getElementById(place),
+    bar = tabs(name, pages, store.state[key], (id) => store.set({ [key]: id }));
+  fill(
+    root,
+    bar.list,
+    pages.map(([, , node]) => node),
+  );
 }
 
-const banner = document.getElementById("banner"), model = document.getElementById("model");
-function say(...children) { banner.hidden = !children.length; fill(banner, ...children); }
+const banner = document.getElementById("banner"),
+  model = document.getElementById("model");
+function say(...children) {
+  banner.hidden = !children.length;
+  fill(banner, ...children);
+}
 
-function askForKey() {
-  const again = keys.get() ? "That key was not accepted. " : "This server wants a key. ";
-  const key = h("input", { type: "password", "aria-label": "key", autocomplete: "off" }), steering = h("input", { type: "password", "aria-label": "steering key", autocomplete: "off" });
-  say(h("strong", {}, again), h("label", {}, "key", key), h("label", {}, "steering key (to change it)", steering), h("button", { type: "button", class: "main", onclick: () => { keys.set(key.value, steering.value); connect(); } }, "Use it"));
+function promptForKey() {
+  const again = keys.get() ? "That key was not accepted. " : "This server requires an API key. ";
+  const key = h("input", { type: "password", "aria-label": "key", autocomplete: "off" }),
+    steering = h("input", { type: "password", "aria-label": "steering key", autocomplete: "off" });
+  say(
+    h("strong", {}, again),
+    h("label", {}, "key", key),
+    h("label", {}, "steering key (optional)", steering),
+    h(
+      "button",
+      {
+        type: "button",
+        class: "main",
+        onclick: () => {
+          keys.set(key.value, steering.value);
+          connect();
+        },
+      },
+      "Connect",
+    ),
+  );
   key.focus();
 }
 
-/** Ask until the server answers; a lost server and a lost key are both said plainly, and both heal by themselves. */
+/** Connects and keeps retrying. A missing server or key is shown in the banner until it is back. */
 let trying = 0;
 async function connect() {
   clearTimeout(trying);
   try {
     await refreshProps(store);
     const { props } = store.state;
-    model.textContent = `${props.model} · ${props.num_layers} layers · ${props.num_streams} streams${props.hidden ? ` of ${props.hidden}` : ""}`;
+    const width = props.hidden ? ` of ${props.hidden}` : "";
+    model.textContent = `${props.model} · ${props.num_layers} layers · ${props.num_streams} streams${width}`;
     say();
     await Promise.allSettled([loadVectors(store), loadSaes(store)]);
-    if (linkFault) { say(linkFault.message); linkFault = null; }
-    if (restored?.model && restored.model !== props.model) say(`This link was made with ${restored.model}; this server runs ${props.model}, so the answer will differ.`);
-    if (restored?.ran) { const { pair, pin } = restored; restored = null; await replay(pair, pin); }
+    if (linkError) {
+      say(linkError.message);
+      linkError = null;
+    }
+    if (restored?.model && restored.model !== props.model)
+      say(`This link was created with ${restored.model}, but this server runs ${props.model}.`);
+    if (restored?.ran) {
+      const { pair, pin } = restored;
+      restored = null;
+      await replay(pair, pin);
+    }
     restored = null;
     trying = setTimeout(watch, 3000);
   } catch (error) {
     store.set({ connected: false });
-    if (error.status === 401 || error.status === 403) { askForKey(); return; }
+    if (error.status === 401 || error.status === 403) {
+      promptForKey();
+      return;
+    }
     model.textContent = "No server";
-    say(h("strong", {}, "No answer from the server. "), error.code === "loading" ? "It is still loading the model." : error.message);
+    say(
+      h("strong", {}, "No response from the server. "),
+      error.code === "loading" ? "The model is still loading." : error.message,
+    );
     trying = setTimeout(connect, 1000);
   }
 }
 async function watch() {
-  try { const response = await fetch("/health"); if (!response.ok) throw new Error(); trying = setTimeout(watch, 2000); } catch { connect(); }
+  try {
+    const response = await fetch("/health");
+    if (!response.ok) throw new Error();
+    trying = setTimeout(watch, 2000);
+  } catch {
+    connect();
+  }
 }
 async function replay(pair, pin) {
   const messages = pair ? [{ role: "user", content: store.state.benchPrompt }] : store.state.conversation;
@@ -84,5 +195,12 @@ async function replay(pair, pin) {
   await startRun(store, { messages, steered: pair || store.state.steerChat, baseline: pair });
   if (pin) store.set({ pin });
 }
-store.on(["run"], ({ run }) => { if (run.error?.status === 401) askForKey(); else if (run.error?.code === "unreachable" || run.error?.code === "cut_off") connect(); }, false);
+store.on(
+  ["run"],
+  ({ run }) => {
+    if (run.error?.status === 401) promptForKey();
+    else if (run.error?.code === "unreachable" || run.error?.code === "cut_off") connect();
+  },
+  false,
+);
 connect();

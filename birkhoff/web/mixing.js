@@ -1,42 +1,94 @@
-// The 4×4 mixers of every sublayer for one token, side by side like a film; and their product between two sublayers.
-import { amount, canvasOf, css, ink, inkOn, streamInk } from "./colour.js";
-import { empty, fill, h, hideTip, panel, showTip, takeAlong } from "./dom.js";
+// The mixers of every sublayer for one token, and their product between two sublayers.
+import { amount, canvasOf, css, ink, textColourOn, streamColour } from "./colour.js";
+import { empty, fill, h, hideTip, panel, showTip, exportButtons } from "./dom.js";
 import { pinnedFrame, pythonTrace, sublayerName } from "./pinned.js";
 
-const CELL = 14, GAP = 5, BAR = 15;
+const CELL = 14,
+  GAP = 5,
+  BAR = 15;
 
-/** One canvas for all tiles: read-in bars at the left of each, write-out bars under it. */
+/** One canvas with a tile per sublayer; bars at the left show reads, bars below show writes. */
 export function filmStrip(store) {
   const body = h("div", { class: "stack" });
-  const node = panel("Mixing film strip", "One tile per sublayer, left to right through the model. A tile's row is the stream a value comes from, its column the stream it goes to; every row and column sums to 1. Left bars: how much each stream is read; bars below: how much is written to each.",
-    { wide: true, name: "film", tools: takeAlong(() => pinnedFrame(store.state) ?? {}, () => pythonTrace(store.state, "mhc_attn_res_mix")) }, body);
+  const node = panel(
+    "Mixing film strip",
+    "One tile per sublayer, in order. Rows of a tile are source streams, columns are target streams; " +
+      "every row and column sums to 1. Bars on the left: read weights; bars below: write weights.",
+    {
+      wide: true,
+      name: "film",
+      tools: exportButtons(
+        () => pinnedFrame(store.state) ?? {},
+        () => pythonTrace(store.state, "mhc_attn_res_mix"),
+      ),
+    },
+    body,
+  );
   const draw = () => {
     const frame = pinnedFrame(store.state);
-    if (!frame?.res_mix) { fill(body, empty("Pin a token: click one in the answer or in the heat map.")); return; }
-    const count = frame.res_mix.length, m = frame.res_mix[0].length, tile = m * CELL, wide = tile + BAR + GAP * 2, tall = tile + BAR + 30;
-    const across = Math.max(1, Math.floor((body.clientWidth || 600) / wide)), lines = Math.ceil(count / across);
-    const canvas = canvasOf(Math.min(across, count) * wide, lines * tall, `mixing matrices of ${count} sublayers for the pinned token`), context = canvas.getContext("2d");
+    if (!frame?.res_mix) {
+      fill(body, empty("Pin a token: click one in the response or in the heat map."));
+      return;
+    }
+    const count = frame.res_mix.length,
+      m = frame.res_mix[0].length,
+      tile = m * CELL,
+      wide = tile + BAR + GAP * 2,
+      tall = tile + BAR + 30;
+    const across = Math.max(1, Math.floor((body.clientWidth || 600) / wide)),
+      lines = Math.ceil(count / across);
+    const canvas = canvasOf(
+        Math.min(across, count) * wide,
+        lines * tall,
+        `mixing matrices of ${count} sublayers for the pinned token`,
+      ),
+      context = canvas.getContext("2d");
     context.font = "10px system-ui, sans-serif";
     for (let s = 0; s < count; s++) {
-      const left = (s % across) * wide, top = Math.floor(s / across) * tall, x0 = left + BAR + 2, y0 = top + 14;
+      const left = (s % across) * wide,
+        top = Math.floor(s / across) * tall,
+        x0 = left + BAR + 2,
+        y0 = top + 14;
       context.fillStyle = ink("soft");
       context.fillText(sublayerName(s), x0, top + 10);
-      frame.res_mix[s].forEach((line, from) => line.forEach((value, to) => {
-        context.fillStyle = css(amount(value));
-        context.fillRect(x0 + to * CELL, y0 + from * CELL, CELL - 1, CELL - 1);
-      }));
-      const most = Math.max(...(frame.pre_mix?.[s] ?? [1]), 1e-9), mostOut = Math.max(...(frame.post_mix?.[s] ?? [1]), 1e-9);
-      frame.pre_mix?.[s]?.forEach((value, stream) => { context.fillStyle = streamInk(stream); const w = (value / most) * BAR; context.fillRect(x0 - 2 - w, y0 + stream * CELL + 2, w, CELL - 5); });
-      frame.post_mix?.[s]?.forEach((value, stream) => { context.fillStyle = streamInk(stream); context.fillRect(x0 + stream * CELL + 2, y0 + tile + 2, CELL - 5, (value / mostOut) * BAR); });
+      frame.res_mix[s].forEach((line, from) =>
+        line.forEach((value, to) => {
+          context.fillStyle = css(amount(value));
+          context.fillRect(x0 + to * CELL, y0 + from * CELL, CELL - 1, CELL - 1);
+        }),
+      );
+      const most = Math.max(...(frame.pre_mix?.[s] ?? [1]), 1e-9),
+        mostOut = Math.max(...(frame.post_mix?.[s] ?? [1]), 1e-9);
+      frame.pre_mix?.[s]?.forEach((value, stream) => {
+        context.fillStyle = streamColour(stream);
+        const w = (value / most) * BAR;
+        context.fillRect(x0 - 2 - w, y0 + stream * CELL + 2, w, CELL - 5);
+      });
+      frame.post_mix?.[s]?.forEach((value, stream) => {
+        context.fillStyle = streamColour(stream);
+        context.fillRect(x0 + stream * CELL + 2, y0 + tile + 2, CELL - 5, (value / mostOut) * BAR);
+      });
     }
     canvas.addEventListener("pointermove", (event) => {
-      const box = canvas.getBoundingClientRect(), s = Math.floor((event.clientY - box.top) / tall) * across + Math.floor((event.clientX - box.left) / wide);
+      const box = canvas.getBoundingClientRect(),
+        s =
+          Math.floor((event.clientY - box.top) / tall) * across +
+          Math.floor((event.clientX - box.left) / wide);
       if (s >= count || s < 0) return hideTip();
       showTip(event.clientX, event.clientY, describe(frame, s));
     });
     canvas.addEventListener("pointerleave", hideTip);
     const worst = Math.max(...frame.res_mix.map(stochasticError));
-    fill(body, h("div", { class: "scroll" }, canvas), h("p", { class: "note" }, `Largest departure of a row or column sum from 1 over all ${count} sublayers: ${worst.toExponential(1)}. Tiles run from 0 (pale) to 1 (dark).`));
+    fill(
+      body,
+      h("div", { class: "scroll" }, canvas),
+      h(
+        "p",
+        { class: "note" },
+        `Largest deviation of a row or column sum from 1 over all ${count} sublayers: ` +
+          `${worst.toExponential(1)}. Colours range from 0 (pale) to 1 (dark).`,
+      ),
+    );
   };
   store.on(["run", "pin", "theme"], draw);
   new ResizeObserver(draw).observe(node);
@@ -47,8 +99,12 @@ export function stochasticError(matrix) {
   const m = matrix.length;
   let worst = 0;
   for (let i = 0; i < m; i++) {
-    let row = 0, column = 0;
-    for (let j = 0; j < m; j++) { row += matrix[i][j]; column += matrix[j][i]; }
+    let row = 0,
+      column = 0;
+    for (let j = 0; j < m; j++) {
+      row += matrix[i][j];
+      column += matrix[j][i];
+    }
     worst = Math.max(worst, Math.abs(row - 1), Math.abs(column - 1));
   }
   return worst;
@@ -56,15 +112,28 @@ export function stochasticError(matrix) {
 
 function describe(frame, s) {
   const numbers = (list) => list.map((x) => x.toFixed(3)).join("  ");
-  const matrix = frame.res_mix[s], sums = matrix[0].map((_, to) => matrix.reduce((t, line) => t + line[to], 0));
-  return [h("strong", {}, sublayerName(s)), h("div", { class: "mono" }, matrix.map((line, i) => h("div", {}, `from ${i}:  ${numbers(line)}   Σ ${line.reduce((a, b) => a + b, 0).toFixed(4)}`))),
+  const matrix = frame.res_mix[s],
+    sums = matrix[0].map((_, to) => matrix.reduce((t, line) => t + line[to], 0));
+  return [
+    h("strong", {}, sublayerName(s)),
+    h(
+      "div",
+      { class: "mono" },
+      matrix.map((line, i) =>
+        h("div", {}, `from ${i}:  ${numbers(line)}   Σ ${line.reduce((a, b) => a + b, 0).toFixed(4)}`),
+      ),
+    ),
     h("div", { class: "mono" }, `Σ to:    ${numbers(sums)}`),
-    frame.pre_mix ? h("div", { class: "mono" }, `read:    ${numbers(frame.pre_mix[s])}`) : null, frame.post_mix ? h("div", { class: "mono" }, `write:   ${numbers(frame.post_mix[s])}`) : null];
+    frame.pre_mix ? h("div", { class: "mono" }, `read:    ${numbers(frame.pre_mix[s])}`) : null,
+    frame.post_mix ? h("div", { class: "mono" }, `write:   ${numbers(frame.post_mix[s])}`) : null,
+  ];
 }
 
-export function multiply(a, b) { return a.map((line) => b[0].map((_, j) => line.reduce((t, x, k) => t + x * b[k][j], 0))); }
+export function multiply(a, b) {
+  return a.map((line) => b[0].map((_, j) => line.reduce((t, x, k) => t + x * b[k][j], 0)));
+}
 
-/** How much of each stream before sublayer `a` is left in each stream before sublayer `b`, by mixing alone. */
+/** Product of the mixers from `a` to `b`: share of each stream before `a` in each stream before `b`. */
 export function lineage(matrices, a, b) {
   const m = matrices[0].length;
   let product = Array.from({ length: m }, (_, i) => Array.from({ length: m }, (_, j) => (i === j ? 1 : 0)));
@@ -73,24 +142,91 @@ export function lineage(matrices, a, b) {
 }
 
 export function lineagePanel(store) {
-  const body = h("div", { class: "stack" }), from = h("select", { "aria-label": "from sublayer" }), to = h("select", { "aria-label": "to sublayer" });
-  const value = () => { const frame = pinnedFrame(store.state); return frame?.res_mix ? lineage(frame.res_mix, Number(from.value), Number(to.value)) : []; };
-  const node = panel("Stream lineage", "The product of the mixers between two places: how much of a stream here is still in a stream there, by mixing alone (what sublayers write comes on top).",
-    { name: "lineage", tools: takeAlong(() => ({ from: Number(from.value), to: Number(to.value), product: value() }), () => pythonTrace(store.state, "mhc_attn_res_mix") + "\n# the product of comb matrices in order of sublayers is the lineage") },
-    h("div", { class: "row" }, h("label", {}, "from", from), h("label", {}, "to", to)), body);
+  const body = h("div", { class: "stack" }),
+    from = h("select", { "aria-label": "from sublayer" }),
+    to = h("select", { "aria-label": "to sublayer" });
+  const value = () => {
+    const frame = pinnedFrame(store.state);
+    return frame?.res_mix ? lineage(frame.res_mix, Number(from.value), Number(to.value)) : [];
+  };
+  const node = panel(
+    "Stream lineage",
+    "Product of the mixers between two sublayers: how much of each source stream remains in each target " +
+      "stream through mixing alone, without what the sublayers write.",
+    {
+      name: "lineage",
+      tools: exportButtons(
+        () => ({ from: Number(from.value), to: Number(to.value), product: value() }),
+        () =>
+          pythonTrace(store.state, "mhc_attn_res_mix") +
+          "\n# the lineage is the product of these matrices in sublayer order",
+      ),
+    },
+    h("div", { class: "row" }, h("label", {}, "from", from), h("label", {}, "to", to)),
+    body,
+  );
   const draw = () => {
     const frame = pinnedFrame(store.state);
-    if (!frame?.res_mix) { fill(body, empty("Pin a token to follow its streams.")); return; }
+    if (!frame?.res_mix) {
+      fill(body, empty("Pin a token to see the mixing of its streams."));
+      return;
+    }
     const count = frame.res_mix.length;
     if (from.options.length !== count + 1) {
-      for (const select of [from, to]) fill(select, Array.from({ length: count + 1 }, (_, s) => h("option", { value: s }, s === count ? "the head" : `before ${sublayerName(s)}`)));
-      from.value = 0; to.value = count;
+      for (const select of [from, to])
+        fill(
+          select,
+          Array.from({ length: count + 1 }, (_, s) =>
+            h("option", { value: s }, s === count ? "the head" : `before ${sublayerName(s)}`),
+          ),
+        );
+      from.value = 0;
+      to.value = count;
     }
     if (Number(to.value) < Number(from.value)) to.value = from.value;
-    const product = value(), m = product.length;
-    fill(body, h("div", { class: "scroll" }, h("table", { class: "matrix" }, h("thead", {}, h("tr", {}, h("th", {}, "from \\ to"), product.map((_, j) => h("th", { scope: "col" }, `stream ${j}`)))),
-      h("tbody", {}, product.map((line, i) => h("tr", {}, h("th", { scope: "row" }, `stream ${i}`), line.map((x) => { const rgb = amount(x); return h("td", { style: { "background-color": css(rgb), color: inkOn(rgb) } }, x.toFixed(3)); })))))),
-      h("p", { class: "note" }, spread(product, m)));
+    const product = value(),
+      m = product.length;
+    fill(
+      body,
+      h(
+        "div",
+        { class: "scroll" },
+        h(
+          "table",
+          { class: "matrix" },
+          h(
+            "thead",
+            {},
+            h(
+              "tr",
+              {},
+              h("th", {}, "from \\ to"),
+              product.map((_, j) => h("th", { scope: "col" }, `stream ${j}`)),
+            ),
+          ),
+          h(
+            "tbody",
+            {},
+            product.map((line, i) =>
+              h(
+                "tr",
+                {},
+                h("th", { scope: "row" }, `stream ${i}`),
+                line.map((x) => {
+                  const rgb = amount(x);
+                  return h(
+                    "td",
+                    { style: { "background-color": css(rgb), color: textColourOn(rgb) } },
+                    x.toFixed(3),
+                  );
+                }),
+              ),
+            ),
+          ),
+        ),
+      ),
+      h("p", { class: "note" }, spread(product, m)),
+    );
   };
   from.addEventListener("change", draw);
   to.addEventListener("change", draw);
@@ -100,5 +236,6 @@ export function lineagePanel(store) {
 
 function spread(product, m) {
   const kept = product.reduce((t, line, i) => t + line[i], 0) / m;
-  return `A stream keeps ${(kept * 100).toFixed(0)} % of itself on average; fully mixed would be ${(100 / m).toFixed(0)} %.`;
+  const percent = (x) => `${(x * 100).toFixed(0)} %`;
+  return `A stream retains ${percent(kept)} on average; full mixing gives ${percent(1 / m)}.`;
 }

@@ -1,6 +1,20 @@
-// A finding as a link: everything that made it, in the part of the address that never leaves the browser.
+// State as a link: everything needed to reproduce a result, in the URL fragment, which servers never see.
 
-const KEPT = ["conversation", "benchPrompt", "edits", "settings", "scalar", "stream", "lensView", "vector", "talkPage", "lookPage", "featureChosen", "sae", "steerChat"];
+const KEPT = [
+  "conversation",
+  "benchPrompt",
+  "edits",
+  "settings",
+  "scalar",
+  "stream",
+  "lensView",
+  "vector",
+  "talkPage",
+  "lookPage",
+  "featureChosen",
+  "sae",
+  "steerChat",
+];
 
 export function toLink(state) {
   const kept = Object.fromEntries(KEPT.map((name) => [name, state[name]]));
@@ -8,20 +22,36 @@ export function toLink(state) {
   kept.pair = Boolean(state.run.pair);
   kept.ran = state.run.status !== "idle";
   kept.model = state.props?.model ?? null;
-  kept.conversation = state.conversation.filter((m, i, all) => !(m.role === "assistant" && i === all.length - 1));
+  kept.conversation = state.conversation.filter(
+    (m, i, all) => !(m.role === "assistant" && i === all.length - 1),
+  );
   const bytes = new TextEncoder().encode(JSON.stringify(kept));
-  return `${location.origin}${location.pathname}#r=${btoa(String.fromCharCode(...bytes)).replace(/\+/g, "-").replace(/\//g, "_").replace(/=+$/, "")}`;
+  return `${location.origin}${location.pathname}#r=${btoa(String.fromCharCode(...bytes))
+    .replace(/\+/g, "-")
+    .replace(/\//g, "_")
+    .replace(/=+$/, "")}`;
 }
 
-/** The state a link describes, or null; anything malformed is thrown as a sentence. */
+/** The state in a link, or null if there is none; throws if it is malformed. */
 export function fromLink(hash) {
   const coded = hash.match(/^#r=([A-Za-z0-9_-]+)$/)?.[1];
   if (!coded) return null;
   try {
-    const bytes = Uint8Array.from(atob(coded.replace(/-/g, "+").replace(/_/g, "/")), (c) => c.charCodeAt(0));
-    const kept = JSON.parse(new TextDecoder().decode(bytes)), state = {};
+    const bytes = Uint8Array.from(atob(coded.replace(/-/g, "+").replace(/_/g, "/")), (c) =>
+      c.charCodeAt(0),
+    );
+    const kept = JSON.parse(new TextDecoder().decode(bytes)),
+      state = {};
     for (const name of KEPT) if (kept[name] !== undefined) state[name] = kept[name];
     if (!Array.isArray(state.edits ?? []) || !Array.isArray(state.conversation ?? [])) throw new Error();
-    return { state, pin: kept.pin ?? null, pair: Boolean(kept.pair), ran: Boolean(kept.ran), model: kept.model };
-  } catch { throw new Error("The recipe in this link cannot be read. It may have been cut off when it was copied."); }
+    return {
+      state,
+      pin: kept.pin ?? null,
+      pair: Boolean(kept.pair),
+      ran: Boolean(kept.ran),
+      model: kept.model,
+    };
+  } catch {
+    throw new Error("The state in this link cannot be read. The link may be incomplete.");
+  }
 }

@@ -1,73 +1,280 @@
-// What the server is doing now, and what captures it has kept.
+// The requests page (active requests) and the captures page (captured files).
 import { call, keys, post } from "./api.js";
-import { empty, fault, fill, h, panel, takeAlong, toast, visible } from "./dom.js";
+import { empty, fault, fill, h, panel, exportButtons, toast, visible } from "./dom.js";
 import { Heatmap } from "./heatmap.js";
 
 export function requestPage(store) {
   const body = h("div", { class: "stack" });
   let last = null;
-  const node = h("div", { class: "stack" }, panel("Requests", "The slots of the engine, who holds them, and how far they are. Looked at every two seconds while this page is open.",
-    { name: "requests", tools: takeAlong(() => last ?? {}, () => `import json, urllib.request\n\nprint(json.load(urllib.request.urlopen("${location.origin}/slots")))`) }, body));
+  const node = h(
+    "div",
+    { class: "stack" },
+    panel(
+      "Requests",
+      "Active requests and their progress. Refreshed every two seconds while this page is open.",
+      {
+        name: "requests",
+        tools: exportButtons(
+          () => last ?? {},
+          () =>
+            [
+              "import json, urllib.request",
+              "",
+              `print(json.load(urllib.request.urlopen("${location.origin}/slots")))`,
+            ].join("\n"),
+        ),
+      },
+      body,
+    ),
+  );
   const cancel = async (id) => {
-    try { await post(`/v1/requests/${encodeURIComponent(id)}/cancel`, {}); toast("Cancelled."); look(); } catch (error) { toast(error.message); }
+    try {
+      await post(`/v1/requests/${encodeURIComponent(id)}/cancel`, {});
+      toast("Cancelled.");
+      look();
+    } catch (error) {
+      toast(error.message);
+    }
   };
   const look = async () => {
     if (node.hidden || document.hidden || !node.isConnected) return;
     try {
       last = await call("/slots");
-      const head = ["request", "state", "prompt", "read", "written", "of at most", "steered", ""];
-      fill(body, h("p", {}, `${last.slots - last.free} of ${last.slots} slots in use.`), last.requests.length ? h("div", { class: "scroll" }, h("table", { class: "cards" }, h("thead", {}, h("tr", {}, head.map((t) => h("th", { scope: "col" }, t)))),
-        h("tbody", {}, last.requests.map((r) => h("tr", {}, h("td", { class: "mono" }, visible(r.id)), h("td", { "data-name": head[1] }, r.state), [r.prompt_tokens, r.computed, r.output_tokens, r.max_tokens].map((n, i) => h("td", { class: "number", "data-name": head[i + 2] }, String(n))), h("td", { "data-name": head[6] }, r.steered ? "yes" : "no"),
-          h("td", {}, h("button", { type: "button", class: "small", onclick: () => cancel(r.id) }, "Cancel"))))))) : empty("Nothing is running."));
-    } catch (error) { fill(body, fault(error)); }
+      const head = ["request", "state", "prompt", "computed", "generated", "max tokens", "steered", ""];
+      fill(
+        body,
+        h("p", {}, `${last.slots - last.free} of ${last.slots} slots in use.`),
+        last.requests.length
+          ? h(
+              "div",
+              { class: "scroll" },
+              h(
+                "table",
+                { class: "cards" },
+                h(
+                  "thead",
+                  {},
+                  h(
+                    "tr",
+                    {},
+                    head.map((t) => h("th", { scope: "col" }, t)),
+                  ),
+                ),
+                h(
+                  "tbody",
+                  {},
+                  last.requests.map((r) =>
+                    h(
+                      "tr",
+                      {},
+                      h("td", { class: "mono" }, visible(r.id)),
+                      h("td", { "data-name": head[1] }, r.state),
+                      [r.prompt_tokens, r.computed, r.output_tokens, r.max_tokens].map((n, i) =>
+                        h("td", { class: "number", "data-name": head[i + 2] }, String(n)),
+                      ),
+                      h("td", { "data-name": head[6] }, r.steered ? "yes" : "no"),
+                      h(
+                        "td",
+                        {},
+                        h(
+                          "button",
+                          { type: "button", class: "small", onclick: () => cancel(r.id) },
+                          "Cancel",
+                        ),
+                      ),
+                    ),
+                  ),
+                ),
+              ),
+            )
+          : empty("No active requests."),
+      );
+    } catch (error) {
+      fill(body, fault(error));
+    }
   };
-  fill(body, empty("Looking…"));
+  fill(body, empty("Loading…"));
   setInterval(look, 2000);
   store.on(["lookPage"], look);
   return node;
 }
 
 export function capturePage(store) {
-  const list = h("div", { class: "stack" }), shown = h("div", { class: "stack" });
+  const list = h("div", { class: "stack" }),
+    shown = h("div", { class: "stack" });
   let found = null;
-  const node = h("div", { class: "stack" }, panel("Captures", "Activations that requests asked to keep. Durable means written, synced and checksummed.",
-    { name: "captures", tools: takeAlong(() => found ?? {}, () => `from birkhoff.capture.reader import read_request\n\nentries = read_request("captures/TAG/REQUEST")\nfor entry in entries:\n    print(entry.layer, entry.hook, entry.array.shape)`) },
-    h("div", { class: "stack" }, h("div", { class: "row" }, h("button", { type: "button", onclick: () => look() }, "Look again"), h("button", { type: "button", id: "capture-now", onclick: () => take() }, "Capture the last text")), list, shown)));
+  const node = h(
+    "div",
+    { class: "stack" },
+    panel(
+      "Captures",
+      "Activations captured to files. Durable means written, synced and checksummed.",
+      {
+        name: "captures",
+        tools: exportButtons(
+          () => found ?? {},
+          () =>
+            [
+              "from birkhoff.capture.store.reader import read_request",
+              "",
+              'for entry in read_request("captures/TAG/REQUEST").values():',
+              "    print(entry.layer, entry.hook, entry.array.shape)",
+            ].join("\n"),
+        ),
+      },
+      h(
+        "div",
+        { class: "stack" },
+        h(
+          "div",
+          { class: "row" },
+          h("button", { type: "button", onclick: () => look() }, "Refresh"),
+          h(
+            "button",
+            { type: "button", id: "capture-now", onclick: () => take() },
+            "Capture the last text",
+          ),
+        ),
+        list,
+        shown,
+      ),
+    ),
+  );
   const look = async () => {
     if (node.hidden || !node.isConnected) return;
     try {
       found = await call("/v1/interp/captures");
       const captures = found.captures ?? found.data ?? found;
-      fill(list, captures.length ? h("div", { class: "scroll" }, h("table", { class: "cards" }, h("thead", {}, h("tr", {}, ["id", "state", "rows", "kilobytes", ""].map((t) => h("th", {}, t)))), h("tbody", {}, captures.map((c) => h("tr", {}, h("td", { class: "mono" }, visible(c.id)), h("td", { "data-name": "state" }, c.status), h("td", { class: "number", "data-name": "rows" }, String(c.rows ?? "")), h("td", { class: "number", "data-name": "kilobytes" }, ((c.bytes ?? NaN) / 1000).toFixed(0)),
-        h("td", {}, h("a", { href: `/v1/interp/captures/${encodeURIComponent(c.id)}/data`, download: `${c.id}.safetensors`, onclick: (event) => save(event, c.id) }, "download"), " ", h("button", { type: "button", class: "small", onclick: () => slice(c.id) }, "look"))))))) : empty("Nothing captured yet."));
-    } catch (error) { fill(list, fault(error)); }
+      fill(
+        list,
+        captures.length
+          ? h(
+              "div",
+              { class: "scroll" },
+              h(
+                "table",
+                { class: "cards" },
+                h(
+                  "thead",
+                  {},
+                  h(
+                    "tr",
+                    {},
+                    ["id", "state", "rows", "kilobytes", ""].map((t) => h("th", {}, t)),
+                  ),
+                ),
+                h(
+                  "tbody",
+                  {},
+                  captures.map((c) =>
+                    h(
+                      "tr",
+                      {},
+                      h("td", { class: "mono" }, visible(c.id)),
+                      h("td", { "data-name": "state" }, c.status),
+                      h("td", { class: "number", "data-name": "rows" }, String(c.rows ?? "")),
+                      h(
+                        "td",
+                        { class: "number", "data-name": "kilobytes" },
+                        ((c.bytes ?? NaN) / 1000).toFixed(0),
+                      ),
+                      h(
+                        "td",
+                        {},
+                        h(
+                          "a",
+                          {
+                            href: `/v1/interp/captures/${encodeURIComponent(c.id)}/data`,
+                            download: `${c.id}.safetensors`,
+                            onclick: (event) => save(event, c.id),
+                          },
+                          "download",
+                        ),
+                        " ",
+                        h("button", { type: "button", class: "small", onclick: () => slice(c.id) }, "look"),
+                      ),
+                    ),
+                  ),
+                ),
+              ),
+            )
+          : empty("No captures yet."),
+      );
+    } catch (error) {
+      fill(list, fault(error));
+    }
   };
-  /** A followed link shows no key; where one is wanted, the server is asked for a link that needs none. */
+  /** A browser download sends no API key, so with a key set a signed link is requested first. */
   async function save(event, id) {
     if (!keys.get()) return;
     event.preventDefault();
-    try { location.assign((await post(`/v1/interp/captures/${encodeURIComponent(id)}/link`)).url); } catch (error) { fill(shown, fault(error)); }
+    try {
+      location.assign((await post(`/v1/interp/captures/${encodeURIComponent(id)}/link`)).url);
+    } catch (error) {
+      fill(shown, fault(error));
+    }
   }
   async function take() {
-    const conversation = store.state.conversation.length ? store.state.conversation : [{ role: "user", content: store.state.benchPrompt }];
-    const asked = conversation.filter((m, i) => !(i === conversation.length - 1 && m.role === "assistant")), layer = Math.floor((store.state.props?.num_layers ?? 2) / 2);
+    const conversation = store.state.conversation.length
+      ? store.state.conversation
+      : [{ role: "user", content: store.state.benchPrompt }];
+    const asked = conversation.filter((m, i) => !(i === conversation.length - 1 && m.role === "assistant")),
+      layer = Math.floor((store.state.props?.num_layers ?? 2) / 2);
     try {
-      await post("/v1/chat/completions", { messages: asked, max_tokens: 8, temperature: 0, capture_wait: true, capture: { filesystem: { request_id: `page-${Date.now()}`, tag: "page", hooks: { mhc_streams_pre_attn: [layer], mhc_ffn_res_mix: "all" }, positions: "all" } } });
+      await post("/v1/chat/completions", {
+        messages: asked,
+        max_tokens: 8,
+        temperature: 0,
+        capture_wait: true,
+        capture: {
+          filesystem: {
+            request_id: `page-${Date.now()}`,
+            tag: "page",
+            hooks: { mhc_streams_pre_attn: [layer], mhc_ffn_res_mix: "all" },
+            positions: "all",
+          },
+        },
+      });
       toast("Captured and durable.");
       look();
-    } catch (error) { fill(shown, fault(error)); }
+    } catch (error) {
+      fill(shown, fault(error));
+    }
   }
   async function slice(id) {
     try {
-      const manifest = await call(`/v1/interp/captures/${encodeURIComponent(id)}`), entry = (manifest.entries ?? [])[0];
-      if (!entry) { fill(shown, empty("This capture holds no rows.")); return; }
-      const values = await call(`/v1/interp/captures/${encodeURIComponent(id)}/slice?hook=${encodeURIComponent(entry.hook)}&layer=${entry.layer}`);
+      const manifest = await call(`/v1/interp/captures/${encodeURIComponent(id)}`),
+        entry = (manifest.entries ?? [])[0];
+      if (!entry) {
+        fill(shown, empty("This capture has no rows."));
+        return;
+      }
+      const values = await call(
+        `/v1/interp/captures/${encodeURIComponent(id)}/slice` +
+          `?hook=${encodeURIComponent(entry.hook)}&layer=${entry.layer}`,
+      );
       const map = new Heatmap({ label: `rows of ${entry.hook}`, height: 220 });
-      fill(shown, h("h3", {}, `${entry.hook} of layer ${entry.layer}: a row per token, ${values.columns.length} numbers of each`), map.node);
-      map.show({ columns: values.columns.length, rows: values.rows.map((r) => `pos ${r}`), value: (x, y) => values.values[y][x], scale: "signed", names: (x) => String(values.columns[x]) });
-    } catch (error) { fill(shown, fault(error)); }
+      fill(
+        shown,
+        h(
+          "h3",
+          {},
+          `${entry.hook} of layer ${entry.layer}: a row per token, ${values.columns.length} numbers of each`,
+        ),
+        map.node,
+      );
+      map.show({
+        columns: values.columns.length,
+        rows: values.rows.map((r) => `pos ${r}`),
+        value: (x, y) => values.values[y][x],
+        scale: "signed",
+        names: (x) => String(values.columns[x]),
+      });
+    } catch (error) {
+      fill(shown, fault(error));
+    }
   }
-  fill(list, empty("Looking…"));
+  fill(list, empty("Loading…"));
   store.on(["lookPage"], look);
   return node;
 }

@@ -1,4 +1,4 @@
-// Asks the model: one run at a time, streamed, with everything the panels need. A new run ends the one before it.
+// Runs the model: one streamed request at a time, with all signals the panels need.
 import { call, post, stream } from "./api.js";
 import { interventions } from "./edits.js";
 import { newRun } from "./store.js";
@@ -17,25 +17,47 @@ export function stopRun(store) {
  *  `steered` adds the bench's edits, `baseline` the unsteered twin beside them. */
 export async function startRun(store, options) {
   stopRun(store);
-  const control = (current = new AbortController()), run = { ...newRun(), status: "running", started: performance.now(), pair: Boolean(options.baseline) };
+  const control = (current = new AbortController()),
+    run = { ...newRun(), status: "running", started: performance.now(), pair: Boolean(options.baseline) };
   run.messages = options.messages ?? null;
   const keep = options.keepOld && store.state.run.tokens.length ? store.state.run : null;
   if (!keep) store.set({ run, pin: null, asked: {} });
-  const tell = () => { if (current === control) store.set({ run: { ...run } }); };
+  const tell = () => {
+    if (current === control) store.set({ run: { ...run } });
+  };
   try {
-    const told = options.prompt ? await textTokens(options.prompt, control.signal)
+    const told = options.prompt
+      ? await textTokens(options.prompt, control.signal)
       : await post("/tokenize", { messages: options.messages, return_token_strs: true }, control.signal);
-    run.prompt = told.tokens.map((id, position) => ({ id, position, text: told.token_strs[position], prompt: true }));
+    run.prompt = told.tokens.map((id, position) => ({
+      id,
+      position,
+      text: told.token_strs[position],
+      prompt: true,
+    }));
     const steered = options.steered ? interventions(store.state.edits) : [];
     if (options.baseline) run.twin = { tokens: [], reasoning: "" };
     if (keep) store.set({ run, pin: store.state.pin, asked: {} });
-    const settings = store.state.settings, signals = [...SIGNALS];
+    const settings = store.state.settings,
+      signals = [...SIGNALS];
     if (store.state.vector && store.state.scalar === "cosine") signals.push(`cosine:${store.state.vector}`);
-    const body = { stream: true, seed: settings.seed, temperature: settings.temperature, max_tokens: settings.maxTokens, return_token_ids: true, signals,
-      ...(steered.length ? { interventions: steered } : {}), ...(options.baseline ? { baseline: true } : {}) };
+    const body = {
+      stream: true,
+      seed: settings.seed,
+      temperature: settings.temperature,
+      max_tokens: settings.maxTokens,
+      return_token_ids: true,
+      signals,
+      ...(steered.length ? { interventions: steered } : {}),
+      ...(options.baseline ? { baseline: true } : {}),
+    };
     if (options.prompt) Object.assign(body, { prompt: options.prompt, logprobs: TOP });
     else Object.assign(body, { messages: options.messages, logprobs: true, top_logprobs: TOP });
-    for await (const chunk of stream(options.prompt ? "/v1/completions" : "/v1/chat/completions", body, control.signal)) {
+    for await (const chunk of stream(
+      options.prompt ? "/v1/completions" : "/v1/chat/completions",
+      body,
+      control.signal,
+    )) {
       read(run, chunk);
       tell();
     }
@@ -54,19 +76,39 @@ async function textTokens(ids, signal) {
   return { tokens: ids, token_strs: pieces.token_strs };
 }
 
-/** Adds what a chunk says. Tokens of a chat and of a completion have their numbers in different places. */
+/** Adds a chunk to a run. Chats and completions carry logprobs in different fields. */
 export function read(run, chunk) {
   run.id = chunk.id ?? run.id;
-  const twin = Boolean(chunk.baseline) && !Array.isArray(chunk.baseline), side = twin ? run.twin : run;
+  const twin = Boolean(chunk.baseline) && !Array.isArray(chunk.baseline),
+    side = twin ? run.twin : run;
   for (const choice of chunk.choices ?? []) {
     if (!side) continue;
     if (choice.delta?.reasoning_content) side.reasoning += choice.delta.reasoning_content;
-    const found = choice.logprobs?.content?.map((entry) => ({ text: entry.token, logprob: entry.logprob, top: entry.top_logprobs?.map((o) => ({ text: o.token, logprob: o.logprob })) ?? [] }))
-      ?? choice.logprobs?.tokens?.map((text, i) => ({ text, logprob: choice.logprobs.token_logprobs[i], top: Object.entries(choice.logprobs.top_logprobs?.[i] ?? {}).map(([t, l]) => ({ text: t, logprob: l })).sort((a, b) => b.logprob - a.logprob) })) ?? [];
-    found.forEach((token, i) => side.tokens.push({ ...token, id: choice.token_ids?.[i], position: run.prompt.length + side.tokens.length }));
+    const found =
+      choice.logprobs?.content?.map((entry) => ({
+        text: entry.token,
+        logprob: entry.logprob,
+        top: entry.top_logprobs?.map((o) => ({ text: o.token, logprob: o.logprob })) ?? [],
+      })) ??
+      choice.logprobs?.tokens?.map((text, i) => ({
+        text,
+        logprob: choice.logprobs.token_logprobs[i],
+        top: Object.entries(choice.logprobs.top_logprobs?.[i] ?? {})
+          .map(([t, l]) => ({ text: t, logprob: l }))
+          .sort((a, b) => b.logprob - a.logprob),
+      })) ??
+      [];
+    found.forEach((token, i) =>
+      side.tokens.push({
+        ...token,
+        id: choice.token_ids?.[i],
+        position: run.prompt.length + side.tokens.length,
+      }),
+    );
     if (choice.finish_reason) side.finish = choice.finish_reason;
   }
-  for (const frame of Array.isArray(chunk.signals) ? chunk.signals : []) (twin ? run.twinFrames : run.frames).set(frame.position, frame);
+  for (const frame of Array.isArray(chunk.signals) ? chunk.signals : [])
+    (twin ? run.twinFrames : run.frames).set(frame.position, frame);
   if (chunk.interp) run.interp = chunk.interp;
   if (chunk.timings) run.timings = chunk.timings;
   if (chunk.warnings) run.warnings = chunk.warnings;
@@ -74,34 +116,44 @@ export function read(run, chunk) {
 
 export const answerText = (side) => side.tokens.map((token) => token.text).join("");
 
-/** Where two answers part: the first position at which they say different things, or null. */
-export function parting(run) {
+/** First position at which the steered and unsteered outputs differ, or null. */
+export function firstDifference(run) {
   if (!run.twin) return null;
-  for (let i = 0; i < Math.min(run.tokens.length, run.twin.tokens.length); i++) if (run.tokens[i].text !== run.twin.tokens[i].text) return run.prompt.length + i;
+  for (let i = 0; i < Math.min(run.tokens.length, run.twin.tokens.length); i++)
+    if (run.tokens[i].text !== run.twin.tokens[i].text) return run.prompt.length + i;
   return null;
 }
 
-/** Divergence of the steered from the unsteered distribution at one position, over the listed tokens and the rest. */
+/** KL divergence of steered from unsteered at one position, over the top tokens and the remainder. */
 export function divergence(steered, plain) {
   if (!steered?.top?.length || !plain?.top?.length) return null;
-  const other = new Map(plain.top.map((t) => [t.text, Math.exp(t.logprob)])), floor = Math.max(1e-6, (1 - [...other.values()].reduce((a, b) => a + b, 0)) / 50);
-  let total = 0, mine = 0, theirs = 0;
+  const other = new Map(plain.top.map((t) => [t.text, Math.exp(t.logprob)])),
+    floor = Math.max(1e-6, (1 - [...other.values()].reduce((a, b) => a + b, 0)) / 50);
+  let total = 0,
+    mine = 0,
+    theirs = 0;
   for (const { text, logprob } of steered.top) {
-    const p = Math.exp(logprob), q = other.get(text) ?? floor;
+    const p = Math.exp(logprob),
+      q = other.get(text) ?? floor;
     total += p * Math.log(p / q);
     mine += p;
     theirs += q;
   }
-  const rest = Math.max(1 - mine, 1e-9), left = Math.max(1 - Math.min(theirs, 1), 1e-9);
+  const rest = Math.max(1 - mine, 1e-9),
+    left = Math.max(1 - Math.min(theirs, 1), 1e-9);
   return Math.max(0, total + rest * Math.log(rest / left));
 }
 
-/** Share of four-token groups that were there before: 0 says nothing is repeated. */
+/** Share of 4-grams that occurred before; 0 means no repetition. */
 export function repetition(tokens) {
   const seen = new Set();
-  let again = 0, groups = 0;
+  let again = 0,
+    groups = 0;
   for (let i = 0; i + 4 <= tokens.length; i++) {
-    const key = tokens.slice(i, i + 4).map((t) => t.text).join("\u0001");
+    const key = tokens
+      .slice(i, i + 4)
+      .map((t) => t.text)
+      .join("\u0001");
     if (seen.has(key)) again++;
     seen.add(key);
     groups++;
@@ -114,8 +166,15 @@ export async function refreshProps(store) {
   store.set({ props: shape(props), connected: true });
 }
 
-/** What the page needs of /props, under its own names. */
+/** /props under the names the page uses. */
 function shape(props) {
-  return { ...props, num_layers: props.layers, num_streams: props.streams, num_experts: props.experts, hidden: props.hidden_size,
-    hash_routed_layers: Array.from({ length: props.hash_layers ?? 0 }, (_, i) => i), sites: props.hooks ?? {} };
+  return {
+    ...props,
+    num_layers: props.layers,
+    num_streams: props.streams,
+    num_experts: props.experts,
+    hidden: props.hidden_size,
+    hash_routed_layers: Array.from({ length: props.hash_layers ?? 0 }, (_, i) => i),
+    sites: props.hooks ?? {},
+  };
 }

@@ -1,159 +1,554 @@
-// The steer bench: edits as sliders, the steered answer beside its unsteered twin from one seed, and how healthy it is.
+// The steer page: edits as sliders, steered and unsteered outputs with one seed, and health indicators.
 import { post } from "./api.js";
 import { lineChart, nice } from "./chart.js";
-import { streamInk, ink } from "./colour.js";
-import { empty, fault, fill, h, panel, takeAlong, visible } from "./dom.js";
+import { streamColour, ink } from "./colour.js";
+import { empty, fault, fill, h, panel, exportButtons, visible } from "./dom.js";
 import { grammar, interventions, layersOf, newEdit } from "./edits.js";
 import { chatPython } from "./chat.js";
 import { stochasticError } from "./mixing.js";
-import { divergence, parting, repetition, startRun } from "./runs.js";
+import { divergence, firstDifference, repetition, startRun } from "./runs.js";
 import { strip, update } from "./strip.js";
 
-const LEAST = 180;  // milliseconds a slider must rest before the pair is asked for again
+const DEBOUNCE_MS = 180; // milliseconds a slider must rest before a new run
 
 export function steerPage(store) {
-  const list = h("div", { class: "stack" }), result = h("div", { class: "stack" }), health = h("div", { class: "health", role: "status" }), sweepBody = h("div", { class: "stack" });
-  const prompt = h("textarea", { rows: 2, id: "steer-prompt", "aria-label": "What the model is asked", onchange: () => store.set({ benchPrompt: prompt.value }) });
+  const list = h("div", { class: "stack" }),
+    result = h("div", { class: "stack" }),
+    health = h("div", { class: "health", role: "status" }),
+    sweepBody = h("div", { class: "stack" });
+  const prompt = h("textarea", {
+    rows: 2,
+    id: "steer-prompt",
+    "aria-label": "Prompt",
+    onchange: () => store.set({ benchPrompt: prompt.value }),
+  });
   const add = h("select", { id: "add-edit", "aria-label": "vector to add" });
-  const run = h("button", { type: "button", class: "main", id: "steer-run", onclick: () => pair() }, "Run both");
+  const run = h(
+    "button",
+    { type: "button", class: "main", id: "steer-run", onclick: () => pair() },
+    "Run both",
+  );
   const line = h("p", { class: "mono note", "data-grammar": "" });
-  const left = strip([], { name: "plain" }), right = strip([], { name: "steered" });
+  const left = strip([], { name: "plain" }),
+    right = strip([], { name: "steered" });
   let timer = 0;
 
   const messages = () => [{ role: "user", content: store.state.benchPrompt }];
   function pair() {
     clearTimeout(timer);
-    store.set({ benchPrompt: prompt.value, benchFault: null, conversation: [] });
+    store.set({ benchPrompt: prompt.value, benchError: null, conversation: [] });
     try {
-      if (!interventions(store.state.edits).length) throw new Error("There is nothing to push with. Add a vector or clamp a feature first.");
-    } catch (error) { store.set({ benchFault: error }); return; }
-    startRun(store, { messages: messages(), steered: true, baseline: true, keepOld: true });  // ends the pair before it: one in flight
+      if (!interventions(store.state.edits).length)
+        throw new Error("There are no edits. Add a vector or clamp a feature first.");
+    } catch (error) {
+      store.set({ benchError: error });
+      return;
+    }
+    startRun(store, { messages: messages(), steered: true, baseline: true, keepOld: true });
   }
-  const soon = () => { clearTimeout(timer); if (store.state.run.pair || store.state.live) timer = setTimeout(pair, LEAST); };
-  const change = (id, changes) => { store.set({ edits: store.state.edits.map((edit) => (edit.id === id ? { ...edit, ...changes } : edit)) }); soon(); };
+  const soon = () => {
+    clearTimeout(timer);
+    if (store.state.run.pair || store.state.live) timer = setTimeout(pair, DEBOUNCE_MS);
+  };
+  const change = (id, changes) => {
+    store.set({
+      edits: store.state.edits.map((edit) => (edit.id === id ? { ...edit, ...changes } : edit)),
+    });
+    soon();
+  };
 
   function card(edit, state) {
-    const m = state.props?.num_streams ?? 4, most = edit.most ?? 8;
+    const m = state.props?.num_streams ?? 4,
+      most = edit.most ?? 8;
     const shown = h("output", { class: "mono" }, signed(edit.strength));
-    const slider = h("input", { type: "range", min: -most, max: most, step: most / 80, value: edit.strength, "aria-label": `strength of ${edit.name}`, "data-edit": edit.id,
-      oninput: () => { shown.textContent = signed(Number(slider.value)); change(edit.id, { strength: Number(slider.value) }); } });
+    const slider = h("input", {
+      type: "range",
+      min: -most,
+      max: most,
+      step: most / 80,
+      value: edit.strength,
+      "aria-label": `strength of ${edit.name}`,
+      "data-edit": edit.id,
+      oninput: () => {
+        shown.textContent = signed(Number(slider.value));
+        change(edit.id, { strength: Number(slider.value) });
+      },
+    });
     const field = (title, node) => h("label", {}, title, node);
-    const choose = (name, values) => { const node = h("select", { onchange: () => change(edit.id, { [name]: node.value }) }, values.map(([v, t]) => h("option", { value: v }, t))); node.value = edit[name]; return node; };
-    const hooks = Object.entries(state.props?.sites ?? {}).filter(([, site]) => site.steerable).map(([name]) => name);
+    const choose = (name, values) => {
+      const node = h(
+        "select",
+        { onchange: () => change(edit.id, { [name]: node.value }) },
+        values.map(([v, t]) => h("option", { value: v }, t)),
+      );
+      node.value = edit[name];
+      return node;
+    };
+    const hooks = Object.entries(state.props?.sites ?? {})
+      .filter(([, site]) => site.steerable)
+      .map(([name]) => name);
     const single = edit.hook && !edit.hook.startsWith("mhc_streams");
-    return h("div", { class: edit.on ? "edit" : "edit off" },
-      h("div", { class: "head" }, h("label", { class: "inline" }, h("input", { type: "checkbox", checked: edit.on, onchange: (e) => change(edit.id, { on: e.target.checked }) }), h("strong", {}, edit.kind === "feature" ? `feature ${edit.feature}${edit.label ? `: ${edit.label}` : ""}` : edit.name)),
-        h("span", { class: "row centre" }, shown, h("button", { type: "button", class: "small", "aria-label": `remove ${edit.name}`, onclick: () => { store.set({ edits: state.edits.filter((e) => e.id !== edit.id) }); soon(); } }, "Remove"))),
+    return h(
+      "div",
+      { class: edit.on ? "edit" : "edit off" },
+      h(
+        "div",
+        { class: "head" },
+        h(
+          "label",
+          { class: "inline" },
+          h("input", {
+            type: "checkbox",
+            checked: edit.on,
+            onchange: (e) => change(edit.id, { on: e.target.checked }),
+          }),
+          h(
+            "strong",
+            {},
+            edit.kind === "feature"
+              ? `feature ${edit.feature}${edit.label ? `: ${edit.label}` : ""}`
+              : edit.name,
+          ),
+        ),
+        h(
+          "span",
+          { class: "row centre" },
+          shown,
+          h(
+            "button",
+            {
+              type: "button",
+              class: "small",
+              "aria-label": `remove ${edit.name}`,
+              onclick: () => {
+                store.set({ edits: state.edits.filter((e) => e.id !== edit.id) });
+                soon();
+              },
+            },
+            "Remove",
+          ),
+        ),
+      ),
       slider,
-      edit.kind === "feature" ? h("p", { class: "note" }, `Dictionary ${edit.module}: the feature is set to this value.`)
-        : h("div", { class: "row" },
-          field("site", choose("hook", [["", "as the vector says"], ...hooks.map((name) => [name, name])])),
-          edit.hook ? field("layers", h("input", { type: "text", value: edit.layers, placeholder: "4, 2..5, *", style: { width: "6em" }, onchange: (e) => change(edit.id, { layers: e.target.value }) })) : null,
-          single ? null : h("span", { class: "stack" }, h("span", { class: "note" }, "streams"), h("span", { class: "picker", role: "group", "aria-label": "streams" },
-            h("button", { type: "button", "aria-pressed": String(edit.streams === "own"), title: "as the vector's file says", onclick: () => change(edit.id, { streams: "own" }) }, "own"),
-            h("button", { type: "button", "aria-pressed": String(edit.streams === "all"), onclick: () => change(edit.id, { streams: "all" }) }, "all"),
-            Array.from({ length: m }, (_, s) => h("button", { type: "button", "aria-pressed": String(Array.isArray(edit.streams) && edit.streams.includes(s)), style: { "border-color": streamInk(s) }, onclick: () => {
-              const now = new Set(Array.isArray(edit.streams) ? edit.streams : []);
-              if (now.has(s)) now.delete(s); else now.add(s);
-              change(edit.id, { streams: now.size ? [...now].sort() : "all" });
-            } }, `${s}`)))),
-          field("when", choose("phase", [["both", "prompt and answer"], ["prefill", "prompt"], ["decode", "answer"]])),
-          single ? null : field("path", choose("path", [["both", "read and carried"], ["read", "read only"], ["carry", "carried only"]]))));
+      edit.kind === "feature"
+        ? h("p", { class: "note" }, `SAE ${edit.module}: the feature is clamped to this value.`)
+        : h(
+            "div",
+            { class: "row" },
+            field(
+              "site",
+              choose("hook", [["", "default of the vector"], ...hooks.map((name) => [name, name])]),
+            ),
+            edit.hook
+              ? field(
+                  "layers",
+                  h("input", {
+                    type: "text",
+                    value: edit.layers,
+                    placeholder: "4, 2..5, *",
+                    style: { width: "6em" },
+                    onchange: (e) => change(edit.id, { layers: e.target.value }),
+                  }),
+                )
+              : null,
+            single
+              ? null
+              : h(
+                  "span",
+                  { class: "stack" },
+                  h("span", { class: "note" }, "streams"),
+                  h(
+                    "span",
+                    { class: "picker", role: "group", "aria-label": "streams" },
+                    h(
+                      "button",
+                      {
+                        type: "button",
+                        "aria-pressed": String(edit.streams === "own"),
+                        title: "streams stored with the vector",
+                        onclick: () => change(edit.id, { streams: "own" }),
+                      },
+                      "own",
+                    ),
+                    h(
+                      "button",
+                      {
+                        type: "button",
+                        "aria-pressed": String(edit.streams === "all"),
+                        onclick: () => change(edit.id, { streams: "all" }),
+                      },
+                      "all",
+                    ),
+                    Array.from({ length: m }, (_, s) =>
+                      h(
+                        "button",
+                        {
+                          type: "button",
+                          "aria-pressed": String(Array.isArray(edit.streams) && edit.streams.includes(s)),
+                          style: { "border-color": streamColour(s) },
+                          onclick: () => {
+                            const now = new Set(Array.isArray(edit.streams) ? edit.streams : []);
+                            if (now.has(s)) now.delete(s);
+                            else now.add(s);
+                            change(edit.id, { streams: now.size ? [...now].sort() : "all" });
+                          },
+                        },
+                        `${s}`,
+                      ),
+                    ),
+                  ),
+                ),
+            field(
+              "when",
+              choose("phase", [
+                ["both", "prompt and output"],
+                ["prefill", "prompt"],
+                ["decode", "output"],
+              ]),
+            ),
+            single
+              ? null
+              : field(
+                  "path",
+                  choose("path", [
+                    ["both", "read and carried"],
+                    ["read", "read only"],
+                    ["carry", "carried only"],
+                  ]),
+                ),
+          ),
+    );
   }
 
-  const node = h("div", { class: "stack" },
-    panel("Steer bench", "Push vectors or features into the streams and read both answers, from the same seed and the same batch. Wavy underlines mark where they part.",
-      { name: "bench", tools: takeAlong(() => ({ edits: store.state.edits, steered: store.state.run.tokens, plain: store.state.run.twin?.tokens }), () => chatPython({ ...store.state, conversation: messages() })) },
-      h("div", { class: "stack" }, h("label", {}, "asked", prompt), h("div", { class: "row" }, h("label", {}, "vector", add), h("button", { type: "button", id: "add-button", onclick: () => put() }, "Add"), run, h("label", { class: "inline" }, h("input", { type: "checkbox", id: "live", onchange: (e) => store.set({ live: e.target.checked }) }), "run as sliders move")), list, line, result, health)),
-    panel("Strength sweep", "The first edit at nine strengths: how surprised the unsteered model is by the text, and how much it repeats itself. The knee is the strongest push before either breaks away.",
-      { name: "sweep", tools: takeAlong(() => store.state.sweep ?? {}, () => chatPython({ ...store.state, conversation: messages() })) }, h("div", { class: "stack" }, h("div", { class: "row" }, h("button", { type: "button", id: "sweep-run", onclick: () => sweep(store, messages()) }, "Sweep")), sweepBody)));
+  const node = h(
+    "div",
+    { class: "stack" },
+    panel(
+      "Steer",
+      "Adds vectors or SAE clamps and shows the steered and the unsteered output, generated with the same " +
+        "seed in the same batch. Wavy underlines mark differences.",
+      {
+        name: "bench",
+        tools: exportButtons(
+          () => ({
+            edits: store.state.edits,
+            steered: store.state.run.tokens,
+            plain: store.state.run.twin?.tokens,
+          }),
+          () => chatPython({ ...store.state, conversation: messages() }),
+        ),
+      },
+      h(
+        "div",
+        { class: "stack" },
+        h("label", {}, "prompt", prompt),
+        h(
+          "div",
+          { class: "row" },
+          h("label", {}, "vector", add),
+          h("button", { type: "button", id: "add-button", onclick: () => put() }, "Add"),
+          run,
+          h(
+            "label",
+            { class: "inline" },
+            h("input", {
+              type: "checkbox",
+              id: "live",
+              onchange: (e) => store.set({ live: e.target.checked }),
+            }),
+            "run when sliders move",
+          ),
+        ),
+        list,
+        line,
+        result,
+        health,
+      ),
+    ),
+    panel(
+      "Strength sweep",
+      "The first edit at nine strengths: surprisal of the output under the unsteered model, and " +
+        "repetition. The knee is the largest strength before either leaves the normal range.",
+      {
+        name: "sweep",
+        tools: exportButtons(
+          () => store.state.sweep ?? {},
+          () => chatPython({ ...store.state, conversation: messages() }),
+        ),
+      },
+      h(
+        "div",
+        { class: "stack" },
+        h(
+          "div",
+          { class: "row" },
+          h(
+            "button",
+            { type: "button", id: "sweep-run", onclick: () => sweep(store, messages()) },
+            "Sweep",
+          ),
+        ),
+        sweepBody,
+      ),
+    ),
+  );
 
   function put() {
     const name = add.value;
     if (name) {
-      const known = store.state.vectors.find((v) => v.name === name), strength = known?.strength ?? 2;
-      store.set({ edits: [...store.state.edits, newEdit({ name, strength, most: Math.max(4, Math.abs(strength) * 4), streams: "own" })] });
+      const known = store.state.vectors.find((v) => v.name === name),
+        strength = known?.strength ?? 2;
+      store.set({
+        edits: [
+          ...store.state.edits,
+          newEdit({ name, strength, most: Math.max(4, Math.abs(strength) * 4), streams: "own" }),
+        ],
+      });
     } else add.focus();
     soon();
   }
   store.on(["vectors"], ({ vectors }) => {
-    const chosen = add.value;  // a list that is read again must not take back what was chosen
-    fill(add, vectors.length ? vectors.map((v) => h("option", { value: v.name }, v.title ?? v.name)) : h("option", { value: "" }, "none yet: make one under Contrast"));
+    const chosen = add.value; // keep the selection when the list is reloaded
+    fill(
+      add,
+      vectors.length
+        ? vectors.map((v) => h("option", { value: v.name }, v.title ?? v.name))
+        : h("option", { value: "" }, "none yet: create one under Contrast"),
+    );
     if (vectors.some((v) => v.name === chosen)) add.value = chosen;
   });
-  store.on(["benchPrompt"], ({ benchPrompt }) => { prompt.value = benchPrompt; });
-  store.on(["live"], ({ live }) => { node.querySelector("#live").checked = Boolean(live); });
+  store.on(["benchPrompt"], ({ benchPrompt }) => {
+    prompt.value = benchPrompt;
+  });
+  store.on(["live"], ({ live }) => {
+    node.querySelector("#live").checked = Boolean(live);
+  });
   store.on(["edits", "props"], (state) => {
     const focused = document.activeElement?.dataset?.edit;
-    const holding = focused && list.contains(document.activeElement) && document.activeElement.type === "range";
-    if (!holding || list.childElementCount !== state.edits.length) fill(list, state.edits.length ? state.edits.map((edit) => card(edit, state)) : empty("No edits yet. Add a vector, or clamp a feature under Features."));
+    const holding =
+      focused && list.contains(document.activeElement) && document.activeElement.type === "range";
+    if (!holding || list.childElementCount !== state.edits.length)
+      fill(
+        list,
+        state.edits.length
+          ? state.edits.map((edit) => card(edit, state))
+          : empty("No edits yet. Add a vector, or clamp a feature under Features."),
+      );
     line.textContent = grammar(state.edits);
   });
-  store.on(["run", "pin", "tint", "benchFault", "theme"], (state) => {
+  store.on(["run", "pin", "tint", "benchError", "theme"], (state) => {
     const { run } = state;
-    if (state.benchFault) { fill(result, fault(state.benchFault)); return; }
-    if (run.error && run.pair) { fill(result, fault(run.error)); return; }
-    if (!run.twin) { fill(result, run.pair ? h("p", { class: "note" }, "reading the prompt…") : empty("Nothing run yet.")); fill(health); return; }
-    const from = parting(run), paint = document.documentElement.dataset.theme, pin = (twin) => (token) => store.set({ pin: { position: token.position, row: state.pin?.row ?? 0, twin } });
-    const differs = (token) => from !== null && token.position >= from && run.tokens[token.position - run.prompt.length]?.text !== run.twin.tokens[token.position - run.prompt.length]?.text;
-    update(left, run.twin.tokens, { mode: state.tint, paint: `${paint}${from}`, pinned: state.pin?.twin ? state.pin.position : null, onPin: pin(true), differsFrom: differs, name: "plain" });
-    update(right, run.tokens, { mode: state.tint, paint: `${paint}${from}`, pinned: state.pin && !state.pin.twin ? state.pin.position : null, onPin: pin(false), differsFrom: differs, name: "steered" });
-    const bars = run.tokens.slice(0, (from ?? Infinity) - run.prompt.length + 1).map((token, i) => [token.position, divergence(token, run.twin.tokens[i])]).filter(([, kl]) => kl !== null);
-    fill(result, h("div", { class: "pair", "aria-busy": String(run.status === "running") }, h("div", {}, h("h3", {}, "unsteered"), left), h("div", {}, h("h3", {}, "steered"), right)),
-      h("p", { class: "note" }, from === null ? (run.status === "running" ? "Both still say the same." : "Both say the same. Push harder, or elsewhere.") : `They part at position ${from}: “${visible(run.twin.tokens[from - run.prompt.length].text)}” became “${visible(run.tokens[from - run.prompt.length].text)}”. Colours show how surprising each token was to the model that wrote it.`),
-      bars.length > 1 ? lineChart({ series: [{ name: "KL over the 8 likeliest tokens and the rest", colour: ink("accent"), points: bars }], xName: "position, up to where they part", yName: "nats", height: 130, width: 420, label: "divergence per token" }) : null);
-    fill(health, strongest(run));
+    if (state.benchError) {
+      fill(result, fault(state.benchError));
+      return;
+    }
+    if (run.error && run.pair) {
+      fill(result, fault(run.error));
+      return;
+    }
+    if (!run.twin) {
+      fill(result, run.pair ? h("p", { class: "note" }, "processing the prompt…") : empty("No run yet."));
+      fill(health);
+      return;
+    }
+    const from = firstDifference(run),
+      paint = document.documentElement.dataset.theme,
+      pin = (twin) => (token) =>
+        store.set({ pin: { position: token.position, row: state.pin?.row ?? 0, twin } });
+    const differs = (token) =>
+      from !== null &&
+      token.position >= from &&
+      run.tokens[token.position - run.prompt.length]?.text !==
+        run.twin.tokens[token.position - run.prompt.length]?.text;
+    update(left, run.twin.tokens, {
+      mode: state.tint,
+      paint: `${paint}${from}`,
+      pinned: state.pin?.twin ? state.pin.position : null,
+      onPin: pin(true),
+      differsFrom: differs,
+      name: "plain",
+    });
+    update(right, run.tokens, {
+      mode: state.tint,
+      paint: `${paint}${from}`,
+      pinned: state.pin && !state.pin.twin ? state.pin.position : null,
+      onPin: pin(false),
+      differsFrom: differs,
+      name: "steered",
+    });
+    const bars = run.tokens
+      .slice(0, (from ?? Infinity) - run.prompt.length + 1)
+      .map((token, i) => [token.position, divergence(token, run.twin.tokens[i])])
+      .filter(([, kl]) => kl !== null);
+    fill(
+      result,
+      h(
+        "div",
+        { class: "pair", "aria-busy": String(run.status === "running") },
+        h("div", {}, h("h3", {}, "unsteered"), left),
+        h("div", {}, h("h3", {}, "steered"), right),
+      ),
+      h(
+        "p",
+        { class: "note" },
+        from === null
+          ? run.status === "running"
+            ? "No difference so far."
+            : "No difference. Increase the strength or choose another site."
+          : `First difference at position ${from}: ` +
+              `“${visible(run.twin.tokens[from - run.prompt.length].text)}” became ` +
+              `“${visible(run.tokens[from - run.prompt.length].text)}”. ` +
+              "Colours show the surprisal of each token under the model that generated it.",
+      ),
+      bars.length > 1
+        ? lineChart({
+            series: [
+              { name: "KL over the top 8 tokens and the remainder", colour: ink("accent"), points: bars },
+            ],
+            xName: "position, up to the first difference",
+            yName: "nats",
+            height: 130,
+            width: 420,
+            label: "divergence per token",
+          })
+        : null,
+    );
+    fill(health, healthIndicators(run));
   });
   store.on(["sweep", "theme"], ({ sweep: found }) => {
-    if (!found) { fill(sweepBody, empty("Nothing swept yet.")); return; }
-    if (found.error) { fill(sweepBody, fault(found.error)); return; }
+    if (!found) {
+      fill(sweepBody, empty("No sweep yet."));
+      return;
+    }
+    if (found.error) {
+      fill(sweepBody, fault(found.error));
+      return;
+    }
     const done = found.points.filter(Boolean);
-    fill(sweepBody, found.running ? h("progress", { max: found.points.length, value: done.length, "aria-label": "sweep" }) : null,
-      done.length > 1 ? lineChart({ series: [{ name: "surprise under the unsteered model (nats a token)", colour: ink("accent"), points: done.map((p) => [p.strength, p.surprise]) }, { name: "repetition × 10", colour: ink("warm"), points: done.map((p) => [p.strength, p.repetition * 10]) }], marks: found.knee === null ? [] : [{ x: found.knee, text: `knee ${nice(found.knee)}` }], xName: `strength of ${found.name}`, label: "strength sweep" }) : null,
-      found.running ? null : h("p", { class: "note" }, found.knee === null ? "Nothing broke in this range." : `Above ${nice(found.knee)} the text breaks: surprise or repetition leaves the unsteered range.`));
+    fill(
+      sweepBody,
+      found.running
+        ? h("progress", { max: found.points.length, value: done.length, "aria-label": "sweep" })
+        : null,
+      done.length > 1
+        ? lineChart({
+            series: [
+              {
+                name: "surprisal under the unsteered model (nats per token)",
+                colour: ink("accent"),
+                points: done.map((p) => [p.strength, p.surprise]),
+              },
+              {
+                name: "repetition × 10",
+                colour: ink("warm"),
+                points: done.map((p) => [p.strength, p.repetition * 10]),
+              },
+            ],
+            marks: found.knee === null ? [] : [{ x: found.knee, text: `knee ${nice(found.knee)}` }],
+            xName: `strength of ${found.name}`,
+            label: "strength sweep",
+          })
+        : null,
+      found.running
+        ? null
+        : h(
+            "p",
+            { class: "note" },
+            found.knee === null
+              ? "Both stay in the normal range."
+              : `Above ${nice(found.knee)} surprisal or repetition leaves the range of the unsteered output.`,
+          ),
+    );
   });
   return node;
 }
 
 const signed = (x) => `${x >= 0 ? "+" : ""}${nice(x)}`;
 
-/** The health strip: numbers that say when a push has broken the model, with the line between well and ill. */
-function strongest(run) {
-  const frames = [...run.frames.values()], twins = [...run.twinFrames.values()];
+/** Health indicators of a steered run, each graded ok, warn or bad. */
+function healthIndicators(run) {
+  const frames = [...run.frames.values()],
+    twins = [...run.twinFrames.values()];
   const longest = (list) => Math.max(0, ...list.map((f) => Math.max(...(f.stream_norm?.at(-1) ?? [0]))));
-  const growth = twins.length && frames.length ? longest(frames) / (longest(twins) || 1) : 1, worst = (list) => Math.max(0, ...list.map((f) => Math.max(...(f.res_mix ?? [[[1]]]).map(stochasticError)))), error = worst(frames);
-  const again = repetition(run.tokens), broken = frames.filter((f) => f.stream_norm?.some((norms) => norms.some((x) => x === null || !Number.isFinite(x)))).length;
+  const growth = twins.length && frames.length ? longest(frames) / (longest(twins) || 1) : 1,
+    worst = (list) =>
+      Math.max(0, ...list.map((f) => Math.max(...(f.res_mix ?? [[[1]]]).map(stochasticError)))),
+    error = worst(frames);
+  const again = repetition(run.tokens),
+    broken = frames.filter((f) =>
+      f.stream_norm?.some((norms) => norms.some((x) => x === null || !Number.isFinite(x))),
+    ).length;
   const level = (value, amber, red) => (value >= red ? "bad" : value >= amber ? "warn" : "ok");
-  const word = { ok: "well", warn: "strained", bad: "broken" };
-  const item = (name, text, kind) => h("span", { class: kind }, `${name} `, h("b", {}, text), ` ${word[kind]}`);
-  return [item("norm growth", `× ${growth.toFixed(2)}`, level(growth, 1.5, 3)), item("doubly stochastic within", `${error.toExponential(1)} (unsteered ${worst(twins).toExponential(1)})`, level(error / Math.max(worst(twins), 1e-3), 1.5, 4)),
-    item("repetition", `${(again * 100).toFixed(0)} %`, level(again, 0.15, 0.4)), item("NaN", String(broken), broken ? "bad" : "ok")];
+  const word = { ok: "ok", warn: "high", bad: "too high" };
+  const item = (name, text, kind) =>
+    h("span", { class: kind }, `${name} `, h("b", {}, text), ` ${word[kind]}`);
+  return [
+    item("norm growth", `× ${growth.toFixed(2)}`, level(growth, 1.5, 3)),
+    item(
+      "doubly stochastic within",
+      `${error.toExponential(1)} (unsteered ${worst(twins).toExponential(1)})`,
+      level(error / Math.max(worst(twins), 1e-3), 1.5, 4),
+    ),
+    item("repetition", `${(again * 100).toFixed(0)} %`, level(again, 0.15, 0.4)),
+    item("NaN", String(broken), broken ? "bad" : "ok"),
+  ];
 }
 
 async function sweep(store, messages) {
   const [first, ...rest] = store.state.edits.filter((e) => e.on && e.name);
-  if (!first) { store.set({ sweep: { error: new Error("Add an edit first; the sweep turns its strength.") } }); return; }
-  const most = first.most ?? 8, strengths = Array.from({ length: 9 }, (_, i) => (i / 8) * most * (first.strength < 0 ? -1 : 1));
+  if (!first) {
+    store.set({ sweep: { error: new Error("Add an edit first; the sweep varies its strength.") } });
+    return;
+  }
+  const most = first.most ?? 8,
+    strengths = Array.from({ length: 9 }, (_, i) => (i / 8) * most * (first.strength < 0 ? -1 : 1));
   const found = { name: first.name, points: Array(9).fill(null), running: true, knee: null };
   store.set({ sweep: found });
   const { seed, temperature } = store.state.settings;
   try {
     layersOf(first.layers);
-    await Promise.all([0, 1].map(async (lane) => {
-      for (let i = lane; i < 9; i += 2) {
-        const steered = interventions([{ ...first, strength: strengths[i] }, ...rest]);
-        const answer = await post("/v1/chat/completions", { messages, seed, temperature, max_tokens: 64, return_token_ids: true, logprobs: true, ...(strengths[i] ? { interventions: steered } : {}) });
-        const choice = answer.choices[0], ids = [...answer.prompt_token_ids, ...choice.token_ids];
-        const lens = await post("/v1/lens", { token_ids: ids, surprise: true, views: ["head"], depths: [-1] });
-        const told = lens.surprise[0][0].slice(answer.prompt_token_ids.length - 1, -1).filter((x) => x !== null);
-        found.points[i] = { strength: strengths[i], text: choice.message.content, surprise: told.reduce((a, b) => a + b, 0) / Math.max(told.length, 1), repetition: repetition(choice.logprobs.content.map((t) => ({ text: t.token }))) };
-        store.set({ sweep: { ...found } });
-      }
-    }));
+    await Promise.all(
+      [0, 1].map(async (lane) => {
+        for (let i = lane; i < 9; i += 2) {
+          const steered = interventions([{ ...first, strength: strengths[i] }, ...rest]);
+          const answer = await post("/v1/chat/completions", {
+            messages,
+            seed,
+            temperature,
+            max_tokens: 64,
+            return_token_ids: true,
+            logprobs: true,
+            ...(strengths[i] ? { interventions: steered } : {}),
+          });
+          const choice = answer.choices[0],
+            ids = [...answer.prompt_token_ids, ...choice.token_ids];
+          const lens = await post("/v1/lens", {
+            token_ids: ids,
+            surprise: true,
+            views: ["head"],
+            depths: [-1],
+          });
+          const told = lens.surprise[0][0]
+            .slice(answer.prompt_token_ids.length - 1, -1)
+            .filter((x) => x !== null);
+          found.points[i] = {
+            strength: strengths[i],
+            text: choice.message.content,
+            surprise: told.reduce((a, b) => a + b, 0) / Math.max(told.length, 1),
+            repetition: repetition(choice.logprobs.content.map((t) => ({ text: t.token }))),
+          };
+          store.set({ sweep: { ...found } });
+        }
+      }),
+    );
     found.running = false;
     const base = found.points[0];
-    const broken = found.points.findIndex((p) => p.surprise > base.surprise * 1.6 + 0.3 || p.repetition > base.repetition + 0.25);
+    const broken = found.points.findIndex(
+      (p) => p.surprise > base.surprise * 1.6 + 0.3 || p.repetition > base.repetition + 0.25,
+    );
     found.knee = broken > 0 ? found.points[broken - 1].strength : null;
     store.set({ sweep: { ...found } });
-  } catch (error) { store.set({ sweep: { error } }); }
+  } catch (error) {
+    store.set({ sweep: { error } });
+  }
 }

@@ -1,5 +1,5 @@
-// The one store. A view reads `store.state`, says `store.set({...})`, and is told when a name it listens to has changed.
-// Changes within one frame are told once, so that a stream of tokens cannot make the page draw more often than it shows.
+// The store: views read `store.state`, call `store.set({...})` and subscribe with `store.on(names, f)`.
+// Changes within one animation frame are delivered once, so token streams do not cause extra redraws.
 
 export function makeStore(initial) {
   const listeners = new Set();
@@ -17,10 +17,11 @@ export function makeStore(initial) {
         waiting = false;
         const names = new Set(changed);
         changed.clear();
-        for (const { on, listener } of [...listeners]) if (on.some((name) => names.has(name))) listener(store.state);
+        for (const { on, listener } of [...listeners])
+          if (on.some((name) => names.has(name))) listener(store.state);
       };
       requestAnimationFrame(tell);
-      setTimeout(tell, 120);  // a page in the background gets no frames
+      setTimeout(tell, 120); // a page in the background gets no frames
     },
     on(names, listener, now = true) {
       const entry = { on: names, listener };
@@ -32,13 +33,25 @@ export function makeStore(initial) {
   return store;
 }
 
-/** What a run looks like before it has begun. Positions count the whole text: prompt first, then the answer. */
+/** A new run. Positions count the whole text: the prompt, then the output. */
 export function newRun() {
-  return { status: "idle", id: null, prompt: [], tokens: [], twin: null, reasoning: "", frames: new Map(), twinFrames: new Map(), error: null, timings: null, warnings: [] };
+  return {
+    status: "idle",
+    id: null,
+    prompt: [],
+    tokens: [],
+    twin: null,
+    reasoning: "",
+    frames: new Map(),
+    twinFrames: new Map(),
+    error: null,
+    timings: null,
+    warnings: [],
+  };
 }
 
 /** All tokens of a run or of its unsteered twin, in order of position. */
-export function textOf(run, twin = false) {
-  const answer = twin ? run.twin?.tokens ?? [] : run.tokens;
+export function tokensOf(run, twin = false) {
+  const answer = twin ? (run.twin?.tokens ?? []) : run.tokens;
   return [...run.prompt, ...answer];
 }

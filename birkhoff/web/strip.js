@@ -1,29 +1,53 @@
-// A text as tokens that can be pointed at: coloured, explained on hover or focus, pinned by a click.
-import { amount, css, inkOn } from "./colour.js";
+// A text as tokens: coloured, with a tooltip on hover or focus, pinned by a click.
+import { amount, css, textColourOn } from "./colour.js";
 import { fill, h, hideTip, short, showTip, tokenText } from "./dom.js";
 
 const percent = (logprob) => `${(Math.exp(logprob) * 100).toFixed(logprob > -0.01 ? 1 : 2)} %`;
 
-/** Colour of one token: by how surprising it was, or by how likely; null for none. */
+/** Colour of a token by surprisal or probability; null for none. */
 function tint(token, mode) {
   if (mode === "none" || token.logprob === undefined || token.logprob === null) return null;
   if (mode === "surprise") return amount(Math.min(1, -token.logprob / 8) * 0.62);
   return amount((1 - Math.exp(token.logprob)) * 0.55);
 }
 
-/** What the tooltip of a token says; `branch(alternative)` makes the alternatives buttons. */
+/** Content of a token's tooltip; with `branch(alternative)`, alternatives get a button. */
 function explain(token, branch) {
   const lines = [h("div", { class: "mono" }, `“${short(token.text, 40)}”  ·  position ${token.position}`)];
-  if (token.logprob !== undefined && token.logprob !== null) lines.push(h("div", {}, `${percent(token.logprob)} likely, surprise ${(-token.logprob).toFixed(2)} nats`));
+  if (token.logprob !== undefined && token.logprob !== null)
+    lines.push(
+      h("div", {}, `${percent(token.logprob)} probability, surprisal ${(-token.logprob).toFixed(2)} nats`),
+    );
   if (token.top?.length) {
-    lines.push(h("div", { class: "alternatives" }, token.top.flatMap((other) => [
-      h("span", { class: "mono" }, short(other.text, 26)), h("span", {}, percent(other.logprob)),
-      branch && other.text !== token.text ? h("button", { type: "button", class: "small", onclick: () => { hideTip(); branch(other); } }, "branch") : h("span", {})])));
+    lines.push(
+      h(
+        "div",
+        { class: "alternatives" },
+        token.top.flatMap((other) => [
+          h("span", { class: "mono" }, short(other.text, 26)),
+          h("span", {}, percent(other.logprob)),
+          branch && other.text !== token.text
+            ? h(
+                "button",
+                {
+                  type: "button",
+                  class: "small",
+                  onclick: () => {
+                    hideTip();
+                    branch(other);
+                  },
+                },
+                "branch",
+              )
+            : h("span", {}),
+        ]),
+      ),
+    );
   }
   return lines;
 }
 
-/** options: mode, pinned, onPin(token), branch(token, alternative), differsFrom(token), colourOf(token), from. */
+/** Options: mode, pinned, onPin(token), branch(token, other), differsFrom(token), colourOf(token), from. */
 export function strip(tokens, options = {}) {
   const node = h("div", { class: "strip", "data-strip": options.name ?? "" });
   update(node, tokens, options);
@@ -32,18 +56,43 @@ export function strip(tokens, options = {}) {
 
 function draw(token, options) {
   const rgb = options.colourOf ? options.colourOf(token) : tint(token, options.mode ?? "surprise");
-  const classes = ["tok", token.prompt ? "prompt" : "", options.pinned === token.position ? "pinned" : "", options.differsFrom?.(token) ? "differs" : ""];
-  const node = h("span", { class: classes.filter(Boolean).join(" "), "data-position": token.position, role: "button", tabindex: -1 }, tokenText(token.text));
-  if (rgb) { node.style.backgroundColor = css(rgb); node.style.color = inkOn(rgb); }
+  const classes = [
+    "tok",
+    token.prompt ? "prompt" : "",
+    options.pinned === token.position ? "pinned" : "",
+    options.differsFrom?.(token) ? "differs" : "",
+  ];
+  const node = h(
+    "span",
+    {
+      class: classes.filter(Boolean).join(" "),
+      "data-position": token.position,
+      role: "button",
+      tabindex: -1,
+    },
+    tokenText(token.text),
+  );
+  if (rgb) {
+    node.style.backgroundColor = css(rgb);
+    node.style.color = textColourOn(rgb);
+  }
   return node;
 }
 
-/** Tokens are added at the end while an answer runs; everything else is drawn anew. */
+/** Appends new tokens during generation; any other change redraws the strip. */
 export function update(node, tokens, options) {
   const key = JSON.stringify([options.mode, options.pinned, options.paint ?? 0, options.from ?? 0]);
-  if (node.dataset.key === key && node.childElementCount <= tokens.length && node.tokens?.[0] === tokens[0]) {
+  if (
+    node.dataset.key === key &&
+    node.childElementCount <= tokens.length &&
+    node.tokens?.[0] === tokens[0]
+  ) {
     for (let at = node.childElementCount; at < tokens.length; at++) node.append(draw(tokens[at], options));
-  } else fill(node, tokens.map((token) => draw(token, options)));
+  } else
+    fill(
+      node,
+      tokens.map((token) => draw(token, options)),
+    );
   node.dataset.key = key;
   node.tokens = tokens;
   node.options = options;
@@ -60,11 +109,19 @@ function listen(node) {
   const tell = (event, held) => {
     const token = of(event);
     if (!token) return;
-    const box = event.target.closest(".tok").getBoundingClientRect(), branch = held && node.options.branch ? (other) => node.options.branch(token, other) : null;
-    showTip(box.left, box.top + box.height / 2, explain(token, branch)).classList.toggle("held", Boolean(held));
+    const box = event.target.closest(".tok").getBoundingClientRect(),
+      branch = held && node.options.branch ? (other) => node.options.branch(token, other) : null;
+    showTip(box.left, box.top + box.height / 2, explain(token, branch)).classList.toggle(
+      "held",
+      Boolean(held),
+    );
   };
-  node.addEventListener("pointerover", (event) => { if (!document.getElementById("tip").classList.contains("held")) tell(event, false); });
-  node.addEventListener("pointerout", () => { if (!document.getElementById("tip").classList.contains("held")) hideTip(); });
+  node.addEventListener("pointerover", (event) => {
+    if (!document.getElementById("tip").classList.contains("held")) tell(event, false);
+  });
+  node.addEventListener("pointerout", () => {
+    if (!document.getElementById("tip").classList.contains("held")) hideTip();
+  });
   const pick = (event) => {
     const token = of(event);
     if (!token) return;
@@ -77,15 +134,23 @@ function listen(node) {
     const span = event.target.closest?.(".tok");
     if (!span) return;
     const next = { ArrowRight: span.nextElementSibling, ArrowLeft: span.previousElementSibling }[event.key];
-    if (next) { event.preventDefault(); span.tabIndex = -1; next.tabIndex = 0; next.focus(); tell({ target: next }, false); }
-    else if (event.key === "Enter" || event.key === " ") {
+    if (next) {
+      event.preventDefault();
+      span.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+      tell({ target: next }, false);
+    } else if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
       const position = span.dataset.position;
       pick(event);
       requestAnimationFrame(() => node.querySelector(`[data-position="${position}"]`)?.focus());
-    }
-    else if (event.key === "Escape") hideTip();
+    } else if (event.key === "Escape") hideTip();
   });
 }
-document.addEventListener("click", (event) => { if (!event.target.closest?.(".tip")) hideTip(); });
-document.addEventListener("keydown", (event) => { if (event.key === "Escape") hideTip(); });
+document.addEventListener("click", (event) => {
+  if (!event.target.closest?.(".tip")) hideTip();
+});
+document.addEventListener("keydown", (event) => {
+  if (event.key === "Escape") hideTip();
+});

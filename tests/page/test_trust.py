@@ -120,7 +120,7 @@ def locked(tmp_path):
 def test_a_wanted_key_is_asked_for_and_a_restart_is_survived(chromium, locked):
     tab = Tab(chromium, locked.url)
     try:
-        tab.page.wait_for_selector("#banner:has-text('wants a key')")
+        tab.page.wait_for_selector("#banner:has-text('requires an API key')")
         tab.page.fill("#banner input >> nth=0", "wrong")
         tab.page.click("#banner button")
         tab.page.wait_for_selector("#banner:has-text('was not accepted')")
@@ -128,7 +128,7 @@ def test_a_wanted_key_is_asked_for_and_a_restart_is_survived(chromium, locked):
         tab.page.click("#banner button")
         tab.page.wait_for_selector("#model:has-text('layers')")
         locked.stop()
-        tab.page.wait_for_selector("#banner:has-text('No answer from the server')", timeout=30_000)
+        tab.page.wait_for_selector("#banner:has-text('No response from the server')", timeout=30_000)
         locked.start()
         tab.page.wait_for_selector("#banner", state="hidden", timeout=30_000)
         tab.page.fill("input[type=number][max='4096']", "8")

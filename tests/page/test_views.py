@@ -115,7 +115,7 @@ def test_copied_data_and_python_are_what_is_shown(answered):
     tab.page.locator('[data-strip="answer"] .tok').nth(3).click()
     panel(tab, "film").get_by_text("Copy data").click()
     copied(tab, '"res_mix"')
-    panel(tab, "heatmap").get_by_text("Copy the Python").click()
+    panel(tab, "heatmap").get_by_text("Copy Python").click()
     compile(copied(tab, "engine.trace"), "copied", "exec")
 
 
@@ -192,7 +192,7 @@ def test_an_empty_bench_says_what_is_missing(open_tab):
     tab = open_tab()
     tab.page.click("#tab-steer")
     tab.page.click("#steer-run")
-    assert "nothing to push with" in tab.page.inner_text("#page-steer .fault")
+    assert "are no edits" in tab.page.inner_text("#page-steer .fault")
     assert not tab.faults
 
 
@@ -206,7 +206,7 @@ def test_another_token_branches_and_retry_draws_again(open_tab):
     position = token.get_attribute("data-position")
     token.click()
     tab.page.locator(".tip button:has-text('branch')").first.click()
-    tab.page.wait_for_selector("#toast:has-text('Going on from')")
+    tab.page.wait_for_selector("#toast:has-text('Continuing from')")
     # What was before the token now belongs to the prompt, the other token too: the answer goes on behind it.
     begins = "Number(document.querySelector('[data-strip=answer] .tok')?.dataset.position)"
     tab.page.wait_for_function(f"() => {begins} > {position}", timeout=30000)

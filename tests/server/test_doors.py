@@ -13,7 +13,7 @@ from urllib.parse import unquote
 import httpx2
 import pytest
 
-from birkhoff.server.links import Links
+from birkhoff.server.links import SignedLinks
 from tests.server.conftest import serving, user
 from tests.sizes import scaled
 
@@ -132,16 +132,16 @@ def test_r10_a_link_opens_one_file_and_nothing_else(guarded):
     ids=["later", "not ascii", "no number", "path", "two tokens", "no token", "no time"],
 )
 def test_a_link_that_was_changed_or_is_old_opens_nothing(change):
-    links = Links()
+    links = SignedLinks()
 
     def call(url, method="GET"):
         path, _, query = url.partition("?")
         return {"method": method, "path": unquote(path), "query_string": query.encode()}
 
-    made = links.made("/v1/a file/a")
-    assert links.admits(call(made)) and not links.admits(call(change(made)))
-    assert not links.admits(call(made, "POST")) and not Links().admits(call(made))
-    assert not links.admits(call(links.made("/v1/a file/a", seconds=-2)))
+    made = links.create("/v1/a file/a")
+    assert links.allows(call(made)) and not links.allows(call(change(made)))
+    assert not links.allows(call(made, "POST")) and not SignedLinks().allows(call(made))
+    assert not links.allows(call(links.create("/v1/a file/a", seconds=-2)))
 
 
 def test_r10_odd_ways_to_show_a_key(guarded):

@@ -47,17 +47,17 @@ def served(engine, work):
 
     async def run():
         settings, metrics = ServerSettings(log="off"), Metrics()
-        hub = AsyncEngine(settings, metrics)
-        app = build_app(settings, hub, metrics, AccessLog("off"), {"model": "tiny"})
-        hub.start(engine)
+        async_engine = AsyncEngine(settings, metrics)
+        app = build_app(settings, async_engine, metrics, AccessLog("off"), {"model": "tiny"})
+        async_engine.start(engine)
         transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
         try:
             async with httpx2.AsyncClient(
                 transport=transport, base_url="http://localhost", timeout=60
             ) as client:
-                await work(client, hub)
+                await work(client, async_engine)
         finally:
-            hub.halt()
+            async_engine.stop_driver()
 
     asyncio.run(run())
 
@@ -66,7 +66,7 @@ def served(engine, work):
     "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")]
 )
 def test_e1_no_memory_ends_one_request(tiny, error):
-    async def work(client, hub):
+    async def work(client, async_engine):
         fine = (await client.post("/v1/completions", json=ASK)).json()["choices"][0]["token_ids"]
         places = [(layer, call) for layer in range(len(tiny.model.layers)) for call in range(3)]
         for layer, call in places[:: scaled(1, 4)]:
@@ -79,27 +79,29 @@ def test_e1_no_memory_ends_one_request(tiny, error):
             assert answer.headers["retry-after"]
             again = await client.post("/v1/completions", json=ASK)
             assert again.status_code == 200 and again.json()["choices"][0]["token_ids"] == fine
-            assert not hub.live and (await client.get("/health")).status_code == 200
+            assert not async_engine.active_requests and (await client.get("/health")).status_code == 200
 
     served(tiny, work)
 
 
 def test_e6_a_defect_in_the_model_tells_no_secrets(tiny):
-    async def work(client, hub):
+    async def work(client, async_engine):
         for stream in (False, True):
             trap = Trap(tiny.model, 2, 1, ValueError("secret at /usr/lib/secret.py 0x7f00deadbeef"))
             answer = await client.post("/v1/completions", json={**ASK, "stream": stream})
             trap.handle.remove()
             assert answer.status_code == (200 if stream else 500) and "defect" in answer.text
             assert "secret" not in answer.text and not re.search(r"0x|Traceback|/usr", answer.text)
-            assert (await client.post("/v1/completions", json=ASK)).status_code == 200 and not hub.live
+            assert (
+                await client.post("/v1/completions", json=ASK)
+            ).status_code == 200 and not async_engine.active_requests
 
     served(tiny, work)
 
 
 def test_e3_an_engine_that_has_stopped_is_said_to_be_ill(tiny):
-    async def work(client, hub):
-        hub.halt()
+    async def work(client, async_engine):
+        async_engine.stop_driver()
         assert (await client.get("/health")).status_code == 503 and (
             await client.get("/ready")
         ).status_code == 503
@@ -110,7 +112,7 @@ def test_e3_an_engine_that_has_stopped_is_said_to_be_ill(tiny):
 
 
 def test_a_checkpoint_without_text_serves_token_ids(tmp_path):
-    async def work(client, hub):
+    async def work(client, async_engine):
         found = (await client.post("/v1/completions", json=ASK)).json()
         assert found["choices"][0]["text"] == "" and len(found["choices"][0]["token_ids"]) == 3
         refused = await client.post(

@@ -9,8 +9,8 @@ import pytest
 
 from birkhoff.errors import OptionError
 from birkhoff.server.access_log import AccessLog
-from birkhoff.server.api_errors import ApiError, problem_of
-from birkhoff.server.body import RequestBody, StrictBody, checked, parse
+from birkhoff.server.api_errors import ApiError, to_api_error
+from birkhoff.server.body import RequestBody, StrictBody, parse_json, validate
 from birkhoff.server.server_settings import ServerSettings, is_loopback
 from tests.cli.conftest import birkhoff
 from tests.server.conftest import serving
@@ -87,18 +87,18 @@ def test_loopback_is_told_from_what_looks_like_it():
 def test_the_log_is_one_line_a_call_and_keeps_control_characters_out():
     for form in ("text", "json"):
         out = io.StringIO()
-        journal = AccessLog(form, out)
-        journal.call("req-1", "GET", "/a\n\x1b[2Jb" + "c" * 500, 404, 0.001, "left")
+        access_log = AccessLog(form, out)
+        access_log.log_request("req-1", "GET", "/a\n\x1b[2Jb" + "c" * 500, 404, 0.001, "left")
         assert out.getvalue().count("\n") == 1 and "\x1b" not in out.getvalue() and len(out.getvalue()) < 500
-        journal.defect("req-2", ValueError("why"))
+        access_log.log_exception("req-2", ValueError("why"))
         assert "req-2" in out.getvalue() and "why" in out.getvalue()
 
 
 def test_a_closed_log_does_not_stop_the_server():
     out = io.StringIO()
-    journal = AccessLog("text", out)
+    access_log = AccessLog("text", out)
     out.close()
-    journal.call("req-1", "GET", "/", 200, 0.1)
+    access_log.log_request("req-1", "GET", "/", 200, 0.1)
 
 
 class Inner(StrictBody):
@@ -111,22 +111,22 @@ class Outer(RequestBody):
 
 def test_a_refusal_names_the_field():
     with pytest.raises(ApiError) as caught:
-        checked(Outer, {"inner": [{"a": 1}, {"a": "1"}]})
+        validate(Outer, {"inner": [{"a": 1}, {"a": "1"}]})
     assert caught.value.param == "inner[1].a" and caught.value.status == 400
     with pytest.raises(ApiError) as extra:
-        checked(Outer, {"inner": [{"a": 1, "b": 2}]})
+        validate(Outer, {"inner": [{"a": 1, "b": 2}]})
     assert extra.value.param == "inner[0].b"
-    assert checked(Outer, {"inner": [], "more": 1}).unknown == ["more"]
+    assert validate(Outer, {"inner": [], "more": 1}).unknown_fields == ["more"]
 
 
 def test_depth_is_counted_outside_of_strings():
-    assert parse(b'{"a":"' + b"[" * 500 + b'"}', 4) == {"a": "[" * 500}
-    assert parse(b'{"a":[[["\\"[["]]]}', 4)["a"] == [[['"[[']]]
+    assert parse_json(b'{"a":"' + b"[" * 500 + b'"}', 4) == {"a": "[" * 500}
+    assert parse_json(b'{"a":[[["\\"[["]]]}', 4)["a"] == [[['"[[']]]
     with pytest.raises(ApiError, match="nested"):
-        parse(b'{"a":[[[[]]]]}', 4)
+        parse_json(b'{"a":[[[[]]]]}', 4)
 
 
 def test_unknown_failures_tell_nothing():
-    told = problem_of(RuntimeError("/usr/secret 0x7f00"))
+    told = to_api_error(RuntimeError("/usr/secret 0x7f00"))
     assert told.status == 500 and "secret" not in told.message
-    assert problem_of(MemoryError()).status == 503
+    assert to_api_error(MemoryError()).status == 503

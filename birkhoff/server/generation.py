@@ -1,0 +1,137 @@
+"""A generation call, independent of the HTTP API it came through, and the fields that responses share.
+
+Each route translates its own wire format into a `GenerationCall`; from there on OpenAI's and Anthropic's clients are
+handled alike. The requests of a call are its choices, followed with `baseline` by their unsteered twins, which use the
+same seed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from birkhoff.engine.request import Request, TokenLogprob, TokenMask
+from birkhoff.server.api_errors import ApiError, to_api_error
+from birkhoff.text.events import ParsedMessage
+from birkhoff.text.markers import END_THINK
+from birkhoff.text.output_stream import ChatStream
+
+if TYPE_CHECKING:
+    from birkhoff.api.engine import Engine
+
+MIN_LOGPROB = -9999.0  # JSON has no minus infinity
+
+
+@dataclass
+class GenerationCall:
+    prompt: list[int]
+    sampling: dict[str, Any]
+    thinking: bool | None = None  # None: plain text, not a chat
+    steer: Any = None
+    capture: dict[str, Any] | None = None
+    capture_wait: bool = False
+    signals: Any = None
+    baseline: bool = False
+    mask: Callable[[], TokenMask] | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    def requests(self, engine: Engine) -> list[Request]:
+        """Build the engine requests: the choices, then their unsteered twins if `baseline` is set."""
+        sampling = dict(self.sampling)
+        if self.baseline and sampling.get("seed") is None:
+            sampling["seed"] = secrets.randbits(63)  # shared by the choices and their twins
+        shared: dict[str, Any] = {
+            "thinking": self.thinking,
+            "mask": self.mask,
+            "signals": self.signals or None,
+        }
+        requests = engine.requests(self.prompt, steer=self.steer, capture=self.capture, **shared, **sampling)
+        if self.baseline:
+            requests += engine.requests(self.prompt, **shared, **sampling)
+        return requests
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def now() -> int:
+    return int(time.time())
+
+
+def raise_on_failure(request: Request) -> None:
+    """Raise the error of a request that failed or was cancelled."""
+    if request.finish_reason == "error":
+        steered = request.plan is not None and bool(request.plan.edits)
+        raise to_api_error(request.error or RuntimeError("the engine stopped"), steered)
+    if request.finish_reason == "cancelled":
+        raise ApiError(499, "this answer was cancelled.", code="cancelled")
+
+
+def parsed_message(request: Request) -> ParsedMessage:
+    """The message of a finished request: reasoning, content and tool calls, or content only for plain text."""
+    if isinstance(request.sink, ChatStream):
+        return request.sink.message()
+    return ParsedMessage(content=request.sink.text if request.sink else "")  # type: ignore[attr-defined]
+
+
+def stop_reason(request: Request) -> str | int | None:
+    """The stop string or stop token id that ended the output, or None."""
+    matched: str | None = getattr(request.sink, "matched", None)
+    if matched is not None or request.finish_reason != "stop":
+        return matched
+    last = request.output_ids[-1]
+    return last if last in request.options.stop_token_ids else None
+
+
+def generation_warnings(request: Request) -> list[str]:
+    """Deviations of a finished output from the chat format, and why its grammar could not be followed."""
+    warnings = [problem.message for problem in parsed_message(request).problems]
+    grammar_problem: str = getattr(request.mask, "problem", "")
+    return [*warnings, grammar_problem] if grammar_problem else warnings
+
+
+def usage(requests: Sequence[Request], generation: GenerationCall, engine: Engine) -> dict[str, Any]:
+    """OpenAI's `usage` object: prompt tokens are counted once, completion tokens over all choices."""
+    prompt = len(requests[0].prompt_ids)
+    completion = sum(len(request.output_ids) for request in requests)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": requests[0].cached_tokens or 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(_reasoning_tokens(request, generation, engine) for request in requests)
+        },
+    }
+
+
+def _reasoning_tokens(request: Request, generation: GenerationCall, engine: Engine) -> int:
+    if not generation.thinking:
+        return 0
+    end = engine.tokenizer.markers.get(END_THINK)
+    ids = request.output_ids
+    return ids.index(end) + 1 if end in ids else len(ids)
+
+
+def token_logprob(entry: TokenLogprob, engine: Engine) -> dict[str, Any]:
+    """One entry of `logprobs.content`."""
+
+    def token_json(token_id: int, logprob: float) -> dict[str, Any]:
+        piece = engine.tokenizer.piece(token_id)
+        return {
+            "token": piece.decode("utf-8", "replace"),
+            "logprob": max(logprob, MIN_LOGPROB),
+            "bytes": list(piece),
+        }
+
+    top = [token_json(token, logprob) for token, logprob in entry.top]
+    return {**token_json(entry.token_id, entry.logprob), "top_logprobs": top}
+
+
+def is_eos(token_id: int | None, request: Request) -> bool:
+    """Whether a token is the end-of-sequence marker, which is not part of the output text."""
+    return token_id in request.eos_ids

@@ -5,9 +5,9 @@ pages of other sites cannot call; check the API key. Only the paths in `PUBLIC_P
 key. Responses carry the request id and security headers. Each request is logged once under its id; unexpected
 exceptions are logged with their traceback, which clients never see.
 
-Starlette's TrustedHostMiddleware and CORSMiddleware do not cover these rules. The first cannot match IPv6 hosts or the
-loopback range, accepts repeated Host headers, and answers in plain text. The second serves requests of foreign origins
-without CORS headers, where this one refuses them.
+Starlette's TrustedHostMiddleware and CORSMiddleware do not implement these rules: the first accepts a second Host
+header, cannot match the loopback range and answers in plain text; the second serves requests of foreign origins without
+CORS headers instead of refusing them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Server-sent events: formatting, heartbeats, and streams that end as soon as the client disconnects."""
+"""Server-sent events: formatting, heartbeats, and streams that end as soon as the client disconnects.
+
+sse-starlette does not fit: it ends streams on SIGTERM, where this server lets them finish, and sends heartbeats on a
+fixed timer, where this server sends them only into idle streams.
+"""
 
 from __future__ import annotations
 

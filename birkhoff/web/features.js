@@ -141,7 +141,7 @@ export function featurePage(store) {
         strength.get(token.position) ? amount(strength.get(token.position) * 0.7) : null,
     });
     const here = found.tokens.find((t) => t.position === state.pin?.position),
-      healthIndicators = here?.features[0]?.activation || 1;
+      largest = here?.features[0]?.activation || 1;
     fill(
       top,
       here
@@ -161,7 +161,7 @@ export function featurePage(store) {
                 h("span", {}, visible(f.label ?? "no label")),
                 h("div", {
                   class: "bar",
-                  style: { width: `${Math.max(1, (f.activation / healthIndicators) * 100)}%` },
+                  style: { width: `${Math.max(1, (f.activation / largest) * 100)}%` },
                 }),
               ),
               h("span", { class: "mono" }, nice(f.activation)),
@@ -255,7 +255,7 @@ export function featurePage(store) {
       ),
       logits("makes likelier", dashboard.top_logits),
       logits("makes less likely", dashboard.bottom_logits),
-      h("h3", {}, "strongest contexts"),
+      h("h3", {}, "top contexts"),
       (dashboard.contexts ?? []).length
         ? dashboard.contexts.map((c) =>
             h(

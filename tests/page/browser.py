@@ -1,4 +1,4 @@
-"""A real Chromium, Debian's or another, and a real server: what the page's tests stand on."""
+"""Finds the Chromium that the page tests run in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ARGUMENTS = [
 
 
 def missing() -> str | None:
-    """Why the page cannot be tested here, or None."""
+    """The reason why page tests cannot run here, or None."""
     if CHROMIUM is None:
         return "needs Chromium (Debian: apt-get install chromium); make test-page insists on it"
     try:

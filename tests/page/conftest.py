@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
 
 class Server:
-    """`birkhoff serve` as a process of its own, on a port it keeps over restarts."""
+    """`birkhoff serve` as a subprocess, on a port that stays the same over restarts."""
 
     def __init__(self, folder, *flags: str):
         with socket.socket() as free:
@@ -51,7 +51,7 @@ class Server:
             except OSError:
                 assert self.process.poll() is None, (self._folder / f"server-{self.port}.log").read_text()
                 time.sleep(0.2)
-        raise AssertionError("the server did not come up")
+        raise AssertionError("the server did not start")
 
     def stop(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -74,7 +74,7 @@ def server(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def chromium():
-    """A browser for one file: while it is open this process has an event loop, which other tests must not meet."""
+    """One browser per test file: while it is open the process has an event loop, which would affect other tests."""
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as playwright:
@@ -84,7 +84,7 @@ def chromium():
 
 
 class Tab:
-    """A page in a fresh context that remembers everything it complained about."""
+    """A page in a fresh browser context that records script errors and policy violations in `faults`."""
 
     def __init__(
         self, browser, url: str, width: int = 1400, height: int = 1000, theme: str = "light", init: str = ""
@@ -104,7 +104,7 @@ class Tab:
         self.page.goto(url)
 
     def _console(self, message) -> None:
-        # A refused call is shown by the page itself; the browser's own line about it is no fault of the script.
+        # The page shows failed requests itself; the browser's message about them is not a script error.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.faults.append(message.text)
 

@@ -1,9 +1,9 @@
-"""Measures the page in a real browser: frames a second of a large picture, first paint, and heap over hours of answers.
+"""Measures the page in a real browser: frame rate of a large heat map, first paint, and heap growth.
 
     python -m tests.page.measure [--answers N] >> bench/results/page.jsonl
 
-Frames are counted by the browser while real mouse events drag and zoom 512 tokens x 86 sublayers. The heap is read
-after a collection, between answers that are streamed one after another with everything the panels ask for.
+Frames are counted by the browser while mouse events drag and zoom 512 tokens x 86 sublayers. The heap is read after a
+garbage collection between responses, which are streamed one after another with all signals of the panels.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def show_large(tab: Tab) -> None:
 
 
 def drag_and_zoom(tab: Tab, turns: int) -> None:
-    """Zoom in and out by the wheel and drag sideways, as a hand does."""
+    """Zoom with the wheel and drag sideways."""
     mouse = tab.page.mouse
     mouse.move(700, 150)
     for turn in range(turns):
@@ -86,7 +86,7 @@ def heap_bytes(tab: Tab) -> int:
 
 
 def answers(tab: Tab, count: int, tokens: int = 120) -> list[int]:
-    """The heap after each of so many answers to the same question, streamed one after another."""
+    """Heap bytes after each of `count` responses to the same prompt, streamed one after another."""
     tab.page.wait_for_selector("#model:has-text('layers')")
     tab.page.fill("input[type=number][max='4096']", str(tokens))
     tab.page.keyboard.press("Tab")
@@ -95,7 +95,7 @@ def answers(tab: Tab, count: int, tokens: int = 120) -> list[int]:
     for _ in range(count - 1):
         with tab.page.expect_response(lambda answer: "/v1/chat/completions" in answer.url):
             tab.page.click("#retry")
-        tab.page.wait_for_timeout(200)  # the page shows that it is busy no later than this
+        tab.page.wait_for_timeout(200)  # by then the page shows that it is busy
         tab.done()
         heap.append(heap_bytes(tab))
     return heap

@@ -1,4 +1,4 @@
-"""Small, quick, usable on a phone: bytes of script, work of a frame, heap over time, nothing wider than the window."""
+"""Page size and speed: bytes of scripts, cost of a frame, heap growth, and layout at all window widths."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_nothing_is_wider_than_the_window(open_tab, width):
 
 
 def test_a_large_picture_moves_without_reading_its_values_again(open_tab):
-    """What a frame does must not grow with the picture: moving it draws a bitmap, and asks for no cell."""
+    """The cost of a frame does not depend on the number of cells: panning redraws a bitmap and reads no values."""
     tab = open_tab()
     show_large(tab)
     painted = tab.page.evaluate("window.asked")
@@ -55,5 +55,5 @@ def test_answers_one_after_another_leave_no_heap_behind(open_tab):
     tab = open_tab()
     heap = answers(tab, scaled(200, 4), scaled(120, 24))
     print("heap after each answer, MB:", [round(size / 1e6, 2) for size in heap])
-    assert heap[-1] - heap[1] < 20e6 * len(heap) / 200, "200 answers may keep 20 MB"
+    assert heap[-1] - heap[1] < 20e6 * len(heap) / 200, "200 responses may add 20 MB"
     assert not tab.faults

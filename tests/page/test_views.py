@@ -1,4 +1,4 @@
-"""Every view in a real browser against a real server: empty, live and in error; pinning; no complaint from it."""
+"""Every view in a real browser against a real server: empty, live and in error; pinning; no script errors."""
 
 import time
 
@@ -14,7 +14,7 @@ def panel(tab, name):
 
 @pytest.fixture(scope="module")
 def answered(chromium, server):
-    """A page with one answer, shared by tests that only look."""
+    """A page with one response, shared by read-only tests."""
     from tests.page.conftest import Tab
 
     tab = Tab(chromium, server.url)
@@ -90,7 +90,7 @@ def test_every_scalar_can_be_shown(answered, scalar):
     tab = answered
     tab.page.select_option('[data-panel="heatmap"] select >> nth=0', scalar)
     tab.page.wait_for_selector('[data-panel="heatmap"] .figure canvas', timeout=20000)
-    tab.page.wait_for_function(  # more than eight colours, once the values have come and are painted
+    tab.page.wait_for_function(  # more than eight colours, once the values are painted
         "() => { const node = document.querySelector('[data-panel=heatmap] .figure canvas');"
         " const d = node.getContext('2d').getImageData(0, 0, node.width, node.height).data, seen = new Set();"
         " for (let i = 0; i < d.length; i += 4) seen.add(d[i] * 65536 + d[i + 1] * 256 + d[i + 2]);"
@@ -100,7 +100,7 @@ def test_every_scalar_can_be_shown(answered, scalar):
 
 
 def copied(tab, words):
-    """What is on the clipboard, once it holds these words."""
+    """The clipboard's text, once it contains `words`."""
     text = ""
     for _ in range(200):
         text = tab.page.evaluate("navigator.clipboard.readText()")
@@ -135,7 +135,7 @@ def test_an_error_is_shown_in_words(open_tab):
 
 
 def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
-    """A vector made on the page changes the text; the slider changes it again, one at a time, the last wins."""
+    """A vector made on the page changes the output; moving the slider runs one pair at a time and the last wins."""
     tab = open_tab()
     tab.page.fill("input[type=number][max='4096']", "20")
     tab.page.keyboard.press("Tab")
@@ -167,7 +167,7 @@ def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
     asked.clear()
     slider.focus()
     began = time.monotonic()
-    for _ in range(12):  # a drag: a pair is asked for only when the slider rests, and ends the one before
+    for _ in range(12):  # a drag: a run starts only when the slider rests, and cancels the previous one
         tab.page.keyboard.press("ArrowLeft")
         tab.page.wait_for_timeout(60)
     last = float(slider.input_value())
@@ -180,7 +180,7 @@ def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
             break
         tab.page.wait_for_timeout(100)
     assert the_last_was_asked_for()
-    rested = (time.monotonic() - began) / 0.18  # as often as it can have rested long enough
+    rested = (time.monotonic() - began) / 0.18  # upper bound on the number of rests
     assert len(asked) <= rested + 1, "pairs were asked for while the slider still moved"
     tab.page.wait_for_function(
         "() => document.querySelectorAll('[aria-busy=true]').length === 0", timeout=60000
@@ -207,7 +207,7 @@ def test_another_token_branches_and_retry_draws_again(open_tab):
     token.click()
     tab.page.locator(".tip button:has-text('branch')").first.click()
     tab.page.wait_for_selector("#toast:has-text('Continuing from')")
-    # What was before the token now belongs to the prompt, the other token too: the answer goes on behind it.
+    # The tokens before it and the alternative become part of the prompt; the output continues after them.
     begins = "Number(document.querySelector('[data-strip=answer] .tok')?.dataset.position)"
     tab.page.wait_for_function(f"() => {begins} > {position}", timeout=30000)
     tab.done()

@@ -1,4 +1,4 @@
-"""A real server in a process of its own, started once for all tests that need nothing special of it."""
+"""Fixtures: `birkhoff serve` as a subprocess, shared by all tests that need no special flags."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.sae.made import random_sae
 
 @dataclass
 class Served:
-    """A running server: where it is, and a client for it."""
+    """A running server process, with helpers to call it."""
 
     process: subprocess.Popen[str]
     url: str
@@ -53,18 +53,18 @@ class Served:
         return answer.json()
 
     def events(self, path: str, body: Any) -> list[Any]:
-        """The data frames of a streamed answer, the closing one left out."""
+        """The parsed data of a streamed response, without [DONE]."""
         text = self.post(path, {**body, "stream": True}).text
         frames = [line.removeprefix("data: ") for line in text.split("\n") if line.startswith("data: ")]
         return [json.loads(frame) for frame in frames if frame != "[DONE]"]
 
     def metric(self, name: str, **headers: str) -> float:
-        """The sum of a series over its labels."""
+        """Value of a metric, summed over its labels."""
         lines = [line for line in self.get("/metrics", **headers).text.splitlines() if line.startswith(name)]
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines)
 
     def idle(self, seconds: float = 60) -> bool:
-        """Whether everything has ended, waiting a little for it."""
+        """Wait up to `seconds` until no request is active; returns whether that happened."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             if not self.get("/slots").json()["requests"]:
@@ -116,7 +116,7 @@ def serving(folder: Path, *flags: str, model: str = "nano", **environment: str) 
 
 @pytest.fixture(scope="session")
 def dictionary(tmp_path_factory) -> Path:
-    """Files of a random dictionary of features for nano, which the server below knows as `delta` and as `full`."""
+    """Files of a random SAE for nano, attached to the server as `delta` and as `full`."""
     made = random_sae("jumprelu", 48, 384, seed=4, hook="mlp_out", layer=2, view="single")
     return made.save(tmp_path_factory.mktemp("dictionary") / "random")
 

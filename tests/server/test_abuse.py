@@ -1,4 +1,4 @@
-"""Nothing a caller sends hurts: every malformed, hostile or oversized body is refused in our shape, and quickly."""
+"""Malformed, hostile and oversized bodies are refused quickly, with errors in the documented shape."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ JUNK = [
 
 
 def is_ours(answer: httpx2.Response, path: str) -> bool:
-    """Whether a refusal has one of our two shapes and tells nothing of this machine."""
+    """Whether an error has one of the two documented shapes and leaks nothing about the server."""
     body = answer.json()
     error = body["error"]
     if path.startswith("/v1/messages"):
@@ -113,13 +113,13 @@ def is_ours(answer: httpx2.Response, path: str) -> bool:
 
 
 def places(node) -> list[tuple]:
-    """Every (container, key) of a body."""
+    """All (container, key) pairs of a body, recursively."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
     return [found for key, value in items for found in ((node, key), *places(value))]
 
 
 def mutated(body, dice: random.Random):
-    """A valid body with one to three things wrong: values replaced, keys dropped, renamed, lists grown."""
+    """A valid body with one to three mutations: values replaced, keys dropped or renamed, lists grown."""
     body = json.loads(json.dumps(body))
     for _ in range(dice.randint(1, 3)):
         found = places(body)
@@ -128,7 +128,7 @@ def mutated(body, dice: random.Random):
         node, key = dice.choice(found)
         what = dice.random()
         if what < 0.7:
-            node[key] = copy.deepcopy(dice.choice(JUNK))  # its own, or growing it would grow all
+            node[key] = copy.deepcopy(dice.choice(JUNK))  # a copy, because lists are grown in place
         elif what < 0.85:
             del node[key]
         elif isinstance(node, dict):
@@ -144,7 +144,7 @@ def test_r1_mutated_bodies_never_break_the_server(served):
         for number in range(count):
             path = dice.choice(list(VALID))
             body = json.dumps(mutated(VALID[path], dice)).encode()
-            if number % 10 == 0:  # some are no JSON at all
+            if number % 10 == 0:  # some are not valid JSON
                 cut = dice.randrange(len(body) + 1)
                 body = body[:cut] + dice.randbytes(dice.randint(0, 3)) + body[cut + dice.randint(0, 2) :]
             answer = client.post(path, content=body, headers={"content-type": "application/json"})
@@ -246,7 +246,7 @@ def test_r5_fan_out_is_refused_at_once(served, name):
     if name == "regex bomb" and answer.status_code == 200:
         assert (
             "too complex" in answer.json()["warnings"][0]
-        )  # it blew up on the way: the answer was cut, and says so
+        )  # the grammar hit its limit during generation: the output is truncated with a warning
     else:
         assert answer.status_code == 400 and is_ours(answer, CHAT), answer.text
 
@@ -367,7 +367,7 @@ TRICKS = [
 
 
 def outside(served) -> list[Path]:
-    """Everything in the neighbourhood of the capture root but what is in it."""
+    """All files next to the capture root, without those inside it."""
     found = served.root.parent.rglob("*")
     return sorted(path for path in found if served.root not in path.parents and path != served.log)
 
@@ -389,7 +389,9 @@ def test_r8_names_never_become_paths(served):
             )
         assert served.post("/v1/steering/modules/register", {"name": name, "vector": "x"}).status_code == 400
         assert served.post(CHAT, {"model": name or "x", "messages": user("a")}).status_code in (400, 404)
-        quoted = urllib.parse.quote(name, safe="").replace(".", "%2e")  # or the client would resolve it
+        quoted = urllib.parse.quote(name, safe="").replace(
+            ".", "%2e"
+        )  # otherwise the client would resolve it
         for path in (
             "/v1/interp/captures/{}/data",
             "/v1/interp/captures/{}/slice",

@@ -1,4 +1,4 @@
-"""Chats over HTTP: the whole answer, the stream, and that both are what Python gives."""
+"""Chat completions over HTTP, complete and streamed, equal the output of the Python API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real clients against a real server: they parse what they get, raise what they should, and close their tool loops."""
+"""Official client libraries against a real server: parsing, errors and tool loops."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_openai_chat_whole_and_streamed(client):
         whole.choices[0].finish_reason == "stop"
         and whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
     )
-    assert whole.timings["output_tokens"] == whole.usage.completion_tokens  # fields of ours ride along
+    assert whole.timings["output_tokens"] == whole.usage.completion_tokens  # extension fields are preserved
     with client.chat.completions.stream(**ASK) as stream:
         final = stream.get_final_completion()
     assert final.choices[0].message.content == whole.choices[0].message.content
@@ -337,7 +337,7 @@ def test_langchain(served):
 
 
 def test_clients_retry_when_the_queue_is_full(tmp_path):
-    """One slot, no queue: the second caller is told to come back, does, and is served."""
+    """With one slot and no queue the second client gets 429, retries and succeeds."""
     with serving(tmp_path, "--max-requests", "1", "--max-queue", "0") as small:
         url = f"{small.url}/v1"
         with (

@@ -1,4 +1,4 @@
-"""Faults inside: the request that meets one ends and is told, the next one is served, nothing is left behind."""
+"""Exceptions inside the model fail one request with a clear error; later requests are not affected."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ASK = {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "return_token_ids
 
 
 class Trap:
-    """Raises inside the model, once, at a chosen call of a chosen layer."""
+    """Raises once inside the model, at the given call of the given layer."""
 
     def __init__(self, model, layer: int, call: int, error: Exception):
         self.left, self.error = call, error
@@ -43,7 +43,7 @@ def tiny(tmp_path_factory):
 
 
 def served(engine, work):
-    """Run `work(client, hub)` against the real application on the real engine, in this process."""
+    """Run `work(client, async_engine)` against the real application and engine in this process."""
 
     async def run():
         settings, metrics = ServerSettings(log="off"), Metrics()

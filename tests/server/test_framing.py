@@ -1,4 +1,4 @@
-"""Streams: joined deltas are the unstreamed answer however the bytes are cut, and no marker ever leaks."""
+"""Streams: concatenated deltas equal the unstreamed output for every packet split, and markers never leak."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHAT = "/v1/chat/completions"
 
 
 class Reader:
-    """A client that knows nothing but the standard: lines end in LF, CR or both, events in an empty line."""
+    """A minimal event stream parser."""
 
     def __init__(self):
         self.data, self._bytes = [], b""
@@ -60,7 +60,7 @@ def test_r16_every_split_gives_the_unstreamed_text(served, place):
     whole = served.post(CHAT, ask).json()["choices"][0]["message"]["content"]
     raw = served.post(CHAT, {**ask, "stream": True}).content
     assert content(read(raw, [])) == whole
-    for cut in range(len(raw)):  # every place where one packet may end
+    for cut in range(len(raw)):  # every possible packet boundary
         if cut % scaled(1, 17) == 0:
             assert content(read(raw, [cut])) == whole
     dice = random.Random(place)
@@ -71,7 +71,7 @@ def test_r16_every_split_gives_the_unstreamed_text(served, place):
 
 
 def test_r16_every_token_of_a_wild_answer_is_whole_characters(served):
-    """At a high temperature tokens are halves of characters; no chunk shows half of one that gets finished."""
+    """At high temperature tokens are parts of characters; no chunk contains an incomplete one."""
     for seed in range(scaled(40, 3)):
         ask = {"prompt": "🦊", "temperature": 50, "seed": seed, "max_tokens": 40, "ignore_eos": True}
         whole = served.post("/v1/completions", ask).json()["choices"][0]["text"]

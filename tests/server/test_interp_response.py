@@ -1,4 +1,4 @@
-"""Looking and steering over HTTP give what Python gives: the same edits, the same rows, the same numbers (T-HTTP-1)."""
+"""Capture and steering over HTTP equal the Python API: same edits, rows and numbers (T-HTTP-1)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHARED = {"temperature": 1, "seed": 11, "max_tokens": 12}
 
 @pytest.fixture(scope="module")
 def engine(served, dictionary):
-    """The same model in Python, with the same modules and dictionaries."""
+    """The same model in Python, with the same modules and SAEs."""
     with birkhoff.load("nano") as loaded:
         loaded.attach("delta", dictionary)
         loaded.attach("full", dictionary, kind="full")
@@ -172,7 +172,9 @@ def test_t_http_1_steering_equals_python(served, engine, name):
     found = served.post(CHAT, body).json()
     assert found["choices"][0]["token_ids"] == mine.token_ids
     assert found["baseline"][0]["token_ids"] == mine.baseline.token_ids
-    assert name == "project" or mine.baseline.token_ids != mine.token_ids  # that one is a small change
+    assert (
+        name == "project" or mine.baseline.token_ids != mine.token_ids
+    )  # this edit is too small to change the output
     assert found["interp"]["rows_steered"] == mine.interp["rows_steered"] > 0
     chunks = served.events(CHAT, body)
     sides = {False: [], True: []}
@@ -267,11 +269,11 @@ def test_signals_ride_along_whole_and_streamed(served, engine):
 
 
 def test_chosen_blocks_ride_along_and_are_those_of_python(served, engine):
-    """Whole and streamed; each prompt is new to both sides, so that both read it in one step."""
+    """Complete and streamed; each prompt is new to both sides, so that both prefill it in one step."""
     ask = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "signals": ["blocks", "head_mix"]}
     for animal in ("hen", "cow"):
         ids = engine.encode_chat(user(f"Tell me a story about a fox and a {animal}. " * 26))
-        assert len(ids) > 4 * engine.config.index_topk + 8  # more blocks than may be chosen
+        assert len(ids) > 4 * engine.config.index_topk + 8  # more blocks than the indexer selects
         mine, body = json.loads(json.dumps(engine.generate(ids, **ask).signals)), {"prompt": ids, **ask}
         if animal == "hen":
             found = served.post("/v1/completions", body).json()["signals"]
@@ -299,7 +301,7 @@ def test_a_stream_tells_how_far_its_prompt_is_read_when_asked(served):
         "max_tokens": 2,
         "temperature": 0,
         "ignore_eos": True,
-    }  # more than one step takes
+    }  # more than one prefill step
 
     def says(choice):
         return choice.get("text") or choice.get("delta", {}).get("content")
@@ -320,7 +322,7 @@ def test_a_stream_tells_how_far_its_prompt_is_read_when_asked(served):
         return [(each["cache"], each["processed"]) for _, each in told]
 
     assert progress("/v1/completions", body) == [(0, 2048), (0, 2500)]
-    ((known, read),) = progress("/v1/completions", body)  # pages of the first are known by now
+    ((known, read),) = progress("/v1/completions", body)  # pages of the first prompt are cached by now
     assert 2048 < known < read == 2500
     assert len(progress(CHAT, {"messages": MESSAGES, "max_tokens": 2})) == 1
     assert not any("prompt_progress" in chunk for chunk in served.events("/v1/completions", body))
@@ -383,7 +385,7 @@ def test_the_global_tier_and_modules(served, engine):
 
 
 def test_e6_a_module_removed_during_use(served, engine):
-    """Running answers finish on the vector they began with; the next call is told that it is gone."""
+    """Running requests keep the vector they started with; the next call gets an error."""
     vector = torch.randn(384, generator=torch.Generator().manual_seed(1))
     register = {"name": "brief", "vector": vector.tolist(), "replace": True}
     body = {
@@ -409,7 +411,7 @@ def test_e6_a_module_removed_during_use(served, engine):
 
 
 def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
-    """A row of the final streams at the last token brings the source's own answer; one before it brings nothing."""
+    """Patching the final streams at the last token gives the source's value; earlier positions change nothing."""
     source, target = (engine.prompt_ids(text) for text in ("Once upon a", "He was very"))
     token, other = (int(engine.logits(ids)[-1].argmax()) for ids in (source, target))
     body = {
@@ -438,7 +440,9 @@ def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
     assert served.post("/v1/patch_sweep", body).status_code == 409
     anywhere = {**body, "hook": "mhc_streams_pre_attn", "run": None, "positions": [-1]}
     wide = served.post("/v1/patch_sweep", anywhere).json()
-    assert len(wide["grid"]) == 8 and wide["grid"][-1][0] > wide["grid"][0][0]  # later rows decide more
+    assert (
+        len(wide["grid"]) == 8 and wide["grid"][-1][0] > wide["grid"][0][0]
+    )  # later layers have more effect
     with served.http as client:
         assert client.delete("/v1/patch_source/sweep").status_code == 200
         assert client.delete("/v1/patch_source/sweep").status_code == 404
@@ -462,7 +466,7 @@ NEGATIVE = [
 
 
 def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engine):
-    """The table, the best place and the vector are Python's; a name that is taken or a place that is not is refused."""
+    """Table, best cell and vector equal Python's; a taken name and an unknown cell are refused."""
     where, body = "/v1/interp/contrast", {"positive": POSITIVE, "negative": NEGATIVE, "hook": STREAMS}
     rows = contrast_rows(engine, POSITIVE, NEGATIVE, STREAMS)
     mine = {(entry.layer, entry.stream): entry for entry in rows.separation()}

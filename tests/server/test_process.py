@@ -1,4 +1,4 @@
-"""The process: how it starts, refuses to start, drains and stops."""
+"""The server process: start, failed starts, drain and stop."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CHAT = "/v1/chat/completions"
 
 
 def cut_short(tmp_path):
-    """A checkpoint of which half was downloaded."""
+    """A checkpoint with a truncated shard."""
     where = tmp_path / "half"
     shutil.copytree(EMBEDDED / "nano", where)
     shard = where / "model-00001-of-00002.safetensors"
@@ -74,11 +74,11 @@ def test_e5_a_port_that_is_taken():
 
 
 def until_it_stops(running) -> None:
-    """Wait until it has understood that it was told to: it says so, or nobody listens any more."""
+    """Wait until the server drains: /ready fails or the port is closed."""
     until = time.monotonic() + 60
     with contextlib.suppress(httpx2.TransportError):
         while httpx2.get(f"{running.url}/ready", timeout=60).status_code == 200:
-            assert time.monotonic() < until, "it goes on as if nothing had been said"
+            assert time.monotonic() < until, "the server did not react to the signal"
 
 
 def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
@@ -108,7 +108,7 @@ def test_e4_told_to_stop_it_lets_answers_end_and_seals_captures(tmp_path):
                     try:
                         refused = httpx2.post(running.url + CHAT, json=body, timeout=60).status_code
                     except httpx2.TransportError:
-                        refused = 503  # nobody listens any more, which is as clear
+                        refused = 503  # the port is closed already
                 if line.startswith("data: {"):
                     ids += [
                         i for choice in json.loads(line[6:])["choices"] for i in choice.get("token_ids", ())
@@ -125,7 +125,7 @@ def test_e4_a_second_signal_does_not_wait(tmp_path):
             next(answer.iter_lines())
             running.process.send_signal(signal.SIGINT)
             until_it_stops(running)
-            assert running.process.poll() is None  # it waits for the answer
+            assert running.process.poll() is None  # it waits for the request
             running.process.send_signal(signal.SIGINT)
             assert running.process.wait(60) == 1
 

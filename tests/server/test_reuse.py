@@ -1,4 +1,4 @@
-"""Reuse over HTTP: a prompt kept by name, what usage says of it, and a server that is started again."""
+"""Prefix reuse over HTTP: named contexts, cached tokens in usage, and reuse after a restart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of routes is the truth: schemathesis asks every route what it promises, and no answer breaks the promise."""
+"""schemathesis calls every route of /openapi.json; all responses conform to the document."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_r2_every_route_keeps_its_promise(served, page):
         def ask(case):
             nonlocal seen
             if isinstance(case.body, dict) and "max_tokens" in case.body:
-                case.body["max_tokens"] = 2  # a long answer proves nothing more
+                case.body["max_tokens"] = 2  # keeps the test short
             answer = case.call(base_url=served.url, timeout=120)
             seen += 1
             assert answer.status_code < 500 or answer.status_code == 501, (

@@ -1,4 +1,4 @@
-"""Settings: one class behind flags, variables and a file; and the log that says what was called."""
+"""Server settings from flags, variables and a file; the access log; body parsing; error conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Everyone can use it: an accessibility scan of every view in both themes, and the bench by keyboard alone."""
+"""Accessibility: an axe scan of every view in both themes, and the Steer page by keyboard alone."""
 
 import pytest
 
@@ -33,7 +33,7 @@ def test_no_serious_finding_in_any_view(open_tab, theme):
 
 
 def walk_to(tab, name: str) -> None:
-    """Choose from the focused list by arrow keys (typing a name needs letters in quick succession)."""
+    """Select an option of the focused list with arrow keys."""
     tab.page.keyboard.press("Home")
     for _ in range(60):
         if tab.page.evaluate("document.activeElement.value") == name:

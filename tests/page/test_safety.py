@@ -1,4 +1,4 @@
-"""Whatever a model says stays text, a lost server or key is said plainly, and a finding travels as a link."""
+"""Hostile output stays text, a lost server or missing key is reported, and links restore state."""
 
 import json
 
@@ -17,7 +17,7 @@ HOSTILE = [
 
 
 def fake_answer(route, pieces):
-    """The server's stream with other words in it: what a hostile model could say."""
+    """A chat completion stream with hostile tokens."""
     head = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "created": 1, "model": "nano"}
     frames = []
     for piece in pieces:
@@ -97,7 +97,7 @@ def test_stopping_keeps_what_was_said(open_tab):
     tab = open_tab()
 
     def without_end(route):
-        """An answer that goes on until somebody stops it, however slow the browser is."""
+        """A response that runs until it is stopped, however slow the browser is."""
         asked = {**route.request.post_data_json, "ignore_eos": True, "max_tokens": 4000}
         route.continue_(post_data=json.dumps(asked))
 

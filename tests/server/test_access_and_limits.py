@@ -1,4 +1,4 @@
-"""Who gets in, how long they may take, and what happens when they leave: a server with keys and short deadlines."""
+"""Access control, deadlines, disconnects and overload, on a server with keys and short timeouts."""
 
 from __future__ import annotations
 
@@ -20,10 +20,8 @@ from tests.sizes import scaled
 KEY, OTHER, STEERING = "first-key", "second-key", "steering-key"
 BEARER = {"authorization": f"Bearer {KEY}"}
 CHAT = "/v1/chat/completions"
-DEADLINE, PATIENCE = (
-    "2",
-    60.0,
-)  # seconds: what a call may take here, and what a test waits before it calls that never
+DEADLINE = "2"  # seconds, header and body timeouts of the server
+PATIENCE = 60.0  # seconds a test waits before it fails
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +56,7 @@ def slots(guarded) -> list[dict]:
 
 
 def ended(guarded) -> None:
-    """Wait until nothing runs."""
+    """Wait until no request is active."""
     until = time.monotonic() + PATIENCE
     while slots(guarded):
         assert time.monotonic() < until, "something still runs"
@@ -80,7 +78,7 @@ def test_r10_every_route_is_closed_but_those_on_the_list(guarded):
     ]
     with guarded.http as client:
         for place, (method, path) in enumerate(routes(guarded)):
-            headers = wrong[place % len(wrong)]  # each way of being wrong meets many routes
+            headers = wrong[place % len(wrong)]  # each kind of wrong key is tried on many routes
             answer = client.request(method, path.replace("{", "").replace("}", ""), headers=headers)
             assert (answer.status_code in (401, 429)) == (path not in is_open), (
                 method,
@@ -225,7 +223,7 @@ def head(path: str = CHAT, length: int = 10) -> bytes:
 def until_closed(
     connection: socket.socket, drip: bytes = b"", patience: float = PATIENCE
 ) -> tuple[bytes, bool]:
-    """Send a byte now and then; what came back, and whether the connection was closed at last."""
+    """Send `drip` byte by byte; returns what was received and whether the connection was closed."""
     began, said, place = time.monotonic(), b"", 0
     connection.settimeout(0.2)
     while time.monotonic() - began < patience:
@@ -265,7 +263,7 @@ def test_r11_slow_senders_are_closed_when_their_time_is_over(guarded, kind):
 
 
 def test_r11_a_reader_that_takes_nothing_is_dropped(guarded):
-    """Its answer is ended, and its slot is free."""
+    """A client that stops reading is dropped, its request cancelled and its slot freed."""
     body = json.dumps(
         {
             "messages": user("word " * 200),
@@ -288,7 +286,7 @@ def test_r11_a_reader_that_takes_nothing_is_dropped(guarded):
     assert guarded.metric('birkhoff_cancelled_total{cause="stalled"}', **BEARER) == before + 1
 
 
-# Leaving
+# Disconnects
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -328,7 +326,7 @@ def test_r12_a_cancelled_call_ends_without_an_error(guarded):
                 "request_id": "mine",
             }
             whole = asyncio.create_task(client.post(CHAT, json=body))
-            told = {"cancelled": False}  # until it has begun
+            told = {"cancelled": False}  # until the request has started
             while not told["cancelled"] and not whole.done():
                 told = (await client.post("/v1/requests/mine/cancel")).json()
             assert told == {"id": "mine", "cancelled": True}
@@ -350,7 +348,7 @@ def test_r12_a_cancelled_call_ends_without_an_error(guarded):
 
 
 def test_r13_overload_is_refused_and_everybody_else_is_served(guarded):
-    """Ten times what there is room for, in bursts: 200 or 429 with a time to come back, nobody starves."""
+    """Ten times the capacity, in bursts: every request gets 200, or 429 with Retry-After."""
 
     async def run():
         async with httpx2.AsyncClient(
@@ -365,7 +363,7 @@ def test_r13_overload_is_refused_and_everybody_else_is_served(guarded):
                 body = {"messages": user(f"Say {number}."), "max_tokens": 12, "ignore_eos": True}
                 key = {
                     "authorization": f"Bearer {(KEY, OTHER)[number % 2]}"
-                }  # neither key may take every place
+                }  # neither key may fill the queue
                 answer = await client.post(CHAT, json=body, headers=key)
                 if answer.status_code == 429:
                     assert int(answer.headers["retry-after"]) >= 1
@@ -384,7 +382,7 @@ def test_r13_overload_is_refused_and_everybody_else_is_served(guarded):
 
 
 def test_r14_and_e2_neighbours_are_not_touched(guarded):
-    """Answers beside steered, failing and capturing neighbours are the ones they give alone, token for token."""
+    """Outputs next to steered, failing and capturing requests equal the outputs alone, token for token."""
     plain = {
         "messages": user("Tell me a story about a fox."),
         "max_tokens": 16,
@@ -415,7 +413,7 @@ def test_r14_and_e2_neighbours_are_not_touched(guarded):
                 assert together == alone
                 if neighbour is steered:
                     assert other == pushed
-                else:  # an edit too strong for floating point ends its own request, and says why
+                else:  # an edit that overflows fails its own request with a clear error
                     assert other["code"] == "logits-invalid" and other["type"] == "invalid_request_error"
             assert guarded.metric("birkhoff_nan_events_total", **BEARER) >= before + 2
             assert await ids(plain) == alone
@@ -453,7 +451,7 @@ RAW = {
 
 @pytest.mark.parametrize("name", RAW)
 def test_r4_raw_bytes(guarded, name):
-    """400 or a closed connection, and what stands behind the first request is never run as a second one."""
+    """Invalid HTTP gives 400 or a closed connection, and trailing bytes never run as a second request."""
     with open_socket(guarded) as connection:
         connection.sendall(RAW[name])
         said, _ = until_closed(connection, patience=0.5)

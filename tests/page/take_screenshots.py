@@ -1,6 +1,6 @@
-"""Takes the pictures of docs/images: every view, light and dark, on a desk and on a phone.
+"""Takes the screenshots of docs/images: every view, light and dark, desktop and phone size.
 
-python -m tests.page.take_pictures docs/images
+python -m tests.page.take_screenshots docs/images
 """
 
 from __future__ import annotations

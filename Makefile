@@ -1,4 +1,4 @@
-# Birkhoff: the commands a person types. A fresh machine needs Python 3.11 or newer, make and a package index.
+# Birkhoff: everyday commands. A fresh machine needs Python 3.11 or newer, make and a package index.
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,16 +12,16 @@ TESTS := $(VENV)/.tests
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make demo      a tour of the model's inside, in the terminal"
-	@echo "make test      the whole test suite"
-	@echo "make test-all  the same at full size"
-	@echo "make test-page the web page in a real Chromium"
-	@echo "make check     style and types"
-	@echo "make bench     measure speed on this machine, beside transformers"
-	@echo "make serve     the HTTP server on the embedded model"
-	@echo "make clean     remove everything make made"
+	@echo "make demo      run the terminal tour of the embedded model"
+	@echo "make test      run style and type checks, then the test suite"
+	@echo "make test-all  run the test suite at full size"
+	@echo "make test-page run the web page tests in Chromium"
+	@echo "make check     run the linter, the formatter's check and mypy"
+	@echo "make bench     measure speed on this machine beside transformers"
+	@echo "make serve     start the HTTP server with the embedded model"
+	@echo "make clean     remove everything that make created"
 
-# torch comes first and exactly: any looser request makes pip look at gigabytes of other builds.
+# torch is installed first with an exact version: a looser requirement makes pip download gigabytes of other builds.
 $(RUNS): requirements.txt pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit("Birkhoff needs Python 3.11 or newer, this is " + sys.version.split()[0] + ". Name another: make PYTHON=python3.12 demo" if sys.version_info < (3, 11) else 0)'
 	@echo "Installing into $(VENV): torch first, then the rest. The first time this takes minutes."
@@ -41,14 +41,14 @@ demo: $(RUNS)
 serve: $(RUNS)
 	@$(BIN)/birkhoff serve
 
-# One thread per process: the suite is many small computations, and two processes on two cores beat two threads.
-test: $(TESTS)
+# The suite consists of many small computations: one thread per process and several processes is fastest.
+test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
-test-all: $(TESTS)
+test-all: check
 	BIRKHOFF_FULL=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --maxprocesses 4 --dist loadfile
 
-# `make test` drives the page where a Chromium is installed and says so where not; this one insists.
+# `make test` skips the page tests when Chromium is missing; this target fails instead.
 test-page: $(TESTS)
 	BIRKHOFF_PAGE=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q tests/page
 

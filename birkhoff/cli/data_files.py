@@ -101,7 +101,7 @@ class ParquetFile:
             from pyarrow import ArrowException, parquet
         except ImportError:
             raise DataError(
-                f"{self.path} is a Parquet file, and reading it needs pyarrow: pip install 'birkhoff[parquet]'. "
+                f"{self.path} is a Parquet file, and reading it needs pyarrow: pip install 'birkhoff-v4[parquet]'. "
                 "Or convert it to .jsonl."
             ) from None
         try:

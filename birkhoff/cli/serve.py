@@ -33,7 +33,7 @@ def serve(
         import fastapi  # noqa: F401
     except ImportError as error:
         raise OptionError(
-            f"serving needs packages that are not here ({error.name}): install birkhoff[server]."
+            f"serving needs packages that are not here ({error.name}): install birkhoff-v4[server]."
         ) from None
     from birkhoff.server.process import serve as run_server
 

@@ -229,7 +229,7 @@ def _import_llguidance() -> Any:
     except ImportError:
         raise ApiError(
             501,
-            "answers of a given form need the package llguidance, which is not installed here: birkhoff[grammar].",
+            "answers of a given form need the package llguidance, which is not installed here: birkhoff-v4[grammar].",
             code="grammar-missing",
         ) from None
     return llguidance

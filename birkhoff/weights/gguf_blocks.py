@@ -96,7 +96,7 @@ def decode(blocks: torch.Tensor, kind: str, name: str) -> torch.Tensor:
     except ImportError:
         raise TensorDtype(
             f"{name} is stored as {kind}, which is decoded by the package gguf, and that is not installed. "
-            "Install it (pip install 'birkhoff[gguf]'), or use a file with MXFP4, Q8_0, BF16, F16 or F32."
+            "Install it (pip install 'birkhoff-v4[gguf]'), or use a file with MXFP4, Q8_0, BF16, F16 or F32."
         ) from None
     try:
         with np.errstate(all="ignore"):  # callers reject non-finite values

@@ -73,7 +73,7 @@ def test_without_pyarrow_the_package_to_install_is_named(tiny, tmp_path):
         PYTHONPATH=f"{absent.parent}:{ROOT}",
     )
     assert done.returncode == 1 and no_trace_of_python(done.stderr)
-    assert b"data-invalid" in done.stderr and b"pip install 'birkhoff[parquet]'" in done.stderr
+    assert b"data-invalid" in done.stderr and b"pip install 'birkhoff-v4[parquet]'" in done.stderr
     assert not (tmp_path / "out").exists()
 
 

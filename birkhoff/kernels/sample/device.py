@@ -1,0 +1,102 @@
+"""Launches the CUDA sampling kernel: one host-to-device copy, one launch and one device-to-host copy per batch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from birkhoff.kernels.cuda.compile import Module, find_nvrtc
+
+SOURCE = Path(__file__).parent.parent / "cuda" / "sample.cu"
+CLUSTER = 8
+THREADS = 512
+MAX_VOCAB = CLUSTER * THREADS * 32  # each thread keeps 32 logits in registers
+MAX_LOGPROBS = 20
+TOKEN, PEAK, LOGPROB, TOP_IDS, TOP_LOGPROBS = 0, 1, 2, 4, 4 + MAX_LOGPROBS
+COLUMNS = 4 + 2 * MAX_LOGPROBS
+
+ROW_PARAMS = np.dtype(
+    [
+        ("inv_temperature", "f8"),
+        ("top_p", "f8"),
+        ("min_log_weight", "f8"),
+        ("repetition", "f8"),
+        ("presence", "f8"),
+        ("frequency", "f8"),
+        ("key_low", "u4"),
+        ("key_high", "u4"),
+        ("top_k", "i4"),
+        ("greedy", "i4"),
+        ("logprobs", "i4"),
+        ("num_bias", "i4"),
+        ("num_banned", "i4"),
+        ("pad", "i4"),
+        ("seen", "u8"),
+        ("counts", "u8"),
+        ("allowed", "u8"),
+        ("bias_ids", "u8"),
+        ("biases", "u8"),
+        ("banned_ids", "u8"),
+    ]
+)
+"""One row's parameters as `struct RowParams` of sample.cu lays them out; addresses are 0 where a tensor is absent."""
+
+
+class DeviceSampler:
+    """Samples rows of logits on one CUDA device of compute capability 9.0 or newer."""
+
+    def __init__(self, device: torch.device):
+        nvrtc = find_nvrtc()
+        assert nvrtc is not None, "checked by `supported`"
+        self._module = Module(nvrtc, SOURCE, device)
+        self._device = device
+        self._capacity = 0
+        self._reserve(8)
+
+    @staticmethod
+    def supported(device: torch.device, vocab_size: int) -> bool:
+        """Whether the kernel runs on `device` for this vocabulary: clusters need Hopper, registers bound the size."""
+        return (
+            device.type == "cuda"
+            and torch.cuda.get_device_capability(device) >= (9, 0)
+            and vocab_size <= MAX_VOCAB
+            and find_nvrtc() is not None
+        )
+
+    def run(self, logits: torch.Tensor, params: np.ndarray) -> np.ndarray:
+        """Sample `logits` [n, vocab] float32, rows contiguous, with `params` [n] of ROW_PARAMS.
+
+        Returns [n, COLUMNS] float64 on the host: the token, the largest adjusted logit (NaN or infinite marks an
+        unusable row), the token's log-probability, then ids and log-probabilities of the best raw logits. Waits for
+        the device."""
+        count, vocab_size = logits.shape
+        assert logits.dtype is torch.float32 and logits.stride(1) == 1 and len(params) == count
+        self._reserve(count)
+        self._host_params[:count] = torch.from_numpy(params.view(np.uint8).reshape(count, -1))
+        self._params[:count].copy_(self._host_params[:count], non_blocking=True)
+        self._module.launch(
+            "sample_rows",
+            (CLUSTER * count, 1),
+            THREADS,
+            logits,
+            logits.stride(0),
+            self._params,
+            self._out,
+            vocab_size,
+            early=False,
+        )
+        self._host_out[:count].copy_(self._out[:count], non_blocking=True)
+        torch.cuda.current_stream(self._device).synchronize()
+        return self._host_out[:count].numpy()
+
+    def _reserve(self, count: int) -> None:
+        if count <= self._capacity:
+            return
+        self._capacity = 1 << (count - 1).bit_length()
+        size = self._capacity, ROW_PARAMS.itemsize
+        self._host_params = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        self._params = torch.empty(size, dtype=torch.uint8, device=self._device)
+        self._out = torch.empty(self._capacity, COLUMNS, dtype=torch.float64, device=self._device)
+        self._host_out = torch.empty(self._capacity, COLUMNS, dtype=torch.float64, pin_memory=True)

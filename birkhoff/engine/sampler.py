@@ -19,12 +19,22 @@ from dataclasses import dataclass
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from birkhoff.engine.request import Request, TokenLogprob, TokenMask
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import LogitsError
+from birkhoff.kernels.sample.device import (
+    LOGPROB,
+    PEAK,
+    ROW_PARAMS,
+    TOKEN,
+    TOP_IDS,
+    TOP_LOGPROBS,
+    DeviceSampler,
+)
 
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
@@ -75,6 +85,7 @@ class RowState:
         if options.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._seen[torch.tensor(list(prompt_ids), dtype=torch.long, device=device)] = True
+        self._record: np.void | None = None
         self._plain_greedy = options.greedy and not self.reshapes_logits and options.logprobs is None
 
     @property
@@ -116,6 +127,100 @@ class RowState:
             allowed = self._mask.allowed(self._accepted, logits.shape[-1]).to(logits.device)
             logits = logits.masked_fill(~allowed, -math.inf)
         return logits
+
+    def device_record(self) -> np.void:
+        """This request's parameters for the CUDA kernel; the noise key of a step is filled in separately."""
+        if self._record is None:
+            options = self.options
+            record = np.zeros((), ROW_PARAMS)
+            record["inv_temperature"] = 1.0 if options.greedy else 1.0 / options.temperature
+            record["top_p"] = options.top_p
+            record["min_log_weight"] = math.log(options.min_p) if options.min_p else -math.inf
+            record["repetition"] = options.repetition_penalty
+            record["presence"] = options.presence_penalty
+            record["frequency"] = options.frequency_penalty
+            record["top_k"] = options.top_k
+            record["greedy"] = options.greedy
+            record["logprobs"] = -1 if options.logprobs is None else options.logprobs
+            record["num_bias"] = len(self._biases)
+            record["seen"] = 0 if self._seen is None else self._seen.data_ptr()
+            record["counts"] = 0 if self._counts is None else self._counts.data_ptr()
+            record["bias_ids"] = self._bias_ids.data_ptr()
+            record["biases"] = self._biases.data_ptr()
+            record["banned_ids"] = self._ending.data_ptr()
+            self._record = record
+        return self._record
+
+    @property
+    def masked(self) -> bool:
+        """Whether a mask decides which tokens are allowed."""
+        return self._mask is not None
+
+    def allowed(self, vocab_size: int, device: torch.device) -> Tensor:
+        """Tokens that the request's mask allows next, bool [vocab] on `device`."""
+        assert self._mask is not None
+        return self._mask.allowed(self._accepted, vocab_size).to(device)
+
+    @property
+    def num_banned(self) -> int:
+        """How many ending tokens are banned at this step."""
+        return 0 if self.may_end else len(self._ending)
+
+
+class _DeviceBatch:
+    """Parameters of the rows of the last launch, kept while the same requests are sampled in the same order."""
+
+    def __init__(self, rows: Sequence[RowState]):
+        self.rows = list(rows)
+        self.params = np.empty(len(rows), ROW_PARAMS)
+        for i, row in enumerate(rows):
+            self.params[i] = row.device_record()
+        self.seeds = np.array([_mix64(row.seed) for row in rows], np.uint64)
+        self.masked = [i for i, row in enumerate(rows) if row.masked]
+        self.logprobs = [row.options.logprobs for row in rows]
+
+    def matches(self, rows: Sequence[RowState]) -> bool:
+        return len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows))
+
+    def fill(self, logits: Tensor) -> list[Tensor]:
+        """Write what changes with every step; returns tensors that must live until the kernel has run."""
+        steps = np.array([row.step + 1 for row in self.rows], np.uint64)
+        keys = _mix64_array(self.seeds + steps * np.uint64(_GOLDEN64))
+        self.params["key_low"] = keys & np.uint64(_MASK32)
+        self.params["key_high"] = keys >> np.uint64(32)
+        self.params["num_banned"] = [row.num_banned for row in self.rows]
+        masks = [self.rows[i].allowed(logits.shape[-1], logits.device) for i in self.masked]
+        for i, mask in zip(self.masked, masks):
+            self.params["allowed"][i] = mask.data_ptr()
+        return masks
+
+
+class _DeviceSampling:
+    """`sample` in one launch per batch: same order of operations and same noise, weights in float32."""
+
+    def __init__(self, device: torch.device):
+        self._kernel = DeviceSampler(device)
+        self._batch = _DeviceBatch([])
+
+    def sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sampled | LogitsError]:
+        if not self._batch.matches(rows):
+            self._batch = _DeviceBatch(rows)
+        batch = self._batch
+        masks = batch.fill(logits)
+        result = self._kernel.run(logits, batch.params)
+        del masks  # the kernel has run
+        out: list[Sampled | LogitsError] = []
+        for i, (token, peak, logprob) in enumerate(result[:, : LOGPROB + 1].tolist()):
+            count = batch.logprobs[i]
+            if not math.isfinite(peak):
+                out.append(_unusable(peak))
+            elif count is None:
+                out.append(Sampled(int(token)))
+            else:
+                ids = result[i, TOP_IDS : TOP_IDS + count].astype(int).tolist()
+                values = result[i, TOP_LOGPROBS : TOP_LOGPROBS + count].tolist()
+                out.append(Sampled(int(token), logprob, tuple(zip(ids, values))))
+        return out
 
 
 def seed_for(options: SamplingParams, choice: int = 0) -> int:
@@ -303,6 +408,13 @@ def _mix64(x: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK64
     return x ^ (x >> 31)
+
+
+def _mix64_array(x: np.ndarray) -> np.ndarray:
+    """`_mix64` of an array of uint64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
 
 
 def _with_logprobs(raw: Tensor, token: int, count: int) -> Sampled:

@@ -28,9 +28,7 @@ from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import LogitsError
 from birkhoff.kernels.sample.device import (
     LOGPROB,
-    PEAK,
     ROW_PARAMS,
-    TOKEN,
     TOP_IDS,
     TOP_LOGPROBS,
     DeviceSampler,

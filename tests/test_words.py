@@ -70,4 +70,6 @@ def test_the_glossary_is_short_and_complete():
     text = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
     own = re.findall(r"^\| ([a-z, ]+) \|", text.split("## ")[0], re.MULTILINE)
     assert len(own) - 1 <= MAX_GLOSSARY, own  # the first row is the table's head
-    assert {"site", "tap", "plan", "stream", "mixer", "edit", "page", "placement", "pattern", "twin"} <= set(own)
+    assert {"site", "tap", "plan", "stream", "mixer", "edit", "page", "placement", "pattern", "twin"} <= set(
+        own
+    )

@@ -80,6 +80,8 @@ class EngineCore:
             prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes, row_bytes, batch_invariant, files)
             self.scheduler.prefix = self.runner.prefix = prefix
         self.sampler = Sampler()
+        if replays:
+            self.sampler.prepare(torch.device(device), model.config.vocab_size)
         self.drafted = self.accepted = 0
         self.pace = SpeculationController() if mtp and not draft_always else None
         # A CPU that others use too holds steps up at random; what a step costs is the processor's time.

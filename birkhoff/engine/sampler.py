@@ -26,13 +26,7 @@ from torch import Tensor
 from birkhoff.engine.request import Request, TokenLogprob, TokenMask
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import LogitsError
-from birkhoff.kernels.sample.device import (
-    LOGPROB,
-    ROW_PARAMS,
-    TOP_IDS,
-    TOP_LOGPROBS,
-    DeviceSampler,
-)
+from birkhoff.kernels.sample.device import LOGPROB, ROW_PARAMS, TOP_IDS, TOP_LOGPROBS, DeviceSampler
 
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
@@ -83,7 +77,7 @@ class RowState:
         if options.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._seen[torch.tensor(list(prompt_ids), dtype=torch.long, device=device)] = True
-        self._record: np.void | None = None
+        self._record: np.ndarray | None = None
         self._plain_greedy = options.greedy and not self.reshapes_logits and options.logprobs is None
 
     @property
@@ -126,7 +120,7 @@ class RowState:
             logits = logits.masked_fill(~allowed, -math.inf)
         return logits
 
-    def device_record(self) -> np.void:
+    def device_record(self) -> np.ndarray:
         """This request's parameters for the CUDA kernel; the noise key of a step is filled in separately."""
         if self._record is None:
             options = self.options
@@ -232,6 +226,17 @@ class Sampler:
 
     def __init__(self) -> None:
         self._rows: WeakKeyDictionary[Request, RowState] = WeakKeyDictionary()
+        self._on_device: _DeviceSampling | None = None
+
+    def prepare(self, device: torch.device, vocab_size: int) -> None:
+        """Compile and use the CUDA sampling kernel where it supports the device and the vocabulary."""
+        if self._on_device is None and DeviceSampler.supported(device, vocab_size):
+            self._on_device = _DeviceSampling(device)
+
+    def _sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sampled | LogitsError]:
+        if self._on_device is None or not logits.is_cuda or all(row.plain_greedy for row in rows):
+            return sample(logits, rows)
+        return self._on_device.sample(logits.float(), rows)
 
     def draw(
         self, pairs: Sequence[tuple[Request, Tensor]]
@@ -243,7 +248,7 @@ class Sampler:
         logits = pairs[0][1][None] if len(pairs) == 1 else torch.stack([row for _, row in pairs])
         return [
             drawn if isinstance(drawn, LogitsError) else (drawn.token, _token_logprob(drawn))
-            for drawn in sample(logits, rows)
+            for drawn in self._sample(logits, rows)
         ]
 
     def draw_along(
@@ -254,7 +259,7 @@ class Sampler:
         row = self._row(request, logits)
         out: list[tuple[int, TokenLogprob | None] | LogitsError] = []
         for number in range(len(logits)):
-            (drawn,) = sample(logits[number : number + 1], [row])
+            (drawn,) = self._sample(logits[number : number + 1], [row])
             if isinstance(drawn, LogitsError):
                 return [*out, drawn]
             out.append((drawn.token, _token_logprob(drawn)))

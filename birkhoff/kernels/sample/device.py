@@ -60,6 +60,7 @@ class DeviceSampler:
         """Whether the kernel runs on `device` for this vocabulary: clusters need Hopper, registers bound the size."""
         return (
             device.type == "cuda"
+            and torch.cuda.is_available()
             and torch.cuda.get_device_capability(device) >= (9, 0)
             and vocab_size <= MAX_VOCAB
             and find_nvrtc() is not None
@@ -85,7 +86,7 @@ class DeviceSampler:
             self._params,
             self._out,
             vocab_size,
-            early=False,
+            pdl=False,
         )
         self._host_out[:count].copy_(self._out[:count], non_blocking=True)
         torch.cuda.current_stream(self._device).synchronize()

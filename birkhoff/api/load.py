@@ -97,6 +97,7 @@ def load(
     )
     tokenizer = _load_tokenizer(checkpoint)
     core = _build_core(chosen, run, network, placed, cache)
+    _warm_up(core)
     _report(str(model), chosen, checkpoint, run, placed, cache, cache_bytes)
     texts = load_prompt_texts(checkpoint.path, checkpoint.chat_texts)
     engine = Engine(core, tokenizer, texts, str(model), chosen.capture_root)
@@ -317,6 +318,23 @@ def _build_core(
         device=run.device,
         placement=placement,
     )
+
+
+def _warm_up(core: EngineCore) -> None:
+    """Compile kernels and record graphs on a GPU, with a progress line on a terminal."""
+
+    def show(done: int, total: int) -> None:
+        print(
+            f"\rbirkhoff: preparing GPU kernels and graphs {done}/{total}",
+            end="",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    seconds = core.warm_up(show if sys.stderr.isatty() else None)
+    if seconds:
+        end = "\n" if sys.stderr.isatty() else ""
+        print(f"{end}birkhoff: GPU kernels and graphs ready after {seconds:.1f} s", file=sys.stderr)
 
 
 def _report(

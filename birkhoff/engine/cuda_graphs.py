@@ -85,6 +85,10 @@ class CudaGraphs:
         )
         self._pool: Any = None  # memory that all graphs share
 
+    def prepare(self, rows: int, context: int) -> None:
+        """Record the graph for steps of up to `rows` tokens in contexts of up to `context` tokens."""
+        self._find(rows, context)
+
     def takes(self, rows: int) -> bool:
         return rows <= ROWS[-1]
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.decode.gpu import Decoder, refusal
 from birkhoff.engine.cuda_graphs import CudaGraphs
+from birkhoff.engine.gpu_warmup import warm_up
 from birkhoff.engine.memory_plan import cache_by_kind, page_bytes, pages_for
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import PrefixCache
@@ -91,6 +92,16 @@ class EngineCore:
         self._lock = threading.Lock()
         self._leaving: deque[Request] = deque()  # abandoned, still to be ended
         self._closed = False
+
+    def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
+        """Compile GPU kernels and record decode graphs before the first request; returns the seconds it took.
+
+        Does nothing on a CPU. Must not be called once requests were submitted."""
+        graphs = self.runner.graphs
+        if graphs is None or self.runner.state.device.type != "cuda":
+            return 0.0
+        with self._turn():
+            return warm_up(self.model, self.runner.state, graphs, self.scheduler.max_batch_tokens, progress)
 
     def submit(self, *requests: Request) -> None:
         """Queue all requests of one call, or refuse the call if one of them can never run.

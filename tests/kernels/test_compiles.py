@@ -40,3 +40,21 @@ def test_kernels_for_many_rows_compile_for_hopper(tmp_path):
         # Streams are multiplied twice and squared: nothing keeps their tile for a product that is still under way.
         assert row["ends_products"] or row["kernel"] != "streams mix", row
         assert row["copies_ahead"] or row["kernel"] == "index score", row  # which loads its keys once
+
+
+def test_compiled_cuda_sources_are_kept_on_disk(tmp_path, monkeypatch):
+    from birkhoff.kernels.cuda import compile as module
+
+    nvrtc = module.find_nvrtc()
+    if nvrtc is None:
+        pytest.skip("NVRTC is not installed")
+    monkeypatch.setenv("BIRKHOFF_CACHE", str(tmp_path))
+    source = tmp_path / "one.cu"
+    source.write_text('extern "C" __global__ void one(int* x) { *x = 1; }')
+    first = module.cached_cubin(nvrtc, source, (9, 0))
+    (file,) = (tmp_path / "cubin").iterdir()
+    assert file.read_bytes() == first == module.cached_cubin(nvrtc, source, (9, 0))
+    source.write_text('extern "C" __global__ void one(int* x) { *x = 2; }')
+    assert module.cached_cubin(nvrtc, source, (9, 0)) != first
+    monkeypatch.setenv("BIRKHOFF_CACHE", str(source))  # a file: nothing can be kept there
+    assert module.cached_cubin(nvrtc, source, (9, 0))

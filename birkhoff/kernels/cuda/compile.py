@@ -6,14 +6,17 @@ device in a few seconds; its launches use PyTorch's current stream and may be ca
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import glob
+import hashlib
 import os
 from ctypes import byref, c_char_p, c_float, c_int, c_size_t, c_uint, c_void_p
 from pathlib import Path
 
 import torch
 
+from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import OptionError
 
 
@@ -35,6 +38,35 @@ def find_nvrtc() -> ctypes.CDLL | None:
         except OSError:
             continue
     return None
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: `$BIRKHOFF_CACHE`, else `birkhoff` in the user's cache folder."""
+    named = os.environ.get("BIRKHOFF_CACHE")
+    return (
+        Path(named or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "birkhoff") / "cubin"
+    )
+
+
+def cached_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -> bytes:
+    """`compile_cubin`, kept on disk under a key of the sources, the compiler's version and the device's capability.
+
+    A cache that cannot be read or written is ignored."""
+    major, minor = c_int(), c_int()
+    _check(nvrtc.nvrtcVersion(byref(major), byref(minor)), "nvrtcVersion")
+    sources = [path, *sorted(path.parent.glob("*.cuh"))]
+    key = hashlib.sha256(repr((major.value, minor.value, capability, path.name)).encode())
+    for source in sources:
+        key.update(source.read_bytes())
+    file = cache_folder() / f"{path.stem}-{key.hexdigest()[:32]}.cubin"
+    try:
+        return file.read_bytes()
+    except OSError:
+        cubin = compile_cubin(nvrtc, path, capability)
+    with contextlib.suppress(OSError):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(file, cubin, sync=False)
+    return cubin
 
 
 def compile_cubin(nvrtc: ctypes.CDLL, path: Path, capability: tuple[int, int]) -> bytes:
@@ -106,7 +138,7 @@ class Module:
         with torch.cuda.device(device):
             torch.zeros(1, device=device)  # make the context of the device current in this thread
             self._driver = ctypes.CDLL("libcuda.so.1")
-            self._cubin = compile_cubin(nvrtc, path, torch.cuda.get_device_capability(device))
+            self._cubin = cached_cubin(nvrtc, path, torch.cuda.get_device_capability(device))
             self._module = c_void_p()
             _check(self._driver.cuModuleLoadData(byref(self._module), self._cubin), "cuModuleLoadData")
         self._functions: dict[str, c_void_p] = {}

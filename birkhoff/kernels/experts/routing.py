@@ -20,7 +20,7 @@ PAIRS = 1024  # per iteration
 BLOCKS = 64  # per iteration
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _topk_experts(
     logits,
     bias,
@@ -89,7 +89,7 @@ def route(logits, bias, ids, topk: int, factor: float) -> tuple[torch.Tensor, to
     return selected.view(*lead, topk), weights.view(*lead, topk)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count_pairs(ids, counts, pairs, PAIRS: tl.constexpr):
     expert = tl.program_id(0)
     total = tl.zeros([PAIRS], tl.int32)
@@ -99,7 +99,7 @@ def _count_pairs(ids, counts, pairs, PAIRS: tl.constexpr):
     tl.store(counts + expert, tl.sum(total, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "max_blocks"])
 def _sort_pairs(
     ids,
     counts,

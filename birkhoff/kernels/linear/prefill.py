@@ -23,7 +23,7 @@ UNPACK_ROWS = 256  # rows from which dequantising the weight first is faster
 TILE_GROUP = 8  # token tiles that share a pass over the rows of a weight, so that both stay in L2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "token_tiles"])
 def _packed_linear(
     x,
     weight,

@@ -37,7 +37,7 @@ def _split_hi_lo(fn, high, low, count, BLOCK: tl.constexpr):
     tl.store(low + i, (value - high_part.to(tl.float32)).to(high.dtype.element_ty), mask=i < count)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _mix(
     streams,
     high,
@@ -186,7 +186,7 @@ def _write_coefficients(
     tl.store(c + 15, a33, mask=valid_token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "mixer_programs"])
 def _coefficients_and_collapse(
     parts,
     base,

@@ -11,7 +11,7 @@ from birkhoff.kernels.gpu import power_of_two
 TILE = 4096  # elements per program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm(
     x, weight, out, rows, width, eps, WEIGHT: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):

@@ -11,7 +11,7 @@ from birkhoff.kernels.gpu import power_of_two
 from birkhoff.kernels.rope.reference import Phases
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate(
     x,
     cos,
@@ -42,7 +42,7 @@ def _rotate(
     tl.store(out + at, rotated.to(out.dtype.element_ty), mask=tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotate_in_place(
     x,
     cos,

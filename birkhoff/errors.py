@@ -1,63 +1,65 @@
-"""Everything Birkhoff refuses, as one tree.
+"""All exceptions that Birkhoff raises on purpose, as one tree.
 
+    class                        code              raised for
     BirkhoffError
-    ├── ConfigError              config            a config.json that describes no model we can run
-    │   └── UnsupportedModel     model-unsupported another architecture, named
-    ├── CheckpointError          weights           files that are missing, cut short or inconsistent
-    │   ├── TensorMissing        weights-missing   names the model needs and the files lack
-    │   ├── TensorUnexpected     weights-extra     names the files hold and the model lacks
-    │   ├── TensorShape          weights-shape
-    │   ├── TensorDtype          weights-dtype
-    │   └── TensorValue          weights-value     a scale that is NaN, an expert id out of range
-    ├── SaeFileError             sae-file          files of a dictionary that are missing, cut short or of another kind
-    ├── CountsFileError          counts-file       counts of experts that are missing, changed or of another model
-    ├── RequestError             request           what one caller asked for cannot be done
+    ├── ConfigError              config            a config.json that describes no supported model
+    │   └── UnsupportedModel     model-unsupported another architecture
+    ├── CheckpointError          weights           files that are missing, truncated or inconsistent
+    │   ├── TensorMissing        weights-missing   tensors that the model needs and the files lack
+    │   ├── TensorUnexpected     weights-extra     tensors in the files that the model does not have
+    │   ├── TensorShape          weights-shape     a tensor of the wrong shape
+    │   ├── TensorDtype          weights-dtype     a tensor of the wrong dtype
+    │   └── TensorValue          weights-value     a NaN scale, an expert id out of range
+    ├── SaeFileError             sae-file          SAE files that are missing, truncated or of another format
+    ├── CountsFileError          counts-file       expert counts that are missing, altered or of another model
+    ├── RequestError             request           a request that cannot be fulfilled
     │   ├── OptionError          option-invalid    a keyword, flag or sampling value
     │   ├── TokenError           token-invalid     a token id outside the vocabulary
-    │   ├── PromptError          prompt-invalid    empty, not text
-    │   │   └── ContextError     context-length    longer than the context
-    │   ├── ChatError            chat-invalid      a conversation or completion outside the format
-    │   ├── DataError            data-invalid      a data file, or one text of it, by its place
-    │   ├── SiteError            site-unknown      a hook or layer this model does not have
-    │   ├── SelectorError        selector-invalid  layers or positions that cannot be chosen
+    │   ├── PromptError          prompt-invalid    a prompt that is empty or not text
+    │   │   └── ContextError     context-length    a prompt longer than the context
+    │   ├── ChatError            chat-invalid      a conversation or completion that violates the format
+    │   ├── DataError            data-invalid      a data file or one of its records
+    │   ├── SiteError            site-unknown      a hook or layer that the model does not have
+    │   ├── SelectorError        selector-invalid  an invalid selection of layers or positions
     │   ├── SteeringError        steering-invalid  an edit or vector that cannot be applied
-    │   │   ├── SteeringSyntax   steering-syntax   a steering line, with a caret where it fails
-    │   │   ├── VectorFileError  vector-file       a vector file that is missing, changed or does not say what it is for
-    │   │   └── SaeError         sae-invalid       a dictionary of features, or an edit of them, that makes no sense
-    │   │       └── SaeBusy      sae-busy          running requests still use the dictionary
-    │   └── CaptureValidationError capture-invalid what a capture asks for, by field path
+    │   │   ├── SteeringSyntax   steering-syntax   a steering line, with a caret at the error
+    │   │   ├── VectorFileError  vector-file       a vector file that is missing, altered or lacks its site
+    │   │   └── SaeError         sae-invalid       an invalid SAE or feature edit
+    │   │       └── SaeBusy      sae-busy          an SAE that running requests still use
+    │   └── CaptureValidationError capture-invalid an invalid capture request, by field path
     ├── CaptureError             capture           a capture that could not be written or read
-    │   ├── CaptureFileError     capture-file      files that are cut short or inconsistent (also a ValueError)
-    │   │   └── CaptureChecksum  capture-checksum  bytes that changed since they were written
-    │   ├── CaptureWriteError    capture-write     the disk refused, or a chunk that makes no sense
-    │   ├── CaptureExists        capture-exists    this request id already has files
-    │   ├── CaptureLocked        capture-locked    another writer holds the capture root
-    │   └── CaptureSettings      capture-settings  a directory that was begun with other settings
-    ├── ConvertError             convert           an output that cannot be begun, resumed or trusted
-    ├── CapacityError            engine-full       more cache than can ever be free
+    │   ├── CaptureFileError     capture-file      truncated or inconsistent files (also a ValueError)
+    │   │   └── CaptureChecksum  capture-checksum  bytes that changed after they were written
+    │   ├── CaptureWriteError    capture-write     a disk error or an invalid chunk
+    │   ├── CaptureExists        capture-exists    a request id that already has files
+    │   ├── CaptureLocked        capture-locked    a capture root in use by another writer
+    │   └── CaptureSettings      capture-settings  a directory created with other settings
+    ├── ConvertError             convert           an output that cannot be started, resumed or verified
+    ├── CapacityError            engine-full       a request for more cache than exists
     ├── EngineClosed             engine-closed     a call after close()
-    ├── LogitsError              logits-invalid    NaN or nothing to choose from, in one request
-    └── TextUnavailable          text-unavailable  text calls on a checkpoint without tokenizer files
+    ├── LogitsError              logits-invalid    NaN logits, or no token left to sample, in one request
+    └── TextUnavailable          text-unavailable  a text call on a checkpoint without a tokenizer
 
-Every message says what was seen, what was expected and the next move. `code` is stable and is also the wire code.
+Every message states what was seen, what was expected and what to do next. `code` is stable and is also the code in HTTP
+responses.
 """
 
 from __future__ import annotations
 
 
 def quoted(value: object, limit: int = 80) -> str:
-    """How a caller's value appears in a message: its repr, cut so that no message echoes a whole prompt."""
+    """Return the repr of a caller's value for a message, truncated to `limit` characters."""
     if isinstance(value, (str, bytes)):
-        value = value[: limit + 1]  # repr of a whole prompt would be built only to be thrown away
+        value = value[: limit + 1]  # avoid the repr of a whole prompt
     try:
         text = repr(value)
-    except ValueError:  # Python refuses to print whole numbers of more than some thousand digits
+    except ValueError:  # Python does not format integers of more than 4300 digits
         text = f"a {type(value).__name__} too long to show"
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 class BirkhoffError(Exception):
-    """Root of everything a user may want to catch."""
+    """Base class of all Birkhoff errors."""
 
     code = "error"
 
@@ -135,7 +137,7 @@ class SiteError(RequestError):
 
 
 class SteeringError(RequestError):
-    """`path` is the field at fault, where the edit came as fields; it stands first in the message."""
+    """`path` is the field at fault, if the edit was given as fields; the message starts with it."""
 
     code = "steering-invalid"
 
@@ -146,13 +148,13 @@ class SteeringError(RequestError):
 
 
 class SteeringSyntax(SteeringError):
-    """`place` is where the line stopped making sense; the message shows it with a caret."""
+    """`place` is the character index of the error; the message shows it with a caret."""
 
     code = "steering-syntax"
 
     def __init__(self, message: str, line: str, place: int):
         shown = "".join(" " if c.isspace() else c if c.isprintable() else "?" for c in line)
-        start = max(0, place - 60)  # a long line is cut around the fault
+        start = max(0, place - 60)  # show a window around the error
         view = shown[start : place + 60]
         super().__init__(f"{message}, at character {place + 1}.\n  {view}\n  {' ' * (place - start)}^")
         self.line = line
@@ -184,7 +186,7 @@ class SelectorError(RequestError):
 
 
 class CaptureValidationError(RequestError):
-    """`path` is the field at fault and stands first in the message; `rule` is the broken rule, "V1" to "V12"."""
+    """`path` is the field at fault and starts the message; `rule` is the violated rule, "V1" to "V12"."""
 
     code = "capture-invalid"
 
@@ -200,7 +202,7 @@ class CaptureError(BirkhoffError):
 
 
 class CaptureFileError(CaptureError, ValueError):
-    """Also a ValueError, which is what readers of these files have always raised."""
+    """Also a ValueError, so that readers can catch either."""
 
     code = "capture-file"
 

@@ -1,6 +1,6 @@
-"""One hypothesis profile for the whole suite: examples follow from the test's own name, so a failure repeats.
+"""Hypothesis profile of the suite: examples are derived from the test name, so failures are reproducible.
 
-Without a CUDA device Triton kernels run in Triton's interpreter, which has to be asked for before anybody imports it.
+Without a CUDA device Triton kernels run in Triton's interpreter, which must be enabled before Triton is imported.
 """
 
 import os

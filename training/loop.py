@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -19,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from birkhoff.atomic_file import atomic_path
 from birkhoff.errors import OptionError
 from training.feed import Feed
 from training.forward import Forward
@@ -223,8 +223,8 @@ class Run:
             "tensors": self.store.export(),
             "optimiser": self.optimiser.state(),
         }
-        torch.save(state, path.with_suffix(".part"))
-        os.replace(path.with_suffix(".part"), path)
+        with atomic_path(path) as partial:
+            torch.save(state, partial)
 
     def resume(self, path: Path) -> None:
         state = torch.load(path, map_location=self.store.device, weights_only=True)

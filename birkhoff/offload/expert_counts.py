@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from birkhoff.atomic_file import write_atomic
 from birkhoff.errors import CountsFileError
 
 FORMAT, VERSION = "birkhoff expert counts", 1
@@ -42,12 +42,9 @@ class ExpertCounts:
             "counts": self.reads.tolist(),
         }
         path = Path(path)
-        beside = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            beside.write_text(json.dumps({**body, "sha256": _digest(body)}) + "\n", encoding="utf-8")
-            os.replace(beside, path)
+            write_atomic(path, json.dumps({**body, "sha256": _digest(body)}) + "\n")
         except OSError as error:
-            beside.unlink(missing_ok=True)
             raise CountsFileError(
                 f"{path} cannot be written ({error.strerror}). Choose another place."
             ) from None

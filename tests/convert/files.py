@@ -1,4 +1,4 @@
-"""Comparing checkpoints tensor by tensor, through the safetensors library where bytes matter."""
+"""Compare checkpoints tensor by tensor; bytes are read with the safetensors library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stored_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def same_bytes(first: Path, second: Path) -> list[str]:
-    """Names of stored tensors whose bytes differ."""
+    """Return the names of stored tensors whose bytes differ."""
     ours, theirs = stored_tensors(first), stored_tensors(second)
     assert ours.keys() == theirs.keys()
     return [
@@ -31,7 +31,7 @@ def same_bytes(first: Path, second: Path) -> list[str]:
 
 
 def same_numbers(first: Path, second: Path) -> list[str]:
-    """Names of tensors whose numbers differ."""
+    """Return the names of tensors whose values differ."""
     ours, theirs = open_checkpoint(first), open_checkpoint(second)
     out = []
     for tensor in model_tensors(ours.config):

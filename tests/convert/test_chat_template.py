@@ -1,4 +1,4 @@
-"""The template inside GGUF files against the encoder it stands for."""
+"""The chat template in GGUF files against the chat encoder."""
 
 from __future__ import annotations
 

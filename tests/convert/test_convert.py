@@ -1,4 +1,4 @@
-"""Conversions there and back: what is lossless is bit for bit, what is not says so, other readers agree."""
+"""Round-trip conversions: lossless ones are bit-exact, lossy ones report it, other readers agree."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_q8_0_rounds_dense_matrices_and_nothing_else(tiny, tmp_path):
 
 
 def test_logits_of_gguf_files_are_within_their_gates(tmp_path):
-    """Exact weights give exactly the same logits; Q8_0 stays near them on the trained model (8.5)."""
+    """Lossless weights give equal logits; Q8_0 is close on the trained model (8.5)."""
     tokens = list(range(100, 228))
     with birkhoff.load("nano", kernels="reference", max_requests=1, cache_bytes=2**24) as engine:
         expected = engine.logits(tokens)
@@ -87,7 +87,7 @@ def test_logits_of_gguf_files_are_within_their_gates(tmp_path):
 
 
 def test_the_gguf_package_reads_the_same(tiny, tmp_path):
-    """Names, shapes, types, values and metadata through another implementation."""
+    """Names, shapes, types, values and metadata as read by the `gguf` package."""
     import gguf
 
     convert(tiny, tmp_path / "m.gguf")
@@ -125,7 +125,7 @@ def test_the_gguf_package_reads_the_same(tiny, tmp_path):
     assert table.tensor_type.name == "I32" and np.array_equal(
         table.data, checkpoint["layers.0.ffn.gate.tid2eid"].read().numpy()
     )
-    assert by_name["blk.0.attn_output_a.weight"].shape.tolist() == [64, 32]  # ggml order, two-dimensional
+    assert by_name["blk.0.attn_output_a.weight"].shape.tolist() == [64, 32]  # ggml dimension order
     for key in (
         "rope.dimension_count",
         "rope.scaling.type",
@@ -220,7 +220,7 @@ def test_plain_numbers_become_codes_and_say_what_changed(tmp_path):
     assert same_numbers(tmp_path / "codes", tmp_path / "expanded") == []
     convert(
         tmp_path / "expanded", tmp_path / "again", exact=True
-    )  # numbers that fit FP8 and FP4 stay what they are
+    )  # values that fit FP8 and FP4 are unchanged
     assert same_numbers(tmp_path / "codes", tmp_path / "again") == []
     mxfp4 = convert(tmp_path / "plain", tmp_path / "q.gguf")
     assert mxfp4.rounding["experts"]["changed"] > 0 and mxfp4.rounding["experts"]["worst"] < 0.3

@@ -1,4 +1,4 @@
-"""Converting holds strips, not tensors: the peak does not grow with the checkpoint. Measured from outside."""
+"""Peak memory of a conversion does not grow with the checkpoint. Measured in a separate process."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def resident(key):
     return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
 
 warm, path, out = sys.argv[1:4]
-convert(warm, out + "/warm.gguf", workers=2)  # libraries and thread pools belong to the baseline
+convert(warm, out + "/warm.gguf", workers=2)  # libraries and thread pools are part of the baseline
 with open("/proc/self/clear_refs", "w") as file:
     file.write("5")
 before = resident("VmRSS:")

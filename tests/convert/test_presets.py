@@ -1,4 +1,4 @@
-"""Named configurations hold what their names promise."""
+"""Properties of the named configurations."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Interrupted conversions: whatever the instant, the same command finishes them, and the bytes are the same."""
+"""Interrupted conversions resume with the same command and give identical bytes."""
 
 from __future__ import annotations
 

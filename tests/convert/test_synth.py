@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: real layout, repeatable bytes, weights that keep every mechanism alive, little memory."""
+"""Synthetic checkpoints: released layout, reproducible bytes, active mechanisms, small memory."""
 
 import json
 import os
@@ -155,7 +155,7 @@ print(json.dumps({"peak": resident("VmHWM:") - before, "seconds": time.perf_coun
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="needs /proc to measure resident memory")
 def test_writing_takes_far_less_memory_than_the_checkpoint(tmp_path):
-    """Full size: 9.3 GB in the released layout under 400 MB; else the 27 MB of nano under 100 MB."""
+    """Full size: 9.3 GB written with under 400 MB; else nano's 27 MB with under 100 MB."""
     like, layers, limit = ("flash", 2, 400e6) if FULL else ("nano", 8, 100e6)
     if FULL and shutil.disk_usage(tmp_path).free < 15e9:
         pytest.skip("needs 15 GB of free disk")

@@ -1,4 +1,4 @@
-"""Two tokenizers with V4's added tokens (bytes only, and a small trained BPE), and the official texts when present."""
+"""Two tokenizers with V4's added tokens (bytes only, and a small trained BPE), and the official texts if available."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CORPUS = [
 
 
 def trained_json() -> str:
-    """A BPE of about 700 entries behind the release's pre-tokenizer, in the release's layout."""
+    """A BPE of about 700 entries with the release's pre-tokenizer and layout."""
     trainee = tokenizers.Tokenizer(models.BPE())
     splits = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in RELEASE_SPLITS]
     trainee.pre_tokenizer = pre_tokenizers.Sequence(
@@ -51,7 +51,7 @@ def bpe_json() -> str:
 
 @pytest.fixture(scope="session", params=["byte", "bpe"])
 def source(request: pytest.FixtureRequest) -> str:
-    """The text of a tokenizer.json, of each kind in turn."""
+    """The text of a tokenizer.json, parametrised over both kinds."""
     return request.getfixturevalue(f"{request.param}_json")
 
 
@@ -67,13 +67,13 @@ def byte_tokenizer(byte_json: str) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def library(source: str) -> tokenizers.Tokenizer:
-    """The same file as the tokenizers library reads it, added tokens and all."""
+    """The same file loaded by the tokenizers library, with added tokens."""
     return tokenizers.Tokenizer.from_str(source)
 
 
 @pytest.fixture(scope="session")
 def official() -> Path:
-    """The folder of official chat fixtures."""
+    """The directory of official chat fixtures."""
     default = Path(__file__).resolve().parents[2].parent / "shared" / "fixtures"
     folder = Path(os.environ.get("BIRKHOFF_FIXTURES", default)) / "chat"
     if not folder.is_dir():

@@ -1,4 +1,4 @@
-"""Random conversations for hypothesis, honest and hostile."""
+"""Hypothesis strategies for ordinary and hostile conversations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from birkhoff.text.markers import (
 
 HONEST = st.text(st.sampled_from(list("abc the 019 .,\n\"'{}<>/=é天🙂")), max_size=12)
 
-# Everything an attacker may type: markers, tags spelled out, and text that almost is one.
+# Injection attempts: markers, spelled-out tags, and near misses.
 HOSTILE_PIECES = (
     *SPECIAL_MARKERS,
     *PLAIN_MARKERS,
@@ -94,7 +94,7 @@ def tools(text):
 
 
 def messages(text):
-    """One message of any role, with every field it may carry."""
+    """One message of any role, with any of its fields."""
     task = st.one_of(st.none(), st.none(), st.none(), st.sampled_from(sorted(TASKS)))
     instructions = {
         "tools": st.one_of(st.none(), tools(text)),

@@ -63,7 +63,7 @@ def test_official_fixtures_become_the_ids_of_the_released_pipeline(
         ([user("Hi")], {}, "<｜User｜>Hi<｜Assistant｜></think>"),
         ([user("Hi")], {"thinking": True}, "<｜User｜>Hi<｜Assistant｜><think>"),
         ([{"role": "system", "content": "S"}, user("Hi")], {}, "S<｜User｜>Hi<｜Assistant｜></think>"),
-        # an earlier turn loses its reasoning, unless it is kept on purpose or tools are about
+        # an earlier turn loses its reasoning, unless drop_thinking is off or there are tools
         (
             [user("a"), assistant("b", "r"), user("c")],
             {"thinking": True},
@@ -79,7 +79,7 @@ def test_official_fixtures_become_the_ids_of_the_released_pipeline(
             {"thinking": True, "tools": [SEARCH]},
             f"\n\n[tools:{SEARCH_JSON}:tools]<｜User｜>a<｜Assistant｜><think>r</think>b{EOS}<｜User｜>c<｜Assistant｜><think>",
         ),
-        # chat mode never shows reasoning
+        # chat mode contains no reasoning
         ([user("a"), assistant("b", "r")], {}, f"<｜User｜>a<｜Assistant｜></think>b{EOS}"),
         (
             [user("a"), assistant("b", "r")],
@@ -87,7 +87,7 @@ def test_official_fixtures_become_the_ids_of_the_released_pipeline(
             f"<｜User｜>a<｜Assistant｜><think>r</think>b{EOS}",
         ),
         ([user("a"), assistant("b", wo_eos=True)], {}, "<｜User｜>a<｜Assistant｜></think>b"),
-        # earlier developer messages disappear with the reasoning; a last one is the question
+        # earlier developer messages are dropped with the reasoning; a last one is the question
         (
             [{"role": "developer", "content": "D"}, user("a")],
             {"thinking": True},
@@ -99,7 +99,7 @@ def test_official_fixtures_become_the_ids_of_the_released_pipeline(
             {},
             "<｜User｜>D<｜User｜>a<｜Assistant｜></think>",
         ),
-        # a reminder behind the question lands behind the assistant marker
+        # a reminder after the question follows the assistant marker
         (
             [user("a"), {"role": "latest_reminder", "content": "R"}],
             {},
@@ -111,7 +111,7 @@ def test_official_fixtures_become_the_ids_of_the_released_pipeline(
         ([user("a", task="action")], {"thinking": True}, "<｜User｜>a<｜Assistant｜><think><｜action｜>"),
         ([user("a", task="title")], {"thinking": True}, "<｜User｜>a<｜title｜>"),
         ([user("a", task="query"), assistant("b", "r")], {"thinking": True}, f"<｜User｜>a<｜query｜>b{EOS}"),
-        # the task stays with its own message, so the second one opens a new turn
+        # a task ends its turn, so the second message starts a new one
         ([user("a", task="domain"), user("b")], {}, "<｜User｜>a<｜User｜>b<｜Assistant｜></think>"),
         # effort
         ([user("a")], {"thinking": True, "effort": "max"}, "[max]<｜User｜>a<｜Assistant｜><think>"),
@@ -162,7 +162,7 @@ def test_tool_results_are_user_text_in_the_order_of_the_calls():
         },
         {"role": "tool", "tool_call_id": "one", "content": "1"},
     ]
-    # Unknown ids count as the first call, so '?' stays before '1'; the typed text keeps its place.
+    # Unknown ids sort as the first call, so '?' stays before '1'; text keeps its position.
     expected = (
         "<｜User｜><tool_result>?</tool_result>\n\n<tool_result>1</tool_result>\n\nand\n\n"
         "<tool_result>2\n\n[Unsupported image]</tool_result>\n\n<tool_result>3</tool_result><｜Assistant｜></think>"
@@ -210,7 +210,7 @@ OPTIONS = st.fixed_dictionaries(
 @settings(max_examples=scaled(1000))
 @given(messages=conversations(HONEST), options=OPTIONS)
 def test_honest_conversations_have_the_ids_of_the_released_pipeline(tokenizer, library, messages, options):
-    """One string, cut at markers, each run tokenised whole: joining neighbouring texts makes ours the same."""
+    """Equal to one string split at markers with each run tokenised whole."""
     segments = render(messages, own_prompt_texts(), **options)
     whole = render_text(segments)
     expected = library.encode(whole, add_special_tokens=False).ids
@@ -220,7 +220,7 @@ def test_honest_conversations_have_the_ids_of_the_released_pipeline(tokenizer, l
 @settings(max_examples=scaled(1000))
 @given(honest=conversations(HONEST), hostile=conversations(HOSTILE), options=OPTIONS)
 def test_no_text_of_anybody_becomes_a_marker(tokenizer, honest, hostile, options):
-    """The markers among the ids are those we placed, however many more are spelled in the text."""
+    """The markers among the ids are exactly those that the encoder placed."""
     messages = hostile + honest
     segments = render(messages, own_prompt_texts(), **options)
     placed = [tokenizer.token_id(s.string) for s in segments if isinstance(s, Marker)]
@@ -231,7 +231,7 @@ def test_no_text_of_anybody_becomes_a_marker(tokenizer, honest, hostile, options
 
 @pytest.mark.parametrize("evil", HOSTILE_PIECES)
 def test_each_special_string_stays_text_in_each_field(tokenizer, evil):
-    """The same conversation with a harmless word in the same places has the same markers in the same order."""
+    """Replacing hostile text by a plain word leaves the markers and their order unchanged."""
 
     def conversation(word):
         tool = {

@@ -8,7 +8,7 @@ from birkhoff.text.markers import DSML, EOS, USER
 from birkhoff.text.segments import Marker, TextSegment, render_text
 from tests.sizes import scaled
 
-# Byte strings that mix whole characters of one to four bytes with strays, cut-off heads and overlong forms.
+# Byte strings of whole characters (one to four bytes), stray bytes, truncated and overlong sequences.
 RAGGED = st.lists(
     st.one_of(
         st.binary(max_size=4),
@@ -35,7 +35,7 @@ def test_pieces_join_to_the_whole_and_never_hold_half_a_character(byte_tokenizer
     for count, token in enumerate(ids, start=1):
         shown += decoder.feed(token)
         so_far = data[:count].decode("utf-8", errors="replace")
-        # Nothing is out that the whole would not say; what is held is the head of one character, at most three bytes.
+        # The output is a prefix of the whole decoding; at most three bytes of one character are held back.
         held = so_far[len(shown) :]
         assert so_far.startswith(shown) and len(held) <= 3 and set(held) <= {"\ufffd"}
     assert shown + decoder.finish() == byte_tokenizer.decode(ids) == data.decode("utf-8", errors="replace")
@@ -83,4 +83,4 @@ def test_cost_per_token_does_not_grow(byte_tokenizer):
 
     assert seconds(40_000) < 12 * seconds(
         1_000
-    )  # decoding the whole again for each token would be 40 times dearer
+    )  # decoding the whole again per token would cost 40 times more

@@ -10,7 +10,7 @@ from birkhoff.text.segments import encode_segments, split_markers
 
 
 def run(stream, ids):
-    """What a reader sees, and how many tokens it took."""
+    """Return the text shown and the number of tokens consumed."""
     shown = ""
     for count, token in enumerate(ids, start=1):
         text, stopped = stream.feed(token)
@@ -70,5 +70,5 @@ def test_a_chat_answer_stops_at_text_or_marker(tokenizer, stop, reasoning, conte
     message = stream.message()
     assert (message.reasoning, message.content, shown) == (reasoning, content, content)
     assert stream.matched == (stop if stop in ("y", "o.", END_THINK) else None)
-    assert stream.finish() == ""  # asking again adds nothing
+    assert stream.finish() == ""  # a second call returns nothing
     assert sum(isinstance(event, ReasoningDelta) for event in stream.events) > 0

@@ -32,7 +32,7 @@ def events_of(segments, *, thinking=False, strict=False):
 
 
 def expected_arguments(call):
-    """What the released format makes of a call's arguments: JSON objects as they are, all else one parameter."""
+    """Arguments after encoding: JSON objects unchanged, anything else as one parameter."""
     arguments = call["function"]["arguments"]
     try:
         parsed = json.loads(arguments)
@@ -44,7 +44,7 @@ def expected_arguments(call):
 @settings(max_examples=scaled(1000))
 @given(message=assistants(HOSTILE), thinking=st.booleans())
 def test_parsing_inverts_rendering_whatever_the_text_spells(tokenizer, message, thinking):
-    """By ids, so that every marker typed in a content, reasoning, argument or name comes back as the text it was."""
+    """By ids, so that a marker spelled in content, reasoning, arguments or names is parsed as text."""
     question = encode_chat([QUESTION], tokenizer, own_prompt_texts(), thinking=thinking)
     whole = encode_chat([QUESTION, message], tokenizer, own_prompt_texts(), thinking=thinking)
     assert whole[: len(question)] == question
@@ -61,7 +61,7 @@ def test_parsing_inverts_rendering_whatever_the_text_spells(tokenizer, message, 
 
 
 def pieces_of(segments, cuts):
-    """The same completion with its texts cut at every place whose number is in `cuts`."""
+    """Split the texts of a completion at the positions in `cuts`."""
     out, place = [], 0
     for segment in segments:
         if isinstance(segment, Marker):
@@ -78,7 +78,7 @@ def pieces_of(segments, cuts):
 
 
 def same(whole, events):
-    """Equal messages; and the events themselves are equal once neighbouring deltas are joined."""
+    """Messages are equal, and so are events once adjacent deltas are joined."""
     assert assemble(events) == assemble(whole)
     assert compact(events) == compact(whole)
 
@@ -240,12 +240,12 @@ def test_a_missing_end_marker_is_no_deviation():
 @pytest.mark.parametrize(
     ("completion", "thinking", "reasoning", "content", "calls"),
     [
-        # a stray marker is left out, the text around it stays
+        # a stray marker is dropped, the text around it is kept
         (f"a{USER}b", False, "", "ab", 0),
         ("a</think>b", False, "", "ab", 0),
         ("a<think>b</think>c", False, "b", "ac", 0),
         (f"see <{DSML}thing> there", False, "", "see <thing> there", 0),
-        # a block inside reasoning ends it; missing line breaks are forgiven
+        # a block inside reasoning ends it; missing line breaks are accepted
         (f"r{tool_block(CALL + END)}", True, "r", "", 1),
         (f"a<{DSML}tool_calls>{CALL}{END}", False, "", "a", 1),
         (tool_block(CALL.replace("\n", "") + END.replace("\n", "  ")), False, "", "", 1),
@@ -311,7 +311,7 @@ def test_any_rubbish_is_read_the_same_at_every_cut_and_leaks_no_marker(segments,
     whole = events_of(segments, thinking=thinking)
     cuts = data.draw(st.sets(st.integers(1, 1 + sum(len(s.string) for s in segments))))
     same(whole, events_of(pieces_of(segments, cuts), thinking=thinking))
-    # What is said is made of text that was text: taking every text away leaves nothing of it.
+    # The output consists of text segments only: removing them all leaves nothing.
     said = "".join(e.text for e in whole if isinstance(e, (ReasoningDelta, ContentDelta)))
     texts = iter("".join(s.string for s in segments if isinstance(s, TextSegment)))
     assert all(character in texts for character in said)

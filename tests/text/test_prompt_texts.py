@@ -10,7 +10,7 @@ from birkhoff.text.markers import DSML, END_THINK, THINK
 from birkhoff.text.prompt_texts import PromptTexts, load_prompt_texts, own_prompt_texts
 from birkhoff.text.segments import Marker, split_markers
 
-# bytes and sha256 as published
+# published lengths and sha256
 PUBLISHED = {
     "tools_head": (890, "c7c9042638154a237b5d1bd48be772374a35a4d24c5cacfd1ffbd92703da329c"),
     "tools_tail": (99, "690702850fe256512cb1ee67c4e436ecb3e735c71ebee77ca45ff357a75fb5a7"),
@@ -49,7 +49,7 @@ def separate_constants(t):
 
 
 def f_strings_in_functions(t):
-    def literal(text):  # the text as the inside of an f-string, tokens by name
+    def literal(text):  # the text as f-string source, with markers by name
         return (
             repr(text)[1:-1].replace(DSML, "{dsml}").replace(THINK, "{opens}").replace(END_THINK, "{closes}")
         )

@@ -13,7 +13,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=4)
 
 
 def by_definition(text, stops):
-    """The stop that ends first, the longest of those; by looking at every end."""
+    """Reference implementation: the stop that ends first, the longest of those."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
         if ending:

@@ -27,11 +27,11 @@ def test_no_added_token_can_be_typed_at_any_place(tokenizer, library):
             assert tokenizer.added_ids.isdisjoint(ids), (marker, place)
             assert tokenizer.decode(ids) == text
         dangerous += number in library.encode(marker, add_special_tokens=False).ids
-    assert dangerous == len(tokenizer.markers)  # the library does turn each of them into its id
+    assert dangerous == len(tokenizer.markers)  # the library does convert each of them to its id
 
 
 def test_the_librarys_own_option_would_not_have_helped(library):
-    """Why the encoder is built without added tokens instead of with `encode_special_tokens`."""
+    """Shows why `encode_special_tokens` is not enough and added tokens are removed."""
     guarded = tokenizers.Tokenizer.from_str(library.to_str())
     guarded.encode_special_tokens = True
     assert library.token_to_id(USER) in guarded.encode(USER, add_special_tokens=False).ids
@@ -107,7 +107,7 @@ def test_lone_surrogates_are_refused_by_place(byte_tokenizer):
 
 
 def test_marker_inside_the_vocabulary_and_merges_cannot_be_reached(byte_json):
-    """A file may list an added token as a base entry with merges that make it, or let whole words skip merging."""
+    """A file may list an added token as a base entry with merges, or set `ignore_merges`."""
     raw = json.loads(byte_json)
     steps = ["<", "<t", "<th", "<thi", "<thin", "<think", "<think>", "<think>!"]
     think = next(entry for entry in raw["added_tokens"] if entry["content"] == "<think>")
@@ -118,7 +118,7 @@ def test_marker_inside_the_vocabulary_and_merges_cannot_be_reached(byte_json):
     for ignore_merges in (False, True):
         raw["model"]["ignore_merges"] = ignore_merges
         stock = tokenizers.Tokenizer.from_str(json.dumps({**raw, "added_tokens": []}))
-        assert stock.encode("<think>").ids == [think["id"]]  # the danger is real
+        assert stock.encode("<think>").ids == [think["id"]]  # the stock tokenizer does produce it
         ours = Tokenizer(copy.deepcopy(raw))
         for text in ("<think>", "a<think>!", "<think>!"):
             assert ours.added_ids.isdisjoint(ours.encode(text)) and ours.decode(ours.encode(text)) == text

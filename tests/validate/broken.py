@@ -1,4 +1,4 @@
-"""Ports with one mistake each, made inside `transformers`' code or in files: by other means than the package uses."""
+"""Broken ports, one mistake each, made inside `transformers` or in files, independently of `birkhoff.validate`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def half_split(right, x, cos, sin, unsqueeze_dim=1):
 
 
 class NeverBack:
-    """Rotates forward and forgets to rotate back: a call whose sine is an earlier one with the other sign."""
+    """Skip the inverse rotation: a call whose sine is the negative of an earlier one."""
 
     def __init__(self) -> None:
         self.seen: list[torch.Tensor] = []
@@ -47,7 +47,7 @@ class NeverBack:
 
 
 def broken_run(name: str, path: Path, tokens: list[int]) -> ForwardRun:
-    """What a port with this mistake computes from the checkpoint."""
+    """Run the checkpoint in a port with this mistake."""
     checkpoint = open_checkpoint(path)
     if name == "yarn-missing":
         config = replace(checkpoint.config, rope_scaling=None)

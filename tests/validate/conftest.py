@@ -1,4 +1,4 @@
-"""A small checkpoint and the oracle, right and broken in seven ways."""
+"""A small checkpoint and the oracle, correct and broken in seven ways."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The validator passes what is right and names what is wrong: seven broken ports and broken files, each by its name."""
+"""The validator accepts correct checkpoints and identifies seven broken ports and broken files."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_tie_between_experts_is_not_a_failure(tiny):
     assert not far.ok and far.choices[0].first == 30
     bias = torch.zeros(8)
     scores = torch.nn.functional.softplus(run.sites["moe_router_logits", 4][30].double()).sqrt()
-    bias[other] = float(scores[taken] - scores[other])  # the router chooses with it: now the two tie
+    bias[other] = float(scores[taken] - scores[other])  # with this bias the two experts tie
     assert compare(flipped, run, GATES["float32"], biases={4: bias}).choices[0].gap < 1e-6
 
 

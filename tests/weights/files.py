@@ -1,4 +1,4 @@
-"""Checkpoints to break: copies of a small random one, edited through another implementation of the file format."""
+"""Edit copies of a small random checkpoint through the safetensors library."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def all_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], object], index: bool = True) -> Path:
-    """Rewrite a checkpoint as one shard after `change` had its way with the tensors."""
+    """Rewrite a checkpoint as one shard after `change` edits its tensors."""
     tensors = all_tensors(path)
     for file in (*path.glob("*.safetensors"), path / "model.safetensors.index.json"):
         file.unlink(missing_ok=True)
@@ -44,7 +44,7 @@ def edit_config(path: Path, **changes: object) -> Path:
 
 
 def random_weights(config: V4Config, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Float32 numbers for every tensor of a config, and a token table."""
+    """Return random float32 values for every tensor of a config, and random token tables."""
     generator = torch.Generator().manual_seed(seed)
     out = {}
     for name, shape, storage in model_tensors(config):

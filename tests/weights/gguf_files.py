@@ -1,4 +1,4 @@
-"""GGUF files for tests: small valid ones by our writer, odd ones by hand, and others through the `gguf` package."""
+"""GGUF files for tests: valid ones by our writer, malformed ones by hand, others by the `gguf` package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def tiny_gguf(source: Path, path: Path, **options) -> Path:
 
 
 def raw_file(path: Path, keys: list[MetadataEntry], tensors: list[tuple[TensorRow, bytes]]) -> Path:
-    """A file of given metadata and bytes, whatever they say."""
+    """Write a file with the given metadata and bytes, valid or not."""
     header, offsets, size = encode_header(keys, [row for row, _ in tensors])
     data = bytearray(header) + bytearray(size - len(header))
     for (_, payload), at in zip(tensors, offsets):
@@ -30,7 +30,7 @@ def raw_file(path: Path, keys: list[MetadataEntry], tensors: list[tuple[TensorRo
 def by_the_package(
     path: Path, keys: dict[str, object], tensors: dict[str, tuple[np.ndarray, str | None]]
 ) -> Path:
-    """The same through another implementation: `tensors` are arrays and the type to quantise them to."""
+    """Write a file with the `gguf` package. `tensors` are arrays and the type to quantise them to."""
     import gguf
 
     writer = gguf.GGUFWriter(str(path), "deepseek4")

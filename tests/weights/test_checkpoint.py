@@ -1,4 +1,4 @@
-"""Opening a checkpoint: every dialect, everything that is knowingly left out, and every way files can be wrong."""
+"""Opening checkpoints: every dialect, tensors left out deliberately, and every kind of damaged file."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_dialects_by_number_format(dense, experts, dialect, tmp_path):
 def test_one_file_and_numbered_files_need_no_index(broken, tmp_path):
     tensors = all_tensors(broken)
     (broken / INDEX).unlink()
-    assert len(open_checkpoint(broken)) == len(tensors)  # numbered shards speak for themselves
+    assert len(open_checkpoint(broken)) == len(tensors)  # numbered shards need no index
     edit(broken, lambda tensors: None, index=False)
     (broken / "model-00001-of-00001.safetensors").rename(broken / "model.safetensors")
     assert len(open_checkpoint(broken)) == len(tensors)

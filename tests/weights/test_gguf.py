@@ -1,4 +1,4 @@
-"""GGUF files as checkpoints: dialects, missing keys, other people's writers, refusals by name."""
+"""GGUF files as checkpoints: dialects, missing keys, other writers, rejected files."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def made(tmp_path_factory) -> Path:
 
 
 def rewritten(made: Path, path: Path, keys=None, tensors=None) -> Path:
-    """m.gguf with other keys (a dict of changes, None removes) and other tensors."""
+    """Rewrite m.gguf with changed keys (None removes one) and changed tensors."""
     header = read_header(made / "m.gguf")
     raw = (made / "m.gguf").read_bytes()
     changed = {**header.keys, **(keys or {})}
@@ -201,7 +201,7 @@ def test_output_a_may_be_three_dimensional(made, tmp_path):
 
 
 def test_a_file_by_the_gguf_package_with_small_quants_loads(made, tmp_path):
-    """Q4_0 experts and Q5_0 matrices, written by another implementation, decoded by it, run by us."""
+    """Q4_0 experts and Q5_0 matrices, written and decoded by the `gguf` package, run by our model."""
     header, source = read_header(made / "m.gguf"), open_checkpoint(made / "tiny")
     ours = open_checkpoint(made / "m.gguf")
     tensors = {}

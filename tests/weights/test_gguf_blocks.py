@@ -1,4 +1,4 @@
-"""Block types: lossless both ways, and the same numbers as the `gguf` package says."""
+"""Block types: lossless in both directions, and equal to the `gguf` package."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Headers of GGUF files: hand-made lies, each with its own message, and thousands of random ones: typed errors only."""
+"""GGUF headers: hand-made malformed ones, each with its message, and random mutations: typed errors only."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_child_that_gives_up_is_an_error_and_not_a_hang(tiny_path, tmp_path, m
     from birkhoff.weights import gguf
 
     path = tiny_gguf(tiny_path, tmp_path / "m.gguf")
-    monkeypatch.setitem(gguf.CHILD_LIMITS, "bytes", 8 << 20)  # too little to start in: the child dies
+    monkeypatch.setitem(gguf.CHILD_LIMITS, "bytes", 8 << 20)  # too little to start: the child fails
     with pytest.raises(CheckpointError, match="within its limits"):
         read_header(path)
     monkeypatch.setattr(gguf, "DEADLINE_SECONDS", 0.001)
@@ -181,7 +181,7 @@ def test_all_kinds_of_values_come_back(tmp_path):
 
 
 def mutated(raw: bytes, header_bytes: int, luck: random.Random) -> bytes:
-    """Bits flipped, numbers replaced, stretches cut out or doubled, in the header mostly."""
+    """Flip bits, replace integers, delete or duplicate ranges, mostly in the header."""
     data = bytearray(raw)
     for _ in range(luck.randrange(1, 6)):
         at = luck.randrange(max(1, min(header_bytes, len(data) - 8)))
@@ -205,7 +205,7 @@ def mutated(raw: bytes, header_bytes: int, luck: random.Random) -> bytes:
 
 
 def test_mutated_headers_give_typed_errors_only(tiny_path, tmp_path):
-    """Through parser and opening in this process, some through the child; at full size 2,000, all through the child."""
+    """In this process, some through the child; at full size 2,000, all through the child."""
     source = tiny_gguf(tiny_path, tmp_path / "m.gguf", mtp=False)
     raw = source.read_bytes()
     header_bytes = gguf_header.read_header(str(source))["data"]
@@ -229,7 +229,7 @@ def test_mutated_headers_give_typed_errors_only(tiny_path, tmp_path):
 
 
 def _open_here(path):
-    """What opening does, with the same parser in this process instead of a child."""
+    """Open a file with the parser in this process instead of a child."""
 
     def read(path):
         try:

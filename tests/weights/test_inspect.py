@@ -1,4 +1,4 @@
-"""The inspector: right about good checkpoints, complete about bad ones, small in memory about large ones."""
+"""The inspector: correct for valid checkpoints, complete for broken ones, small in memory for large ones."""
 
 import json
 import math
@@ -64,7 +64,7 @@ def test_what_fits_where(tiny_path):
 
 
 def test_every_problem_is_listed(broken):
-    """A shard gone, a shard cut, a stray one, and a broken tensor elsewhere: four findings, not the first of them."""
+    """A missing, a truncated and an extra shard and a broken tensor give four problems."""
     edit_config(broken, swiglu_limit=2.0, odd_key=1)
     shard(broken, 0).unlink()
     os.truncate(shard(broken, 1), 1000)
@@ -123,7 +123,7 @@ def test_no_checkpoint_at_all_is_an_error(tmp_path):
 
 
 def hollow(path, like: str) -> int:
-    """The headers of a full-size release over payload that takes no space on disk; returns the bytes described."""
+    """Write full-size release headers over sparse data; return the number of bytes described."""
     path.mkdir()
     config, shards, total = preset(like), {}, 0
     for tensor in model_tensors(config):
@@ -139,7 +139,7 @@ def hollow(path, like: str) -> int:
         file = path / f"model-{number:05}-of-{len(shards):05}.safetensors"
         writer = SafetensorsWriter(file, declared)
         total += sum(entry.nbytes for entry in writer._entries.values())
-        writer._left.clear()  # the payload stays a hole
+        writer._left.clear()  # the data stays sparse
         writer.close()
         weight_map |= dict.fromkeys(declared, file.name)
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))

@@ -1,4 +1,4 @@
-"""The layout table against the published counts and bytes of the releases, and against the model that reads it."""
+"""The layout table against the published counts and sizes of the releases, and against the model."""
 
 import math
 import re
@@ -77,7 +77,7 @@ def test_the_model_asks_for_exactly_these_tensors(like):
     assert wanted == {name: shape for name, shape, _ in model_tensors(config)}
     packed = {d.name: tuple(d.tensor.shape) for d in Transformer(config, packed=True).destinations()}
     stored = {name: stored.shape for name, stored in expected_tensors(config).items()}
-    # wo_a is always unpacked, so its scale has no place of its own in a packed model
+    # wo_a is always unpacked, so a packed model has no destination for its scale
     assert {n: s for n, s in stored.items() if n in packed or not n.endswith("wo_a.scale")} == packed
 
 

@@ -1,4 +1,4 @@
-"""Loading holds the weights and little more: measured from outside, in a process of its own."""
+"""Peak memory of loading, measured in a separate process."""
 
 import json
 import os
@@ -35,9 +35,9 @@ def load(path, packed, dtype):
     return model, report
 
 warm, path, packed, dtype = sys.argv[1], sys.argv[2], sys.argv[3] == "packed", sys.argv[4]
-load(warm, packed, dtype)   # libraries, thread pools and allocator arenas belong to the baseline
+load(warm, packed, dtype)   # libraries, thread pools and allocator arenas are part of the baseline
 with open("/proc/self/clear_refs", "w") as file:
-    file.write("5")         # forget the peak so far
+    file.write("5")         # reset the peak
 before = resident("VmRSS:")
 model, report = load(path, packed, dtype)
 weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -46,7 +46,7 @@ print(json.dumps({"peak": resident("VmHWM:") - before, "weights": weights, "file
 
 
 def config_of(megabytes: int, bytes_per_expert_number: float) -> V4Config:
-    """A model of about that many stored megabytes: wide tables and matrices, as many experts as it takes."""
+    """Return a config of about that many stored megabytes: wide tables and matrices, as many experts as needed."""
     base = replace(
         preset("tiny"),
         vocab_size=8192,
@@ -73,7 +73,7 @@ def config_of(megabytes: int, bytes_per_expert_number: float) -> V4Config:
 @pytest.mark.parametrize(
     ("dense", "experts", "packed", "dtype", "megabytes"),
     [
-        ("bf16", "bf16", "plain", "bfloat16", scaled(1000, 150)),  # numbers to numbers
+        ("bf16", "bf16", "plain", "bfloat16", scaled(1000, 150)),  # values to values
         ("fp8", "fp4", "packed", "bfloat16", scaled(1000, 150)),  # codes to codes
         (
             "fp8",
@@ -81,7 +81,7 @@ def config_of(megabytes: int, bytes_per_expert_number: float) -> V4Config:
             "plain",
             "float32",
             scaled(300, 100),
-        ),  # codes to numbers: the files are an eighth of the weights
+        ),  # codes to values: the files are an eighth of the weights
     ],
 )
 def test_loading_holds_at_most_115_percent_of_the_weights(dense, experts, packed, dtype, megabytes, tmp_path):

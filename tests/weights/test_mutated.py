@@ -1,4 +1,4 @@
-"""Thousands of damaged safetensors files, indices and configs: typed errors only, each in no time."""
+"""Random damage to safetensors files, indices and configs gives typed errors quickly."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_damaged_files_give_typed_errors_only(tmp_path):
 
 
 def test_a_bloated_header_is_refused_at_once(tmp_path):
-    """300,000 empty tensors: each is well formed, and a model has none of them."""
+    """300,000 empty tensors: each is well formed, none belongs to a model."""
     rows = ",".join(f'"t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(300_000))
     text = ("{" + rows + "}").encode()
     (tmp_path / "bloated.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)

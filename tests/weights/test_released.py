@@ -1,4 +1,4 @@
-"""Writing the released layout: what was quantised is what is loaded, bit for bit, and failures leave nothing."""
+"""Writing the released layout: quantised values load bit-exactly, and failures leave no file."""
 
 import json
 import os
@@ -23,7 +23,7 @@ STORAGE = {name: storage for name, _, storage in model_tensors(TINY)}
 
 
 def rounded(weights: dict[str, torch.Tensor], dense: str, experts: str) -> dict[str, torch.Tensor]:
-    """The numbers a file in these formats can hold."""
+    """Round weights to the values that these formats can store."""
     to = {
         "fp8": lambda w: quant.dequant_fp8(*quant.quant_fp8(w)),
         "fp4": lambda w: quant.dequant_fp4(*quant.quant_fp4(w)),
@@ -53,7 +53,7 @@ def test_written_weights_load_as_their_exact_rounding(dense, experts, tmp_path):
     expected = rounded(weights, dense, experts)
     for d in model.destinations():
         assert torch.equal(d.tensor.detach(), expected[d.name].to(d.tensor.dtype)), d.name
-    # And again: what has been rounded once is stored unchanged.
+    # Writing rounded values again stores them unchanged.
     again = ((d.name, d.tensor.detach()) for d in model.destinations())
     write_released(tmp_path / "again", TINY, again, dense, experts)
     second = Transformer(TINY)
@@ -63,7 +63,7 @@ def test_written_weights_load_as_their_exact_rounding(dense, experts, tmp_path):
 
 
 def test_matrices_of_several_strips_are_quantised_as_one(tmp_path):
-    """Strips end at tile borders and their scales lie in the right rows: no different from quantising the whole."""
+    """Strips end at tile boundaries, so the result equals quantising the whole matrix."""
     config = replace(
         preset("tiny", layers=1, mtp=False),
         hidden_size=1024,

@@ -1,4 +1,4 @@
-"""The file format, against the format's own library in both directions and against damaged files."""
+"""The file format against the safetensors library in both directions, and damaged files."""
 
 import json
 import os
@@ -204,7 +204,7 @@ def test_missing_files_directories_and_stubs_are_refused(tmp_path):
 
 @given(position=st.integers(0, 400), value=st.integers(0, 255), cut=st.integers(0, 400))
 def test_a_changed_byte_or_a_cut_never_escapes(position, value, cut, tmp_path_factory):
-    """A damaged header still describes the file exactly or is our error; what the library refuses, we refuse."""
+    """A damaged header still describes the file exactly, or raises our error; we accept nothing the library rejects."""
     path = tmp_path_factory.mktemp("flip") / "a.safetensors"
     save_file({"first.weight": torch.zeros(4, 3), "second.scale": torch.zeros(7, dtype=torch.uint8)}, path)
     raw = bytearray(path.read_bytes())

@@ -1,4 +1,4 @@
-"""Name tables invert, on every name of a model and on any text at all."""
+"""Name tables invert for every model tensor and for arbitrary text."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Loading: exact numbers, raw codes, checked tables; and nothing touched when the plan does not work out."""
+"""Loading: exact values, raw codes, validated tables; the model is untouched if the plan fails."""
 
 import math
 
@@ -23,7 +23,7 @@ E2M1 = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3,
 
 
 def exact(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """The numbers of a stored tensor in double precision, straight from the definition."""
+    """Dequantise a stored tensor in double precision, from the definition."""
     stored = tensors[name]
     scale = tensors.get(name.removesuffix("weight") + "scale")
     if stored.dtype == torch.float8_e4m3fn:
@@ -40,7 +40,7 @@ def exact(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def model_with_marks(packed: bool = False, **kwargs) -> Transformer:
-    """A model whose every byte is 0x55, to see what loading touches."""
+    """A model with every byte 0x55, to detect what loading writes."""
     model = Transformer(preset("tiny"), packed=packed, **kwargs)
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.detach().view(torch.uint8).fill_(0x55)
@@ -89,14 +89,14 @@ def test_packed_and_plain_models_say_the_same(tiny_path):
             logits.append(model(tokens))
     error = ((logits[0] - logits[1]).norm() / logits[0].norm()).item()
     print(f"relative error of packed against plain logits: {error:.1e}")
-    assert error < 1e-5  # the same numbers; layers may group their products differently
+    assert error < 1e-5  # the same values; layers may sum in another order
 
 
 def test_a_transformers_checkpoint_gives_the_logits_of_transformers(tmp_path):
     config = preset("tiny", layers=4, mtp=False)
     theirs = save_transformers(tmp_path, config)
     with torch.no_grad():
-        for name, tensor in theirs.named_parameters():  # healthy sizes, so that logits can be compared
+        for name, tensor in theirs.named_parameters():  # normalise, so that logits are comparable
             tensor.mul_(1.0 if "norm" in name or tensor.ndim == 1 else tensor.shape[-1] ** -0.5)
         theirs.save_pretrained(tmp_path)
         tokens = torch.arange(60) * 7 % 512
@@ -239,7 +239,7 @@ def test_damaged_numbers_are_refused_with_their_place_and_do_no_harm(broken, tin
     with pytest.raises(TensorValue, match=reason) as caught:
         load_into(model.destinations(), open_checkpoint(edit(broken, change)))
     assert "expected" in str(caught.value)
-    load_into(model.destinations(), open_checkpoint(tiny_path))  # the same model, filled after all
+    load_into(model.destinations(), open_checkpoint(tiny_path))  # the same model can still be loaded
     assert all(bool(d.tensor.float().isfinite().all()) for d in model.destinations() if d.kind == "value")
 
 
@@ -266,7 +266,7 @@ def test_progress_counts_every_byte_once(tiny_path):
 
 
 def test_views_receive_only_their_own_rows(tiny_path):
-    """Stacked experts: neighbours in the stack, and the tensor around them, keep their bytes."""
+    """Loading one expert of a stack leaves the other experts unchanged."""
     checkpoint = open_checkpoint(tiny_path)
     stack = torch.full((4, 64, 64), 7.0)
     model = model_with_marks()
@@ -287,6 +287,6 @@ def test_a_gpu_receives_the_same_bytes(tiny_path, packed):
     for model in (here, there):
         load_into(model.destinations(), checkpoint)
     for ours, theirs in zip(here.destinations(), there.destinations(), strict=True):
-        # Contiguous copies: some lie transposed, and a view as bytes wants neighbours.
-        held, sent = (end.tensor.detach().cpu().contiguous().view(torch.uint8) for end in (ours, theirs))
-        assert torch.equal(held, sent), ours.name
+        # Contiguous copies: some tensors are transposed views, which cannot be viewed as bytes.
+        host, device = (end.tensor.detach().cpu().contiguous().view(torch.uint8) for end in (ours, theirs))
+        assert torch.equal(host, device), ours.name

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from birkhoff.atomic_file import atomic_path
 from birkhoff.capture.store.reader import Address, CaptureEntry, read_request, rename, to_torch
 from birkhoff.errors import CaptureFileError, CaptureWriteError
 
@@ -52,11 +53,9 @@ def to_safetensors(
     facts = next(iter(entries.values())).meta
     metadata = {key: value if isinstance(value, str) else json.dumps(value) for key, value in facts.items()}
     path_out = Path(path_out)
-    partial = path_out.with_name(path_out.name + ".partial")
     try:
-        save_file(tensors, str(partial), metadata or None)
-        os.replace(partial, path_out)
+        with atomic_path(path_out, sync=False) as partial:
+            save_file(tensors, str(partial), metadata or None)
     except (OSError, SafetensorError) as error:
-        partial.unlink(missing_ok=True)
         raise CaptureWriteError(f"{path_out} could not be written ({error}). Choose another place.") from None
     return list(tensors)

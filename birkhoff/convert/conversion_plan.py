@@ -32,14 +32,14 @@ class FileRegion(NamedTuple):
 class RoundingStats:
     """Effect of rounding on one unit: values, values changed, largest magnitude, largest absolute error."""
 
-    numbers: int = 0
+    values: int = 0
     changed: int = 0
     largest: float = 0.0
     worst: float = 0.0
 
     def compare(self, before: torch.Tensor, after: torch.Tensor) -> None:
         """Add the difference between values before and after rounding."""
-        self.numbers += before.numel()
+        self.values += before.numel()
         if torch.equal(before, after):
             return
         error = (after - before).abs_()
@@ -49,7 +49,7 @@ class RoundingStats:
 
     def row(self) -> list[float]:
         """Return the fields as a journal row."""
-        return [self.numbers, self.changed, self.largest, self.worst]
+        return [self.values, self.changed, self.largest, self.worst]
 
 
 class ConversionUnit(NamedTuple):

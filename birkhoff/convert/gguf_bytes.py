@@ -10,7 +10,7 @@ from birkhoff.weights.gguf_header import DEFAULT_ALIGNMENT, SCALARS, TYPES
 from birkhoff.weights.gguf_keys import MetadataEntry
 
 _STRING, _ARRAY = 8, 9
-_ID_OF = {name: number for number, (name, _, _) in TYPES.items()}
+_TYPE_IDS = {name: type_id for type_id, (name, _, _) in TYPES.items()}
 
 
 class TensorRow(NamedTuple):
@@ -22,7 +22,7 @@ class TensorRow(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        _, block, block_bytes = TYPES[_ID_OF[self.kind]]
+        _, block, block_bytes = TYPES[_TYPE_IDS[self.kind]]
         return self.shape[-1] // block * block_bytes
 
     @property
@@ -35,7 +35,7 @@ class TensorRow(NamedTuple):
 
 def block_width(kind: str) -> int:
     """Return the number of values per block."""
-    return TYPES[_ID_OF[kind]][1]
+    return TYPES[_TYPE_IDS[kind]][1]
 
 
 def encode_header(
@@ -54,7 +54,7 @@ def encode_header(
         parts.append(
             _string(tensor.name) + struct.pack(f"<I{len(dimensions)}Q", len(dimensions), *dimensions)
         )
-        parts.append(struct.pack("<IQ", _ID_OF[tensor.kind], at))
+        parts.append(struct.pack("<IQ", _TYPE_IDS[tensor.kind], at))
     header = b"".join(parts)
     header += b"\0" * (_padded(len(header)) - len(header))
     return header, [len(header) + at for at in offsets], len(header) + _padded(end)

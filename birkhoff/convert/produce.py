@@ -90,7 +90,7 @@ def _copied(source: Checkpoint, tensor: ModelTensor, stats: RoundingStats) -> Ou
         rows = source[tensor.name].rows(start, stop)
         if not torch.isfinite(rows.sum(dtype=torch.float32)):  # a cheap test first
             check_finite(tensor.name, rows, start)
-        stats.numbers += rows.numel()
+        stats.values += rows.numel()
         yield 0, _raw(rows)
 
 
@@ -105,7 +105,7 @@ def _ids(source: Checkpoint, tensor: ModelTensor, dtype: torch.dtype, stats: Rou
     for start, stop in strips(tensor.shape, 8):
         ids = source[tensor.name].rows(start, stop)
         check_experts(tensor.name, ids, source.config.n_routed_experts, start)
-        stats.numbers += ids.numel()
+        stats.values += ids.numel()
         yield 0, _raw(ids.to(dtype))
 
 
@@ -116,7 +116,7 @@ def _fp4_codes(source: Checkpoint, tensor: ModelTensor, blocks: bool, stats: Rou
         codes = weight.rows(start, stop)
         scale = scale_ref.rows(start, stop)
         check_scale(scale_ref.name, scale, start)
-        stats.numbers += 2 * codes.numel()
+        stats.values += 2 * codes.numel()
         yield from _fp4_pieces(codes, scale, blocks)
 
 
@@ -145,7 +145,7 @@ def _fp8_codes(source: Checkpoint, tensor: ModelTensor, stats: RoundingStats) ->
     for start, stop in strips(tensor.shape, 1):
         codes = weight.rows(start, stop)
         check_codes(tensor.name, codes, start)
-        stats.numbers += codes.numel()
+        stats.values += codes.numel()
         yield 0, _raw(codes)
     scale = scale_ref.read()
     check_scale(scale_ref.name, scale)

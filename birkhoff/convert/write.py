@@ -221,7 +221,7 @@ def _write_unit(index: int, unit: ConversionUnit, handle: int | None, exact: boo
         )
     if exact and stats.changed:
         raise ConvertError(
-            f"{unit.name}: {stats.changed} of {stats.numbers} numbers would change (by up to {stats.worst:.3g}), and "
+            f"{unit.name}: {stats.changed} of {stats.values} numbers would change (by up to {stats.worst:.3g}), and "
             "exact was asked for. Choose a format that holds them, or leave --exact away."
         )
     return [index, [digest.hexdigest() for digest in hashes], stats.row()]
@@ -235,11 +235,11 @@ def _write_at(handle: int, view: memoryview, offset: int) -> None:
 
 def _summarise(plan: ConversionPlan, finished: dict[int, list[Any]], result: WriteResult) -> None:
     for index, unit in enumerate(plan.units):
-        _, digests, (numbers, changed, largest, worst) = finished[index]
+        _, digests, (values, changed, largest, worst) = finished[index]
         file = result.hashes.setdefault(plan.files[unit.file].path.name, {})
         file.update({region.name: digest for region, digest in zip(unit.regions, digests)})
         row = result.rounding.setdefault(unit.kind, [0, 0, 0.0, 0.0])
-        row[0] += numbers
+        row[0] += values
         row[1] += changed
         row[2] = max(row[2], worst / largest if largest else 0.0)
         row[3] = max(row[3], worst)

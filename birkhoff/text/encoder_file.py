@@ -98,13 +98,13 @@ class _EncoderReader:
                     self._known[name] = text
         # `TEMPLATE.format(token=marker)` fills a placeholder from another variable.
         self._renamed = {
-            word.arg: word.value
+            keyword.arg: keyword.value
             for call in ast.walk(tree)
             if isinstance(call, ast.Call)
             and isinstance(call.func, ast.Attribute)
             and call.func.attr == "format"
-            for word in call.keywords
-            if word.arg
+            for keyword in call.keywords
+            if keyword.arg
         }
 
     def templates(self) -> Iterator[Template]:

@@ -53,11 +53,6 @@ def join_texts(segments: Iterable[Segment]) -> Iterator[Segment]:
         yield TextSegment(text)
 
 
-def render_text(segments: Iterable[Segment]) -> str:
-    """Return the prompt as one string, for display and fixtures; markers and text are no longer distinguishable."""
-    return "".join(segment.string for segment in segments)
-
-
 def encode_segments(segments: Iterable[Segment], tokenizer: Tokenizer) -> list[int]:
     """Return token ids: markers by exact string, text as plain text."""
     ids: list[int] = []

@@ -22,7 +22,7 @@ from birkhoff.weights.gguf import open_gguf
 from birkhoff.weights.layout import model_tensors, scale_name
 from birkhoff.weights.safetensors import TensorEntry, read_rows
 from birkhoff.weights.shard_index import ErrorHandler, join_names, raise_error, read_shards
-from birkhoff.weights.tensor_names import TRANSFORMERS, Table, names_table, to_ours
+from birkhoff.weights.tensor_names import from_transformers
 from birkhoff.weights.tensor_ref import FLOATS, INSPECT, TensorRef, check_expert_table, check_tensor
 
 _DRAFTER = ("main_proj", "markov_head", "confidence_head")
@@ -218,19 +218,18 @@ def _translate(stored: dict[str, TensorEntry], on_error: ErrorHandler) -> tuple[
                 "which are not a file format. Write the model with its save_pretrained."
             )
         )
-    table = names_table(stored)
-    if table is TRANSFORMERS:
-        return _rename(stored, table, on_error), "transformers"
+    if "model.embed_tokens.weight" in stored:
+        return _rename(stored, on_error), "transformers"
     dtypes = {entry.dtype for name, entry in stored.items() if name.endswith(".weight")}
     if dtypes & {"I8", "U8"}:
         return stored, "released"
     return stored, "base-fp8" if "F8_E4M3" in dtypes else "bf16"
 
 
-def _rename(stored: dict[str, TensorEntry], table: Table, on_error: ErrorHandler) -> dict[str, TensorEntry]:
+def _rename(stored: dict[str, TensorEntry], on_error: ErrorHandler) -> dict[str, TensorEntry]:
     entries: dict[str, TensorEntry] = {}
     for name, entry in stored.items():
-        ours = to_ours(name, table) or name  # an unknown name is kept and reported as unexpected
+        ours = from_transformers(name) or name  # an unknown name is kept and reported as unexpected
         if ours in entries:
             on_error(
                 CheckpointError(

@@ -156,14 +156,14 @@ def open_gguf(
     add_tensors(tensors, layers, False, refs, on_error)
     files = [header.path for header in headers]
     if not any(name.startswith("mtp.") for name in refs):
-        beside = _mtp_beside(first.path)
-        if beside is not None:
-            header = read(beside)
-            check_architecture(header.keys, beside.name)
+        mtp_file = _find_mtp_file(first.path)
+        if mtp_file is not None:
+            header = read(mtp_file)
+            check_architecture(header.keys, mtp_file.name)
             copies = add_tensors(header.tensors, layers, True, refs, on_error)
-            files.append(beside)
+            files.append(mtp_file)
             notices.append(
-                f"{beside.name} was used for multi-token prediction; its {len(copies)} copies were skipped."
+                f"{mtp_file.name} was used for multi-token prediction; its {len(copies)} copies were skipped."
             )
             tensors += header.tensors
     elif "mtp.0.hc_head_fn" not in refs:
@@ -235,12 +235,12 @@ def _parts(path: Path, on_error: ErrorHandler, read: Callable[[Path], GGUFHeader
             f"{len(missing)} of {count} parts are missing: {join_names(missing)}. Download them again."
         )
     headers = [read(path.parent / name) for name in names]
-    for number, header in enumerate(headers):
+    for index, header in enumerate(headers):
         seen = (header.keys.get("split.no"), header.keys.get("split.count"))
-        if seen != (number, count):
+        if seen != (index, count):
             on_error(
                 CheckpointError(
-                    f"{header.path.name} says it is part {seen[0]} of {seen[1]}, expected {number} of {count} (counted "
+                    f"{header.path.name} says it is part {seen[0]} of {seen[1]}, expected {index} of {count} (counted "
                     "from 0). The parts come from different downloads."
                 )
             )
@@ -255,11 +255,11 @@ def _parts(path: Path, on_error: ErrorHandler, read: Callable[[Path], GGUFHeader
     return headers
 
 
-def _mtp_beside(path: Path) -> Path | None:
+def _find_mtp_file(path: Path) -> Path | None:
     match = _PART.fullmatch(path.name)
     stem = match[1] if match else path.name.removesuffix(".gguf")
-    beside = path.with_name(f"{stem}-mtp.gguf")
-    return beside if beside.is_file() and beside != path else None
+    mtp_file = path.with_name(f"{stem}-mtp.gguf")
+    return mtp_file if mtp_file.is_file() and mtp_file != path else None
 
 
 def _refuse_stub(label: str, tensors: list[GGUFTensor]) -> None:

@@ -234,10 +234,10 @@ def _tensor(cursor: _Cursor, index: int) -> tuple[str, str, list[int], int, int]
         raise MalformedGGUF(
             f"stores {name} with rows of {shape[0]} as {label}, expected a multiple of {block}", "shape"
         )
-    numbers = 1
+    count = 1
     for size in shape:
-        numbers *= size
-    return name, label, shape[::-1], offset, numbers // block * block_bytes
+        count *= size
+    return name, label, shape[::-1], offset, count // block * block_bytes
 
 
 def _placed(

@@ -16,8 +16,6 @@ from birkhoff.errors import OptionError, TensorShape
 from birkhoff.weights.safetensors import item_bytes
 
 Storage = Literal["dense", "expert", "bf16", "f32", "ids"]
-DenseFormat = Literal["fp8", "bf16", "f32"]
-ExpertFormat = Literal["fp4", "fp8", "bf16", "f32"]
 
 DENSE_FORMATS = ("fp8", "bf16", "f32")
 EXPERT_FORMATS = ("fp4", "fp8", "bf16", "f32")

@@ -1,20 +1,14 @@
-"""Translate tensor names between dialects and the released checkpoint, with one table per dialect.
+"""Translate tensor names between the released checkpoint and `save_pretrained` of transformers.
 
-A table is a list of (released, dialect) patterns, most specific first; `{}` matches any text. Translation to released
-names succeeds only if translating back gives the same dialect name, so every table is a bijection: a dialect name that
-no row produces stays untranslated and is later reported as unexpected.
+The table lists (released, transformers) patterns, most specific first; `{}` matches any text. Translation to released
+names succeeds only if translating back gives the same name, so the table is a bijection: a name that no row produces
+stays untranslated and is later reported as unexpected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-Table = tuple[tuple[str, str], ...]
-
-RELEASED: Table = (("{}", "{}"),)
-
-# `save_pretrained` of DeepseekV4ForCausalLM: released names prefixed with "model.", with a few exceptions.
-TRANSFORMERS: Table = (
+# Released names of DeepseekV4ForCausalLM prefixed with "model.", with a few exceptions.
+_TABLE = (
     ("head.weight", "head.weight"),
     ("embed.weight", "model.embed_tokens.weight"),
     ("hc_head_{}", "model.hc_head.hc_{}"),
@@ -22,41 +16,24 @@ TRANSFORMERS: Table = (
     ("{}", "model.{}"),
 )
 
-# "base-fp8" and "bf16" differ from "released" in number formats, not in names.
-DIALECTS: Mapping[str, Table] = {
-    "released": RELEASED,
-    "base-fp8": RELEASED,
-    "bf16": RELEASED,
-    "transformers": TRANSFORMERS,
-}
 
-
-def to_theirs(name: str, table: Table) -> str:
-    """Return a dialect's name for a released name."""
-    return _translate(name, table, 0)
-
-
-def to_ours(name: str, table: Table) -> str | None:
-    """Return the released name for a dialect's name, or None if the dialect has no such name."""
-    for row in table:
-        middle = _match(name, row[1])
-        if middle is not None:
-            ours = row[0].replace("{}", middle)
-            return ours if to_theirs(ours, table) == name else None
-    return None
-
-
-def names_table(names: Mapping[str, object]) -> Table:
-    """Return the table of the dialect that these names belong to."""
-    return TRANSFORMERS if "model.embed_tokens.weight" in names else RELEASED
-
-
-def _translate(name: str, table: Table, side: int) -> str:
-    for row in table:
-        middle = _match(name, row[side])
-        if middle is not None:
-            return row[1 - side].replace("{}", middle)
+def to_transformers(name: str) -> str:
+    """Return the transformers name of a released name."""
+    for released, transformers in _TABLE:
+        text = _match(name, released)
+        if text is not None:
+            return transformers.replace("{}", text)
     raise AssertionError(f"no row of the table matches {name}")  # the last row matches every released name
+
+
+def from_transformers(name: str) -> str | None:
+    """Return the released name of a transformers name, or None if transformers has no such name."""
+    for released, transformers in _TABLE:
+        text = _match(name, transformers)
+        if text is not None:
+            ours = released.replace("{}", text)
+            return ours if to_transformers(ours) == name else None
+    return None
 
 
 def _match(name: str, pattern: str) -> str | None:

@@ -63,11 +63,11 @@ def test_stopped_anywhere_it_goes_on_from_there(to, tiny, tmp_path):
     name = "m.gguf" if to == "gguf" else "m"
     run_conversion(plan(tiny, tmp_path / "whole" / name, to), 2, False)
     expected = digests(tmp_path / "whole")
-    luck = random.Random(3)
+    rng = random.Random(3)
     stops, resumed = 0, 0
     while True:
         work = plan(tiny, tmp_path / "again" / name, to)
-        budget = luck.randrange(1, len(work.units) // 4)
+        budget = rng.randrange(1, len(work.units) // 4)
 
         def progress(done: int, total: int) -> None:
             nonlocal budget
@@ -95,13 +95,13 @@ def test_killed_at_random_instants_the_bytes_are_the_same(to, tiny, tmp_path):
     name = "m.gguf" if to == "gguf" else "m"
     run_conversion(plan(tiny, tmp_path / "whole" / name, to), 2, False)
     out = tmp_path / "again" / name
-    luck, kills, wanted = random.Random(5), 0, scaled(10, 1)
+    rng, kills, wanted = random.Random(5), 0, scaled(10, 1)
     command = [sys.executable, "-c", SLOW, str(tiny), str(out), to, "400000"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     while kills < wanted:
         child = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
         assert child.stdout.readline() == b"ready\n"
-        time.sleep(luck.random() * (0.35 if wanted > 1 else 0.6))
+        time.sleep(rng.random() * (0.35 if wanted > 1 else 0.6))
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 
 from hypothesis import strategies as st
 
@@ -18,6 +19,7 @@ from birkhoff.text.markers import (
     THINK,
     USER,
 )
+from birkhoff.text.segments import Segment
 
 HONEST = st.text(st.sampled_from(list("abc the 019 .,\n\"'{}<>/=é天🙂")), max_size=12)
 
@@ -132,3 +134,8 @@ def assistants(text):
 
 def conversations(text):
     return st.lists(messages(text), min_size=1, max_size=6)
+
+
+def render_text(segments: Iterable[Segment]) -> str:
+    """Return a prompt as one string, with markers spelled out."""
+    return "".join(segment.string for segment in segments)

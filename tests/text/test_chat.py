@@ -8,9 +8,9 @@ from birkhoff.errors import ChatError
 from birkhoff.text.chat import encode_chat, render
 from birkhoff.text.markers import DSML
 from birkhoff.text.prompt_texts import PromptTexts, own_prompt_texts
-from birkhoff.text.segments import Marker, render_text
+from birkhoff.text.segments import Marker
 from tests.sizes import scaled
-from tests.text.conversations import HONEST, HOSTILE, HOSTILE_PIECES, conversations
+from tests.text.conversations import HONEST, HOSTILE, HOSTILE_PIECES, conversations, render_text
 
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 WORDS = PromptTexts("[tools:", ":tools]", "[format:", {"max": "[max]"})

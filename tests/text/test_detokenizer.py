@@ -5,8 +5,9 @@ from hypothesis import strategies as st
 
 from birkhoff.text.detokenizer import IncrementalDetokenizer, SegmentDetokenizer
 from birkhoff.text.markers import DSML, EOS, USER
-from birkhoff.text.segments import Marker, TextSegment, render_text
+from birkhoff.text.segments import Marker, TextSegment
 from tests.sizes import scaled
+from tests.text.conversations import render_text
 
 # Byte strings of whole characters (one to four bytes), stray bytes, truncated and overlong sequences.
 RAGGED = st.lists(
@@ -36,8 +37,8 @@ def test_pieces_join_to_the_whole_and_never_hold_half_a_character(byte_tokenizer
         shown += decoder.feed(token)
         so_far = data[:count].decode("utf-8", errors="replace")
         # The output is a prefix of the whole decoding; at most three bytes of one character are held back.
-        held = so_far[len(shown) :]
-        assert so_far.startswith(shown) and len(held) <= 3 and set(held) <= {"\ufffd"}
+        pending = so_far[len(shown) :]
+        assert so_far.startswith(shown) and len(pending) <= 3 and set(pending) <= {"\ufffd"}
     assert shown + decoder.finish() == byte_tokenizer.decode(ids) == data.decode("utf-8", errors="replace")
 
 

@@ -19,9 +19,9 @@ from birkhoff.text.events import (
 from birkhoff.text.markers import CHAT_MARKERS, DSML, END_THINK, EOS, THINK, USER
 from birkhoff.text.parse import CompletionParser, parse_completion
 from birkhoff.text.prompt_texts import own_prompt_texts
-from birkhoff.text.segments import Marker, TextSegment, render_text, split_markers
+from birkhoff.text.segments import Marker, TextSegment, split_markers
 from tests.sizes import scaled
-from tests.text.conversations import HOSTILE, HOSTILE_PIECES, assistants
+from tests.text.conversations import HOSTILE, HOSTILE_PIECES, assistants, render_text
 
 QUESTION = {"role": "user", "content": "q"}
 
@@ -62,15 +62,15 @@ def test_parsing_inverts_rendering_whatever_the_text_spells(tokenizer, message, 
 
 def pieces_of(segments, cuts):
     """Split the texts of a completion at the positions in `cuts`."""
-    out, place = [], 0
+    out, index = [], 0
     for segment in segments:
         if isinstance(segment, Marker):
             out.append(segment)
             continue
         start = 0
         for i in range(1, len(segment.string)):
-            place += 1
-            if place in cuts:
+            index += 1
+            if index in cuts:
                 out.append(TextSegment(segment.string[start:i]))
                 start = i
         out.append(TextSegment(segment.string[start:]))
@@ -228,8 +228,8 @@ def test_strict_reading_refuses_and_lenient_reading_goes_on(completion, thinking
     with pytest.raises(ChatError, match=message):
         parse_completion(completion, thinking=thinking)
     parsed = parse_completion(completion, thinking=thinking, strict=False)
-    said = parsed.reasoning + parsed.content
-    assert not any(marker in said for marker in CHAT_MARKERS)
+    text = parsed.reasoning + parsed.content
+    assert not any(marker in text for marker in CHAT_MARKERS)
 
 
 def test_a_missing_end_marker_is_no_deviation():
@@ -312,9 +312,9 @@ def test_any_rubbish_is_read_the_same_at_every_cut_and_leaks_no_marker(segments,
     cuts = data.draw(st.sets(st.integers(1, 1 + sum(len(s.string) for s in segments))))
     same(whole, events_of(pieces_of(segments, cuts), thinking=thinking))
     # The output consists of text segments only: removing them all leaves nothing.
-    said = "".join(e.text for e in whole if isinstance(e, (ReasoningDelta, ContentDelta)))
+    text = "".join(e.text for e in whole if isinstance(e, (ReasoningDelta, ContentDelta)))
     texts = iter("".join(s.string for s in segments if isinstance(s, TextSegment)))
-    assert all(character in texts for character in said)
+    assert all(character in texts for character in text)
 
 
 @settings(max_examples=scaled(2000))
@@ -330,8 +330,8 @@ def test_without_a_tool_block_no_text_is_lost(segments, thinking):
         TextSegment(s.string.replace("tool_calls", "")) if isinstance(s, TextSegment) else s for s in segments
     ]
     events = events_of(segments, thinking=thinking)
-    said = "".join(e.text for e in events if isinstance(e, (ReasoningDelta, ContentDelta)))
-    assert said == "".join(s.string for s in segments if isinstance(s, TextSegment))
+    text = "".join(e.text for e in events if isinstance(e, (ReasoningDelta, ContentDelta)))
+    assert text == "".join(s.string for s in segments if isinstance(s, TextSegment))
 
 
 def test_text_that_spells_markers_is_content(tokenizer):

@@ -80,12 +80,12 @@ def renamed_by_format(t):
 def test_texts_are_found_whatever_they_are_called(tmp_path, official_texts, style, place):
     (tmp_path / place).parent.mkdir(exist_ok=True)
     (tmp_path / place).write_text(style(official_texts), encoding="utf-8")
-    found = load_prompt_texts(tmp_path)
-    assert found.verified and found.source == place.split("/")[-1]
+    loaded = load_prompt_texts(tmp_path)
+    assert loaded.verified and loaded.source == place.split("/")[-1]
     for name in ("tools_head", "tools_tail", "response_format_head"):
-        assert found.require(name) == official_texts[name]
-    assert dict(found.effort) == {"max": official_texts["effort_v4_max"]}
-    assert found.effort_text("high") == found.effort_text("low") == found.effort_text(None) == ""
+        assert loaded.require(name) == official_texts[name]
+    assert dict(loaded.effort) == {"max": official_texts["effort_v4_max"]}
+    assert loaded.effort_text("high") == loaded.effort_text("low") == loaded.effort_text(None) == ""
 
 
 def test_the_new_effort_levels_follow_the_file(tmp_path, official_texts):
@@ -95,13 +95,13 @@ def test_the_new_effort_levels_follow_the_file(tmp_path, official_texts):
         (tmp_path / "encoding_dsv4.py").write_text(
             separate_constants(t).replace("TEXT_2 = ", "_ = ") + effort
         )
-        found = load_prompt_texts(tmp_path)
-        assert found.verified
+        loaded = load_prompt_texts(tmp_path)
+        assert loaded.verified
         assert (
-            found.effort_text("high") == t["effort_0731_high"]
-            and found.effort_text("max") == t["effort_0731_max"]
+            loaded.effort_text("high") == t["effort_0731_high"]
+            and loaded.effort_text("max") == t["effort_0731_max"]
         )
-        assert found.effort_text("low") == found.effort_text(None) == ""
+        assert loaded.effort_text("low") == loaded.effort_text(None) == ""
 
 
 NEW_REVISION = (
@@ -113,14 +113,14 @@ NEW_REVISION = (
 
 def test_an_unknown_revision_is_read_by_its_shape_and_marked(tmp_path):
     (tmp_path / "encoding_dsv4.py").write_text(NEW_REVISION, encoding="utf-8")
-    found = load_prompt_texts(tmp_path)
-    assert not found.verified and found.source == "encoding_dsv4.py"
+    loaded = load_prompt_texts(tmp_path)
+    assert not loaded.verified and loaded.source == "encoding_dsv4.py"
     assert (
-        found.tools_head == f"## Tools\n\nNew words <{DSML}tool_calls>:\n"
-        and found.tools_tail == "\n\nNew end.\n"
+        loaded.tools_head == f"## Tools\n\nNew words <{DSML}tool_calls>:\n"
+        and loaded.tools_tail == "\n\nNew end.\n"
     )
-    assert found.response_format_head == "## Response Format:\n\nNew words:\n"
-    assert dict(found.effort) == {"high": "Reasoning Effort: more.\n", "max": "Reasoning Effort: most.\n"}
+    assert loaded.response_format_head == "## Response Format:\n\nNew words:\n"
+    assert dict(loaded.effort) == {"high": "Reasoning Effort: more.\n", "max": "Reasoning Effort: most.\n"}
 
 
 def test_the_file_is_never_executed(tmp_path):

@@ -4,14 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from birkhoff.text.markers import CHAT_MARKERS, DSML, THINK, USER
-from birkhoff.text.segments import (
-    Marker,
-    TextSegment,
-    encode_segments,
-    join_texts,
-    render_text,
-    split_markers,
-)
+from birkhoff.text.segments import Marker, TextSegment, encode_segments, join_texts, split_markers
+from tests.text.conversations import render_text
 
 PIECES = st.lists(
     st.one_of(st.text(max_size=6).map(TextSegment), st.sampled_from(CHAT_MARKERS).map(Marker)), max_size=10

@@ -21,10 +21,10 @@ CONTEXT = "Naïve  café 123456\n\n狐狸 🙂 <b>x</b>｜"
 def test_no_added_token_can_be_typed_at_any_place(tokenizer, library):
     dangerous = 0
     for marker, number in tokenizer.markers.items():
-        for place in range(len(CONTEXT) + 1):
-            text = CONTEXT[:place] + marker + CONTEXT[place:]
+        for index in range(len(CONTEXT) + 1):
+            text = CONTEXT[:index] + marker + CONTEXT[index:]
             ids = tokenizer.encode(text)
-            assert tokenizer.added_ids.isdisjoint(ids), (marker, place)
+            assert tokenizer.added_ids.isdisjoint(ids), (marker, index)
             assert tokenizer.decode(ids) == text
         dangerous += number in library.encode(marker, add_special_tokens=False).ids
     assert dangerous == len(tokenizer.markers)  # the library does convert each of them to its id
@@ -195,8 +195,8 @@ def test_mutated_files_raise_nothing_but_our_errors():
     for _ in range(scaled(500)):
         text = list(base)
         for _ in range(rng.randrange(1, 6)):
-            place = rng.randrange(len(text))
-            text[place] = rng.choice(['"', "}", "0", "9", "null", "", "x", ",", "-"])
+            index = rng.randrange(len(text))
+            text[index] = rng.choice(['"', "}", "0", "9", "null", "", "x", ",", "-"])
         try:
             Tokenizer.from_json("".join(text))
         except BirkhoffError:

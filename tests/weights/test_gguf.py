@@ -45,7 +45,7 @@ swiglu_clamp_shexp embedding_length_out expert_group_count expert_group_used_cou
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory) -> Path:
+def gguf_dir(tmp_path_factory) -> Path:
     from birkhoff.convert.synth import synth
 
     folder = tmp_path_factory.mktemp("gguf")
@@ -54,10 +54,10 @@ def made(tmp_path_factory) -> Path:
     return folder
 
 
-def rewritten(made: Path, path: Path, keys=None, tensors=None) -> Path:
+def rewritten(gguf_dir: Path, path: Path, keys=None, tensors=None) -> Path:
     """Rewrite m.gguf with changed keys (None removes one) and changed tensors."""
-    header = read_header(made / "m.gguf")
-    raw = (made / "m.gguf").read_bytes()
+    header = read_header(gguf_dir / "m.gguf")
+    raw = (gguf_dir / "m.gguf").read_bytes()
     changed = {**header.keys, **(keys or {})}
     rows = []
     for name, value in changed.items():
@@ -70,20 +70,20 @@ def rewritten(made: Path, path: Path, keys=None, tensors=None) -> Path:
                 8 if not value or isinstance(value[0], str) else 6 if isinstance(value[0], float) else 5,
             )
         rows.append(MetadataEntry(name, kind, value))
-    given = [
+    tensor_rows = [
         (TensorRow(t.name, t.kind, t.shape), raw[t.offset : t.offset + t.nbytes]) for t in header.tensors
     ]
-    return raw_file(path, rows, tensors(given) if tensors else given)
+    return raw_file(path, rows, tensors(tensor_rows) if tensors else tensor_rows)
 
 
-def test_every_name_of_ours_has_one_place_and_the_way_back(made):
-    config = open_checkpoint(made / "tiny").config
+def test_every_name_of_ours_has_one_place_and_the_way_back(gguf_dir):
+    config = open_checkpoint(gguf_dir / "tiny").config
     for tensor in model_tensors(config):
         if tensor.name.startswith("mtp."):
             continue
-        place = trunk_name(tensor.name)
-        back = to_released(place.name, config.num_hidden_layers)
-        assert (back.ours.format(place.expert) if back.stacked else back.ours) == tensor.name
+        name = trunk_name(tensor.name)
+        back = to_released(name.name, config.num_hidden_layers)
+        assert (back.ours.format(name.expert) if back.stacked else back.ours) == tensor.name
     for name in (
         "blk.01.attn_q_a.weight",
         "blk.x.attn_q_a.weight",
@@ -97,15 +97,15 @@ def test_every_name_of_ours_has_one_place_and_the_way_back(made):
 
 
 @pytest.mark.parametrize("key", R)
-def test_keys_that_cannot_be_derived_are_asked_for_by_name(made, tmp_path, key):
+def test_keys_that_cannot_be_derived_are_asked_for_by_name(gguf_dir, tmp_path, key):
     with pytest.raises(ConfigError, match=f"deepseek4.{key}"):
-        open_checkpoint(rewritten(made, tmp_path / "x.gguf", {f"deepseek4.{key}": None}))
+        open_checkpoint(rewritten(gguf_dir, tmp_path / "x.gguf", {f"deepseek4.{key}": None}))
 
 
-def test_keys_that_can_be_derived_may_be_missing(made, tmp_path):
+def test_keys_that_can_be_derived_may_be_missing(gguf_dir, tmp_path):
     absent = {f"deepseek4.{key}": None for key in DERIVED + HARMLESS}
-    opened = open_checkpoint(rewritten(made, tmp_path / "x.gguf", absent))
-    assert opened.config == open_checkpoint(made / "m.gguf").config
+    opened = open_checkpoint(rewritten(gguf_dir, tmp_path / "x.gguf", absent))
+    assert opened.config == open_checkpoint(gguf_dir / "m.gguf").config
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_keys_that_can_be_derived_may_be_missing(made, tmp_path):
         ("hyper_connection.epsilon", float("nan"), "expected a number"),
     ],
 )
-def test_values_that_make_no_model_are_refused(made, tmp_path, key, value, words):
-    path = made / "m.gguf"
+def test_values_that_make_no_model_are_refused(gguf_dir, tmp_path, key, value, words):
+    path = gguf_dir / "m.gguf"
     keys = {**read_header(path).keys, f"deepseek4.{key}": value}
     from birkhoff.weights.gguf_keys import config_from_metadata
 
@@ -142,13 +142,13 @@ def test_values_that_make_no_model_are_refused(made, tmp_path, key, value, words
         ("llama", "not a DeepSeek-V4 file"),
     ],
 )
-def test_other_architectures_are_refused_by_name(made, tmp_path, architecture, words):
-    path = rewritten(made, tmp_path / "x.gguf", {"general.architecture": architecture})
+def test_other_architectures_are_refused_by_name(gguf_dir, tmp_path, architecture, words):
+    path = rewritten(gguf_dir, tmp_path / "x.gguf", {"general.architecture": architecture})
     with pytest.raises(UnsupportedModel, match=words):
         open_checkpoint(path)
 
 
-def test_the_old_stub_is_known_by_its_tensors_too(made, tmp_path):
+def test_the_old_stub_is_known_by_its_tensors_too(gguf_dir, tmp_path):
     def stub(tensors):
         return [
             (row._replace(name=row.name.replace("hc_attn_fn.weight", "hc_attn.fn")), raw)
@@ -156,19 +156,21 @@ def test_the_old_stub_is_known_by_its_tensors_too(made, tmp_path):
         ]
 
     with pytest.raises(UnsupportedModel, match=r"blk\.0\.hc_attn\.fn.*old stub dialect"):
-        open_checkpoint(rewritten(made, tmp_path / "x.gguf", tensors=stub))
+        open_checkpoint(rewritten(gguf_dir, tmp_path / "x.gguf", tensors=stub))
 
 
-def test_missing_extra_and_misshapen_tensors_are_named(made, tmp_path):
+def test_missing_extra_and_misshapen_tensors_are_named(gguf_dir, tmp_path):
     with pytest.raises(TensorMissing, match=r"layers\.1\.attn\.wkv\.weight"):
         open_checkpoint(
             rewritten(
-                made, tmp_path / "a.gguf", tensors=lambda ts: [t for t in ts if "1.attn_kv." not in t[0].name]
+                gguf_dir,
+                tmp_path / "a.gguf",
+                tensors=lambda ts: [t for t in ts if "1.attn_kv." not in t[0].name],
             )
         )
     extra = (TensorRow("blk.0.strange.weight", "F32", (4,)), bytes(16))
     with pytest.raises(TensorUnexpected, match=r"blk\.0\.strange\.weight"):
-        open_checkpoint(rewritten(made, tmp_path / "b.gguf", tensors=lambda ts: [*ts, extra]))
+        open_checkpoint(rewritten(gguf_dir, tmp_path / "b.gguf", tensors=lambda ts: [*ts, extra]))
 
     def flat(tensors):
         return [
@@ -179,14 +181,14 @@ def test_missing_extra_and_misshapen_tensors_are_named(made, tmp_path):
         ]
 
     with pytest.raises(TensorShape, match="expected one matrix for each"):
-        open_checkpoint(rewritten(made, tmp_path / "c.gguf", tensors=flat))
-    report = inspect_checkpoint(rewritten(made, tmp_path / "d.gguf", {"deepseek4.expert_count": None}))
+        open_checkpoint(rewritten(gguf_dir, tmp_path / "c.gguf", tensors=flat))
+    report = inspect_checkpoint(rewritten(gguf_dir, tmp_path / "d.gguf", {"deepseek4.expert_count": None}))
     assert (
         report.problems[0]["code"] == "config" and report.tensors > 300 and report.bytes_by_type["MXFP4"] > 0
     )
 
 
-def test_output_a_may_be_three_dimensional(made, tmp_path):
+def test_output_a_may_be_three_dimensional(gguf_dir, tmp_path):
     def grouped(tensors):
         return [
             (row._replace(shape=(2, row.shape[0] // 2, row.shape[1])), raw)
@@ -195,15 +197,15 @@ def test_output_a_may_be_three_dimensional(made, tmp_path):
             for row, raw in tensors
         ]
 
-    path = rewritten(made, tmp_path / "x.gguf", {"deepseek4.attention.output_lora_rank": None}, grouped)
+    path = rewritten(gguf_dir, tmp_path / "x.gguf", {"deepseek4.attention.output_lora_rank": None}, grouped)
     name = "layers.0.attn.wo_a.weight"
-    assert torch.equal(open_checkpoint(path)[name].read(), open_checkpoint(made / "m.gguf")[name].read())
+    assert torch.equal(open_checkpoint(path)[name].read(), open_checkpoint(gguf_dir / "m.gguf")[name].read())
 
 
-def test_a_file_by_the_gguf_package_with_small_quants_loads(made, tmp_path):
+def test_a_file_by_the_gguf_package_with_small_quants_loads(gguf_dir, tmp_path):
     """Q4_0 experts and Q5_0 matrices, written and decoded by the `gguf` package, run by our model."""
-    header, source = read_header(made / "m.gguf"), open_checkpoint(made / "tiny")
-    ours = open_checkpoint(made / "m.gguf")
+    header, source = read_header(gguf_dir / "m.gguf"), open_checkpoint(gguf_dir / "tiny")
+    ours = open_checkpoint(gguf_dir / "m.gguf")
     tensors = {}
     for tensor in header.tensors:
         name = to_released(tensor.name, 6)
@@ -236,7 +238,7 @@ def test_a_file_by_the_gguf_package_with_small_quants_loads(made, tmp_path):
     assert 1e-3 < error < 0.5
 
 
-def test_tokenizers_are_rebuilt_from_lists(made):
+def test_tokenizers_are_rebuilt_from_lists(gguf_dir):
     from birkhoff.embedded import EMBEDDED
     from birkhoff.text.tokenizer import Tokenizer
     from birkhoff.weights.gguf_text import TOKENIZER_JSON, tokenizer_metadata
@@ -265,7 +267,7 @@ def test_tokenizers_are_rebuilt_from_lists(made):
         tokenizer_json({**keys, "tokenizer.ggml.token_type": [1]}, "x", [])
 
 
-def test_kept_scales_that_make_no_sense_are_ignored(made):
+def test_kept_scales_that_make_no_sense_are_ignored(gguf_dir):
     from birkhoff.weights.gguf import SCALE_NAMES, SCALES, stored_scales
 
     assert stored_scales({SCALES: [1, 2], SCALE_NAMES: ["a|1x2"]})["a"].tolist() == [[1, 2]]
@@ -284,12 +286,13 @@ def test_kept_scales_that_make_no_sense_are_ignored(made):
         assert stored_scales({SCALES: flat, SCALE_NAMES: names}) == {}
 
 
-def test_an_inspection_plans_a_devices_memory(made):
-    report = inspect_checkpoint(made / "m.gguf")
+def test_an_inspection_plans_a_devices_memory(gguf_dir):
+    report = inspect_checkpoint(gguf_dir / "m.gguf")
     assert report.dialect == "gguf" and report.problems == [] and report.files == 1
     assert (
         report.parameters
-        == inspect_checkpoint(made / "tiny").parameters - inspect_checkpoint(made / "tiny").parameters_mtp
+        == inspect_checkpoint(gguf_dir / "tiny").parameters
+        - inspect_checkpoint(gguf_dir / "tiny").parameters_mtp
     )
     need = report.file_bytes + int(report.cache_bytes_per_sequence + 100 * report.cache_bytes_per_token)
     plans = report.memory(int(1.2 * need), 100)

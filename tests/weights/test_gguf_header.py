@@ -180,27 +180,27 @@ def test_all_kinds_of_values_come_back(tmp_path):
     assert read.tensors[0][1:4] == ("t", "F32", (2, 3))
 
 
-def mutated(raw: bytes, header_bytes: int, luck: random.Random) -> bytes:
+def mutated(raw: bytes, header_bytes: int, rng: random.Random) -> bytes:
     """Flip bits, replace integers, delete or duplicate ranges, mostly in the header."""
     data = bytearray(raw)
-    for _ in range(luck.randrange(1, 6)):
-        at = luck.randrange(max(1, min(header_bytes, len(data) - 8)))
-        what = luck.randrange(6)
+    for _ in range(rng.randrange(1, 6)):
+        at = rng.randrange(max(1, min(header_bytes, len(data) - 8)))
+        what = rng.randrange(6)
         if len(data) < 16:
             break
         if what == 0:
-            data[at] ^= 1 << luck.randrange(8)
+            data[at] ^= 1 << rng.randrange(8)
         elif what == 1:
-            data[at] = luck.randrange(256)
+            data[at] = rng.randrange(256)
         elif what == 2:
             at = at // 4 * 4
-            data[at : at + 8] = luck.choice((0, 1, 2**31, 2**32, 2**63 - 1, 2**64 - 1)).to_bytes(8, "little")
+            data[at : at + 8] = rng.choice((0, 1, 2**31, 2**32, 2**63 - 1, 2**64 - 1)).to_bytes(8, "little")
         elif what == 3:
-            del data[at : at + luck.randrange(1, 64)]
+            del data[at : at + rng.randrange(1, 64)]
         elif what == 4:
-            data[at:at] = data[at : at + luck.randrange(1, 64)]
+            data[at:at] = data[at : at + rng.randrange(1, 64)]
         else:
-            del data[luck.randrange(len(data)) :]
+            del data[rng.randrange(len(data)) :]
     return bytes(data)
 
 
@@ -209,11 +209,11 @@ def test_mutated_headers_give_typed_errors_only(tiny_path, tmp_path):
     source = tiny_gguf(tiny_path, tmp_path / "m.gguf", mtp=False)
     raw = source.read_bytes()
     header_bytes = gguf_header.read_header(str(source))["data"]
-    luck, path = random.Random(7), tmp_path / "x.gguf"
+    rng, path = random.Random(7), tmp_path / "x.gguf"
     refused, slowest = 0, 0.0
     in_child, count = scaled(2000, 40), scaled(2000, 1000)
     for number in range(count):
-        path.write_bytes(mutated(raw, header_bytes, luck))
+        path.write_bytes(mutated(raw, header_bytes, rng))
         began = time.perf_counter()
         try:
             if number < in_child:

@@ -73,8 +73,8 @@ def test_flash_shapes_and_dtypes_as_released():
 @pytest.mark.parametrize("like", ["tiny", "nano"])
 def test_the_model_asks_for_exactly_these_tensors(like):
     config = preset(like)
-    wanted = {d.name: tuple(d.tensor.shape) for d in Transformer(config).destinations()}
-    assert wanted == {name: shape for name, shape, _ in model_tensors(config)}
+    expected = {d.name: tuple(d.tensor.shape) for d in Transformer(config).destinations()}
+    assert expected == {name: shape for name, shape, _ in model_tensors(config)}
     packed = {d.name: tuple(d.tensor.shape) for d in Transformer(config, packed=True).destinations()}
     stored = {name: stored.shape for name, stored in expected_tensors(config).items()}
     # wo_a is always unpacked, so a packed model has no destination for its scale

@@ -17,31 +17,29 @@ from tests.sizes import scaled
 COUNT = scaled(3000, 1000)
 
 
-def damaged(raw: bytes, luck: random.Random, reach: int) -> bytes:
+def damaged(raw: bytes, rng: random.Random, reach: int) -> bytes:
     data = bytearray(raw)
-    for _ in range(luck.randrange(1, 5)):
+    for _ in range(rng.randrange(1, 5)):
         if len(data) < 16:
             break
-        at = luck.randrange(min(reach, len(data) - 8))
-        what = luck.randrange(7)
+        at = rng.randrange(min(reach, len(data) - 8))
+        what = rng.randrange(7)
         if what == 0:
-            data[at] ^= 1 << luck.randrange(8)
+            data[at] ^= 1 << rng.randrange(8)
         elif what == 1:
-            data[at] = luck.choice(b'{}[]",:0123456789eE-.\\\x00\xff')
+            data[at] = rng.choice(b'{}[]",:0123456789eE-.\\\x00\xff')
         elif what == 2:
-            data[:8] = luck.choice((0, 1, 2**32, 2**63 - 1, 2**64 - 1, len(data), reach)).to_bytes(
-                8, "little"
-            )
+            data[:8] = rng.choice((0, 1, 2**32, 2**63 - 1, 2**64 - 1, len(data), reach)).to_bytes(8, "little")
         elif what == 3:
-            del data[at : at + luck.randrange(1, 40)]
+            del data[at : at + rng.randrange(1, 40)]
         elif what == 4:
-            data[at:at] = data[at : at + luck.randrange(1, 40)]
+            data[at:at] = data[at : at + rng.randrange(1, 40)]
         elif what == 5:
-            data[at : at + 1] = luck.choice(
+            data[at : at + 1] = rng.choice(
                 (b"99999999999999999999", b"-1", b"1e400", b"null", b"NaN", b'"\\ud800"')
             )
         else:
-            del data[luck.randrange(len(data)) :]
+            del data[rng.randrange(len(data)) :]
     return bytes(data)
 
 
@@ -54,12 +52,12 @@ def test_damaged_files_give_typed_errors_only(tmp_path):
         n: 8 + int.from_bytes(raw[n][:8], "little") if n.endswith("tensors") else len(raw[n]) for n in names
     }
     work = Path(shutil.copytree(whole, tmp_path / "work"))
-    luck = random.Random(11)
+    rng = random.Random(11)
     refused, slowest = 0, 0.0
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for _ in range(COUNT):
-        name = luck.choice(names)
-        (work / name).write_bytes(damaged(raw[name], luck, reach[name]))
+        name = rng.choice(names)
+        (work / name).write_bytes(damaged(raw[name], rng, reach[name]))
         began = time.process_time()
         try:
             open_checkpoint(work)

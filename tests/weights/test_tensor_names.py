@@ -1,12 +1,11 @@
 """Name tables invert for every model tensor and for arbitrary text."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from birkhoff.convert.presets import preset
 from birkhoff.weights.layout import expected_tensors
-from birkhoff.weights.tensor_names import DIALECTS, TRANSFORMERS, to_ours, to_theirs
+from birkhoff.weights.tensor_names import from_transformers, to_transformers
 
 WORDS = (
     "model",
@@ -31,23 +30,20 @@ WORDS = (
 names = st.lists(st.sampled_from(WORDS), min_size=1, max_size=6).map(".".join) | st.text(max_size=20)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_name_of_a_model_translates_there_and_back(dialect):
+def test_every_name_of_a_model_translates_there_and_back():
     ours = list(expected_tensors(preset("tiny")))
-    theirs = [to_theirs(name, DIALECTS[dialect]) for name in ours]
+    theirs = [to_transformers(name) for name in ours]
     assert len(set(theirs)) == len(ours)
-    assert [to_ours(name, DIALECTS[dialect]) for name in theirs] == ours
+    assert [from_transformers(name) for name in theirs] == ours
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
 @given(one=names, other=names)
-def test_no_two_foreign_names_become_one_of_ours(dialect, one, other):
-    table = DIALECTS[dialect]
+def test_no_two_foreign_names_become_one_of_ours(one, other):
     for name in (one, other):
-        ours = to_ours(name, table)
-        assert ours is None or to_theirs(ours, table) == name
-    if one != other and to_ours(one, table) is not None:
-        assert to_ours(one, table) != to_ours(other, table)
+        ours = from_transformers(name)
+        assert ours is None or to_transformers(ours) == name
+    if one != other and from_transformers(one) is not None:
+        assert from_transformers(one) != from_transformers(other)
 
 
 def test_the_words_of_transformers():
@@ -61,8 +57,8 @@ def test_the_words_of_transformers():
         "layers.0.ffn.experts.3.w2.weight": "model.layers.0.ffn.experts.3.w2.weight",
     }
     for ours, theirs in pairs.items():
-        assert to_theirs(ours, TRANSFORMERS) == theirs and to_ours(theirs, TRANSFORMERS) == ours
-    for stranger in (
+        assert to_transformers(ours) == theirs and from_transformers(theirs) == ours
+    for unknown in (
         "embed.weight",
         "model.embed.weight",
         "model.hc_head_fn",
@@ -70,4 +66,4 @@ def test_the_words_of_transformers():
         "model.layers.7.attn.kv_norm.weight",
         "lm_head.weight",
     ):
-        assert to_ours(stranger, TRANSFORMERS) is None
+        assert from_transformers(unknown) is None

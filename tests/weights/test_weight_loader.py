@@ -193,12 +193,12 @@ def test_wrong_destinations_are_refused_before_anything_is_read(tiny_path):
     assert marks(model)
 
 
-def put(name: str, place: tuple[int, ...], byte: int | None = None, value: float | None = None):
+def put(name: str, index: tuple[int, ...], byte: int | None = None, value: float | None = None):
     def change(tensors: dict[str, torch.Tensor]) -> None:
         if byte is not None:
-            tensors[name].view(torch.uint8)[place] = byte
+            tensors[name].view(torch.uint8)[index] = byte
         else:
-            tensors[name][place] = value
+            tensors[name][index] = value
 
     return change
 

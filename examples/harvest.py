@@ -39,10 +39,10 @@ def main() -> None:
         f"{report.texts} texts, {report.rows} rows, {report.bytes} bytes in {report.out}; new: {report.new_texts}"
     )
 
-    # text -> (layer, hook) -> rows with positions and token ids
+    # text -> (hook, layer) -> rows with positions and token ids
     by_text = read_sharded(options.out / "harvest")
     for name, entries in sorted(by_text.items()):
-        rows = entries[layers - 1, "mhc_streams_pre_attn"]
+        rows = entries["mhc_streams_pre_attn", layers - 1]
         print(f"text {int(name)}: {len(rows)} tokens, streams {rows.array.shape[1:]} each")
 
     for layer in range(layers):

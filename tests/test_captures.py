@@ -46,9 +46,7 @@ def test_files_hold_the_rows_that_memory_gives(filing, tmp_path):
         result = files.capture_results["filesystem"]
         assert result.status == "ok" and result.durable and result.dropped_rows == 0
         entries = read_request(tmp_path / "test" / f"probe-{place}")
-        assert set(entries) == {(layer, hook) for hook, layer in memory.acts} or set(entries) == set(
-            memory.acts
-        )
+        assert set(entries) == set(memory.acts)
         for entry in entries.values():
             rows = memory.acts[entry.hook, entry.layer]
             assert torch.equal(to_torch(entry), rows.tensor) and list(entry.positions) == list(rows.positions)

@@ -24,7 +24,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import FileResponse, Response
 
 from birkhoff.capture.store.export import to_safetensors
-from birkhoff.capture.store.reader import CaptureEntry, read_request, read_sharded
+from birkhoff.capture.store.reader import CaptureEntries, CaptureEntry, read_request, read_sharded
 from birkhoff.server.api_errors import ApiError, bad_request
 from birkhoff.server.context import ServingContext
 from birkhoff.server.links import LIFETIME_SECONDS, SignedLinks
@@ -34,7 +34,6 @@ MAX_WAIT_SECONDS = 60.0
 MAX_EXPORTS = 16
 MAX_SLICE_ROWS = 256
 MAX_SLICE_COLUMNS = 512
-Entries = dict[tuple[int, str], CaptureEntry]
 
 
 class CaptureRoutes:
@@ -80,7 +79,7 @@ class CaptureRoutes:
         if not layer.isdecimal() or len(layer) > 6:
             raise bad_request("layer: expected the number of a layer.", "layer")
         entries = await asyncio.to_thread(self._entries, capture_id)
-        entry = entries.get((int(layer), hook))
+        entry = entries.get((hook, int(layer)))
         if entry is None:
             raise ApiError(404, "this capture holds no rows of that hook and layer.", code="entry-unknown")
         rows = entry.values()[:MAX_SLICE_ROWS]
@@ -92,11 +91,11 @@ class CaptureRoutes:
             {"rows": positions, "columns": columns.tolist(), "values": flat[:, columns].tolist()}
         )
 
-    def _entries(self, capture_id: str) -> Entries:
+    def _entries(self, capture_id: str) -> CaptureEntries:
         folder = self._context.capture_index.directory(capture_id)
         result = self._context.capture_index.result(capture_id)
         if Path(result.paths[0]).name.startswith("shard-"):
-            return read_sharded(folder).get(result.id, {})
+            return read_sharded(folder).get(result.id, CaptureEntries())
         return read_request(folder)
 
     def _export(self, capture_id: str) -> tuple[Path, str]:

@@ -17,6 +17,8 @@ from typing import Any
 import uvicorn
 
 from birkhoff.api.engine import Engine
+from birkhoff.capture.sinks.consumer import Consumer
+from birkhoff.capture.sinks.consumer_registry import build_consumer
 from birkhoff.errors import OptionError
 from birkhoff.server.access_log import AccessLog
 from birkhoff.server.app import build_app
@@ -99,9 +101,20 @@ def serve(
 
 
 def _load_engine(load: Callable[[], Engine], settings: ServerSettings) -> Engine:
-    """Load the engine and apply this server's capture limits, steering modules and SAEs."""
+    """Load the engine and apply this server's capture limits and consumers, steering modules and SAEs."""
     vectors = {Path(path).stem: SteeringVector.load(path) for path in settings.steering_modules}
-    engine = load()
+    consumers: list[tuple[str, Consumer]] = []
+    try:
+        for text in settings.capture_consumers:  # a wrong option is refused before the model is read
+            consumers.append(build_consumer(text))
+        engine = load()
+        while consumers:
+            engine.add_consumer(*consumers[0])
+            del consumers[0]
+    except BaseException:
+        for _, consumer in consumers:
+            consumer.shutdown()
+        raise
     engine.capture_max_request_bytes = settings.capture_max_request_bytes
     engine.capture_inline_max_bytes = settings.capture_inline_max_bytes
     engine.modules.update(vectors)

@@ -43,6 +43,9 @@ class ServerSettings:
     i_know_this_is_open: bool = setting(False, "Allow a non-loopback address without an API key.")
     served_name: str = setting("", "Model name in the API; by default the name of the model.")
     capture_root: str = setting("", help_text(EngineOptions, "capture_root"))
+    capture_consumers: tuple[str, ...] = setting(
+        (), "Consumer of captured rows, as [NAME=]KIND[:key=value,...]; repeatable."
+    )
     steering_modules: tuple[str, ...] = setting((), "Steering vector file to register at start; repeatable.")
     sae: tuple[str, ...] = setting((), "NAME=PATH of an SAE to attach at start; repeatable.")
     sae_full: tuple[str, ...] = setting(

@@ -92,8 +92,8 @@ def test_files_hold_what_the_engine_computes_for_each_text_alone(engine, tmp_pat
     for number, text in enumerate(texts):
         acts = engine.generate(text, max_tokens=1, temperature=0, capture=spec).acts
         entries = read[f"{number:09d}"]
-        assert {(hook, layer) for layer, hook in entries} == set(acts)
-        for (layer, hook), entry in entries.items():
+        assert set(entries) == set(acts)
+        for (hook, layer), entry in entries.items():
             kept = acts[hook, layer]
             assert torch.equal(to_torch(entry), kept.tensor) and entry.token_ids == list(kept.token_ids)
             rows += len(entry)
@@ -292,7 +292,7 @@ def test_a_bad_text_is_named_by_its_line_or_skipped_and_counted(engine, tmp_path
     assert (report.texts, report.skipped, len(report.bad_texts)) == (2, 1, 1)
     read = read_sharded(tmp_path / "out" / "harvest")
     assert sorted(read) == ["000000000", "000000002"]  # the invalid text keeps its index
-    assert read["000000002"][0, "mlp_out"].token_ids == engine.prompt_ids("also good")
+    assert read["000000002"]["mlp_out", 0].token_ids == engine.prompt_ids("also good")
     assert estimate_harvest(engine, DataFile(data), spec, skip_bad=True).skipped == 1
 
 
@@ -332,7 +332,7 @@ def test_conversations_are_encoded_as_chats(engine, tmp_path):
     data = write_jsonl(tmp_path / "chats.jsonl", [{"messages": messages}])
     harvest(engine, DataFile(data), Capture({"mlp_out": [0]}), tmp_path / "out")
     (entries,) = read_sharded(tmp_path / "out" / "harvest").values()
-    assert entries[0, "mlp_out"].token_ids == engine.encode_chat(messages)
+    assert entries["mlp_out", 0].token_ids == engine.encode_chat(messages)
 
 
 MEMORY = """

@@ -58,7 +58,7 @@ def test_projected_rows_equal_the_traced_ones_times_the_matrix(filing, tmp_path,
         **GREEDY,
         capture=Capture.from_json(wish.to_json() | {"return": "file", "request_id": "p", "tag": "t"}),
     )
-    entry = read_request(tmp_path / "captures" / "t" / "p")[layer, hook]
+    entry = read_request(tmp_path / "captures" / "t" / "p")[hook, layer]
     assert torch.equal(to_torch(entry), rows.tensor) and entry.array.shape == (len(ids), 3)
     sidecar = json.loads((tmp_path / "captures" / "t" / "p" / "packed.json").read_text())
     assert (
@@ -123,7 +123,7 @@ def test_a_harvest_projects_and_remembers_with_what(filing, tmp_path):
         rows = (
             filing.generate(text, max_tokens=1, capture=Capture({"mlp_out": [1]})).acts["mlp_out", 1].tensor
         )
-        kept = read_sharded(out / "harvest")[f"{number:09d}"][1, "mlp_out"]
+        kept = read_sharded(out / "harvest")[f"{number:09d}"]["mlp_out", 1]
         assert torch.allclose(to_torch(kept), rows @ matrix, atol=1e-4)
     assert harvest(filing, texts, spec, out).new_texts == 0
     filing.projections["p"] = -matrix

@@ -329,7 +329,7 @@ def test_shutting_down_finishes_what_is_open(quick_path):
     for start in range(0, 40, 2):
         dispatcher.submit(chunk("a", "post_attn", 0, start, 2))
     dispatcher.shutdown()
-    entry = read_request(quick_path / "run/a")[0, "post_attn"]
+    entry = read_request(quick_path / "run/a")["post_attn", 0]
     assert_is_prefix(entry, "a", 40)
     result = dispatcher.results("a")["files"]
     assert result.status == "partial_error" and "shut down" in result.error
@@ -412,7 +412,7 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
         assert all(result.status == "ok" and result.rows == rows for result in results)
     for number, result in enumerate(results):
         directory = quick_path / "run" / f"r{number}"
-        entry = read_request(directory)[0, "mhc_streams_pre_attn"]
+        entry = read_request(directory)["mhc_streams_pre_attn", 0]
         assert len(entry.array) == result.rows and entry.positions == sorted(set(entry.positions))
         for stored, position in zip(entry.array, entry.positions):
             assert stored.tobytes() == bits(f"r{number}", "mhc_streams_pre_attn", 0, position, 1).tobytes()

@@ -34,13 +34,13 @@ def test_every_tensor_and_label_arrives(directory, quick_path):
     names = to_safetensors(out, directory)
     found, entries = load_file(out), read_request(directory)
     assert set(found) == set(names) and len(names) == 3 * 3 + 1
-    for (layer, hook), entry in entries.items():
+    for (hook, layer), entry in entries.items():
         name = f"{hook}.{layer}"
         assert found[name].dtype == to_torch(entry).dtype
         assert torch.equal(found[name].view(torch.uint8), to_torch(entry).view(torch.uint8))
         assert found[f"{name}.positions"].tolist() == entry.positions
         assert found[f"{name}.token_ids"].tolist() == entry.token_ids
-    assert found["mlp_in.1.scale"].tolist() == entries[1, "mlp_in"].scale.tolist()
+    assert found["mlp_in.1.scale"].tolist() == entries["mlp_in", 1].scale.tolist()
     with safe_open(out, "pt") as file:
         assert file.metadata()["model"] == "nano" and file.metadata()["finish_reason"] == "stop"
 

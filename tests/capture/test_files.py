@@ -62,7 +62,7 @@ def test_rows_come_back_bit_for_bit_with_their_labels(quick_path, layout, coales
     )
     for request in ("a", "b"):
         entries = read_back(quick_path, layout, request)
-        assert set(entries) == {(layer, hook) for hook, layer in SITES}
+        assert set(entries) == set(SITES)
         for entry in entries.values():
             assert_is_prefix(entry, request, 7)
             assert entry.phases == ["prefill"] * 4 + ["decode"] * 3
@@ -200,7 +200,7 @@ def test_a_gap_in_the_rows_is_a_new_entry(quick_path):
         finished(files, "a")
     index = json.loads((quick_path / "run/a/packed.json").read_text())
     assert [(entry["row_offset"], entry["shape"][0]) for entry in index["entries"]] == [(0, 4), (6, 2)]
-    assert read_packed(quick_path / "run/a")[0, "post_attn"].positions == [0, 1, 2, 3, 6, 7]
+    assert read_packed(quick_path / "run/a")["post_attn", 0].positions == [0, 1, 2, 3, 6, 7]
 
 
 def test_a_chunk_larger_than_an_entry_is_cut(quick_path):
@@ -222,7 +222,7 @@ def test_a_chunk_larger_than_an_entry_is_cut(quick_path):
         assert finished(files, "a").rows == rows
     index = json.loads((quick_path / "run/a/packed.json").read_text())
     assert [entry["shape"][0] for entry in index["entries"]] == [65536, rows - 65536]
-    entry = read_packed(quick_path / "run/a")[0, "post_attn"]
+    entry = read_packed(quick_path / "run/a")["post_attn", 0]
     assert same_bits(entry.array, big.rows) and entry.positions == list(range(rows)) == entry.token_ids
 
 
@@ -262,7 +262,7 @@ def test_rows_that_stand_for_no_token_have_no_labels(quick_path, layout):
     with writer(quick_path, default_layout=layout) as files:
         files.append(mean)
         assert finished(files, "a").status == "ok"
-    entry = read_back(quick_path, layout, "a")[1, "post_attn"]
+    entry = read_back(quick_path, layout, "a")["post_attn", 1]
     assert same_bits(entry.array, mean.rows) and entry.positions is entry.token_ids is entry.phases is None
 
 
@@ -276,7 +276,7 @@ def test_labelled_and_unlabelled_rows_of_one_site_are_told_apart(quick_path, lay
         )
         files.append(chunk("a", "mlp_out", 1, 0, 2))
         assert finished(files, "a").status == "ok"
-    entry = read_back(quick_path, layout, "a")[1, "post_attn"]
+    entry = read_back(quick_path, layout, "a")["post_attn", 1]
     assert (
         same_bits(entry.array, bits("a", "post_attn", 1, 0, 4)) and entry.positions is entry.token_ids is None
     )
@@ -336,7 +336,7 @@ def test_a_shard_that_fills_up_in_the_middle_of_a_request_is_continued(quick_pat
         assert_is_prefix(entry, "a", 40)
         assert entry.meta["complete"] is True
     shards[1].unlink()
-    assert read_sharded(quick_path / "run")["a"][0, "mlp_out"].meta["complete"] is False, (
+    assert read_sharded(quick_path / "run")["a"]["mlp_out", 0].meta["complete"] is False, (
         "a missing shard is noticed"
     )
 
@@ -393,7 +393,7 @@ def test_pipeline_stages_share_a_request(quick_path):
             }[layout]
         )
         entries = read_back(root, layout, "a")
-        assert {layer for layer, _ in entries} == {0, 1, 2, 3}
+        assert {layer for _, layer in entries} == {0, 1, 2, 3}
         for entry in entries.values():
             assert_is_prefix(entry, "a", 7)
 
@@ -478,7 +478,7 @@ def test_a_bad_chunk_costs_its_own_rows_only(quick_path):
         result = finished(files, "a")
     assert result.status == "partial_error" and result.rows == 2 and result.dropped_rows == 2
     assert "1 positions for 2 rows" in result.error
-    assert set(read_request(quick_path / "run/a")) == {(0, "post_attn")}
+    assert set(read_request(quick_path / "run/a")) == {("post_attn", 0)}
 
 
 @pytest.mark.parametrize(

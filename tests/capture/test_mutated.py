@@ -153,7 +153,7 @@ def test_mutated_sidecars_and_payloads(captures, layout):
 def check_rows(found: dict, layout: str) -> None:
     """Rows that were read are rows that were written, unless a label or a view of them was changed on purpose."""
     for entries in found.values():
-        for (layer, hook), entry in entries.items():
+        for (hook, layer), entry in entries.items():
             known = [(h, n) for h, n in SITES if entry.dtype == SHAPES[h][0]]
             if (hook, layer) in known and entry.positions == list(range(len(entry.array))):
                 truth = bits(layout, hook, layer, 0, 6).tobytes()

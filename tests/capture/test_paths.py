@@ -34,7 +34,7 @@ def write(root: Path, request: str, tag: str = "run", key: str | None = None, fi
 
 
 def holds(directory: Path, key: str) -> bool:
-    return same_bits(read_request(directory)[0, "post_attn"].array, bits(key, "post_attn", 0, 0, 2))
+    return same_bits(read_request(directory)["post_attn", 0].array, bits(key, "post_attn", 0, 0, 2))
 
 
 @given(st.text(max_size=400))
@@ -150,7 +150,7 @@ def test_overwriting_replaces_the_whole_capture(quick_path, before, after, atomi
         assert files.finish(CaptureFinish("a")).result(30).status == "ok"
     assert write(quick_path, "a", key="2", default_layout=after, **options).status == "ok"
     entries = read_request(quick_path / "run/a")
-    assert set(entries) == {(0, "post_attn")} and holds(quick_path / "run/a", "2")
+    assert set(entries) == {("post_attn", 0)} and holds(quick_path / "run/a", "2")
     stem = "packed" if after == "packed" else "0_post_attn"
     assert sorted(os.listdir(quick_path / "run/a")) == [f"{stem}.bin", f"{stem}.json"]
 
@@ -175,7 +175,7 @@ def test_shards_refuse_a_used_id_across_runs(quick_path):
     assert third.status == "ok" and third.id == "run/a-1"
     found = read_sharded(quick_path / "run")
     assert set(found) == {"a", "a-1"}
-    assert same_bits(found["a-1"][0, "post_attn"].array, bits("3", "post_attn", 0, 0, 2))
+    assert same_bits(found["a-1"]["post_attn", 0].array, bits("3", "post_attn", 0, 0, 2))
 
 
 def test_links_planted_in_the_root_are_not_followed(quick_path):

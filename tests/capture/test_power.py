@@ -85,7 +85,7 @@ def check(root: Path, layout: str, log: list) -> int:
     for name, key in acknowledged.items():
         assert name in captures, f"{name} was acknowledged and is gone"
         entries = captures[name]
-        assert set(entries) == {(layer, hook) for hook, layer in SITES}
+        assert set(entries) == set(SITES)
         finishing = {what[2] for what in log if what[0] == "finishing" and what[1] == name}
         for entry in entries.values():
             # A later capture of the same id may have replaced it, but only a whole one that had finished.

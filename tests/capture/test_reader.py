@@ -89,7 +89,7 @@ def test_speculative_rows_read_back_and_collapse(quick_path):
             part = chunk("a", "post_attn", 0, start, 1 if start else 4)
             files.append(Chunk(**{**vars(part), "row_offset": offset, "rows": part.rows + offset}))
         files.finish(CaptureFinish("a")).result(30)
-    entry = read_request(quick_path / "run/a")[0, "post_attn"]
+    entry = read_request(quick_path / "run/a")["post_attn", 0]
     assert entry.positions == [0, 1, 2, 3, 4, 5, 5]
     latest = latest_per_position(entry)
     assert latest.positions == [0, 1, 2, 3, 4, 5]
@@ -131,8 +131,8 @@ def test_a_flipped_bit_is_found_named_and_left_out(quick_path):
         found = read_packed(directory, on_damage=damaged.append)
         assert len(damaged) == 1
         lost = set(hit["positions"])
-        for (layer, hook), entry in found.items():
-            mine = (layer, hook) == (hit["layer"], hit["hook"])
+        for (hook, layer), entry in found.items():
+            mine = (hook, layer) == (hit["hook"], hit["layer"])
             assert entry.positions == [p for p in range(6) if not (mine and p in lost)]
             for row, position in zip(entry.array, entry.positions):
                 assert row.tobytes() == bits("a", hook, layer, position, 1).tobytes()
@@ -150,11 +150,11 @@ def test_a_flip_in_a_shard_or_a_file_costs_that_record_only(quick_path):
         damaged: list[CaptureFileError] = []
         if layout == "sharded":
             found = read_sharded(directory, on_damage=damaged.append)["a"]
-            assert found[0, "post_attn"].positions == [2, 3, 4, 5]
+            assert found["post_attn", 0].positions == [2, 3, 4, 5]
         else:
             found = read_request(directory, on_damage=damaged.append)
-            assert set(found) == {(1, "mhc_attn_res_mix")}
-        assert_is_prefix(found[1, "mhc_attn_res_mix"], "a", 6)
+            assert set(found) == {("mhc_attn_res_mix", 1)}
+        assert_is_prefix(found["mhc_attn_res_mix", 1], "a", 6)
         assert len(damaged) == 1 and "post_attn" in str(damaged[0])
 
 
@@ -165,8 +165,8 @@ def test_parts_without_positions_leave_the_whole_without(quick_path):
     del index["entries"][2]["positions"]
     sidecar.write_text(json.dumps(index))
     found = read_packed(directory)
-    assert found[0, "post_attn"].positions is None and found[0, "post_attn"].token_ids is not None
-    assert found[1, "mhc_attn_res_mix"].positions == list(range(6))
+    assert found["post_attn", 0].positions is None and found["post_attn", 0].token_ids is not None
+    assert found["mhc_attn_res_mix", 1].positions == list(range(6))
 
 
 def test_entries_are_joined_by_offset_whatever_their_order(quick_path):
@@ -182,7 +182,7 @@ def test_entries_are_joined_by_offset_whatever_their_order(quick_path):
 def test_paths_may_be_a_directory_a_sidecar_or_a_payload(quick_path):
     directory = written(quick_path)
     for path in (directory, directory / "packed.json", directory / "packed.bin"):
-        assert_is_prefix(read_packed(path)[0, "post_attn"], "a", 6)
+        assert_is_prefix(read_packed(path)["post_attn", 0], "a", 6)
     other = written(quick_path / "b", default_layout="per_file")
     for path in (other / "0_post_attn.json", other / "0_post_attn.bin"):
         assert_is_prefix(read_per_file(path), "a", 6)
@@ -297,7 +297,7 @@ def test_readers_see_one_capture_or_the_other_while_it_is_replaced(quick_path):
     seen, refused = set(), 0
     while not over.is_set():
         try:
-            entry = read_request(quick_path / "run/a")[0, "post_attn"]
+            entry = read_request(quick_path / "run/a")["post_attn", 0]
         except CaptureFileError as error:
             assert not isinstance(error, CaptureChecksum), "bytes of one capture with the sums of another"
             refused += 1
@@ -316,3 +316,18 @@ def test_deleting_a_capture_does_not_disturb_who_reads_it(quick_path):
             path.unlink()
         parts = [file.read(record) for record in file.records if record.hook == "post_attn"]
     assert same_bits(np.concatenate(parts), bits("a", "post_attn", 0, 0, 6))
+
+
+def test_entries_are_keyed_by_hook_and_layer_and_found_in_the_old_order(quick_path):
+    with CaptureWriter(FileOptions(quick_path)) as files:
+        files.begin(CaptureRequest("a", "a", "run"))
+        files.append(chunk("a", "post_attn", 3, 0, 2))
+        files.finish(CaptureFinish("a", "stop", 2))
+    entries = read_request(quick_path / "run/a")
+    assert list(entries) == [("post_attn", 3)]
+    assert entries["post_attn", 3] is entries[3, "post_attn"] is entries.get((3, "post_attn"))
+    assert ("post_attn", 3) in entries and (3, "post_attn") in entries
+    for missing in (("post_attn", 4), (4, "post_attn"), "post_attn", (3, "post_attn", 1)):
+        assert missing not in entries and entries.get(missing) is None
+        with pytest.raises(KeyError):
+            entries[missing]

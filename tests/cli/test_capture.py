@@ -103,7 +103,7 @@ def test_a_run_its_estimate_its_files_and_its_second_run(tiny, data, tmp_path):
             (2, "mlp_out"),
             (5, "mhc_streams_pre_attn"),
         ]
-        assert entries[1, "mhc_streams_pre_attn"].array.shape == (2, 2, 64)
+        assert entries["mhc_streams_pre_attn", 1].array.shape == (2, 2, 64)
         assert {entry.dtype for entry in entries.values()} == {"bfloat16"}
     again = birkhoff(*flags[:-1], "--out", out)
     assert (
@@ -173,7 +173,7 @@ def test_repair_seals_what_a_crash_left(tmp_path):
     report = json.loads(done.stdout)
     assert done.returncode == 0 and (report["kept_records"], report["dropped_records"]) == (1, 0)
     assert report["sealed"] == ["run/r/packed.bin"] and b"sealed 1 payloads with 1 records" in done.stderr
-    entry = read_request(tmp_path / "run" / "r")[0, "mlp_out"]
+    entry = read_request(tmp_path / "run" / "r")["mlp_out", 0]
     assert len(entry) == 6 and entry.meta["complete"] is False
     again = birkhoff("capture", "--repair", tmp_path)
     assert (

@@ -52,7 +52,7 @@ def test_a_file_is_captured_and_gives_the_rows_of_its_json_lines(tiny, tmp_path)
         stores.append(read_sharded(out / "harvest"))
     assert stores[0].keys() == stores[1].keys() and len(stores[0]) == len(TEXTS)
     for request, entries in stores[0].items():
-        ours, theirs = entries[0, "mlp_out"], stores[1][request][0, "mlp_out"]
+        ours, theirs = entries["mlp_out", 0], stores[1][request]["mlp_out", 0]
         assert ours.array.tobytes() == theirs.array.tobytes() and ours.token_ids == theirs.token_ids
 
 

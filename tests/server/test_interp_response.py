@@ -206,7 +206,7 @@ def test_t_http_1_captures_equal_python_inline_and_in_files(served, engine):
         assert np.array_equal(array, rows.tensor.numpy()) and entry["positions"] == list(rows.positions)
     on_disk = read_request(served.root / "http" / "equal")
     for (hook, layer), rows in mine.acts.items():
-        assert np.array_equal(on_disk[layer, hook].values(), rows.tensor.numpy())
+        assert np.array_equal(on_disk[hook, layer].values(), rows.tensor.numpy())
 
     where = f"/v1/interp/captures/{results['filesystem']['id']}"
     axes = {entry["hook"]: entry["axes"] for entry in served.get(where).json()["entries"]}

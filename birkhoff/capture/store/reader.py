@@ -1,21 +1,22 @@
-"""Reading captures: every layout, ours and those of other writers of the format, with NumPy alone.
+"""Readers of captures in every layout, written by this package or by other writers of the format. NumPy only.
 
-    read_request(dir)     {(layer, hook): CaptureEntry}, whatever the layout
+    read_request(dir)     CaptureEntries of one request, in any layout
     read_packed(path)     the same for a packed capture: its directory, sidecar or payload
     read_per_file(path)   one CaptureEntry: a payload or its sidecar
-    read_sharded(dir)     {request id: {(layer, hook): CaptureEntry}} of the sealed shards of a tag
-    iter_rows(dir, ...)   rows of one hook and layer of a whole tag, in batches, in little memory (`rows.py`)
+    read_sharded(dir)     {request id: CaptureEntries} of the sealed shards of a tag
+    iter_rows(dir, ...)   rows of one hook and layer of a whole tag, in batches, in bounded memory (`row_reader.py`)
 
-Rows of one hook and layer that were written in several parts are joined in the order they were written. Checksums are
-compared while reading. A damaged record raises and is named; with `on_damage` it is reported there, left out, and the
-rest is returned. bfloat16 comes back as uint16 and fp8 as uint8: `entry.values()` gives float32, `to_torch` the tensor.
+`entries[hook, layer]` is the key order, as in `output.acts`. Rows of one site that were written in several parts are
+joined in the order of writing. Checksums are compared while reading. A damaged record raises an error that names it;
+with `on_damage` the error is passed to that function, the record is left out, and the rest is returned. bfloat16 is
+returned as uint16 and fp8 as uint8: `entry.values()` gives float32, `to_torch` the tensor.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -26,12 +27,13 @@ from birkhoff.capture.spec.dtypes import Array, to_float32
 from birkhoff.capture.store.row_reader import RowBatch, iter_rows
 from birkhoff.capture.store.sidecar import CaptureFile, SidecarEntry
 from birkhoff.errors import CaptureChecksum, CaptureFileError
-from birkhoff.hooks.site_names import to_tool
+from birkhoff.hooks.site_names import Address, to_tool
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
+    "CaptureEntries",
     "CaptureEntry",
     "RowBatch",
     "iter_rows",
@@ -44,7 +46,6 @@ __all__ = [
     "to_torch",
 ]
 
-Address = tuple[int, str]
 OnDamage = Callable[[CaptureFileError], None]
 
 _PACKED = re.compile(r"packed(-pp\d+)?\.json")
@@ -53,7 +54,7 @@ _SHARD = re.compile(r"shard-(pp\d+-)?\d+-(\d+)\.json")
 
 @dataclass
 class CaptureEntry:
-    """Rows of one hook and layer: `array` [rows, *row_shape]. Labels are None when a part of it has none."""
+    """Rows of one hook and layer: `array` [rows, *row_shape]. Labels are None if any part lacks them."""
 
     layer: int
     hook: str
@@ -64,7 +65,7 @@ class CaptureEntry:
     phases: list[str] | None = None  # "prefill" or "decode"
     scale: Array | None = None  # one factor per row, for fp8
     axes: list[str] | None = None
-    meta: dict[str, Any] = field(default_factory=dict)  # what the sidecar says about the request
+    meta: dict[str, Any] = field(default_factory=dict)  # facts about the request from the sidecar
 
     def values(self) -> Array:
         """The rows as float32, fp8 scales applied."""
@@ -74,8 +75,26 @@ class CaptureEntry:
         return len(self.array)
 
 
+class CaptureEntries(dict[Address, CaptureEntry]):
+    """Entries by (hook, layer). Lookups accept (layer, hook) too, the order of earlier versions."""
+
+    def __missing__(self, key: Any) -> CaptureEntry:
+        if key in self:
+            return dict.__getitem__(self, (key[1], key[0]))
+        raise KeyError(key)
+
+    def __contains__(self, key: object) -> bool:
+        if dict.__contains__(self, key):
+            return True
+        reverse = isinstance(key, tuple) and len(key) == 2 and isinstance(key[0], int)
+        return reverse and dict.__contains__(self, (key[1], key[0]))  # type: ignore[index]
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+
 def read_per_file(path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False) -> CaptureEntry:
-    """One `{layer}_{hook}` payload with its sidecar. A sidecar that names no dtype means float32."""
+    """Read one `{layer}_{hook}` payload with its sidecar. A sidecar without a dtype means float32."""
     path = Path(path)
     with CaptureFile(path.with_suffix(".json")) as file:
         if len(file.records) != 1 or "layout" in file.facts:
@@ -91,8 +110,8 @@ def read_packed(
     verify: bool = True,
     mmap: bool = False,
     on_damage: OnDamage | None = None,
-) -> dict[Address, CaptureEntry]:
-    """A request in one file, or in one file per pipeline stage when `path` is its directory."""
+) -> CaptureEntries:
+    """Read a packed capture: one file, or one per pipeline stage if `path` is a directory."""
     path = Path(path)
     if path.is_dir():
         sidecars = [path / name for name in sorted(_names(path)) if _PACKED.fullmatch(name)] or [
@@ -100,15 +119,15 @@ def read_packed(
         ]
     else:
         sidecars = [path.with_suffix(".json")]
-    entries: dict[Address, CaptureEntry] = {}
+    entries = CaptureEntries()
     for sidecar in sidecars:
         with CaptureFile(sidecar) as file:
             parts: dict[Address, list[tuple[SidecarEntry, Array]]] = {}
             for record in sorted(file.records, key=lambda record: record.offset):
                 array = _read(file, record, verify, mmap, on_damage)
                 if array is not None:
-                    parts.setdefault((record.layer, record.hook), []).append((record, array))
-            entries |= {address: _joined(found, file.facts) for address, found in parts.items()}
+                    parts.setdefault((record.hook, record.layer), []).append((record, array))
+            entries.update({address: _joined(found, file.facts) for address, found in parts.items()})
     return entries
 
 
@@ -120,7 +139,7 @@ def read_request(
     verify: bool = True,
     mmap: bool = False,
     on_damage: OnDamage | None = None,
-) -> dict[Address, CaptureEntry]: ...
+) -> CaptureEntries: ...
 @overload
 def read_request(
     directory: str | os.PathLike[str],
@@ -137,11 +156,11 @@ def read_request(
     verify: bool = True,
     mmap: bool = False,
     on_damage: OnDamage | None = None,
-) -> dict[Address, CaptureEntry] | dict[str, CaptureEntry]:
-    """Everything captured of one request. `names="transformer_lens"` keys it by the names of that tool."""
+) -> CaptureEntries | dict[str, CaptureEntry]:
+    """Read all entries of one request. `names="transformer_lens"` keys them by the names of that tool."""
     directory = Path(directory)
     present = sorted(_names(directory))
-    entries: dict[Address, CaptureEntry] = {}
+    entries = CaptureEntries()
     if any(_PACKED.fullmatch(name) for name in present):
         entries = read_packed(directory, verify=verify, mmap=mmap, on_damage=on_damage)
     else:
@@ -165,7 +184,7 @@ def read_request(
                     raise
                 on_damage(error)
                 continue
-            entries[entry.layer, entry.hook] = entry
+            entries[entry.hook, entry.layer] = entry
     return entries if names is None else rename(entries, names)
 
 
@@ -175,15 +194,13 @@ def read_sharded(
     requests: Iterable[str] | None = None,
     verify: bool = True,
     on_damage: OnDamage | None = None,
-) -> dict[str, dict[Address, CaptureEntry]]:
-    """The sealed shards of a tag; `requests` reads only these. A request that spans shards is joined."""
+) -> dict[str, CaptureEntries]:
+    """Read the sealed shards of a tag, or only `requests` of it. A request that spans shards is joined."""
     directory = Path(directory)
     wanted = None if requests is None else set(requests)
-    parts: dict[tuple[str, int, str], list[tuple[SidecarEntry, Array]]] = {}
+    parts: dict[tuple[str, str, int], list[tuple[SidecarEntry, Array]]] = {}
     facts: dict[str, dict[str, Any]] = {}
-    rows: dict[
-        str, int
-    ] = {}  # that the shards list, by request: fewer than it says at its end when a shard is gone
+    rows: dict[str, int] = {}  # rows listed by the shards; fewer than a request's total if a shard is missing
     found = [(int(match[2]), match[0]) for match in map(_SHARD.fullmatch, _names(directory)) if match]
     for _, name in sorted(found):  # a slot's shards in the order they were written
         with CaptureFile(directory / name) as file:
@@ -195,21 +212,21 @@ def read_sharded(
                     rows[record.request_id] = rows.get(record.request_id, 0) + record.rows
                     array = _read(file, record, verify, False, on_damage)
                     if array is not None:
-                        parts.setdefault((record.request_id, record.layer, record.hook), []).append(
+                        parts.setdefault((record.request_id, record.hook, record.layer), []).append(
                             (record, array)
                         )
-    entries: dict[str, dict[Address, CaptureEntry]] = {}
+    entries: dict[str, CaptureEntries] = {}
     for request, known in facts.items():
         known["complete"] = bool(known.get("complete")) and known.get("rows", rows.get(request)) == rows.get(
             request, 0
         )
-    for (request, layer, hook), pieces in parts.items():
-        entries.setdefault(request, {})[layer, hook] = _joined(pieces, facts.get(request, {}))
+    for (request, hook, layer), pieces in parts.items():
+        entries.setdefault(request, CaptureEntries())[hook, layer] = _joined(pieces, facts.get(request, {}))
     return entries
 
 
 def latest_per_position(entry: CaptureEntry) -> CaptureEntry:
-    """One row per position, the last one written, in order of position: what was accepted of speculative drafts."""
+    """Keep the last row written for each position, in order of position: the accepted rows of speculative drafts."""
     if entry.positions is None:
         raise CaptureFileError(
             f"{entry.hook}[{entry.layer}] has no positions, so its rows cannot be told apart by them."
@@ -226,17 +243,17 @@ def latest_per_position(entry: CaptureEntry) -> CaptureEntry:
     )
 
 
-def rename(entries: dict[Address, CaptureEntry], names: str) -> dict[str, CaptureEntry]:
-    """Keyed as another tool would; hooks it has no name for keep ours, as `hook.layer`."""
-    # Once-per-model hooks are stored at the last layer, so any entry's layer is the last of a model that ends there.
+def rename(entries: Mapping[Address, CaptureEntry], names: str) -> dict[str, CaptureEntry]:
+    """Entries by the names of another tool; hooks without such a name are keyed `hook.layer`."""
+    # Hooks that fire once per model are stored at the last layer: treat each entry's layer as the last of a model.
     return {
         to_tool(names, (hook, layer), layer + 1) or f"{hook}.{layer}": entry
-        for (layer, hook), entry in entries.items()
+        for (hook, layer), entry in entries.items()
     }
 
 
 def to_torch(entry: CaptureEntry) -> torch.Tensor:
-    """The rows as a tensor that shares their memory: bf16 as bfloat16, fp8 as float8_e4m3fn without its scale."""
+    """The rows as a tensor that shares their memory: bf16 as bfloat16, fp8 as float8_e4m3fn without scale."""
     import torch
 
     tensor = torch.from_numpy(entry.array)
@@ -264,7 +281,7 @@ def _read(
 
 
 def _joined(parts: list[tuple[SidecarEntry, Array]], facts: dict[str, Any]) -> CaptureEntry:
-    """Parts of one hook and layer as one entry, in the order given."""
+    """Join parts of one hook and layer in the given order."""
     records = [record for record, _ in parts]
     first = records[0]
     for record in records:
@@ -290,17 +307,17 @@ def _joined(parts: list[tuple[SidecarEntry, Array]], facts: dict[str, Any]) -> C
 
 
 def _joined_labels(parts: list[Any]) -> Any:
-    """None as soon as one part has no labels: half a list would label the wrong rows."""
+    """The labels of all parts; None if a part has none, because a partial list would label the wrong rows."""
     if any(part is None for part in parts):
         return None
     return [label for part in parts for label in (part if isinstance(part, list) else part.tolist())]
 
 
 def _collect_facts(file: CaptureFile, wanted: set[str] | None, facts: dict[str, dict[str, Any]]) -> None:
-    """What the shards of a tag say about each request; the end of a request may stand in a later shard."""
-    told = file.facts.get("requests")
+    """Collect what a shard says about each request; the end of a request may be recorded in a later shard."""
+    requests = file.facts.get("requests")
     shared = {name: value for name, value in file.facts.items() if name in ("tag", "format_version")}
-    for request, known in told.items() if isinstance(told, dict) else ():
+    for request, known in requests.items() if isinstance(requests, dict) else ():
         if isinstance(known, dict) and (wanted is None or request in wanted):
             complete = bool(known.get("complete")) or bool(facts.get(request, {}).get("complete"))
             facts.setdefault(request, {}).update(

@@ -212,7 +212,7 @@ def test_a_replacement_stopped_at_any_call_is_old_or_new(quick_path, layout):
             break
         assert not repair(quick_path / "crash", SoftDisk()).failed
         entries = read_request(quick_path / "crash/run/a")
-        kinds = {hook for _, hook in entries}
+        kinds = {hook for hook, _ in entries}
         key = "old" if "mlp_out" in kinds else "new"
         assert kinds == ({"mlp_out", "post_attn"} if key == "old" else {"post_attn", "mlp_in"})
         for entry in entries.values():

@@ -97,11 +97,11 @@ def test_a_run_its_estimate_its_files_and_its_second_run(tiny, data, tmp_path):
     assert sorted(read) == [f"{n:09d}" for n in range(4)]
     for entries in read.values():
         assert sorted(entries) == [
-            (0, "mlp_out"),
-            (1, "mhc_streams_pre_attn"),
-            (1, "mlp_out"),
-            (2, "mlp_out"),
-            (5, "mhc_streams_pre_attn"),
+            ("mhc_streams_pre_attn", 1),
+            ("mhc_streams_pre_attn", 5),
+            ("mlp_out", 0),
+            ("mlp_out", 1),
+            ("mlp_out", 2),
         ]
         assert entries["mhc_streams_pre_attn", 1].array.shape == (2, 2, 64)
         assert {entry.dtype for entry in entries.values()} == {"bfloat16"}

@@ -193,7 +193,7 @@ class _Sublayer:
         state = Fresh()
         phases = rope.step(batch.positions)
         turn = phases.compressed if attn.ratio else phases.sliding
-        latent, keys, *rows = attn.entry(block.attn_norm(inputs))
+        latent, keys, *rows = attn.in_proj(block.attn_norm(inputs))
         latent = attn.q_norm(latent)
         queries = attn.wq_b(latent).unflatten(-1, (attn.heads, attn.head_dim))
         queries = attn.kernels.rotate(attn.kernels.rms_norm(queries, None, attn.eps), turn)

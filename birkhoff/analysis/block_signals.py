@@ -85,8 +85,8 @@ class BlockJob:
         group = batch.groups[0]
         turn = self._model.rope.step(batch.positions).compressed
         given = rows.tensor.to(device, self._model.numerics.dtype)
-        latent, _, _, raw, weights = (group.view(each) for each in attention.entry(block.attn_norm(given)))
-        count = (group.newest + 1) // attention.ratio
+        latent, _, _, raw, weights = (group.view(each) for each in attention.in_proj(block.attn_norm(given)))
+        count = (group.last_position + 1) // attention.ratio
         visible = visible_entries(group, count, attention.ratio)
         latent = attention.q_norm(latent)
         turn = turn.view(group.view)
@@ -105,18 +105,20 @@ class _BlockRows(Fresh):
         super().__init__()
         self._raw: dict[str, torch.Tensor] = {}
 
-    def unfinished(self, kind: str, group: Group, count: int) -> torch.Tensor:
+    def raw_before(self, kind: str, group: Group, count: int) -> torch.Tensor:
         found = self._raw[kind][:, -count:]
         missing = count - found.shape[1]  # before the first token: whatever stands there is made absent
         return torch.cat((found.new_zeros(1, missing, found.shape[2]), found), dim=1) if missing else found
 
-    def carry(self, kind: str, group: Group, raw: torch.Tensor) -> None:
+    def store_raw(self, kind: str, group: Group, raw: torch.Tensor) -> None:
         before = self._raw.get(kind)
         self._raw[kind] = (raw if before is None else torch.cat((before, raw), dim=1))[:, -MOST_UNFINISHED:]
 
-    def append(self, kind: str, slots: torch.Tensor, first: torch.Tensor, entries: torch.Tensor) -> None:
-        before = self._made.get(kind)
-        self._made[kind] = entries if before is None else torch.cat((before, entries), dim=1)
+    def store_entries(
+        self, kind: str, slots: torch.Tensor, first: torch.Tensor, entries: torch.Tensor
+    ) -> None:
+        before = self._entries.get(kind)
+        self._entries[kind] = entries if before is None else torch.cat((before, entries), dim=1)
 
 
 def spans(chosen: torch.Tensor) -> Spans:

@@ -33,10 +33,9 @@ from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
-from birkhoff.offload.expert_counts import ExpertCounts
 from birkhoff.offload.expert_layout import PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
-from birkhoff.offload.expert_usage import ExpertUsage
+from birkhoff.offload.expert_usage import ExpertCounts, ExpertUsage
 from birkhoff.offload.placement import Placement
 from birkhoff.text.prompt_texts import load_prompt_texts
 from birkhoff.text.tokenizer import Tokenizer
@@ -207,7 +206,7 @@ def _build_model(
             "a checkpoint in the released formats, Triton kernels and plain numerics. Leave them out here."
         )
     if placed is not None:
-        network.hold_experts(placed.store)
+        network.use_expert_store(placed.store)
     return network.to_empty(device=run.device).eval(), placed
 
 

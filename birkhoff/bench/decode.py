@@ -346,12 +346,12 @@ def layer_row(decoder: Decoder, buffers: DecodeBuffers, context: int, speed: flo
         weights = sum(rows.nbytes for w, _ in its for part in PRODUCTS for rows in getattr(w, part)) / len(
             its
         )
-        us = graph_us([partial(decoder._attention, w, at, buffers) for w, at in its])
+        us = graph_us([partial(decoder.attention, w, at, buffers) for w, at in its])
         kinds[KINDS[ratio]] = _cost(
             us, len(its), weights, buffers.rows * read[KINDS[ratio]] / len(its), speed
         )
     us = graph_us(
-        [partial(decoder._experts, w, buffers, ids) for w, ids in zip(decoder.layers, buffers.topk_ids)]
+        [partial(decoder.experts, w, buffers, ids) for w, ids in zip(decoder.layers, buffers.topk_ids)]
     )
     floors = floor_bytes(decoder, buffers)
     experts = (floors["experts"] + floors["router and shared expert"]) / len(decoder.layers)

@@ -70,7 +70,7 @@ def move_to(store: ExpertStore, wanted: torch.Tensor) -> tuple[int, float]:
             return moved, time.perf_counter() - began
         for a, b in zip(arriving[: store.spare], leaving):
             store.swap((a[0], a[1]), (b[0], b[1]))
-        moved += store.settle(wait=True)
+        moved += store.publish(wait=True)
 
 
 def advance(decoder: Decoder, buffers: DecodeBuffers) -> None:
@@ -114,12 +114,12 @@ class PlacedSteps:
         """How often each expert was read in so many steps."""
         store = self.decoder.store
         assert store is not None
-        before = store.counts.cpu().clone()
+        before = store.read_counts.cpu().clone()
         for step in range(count):
             if step % ROOM == 0:
                 self._behind(min(ROOM, count - step))
             self.one()
-        return store.counts.cpu() - before
+        return store.read_counts.cpu() - before
 
 
 @torch.inference_mode()
@@ -148,7 +148,7 @@ def same_bits(config: V4Config, device: torch.device, shares: Sequence[float], s
                 arriving = (~hot).nonzero()[step].tolist()
                 leaving = hot.nonzero()[-1 - step].tolist()
                 store.swap((arriving[0], arriving[1]), (leaving[0], leaving[1]))
-                store.settle(wait=True)
+                store.publish(wait=True)
             place(buffers, [5 + step, 9 + step], [300 + step] * 2)
             buffers.poison()
             made.append(decoder.step(buffers).clone())
@@ -171,15 +171,15 @@ def bus_speed(store: ExpertStore, rounds: int = 3) -> float:
     rates = []
     for first in range(0, len(cold), store.spare):
         began = time.perf_counter()
-        loans = [
-            loan
+        copies = [
+            cached
             for layer, number in cold[first : first + store.spare]
-            if (loan := store.lend((layer, number)))
+            if (cached := store.acquire((layer, number)))
         ]
-        store.settle(wait=True)
-        rates.append(len(loans) * store.record.nbytes / (time.perf_counter() - began))
-        for loan in loans:
-            store.let_go(loan)
+        store.publish(wait=True)
+        rates.append(len(copies) * store.layout.nbytes / (time.perf_counter() - began))
+        for cached in copies:
+            store.release(cached)
     return max(rates)
 
 
@@ -190,7 +190,7 @@ def speed_row(steps: PlacedSteps, count: int, read: int, speeds: tuple[float, fl
     reads, hot = steps.reads(count), store.resident()
     ms = steps.milliseconds(count)
     median = sorted(ms)[len(ms) // 2]
-    inside, outside = (int(reads[where].sum()) / count * store.record.nbytes for where in (hot, ~hot))
+    inside, outside = (int(reads[where].sum()) / count * store.layout.nbytes for where in (hot, ~hot))
     limit = ((read + inside) / speeds[0] + outside / speeds[1]) * 1e3
     batch = steps.buffers.rows
     return {
@@ -198,7 +198,7 @@ def speed_row(steps: PlacedSteps, count: int, read: int, speeds: tuple[float, fl
         "ms": summary(ms),
         "tokens_per_second": significant(batch / median * 1e3),
         "misses": significant(outside / max(inside + outside, 1)),
-        "cold_experts_per_step": significant(outside / store.record.nbytes),
+        "cold_experts_per_step": significant(outside / store.layout.nbytes),
         "limit_tokens_per_second": significant(batch / limit * 1e3),
         "share_of_limit": significant(limit / median),
         "passed": limit / median >= LEAST_SHARE,
@@ -222,9 +222,9 @@ def placement_rows(
             steps = PlacedSteps(Decoder(model, filled_state(config, batch, context, device)), batch, context)
             row: Row = {"kind": "placement", "placement": name, "hot": hot_share(store)}
             if name == "counts":
-                heat = ExpertUsage(store.layers, store.experts)
-                heat.note(steps.reads(4 * count), 4 * count)
-                moved, took = move_to(store, heat.hottest(int(store.resident().sum())))
+                usage = ExpertUsage(store.layers, store.experts)
+                usage.add(steps.reads(4 * count), 4 * count)
+                moved, took = move_to(store, usage.hottest(int(store.resident().sum())))
                 row |= {
                     "exchanged": moved,
                     "exchanges_per_second": significant(moved / took) if moved else 0.0,
@@ -245,14 +245,14 @@ def moving_row(steps: PlacedSteps, count: int) -> Row:
         store,
         _Restless(store.layers, store.experts),
         steps.decoder.model.hash_routing_tables(),
-        every=min(4, count),
+        interval=min(4, count),
     )
     spans = []
     for _ in range(count):
-        placement.before([], chunk=False)
+        placement.before_step([], chunk=False)
         spans += steps.milliseconds(1)
-        placement.after()
-    moved = placement.exchanged + store.settle(wait=True)
+        placement.after_step()
+    moved = placement.swapped + store.publish(wait=True)
     times = sorted(spans)[count // 2] / sorted(plain)[count // 2]
     return {
         "kind": "moving",
@@ -267,10 +267,10 @@ def moving_row(steps: PlacedSteps, count: int) -> Row:
 class _Restless(ExpertUsage):
     """Always wants to exchange: the coldest for the hottest."""
 
-    def exchanges(self, resident, most):
+    def swaps(self, resident, limit):
         hot = resident.nonzero().tolist()
         cold = (~resident).nonzero().tolist()
-        return [((a[0], a[1]), (b[0], b[1])) for a, b in zip(cold[:most], hot[:most])]
+        return [((a[0], a[1]), (b[0], b[1])) for a, b in zip(cold[:limit], hot[:limit])]
 
 
 @torch.inference_mode()
@@ -280,15 +280,15 @@ def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus: float, r
     state = filled_state(config, 1, tokens, device)
     chunk = torch.randint(config.vocab_size, (tokens,))
     spans = []
-    before = store.counts.cpu().clone()
+    before = store.read_counts.cpu().clone()
     for _ in range(rounds):
         _wait(device)
         began = time.perf_counter()
         model.run(Batch.of([SequenceChunk(0, 0, chunk)], device), state, NoTap())
         _wait(device)
         spans.append(1e3 * (time.perf_counter() - began))
-    fresh = store.counts.cpu() - before
-    cold = float(fresh[~store.resident()].sum()) / rounds * store.record.nbytes
+    fresh = store.read_counts.cpu() - before
+    cold = float(fresh[~store.resident()].sum()) / rounds * store.layout.nbytes
     median = sorted(spans)[rounds // 2]
     return {
         "kind": "chunk",
@@ -346,8 +346,8 @@ def bench_placement(
         }
         yield about | {
             "kind": "bus",
-            "host_bytes": store.host_runs.numel(),
-            "device_bytes": store.runs.numel(),
+            "host_bytes": store.host_slots.numel(),
+            "device_bytes": store.slots.numel(),
         }
         for row in placement_rows(model, store, batches, context, count, (reading, bus)):
             yield about | row

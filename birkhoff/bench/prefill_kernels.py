@@ -108,7 +108,7 @@ def product_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Ite
         ("out b", attention.wo_b, None),
     )
     for name, layer, group in shapes:
-        rows = layer.rows()
+        rows = layer.packed_weight()
         groups = 1 if group is None else rows.out // group
         dense = rows.dense().bfloat16()
         for count in chunks:

@@ -67,21 +67,21 @@ def random_placed(
         model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=False).eval()
     store = ExpertStore(PackedExpertLayout.of(config), resident, device, spare)
     for number, stack in enumerate(model.expert_stacks()):
-        stack.hold(store, number % store.layers)
-    drawn = torch.randint(0, 256, (16, store.record.nbytes), dtype=torch.uint8, device=device)
+        stack.move_to_store(store, number % store.layers)
+    drawn = torch.randint(0, 256, (16, store.layout.nbytes), dtype=torch.uint8, device=device)
     for run in drawn:
-        _, opened, _, closed = store.record.parts(run)
+        _, opened, _, closed = store.layout.parts(run)
         for scales, inner in ((opened, config.hidden_size), (closed, config.moe_intermediate_size)):
             scales.copy_(_scales(scales.shape, inner**-0.5 / _FP4_SPREAD, device))
     for layer in range(store.layers):
         for number in range(store.experts):
-            values = store.record.parts(drawn[(layer * 7 + number) % len(drawn)])
-            for place, value in zip(store.home((layer, number)), values):
+            values = store.layout.parts(drawn[(layer * 7 + number) % len(drawn)])
+            for place, value in zip(store.home_parts((layer, number)), values):
                 place.copy_(value, non_blocking=True)
     for part in model.modules():
         if not isinstance(part, Experts):
             _fill(part, device, config)
-    store.courier.fence()
+    store.copy_stream.wait_current_stream()
     return model, store
 
 
@@ -124,11 +124,11 @@ def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
         values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(around, spread)
         module._parameters[name] = nn.Parameter(values, requires_grad=False)
     for name, tensor in list(module.named_buffers(recurse=False)):
-        if name.startswith("codes_"):
+        if name == "codes":
             codes = torch.empty(tensor.shape, dtype=torch.bfloat16, device=device).normal_(0, _FP8_SPREAD)
             module._buffers[name] = codes.clamp_(-448, 448).to(torch.float8_e4m3fn)
-        elif name.startswith("scale_"):
-            inner = module._buffers[name.replace("scale_", "codes_")].shape[1]  # type: ignore[union-attr]
+        elif name == "scale":
+            inner = module._buffers["codes"].shape[1]  # type: ignore[union-attr]
             module._buffers[name] = _scales(tensor.shape, inner**-0.5 / _FP8_SPREAD, device)
         else:
             assert name == "tid2eid", name

@@ -140,7 +140,7 @@ class CpuPooling:
 class CpuAttention:
     def __init__(self, attention: Attention):
         a = self.attention = attention
-        self.entry = _array(a.entry.whole())
+        self.in_proj = _array(a.in_proj.stacked_weight())
         self.q_norm = _array(a.q_norm.weight)
         self.kv_norm = _array(a.kv_norm.weight)
         self.sink = _array(a.attn_sink)
@@ -151,8 +151,8 @@ class CpuAttention:
         self.hidden = self.wo_b.shape[0]
         self.eps = np.float32(a.eps)
         self.scale = np.float32(a.scale)
-        self.entries = None if a.compressor is None else CpuPooling(a.compressor)
-        self.index_keys = None if a.indexer is None else CpuPooling(a.indexer.compressor)
+        self.entry_pooling = None if a.compressor is None else CpuPooling(a.compressor)
+        self.index_pooling = None if a.indexer is None else CpuPooling(a.indexer.compressor)
 
     def accepts(self, batch: Batch, state: LayerState | Fresh) -> bool:
         return is_decode_step(batch, state)
@@ -163,16 +163,16 @@ class CpuAttention:
         assert isinstance(state, LayerState)
         a, group = self.attention, batch.groups[0]
         n = batch.num_tokens
-        slots, positions = group.once("arrays", lambda: (_array(group.slots), _array(group.first)))
+        slots, positions = group.cached("arrays", lambda: (_array(group.slots), _array(group.first)))
         cos = phases.cos.numpy()
         sin = phases.sin.numpy()
         ring = state.keys.array
-        entered = np.empty((n, self.entry.shape[0]), np.float32)
+        projected = np.empty((n, self.in_proj.shape[0]), np.float32)
         latent = np.empty((n, self.rank), np.float32)
         queries = np.empty((n, a.heads, a.head_dim), np.float32)
         cpu_decode.qkv_proj(
             x.numpy(),
-            self.entry,
+            self.in_proj,
             self.q_norm,
             self.wq_b,
             self.kv_norm,
@@ -182,21 +182,21 @@ class CpuAttention:
             ring,
             slots,
             positions,
-            entered,
+            projected,
             latent,
             queries,
         )
         pages: Array = _NO_PAGES
         table: Array | None = _NO_TABLE
         chosen: Array = _ALL_ENTRIES
-        if self.entries is not None:
+        if self.entry_pooling is not None:
             at = self.rank + a.head_dim
             pages = _array(state.pages[ENTRY])
             table = state.state.table_array
-            at = self._compress(self.entries, entered, at, slots, positions, state)
-            if self.index_keys is not None:
-                at = self._compress(self.index_keys, entered, at, slots, positions, state)
-                chosen = self._choose(entered[:, at:], latent, cos, sin, group, slots, positions, state)
+            at = self._compress(self.entry_pooling, projected, at, slots, positions, state)
+            if self.index_pooling is not None:
+                at = self._compress(self.index_pooling, projected, at, slots, positions, state)
+                chosen = self._choose(projected[:, at:], latent, cos, sin, group, slots, positions, state)
         out = torch.empty(n, self.hidden)
         cpu_decode.attend_and_project(
             queries,
@@ -219,13 +219,19 @@ class CpuAttention:
         return out
 
     def _compress(
-        self, pooling: CpuPooling, entered: Array, at: int, slots: Array, positions: Array, state: LayerState
+        self,
+        pooling: CpuPooling,
+        projected: Array,
+        at: int,
+        slots: Array,
+        positions: Array,
+        state: LayerState,
     ) -> int:
-        """Store the raw rows `entered[:, at:...]` and the entries they complete; returns the next unread column."""
-        stop = at + 2 * pooling.ape.shape[1]
+        """Store the raw rows `projected[:, at:...]` and the entries they complete; returns the next unread column."""
+        stop = at + 2 * int(pooling.ape.shape[1])
         ring = state.raw[pooling.kind].array
         pages = _array(state.pages[pooling.kind])
-        cpu_decode.store_compressor_rows(entered[:, at:stop], pooling.ape, ring, slots, positions)
+        cpu_decode.store_compressor_rows(projected[:, at:stop], pooling.ape, ring, slots, positions)
         cpu_decode.pool_entries(
             ring,
             pages,
@@ -254,7 +260,7 @@ class CpuAttention:
         """Entries each row attends to, [n, E] bool; empty when the indexer keeps all of them."""
         indexer = self.attention.indexer
         assert indexer is not None
-        most = (group.newest + 1) // 4
+        most = (group.last_position + 1) // 4
         if most <= indexer.topk:
             return _ALL_ENTRIES
         chosen = np.empty((len(slots), most), np.bool_)
@@ -279,7 +285,7 @@ class CpuAttention:
 
 class CpuMoE:
     def __init__(self, moe: MoE):
-        self.entry = _array(moe.entry.whole())
+        self.in_proj = _array(moe.in_proj.stacked_weight())
         self.gate = moe.gate
         routed = moe.experts
         self.gate_up = _array(routed.gate_up)
@@ -302,7 +308,7 @@ class CpuMoE:
         out = torch.empty(x.shape)
         cpu_decode.experts(
             x.numpy(),
-            self.entry,
+            self.in_proj,
             hash_ids,
             self.bias,
             self.factor,

@@ -1,35 +1,40 @@
-"""Decoding steps on a GPU: the whole model for one new token per sequence, as a fixed list of kernel launches.
+"""Decode steps on a GPU: one new token per sequence through the whole model, as a fixed list of kernel launches.
 
-`Transformer.run` is the plain twin. A `Decoder` takes a filled model whose quantised weights are packed and a `State`;
-`step` launches everything for the rows of a `DecodeBuffers`: token ids, positions and slots are tensors on the device, the host
-asks nothing of them, and every buffer stays where it is, so a step can be captured as a CUDA graph and replayed.
-What differs between sequences (lengths, pages, chosen experts and entries) is data. A step that is watched or changed
-is `tapped.py`'s: these launches, and more where a site is live.
+`Transformer.run` is the reference implementation. A `Decoder` takes a filled model whose quantised weights are packed,
+and a `State`. `step` launches everything for the rows of a `DecodeBuffers`: token ids, positions and slots are tensors
+on the device that the host never reads, and every buffer stays in place, so a step can be captured as a CUDA graph and
+replayed. Whatever differs between sequences (lengths, pages, selected experts and entries) is data.
 
-Per layer: boundary (two launches), first products, small stage, query products, indexer when there are more entries
-than it keeps, attention (two), two output products, boundary, router with the shared expert, routing (with the router
-where there is one token), experts (two).
+Per layer: boundary (two launches), qkv projections, norm/rope/store, query projections, indexer if there are more
+entries than it keeps, attention (two), two output projections, boundary, router with the shared expert, routing (fused
+with the router for a single token), experts (two). Live taps add launches (`decode/taps.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from birkhoff.decode.buffers import DecodeBuffers
+from birkhoff.decode.layer_weights import LayerWeights, layer_weights
+from birkhoff.decode.taps import (
+    ATTENTION_SITES,
+    EXPERT_SITES,
+    NO_TAP,
+    DecodeTaps,
+    tap_input,
+    tap_output,
+    tap_streams,
+)
 from birkhoff.errors import OptionError
 from birkhoff.hooks import sites
 from birkhoff.hooks.tap import Tap
 from birkhoff.kernels import gpu
-from birkhoff.kernels.cuda.backend import CudaBackend, scale_offset, unsupported_reason
+from birkhoff.kernels.cuda.backend import CudaBackend, unsupported_reason
 from birkhoff.kernels.cuda.compile import find_nvrtc
-from birkhoff.kernels.linear.packed import PackedWeight
-from birkhoff.model.attention import Attention
-from birkhoff.model.block import Block
-from birkhoff.model.compressor import Compressor
-from birkhoff.model.linear import Linear, become_views
-from birkhoff.model.moe import Experts, MoE
 from birkhoff.model.state import ENTRY, INDEX, LayerState, State
 from birkhoff.model.transformer import Transformer
 
@@ -37,8 +42,8 @@ if TYPE_CHECKING:
     from birkhoff.kernels.triton_backend import TritonBackend
 
 
-def refusal(model: Transformer) -> str | None:
-    """Why a model cannot be decoded here, or None."""
+def unsupported_model(model: Transformer) -> str | None:
+    """Why `Decoder` cannot run a model, or None."""
     config = model.config
     if not model.packed:
         return "its weights are not packed as FP8 and FP4 codes"
@@ -53,115 +58,50 @@ def refusal(model: Transformer) -> str | None:
     return None
 
 
-def _codes(*layers: Linear) -> PackedWeight:
-    """FP8 layers that read one input, stacked; a single one as prompts read it."""
-    if len(layers) == 1:
-        return layers[0].rows()
-    named = [(layer, part) for layer in layers for part in layer.parts]
-    made = PackedWeight.fp8(
-        [(getattr(layer, f"codes_{part}"), getattr(layer, f"scale_{part}")) for layer, part in named]
-    )
-    become_views(layers, made.weight)
-    return made
+def _store_spans(model: Transformer) -> list[tuple[int, int, int]]:
+    """(first, stop, stored): layers first .. stop - 1 of the model are the layers from `stored` on in its store.
 
-
-class LayerWeights:
-    """One block's weights as the kernels read them; nothing but scales is in memory twice."""
-
-    def __init__(self, block: Block):
-        a, m = block.attn, block.ffn
-        assert isinstance(a, Attention) and isinstance(m, MoE)
-        self.ratio = a.ratio
-        self.mixers = [(mixer.fn, mixer.base, mixer.scale) for mixer in (block.hc_attn, block.hc_ffn)]
-        self.norms = [block.attn_norm.weight, block.ffn_norm.weight]
-        self.q_norm = a.q_norm.weight
-        self.kv_norm = a.kv_norm.weight
-        self.sink = a.attn_sink
-        self.qkv_proj = [_codes(a.wq_a, a.wkv)]
-        plain = [] if a.compressor is None else [a.compressor.project]
-        queries = [a.wq_b]
-        if a.indexer is not None:
-            plain += [a.indexer.compressor.project, a.indexer.weights_proj]
-            queries.append(a.indexer.wq_b)
-        if plain:
-            self.qkv_proj.append(PackedWeight.plain([layer.weight for layer in plain]))
-            become_views(plain, self.qkv_proj[-1].weight)
-        self.q_b_proj = [_codes(a.wq_b)] if len(queries) == 1 else [_codes(a.wq_b), _codes(queries[1])]
-        self.o_a_proj = [_codes(a.wo_a)]
-        self.o_b_proj = [_codes(a.wo_b)]
-        self.compressor = None if a.compressor is None else _compressor(a.compressor)
-        self.index = None if a.indexer is None else _compressor(a.indexer.compressor)
-        self.router = m.gate.project.rows()
-        self.router_bias: torch.Tensor | None = m.gate.bias
-        self.hash_table = m.gate.tid2eid
-        self.shared_gate_up = _codes(m.shared_experts.open)
-        self.shared_down = _codes(m.shared_experts.w2)
-        self.expert_addresses = addresses(m)
-        self.scale_offsets = [scale_offset(torch.tensor(span)) for span in spans(m.experts)]
-        self.host_range = None if m.experts.store is None else m.experts.store.far()
-        self.held = m.experts  # the addresses above stay valid as long as this lives
-
-
-def _compressor(compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
-    return compressor.ape, compressor.norm.weight
-
-
-def addresses(moe: MoE) -> torch.Tensor:
-    """Where each expert's codes and scales begin: [E, 4] int64 (gate and up, scales, down, scales)."""
-    return moe.experts.addresses()
-
-
-def spans(experts: Experts) -> list[tuple[int, int]]:
-    """The least and the largest scale of all experts' gate and up, and of their down."""
-    found = []
-    for name, place in (("gate_up_scale", 1), ("down_scale", 3)):
-        stored = [part[place] for part in map(experts.at_home, range(experts.count))]
-        whole = [experts.get_buffer(name)] if experts.store is None else stored
-        ends = torch.stack([torch.stack(scales.aminmax()).cpu() for scales in whole])
-        found.append((int(ends.min()), int(ends.max())))
-    return found
-
-
-def _rows_of_store(model: Transformer) -> list[tuple[int, int, int]]:
-    """Layers first .. stop - 1 of the model are layers from a third number on in its store; one span, as a rule."""
+    Usually one span."""
     spans: list[tuple[int, int, int]] = []
-    for number, layer in enumerate(stack.layer for stack in model.expert_stacks()[: len(model.layers)]):
-        if spans and layer == spans[-1][2] + number - spans[-1][0]:
-            spans[-1] = (spans[-1][0], number + 1, spans[-1][2])
+    for layer, stored in enumerate(stack.layer for stack in model.expert_stacks()[: len(model.layers)]):
+        if spans and stored == spans[-1][2] + layer - spans[-1][0]:
+            spans[-1] = (spans[-1][0], layer + 1, spans[-1][2])
         else:
-            spans.append((number, number + 1, layer))
+            spans.append((layer, layer + 1, stored))
     return spans
 
 
 class Decoder:
-    """`fast` demands (or refuses) the CUDA kernels, which are otherwise used where they apply; `pdl` lets them begin
-    while their predecessors end."""
+    """Launches decode steps of `model` on `state`.
+
+    `fast` requires (True) or refuses (False) the CUDA kernels; by default they are used where they apply. `pdl` enables
+    programmatic dependent launch for them: a kernel may begin while its predecessor ends."""
 
     def __init__(self, model: Transformer, state: State, fast: bool | None = None, pdl: bool = True):
-        reason = refusal(model)
+        reason = unsupported_model(model)
         if reason is not None:
             raise OptionError(
                 f"this model cannot be decoded by GPU kernels: {reason}. Use kernels='reference'."
             )
         self.model, self.state, self.config = model, state, model.config
         self.dtype = model.numerics.dtype
-        self.store = model.expert_stacks()[0].store  # None: experts lie where they were loaded
-        self._counted = _rows_of_store(model) if self.store is not None else []
+        self.store = model.expert_stacks()[0].store  # None: experts stay in the model's own memory
+        self._store_spans = _store_spans(model) if self.store is not None else []
         with torch.no_grad():
-            self.layers = [LayerWeights(block) for block in model.layers]  # type: ignore[arg-type]
-            self.head = model.head.rows()
-        omega = model.rope.sliding, model.rope.compressed
+            self.layers = [layer_weights(block) for block in model.blocks()]
+            self.head = model.head.packed_weight()
         device = state.device
-        self.omega = torch.stack([omega[0], omega[1], omega[1], omega[1]]).to(device)  # see `_phases`
-        self.before = torch.tensor([0, 0, 3, 127], device=device)
+        sliding, compressed = model.rope.sliding, model.rope.compressed
+        self._omega = torch.stack([sliding, compressed, compressed, compressed]).to(device)
+        self._steps_back = torch.tensor([0, 0, 3, 127], device=device)
         self.processors = (
             torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
         )
-        reason = "not wanted" if fast is False else why_not_fast(self)
+        reason = "not wanted" if fast is False else self._unsupported_by_cuda()
         if fast and reason:
             raise OptionError(f"the CUDA kernels cannot serve this model: {reason}. Use fast=False.")
         self.kernels: CudaBackend | TritonBackend = (
-            CudaBackend(device, pdl) if reason is None else _portable()
+            CudaBackend(device, pdl) if reason is None else _triton_backend()
         )
 
     def buffers(self, rows: int, context: int) -> DecodeBuffers:
@@ -180,51 +120,66 @@ class Decoder:
             processors=self.processors,
         )
 
-    def step(self, buffers: DecodeBuffers) -> torch.Tensor:
-        """Launch one step for the desk's tokens -> logits [rows, vocab] float32, in the desk's own memory."""
+    def step(self, buffers: DecodeBuffers, taps: DecodeTaps = NO_TAP) -> torch.Tensor:
+        """Launch one step for the tokens in `buffers` -> `buffers.logits` [rows, vocab] float32."""
         from birkhoff.kernels.mhc import decode as mhc
 
         c, kernels = self.config, self.kernels
-        how = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps, c.rms_norm_eps)
-        self._phases(buffers)
+        read_settings = (c.hc_sinkhorn_iters, c.hc_eps, c.rms_norm_eps)
+        self._compute_phases(buffers)
         embedding = (self.model.embed, buffers.token_ids)
         mode, y = mhc.EMBED, None
-        for number, w in enumerate(self.layers):
-            for sublayer in (0, 1):
+        for layer, w in enumerate(self.layers):
+            tap = taps.at(layer)
+            for sublayer, site in enumerate((ATTENTION_SITES, EXPERT_SITES)):
                 fn, base, scale = w.mixers[sublayer]
+                norm = w.norms[sublayer]
                 kernels.write_and_mix(
                     buffers.streams, y, buffers.post, buffers.mix, fn, buffers.mix_parts, mode, *embedding
                 )
-                kernels.read_streams(buffers, base, scale, w.norms[sublayer], *how)
-                at = self.state.layers[number]
-                y = (
-                    self._experts(w, buffers, buffers.topk_ids[number])
-                    if sublayer
-                    else self._attention(w, at, buffers)
-                )
+                reads = partial(_read_weights, (fn, base, scale, *read_settings))
+                reading = tap_streams(tap, site.streams, buffers, fn, reads)
+                kernels.read_streams(reading, base, scale, norm, *read_settings, c.rms_norm_eps)
+                tap.see(site.pre, buffers.pre)
+                tap.see(site.post, buffers.post)
+                tap.see(site.mix, buffers.mix)
+                tap_input(tap, site.input, reading, norm, c.rms_norm_eps)
+                kept = tap.keep(site.output, buffers.expert_out if sublayer else buffers.attn_out)
+                if sublayer:
+                    target = buffers if kept is None else buffers.replace(expert_out=kept)
+                    y = self.experts(w, target, buffers.topk_ids[layer], tap)
+                else:
+                    target = buffers if kept is None else buffers.replace(attn_out=kept)
+                    y = self.attention(w, self.state.layers[layer], target)
+                if kept is None:
+                    y = tap_output(tap, site.output, y, self.dtype)
                 mode = mhc.KEEP
+        tap = taps.at(len(self.layers) - 1)
         head, norm = self.model.hc_head, self.model.norm.weight
         mhc.write_and_mix(buffers.streams, y, buffers.post, buffers.mix, head.fn, buffers.mix_parts)
+        reading = tap_streams(tap, sites.MHC_STREAMS_FINAL, buffers, head.fn, head.weights)
         mhc.read_streams(
-            buffers.mix_parts, buffers.streams, head.base, head.scale, norm, *how, buffers.x, buffers.pre
+            buffers.mix_parts,
+            reading.streams,
+            head.base,
+            head.scale,
+            norm,
+            *read_settings,
+            c.rms_norm_eps,
+            buffers.x,
+            buffers.pre,
         )
+        tap.see(sites.MHC_HEAD_MIX, buffers.pre)
+        tap_input(tap, sites.FINAL_HIDDEN, reading, norm, c.rms_norm_eps)
         kernels.gemv([self.head], (buffers.x, buffers.x), buffers.logits)
-        self.count_reads(buffers)
+        if self.store is not None:
+            for first, stop, stored in self._store_spans:
+                self.store.count_reads(buffers.topk_ids[first:stop], stored)
+        taps.end()
         return buffers.logits
 
-    def count_reads(self, buffers: DecodeBuffers) -> None:
-        """Tell the store of experts which of them this step has read."""
-        for first, stop, layer in self._counted:
-            self.store.count(buffers.topk_ids[first:stop], layer)  # type: ignore[union-attr]
-
-    def _phases(self, buffers: DecodeBuffers) -> None:
-        """Angles by a token's position in sliding and in compressed layers, and by the first of the 4 and of the 128
-        tokens it may end; a compressed layer is given the last three."""
-        at = (buffers.positions.unsqueeze(-1) - self.before).float().unsqueeze(-1) * self.omega
-        torch.cos(at, out=buffers.cos)
-        torch.sin(at, out=buffers.sin)
-
-    def _attention(self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers) -> torch.Tensor:
+    def attention(self, w: LayerWeights, state: LayerState, buffers: DecodeBuffers) -> torch.Tensor:
+        """Launch one attention sublayer: `buffers.x` -> `buffers.attn_out` [rows, d]."""
         from birkhoff.kernels.compress.decode import norm_rope_store
         from birkhoff.kernels.index.decode import score
 
@@ -253,17 +208,17 @@ class Decoder:
             c.rms_norm_eps,
             pdl,
         )
-        searched = w.ratio == 4 and buffers.max_entries > 0
+        indexed = w.ratio == 4 and buffers.max_entries > 0
         kernels.gemv(
-            w.q_b_proj if searched else w.q_b_proj[:1], (buffers.latent_fp16, buffers.latent), buffers.queries
+            w.q_b_proj if indexed else w.q_b_proj[:1], (buffers.latent_fp16, buffers.latent), buffers.queries
         )
-        if searched:
+        if indexed:
             heads = c.index_n_heads
-            own = c.num_attention_heads * c.head_dim
-            first = sum(part.out for part in w.qkv_proj) - heads
+            index_queries = c.num_attention_heads * c.head_dim  # first column
+            head_weights = sum(part.out for part in w.qkv_proj) - heads  # first column
             score(
-                buffers.queries[:, own:],
-                buffers.qkv[:, first : first + heads],
+                buffers.queries[:, index_queries:],
+                buffers.qkv[:, head_weights : head_weights + heads],
                 state.pages[INDEX],
                 table,
                 *ids,
@@ -275,7 +230,7 @@ class Decoder:
                 pdl,
             )
             kernels.topk(buffers.scores, buffers.positions, buffers.topk_indices)
-        splits, split = buffers.splits[w.ratio]
+        splits, keys_per_split = buffers.splits[w.ratio]
         size = (buffers.rows, splits, c.num_attention_heads)
         count = buffers.rows * splits * c.num_attention_heads
         kernels.attend(
@@ -285,7 +240,7 @@ class Decoder:
             state.pages.get(ENTRY),
             w.ratio,
             table,
-            buffers.topk_indices if searched else None,
+            buffers.topk_indices if indexed else None,
             *ids,
             cos,
             sin,
@@ -293,7 +248,7 @@ class Decoder:
             buffers.partial_max[:count].view(size),
             buffers.partial_sum[:count].view(size),
             w.sink,
-            split,
+            keys_per_split,
             c.head_dim**-0.5,
             c.rms_norm_eps,
             buffers.heads_out,
@@ -303,34 +258,48 @@ class Decoder:
         kernels.gemv(w.o_b_proj, (buffers.o_latent, buffers.o_latent), buffers.attn_out)
         return buffers.attn_out
 
-    def _experts(
-        self, w: LayerWeights, buffers: DecodeBuffers, ids: torch.Tensor, tap: Tap | None = None
+    def experts(
+        self, w: LayerWeights, buffers: DecodeBuffers, ids: torch.Tensor, tap: Tap = NO_TAP
     ) -> torch.Tensor:
+        """Launch one expert sublayer: `buffers.x` -> expert ids in `ids`, outputs in `buffers.expert_out`."""
         c, kernels = self.config, self.kernels
         kernels.route_and_shared(w, buffers, ids, c.swiglu_limit, c.routed_scaling_factor)
-        if tap is not None:
-            tap.see(sites.MOE_ROUTER_LOGITS, buffers.router_gate_up[:, : c.n_routed_experts])
-            tap.see(sites.MOE_TOPK, ids, buffers.topk_weights)
+        tap.see(sites.MOE_ROUTER_LOGITS, buffers.router_gate_up[:, : c.n_routed_experts])
+        tap.see(sites.MOE_TOPK, ids, buffers.topk_weights)
         kernels.gate_up(w, buffers, c.swiglu_limit)
         kernels.down(w, buffers)
         return buffers.expert_out
 
+    def _compute_phases(self, buffers: DecodeBuffers) -> None:
+        """Cosines and sines of four angles per token: of its position in sliding and in compressed layers, and of the
+        first of the 4 and of the 128 tokens of a block that it may complete. Compressed layers use the last three."""
+        angles = (buffers.positions.unsqueeze(-1) - self._steps_back).float().unsqueeze(-1) * self._omega
+        torch.cos(angles, out=buffers.cos)
+        torch.sin(angles, out=buffers.sin)
 
-def _portable() -> TritonBackend:
+    def _unsupported_by_cuda(self) -> str | None:
+        """Why the CUDA kernels cannot run the model: the device, a width, or the form of its weights; None if they can."""
+        reason = unsupported_reason(self.config, self.dtype, self.state.device)
+        if reason is not None:
+            return reason
+        if find_nvrtc() is None:
+            return "NVRTC, which compiles them, was not found beside PyTorch or in CUDA_HOME"
+        if any(None in w.scale_offsets for w in self.layers):
+            return "scales of its experts lie too far apart"
+        if any(rows.weight.dtype is torch.float32 for w in self.layers for rows in (*w.qkv_proj, w.router)):
+            return "some of its weights need more than bfloat16"
+        return None
+
+
+def _read_weights(mixer: tuple[torch.Tensor | float, ...], streams: torch.Tensor) -> torch.Tensor:
+    """The weights [n, m] with which a sublayer would read `streams`."""
+    from birkhoff.kernels.mhc import decode as mhc
+
+    read: Callable[..., tuple[torch.Tensor, ...]] = mhc.read
+    return read(streams.contiguous(), *mixer)[1]
+
+
+def _triton_backend() -> TritonBackend:
     from birkhoff.kernels.triton_backend import TritonBackend
 
     return TritonBackend()
-
-
-def why_not_fast(decoder: Decoder) -> str | None:
-    """What keeps a model from the CUDA kernels: the device, a width, or weights that were not stored as they expect."""
-    reason = unsupported_reason(decoder.config, decoder.dtype, decoder.state.device)
-    if reason is not None:
-        return reason
-    if find_nvrtc() is None:
-        return "NVRTC, which compiles them, was not found beside PyTorch or in CUDA_HOME"
-    if any(None in w.scale_offsets for w in decoder.layers):
-        return "scales of its experts lie too far apart"
-    if any(rows.weight.dtype is torch.float32 for w in decoder.layers for rows in (*w.qkv_proj, w.router)):
-        return "some of its weights need more than bfloat16"
-    return None

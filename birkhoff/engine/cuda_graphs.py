@@ -22,7 +22,6 @@ import torch
 
 from birkhoff.decode.buffers import DecodeBuffers
 from birkhoff.decode.gpu import Decoder
-from birkhoff.decode.tapped import tapped_step
 from birkhoff.engine.host_copier import HostCopier
 from birkhoff.hooks.batch_tap import BatchTap, CaptureLayout
 from birkhoff.hooks.capture_buffer import RowCopyPlan
@@ -156,10 +155,10 @@ class CudaGraphs:
         held.tap.fill(tap, wishes)
         self._exit.wait()  # a copy of the rows before may still be under way
         if held.steps == 1 and buffers.token_ids.device.type == "cuda":
-            held.graph = self._record(lambda: tapped_step(self.decoder, buffers, held.tap))
+            held.graph = self._record(lambda: self.decoder.step(buffers, held.tap))
         held.steps += 1
         if held.graph is None:
-            tapped_step(self.decoder, buffers, held.tap)
+            self.decoder.step(buffers, held.tap)
         else:
             held.graph.replay()
         if tap.requests:

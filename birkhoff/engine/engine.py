@@ -23,7 +23,7 @@ import torch
 
 from birkhoff.byte_size import format_bytes
 from birkhoff.config import PAGE_TOKENS
-from birkhoff.decode.gpu import Decoder, refusal
+from birkhoff.decode.gpu import Decoder, unsupported_model
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.engine.gpu_warmup import warm_up
 from birkhoff.engine.memory_plan import cache_by_kind, page_bytes, pages_for
@@ -68,7 +68,7 @@ class EngineCore:
         self.max_context = max_context
         self.placement = placement
         mtp = draft_depth > 0
-        replays = model.numerics.kernels.name == "triton" and refusal(model) is None
+        replays = model.numerics.kernels.name == "triton" and unsupported_model(model) is None
         slots = (
             max_requests + replays
         )  # a replayed step fills its spare rows from a slot that nobody else has
@@ -152,11 +152,11 @@ class EngineCore:
             return self.runner.run(work)
         tokens = [token for item in work for token in item.tokens]
         with self.placement.store.lock:
-            self.placement.before(tokens, chunk=any(item.stop - item.start > 1 for item in work))
+            self.placement.before_step(tokens, chunk=any(item.stop - item.start > 1 for item in work))
             try:
                 return self.runner.run(work)
             finally:
-                self.placement.after()
+                self.placement.after_step()
 
     def step_until_output(self, request: Request) -> None:
         """Step until `request` has something to say."""

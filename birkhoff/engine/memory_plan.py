@@ -297,10 +297,7 @@ def _kernel_copy_bytes(name: str, layer: Linear) -> int:
     times = 2 if name.endswith(("attn.wq_a", "attn.wkv", "weights_proj")) else 1
     if not layer.packed:
         return times * 2 * layer.weight.numel() if layer.weight.dtype is torch.float32 else 0
-    codes = [getattr(layer, key) for key, _ in layer.held()]
-    return (
-        times * -(-codes[0].shape[1] // 128) * sum(len(part) for part in codes)
-    )  # one scale per 128 columns
+    return times * -(-layer.codes.shape[1] // 128) * len(layer.codes)  # one scale per 128 columns
 
 
 @dataclass(frozen=True)

@@ -215,7 +215,7 @@ def _flattened(work: Sequence[ScheduledChunk], device: torch.device) -> tuple[Ba
     """The batch of a step, and the first row of each piece of work."""
     parts = [_pieces(w) for w in work]
     batch = Batch.of([piece for pieces in parts for piece in pieces], device)
-    row_of = {id(piece): row for piece, row in zip(batch.pieces, batch.offsets)}
+    row_of = {id(piece): row for piece, row in zip(batch.chunks, batch.offsets)}
     return batch, [row_of[id(pieces[0])] for pieces in parts]
 
 

@@ -63,7 +63,7 @@ class Speculator:
                 w.request.followed += known
         if pieces:
             batch, order = _laid_out(pieces, self.state.device)
-            self.model.remember(torch.cat([kept[i] for i in order]), batch, self.state)
+            self.model.mtp_prefill(torch.cat([kept[i] for i in order]), batch, self.state)
 
     @torch.inference_mode()
     def guess(self, work: Sequence[ScheduledChunk], ran: Sequence[ModelOutput | None]) -> int:
@@ -94,7 +94,7 @@ class Speculator:
         batch = Batch.of(pieces, self.state.device)
         read = torch.cat(rows) if len(rows) > 1 else rows[0]
         if not guesses_now:  # between two turns of a trial: no hole in what MTP remembers
-            self.model.remember(read, batch, self.state)
+            self.model.mtp_prefill(read, batch, self.state)
             return 0
         draft_tokens: list[list[int]] = [[] for _ in going]
         hidden, streams = self.model.draft(read, batch, self.state)
@@ -124,7 +124,7 @@ def _laid_out(pieces: list[SequenceChunk], device: torch.device) -> tuple[Batch,
     """A batch, and in which order its rows take the pieces."""
     batch = Batch.of(pieces, device)
     place = {id(piece): number for number, piece in enumerate(pieces)}
-    return batch, [place[id(piece)] for piece in batch.pieces]
+    return batch, [place[id(piece)] for piece in batch.chunks]
 
 
 def _slot(request: Request) -> int:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import nn
 
 from birkhoff.config import V4Config
 from birkhoff.kernels.attend import TopkIndices
+from birkhoff.kernels.rope import Phases
 from birkhoff.model.batch import Batch, Group
 from birkhoff.model.compiled import CompiledAttention
 from birkhoff.model.compressor import Compressor, visible_entries
@@ -19,6 +20,8 @@ from birkhoff.model.state import ENTRY, Fresh, LayerState
 
 
 class Attention(nn.Module):
+    """The attention sublayer. `ratio` is its compression: 0 (sliding window only), 4 (CSA) or 128 (HCA)."""
+
     def __init__(self, config: V4Config, ratio: int, rope: Rope, numerics: Numerics, packed: bool = False):
         super().__init__()
         self.ratio, self.numerics, self.kernels = ratio, numerics, numerics.kernels
@@ -30,14 +33,14 @@ class Attention(nn.Module):
         self.window = config.sliding_window
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
-        wide = self.heads * self.head_dim
+        width = self.heads * self.head_dim
         self.wq_a = Linear(config.hidden_size, config.q_lora_rank, "fp8", numerics, packed)
         self.q_norm = RMSNorm(config.q_lora_rank, self.eps, numerics)
-        self.wq_b = Linear(config.q_lora_rank, wide, "fp8", numerics, packed)
+        self.wq_b = Linear(config.q_lora_rank, width, "fp8", numerics, packed)
         self.wkv = Linear(config.hidden_size, self.head_dim, "fp8", numerics, packed)
         self.kv_norm = RMSNorm(self.head_dim, self.eps, numerics)
         self.attn_sink = nn.Parameter(torch.empty(self.heads, dtype=torch.float32))
-        self.wo_a = Linear(wide // self.groups, self.groups * self.group_rank, "fp8", numerics, packed)
+        self.wo_a = Linear(width // self.groups, self.groups * self.group_rank, "fp8", numerics, packed)
         self.wo_b = Linear(self.groups * self.group_rank, config.hidden_size, "fp8", numerics, packed)
         self.compressor = Compressor(config, ratio, ENTRY, rope, numerics, packed) if ratio else None
         self.indexer = Indexer(config, rope, numerics, packed) if ratio == 4 else None
@@ -46,84 +49,102 @@ class Attention(nn.Module):
             readers.append(self.compressor.project)
         if self.indexer is not None:
             readers += [self.indexer.compressor.project, self.indexer.weights_proj]
-        self.entry = SharedInput(readers)
+        self.in_proj = SharedInput(readers)
         self.compiled: CompiledAttention | None = None
 
     def forward(
-        self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState | Fresh
+        self, x: torch.Tensor, batch: Batch, step_phases: StepPhases, state: LayerState | Fresh
     ) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
-        turn = phases.compressed if self.ratio else phases.sliding
+        phases = step_phases.compressed if self.ratio else step_phases.sliding
         if self.compiled is not None and self.compiled.accepts(batch, state):
-            return self.compiled(x, batch, turn, state)
-        latent, keys, *rows = self.entry(x)  # rows: what the compressor and the indexer read
+            return self.compiled(x, batch, phases, state)
+        latent, keys, *raw = self.in_proj(x)  # raw: inputs of the compressor and the indexer
         latent = self.q_norm(latent)  # [n, q_lora], also read by the indexer
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = self.kernels.rotate(
-            self.kernels.rms_norm(queries, None, self.eps), turn, own=True
-        )  # [n, h, c]
-        keys = self.kernels.rotate(self.kv_norm(keys), turn)  # [n, c]
-        keys = self.numerics.round_key(keys, self.rope_dim)
+        queries = self.kernels.rms_norm(queries, None, self.eps)
+        queries = self.kernels.rotate(queries, phases, own=True)  # [n, h, c]
+        keys = self._cached_keys(keys, phases)  # [n, c]
         parts = [
-            self._attend_group(queries, keys, latent, rows, turn, group, state) for group in batch.groups
+            self._attend_group(queries, keys, latent, raw, phases, group, state) for group in batch.groups
         ]
-        mixed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self._project_out(
-            self.kernels.rotate(mixed, turn, inverse=True, own=True)
-        )  # values carry phase
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts)
+        # Values are rotated like keys, so the inverse rotation of the query position is applied to their sum.
+        return self._project_out(self.kernels.rotate(attended, phases, inverse=True, own=True))
 
-    def remember(self, x: torch.Tensor, batch: Batch, phases: StepPhases, state: LayerState) -> None:
-        """Sliding layers: keep the keys of these tokens without attending to anything."""
+    def store_keys(self, x: torch.Tensor, batch: Batch, step_phases: StepPhases, state: LayerState) -> None:
+        """Sliding layers: store the keys of these tokens without computing attention."""
         assert self.ratio == 0, "entries are made while attending"
-        _, keys = self.entry(x)
-        keys = self.numerics.round_key(self.kernels.rotate(self.kv_norm(keys), phases.sliding), self.rope_dim)
+        _, keys = self.in_proj(x)
+        keys = self._cached_keys(keys, step_phases.sliding)
         for group in batch.groups:
-            own = group.view(keys)
-            state.window(group, own) if group.length == 1 else state.recent(group, own)
+            grouped = group.view(keys)
+            state.decode_keys(group, grouped) if group.length == 1 else state.prefill_keys(group, grouped)
+
+    def _cached_keys(self, keys: torch.Tensor, phases: Phases) -> torch.Tensor:
+        """Normalised, rotated and rounded, as they enter the cache."""
+        return self.numerics.round_key(self.kernels.rotate(self.kv_norm(keys), phases), self.rope_dim)
 
     def _attend_group(
-        self, queries, keys, latent, rows, turn, group: Group, state: LayerState | Fresh
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        latent: torch.Tensor,
+        raw: Sequence[torch.Tensor],
+        phases: Phases,
+        group: Group,
+        state: LayerState | Fresh,
     ) -> torch.Tensor:
-        """One rectangle of the batch, [B*T, h, c]: what each query sees, then the attention itself."""
-        own = group.view(keys)
-        entries = chosen = None
+        """Attention of one rectangle of the batch -> [B*T, h, c]."""
+        grouped_keys = group.view(keys)
+        entries = selected = None
         if self.compressor is not None:
-            entries = self.compressor(group.view(rows[0]), group, state)
-            chosen = None if entries is None else self._visible(group, entries.shape[1])
+            entries = self.compressor(group.view(raw[0]), group, state)
+            selected = None if entries is None else self._visible(group, entries.shape[1])
         if self.indexer is not None:
-            raw, weights = group.view(rows[1]), group.view(rows[2])
-            chosen = self.indexer(
-                raw, weights, group.view(latent), turn.view(group.view), chosen, group, state
+            index_raw, index_weights = group.view(raw[1]), group.view(raw[2])
+            selected = self.indexer(
+                index_raw, index_weights, group.view(latent), phases.view(group.view), selected, group, state
             )
+        attended: torch.Tensor
         if group.length == 1:
-            recent, seen = state.window(group, own)
-            assert not isinstance(chosen, TopkIndices), "one query a sequence is given a mask"
-            seen = _both(seen, recent, chosen, entries)
-            return self.kernels.attend_one(
-                queries[group.rows], recent, entries, seen, self.attn_sink, self.scale
+            recent, visible = state.decode_keys(group, grouped_keys)
+            assert not isinstance(selected, TopkIndices), "one query per sequence takes a mask"
+            visible = _join_masks(visible, recent, selected, entries)
+            attended = self.kernels.attend_one(
+                queries[group.rows], recent, entries, visible, self.attn_sink, self.scale
             )
-        recent, oldest = state.recent(group, own)
-        mixed = self.kernels.attend(
-            group.view(queries), recent, oldest, entries, chosen, self.attn_sink, self.window, self.scale
+            return attended
+        recent, oldest = state.prefill_keys(group, grouped_keys)
+        attended = self.kernels.attend(
+            group.view(queries), recent, oldest, entries, selected, self.attn_sink, self.window, self.scale
         )
-        return mixed.flatten(0, 1)
+        return attended.flatten(0, 1)
 
     def _visible(self, group: Group, count: int) -> torch.Tensor | TopkIndices | None:
-        """Entries that each query sees: as a mask, or by number for kernels that want no mask."""
+        """The entries that each query sees: a mask, or counts for kernels that take indices."""
         if group.length == 1 or not self.kernels.reads_codes or torch.is_grad_enabled():
             return visible_entries(group, count, self.ratio)
         finished = (group.positions() + 1) // self.ratio
-        return group.once(("picked", self.ratio), lambda: TopkIndices(finished.to(torch.int32)))
+        indices: TopkIndices = group.cached(
+            ("topk", self.ratio), lambda: TopkIndices(finished.to(torch.int32))
+        )
+        return indices
 
-    def _project_out(self, mixed: torch.Tensor) -> torch.Tensor:
-        """[n, h, c] -> [n, d] through one low-rank matrix per group of heads; its input is never rounded."""
+    def _project_out(self, attended: torch.Tensor) -> torch.Tensor:
+        """[n, h, c] -> [n, d] through one low-rank matrix per group of heads, whose input is never rounded."""
+        y: torch.Tensor
         if self.wo_a.reads_codes:
-            product = self.kernels.packed_linear
-            return self.wo_b(product(mixed.flatten(1), self.wo_a.rows(), self.group_rank, mixed.dtype))
-        grouped = mixed.reshape(-1, self.groups, self.heads // self.groups * self.head_dim)
+            weight = self.wo_a.packed_weight()
+            y = self.wo_b(
+                self.kernels.packed_linear(attended.flatten(1), weight, self.group_rank, attended.dtype)
+            )
+            return y
+        grouped = attended.reshape(-1, self.groups, self.heads // self.groups * self.head_dim)
         first = self.wo_a.dense().view(self.groups, self.group_rank, -1)
-        middle = torch.bmm(grouped.transpose(0, 1), first.transpose(1, 2))  # [G, n, rank]
-        return self.wo_b(middle.transpose(0, 1).flatten(1))
+        latent = torch.bmm(grouped.transpose(0, 1), first.transpose(1, 2))  # [G, n, rank]
+        y = self.wo_b(latent.transpose(0, 1).flatten(1))
+        return y
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("wq_a", "q_norm", "wq_b", "wkv", "kv_norm", "wo_a", "wo_b", "compressor", "indexer"):
@@ -133,14 +154,17 @@ class Attention(nn.Module):
         yield Destination(f"{name}.attn_sink", self.attn_sink)
 
 
-def _both(
-    seen: torch.Tensor | None, recent: torch.Tensor, chosen: torch.Tensor | None, entries: torch.Tensor | None
-):
-    """Visibility of window and entries side by side [B, K+E]; None when everything is visible."""
-    if entries is None or (seen is None and chosen is None):
-        return seen
-    if seen is None:
-        seen = recent.new_ones(recent.shape[:2], dtype=torch.bool)
-    if chosen is None:
-        return torch.cat((seen, entries.new_ones(entries.shape[:2], dtype=torch.bool)), dim=-1)
-    return torch.cat((seen, chosen.squeeze(1)), dim=-1)
+def _join_masks(
+    visible: torch.Tensor | None,
+    recent: torch.Tensor,
+    selected: torch.Tensor | None,
+    entries: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """Masks of window and entries side by side [B, K+E]; None if everything is visible."""
+    if entries is None or (visible is None and selected is None):
+        return visible
+    if visible is None:
+        visible = recent.new_ones(recent.shape[:2], dtype=torch.bool)
+    if selected is None:
+        return torch.cat((visible, entries.new_ones(entries.shape[:2], dtype=torch.bool)), dim=-1)
+    return torch.cat((visible, selected.squeeze(1)), dim=-1)

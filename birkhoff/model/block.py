@@ -1,7 +1,7 @@
-"""One V4 layer: read the streams, attend, write; read the streams, ask the experts, write.
+"""One V4 layer: read the streams, attend, write back; read the streams, apply the experts, write back.
 
-Every place where the layer can be looked at or changed is a line with `tap` in it, and there are no others. There is
-no plain residual addition anywhere: `write` is the residual path.
+Every tensor that can be observed or edited has a line with `tap`, and there are no others. There is no plain residual
+addition: `write` is the residual path.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Blocks of tokens pooled into single entries (spec 6.4), used by CSA, HCA and the indexer.
+"""Compression of blocks of tokens into single entries (spec 6.4), for CSA, HCA and the indexer.
 
 HCA pools 128 tokens without overlap. CSA pools four tokens together with the four before them: the first half of the
-channels of the older block beside the second half of the newer. An entry exists from the moment its last token does.
+channels of the older block beside the second half of the newer. An entry exists as soon as its last token does.
 
-Raw rows (values and gates side by side, gates with their position bias) are kept in the layer's ring, so that a block
-can be finished by any later step: whole prefill, any chunking and token-by-token decoding meet the same eight or 128
-rows. Projections and pooling are float32.
+Raw rows (values and gates side by side, gates with their position bias) are kept in the ring of the layer, so that any
+later step can finish a block: whole prefill, any chunking and token-by-token decoding pool the same eight or 128 rows.
+Projections and pooling are float32.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from birkhoff.model.state import ENTRY, INDEX, Fresh, LayerState
 
 
 class Compressor(nn.Module):
-    """Turns a group's tokens into entries and keeps them; `kind` says whose entries they are."""
+    """Makes the entries of a group's tokens and stores them. `kind` is ENTRY (attention) or INDEX (indexer keys)."""
 
     def __init__(
         self, config: V4Config, ratio: int, kind: str, rope: Rope, numerics: Numerics, packed: bool = False
@@ -45,60 +45,55 @@ class Compressor(nn.Module):
         self.norm = RMSNorm(self.width, config.rms_norm_eps, numerics)
 
     def forward(self, raw: torch.Tensor, group: Group, state: LayerState | Fresh) -> torch.Tensor | None:
-        """Rows of `project` [B, T, values and gates] -> all entries up to the group's newest position
-        [B, E, width], or None while there are none."""
-        raw = raw + self._bias(group)
+        """Rows of `project` [B, T, values and gates] -> all entries up to the group's last position [B, E, width],
+        or None if there are none yet."""
+        raw = raw + self._position_bias(group)
         if group.length == 1:
-            state.carry(self.kind, group, raw)
+            state.store_raw(self.kind, group, raw)
             self.finish_single(group, state)
-        else:
-            self._finish_many(
-                raw, group, state
-            )  # before the carry: a long chunk overwrites the rows it continues
-            state.carry(self.kind, group, raw)
-        count = (group.newest + 1) // self.ratio
+        else:  # entries first: storing a long chunk overwrites the rows that it continues
+            self._finish_many(raw, group, state)
+            state.store_raw(self.kind, group, raw)
+        count = (group.last_position + 1) // self.ratio
         return state.entries(self.kind, group, count) if count else None
 
-    def _bias(self, group: Group) -> torch.Tensor:
-        """Position biases for the gates and nothing for the values."""
-        bias = self.ape[group.once(("phase", self.ratio), lambda: group.positions() % self.ratio)]
+    def _position_bias(self, group: Group) -> torch.Tensor:
+        """Position biases for the gates, zeros for the values."""
+        bias = self.ape[group.cached(("phase", self.ratio), lambda: group.positions() % self.ratio)]
         return torch.cat((torch.zeros_like(bias), bias), dim=-1)
 
     def finish_single(self, group: Group, state: LayerState | Fresh) -> None:
-        """Decoding: each sequence may complete one block, whose rows are all in the ring by now."""
-        done = [i for i, start in enumerate(group.starts) if (start + 1) % self.ratio == 0]
-        if not done:
+        """Decoding: make the entry of each sequence whose new token completes a block; all its rows are in the ring."""
+        complete = [i for i, start in enumerate(group.starts) if (start + 1) % self.ratio == 0]
+        if not complete:
             return
-        after = group.after(done)
-        raw = state.unfinished(self.kind, after, self.ratio * self.overlap)
+        after = group.advanced(complete)
+        raw = state.raw_before(self.kind, after, self.ratio * self.overlap)
         blocks = raw.unflatten(1, (self.overlap, self.ratio))  # [b, overlap, ratio, 2 * overlap * width]
-        number = after.first // self.ratio - 1
-        entries = self._pool(_absent_before_first(blocks[:, 0], number), blocks[:, -1])
-        state.append(self.kind, after.slots, number, self._seal(entries.unsqueeze(1), number.unsqueeze(-1)))
+        index = after.first // self.ratio - 1
+        entries = self._pool(_mask_before_first(blocks[:, 0], index), blocks[:, -1])
+        entries = self._finalize(entries.unsqueeze(1), index.unsqueeze(-1))
+        state.store_entries(self.kind, after.slots, index, entries)
 
     def _finish_many(self, raw: torch.Tensor, group: Group, state: LayerState | Fresh) -> None:
-        """Prefill: every block that ends inside the chunk, at once. All pieces of the group share their start."""
+        """Prefill: make the entries of all blocks that end inside the chunk. All sequences share their start."""
         start = group.starts[0]
-        first, begun = divmod(
-            start, self.ratio
-        )  # the block being filled, and how many of its rows are already here
-        count = (begun + group.length) // self.ratio
+        first, filled = divmod(start, self.ratio)  # the block in progress, and its rows so far
+        count = (filled + group.length) // self.ratio
         if count == 0:
             return
-        lead = self.ratio if self.overlap == 2 and first > 0 else 0  # the finished block before it
-        if lead + begun:
-            raw = torch.cat((state.unfinished(self.kind, group, lead + begun), raw), dim=1)
+        lead = self.ratio if self.overlap == 2 and first > 0 else 0  # rows of the finished block before it
+        if lead + filled:
+            raw = torch.cat((state.raw_before(self.kind, group, lead + filled), raw), dim=1)
         blocks = raw[:, lead : lead + count * self.ratio].unflatten(1, (count, self.ratio))
-        numbers = first + torch.arange(count, device=raw.device)
-        before = (
-            raw[:, :lead].unsqueeze(1) if lead else blocks[:, :1]
-        )  # stands in for none and is made absent
-        older = _absent_before_first(torch.cat((before, blocks[:, :-1]), dim=1), numbers)
-        entries = self._seal(self._pool(older, blocks), numbers.expand(group.size, -1))
-        state.append(self.kind, group.slots, group.first // self.ratio, entries)
+        indices = first + torch.arange(count, device=raw.device)
+        before = raw[:, :lead].unsqueeze(1) if lead else blocks[:, :1]  # a placeholder, masked below
+        older = _mask_before_first(torch.cat((before, blocks[:, :-1]), dim=1), indices)
+        entries = self._finalize(self._pool(older, blocks), indices.expand(group.size, -1))
+        state.store_entries(self.kind, group.slots, group.first // self.ratio, entries)
 
     def _pool(self, older: torch.Tensor, newer: torch.Tensor) -> torch.Tensor:
-        """Blocks [..., ratio, 2 * overlap * width] -> entries [..., width]; `older` matters with overlap only."""
+        """Blocks [..., ratio, 2 * overlap * width] -> entries [..., width]; `older` is used only with overlap."""
         values, gates = newer.chunk(2, dim=-1)
         if self.overlap == 2:
             old_values, old_gates = older.chunk(2, dim=-1)
@@ -106,10 +101,10 @@ class Compressor(nn.Module):
             gates = torch.cat((old_gates[..., : self.width], gates[..., self.width :]), dim=-2)
         return pool(values, gates)
 
-    def _seal(self, entries: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
-        """Norm, rotation by the block's first position, and the rounding of its cache."""
+    def _finalize(self, entries: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
+        """Normalise, rotate by the first position of the block, and round as the cache does."""
         entries = self.norm(entries.to(self.numerics.dtype))
-        entries = self.numerics.kernels.rotate(entries, self.rope.at(numbers * self.ratio, compressed=True))
+        entries = self.numerics.kernels.rotate(entries, self.rope.at(indices * self.ratio, compressed=True))
         if self.kind == INDEX:
             return self.numerics.round_index(entries)
         return self.numerics.round_key(entries, self.rope_dim)
@@ -120,17 +115,17 @@ class Compressor(nn.Module):
         yield from self.norm.destinations(f"{name}.norm")
 
 
-def _absent_before_first(older: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-    """Entry 0 has no block before it: values 0, gates minus infinity."""
-    gone = (number == 0)[..., None, None]
+def _mask_before_first(older: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Entry 0 has no older block: values 0, gates minus infinity."""
+    absent = (index == 0)[..., None, None]
     values, gates = older.chunk(2, dim=-1)
-    return torch.cat((values.masked_fill(gone, 0.0), gates.masked_fill(gone, -torch.inf)), dim=-1)
+    return torch.cat((values.masked_fill(absent, 0.0), gates.masked_fill(absent, -torch.inf)), dim=-1)
 
 
 def visible_entries(group: Group, count: int, ratio: int) -> torch.Tensor | None:
-    """[B, T, count]: entry w is visible to the query that is its block's last token, and later.
+    """[B, T, count] bool: entry w is visible to the query that is the last token of its block, and to later ones.
 
-    None when one query per sequence sees all of them."""
+    None if one query per sequence sees all of them."""
     if group.length == 1 and all((start + 1) // ratio == count for start in group.starts):
         return None
 
@@ -138,4 +133,5 @@ def visible_entries(group: Group, count: int, ratio: int) -> torch.Tensor | None
         finished = (group.positions() + 1) // ratio
         return torch.arange(count, device=finished.device) < finished.unsqueeze(-1)
 
-    return group.once(("visible", ratio), compare)
+    mask: torch.Tensor = group.cached(("visible", ratio), compare)
+    return mask

@@ -1,4 +1,4 @@
-"""The indexer of CSA layers: scores every compressed entry and keeps the best few (spec 6.5)."""
+"""The indexer of CSA layers: scores every compressed entry and selects the best few (spec 6.5)."""
 
 from __future__ import annotations
 
@@ -40,18 +40,21 @@ class Indexer(nn.Module):
         group: Group,
         state: LayerState | Fresh,
     ) -> torch.Tensor | TopkIndices | None:
-        """Rows of the compressor's projection, head weights [B, T, h], latent [B, T, q_lora], visible [B, T, E]
-        (None: all) -> chosen entries [B, T, E]; by number when the visible ones come so."""
-        keys = self.compressor(raw, group, state)  # kept up to date even while every entry is chosen
+        """Rows of the compressor's projection, head weights [B, T, h], latent [B, T, q_lora], visible entries [B, T, E]
+        (None: all) -> selected entries [B, T, E], or as indices if `visible` is given so."""
+        keys = self.compressor(raw, group, state)  # stored even while every entry is selected
         if keys is None or keys.shape[1] <= self.topk:
             return visible
-        if visible is None:  # one query that sees everything
+        if visible is None:  # one query per sequence that sees everything
             visible = torch.ones(group.size, 1, keys.shape[1], dtype=torch.bool, device=keys.device)
         queries = self.wq_b(latent).unflatten(-1, (self.heads, self.width))
         queries = self.numerics.round_index(self.numerics.kernels.rotate(queries, phases))
         weights = weights.float() * (self.width * self.heads) ** -0.5
         if isinstance(visible, TopkIndices):
-            return self.numerics.kernels.index_topk(queries, keys, weights, visible.counts, self.topk)
+            indices: TopkIndices = self.numerics.kernels.index_topk(
+                queries, keys, weights, visible.counts, self.topk
+            )
+            return indices
         blocks = [
             index.topk_mask(index.score(q, keys, w), v, self.topk)
             for q, w, v in zip(*(t.split(QUERY_BLOCK, dim=1) for t in (queries, weights, visible)))

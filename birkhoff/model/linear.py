@@ -1,12 +1,13 @@
-"""Linear layers and the one rule about rounding their inputs (spec 4).
+"""Linear layers, stacked weights, and the rounding of activations (spec 4).
 
-A layer's `role` is how the release stores it: "fp8" and "fp4" weights meet inputs rounded to FP8 when numerics are
-"released"; "bf16" weights compute in the model's dtype; "f32" weights (compressors, gate, head) compute in float32
-whatever the model's dtype. A weight is held either as numbers or packed as the file has it (codes and scales, and
-bfloat16 for "f32"), in which case it is unpacked exactly when used, or read as it is by kernels that can.
+The `role` of a layer is how the release stores its weight. "fp8" weights take inputs that are rounded to FP8 when
+numerics are "released"; "bf16" weights compute in the dtype of the model; "f32" weights (compressors, router, head)
+compute in float32 whatever that dtype is. A weight is kept as numbers, or packed as in the checkpoint (codes and scales
+for "fp8", bfloat16 for "f32"). A packed weight is dequantised on every use, unless the kernels read it as stored.
 
-One layer may hold several of the file's matrices, stacked, when they always read the same input. `SharedInput` goes
-further: it lets different layers with one input run as one product, by making their weights views of one matrix.
+A `Linear` may hold several matrices of the checkpoint that read the same input, stacked. `stack_linears` stacks the
+weights of several layers, which become views of the result, so that prompts (`SharedInput`) and decode steps can run
+them as one product without a second copy.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ import torch
 from torch import nn
 
 from birkhoff.kernels import quant
-from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.linear.packed import BLOCK, PackedWeight
 from birkhoff.kernels.select import KernelSet, select
 
-Role = Literal["fp8", "fp4", "bf16", "f32"]
+Role = Literal["fp8", "bf16", "f32"]
 ACTIVATION_GROUP = 128
 
 
 @dataclass(frozen=True)
 class Destination:
-    """Where one tensor of a checkpoint goes. `value` is dequantised, `codes` and `scale` are kept as stored."""
+    """Memory for one tensor of a checkpoint. A `value` is dequantised; `codes` and `scale` are kept as stored."""
 
     name: str
     tensor: torch.Tensor
@@ -37,165 +38,182 @@ class Destination:
 
 @dataclass(frozen=True)
 class Numerics:
-    """In which dtype the model computes, how much of the release's rounding it reproduces, and with which kernels."""
+    """Compute dtype, whether the release's rounding of activations is reproduced, and the kernels."""
 
     dtype: torch.dtype = torch.float32
     released: bool = False
     kernels: KernelSet = field(default_factory=lambda: select("reference"))
 
     def round_input(self, x: torch.Tensor) -> torch.Tensor:
-        """What enters an FP8 or FP4 linear layer."""
+        """Round the input of an FP8 or FP4 linear layer."""
         return quant.fp8_round(x, ACTIVATION_GROUP) if self.released else x
 
     def round_key(self, key: torch.Tensor, rope_dim: int) -> torch.Tensor:
-        """What enters the key cache: FP8 in groups of 64, the rotary channels as they are."""
+        """Round what enters the key cache to FP8 in groups of 64; the rotary channels are kept as they are."""
         if not self.released or key.shape[-1] == rope_dim:
             return key
         return torch.cat((quant.fp8_round(key[..., :-rope_dim], 64), key[..., -rope_dim:]), dim=-1)
 
     def round_index(self, x: torch.Tensor) -> torch.Tensor:
-        """Indexer queries and keys: Hadamard, then FP4 in groups of 32."""
+        """Round indexer queries and keys: a Hadamard transform, then FP4 in groups of 32."""
         return quant.fp4_round(quant.hadamard(x), 32) if self.released else x
 
 
 class Linear(nn.Module):
-    """`y = x W^T`, no bias. `fan_out` is a number of rows, or rows by name for matrices stacked in that order."""
+    """`y = x W^T`, no bias.
+
+    `fan_out` is the number of rows, or the rows of each stacked matrix by its name in the checkpoint. A packed FP8
+    weight is `codes` [out, in] and `scale`, which has one row per 128 rows of each stacked matrix."""
 
     def __init__(
         self, fan_in: int, fan_out: int | dict[str, int], role: Role, numerics: Numerics, packed: bool = False
     ):
         super().__init__()
-        self.role, self.numerics, self.packed = role, numerics, packed and role in ("fp8", "fp4")
+        self.role, self.numerics, self.packed = role, numerics, packed and role == "fp8"
         self.parts = {"": fan_out} if isinstance(fan_out, int) else fan_out
+        rows = sum(self.parts.values())
+        self.codes: torch.Tensor
+        self.scale: torch.Tensor
         if self.packed:
-            for part, rows in self.parts.items():
-                codes, scale = _packed_shapes(rows, fan_in, role)
-                kind = torch.float8_e4m3fn if role == "fp8" else torch.int8
-                self.register_buffer(f"codes_{part}", torch.empty(codes, dtype=kind))
-                self.register_buffer(f"scale_{part}", torch.empty(scale, dtype=torch.uint8))
+            scale_rows = sum(_blocks(height) for height in self.parts.values())
+            self.register_buffer("codes", torch.empty(rows, fan_in, dtype=torch.float8_e4m3fn))
+            self.register_buffer("scale", torch.empty(scale_rows, _blocks(fan_in), dtype=torch.uint8))
         else:
             dtype = numerics.dtype if role != "f32" else torch.bfloat16 if packed else torch.float32
-            self.weight = nn.Parameter(torch.empty(sum(self.parts.values()), fan_in, dtype=dtype))
-        self._rows: tuple[int, PackedWeight] | None = None
+            self.weight = nn.Parameter(torch.empty(rows, fan_in, dtype=dtype))
+        self._packed_weight: tuple[int, PackedWeight] | None = None  # with the address it was made for
 
     @property
-    def rounds(self) -> bool:
-        return self.numerics.released and self.role in ("fp8", "fp4")
+    def stored(self) -> torch.Tensor:
+        """The tensor that holds the weight: codes, or numbers."""
+        return self.codes if self.packed else self.weight
+
+    @property
+    def rounds_input(self) -> bool:
+        return self.numerics.released and self.role == "fp8"
+
+    @property
+    def reads_codes(self) -> bool:
+        """Whether the product reads the weight as stored: if kernels can, and no gradient is recorded."""
+        return (
+            (self.packed or self.role == "f32")
+            and self.numerics.kernels.reads_codes
+            and not torch.is_grad_enabled()
+        )
 
     def dense(self) -> torch.Tensor:
         """The weight as numbers [out, in]."""
         if not self.packed:
             return self.weight.float() if self.role == "f32" else self.weight
-        unpack = quant.dequant_fp8 if self.role == "fp8" else quant.dequant_fp4
-        parts = [unpack(getattr(self, f"codes_{p}"), getattr(self, f"scale_{p}")) for p in self.parts]
-        return torch.cat(parts).to(self.numerics.dtype)
+        return torch.cat([quant.dequant_fp8(*part) for part in self._coded_parts()]).to(self.numerics.dtype)
 
-    @property
-    def reads_codes(self) -> bool:
-        """Whether the product reads the weight as stored: where kernels can, and no gradient is recorded."""
-        stored = (self.packed and self.role == "fp8") or self.role == "f32"
-        return stored and self.numerics.kernels.reads_codes and not torch.is_grad_enabled()
-
-    def held(self) -> list[tuple[str, int]]:
-        """The tensors that hold the weight, by name, each with its rows; scales not counted."""
-        if self.packed:
-            return [(f"codes_{part}", rows) for part, rows in self.parts.items()]
-        return [("weight", sum(self.parts.values()))]
-
-    def rows(self) -> PackedWeight:
-        """The weight as kernels read it, made once for as long as it stays where it is."""
-        held = [getattr(self, name) for name, _ in self.held()]
-        place = held[0].data_ptr()
-        if self._rows is None or self._rows[0] != place:
-            scales = [getattr(self, f"scale_{part}") for part in self.parts] if self.packed else []
-            made = PackedWeight.fp8(list(zip(held, scales))) if self.packed else PackedWeight.plain(held)
-            if len(held) > 1:
-                become_views([self], made.weight)
-                place = made.weight.data_ptr()
-            self._rows = place, made
-        return self._rows[1]
+    def packed_weight(self) -> PackedWeight:
+        """The weight as kernels read it, cached until the weight moves."""
+        address = self.stored.data_ptr()
+        if self._packed_weight is None or self._packed_weight[0] != address:
+            if self.packed:
+                scales = [PackedWeight.fp8([part]).scale for part in self._coded_parts()]
+                packed = PackedWeight(self.codes.view(torch.uint8), torch.cat(scales, dim=1))  # type: ignore[arg-type]
+            else:
+                packed = PackedWeight.plain([self.weight])
+            self._packed_weight = address, packed
+        return self._packed_weight[1]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rounds:
+        kernels = self.numerics.kernels
+        if self.rounds_input:
             x = self.numerics.round_input(x)
+        y: torch.Tensor
         if self.reads_codes:
             dtype = torch.float32 if self.role == "f32" else self.numerics.dtype
-            return self.numerics.kernels.packed_linear(x, self.rows(), None, dtype)
-        weight = self.dense()
-        return self.numerics.kernels.linear(x.to(weight.dtype), weight)
+            y = kernels.packed_linear(x, self.packed_weight(), None, dtype)
+        else:
+            weight = self.dense()
+            y = kernels.linear(x.to(weight.dtype), weight)
+        return y
 
     def destinations(self, name: str) -> Iterator[Destination]:
-        first = 0
-        for part, rows in self.parts.items():
-            full = f"{name}.{part}" if part else name
-            if self.packed:
-                yield Destination(f"{full}.weight", getattr(self, f"codes_{part}"), "codes")
-                yield Destination(f"{full}.scale", getattr(self, f"scale_{part}"), "scale")
-            else:
-                yield Destination(f"{full}.weight", self.weight.detach()[first : first + rows])
-                first += rows
+        prefixes = [f"{name}.{part}" if part else name for part in self.parts]
+        if self.packed:
+            for prefix, (codes, scale) in zip(prefixes, self._coded_parts()):
+                yield Destination(f"{prefix}.weight", codes, "codes")
+                yield Destination(f"{prefix}.scale", scale, "scale")
+        else:
+            for prefix, weight in zip(prefixes, self.weight.detach().split(list(self.parts.values()))):
+                yield Destination(f"{prefix}.weight", weight)
+
+    def _coded_parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Codes and scales of each stacked matrix, as views."""
+        rows = list(self.parts.values())
+        return list(zip(self.codes.split(rows), self.scale.split([_blocks(height) for height in rows])))
 
 
-def become_views(layers: Sequence[Linear], whole: torch.Tensor) -> None:
-    """Once the weights of several layers are stacked in `whole`, let them lie there: in memory once, not twice."""
-    first = 0
-    for layer in layers:
-        for name, rows in layer.held():
-            piece = whole[first : first + rows]
-            old = getattr(layer, name)
-            first += rows
-            if layer.packed:
-                setattr(layer, name, piece.view(old.dtype))
-            elif old.dtype is piece.dtype:
-                old.data = piece
-        layer._rows = None
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
 
 
-def _packed_shapes(fan_out: int, fan_in: int, role: Role) -> tuple[tuple[int, int], tuple[int, int]]:
-    if role == "fp8":
-        return (fan_out, fan_in), (-(-fan_out // 128), -(-fan_in // 128))
-    return (fan_out, fan_in // 2), (fan_out, fan_in // 32)
+def stack_linears(layers: Sequence[Linear], narrow: bool = True) -> PackedWeight:
+    """Stack the weights of layers that read one input; each layer keeps its rows as a view of the result.
+
+    The layers must all be packed or all hold numbers. Numbers become bfloat16 when that loses nothing, unless `narrow`
+    is False; a layer whose own dtype differs from that of the result keeps its weight."""
+    if len(layers) == 1 and narrow:
+        return layers[0].packed_weight()
+    if layers[0].packed:
+        parts = [layer.packed_weight() for layer in layers]
+        scale = torch.cat([part.scale for part in parts], dim=1)  # type: ignore[misc]
+        stacked = PackedWeight(torch.cat([part.weight for part in parts]), scale)
+    elif narrow:
+        stacked = PackedWeight.plain([layer.weight for layer in layers])
+    else:
+        stacked = PackedWeight(torch.cat([layer.weight.detach() for layer in layers]))
+    heights = [len(layer.stored) for layer in layers]
+    for layer, rows in zip(layers, stacked.weight.split(heights)):
+        if layer.packed:
+            layer.codes = rows.view(layer.codes.dtype)
+        elif layer.weight.dtype is rows.dtype:
+            layer.weight.data = rows
+        layer._packed_weight = None
+    return stacked
 
 
 class SharedInput:
-    """Layers that read one input. After `fuse`, those that compute alike are one product over one matrix."""
+    """Layers that read one input. After `fuse`, layers of equal dtype and rounding run as one product."""
 
     def __init__(self, layers: Sequence[Linear]):
         self.layers = list(layers)
-        self._fused: list[tuple[list[int], torch.Tensor, list[int]]] | None = None
+        self._fused: list[tuple[list[int], torch.Tensor]] | None = None  # indices of layers, stacked weight
 
     def fuse(self) -> None:
-        """Move the weights into common matrices; each layer keeps its own as a view."""
+        """Stack the weights of layers that compute alike; packed layers stay separate."""
         alike: dict[tuple[torch.dtype, bool], list[int]] = {}
-        for i, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers):
             if layer.packed:
                 return
-            alike.setdefault((layer.weight.dtype, layer.rounds), []).append(i)
-        self._fused = []
-        for members in alike.values():
-            rows = [self.layers[i].weight.shape[0] for i in members]
-            whole = torch.cat([self.layers[i].weight.detach() for i in members])
-            for i, part in zip(members, whole.split(rows)):
-                self.layers[i].weight.data = part
-            self._fused.append((members, whole, rows))
+            alike.setdefault((layer.weight.dtype, layer.rounds_input), []).append(index)
+        self._fused = [
+            (members, stack_linears([self.layers[index] for index in members], narrow=False).weight)
+            for members in alike.values()
+        ]
 
-    def whole(self) -> torch.Tensor:
-        """The one matrix behind all layers, when they all compute alike."""
+    def stacked_weight(self) -> torch.Tensor:
+        """The one matrix of all layers, which must all compute alike."""
         assert self._fused is not None and len(self._fused) == 1
         return self._fused[0][1]
 
     def __call__(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """The output of each layer, in order."""
         if self._fused is None or torch.is_grad_enabled():
             return [layer(x) for layer in self.layers]
-        out: list[torch.Tensor] = [x] * len(self.layers)
-        for members, whole, rows in self._fused:
+        outputs: list[torch.Tensor] = [x] * len(self.layers)
+        for members, weight in self._fused:
             first = self.layers[members[0]]
-            entering = first.numerics.round_input(x) if first.rounds else x
-            for i, part in zip(
-                members, first.numerics.kernels.linear(entering.to(whole.dtype), whole).split(rows, -1)
-            ):
-                out[i] = part
-        return out
+            rounded = first.numerics.round_input(x) if first.rounds_input else x
+            product = first.numerics.kernels.linear(rounded.to(weight.dtype), weight)
+            heights = [len(self.layers[index].stored) for index in members]
+            for index, part in zip(members, product.split(heights, -1)):
+                outputs[index] = part
+        return outputs
 
 
 class RMSNorm(nn.Module):
@@ -208,7 +226,8 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.empty(width, dtype=torch.float32))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps)
+        normalised: torch.Tensor = self.kernels.rms_norm(x, self.weight, self.eps)
+        return normalised
 
     def destinations(self, name: str) -> Iterator[Destination]:
         yield Destination(f"{name}.weight", self.weight)

@@ -1,4 +1,4 @@
-"""The residual path: how a sublayer reads from the streams and writes back (spec 3)."""
+"""Manifold-constrained hyper-connections: how a sublayer reads from the residual streams and writes back (spec 3)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from birkhoff.kernels import mhc
 from birkhoff.model.compiled import CompiledHeadMixer, CompiledMixer
 from birkhoff.model.linear import Destination, Numerics
 
+MixerOutput = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
 
 class Mixer(nn.Module):
-    """One sublayer's hyper-connection: `read` before it, `write` after it."""
+    """The hyper-connection of one sublayer: `read` before it, `write` after it."""
 
     def __init__(self, config: V4Config, numerics: Numerics):
         super().__init__()
@@ -28,28 +30,25 @@ class Mixer(nn.Module):
         self.base = nn.Parameter(torch.empty((2 + m) * m, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
         self.compiled: CompiledMixer | None = None
-        self._made: tuple[tuple, Any] | None = None
+        self._prepared: tuple[tuple[Any, ...], Any] | None = None  # with the key it was prepared for
 
-    def _fn(self, dtype: torch.dtype) -> Any:
-        """`fn` as kernels like it best beside streams of `dtype`, made once for as long as it stays as it is."""
+    def _prepared_fn(self, dtype: torch.dtype) -> Any:
+        """`fn` as the kernels take it for streams of `dtype`, cached until `fn` changes."""
         if torch.is_grad_enabled():
             return self.fn
-        now = (
-            self.fn.data_ptr(),
-            0 if self.fn.is_inference() else self.fn._version,
-            dtype,
-            self.kernels.name,
-        )
-        if self._made is None or self._made[0] != now:
-            self._made = now, self.kernels.mhc_prepare(self.fn, dtype)
-        return self._made[1]
+        version = 0 if self.fn.is_inference() else self.fn._version
+        key = (self.fn.data_ptr(), version, dtype, self.kernels.name)
+        if self._prepared is None or self._prepared[0] != key:
+            self._prepared = key, self.kernels.mhc_prepare(self.fn, dtype)
+        return self._prepared[1]
 
-    def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[n, m, d] -> input [n, d], read-in [n, m], write-out [n, m], mixer [n, from, to]."""
+    def read(self, streams: torch.Tensor) -> MixerOutput:
+        """[n, m, d] -> input [n, d], read-in weights [n, m], write-out weights [n, m], mixer [n, from, to]."""
         if self.compiled is not None and self.compiled.accepts(streams):
             return self.compiled.read(streams)
-        given = (self.base, self.scale, self.iters, self.eps, self.rms_eps)
-        return self.kernels.mhc_read(streams, self._fn(streams.dtype), *given)
+        settings = (self.base, self.scale, self.iters, self.eps, self.rms_eps)
+        output: MixerOutput = self.kernels.mhc_read(streams, self._prepared_fn(streams.dtype), *settings)
+        return output
 
     def weights(self, streams: torch.Tensor) -> torch.Tensor:
         """The read-in weights [n, m] alone."""
@@ -58,9 +57,11 @@ class Mixer(nn.Module):
     def write(
         self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, mix: torch.Tensor
     ) -> torch.Tensor:
+        """Mix the streams [n, m, d] and add the output y [n, d] of the sublayer."""
         if self.compiled is not None and self.compiled.accepts(streams):
             return self.compiled.write(streams, y, post, mix)
-        return self.kernels.mhc_write(streams, y, post, mix)
+        written: torch.Tensor = self.kernels.mhc_write(streams, y, post, mix)
+        return written
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("fn", "base", "scale"):
@@ -87,7 +88,8 @@ class HeadMixer(nn.Module):
         return mhc.head(streams, self.fn, self.base, self.scale, self.eps, self.rms_eps)
 
     def weights(self, streams: torch.Tensor) -> torch.Tensor:
-        return self(streams)[1]
+        """The read-out weights [n, m] alone."""
+        return self.forward(streams)[1]
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("fn", "base", "scale"):

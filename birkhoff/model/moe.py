@@ -1,4 +1,4 @@
-"""Mixture of experts (spec 7): every layer has one; the first few choose experts by token id instead of by score."""
+"""Mixture of experts (spec 7). Every layer has one; the first few select experts by token id instead of by score."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from birkhoff.offload.expert_layout import PARTS
 from birkhoff.offload.expert_store import ExpertStore
 from birkhoff.offload.prefetch import ExpertPrefetch
 
-EVERYBODY = 16  # choices for each expert, on average, from which all are taken to be chosen
+ALL_EXPERTS = 16  # selections per expert, on average, from which every expert is assumed to be selected
 
 
-class Gate(nn.Module):
-    """Which experts a token goes to and with which weights; always float32."""
+class Router(nn.Module):
+    """Selects the experts of each token and their weights, in float32."""
 
     def __init__(self, config: V4Config, hashed: bool, numerics: Numerics, packed: bool = False):
         super().__init__()
@@ -45,10 +45,10 @@ class Gate(nn.Module):
     def forward(
         self, logits: torch.Tensor, token_ids: torch.Tensor, tap: Tap
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows of `project` [n, E] -> expert ids [n, k], weights [n, k]."""
+        """Logits of `project` [n, E] -> expert ids [n, k], weights [n, k]."""
         tap.see(sites.MOE_ROUTER_LOGITS, logits)
-        given = None if self.tid2eid is None else self.tid2eid[token_ids].long()
-        ids, weights = self.kernels.route(logits, self.bias, given, self.topk, self.factor)
+        hash_ids = None if self.tid2eid is None else self.tid2eid[token_ids].long()
+        ids, weights = self.kernels.route(logits, self.bias, hash_ids, self.topk, self.factor)
         tap.see(sites.MOE_TOPK, ids, weights)
         return ids, weights
 
@@ -61,8 +61,10 @@ class Gate(nn.Module):
 
 
 class Experts(nn.Module):
-    """The routed experts' matrices, stacked; gate (w1) above up (w3). Packed ones are unpacked one at a time, and may
-    lie elsewhere, behind a table of addresses (`hold`)."""
+    """The stacked matrices of the routed experts; gate (w1) above up (w3).
+
+    Packed experts are dequantised one at a time. They may be kept in an `ExpertStore` instead of the module's own
+    memory (`move_to_store`)."""
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
@@ -73,7 +75,7 @@ class Experts(nn.Module):
         self.limit = config.swiglu_limit
         self.store: ExpertStore | None = None
         self.layer = 0  # in the store
-        self._table: tuple[int, torch.Tensor] | None = None
+        self._addresses: tuple[int, torch.Tensor] | None = None  # with the address they were computed for
         hidden = config.hidden_size
         inner = self.inner
         count = self.count
@@ -85,83 +87,90 @@ class Experts(nn.Module):
                 )
         else:
             self.gate_up = nn.Parameter(torch.empty(count, 2 * inner, hidden, dtype=numerics.dtype))
-            # Turned round, so that all experts side by side are one matrix.
+            # Transposed, so that all experts side by side are one matrix.
             self.down = nn.Parameter(torch.empty(count, inner, hidden, dtype=numerics.dtype))
 
-    def hold(self, store: ExpertStore, layer: int) -> None:
-        """From now on these experts are those of a layer of `store`; still to be filled, and without memory here."""
-        assert self.packed, "only packed experts can lie elsewhere"
+    def move_to_store(self, store: ExpertStore, layer: int) -> None:
+        """Use the experts of a layer of `store`, which are still to be filled, and drop the module's own memory."""
+        assert self.packed, "only packed experts can be kept in a store"
         for name in PARTS:
             delattr(self, name)
         self.store = store
         self.layer = layer
 
-    def at_home(self, expert: int) -> tuple[torch.Tensor, ...]:
-        """One packed expert where it lies: codes and scales of gate and up, and of down."""
+    def stored_parts(self, expert: int) -> tuple[torch.Tensor, ...]:
+        """Codes and scales of gate and up, and of down, of one packed expert, without a copy."""
         if self.store is not None:
-            return self.store.home((self.layer, expert))
+            return self.store.home_parts((self.layer, expert))
         return tuple(getattr(self, name)[expert] for name in PARTS)
 
-    def stack(self, stage: ExpertPrefetch | None = None) -> kernel.Stack:
+    def stack(self, prefetch: ExpertPrefetch | None = None) -> kernel.Stack:
+        """The experts as the `experts` kernels take them."""
         if not self.packed:
             dense = (self.gate_up, self.down)
             return kernel.Stack(self.count, self.gate_up.__getitem__, self.down.__getitem__, dense)
 
-        parts = self.at_home if stage is None else stage.parts
+        parts = self.stored_parts if prefetch is None else prefetch.parts
 
         def unpack(first: int, expert: int) -> torch.Tensor:
             codes, scale = parts(expert)[first : first + 2]
-            if self.store is not None:  # where no run was free on the device, this is the copy
+            if self.store is not None:  # copies an expert that found no slot on the device
                 codes = codes.to(self.store.device)
                 scale = scale.to(self.store.device)
             return quant.dequant_fp4(codes, scale).to(self.numerics.dtype)
 
-        def turns() -> Iterable[tuple[Sequence[int] | None, torch.Tensor]]:
-            return [(None, self.addresses())] if stage is None else stage.waves()
+        def waves() -> Iterable[tuple[Sequence[int] | None, torch.Tensor]]:
+            return [(None, self.addresses())] if prefetch is None else prefetch.waves()
 
         return kernel.Stack(
-            self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T, None, turns, self.inner
+            self.count, lambda e: unpack(0, e), lambda e: unpack(2, e).T, None, waves, self.inner
         )
 
     def addresses(self) -> torch.Tensor:
-        """Where each packed expert's codes and scales begin: [E, 4] int64 (gate and up, scales, down, scales)."""
+        """Addresses of each packed expert's codes and scales, [E, 4] int64: gate and up, scales, down, scales."""
         if self.store is not None:
             return self.store.table[self.layer]
-        place = self.gate_up.data_ptr()
-        if self._table is None or self._table[0] != place:  # they may have moved since
-            rows = [[part.data_ptr() for part in self.at_home(expert)] for expert in range(self.count)]
-            self._table = place, torch.tensor(rows, dtype=torch.int64, device=self.gate_up.device)
-        return self._table[1]
+        address = self.gate_up.data_ptr()
+        if self._addresses is None or self._addresses[0] != address:
+            rows = [[part.data_ptr() for part in self.stored_parts(expert)] for expert in range(self.count)]
+            self._addresses = address, torch.tensor(rows, dtype=torch.int64, device=self.gate_up.device)
+        return self._addresses[1]
 
     def forward(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, beside: torch.Tensor | None = None
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[n, d] -> [n, d] float32, the weighted sum over each token's experts; with what stands `beside`, like it."""
-        round_input = self.numerics.round_input if self.numerics.released else None
+        """x [n, d] -> [n, d]: the weighted sum over each token's experts in float32; with `shared` added, in its dtype."""
         if self.store is None:
-            return self.numerics.kernels.experts(
-                x, ids, weights, self.stack(), self.limit, round_input, beside
-            )
-        self.store.count(ids.unsqueeze(0), self.layer)
+            return self._compute(x, ids, weights, shared)
+        self.store.count_reads(ids.unsqueeze(0), self.layer)
         if self.numerics.kernels.reads_codes and not self.store.any_cold(self.layer):
-            return self.numerics.kernels.experts(
-                x, ids, weights, self.stack(), self.limit, round_input, beside
-            )
-        # Asking the device who is wanted would let it run dry; a chunk of thousands wants nearly everybody.
-        many = ids.numel() >= EVERYBODY * self.count
-        with ExpertPrefetch(
-            self.store, self.layer, range(self.count) if many else ids.unique().tolist()
-        ) as stage:
-            return self.numerics.kernels.experts(
-                x, ids, weights, self.stack(stage), self.limit, round_input, beside
-            )
+            return self._compute(x, ids, weights, shared)
+        # Reading the ids back would stall the GPU; large chunks use nearly every expert.
+        every = ids.numel() >= ALL_EXPERTS * self.count
+        used = range(self.count) if every else torch.unique(ids).tolist()
+        with ExpertPrefetch(self.store, self.layer, used) as prefetch:
+            return self._compute(x, ids, weights, shared, prefetch)
+
+    def _compute(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        shared: torch.Tensor | None,
+        prefetch: ExpertPrefetch | None = None,
+    ) -> torch.Tensor:
+        round_input = self.numerics.round_input if self.numerics.released else None
+        y: torch.Tensor = self.numerics.kernels.experts(
+            x, ids, weights, self.stack(prefetch), self.limit, round_input, shared
+        )
+        return y
 
     def destinations(self, name: str) -> Iterator[Destination]:
         gate = slice(0, self.inner)
         up = slice(self.inner, None)
         whole = slice(None)
         for expert in range(self.count):
-            packed = self.at_home(expert) if self.packed else ()
+            packed = self.stored_parts(expert) if self.packed else ()
             for part, first, rows in (("w1", 0, gate), ("w3", 0, up), ("w2", 2, whole)):
                 full = f"{name}.{expert}.{part}"
                 if self.packed:
@@ -173,7 +182,7 @@ class Experts(nn.Module):
 
 
 class SharedExpert(nn.Module):
-    """The expert every token visits, with weight one and the same clamp."""
+    """The expert that every token uses, with weight one and the same clamp."""
 
     def __init__(self, config: V4Config, numerics: Numerics, packed: bool = False):
         super().__init__()
@@ -181,34 +190,38 @@ class SharedExpert(nn.Module):
         self.dtype = numerics.dtype
         self.kernels = numerics.kernels
         inner = config.moe_intermediate_size
-        self.open = Linear(config.hidden_size, {"w1": inner, "w3": inner}, "fp8", numerics, packed)
+        self.gate_up = Linear(config.hidden_size, {"w1": inner, "w3": inner}, "fp8", numerics, packed)
         self.w2 = Linear(inner, config.hidden_size, "fp8", numerics, packed)
 
-    def forward(self, opened: torch.Tensor) -> torch.Tensor:
-        """Rows of `open` [n, gate and up] -> [n, d]."""
-        return self.w2(self.kernels.glu(opened, self.limit, self.dtype))
+    def forward(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Output of the layer `gate_up` [n, 2 * inner] -> [n, d]."""
+        y: torch.Tensor = self.w2(self.kernels.glu(gate_up, self.limit, self.dtype))
+        return y
 
     def destinations(self, name: str) -> Iterator[Destination]:
-        yield from self.open.destinations(name)
+        yield from self.gate_up.destinations(name)
         yield from self.w2.destinations(f"{name}.w2")
 
 
 class MoE(nn.Module):
+    """The expert sublayer: router, routed experts and shared expert."""
+
     def __init__(self, config: V4Config, hashed: bool, numerics: Numerics, packed: bool = False):
         super().__init__()
-        self.gate = Gate(config, hashed, numerics, packed)
+        self.gate = Router(config, hashed, numerics, packed)
         self.experts = Experts(config, numerics, packed)
         self.shared_experts = SharedExpert(config, numerics, packed)
-        self.entry = SharedInput([self.gate.project, self.shared_experts.open])
+        self.in_proj = SharedInput([self.gate.project, self.shared_experts.gate_up])
         self.compiled: CompiledMoE | None = None
 
     def forward(self, x: torch.Tensor, batch: Batch, tap: Tap) -> torch.Tensor:
         """x [n, d], normalised -> [n, d]."""
         if self.compiled is not None and self.compiled.accepts(x):
             return self.compiled(x, batch, tap)
-        logits, opened = self.entry(x)
+        logits, gate_up = self.in_proj(x)
         ids, weights = self.gate(logits, batch.token_ids, tap)
-        return self.experts(x, ids, weights, self.shared_experts(opened))
+        y: torch.Tensor = self.experts(x, ids, weights, self.shared_experts(gate_up))
+        return y
 
     def destinations(self, name: str) -> Iterator[Destination]:
         for part in ("gate", "experts", "shared_experts"):

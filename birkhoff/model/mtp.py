@@ -1,4 +1,4 @@
-"""The multi-token-prediction block (spec 9): guesses the token after next from the streams and the next token."""
+"""The multi-token-prediction block (spec 9): predicts the token after next from the streams and the next token."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from birkhoff.model.state import Fresh, LayerState
 
 
 class MTP(nn.Module):
-    """A full sliding layer with its own projections, head mixer and norm; embedding and head are the trunk's."""
+    """A sliding-window block with its own projections, head mixer and norm; embedding and head are the trunk's."""
 
     def __init__(self, config: V4Config, rope: Rope, numerics: Numerics, packed: bool = False):
         super().__init__()
@@ -35,24 +35,25 @@ class MTP(nn.Module):
     def forward(
         self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState | Fresh
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Trunk streams [n, m, d] at positions t and the embedding [n, d] of the tokens at t + 1, whose ids are
-        `batch.token_ids` while `batch.positions` are t -> hidden [n, d] for the head, streams to draft on from."""
-        mixed = self._mix(streams, embedded)
-        streams = self.block(mixed, batch, self.rope.step(batch.positions), state, NoTap())
+        """Trunk streams [n, m, d] at positions t and embeddings [n, d] of the tokens at t + 1, whose ids are
+        `batch.token_ids` while `batch.positions` are t -> hidden [n, d] for the head, and streams to draft on from."""
+        streams = self._join_input(streams, embedded)
+        streams = self.block(streams, batch, self.rope.step(batch.positions), state, NoTap())
         merged, _ = self.hc_head(streams)
         return self.norm(merged), streams
 
-    def remember(
-        self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState
-    ) -> None:
-        """Keep what later guesses attend to, and compute no guess."""
-        u, *_ = self.block.hc_attn.read(self._mix(streams, embedded))
-        self.block.attn.remember(self.block.attn_norm(u), batch, self.rope.step(batch.positions), state)
+    def prefill(self, streams: torch.Tensor, embedded: torch.Tensor, batch: Batch, state: LayerState) -> None:
+        """Store the keys that later drafts attend to, without computing a draft."""
+        u, *_ = self.block.hc_attn.read(self._join_input(streams, embedded))
+        self.block.attn.store_keys(self.block.attn_norm(u), batch, self.rope.step(batch.positions), state)
 
-    def _mix(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
+    def _join_input(self, streams: torch.Tensor, embedded: torch.Tensor) -> torch.Tensor:
         if self.compiled is not None and self.compiled.accepts(streams):
             return self.compiled(streams, embedded)
-        return self.e_proj(self.enorm(embedded)).unsqueeze(1) + self.h_proj(self.hnorm(streams))
+        joined: torch.Tensor = self.e_proj(self.enorm(embedded)).unsqueeze(1) + self.h_proj(
+            self.hnorm(streams)
+        )
+        return joined
 
     def destinations(self, name: str) -> Iterator[Destination]:
         yield from self.block.destinations(name)

@@ -11,12 +11,12 @@ from birkhoff.config import V4Config
 from birkhoff.kernels import rope
 from birkhoff.kernels.rope import Phases
 
-FEW = 64  # positions of a step that decodes
+NUMPY_POSITIONS = 64  # up to this many positions of a CPU step are computed with NumPy
 
 
 @dataclass(frozen=True)
 class StepPhases:
-    """Phases of the step's own positions for both layer families."""
+    """Phases of the positions of a step, for both families of layers."""
 
     sliding: Phases
     compressed: Phases
@@ -42,9 +42,9 @@ class Rope:
         self._both = torch.stack((self.sliding, self.compressed)).unsqueeze(1)  # [2, 1, r]
 
     def step(self, positions: torch.Tensor) -> StepPhases:
-        if positions.device.type == "cpu" and len(positions) <= FEW:
-            # PyTorch's cosine wakes its threads for 128 numbers, which costs more than a whole decoding step when the
-            # other cores are busy.
+        """Phases of the positions [n] of a step."""
+        if positions.device.type == "cpu" and len(positions) <= NUMPY_POSITIONS:
+            # PyTorch starts its threads for 128 numbers, which costs more than a decode step if other cores are busy.
             angle = positions.numpy().astype(np.float32)[:, None] * self._both.numpy()
             both = Phases(torch.from_numpy(np.cos(angle)), torch.from_numpy(np.sin(angle)))
         else:
@@ -52,5 +52,6 @@ class Rope:
         return StepPhases(*(Phases(cos, sin) for cos, sin in zip(both.cos, both.sin)))
 
     def at(self, positions: torch.Tensor, compressed: bool) -> Phases:
+        """Phases of any positions, in one family."""
         omega = self.compressed if compressed else self.sliding
         return rope.phases(positions, omega.to(positions.device))

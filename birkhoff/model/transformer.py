@@ -1,13 +1,14 @@
 """The whole model (spec 2): tokens in, streams through the layers, logits out.
 
-The model knows nothing of files, requests or text. It is built on any device, filled through `destinations`, and
-called with a flattened `Batch`, a `state` (or `Fresh` for whole sequences, which is the differentiable path) and a
-`tap`. Tensors keep the released checkpoint's names.
+The model does not depend on files, requests or text. It is built on any device, filled through `destinations`, and
+called with a flattened `Batch`, a `State` (or `Fresh` for whole sequences, the differentiable path) and a `Tap`.
+Tensors have the names of the released checkpoint.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import cast
 
 import torch
 from torch import nn
@@ -27,6 +28,8 @@ from birkhoff.offload.expert_store import ExpertStore
 
 
 class Transformer(nn.Module):
+    """`packed` keeps quantised weights as stored. `mtp` includes the MTP block; by default, if the config has one."""
+
     def __init__(
         self,
         config: V4Config,
@@ -50,39 +53,42 @@ class Transformer(nn.Module):
         with_mtp = config.num_nextn_predict_layers > 0 if mtp is None else mtp
         self.mtp: MTP | None = MTP(config, rope, numerics, packed) if with_mtp else None
 
+    def blocks(self) -> list[Block]:
+        """`layers`, typed."""
+        return cast(list[Block], list(self.layers))
+
     def expert_stacks(self) -> list[Experts]:
-        """The routed experts of every layer, those of the MTP block last."""
+        """The routed experts of every layer; those of the MTP block last."""
         return [module for module in self.modules() if isinstance(module, Experts)]
 
     def hash_routing_tables(self) -> dict[int, torch.Tensor]:
         """Expert ids of every token, [vocab, k] in host memory, by hash-routed layer."""
-        tables = {}
-        for layer, block in enumerate(self.layers):
-            assert isinstance(block, Block)
-            if block.ffn.gate.tid2eid is not None:
-                tables[layer] = block.ffn.gate.tid2eid.cpu()
-        return tables
+        tables = {layer: block.ffn.gate.tid2eid for layer, block in enumerate(self.blocks())}
+        return {layer: table.cpu() for layer, table in tables.items() if table is not None}
 
-    def hold_experts(self, store: ExpertStore) -> None:
-        """Before memory is given to a packed model: its experts are to lie in `store`."""
+    def use_expert_store(self, store: ExpertStore) -> None:
+        """Keep the experts of a packed model in `store`. Call it before the model is given memory."""
         for layer, stack in enumerate(self.expert_stacks()):
-            stack.hold(store, layer)
+            stack.move_to_store(store, layer)
 
     def fuse(self) -> Transformer:
-        """Once filled: let layers with a common input run as one product. Values and names stay as they are."""
+        """Run linear layers with a common input as one product, once weights are filled; returns the model.
+
+        Values and names of the weights stay the same."""
         for module in self.modules():
-            entry = getattr(module, "entry", None)
-            if isinstance(entry, SharedInput):
-                entry.fuse()
+            in_proj = getattr(module, "in_proj", None)
+            if isinstance(in_proj, SharedInput):
+                in_proj.fuse()
         return self
 
     def forward(self, token_ids: torch.Tensor, tap: Tap | None = None) -> torch.Tensor:
         """Whole sequences [T] or [B, T] -> logits [..., T, vocab] float32, differentiable."""
         hidden, _ = self.run(Batch.whole(token_ids), Fresh(), tap or NoTap())
-        return self.logits(hidden).unflatten(0, token_ids.shape)
+        logits: torch.Tensor = self.logits(hidden).unflatten(0, token_ids.shape)
+        return logits
 
     def run(self, batch: Batch, state: State | Fresh, tap: Tap) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step -> hidden rows [n, d] ready for `logits`, and the streams [n, m, d] the MTP block reads."""
+        """One step -> hidden rows [n, d] for `logits`, and the streams [n, m, d] that the MTP block reads."""
         phases = self.rope.step(batch.positions)
         streams = self.embed[batch.token_ids].unsqueeze(1).expand(-1, self.config.hc_mult, -1)
         for layer, block in enumerate(self.layers):
@@ -94,25 +100,28 @@ class Transformer(nn.Module):
         return self.norm(tap(sites.FINAL_HIDDEN, merged)), streams
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden)
+        """Hidden rows [n, d] -> [n, vocab] float32."""
+        logits: torch.Tensor = self.head(hidden)
+        return logits
 
     def draft(
         self, streams: torch.Tensor, batch: Batch, state: State | Fresh
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """MTP: `batch` holds the tokens at t + 1 under positions t -> hidden [n, d], streams [n, m, d]."""
+        """MTP: `batch` holds the tokens at t + 1 with positions t -> hidden [n, d], streams [n, m, d]."""
         assert isinstance(self.mtp, MTP), "this model was built without its MTP block"
-        return self.mtp(streams, self.embed[batch.token_ids], batch, state.mtp)
+        assert state.mtp is not None, "the state was built without the MTP block"
+        hidden, streams = self.mtp(streams, self.embed[batch.token_ids], batch, state.mtp)
+        return hidden, streams
 
-    def remember(self, streams: torch.Tensor, batch: Batch, state: State) -> None:
-        """MTP: `draft` for tokens behind which nothing is to be guessed; only what it leaves in the state."""
+    def mtp_prefill(self, streams: torch.Tensor, batch: Batch, state: State) -> None:
+        """Like `draft` for tokens that need no draft: only updates the state."""
         assert isinstance(self.mtp, MTP) and state.mtp is not None, "built without the MTP block"
-        self.mtp.remember(streams, self.embed[batch.token_ids], batch, state.mtp)
+        self.mtp.prefill(streams, self.embed[batch.token_ids], batch, state.mtp)
 
     def destinations(self) -> Iterator[Destination]:
         """Every tensor a released checkpoint must provide, by its released name."""
         yield Destination("embed.weight", self.embed)
-        for layer, block in enumerate(self.layers):
-            assert isinstance(block, Block)
+        for layer, block in enumerate(self.blocks()):
             yield from block.destinations(f"layers.{layer}")
         yield from self.hc_head.destinations("hc_head")
         yield from self.norm.destinations("norm")

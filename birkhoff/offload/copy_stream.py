@@ -1,9 +1,10 @@
-"""How experts travel between host and device memory, and which memory they lie in.
+"""Copies of experts between host and device memory, and the host memory they are kept in.
 
-A `HostCopy` copies at once. A `CopyStream` copies on a stream of its own while the current stream computes: a ticket
-stands for all copies begun before it; the host may ask whether it has arrived, or let the current stream wait for it.
-`fence` is the other direction: copies begun later wait for what the current stream was given until now, so a run that a
-kernel may still be reading is not written over. Host memory that kernels read is page-locked and mapped by the driver.
+A `HostCopy` copies synchronously. A `CopyStream` copies on its own CUDA stream while the current stream computes. An
+event stands for all copies begun before it was recorded: the host may query or synchronize on it, or make the current
+stream wait for it. `wait_current_stream` orders the other direction: later copies wait for the work already given to
+the current stream, so a slot that a kernel may still read is not overwritten. Host memory that kernels read is
+page-locked and mapped by the driver.
 """
 
 from __future__ import annotations
@@ -15,90 +16,92 @@ import torch
 
 from birkhoff.errors import CapacityError
 
-_PAGE = 4096
-_FOR_EVERY_DEVICE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
+_PAGE_BYTES = 4096
+_PORTABLE_AND_MAPPED = 3  # cudaHostRegisterPortable | cudaHostRegisterMapped
 
 
 class HostCopy:
-    """Copies that are done when `copy` returns: for a CPU, where both kinds of memory are the same."""
+    """Synchronous copies, for a CPU: host and device memory are the same, and events are None."""
 
-    def host_runs(self, count: int, nbytes: int) -> torch.Tensor:
-        """`count` runs of bytes in host memory that the device can read."""
+    def host_slots(self, count: int, nbytes: int) -> torch.Tensor:
+        """Host memory that the device can read: [count, nbytes] uint8."""
         return torch.empty(count, nbytes, dtype=torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin a copy."""
         target.copy_(source)
 
-    def ticket(self) -> Any:
-        """Stands for every copy begun so far."""
+    def record_event(self) -> Any:
+        """An event for every copy begun so far."""
         return None
 
-    def arrived(self, ticket: Any) -> bool:
+    def is_complete(self, event: Any) -> bool:
         return True
 
-    def wait(self, ticket: Any) -> None:
-        """Return when the copies have arrived."""
+    def synchronize(self, event: Any) -> None:
+        """Block the host until the copies before `event` are complete."""
 
-    def join(self, ticket: Any) -> None:
-        """Whatever the current stream is given from now on happens after the copies."""
+    def wait_event(self, event: Any) -> None:
+        """Make later work of the current stream wait for the copies before `event`."""
 
-    def fence(self) -> None:
-        """Copies from now on happen after whatever the current stream was given."""
+    def wait_current_stream(self) -> None:
+        """Make later copies wait for the work already given to the current stream."""
 
-    def fetch(self, numbers: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """A copy on the host of what the current stream makes of `numbers`, and the ticket by which it is there."""
-        return numbers.clone(), None
+    def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A host copy of `tensor` in the order of the current stream, and the event after which it is valid."""
+        return tensor.clone(), None
 
 
 class CopyStream(HostCopy):
+    """Asynchronous copies on a CUDA stream of their own."""
+
     def __init__(self, device: torch.device):
         self.device, self.stream = device, torch.cuda.Stream(device)
 
-    def host_runs(self, count: int, nbytes: int) -> torch.Tensor:
-        """Registered with the driver rather than allocated by it: PyTorch's own page-locked memory comes in powers of
-        two, which for a hundred gigabytes is one too many."""
-        room = -(-count * nbytes // _PAGE) * _PAGE
-        memory = torch.empty(room + _PAGE, dtype=torch.uint8)
-        first = -memory.data_ptr() % _PAGE  # whole pages of our own: a page cannot be locked twice
-        runs = memory[first : first + count * nbytes].view(count, nbytes)
-        if runs.numel():
+    def host_slots(self, count: int, nbytes: int) -> torch.Tensor:
+        """Page-locked memory, registered with the driver instead of allocated by PyTorch, which rounds pinned
+        allocations up to a power of two: too much for a hundred gigabytes."""
+        num_bytes = -(-count * nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        memory = torch.empty(num_bytes + _PAGE_BYTES, dtype=torch.uint8)
+        first = -memory.data_ptr() % _PAGE_BYTES  # whole pages of our own: a page cannot be locked twice
+        slots = memory[first : first + count * nbytes].view(count, nbytes)
+        if slots.numel():
             library = torch.cuda.cudart()
-            pointer = runs.data_ptr()
-            size = room
-            status = int(library.cudaHostRegister(pointer, size, _FOR_EVERY_DEVICE_AND_MAPPED))
+            pointer = slots.data_ptr()
+            status = int(library.cudaHostRegister(pointer, num_bytes, _PORTABLE_AND_MAPPED))
             if status:
                 raise CapacityError(
-                    f"the driver refused to lock {size / 2**30:.2f} GiB of host memory for {count} experts (CUDA error "
+                    f"the driver refused to lock {num_bytes / 2**30:.2f} GiB of host memory for {count} experts (CUDA error "
                     f"{status}). Free host memory, raise the limit of locked memory (ulimit -l), or give the device a "
                     "larger share of the experts."
                 )
-            weakref.finalize(runs, library.cudaHostUnregister, pointer)
-        return runs
+            weakref.finalize(slots, library.cudaHostUnregister, pointer)
+        return slots
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self.stream):
             target.copy_(source, non_blocking=True)
 
-    def ticket(self) -> torch.cuda.Event:
+    def record_event(self) -> torch.cuda.Event:
         event = torch.cuda.Event()
         event.record(self.stream)
         return event
 
-    def arrived(self, ticket: torch.cuda.Event) -> bool:
-        return ticket.query()
+    def is_complete(self, event: torch.cuda.Event) -> bool:
+        return bool(event.query())
 
-    def wait(self, ticket: torch.cuda.Event) -> None:
-        ticket.synchronize()
+    def synchronize(self, event: torch.cuda.Event) -> None:
+        event.synchronize()
 
-    def join(self, ticket: torch.cuda.Event) -> None:
-        torch.cuda.current_stream(self.device).wait_event(ticket)
+    def wait_event(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self.device).wait_event(event)
 
-    def fence(self) -> None:
+    def wait_current_stream(self) -> None:
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
 
-    def fetch(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
-        host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-        host.copy_(numbers, non_blocking=True)
+    def copy_to_host(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        host.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()
         event.record(torch.cuda.current_stream(self.device))
         return host, event

@@ -1,7 +1,7 @@
-"""One packed expert as one run of bytes: codes and scales of gate and up, then of down.
+"""The layout of one packed expert as one block of bytes: codes and scales of gate and up, then of down.
 
-A run moves in one copy and begins anywhere a kernel can read, so an expert's place is a single number and its four
-addresses follow from it. Parts begin at multiples of 256 bytes: the fast kernels load sixteen at a time.
+A block moves in one copy and may begin at any address a kernel can read, so one address locates an expert and its four
+parts. Parts begin at multiples of 256 bytes; the CUDA kernels load sixteen bytes at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ALIGNMENT = 256
 
 @dataclass(frozen=True)
 class PackedExpertLayout:
-    """Shapes of the four parts, where each begins, and how many bytes there are in all."""
+    """Shapes and offsets of the four parts, and the size of the whole block."""
 
     shapes: tuple[tuple[int, int], ...]
     offsets: tuple[int, ...]
@@ -41,9 +41,9 @@ class PackedExpertLayout:
             total += -(-rows * columns // ALIGNMENT) * ALIGNMENT
         return cls(shapes, tuple(offsets), total)
 
-    def parts(self, run: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The four matrices in a run of bytes [nbytes], as views."""
+    def parts(self, block: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The four matrices in a block of bytes [nbytes], as views."""
         return tuple(
-            run[first : first + rows * columns].view(dtype).view(rows, columns)
+            block[first : first + rows * columns].view(dtype).view(rows, columns)
             for first, (rows, columns), dtype in zip(self.offsets, self.shapes, DTYPES)
         )

@@ -1,19 +1,20 @@
-"""Where the routed experts of all layers lie: some in device memory, the others in host memory, behind one table.
+"""The routed experts of all layers, some in device memory and the others in host memory, behind one address table.
 
-Every expert has one home, a run of bytes on the device (hot) or in the host's page-locked memory (cold), and `table`
-[layers, experts, 4] int64 holds the addresses that kernels read: where an expert lies is data, and a captured graph
-need not know. Experts never change, so three rules are enough:
+Every expert has one home: a slot on the device (hot) or in page-locked host memory (cold). Kernels read the addresses
+in `table` [layers, experts, 4] int64, so the location of an expert is data that a captured graph does not depend on.
+Experts are never modified, so three rules suffice:
 
-- A copy is made into a run that belongs to nobody; its address appears in the table when it has arrived whole.
-- A run that was left is free for copies only behind the steps that may still be reading it (`HostCopy.fence`).
-- Only `settle` and `join` write the table, in the order of the current stream: never during a step.
+- A copy goes to a slot that nothing else uses; its address enters the table after the copy is complete.
+- A slot that was left is reused only after the steps that may still read it (`HostCopy.wait_current_stream`).
+- Only `publish` and `wait` write the table, in the order of the current stream, and never during a step.
 
-`swap` exchanges the homes of a cold and a hot expert through spare runs on both sides, without room for a second copy
-of everything in host memory. `lend` puts a copy of a cold expert beside its home: a loan is used while it is held,
-stays as long as its run is not wanted, and ends without a copy back.
+`swap` exchanges the homes of a cold and a hot expert through spare slots on both sides. `acquire` adds a cached copy of
+a cold expert on the device: it is in use while its reference count is positive, remains until its slot is needed, and
+is dropped without a copy back.
 
-Passes of several threads may share a store: `lock` is held by whoever moves something, by a `Stage` while it is up, and
-by an engine for a step, so that nothing moves between finding an expert and giving the device what reads it.
+Forward passes of several threads may share a store. `lock` is held by every operation that moves an expert, by an
+`ExpertPrefetch` while it is open, and by an engine during a step, so that nothing moves between looking up an expert
+and launching the kernels that read it.
 """
 
 from __future__ import annotations
@@ -30,254 +31,261 @@ import torch
 from birkhoff.offload.copy_stream import HostCopy, copy_stream_for
 from birkhoff.offload.expert_layout import PackedExpertLayout
 
-Expert = tuple[int, int]  # layer, number
+ExpertId = tuple[int, int]  # layer, index in the layer
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 @dataclass
 class CachedExpert:
-    """A copy of a cold expert in run `run` of the device; `held` by so many, public once kernels are shown it."""
+    """A copy of a cold expert in a device slot; valid after `event`, in the table once `published`."""
 
-    expert: Expert
-    run: int
-    ticket: Any
-    held: int = 0
-    public: bool = False
+    expert: ExpertId
+    slot: int
+    event: Any
+    refcount: int = 0
+    published: bool = False
 
 
 @dataclass(frozen=True)
-class _Exchange:
-    """Copies under way: `arriving` to device run `run`, `leaving` to host run `host_run`."""
+class _Swap:
+    """A swap in progress: `arriving` is copied to device slot `slot`, `leaving` to host slot `host_slot`."""
 
-    arriving: Expert
-    leaving: Expert
-    run: int
-    host_run: int
-    ticket: Any
+    arriving: ExpertId
+    leaving: ExpertId
+    slot: int
+    host_slot: int
+    event: Any
 
 
 def _locked(method: Callable[Concatenate[ExpertStore, P], T]) -> Callable[Concatenate[ExpertStore, P], T]:
-    @functools.wraps(method)
-    def alone(self: ExpertStore, *arguments: P.args, **options: P.kwargs) -> T:
+    def locked(self: ExpertStore, /, *args: P.args, **kwargs: P.kwargs) -> T:
         with self.lock:
-            return method(self, *arguments, **options)
+            return method(self, *args, **kwargs)
 
-    return alone
+    functools.update_wrapper(locked, method)
+    return locked
 
 
 class ExpertStore:
-    """`resident` [layers, experts] bool says who begins on the device. `spare` runs of the device are for loans and
-    exchanges, and as many of the host for exchanges; without cold experts there are none."""
+    """`resident` [layers, experts] bool selects the experts that begin on the device.
+
+    `spare` device slots are for cached copies and swaps, and as many host slots for swaps; without cold experts there
+    are none."""
 
     def __init__(
         self,
-        record: PackedExpertLayout,
+        layout: PackedExpertLayout,
         resident: torch.Tensor,
         device: torch.device | str = "cpu",
         spare: int = 4,
-        courier: HostCopy | None = None,
+        copy_stream: HostCopy | None = None,
     ):
-        self.record = record
+        self.layout = layout
         self.device = torch.device(device)
         self.layers, self.experts = resident.shape
-        self.courier = courier or copy_stream_for(self.device)
+        self.copy_stream = copy_stream or copy_stream_for(self.device)
         hot, total = int(resident.sum()), resident.numel()
         self.spare = spare if hot < total else 0
-        exchanges = min(self.spare, hot)
-        self.runs = torch.empty(hot + self.spare, record.nbytes, dtype=torch.uint8, device=self.device)
-        self.host_runs = self.courier.host_runs(total - hot + exchanges, record.nbytes)
+        host_count = total - hot + min(self.spare, hot)
+        self.slots = torch.empty(hot + self.spare, layout.nbytes, dtype=torch.uint8, device=self.device)
+        self.host_slots = self.copy_stream.host_slots(host_count, layout.nbytes)
         self.table = torch.empty(self.layers, self.experts, 4, dtype=torch.int64, device=self.device)
-        self.counts = torch.zeros(
-            self.layers, self.experts, dtype=torch.int32, device=self.device
-        )  # reads by steps
-        self._offsets = torch.tensor(record.offsets, dtype=torch.int64)
-        self._homes: dict[Expert, tuple[bool, int]] = {}
-        self._hot = resident.clone()  # the first halves of the homes, for who looks at all of them
-        free = list(range(len(self.runs)))[::-1]
-        host_free = list(range(len(self.host_runs)))[::-1]
+        # In how many steps each expert was read.
+        self.read_counts = torch.zeros(self.layers, self.experts, dtype=torch.int32, device=self.device)
+        self._offsets = torch.tensor(layout.offsets, dtype=torch.int64)
+        self._homes: dict[ExpertId, tuple[bool, int]] = {}  # on the device, slot
+        self._resident = resident.clone()  # the first halves of the homes
+        free = list(range(len(self.slots)))[::-1]
+        host_free = list(range(len(self.host_slots)))[::-1]
         for layer, row in enumerate(resident.tolist()):
-            for number, on_device in enumerate(row):
-                self._homes[layer, number] = (on_device, (free if on_device else host_free).pop())
+            for index, on_device in enumerate(row):
+                self._homes[layer, index] = (on_device, (free if on_device else host_free).pop())
         self._free = free
         self._host_free = host_free
-        self._loans: OrderedDict[Expert, CachedExpert] = OrderedDict()  # the one used longest ago first
-        self._exchanges: list[_Exchange] = []
-        self._busy: set[Expert] = set()
+        self._cached: OrderedDict[ExpertId, CachedExpert] = OrderedDict()  # least recently used first
+        self._swaps: list[_Swap] = []
+        self._moving: set[ExpertId] = set()
         self.lock = threading.RLock()
-        self._show(self._homes)
+        self._write_table(self._homes)
 
-    # What is where
+    # Locations
 
     def resident(self) -> torch.Tensor:
-        """[layers, experts] bool: whose home is on the device."""
-        return self._hot.clone()
+        """[layers, experts] bool: the experts whose home is on the device."""
+        return self._resident.clone()
 
-    def is_cold(self, expert: Expert) -> bool:
+    def is_cold(self, expert: ExpertId) -> bool:
         return not self._homes[expert][0]
 
     def any_cold(self, layer: int) -> bool:
-        return any(self.is_cold((layer, number)) for number in range(self.experts))
+        return any(self.is_cold((layer, index)) for index in range(self.experts))
 
-    def home(self, expert: Expert) -> tuple[torch.Tensor, ...]:
-        """The four matrices where they lie at home."""
-        on_device, run = self._homes[expert]
-        return self.record.parts((self.runs if on_device else self.host_runs)[run])
+    def home_parts(self, expert: ExpertId) -> tuple[torch.Tensor, ...]:
+        """The four matrices of an expert at its home."""
+        on_device, slot = self._homes[expert]
+        return self.layout.parts((self.slots if on_device else self.host_slots)[slot])
 
-    def address(self, expert: Expert) -> int:
-        """Where kernels are to read: a public loan, or home."""
-        loan = self._loans.get(expert)
-        on_device, run = (True, loan.run) if loan is not None and loan.public else self._homes[expert]
-        runs = self.runs if on_device else self.host_runs
-        return runs.data_ptr() + run * self.record.nbytes
+    def cached_parts(self, cached: CachedExpert) -> tuple[torch.Tensor, ...]:
+        """The four matrices of a cached copy."""
+        return self.layout.parts(self.slots[cached.slot])
 
-    def owners(self) -> dict[str, dict[int, Expert | None]]:
-        """Who has which run, the free ones and those that are being filled too: for whoever checks the books."""
-        sides: dict[str, dict[int, Expert | None]] = {
+    def address(self, expert: ExpertId) -> int:
+        """The address that kernels read: of the published copy, or of the home."""
+        cached = self._cached.get(expert)
+        if cached is not None and cached.published:
+            return self.slots.data_ptr() + cached.slot * self.layout.nbytes
+        on_device, slot = self._homes[expert]
+        slots = self.slots if on_device else self.host_slots
+        return slots.data_ptr() + slot * self.layout.nbytes
+
+    def slot_owners(self) -> dict[str, dict[int, ExpertId | None]]:
+        """The expert in every slot of "device" and "host", None if free; asserts that no slot has two. For tests."""
+        owners: dict[str, dict[int, ExpertId | None]] = {
             "device": dict.fromkeys(self._free),
             "host": dict.fromkeys(self._host_free),
         }
-        entries = [("device" if on_device else "host", run, e) for e, (on_device, run) in self._homes.items()]
-        entries += [("device", loan.run, loan.expert) for loan in self._loans.values()]
-        for each in self._exchanges:
-            entries += [("device", each.run, each.arriving), ("host", each.host_run, each.leaving)]
-        for side, run, expert in entries:
-            assert run not in sides[side], f"two have {side} run {run}"
-            sides[side][run] = expert
-        return sides
+        uses = [("device" if on_device else "host", slot, e) for e, (on_device, slot) in self._homes.items()]
+        uses += [("device", cached.slot, cached.expert) for cached in self._cached.values()]
+        for swap in self._swaps:
+            uses += [("device", swap.slot, swap.arriving), ("host", swap.host_slot, swap.leaving)]
+        for side, slot, expert in uses:
+            assert slot not in owners[side], f"two experts in {side} slot {slot}"
+            owners[side][slot] = expert
+        return owners
 
     # Homes
 
     @_locked
-    def swap(self, arriving: Expert, leaving: Expert) -> bool:
-        """Begin to exchange the homes of a cold and a hot expert; False where no run is free or one of them moves."""
+    def swap(self, arriving: ExpertId, leaving: ExpertId) -> bool:
+        """Begin to exchange the homes of a cold and a hot expert; False if no slot is free or one of them is moving or
+        in use."""
         assert self.is_cold(arriving) and not self.is_cold(leaving), (arriving, leaving)
-        loan = self._loans.get(arriving)
+        cached = self._cached.get(arriving)
         if (
-            arriving in self._busy
-            or leaving in self._busy
+            arriving in self._moving
+            or leaving in self._moving
             or not self._host_free
-            or (loan is not None and loan.held)
+            or (cached is not None and cached.refcount)
         ):
             return False
-        if loan is not None:
-            self._end(loan)
-        run = self._take_run()
-        if run is None:
+        if cached is not None:
+            self._evict(cached)
+        slot = self._take_slot()
+        if slot is None:
             return False
-        host_run = self._host_free.pop()
-        self.courier.copy(self.runs[run], self.host_runs[self._homes[arriving][1]])
-        self.courier.copy(self.host_runs[host_run], self.runs[self._homes[leaving][1]])
-        self._busy |= {arriving, leaving}
-        self._exchanges.append(_Exchange(arriving, leaving, run, host_run, self.courier.ticket()))
+        host_slot = self._host_free.pop()
+        self.copy_stream.copy(self.slots[slot], self.host_slots[self._homes[arriving][1]])
+        self.copy_stream.copy(self.host_slots[host_slot], self.slots[self._homes[leaving][1]])
+        self._moving |= {arriving, leaving}
+        self._swaps.append(_Swap(arriving, leaving, slot, host_slot, self.copy_stream.record_event()))
         return True
 
     @_locked
-    def settle(self, wait: bool = False) -> int:
-        """Between steps: show kernels what has arrived; the number of finished exchanges. `wait` for all of them."""
-        still, moved = [], []
-        for each in self._exchanges:
+    def publish(self, wait: bool = False) -> int:
+        """Enter completed copies into the table, between steps; returns the number of swaps that were completed.
+
+        With `wait`, blocks until all copies in progress are complete."""
+        pending, changed = [], []
+        for swap in self._swaps:
             if wait:
-                self.courier.wait(each.ticket)
-            elif not self.courier.arrived(each.ticket):
-                still.append(each)
+                self.copy_stream.synchronize(swap.event)
+            elif not self.copy_stream.is_complete(swap.event):
+                pending.append(swap)
                 continue
-            self._host_free.append(self._homes[each.arriving][1])
-            self._free.append(self._homes[each.leaving][1])
-            self._homes[each.arriving], self._homes[each.leaving] = (True, each.run), (False, each.host_run)
-            self._hot[each.arriving], self._hot[each.leaving] = True, False
-            self._busy -= {each.arriving, each.leaving}
-            moved += [each.arriving, each.leaving]
-        done = len(self._exchanges) - len(still)
-        self._exchanges = still
-        for loan in self._loans.values():
-            if not loan.public and (wait or self.courier.arrived(loan.ticket)):
+            self._host_free.append(self._homes[swap.arriving][1])
+            self._free.append(self._homes[swap.leaving][1])
+            self._homes[swap.arriving], self._homes[swap.leaving] = (True, swap.slot), (False, swap.host_slot)
+            self._resident[swap.arriving], self._resident[swap.leaving] = True, False
+            self._moving -= {swap.arriving, swap.leaving}
+            changed += [swap.arriving, swap.leaving]
+        completed = len(self._swaps) - len(pending)
+        self._swaps = pending
+        for cached in self._cached.values():
+            if not cached.published and (wait or self.copy_stream.is_complete(cached.event)):
                 if wait:
-                    self.courier.wait(loan.ticket)
-                loan.public = True
-                moved.append(loan.expert)
-        if moved:
-            self._show(moved)
-            self.courier.fence()
-        return done
+                    self.copy_stream.synchronize(cached.event)
+                cached.published = True
+                changed.append(cached.expert)
+        if changed:
+            self._write_table(changed)
+            self.copy_stream.wait_current_stream()
+        return completed
 
-    # Loans
+    # Cached copies
 
     @_locked
-    def lend(self, expert: Expert) -> CachedExpert | None:
-        """Hold a copy of a cold expert on the device, begun now if there is none; None where no run is free."""
+    def acquire(self, expert: ExpertId) -> CachedExpert | None:
+        """Take a reference to a device copy of a cold expert, begun now if there is none; None if no slot is free."""
         assert self.is_cold(expert), expert
-        loan = self._loans.get(expert)
-        if loan is None:
-            if expert in self._busy:
+        cached = self._cached.get(expert)
+        if cached is None:
+            if expert in self._moving:
                 return None
-            run = self._take_run()
-            if run is None:
+            slot = self._take_slot()
+            if slot is None:
                 return None
-            self.courier.copy(self.runs[run], self.host_runs[self._homes[expert][1]])
-            loan = self._loans[expert] = CachedExpert(expert, run, self.courier.ticket())
-        self._loans.move_to_end(expert)
-        loan.held += 1
-        return loan
+            self.copy_stream.copy(self.slots[slot], self.host_slots[self._homes[expert][1]])
+            cached = self._cached[expert] = CachedExpert(expert, slot, self.copy_stream.record_event())
+        self._cached.move_to_end(expert)
+        cached.refcount += 1
+        return cached
 
     @_locked
-    def join(self, loans: Iterable[CachedExpert], show: bool = True) -> None:
-        """Let the current stream wait for these copies and, to `show` them, read them through the table from now on."""
-        new = []
-        for loan in loans:
-            self.courier.join(loan.ticket)
-            if show and not loan.public:
-                loan.public = True
-                new.append(loan.expert)
-        if new:
-            self._show(new)
+    def wait(self, copies: Iterable[CachedExpert], publish: bool = True) -> None:
+        """Make the current stream wait for these copies and, with `publish`, read them through the table from now on."""
+        published = []
+        for cached in copies:
+            self.copy_stream.wait_event(cached.event)
+            if publish and not cached.published:
+                cached.published = True
+                published.append(cached.expert)
+        if published:
+            self._write_table(published)
 
     @_locked
-    def let_go(self, loan: CachedExpert) -> None:
-        """The copy stays until its run is wanted."""
-        assert loan.held, loan
-        loan.held -= 1
+    def release(self, cached: CachedExpert) -> None:
+        """Return a reference. The copy remains until its slot is needed."""
+        assert cached.refcount, cached
+        cached.refcount -= 1
 
-    def lent(self, loan: CachedExpert) -> tuple[torch.Tensor, ...]:
-        return self.record.parts(self.runs[loan.run])
+    def available_slots(self) -> int:
+        """How many more cached copies could be begun."""
+        return len(self._free) + sum(not cached.refcount for cached in self._cached.values())
 
-    def room(self) -> int:
-        """How many more loans could be begun."""
-        return len(self._free) + sum(not loan.held for loan in self._loans.values())
-
-    def _take_run(self) -> int | None:
+    def _take_slot(self) -> int | None:
         if not self._free:
-            idle = next((loan for loan in self._loans.values() if not loan.held), None)
-            if idle is None:
+            unused = next((cached for cached in self._cached.values() if not cached.refcount), None)
+            if unused is None:
                 return None
-            self._end(idle)
+            self._evict(unused)
         return self._free.pop()
 
-    def _end(self, loan: CachedExpert) -> None:
-        """Kernels go home again before the run is given to another; steps under way may still read it."""
-        del self._loans[loan.expert]
-        if loan.public:
-            self._show([loan.expert])
-        self.courier.fence()
-        self._free.append(loan.run)
+    def _evict(self, cached: CachedExpert) -> None:
+        """Point the table at the home again, and free the slot for copies that follow the steps in progress."""
+        del self._cached[cached.expert]
+        if cached.published:
+            self._write_table([cached.expert])
+        self.copy_stream.wait_current_stream()
+        self._free.append(cached.slot)
 
     # The table
 
-    def far(self) -> tuple[int, int] | None:
-        """Addresses from .. to of experts that lie in host memory; None if none can."""
-        first = self.host_runs.data_ptr()
-        return (first, first + self.host_runs.nbytes) if self.host_runs.numel() else None
+    def host_range(self) -> tuple[int, int] | None:
+        """Addresses from .. to of experts in host memory; None if there can be none."""
+        first = self.host_slots.data_ptr()
+        return (first, first + self.host_slots.nbytes) if self.host_slots.numel() else None
 
-    def count(self, ids: torch.Tensor, layer: int = 0) -> None:
-        """One more read for every expert that occurs in `ids` [l, n, k], the choices of layers `layer`, ...: a step
-        reads an expert once, however many tokens chose it. Fixed operations, so that a graph can hold them."""
+    def count_reads(self, ids: torch.Tensor, layer: int = 0) -> None:
+        """Count one read of every expert that occurs in `ids` [l, n, k], the selections of layers `layer`, ...: a step
+        reads an expert once, however many tokens selected it. The operations are fixed, so a graph can capture them."""
         used = torch.zeros(len(ids), self.experts, dtype=torch.int32, device=ids.device)
         used.scatter_(1, ids.flatten(1).long(), 1)
-        self.counts[layer : layer + len(ids)].add_(used)
+        self.read_counts[layer : layer + len(ids)].add_(used)
 
-    def _show(self, experts: Iterable[Expert]) -> None:
-        chosen = list(dict.fromkeys(experts))
-        rows = torch.tensor([layer * self.experts + number for layer, number in chosen])
-        starts = torch.tensor([self.address(expert) for expert in chosen], dtype=torch.int64)
+    def _write_table(self, experts: Iterable[ExpertId]) -> None:
+        changed = list(dict.fromkeys(experts))
+        rows = torch.tensor([layer * self.experts + index for layer, index in changed])
+        starts = torch.tensor([self.address(expert) for expert in changed], dtype=torch.int64)
         values = starts.unsqueeze(-1) + self._offsets
         self.table.view(-1, 4).index_copy_(0, rows.to(self.device), values.to(self.device))

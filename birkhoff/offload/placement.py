@@ -1,8 +1,8 @@
-"""Experts follow the traffic: around every step, what has arrived is shown, what is known is sent for, what pays moves.
+"""Moves hot experts to the device between steps.
 
-Before a step the store shows kernels the copies that have arrived, and experts of hash-routed layers are sent for from
-the token ids of a chunk. After it, every few steps, the device's counters are read without waiting for them, and at
-most `most` exchanges begin, which run beside the coming steps. None of it changes what is computed.
+Before a step, completed copies enter the table, and copies of the experts that hash-routed layers will use for the
+chunk's token ids are begun. After a step, every few steps, the read counters are fetched from the device without
+blocking, and up to `max_swaps` swaps are begun, which run beside the next steps. Results do not depend on any of this.
 """
 
 from __future__ import annotations
@@ -13,80 +13,83 @@ from typing import Any, Literal
 
 import torch
 
-from birkhoff.offload.expert_counts import ExpertCounts
 from birkhoff.offload.expert_store import ExpertStore
-from birkhoff.offload.expert_usage import ExpertUsage
+from birkhoff.offload.expert_usage import ExpertCounts, ExpertUsage
 from birkhoff.offload.prefetch import HashRoutePrefetch
 
-EVERY = 16  # steps between two looks at the counters
-MOST = 2  # exchanges begun at a look: 27 MB each way at V4-Flash's size, half a millisecond of the bus
+INTERVAL = 16  # steps between two readings of the counters
+MAX_SWAPS = 2  # begun at a reading: 27 MB each way at V4-Flash's size, half a millisecond of the bus
 
-When = Literal["chunks", "always", "never"]
+PrefetchSteps = Literal["chunks", "always", "never"]
 
 
 class Placement:
-    """`heat` is what is known before the first step. `ahead` says for which steps experts of hash-routed layers are
-    sent for: a single token is known too late to gain by it, so by default only for chunks. `file` is given the
-    counts at the end."""
+    """Keeps the most used experts of `store` on the device.
+
+    `usage` is what is known before the first step. `hash_tables` maps each hash-routed layer to the experts of every
+    token. `prefetch` selects the steps for which those are copied ahead: by default only chunks, since a single token
+    is known too late to gain from it. `file` receives the counts when the placement is closed."""
 
     def __init__(
         self,
         store: ExpertStore,
-        heat: ExpertUsage,
+        usage: ExpertUsage,
         hash_tables: dict[int, torch.Tensor],
         *,
-        every: int = EVERY,
-        most: int = MOST,
-        ahead: When = "chunks",
+        interval: int = INTERVAL,
+        max_swaps: int = MAX_SWAPS,
+        prefetch: PrefetchSteps = "chunks",
         file: Path | None = None,
     ):
         self.store = store
-        self.heat = heat
-        self.every = every
-        self.most = most
-        self.when = ahead
+        self.usage = usage
+        self.interval = interval
+        self.max_swaps = max_swaps
+        self.prefetch = prefetch
         self.file = file
-        self.ahead = HashRoutePrefetch(store, hash_tables)
-        self.steps = self.exchanged = 0
+        self.hash_prefetch = HashRoutePrefetch(store, hash_tables)
+        self.steps = self.swapped = 0
         self.reads = {"hot": 0, "cold": 0}
-        self._seen = store.counts.cpu().clone()
-        self._seen_steps = 0
-        self._coming: tuple[torch.Tensor, Any, int] | None = None
-        store.courier.fence()  # what was loaded is there before anything is copied
+        self._counted = store.read_counts.cpu().clone()
+        self._counted_steps = 0
+        self._fetching: tuple[torch.Tensor, Any, int] | None = None  # counts, event, steps
+        store.copy_stream.wait_current_stream()  # loading comes before any copy
 
-    def before(self, token_ids: Sequence[int], chunk: bool) -> None:
-        """The coming step computes these tokens; with `chunk`, several of one sequence."""
-        self.exchanged += self.store.settle()
-        if self.when == "always" or (self.when == "chunks" and chunk):
-            self.ahead.send(token_ids)
+    def before_step(self, token_ids: Sequence[int], chunk: bool) -> None:
+        """Prepare a step for these tokens; `chunk` if it holds several tokens of one sequence."""
+        self.swapped += self.store.publish()
+        if self.prefetch == "always" or (self.prefetch == "chunks" and chunk):
+            self.hash_prefetch.begin(token_ids)
 
-    def after(self) -> None:
-        """A step was given to the device."""
-        self.ahead.let_go()
+    def after_step(self) -> None:
+        """Called when a step was launched."""
+        self.hash_prefetch.release()
         self.steps += 1
-        if self._coming is None and self.steps % self.every == 0:
-            self._coming = (*self.store.courier.fetch(self.store.counts), self.steps)
-        if self._coming is not None and self.store.courier.arrived(self._coming[1]):
-            counts, _, steps = self._coming
-            self._coming = None
-            self._learn(counts, steps)
+        if self._fetching is None and self.steps % self.interval == 0:
+            self._fetching = (*self.store.copy_stream.copy_to_host(self.store.read_counts), self.steps)
+        if self._fetching is not None and self.store.copy_stream.is_complete(self._fetching[1]):
+            counts, _, steps = self._fetching
+            self._fetching = None
+            self._update_usage(counts, steps)
+            for arriving, leaving in self.usage.swaps(self.store.resident(), self.max_swaps):
+                self.store.swap(arriving, leaving)
 
     def counts(self) -> ExpertCounts:
-        """What is known of the experts' use, for a file."""
-        return self.heat.counts()
+        """Expert usage so far, for a file."""
+        return self.usage.counts()
 
     def close(self) -> None:
-        """Let what moves arrive, learn of the last steps, and leave all of it in the file, where there is one."""
-        self.exchanged += self.store.settle(wait=True)
-        counts, ticket = self.store.courier.fetch(self.store.counts)
-        self.store.courier.wait(ticket)
-        self._note(counts, self.steps)
-        self._coming = None
+        """Complete all copies, count the last steps, and write the counts to the file, if there is one."""
+        self.swapped += self.store.publish(wait=True)
+        counts, event = self.store.copy_stream.copy_to_host(self.store.read_counts)
+        self.store.copy_stream.synchronize(event)
+        self._update_usage(counts, self.steps)
+        self._fetching = None
         if self.file is not None:
             self.counts().save(self.file)
 
     def report(self) -> dict[str, Any]:
-        """Numbers for people: shares of experts and of reads that were on the device, and exchanges so far."""
+        """Statistics: experts and share of reads on the device, and swaps so far."""
         reads = sum(self.reads.values())
         resident = self.store.resident()
         return {
@@ -94,19 +97,14 @@ class Placement:
             "experts_on_device": int(resident.sum()),
             "reads": reads,
             "share_of_reads_on_device": self.reads["hot"] / reads if reads else None,
-            "exchanged": self.exchanged,
+            "exchanged": self.swapped,
             "spare": self.store.spare,
         }
 
-    def _learn(self, counts: torch.Tensor, steps: int) -> None:
-        self._note(counts, steps)
-        for arriving, leaving in self.heat.exchanges(self.store.resident(), self.most):
-            self.store.swap(arriving, leaving)
-
-    def _note(self, counts: torch.Tensor, steps: int) -> None:
-        fresh, resident = counts - self._seen, self.store.resident()
-        self.reads["hot"] += int(fresh[resident].sum())
-        self.reads["cold"] += int(fresh[~resident].sum())
-        self.heat.note(fresh, steps - self._seen_steps)
-        self._seen = counts.clone()
-        self._seen_steps = steps
+    def _update_usage(self, counts: torch.Tensor, steps: int) -> None:
+        recent, resident = counts - self._counted, self.store.resident()
+        self.reads["hot"] += int(recent[resident].sum())
+        self.reads["cold"] += int(recent[~resident].sum())
+        self.usage.add(recent, steps - self._counted_steps)
+        self._counted = counts.clone()
+        self._counted_steps = steps

@@ -1,9 +1,10 @@
-"""Cold experts on the device while a chunk of a prompt needs them: each copied once, while others are at work.
+"""Prefetch of cold experts to the device for a prompt chunk: one copy each, while other experts compute.
 
-A chunk of thousands of tokens asks nearly every expert of a layer, and its products read each of them many times; over
-the bus that would be paid each time. A `ExpertPrefetch` is one layer's turn: copies run ahead of the experts' order through the
-store's spare runs. `HashRoutePrefetch` begins with layers whose experts follow from token ids alone, before the chunk does. Where
-no run is to be had an expert is read at home: slower, never different.
+A chunk of thousands of tokens uses nearly every expert of a layer, and its products read each of them many times; over
+the bus, each read would be paid. An `ExpertPrefetch` serves one layer: copies run ahead of the order in which experts
+are computed, through the spare slots of the store. A `HashRoutePrefetch` begins the copies of layers whose experts
+follow from token ids alone, before the chunk runs. If no slot is free, an expert is read at its home: slower, with the
+same result.
 """
 
 from __future__ import annotations
@@ -13,108 +14,106 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from birkhoff.offload.expert_store import CachedExpert, Expert, ExpertStore
+from birkhoff.offload.expert_store import CachedExpert, ExpertId, ExpertStore
 
 
 class ExpertPrefetch:
-    """The experts `wanted` of one layer, in ascending order."""
+    """Context in which the experts `used` of one layer are computed, in ascending order."""
 
-    def __init__(self, store: ExpertStore, layer: int, wanted: Sequence[int]):
+    def __init__(self, store: ExpertStore, layer: int, used: Sequence[int]):
         self.store = store
         self.layer = layer
-        self.wanted = sorted(wanted)
-        self._waiting: deque[int] = deque()
-        self._loans: dict[int, CachedExpert] = {}
+        self.used = sorted(used)
+        self._pending: deque[int] = deque()  # cold experts without a copy
+        self._copies: dict[int, CachedExpert] = {}
 
     def __enter__(self) -> ExpertPrefetch:
         self.store.lock.acquire()
-        self._waiting.extend(number for number in self.wanted if self.store.is_cold((self.layer, number)))
+        self._pending.extend(index for index in self.used if self.store.is_cold((self.layer, index)))
         return self
 
     def __exit__(self, *_: object) -> None:
-        for loan in self._loans.values():
-            self.store.let_go(loan)
-        self._loans.clear()
+        for cached in self._copies.values():
+            self.store.release(cached)
+        self._copies.clear()
         self.store.lock.release()
 
-    def parts(self, number: int) -> tuple[torch.Tensor, ...]:
-        """The four matrices of an expert, on the device if a run was to be had, else at home; whoever asks for the next
-        is done with those before."""
-        for passed in [each for each in self._loans if each < number]:
-            self.store.let_go(self._loans.pop(passed))
-        self._send()
-        loan = self._loans.get(number)
-        if loan is None:
-            return self.store.home((self.layer, number))
-        self.store.join([loan], show=False)
-        return self.store.lent(loan)
+    def parts(self, index: int) -> tuple[torch.Tensor, ...]:
+        """The four matrices of an expert, on the device if there was a slot, else at home. Releases the copies of
+        experts below `index`."""
+        for finished in [each for each in self._copies if each < index]:
+            self.store.release(self._copies.pop(finished))
+        while self._pending and self.store.available_slots() and len(self._copies) < self._half():
+            self._acquire([self._pending.popleft()])
+        cached = self._copies.get(index)
+        if cached is None:
+            return self.store.home_parts((self.layer, index))
+        self.store.wait([cached], publish=False)
+        return self.store.cached_parts(cached)
 
     def waves(self) -> Iterator[tuple[list[int], torch.Tensor]]:
-        """For kernels that read through the table: experts by turns, and this layer's [experts, 4] addresses, which are
-        on the device for those of the turn. First those at home there; behind them the cold ones, half the spare runs
-        at a time, so that one half is copied while the other is read."""
-        cold = list(self._waiting)
+        """For kernels that read through the table: experts in groups, each with the layer's [experts, 4] addresses.
+
+        The hot experts come first. The cold ones follow in groups of half the spare slots, so that one half is copied
+        while the other is read; a group is on the device while it is yielded, as far as there were slots."""
+        cold = list(self._pending)
         half = self._half()
         table = self.store.table[self.layer]
-        groups = [cold[at : at + half] for at in range(0, len(cold), half)]
-        self._lend(groups[0] if groups else [])
-        at_home = [number for number in self.wanted if number not in set(cold)]
-        if at_home:
-            yield at_home, table
-        for turn, group in enumerate(groups):
-            self._lend(group)  # those for which there was no run before
-            self._lend(groups[turn + 1] if turn + 1 < len(groups) else [])
-            here = [self._loans.pop(number) for number in group if number in self._loans]
-            self.store.join(here)
+        groups = [cold[first : first + half] for first in range(0, len(cold), half)]
+        self._acquire(groups[0] if groups else [])
+        hot = [index for index in self.used if index not in set(cold)]
+        if hot:
+            yield hot, table
+        for group, following in zip(groups, [*groups[1:], []]):
+            self._acquire(group)  # those that found no slot before
+            self._acquire(following)
+            copies = [self._copies.pop(index) for index in group if index in self._copies]
+            self.store.wait(copies)
             try:
                 yield group, table
             finally:
-                for loan in here:
-                    self.store.let_go(loan)
+                for cached in copies:
+                    self.store.release(cached)
 
     def _half(self) -> int:
         return max(1, self.store.spare // 2)
 
-    def _lend(self, numbers: Sequence[int]) -> None:
-        for number in numbers:
-            loan = None if number in self._loans else self.store.lend((self.layer, number))
-            if loan is not None:
-                self._loans[number] = loan
-
-    def _send(self) -> None:
-        while self._waiting and self.store.room() and len(self._loans) < self._half():
-            self._lend([self._waiting.popleft()])
+    def _acquire(self, indices: Sequence[int]) -> None:
+        for index in indices:
+            cached = None if index in self._copies else self.store.acquire((self.layer, index))
+            if cached is not None:
+                self._copies[index] = cached
 
 
 class HashRoutePrefetch:
-    """Loans for hash-routed layers. `tables` holds, by layer, each token's experts [vocab, k] in host memory."""
+    """Cached copies for hash-routed layers. `tables` maps a layer to the experts of each token, [vocab, k] on the host."""
 
     def __init__(self, store: ExpertStore, tables: dict[int, torch.Tensor]):
         self.store = store
         self.tables = tables
-        self._held: list[CachedExpert] = []
+        self._copies: list[CachedExpert] = []
 
-    def wanted(self, token_ids: Sequence[int]) -> list[Expert]:
-        """Cold experts that these tokens will ask for, the first layers' first."""
+    def cold_experts(self, token_ids: Sequence[int]) -> list[ExpertId]:
+        """Cold experts that these tokens are routed to, in order of layers."""
         tokens = torch.tensor(sorted(set(token_ids)), dtype=torch.long)
         return [
-            (layer, number)
+            (layer, index)
             for layer, table in sorted(self.tables.items())
-            for number in table[tokens].unique().tolist()
-            if self.store.is_cold((layer, number))
+            for index in torch.unique(table[tokens]).tolist()
+            if self.store.is_cold((layer, index))
         ]
 
-    def send(self, token_ids: Sequence[int]) -> int:
-        """Begin the copies for the coming step, as far as half of the spare runs go; how many there are."""
-        self.let_go()
-        for expert in self.wanted(token_ids)[: self.store.spare // 2]:
-            loan = self.store.lend(expert)
-            if loan is not None:
-                self._held.append(loan)
-        return len(self._held)
+    def begin(self, token_ids: Sequence[int]) -> int:
+        """Begin the copies for the next step, in at most half of the spare slots; returns how many are held."""
+        self.release()
+        for expert in self.cold_experts(token_ids)[: self.store.spare // 2]:
+            cached = self.store.acquire(expert)
+            if cached is not None:
+                self._copies.append(cached)
+        return len(self._copies)
 
-    def let_go(self) -> None:
-        """The step is over; the copies stay while nobody wants their runs."""
-        for loan in self._held:
-            self.store.let_go(loan)
-        self._held.clear()
+    def release(self) -> None:
+        """After the step: the copies remain until their slots are needed."""
+        for cached in self._copies:
+            self.store.release(cached)
+        self._copies.clear()

@@ -14,7 +14,7 @@ from birkhoff.engine.memory_plan import plan_budget
 from birkhoff.errors import CapacityError, CountsFileError, OptionError
 from birkhoff.model.linear import Numerics
 from birkhoff.model.transformer import Transformer
-from birkhoff.offload.expert_counts import ExpertCounts
+from birkhoff.offload.expert_usage import ExpertCounts
 from tests.sizes import scaled
 
 GIB = 2**30

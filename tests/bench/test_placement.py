@@ -47,9 +47,9 @@ def test_experts_go_where_they_are_wanted_and_skew_is_found():
         decoder = Decoder(model, filled_state(SMALL, 1, 64, CPU, torch.float32))
         reads = PlacedSteps(decoder, 1, 64).reads(2)
     assert reads.sum() == 2 * 2 * SMALL.num_experts_per_tok
-    heat = ExpertUsage(1, 8)
-    heat.note(reads, 2)
-    wanted = heat.hottest(4)
+    usage = ExpertUsage(1, 8)
+    usage.add(reads, 2)
+    wanted = usage.hottest(4)
     different = int((wanted & ~store.resident()).sum())
     moved, _ = move_to(store, wanted)
     assert moved == different and torch.equal(store.resident(), wanted)

@@ -29,7 +29,7 @@ def test_layers_beyond_the_distinct_ones_share_experts_and_nothing_else():
     model = random_on_device(preset("tiny", None, False), CPU, distinct=4)
     experts = [block.ffn.experts.gate_up.data_ptr() for block in model.layers]
     assert len(set(experts)) == 4 and experts[4:] == experts[:2]
-    assert len({block.attn.wq_b.codes_.data_ptr() for block in model.layers}) == 6
+    assert len({block.attn.wq_b.codes.data_ptr() for block in model.layers}) == 6
     packed = model.layers[0].ffn.experts
     assert packed.gate_up.dtype is torch.int8 and packed.gate_up_scale.dtype is torch.uint8
 

@@ -60,7 +60,7 @@ def step(model, state, pieces, tap=None) -> dict[int, torch.Tensor]:
         batch = Batch.of(pieces, "cpu")
         hidden, _ = model.run(batch, state, tap or NoTap())
         logits = model.logits(hidden[batch.last_rows()])
-    return {piece.slot: row for piece, row in zip(batch.pieces, logits)}
+    return {piece.slot: row for piece, row in zip(batch.chunks, logits)}
 
 
 def decode(model, sequences, starts, steps, state=None, tap=None, slots=None) -> dict[int, torch.Tensor]:

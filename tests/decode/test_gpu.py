@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from birkhoff.convert.presets import preset
-from birkhoff.decode.gpu import Decoder, refusal
+from birkhoff.decode.gpu import Decoder, unsupported_model
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
@@ -40,7 +40,7 @@ def plain_step(model, state, pieces) -> torch.Tensor:
     """Logits by slot, from the plain forward pass."""
     batch = Batch.of(pieces, DEVICE)
     hidden, _ = model.run(batch, state, NoTap())
-    order = sorted(range(len(pieces)), key=lambda i: batch.pieces[i].slot)
+    order = sorted(range(len(pieces)), key=lambda i: batch.chunks[i].slot)
     return model.logits(hidden[batch.last_rows()])[order]
 
 
@@ -102,14 +102,14 @@ def test_an_engine_decodes_through_it(model):
 
 def test_what_it_cannot_decode_is_refused_with_the_reason(model):
     plain = random_model(SMALL)
-    assert "not packed" in (refusal(plain) or "")
+    assert "not packed" in (unsupported_model(plain) or "")
     with pytest.raises(OptionError, match=r"not packed as FP8 and FP4 codes\. Use kernels='reference'"):
         Decoder(plain, State.contiguous(SMALL, 1, 128))
     odd = packed_model(
         variant(compress_ratios=(0,), num_hash_layers=1, q_lora_rank=48, num_nextn_predict_layers=0)
     )
-    assert refusal(odd) == "q_lora_rank is 48, the kernels need a power of two from 16"
-    assert refusal(model) is None
+    assert unsupported_model(odd) == "q_lora_rank is 48, the kernels need a power of two from 16"
+    assert unsupported_model(model) is None
     with pytest.raises(OptionError, match=r"the CUDA kernels cannot serve this model: .*Use fast=False"):
         Decoder(model, State.contiguous(SMALL, 1, 128, device=DEVICE), fast=True)
 

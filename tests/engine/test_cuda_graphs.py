@@ -38,7 +38,7 @@ def test_rows_come_back_in_order_and_spare_ones_touch_only_the_scratch_slot(mode
     pieces = [SequenceChunk(s, p, torch.tensor([t])) for t, p, s in zip(tokens, positions, slots)]
     batch = Batch.of(pieces, DEVICE)
     hidden, true = model.run(batch, plain, NoTap())
-    place = [batch.pieces.index(piece) for piece in pieces]
+    place = [batch.chunks.index(piece) for piece in pieces]
     assert (logits - model.logits(hidden)[place]).abs().max() < 1e-4
     assert (streams - true[place]).abs().max() < 1e-4
     rows, same = state.layers[0].keys.rows, plain.layers[0].keys.rows

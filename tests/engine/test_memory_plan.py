@@ -132,7 +132,7 @@ def test_the_plan_covers_what_a_model_and_its_kernels_hold(dtype):
     decoder = Decoder(model, state, fast=False)
     for module in model.modules():
         if isinstance(module, Linear):
-            module.rows()  # as prompts read it
+            module.packed_weight()  # as prompts read it
         elif isinstance(module, Mixer):
             module.kernels = select("triton")
             module.read(torch.zeros(1, config.hc_mult, config.hidden_size, dtype=dtype, device=DEVICE))

@@ -272,7 +272,7 @@ def test_what_mtp_remembers_of_a_prompt_is_what_drafting_through_it_leaves(model
         streams = model.run(Batch.of([SequenceChunk(0, 0, tokens[:-1])]), states[0], NoTap())[1]
         batch = Batch.of([SequenceChunk(0, 0, tokens[1:])])
         model.draft(streams, batch, states[0])
-        model.remember(streams, batch, states[1])
+        model.mtp_prefill(streams, batch, states[1])
     ours, theirs = (state.mtp.keys.rows for state in states)
     torch.testing.assert_close(ours, theirs)
     assert ours.abs().max() > 0.1

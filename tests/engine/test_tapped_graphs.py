@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from birkhoff.decode.gpu import Decoder
-from birkhoff.decode.tapped import tapped_step
 from birkhoff.engine.cuda_graphs import CudaGraphs, site_widths
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
@@ -99,7 +98,7 @@ def plainly(model, tap):
     state = State.contiguous(SHORT, 4, 128, device=DEVICE)
     pieces = [SequenceChunk(s, p, torch.tensor([t])) for t, p, s in zip(TOKENS, POSITIONS, SLOTS)]
     batch = Batch.of(pieces, DEVICE)
-    assert list(batch.pieces) == pieces
+    assert list(batch.chunks) == pieces
     hidden, streams = model.run(batch, state, tap)
     tap.deliver()
     return model.logits(hidden), streams
@@ -203,7 +202,7 @@ def test_a_steady_step_writes_nothing_and_asks_no_more_of_the_host_than_a_bare_o
     held = graphs.last_watched
     assert held is not None and len(held.cut_for(tap.layout).copies) == 1
     with Issued() as recorded:
-        tapped_step(graphs.decoder, graphs._find(3, 8)[0], held.tap)
+        graphs.decoder.step(graphs._find(3, 8)[0], held.tap)
     steady = asked[2] - Counter(recorded.names)
     assert asked[1] == asked[2] and (asked[0] - asked[2]).total() > 30, (
         "the first of them had something to write"

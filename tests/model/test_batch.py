@@ -25,8 +25,8 @@ def steps(draw) -> list[SequenceChunk]:
 def test_every_token_has_one_row_where_its_piece_says(pieces):
     batch = Batch.of(pieces)
     assert batch.num_tokens == sum(len(p.token_ids) for p in pieces) == len(batch.positions)
-    assert sorted(p.slot for p in batch.pieces) == sorted(p.slot for p in pieces)
-    for piece, offset, last in zip(batch.pieces, batch.offsets, batch.last_rows(), strict=True):
+    assert sorted(p.slot for p in batch.chunks) == sorted(p.slot for p in pieces)
+    for piece, offset, last in zip(batch.chunks, batch.offsets, batch.last_rows(), strict=True):
         rows = slice(offset, offset + len(piece.token_ids))
         assert batch.token_ids[rows].tolist() == list(piece.token_ids)
         assert batch.positions[rows].tolist() == list(range(piece.start, piece.stop))
@@ -41,7 +41,9 @@ def test_groups_are_rectangles_that_cover_the_rows_in_order(pieces):
         row = group.rows.stop
         assert group.length == 1 or len(set(group.starts)) == 1
         assert group.view(batch.positions).tolist() == group.positions().tolist()
-        assert group.first.tolist() == list(group.starts) and group.newest == int(group.positions().max())
+        assert group.first.tolist() == list(group.starts) and group.last_position == int(
+            group.positions().max()
+        )
         assert group.view(batch.token_ids)[:, 0].tolist() == [
             1000 * s + f for s, f in zip(group.slots.tolist(), group.starts)
         ]
@@ -56,12 +58,12 @@ def test_decoding_sequences_form_one_group_whatever_their_positions():
     batch = Batch.of([SequenceChunk(slot, 10 * slot, [slot]) for slot in range(5)])
     (group,) = batch.groups
     assert group.starts == (0, 10, 20, 30, 40) and group.length == 1
-    later = group.after([1, 3])
+    later = group.advanced([1, 3])
     assert later.starts == (11, 31) and later.slots.tolist() == [1, 3] and later.first.tolist() == [11, 31]
 
 
 def test_whole_sequences_start_at_zero_one_slot_each():
     batch = Batch.whole(torch.tensor([[5, 6, 7], [8, 9, 10]]))
     assert batch.token_ids.tolist() == [5, 6, 7, 8, 9, 10] and batch.positions.tolist() == [0, 1, 2, 0, 1, 2]
-    assert [p.slot for p in batch.pieces] == [0, 1] and batch.last_rows() == [2, 5]
+    assert [p.slot for p in batch.chunks] == [0, 1] and batch.last_rows() == [2, 5]
     assert Batch.whole(torch.tensor([4])).token_ids.tolist() == [4]

@@ -17,7 +17,7 @@ from birkhoff.model.linear import Linear, Numerics
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from tests.interpreter import DEVICE, packed_model
-from tests.model.held import held_model
+from tests.model.offloaded import offloaded_model
 from tests.models import random_tokens, variant
 from tests.sizes import FULL
 
@@ -109,14 +109,14 @@ def test_every_site_of_a_prompt_is_that_of_the_plain_model(case):
 @torch.inference_mode()
 def test_a_weight_is_laid_out_for_kernels_once_and_again_where_it_moved():
     layer = Linear(32, {"a": 24, "b": 8}, "fp8", Numerics(kernels=select("triton")), packed=True).to(DEVICE)
-    for part in ("a", "b"):
-        getattr(layer, f"codes_{part}").copy_(torch.randn(layer.parts[part], 32).to(torch.float8_e4m3fn))
-        getattr(layer, f"scale_{part}").fill_(125)
-    rows = layer.rows()
-    assert layer.rows() is rows and layer.reads_codes
-    assert torch.equal(rows.dense(), layer.dense())
-    layer.codes_a = layer.codes_a.clone()
-    assert layer.rows() is not rows
+    layer.codes.copy_(torch.randn(32, 32).to(torch.float8_e4m3fn))
+    layer.scale.copy_(torch.tensor([[125], [126]]))
+    packed = layer.packed_weight()
+    assert layer.packed_weight() is packed and layer.reads_codes
+    assert packed.weight.data_ptr() == layer.codes.data_ptr(), "codes are in memory once"
+    assert torch.equal(packed.dense(), layer.dense())
+    layer.codes = layer.codes.clone()
+    assert layer.packed_weight() is not packed
     with torch.enable_grad():
         assert not layer.reads_codes
 
@@ -137,7 +137,7 @@ def test_experts_in_host_memory_come_in_turns_and_change_no_bit(rows):
     (stack,) = source.expert_stacks()
     true = stack(x, ids, weights)
     for share in (1.0, 0.5, 0.0):
-        model, store = held_model(source, share)
+        model, store = offloaded_model(source, share)
         (mine,) = model.expert_stacks()
         assert store.any_cold(0) == (share < 1)
         assert torch.equal(mine(x, ids, weights), true)

@@ -36,7 +36,7 @@ def run_pieces(model, state, pieces):
     with torch.no_grad():
         hidden, _ = model.run(batch, state, NoTap())
         logits = model.logits(hidden)
-    return {p.slot: logits[o : o + len(p.token_ids)] for p, o in zip(batch.pieces, batch.offsets)}
+    return {p.slot: logits[o : o + len(p.token_ids)] for p, o in zip(batch.chunks, batch.offsets)}
 
 
 def run_cuts(model, tokens, cuts, state=None, slot=0):

@@ -90,7 +90,7 @@ def test_a_batch_of_decoding_sequences_equals_each_alone(fast):
             at = [start - s + step for s in range(count)]  # every sequence at another position
             batch = Batch.of([SequenceChunk(s, at[s], prompts[s][at[s] : at[s] + 1]) for s in range(count)])
             logits = fast.logits(fast.run(batch, state, NoTap())[0])
-            for piece, row in zip(batch.pieces, logits):
+            for piece, row in zip(batch.chunks, logits):
                 assert (row - expected[piece.slot][piece.start]).abs().max() < TOLERANCE
 
 

@@ -1,6 +1,6 @@
 """Experts in two kinds of memory: whatever moves, every address in the table is a whole, true expert.
 
-Copies are made by a courier of the tests, which moves a few bytes at a time when it is told to: what a kernel would
+Copies are made by a copy_stream of the tests, which moves a few bytes at a time when it is told to: what a kernel would
 read in the middle of a copy can be read here too. It also knows which runs a step may still be reading.
 """
 
@@ -22,10 +22,10 @@ from tests.sizes import scaled
 
 SMALL = variant(hidden_size=32, moe_intermediate_size=32)
 LAYERS, EXPERTS = 3, 5
-EVERYBODY = [(layer, number) for layer in range(LAYERS) for number in range(EXPERTS)]
+ALL_EXPERTS = [(layer, number) for layer in range(LAYERS) for number in range(EXPERTS)]
 
 
-class Slow(HostCopy):
+class SlowCopy(HostCopy):
     """Copies that take their time, in order, as on a stream; `fence` makes later ones wait until `steps_end`."""
 
     def __init__(self):
@@ -35,20 +35,20 @@ class Slow(HostCopy):
         self.queue.append(["copy", target, source, 0])
         self.begun += 1
 
-    def ticket(self):
+    def record_event(self):
         return self.begun
 
-    def arrived(self, ticket):
-        return self.over >= ticket
+    def is_complete(self, event):
+        return self.over >= event
 
-    def wait(self, ticket):
-        while not self.arrived(ticket):
+    def synchronize(self, event):
+        while not self.is_complete(event):
             self.steps_end()
             self.move(1 << 20)
 
-    join = wait
+    wait_event = synchronize
 
-    def fence(self):
+    def wait_current_stream(self):
         self.queue.append(["fence"])
 
     def steps_end(self):
@@ -67,18 +67,18 @@ class Slow(HostCopy):
                 self.over += 1
 
 
-def filled(resident, spare=2, courier=None):
+def filled(resident, spare=2, copy_stream=None):
     """A store and the bytes its experts were given."""
-    store = ExpertStore(PackedExpertLayout.of(SMALL), resident, spare=spare, courier=courier)
-    store.runs.fill_(0xAA)
-    store.host_runs.fill_(0xBB)
+    store = ExpertStore(PackedExpertLayout.of(SMALL), resident, spare=spare, copy_stream=copy_stream)
+    store.slots.fill_(0xAA)
+    store.host_slots.fill_(0xBB)
     truth = {}
     g = torch.Generator().manual_seed(0)
-    for expert in EVERYBODY:
-        for part, dtype in zip(store.home(expert), DTYPES):
+    for expert in ALL_EXPERTS:
+        for part, dtype in zip(store.home_parts(expert), DTYPES):
             low = -128 if dtype is torch.int8 else 0
             part.copy_(torch.randint(low, low + 256, part.shape, generator=g).to(dtype))
-        truth[expert] = [part.clone() for part in store.home(expert)]
+        truth[expert] = [part.clone() for part in store.home_parts(expert)]
     return store, truth
 
 
@@ -87,7 +87,7 @@ def read(store, expert):
     layer, number = expert
     parts = []
     for address, (rows, columns), dtype in zip(
-        store.table[layer, number].tolist(), store.record.shapes, DTYPES
+        store.table[layer, number].tolist(), store.layout.shapes, DTYPES
     ):
         data = bytearray(ctypes.string_at(address, rows * columns))
         parts.append(torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(rows, columns))
@@ -95,20 +95,20 @@ def read(store, expert):
 
 
 def check(store, truth):
-    owners = store.owners()
-    assert len(owners["device"]) == len(store.runs) and len(owners["host"]) == len(store.host_runs), (
+    owners = store.slot_owners()
+    assert len(owners["device"]) == len(store.slots) and len(owners["host"]) == len(store.host_slots), (
         "no run is lost"
     )
-    assert len({int(row[0]) for row in store.table.view(-1, 4)}) == len(EVERYBODY), (
+    assert len({int(row[0]) for row in store.table.view(-1, 4)}) == len(ALL_EXPERTS), (
         "an address belongs to one expert"
     )
     assert store.resident().tolist() == [
         [not store.is_cold((layer, number)) for number in range(EXPERTS)] for layer in range(LAYERS)
     ]
-    for expert in EVERYBODY:
+    for expert in ALL_EXPERTS:
         for seen, true in zip(read(store, expert), truth[expert]):
             assert torch.equal(seen, true), f"{expert} is not what it was"
-        assert all(torch.equal(a, b) for a, b in zip(store.home(expert), truth[expert]))
+        assert all(torch.equal(a, b) for a, b in zip(store.home_parts(expert), truth[expert]))
 
 
 def resident(count, seed=0):
@@ -142,7 +142,9 @@ def test_every_share_can_be_built(count):
 
 OPERATIONS = st.lists(
     st.tuples(
-        st.sampled_from(["swap", "lend", "let_go", "settle", "settle", "join", "move", "move", "steps_end"]),
+        st.sampled_from(
+            ["swap", "acquire", "release", "publish", "publish", "wait", "move", "move", "steps_end"]
+        ),
         st.integers(0, 10**6),
     ),
     max_size=60,
@@ -152,113 +154,117 @@ OPERATIONS = st.lists(
 @settings(max_examples=scaled(600, 80), deadline=None)
 @given(st.integers(0, 15), st.integers(1, 4), OPERATIONS)
 def test_no_sequence_of_moves_shows_a_wrong_or_half_copied_expert(count, spare, operations):
-    courier = Slow()
-    store, truth = filled(resident(count, spare), spare, courier)
+    copy_stream = SlowCopy()
+    store, truth = filled(resident(count, spare), spare, copy_stream)
     held = []
     for what, seed in operations:
         pick = random.Random(seed)
-        hot = [expert for expert in EVERYBODY if not store.is_cold(expert)]
-        cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
+        hot = [expert for expert in ALL_EXPERTS if not store.is_cold(expert)]
+        cold = [expert for expert in ALL_EXPERTS if store.is_cold(expert)]
         if what == "swap" and hot and cold:
             store.swap(pick.choice(cold), pick.choice(hot))
-        elif what == "lend" and cold:
-            loan = store.lend(pick.choice(cold))
-            if loan is not None:
-                held.append(loan)
-        elif what == "let_go" and held:
-            store.let_go(held.pop(pick.randrange(len(held))))
-        elif what == "join" and held:
-            loan = pick.choice(held)
-            store.join([loan])
-            assert all(torch.equal(a, b) for a, b in zip(store.lent(loan), truth[loan.expert]))
-        elif what == "settle":
-            store.settle()
+        elif what == "acquire" and cold:
+            cached = store.acquire(pick.choice(cold))
+            if cached is not None:
+                held.append(cached)
+        elif what == "release" and held:
+            store.release(held.pop(pick.randrange(len(held))))
+        elif what == "wait" and held:
+            cached = pick.choice(held)
+            store.wait([cached])
+            assert all(torch.equal(a, b) for a, b in zip(store.cached_parts(cached), truth[cached.expert]))
+        elif what == "publish":
+            store.publish()
         elif what == "move":
-            courier.move(seed % (2 * store.record.nbytes))
+            copy_stream.move(seed % (2 * store.layout.nbytes))
         elif what == "steps_end":
-            courier.steps_end()
+            copy_stream.steps_end()
         check(store, truth)
         assert int(store.resident().sum()) == count, "an exchange changes nothing about how many are hot"
-    store.settle(wait=True)
+    store.publish(wait=True)
     check(store, truth)
-    assert not store._busy and not store._exchanges
+    assert not store._moving and not store._swaps
 
 
 def test_a_run_that_was_left_is_not_written_while_a_step_may_read_it():
-    courier = Slow()
-    store, truth = filled(resident(4), 1, courier)
-    hot = [expert for expert in EVERYBODY if not store.is_cold(expert)]
-    cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
+    copy_stream = SlowCopy()
+    store, truth = filled(resident(4), 1, copy_stream)
+    hot = [expert for expert in ALL_EXPERTS if not store.is_cold(expert)]
+    cold = [expert for expert in ALL_EXPERTS if store.is_cold(expert)]
     assert store.swap(cold[0], hot[0])
     old = store.table[hot[0]].clone()
-    courier.move(1 << 20)
-    assert store.settle() == 1 and not store.is_cold(cold[0])
+    copy_stream.move(1 << 20)
+    assert store.publish() == 1 and not store.is_cold(cold[0])
     assert store.swap(cold[1], hot[1]), "into the run that the first one left"
-    courier.move(1 << 20)
+    copy_stream.move(1 << 20)
     data = bytearray(ctypes.string_at(int(old[0]), truth[hot[0]][0].numel()))
     assert torch.equal(torch.frombuffer(data, dtype=torch.int8).view_as(truth[hot[0]][0]), truth[hot[0]][0])
-    assert store.settle() == 0, "the copy waits for the step"
-    courier.steps_end()
-    courier.move(1 << 20)
-    assert store.settle() == 1
+    assert store.publish() == 0, "the copy waits for the step"
+    copy_stream.steps_end()
+    copy_stream.move(1 << 20)
+    assert store.publish() == 1
     check(store, truth)
 
 
 def test_the_run_of_an_ended_loan_is_not_written_while_a_step_may_read_it():
-    courier = Slow()
-    store, truth = filled(resident(4), 1, courier)
-    first, second = [expert for expert in EVERYBODY if store.is_cold(expert)][:2]
-    loan = store.lend(first)
-    store.join([loan])
-    store.let_go(loan)
-    taken = store.lend(second)
-    assert taken.run == loan.run
-    courier.move(1 << 20)
-    assert all(torch.equal(a, b) for a, b in zip(store.lent(loan), truth[first])), (
+    copy_stream = SlowCopy()
+    store, truth = filled(resident(4), 1, copy_stream)
+    first, second = [expert for expert in ALL_EXPERTS if store.is_cold(expert)][:2]
+    cached = store.acquire(first)
+    store.wait([cached])
+    store.release(cached)
+    taken = store.acquire(second)
+    assert taken.slot == cached.slot
+    copy_stream.move(1 << 20)
+    assert all(torch.equal(a, b) for a, b in zip(store.cached_parts(cached), truth[first])), (
         "a step may still be reading it"
     )
-    courier.steps_end()
-    courier.move(1 << 20)
-    assert all(torch.equal(a, b) for a, b in zip(store.lent(taken), truth[second]))
+    copy_stream.steps_end()
+    copy_stream.move(1 << 20)
+    assert all(torch.equal(a, b) for a, b in zip(store.cached_parts(taken), truth[second]))
     check(store, truth)
 
 
 def test_who_is_moving_cannot_move_again_before_arriving():
-    courier = Slow()
-    store, truth = filled(resident(6), 4, courier)
-    hot = [expert for expert in EVERYBODY if not store.is_cold(expert)]
-    cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
+    copy_stream = SlowCopy()
+    store, truth = filled(resident(6), 4, copy_stream)
+    hot = [expert for expert in ALL_EXPERTS if not store.is_cold(expert)]
+    cold = [expert for expert in ALL_EXPERTS if store.is_cold(expert)]
     assert store.swap(cold[0], hot[0])
-    assert not store.swap(cold[0], hot[1]) and not store.swap(cold[1], hot[0]) and store.lend(cold[0]) is None
+    assert (
+        not store.swap(cold[0], hot[1]) and not store.swap(cold[1], hot[0]) and store.acquire(cold[0]) is None
+    )
     assert store.swap(cold[1], hot[1]), "others can"
-    loan = store.lend(cold[2])
+    cached = store.acquire(cold[2])
     assert not store.swap(cold[2], hot[2]), "nor can one that somebody holds a copy of"
-    store.let_go(loan)
+    store.release(cached)
     assert store.swap(cold[2], hot[2])
-    store.settle(wait=True)
+    store.publish(wait=True)
     assert [store.is_cold(expert) for expert in cold[:3] + hot[:3]] == [False] * 3 + [True] * 3
     check(store, truth)
 
 
 def test_loans_give_way_to_what_is_wanted_now():
     store, truth = filled(resident(5), spare=2)
-    cold = [expert for expert in EVERYBODY if store.is_cold(expert)]
-    first, second = store.lend(cold[0]), store.lend(cold[1])
-    assert first is not None and second is not None and store.lend(cold[2]) is None, "both runs are held"
-    store.join([first, second])
+    cold = [expert for expert in ALL_EXPERTS if store.is_cold(expert)]
+    first, second = store.acquire(cold[0]), store.acquire(cold[1])
+    assert first is not None and second is not None and store.acquire(cold[2]) is None, "both runs are held"
+    store.wait([first, second])
     at = int(store.table[cold[0]][0])
-    assert at == store.lent(first)[0].data_ptr() != store.home(cold[0])[0].data_ptr()
-    again = store.lend(cold[0])
-    assert again is first and first.held == 2, "a second holder shares the copy"
-    store.let_go(second)
-    third = store.lend(cold[2])
-    assert third is not None and third.run == second.run, "the one nobody holds makes room"
-    assert int(store.table[cold[1]][0]) == store.home(cold[1])[0].data_ptr(), "and kernels go home again"
+    assert at == store.cached_parts(first)[0].data_ptr() != store.home_parts(cold[0])[0].data_ptr()
+    again = store.acquire(cold[0])
+    assert again is first and first.refcount == 2, "a second holder shares the copy"
+    store.release(second)
+    third = store.acquire(cold[2])
+    assert third is not None and third.slot == second.slot, "the one nobody holds makes room"
+    assert int(store.table[cold[1]][0]) == store.home_parts(cold[1])[0].data_ptr(), (
+        "and kernels go home again"
+    )
     check(store, truth)
 
 
 def test_reads_are_counted_once_a_step_however_many_tokens_ask():
     store, _ = filled(resident(5))
-    store.count(torch.tensor([[[0, 1], [1, 1]], [[4, 3], [4, 0]]], dtype=torch.int32), layer=1)
-    store.count(torch.tensor([[[2, 4]]]))
-    assert store.counts.tolist() == [[0, 0, 1, 0, 1], [1, 1, 0, 0, 0], [1, 0, 0, 1, 1]]
+    store.count_reads(torch.tensor([[[0, 1], [1, 1]], [[4, 3], [4, 0]]], dtype=torch.int32), layer=1)
+    store.count_reads(torch.tensor([[[2, 4]]]))
+    assert store.read_counts.tolist() == [[0, 0, 1, 0, 1], [1, 1, 0, 0, 0], [1, 0, 0, 1, 1]]

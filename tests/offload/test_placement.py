@@ -11,12 +11,11 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import CapacityError
-from birkhoff.offload.expert_counts import ExpertCounts
-from birkhoff.offload.expert_usage import ExpertUsage
+from birkhoff.offload.expert_usage import ExpertCounts, ExpertUsage
 from birkhoff.offload.placement import Placement
 from tests.engine.traffic import Traffic, hit_rate, zipf
 from tests.interpreter import DEVICE, packed_model
-from tests.model.held import held_model, some_resident
+from tests.model.offloaded import offloaded_model, some_resident
 from tests.models import random_tokens, variant
 from tests.sizes import scaled
 
@@ -24,12 +23,12 @@ SMALL = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_lay
 LAYERS, EXPERTS = 4, 64
 
 
-def run_policy(heat, resident, traffic, looks, every=16, most=4):
+def run_policy(usage, resident, traffic, looks, every=16, most=4):
     """Looks at the counters after every few steps; the final map and how many exchanges each look began."""
     begun = []
     for _ in range(looks):
-        heat.note(traffic.reads(every), every)
-        pairs = heat.exchanges(resident, most)
+        usage.add(traffic.reads(every), every)
+        pairs = usage.swaps(resident, most)
         assert len(pairs) <= most
         for arriving, leaving in pairs:
             assert not resident[arriving] and resident[leaving]
@@ -54,10 +53,10 @@ def test_the_best_set_on_zipf_traffic_hits_as_often_as_theory_says():
     count = LAYERS * EXPERTS * 9 // 10
     traffic = Traffic(shares, 1, seed=5)
     trace = traffic.steps(scaled(20_000, 4_000))
-    heat = ExpertUsage(LAYERS, EXPERTS)
-    heat.note(Traffic(shares, 1, seed=6).reads(scaled(20_000, 4_000)), scaled(20_000, 4_000))
+    usage = ExpertUsage(LAYERS, EXPERTS)
+    usage.add(Traffic(shares, 1, seed=6).reads(scaled(20_000, 4_000)), scaled(20_000, 4_000))
     best = shares.flatten().sort(descending=True).values[:count].sum() / LAYERS
-    found = hit_rate(trace, heat.hottest(count))
+    found = hit_rate(trace, usage.hottest(count))
     assert found == pytest.approx(float(best), abs=0.01), "frequency placement reaches the optimum"
     by_chance = [hit_rate(trace, some_resident(LAYERS, EXPERTS, 0.9, seed)) for seed in range(8)]
     assert sum(by_chance) / 8 == pytest.approx(0.9, abs=0.05), "a random set hits as often as it is large"
@@ -67,12 +66,12 @@ def test_the_best_set_on_zipf_traffic_hits_as_often_as_theory_says():
 def test_exchanges_find_the_best_set_and_then_rest():
     shares = zipf(LAYERS, EXPERTS, 1.1, seed=3)
     count = LAYERS * EXPERTS // 2
-    heat = ExpertUsage(LAYERS, EXPERTS, half_life=4000)
+    usage = ExpertUsage(LAYERS, EXPERTS, half_life=4000)
     begin = some_resident(LAYERS, EXPERTS, 0.5, 1)
     fresh = Traffic(shares, 2, seed=9).steps(2000)
     before = hit_rate(fresh, begin)
-    resident, begun = run_policy(heat, begin.clone(), Traffic(shares, 2, seed=8), 400)
-    after, best = hit_rate(fresh, resident), hit_rate(fresh, heat.hottest(count))
+    resident, begun = run_policy(usage, begin.clone(), Traffic(shares, 2, seed=8), 400)
+    after, best = hit_rate(fresh, resident), hit_rate(fresh, usage.hottest(count))
     assert int(resident.sum()) == count
     assert after > best - 0.04 and before < best - 0.2, (
         before,
@@ -92,38 +91,38 @@ def test_equal_experts_stay_where_they_are():
 
 def test_a_change_of_traffic_is_followed():
     first, second = zipf(LAYERS, EXPERTS, 1.2, seed=3), zipf(LAYERS, EXPERTS, 1.2, seed=4)
-    heat = ExpertUsage(LAYERS, EXPERTS, half_life=1500)
-    resident, _ = run_policy(heat, some_resident(LAYERS, EXPERTS, 0.3), Traffic(first, 2, seed=1), 300)
+    usage = ExpertUsage(LAYERS, EXPERTS, half_life=1500)
+    resident, _ = run_policy(usage, some_resident(LAYERS, EXPERTS, 0.3), Traffic(first, 2, seed=1), 300)
     fresh = Traffic(second, 2, seed=9).steps(2000)
     stale = hit_rate(fresh, resident)
-    resident, _ = run_policy(heat, resident, Traffic(second, 2, seed=7), 500)
-    found, best = hit_rate(fresh, resident), hit_rate(fresh, heat.hottest(int(resident.sum())))
+    resident, _ = run_policy(usage, resident, Traffic(second, 2, seed=7), 500)
+    found, best = hit_rate(fresh, resident), hit_rate(fresh, usage.hottest(int(resident.sum())))
     assert found > best - 0.07 and found > stale + 0.2, (stale, found, best)
 
 
 def test_known_counts_decide_where_experts_begin():
     reads = torch.zeros(2, 4, dtype=torch.int64)
     reads[1, 3], reads[0, 2] = 90, 80
-    heat = ExpertUsage(2, 4, ExpertCounts(reads, 100))
-    assert heat.hottest(2).nonzero().tolist() == [[0, 2], [1, 3]]
+    usage = ExpertUsage(2, 4, ExpertCounts(reads, 100))
+    assert usage.hottest(2).nonzero().tolist() == [[0, 2], [1, 3]]
     assert ExpertUsage(2, 4).hottest(3).tolist() == [
         [True, True, False, False],
         [True, False, False, False],
     ], "layers in turn"
-    assert ExpertUsage(2, 4).exchanges(torch.eye(2, 4, dtype=torch.bool), 5) == [], "nothing is known yet"
+    assert ExpertUsage(2, 4).swaps(torch.eye(2, 4, dtype=torch.bool), 5) == [], "nothing is known yet"
     long = ExpertUsage(2, 4, ExpertCounts(reads * 10**6, 100 * 10**6), half_life=1000)
-    long.note(torch.ones(2, 4), 1)
+    long.add(torch.ones(2, 4), 1)
     assert 900 < long.counts().steps <= 1001, "a long past does not outweigh what comes for ever"
 
 
 def test_what_is_learnt_can_be_saved_and_used(tmp_path):
-    heat = ExpertUsage(LAYERS, EXPERTS)
+    usage = ExpertUsage(LAYERS, EXPERTS)
     shares = zipf(LAYERS, EXPERTS, 1.1, seed=3)
-    heat.note(Traffic(shares, 2, seed=4).reads(3000), 3000)
-    heat.counts().save(tmp_path / "c.json")
+    usage.add(Traffic(shares, 2, seed=4).reads(3000), 3000)
+    usage.counts().save(tmp_path / "c.json")
     again = ExpertUsage(LAYERS, EXPERTS, ExpertCounts.load(tmp_path / "c.json", LAYERS, EXPERTS))
-    assert torch.equal(again.hottest(40), heat.hottest(40))
-    assert torch.allclose(again.rates, heat.rates, atol=1e-3)
+    assert torch.equal(again.hottest(40), usage.hottest(40))
+    assert torch.allclose(again.rates, usage.rates, atol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -143,19 +142,21 @@ def answers(network, placement, prompts):
         core.close()
 
 
-@pytest.mark.parametrize("ahead", ["chunks", "always", "never"])
-def test_an_engine_answers_the_same_while_its_experts_move(model, ahead):
+@pytest.mark.parametrize("prefetch", ["chunks", "always", "never"])
+def test_an_engine_answers_the_same_while_its_experts_move(model, prefetch):
     prompts = [random_tokens(SMALL, length, length).tolist() for length in (9, 30)]
     true = answers(model, None, prompts)
-    mine, store = held_model(model, 0.5, spare=6)
+    mine, store = offloaded_model(model, 0.5, spare=6)
     first = store.resident()
-    placement = Placement(store, _Restless(2, 8), mine.hash_routing_tables(), every=1, most=3, ahead=ahead)
+    placement = Placement(
+        store, _Restless(2, 8), mine.hash_routing_tables(), interval=1, max_swaps=3, prefetch=prefetch
+    )
     assert answers(mine, placement, prompts) == true
     report = placement.report()
     assert report["exchanged"] > 5 and not torch.equal(store.resident(), first), "they did move"
     assert report["experts"] == 16 and report["experts_on_device"] == 8 == int(store.resident().sum())
-    assert report["reads"] == int(store.counts.sum()) > 0 and 0 < report["share_of_reads_on_device"] < 1
-    assert not any(loan.held for loan in store._loans.values())
+    assert report["reads"] == int(store.read_counts.sum()) > 0 and 0 < report["share_of_reads_on_device"] < 1
+    assert not any(cached.refcount for cached in store._cached.values())
 
 
 def test_a_request_that_can_never_fit_is_refused_with_the_bytes_by_kind_of_layer(model):
@@ -169,11 +170,11 @@ def test_a_request_that_can_never_fit_is_refused_with_the_bytes_by_kind_of_layer
 
 def test_passes_of_another_thread_are_not_disturbed(model):
     """Traces run beside steps, and read experts that the steps move about."""
-    mine, store = held_model(model, 0.4, spare=3)
+    mine, store = offloaded_model(model, 0.4, spare=3)
     ids = random_tokens(SMALL, 20).to(DEVICE)
     with torch.no_grad():
         true = model(ids)
-    placement = Placement(store, _Restless(2, 8), mine.hash_routing_tables(), every=1, most=3)
+    placement = Placement(store, _Restless(2, 8), mine.hash_routing_tables(), interval=1, max_swaps=3)
     wrong: list[int] = []
 
     def look():
@@ -191,23 +192,23 @@ def test_passes_of_another_thread_are_not_disturbed(model):
 class _Restless(ExpertUsage):
     """Exchanges without need: every cold expert is as good as any hot one."""
 
-    def exchanges(self, resident, most):
+    def swaps(self, resident, limit):
         hot, cold = resident.nonzero().tolist(), (~resident).nonzero().tolist()
         shift = int(self._steps)
         pairs = [
             (tuple(cold[(i + shift) % len(cold)]), tuple(hot[(i + 2 * shift) % len(hot)]))
-            for i in range(most)
+            for i in range(limit)
         ]
-        return pairs[:most]
+        return pairs[:limit]
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="a GPU's counters come when they come")
 def test_counters_are_read_every_few_steps_and_never_twice(model):
-    mine, store = held_model(model, 0.5)
-    placement = Placement(store, ExpertUsage(2, 8), mine.hash_routing_tables(), every=4)
+    mine, store = offloaded_model(model, 0.5)
+    placement = Placement(store, ExpertUsage(2, 8), mine.hash_routing_tables(), interval=4)
     for step in range(1, 13):
-        placement.before([1], chunk=False)
-        store.count(torch.tensor([[[step % 8]], [[3]]], dtype=torch.int32))
-        placement.after()
+        placement.before_step([1], chunk=False)
+        store.count_reads(torch.tensor([[[step % 8]], [[3]]], dtype=torch.int32))
+        placement.after_step()
         assert sum(placement.reads.values()) == 2 * (step // 4 * 4)
     assert placement.counts().steps == 12 and placement.counts().reads[1, 3] == 12

@@ -12,7 +12,7 @@ from birkhoff.model.state import State
 from birkhoff.offload.copy_stream import HostCopy
 from birkhoff.offload.prefetch import ExpertPrefetch, HashRoutePrefetch
 from tests.interpreter import DEVICE, packed_model
-from tests.model.held import held_model
+from tests.model.offloaded import offloaded_model
 from tests.models import random_tokens, variant
 from tests.sizes import scaled
 
@@ -40,10 +40,10 @@ def model():
 @torch.inference_mode()
 @pytest.mark.parametrize("share", SHARES)
 def test_a_prompt_gives_the_same_bits_at_any_share(model, share):
-    mine, store = held_model(model, share)
+    mine, store = offloaded_model(model, share)
     tokens = random_tokens(SMALL, 40).to(DEVICE)
     assert torch.equal(mine(tokens), model(tokens))
-    assert not any(loan.held for loan in store._loans.values()), "every loan was let go"
+    assert not any(cached.refcount for cached in store._cached.values()), "every cached was let go"
 
 
 def stand_behind(model, tokens) -> State:
@@ -75,14 +75,14 @@ def short():
 def test_a_decoding_step_gives_the_same_bits_at_any_share(short, share):
     """Through the table, after an exchange; and the reads it counts are those that the plain path counts."""
     model, tokens, true = short
-    mine, store = held_model(model, share)
+    mine, store = offloaded_model(model, share)
     states = [stand_behind(mine, tokens[:10]) for _ in range(2)]
     _exchange_one(store)
-    store.counts.zero_()
+    store.read_counts.zero_()
     assert torch.equal(decoded(mine, states[0], int(tokens[10]), 10), true)
-    by_kernels = store.counts.clone()
+    by_kernels = store.read_counts.clone()
     mine.run(Batch.of([SequenceChunk(0, 10, tokens[10:])], DEVICE), states[1], NoTap())
-    assert torch.equal(store.counts, 2 * by_kernels)
+    assert torch.equal(store.read_counts, 2 * by_kernels)
     assert by_kernels.sum(-1).tolist() == [SHORT.num_experts_per_tok] * 2
 
 
@@ -91,70 +91,70 @@ def _exchange_one(store):
     cold = (~store.resident()).nonzero().tolist()
     if hot and cold:
         assert store.swap(tuple(cold[0]), tuple(hot[-1]))
-        assert store.settle(wait=True) == 1
+        assert store.publish(wait=True) == 1
 
 
 @torch.inference_mode()
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts copies of the CPU's courier")
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts copies of the CPU's copy_stream")
 def test_a_cold_expert_is_copied_once_for_a_chunk(model):
-    courier = Counting()
-    mine, store = held_model(model, 0.25, spare=3, courier=courier)
+    copy_stream = Counting()
+    mine, store = offloaded_model(model, 0.25, spare=3, copy_stream=copy_stream)
     cold = int((~store.resident()).sum())
     mine(random_tokens(SMALL, 300).to(DEVICE))
-    asked = int((store.counts[~store.resident()] == 1).sum())
-    assert store.counts.max() == 1 and cold - 2 <= asked <= cold, "a chunk that asks nearly everybody"
-    assert len(courier.sources) == len(set(courier.sources)) == asked
+    asked = int((store.read_counts[~store.resident()] == 1).sum())
+    assert store.read_counts.max() == 1 and cold - 2 <= asked <= cold, "a chunk that asks nearly everybody"
+    assert len(copy_stream.sources) == len(set(copy_stream.sources)) == asked
 
 
 @pytest.mark.parametrize("spare", [1, 2, 5])
 def test_waves_show_each_expert_on_the_device_in_turn(model, spare):
-    _, store = held_model(model, 0.4, spare=spare)
-    first, last = store.runs.data_ptr(), store.runs.data_ptr() + store.runs.numel()
+    _, store = offloaded_model(model, 0.4, spare=spare)
+    first, last = store.slots.data_ptr(), store.slots.data_ptr() + store.slots.numel()
     for layer in range(3):
         seen = []
-        with ExpertPrefetch(store, layer, range(8)) as stage:
-            for experts, table in stage.waves():
+        with ExpertPrefetch(store, layer, range(8)) as prefetch:
+            for experts, table in prefetch.waves():
                 assert all(first <= address < last for address in table[experts].flatten().tolist())
                 seen += experts
         assert sorted(seen) == list(range(8))
-    assert store.room() == store.spare, "nothing is held when the layers are done"
+    assert store.available_slots() == store.spare, "nothing is held when the layers are done"
 
 
 def test_an_expert_that_is_moving_is_read_at_home(model):
     """The cold one of an exchange under way cannot be lent; the chunk goes on with the home it has."""
-    _, store = held_model(model, 0.5, courier=_Never())
+    _, store = offloaded_model(model, 0.5, copy_stream=_Never())
     hot, cold = (tuple(found.nonzero()[0].tolist()) for found in (store.resident(), ~store.resident()))
     assert store.swap(cold, hot)
-    with ExpertPrefetch(store, cold[0], [cold[1]]) as stage:
-        home = store.home(cold)
-        assert [part.data_ptr() for part in stage.parts(cold[1])] == [part.data_ptr() for part in home]
+    with ExpertPrefetch(store, cold[0], [cold[1]]) as prefetch:
+        home = store.home_parts(cold)
+        assert [part.data_ptr() for part in prefetch.parts(cold[1])] == [part.data_ptr() for part in home]
 
 
 class _Never(HostCopy):
-    def arrived(self, ticket):
+    def is_complete(self, event):
         return False
 
 
 def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
-    mine, store = held_model(model, 0.0, spare=16)
+    mine, store = offloaded_model(model, 0.0, spare=16)
     tables = {0: mine.layers[0].ffn.gate.tid2eid.cpu()}
-    ahead = HashRoutePrefetch(store, tables)
+    prefetch = HashRoutePrefetch(store, tables)
     tokens = [3, 400, 3]
     expected = sorted({(0, number) for token in tokens for number in tables[0][token].tolist()})
-    assert ahead.wanted(tokens) == expected
-    assert ahead.send(tokens) == len(expected)
-    store.settle()
-    first, last = store.runs.data_ptr(), store.runs.data_ptr() + store.runs.numel()
+    assert prefetch.cold_experts(tokens) == expected
+    assert prefetch.begin(tokens) == len(expected)
+    store.publish()
+    first, last = store.slots.data_ptr(), store.slots.data_ptr() + store.slots.numel()
     assert all(first <= int(store.table[expert][0]) < last for expert in expected), (
         "they are there for the kernels"
     )
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=DEVICE)
         assert torch.equal(mine(ids), model(ids))
-    ahead.let_go()
-    assert store.room() == 16
-    _, narrow = held_model(model, 0.0, spare=2)
-    assert HashRoutePrefetch(narrow, tables).send(range(100)) == 1, (
+    prefetch.release()
+    assert store.available_slots() == 16
+    _, narrow = offloaded_model(model, 0.0, spare=2)
+    assert HashRoutePrefetch(narrow, tables).begin(range(100)) == 1, (
         "half of the spare runs are left for the other layers"
     )
 
@@ -164,7 +164,7 @@ def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
 def test_a_captured_step_gives_the_same_bits_while_experts_are_exchanged(short):
     """Copies on their own stream beside replays: no replay sees an expert that is not whole."""
     model, tokens, true = short
-    mine, store = held_model(model, 0.5, spare=4)
+    mine, store = offloaded_model(model, 0.5, spare=4)
     decoder = Decoder(mine, stand_behind(mine, tokens[:10]), fast=False)
     buffers = decoder.buffers(1, 128)
     buffers.token_ids.fill_(int(tokens[10]))
@@ -179,11 +179,11 @@ def test_a_captured_step_gives_the_same_bits_while_experts_are_exchanged(short):
         decoder.step(buffers)
     made, moved = [], 0
     for turn in range(200):
-        moved += store.settle()
+        moved += store.publish()
         hot, cold = store.resident().nonzero().tolist(), (~store.resident()).nonzero().tolist()
         store.swap(tuple(cold[turn % len(cold)]), tuple(hot[(3 * turn) % len(hot)]))
         graph.replay()
         made.append(buffers.logits.clone())
-    moved += store.settle(wait=True)
+    moved += store.publish(wait=True)
     assert moved > 20
     assert all(torch.equal(logits, true) for logits in made)

@@ -17,20 +17,20 @@ def some_resident(layers: int, experts: int, share: float, seed: int = 0) -> tor
     return torch.zeros(layers * experts, dtype=torch.bool).index_fill_(0, chosen, True).view(layers, experts)
 
 
-def held_model(
-    source: Transformer, share: float, spare: int = 4, courier=None
+def offloaded_model(
+    source: Transformer, share: float, spare: int = 4, copy_stream=None
 ) -> tuple[Transformer, ExpertStore]:
     """A copy of a packed model with its experts in a store."""
     with torch.device("meta"):
         model = Transformer(source.config, source.numerics, packed=True, mtp=source.mtp is not None)
     stacks = model.expert_stacks()
     resident = some_resident(len(stacks), source.config.n_routed_experts, share)
-    store = ExpertStore(PackedExpertLayout.of(source.config), resident, DEVICE, spare, courier)
-    model.hold_experts(store)
+    store = ExpertStore(PackedExpertLayout.of(source.config), resident, DEVICE, spare, copy_stream)
+    model.use_expert_store(store)
     model = model.to_empty(device=DEVICE).eval()
     with torch.no_grad():
         for mine, theirs in zip(model.destinations(), source.destinations(), strict=True):
             assert mine.name == theirs.name
             mine.tensor.copy_(theirs.tensor)
-    store.courier.fence()
+    store.copy_stream.wait_current_stream()
     return model, store

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from birkhoff.errors import CountsFileError
-from birkhoff.offload.expert_counts import ExpertCounts, _digest
+from birkhoff.offload.expert_usage import ExpertCounts, _digest
 from tests.sizes import scaled
 
 

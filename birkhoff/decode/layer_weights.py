@@ -1,0 +1,96 @@
+"""The weights of one layer as the kernels of a GPU decode step read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from birkhoff.kernels.cuda.backend import scale_offset
+from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.model.block import Block
+from birkhoff.model.compressor import Compressor
+from birkhoff.model.linear import stack_linears
+from birkhoff.model.moe import Experts
+
+
+@dataclass(eq=False)
+class LayerWeights:
+    """Weights of one layer. Lists hold matrices that one launch multiplies with the same input."""
+
+    ratio: int  # compression of the layer's attention: 0 (sliding), 4 (CSA) or 128 (HCA)
+    mixers: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # fn, base, scale; of attention, of experts
+    norms: list[torch.Tensor]  # of the attention input, of the experts' input
+    q_norm: torch.Tensor
+    kv_norm: torch.Tensor
+    sink: torch.Tensor
+    qkv_proj: list[
+        PackedWeight
+    ]  # all that reads x: query latent, keys; raw entries and index keys, head weights
+    q_b_proj: list[PackedWeight]  # queries; index queries
+    o_a_proj: list[PackedWeight]
+    o_b_proj: list[PackedWeight]
+    compressor: tuple[torch.Tensor, torch.Tensor] | None  # position biases and norm of the entries
+    index: tuple[torch.Tensor, torch.Tensor] | None  # the same of the index keys
+    router: PackedWeight
+    router_bias: torch.Tensor | None
+    hash_table: torch.Tensor | None  # [vocab, k] expert ids of each token, in hash-routed layers
+    shared_gate_up: PackedWeight
+    shared_down: PackedWeight
+    expert_addresses: torch.Tensor  # [E, 4] int64: codes and scales of gate and up, of down
+    scale_offsets: list[int | None]  # `scale_offset` of gate and up, of down
+    host_range: tuple[int, int] | None  # addresses from .. to of experts in host memory
+    owner: Experts  # keeps the memory at `expert_addresses` alive
+
+
+def layer_weights(block: Block) -> LayerWeights:
+    """The weights of a block as kernels read them. Nothing but scales is copied: modules keep views of stacked weights."""
+    a, m = block.attn, block.ffn
+    qkv_proj = [stack_linears([a.wq_a, a.wkv])]
+    q_b_proj = [a.wq_b.packed_weight()]
+    plain = [] if a.compressor is None else [a.compressor.project]
+    if a.indexer is not None:
+        plain += [a.indexer.compressor.project, a.indexer.weights_proj]
+        q_b_proj.append(a.indexer.wq_b.packed_weight())
+    if plain:
+        qkv_proj.append(stack_linears(plain))
+    return LayerWeights(
+        ratio=a.ratio,
+        mixers=[(mixer.fn, mixer.base, mixer.scale) for mixer in (block.hc_attn, block.hc_ffn)],
+        norms=[block.attn_norm.weight, block.ffn_norm.weight],
+        q_norm=a.q_norm.weight,
+        kv_norm=a.kv_norm.weight,
+        sink=a.attn_sink,
+        qkv_proj=qkv_proj,
+        q_b_proj=q_b_proj,
+        o_a_proj=[a.wo_a.packed_weight()],
+        o_b_proj=[a.wo_b.packed_weight()],
+        compressor=None if a.compressor is None else _bias_and_norm(a.compressor),
+        index=None if a.indexer is None else _bias_and_norm(a.indexer.compressor),
+        router=m.gate.project.packed_weight(),
+        router_bias=m.gate.bias,
+        hash_table=m.gate.tid2eid,
+        shared_gate_up=m.shared_experts.gate_up.packed_weight(),
+        shared_down=m.shared_experts.w2.packed_weight(),
+        expert_addresses=m.experts.addresses(),
+        scale_offsets=[scale_offset(torch.tensor(extremes)) for extremes in _scale_ranges(m.experts)],
+        host_range=None if m.experts.store is None else m.experts.store.host_range(),
+        owner=m.experts,
+    )
+
+
+def _bias_and_norm(compressor: Compressor) -> tuple[torch.Tensor, torch.Tensor]:
+    return compressor.ape, compressor.norm.weight
+
+
+def _scale_ranges(experts: Experts) -> list[tuple[int, int]]:
+    """Smallest and largest scale over all experts: of gate and up, and of down."""
+    ranges = []
+    for name, part in (("gate_up_scale", 1), ("down_scale", 3)):
+        if experts.store is None:
+            scales = [experts.get_buffer(name)]
+        else:
+            scales = [experts.stored_parts(expert)[part] for expert in range(experts.count)]
+        extremes = torch.stack([torch.stack(each.aminmax()).cpu() for each in scales])
+        ranges.append((int(extremes.min()), int(extremes.max())))
+    return ranges

@@ -1,7 +1,7 @@
-"""A feed of activation rows over many texts, in bounded memory: what SAE training and probes read.
+"""Iterates over activation rows of many texts in bounded memory, for SAE training and probes.
 
-Texts run as prompts in the engine's own batches; a few are in flight at a time and rows come out in the order of the
-texts, cut into batches of one size. At most the rows of the texts in flight and one batch are held.
+Texts run as prompts in the engine's batches, with a bounded number in flight; rows are yielded in the order of the
+texts, in batches of equal size. At most the rows of the texts in flight and one batch are held in memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 class ActBatch:
     """Rows of every captured site for the same tokens: `batch[hook, layer]` is `[rows, *row_shape]`.
 
-    `texts`, `positions` and `token_ids` say, row by row, which token of which text it is."""
+    `texts`, `positions` and `token_ids` give, for each row, the index of its text, its position and its token id.
+    """
 
     rows: dict[Address, torch.Tensor]
     texts: torch.Tensor
@@ -42,73 +43,74 @@ class ActBatch:
         return len(self.texts)
 
 
-def feed(engine: Engine, texts: Iterable[Prompt], capture: Capture, batch_rows: int) -> Iterator[ActBatch]:
+def iter_activations(
+    engine: Engine, texts: Iterable[Prompt], capture: Capture, batch_rows: int
+) -> Iterator[ActBatch]:
+    """Yield the captured rows of all texts in batches of `batch_rows` rows; the last one may be smaller."""
     if isinstance(batch_rows, bool) or not isinstance(batch_rows, int) or batch_rows < 1:
         raise OptionError(f"batch_rows is {batch_rows!r}, expected a positive whole number.")
     if capture.reduce is not None:
         raise OptionError(
             "a feed hands out rows, so capture.reduce must be left out. Reduce the batches instead."
         )
-    held: list[ActBatch] = []
+    pending: list[ActBatch] = []
     count = 0
-    for number, acts in enumerate(_run(engine, texts, capture)):
-        part = _part(number, acts)
-        if part is None:
+    for index, acts in enumerate(iter_captures(engine, ((text, capture) for text in texts))):
+        batch = _text_batch(index, acts)
+        if batch is None:
             continue
-        held.append(part)
-        count += len(part)
+        pending.append(batch)
+        count += len(batch)
         while count >= batch_rows:
-            joined = _join(held)
-            yield _cut(joined, 0, batch_rows)
-            held = [_cut(joined, batch_rows, count)] if count > batch_rows else []
+            joined = _concat(pending)
+            yield _slice(joined, 0, batch_rows)
+            pending = [_slice(joined, batch_rows, count)] if count > batch_rows else []
             count -= batch_rows
     if count:
-        yield _join(held)
+        yield _concat(pending)
 
 
-def _run(engine: Engine, texts: Iterable[Prompt], capture: Capture) -> Iterator[Mapping[Address, SiteRows]]:
-    """Captured rows of each text, in order; as many in flight as the engine runs at once."""
-    flying: deque[Request] = deque()
-    source = iter(texts)
+def iter_captures(
+    engine: Engine, prompts: Iterable[tuple[Prompt, Capture]]
+) -> Iterator[Mapping[Address, SiteRows]]:
+    """Run prompts and yield the captured rows of each, in order, with at most `2 * max_requests` in flight."""
+    in_flight: deque[Request] = deque()
     try:
-        while True:
-            while len(flying) < 2 * engine.max_requests:
-                text = next(source, None)
-                if text is None:
-                    break
-                flying.append(engine.submit_prompt(text, capture))
-            if not flying:
-                return
-            first = flying.popleft()
-            yield engine.wait_for_acts(first)
+        for prompt, capture in prompts:
+            in_flight.append(engine.submit_prompt(prompt, capture))
+            if len(in_flight) >= 2 * engine.max_requests:
+                yield engine.wait_for_acts(in_flight.popleft())
+        while in_flight:
+            yield engine.wait_for_acts(in_flight.popleft())
     finally:
-        for request in flying:
+        for request in in_flight:
             engine.cancel(request)
 
 
-def _part(number: int, acts: Mapping[Address, SiteRows]) -> ActBatch | None:
+def _text_batch(index: int, acts: Mapping[Address, SiteRows]) -> ActBatch | None:
     if not len(acts):
         return None
-    some = next(iter(acts.values()))
+    first = next(iter(acts.values()))
     return ActBatch(
         {key: rows.tensor for key, rows in acts.items()},
-        torch.full((len(some),), number),
-        torch.tensor(some.positions),
-        torch.tensor(some.token_ids),
+        torch.full((len(first),), index),
+        torch.tensor(first.positions),
+        torch.tensor(first.token_ids),
     )
 
 
-def _join(parts: list[ActBatch]) -> ActBatch:
-    if len(parts) == 1:
-        return parts[0]
-    rows = {key: torch.cat([part.rows[key] for part in parts]) for key in parts[0].rows}
-    whose, positions, ids = (
-        torch.cat([getattr(part, name) for part in parts]) for name in ("texts", "positions", "token_ids")
+def _concat(batches: list[ActBatch]) -> ActBatch:
+    if len(batches) == 1:
+        return batches[0]
+    return ActBatch(
+        {key: torch.cat([batch.rows[key] for batch in batches]) for key in batches[0].rows},
+        torch.cat([batch.texts for batch in batches]),
+        torch.cat([batch.positions for batch in batches]),
+        torch.cat([batch.token_ids for batch in batches]),
     )
-    return ActBatch(rows, whose, positions, ids)
 
 
-def _cut(batch: ActBatch, start: int, stop: int) -> ActBatch:
-    """Rows start..stop, copied when a remainder is kept, so that the whole it came from can go."""
+def _slice(batch: ActBatch, start: int, stop: int) -> ActBatch:
+    """Copy rows start..stop, so that the memory of the whole batch can be released."""
     rows = {key: tensor[start:stop].clone() for key, tensor in batch.rows.items()}
     return ActBatch(rows, batch.texts[start:stop], batch.positions[start:stop], batch.token_ids[start:stop])

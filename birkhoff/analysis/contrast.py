@@ -1,26 +1,23 @@
 """`contrast(engine, positive, negative, hook, layers)`: a steering vector from two sets of texts.
 
 Each text gives one row per layer: the mean over its tokens, or its last. A text is a prompt (text or token ids) or a
-conversation (a list of messages), whose answer's tokens then count alone. The vector that comes out says where it
-belongs, and `report` holds how well every layer and every stream tells the two sets apart on texts the direction was
-not made from.
+conversation (a list of messages), of which only the tokens of the answer are used. `ContrastRows.separation` measures
+how well every layer and stream separates the two sets on texts that were not used for the direction.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from birkhoff.analysis.activations_store import iter_captures
 from birkhoff.capture.spec.request import Capture
-from birkhoff.engine.request import Request
 from birkhoff.errors import OptionError, SteeringError, quoted
 from birkhoff.hooks.layers import parse_layers
-from birkhoff.hooks.plan import SiteRows
-from birkhoff.hooks.site_names import Address, resolve
+from birkhoff.hooks.site_names import resolve
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.steering.extract import METHODS, Separation, direction, separate
 from birkhoff.steering.vector_file import SteeringVector
@@ -33,7 +30,7 @@ TOKENS = ("mean", "last")
 
 @dataclass(frozen=True, eq=False)
 class ContrastRows:
-    """One row per text and layer: `positive[layer]` is [texts, *row_shape]."""
+    """One row per text and layer: `positive[layer]` and `negative[layer]` are [texts, *row_shape]."""
 
     hook: str
     positive: Mapping[int, torch.Tensor]
@@ -44,7 +41,7 @@ class ContrastRows:
         return sorted(self.positive)
 
     def separation(self, how: str = "mean_diff") -> list[Separation]:
-        """For every layer the row as a whole, then its streams."""
+        """Return the separation at every layer: of the whole row, then of each stream."""
         return [
             entry
             for layer in self.layers
@@ -53,16 +50,16 @@ class ContrastRows:
 
     def vector(
         self, layers: Sequence[int], how: str = "mean_diff", streams: Sequence[int] | None = None
-    ) -> Any:
-        """Rows of a steering vector at these layers; with `streams`, the other streams' blocks are zero."""
+    ) -> dict[int, torch.Tensor]:
+        """Return the rows of a steering vector at these layers; with `streams`, other streams are zero."""
         rows = {}
         for layer in layers:
-            found = direction(self.positive[layer], self.negative[layer], how)
+            row = direction(self.positive[layer], self.negative[layer], how)
             if streams is not None:
-                kept = torch.zeros_like(found)
-                kept[list(streams)] = found[list(streams)]
-                found = kept
-            rows[layer] = found.flatten()
+                masked = torch.zeros_like(row)
+                masked[list(streams)] = row[list(streams)]
+                row = masked
+            rows[layer] = row.flatten()
         return rows
 
 
@@ -74,7 +71,7 @@ def contrast_rows(
     layers: Any = "all",
     tokens: str = "mean",
 ) -> ContrastRows:
-    """Run both sets and keep one row of each text at each layer."""
+    """Run both sets of texts and return one row of each text at each layer."""
     if tokens not in TOKENS:
         raise OptionError(f"tokens is {quoted(tokens)}, expected one of {', '.join(TOKENS)}.")
     for name, texts in (("positive", positive), ("negative", negative)):
@@ -82,22 +79,27 @@ def contrast_rows(
             raise OptionError(f"{name} is {quoted(texts)}, expected a list of at least two texts.")
     count = engine.config.num_hidden_layers
     once = hook in BY_NAME and BY_NAME[hook].once
-    wanted = [count - 1] if once else list(parse_layers(layers).expand(count))
-    at = {layer: resolve(hook, layer, engine.schema, count) for layer in wanted}
-    if not engine.schema[at[wanted[0]][0]].steerable:
+    selected = [count - 1] if once else list(parse_layers(layers).expand(count))
+    sites = {layer: resolve(hook, layer, engine.schema, count) for layer in selected}
+    if not engine.schema[sites[selected[0]][0]].steerable:
         raise SteeringError(
             f"{hook} is capture-only: it can be read, not changed. Contrast one that can be steered."
         )
     hooks: dict[str, list[int]] = {}
-    for name, layer in at.values():
+    for name, layer in sites.values():
         hooks.setdefault(name, []).append(layer)
 
+    def captures(texts: Sequence[Any]) -> Iterator[tuple[list[int], Capture]]:
+        for text in texts:
+            ids, first = _token_ids(engine, text)
+            yield ids, Capture(hooks, positions={"prompt": {"window": [first, None]}}, reduce=tokens)
+
     def rows(texts: Sequence[Any]) -> dict[int, torch.Tensor]:
-        kept: dict[int, list[torch.Tensor]] = {layer: [] for layer in wanted}
-        for acts in _acts(engine, texts, hooks, tokens):
-            for layer in wanted:
-                kept[layer].append(acts[at[layer]].tensor[0].float())
-        return {layer: torch.stack(found) for layer, found in kept.items()}
+        by_layer: dict[int, list[torch.Tensor]] = {layer: [] for layer in selected}
+        for acts in iter_captures(engine, captures(texts)):
+            for layer in selected:
+                by_layer[layer].append(acts[sites[layer]].tensor[0].float())
+        return {layer: torch.stack(text_rows) for layer, text_rows in by_layer.items()}
 
     return ContrastRows(hook, rows(positive), rows(negative))
 
@@ -114,7 +116,7 @@ def contrast(
     tokens: str = "mean",
     note: str = "",
 ) -> SteeringVector:
-    """The difference between two sets of texts at a site, as a vector to add. Positive texts are where it leads."""
+    """Return the difference between two sets of texts at a hook as a vector to add; it steers to the positive set."""
     if how not in METHODS:
         raise OptionError(f"how is {quoted(how)}, expected one of {', '.join(METHODS)}.")
     rows = contrast_rows(engine, positive, negative, hook, layers, tokens)
@@ -129,7 +131,7 @@ def vector_of(
     streams: Sequence[int] | None = None,
     note: str = "",
 ) -> SteeringVector:
-    """A steering vector from rows that were taken before."""
+    """Return the steering vector of previously computed rows."""
     if streams is not None and not rows.hook.startswith("mhc_streams"):
         raise SteeringError(f"streams is {list(streams)}, but {rows.hook} has one stream. Leave streams out.")
     model, revision = engine.identity()
@@ -148,30 +150,12 @@ def vector_of(
     )
 
 
-def _acts(
-    engine: Engine, texts: Sequence[Any], hooks: dict[str, list[int]], tokens: str
-) -> Iterator[Mapping[Address, SiteRows]]:
-    """What one reduced capture of each text holds, in order; a few texts are in the engine at a time."""
-    flying: deque[Request] = deque()
-    try:
-        for text in texts:
-            ids, first = _tokens(engine, text)
-            spec = Capture(hooks, positions={"prompt": {"window": [first, None]}}, reduce=tokens)
-            flying.append(engine.submit_prompt(ids, spec))
-            if len(flying) >= 2 * engine.max_requests:
-                yield engine.wait_for_acts(flying.popleft())
-        while flying:
-            yield engine.wait_for_acts(flying.popleft())
-    finally:
-        for request in flying:
-            engine.cancel(request)
-
-
-def _tokens(engine: Engine, text: Any) -> tuple[list[int], int]:
-    """Token ids, and the first of them that counts: all of a prompt but its start mark, or the answer of a chat."""
+def _token_ids(engine: Engine, text: Any) -> tuple[list[int], int]:
+    """Return the token ids and the first position used: after the begin-of-text token, or the answer of a chat."""
     if isinstance(text, Sequence) and not isinstance(text, str) and text and isinstance(text[0], Mapping):
         ids = engine.encode_chat(text)
-        asked = engine.encode_chat(text[:-1]) if len(text) > 1 and text[-1].get("role") == "assistant" else []
-        return ids, min(len(asked), len(ids) - 1) if asked else 0
+        answered = len(text) > 1 and text[-1].get("role") == "assistant"
+        prefix = engine.encode_chat(text[:-1]) if answered else []
+        return ids, min(len(prefix), len(ids) - 1) if prefix else 0
     ids = engine.prompt_ids(text)
     return ids, int(len(ids) > 1 and ids[0] == engine.config.bos_token_id)

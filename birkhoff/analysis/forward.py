@@ -1,7 +1,7 @@
-"""One whole forward pass of a text, outside the batches: every token belongs to the prompt, and every site can be seen.
+"""Forward pass of one text outside the engine's batches: every token is a prompt token, and every site is accessible.
 
-`edit_tap` is the tap of such a pass with a caller's edits; `trace` keeps what passes, `features` reads it with an
-attached dictionary.
+`edit_tap` builds the tap of such a pass with a caller's edits; `trace` records tensors, `features` reads the features
+of an attached SAE.
 """
 
 from __future__ import annotations
@@ -25,30 +25,32 @@ if TYPE_CHECKING:
 
 
 def edit_tap(engine: Engine, steer: Any, ids: Sequence[int], first: tuple[Edit, ...] = ()) -> Tap:
-    """The tap of a pass over these tokens with a caller's edits, and those that go `first`."""
+    """Return the tap of a forward pass over these tokens: the edits in `first`, then those of `steer`."""
     edits = engine.resolve(steer, ids, 1)
     span = Span(Plan(edits=(*first, *edits)), 0, 0, ids, len(ids))
     return arm(StepStaging(engine.model.embed.device), [span]) or NoTap()
 
 
 def trace(engine: Engine, token_ids: Sequence[int], hooks: str | Sequence[str], steer: Any) -> Trace:
-    wanted = _check_hooks(engine, hooks)
+    """Run the tokens and return the logits and the tensors of `hooks` ("all", a name or a list) at all layers."""
+    recorded = _check_hooks(engine, hooks)
     ids = check_ids(token_ids, engine.config)
-    kept: dict[tuple[str, int], torch.Tensor] = {}
+    tensors: dict[tuple[str, int], torch.Tensor] = {}
 
-    def keep(site: Site, layer: int, tensor: torch.Tensor) -> None:
-        if site.name in wanted:
-            kept[site.name, layer] = tensor.detach().clone()
+    def record(site: Site, layer: int, tensor: torch.Tensor) -> None:
+        if site.name in recorded:
+            tensors[site.name, layer] = tensor.detach().clone()
 
     with torch.no_grad():
         tokens = torch.tensor(ids, device=engine.model.embed.device)
-        logits = engine.model(tokens, RecordingTap(edit_tap(engine, steer, ids), keep))
-    return Trace(logits, kept)
+        logits = engine.model(tokens, RecordingTap(edit_tap(engine, steer, ids), record))
+    return Trace(logits, tensors)
 
 
 def features(
     engine: Engine, prompt: Prompt, name: str, k: int, at: tuple[str, int] | None, steer: Any
 ) -> list[list[Feature]]:
+    """Run the prompt and return the `k` strongest features of an attached SAE for each token."""
     probe, plan, sae = engine.saes.probe(name, k, at)
     ids = engine.prompt_ids(prompt)
     with torch.no_grad():

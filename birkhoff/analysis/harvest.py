@@ -1,10 +1,10 @@
-"""Activations of a whole data set, into capture files, such that being killed costs only the texts in flight.
+"""Stores activations of a whole data set in capture files; an interrupted run loses only the texts in progress.
 
-Every text is one request, named by its number in the data set. It is done when its rows are durable. A run first
-repairs what an earlier one left, forgets texts that did not come to their end, and goes on with those that are not
-done; so the store of a run that was killed any number of times holds, text by text, the bytes of one that was not. For
-that rows must not depend on which texts ran beside each other: load the engine with `batch_invariant=True`. Memory does
-not grow with the data: a few texts are in the engine, a bounded number waits for the disk.
+Every text is one request, named by its index in the data set, and is complete when its rows are on disk. A run first
+repairs the files an earlier run left, removes incomplete texts, and continues with those that are missing. The
+resulting store is byte-identical, text by text, to that of an uninterrupted run, provided that rows do not depend on
+which texts share a batch: load the engine with `batch_invariant=True`. Memory does not grow with the data: a bounded
+number of texts is in the engine or waits for the disk.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
 
 TAG = "harvest"
-MOST_WAITING = 64  # texts that have run and wait for the disk; one sync then serves many of them
+MAX_WAITING = 64  # texts that have run and wait for the disk; batching them lets one sync serve many
 
 ProgressCallback = Callable[[int], None]  # number of texts processed
 
 
 @dataclass
 class HarvestReport:
-    """What is in the store, and what this run did for it. Rows are counted over all hooks and layers."""
+    """Content of the store and what this run added. Rows are counted over all hooks and layers."""
 
     out: str
     texts: int = 0
@@ -53,8 +53,8 @@ class HarvestReport:
     bytes: int = 0
     new_texts: int = 0
     new_rows: int = 0
-    forgotten_texts: int = 0  # begun by an earlier run, not finished by it, run again by this one
-    bad_texts: list[str] = field(default_factory=list)  # what is wrong with the first few
+    forgotten_texts: int = 0  # left incomplete by an earlier run and run again
+    bad_texts: list[str] = field(default_factory=list)  # problems of the first 20
     skipped: int = 0
     notices: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -65,7 +65,7 @@ class HarvestReport:
 
 @dataclass
 class HarvestEstimate:
-    """What a harvest would store. `exact` is False when a filter by token decides while the texts run."""
+    """What a harvest would store. `exact` is False if a token filter decides during the run."""
 
     texts: int = 0
     tokens: int = 0
@@ -90,49 +90,50 @@ def harvest(
     skip_bad: bool = False,
     progress: ProgressCallback | None = None,
 ) -> HarvestReport:
-    """Run every text that is not done yet and keep what `capture` asks for under `out`.
+    """Run every text that is not complete yet and store the rows selected by `capture` under `out`.
 
-    `source` says what the texts are; a later run into the same directory must say the same."""
-    began, root = time.monotonic(), Path(out)
-    wish = _as_files(engine, capture)
+    `source` describes the texts; a later run into the same directory must have the same description.
+    """
+    start, root = time.monotonic(), Path(out)
+    spec = _file_capture(engine, capture)
     settings = {
-        "capture": {name: value for name, value in wish.to_json().items() if name != "return"},
+        "capture": {name: value for name, value in spec.to_json().items() if name != "return"},
         "model": run_manifest.model_digest(engine.model),
         "engine": engine.settings,
         "source": dict(source or {}),
     }
-    if wish.project is not None:
-        settings["projection"] = engine.projections.find(wish.project).digest
+    if spec.project is not None:
+        settings["projection"] = engine.projections.find(spec.project).digest
     if run_manifest.read(root) is not None:
         repair(root)
-    # The disk sets the pace: rows that are sure to be written need not be spilled to another place before. Results are
-    # kept for twice as many texts as can be under way, so that none is gone before it is read and few outlive that.
+    # "block": the engine waits for the disk, instead of spilling rows that are going to be written anyway. Results are
+    # kept for twice as many texts as can be in progress, so that none is dropped before it is read.
     planner = CapturePlanner(
         engine.schema,
         engine.config.num_hidden_layers,
         engine.name,
         root,
         overload_policy="block",
-        kept_results=2 * (2 * engine.max_requests + MOST_WAITING),
+        kept_results=2 * (2 * engine.max_requests + MAX_WAITING),
         rules=engine.capture_rules,
     )
     report = HarvestReport(str(root))
-    tag = root / slug(str(wish.tag))
+    tag = root / slug(str(spec.tag))
     try:
         changed = run_manifest.begin(root, settings)
         if changed:
             report.notices.append(
                 f"this run differs in {'; '.join(changed)}: new rows may differ in their last bits"
             )
-        count = _Count(progress)
-        todo = _todo(_numbered(texts), _take_stock(tag, report), count)
-        _run(engine, todo, wish, planner, report, skip_bad, count)
-    except BaseException:  # leave no half text to whoever reads what there is
+        count = _ProgressCounter(progress)
+        remaining = _skip_done(_numbered(texts), _completed(tag, report), count)
+        _run(engine, remaining, spec, planner, report, skip_bad, count)
+    except BaseException:  # remove partial texts from the store
         planner.close()
         forget(tag, survey(tag).unfinished)
         raise
     planner.close()
-    report.seconds = time.monotonic() - began
+    report.seconds = time.monotonic() - start
     return report
 
 
@@ -144,59 +145,60 @@ def estimate_harvest(
     skip_bad: bool = False,
     progress: ProgressCallback | None = None,
 ) -> HarvestEstimate:
-    """Count rows and bytes without running a text."""
-    found = HarvestEstimate()
-    wish = _as_files(engine, capture)
-    count = _Count(progress)
+    """Count rows and bytes without running the texts."""
+    estimate = HarvestEstimate()
+    spec = _file_capture(engine, capture)
+    count = _ProgressCounter(progress)
     layers = engine.config.num_hidden_layers
     schema = engine.schema
     shapes = engine.projections.shapes
     for text in _numbered(texts):
         count()
         try:
-            ids = _ids(engine, text)
-            with _blaming(text):
-                cost = wish.resolve(
+            ids = _token_ids(engine, text)
+            with _name_text(text):
+                cost = spec.resolve(
                     schema, layers, ids, 1, projections=shapes, path=f"capture.{FILES}"
                 ).estimate
         except DataError as error:
-            _bad(found, error, skip_bad)
+            _skip_or_raise(estimate, error, skip_bad)
             continue
-        found.texts += 1
-        found.tokens += len(ids)
-        found.rows += cost.rows
-        found.bytes += cost.bytes
-        found.exact &= cost.exact
+        estimate.texts += 1
+        estimate.tokens += len(ids)
+        estimate.rows += cost.rows
+        estimate.bytes += cost.bytes
+        estimate.exact &= cost.exact
         for hook, nbytes in cost.bytes_by_hook:
-            found.bytes_by_hook[hook] = found.bytes_by_hook.get(hook, 0) + nbytes
-    return found
+            estimate.bytes_by_hook[hook] = estimate.bytes_by_hook.get(hook, 0) + nbytes
+    return estimate
 
 
-class _Count:
-    """Texts dealt with so far, told to whoever watches."""
+class _ProgressCounter:
+    """Counts processed texts and reports the count."""
 
     def __init__(self, progress: ProgressCallback | None):
         self._progress = progress
-        self._number = 0
+        self._count = 0
 
     def __call__(self) -> None:
-        self._number += 1
+        self._count += 1
         if self._progress is not None:
-            self._progress(self._number)
+            self._progress(self._count)
 
 
-def _as_files(engine: Engine, capture: Capture) -> Capture:
-    """The capture as it is sent with every text: to files, sharded unless said otherwise.
+def _file_capture(engine: Engine, capture: Capture) -> Capture:
+    """Return the capture of every text: to files, sharded by default.
 
-    What no text could mend is refused here, before one of them is blamed for it."""
+    Errors of the capture itself are raised here, so that they are not attributed to a text.
+    """
     if capture.request_id is not None:
         raise OptionError(
             "capture.request_id is set, but a harvest names every text by its number. Leave it out."
         )
     if capture.returns not in (None, "file"):
         raise OptionError(f"capture.return is {capture.returns!r}, but a harvest writes files. Leave it out.")
-    wish = capture.replace(returns="file", layout=capture.layout or "sharded", tag=capture.tag or TAG)
-    wish.resolve(
+    spec = capture.replace(returns="file", layout=capture.layout or "sharded", tag=capture.tag or TAG)
+    spec.resolve(
         engine.schema,
         engine.config.num_hidden_layers,
         engine.max_context - 1,
@@ -204,27 +206,29 @@ def _as_files(engine: Engine, capture: Capture) -> Capture:
         projections=engine.projections.shapes,
         path=f"capture.{FILES}",
     )
-    return wish
+    return spec
 
 
 def _numbered(texts: Iterable[DatasetText | str]) -> Iterator[DatasetText]:
-    for number, text in enumerate(texts):
-        yield text if isinstance(text, DatasetText) else DatasetText(number, f"text {number}", text)
+    for index, text in enumerate(texts):
+        yield text if isinstance(text, DatasetText) else DatasetText(index, f"text {index}", text)
 
 
-def _take_stock(tag: Path, report: HarvestReport) -> set[int]:
-    """Numbers of the texts that are done; the beginnings of others are taken away."""
-    found = survey(tag)
-    forget(tag, found.unfinished)
-    report.forgotten_texts = len(found.unfinished)
-    for progress in found.finished.values():
+def _completed(tag: Path, report: HarvestReport) -> set[int]:
+    """Return the indices of complete texts and remove incomplete ones from the store."""
+    stored = survey(tag)
+    forget(tag, stored.unfinished)
+    report.forgotten_texts = len(stored.unfinished)
+    for progress in stored.finished.values():
         report.texts += 1
         report.rows += progress.rows
         report.bytes += progress.nbytes
-    return {int(name) for name in found.finished}
+    return {int(name) for name in stored.finished}
 
 
-def _todo(texts: Iterable[DatasetText], done: set[int], count: _Count) -> Iterator[DatasetText]:
+def _skip_done(
+    texts: Iterable[DatasetText], done: set[int], count: _ProgressCounter
+) -> Iterator[DatasetText]:
     for text in texts:
         if text.number not in done:
             yield text
@@ -235,15 +239,15 @@ def _todo(texts: Iterable[DatasetText], done: set[int], count: _Count) -> Iterat
 def _run(
     engine: Engine,
     texts: Iterator[DatasetText],
-    wish: Capture,
+    spec: Capture,
     planner: CapturePlanner,
     report: HarvestReport,
     skip_bad: bool,
-    count: _Count,
+    count: _ProgressCounter,
 ) -> None:
-    """Texts into the engine, out of it, and to the disk: three stages, each with a bounded number of texts."""
+    """Submit texts, wait for their steps, wait for the disk: three stages with a bounded number of texts each."""
     running: deque[tuple[DatasetText, Request]] = deque()
-    landed: deque[tuple[DatasetText, Request]] = deque()
+    computed: deque[tuple[DatasetText, Request]] = deque()
     more = True
     try:
         while more or running:
@@ -253,36 +257,37 @@ def _run(
                     more = False
                     break
                 try:
-                    running.append((text, _submit(engine, text, wish, planner)))
+                    running.append((text, _submit(engine, text, spec, planner)))
                 except DataError as error:
-                    _bad(report, error, skip_bad)
+                    _skip_or_raise(report, error, skip_bad)
                     count()
             if running:
                 text, request = running.popleft()
-                with _blaming(text):
+                with _name_text(text):
                     engine.wait(request)
-                landed.append((text, request))
-            while len(landed) > (MOST_WAITING if more or running else 0):
-                _acknowledge(*landed.popleft(), report)
+                computed.append((text, request))
+            while len(computed) > (MAX_WAITING if more or running else 0):
+                _wait_durable(*computed.popleft(), report)
                 count()
     finally:
         for _, request in running:
             engine.cancel(request)
 
 
-def _submit(engine: Engine, text: DatasetText, wish: Capture, planner: CapturePlanner) -> Request:
-    ids = _ids(engine, text)
-    named = wish.replace(request_id=f"{text.number:09d}")
-    with _blaming(text):
+def _submit(engine: Engine, text: DatasetText, spec: Capture, planner: CapturePlanner) -> Request:
+    ids = _token_ids(engine, text)
+    named = spec.replace(request_id=f"{text.number:09d}")
+    with _name_text(text):
         return engine.submit_prompt(ids, named, planner)
 
 
-def _ids(engine: Engine, text: DatasetText) -> list[int]:
+def _token_ids(engine: Engine, text: DatasetText) -> list[int]:
+    """Encode a text; an invalid or too long one is a `DataError`."""
     if text.problem is not None:
         raise DataError(f"{text.where} {text.problem}. Mend it, or leave bad texts out: --skip-bad")
-    with _blaming(text):
-        chat = text.messages is not None
-        ids = engine.encode_chat(text.messages) if chat else engine.prompt_ids(text.prompt or "")
+    with _name_text(text):
+        is_chat = text.messages is not None
+        ids = engine.encode_chat(text.messages) if is_chat else engine.prompt_ids(text.prompt or "")
     if len(ids) >= engine.max_context:
         raise DataError(
             f"{text.where} has {len(ids)} tokens, and a context of {engine.max_context} holds one less. Cut it, load "
@@ -292,15 +297,15 @@ def _ids(engine: Engine, text: DatasetText) -> list[int]:
 
 
 @contextmanager
-def _blaming(text: DatasetText) -> Iterator[None]:
-    """What is wrong with a request is wrong with its text; what is wrong with the engine is not."""
+def _name_text(text: DatasetText) -> Iterator[None]:
+    """Convert errors of a request to a `DataError` that names its text; errors of the engine pass through."""
     try:
         yield
     except (RequestError, CapacityError, LogitsError) as error:
         raise DataError(f"{text.where}: {error}") from error
 
 
-def _bad(report: HarvestReport | HarvestEstimate, error: DataError, skip_bad: bool) -> None:
+def _skip_or_raise(report: HarvestReport | HarvestEstimate, error: DataError, skip_bad: bool) -> None:
     if not skip_bad:
         raise error
     report.skipped += 1
@@ -308,11 +313,11 @@ def _bad(report: HarvestReport | HarvestEstimate, error: DataError, skip_bad: bo
         report.bad_texts.append(str(error))
 
 
-def _acknowledge(text: DatasetText, request: Request, report: HarvestReport) -> None:
-    """Wait until a text's rows are durable, and count them."""
+def _wait_durable(text: DatasetText, request: Request, report: HarvestReport) -> None:
+    """Wait until the rows of a text are on disk, and count them."""
     (capture,) = request.results.captures
     result = capture.result()
-    while not result.finished:  # a slow disk is waited for, as any writer would
+    while not result.finished:  # `result` waits with a time limit; a slow disk is not an error
         result = capture.result()
     if result.status != "ok":
         raise CaptureWriteError(

@@ -11,7 +11,7 @@ from typing import Any, Unpack
 
 import torch
 
-from birkhoff.analysis.activations_store import ActBatch, feed
+from birkhoff.analysis.activations_store import ActBatch, iter_activations
 from birkhoff.analysis.attention import AttentionReadout, attention
 from birkhoff.analysis.block_signals import signal_jobs
 from birkhoff.analysis.forward import edit_tap, features, trace
@@ -376,7 +376,7 @@ class Engine:
         self, texts: Iterable[Prompt], capture: Capture, batch_rows: int = 8192
     ) -> Iterator[ActBatch]:
         """Iterate over the activation rows of many texts in batches of `batch_rows`, in order and bounded memory."""
-        return feed(self, texts, capture, batch_rows)
+        return iter_activations(self, texts, capture, batch_rows)
 
     @property
     def max_requests(self) -> int:

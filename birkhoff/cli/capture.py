@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from birkhoff.cli.generation import open_engine
+from birkhoff.cli.engine_io import open_engine
 from birkhoff.cli.options import Json, shared_options, split_options
 from birkhoff.cli.parsers import parse_hooks, parse_positions, parse_streams
 from birkhoff.cli.terminal import print_status, progress_bar

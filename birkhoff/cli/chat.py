@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from birkhoff.cli.engine_io import open_engine, output_to_json
 from birkhoff.cli.generate import decode_utf8
-from birkhoff.cli.generation import open_engine, output_to_json
 from birkhoff.cli.line_input import read_lines, stop_on_interrupt
 from birkhoff.cli.options import shared_options, split_options
 from birkhoff.cli.steer_option import Steer, load_vectors, parse_steer

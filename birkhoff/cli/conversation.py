@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.text import Text
 
 from birkhoff.cli.charts import mixing_matrix
-from birkhoff.cli.generation import ChatGeneration, summarize
+from birkhoff.cli.engine_io import ChatGeneration, summarize
 from birkhoff.cli.steer_option import load_vectors, parse_steer
 from birkhoff.cli.terminal import escape_control
 from birkhoff.errors import OptionError, PromptError, SiteError, quoted

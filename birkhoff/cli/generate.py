@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from birkhoff.cli.generation import ChatGeneration, open_engine, output_to_json, summarize
+from birkhoff.cli.engine_io import ChatGeneration, open_engine, output_to_json, summarize
 from birkhoff.cli.options import shared_options, split_options
 from birkhoff.cli.steer_option import Steer, load_vectors, parse_steer
 from birkhoff.cli.terminal import escape_control, print_status, progress_bar

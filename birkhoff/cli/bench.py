@@ -326,11 +326,11 @@ def _cost_cells(row: Row, ratio: Mapping[str, float]) -> tuple[str, str, str, st
 def _reuse_line(row: Row, turns: int) -> str:
     if row["kind"] == "prefix":
         return (
-            f"{row['cached_tokens']} tokens known: first token {row['times_sooner']['median']:g} times sooner, "
+            f"{row['cached_tokens']} tokens cached: first token {row['times_sooner']['median']:g} times sooner, "
             f"{row['times_sooner_from_disk']['median']:g} from disk"
         )
     if row["kind"] == "turns":
-        return f"{turns} turns: {row['share_of_recomputation']['median']:g} of reading everything again"
+        return f"{turns} turns: {row['share_of_recomputation']['median']:g} of recomputing every prompt"
     if row["kind"] == "rows":
         return ", ".join(f"{name.replace('_', ' ')}: {ms:g} ms" for name, ms in row["step_ms"].items())
     return (

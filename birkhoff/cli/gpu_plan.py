@@ -67,10 +67,10 @@ def plan_lines(forecast: dict[str, Any]) -> list[str]:
         *(line(kind, size) for kind, size in plan["weights"].items()),
         line("cache", plan["cache_bytes"]),
         line("working space (allowed)", plan["working_bytes"]),
-        line("hot experts, spare places", plan["hot_bytes"]),
+        line("hot experts, spare slots", plan["hot_bytes"]),
         line("left", plan["left_bytes"]),
         f"experts     {plan['hot']} of {plan['experts']} on the GPU ({100 * plan['share']:.1f} %) and {plan['spare']} "
-        f"spare places of {format_bytes(plan['expert_bytes'])}; {format_bytes(plan['host_bytes'])} of host memory "
+        f"spare slots of {format_bytes(plan['expert_bytes'])}; {format_bytes(plan['host_bytes'])} of host memory "
         "for the others",
         f"context     {kinds} for one request ({per_token} a token)",
         f"limits      by bytes: {speeds['device'] / 1e12:g} TB/s of the GPU, {speeds['bus'] / 1e9:g} GB/s of the bus",
@@ -79,7 +79,7 @@ def plan_lines(forecast: dict[str, Any]) -> list[str]:
         if not limit["misses"]:
             assumption = "no misses"
         else:
-            assumption = "random placement" if index == 0 else "by counts, if so"
+            assumption = "random placement" if index == 0 else "by usage counts"
         speed = ", ".join(
             f"{value:.0f} at batch {batch}" for batch, value in limit["tokens_per_second"].items()
         )

@@ -165,7 +165,7 @@ def _memory_line(form: str, plan: MemoryEstimate) -> str:
     share = 100 * plan.experts_resident / max(plan.experts, 1)
     return (
         f"{target}: {fixed}; {plan.experts_resident} of {plan.experts} experts "
-        f"({share:.0f} %) fit beside that, {format_bytes(plan.left_bytes)} left"
+        f"({share:.0f} %) fit in addition, {format_bytes(plan.left_bytes)} left"
     )
 
 

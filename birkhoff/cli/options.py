@@ -124,7 +124,9 @@ def shared_options(
 
     def decorate(verb: Callable[..., None]) -> Callable[..., None]:
         hints = get_type_hints(verb, include_extras=True)
-        own = [p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD]
+        command_parameters = [
+            p for p in inspect.signature(verb).parameters.values() if p.kind is not p.VAR_KEYWORD
+        ]
         flags = [
             flag.parameter(panel) for panel in panels for flag in PANELS[panel] if flag.name not in without
         ]
@@ -132,14 +134,16 @@ def shared_options(
 
         @functools.wraps(verb)
         def wrapper(**values: Any) -> None:
-            given = {
+            keywords = {
                 name: value for name, value in values.items() if name not in shared or value not in (None, [])
             }
-            verb(**given)
+            verb(**keywords)
 
-        own = [p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in own]
-        wrapper.__signature__ = inspect.Signature([*own, *flags])  # type: ignore[attr-defined]
-        wrapper.__annotations__ = {p.name: p.annotation for p in [*own, *flags]}
+        command_parameters = [
+            p.replace(annotation=hints[p.name], kind=p.KEYWORD_ONLY) for p in command_parameters
+        ]
+        wrapper.__signature__ = inspect.Signature([*command_parameters, *flags])  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in [*command_parameters, *flags]}
         return wrapper
 
     return decorate
@@ -147,12 +151,12 @@ def shared_options(
 
 def split_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split options into keywords of `load` (including `model`) and sampling keywords, and check the latter."""
-    loading = {name: value for name, value in options.items() if name not in _SAMPLING_NAMES}
+    load_options = {name: value for name, value in options.items() if name not in _SAMPLING_NAMES}
     sampling = {name: value for name, value in options.items() if name in _SAMPLING_NAMES}
     if "logit_bias" in sampling:
-        sampling["logit_bias"] = _biases(sampling["logit_bias"])
+        sampling["logit_bias"] = _parse_logit_bias(sampling["logit_bias"])
     SamplingParams.from_kwargs(**sampling)  # fail before the model is loaded
-    return {"model": "nano", **loading}, sampling
+    return {"model": "nano", **load_options}, sampling
 
 
 def server_settings(options: Mapping[str, Any]) -> tuple[ServerSettings, dict[str, Any]]:
@@ -164,12 +168,12 @@ def server_settings(options: Mapping[str, Any]) -> tuple[ServerSettings, dict[st
     )
 
 
-def _biases(given: list[str]) -> dict[int, float]:
+def _parse_logit_bias(entries: list[str]) -> dict[int, float]:
     biases: dict[int, float] = {}
-    for text in given:
-        token, found, value = text.partition("=")
+    for text in entries:
+        token, separator, value = text.partition("=")
         try:
-            if not found or int(token) in biases:
+            if not separator or int(token) in biases:
                 raise ValueError
             biases[int(token)] = float(value)
         except ValueError:

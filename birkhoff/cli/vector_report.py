@@ -51,8 +51,8 @@ def _cell(entry: Separation, best: float) -> Text:
 def trials_table(trials: Sequence[Trial], best: Trial | None) -> Table:
     """One row per trial: share of answers moved, change of the measure, change of the loss."""
     table = Table(title="what each vector does to answers", title_justify="left", box=None, padding=(0, 1))
-    for name in ("", "place", "streams", "strength", "moved", "measure", "loss"):
-        table.add_column(name, justify="left" if name in ("", "place") else "right")
+    for name in ("", "site", "streams", "strength", "moved", "measure", "loss"):
+        table.add_column(name, justify="left" if name in ("", "site") else "right")
     for trial in trials:
         streams = "all" if trial.streams is None else ",".join(map(str, trial.streams))
         table.add_row(

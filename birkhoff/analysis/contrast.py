@@ -20,6 +20,7 @@ from birkhoff.hooks.layers import parse_layers
 from birkhoff.hooks.site_names import resolve
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.steering.extract import METHODS, Separation, direction, separate
+from birkhoff.steering.vector import Vector
 from birkhoff.steering.vector_file import SteeringVector
 
 if TYPE_CHECKING:
@@ -50,7 +51,7 @@ class ContrastRows:
 
     def vector(
         self, layers: Sequence[int], how: str = "mean_diff", streams: Sequence[int] | None = None
-    ) -> dict[int, torch.Tensor]:
+    ) -> dict[int, Vector]:
         """Return the rows of a steering vector at these layers; with `streams`, other streams are zero."""
         rows = {}
         for layer in layers:
@@ -59,7 +60,7 @@ class ContrastRows:
                 masked = torch.zeros_like(row)
                 masked[list(streams)] = row[list(streams)]
                 row = masked
-            rows[layer] = row.flatten()
+            rows[layer] = Vector(row.flatten(), f"the row of layer {layer}")
         return rows
 
 

@@ -21,8 +21,9 @@ from birkhoff.errors import quoted
 from birkhoff.server.api_errors import ApiError, bad_request
 
 LARGE_BODY = 256 * 1024  # bytes from which a body is parsed and validated in a worker thread
-_STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-_BRACKETS = re.compile(rb"[\[\]{}]")
+# Strings, also an unterminated one at the end. Possessive quantifiers and `\Z` keep the scan linear in hostile bodies.
+_STRINGS = re.compile(rb'"[^"\\]*+(?:\\.?+[^"\\]*+)*+(?:"|\Z)', re.DOTALL)
+_NOT_STRUCTURE = bytes(byte for byte in range(256) if byte not in b"[]{}:")
 Body = TypeVar("Body", bound="RequestBody")
 
 
@@ -71,7 +72,7 @@ def parse_json(raw: bytes, max_depth: int) -> dict[str, Any]:
 
     The body is decoded once: outside strings every colon belongs to one key, so a result with fewer keys than the
     text has colons has lost a duplicate. Only then is the text decoded again, to name the key."""
-    structure = _STRINGS.sub(b"", raw)
+    structure = _STRINGS.sub(b"", raw).translate(None, _NOT_STRUCTURE)
     _check_depth(structure, max_depth)
     try:
         value = orjson.loads(raw)
@@ -81,7 +82,7 @@ def parse_json(raw: bytes, max_depth: int) -> dict[str, Any]:
         ) from None
     if not isinstance(value, dict):
         raise bad_request(f"the body is a JSON {_type_name(value)}, expected an object.", code="json-invalid")
-    if _count_keys(value) != structure.count(b":"):
+    if not _has_keys(value, structure.count(b":")):
         json.loads(raw, object_pairs_hook=_refuse_duplicates, parse_int=str, parse_float=str)
     return value
 
@@ -121,20 +122,26 @@ async def read_json(request: Request, max_bytes: int, seconds: float, max_depth:
 
 
 def _check_depth(structure: bytes, max_depth: int) -> None:
-    """Limit bracket nesting before a parser sees the body. `structure` is the body without its strings."""
+    """Limit nesting before a parser sees the body. `structure` holds its brackets and colons outside strings."""
     depth = 0
-    for bracket in _BRACKETS.findall(structure):
-        depth += 1 if bracket in b"[{" else -1
+    for byte in structure.replace(b":", b""):
+        depth += 1 if byte in b"[{" else -1
         if depth > max_depth:
             raise bad_request(
                 f"the body is nested more than {max_depth} deep. Send a flatter one.", code="json-too-deep"
             )
 
 
-def _count_keys(value: dict[str, Any] | list[Any]) -> int:
-    children = value.values() if isinstance(value, dict) else value
-    own = len(value) if isinstance(value, dict) else 0
-    return own + sum(_count_keys(child) for child in children if isinstance(child, (dict, list)))
+def _has_keys(value: dict[str, Any], count: int) -> bool:
+    """Whether the objects in `value` have `count` keys together. Stops at the last key, before most long arrays."""
+    pending: list[dict[str, Any] | list[Any]] = [value]
+    while count and pending:
+        node = pending.pop()
+        if isinstance(node, dict):
+            count -= len(node)
+        children = node.values() if isinstance(node, dict) else node
+        pending += [child for child in children if isinstance(child, (dict, list))]
+    return count == 0
 
 
 def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:

@@ -85,9 +85,9 @@ class CompletionRoutes:
         ]
 
     def _prompts(self, body: CompletionBody) -> list[list[int]]:
-        engine, given = self._context.engine, body.prompt
-        several = isinstance(given, list) and isinstance(given[0], (str, list))
-        prompts: list[Any] = list(given) if several else [given]
+        engine, prompt_field = self._context.engine, body.prompt
+        several = isinstance(prompt_field, list) and isinstance(prompt_field[0], (str, list))
+        prompts: list[Any] = list(prompt_field) if several else [prompt_field]
         if body.add_special_tokens is False:
             prompts = [
                 engine.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts

@@ -41,17 +41,19 @@ class GrammarCompiler:
         self._tokenizer: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
 
-    def from_response_format(self, wanted: ResponseFormat | None, thinking: bool) -> MaskFactory | None:
+    def from_response_format(
+        self, response_format: ResponseFormat | None, thinking: bool
+    ) -> MaskFactory | None:
         """The mask for `response_format`, or None if the output is unconstrained."""
-        if wanted is None or wanted.type == "text":
+        if response_format is None or response_format.type == "text":
             return None
         schema: dict[str, Any] = {"type": "object"}
-        if wanted.type == "json_schema":
-            if wanted.json_schema is None or wanted.json_schema.schema_ is None:
+        if response_format.type == "json_schema":
+            if response_format.json_schema is None or response_format.json_schema.schema_ is None:
                 raise bad_request(
                     "response_format.json_schema.schema is missing.", "response_format.json_schema"
                 )
-            schema = wanted.json_schema.schema_
+            schema = response_format.json_schema.schema_
         return self.from_lark(
             f"start: %json {_json_rule(schema, 'response_format')}\n", thinking, "response_format"
         )

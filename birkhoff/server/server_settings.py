@@ -16,9 +16,12 @@ from typing import Any
 
 from birkhoff.api.options import EngineOptions, help_text
 from birkhoff.errors import OptionError, quoted
+from birkhoff.option_checks import check_bool, check_choice, check_float, check_int
 
 MIB = 1 << 20
-MAY_BE_ZERO = ("port", "max_queue")
+MAX_SECONDS = 86400
+MAX_COUNT = 2**40
+INT_RANGES = {"port": (0, 65535), "max_queue": (0, MAX_COUNT)}  # other integers: 1 to MAX_COUNT
 
 
 def setting(default: Any, help: str) -> Any:
@@ -80,10 +83,7 @@ class ServerSettings:
                 name, _, path = text.partition("=")
                 if not name or not path:
                     raise OptionError(f"{option} is {quoted(text)}, expected NAME=PATH.")
-        if self.port > 65535:
-            raise OptionError(f"port is {self.port}, expected 0 to 65535.")
-        if self.log not in ("text", "json", "off"):
-            raise OptionError(f"log is {quoted(self.log)}, expected text, json or off.")
+        check_choice("log", self.log, ("text", "json", "off"))
         for name in ("api_key", "steering_api_key"):
             if any(
                 not key.isascii() or not key.isprintable() or len(key) > 512 for key in getattr(self, name)
@@ -103,12 +103,13 @@ class ServerSettings:
             if not all(isinstance(item, str) and item for item in value):
                 raise OptionError(f"{name} is {quoted(value)}, expected texts that are not empty.")
         elif expected is float:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 86400:
-                raise OptionError(f"{name} is {quoted(value)}, expected seconds, more than 0.")
-        elif not isinstance(value, expected) or (expected is int and isinstance(value, bool)):
-            raise OptionError(f"{name} is {quoted(value)}, expected a {expected.__name__}.")
-        elif expected is int and not (0 if name in MAY_BE_ZERO else 1) <= value < 2**40:
-            raise OptionError(f"{name} is {value}, expected a whole number above 0.")
+            check_float(name, value, 0, MAX_SECONDS, exclude_low=True)
+        elif expected is bool:
+            check_bool(name, value)
+        elif expected is int:
+            check_int(name, value, *INT_RANGES.get(name, (1, MAX_COUNT)))
+        elif not isinstance(value, str):
+            raise OptionError(f"{name} is {quoted(value)}, expected text.")
 
 
 def is_loopback(host: str) -> bool:

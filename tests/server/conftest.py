@@ -117,8 +117,8 @@ def serving(folder: Path, *flags: str, model: str = "nano", **environment: str) 
 @pytest.fixture(scope="session")
 def dictionary(tmp_path_factory) -> Path:
     """Files of a random SAE for nano, attached to the server as `delta` and as `full`."""
-    made = random_sae("jumprelu", 48, 384, seed=4, hook="mlp_out", layer=2, view="single")
-    return made.save(tmp_path_factory.mktemp("dictionary") / "random")
+    sae = random_sae("jumprelu", 48, 384, seed=4, hook="mlp_out", layer=2, view="single")
+    return sae.save(tmp_path_factory.mktemp("dictionary") / "random")
 
 
 @pytest.fixture(scope="session")

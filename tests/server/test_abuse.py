@@ -115,17 +115,17 @@ def is_ours(answer: httpx2.Response, path: str) -> bool:
 def places(node) -> list[tuple]:
     """All (container, key) pairs of a body, recursively."""
     items = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
-    return [found for key, value in items for found in ((node, key), *places(value))]
+    return [entries for key, value in items for entries in ((node, key), *places(value))]
 
 
 def mutated(body, dice: random.Random):
     """A valid body with one to three mutations: values replaced, keys dropped or renamed, lists grown."""
     body = json.loads(json.dumps(body))
     for _ in range(dice.randint(1, 3)):
-        found = places(body)
-        if not found:
+        entries = places(body)
+        if not entries:
             return copy.deepcopy(dice.choice(JUNK))
-        node, key = dice.choice(found)
+        node, key = dice.choice(entries)
         what = dice.random()
         if what < 0.7:
             node[key] = copy.deepcopy(dice.choice(JUNK))  # a copy, because lists are grown in place
@@ -175,6 +175,7 @@ HOSTILE = {
     "deep list": b'{"messages":' + b"[" * 65 + b"]" * 65 + b"}",
     "very deep": b"[" * 100_000,
     "very deep objects": b'{"a":' * 100_000,
+    "escapes without an end": b'{"messages":"' + b'\\"' * 1_000_000,
     "empty": b"",
     "null": b"null",
     "text": b'"a"',
@@ -368,8 +369,8 @@ TRICKS = [
 
 def outside(served) -> list[Path]:
     """All files next to the capture root, without those inside it."""
-    found = served.root.parent.rglob("*")
-    return sorted(path for path in found if served.root not in path.parents and path != served.log)
+    entries = served.root.parent.rglob("*")
+    return sorted(path for path in entries if served.root not in path.parents and path != served.log)
 
 
 def test_r8_names_never_become_paths(served):

@@ -77,8 +77,8 @@ def test_r10_every_route_is_closed_but_those_on_the_list(guarded):
         {"x-api-key": KEY.upper()},
     ]
     with guarded.http as client:
-        for place, (method, path) in enumerate(routes(guarded)):
-            headers = wrong[place % len(wrong)]  # each kind of wrong key is tried on many routes
+        for index, (method, path) in enumerate(routes(guarded)):
+            headers = wrong[index % len(wrong)]  # each kind of wrong key is tried on many routes
             answer = client.request(method, path.replace("{", "").replace("}", ""), headers=headers)
             assert (answer.status_code in (401, 429)) == (path not in is_open), (
                 method,
@@ -101,8 +101,8 @@ def test_r10_a_link_opens_one_file_and_nothing_else(guarded):
         }
     }
     body = {"messages": user("Hello."), "max_tokens": 2, "capture": spec, "capture_wait": True}
-    made = guarded.post(CHAT, body, **BEARER).json()["capture_results"]["filesystem"]
-    where = f"/v1/interp/captures/{made['id']}"
+    created = guarded.post(CHAT, body, **BEARER).json()["capture_results"]["filesystem"]
+    where = f"/v1/interp/captures/{created['id']}"
     link = guarded.post(f"{where}/link", **BEARER).json()
     assert link["url"].startswith(f"{where}/data?until=") and link["expires_in"] == 60
     whole = guarded.get(f"{where}/data", **BEARER)
@@ -136,9 +136,9 @@ def test_a_link_that_was_changed_or_is_old_opens_nothing(change):
         path, _, query = url.partition("?")
         return {"method": method, "path": unquote(path), "query_string": query.encode()}
 
-    made = links.create("/v1/a file/a")
-    assert links.allows(call(made)) and not links.allows(call(change(made)))
-    assert not links.allows(call(made, "POST")) and not SignedLinks().allows(call(made))
+    created = links.create("/v1/a file/a")
+    assert links.allows(call(created)) and not links.allows(call(change(created)))
+    assert not links.allows(call(created, "POST")) and not SignedLinks().allows(call(created))
     assert not links.allows(call(links.create("/v1/a file/a", seconds=-2)))
 
 
@@ -224,22 +224,22 @@ def until_closed(
     connection: socket.socket, drip: bytes = b"", patience: float = PATIENCE
 ) -> tuple[bytes, bool]:
     """Send `drip` byte by byte; returns what was received and whether the connection was closed."""
-    began, said, place = time.monotonic(), b"", 0
+    began, received, index = time.monotonic(), b"", 0
     connection.settimeout(0.2)
     while time.monotonic() - began < patience:
         try:
-            if place < len(drip):
-                connection.send(drip[place : place + 1])
-                place += 1
+            if index < len(drip):
+                connection.send(drip[index : index + 1])
+                index += 1
             piece = connection.recv(65536)
             if not piece:
-                return said, True
-            said += piece
+                return received, True
+            received += piece
         except TimeoutError:
             continue
         except OSError:
-            return said, True
-    return said, False
+            return received, True
+    return received, False
 
 
 @pytest.mark.parametrize("kind", ["nothing", "slow head", "slow body"])
@@ -251,10 +251,10 @@ def test_r11_slow_senders_are_closed_when_their_time_is_over(guarded, kind):
             for connection in connections:
                 connection.sendall(head() + b"{")
         drip = {"nothing": b"", "slow head": head()[:30], "slow body": b" " * 4}[kind]
-        said, closed = until_closed(connections[0], drip)
+        received, closed = until_closed(connections[0], drip)
         assert closed and time.monotonic() - began >= 0.95 * float(DEADLINE)
-        if kind != "nothing" or said:
-            assert b" 408 " in said and b'"type":"timeout_error"' in said
+        if kind != "nothing" or received:
+            assert b" 408 " in received and b'"type":"timeout_error"' in received
         assert guarded.get("/health").status_code == 200
         assert all(until_closed(connection)[1] for connection in connections[1:])
     finally:
@@ -297,19 +297,19 @@ def test_r12_leaving_frees_the_slot(guarded, stage, stream):
         long["messages"] = user("word " * 900)
         long["max_tokens"] = 8
     body = json.dumps(long).encode()
-    held = [open_socket(guarded) for _ in range(3 if stage == "queued" else 1)]
+    sockets = [open_socket(guarded) for _ in range(3 if stage == "queued" else 1)]
     try:
-        for connection in held:
+        for connection in sockets:
             connection.sendall(head(length=len(body)) + body)
         until = time.monotonic() + PATIENCE
-        while len(slots(guarded)) < len(held) and time.monotonic() < until:
+        while len(slots(guarded)) < len(sockets) and time.monotonic() < until:
             time.sleep(0.005)
         if stage == "decode":
             while not any(each["output_tokens"] for each in slots(guarded)):
                 time.sleep(0.005)
         before = guarded.metric("birkhoff_generated_tokens_total", **BEARER)
     finally:
-        for connection in held:
+        for connection in sockets:
             connection.close()
     ended(guarded)
     after = guarded.metric("birkhoff_generated_tokens_total", **BEARER)
@@ -326,10 +326,10 @@ def test_r12_a_cancelled_call_ends_without_an_error(guarded):
                 "request_id": "mine",
             }
             whole = asyncio.create_task(client.post(CHAT, json=body))
-            told = {"cancelled": False}  # until the request has started
-            while not told["cancelled"] and not whole.done():
-                told = (await client.post("/v1/requests/mine/cancel")).json()
-            assert told == {"id": "mine", "cancelled": True}
+            cancelled = {"cancelled": False}  # until the request has started
+            while not cancelled["cancelled"] and not whole.done():
+                cancelled = (await client.post("/v1/requests/mine/cancel")).json()
+            assert cancelled == {"id": "mine", "cancelled": True}
             assert (await whole).status_code == 499
             assert (await client.post("/v1/requests/mine/cancel")).json()["cancelled"] is False
             text = []
@@ -372,9 +372,9 @@ def test_r13_overload_is_refused_and_everybody_else_is_served(guarded):
                     assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 12
                 return answer.status_code
 
-            found = await asyncio.gather(*(one(number) for number in range(scaled(200, 40))))
+            codes = await asyncio.gather(*(one(number) for number in range(scaled(200, 40))))
             assert (await client.get("/health")).status_code == 200
-        assert set(found) == {200, 429} and found.count(200) >= 4
+        assert set(codes) == {200, 429} and codes.count(200) >= 4
 
     asyncio.run(run())
     ended(guarded)
@@ -454,11 +454,11 @@ def test_r4_raw_bytes(guarded, name):
     """Invalid HTTP gives 400 or a closed connection, and trailing bytes never run as a second request."""
     with open_socket(guarded) as connection:
         connection.sendall(RAW[name])
-        said, _ = until_closed(connection, patience=0.5)
-    statuses = [line.split()[1] for line in said.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+        received, _ = until_closed(connection, patience=0.5)
+    statuses = [line.split()[1] for line in received.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
     harmless = name in ("websocket", "null", "folded")
     assert all(status[:1] == b"4" or (harmless and status == b"200") for status in statuses)
-    assert len(statuses) <= 1, said
+    assert len(statuses) <= 1, received
 
 
 def test_r4_mutated_requests(guarded):
@@ -470,8 +470,8 @@ def test_r4_mutated_requests(guarded):
         with open_socket(guarded) as connection:
             connection.settimeout(3)
             connection.sendall(bytes(raw) + b"\r\n\r\n")
-            said = b""
+            received = b""
             with contextlib.suppress(OSError):
-                said = connection.recv(65536)
-        assert not said or said.split(b" ", 2)[1][:1] in (b"2", b"4"), (bytes(raw), said[:200])
+                received = connection.recv(65536)
+        assert not received or received.split(b" ", 2)[1][:1] in (b"2", b"4"), (bytes(raw), received[:200])
     assert guarded.get("/health").status_code == 200

@@ -18,13 +18,13 @@ def engine():
 
 def test_an_answer_is_the_one_python_gives(served, engine):
     answer = served.post("/v1/chat/completions", ASK)
-    mine = engine.chat(ASK["messages"], temperature=0, max_tokens=30)
+    expected = engine.chat(ASK["messages"], temperature=0, max_tokens=30)
     body = answer.json()
     assert answer.status_code == 200 and answer.headers["x-request-id"].startswith("req-")
-    assert body["choices"][0]["message"] == {"role": "assistant", "content": mine.text, "refusal": None}
-    assert body["choices"][0]["finish_reason"] == mine.finish_reason
-    assert body["usage"]["prompt_tokens"] == len(mine.prompt_token_ids)
-    assert body["usage"]["completion_tokens"] == len(mine.token_ids)
+    assert body["choices"][0]["message"] == {"role": "assistant", "content": expected.text, "refusal": None}
+    assert body["choices"][0]["finish_reason"] == expected.finish_reason
+    assert body["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
+    assert body["usage"]["completion_tokens"] == len(expected.token_ids)
     assert (
         body["object"] == "chat.completion" and body["model"] == "nano" and body["timings"]["decode_ms"] > 0
     )

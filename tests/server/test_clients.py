@@ -45,14 +45,14 @@ class Person(BaseModel):
 
 @pytest.fixture(scope="module")
 def client(served):
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as made:
-        yield made
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as connected:
+        yield connected
 
 
 @pytest.fixture(scope="module")
 def claude(served):
-    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as made:
-        yield made
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0) as connected:
+        yield connected
 
 
 ASK = {"model": "nano", "messages": user("Hello, who are you?"), "temperature": 0, "max_tokens": 30}
@@ -103,14 +103,14 @@ def test_openai_tool_round_trip(client, streamed):
     (call,) = message.message.tool_calls
     arguments = json.loads(call.function.arguments)
     assert call.function.name == "get_weather" and arguments["unit"] in "CF" and 1 <= arguments["days"] <= 9
-    said = {
+    reply = {
         "id": call.id,
         "type": "function",
         "function": call.function.model_dump(include={"name", "arguments"}),
     }
     back = [
         *ask["messages"],
-        {"role": "assistant", "content": None, "tool_calls": [said]},
+        {"role": "assistant", "content": None, "tool_calls": [reply]},
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
     ]
     closed = client.chat.completions.create(
@@ -123,45 +123,48 @@ def test_openai_tool_round_trip(client, streamed):
 
 def test_openai_json(client):
     form = {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA, "strict": True}}
-    found = client.chat.completions.create(**{**ASK, "response_format": form, "max_tokens": 60})
-    Person.model_validate_json(found.choices[0].message.content)
+    completion = client.chat.completions.create(**{**ASK, "response_format": form, "max_tokens": 60})
+    Person.model_validate_json(completion.choices[0].message.content)
     parsed = client.chat.completions.parse(**{**ASK, "max_tokens": 60}, response_format=Person)
     assert isinstance(parsed.choices[0].message.parsed, Person)
     thinking = client.chat.completions.create(
         **{**ASK, "temperature": 1, "seed": 3}, response_format=form, reasoning_effort="low", logit_bias={}
     )
-    said = thinking.choices[0].message
-    assert thinking.choices[0].finish_reason == "length" or Person.model_validate_json(said.content)
+    reply = thinking.choices[0].message
+    assert thinking.choices[0].finish_reason == "length" or Person.model_validate_json(reply.content)
 
 
 def test_openai_reasoning_comes_apart(client):
-    found = client.chat.completions.create(**{**ASK, "reasoning_effort": "medium", "max_tokens": 20})
-    message = found.choices[0].message
+    completion = client.chat.completions.create(**{**ASK, "reasoning_effort": "medium", "max_tokens": 20})
+    message = completion.choices[0].message
     assert message.reasoning_content == message.reasoning and message.reasoning
-    assert found.usage.completion_tokens_details.reasoning_tokens > 0
+    assert completion.usage.completion_tokens_details.reasoning_tokens > 0
     chunks = list(
         client.chat.completions.create(**{**ASK, "reasoning_effort": "medium", "max_tokens": 20}, stream=True)
     )
-    told = "".join(
+    streamed = "".join(
         chunk.choices[0].delta.reasoning_content or ""
         for chunk in chunks
         if chunk.choices and hasattr(chunk.choices[0].delta, "reasoning_content")
     )
-    assert told == message.reasoning
+    assert streamed == message.reasoning
 
 
 def test_openai_completions_and_models(client):
-    found = client.completions.create(
+    completion = client.completions.create(
         model="nano", prompt=["Once upon", "The fox"], max_tokens=5, temperature=0, logprobs=1, echo=True
     )
-    assert [choice.index for choice in found.choices] == [0, 1] and found.choices[0].text.startswith(
-        "Once upon"
+    assert [choice.index for choice in completion.choices] == [0, 1] and completion.choices[
+        0
+    ].text.startswith("Once upon")
+    assert (
+        completion.choices[0].logprobs.token_logprobs[0] is None
+        and len(completion.choices[0].logprobs.tokens) > 5
     )
-    assert found.choices[0].logprobs.token_logprobs[0] is None and len(found.choices[0].logprobs.tokens) > 5
     pieces = client.completions.create(
         model="nano", prompt="Once upon", max_tokens=5, temperature=0, stream=True
     )
-    assert "Once upon" + "".join(p.choices[0].text for p in pieces if p.choices) == found.choices[0].text
+    assert "Once upon" + "".join(p.choices[0].text for p in pieces if p.choices) == completion.choices[0].text
     assert [model.id for model in client.models.list()] == ["nano"] and client.models.retrieve(
         "nano"
     ).max_model_len > 0

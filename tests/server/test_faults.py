@@ -113,8 +113,8 @@ def test_e3_an_engine_that_has_stopped_is_said_to_be_ill(tiny):
 
 def test_a_checkpoint_without_text_serves_token_ids(tmp_path):
     async def work(client, async_engine):
-        found = (await client.post("/v1/completions", json=ASK)).json()
-        assert found["choices"][0]["text"] == "" and len(found["choices"][0]["token_ids"]) == 3
+        response = (await client.post("/v1/completions", json=ASK)).json()
+        assert response["choices"][0]["text"] == "" and len(response["choices"][0]["token_ids"]) == 3
         refused = await client.post(
             "/v1/chat/completions", json={"messages": [{"role": "user", "content": "a"}]}
         )

@@ -54,16 +54,16 @@ ASKS = [
 ]
 
 
-@pytest.mark.parametrize("place", range(len(ASKS)))
-def test_r16_every_split_gives_the_unstreamed_text(served, place):
-    ask = ASKS[place]
+@pytest.mark.parametrize("index", range(len(ASKS)))
+def test_r16_every_split_gives_the_unstreamed_text(served, index):
+    ask = ASKS[index]
     whole = served.post(CHAT, ask).json()["choices"][0]["message"]["content"]
     raw = served.post(CHAT, {**ask, "stream": True}).content
     assert content(read(raw, [])) == whole
     for cut in range(len(raw)):  # every possible packet boundary
         if cut % scaled(1, 17) == 0:
             assert content(read(raw, [cut])) == whole
-    dice = random.Random(place)
+    dice = random.Random(index)
     for _ in range(scaled(200, 20)):
         assert content(read(raw, dice.sample(range(len(raw)), 9))) == whole
     assert content(read(raw, list(range(len(raw))))) == whole

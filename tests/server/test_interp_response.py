@@ -167,45 +167,47 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_t_http_1_steering_equals_python(served, engine, name):
     fields, edits = CASES[name]
-    mine = engine.chat(MESSAGES, steer=edits, baseline=True, **SHARED)
+    expected = engine.chat(MESSAGES, steer=edits, baseline=True, **SHARED)
     body = {"messages": MESSAGES, **SHARED, **fields, "baseline": True, "return_token_ids": True}
-    found = served.post(CHAT, body).json()
-    assert found["choices"][0]["token_ids"] == mine.token_ids
-    assert found["baseline"][0]["token_ids"] == mine.baseline.token_ids
+    response = served.post(CHAT, body).json()
+    assert response["choices"][0]["token_ids"] == expected.token_ids
+    assert response["baseline"][0]["token_ids"] == expected.baseline.token_ids
     assert (
-        name == "project" or mine.baseline.token_ids != mine.token_ids
+        name == "project" or expected.baseline.token_ids != expected.token_ids
     )  # this edit is too small to change the output
-    assert found["interp"]["rows_steered"] == mine.interp["rows_steered"] > 0
+    assert response["interp"]["rows_steered"] == expected.interp["rows_steered"] > 0
     chunks = served.events(CHAT, body)
     sides = {False: [], True: []}
     for chunk in chunks:
         for choice in chunk["choices"]:
             sides[bool(chunk.get("baseline"))] += choice.get("token_ids", [])
-    assert sides == {False: mine.token_ids, True: mine.baseline.token_ids}
-    told = next(chunk for chunk in chunks if "interp" in chunk)["interp"]
-    for interp in (told, found["interp"]):
+    assert sides == {False: expected.token_ids, True: expected.baseline.token_ids}
+    reported = next(chunk for chunk in chunks if "interp" in chunk)["interp"]
+    for interp in (reported, response["interp"]):
         assert {key: interp[key] for key in ("rows_steered", "steered_positions", "steering_hash")} == {
-            key: json.loads(json.dumps(mine.interp[key]))
+            key: json.loads(json.dumps(expected.interp[key]))
             for key in ("rows_steered", "steered_positions", "steering_hash")
         }
 
 
 def test_t_http_1_captures_equal_python_inline_and_in_files(served, engine):
     spec = {"hooks": {STREAMS: [2], "mhc_ffn_res_mix": "all"}, "positions": "all"}
-    mine = engine.chat(MESSAGES, capture=Capture(**spec), **SHARED)
+    expected = engine.chat(MESSAGES, capture=Capture(**spec), **SHARED)
     files = {"filesystem": {"request_id": "equal", "tag": "http", **spec}, "memory": spec}
-    found = served.post(CHAT, {"messages": MESSAGES, **SHARED, "capture": files, "capture_wait": True}).json()
-    results = found["capture_results"]
+    response = served.post(
+        CHAT, {"messages": MESSAGES, **SHARED, "capture": files, "capture_wait": True}
+    ).json()
+    results = response["capture_results"]
     assert results["filesystem"]["status"] == "ok" and results["filesystem"]["durable"]
     assert results["filesystem"]["paths"] == ["http/equal/packed.bin"]
-    told = {(entry["hook"], entry["layer"]): entry for entry in results["memory"]["tensors"]}
-    assert set(told) == set(mine.acts)
-    for (hook, layer), rows in mine.acts.items():
-        entry = told[hook, layer]
+    reported = {(entry["hook"], entry["layer"]): entry for entry in results["memory"]["tensors"]}
+    assert set(reported) == set(expected.acts)
+    for (hook, layer), rows in expected.acts.items():
+        entry = reported[hook, layer]
         array = np.frombuffer(base64.b64decode(entry["data"]), np.float32).reshape(entry["shape"])
         assert np.array_equal(array, rows.tensor.numpy()) and entry["positions"] == list(rows.positions)
     on_disk = read_request(served.root / "http" / "equal")
-    for (hook, layer), rows in mine.acts.items():
+    for (hook, layer), rows in expected.acts.items():
         assert np.array_equal(on_disk[hook, layer].values(), rows.tensor.numpy())
 
     where = f"/v1/interp/captures/{results['filesystem']['id']}"
@@ -213,14 +215,14 @@ def test_t_http_1_captures_equal_python_inline_and_in_files(served, engine):
     assert set(axes) == {STREAMS, "mhc_ffn_res_mix"} and axes["mhc_ffn_res_mix"] == ["from", "to"]
     whole = served.get(f"{where}/data")
     tensors = load_safetensors(whole.content)
-    assert torch.equal(tensors[f"{STREAMS}.2"], mine.acts[STREAMS, 2].tensor)
+    assert torch.equal(tensors[f"{STREAMS}.2"], expected.acts[STREAMS, 2].tensor)
     part = served.get(f"{where}/data", range="bytes=100-199")
     assert part.status_code == 206 and part.content == whole.content[100:200]
     assert part.headers["etag"] == whole.headers["etag"]
     assert served.get(where, range="bytes=0-7").content == whole.content[:8]
     assert served.get(f"{where}/data", range="bytes=999999999-").status_code == 416
     rows = served.get(f"{where}/slice?hook=mhc_ffn_res_mix&layer=3").json()
-    assert np.allclose(rows["values"], mine.acts["mhc_ffn_res_mix", 3].tensor.flatten(1).numpy())
+    assert np.allclose(rows["values"], expected.acts["mhc_ffn_res_mix", 3].tensor.flatten(1).numpy())
     listed = served.get("/v1/interp/captures").json()["captures"]
     assert results["filesystem"]["id"] in {entry["id"] for entry in listed}
 
@@ -229,11 +231,11 @@ def test_a_capture_is_pending_until_it_is_waited_for(served):
     spec = {
         "filesystem": {"request_id": "late", "tag": "http", "hooks": {STREAMS: "all"}, "positions": "all"}
     }
-    found = served.post(CHAT, {"messages": MESSAGES, **SHARED, "capture": spec}).json()["capture_results"][
+    response = served.post(CHAT, {"messages": MESSAGES, **SHARED, "capture": spec}).json()["capture_results"][
         "filesystem"
     ]
-    assert found["status"] in ("pending", "ok")
-    assert served.get(f"/v1/interp/captures/{found['id']}?wait=20").json()["status"] == "ok"
+    assert response["status"] in ("pending", "ok")
+    assert served.get(f"/v1/interp/captures/{response['id']}?wait=20").json()["status"] == "ok"
 
 
 def test_captures_that_cannot_be_are_refused_by_field(served):
@@ -259,11 +261,11 @@ def test_captures_that_cannot_be_are_refused_by_field(served):
 
 
 def test_signals_ride_along_whole_and_streamed(served, engine):
-    mine = engine.chat(MESSAGES, signals=["res_mix", "stream_norm", "experts"], **SHARED)
+    expected = engine.chat(MESSAGES, signals=["res_mix", "stream_norm", "experts"], **SHARED)
     body = {"messages": MESSAGES, **SHARED, "signals": ["res_mix", "stream_norm", "experts"]}
-    assert served.post(CHAT, body).json()["signals"] == json.loads(json.dumps(mine.signals))
+    assert served.post(CHAT, body).json()["signals"] == json.loads(json.dumps(expected.signals))
     frames = [frame for chunk in served.events(CHAT, body) for frame in chunk.get("signals", ())]
-    assert frames == json.loads(json.dumps(mine.signals))
+    assert frames == json.loads(json.dumps(expected.signals))
     wrong = served.post(CHAT, {**body, "signals": ["res_mx"]})
     assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "signals[0]"
 
@@ -274,19 +276,21 @@ def test_chosen_blocks_ride_along_and_are_those_of_python(served, engine):
     for animal in ("hen", "cow"):
         ids = engine.encode_chat(user(f"Tell me a story about a fox and a {animal}. " * 26))
         assert len(ids) > 4 * engine.config.index_topk + 8  # more blocks than the indexer selects
-        mine, body = json.loads(json.dumps(engine.generate(ids, **ask).signals)), {"prompt": ids, **ask}
+        expected, body = json.loads(json.dumps(engine.generate(ids, **ask).signals)), {"prompt": ids, **ask}
         if animal == "hen":
-            found = served.post("/v1/completions", body).json()["signals"]
+            response = served.post("/v1/completions", body).json()["signals"]
         else:
-            found = [
+            response = [
                 frame
                 for chunk in served.events("/v1/completions", body)
                 for frame in chunk.get("signals", ())
             ]
-        assert [frame["position"] for frame in found] == list(range(len(ids) + 5))
+        assert [frame["position"] for frame in response] == list(range(len(ids) + 5))
         prompt = slice(0, len(ids))
-        assert [frame["blocks"] for frame in found[prompt]] == [frame["blocks"] for frame in mine[prompt]]
-        for theirs, ours in zip(found, mine):
+        assert [frame["blocks"] for frame in response[prompt]] == [
+            frame["blocks"] for frame in expected[prompt]
+        ]
+        for theirs, ours in zip(response, expected):
             assert theirs["head_mix"] == pytest.approx(ours["head_mix"], rel=1e-4)
             for layer, spans in enumerate(theirs["blocks"]):
                 assert (spans is None) == (engine.config.compress_ratios[layer] != 4)
@@ -308,18 +312,18 @@ def test_a_stream_tells_how_far_its_prompt_is_read_when_asked(served):
 
     def progress(path, ask):
         chunks = served.events(path, {**ask, "return_progress": True})
-        told = [
-            (place, chunk["prompt_progress"])
-            for place, chunk in enumerate(chunks)
+        reported = [
+            (index, chunk["prompt_progress"])
+            for index, chunk in enumerate(chunks)
             if "prompt_progress" in chunk
         ]
         total = chunks[-1]["timings"]["prompt_tokens"]
-        for _, each in told:
+        for _, each in reported:
             assert set(each) == {"total", "cache", "processed", "time_ms"} and each["total"] == total
             assert 0 <= each["cache"] <= each["processed"] and each["time_ms"] >= 0
-        first = next(place for place, chunk in enumerate(chunks) if any(map(says, chunk["choices"])))
-        assert told[-1][0] < first and told[-1][1]["processed"] == total
-        return [(each["cache"], each["processed"]) for _, each in told]
+        first = next(index for index, chunk in enumerate(chunks) if any(map(says, chunk["choices"])))
+        assert reported[-1][0] < first and reported[-1][1]["processed"] == total
+        return [(each["cache"], each["processed"]) for _, each in reported]
 
     assert progress("/v1/completions", body) == [(0, 2048), (0, 2500)]
     ((known, read),) = progress("/v1/completions", body)  # pages of the first prompt are cached by now
@@ -331,21 +335,23 @@ def test_a_stream_tells_how_far_its_prompt_is_read_when_asked(served):
 def test_the_lens_attention_schema_and_estimate(served, engine):
     ids = engine.tokenizer.encode("Once upon a time there was a fox")
     lens = engine.lens(ids)
-    found = served.post("/v1/lens", {"token_ids": ids, "k": 2}).json()
-    assert found["views"] == list(lens.views) and len(found["top"]) == lens.depths
+    response = served.post("/v1/lens", {"token_ids": ids, "k": 2}).json()
+    assert response["views"] == list(lens.views) and len(response["top"]) == lens.depths
     for depth in range(lens.depths):
-        for view, tokens in zip(lens.views, found["top"][depth]):
+        for view, tokens in zip(lens.views, response["top"][depth]):
             assert [entry["token_id"] for entry in tokens] == [
                 token for token, _ in lens.top(depth, view, k=2)
             ]
-    told = served.post(
+    reported = served.post(
         "/v1/lens", {"token_ids": ids, "surprise": True, "views": ["head"], "depths": [-1]}
     ).json()
-    assert np.allclose(told["surprise"][0][0][:-1], lens.surprise(lens.depths - 1).tolist()[:-1], atol=1e-4)
-    assert told["surprise"][0][0][-1] is None
+    assert np.allclose(
+        reported["surprise"][0][0][:-1], lens.surprise(lens.depths - 1).tolist()[:-1], atol=1e-4
+    )
+    assert reported["surprise"][0][0][-1] is None
     edits = CASES["interventions"][0]["interventions"]
     steered = served.post("/v1/lens", {"token_ids": ids, "k": 1, "interventions": edits}).json()
-    assert steered["top"] != [[[view[0]] for view in depth] for depth in found["top"]]
+    assert steered["top"] != [[[view[0]] for view in depth] for depth in response["top"]]
     layers = served.post("/v1/interp/attention", {"token_ids": ids}).json()["layers"]
     for layer in layers:
         parts = [span["weight"] for span in (*layer["window"], *layer["blocks"])]
@@ -364,8 +370,8 @@ def test_the_global_tier_and_modules(served, engine):
     assert served.post("/v1/steering/set", {"interventions": [edit]}).json()["interventions"] == [edit]
     try:
         with engine.steering(Add("narrow", OUT, [3], 3.0)):
-            mine = engine.chat(MESSAGES, **SHARED).token_ids
-        assert served.post(CHAT, body).json()["choices"][0]["token_ids"] == mine != plain
+            expected = engine.chat(MESSAGES, **SHARED).token_ids
+        assert served.post(CHAT, body).json()["choices"][0]["token_ids"] == expected != plain
         norm = float(engine.modules["narrow"].tensor().norm())
         assert abs(served.get("/v1/steering").json()["norms"][OUT]["3"] - 3 * norm) < 1e-2
         used = served.post("/v1/steering/modules/unregister", {"name": "narrow"})
@@ -422,11 +428,15 @@ def test_a_patch_sweep_finds_where_a_text_is_decided(served, engine):
         "positions": [-1, 1],
         "run": "sweep",
     }
-    found = served.post("/v1/patch_sweep", body).json()
-    assert found["source"] > 0 > found["target"] and found["positions"] == [3, 1] and found["layers"] == [7]
+    response = served.post("/v1/patch_sweep", body).json()
     assert (
-        abs(found["grid"][0][0] - found["source"]) < 1e-3
-        and abs(found["grid"][0][1] - found["target"]) < 1e-3
+        response["source"] > 0 > response["target"]
+        and response["positions"] == [3, 1]
+        and response["layers"] == [7]
+    )
+    assert (
+        abs(response["grid"][0][0] - response["source"]) < 1e-3
+        and abs(response["grid"][0][1] - response["target"]) < 1e-3
     )
     kept = {"op": "patch", "at": {"hook": "mhc_streams_final", "layers": [7]}, "source": {"run": "sweep"}}
     ask = {
@@ -469,18 +479,18 @@ def test_two_sets_of_texts_are_compared_and_their_difference_named(served, engin
     """Table, best cell and vector equal Python's; a taken name and an unknown cell are refused."""
     where, body = "/v1/interp/contrast", {"positive": POSITIVE, "negative": NEGATIVE, "hook": STREAMS}
     rows = contrast_rows(engine, POSITIVE, NEGATIVE, STREAMS)
-    mine = {(entry.layer, entry.stream): entry for entry in rows.separation()}
-    found = served.post(where, body).json()
-    assert found["layers"] == rows.layers and found["columns"] == [
+    expected = {(entry.layer, entry.stream): entry for entry in rows.separation()}
+    response = served.post(where, body).json()
+    assert response["layers"] == rows.layers and response["columns"] == [
         "whole row",
         *(f"stream {s}" for s in range(4)),
     ]
-    for layer, aucs, apart in zip(found["layers"], found["table"], found["d_prime"]):
+    for layer, aucs, apart in zip(response["layers"], response["table"], response["d_prime"]):
         for stream, auc, d_prime in zip([None, 0, 1, 2, 3], aucs, apart):
             assert (auc, d_prime) == pytest.approx(
-                (mine[layer, stream].auc, mine[layer, stream].d_prime), abs=1e-5
+                (expected[layer, stream].auc, expected[layer, stream].d_prime), abs=1e-5
             )
-    assert found["best"]["auc"] == max(max(row) for row in found["table"]) and "saved" not in found
+    assert response["best"]["auc"] == max(max(row) for row in response["table"]) and "saved" not in response
 
     named = {**body, "name": "warmth", "layer": 5, "column": "stream 2"}
     assert served.post(where, named).json()["saved"] == "warmth"
@@ -518,8 +528,8 @@ def test_several_answers_have_files_of_their_own(served):
         }
     }
     body = {"messages": MESSAGES, **SHARED, "n": 2, "capture": spec, "capture_wait": True}
-    found = served.post(CHAT, body).json()
-    results = [choice["capture_results"]["filesystem"] for choice in found["choices"]]
+    response = served.post(CHAT, body).json()
+    results = [choice["capture_results"]["filesystem"] for choice in response["choices"]]
     assert [result["status"] for result in results] == ["ok", "ok"]
     assert [result["paths"] for result in results] == [["http/many-0/packed.bin"], ["http/many-1/packed.bin"]]
 
@@ -530,11 +540,11 @@ def test_the_call_in_the_documents_works_as_pasted(served, page):
     (call,) = re.findall(r"^curl -s localhost:8000.*?}'$", text, re.MULTILINE | re.DOTALL)
     words = shlex.split(call)
     path, body = words[2].removeprefix("localhost:8000"), json.loads(words[words.index("-d") + 1])
-    found = served.post(path, body)
-    assert found.status_code == 200, found.text
-    told = found.json()
-    assert told["choices"][0]["message"]["content"] != told["baseline"][0]["message"]["content"]
+    response = served.post(path, body)
+    assert response.status_code == 200, response.text
+    reported = response.json()
+    assert reported["choices"][0]["message"]["content"] != reported["baseline"][0]["message"]["content"]
     assert (
-        told["capture_results"]["memory"]["tensors"][0]["shape"] == [1, 4, 4]
-        and told["interp"]["rows_steered"] > 0
+        reported["capture_results"]["memory"]["tensors"][0]["shape"] == [1, 4, 4]
+        and reported["interp"]["rows_steered"] > 0
     )

@@ -126,6 +126,16 @@ def test_depth_is_counted_outside_of_strings():
         parse_json(b'{"a":[[[[]]]]}', 4)
 
 
+def test_a_body_is_decoded_once_and_duplicate_keys_are_named(monkeypatch):
+    odd = {"a:b": ":", 'q"{': [{"c": {"d:": "\\"}}, [], {}], "é": {"e": None}}
+    plain = json.dumps(odd).encode()
+    twice = b'{"a": {"b:": 1, "b\\u003a": 2}}'
+    with pytest.raises(ApiError, match="'b:' stands twice"):
+        parse_json(twice, 8)
+    monkeypatch.setattr(json, "loads", None)
+    assert parse_json(plain, 8) == odd
+
+
 def test_unknown_failures_tell_nothing():
     told = to_api_error(RuntimeError("/usr/secret 0x7f00"))
     assert told.status == 500 and "secret" not in told.message

@@ -65,7 +65,7 @@ export const post = (path, body, signal) => call(path, { method: "POST", body, s
 export async function* stream(path, body, signal) {
   const response = await send(path, { method: "POST", body, signal });
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
-  let held = "";
+  let buffer = "";
   try {
     for (;;) {
       const { done, value } = await reader.read();
@@ -73,11 +73,11 @@ export async function* stream(path, body, signal) {
         throw new ApiError("The connection was lost before the response was complete.", {
           code: "cut_off",
         });
-      held += value;
+      buffer += value;
       let end;
-      while ((end = held.search(/\r?\n\r?\n/)) >= 0) {
-        const block = held.slice(0, end);
-        held = held.slice(end).replace(/^\r?\n\r?\n/, "");
+      while ((end = buffer.search(/\r?\n\r?\n/)) >= 0) {
+        const block = buffer.slice(0, end);
+        buffer = buffer.slice(end).replace(/^\r?\n\r?\n/, "");
         for (const line of block.split(/\r?\n/)) {
           if (!line.startsWith("data:")) continue;
           const data = line.slice(5).trim();

@@ -18,14 +18,18 @@ export function chatPage(store) {
     onkeydown: (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
         event.preventDefault();
-        say();
+        sendMessage();
       }
     },
     oninput: () => {
       store.state.draft = box.value;
     },
   });
-  const send = h("button", { type: "button", class: "main", id: "send", onclick: () => say() }, "Ask");
+  const send = h(
+    "button",
+    { type: "button", class: "main", id: "send", onclick: () => sendMessage() },
+    "Ask",
+  );
   const stop = h("button", { type: "button", id: "stop", onclick: () => stopRun(store) }, "Stop");
   const tint = h(
     "select",
@@ -50,7 +54,7 @@ export function chatPage(store) {
   const [seed, seedBox] = number("seed", "seed", { min: 0, step: 1 });
 
   const ask = (messages) => startRun(store, { messages, steered: store.state.steerChat, baseline: false });
-  async function say() {
+  async function sendMessage() {
     const text = box.value.trim();
     if (!text) {
       box.focus();
@@ -63,13 +67,13 @@ export function chatPage(store) {
   }
   /** All messages, including the last response. */
   function finished(state) {
-    const said = [...state.conversation],
+    const transcript = [...state.conversation],
       text = answerText(state.run);
-    if (said.length && said.at(-1).role === "user") {
-      if (text) said.push({ role: "assistant", content: text });
-      else said.pop();
+    if (transcript.length && transcript.at(-1).role === "user") {
+      if (text) transcript.push({ role: "assistant", content: text });
+      else transcript.pop();
     }
-    return said;
+    return transcript;
   }
   const retry = () => {
     store.set({ settings: { ...store.state.settings, seed: store.state.settings.seed + 1 } });
@@ -78,10 +82,10 @@ export function chatPage(store) {
   async function branch(token, other) {
     const run = store.state.run;
     try {
-      const told = await post("/tokenize", { prompt: other.text, add_special_tokens: false });
+      const encoded = await post("/tokenize", { prompt: other.text, add_special_tokens: false });
       const before = [...run.prompt, ...run.tokens].slice(0, token.position).map((t) => t.id);
       toast(`Continuing from “${other.text.trim()}”.`);
-      await startRun(store, { prompt: [...before, ...told.tokens], steered: store.state.steerChat });
+      await startRun(store, { prompt: [...before, ...encoded.tokens], steered: store.state.steerChat });
     } catch (error) {
       toast(error.message);
     }

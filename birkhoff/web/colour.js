@@ -38,9 +38,9 @@ const MIDDLE_DARK = [
 export const isDark = () => document.documentElement.dataset.theme === "dark";
 
 function along(stops, at) {
-  const place = Math.max(0, Math.min(1, at)) * (stops.length - 1),
-    low = Math.min(Math.floor(place), stops.length - 2),
-    part = place - low;
+  const position = Math.max(0, Math.min(1, at)) * (stops.length - 1),
+    low = Math.min(Math.floor(position), stops.length - 2),
+    part = position - low;
   return stops[low].map((c, i) => Math.round(c + (stops[low + 1][i] - c) * part));
 }
 

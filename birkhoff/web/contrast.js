@@ -33,7 +33,7 @@ export function contrastPage(store) {
   const hook = h("select", { "aria-label": "site" }),
     name = h("input", { type: "text", value: "happy", style: { width: "9em" } }),
     body = h("div", { class: "stack" });
-  let found = null;
+  let result = null;
   const lines = (box) =>
     box.value
       .split("\n")
@@ -47,7 +47,7 @@ export function contrastPage(store) {
     }
     fill(body, h("p", { class: "note" }, "Comparing…"));
     try {
-      found = await post("/v1/interp/contrast", request);
+      result = await post("/v1/interp/contrast", request);
       draw();
       if (save) {
         toast(`Saved as ${save.name}.`);
@@ -58,11 +58,11 @@ export function contrastPage(store) {
     }
   };
   const draw = () => {
-    if (!found) {
+    if (!result) {
       fill(body, empty("Nothing compared yet."));
       return;
     }
-    const best = found.best;
+    const best = result.best;
     fill(
       body,
       h(
@@ -78,17 +78,17 @@ export function contrastPage(store) {
               "tr",
               {},
               h("th", {}, "layer"),
-              found.columns.map((c) => h("th", { scope: "col" }, c)),
+              result.columns.map((c) => h("th", { scope: "col" }, c)),
             ),
           ),
           h(
             "tbody",
             {},
-            found.table.map((row, i) =>
+            result.table.map((row, i) =>
               h(
                 "tr",
                 {},
-                h("th", { scope: "row" }, String(found.layers[i])),
+                h("th", { scope: "row" }, String(result.layers[i])),
                 row.map((auc) => {
                   const rgb = amount(Math.max(0, (auc - 0.5) * 2));
                   return h(
@@ -146,7 +146,7 @@ export function contrastPage(store) {
       {
         name: "contrast",
         tools: exportButtons(
-          () => found ?? {},
+          () => result ?? {},
           () =>
             [
               "import birkhoff",
@@ -155,7 +155,7 @@ export function contrastPage(store) {
               'engine = birkhoff.load("nano")',
               `positive = ${JSON.stringify(lines(positive))}`,
               `negative = ${JSON.stringify(lines(negative))}`,
-              `hook, layers = ${JSON.stringify(hook.value)}, [${found?.best?.layer ?? 4}]`,
+              `hook, layers = ${JSON.stringify(hook.value)}, [${result?.best?.layer ?? 4}]`,
               "vector = contrast(engine, positive, negative, hook=hook, layers=layers)",
               `engine.modules[${JSON.stringify(name.value)}] = vector`,
             ].join("\n"),

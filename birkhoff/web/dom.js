@@ -46,9 +46,9 @@ export function tokenText(text) {
 }
 
 /** A token on one line, for tables. */
-export function short(text, most = 18) {
+export function short(text, maxLength = 18) {
   const shown = visible(text).replace(/\n/g, "⏎").replace(/ /g, "·");
-  return shown.length > most ? `${shown.slice(0, most - 1)}…` : shown;
+  return shown.length > maxLength ? `${shown.slice(0, maxLength - 1)}…` : shown;
 }
 
 /** A panel with a title, a description, and buttons to copy its data. */
@@ -80,10 +80,10 @@ export function toast(text) {
   toastTimer = setTimeout(() => node.classList.remove("shown"), 2600);
 }
 
-export async function copy(text, said = "Copied.") {
+export async function copy(text, message = "Copied.") {
   try {
     await navigator.clipboard.writeText(text);
-    toast(said);
+    toast(message);
   } catch {
     // the clipboard API needs https or loopback
     const box = h("textarea", { readonly: true, "aria-label": "Copy this" });
@@ -92,7 +92,7 @@ export async function copy(text, said = "Copied.") {
     box.select();
     const done = document.execCommand("copy");
     box.remove();
-    toast(done ? said : "The browser blocked copying.");
+    toast(done ? message : "The browser blocked copying.");
   }
 }
 

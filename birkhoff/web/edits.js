@@ -19,11 +19,11 @@ export function newEdit(changes) {
 
 /** Parses a layer selector such as "4", "4,6", "2..5", "-1" or "*". */
 export function layersOf(text) {
-  const said = text.trim();
-  if (said === "*" || said === "") return "all";
+  const selector = text.trim();
+  if (selector === "*" || selector === "") return "all";
   const layers = [],
     ranges = [];
-  for (const part of said.split(",").map((p) => p.trim())) {
+  for (const part of selector.split(",").map((p) => p.trim())) {
     const range = part.match(/^(\d+)\.\.(\d+)$/);
     if (range) ranges.push([Number(range[1]), Number(range[2])]);
     else if (/^-?\d+$/.test(part)) layers.push(Number(part));

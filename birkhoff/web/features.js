@@ -20,8 +20,8 @@ export function featurePage(store) {
     text = strip([], { name: "features" }),
     top = h("div", { class: "stack" }),
     dash = h("div", { class: "stack" });
-  let found = null,
-    wanted = "",
+  let result = null,
+    requestKey = "",
     stop = null;
   const node = h(
     "div",
@@ -33,7 +33,7 @@ export function featurePage(store) {
       {
         name: "features",
         tools: exportButtons(
-          () => found ?? {},
+          () => result ?? {},
           () =>
             pythonScript(
               `token_ids = ${JSON.stringify(tokenIds(store.state))}`,
@@ -64,8 +64,8 @@ export function featurePage(store) {
     const state = store.state,
       ids = tokenIds(state),
       key = `${state.sae}|${ids.join()}`;
-    if (!state.sae || !ids.length || state.run.status === "running" || key === wanted) return draw();
-    wanted = key;
+    if (!state.sae || !ids.length || state.run.status === "running" || key === requestKey) return draw();
+    requestKey = key;
     stop?.abort();
     stop = new AbortController();
     try {
@@ -74,14 +74,14 @@ export function featurePage(store) {
         { sae: state.sae, token_ids: ids, k: 8 },
         stop.signal,
       );
-      if (wanted === key) {
-        found = answer;
+      if (requestKey === key) {
+        result = answer;
         draw();
       }
     } catch (error) {
       if (error.name !== "AbortError") {
-        found = { error };
-        wanted = "";
+        result = { error };
+        requestKey = "";
         draw();
       }
     }
@@ -110,11 +110,11 @@ export function featurePage(store) {
       fill(body, empty("Send a message first; the features of the text appear here."));
       return;
     }
-    if (found?.error) {
-      fill(body, fault(found.error));
+    if (result?.error) {
+      fill(body, fault(result.error));
       return;
     }
-    if (!found) {
+    if (!result) {
       fill(body, h("p", { class: "note" }, "Encoding the text…"));
       return;
     }
@@ -122,17 +122,17 @@ export function featurePage(store) {
       strength = new Map(),
       most = Math.max(
         1e-9,
-        ...found.tokens.flatMap((t) =>
+        ...result.tokens.flatMap((t) =>
           t.features.filter((f) => chosen === null || f.feature === chosen).map((f) => f.activation),
         ),
       );
-    for (const token of found.tokens) {
+    for (const token of result.tokens) {
       const one = chosen === null ? token.features[0] : token.features.find((f) => f.feature === chosen);
       strength.set(token.position, one ? one.activation / most : 0);
     }
     update(text, tokens, {
       pinned: state.pin?.position,
-      paint: `${chosen}${document.documentElement.dataset.theme}${found.tokens.length}`,
+      paint: `${chosen}${document.documentElement.dataset.theme}${result.tokens.length}`,
       onPin: (token) =>
         store.set({
           pin: { position: token.position, row: state.pin?.row ?? 0, twin: state.pin?.twin ?? false },
@@ -140,7 +140,7 @@ export function featurePage(store) {
       colourOf: (token) =>
         strength.get(token.position) ? amount(strength.get(token.position) * 0.7) : null,
     });
-    const here = found.tokens.find((t) => t.position === state.pin?.position),
+    const here = result.tokens.find((t) => t.position === state.pin?.position),
       largest = here?.features[0]?.activation || 1;
     fill(
       top,

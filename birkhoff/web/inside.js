@@ -182,30 +182,30 @@ async function ask(store) {
   const ids = tokenIds(state),
     key = `${kind.ask}:${state.pin?.twin ? "twin" : "run"}`;
   if (!ids.length || state.asked?.[key]?.of === ids.join()) return;
-  const note = (found) => {
+  const setResult = (result) => {
     if (store.state.run === run)
-      store.set({ asked: { ...store.state.asked, [key]: { of: ids.join(), ...found } } });
+      store.set({ asked: { ...store.state.asked, [key]: { of: ids.join(), ...result } } });
   };
-  note({});
+  setResult({});
   try {
     if (kind.ask === "lens") {
-      const found = await post("/v1/lens", { token_ids: ids, surprise: true });
-      note({
-        rows: found.depths,
-        tables: Object.fromEntries(found.views.map((v, i) => [String(v), found.surprise[i]])),
+      const result = await post("/v1/lens", { token_ids: ids, surprise: true });
+      setResult({
+        rows: result.depths,
+        tables: Object.fromEntries(result.views.map((v, i) => [String(v), result.surprise[i]])),
       });
     } else {
-      const found = await post("/v1/interp/attention", { token_ids: ids, masses: true });
-      note({
-        rows: found.masses.map((_, layer) => `layer ${layer}`),
+      const result = await post("/v1/interp/attention", { token_ids: ids, masses: true });
+      setResult({
+        rows: result.masses.map((_, layer) => `layer ${layer}`),
         tables: {
-          blocks: found.masses.map((layer) => layer.map((m) => m[1])),
-          sink: found.masses.map((layer) => layer.map((m) => m[2])),
+          blocks: result.masses.map((layer) => layer.map((m) => m[1])),
+          sink: result.masses.map((layer) => layer.map((m) => m[2])),
         },
       });
     }
   } catch (error) {
-    note({ error });
+    setResult({ error });
   }
 }
 

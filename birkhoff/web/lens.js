@@ -6,8 +6,8 @@ import { tokenIds, pinnedToken, pythonScript } from "./pinned.js";
 
 export function lensPanel(store) {
   const body = h("div", { class: "scroll" });
-  let found = null,
-    wanted = "",
+  let result = null,
+    requestKey = "",
     timer = 0,
     stop = null;
   const node = panel(
@@ -18,7 +18,7 @@ export function lensPanel(store) {
       wide: true,
       name: "lens",
       tools: exportButtons(
-        () => found ?? {},
+        () => result ?? {},
         () =>
           pythonScript(
             `lens = engine.lens(${JSON.stringify(tokenIds(store.state, store.state.pin?.position ?? -1))})`,
@@ -30,7 +30,7 @@ export function lensPanel(store) {
     body,
   );
   const draw = () => {
-    if (!found) return;
+    if (!result) return;
     fill(
       body,
       h(
@@ -43,17 +43,17 @@ export function lensPanel(store) {
             "tr",
             {},
             h("th", {}, "depth"),
-            found.views.map((v) => h("th", { scope: "col" }, typeof v === "number" ? `stream ${v}` : v)),
+            result.views.map((v) => h("th", { scope: "col" }, typeof v === "number" ? `stream ${v}` : v)),
           ),
         ),
         h(
           "tbody",
           {},
-          found.top.map((views, depth) =>
+          result.top.map((views, depth) =>
             h(
               "tr",
               {},
-              h("th", { scope: "row" }, found.depths[depth]),
+              h("th", { scope: "row" }, result.depths[depth]),
               views.map((tokens) => {
                 const rgb = amount(tokens[0].probability * 0.75);
                 return h(
@@ -77,26 +77,26 @@ export function lensPanel(store) {
     const state = store.state,
       token = pinnedToken(state);
     if (!token) {
-      found = null;
-      wanted = "";
+      result = null;
+      requestKey = "";
       fill(body, empty("Pin a token to see its logit lens."));
       return;
     }
     const ids = tokenIds(state, state.pin.position),
       key = ids.join();
-    if (key === wanted) return;
-    wanted = key;
+    if (key === requestKey) return;
+    requestKey = key;
     stop?.abort();
     stop = new AbortController();
     try {
       const answer = await post("/v1/lens", { token_ids: ids, position: -1, k: 5 }, stop.signal);
-      if (wanted === key) {
-        found = answer;
+      if (requestKey === key) {
+        result = answer;
         draw();
       }
     } catch (error) {
       if (error.name !== "AbortError") {
-        wanted = "";
+        requestKey = "";
         fill(body, fault(error));
       }
     }

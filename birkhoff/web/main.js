@@ -113,17 +113,17 @@ for (const [place, name, pages, key] of [
 
 const banner = document.getElementById("banner"),
   model = document.getElementById("model");
-function say(...children) {
+function showBanner(...children) {
   banner.hidden = !children.length;
   fill(banner, ...children);
 }
 
 function promptForKey() {
-  const again = keys.get() ? "That key was not accepted. " : "This server requires an API key. ";
+  const reason = keys.get() ? "That key was not accepted. " : "This server requires an API key. ";
   const key = h("input", { type: "password", "aria-label": "key", autocomplete: "off" }),
     steering = h("input", { type: "password", "aria-label": "steering key", autocomplete: "off" });
-  say(
-    h("strong", {}, again),
+  showBanner(
+    h("strong", {}, reason),
     h("label", {}, "key", key),
     h("label", {}, "steering key (optional)", steering),
     h(
@@ -151,14 +151,14 @@ async function connect() {
     const { props } = store.state;
     const width = props.hidden ? ` of ${props.hidden}` : "";
     model.textContent = `${props.model} · ${props.num_layers} layers · ${props.num_streams} streams${width}`;
-    say();
+    showBanner();
     await Promise.allSettled([loadVectors(store), loadSaes(store)]);
     if (linkError) {
-      say(linkError.message);
+      showBanner(linkError.message);
       linkError = null;
     }
     if (restored?.model && restored.model !== props.model)
-      say(`This link was created with ${restored.model}, but this server runs ${props.model}.`);
+      showBanner(`This link was created with ${restored.model}, but this server runs ${props.model}.`);
     if (restored?.ran) {
       const { pair, pin } = restored;
       restored = null;
@@ -173,7 +173,7 @@ async function connect() {
       return;
     }
     model.textContent = "No server";
-    say(
+    showBanner(
       h("strong", {}, "No response from the server. "),
       error.code === "loading" ? "The model is still loading." : error.message,
     );

@@ -11,8 +11,8 @@ const ROW = 20,
 
 export function memoryPanel(store) {
   const body = h("div", { class: "stack" });
-  let found = null,
-    wanted = "",
+  let result = null,
+    requestKey = "",
     timer = 0,
     stop = null;
   const node = panel(
@@ -24,7 +24,7 @@ export function memoryPanel(store) {
       wide: true,
       name: "memory",
       tools: exportButtons(
-        () => found ?? {},
+        () => result ?? {},
         () =>
           pythonScript(
             `token_ids = ${JSON.stringify(tokenIds(store.state, store.state.pin?.position ?? -1))}`,
@@ -36,21 +36,21 @@ export function memoryPanel(store) {
     body,
   );
   const draw = () => {
-    if (!found) return;
-    const length = found.position + 1,
+    if (!result) return;
+    const length = result.position + 1,
       width = Math.max(300, body.clientWidth || 600),
       inner = width - LEFT - RIGHT,
       each = inner / length;
     const canvas = canvasOf(
         width,
-        found.layers.length * ROW + 18,
-        `attention of the pinned token in ${found.layers.length} layers`,
+        result.layers.length * ROW + 18,
+        `attention of the pinned token in ${result.layers.length} layers`,
       ),
       context = canvas.getContext("2d");
     context.font = "11px system-ui, sans-serif";
     context.textBaseline = "middle";
     const spans = [];
-    found.layers.forEach((layer, y) => {
+    result.layers.forEach((layer, y) => {
       const top = y * ROW;
       context.fillStyle = ink("soft");
       context.fillText(`${y} ${layer.kind}`, 2, top + ROW / 2);
@@ -78,9 +78,9 @@ export function memoryPanel(store) {
       );
     });
     context.fillStyle = ink("soft");
-    context.fillText("first token", LEFT, found.layers.length * ROW + 9);
+    context.fillText("first token", LEFT, result.layers.length * ROW + 9);
     context.textAlign = "right";
-    context.fillText("pinned token", LEFT + inner, found.layers.length * ROW + 9);
+    context.fillText("pinned token", LEFT + inner, result.layers.length * ROW + 9);
     canvas.addEventListener("pointermove", (event) => {
       const box = canvas.getBoundingClientRect(),
         x = (event.clientX - box.left - LEFT) / each,
@@ -119,26 +119,26 @@ export function memoryPanel(store) {
   const load = async () => {
     const state = store.state;
     if (!pinnedToken(state)) {
-      found = null;
-      wanted = "";
+      result = null;
+      requestKey = "";
       fill(body, empty("Pin a token to see its attention."));
       return;
     }
     const ids = tokenIds(state, state.pin.position),
       key = ids.join();
-    if (key === wanted) return;
-    wanted = key;
+    if (key === requestKey) return;
+    requestKey = key;
     stop?.abort();
     stop = new AbortController();
     try {
       const answer = await post("/v1/interp/attention", { token_ids: ids, position: -1 }, stop.signal);
-      if (wanted === key) {
-        found = answer;
+      if (requestKey === key) {
+        result = answer;
         draw();
       }
     } catch (error) {
       if (error.name !== "AbortError") {
-        wanted = "";
+        requestKey = "";
         fill(body, fault(error));
       }
     }

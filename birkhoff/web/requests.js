@@ -31,12 +31,12 @@ export function requestPage(store) {
     try {
       await post(`/v1/requests/${encodeURIComponent(id)}/cancel`, {});
       toast("Cancelled.");
-      look();
+      refresh();
     } catch (error) {
       toast(error.message);
     }
   };
-  const look = async () => {
+  const refresh = async () => {
     if (node.hidden || document.hidden || !node.isConnected) return;
     try {
       last = await call("/slots");
@@ -94,15 +94,15 @@ export function requestPage(store) {
     }
   };
   fill(body, empty("Loading…"));
-  setInterval(look, 2000);
-  store.on(["lookPage"], look);
+  setInterval(refresh, 2000);
+  store.on(["lookPage"], refresh);
   return node;
 }
 
 export function capturePage(store) {
   const list = h("div", { class: "stack" }),
     shown = h("div", { class: "stack" });
-  let found = null;
+  let result = null;
   const node = h(
     "div",
     { class: "stack" },
@@ -112,7 +112,7 @@ export function capturePage(store) {
       {
         name: "captures",
         tools: exportButtons(
-          () => found ?? {},
+          () => result ?? {},
           () =>
             [
               "from birkhoff.capture.store.reader import read_request",
@@ -128,7 +128,7 @@ export function capturePage(store) {
         h(
           "div",
           { class: "row" },
-          h("button", { type: "button", onclick: () => look() }, "Refresh"),
+          h("button", { type: "button", onclick: () => refresh() }, "Refresh"),
           h(
             "button",
             { type: "button", id: "capture-now", onclick: () => take() },
@@ -140,11 +140,11 @@ export function capturePage(store) {
       ),
     ),
   );
-  const look = async () => {
+  const refresh = async () => {
     if (node.hidden || !node.isConnected) return;
     try {
-      found = await call("/v1/interp/captures");
-      const captures = found.captures ?? found.data ?? found;
+      result = await call("/v1/interp/captures");
+      const captures = result.captures ?? result.data ?? result;
       fill(
         list,
         captures.length
@@ -236,7 +236,7 @@ export function capturePage(store) {
         },
       });
       toast("Captured and durable.");
-      look();
+      refresh();
     } catch (error) {
       fill(shown, fault(error));
     }
@@ -275,6 +275,6 @@ export function capturePage(store) {
     }
   }
   fill(list, empty("Loading…"));
-  store.on(["lookPage"], look);
+  store.on(["lookPage"], refresh);
   return node;
 }

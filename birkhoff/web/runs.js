@@ -22,17 +22,17 @@ export async function startRun(store, options) {
   run.messages = options.messages ?? null;
   const keep = options.keepOld && store.state.run.tokens.length ? store.state.run : null;
   if (!keep) store.set({ run, pin: null, asked: {} });
-  const tell = () => {
+  const publish = () => {
     if (current === control) store.set({ run: { ...run } });
   };
   try {
-    const told = options.prompt
+    const tokenized = options.prompt
       ? await textTokens(options.prompt, control.signal)
       : await post("/tokenize", { messages: options.messages, return_token_strs: true }, control.signal);
-    run.prompt = told.tokens.map((id, position) => ({
+    run.prompt = tokenized.tokens.map((id, position) => ({
       id,
       position,
-      text: told.token_strs[position],
+      text: tokenized.token_strs[position],
       prompt: true,
     }));
     const steered = options.steered ? interventions(store.state.edits) : [];
@@ -59,7 +59,7 @@ export async function startRun(store, options) {
       control.signal,
     )) {
       read(run, chunk);
-      tell();
+      publish();
     }
     run.status = "done";
   } catch (error) {
@@ -67,7 +67,7 @@ export async function startRun(store, options) {
     if (run.status === "error") run.error = error;
   }
   run.seconds = (performance.now() - run.started) / 1000;
-  tell();
+  publish();
   return run;
 }
 
@@ -84,7 +84,7 @@ export function read(run, chunk) {
   for (const choice of chunk.choices ?? []) {
     if (!side) continue;
     if (choice.delta?.reasoning_content) side.reasoning += choice.delta.reasoning_content;
-    const found =
+    const result =
       choice.logprobs?.content?.map((entry) => ({
         text: entry.token,
         logprob: entry.logprob,
@@ -98,7 +98,7 @@ export function read(run, chunk) {
           .sort((a, b) => b.logprob - a.logprob),
       })) ??
       [];
-    found.forEach((token, i) =>
+    result.forEach((token, i) =>
       side.tokens.push({
         ...token,
         id: choice.token_ids?.[i],
@@ -130,35 +130,35 @@ export function divergence(steered, plain) {
   const other = new Map(plain.top.map((t) => [t.text, Math.exp(t.logprob)])),
     floor = Math.max(1e-6, (1 - [...other.values()].reduce((a, b) => a + b, 0)) / 50);
   let total = 0,
-    mine = 0,
-    theirs = 0;
+    steeredMass = 0,
+    plainMass = 0;
   for (const { text, logprob } of steered.top) {
     const p = Math.exp(logprob),
       q = other.get(text) ?? floor;
     total += p * Math.log(p / q);
-    mine += p;
-    theirs += q;
+    steeredMass += p;
+    plainMass += q;
   }
-  const rest = Math.max(1 - mine, 1e-9),
-    left = Math.max(1 - Math.min(theirs, 1), 1e-9);
+  const rest = Math.max(1 - steeredMass, 1e-9),
+    left = Math.max(1 - Math.min(plainMass, 1), 1e-9);
   return Math.max(0, total + rest * Math.log(rest / left));
 }
 
 /** Share of 4-grams that occurred before; 0 means no repetition. */
 export function repetition(tokens) {
   const seen = new Set();
-  let again = 0,
+  let repeated = 0,
     groups = 0;
   for (let i = 0; i + 4 <= tokens.length; i++) {
     const key = tokens
       .slice(i, i + 4)
       .map((t) => t.text)
       .join("\u0001");
-    if (seen.has(key)) again++;
+    if (seen.has(key)) repeated++;
     seen.add(key);
     groups++;
   }
-  return groups ? again / groups : 0;
+  return groups ? repeated / groups : 0;
 }
 
 export async function refreshProps(store) {

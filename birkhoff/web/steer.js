@@ -46,7 +46,7 @@ export function steerPage(store) {
     }
     startRun(store, { messages: messages(), steered: true, baseline: true, keepOld: true });
   }
-  const soon = () => {
+  const scheduleRun = () => {
     clearTimeout(timer);
     if (store.state.run.pair || store.state.live) timer = setTimeout(pair, DEBOUNCE_MS);
   };
@@ -54,7 +54,7 @@ export function steerPage(store) {
     store.set({
       edits: store.state.edits.map((edit) => (edit.id === id ? { ...edit, ...changes } : edit)),
     });
-    soon();
+    scheduleRun();
   };
 
   function card(edit, state) {
@@ -122,7 +122,7 @@ export function steerPage(store) {
               "aria-label": `remove ${edit.name}`,
               onclick: () => {
                 store.set({ edits: state.edits.filter((e) => e.id !== edit.id) });
-                soon();
+                scheduleRun();
               },
             },
             "Remove",
@@ -246,7 +246,7 @@ export function steerPage(store) {
           "div",
           { class: "row" },
           h("label", {}, "vector", add),
-          h("button", { type: "button", id: "add-button", onclick: () => put() }, "Add"),
+          h("button", { type: "button", id: "add-button", onclick: () => addEdit() }, "Add"),
           run,
           h(
             "label",
@@ -293,7 +293,7 @@ export function steerPage(store) {
     ),
   );
 
-  function put() {
+  function addEdit() {
     const name = add.value;
     if (name) {
       const known = store.state.vectors.find((v) => v.name === name),
@@ -305,7 +305,7 @@ export function steerPage(store) {
         ],
       });
     } else add.focus();
-    soon();
+    scheduleRun();
   }
   store.on(["vectors"], ({ vectors }) => {
     const chosen = add.value; // keep the selection when the list is reloaded
@@ -415,20 +415,20 @@ export function steerPage(store) {
     );
     fill(health, healthIndicators(run));
   });
-  store.on(["sweep", "theme"], ({ sweep: found }) => {
-    if (!found) {
+  store.on(["sweep", "theme"], ({ sweep: sweepResult }) => {
+    if (!sweepResult) {
       fill(sweepBody, empty("No sweep yet."));
       return;
     }
-    if (found.error) {
-      fill(sweepBody, fault(found.error));
+    if (sweepResult.error) {
+      fill(sweepBody, fault(sweepResult.error));
       return;
     }
-    const done = found.points.filter(Boolean);
+    const done = sweepResult.points.filter(Boolean);
     fill(
       sweepBody,
-      found.running
-        ? h("progress", { max: found.points.length, value: done.length, "aria-label": "sweep" })
+      sweepResult.running
+        ? h("progress", { max: sweepResult.points.length, value: done.length, "aria-label": "sweep" })
         : null,
       done.length > 1
         ? lineChart({
@@ -444,19 +444,22 @@ export function steerPage(store) {
                 points: done.map((p) => [p.strength, p.repetition * 10]),
               },
             ],
-            marks: found.knee === null ? [] : [{ x: found.knee, text: `knee ${nice(found.knee)}` }],
-            xName: `strength of ${found.name}`,
+            marks:
+              sweepResult.knee === null
+                ? []
+                : [{ x: sweepResult.knee, text: `knee ${nice(sweepResult.knee)}` }],
+            xName: `strength of ${sweepResult.name}`,
             label: "strength sweep",
           })
         : null,
-      found.running
+      sweepResult.running
         ? null
         : h(
             "p",
             { class: "note" },
-            found.knee === null
+            sweepResult.knee === null
               ? "Both stay in the normal range."
-              : `Above ${nice(found.knee)} surprisal or repetition leaves the range of the unsteered output.`,
+              : `Above ${nice(sweepResult.knee)} surprisal or repetition leaves the unsteered range.`,
           ),
     );
   });
@@ -474,7 +477,7 @@ function healthIndicators(run) {
     worst = (list) =>
       Math.max(0, ...list.map((f) => Math.max(...(f.res_mix ?? [[[1]]]).map(stochasticError)))),
     error = worst(frames);
-  const again = repetition(run.tokens),
+  const repeated = repetition(run.tokens),
     broken = frames.filter((f) =>
       f.stream_norm?.some((norms) => norms.some((x) => x === null || !Number.isFinite(x))),
     ).length;
@@ -489,7 +492,7 @@ function healthIndicators(run) {
       `${error.toExponential(1)} (unsteered ${worst(twins).toExponential(1)})`,
       level(error / Math.max(worst(twins), 1e-3), 1.5, 4),
     ),
-    item("repetition", `${(again * 100).toFixed(0)} %`, level(again, 0.15, 0.4)),
+    item("repetition", `${(repeated * 100).toFixed(0)} %`, level(repeated, 0.15, 0.4)),
     item("NaN", String(broken), broken ? "bad" : "ok"),
   ];
 }
@@ -502,8 +505,8 @@ async function sweep(store, messages) {
   }
   const most = first.most ?? 8,
     strengths = Array.from({ length: 9 }, (_, i) => (i / 8) * most * (first.strength < 0 ? -1 : 1));
-  const found = { name: first.name, points: Array(9).fill(null), running: true, knee: null };
-  store.set({ sweep: found });
+  const sweepResult = { name: first.name, points: Array(9).fill(null), running: true, knee: null };
+  store.set({ sweep: sweepResult });
   const { seed, temperature } = store.state.settings;
   try {
     layersOf(first.layers);
@@ -528,26 +531,26 @@ async function sweep(store, messages) {
             views: ["head"],
             depths: [-1],
           });
-          const told = lens.surprise[0][0]
+          const surprisals = lens.surprise[0][0]
             .slice(answer.prompt_token_ids.length - 1, -1)
             .filter((x) => x !== null);
-          found.points[i] = {
+          sweepResult.points[i] = {
             strength: strengths[i],
             text: choice.message.content,
-            surprise: told.reduce((a, b) => a + b, 0) / Math.max(told.length, 1),
+            surprise: surprisals.reduce((a, b) => a + b, 0) / Math.max(surprisals.length, 1),
             repetition: repetition(choice.logprobs.content.map((t) => ({ text: t.token }))),
           };
-          store.set({ sweep: { ...found } });
+          store.set({ sweep: { ...sweepResult } });
         }
       }),
     );
-    found.running = false;
-    const base = found.points[0];
-    const broken = found.points.findIndex(
+    sweepResult.running = false;
+    const base = sweepResult.points[0];
+    const broken = sweepResult.points.findIndex(
       (p) => p.surprise > base.surprise * 1.6 + 0.3 || p.repetition > base.repetition + 0.25,
     );
-    found.knee = broken > 0 ? found.points[broken - 1].strength : null;
-    store.set({ sweep: { ...found } });
+    sweepResult.knee = broken > 0 ? sweepResult.points[broken - 1].strength : null;
+    store.set({ sweep: { ...sweepResult } });
   } catch (error) {
     store.set({ sweep: { error } });
   }

@@ -12,7 +12,7 @@ export function makeStore(initial) {
       for (const name of Object.keys(changes)) changed.add(name);
       if (waiting) return;
       waiting = true;
-      const tell = () => {
+      const notify = () => {
         if (!waiting) return;
         waiting = false;
         const names = new Set(changed);
@@ -20,8 +20,8 @@ export function makeStore(initial) {
         for (const { on, listener } of [...listeners])
           if (on.some((name) => names.has(name))) listener(store.state);
       };
-      requestAnimationFrame(tell);
-      setTimeout(tell, 120); // a page in the background gets no frames
+      requestAnimationFrame(notify);
+      setTimeout(notify, 120); // a page in the background gets no frames
     },
     on(names, listener, now = true) {
       const entry = { on: names, listener };

@@ -106,7 +106,7 @@ function listen(node) {
     const span = event.target.closest?.(".tok");
     return span ? node.tokens.find((token) => token.position === Number(span.dataset.position)) : null;
   };
-  const tell = (event, held) => {
+  const showTokenTip = (event, held) => {
     const token = of(event);
     if (!token) return;
     const box = event.target.closest(".tok").getBoundingClientRect(),
@@ -117,7 +117,7 @@ function listen(node) {
     );
   };
   node.addEventListener("pointerover", (event) => {
-    if (!document.getElementById("tip").classList.contains("held")) tell(event, false);
+    if (!document.getElementById("tip").classList.contains("held")) showTokenTip(event, false);
   });
   node.addEventListener("pointerout", () => {
     if (!document.getElementById("tip").classList.contains("held")) hideTip();
@@ -126,7 +126,7 @@ function listen(node) {
     const token = of(event);
     if (!token) return;
     node.options.onPin?.(token);
-    tell(event, true);
+    showTokenTip(event, true);
     event.stopPropagation();
   };
   node.addEventListener("click", pick);
@@ -139,7 +139,7 @@ function listen(node) {
       span.tabIndex = -1;
       next.tabIndex = 0;
       next.focus();
-      tell({ target: next }, false);
+      showTokenTip({ target: next }, false);
     } else if (event.key === "Enter" || event.key === " ") {
       event.preventDefault();
       const position = span.dataset.position;

@@ -2,10 +2,10 @@
 import { call } from "./api.js";
 
 export async function loadVectors(store) {
-  const found = await call("/v1/steering/modules");
-  const modules = Array.isArray(found.modules)
-    ? found.modules
-    : Object.entries(found.modules ?? found).map(([name, rest]) => ({
+  const result = await call("/v1/steering/modules");
+  const modules = Array.isArray(result.modules)
+    ? result.modules
+    : Object.entries(result.modules ?? result).map(([name, rest]) => ({
         name,
         ...(typeof rest === "object" ? rest : {}),
       }));
@@ -24,8 +24,8 @@ export async function loadVectors(store) {
 }
 
 export async function loadSaes(store) {
-  const found = await call("/v1/saes");
-  const saes = (found.saes ?? found.data ?? found).map((s) => ({
+  const result = await call("/v1/saes");
+  const saes = (result.saes ?? result.data ?? result).map((s) => ({
     ...s,
     title: s.hook ? `${s.name} (${s.hook} ${s.layer ?? ""}, ${s.view ?? ""})` : s.name,
   }));

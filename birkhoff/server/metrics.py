@@ -37,8 +37,6 @@ class Metrics:
         self.drafted = counter("drafted_tokens", "Tokens drafted by speculative decoding.")
         self.accepted = counter("accepted_tokens", "Drafted tokens that were accepted.")
         self.steered_requests = counter("steered_requests", "Requests with edited activations.")
-        self.captures = counter("captures", "Captures by final status.", "status")
-        self.capture_bytes = counter("capture_bytes", "Bytes of captured rows.")
         self.nan_events = counter("nan_events", "Requests that failed because logits were not finite.")
         self.failed_requests = counter("failed_requests", "Requests that failed.")
         self.running = gauge("running", "Requests in a slot.")

@@ -30,6 +30,7 @@ from birkhoff.errors import (
     TensorValue,
 )
 from birkhoff.kernels import mhc
+from birkhoff.option_checks import check_int
 
 _TRIPLE = ("fn", "base", "scale")
 _HEAD = ("head_fn", "head_base", "head_scale")
@@ -61,8 +62,7 @@ class HyperConnection(nn.Module):
             ("sinkhorn_iters", sinkhorn_iters, 1),
             ("sublayer", sublayer, 0),
         ):
-            if type(value) is not int or value < least:
-                raise OptionError(f"{name} is {value!r}, expected a whole number of at least {least}.")
+            check_int(name, value, least)
         for name, size in (("eps", eps), ("rms_eps", rms_eps)):
             if isinstance(size, bool) or not isinstance(size, (int, float)) or not 0 < size < 1:
                 raise OptionError(f"{name} is {size!r}, expected a small positive number such as 1e-6.")

@@ -25,6 +25,7 @@ FLOORS = [
     "server web convert validate",
     "cli",
 ]
+SHARED = {"config", "errors", "byte_size", "atomic_file", "option_checks", "dtype_names"}
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms.split()}
 CORE = {
     "torch",
@@ -68,10 +69,8 @@ def violations(file: str, text: str) -> list[str]:
         if package == "birkhoff" and target in FLOOR:
             if room == "bench":
                 allowed = target not in BENCH_AVOIDS
-            else:  # config and errors may be imported on their own floor; __init__ exports the public names
-                below = FLOOR.get(room, 9) > FLOOR[target] or (
-                    FLOOR[target] == 0 and target in ("config", "errors")
-                )
+            else:  # shared modules may be imported on their own floor; __init__ exports the public names
+                below = FLOOR.get(room, 9) > FLOOR[target] or target in SHARED
                 allowed = room in ("__init__", "__main__", target) or below
             if not allowed:
                 found.append(

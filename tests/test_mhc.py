@@ -229,6 +229,7 @@ def test_it_comes_without_the_rest_of_the_package():
         "birkhoff.kernels.mhc",
         "birkhoff.kernels.mhc.reference",
         "birkhoff.mhc",
+        "birkhoff.option_checks",
     }
 
 

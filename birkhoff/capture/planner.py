@@ -38,6 +38,7 @@ from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.results import RequestResults
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.site_names import Address
+from birkhoff.option_checks import as_int
 
 CaptureRequestSpec = Capture | Mapping[str, Any]  # a Capture, or the wire form keyed by consumer
 MEMORY, FILES = "memory", "filesystem"
@@ -55,7 +56,7 @@ class CaptureRules:
     max_inline_bytes: int | None = 4 << 30  # rows in memory, held until the caller drops them
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name != "projections" and value is not None and (type(value) is not int or value < 0):
+        if name != "projections" and value is not None and (as_int(value) is None or value < 0):
             raise OptionError(f"{name} is {quoted(value)}, expected a number of bytes, or None for no limit.")
         super().__setattr__(name, value)
 

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 from birkhoff.errors import SelectorError, quoted
+from birkhoff.option_checks import as_int
 
 _FORMS = (
     '"all", a list of layers, {"layers": [...], "ranges": [[first, last], ...]} or {"every": k, "from": j}'
@@ -123,13 +123,8 @@ def is_list(value: Any) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
-def whole(value: Any) -> int | None:
-    """The value as a Python int when it is a whole number; True and False are none."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
-
-
 def _number(value: Any, path: str) -> int:
-    number = whole(value)
+    number = as_int(value)
     if number is None:
         raise SelectorError(f"is {quoted(value)}, expected a whole number.", path, "layer")
     return number

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from birkhoff.errors import SelectorError, quoted
-from birkhoff.hooks.layers import is_list, whole
+from birkhoff.hooks.layers import is_list
+from birkhoff.option_checks import as_int
 
 _WORDS = ("last_prompt", "all_prompt", "all_generated", "all")
 _SIDES = '"all", a list of places, {"window": [start, stop]} or {"token_ids": [...]}'
@@ -152,7 +153,7 @@ def _places(value: Any, path: str, negative: bool = True) -> tuple[int, ...]:
 
 
 def _place(value: Any, path: str, negative: bool) -> int:
-    place = whole(value)
+    place = as_int(value)
     if place is None:
         raise _refuse(f"is {quoted(value)}, expected a whole number.", path)
     if place < 0 and not negative:
@@ -180,7 +181,7 @@ def _token_ids(value: Any, path: str) -> tuple[int, ...]:
     if not is_list(value) or not value:
         raise _refuse(f"is {quoted(value)}, expected a non-empty list of token ids.", path)
     for i, item in enumerate(value):
-        token = whole(item)
+        token = as_int(item)
         if token is None or not 0 <= token <= _MOST_TOKEN_ID:
             raise _refuse(f"is {quoted(item)}, expected a token id, 0 or more.", f"{path}[{i}]")
     return tuple(sorted({int(item) for item in value}))

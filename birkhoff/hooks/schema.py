@@ -16,6 +16,7 @@ from typing import Any
 from birkhoff.config import V4Config
 from birkhoff.errors import ConfigError, quoted
 from birkhoff.hooks.sites import BY_NAME, SITES
+from birkhoff.option_checks import check_int
 
 ITEM_BYTES: Mapping[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 _AXES = {
@@ -74,8 +75,8 @@ def build_hook_schema(
         ("experts", experts),
         ("experts_per_token", experts_per_token),
     ):
-        if (value is not None or name == "hidden") and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name} is {value!r}, expected a positive whole number.")
+        if value is not None or name == "hidden":
+            check_int(name, value, error=ConfigError)
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"dtype is {quoted(dtype)}, expected one of {', '.join(ITEM_BYTES)}.")
     if hc_mult is None:

@@ -17,6 +17,7 @@ from types import MappingProxyType
 from birkhoff.errors import OptionError, SiteError, quoted
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.sites import BY_NAME, SITES
+from birkhoff.option_checks import as_int
 
 Address = tuple[str, int]
 
@@ -89,7 +90,7 @@ def resolve(hook: str, layer: int, schema: Mapping[str, HookSchema], num_layers:
         raise SiteError(why)
     if hook in schema and schema[hook].once:
         return hook, num_layers - 1
-    if isinstance(layer, bool) or not isinstance(layer, int) or not -num_layers <= layer < num_layers:
+    if as_int(layer) is None or not -num_layers <= layer < num_layers:
         nearest = f" Nearest: {hook}[{0 if layer < 0 else num_layers - 1}]." if isinstance(layer, int) else ""
         raise SiteError(f"{hook}[{quoted(layer)}]: this model has layers 0..{num_layers - 1}.{nearest}")
     layer %= num_layers

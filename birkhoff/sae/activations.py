@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Protocol, Self
 import torch
 
 from birkhoff.errors import SaeError, quoted
+from birkhoff.option_checks import check_int
 
 FAMILIES = ("relu", "jumprelu", "topk", "batchtopk", "gated")
 
@@ -155,11 +156,7 @@ def make(
     if type(rectified) is not bool or (rectified and name != "topk"):
         raise SaeError(f"rectified is {quoted(rectified)}, expected True or False, and True for topk alone.")
     if name == "topk":
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= features:
-            raise SaeError(
-                f"k is {quoted(k)}, expected a whole number from 1 to {features}, the number of features."
-            )
-        return TopK(k, rectified)
+        return TopK(check_int("k", k, 1, features, SaeError), rectified)
     if name == "gated":
         return Gated(per_feature(scale, features, "scale"), per_feature(shift, features, "shift"))
     if name == "relu":

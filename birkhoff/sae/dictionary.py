@@ -22,6 +22,7 @@ import torch
 from torch.nn.functional import linear
 
 from birkhoff.errors import SaeError, quoted
+from birkhoff.option_checks import as_int
 from birkhoff.sae.activations import Activation, make, per_feature
 
 VIEWS = ("single", "flat", "per_stream", "read", "mean")
@@ -122,7 +123,7 @@ class Sae:
             raise SaeError(
                 f"no feature is labelled {quoted(name)}; labels: {known}. Give a label or a number."
             )
-        if isinstance(name, bool) or not isinstance(name, int) or not 0 <= name < self.d_sae:
+        if as_int(name) is None or not 0 <= name < self.d_sae:
             raise SaeError(f"feature {quoted(name)} does not exist: this dictionary has 0..{self.d_sae - 1}.")
         return name
 
@@ -224,7 +225,7 @@ def _hook(hook: Any) -> str | None:
 
 
 def _layer(layer: Any) -> int | None:
-    if layer is not None and (isinstance(layer, bool) or not isinstance(layer, int)):
+    if layer is not None and as_int(layer) is None:
         raise SaeError(f"layer is {quoted(layer)}, expected a whole number.")
     return layer
 
@@ -248,7 +249,7 @@ def _labels(labels: Any, features: int) -> Mapping[int, str]:
     if not isinstance(labels, Mapping):
         raise SaeError(f"labels is {quoted(labels)}, expected a mapping from feature numbers to texts.")
     for number, label in labels.items():
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < features:
+        if as_int(number) is None or not 0 <= number < features:
             raise SaeError(
                 f"labels names feature {quoted(number)}, expected a number from 0 to {features - 1}."
             )

@@ -20,6 +20,7 @@ from birkhoff.errors import SaeError, quoted
 from birkhoff.hooks.digest import combine
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.schema import HookSchema
+from birkhoff.option_checks import check_int
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.feature_edits import ResolvedSae, SaeReconstruct, SaeSet, check_together
 from birkhoff.sae.feature_probe import Probe, ProbePlan
@@ -151,8 +152,7 @@ class SaeResolver:
     def probe(self, name: str, k: int, at: Key | None = None) -> tuple[Probe, ProbePlan, Sae]:
         """A reading of the k largest features of an attached dictionary; `at` says where, when it has several sites."""
         module = self.registry[name]
-        if isinstance(k, bool) or not isinstance(k, int) or k < 1:
-            raise SaeError(f"k is {quoted(k)}, expected a whole number from 1.")
+        check_int("k", k, error=SaeError)
         sites = ", ".join(f"{hook}[{layer}]" for hook, layer in module.saes)
         if at is None and len(module.saes) > 1:
             raise SaeError(f"{quoted(name)} has dictionaries at {sites}. Say which: at=(hook, layer).")

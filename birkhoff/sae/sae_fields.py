@@ -18,6 +18,7 @@ from birkhoff.errors import SaeError, SelectorError, quoted
 from birkhoff.hooks.layers import is_list
 from birkhoff.hooks.phases import PHASES
 from birkhoff.hooks.site_names import known_name
+from birkhoff.option_checks import as_int
 from birkhoff.sae.feature_edits import SaeReconstruct, SaeSet
 
 SaeEdit = SaeSet | SaeReconstruct
@@ -150,7 +151,7 @@ def _by_site(
             raise SaeError(f"is {quoted(layers)}, expected an object from layers to clamps.", at)
         for layer, entries in layers.items():
             number = int(layer) if isinstance(layer, str) and layer.isdecimal() else layer
-            if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+            if as_int(number) is None or number < 0:
                 raise SaeError(f"layer {quoted(layer)}, expected a whole number from 0.", at)
             if (hook, number) in found:
                 raise SaeError(f"layer {number} is given twice.", at)

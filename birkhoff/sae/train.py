@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from birkhoff.errors import OptionError, SaeError, quoted
+from birkhoff.option_checks import check_float, check_int
 from birkhoff.sae.dictionary import Sae
 
 KINDS = ("batchtopk", "topk")
@@ -43,21 +44,16 @@ class TrainOptions:
 
     def __post_init__(self) -> None:
         for name in ("features", "k", "steps", "dead_after"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise OptionError(f"{name} is {quoted(value)}, expected a positive whole number.")
+            check_int(name, getattr(self, name))
         if self.kind not in KINDS:
             raise OptionError(f"kind is {quoted(self.kind)}, expected one of {', '.join(KINDS)}.")
         if self.k > self.features:
             raise OptionError(f"k is {self.k}, but there are only {self.features} features. Lower k.")
         for name, most in (("rate", math.inf), ("warmup", 1.0), ("decay", 1.0), ("aux_weight", math.inf)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-                raise OptionError(f"{name} is {quoted(value)}, expected a number from 0 to {most:g}.")
+            check_float(name, getattr(self, name), 0.0, most)
         if not math.isfinite(self.rate) or self.rate == 0:
             raise OptionError(f"rate is {self.rate}, expected a positive number.")
-        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
-            raise OptionError(f"seed is {quoted(self.seed)}, expected a whole number.")
+        check_int("seed", self.seed, None)
 
     def rate_at(self, step: int) -> float:
         rising = min(1.0, (step + 1) / max(1.0, self.warmup * self.steps))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from birkhoff.errors import SteeringError, quoted
-from birkhoff.hooks.layers import is_list, whole
+from birkhoff.hooks.layers import is_list
+from birkhoff.option_checks import as_int
 from birkhoff.steering.vector import Vector
 
 
@@ -24,7 +25,7 @@ class PositionRows:
             )
         made: dict[int, Vector] = {}
         for position, row in rows.items():
-            number = whole(position)
+            number = as_int(position)
             if number is None or number < 0:
                 raise SteeringError(
                     f"rows has the position {quoted(position)}, expected whole numbers from 0."

@@ -32,6 +32,7 @@ from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.sites import BY_NAME
+from birkhoff.option_checks import as_int
 from birkhoff.steering.hashes import site_part
 from birkhoff.steering.position_rows import PositionRows
 from birkhoff.steering.vector import Vector, finite_number
@@ -417,7 +418,7 @@ def _streams(value: Any) -> Any:
             f"streams is {quoted(value)}, expected 'all', 'post_mix' or a list of stream numbers."
         )
     for stream in value:
-        if isinstance(stream, bool) or not isinstance(stream, int) or stream < 0:
+        if as_int(stream) is None or stream < 0:
             raise SteeringError(f"streams holds {quoted(stream)}, expected stream numbers from 0.")
     return tuple(sorted(set(value)))
 

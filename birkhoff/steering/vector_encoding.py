@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 
 from birkhoff.errors import SteeringError, quoted
-from birkhoff.hooks.layers import is_list, whole
+from birkhoff.hooks.layers import is_list
+from birkhoff.option_checks import as_int
 from birkhoff.steering.vector import Vector, finite_number
 
 DTYPES = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
@@ -74,7 +75,7 @@ def unpacked_vector(raw: Mapping[str, Any], path: str) -> Vector:
 
 def layer_number(key: Any, path: str) -> int:
     """A layer as an object's key spells it; negative ones count from the end."""
-    number = whole(key)
+    number = as_int(key)
     if number is None and isinstance(key, str) and len(key) <= 7 and key.removeprefix("-").isascii():
         number = int(key) if key.removeprefix("-").isdecimal() else None
     if number is None:
@@ -118,7 +119,7 @@ def _unpacked(raw: Mapping[str, Any], path: str) -> Iterator[LayerVector]:
         raise SteeringError(f"{seen}, expected one for each of {count} rows.", f"{path}.scales")
     rows = _numbers(raw, (count, width), path)
     for place, layer in enumerate(layers):
-        number = whole(layer)
+        number = as_int(layer)
         if number is None:
             raise SteeringError(f"is {quoted(layer)}, expected a layer.", f"{path}.layer_indices[{place}]")
         scale = 1.0 if scales is None else finite_number(scales[place], "scale", f"{path}.scales[{place}]")
@@ -157,7 +158,7 @@ def _vector(values: Any, path: str) -> Vector:
 
 
 def _size(value: Any, path: str) -> int:
-    size = whole(value)
+    size = as_int(value)
     if size is None or size < 1:
         raise SteeringError(f"is {quoted(value)}, expected a positive whole number.", path)
     return size

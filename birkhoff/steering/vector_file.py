@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from birkhoff.errors import SteeringError, VectorFileError, quoted
-from birkhoff.hooks.layers import whole
 from birkhoff.hooks.site_names import ALIASES
 from birkhoff.hooks.sites import BY_NAME
+from birkhoff.option_checks import as_int
 from birkhoff.steering.vector import Vector
 
 FORMAT = "birkhoff-vector-1"
@@ -78,7 +78,7 @@ class SteeringVector:
             )
         rows = {}
         for layer, row in sorted(self.rows.items()):
-            if whole(layer) is None or layer < 0:
+            if as_int(layer) is None or layer < 0:
                 raise SteeringError(f"rows has the layer {quoted(layer)}, expected layer numbers from 0.")
             rows[int(layer)] = row if isinstance(row, Vector) else Vector(row, f"the row of layer {layer}")
         put(self, "rows", rows)
@@ -102,7 +102,7 @@ class SteeringVector:
             )
         if not isinstance(self.normalised, bool):
             raise SteeringError(f"normalised is {quoted(self.normalised)}, expected true or false.")
-        if whole(self.n_pairs) is None or self.n_pairs < 0:
+        if as_int(self.n_pairs) is None or self.n_pairs < 0:
             raise SteeringError(
                 f"n_pairs is {quoted(self.n_pairs)}, expected how many pairs it was made from."
             )
@@ -319,7 +319,7 @@ def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str
 def _streams(value: Any) -> str | tuple[int, ...]:
     if value in ("flat", "all"):
         return value
-    if isinstance(value, (list, tuple)) and value and all(whole(s) is not None and s >= 0 for s in value):
+    if isinstance(value, (list, tuple)) and value and all(as_int(s) is not None and s >= 0 for s in value):
         return tuple(sorted({int(stream) for stream in value}))
     raise SteeringError(f"streams is {quoted(value)}, expected 'flat', 'all' or a list of stream numbers.")
 

@@ -267,8 +267,8 @@ def test_what_is_refused(name, tmp_path):
         with pytest.raises(OptionError, match="name is"):
             RingReader(bad)
     for fields, words in (
-        ({"max_bytes": 100}, "from 4096 up"),
-        ({"max_bytes": True}, "from 4096 up"),
+        ({"max_bytes": 100}, "from 4096 to"),
+        ({"max_bytes": True}, "from 4096 to"),
         ({"overflow": "spill"}, "block or drop"),
         ({"timeout_seconds": -1}, "number of seconds"),
     ):

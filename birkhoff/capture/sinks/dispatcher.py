@@ -29,6 +29,7 @@ from birkhoff.capture.sinks.result import KEPT_RESULTS, CaptureFinish, CaptureRe
 from birkhoff.capture.sinks.spill_queue import Spill, Spilled
 from birkhoff.capture.store.disk import Disk
 from birkhoff.errors import CaptureError, OptionError, quoted
+from birkhoff.option_checks import check_int
 
 POLICIES = ("block", "drop", "spill")
 
@@ -270,8 +271,7 @@ class Dispatcher:
                 f"overload_policy is {quoted(overload_policy)}, expected one of {', '.join(POLICIES)}."
             )
         for name, value, lowest in (("queue_size", queue_size, 1), ("spill_max_bytes", spill_max_bytes, 0)):
-            if type(value) is not int or value < lowest:
-                raise OptionError(f"{name} is {quoted(value)}, expected a whole number from {lowest} up.")
+            check_int(name, value, lowest)
         self._spill = Spill(spill_dir, spill_max_bytes, disk)
         self._queue_size = queue_size
         self._policy = overload_policy

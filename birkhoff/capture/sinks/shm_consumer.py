@@ -17,6 +17,7 @@ from birkhoff.capture.sinks.consumer import CountingConsumer
 from birkhoff.capture.sinks.result import NOT_REQUESTED, CaptureFinish, CaptureRequest, CaptureResult, done
 from birkhoff.capture.sinks.shm_ring import RingWriter, encoded
 from birkhoff.errors import OptionError, quoted
+from birkhoff.option_checks import check_float
 
 LABEL_BYTES = 64  # upper bound of a row's labels as JSON
 HEAD_BYTES = 1024
@@ -31,12 +32,7 @@ class ShmConsumer(CountingConsumer):
         super().__init__()
         if overflow not in ("block", "drop"):
             raise OptionError(f"overflow is {quoted(overflow)}, expected block or drop.")
-        if (
-            isinstance(timeout_seconds, bool)
-            or not isinstance(timeout_seconds, (int, float))
-            or timeout_seconds < 0
-        ):
-            raise OptionError(f"timeout_seconds is {quoted(timeout_seconds)}, expected a number of seconds.")
+        check_float("timeout_seconds", timeout_seconds, 0, 1e9)
         self.ring = RingWriter(name, max_bytes)
         self._seconds = timeout_seconds if overflow == "block" else 0.0
         self._unannounced: set[str] = set()  # requests whose start did not fit the ring

@@ -33,6 +33,7 @@ from birkhoff.capture.sinks.chunk import Chunk, plain_ints
 from birkhoff.capture.sinks.result import CaptureFinish, CaptureRequest
 from birkhoff.capture.spec.dtypes import STORED
 from birkhoff.errors import CaptureChecksum, CaptureError, CaptureWriteError, OptionError, quoted
+from birkhoff.option_checks import check_int
 
 MAGIC = int.from_bytes(b"BKRING01", "little")
 HEADER_BYTES = 128
@@ -63,8 +64,7 @@ class RingWriter:
 
     def __init__(self, name: str, max_bytes: int):
         check_ring_name(name)
-        if type(max_bytes) is not int or not 4096 <= max_bytes <= MOST_BYTES:
-            raise OptionError(f"max_bytes is {quoted(max_bytes)}, expected a whole number from 4096 up.")
+        check_int("max_bytes", max_bytes, 4096, MOST_BYTES)
         capacity = max_bytes // 8 * 8
         try:
             self._memory = SharedMemory(name, create=True, size=HEADER_BYTES + capacity)

@@ -25,12 +25,13 @@ from birkhoff.capture.spec.estimate import (
 )
 from birkhoff.errors import CaptureValidationError, SelectorError, quoted
 from birkhoff.hooks import site_names
-from birkhoff.hooks.layers import ALL_LAYERS, LayerSelector, check_layers_form, is_list, parse_layers, whole
+from birkhoff.hooks.layers import ALL_LAYERS, LayerSelector, check_layers_form, is_list, parse_layers
 from birkhoff.hooks.positions import parse_positions
 from birkhoff.hooks.schema import HookSchema
 from birkhoff.hooks.selector import PositionSelector, bind
 from birkhoff.hooks.site_names import Address
 from birkhoff.hooks.sites import BY_NAME
+from birkhoff.option_checks import as_int
 
 LAYOUTS = ("per_file", "packed", "sharded")
 POINTS = ("before", "after")
@@ -278,7 +279,7 @@ def _optional(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _streams(value: Any, path: str) -> tuple[int, ...] | None:
     if value is None:
         return None
-    numbers = [whole(item) for item in value] if is_list(value) else []
+    numbers = [as_int(item) for item in value] if is_list(value) else []
     if (
         not numbers
         or any(number is None or number < 0 for number in numbers)

@@ -14,6 +14,7 @@ from typing import Any
 
 from birkhoff.capture.store.naming import LAYOUTS
 from birkhoff.errors import OptionError, quoted
+from birkhoff.option_checks import check_bool, check_float, check_int
 
 COLLISIONS = ("overwrite", "error", "suffix")
 
@@ -43,20 +44,12 @@ class FileOptions:
                 )
         for field in fields(self):
             value: Any = getattr(self, field.name)
-            if field.type == "bool" and not isinstance(value, bool):
-                raise OptionError(f"{field.name} is {quoted(value)}, expected true or false.")
+            if field.type == "bool":
+                check_bool(field.name, value)
             if field.type == "int":
                 lowest = 0 if field.name in ("pp_rank", "coalesce_max_bytes") else 1
-                if type(value) is not int or value < lowest:
-                    raise OptionError(
-                        f"{field.name} is {quoted(value)}, expected a whole number from {lowest} up."
-                    )
-        if isinstance(self.timeout_seconds, bool) or not isinstance(self.timeout_seconds, (int, float)):
-            raise OptionError(
-                f"timeout_seconds is {quoted(self.timeout_seconds)}, expected a number of seconds."
-            )
-        if not 0 <= self.timeout_seconds < 1e9:
-            raise OptionError(f"timeout_seconds is {self.timeout_seconds}, expected 0 or more.")
+                check_int(field.name, value, lowest)
+        check_float("timeout_seconds", self.timeout_seconds, 0, 1e9)
         if not isinstance(self.root, (str, os.PathLike)) or not os.fspath(self.root):
             raise OptionError(f"root is {quoted(self.root)}, expected the directory that captures go to.")
         if self.pp_rank >= self.pp_size or self.num_shards > 1000:

@@ -23,6 +23,7 @@ from birkhoff.capture.spec.dtypes import Array, to_float32
 from birkhoff.capture.store.naming import per_file_stem
 from birkhoff.capture.store.sidecar import CaptureFile, SidecarEntry
 from birkhoff.errors import CaptureFileError, OptionError, quoted
+from birkhoff.option_checks import check_int
 
 OPEN_FILES = 16
 POOL_BATCHES = 16
@@ -105,8 +106,8 @@ def iter_rows(
     `pool_rows` is how many rows are mixed at a time when shuffling, by default 16 batches.
     """
     for name, value in (("batch", batch), ("pool_rows", pool_rows)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise OptionError(f"{name} is {quoted(value)}, expected a whole number from 1 up.")
+        if value is not None:
+            check_int(name, value)
     if dtype not in (None, "float32"):
         raise OptionError(f"dtype is {quoted(dtype)}, expected None or 'float32'.")
     directory = Path(directory)

@@ -18,6 +18,7 @@ from birkhoff.engine.request import Request
 from birkhoff.errors import OptionError
 from birkhoff.hooks.plan import SiteRows
 from birkhoff.hooks.site_names import Address
+from birkhoff.option_checks import check_int
 
 if TYPE_CHECKING:
     from birkhoff.api.engine import Engine
@@ -47,8 +48,7 @@ def iter_activations(
     engine: Engine, texts: Iterable[Prompt], capture: Capture, batch_rows: int
 ) -> Iterator[ActBatch]:
     """Yield the captured rows of all texts in batches of `batch_rows` rows; the last one may be smaller."""
-    if isinstance(batch_rows, bool) or not isinstance(batch_rows, int) or batch_rows < 1:
-        raise OptionError(f"batch_rows is {batch_rows!r}, expected a positive whole number.")
+    check_int("batch_rows", batch_rows)
     if capture.reduce is not None:
         raise OptionError(
             "a feed hands out rows, so capture.reduce must be left out. Reduce the batches instead."

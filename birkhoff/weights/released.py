@@ -63,7 +63,7 @@ def write_released(
     path = Path(path)
     if path.is_file() or (path.is_dir() and any(path.glob("*.safetensors"))):
         raise OptionError(f"{path} already holds a checkpoint. Choose another directory or remove it first.")
-    shards = _ShardWriter(path, config, dense, experts, shard_bytes)
+    shards = _CheckpointWriter(path, config, dense, experts, shard_bytes)
     path.mkdir(parents=True, exist_ok=True)
     try:
         source = (
@@ -128,7 +128,7 @@ def json_text(value: dict[str, Any]) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
-class _ShardWriter:
+class _CheckpointWriter:
     """The shard of every tensor, and the files being written."""
 
     def __init__(self, path: Path, config: V4Config, dense: str, experts: str, shard_bytes: int):

@@ -270,7 +270,7 @@ def test_what_is_refused(name, tmp_path):
         ({"max_bytes": 100}, "from 4096 to"),
         ({"max_bytes": True}, "from 4096 to"),
         ({"overflow": "spill"}, "block or drop"),
-        ({"timeout_seconds": -1}, "number of seconds"),
+        ({"timeout_seconds": -1}, "a number from 0"),
     ):
         with pytest.raises(OptionError, match=words):
             ShmConsumer(name, **fields)

@@ -52,8 +52,8 @@ def test_an_example_says_what_it_is_for(name, tmp_path):
 
 
 def test_mixing_matrices_draws_every_cell(tiny, engine, tmp_path):
-    said = run("mixing_matrices", "a b c", "--model", tiny, "--out", "m.svg", cwd=tmp_path)
-    assert "from 0" in said and "around the experts" in said
+    printed = run("mixing_matrices", "a b c", "--model", tiny, "--out", "m.svg", cwd=tmp_path)
+    assert "from 0" in printed and "around the experts" in printed
     cells = ElementTree.parse(tmp_path / "m.svg").getroot().findall(f"{SVG}rect/{SVG}title")
     layers = engine.config.num_hidden_layers
     assert len(cells) == layers * 2 * 16
@@ -67,12 +67,12 @@ def test_mixing_matrices_draws_every_cell(tiny, engine, tmp_path):
 
 
 def test_stream_lens_ends_with_what_the_model_says(tiny, engine, tmp_path):
-    said = run("stream_lens", "a b c", "--model", tiny, cwd=tmp_path)
+    printed = run("stream_lens", "a b c", "--model", tiny, cwd=tmp_path)
     chances = engine.logits(engine.prompt_ids("a b c"))[-1].softmax(-1)
-    last = [line for line in said.splitlines() if "│ layer" in line][-1]
+    last = [line for line in printed.splitlines() if "│ layer" in line][-1]
     assert f"layer {engine.config.num_hidden_layers - 1}" in last
     assert last.split("│")[-2].split()[-1] == f"{chances.max().item():.0%}"
-    assert [f"stream {n}" in said for n in range(4)] == [True] * 4 and "embedding" in said
+    assert [f"stream {n}" in printed for n in range(4)] == [True] * 4 and "embedding" in printed
 
 
 def test_harvest_reads_back_what_it_wrote_and_computes_nothing_twice(tiny, tmp_path):
@@ -86,28 +86,28 @@ def test_harvest_reads_back_what_it_wrote_and_computes_nothing_twice(tiny, tmp_p
 
 
 def test_steering_wake_starts_behind_the_edit_and_reaches_every_stream(tiny, engine, tmp_path):
-    said = run(
+    printed = run(
         "steering_wake", "a b c", "--model", tiny, "--stream", 2, "--layer", 2, "--out", "w.svg", cwd=tmp_path
     )
-    assert "stream 2 of layer 2" in said and "all streams of layer 2" in said
+    assert "stream 2 of layer 2" in printed and "all streams of layer 2" in printed
     titles = [cell.text or "" for cell in ElementTree.parse(tmp_path / "w.svg").getroot().iter(f"{SVG}title")]
-    found = {}
+    shares = {}
     for title in titles:
-        edit, place, stream, share = re.fullmatch(r"(.+), (.+), stream (\d): ([\d.]+)", title).groups()  # type: ignore[union-attr]
-        found[edit, place, int(stream)] = float(share)
+        edit, label, stream, share = re.fullmatch(r"(.+), (.+), stream (\d): ([\d.]+)", title).groups()  # type: ignore[union-attr]
+        shares[edit, label, int(stream)] = float(share)
     layers = engine.config.num_hidden_layers
-    assert len(found) == 2 * (layers + 1) * 4
+    assert len(shares) == 2 * (layers + 1) * 4
     for edit in ("stream 2", "all streams"):
         for stream in range(4):
-            assert all(found[edit, f"layer {layer}", stream] == 0 for layer in range(3))
-            assert found[edit, "layer 3", stream] > 0 and found[edit, "end", stream] > 0
+            assert all(shares[edit, f"layer {layer}", stream] == 0 for layer in range(3))
+            assert shares[edit, "layer 3", stream] > 0 and shares[edit, "end", stream] > 0
     ids, hook = engine.prompt_ids("a b c"), "mhc_streams_pre_attn"
     plain = engine.trace(ids)
     direction = torch.randn(engine.config.hidden_size, generator=torch.Generator().manual_seed(0))
     direction *= 0.5 * plain[hook, 2].flatten(1).norm(dim=-1).mean() / direction.norm()
     steered = engine.trace(ids, steer=[birkhoff.Add(direction, hook, [2], streams=[2])])
-    for place, site in (("layer 4", (hook, 4)), ("end", ("mhc_streams_final", layers - 1))):
+    for label, site in (("layer 4", (hook, 4)), ("end", ("mhc_streams_final", layers - 1))):
         moved = ((steered[site] - plain[site]).norm(dim=-1) / plain[site].norm(dim=-1)).mean(0)
         assert moved.tolist() == pytest.approx(
-            [found["stream 2", place, stream] for stream in range(4)], abs=1e-3
+            [shares["stream 2", label, stream] for stream in range(4)], abs=1e-3
         )

@@ -30,17 +30,17 @@ def test_an_example_says_what_it_is_for(name):
 
 
 def test_contrast_vector_keeps_the_vector_it_used(tiny, tmp_path):
-    said = run("contrast_vector", "--model", tiny, "--out", "v.safetensors", cwd=tmp_path)
+    printed = run("contrast_vector", "--model", tiny, "--out", "v.safetensors", cwd=tmp_path)
     vector = SteeringVector.load(tmp_path / "v.safetensors")
-    assert f"best separation at layer {vector.layers[0]}" in said and vector.n_pairs == 8
-    steered = dict(re.findall(r"^ *(\w+): .*\((\d+) tokens steered\)$", said, re.MULTILINE))
+    assert f"best separation at layer {vector.layers[0]}" in printed and vector.n_pairs == 8
+    steered = dict(re.findall(r"^ *(\w+): .*\((\d+) tokens steered\)$", printed, re.MULTILINE))
     assert steered["plain"] == "0" and int(steered["dark"]) > 10 and steered["dark"] == steered["bright"]
-    texts = re.findall(r"^ *(?:plain|dark|bright): ('.*'|\".*\")  \(", said, re.MULTILINE)
+    texts = re.findall(r"^ *(?:plain|dark|bright): ('.*'|\".*\")  \(", printed, re.MULTILINE)
     assert len(texts) == len(set(texts)) == 3, "each of the three goes on in its own way"
 
 
 def test_feature_clamp_trains_names_and_clamps(tiny, tmp_path):
-    said = run(
+    printed = run(
         "feature_clamp",
         "--model",
         tiny,
@@ -56,10 +56,11 @@ def test_feature_clamp_trains_names_and_clamps(tiny, tmp_path):
     )
     assert (Sae.load(tmp_path / "features").hook, Sae.load(tmp_path / "features").layer) == ("mlp_out", 2)
     kept = json.loads((tmp_path / "features" / "features.json").read_text())
-    assert f"{len(kept)} features in" in said
-    chosen = re.search(r"^feature (\d+) up: ", said, re.MULTILINE)
+    assert f"{len(kept)} features in" in printed
+    chosen = re.search(r"^feature (\d+) up: ", printed, re.MULTILINE)
     assert chosen and chosen[1] in kept
     plain, up = (
-        re.search(rf"^{name}: (.*)$", said, re.MULTILINE)[1] for name in ("plain", f"feature {chosen[1]} up")
+        re.search(rf"^{name}: (.*)$", printed, re.MULTILINE)[1]
+        for name in ("plain", f"feature {chosen[1]} up")
     )
     assert plain != up

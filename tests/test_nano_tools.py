@@ -42,26 +42,26 @@ def test_vectors_are_there_by_name_and_say_what_they_do(nano):
     for name, path in files.items():
         vector = SteeringVector.load(path)
         assert vector.model == "nano" and vector.note and nano.modules[name] == vector, name
-        told = vector.effect
-        assert told["requests"] * told["seeds"] >= 100
-        assert told["steered"]["moved"] >= 0.8, name
-        assert told["steered"]["loss"] - told["baseline"]["loss"] < LOSS_BOUND, name
-        assert told["random"]["moved"] < told["steered"]["moved"] - 0.2, name
-        assert told["opposite"]["score"] < told["steered"]["score"], name
+        effect = vector.effect
+        assert effect["requests"] * effect["seeds"] >= 100
+        assert effect["steered"]["moved"] >= 0.8, name
+        assert effect["steered"]["loss"] - effect["baseline"]["loss"] < LOSS_BOUND, name
+        assert effect["random"]["moved"] < effect["steered"]["moved"] - 0.2, name
+        assert effect["opposite"]["score"] < effect["steered"]["score"], name
     assert sum(path.stat().st_size for path in files.values()) < 1e6
 
 
 def test_a_vector_does_it_here_too(nano):
     """Fewer requests than in the documented measurement, scored by quotation marks only."""
-    asked, quotes = (
+    requests, quotes = (
         [ASK, "Tell me a story about a train.", "Write a story about the rain."],
         WordProbe.of_words(['"']),
     )
     seeds = scaled(5, 2)
-    plain = score_answers(nano, asked, seeds, quotes.score, max_tokens=40)
-    steered = score_answers(nano, asked, seeds, quotes.score, [Add("dialogue")], max_tokens=40)
-    found, base = compare_answers("steered", steered, plain), compare_answers("baseline", plain, plain)
-    assert found.score > base.score and found.moved > 0.5 and found.loss < base.loss + 1.5
+    plain = score_answers(nano, requests, seeds, quotes.score, max_tokens=40)
+    steered = score_answers(nano, requests, seeds, quotes.score, [Add("dialogue")], max_tokens=40)
+    result, base = compare_answers("steered", steered, plain), compare_answers("baseline", plain, plain)
+    assert result.score > base.score and result.moved > 0.5 and result.loss < base.loss + 1.5
 
 
 def test_transformers_with_a_plain_hook_writes_the_same_steered_text(nano):
@@ -93,12 +93,12 @@ def test_a_wake_begins_behind_the_vector_and_is_small_from_the_stream_nobody_rea
     ids = prompt(nano) + nano.generate(prompt(nano), max_tokens=24, temperature=0).token_ids
     vector = nano.modules["spooky"]
     (layer,) = vector.layers
-    found = wake(nano, [ids], vector)
-    assert set(found) == {"all streams", "stream 0", "stream 1", "stream 2", "stream 3"}
-    for name, moved in found.items():
+    result = wake(nano, [ids], vector)
+    assert set(result) == {"all streams", "stream 0", "stream 1", "stream 2", "stream 3"}
+    for name, moved in result.items():
         assert moved.shape == (nano.config.num_hidden_layers + 1, 4), name
         assert not moved[: layer + 1].any() and (moved[layer + 1 :] > 0).all(), name
-    assert found["stream 0"][-1].mean() < 0.5 * found["stream 1"][-1].mean()
+    assert result["stream 0"][-1].mean() < 0.5 * result["stream 1"][-1].mean()
 
 
 def test_the_dictionary_is_small_and_labelled():
@@ -121,8 +121,8 @@ def test_the_dictionary_carries_what_the_model_needs(nano):
     texts = [
         ids + nano.generate(ids, max_tokens=80, temperature=0.8, top_k=40, seed=s).token_ids for s in (1, 2)
     ]
-    found = loss_recovered(nano, sae, texts, MARKS)
-    assert found.recovered > 0.93 and found.added < 0.5
+    result = loss_recovered(nano, sae, texts, MARKS)
+    assert result.recovered > 0.93 and result.added < 0.5
     quality, _ = row_quality(nano, sae, texts, skip=len(ids))
     assert quality.explained_variance > 0.8
 

@@ -26,10 +26,10 @@ EXTENSIONS = (".jsonl", ".txt")
 class DatasetText:
     """One text: a `prompt`, or `messages` for the chat format, or a `problem`.
 
-    `number` is its index in the file, `where` its location for error messages.
+    `index` is its index in the file, `where` its location for error messages.
     """
 
-    number: int
+    index: int
     where: str
     prompt: str | None = None
     messages: Any = None
@@ -95,43 +95,43 @@ class DataFile:
                     yield _plain(index, where, line) if plain else self._object(index, where, line)
                     index += 1
 
-    def _object(self, number: int, where: str, line: bytes) -> DatasetText:
+    def _object(self, index: int, where: str, line: bytes) -> DatasetText:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            return DatasetText(number, where, problem=f"is not JSON ({error})")
-        return text_of(record, number, where, self.text_field)
+            return DatasetText(index, where, problem=f"is not JSON ({error})")
+        return text_of(record, index, where, self.text_field)
 
 
-def text_of(record: Any, number: int, where: str, text_field: str = "text") -> DatasetText:
+def text_of(record: Any, index: int, where: str, text_field: str = "text") -> DatasetText:
     """Convert one record (JSON object or Parquet row) to a text; an invalid one gets a `problem`."""
     if not isinstance(record, Mapping):
-        return DatasetText(number, where, problem=f"is {quoted(record)}, expected an object")
+        return DatasetText(index, where, problem=f"is {quoted(record)}, expected an object")
     if text_field in record:
         parts = [record["prompt"]] if record.get("prompt") is not None and text_field != "prompt" else []
         parts.append(record[text_field])
         for name, part in zip(("prompt", text_field)[-len(parts) :], parts):
             if not isinstance(part, str):
-                return DatasetText(number, where, problem=f"has {quoted(part)} as {name!r}, expected a text")
+                return DatasetText(index, where, problem=f"has {quoted(part)} as {name!r}, expected a text")
         joined = "".join(parts)
         return (
-            DatasetText(number, where, joined)
+            DatasetText(index, where, joined)
             if joined
-            else DatasetText(number, where, problem="has an empty text")
+            else DatasetText(index, where, problem="has an empty text")
         )
     if "messages" in record:
-        return DatasetText(number, where, messages=record["messages"])
+        return DatasetText(index, where, messages=record["messages"])
     present = quoted(", ".join(map(str, record)), 120)
     return DatasetText(
-        number,
+        index,
         where,
         problem=f"has neither {text_field!r} nor 'messages', but {present}; name it: --text-field",
     )
 
 
-def _plain(number: int, where: str, data: bytes) -> DatasetText:
+def _plain(index: int, where: str, data: bytes) -> DatasetText:
     try:
         text = data.decode("utf-8").rstrip("\r\n")
     except UnicodeDecodeError as error:
-        return DatasetText(number, where, problem=f"is not UTF-8 (byte {error.start})")
-    return DatasetText(number, where, text) if text else DatasetText(number, where, problem="is empty")
+        return DatasetText(index, where, problem=f"is not UTF-8 (byte {error.start})")
+    return DatasetText(index, where, text) if text else DatasetText(index, where, problem="is empty")

@@ -230,7 +230,7 @@ def _skip_done(
     texts: Iterable[DatasetText], done: set[int], count: _ProgressCounter
 ) -> Iterator[DatasetText]:
     for text in texts:
-        if text.number not in done:
+        if text.index not in done:
             yield text
         else:
             count()
@@ -276,7 +276,7 @@ def _run(
 
 def _submit(engine: Engine, text: DatasetText, spec: Capture, planner: CapturePlanner) -> Request:
     ids = _token_ids(engine, text)
-    named = spec.replace(request_id=f"{text.number:09d}")
+    named = spec.replace(request_id=f"{text.index:09d}")
     with _name_text(text):
         return engine.submit_prompt(ids, named, planner)
 

@@ -25,8 +25,8 @@ def test_weights_times_keys_is_what_the_sublayer_wrote(text, layer, position):
     model, ids, kept = text
     block = model.layers[layer]
     with torch.no_grad():
-        found = attention_weights(block, kept["pre_attn", layer], ids, model.rope, position)
-        mixed = (found.share[:, :-1] @ found.keys).unsqueeze(0)
+        weights = attention_weights(block, kept["pre_attn", layer], ids, model.rope, position)
+        mixed = (weights.share[:, :-1] @ weights.keys).unsqueeze(0)
         phases = model.rope.step(torch.tensor([position]))
         turn = phases.compressed if block.attn.ratio else phases.sliding
         out = block.attn._project_out(block.attn.kernels.rotate(mixed, turn, inverse=True))[0]

@@ -33,10 +33,10 @@ def test_rows_are_those_of_a_plain_forward_pass(engine, hook, tokens):
 
 
 def test_a_conversation_counts_by_its_answer(engine):
-    asked = {"role": "user", "content": "say it"}
-    talks = [[asked, {"role": "assistant", "content": text}] for text in UP]
-    rows = contrast_rows(engine, talks, DOWN, "mlp_out", [2])
-    ids, first = engine.encode_chat(talks[0]), len(engine.encode_chat([asked]))
+    question = {"role": "user", "content": "say it"}
+    chats = [[question, {"role": "assistant", "content": text}] for text in UP]
+    rows = contrast_rows(engine, chats, DOWN, "mlp_out", [2])
+    ids, first = engine.encode_chat(chats[0]), len(engine.encode_chat([question]))
     trace = engine.trace(ids, ["mlp_out"])
     assert torch.allclose(rows.positive[2][0], trace["mlp_out", 2][first:].mean(0), atol=1e-4)
 

@@ -101,19 +101,24 @@ def test_files_hold_what_the_engine_computes_for_each_text_alone(engine, tmp_pat
 
 
 def test_an_estimate_is_what_comes(engine, tmp_path):
-    for place, spec in enumerate(
+    for index, spec in enumerate(
         (
             Capture(HOOKS),
             Capture(HOOKS, positions="last_prompt", dtype="bf16", streams=[0]),
             Capture(HOOKS, reduce="mean"),
         )
     ):
-        texts = texts_of(6, seed=place)
-        found = estimate_harvest(engine, texts, spec)
-        report = harvest(engine, texts, spec, tmp_path / str(place))
-        assert (found.texts, found.rows, found.bytes, found.exact) == (6, report.rows, report.bytes, True)
-        assert sum(found.bytes_by_hook.values()) == found.bytes
-        assert found.tokens == sum(len(engine.prompt_ids(text)) for text in texts)
+        texts = texts_of(6, seed=index)
+        estimate = estimate_harvest(engine, texts, spec)
+        report = harvest(engine, texts, spec, tmp_path / str(index))
+        assert (estimate.texts, estimate.rows, estimate.bytes, estimate.exact) == (
+            6,
+            report.rows,
+            report.bytes,
+            True,
+        )
+        assert sum(estimate.bytes_by_hook.values()) == estimate.bytes
+        assert estimate.tokens == sum(len(engine.prompt_ids(text)) for text in texts)
 
 
 def test_killed_at_any_moment_and_resumed_the_store_is_the_same(checkpoint, engine, tmp_path):
@@ -145,9 +150,9 @@ def test_killed_at_any_moment_and_resumed_the_store_is_the_same(checkpoint, engi
         _until_rows_are_written(process, out, more_than=_bytes_under(out))
         time.sleep(draw.uniform(0, whole.seconds / (2 * kills)))
         process.send_signal(signal.SIGKILL)
-        _, said = process.communicate()
+        _, stderr = process.communicate()
         interrupted += process.returncode == -signal.SIGKILL
-        assert process.returncode in (-signal.SIGKILL, 0), said.decode()
+        assert process.returncode in (-signal.SIGKILL, 0), stderr.decode()
         print(f"kill {attempt}: status {process.returncode}, {_bytes_under(out)} bytes under the root")
     assert interrupted, "every run ended before it could be killed"
     done = subprocess.run(

@@ -22,14 +22,14 @@ def engine(tmp_path_factory):
 
 def by_hand(engine, hidden: torch.Tensor) -> torch.Tensor:
     """Final norm and head in float64, from the checkpoint's own tensors."""
-    weights = {place.name: place.tensor.detach().double() for place in engine.model.destinations()}
+    weights = {weight.name: weight.tensor.detach().double() for weight in engine.model.destinations()}
     x = hidden.double()
     x = x / (x.pow(2).mean(-1, keepdim=True) + engine.config.rms_norm_eps).sqrt()
     return x * weights["norm.weight"] @ weights["head.weight"].T
 
 
 def merged_by_hand(engine, streams: torch.Tensor) -> torch.Tensor:
-    weights = {place.name: place.tensor.detach().double() for place in engine.model.destinations()}
+    weights = {weight.name: weight.tensor.detach().double() for weight in engine.model.destinations()}
     x = streams.double()
     flat = x.flatten(1)
     scaled = flat / (flat.pow(2).mean(-1, keepdim=True) + engine.config.rms_norm_eps).sqrt()
@@ -48,12 +48,10 @@ def test_the_last_depth_is_the_models_answer_bit_for_bit(engine):
 def test_every_view_at_every_depth_follows_from_the_streams(engine):
     lens, trace = engine.lens(IDS), engine.trace(IDS)
     layers = engine.config.num_hidden_layers
-    places = [("mhc_streams_pre_attn", layer) for layer in range(layers)] + [
-        ("mhc_streams_final", layers - 1)
-    ]
+    sites = [("mhc_streams_pre_attn", layer) for layer in range(layers)] + [("mhc_streams_final", layers - 1)]
     assert lens.views == [0, 1, 2, 3, "mean", "head"]
-    for depth, place in enumerate(places):
-        streams = trace[place]
+    for depth, site in enumerate(sites):
+        streams = trace[site]
         expected = {stream: by_hand(engine, streams[:, stream]) for stream in range(4)}
         expected |= {
             "mean": by_hand(engine, streams.mean(1)),

@@ -108,15 +108,15 @@ def test_a_training_that_was_killed_ends_the_same(store, tmp_path):
 def test_live_rows_are_those_of_the_forward_pass(engine, view):
     prompts = texts(5, 3)
     source = LiveRows(engine, prompts, STREAMS, 2, view, batch_rows=40, pool_batches=2)
-    found = torch.cat(list(source.batches(0)))
+    result = torch.cat(list(source.batches(0)))
     hook = "pre_attn" if view == "read" else STREAMS
     rows = torch.cat([view_rows(engine.trace(ids, [hook])[hook, 2], view) for ids in prompts])
-    assert found.shape == rows.shape
-    close = torch.cdist(found, rows).amin(1) / rows.norm(dim=1).mean()
+    assert result.shape == rows.shape
+    close = torch.cdist(result, rows).amin(1) / rows.norm(dim=1).mean()
     assert close.max() < 1e-3, "every row is a row of the pass"
-    assert not torch.allclose(found, rows, atol=1e-3), "and they are mixed"
+    assert not torch.allclose(result, rows, atol=1e-3), "and they are mixed"
     again = torch.cat(list(source.batches(0)))
-    assert torch.allclose(found, again, atol=1e-4), "by the seed"
+    assert torch.allclose(result, again, atol=1e-4), "by the seed"
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +127,8 @@ def dictionary(engine) -> Sae:
 
 def test_loss_recovered_is_the_definition(engine, dictionary):
     prompts = texts(3, 9)
-    found = loss_recovered(engine, dictionary, prompts)
-    assert found.tokens == 3 * 23
+    result = loss_recovered(engine, dictionary, prompts)
+    assert result.tokens == 3 * 23
 
     def loss(change) -> float:
         total = 0.0
@@ -140,14 +140,14 @@ def test_loss_recovered_is_the_definition(engine, dictionary):
 
                 logits = engine.model(torch.tensor(ids), EagerTap(edit=edit))
             total -= logits[:-1].log_softmax(-1)[torch.arange(23), ids[1:]].sum().item()
-        return total / found.tokens
+        return total / result.tokens
 
-    assert found.plain == pytest.approx(loss(lambda x: x), abs=1e-4)
-    assert found.ablated == pytest.approx(loss(torch.zeros_like), abs=1e-4)
-    assert found.spliced == pytest.approx(
+    assert result.plain == pytest.approx(loss(lambda x: x), abs=1e-4)
+    assert result.ablated == pytest.approx(loss(torch.zeros_like), abs=1e-4)
+    assert result.spliced == pytest.approx(
         loss(lambda x: dictionary.reconstruct(x.flatten(1)).view_as(x)), abs=1e-3
     )
-    assert found.added == pytest.approx(found.spliced - found.plain)
+    assert result.added == pytest.approx(result.spliced - result.plain)
     assert (
         LossRecovered(9, 1.0, 1.5, 3.0).recovered == 0.75 and LossRecovered(9, 1.0, 1.5, 0.9).recovered == 0.0
     )
@@ -161,10 +161,12 @@ def test_loss_recovered_is_the_definition(engine, dictionary):
 
 def test_quality_of_texts_is_that_of_their_rows(engine, dictionary):
     prompts = texts(4, 11)
-    found, measure = row_quality(engine, dictionary, prompts, skip=2)
+    result, measure = row_quality(engine, dictionary, prompts, skip=2)
     rows = torch.cat([engine.trace(ids, [STREAMS])[STREAMS, 3][2:].flatten(1) for ids in prompts])
-    assert found.rows == len(rows) == measure.rows
-    assert found.explained_variance == pytest.approx(quality(dictionary, [rows]).explained_variance, abs=1e-5)
+    assert result.rows == len(rows) == measure.rows
+    assert result.explained_variance == pytest.approx(
+        quality(dictionary, [rows]).explained_variance, abs=1e-5
+    )
 
 
 def test_features_are_found_where_they_fire_most(engine, dictionary, tmp_path):
@@ -183,12 +185,12 @@ def test_features_are_found_where_they_fire_most(engine, dictionary, tmp_path):
     fired = torch.cat([f[1:] for f in every]).gt(0).float().mean(0)
     assert torch.allclose(book.density, fired)
 
-    found = explain(engine, dictionary, prompts, contexts=3, tokens=4)
-    feature, entry = next(iter(found.items()))
+    result = explain(engine, dictionary, prompts, contexts=3, tokens=4)
+    feature, entry = next(iter(result.items()))
     assert entry.contexts[0]["value"] == pytest.approx(book.peaks(feature)[0].value, abs=1e-3)
     assert "[" in entry.contexts[0]["text"] and len(entry.promotes) == len(entry.suppresses) == 4
-    said = json.loads(save_features(found, tmp_path).read_text())
-    assert set(said) == {str(number) for number in found}
+    saved = json.loads(save_features(result, tmp_path).read_text())
+    assert set(saved) == {str(number) for number in result}
 
 
 def test_the_tokens_a_feature_speaks_for_are_those_its_row_raises(engine, dictionary):

@@ -10,28 +10,28 @@ PROMPT = list(range(5, 45))
 
 
 @pytest.fixture(scope="module")
-def told(engine):
+def output(engine):
     return engine.generate(PROMPT, max_tokens=6, temperature=0, signals="all")
 
 
 @pytest.fixture(scope="module")
-def traced(engine, told):
-    return engine.trace([*PROMPT, *told.token_ids])
+def traced(engine, output):
+    return engine.trace([*PROMPT, *output.token_ids])
 
 
-def near(found, tensor):
-    return torch.tensor(found).sub(tensor.float()).abs().max() <= 1e-4 * max(1.0, float(tensor.abs().max()))
+def near(result, tensor):
+    return torch.tensor(result).sub(tensor.float()).abs().max() <= 1e-4 * max(1.0, float(tensor.abs().max()))
 
 
-def test_one_frame_for_every_computed_token_in_order(told):
-    assert [frame["position"] for frame in told.signals] == list(range(len(PROMPT) + 5))
-    assert [frame["token_id"] for frame in told.signals] == [*PROMPT, *told.token_ids[:-1]]
+def test_one_frame_for_every_computed_token_in_order(output):
+    assert [frame["position"] for frame in output.signals] == list(range(len(PROMPT) + 5))
+    assert [frame["token_id"] for frame in output.signals] == [*PROMPT, *output.token_ids[:-1]]
 
 
-def test_frames_are_the_sites_of_a_trace(engine, told, traced):
+def test_frames_are_the_sites_of_a_trace(engine, output, traced):
     layers = engine.config.num_hidden_layers
     for position in (0, 17, len(PROMPT) - 1, len(PROMPT) + 3):
-        frame = told.signals[position]
+        frame = output.signals[position]
         for layer in range(layers):
             for part, at in (("attn", 2 * layer), ("ffn", 2 * layer + 1)):
                 for kind in ("res", "pre", "post"):
@@ -43,13 +43,15 @@ def test_frames_are_the_sites_of_a_trace(engine, told, traced):
         assert near(frame["head_mix"], traced["mhc_head_mix", layers - 1][position])
 
 
-def test_asking_changes_no_token_and_no_other_signal(engine, told):
+def test_asking_changes_no_token_and_no_other_signal(engine, output):
     plain = engine.generate(PROMPT, max_tokens=6, temperature=0)
-    assert plain.token_ids == told.token_ids
+    assert plain.token_ids == output.token_ids
     assert plain.signals is None
     some = engine.generate(PROMPT, max_tokens=6, temperature=0, signals=["pre_mix"])
-    assert [set(frame) for frame in some.signals] == [{"position", "token_id", "pre_mix"}] * len(told.signals)
-    assert near(some.signals[-1]["pre_mix"], torch.tensor(told.signals[-1]["pre_mix"]))
+    assert [set(frame) for frame in some.signals] == [{"position", "token_id", "pre_mix"}] * len(
+        output.signals
+    )
+    assert near(some.signals[-1]["pre_mix"], torch.tensor(output.signals[-1]["pre_mix"]))
 
 
 def test_cosine_to_a_named_vector(engine, traced):
@@ -90,45 +92,49 @@ def test_a_baseline_is_the_unsteered_answer_from_the_same_seed(engine):
 
 
 def test_attention_of_a_token_adds_up_over_the_text(engine):
-    found = engine.attention(PROMPT, position=-1)
-    assert len(found) == engine.config.num_hidden_layers
-    for memory in found:
-        assert float(memory.window.sum() + memory.entries.sum()) + memory.sink == pytest.approx(1, abs=1e-4)
+    result = engine.attention(PROMPT, position=-1)
+    assert len(result) == engine.config.num_hidden_layers
+    for readout in result:
+        assert float(readout.window.sum() + readout.entries.sum()) + readout.sink == pytest.approx(
+            1, abs=1e-4
+        )
     with pytest.raises(SiteError, match="40 tokens"):
         engine.attention(PROMPT, position=40)
 
 
-def test_surprise_under_the_lens_ends_as_the_models_own(engine, traced, told):
-    ids = [*PROMPT, *told.token_ids]
+def test_surprise_under_the_lens_ends_as_the_models_own(engine, traced, output):
+    ids = [*PROMPT, *output.token_ids]
     lens = engine.lens(ids)
     logprobs = traced.logits.log_softmax(-1)
-    own = -logprobs[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
-    found = lens.surprise(-1, "head")
-    assert torch.equal(found[:-1], own)
-    assert torch.isnan(found[-1])
-    assert not torch.equal(lens.surprise(0, 1)[:-1], own)
+    expected = -logprobs[:-1].gather(1, torch.tensor(ids[1:]).unsqueeze(-1)).squeeze(-1)
+    result = lens.surprise(-1, "head")
+    assert torch.equal(result[:-1], expected)
+    assert torch.isnan(result[-1])
+    assert not torch.equal(lens.surprise(0, 1)[:-1], expected)
 
 
 def test_blocks_are_those_attention_reads(engine):
     """Blocks selected token by token after a prefill equal those of a full pass over the same text."""
     ids = [(7 * i * i + 3 * i) % 500 for i in range(70)]  # 17 blocks, of which 12 are selected
-    told = engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True, signals=["blocks", "head_mix"])
-    assert told.token_ids == engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True).token_ids
-    text, topk = [*ids, *told.token_ids], engine.config.index_topk
-    assert [set(frame) for frame in told.signals] == [{"position", "token_id", "blocks", "head_mix"}] * (
+    output = engine.generate(
+        ids, max_tokens=30, temperature=0, ignore_eos=True, signals=["blocks", "head_mix"]
+    )
+    assert output.token_ids == engine.generate(ids, max_tokens=30, temperature=0, ignore_eos=True).token_ids
+    text, topk = [*ids, *output.token_ids], engine.config.index_topk
+    assert [set(frame) for frame in output.signals] == [{"position", "token_id", "blocks", "head_mix"}] * (
         len(text) - 1
     )
     left_out = 0
     for position in (0, 2, 3, 4, 11, 47, 48, 51, 66, 69, 70, 71, 74, 90, 98):
-        found = told.signals[position]["blocks"]
-        for layer, (spans, memory) in enumerate(zip(found, engine.attention(text, position))):
+        result = output.signals[position]["blocks"]
+        for layer, (spans, readout) in enumerate(zip(result, engine.attention(text, position))):
             if engine.config.compress_ratios[layer] != 4:
                 assert spans is None
                 continue
             chosen = [block for start, stop in spans for block in range(start, stop)]
-            assert chosen == memory.chosen.nonzero().flatten().tolist()
+            assert chosen == readout.chosen.nonzero().flatten().tolist()
             assert len(chosen) == min((position + 1) // 4, topk)
-            left_out += len(memory.chosen) - len(chosen)
+            left_out += len(readout.chosen) - len(chosen)
     assert left_out > 0
 
 

@@ -26,7 +26,7 @@ def written(path, columns, **options):
 
 def fields(texts):
     """The fields of each text except its location."""
-    return [(text.number, text.prompt, text.messages, text.problem) for text in texts]
+    return [(text.index, text.prompt, text.messages, text.problem) for text in texts]
 
 
 def test_a_file_is_captured_and_gives_the_rows_of_its_json_lines(tiny, tmp_path):
@@ -112,11 +112,11 @@ def test_rows_mean_what_json_lines_mean(tmp_path_factory, records, group):
 def test_many_rows_come_in_order_over_batches_and_groups(tmp_path):
     texts = [f"text {number}" for number in range(2 * BATCH_ROWS + 5)]
     path = written(tmp_path / "t.parquet", {"text": texts}, row_group_size=700)
-    found = list(open_data(path, "text", False))
-    assert [text.prompt for text in found] == texts and [text.number for text in found] == list(
+    texts_read = list(open_data(path, "text", False))
+    assert [text.prompt for text in texts_read] == texts and [text.index for text in texts_read] == list(
         range(len(texts))
     )
-    assert found[-1].where == f"{path} row {len(texts)}"
+    assert texts_read[-1].where == f"{path} row {len(texts)}"
 
 
 @pytest.mark.parametrize("cut", ["empty", "head", "tail", "middle"])
@@ -133,11 +133,11 @@ def test_a_broken_file_is_a_data_error_that_names_it(tmp_path, cut):
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["nowhere.parquet", "folder.parquet"])
-def test_a_path_that_is_no_file(tmp_path, place):
+@pytest.mark.parametrize("name", ["nowhere.parquet", "folder.parquet"])
+def test_a_path_that_is_no_file(tmp_path, name):
     (tmp_path / "folder.parquet").mkdir()
     with pytest.raises(DataError, match="Check the path"):
-        open_data(tmp_path / place, "text", False)
+        open_data(tmp_path / name, "text", False)
 
 
 def test_columns_and_options_that_do_not_fit(tmp_path):

@@ -71,19 +71,19 @@ def test_a_plan_for_a_gpu_from_sizes_alone(app, tmp_path):
         "(no misses): 383 at batch 1, 1036 at batch 8, 2243 at batch 64 tokens/s",
     ):
         assert words in result.stdout, words
-    found = json.loads(CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--json"]).stdout)
-    plan = found["plan"]
+    forecast = json.loads(CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--json"]).stdout)
+    plan = forecast["plan"]
     parts = sum(plan["weights"].values()) + plan["cache_bytes"] + plan["working_bytes"] + plan["hot_bytes"]
     assert parts + plan["left_bytes"] == plan["device_bytes"] == 24 * 2**30
     slower = CliRunner().invoke(
         app, ["flash", "--gpu", "24GiB", "--json", "--gpu-speed", "1TB", "--bus-speed", "25GB"]
     )
-    for one, two in zip(found["limits"], json.loads(slower.stdout)["limits"]):
+    for one, two in zip(forecast["limits"], json.loads(slower.stdout)["limits"]):
         assert two["tokens_per_second"]["1"] < one["tokens_per_second"]["1"] / 2
     (tmp_path / "config.json").write_text(json.dumps(preset("flash").to_dict()))
     for where in (tmp_path, tmp_path / "config.json"):
         again = CliRunner().invoke(app, [str(where), "--gpu", "24GiB", "--json"])
-        assert json.loads(again.stdout) == found
+        assert json.loads(again.stdout) == forecast
 
 
 def test_a_gpu_that_is_too_small_is_refused_with_the_numbers(app):

@@ -69,9 +69,9 @@ def test_misuse_ends_with_2_and_says_what_is_wrong(arguments, words):
     done = birkhoff(*arguments)
     assert done.returncode == 2 and no_trace_of_python(done.stderr)
     plain = (done.stderr + done.stdout).decode().replace("│", " ")  # the parser wraps lines and draws a box
-    said = " ".join(plain.split()).lower()
+    printed = " ".join(plain.split()).lower()
     for word in words:
-        assert " ".join(word.split()).lower() in said
+        assert " ".join(word.split()).lower() in printed
 
 
 @pytest.mark.parametrize(

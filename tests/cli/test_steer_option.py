@@ -52,9 +52,9 @@ def test_chats_are_steered_too(tiny, file, vector):
     done = birkhoff(
         "chat", "--model", tiny, *SAME, "--json", "--steer", f"+4.0 {file} phase=decode", stdin=b"hello\n"
     )
-    said = json.loads(done.stdout)
-    assert said["token_ids"] == expected.token_ids and said["interp"]["steering_hash"]["prefill"] is None
-    assert said["interp"]["rows_steered"] == 7
+    answer = json.loads(done.stdout)
+    assert answer["token_ids"] == expected.token_ids and answer["interp"]["steering_hash"]["prefill"] is None
+    assert answer["interp"]["rows_steered"] == 7
 
 
 def test_a_line_that_makes_no_sense_is_shown_with_a_caret_before_anything_is_loaded(capfd):

@@ -33,17 +33,17 @@ def test_contrast_writes_a_vector_and_shows_where_it_lies(tiny, folder, capfd):
     out, plot = folder / "z.safetensors", folder / "z.svg"
     ask = ["vectors", "contrast", *sides(folder), "--layers", "1,3", "--out", str(out), "--plot", str(plot)]
     assert run([*ask, "--model", tiny]) == 0
-    said = capfd.readouterr()
-    assert said.out.strip() == str(out) and "stream 3" in said.err and "AUC" in said.err
+    captured = capfd.readouterr()
+    assert captured.out.strip() == str(out) and "stream 3" in captured.err and "AUC" in captured.err
     vector = SteeringVector.load(out)
     assert vector.layers == (1, 3) and vector.n_pairs == 5 and vector.hook == "mhc_streams_pre_attn"
     cells = ElementTree.parse(plot).getroot().iter("{http://www.w3.org/2000/svg}title")
     assert len(list(cells)) == 2 * 5
 
     assert run([*ask[:-4], "--json", "--model", tiny]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert found["path"] is None and len(found["separation"]) == 10
-    assert found["vector"]["digest"] == vector.digest
+    result = json.loads(capfd.readouterr().out)
+    assert result["path"] is None and len(result["separation"]) == 10
+    assert result["vector"]["digest"] == vector.digest
 
     assert run(["vectors", "show", str(out)]) == 0 and "mean_diff" in capfd.readouterr().out
     assert run(["vectors", "list", str(folder), "--json"]) == 0
@@ -72,10 +72,10 @@ def test_search_tries_every_place_and_names_the_best(tiny, folder, capfd):
         tiny,
     ]
     assert run([*ask, "--out", str(folder / "best.safetensors"), "--json"]) == 0
-    said = capfd.readouterr()
-    found = json.loads(said.out)
-    assert len(found["trials"]) == (1 + 4) * 2 and found["best"] in found["trials"]
-    assert {trial["strength"] for trial in found["trials"]} == {0.5, 4.0} and "stream" in said.err
+    captured = capfd.readouterr()
+    result = json.loads(captured.out)
+    assert len(result["trials"]) == (1 + 4) * 2 and result["best"] in result["trials"]
+    assert {trial["strength"] for trial in result["trials"]} == {0.5, 4.0} and "stream" in captured.err
     best = SteeringVector.load(folder / "best.safetensors")
     assert best.layers == (2,)
     assert run([*ask[:-4], "--loss-bound", "-100", "--model", tiny]) == 1
@@ -129,9 +129,9 @@ def test_a_dictionary_from_training_to_features(tiny, folder, capfd):
         tiny,
     ]
     assert run([*ask, "--json"]) == 0
-    said = capfd.readouterr()
-    trained = json.loads(said.out)
-    assert trained["steps"] == 30 and trained["path"] == str(out) and "features dead" in said.err
+    captured = capfd.readouterr()
+    trained = json.loads(captured.out)
+    assert trained["steps"] == 30 and trained["path"] == str(out) and "features dead" in captured.err
     sae = Sae.load(out)
     assert (sae.hook, sae.layer) == ("mlp_out", 2)
     assert (sae.metadata["training"]["decay"], sae.metadata["training"]["dead_after"]) == (0.9, 500)

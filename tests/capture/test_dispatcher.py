@@ -120,9 +120,9 @@ def test_t_cap_8_block_keeps_every_row(quick_path, threads):
     with Dispatcher({"gate": gate}, queue_size=4, overload_policy="block") as dispatcher:
         engine = threading.Thread(target=send, args=(dispatcher, REQUESTS))
         engine.start()
-        until(lambda: dispatcher.lanes["gate"].depth >= 4)
+        until(lambda: dispatcher.queues["gate"].depth >= 4)
         time.sleep(0.05)
-        assert engine.is_alive() and dispatcher.lanes["gate"].depth <= 4, (
+        assert engine.is_alive() and dispatcher.queues["gate"].depth <= 4, (
             "the engine waits at the queue's limit"
         )
         gate.open.set()
@@ -130,7 +130,7 @@ def test_t_cap_8_block_keeps_every_row(quick_path, threads):
         for name in REQUESTS:
             dispatcher.finish(name, "stop")
             assert dispatcher.results(name, 30)["gate"].status == "ok"
-        counters = dispatcher.lanes["gate"].counters
+        counters = dispatcher.queues["gate"].counters
         assert counters.blocked_seconds > 0 and counters.dropped_rows == counters.spilled_chunks == 0
         assert counters.submitted_rows == counters.delivered_rows == 2 * 12 * len(REQUESTS)
     in_order(gate.taken, REQUESTS)
@@ -146,7 +146,7 @@ def test_t_cap_8_drop_counts_exactly(quick_path, threads):
         for name in REQUESTS:
             dispatcher.finish(name, "stop")
             results[name] = dispatcher.results(name, 30)["gate"]
-        counters = dispatcher.lanes["gate"].counters
+        counters = dispatcher.queues["gate"].counters
     sent = 2 * 12 * len(REQUESTS)
     kept = sum(part.num_rows for part in gate.taken)
     assert 0 < kept < sent and counters.delivered_rows == kept and counters.dropped_rows == sent - kept
@@ -170,7 +170,7 @@ def test_t_cap_8_spill_keeps_order(quick_path, threads, room):
     with Dispatcher({"gate": gate}, queue_size=4, **options) as dispatcher:
         engine = threading.Thread(target=send, args=(dispatcher, REQUESTS))
         engine.start()
-        counters = dispatcher.lanes["gate"].counters
+        counters = dispatcher.queues["gate"].counters
         until(lambda: counters.spilled_chunks > 5)
         engine.join(0.3 if room < 1 << 20 else 30)
         assert engine.is_alive() == (room < 1 << 20), "with room it never waits; without, it does"
@@ -347,7 +347,7 @@ def test_shutting_down_wakes_an_engine_that_waits():
     assert not engine.is_alive()
     gate.open.set()
     closer.join(30)
-    counters = dispatcher.lanes["gate"].counters
+    counters = dispatcher.queues["gate"].counters
     assert counters.dropped_rows + counters.delivered_rows == counters.submitted_rows == 24
     assert counters.dropped_rows > 0
 
@@ -390,15 +390,15 @@ def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
     rows, requests = scaled(400, 60), 4
     most = 0
     with Dispatcher({"files": files}, queue_size=16, overload_policy=policy) as dispatcher:
-        lane = dispatcher.lanes["files"]
+        queue = dispatcher.queues["files"]
         for row in range(rows):
             for number in range(requests):
                 dispatcher.submit(chunk(f"r{number}", "mhc_streams_pre_attn", 0, row, 1))
-            most = max(most, lane._in_memory)
+            most = max(most, queue._in_memory)
         for number in range(requests):
             dispatcher.finish(f"r{number}", "stop", 4)
         results = [dispatcher.results(f"r{number}", 60)["files"] for number in range(requests)]
-        counters = lane.counters
+        counters = queue.counters
     assert most <= 16
     assert (
         sum(result.rows + result.dropped_rows for result in results)

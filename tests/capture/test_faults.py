@@ -344,7 +344,10 @@ def test_two_writers_on_one_root_are_refused_at_once(quick_path):
 
 
 def test_the_lock_of_a_dead_writer_is_free(quick_path):
-    code = "import os, sys\nfrom birkhoff.capture.store.writer import *\nCaptureWriter(FileOptions(sys.argv[1]))\nos._exit(9)"
+    code = (
+        "import os, sys\nfrom birkhoff.capture.store.writer import *\n"
+        "CaptureWriter(FileOptions(sys.argv[1]))\nos._exit(9)"
+    )
     died = subprocess.run([sys.executable, "-c", code, str(quick_path)], cwd=Path(__file__).parents[2])
     assert died.returncode == 9
     with CaptureWriter(FileOptions(quick_path)) as files:

@@ -1,10 +1,9 @@
-"""A chunk: rows of one hook and layer that left the engine in one step or a few, on their way to the consumers.
+"""A chunk: rows of one hook and layer from one or a few steps, sent to consumers.
 
-Whoever makes a chunk gives its rows away: the memory is not written again. Rows are flat, [rows, width], and a row is
-reshaped to `row_shape` by whoever reads it. `row_offset` is the number of rows that this request and site produced
-before, so that a gap shows. `check` is one look at sizes and dtypes; it is made before a chunk is queued, because an
-error that surfaces in a writer thread can no longer say where the chunk came from. Imports no torch until a chunk
-holds a tensor.
+The memory of the rows is not written again after the chunk is made. Rows are flat, [rows, width]; readers reshape a row
+to `row_shape`. `row_offset` is the number of earlier rows of this request and site, so that gaps are visible. `check`
+validates sizes and dtypes; it runs before a chunk is queued, because an error in a writer thread could not name the
+origin of the chunk. torch is imported only if a chunk holds a tensor.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
 PREFILL, DECODE = "p", "d"  # one letter per row
 PHASES = {PREFILL: "prefill", DECODE: "decode"}
 
-Key = tuple[str, int, str]  # request, layer, hook
-
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
@@ -40,22 +37,18 @@ class Chunk:
     rows: torch.Tensor | Array
     dtype: str
     row_shape: tuple[int, ...]
-    positions: Sequence[int] | None  # None where rows stand for no single token: a mean, say
+    positions: Sequence[int] | None  # None if a row stands for several tokens, such as a mean
     token_ids: Sequence[int] | None
     phases: str | bytes | None  # PREFILL or DECODE for each row
     row_offset: int = 0
     step_index: int = 0
     scale: torch.Tensor | Array | None = None  # one float32 per row, for fp8
-    meta: Mapping[str, Any] = field(default_factory=dict)  # facts about the request, for the sidecar
-    num_steps: int = 1  # how many steps of the site it joins, from `step_index` on
+    meta: Mapping[str, Any] = field(default_factory=dict)  # facts about the request for the sidecar
+    num_steps: int = 1  # number of steps joined in this chunk, from `step_index` on
 
     @property
     def last_step(self) -> int:
         return self.step_index + self.num_steps - 1
-
-    @property
-    def key(self) -> Key:
-        return self.request_id, self.layer, self.hook
 
     @property
     def num_rows(self) -> int:
@@ -70,7 +63,7 @@ class Chunk:
         return self.num_rows * self.width * STORED[self.dtype].itemsize
 
     def check(self) -> None:
-        """Refuse what could not be written and read back."""
+        """Refuse a chunk that could not be written and read back."""
         where = f"chunk of {quoted(self.hook)}[{self.layer}] of request {quoted(self.request_id)}"
         if self.dtype not in WRITTEN:
             raise CaptureWriteError(
@@ -105,7 +98,7 @@ class Chunk:
             )
 
     def array(self) -> Array:
-        """The rows in NumPy's nearest dtype (`dtypes.STORED`), sharing memory where the rows are contiguous."""
+        """The rows in NumPy's nearest dtype (`dtypes.STORED`); shares memory if the rows are contiguous."""
         rows: Any = self.rows
         if not isinstance(rows, np.ndarray):
             import torch
@@ -117,7 +110,7 @@ class Chunk:
         return np.ascontiguousarray(rows).view(STORED[self.dtype])
 
     def part(self, start: int, stop: int) -> Chunk:
-        """Rows start..stop, as a chunk of their own."""
+        """Rows start..stop as a chunk."""
         rows = slice(start, stop)
         return replace(
             self,
@@ -130,7 +123,7 @@ class Chunk:
         )
 
     def data(self) -> memoryview:
-        """The bytes of the payload."""
+        """The payload as bytes."""
         rows: Any = self.array()
         return memoryview(rows.reshape(-1).view(np.uint8))
 
@@ -142,7 +135,7 @@ class Chunk:
 
     @property
     def form(self) -> tuple[object, ...]:
-        """What rows must share to be described by one entry."""
+        """Properties that rows must share to be described by one entry."""
         labelled = (self.positions is None, self.token_ids is None, self.phases is None, self.scale is None)
         return self.dtype, tuple(self.row_shape), self.width, labelled
 
@@ -156,9 +149,7 @@ _HELD_AS = {
 
 
 def plain_ints(values: Sequence[int] | None) -> list[int]:
-    """Labels as JSON takes them, whatever integers they came as."""
+    """Labels as a list of Python ints, for JSON."""
     if values is None:
         return []
-    if hasattr(values, "tolist"):
-        return values.tolist()
-    return [int(value) for value in values]
+    return [int(value) for value in (values.tolist() if hasattr(values, "tolist") else values)]

@@ -1,15 +1,14 @@
-"""Between the engine's step and the consumers: queues that are bounded, ordered and never raise.
+"""Bounded queues between the engine and the consumers. Nothing here raises into the engine's step.
 
-Every consumer has a lane: its own queue and its own threads. A request belongs to one thread of a lane, so its chunks
-arrive in the order they were made. A lane holds `queue_size` chunks in memory; what happens to the next one is the
-overload policy:
+Every consumer has its own queue and threads. A request is assigned to one thread, so its chunks are delivered in
+order. A queue holds `queue_size` chunks in memory; the overload policy decides about further ones:
 
     block   the engine waits; every row is kept
-    drop    the chunk is thrown away and counted, by request and in total
-    spill   the chunk waits on disk, in its place in the queue, up to `spill_max_bytes`; then as block
+    drop    the chunk is dropped and counted, by request and in total
+    spill   the chunk is stored on disk, at its place in the queue, up to `spill_max_bytes`; then as block
 
-`submit` and `finish` never raise: whatever goes wrong becomes the result of the request at that consumer, and the other
-consumers and requests do not notice.
+`submit` and `finish` never raise: a failure becomes the result of the request at that consumer and does not affect
+other consumers or requests.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ Item = CaptureRequest | Chunk | Spilled | CaptureFinish
 
 @dataclass
 class Counters:
-    """What a lane has seen. Every submitted row is delivered, dropped or still waiting."""
+    """Counters of one queue. Every submitted row is delivered, dropped or queued."""
 
     submitted_rows: int = 0
     delivered_rows: int = 0
@@ -54,24 +53,24 @@ class Counters:
 
 @dataclass(eq=False)
 class _OpenRequest:
-    """One request in one lane."""
+    """One request in one queue."""
 
     promise: Future[CaptureResult] = field(default_factory=Future)
     dropped_rows: int = 0
-    lost_rows: int = 0  # came through the queue, and the consumer had failed
+    lost_rows: int = 0  # left the queue after the consumer had failed
     error: str | None = None
 
 
 @dataclass(eq=False)
 class _ThreadQueue:
-    """What waits for one thread; others are not woken for it, because each waking costs the engine a turn."""
+    """Items for one thread, with its own condition: waking other threads would cost the engine time."""
 
     ready: threading.Condition
     items: deque[tuple[str, Item]] = field(default_factory=deque)
 
 
 class ConsumerQueue:
-    """The queue and threads in front of one consumer."""
+    """The queue and the threads of one consumer."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class ConsumerQueue:
         self._room = threading.Condition(self._lock)
         self._in_memory = 0
         self._closing = False
-        self._tickets: dict[str, _OpenRequest] = {}
+        self._open_requests: dict[str, _OpenRequest] = {}
         self.results = Results(kept_results)
         self._queues = [_ThreadQueue(threading.Condition(self._lock)) for _ in range(consumer.writer_threads)]
         self._threads = [
@@ -104,8 +103,8 @@ class ConsumerQueue:
 
     def begin(self, request: CaptureRequest) -> None:
         with self._lock:
-            ticket = self._tickets[request.key] = _OpenRequest()
-            self.results.put(request.key, ticket.promise)
+            open_request = self._open_requests[request.key] = _OpenRequest()
+            self.results.put(request.key, open_request.promise)
             self._append(request.key, request)
 
     def put(self, chunk: Chunk) -> None:
@@ -118,7 +117,7 @@ class ConsumerQueue:
                 return self._append(key, chunk)
             if self._policy == "drop":
                 return self._drop(key, chunk, None)
-        # One thread submits the chunks of a request, so leaving the lock here cannot change their order.
+        # The chunks of a request are submitted by one thread, so releasing the lock here cannot reorder them.
         spilled = self._spill.put(chunk) if self._policy == "spill" else None
         with self._lock:
             if spilled is not None:
@@ -133,22 +132,22 @@ class ConsumerQueue:
             return self._append(key, chunk)
 
     def fail(self, key: str, rows: int, error: str) -> None:
-        """Rows of a request that could not even be queued."""
+        """Count rows of a request that could not be queued."""
         with self._lock:
             self.counters.submitted_rows += rows
             self.counters.dropped_rows += rows
             self.counters.dropped_chunks += 1
-            if key in self._tickets:
-                self._tickets[key].dropped_rows += rows
-                self._tickets[key].error = self._tickets[key].error or error
+            if key in self._open_requests:
+                self._open_requests[key].dropped_rows += rows
+                self._open_requests[key].error = self._open_requests[key].error or error
 
     def finish(self, finish: CaptureFinish) -> None:
         with self._lock:
-            if finish.key in self._tickets:
+            if finish.key in self._open_requests:
                 self._append(finish.key, finish)
 
     def close(self) -> None:
-        """Let the queue run empty, then stop the consumer."""
+        """Deliver what is queued, then shut the consumer down."""
         with self._lock:
             self._closing = True
             self._room.notify_all()
@@ -163,7 +162,7 @@ class ConsumerQueue:
 
     @property
     def depth(self) -> int:
-        """Chunks that wait, in memory or on disk."""
+        """Number of queued chunks, in memory or on disk."""
         with self._lock:
             return sum(
                 isinstance(item, (Chunk, Spilled)) for queue in self._queues for _, item in queue.items
@@ -178,10 +177,10 @@ class ConsumerQueue:
     def _drop(self, key: str, chunk: Chunk, error: str | None) -> None:
         self.counters.dropped_chunks += 1
         self.counters.dropped_rows += chunk.num_rows
-        ticket = self._tickets.get(key)
-        if ticket is not None:
-            ticket.dropped_rows += chunk.num_rows
-            ticket.error = ticket.error or error
+        open_request = self._open_requests.get(key)
+        if open_request is not None:
+            open_request.dropped_rows += chunk.num_rows
+            open_request.error = open_request.error or error
 
     def _run(self, queue: _ThreadQueue) -> None:
         while True:
@@ -191,69 +190,71 @@ class ConsumerQueue:
                     return
                 key, item = queue.items.popleft()
                 self._in_memory -= isinstance(item, Chunk)
-                ticket = self._tickets[key]
+                open_request = self._open_requests[key]
                 self._room.notify_all()
             try:
-                self._deliver(ticket, item)
+                self._deliver(open_request, item)
             except Exception as error:
-                self._note(ticket, item, error)
+                self._record_failure(open_request, item, error)
 
-    def _deliver(self, ticket: _OpenRequest, item: Item) -> None:
+    def _deliver(self, open_request: _OpenRequest, item: Item) -> None:
         if isinstance(item, CaptureRequest):
             self.consumer.begin(item)
         elif isinstance(item, CaptureFinish):
-            self._finalize(ticket, item)
-        elif ticket.lost_rows:
+            self._finalize(open_request, item)
+        elif open_request.lost_rows:
             rows = item.num_rows
             if isinstance(item, Spilled):
                 self._spill.take(item)
-            self._lose(ticket, rows)
+            self._count_lost(open_request, rows)
         else:
             chunk = self._spill.take(item) if isinstance(item, Spilled) else item
             self.consumer.submit_chunk(chunk)
             with self._lock:
                 self.counters.delivered_rows += chunk.num_rows
 
-    def _note(self, ticket: _OpenRequest, item: Item, error: Exception) -> None:
-        """A consumer raised: the request is told, and its later rows are not offered again."""
-        text = _words(error)
+    def _record_failure(self, open_request: _OpenRequest, item: Item, error: Exception) -> None:
+        """Record an exception of the consumer: later rows of the request are not delivered."""
+        text = _error_text(error)
         log.warning("capture consumer %s failed: %s", self.name, text)
-        ticket.error = ticket.error or text
+        open_request.error = open_request.error or text
         with self._lock:
-            self.counters.failed_requests += not ticket.lost_rows
+            self.counters.failed_requests += not open_request.lost_rows
         if isinstance(item, CaptureFinish):
-            self._resolve(item.key, ticket, CaptureResult("error", error=text))
+            self._resolve(item.key, open_request, CaptureResult("error", error=text))
         else:
-            self._lose(ticket, 1 if isinstance(item, CaptureRequest) else item.num_rows)
+            self._count_lost(open_request, 1 if isinstance(item, CaptureRequest) else item.num_rows)
 
-    def _lose(self, ticket: _OpenRequest, rows: int) -> None:
+    def _count_lost(self, open_request: _OpenRequest, rows: int) -> None:
         with self._lock:
-            ticket.lost_rows += rows
+            open_request.lost_rows += rows
             self.counters.dropped_rows += rows
 
-    def _finalize(self, ticket: _OpenRequest, finish: CaptureFinish) -> None:
+    def _finalize(self, open_request: _OpenRequest, finish: CaptureFinish) -> None:
         with self._lock:
-            lost = ticket.dropped_rows + ticket.lost_rows
-            error = finish.error or ticket.error
-        told = CaptureFinish(finish.key, finish.finish_reason, finish.prompt_len, lost, error)
+            lost = open_request.dropped_rows + open_request.lost_rows
+            error = finish.error or open_request.error
+        finish_with_losses = CaptureFinish(finish.key, finish.finish_reason, finish.prompt_len, lost, error)
 
         def settled(future: Future[CaptureResult]) -> None:
             failed = future.exception()
-            result = CaptureResult("error", error=_words(failed)) if failed is not None else future.result()
-            self._resolve(finish.key, ticket, result.with_losses(lost, error))
+            result = (
+                CaptureResult("error", error=_error_text(failed)) if failed is not None else future.result()
+            )
+            self._resolve(finish.key, open_request, result.with_losses(lost, error))
 
-        self.consumer.finalize(told).add_done_callback(settled)
+        self.consumer.finalize(finish_with_losses).add_done_callback(settled)
 
-    def _resolve(self, key: str, ticket: _OpenRequest, result: CaptureResult) -> None:
+    def _resolve(self, key: str, open_request: _OpenRequest, result: CaptureResult) -> None:
         with self._lock:
-            if self._tickets.get(key) is ticket:
-                del self._tickets[key]
-        if not ticket.promise.done():
-            ticket.promise.set_result(result)
+            if self._open_requests.get(key) is open_request:
+                del self._open_requests[key]
+        if not open_request.promise.done():
+            open_request.promise.set_result(result)
 
 
 class Dispatcher:
-    """Chunks in, results out. `consumers` are named instances; a request addresses them by these names."""
+    """Distributes chunks to consumers and collects results. `consumers` are instances by name."""
 
     def __init__(
         self,
@@ -276,32 +277,32 @@ class Dispatcher:
         self._queue_size = queue_size
         self._policy = overload_policy
         self._kept_results = kept_results
-        self.lanes: dict[str, ConsumerQueue] = {}
+        self.queues: dict[str, ConsumerQueue] = {}
         self._lock = threading.Lock()
-        self._open: dict[str, tuple[str, ...]] = {}  # requests that have begun -> the lanes they go to
+        self._open: dict[str, tuple[str, ...]] = {}  # open requests -> the queues they use
         self._closed = False
         for name, consumer in consumers.items():
             self.add(name, consumer)
 
     def add(self, name: str, consumer: Consumer) -> None:
-        """One more consumer, for requests that begin from now on."""
+        """Add a consumer for requests that begin later."""
         with self._lock:
-            if self._closed or name in self.lanes:
+            if self._closed or name in self.queues:
                 why = "the capture is shut down" if self._closed else "there is one of this name"
                 raise CaptureError(f"consumer {quoted(name)} cannot be added: {why}.")
-            lane = ConsumerQueue(
+            queue = ConsumerQueue(
                 name, consumer, self._queue_size, self._policy, self._spill, self._kept_results
             )
-            self.lanes = {**self.lanes, name: lane}  # whoever is going through the others goes on undisturbed
+            self.queues = {**self.queues, name: queue}  # a new mapping, so that concurrent iteration is safe
 
     def begin(self, requests: Mapping[str, CaptureRequest]) -> None:
-        """Announce a request to the consumers it names. Refused when the key is in use or a consumer is unknown."""
+        """Announce a request to the consumers it names. Raises if the key is in use or a consumer is unknown."""
         keys = {request.key for request in requests.values()}
-        unknown = [name for name in requests if name not in self.lanes]
+        unknown = [name for name in requests if name not in self.queues]
         if unknown or len(keys) != 1:
             raise CaptureError(
                 f"a request must have one key and known consumers; got keys {sorted(keys)} and unknown {unknown}. "
-                f"This server has: {', '.join(sorted(self.lanes)) or 'none'}."
+                f"This server has: {', '.join(sorted(self.queues)) or 'none'}."
             )
         (key,) = keys
         with self._lock:
@@ -313,31 +314,31 @@ class Dispatcher:
                 )
             self._open[key] = tuple(requests)
         for name, request in requests.items():
-            self.lanes[name].begin(request)
+            self.queues[name].begin(request)
 
     def submit(self, chunk: Chunk, consumers: Iterable[str] | None = None) -> None:
-        """Queue a chunk for the consumers of its request, or some of them. A request may begin with its first chunk."""
+        """Queue a chunk for all or some consumers of its request. A request may begin with its first chunk."""
         key = chunk.request_id
-        lanes = self._open.get(key)
-        if lanes is None:
+        queues = self._open.get(key)
+        if queues is None:
             try:
                 self.begin(
-                    {name: CaptureRequest(key, key, chunk.tag, meta=chunk.meta) for name in self.lanes}
+                    {name: CaptureRequest(key, key, chunk.tag, meta=chunk.meta) for name in self.queues}
                 )
             except CaptureError as error:
-                for lane in self.lanes.values():
-                    lane.fail(key, _rows(chunk), str(error))
+                for queue in self.queues.values():
+                    queue.fail(key, _rows(chunk), str(error))
                 return
-            lanes = self._open[key]
-        wanted = lanes if consumers is None else tuple(name for name in lanes if name in set(consumers))
+            queues = self._open[key]
+        wanted = queues if consumers is None else tuple(name for name in queues if name in set(consumers))
         try:
             chunk.check()
             for name in wanted:
-                self.lanes[name].put(chunk)
+                self.queues[name].put(chunk)
         except Exception as error:
             log.warning("a chunk of %s was not captured: %s", quoted(key), error)
             for name in wanted:
-                self.lanes[name].fail(key, _rows(chunk), _words(error))
+                self.queues[name].fail(key, _rows(chunk), _error_text(error))
 
     def finish(
         self,
@@ -346,23 +347,23 @@ class Dispatcher:
         prompt_len: int | None = None,
         error: str | None = None,
     ) -> None:
-        """No more chunks of this request will come. Does not wait."""
+        """Mark the end of a request. Does not wait."""
         with self._lock:
-            lanes = self._open.pop(key, ())
-        for name in lanes:
-            self.lanes[name].finish(CaptureFinish(key, finish_reason, prompt_len, 0, error))
+            queues = self._open.pop(key, ())
+        for name in queues:
+            self.queues[name].finish(CaptureFinish(key, finish_reason, prompt_len, 0, error))
 
     def result(self, key: str, consumer: str, timeout: float = 0) -> CaptureResult:
         """The result of a request at one consumer, `pending` if it is not known after `timeout` seconds."""
-        return self.lanes[consumer].results.get(key, timeout)
+        return self.queues[consumer].results.get(key, timeout)
 
     def results(self, key: str, timeout: float = 0) -> dict[str, CaptureResult]:
         """The result of a request at every consumer, after at most `timeout` seconds for all of them."""
         deadline = time.monotonic() + timeout
-        return {name: self.result(key, name, max(deadline - time.monotonic(), 0)) for name in self.lanes}
+        return {name: self.result(key, name, max(deadline - time.monotonic(), 0)) for name in self.queues}
 
     def shutdown(self) -> None:
-        """Deliver what waits, finish what has not finished, and stop every consumer."""
+        """Deliver what is queued, finish open requests, and shut all consumers down."""
         with self._lock:
             if self._closed:
                 return
@@ -370,8 +371,8 @@ class Dispatcher:
             unfinished = list(self._open)
         for key in unfinished:
             self.finish(key, error="the capture was shut down before the request finished")
-        for lane in self.lanes.values():
-            lane.close()
+        for queue in self.queues.values():
+            queue.close()
         self._spill.close()
 
     def __enter__(self) -> Dispatcher:
@@ -381,8 +382,8 @@ class Dispatcher:
         self.shutdown()
 
 
-def _words(error: BaseException) -> str:
-    """An error as a result says it; one that is not ours says its kind too."""
+def _error_text(error: BaseException) -> str:
+    """The text of an error in a result; errors of other packages include their class name."""
     return str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}"
 
 

@@ -2,14 +2,14 @@
 
     bytes 0..127   sixteen 64-bit words, native order:
                    0 magic   1 capacity   2 bytes written   3 writer's pid   4 closed   5 rows dropped
-                   8 bytes read   9 reader's pid        (the reader's words have a cache line of their own)
-    then `capacity` bytes of records, each beginning at a multiple of 8:
-                   head bytes, checksum (32 bits each), body bytes (64 bits), head, body, zeros up to a multiple of 8
+                   8 bytes read   9 reader's pid        (the reader's words are in a cache line of their own)
+    then `capacity` bytes of records, each aligned to 8 bytes:
+                   head bytes, checksum (32 bits each), body bytes (64 bits), head, body, zero padding to 8 bytes
 
-A head is JSON: what a chunk says about its rows, or that a request begins or ends; a body is the rows. Both counts only
-grow, so their difference is what waits; a count is moved after the bytes it speaks of are in place or done with. A
-record never wraps: what is left at the end is skipped, marked by a head of all ones. The checksum covers head and body.
-NumPy only: a training process that reads needs neither an engine nor torch.
+A head is JSON: the description of a chunk, or the begin or end of a request; a body is the rows. Both byte counts only
+grow, and their difference is the unread data; a count is updated after its bytes were written or read. A record never
+wraps: the rest at the end is skipped, marked by a head of all ones. The checksum covers head and body. NumPy only: a
+reading process needs neither an engine nor torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _DROPPED = 5
 _READ = 8
 _READER = 9
 _RECORD = struct.Struct("=IIQ")
-_FOLDER = Path("/dev/shm")  # where Linux shows shared memory as files
+_FOLDER = Path("/dev/shm")  # Linux exposes shared memory as files here
 
 Item = CaptureRequest | Chunk | CaptureFinish
 
@@ -60,7 +60,7 @@ def check_ring_name(name: object) -> str:
 
 
 class RingWriter:
-    """Makes the ring and fills it. `put` says whether a record had room within `seconds`."""
+    """Creates and fills the ring. `put` returns whether a record fit within `seconds`."""
 
     def __init__(self, name: str, max_bytes: int):
         check_ring_name(name)
@@ -73,7 +73,7 @@ class RingWriter:
                 f"shared memory called {quoted(name)} is there already: another engine has it, or one that crashed "
                 f"left it. Choose another name, or remove {_FOLDER / name}."
             ) from None
-        try:  # take the memory now: a page that is missing later would kill the process
+        try:  # allocate now: a page that cannot be allocated later would kill the process
             with (_FOLDER / name).open("r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, HEADER_BYTES + capacity)
         except OSError as error:
@@ -89,12 +89,14 @@ class RingWriter:
         self._words = view[:HEADER_BYTES].cast("Q")
         self._ring = view[HEADER_BYTES : HEADER_BYTES + capacity]
         self._words[_CAPACITY], self._words[_WRITER] = capacity, os.getpid()
-        self._words[0] = MAGIC  # last: whoever sees it sees the rest
+        self._words[0] = MAGIC  # written last: a process that sees the magic number sees the rest
         self._stalled_at = -1
 
     def put(self, head: dict[str, Any], body: memoryview | bytes, seconds: float) -> bool:
-        """Add a record; False when there was no room in time. A reader that let one wait is not waited for again
-        before it has read on."""
+        """Add a record. Returns False if there was no space in time.
+
+        After a timeout, `put` does not wait again until the reader has made progress.
+        """
         text = json.dumps(head, separators=(",", ":")).encode()
         size = _padded(_RECORD.size + len(text) + len(body))
         if size > self.capacity // 2:
@@ -122,7 +124,7 @@ class RingWriter:
         self._words[_DROPPED] += rows
 
     def close(self) -> None:
-        """No more will come. A reader that has the ring open reads what is left; nobody can open it any more."""
+        """Mark the end. A reader that has the ring open reads the rest; the ring can no longer be opened."""
         self._words[_CLOSED] = 1
         self._words.release()
         self._ring.release()
@@ -156,9 +158,10 @@ class _Open:
 
 
 class RingReader:
-    """Iterate for chunks, in the order they were written; `items` gives beginnings and ends of requests too.
+    """Iterator over chunks in order of writing; `items` includes the begin and end of requests.
 
-    Ends when the writer has closed and everything is read. One reader at a time."""
+    Ends when the writer has closed the ring and everything is read. One reader at a time.
+    """
 
     def __init__(self, name: str):
         path = _FOLDER / check_ring_name(name)
@@ -190,7 +193,7 @@ class RingReader:
 
     @property
     def dropped_rows(self) -> int:
-        """Rows that never reached the ring, so far."""
+        """Number of rows that did not reach the ring so far."""
         return self._held().words[_DROPPED]
 
     def __iter__(self) -> Iterator[Chunk]:
@@ -203,12 +206,12 @@ class RingReader:
             yield item
 
     def get(self, timeout: float | None = None) -> Item | None:
-        """The next item; None at the end. Raises TimeoutError when nothing came in time."""
+        """The next item; None at the end. Raises TimeoutError if none arrives within the timeout."""
         held = self._held()
         until = None if timeout is None else time.monotonic() + timeout
         pause = 5e-5
         while held.words[_WRITTEN] == held.words[_READ]:
-            # A count that moved before the writer closed or died is seen by looking once more.
+            # Look once more: a count may have moved just before the writer closed or died.
             if held.words[_CLOSED] or not _alive(held.words[_WRITER]):
                 if held.words[_WRITTEN] != held.words[_READ]:
                     break
@@ -228,7 +231,7 @@ class RingReader:
             held = self._open
             self._open = None
             held.words[_READER] = 0
-            held.close()  # a chunk is a copy, so nothing else looks into the mapping
+            held.close()  # a chunk is a copy, so nothing else refers to the mapping
 
     def __enter__(self) -> RingReader:
         return self
@@ -262,7 +265,7 @@ class RingReader:
 
 
 def encoded(item: Item) -> tuple[dict[str, Any], memoryview | bytes]:
-    """An item as head and body of a record."""
+    """Encode an item as head and body of a record."""
     if isinstance(item, CaptureRequest):
         names = ("key", "request_id", "tag", "layout")
         return {
@@ -313,6 +316,6 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # somebody else's, and there
+    except PermissionError:  # owned by another user, and alive
         return True
     return True

@@ -1,8 +1,8 @@
-"""Where chunks wait when memory is full: files without a name, read once, in the order they were written.
+"""Overflow storage for queued chunks: unnamed files, read once, in order of writing.
 
-A segment is unlinked as soon as it is open, so nothing is left behind however the process ends, and its space returns
-when its last chunk has been read. A chunk comes back as it went, labels included. Nothing here is durable or meant to
-be: a chunk that waits has not been acknowledged.
+A segment is unlinked right after it is opened, so no file remains however the process ends; its space is freed after
+its last chunk is read. A chunk is restored completely, labels included. Nothing here is durable, and need not be: a
+queued chunk has not been acknowledged.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ SEGMENT_BYTES = 64 << 20
 class _Segment:
     file: int
     size: int = 0
-    waiting: int = 0  # chunks that have not been read
+    waiting: int = 0  # chunks not read yet
 
 
 @dataclass(frozen=True, slots=True)
 class Spilled:
-    """A chunk on disk: what the queue holds in its place."""
+    """Reference to a chunk on disk, in place of the chunk in the queue."""
 
     segment: _Segment
     offset: int
@@ -47,7 +47,7 @@ class Spilled:
 
 
 class Spill:
-    """At most `max_bytes` at a time, counted until they are read."""
+    """Stores at most `max_bytes` of unread chunks."""
 
     def __init__(self, directory: str | None, max_bytes: int, disk: Disk | None = None):
         self._directory = directory or tempfile.gettempdir()
@@ -58,7 +58,7 @@ class Spill:
         self.held_bytes = 0
 
     def put(self, chunk: Chunk) -> Spilled | None:
-        """Write a chunk out; None when there is no room, on the disk or by the limit."""
+        """Write a chunk; None if the disk or the limit leaves no space."""
         body = chunk.data()
         scales = chunk.scales()
         head = json.dumps(
@@ -79,7 +79,7 @@ class Spill:
                 "meta": dict(chunk.meta),
             }
         ).encode()
-        head += b" " * (-len(head) % 8)  # rows stay aligned
+        head += b" " * (-len(head) % 8)  # keeps rows aligned
         size = len(head) + len(body)
         with self._lock:
             if self.held_bytes + size > self.max_bytes:
@@ -91,7 +91,7 @@ class Spill:
                     write_all(self._disk, segment.file, piece, offset)
                     offset += len(piece)
             except OSError:
-                return None  # the next chunk goes over what was written of this one
+                return None  # the next chunk overwrites what was written of this one
             spilled = Spilled(segment, segment.size, len(head), len(body), chunk.num_rows)
             segment.size += size
             segment.waiting += 1
@@ -99,7 +99,7 @@ class Spill:
             return spilled
 
     def take(self, spilled: Spilled) -> Chunk:
-        """Read a chunk back and give its space up."""
+        """Read a chunk back and free its space."""
         raw = self._read(spilled)
         with self._lock:
             self.held_bytes -= spilled.nbytes
@@ -133,7 +133,7 @@ class Spill:
     def _drop_if_empty(self, segment: _Segment) -> None:
         if not segment.waiting:
             if segment is self._current:
-                segment.size = 0  # start over in the same file
+                segment.size = 0  # reuse the same file
                 self._disk.truncate(segment.file, 0)
             else:
                 self._disk.close(segment.file)

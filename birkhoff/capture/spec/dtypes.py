@@ -1,7 +1,7 @@
-"""How numbers lie in capture files: little-endian, without a header, named by a word in the sidecar.
+"""Dtypes of capture files: little-endian, without a header, named in the sidecar.
 
-NumPy has neither bfloat16 nor fp8; their rows are held as the integers of the same bits, and `to_float32` gives their
-values. Every bf16, fp16 and fp8 number is a float32 exactly, so decoding loses nothing. Nothing here imports torch.
+NumPy has neither bfloat16 nor fp8; their rows are kept as integers of the same bits, and `to_float32` returns their
+values. Every bf16, fp16 and fp8 number is exactly representable in float32. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 
-# What a sidecar may say. The first four are written by us; the others may stand in files of other writers.
+# Dtypes accepted in a sidecar. The first four are written by this package, the others by other writers.
 STORED: dict[str, np.dtype[Any]] = {
     "bfloat16": np.dtype("<u2"),
     "float16": np.dtype("<f2"),
@@ -30,7 +30,7 @@ WRITTEN = ("bfloat16", "float16", "float32", "fp8_e4m3")
 
 
 def to_float32(array: Array, dtype: str, scale: Array | None = None) -> Array:
-    """The values of stored rows; `scale` is one factor per row and is needed for fp8."""
+    """The values of stored rows as float32; `scale` is one factor per row, required for fp8."""
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     if dtype == "fp8_e4m3":
@@ -38,12 +38,12 @@ def to_float32(array: Array, dtype: str, scale: Array | None = None) -> Array:
         if scale is not None:
             values = values * scale.reshape(-1, *[1] * (array.ndim - 1)).astype(np.float32)
         return values
-    with np.errstate(invalid="ignore"):  # a NaN stays one; NumPy remarks on some of them
+    with np.errstate(invalid="ignore"):  # NaN stays NaN; NumPy warns about some of them
         return array.astype(np.float32)
 
 
 def _e4m3_values() -> Array:
-    """All 256 numbers: a sign, 4 bits of exponent with bias 7, 3 of mantissa; all ones is NaN, nothing is infinite."""
+    """All 256 values: 1 sign bit, 4 exponent bits (bias 7), 3 mantissa bits; all ones is NaN; no infinity."""
     codes = np.arange(256)
     exponent, mantissa = (codes >> 3) & 15, codes & 7
     small = mantissa / 8 * 2.0**-6

@@ -1,9 +1,9 @@
-"""What a capture costs before it runs: the rows that can come at most, and the bytes they take as they are stored.
+"""Upper bound of the cost of a capture, known before it runs: rows, and bytes as stored.
 
-A stored row is the hook's row after the stream subset, the projection and the storage cast, in that order; fp8 adds one
-float32 scale per row. A row that was computed with (projected, or the mean or sum of several) is kept as float32 unless
-a dtype was asked for; one that was only picked keeps the hook's own dtype and so its bits. Bytes are payload: file
-headers, labels and JSON are not counted. Nothing here imports torch.
+A stored row is the hook's row after stream subset, projection and storage cast, in that order; fp8 adds one float32
+scale per row. A computed row (projected, or the mean or sum of several) is stored as float32 unless a dtype is given; a
+row that was only selected keeps the dtype of the hook and thus its bits. Bytes are payload: file headers, labels and
+JSON are not counted. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class StoredRow:
-    """One row as it is kept: its shape, the name of its dtype in files, and which streams it was cut down to."""
+    """One row as stored: its shape, the name of its dtype in files, and the streams it was reduced to."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -46,7 +46,7 @@ def stored_row(
     reduce: str | None = None,
     dtype: str | None = None,
 ) -> StoredRow:
-    """How a row of `hook` is kept; `columns` is the width of the projection, `dtype` the wire name of the cast."""
+    """How a row of `hook` is stored; `columns` is the width of the projection, `dtype` the wire name of the cast."""
     shape, kept = hook.logical_shape, None
     if streams is not None and has_streams(hook):
         kept = tuple(streams)
@@ -60,21 +60,21 @@ def stored_row(
 
 
 def has_streams(hook: HookSchema) -> bool:
-    """Whether a row's first axis counts the streams, so that a subset of them can be kept."""
+    """Whether the first axis of a row is the streams, so that a subset of them can be selected."""
     return hook.axes[:1] == ("stream",)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The most a capture can store. `exact`: all of it comes when the request runs to `max_tokens`."""
+    """Upper bound of what a capture stores. `exact`: reached if the request runs to `max_tokens`."""
 
     sites: int
-    prompt_rows: int  # of each site, before any reduction
+    prompt_rows: int  # per site, before any reduction
     generated_rows: int
     rows: int  # over all sites, as stored
     bytes: int
     exact: bool
-    lowest_prompt_position: int | None  # a cached prefix is of use below it; None: all of it is
+    lowest_prompt_position: int | None  # a cached prefix can be used below it; None: any prefix
     bytes_by_hook: tuple[tuple[str, int], ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ def estimate(
     selector: PositionSelector,
     reduce: str | None = None,
 ) -> Estimate:
-    """The cost of keeping `rows[hook]` at each address for the selected tokens."""
+    """Cost of storing `rows[hook]` at each address for the selected tokens."""
     early, late = selector.most_rows()
     each = early + late if reduce is None else min(early + late, 1)
     by_hook: dict[str, int] = {}

@@ -1,9 +1,9 @@
-"""Matrices by name that captured rows may be multiplied with: `engine.projections["probe"] = matrix`.
+"""Named matrices that captured rows can be multiplied with: `engine.projections["probe"] = matrix`.
 
-A capture with `project="probe"` keeps `row @ matrix`: probe scores instead of rows. A matrix is [width, columns], width
-being that of some hook's row (or of some of its streams), so that one nobody could use is refused when it is given and
-not when it is asked for. It is copied, kept as float32, and known by a digest of its numbers: two captures are the same
-only if their matrices are. Replacing a matrix does not touch requests that already run.
+A capture with `project="probe"` stores `row @ matrix`, such as probe scores, instead of rows. A matrix is
+[width, columns], where width is that of a hook's row or of a subset of its streams; any other width is refused on
+registration. Matrices are copied, kept as float32, and identified by a digest of their values: two captures are equal
+only if their matrices are. Replacing a matrix does not affect running requests.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LONGEST_NAME = 256
 
 @dataclass(frozen=True, eq=False)
 class Projection:
-    """`matrix` [width, columns] as float32 on the host; `digest` is 128 bits of its shape and numbers, as text."""
+    """`matrix` [width, columns] as float32 on the host; `digest` is 128 bits of its shape and values, in hex."""
 
     matrix: torch.Tensor
     digest: str
@@ -65,7 +65,7 @@ class Projections(MutableMapping[str, torch.Tensor]):
 
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
-        """(width, columns) by name: what a capture is checked against."""
+        """(width, columns) by name, for the checks of a capture."""
         return {name: (held.matrix.shape[0], held.matrix.shape[1]) for name, held in self._held.items()}
 
     def find(self, name: str) -> Projection:
@@ -105,7 +105,7 @@ class Projections(MutableMapping[str, torch.Tensor]):
 
 
 def _widths(schema: Mapping[str, HookSchema]) -> set[int]:
-    """Every width that rows of a hook can have, those of some of the streams included."""
+    """All widths that rows of a hook can have, subsets of streams included."""
     found = set()
     for hook in schema.values():
         found.add(hook.width)

@@ -1,8 +1,8 @@
-"""Which rows of a running request a capture wants, and which of those it asked for by place never came.
+"""Row selection of a running request, and the listed positions that were never computed.
 
-A `Selection` is the bound selector of `hooks/selector.py` plus a memory of the tokens that have been run. Tokens that
-are run again (after the request gave its memory back, or as rejected drafts) change nothing. Places that were asked for
-one by one and that the request ended without reaching are reported, because a list is a demand and not a filter.
+A `Selection` is a bound selector of `hooks/selector.py` plus a record of the tokens computed so far. Tokens that are
+computed again (after preemption, or as rejected drafts) change nothing. Positions that were listed one by one and not
+reached by the end of the request are reported, because a list is a demand and not a filter.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["PositionSelector", "Selection", "bind"]
 
 
 class Selection:
-    """One request's rows, step by step."""
+    """The selected rows of one request, step by step."""
 
     def __init__(self, selector: PositionSelector):
         self.selector = selector
         self._run = np.zeros(len(selector.demanded), bool)
 
     def rows(self, start: int, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Which tokens of the piece that starts at `start` are wanted: their places in the piece, ascending."""
+        """Ascending offsets of the selected tokens in the chunk of tokens that begins at position `start`."""
         demanded = self.selector.demanded
         if len(demanded):
             first, last = np.searchsorted(demanded, (start, start + len(token_ids)))
@@ -32,11 +32,11 @@ class Selection:
         return self.selector.rows(start, token_ids)
 
     def never_computed(self, length: int | None = None) -> list[int]:
-        """Places asked for that were not run; with `length`, also those of tokens that did not stay in the text."""
+        """Listed positions that were not computed; with `length`, also those beyond the end of the final sequence."""
         demanded = self.selector.demanded
         missing = ~self._run if length is None else ~self._run | (demanded >= length)
-        return demanded[missing].tolist()
+        return [int(position) for position in demanded[missing]]
 
     def finished(self, position: int) -> bool:
-        """Whether no token at `position` or after it can be wanted."""
+        """Whether no token at `position` or later can be selected."""
         return self.selector.finished(position)

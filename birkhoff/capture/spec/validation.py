@@ -1,9 +1,9 @@
-"""Everything that can be wrong with a capture, checked in one fixed order, V1 to V12.
+"""Validation of captures: rules V1 to V12, checked in this order.
 
-The same function checks a `Capture` when it is made (without a model: forms and types), when it is resolved against a
-model, and what arrives as JSON; so the Python and the wire form cannot drift apart. Each rule is applied to every hook
-before the next rule is looked at. Errors are `CaptureValidationError`s that begin with the path of the field and carry
-the rule. One deviation from the order: an estimate (V11) that needs an unusable projection is left to V12.
+One function checks a `Capture` on construction (without a model: forms and types), when it is resolved against a
+model, and the JSON form, so that the Python and the wire form cannot diverge. Each rule is applied to every hook
+before the next rule. Errors are `CaptureValidationError`s that begin with the path of the field and carry the rule.
+One exception to the order: an estimate (V11) that needs an unusable projection is left to V12.
 """
 
 from __future__ import annotations
@@ -62,35 +62,35 @@ _LONGEST_ID = 256
 
 @dataclass(frozen=True)
 class ConsumerRules:
-    """What an enabled consumer asks of requests that name it."""
+    """Requirements of an enabled consumer on requests that name it."""
 
-    needs_ids: bool = False  # request_id and tag become file names
+    needs_ids: bool = False  # request_id and tag are required: they become file names
     layouts: tuple[str, ...] = LAYOUTS
-    returns: str = "inline"  # what a request means that does not say
+    returns: str = "inline"  # default of the field `return`
 
 
 @dataclass(frozen=True)
 class CaptureContext:
-    """What a request is checked against. In `consumers`, None marks one that exists and is not enabled here."""
+    """What a request is checked against. In `consumers`, None marks a consumer that exists but is not enabled."""
 
     schema: Mapping[str, HookSchema]
     num_layers: int
-    prompt: int | Sequence[int]  # token ids, or their number alone
+    prompt: int | Sequence[int]  # token ids, or their count
     max_tokens: int
-    consumers: Mapping[str, ConsumerRules | None] | None = None  # None: any name will do
+    consumers: Mapping[str, ConsumerRules | None] | None = None  # None: any name is accepted
     projections: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # name -> (rows, columns)
     max_request_bytes: int | None = None
     max_inline_bytes: int | None = None
-    cached_tokens: int = 0  # of the prompt, that will not be run and cannot be made to
+    cached_tokens: int = 0  # tokens of the prompt that come from a cache and cannot be computed
     spent_bytes: int = 0  # by other consumers of the same request
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """A capture against one model and prompt."""
+    """A capture resolved against one model and prompt."""
 
-    requested: Mapping[Address, Address]  # as the caller calls it -> where it is tapped
-    addresses: tuple[Address, ...]  # by layer, then by hook id; each once
+    requested: Mapping[Address, Address]  # (hook, layer) as requested -> address
+    addresses: tuple[Address, ...]  # by layer, then by hook id, without duplicates
     rows: Mapping[str, StoredRow]
     selector: PositionSelector
     estimate: Estimate
@@ -98,52 +98,54 @@ class Resolution:
 
 
 def check(
-    raw: Any, path: str, consumer: str | None, facts: CaptureContext | None
+    raw: Any, path: str, consumer: str | None, context: CaptureContext | None
 ) -> tuple[dict[str, Any], Resolution | None]:
-    """The fields of a capture, parsed; with `facts`, also what they come to."""
-    rules = _consumer(path, consumer, facts)  # V1
+    """Parse and check the fields of a capture; with `context`, also resolve them."""
+    rules = _consumer(path, consumer, context)  # V1
     _known_fields(raw, path)
     fields = dict(raw)
     _identifiers(fields, path, rules)  # V2
     hooks = _hooks_object(fields, path)  # V3
-    _hook_names(hooks, path, facts)  # V4
+    _hook_names(hooks, path, context)  # V4
     with _translated():
-        selectors = _layer_selectors(hooks, path, facts)  # V5, V6, V7
+        selectors = _layer_selectors(hooks, path, context)  # V5, V6, V7
         positions = parse_positions(fields.get("positions", "all_prompt"), f"{path}.positions")  # V8
         selector = (
-            None if facts is None else bind(positions, facts.prompt, facts.max_tokens, f"{path}.positions")
+            None
+            if context is None
+            else bind(positions, context.prompt, context.max_tokens, f"{path}.positions")
         )
-    _cached(selector, path, facts)  # V9
+    _cached(selector, path, context)  # V9
     _layout(fields, path, rules)  # V10
     values = {**_optional(fields, path), "hooks": selectors, "positions": positions}
-    if facts is None or selector is None:
+    if context is None or selector is None:
         return values, None
-    return values, _resolve(values, path, facts, rules, selector)  # V11, V12
+    return values, _resolve(values, path, context, rules, selector)  # V11, V12
 
 
 def field_path(path: str, name: str) -> str:
-    """The path of a field that a caller named: odd or endless names are quoted and cut."""
+    """The path of a caller-supplied field name: unusual or long names are quoted and truncated."""
     return f"{path}.{name if re.fullmatch(r'[A-Za-z0-9_-]{1,64}', name) else quoted(name, 40)}"
 
 
 @contextmanager
 def _translated() -> Iterator[None]:
-    """What the selectors refuse is refused as part of a capture."""
+    """Convert errors of the selectors to capture validation errors."""
     try:
         yield
     except SelectorError as error:
         raise CaptureValidationError(error.reason, error.path, _RULES[error.kind]) from None
 
 
-def _consumer(path: str, consumer: str | None, facts: CaptureContext | None) -> ConsumerRules:
-    if facts is None or facts.consumers is None or consumer is None:
+def _consumer(path: str, consumer: str | None, context: CaptureContext | None) -> ConsumerRules:
+    if context is None or context.consumers is None or consumer is None:
         return ConsumerRules()
     enabled = (
-        ", ".join(sorted(name for name, rules in facts.consumers.items() if rules is not None)) or "none"
+        ", ".join(sorted(name for name, rules in context.consumers.items() if rules is not None)) or "none"
     )
-    if consumer not in facts.consumers:
+    if consumer not in context.consumers:
         raise CaptureValidationError(f"no consumer has this name. Enabled here: {enabled}.", path, "V1")
-    rules = facts.consumers[consumer]
+    rules = context.consumers[consumer]
     if rules is None:
         raise CaptureValidationError(
             f"this consumer is not enabled on this server. Enabled here: {enabled}. A server enables it with "
@@ -202,11 +204,11 @@ def _hooks_object(fields: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return hooks
 
 
-def _hook_names(hooks: Mapping[str, Any], path: str, facts: CaptureContext | None) -> None:
+def _hook_names(hooks: Mapping[str, Any], path: str, context: CaptureContext | None) -> None:
     for hook in hooks:
         why = None
-        if facts is not None:
-            why = site_names.refusal(hook, facts.schema)
+        if context is not None:
+            why = site_names.refusal(hook, context.schema)
         elif not site_names.known_name(hook):
             why = f"no model has a hook of this name. Hooks: {', '.join(sorted((*BY_NAME, *site_names.ALIASES)))}."
         if why is not None:
@@ -214,30 +216,30 @@ def _hook_names(hooks: Mapping[str, Any], path: str, facts: CaptureContext | Non
 
 
 def _layer_selectors(
-    hooks: Mapping[str, Any], path: str, facts: CaptureContext | None
+    hooks: Mapping[str, Any], path: str, context: CaptureContext | None
 ) -> dict[str, LayerSelector]:
     where = {hook: field_path(f"{path}.hooks", hook) for hook in hooks}
     once = {hook for hook in hooks if hook in BY_NAME and BY_NAME[hook].once}
     for hook, value in hooks.items():
-        # A hook that fires once takes any selector, even a malformed one; only its JSON type must be a selector's.
+        # A hook that fires once accepts any selector, even a malformed one; only its JSON type must be a selector's.
         if hook not in once or not (isinstance(value, (str, Mapping, LayerSelector)) or is_list(value)):
             check_layers_form(value, where[hook])
     parsed = {h: ALL_LAYERS if h in once else parse_layers(value, where[h]) for h, value in hooks.items()}
     for hook, selector in parsed.items():
-        if facts is not None:
-            selector.check(facts.num_layers, where[hook])
+        if context is not None:
+            selector.check(context.num_layers, where[hook])
     for hook, selector in parsed.items():
         selector.check_not_empty(where[hook])
     return parsed
 
 
-def _cached(selector: PositionSelector | None, path: str, facts: CaptureContext | None) -> None:
-    if selector is None or facts is None:
+def _cached(selector: PositionSelector | None, path: str, context: CaptureContext | None) -> None:
+    if selector is None or context is None:
         return
     lowest = selector.lowest_prompt_position()
-    if lowest is not None and lowest < facts.cached_tokens:
+    if lowest is not None and lowest < context.cached_tokens:
         raise CaptureValidationError(
-            f"asks for position {lowest}, but the first {facts.cached_tokens} tokens come from the prefix cache and "
+            f"asks for position {lowest}, but the first {context.cached_tokens} tokens come from the prefix cache and "
             "are not computed. Ask for later positions, or send the request without cached prefix.",
             f"{path}.positions",
             "V9",
@@ -258,7 +260,7 @@ def _layout(fields: Mapping[str, Any], path: str, rules: ConsumerRules) -> None:
 
 
 def _optional(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """The fields that stand outside the numbered rules, and those that need no more looking at."""
+    """Parse the fields outside the numbered rules, and those that need no further check."""
     values = {name: fields.get(name) for name in ("request_id", "tag", "layout", "project", "accepted_only")}
     for name, allowed in _WORDS.items():
         value = fields.get(name, allowed[0])
@@ -294,20 +296,20 @@ def _streams(value: Any, path: str) -> tuple[int, ...] | None:
 def _resolve(
     values: Mapping[str, Any],
     path: str,
-    facts: CaptureContext,
+    context: CaptureContext,
     rules: ConsumerRules,
     selector: PositionSelector,
 ) -> Resolution:
     requested: dict[Address, Address] = {}
     for hook, layers in values["hooks"].items():
-        once = hook in facts.schema and facts.schema[hook].once
-        for layer in (facts.num_layers - 1,) if once else layers.expand(facts.num_layers):
-            requested[hook, layer] = site_names.resolve(hook, layer, facts.schema, facts.num_layers)
+        once = hook in context.schema and context.schema[hook].once
+        for layer in (context.num_layers - 1,) if once else layers.expand(context.num_layers):
+            requested[hook, layer] = site_names.resolve(hook, layer, context.schema, context.num_layers)
     addresses = tuple(sorted(set(requested.values()), key=lambda at: (at[1], BY_NAME[at[0]].id)))
-    schemas = {hook: facts.schema[hook] for hook, _ in addresses}
+    schemas = {hook: context.schema[hook] for hook, _ in addresses}
     _streams_exist(values["streams"], schemas, f"{path}.streams")
     project = values["project"]
-    matrix = None if project is None else facts.projections.get(project)
+    matrix = None if project is None else context.projections.get(project)
     columns = None if matrix is None else matrix[1]
     rows = {
         hook: stored_row(schema, values["streams"], columns, values["reduce"], values["dtype"])
@@ -315,9 +317,9 @@ def _resolve(
     }
     cost = estimate(rows, addresses, selector, values["reduce"])
     if project is None or matrix is not None:
-        _affordable(cost, values["return"] or rules.returns, path, facts)  # V11
+        _affordable(cost, values["return"] or rules.returns, path, context)  # V11
     if project is not None:
-        _projects(project, matrix, schemas, values["streams"], path, facts)  # V12
+        _projects(project, matrix, schemas, values["streams"], path, context)  # V12
     return Resolution(requested, addresses, rows, selector, cost, rules)
 
 
@@ -333,21 +335,21 @@ def _streams_exist(streams: tuple[int, ...] | None, schemas: Mapping[str, HookSc
         )
 
 
-def _affordable(cost: Estimate, returns: str, path: str, facts: CaptureContext) -> None:
-    total = facts.spent_bytes + cost.bytes
+def _affordable(cost: Estimate, returns: str, path: str, context: CaptureContext) -> None:
+    total = context.spent_bytes + cost.bytes
     rows = f"{cost.rows} rows at {cost.sites} sites"
     advice = "Choose fewer layers or positions, or use reduce, project, streams or dtype."
-    if facts.max_request_bytes is not None and total > facts.max_request_bytes:
-        others = f" ({facts.spent_bytes} of them for other consumers)" if facts.spent_bytes else ""
+    if context.max_request_bytes is not None and total > context.max_request_bytes:
+        others = f" ({context.spent_bytes} of them for other consumers)" if context.spent_bytes else ""
         raise CaptureValidationError(
-            f"would store up to {total} bytes{others}, {rows}; a request may store {facts.max_request_bytes} "
+            f"would store up to {total} bytes{others}, {rows}; a request may store {context.max_request_bytes} "
             f"(capture_max_request_bytes). {advice}",
             path,
             "V11",
         )
-    if returns == "inline" and facts.max_inline_bytes is not None and cost.bytes > facts.max_inline_bytes:
+    if returns == "inline" and context.max_inline_bytes is not None and cost.bytes > context.max_inline_bytes:
         raise CaptureValidationError(
-            f"would return up to {cost.bytes} bytes inline, {rows}; {facts.max_inline_bytes} are allowed "
+            f"would return up to {cost.bytes} bytes inline, {rows}; {context.max_inline_bytes} are allowed "
             f'(capture_inline_max_bytes). Use "return": "file", or: {advice}',
             path,
             "V11",
@@ -360,11 +362,11 @@ def _projects(
     schemas: Mapping[str, HookSchema],
     streams: tuple[int, ...] | None,
     path: str,
-    facts: CaptureContext,
+    context: CaptureContext,
 ) -> None:
     where = f"{path}.project"
     if matrix is None:
-        known = ", ".join(sorted(facts.projections)) or "none"
+        known = ", ".join(sorted(context.projections)) or "none"
         raise CaptureValidationError(
             f"no matrix is registered as {quoted(project)}. Registered: {known}.", where, "V12"
         )

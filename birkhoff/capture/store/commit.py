@@ -1,10 +1,11 @@
-"""Group commit: everything that waits to become durable goes through one round of syncing.
+"""Group commit: all requests that are waiting to become durable share one round of syncing.
 
-A round takes all jobs that came while the last one ran. Each file is flushed and synced once, each directory once, and
-only then are the requests told. So a hundred requests that end together in one shard cost two syncs, not two hundred.
-Packed and per_file captures are sealed in the same round; sharded ones are acknowledged on the strength of payload and
-journal, and their shard is sealed when it is full. What fails is undone or, where it holds rows that were acknowledged
-before, saved by the repair. One thread does all of this, so no file is synced, closed or removed twice at once.
+A round takes all tasks that arrived during the previous one. Each file is flushed and synced once, each directory
+once, and only then are the requests acknowledged; a hundred requests that end together in one shard cost two syncs.
+Packed and per_file captures are sealed in the same round; sharded ones are acknowledged once payload and journal are
+durable, and their shard is sealed when it is full. A failed capture is removed, unless its file holds rows that were
+acknowledged earlier: then the repair saves those. One thread does all of this, so that no file is synced, closed or
+removed concurrently.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class CommitTask:
-    """A request to acknowledge, a shard to seal, or (neither) a place in the queue to wait for."""
+    """A request to acknowledge, a shard to seal, or (neither) a barrier to wait for."""
 
     state: RequestState | None = None
     seal: OpenFile | None = None
@@ -35,7 +36,7 @@ class CommitTask:
 
 
 class Committer:
-    """`settled` is called with every request once its result is known."""
+    """Runs the rounds. `settled` is called with every request when its result is known."""
 
     def __init__(
         self, disk: Disk, root: str, sync: bool, queue_size: int, settled: Callable[[RequestState], None]
@@ -49,20 +50,20 @@ class Committer:
         self._changed = threading.Condition()
         self._closing = False
         self.unsealed: list[OpenFile] = []  # shards with acknowledged rows that could not be sealed
-        self.left_behind = False  # something of a failed capture could not be removed
+        self.left_behind = False  # files of a failed capture could not be removed
         self.rounds = 0
         self._thread = threading.Thread(target=self._run, name="capture-commit", daemon=True)
         self._thread.start()
 
     def submit(self, job: CommitTask) -> None:
-        """Queue a job; waits while the disk is too far behind."""
+        """Queue a task; blocks while the queue is full."""
         with self._changed:
             self._changed.wait_for(lambda: len(self._jobs) < self._limit)
             self._jobs.append(job)
             self._changed.notify_all()
 
     def drain(self) -> None:
-        """Return when everything submitted so far is settled."""
+        """Wait until all tasks submitted so far are done."""
         barrier = CommitTask()
         self.submit(barrier)
         barrier.done.result()
@@ -84,7 +85,7 @@ class Committer:
                 self._changed.notify_all()
             try:
                 self._round(jobs)
-            except Exception as error:  # a mistake of ours must not leave anybody waiting
+            except Exception as error:  # a defect here must not block callers forever
                 log.exception("capture commit failed")
                 for job in jobs:
                     if job.state is not None and not job.state.future.done():
@@ -105,7 +106,7 @@ class Committer:
                     file.flush()
                     file.sync()
                 except (OSError, CaptureError):
-                    pass  # the file is poisoned now and says why
+                    pass  # the file is poisoned and records the reason
         self._sync_directories(alive)
         self._acknowledge([state for state in states if state.layout == "sharded"])
         own = {file: state for state in states if state.layout != "sharded" for file in state.files}
@@ -115,11 +116,11 @@ class Committer:
                 self._tell(state)
 
     def _doomed(self, file: OpenFile, states: list[RequestState]) -> bool:
-        """A capture of its own that is not going to be kept need not be synced."""
+        """Whether the file belongs to a failed request alone, so that syncing it is useless."""
         return file.layout != "sharded" and any(state.error for state in states if file in state.files)
 
     def _sync_directories(self, files: list[OpenFile]) -> None:
-        """Names are part of being durable: a file that no directory mentions is lost."""
+        """Sync the directories: a file without a durable directory entry is lost."""
         wanted = [path for file in files if file.error is None for path in sorted(file.unsynced_directories)]
         failed = sync_directories(self._disk, wanted) if self._sync else {}
         for file in files:
@@ -166,7 +167,7 @@ class Committer:
                 file.close()
 
     def _undo(self, file: OpenFile) -> None:
-        """Leave nothing of a capture that was never acknowledged, unless another one has already made way for it."""
+        """Remove a capture that was never acknowledged, unless it has already displaced another one."""
         try:
             if file.interrupted:
                 self.left_behind = True
@@ -178,7 +179,7 @@ class Committer:
             log.warning("left behind after a failed capture: %s/%s (%s)", file.relative, file.stem, error)
 
     def _save(self, file: OpenFile) -> None:
-        """Seal the acknowledged rows of a shard that failed; if even that fails, the repair of the next start does."""
+        """Seal the acknowledged rows of a failed shard; if that fails too, the next start repairs it."""
         try:
             file.close()
             repair_file(
@@ -196,7 +197,7 @@ class Committer:
             self.unsealed.append(file)
 
     def retry_unsealed(self) -> None:
-        """Another try at the shards that could not be sealed: space may have returned."""
+        """Retry the shards that could not be sealed: there may be free space again."""
         waiting = self.unsealed
         self.unsealed = []
         for file in waiting:

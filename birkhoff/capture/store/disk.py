@@ -1,8 +1,8 @@
-"""Every call that changes a file system, on one small object that is handed to whoever writes.
+"""All calls that change the file system, in one object passed to writers.
 
-Writers, the lock and the repair know the disk only through a `Disk`, so a test can count, record or fail a call without
-touching anything else. Files are opened without following links: a link planted in a capture root leads nowhere.
-`write_all` is the only way bytes are written; the system may take fewer than offered, and that is not an error.
+Writers, the lock and the repair access the disk only through a `Disk`, so that tests can count, record or fail any
+call. Files are opened without following symbolic links, so a link in a capture root cannot redirect writes. All bytes
+are written by `write_all`, because the system may accept fewer bytes than offered.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from birkhoff.errors import CaptureWriteError
 CREATE = os.O_CREAT | os.O_EXCL | os.O_RDWR
 READ = os.O_RDONLY
 READ_WRITE = os.O_RDWR
-MOST_AT_ONCE = 1 << 30  # one call never takes more than 2 GiB; offering less keeps the arithmetic plain
+MOST_AT_ONCE = 1 << 30  # one system call takes less than 2 GiB
 
-_FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # where fsync leaves data in the drive's cache
+_FULL_FSYNC = getattr(fcntl, "F_FULLFSYNC", None)  # where fsync leaves data in the cache of the drive (macOS)
 
 
 class Disk:
-    """The file system as it is."""
+    """The real file system."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
@@ -69,7 +69,7 @@ class Disk:
             os.close(directory)
 
     def try_lock(self, file: int) -> bool:
-        """Hold the file for this descriptor alone until it is closed; False when somebody else does."""
+        """Lock the file for this descriptor until it is closed; False if another process has it."""
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -81,14 +81,14 @@ def write_all(disk: Disk, file: int, data: bytes | bytearray | memoryview, offse
     view = memoryview(data)
     while view:
         taken = disk.write(file, view[:MOST_AT_ONCE], offset)
-        if taken <= 0:  # never seen from a healthy system; without this it would be an endless loop
+        if taken <= 0:  # not expected from a healthy system; prevents an endless loop
             raise OSError(errno.EIO, "the system took no bytes and gave no reason")
         offset += taken
         view = view[taken:]
 
 
 def ensure_directory(disk: Disk, path: str) -> None:
-    """Make one directory unless it is there. A link in its place is refused."""
+    """Create a directory unless it exists. A symbolic link in its place is refused."""
     try:
         disk.mkdir(path)
     except FileExistsError:
@@ -99,7 +99,7 @@ def ensure_directory(disk: Disk, path: str) -> None:
 
 
 def remove(disk: Disk, path: str) -> bool:
-    """Unlink if it is there."""
+    """Unlink a file if it exists. Returns whether it did."""
     try:
         disk.unlink(path)
         return True

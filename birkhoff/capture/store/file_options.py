@@ -1,9 +1,9 @@
-"""How captures are written: the parameters of the filesystem consumer, checked when they are given.
+"""Options of the filesystem consumer.
 
-`packed` and `error` are the defaults because a request should be one file and a used name should not silently replace
-what is there. With `fsync` off a result says so (`durable: false`). With `atomic_publish` off a payload has its final
-name from the start, unless it replaces another; its sidecar still comes last. Shards only grow, so `overwrite` cannot
-apply to them: a used request id is refused there.
+`packed` and `error` are the defaults so that a request is one file and an existing capture is never replaced silently.
+With `fsync` off, results have `durable: false`. With `atomic_publish` off, a payload has its final name from the start,
+unless it replaces another capture; its sidecar is still written last. Shards only grow, so `overwrite` does not apply
+to them: a request id that is already used is refused.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class FileOptions:
     atomic_publish: bool = True
     num_shards: int = 8
     shard_max_bytes: int = 256 << 20
-    coalesce_max_bytes: int = 1 << 20  # rows that wait in memory, per open file
+    coalesce_max_bytes: int = 1 << 20  # rows buffered in memory per open file
     fd_cache_size: int = 256  # descriptors of one per_file capture; half as many open shards
     queue_size: int = 1024  # finished requests that may wait for the disk
     writer_threads: int = 4
-    timeout_seconds: float = 30.0  # how long a caller who waits for a result waits
+    timeout_seconds: float = 30.0  # limit of `get_result(wait=True)`
     pp_rank: int = 0
     pp_size: int = 1
 

@@ -1,8 +1,8 @@
-"""What a journal claims and its payloads confirm: the first half of a repair, which changes nothing.
+"""Analysis of a journal and its payloads: the first half of a repair, which changes nothing.
 
-Every number of a journal is checked before it is used, although it has passed its checksums by then: sums tell of
-accidents, not of intent. A payload is looked for under its open name first and under its final name second, because a
-crash can fall between the two renames of sealing.
+Every number of a journal is checked before use, even though it passed the checksums: checksums detect accidents, not
+intent. A payload is searched under its open name first and its final name second, because a crash can happen between
+the two renames of sealing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from birkhoff.capture.store.naming import JOURNAL, LAYOUTS, OPEN, PAYLOAD, SIDEC
 from birkhoff.errors import CaptureFileError, quoted
 
 _BLOCK = 1 << 20
-_HEAD = 1 << 16  # a sidecar of ours names its write within its first bytes
+_HEAD = 1 << 16  # sidecars of this package have the write id within their first bytes
 _WRITE_ID = re.compile(rb'"write_id": "([0-9a-f]{32})"')
 
 
 def write_id(directory: str, sidecar: str) -> str | None:
-    """The write that a sidecar in place belongs to: "" when it does not say, None when there is no such file."""
+    """The write id of an existing sidecar: empty if it has none, None if there is no such file."""
     try:
         with open(os.path.join(directory, sidecar), "rb") as file:
             match = _WRITE_ID.search(file.read(_HEAD))
@@ -34,7 +34,7 @@ def write_id(directory: str, sidecar: str) -> str | None:
 
 
 class Findings:
-    """`only` limits what is kept to these requests; everything else counts as dropped."""
+    """What can be kept of one journal. `only` limits it to these requests; the others count as dropped."""
 
     def __init__(self, disk: Disk, directory: str, journal: str, only: frozenset[str] | None = None):
         self._disk = disk
@@ -46,7 +46,7 @@ class Findings:
         self.good = bytearray()  # one flag per entry of the journal
         self.broken: set[str] = set()  # requests that lost a record
         self.finished: set[str] = set()
-        self.ends: dict[str, int] = {}  # payload stem -> where its last good record ends
+        self.ends: dict[str, int] = {}  # payload stem -> end of its last good record
         self.checked_bytes = 0
         self._seen: dict[str, None] = {}
         self._held: tuple[str, int | None] = ("", None)  # the payload that was read last
@@ -63,12 +63,12 @@ class Findings:
 
     @property
     def stems(self) -> list[str]:
-        """The payloads of this journal, without their endings."""
+        """Names of the payloads of this journal, without their suffix."""
         return list(self._seen) if self.header.get("layout") == "per_file" else [self.stem]
 
     @property
     def published(self) -> bool:
-        """Every sidecar is in place; only the cleaning was interrupted."""
+        """Whether every sidecar is in place and only the clean-up was interrupted."""
         ours = self.header.get("write_id")
         return bool(self.stems) and all(
             write_id(self.directory, stem + SIDECAR) == ours for stem in self.stems
@@ -76,7 +76,7 @@ class Findings:
 
     @property
     def worth_keeping(self) -> bool:
-        """Whether there is anything to seal, and nothing better in its place."""
+        """Whether there is something to seal and nothing better in its place."""
         if not self.header:
             return False
         if self.header["layout"] == "sharded":  # a request may end here and have its rows in an earlier shard
@@ -85,7 +85,7 @@ class Findings:
         return complete or (any(self.good) and not self.would_replace())
 
     def would_replace(self) -> bool:
-        """Whether another capture stands where this one would go."""
+        """Whether another capture exists under the same name."""
         if self.header.get("layout") == "sharded":
             return False
         sidecars = [name for name in os.listdir(self.directory) if name.endswith(SIDECAR)]
@@ -97,7 +97,7 @@ class Findings:
         return bool(self.good[number])
 
     def payload_name(self, stem: str) -> str | None:
-        """The payload under its open name, or its final one when that is not another capture's."""
+        """The payload under its open name, or its final name unless that is another capture's."""
         path = os.path.join(self.directory, stem + PAYLOAD)
         if os.path.lexists(path + OPEN):
             return stem + PAYLOAD + OPEN
@@ -134,7 +134,7 @@ class Findings:
             self.good.append(good)
 
     def _continues(self, request: str, rows: int) -> bool:
-        """Whether earlier shards of this slot hold all the rows that the request had when it came to this one."""
+        """Whether earlier shards of this slot hold all rows that the request had before this shard."""
         if not rows:
             return True
         slot, _, seq = self.stem.rpartition("-")
@@ -144,7 +144,7 @@ class Findings:
             if name.startswith(f"{slot}-") and name < f"{slot}-{seq}"
         ]
         if any(name.endswith(JOURNAL) for name in earlier):
-            return True  # it could not be repaired: nothing is known against it
+            return True  # it could not be repaired, so nothing contradicts it
         for name in earlier:
             if name.endswith(SIDECAR):
                 with open(os.path.join(self.directory, name), "rb") as file:

@@ -1,10 +1,9 @@
-"""Which requests of a capture directory came to their end, and taking away what is there of the others.
+"""Which requests of a capture directory are complete, and removal of the incomplete ones.
 
-A request has come to its end when its sidecar says so, every row it claims is listed, none was dropped, and it was not
-cancelled. Whoever writes many requests and is killed can ask here which of them need not be run again. `forget` removes
-the beginnings of the others, so that they can be written anew under the same names. It may be killed at any moment and
-run again: a sidecar is replaced in one step, and a request that was forgotten in one shard is unfinished in the rest.
-Both want a directory that nobody is writing to, after a repair.
+A request is complete if its sidecar says so, every row it claims is listed, none was dropped, and it was not cancelled.
+A resumed run uses this to skip requests. `forget` removes the incomplete ones, so that they can be written again under
+the same names. It may be killed at any time and run again: a sidecar is replaced atomically, and a request that was
+removed from one shard is incomplete in the others. Both functions expect a repaired directory without a writer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _SHARD = re.compile(r"shard-.*\.json")
 
 @dataclass(slots=True)
 class Progress:
-    """One request so far. `rows` are those that sidecars list, `claimed` those it said it had at its end."""
+    """Progress of one request. `rows` are listed in sidecars, `claimed` is the total recorded at its end."""
 
     rows: int = 0
     nbytes: int = 0
@@ -43,7 +42,7 @@ class Progress:
         self.nbytes += record.nbytes
 
     def learn(self, facts: dict[str, Any]) -> None:
-        """What one sidecar says about the request; the end of it may stand in any of its shards."""
+        """Add what one sidecar says about the request; its end may be recorded in any of its shards."""
         if facts.get("complete"):
             self.claimed = facts.get("rows")
             self.ended = facts.get("finish_reason") in ("stop", "length") and not facts.get("dropped_rows")
@@ -51,7 +50,7 @@ class Progress:
 
 @dataclass
 class Survey:
-    """Every request of a tag, by its id, and the sidecars that speak of it."""
+    """Every request of a tag by id, and the sidecars that mention it."""
 
     requests: dict[str, Progress] = field(default_factory=dict)
 
@@ -65,7 +64,7 @@ class Survey:
 
 
 def survey(directory: str | os.PathLike[str]) -> Survey:
-    """Read the sidecars of a tag's directory, one at a time, whatever their layout."""
+    """Read the sidecars of a tag's directory, one at a time, in any layout."""
     found = Survey()
     for sidecar in _sidecars(Path(directory)):
         with CaptureFile(sidecar, labels=False) as file:
@@ -84,7 +83,7 @@ def survey(directory: str | os.PathLike[str]) -> Survey:
 
 
 def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: Disk | None = None) -> None:
-    """Take these requests out of a tag's directory. Their bytes in a shard stay and are nobody's."""
+    """Remove requests from a tag's directory. Their bytes in a shard remain, unreferenced."""
     disk, wanted = disk or Disk(), frozenset(requests)
     for sidecar in list(_sidecars(Path(directory))) if wanted else ():
         facts = json.loads(sidecar.read_bytes())
@@ -103,18 +102,18 @@ def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: D
 
 
 def _clear(disk: Disk, directory: Path) -> None:
-    """Payloads that no sidecar and no journal speaks of, and directories that hold nothing else."""
+    """Remove payloads without sidecar and journal, and directories that become empty."""
     for place in [directory, *directory.glob("*/")]:
         for payload in place.glob("*" + PAYLOAD):
             if not payload.with_suffix(SIDECAR).exists() and not any(place.glob("*" + JOURNAL)):
                 remove(disk, str(payload))
         if place != directory:
-            with contextlib.suppress(OSError):  # it holds something
+            with contextlib.suppress(OSError):  # the directory is not empty
                 disk.rmdir(str(place))
 
 
 def _sidecars(directory: Path) -> Iterator[Path]:
-    """Of shards in the directory itself, and of the requests that have a directory of their own."""
+    """Sidecars of the shards in the directory and of the requests in their own directories."""
     if not directory.is_dir():
         return
     for path in sorted(directory.iterdir()):
@@ -125,19 +124,19 @@ def _sidecars(directory: Path) -> Iterator[Path]:
 
 
 def _remove(disk: Disk, sidecar: Path) -> None:
-    """The sidecar first: a payload without one is invisible, a sidecar without a payload is an error."""
+    """Remove the sidecar first: a payload without one is invisible, a sidecar without a payload is an error."""
     remove(disk, str(sidecar))
     disk.sync_directory(str(sidecar.parent))
     remove(disk, str(sidecar.with_suffix(PAYLOAD)))
 
 
 def _replace(disk: Disk, sidecar: Path, facts: dict[str, Any]) -> None:
-    # The writer's own form: the names of requests stand in front of the entries, where it looks for them.
+    # The same form as the writer's: request ids precede the entries, where readers look for them.
     entries = facts.pop("entries")
     lines = ",\n".join(json.dumps(entry) for entry in entries)
     text = json.dumps(facts)[:-1] + ', "entries": [\n' + lines + "\n]}\n"
     path = str(sidecar) + OPEN
-    remove(disk, path)  # an earlier attempt
+    remove(disk, path)  # of an earlier attempt
     file = disk.open(path, CREATE)
     try:
         write_all(disk, file, text.encode(), 0)

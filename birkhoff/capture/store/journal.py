@@ -1,14 +1,14 @@
-"""The journal beside an open capture file: one line per fact, each with a checksum that continues the line before.
+"""The journal of an open capture file: one record per line, each with a checksum that continues the previous line's.
 
     8 hex digits  kind  JSON
-    open     layout, names, the write's own id          always first
-    begin    a request that starts here, and its facts
-    entry    rows that were written: what the sidecar will say about them, with the checksum of their bytes
+    open     layout, names, write id                    always first
+    begin    a request that starts here, with its metadata
+    entry    rows that were written: their sidecar entry, with the checksum of their bytes
     finish   the end of a request
 
-A line is written after the bytes it speaks of. Reading stops at the first line that is cut, changed or out of order,
-so what is read is always a beginning of what was written; because the sum runs on, a whole line left over from another
-file does not fit. The sidecar is made from these lines when the file is sealed, by its writer or by the repair.
+A line is written after the bytes it describes. Reading stops at the first line that is truncated, changed or out of
+order, so the result is always a prefix of what was written; because the checksum is cumulative, a complete line left
+over from another file does not match. Sealing builds the sidecar from these lines, in the writer or in the repair.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BLOCK = 1 << 20
 
 
 class Journal:
-    """Lines gather in memory until `flush`; `sync` makes what was flushed durable."""
+    """Lines are buffered until `flush`; `sync` makes flushed lines durable."""
 
     def __init__(self, disk: Disk, path: str):
         self.path = path
@@ -61,7 +61,7 @@ class Journal:
 
 
 def read_journal(disk: Disk, path: str) -> Iterator[tuple[str, bytes]]:
-    """(kind, JSON) of every line up to the first that does not fit. A missing journal is an empty one."""
+    """(kind, JSON) of every line up to the first invalid one. A missing journal is empty."""
     try:
         file = disk.open(path, READ)
     except FileNotFoundError:
@@ -86,7 +86,7 @@ def read_journal(disk: Disk, path: str) -> Iterator[tuple[str, bytes]]:
 
 
 def _checked(line: bytes, before: int) -> tuple[int, str, bytes] | None:
-    """The running sum, kind and JSON of a line that fits behind `before`."""
+    """Checksum, kind and JSON of a line that is valid after checksum `before`."""
     digits = line[:8]
     space = line[8:9]
     text = line[9:]

@@ -1,12 +1,12 @@
-"""Which file a capture goes to: three layouts, names made safe, shards chosen by the request's name.
+"""File names of captures: three layouts, safe names, and shards chosen by a hash of the request id.
 
     per_file   {tag}/{request}/{layer}_{hook}.bin + .json
     packed     {tag}/{request}/packed.bin + packed.json
     sharded    {tag}/shard-{index}-{seq}.bin + .json
 
-With several pipeline stages every stage writes files of its own, `packed-pp03` and `shard-pp03-...`. While a file is
-open it is called `.bin.tmp`, with a `.journal` beside it. A slug holds only [A-Za-z0-9._-], fits a file name, never
-starts with a dot (the root keeps its lock there) and never looks like a shard.
+With several pipeline stages each stage has files of its own, `packed-pp03` and `shard-pp03-...`. An open file is named
+`.bin.tmp` and has a `.journal` beside it. A slug contains only [A-Za-z0-9._-], fits a file name, does not start with a
+dot (the root keeps its lock there) and never looks like a shard.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SIDECAR = ".json"
 OPEN = ".tmp"
 JOURNAL = ".journal"
 POISON = ".poison"
-MAX_SLUG = 200  # names may have 255 bytes; leave room for suffixes
+MAX_SLUG = 200  # file names may have 255 bytes; leaves space for suffixes
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]")
 _SHARD = re.compile(r"shard-.*\.(bin|json|tmp|journal|poison)", re.DOTALL)
@@ -29,7 +29,7 @@ PER_FILE = re.compile(r"\d+_[A-Za-z0-9._-]+")
 
 
 def slug(text: str) -> str:
-    """A file name for this text: the text itself when it is safe."""
+    """A file name for this text: the text itself if it is safe."""
     safe = _UNSAFE.sub("_", text)
     if safe.startswith("."):
         safe = "_" + safe[1:]
@@ -43,7 +43,7 @@ def short_hash(text: str) -> str:
 
 
 def stage(pp_rank: int, pp_size: int) -> str:
-    """What the files of one pipeline stage add to their names."""
+    """The suffix of the files of one pipeline stage."""
     return f"-pp{pp_rank:02d}" if pp_size > 1 else ""
 
 
@@ -56,7 +56,7 @@ def shard_stem(stage_name: str, index: int, seq: int) -> str:
 
 
 def shard_seq(name: str, stage_name: str, index: int) -> int | None:
-    """The sequence number in a shard's file name, or None when the name belongs to something else."""
+    """The sequence number in a shard's file name, or None for other names."""
     match = re.fullmatch(rf"shard{re.escape(stage_name)}-{index:03d}-(\d+)\.[a-z.]+", name)
     return int(match[1]) if match else None
 

@@ -1,10 +1,9 @@
-"""Capture files while they grow: one journal, and the payloads it speaks of.
+"""Open capture files: one journal and its payloads.
 
-Rows wait in memory until a megabyte of them has come, so that many small steps become one entry per hook and layer.
-`flush` writes bytes first and their journal lines after. A failure of any call poisons the whole object: nothing more
-is written, and a descriptor whose sync failed is never synced again, because the system may have thrown the pages away
-and would answer that all is well. Appending is safe from several threads; syncing, closing and discarding are done by
-one.
+Rows are buffered until they take a megabyte, so that many small steps become one entry per hook and layer. `flush`
+writes bytes first, then their journal lines. Any failed call poisons the whole object: nothing more is written, and a
+descriptor whose sync failed is never synced again, because the kernel may have dropped the pages and would report
+success. Appending is safe from several threads; syncing, closing and discarding are done by one.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ from birkhoff.errors import CaptureWriteError
 from birkhoff.hooks.sites import BY_NAME
 
 _MATRICES = frozenset(name for name, site in BY_NAME.items() if site.shape == "mm")
-MAX_ENTRY_ROWS = 1 << 16  # keeps a journal line and a reader's unit of work small
-MAX_ENTRIES = 1 << 20  # of one packed file: what readers accept
+MAX_ENTRY_ROWS = 1 << 16  # limits the size of a journal line and of a reader's unit of work
+MAX_ENTRIES = 1 << 20  # of one packed file: the readers' limit
 MAX_PATIENCE = 64 << 20
-ROW_OVERHEAD, CHUNK_OVERHEAD = 64, 1024  # what waiting labels cost in memory, roughly
+ROW_OVERHEAD, CHUNK_OVERHEAD = 64, 1024  # approximate memory of buffered labels
 
 
 @dataclass(eq=False)
 class RequestState:
-    """One request on its way into files, and what is known of it so far."""
+    """State of one request that is being written."""
 
     request: CaptureRequest
     layout: str
     directory: str = ""  # relative to the root
     files: list[OpenFile] = field(default_factory=list)
     offered_rows: int = 0  # accepted by `append`
-    rows: int = 0  # handed to the system
+    rows: int = 0  # written to the file
     nbytes: int = 0
     keys: set[tuple[int, str]] = field(default_factory=set)
     lost_rows: int = 0
     error: str | None = None  # the capture is lost
-    warning: str | None = None  # some of its rows are
-    abandoned: bool = False  # the writer was closed first
+    warning: str | None = None  # some rows are lost
+    abandoned: bool = False  # the writer was closed before the request finished
     sums: dict[str, Any] = field(default_factory=dict)  # running sha256 by relative path
     finish: CaptureFinish | None = None
     future: Future[CaptureResult] = field(default_factory=Future)
@@ -60,7 +59,7 @@ class RequestState:
 
 
 class _Payload:
-    """One growing payload: its descriptor, when it has one, and how far it goes."""
+    """One growing payload: its size and, if open, its descriptor."""
 
     def __init__(self, path: str, relative: str):
         self.path = path
@@ -72,7 +71,7 @@ class _Payload:
 
 
 class OpenFile:
-    """`header` goes into the journal's first line; `directory` is relative to `root`."""
+    """`header` is the first line of the journal; `directory` is relative to `root`."""
 
     def __init__(
         self,
@@ -97,10 +96,10 @@ class OpenFile:
         self.replaces = header["replace"]
         self.lock = threading.RLock()
         self.error: BaseException | None = None
-        self.sync_failed = False  # a sync that failed cannot be repeated: the pages may be gone
-        self.interrupted = False  # sealing failed after a previous capture had made way for this one
+        self.sync_failed = False  # a failed sync cannot be repeated: the pages may be lost
+        self.interrupted = False  # sealing failed after it had displaced a previous capture
         self.closed = False
-        self.acknowledged: set[str] = set()  # request ids whose rows here are known to be durable
+        self.acknowledged: set[str] = set()  # request ids whose rows in this file are durable
         self.unsynced_directories = {self.directory}
         self._waiting: OrderedDict[tuple[RequestState, int, str], list[Chunk]] = OrderedDict()
         self._weight = 0
@@ -108,7 +107,7 @@ class OpenFile:
         self._payloads: dict[str, _Payload] = {}
         self._cached: OrderedDict[str, _Payload] = (
             OrderedDict()
-        )  # payloads with a descriptor, oldest use first
+        )  # payloads with a descriptor, least recently used first
         self.num_entries = 0
         self._journal = Journal(disk, os.path.join(self.directory, stem + JOURNAL))
         self._journal.add("open", {**header, "stem": stem, "atomic": atomic})
@@ -130,26 +129,26 @@ class OpenFile:
 
     @property
     def num_lines(self) -> int:
-        """Entries and requests: what the sidecar will have to list."""
+        """Number of entries and requests that the sidecar will list."""
         return self.num_entries + len(self._begun)
 
     @property
     def weight(self) -> int:
-        """Bytes of memory that rows are waiting in."""
+        """Bytes of buffered rows."""
         return self._weight
 
     def begin(self, state: RequestState) -> None:
-        """Note the request in the journal; only the first call says anything."""
+        """Record the request in the journal, once."""
         name = state.request.request_id
         with self.lock:
             if name not in self._begun:
                 self._begun.add(name)
                 state.files.append(self)
                 facts = {**state.request.meta, "request_id": name, "tag": state.request.tag}
-                if state.offered_rows:  # the repair must not keep this part when an earlier one is lost
+                if state.offered_rows:  # the repair must not keep this part if an earlier one is lost
                     facts["continues"] = state.offered_rows
                 self._journal.add("begin", facts)
-                if self.layout == "packed":  # the file is there also when no row ever comes
+                if self.layout == "packed":  # the file exists even if no row arrives
                     state.sums[f"{self.relative}/{self.stem}{PAYLOAD}"] = hashlib.sha256()
 
     def append(self, state: RequestState, chunk: Chunk) -> None:
@@ -164,25 +163,25 @@ class OpenFile:
     def finish(self, state: RequestState, finish: CaptureFinish) -> None:
         with self.lock:
             self._refuse_if_poisoned()
-            self.flush()  # the end of a request is written behind its rows
+            self.flush()  # the end of a request is written after its rows
             facts: dict[str, Any] = {
                 "request_id": state.request.request_id,
                 "finish_reason": finish.finish_reason,
             }
-            facts["rows"] = state.offered_rows  # of all files: a reader can tell when one of them is missing
+            facts["rows"] = state.offered_rows  # over all files: readers can detect a missing one
             if finish.prompt_len is not None:
                 facts["prompt_len"] = finish.prompt_len
             lost = finish.dropped_rows + state.lost_rows
             self._journal.add("finish", facts | ({"dropped_rows": lost} if lost else {}))
 
     def disown(self, state: RequestState) -> None:
-        """Take back the end of a request whose rows in another file were lost."""
+        """Revoke the end of a request whose rows in another file were lost."""
         with self.lock:
             if self.error is None and not self.closed:
                 self._journal.add("finish", {"request_id": state.request.request_id, "error": state.error})
 
     def flush(self) -> None:
-        """Hand everything that waits to the system: payload, then journal."""
+        """Write everything that is buffered: payload, then journal."""
         with self.lock:
             self._refuse_if_poisoned()
             try:
@@ -200,13 +199,13 @@ class OpenFile:
                 self._weight = 0
 
     def sync(self) -> None:
-        """Make what was flushed durable, but for the directory entries (`unsynced_directories`)."""
+        """Make flushed data durable, except for directory entries (`unsynced_directories`)."""
         if not self._sync:
             return
         try:
             with self.lock:
                 files = [payload.file for payload in self._cached.values()]
-            for file in files:  # without the lock: rows go on arriving while the disk works
+            for file in files:  # without the lock: rows keep arriving while the disk works
                 assert file is not None
                 self._disk.fsync(file)
             self._journal.sync()
@@ -216,7 +215,7 @@ class OpenFile:
             raise
 
     def close(self) -> None:
-        """Give the descriptors back; whatever becomes of the files is decided elsewhere."""
+        """Close the descriptors. The files stay as they are."""
         with self.lock:
             if not self.closed:
                 self.closed = True
@@ -227,19 +226,17 @@ class OpenFile:
                     payload.file = None
 
     def poison(self, error: BaseException) -> None:
-        """No more writing. A file whose sync failed is marked, so that the repair copies instead of trusting it."""
+        """Stop writing. A file whose sync failed is marked, so that the repair copies it."""
         with self.lock:
             self.error = self.error or error
             if self.sync_failed:
-                with contextlib.suppress(
-                    OSError
-                ):  # on a disk that is failing; the capture has failed either way
+                with contextlib.suppress(OSError):  # on a failing disk; the capture has failed either way
                     self._disk.close(
                         self._disk.open(os.path.join(self.directory, self.stem + POISON), CREATE)
                     )
 
     def discard(self) -> None:
-        """Leave nothing behind of a capture that failed before it was acknowledged."""
+        """Remove all files of a capture that failed before it was acknowledged."""
         self.close()
         for stem, payload in self._payloads.items():
             final = os.path.join(self.directory, stem)
@@ -251,7 +248,7 @@ class OpenFile:
         remove(self._disk, os.path.join(self.directory, self.stem + POISON))
 
     def _patience(self) -> int:
-        """How many bytes may wait. A long capture waits longer, so that its sidecar stays within what readers take."""
+        """Bytes that may be buffered; grows with the capture, so that its sidecar stays within the readers' limits."""
         doublings = self.num_entries // (MAX_ENTRIES // 8)
         return max(min(self._coalesce << doublings, MAX_PATIENCE), self._coalesce)
 
@@ -267,7 +264,7 @@ class OpenFile:
         run: list[Chunk],
         batch: list[tuple[_Payload, memoryview]],
     ) -> None:
-        """One entry: its bytes to the batch, its line to the journal, its sums to the request."""
+        """Add one entry: its bytes to the batch, its line to the journal, its checksums to the request."""
         if self.num_entries >= MAX_ENTRIES:
             raise CaptureWriteError(
                 f"{self.relative}/{self.stem} has {MAX_ENTRIES} entries, as many as readers take. Use the sharded "
@@ -310,7 +307,7 @@ class OpenFile:
         state.keys.add((layer, hook))
 
     def _write(self, batch: list[tuple[_Payload, memoryview]]) -> None:
-        """Write pieces where `_enter` put them; neighbours in one file go in one call."""
+        """Write pieces at the offsets chosen by `_enter`; adjacent pieces are written in one call."""
         starts: dict[_Payload, int] = {}
         for payload, piece in batch:
             starts[payload] = starts.get(payload, payload.size) - len(piece)
@@ -324,7 +321,7 @@ class OpenFile:
                 target = payload
                 place = starts[payload]
             if not held and len(piece) >= self._coalesce:
-                self._put(payload, piece, place)  # large rows go out without another copy
+                self._put(payload, piece, place)  # large rows are written without another copy
                 place += len(piece)
             else:
                 held += piece
@@ -344,14 +341,14 @@ class OpenFile:
         return self._payloads[stem]
 
     def _descriptor(self, payload: _Payload) -> int:
-        """The payload's descriptor, opened again if it was closed to make room."""
+        """The descriptor of a payload, reopened if it was closed by the cache."""
         if payload.file is None:
             while len(self._cached) >= self._fd_cache:
                 _, oldest = self._cached.popitem(last=False)
                 assert oldest.file is not None
                 file = oldest.file
                 oldest.file = None
-                if self._sync:  # while this descriptor can still be told of a failed write-back
+                if self._sync:  # while this descriptor can still report a failed write-back
                     self._disk.fsync(file)
                 self._disk.close(file)
             payload.file = self._disk.open(payload.path, READ_WRITE if payload.created else CREATE)
@@ -362,7 +359,7 @@ class OpenFile:
 
 
 def _runs(chunks: list[Chunk]) -> list[list[Chunk]]:
-    """Chunks that continue each other, as groups that one entry can describe."""
+    """Group consecutive chunks that one entry can describe."""
     runs: list[list[Chunk]] = []
     rows = 0
     for chunk in _small_enough(chunks):
@@ -391,7 +388,7 @@ def _small_enough(chunks: list[Chunk]) -> Iterator[Chunk]:
 
 
 def _labels(run: list[Chunk]) -> dict[str, Any]:
-    """What each row is, and how to read it."""
+    """Labels of the rows, and how to decode them."""
     first = run[0]
     labels: dict[str, Any] = {} if len(first.row_shape) == 1 else {"row_shape": list(first.row_shape)}
     if first.positions is not None:
@@ -403,7 +400,7 @@ def _labels(run: list[Chunk]) -> dict[str, Any]:
         labels["phase"] = (
             PHASES[letters[0]] if len(set(letters)) == 1 else [PHASES[letter] for letter in letters]
         )
-    if len(first.row_shape) == 2 and first.hook in _MATRICES:  # a projected one is no matrix any more
+    if len(first.row_shape) == 2 and first.hook in _MATRICES:  # a projected row is not a matrix
         labels["axes"] = ["from", "to"]
     scales = [chunk.scales() for chunk in run]
     if scales[0] is not None:

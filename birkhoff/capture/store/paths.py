@@ -1,8 +1,8 @@
-"""Where a request's files go: directories made from names, and what happens when a name is taken.
+"""Directories of requests, and the handling of names that are taken.
 
-Two different ids that look alike once made safe do not share a directory: the second gets a hash of its own id behind
-its name. The same id twice is a collision, and the caller's choice decides: refuse, replace, or number it. Who owns a
-directory is read from the sidecars in it, so names are known across runs without being remembered.
+Two different ids that map to the same safe name do not share a directory: the second gets a hash of its id appended.
+The same id twice is a collision, resolved by `on_collision`: refuse, replace, or add a number. The owner of a directory
+is read from its sidecars, so names are known across runs.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from birkhoff.capture.store.disk import Disk, ensure_directory
 from birkhoff.capture.store.naming import JOURNAL, SIDECAR, short_hash, slug
 from birkhoff.errors import CaptureExists, CaptureFileError, quoted
 
-Identity = tuple[str, str]  # tag and request id, as the caller wrote them
+Identity = tuple[str, str]  # tag and request id as given by the caller
 
 _HEAD = 1 << 16
 
 
 class PathAllocator:
-    """Names given out by one writer. A claimed directory is released when its capture is sealed or discarded."""
+    """Names claimed by one writer. A directory is released when its capture is sealed or discarded."""
 
     def __init__(self, disk: Disk, root: str, on_collision: str, stage: str):
         self._disk = disk
@@ -33,8 +33,8 @@ class PathAllocator:
         self._stage = stage
         self._lock = threading.Lock()
         self._claimed: dict[str, Identity] = {}
-        self._durable_tags: set[str] = set()  # directories whose name in the root has been synced by this run
-        self._tags: dict[str, str] = {}  # directory -> tag, for this run
+        self._durable_tags: set[str] = set()  # directories whose entry in the root was synced by this run
+        self._tags: dict[str, str] = {}  # directory -> tag, in this run
         self._directories: dict[str, str] = {}  # tag -> directory
         self._shard_ids: dict[str, set[int]] = {}  # tag directory -> hashes of the request ids in its shards
 
@@ -51,17 +51,18 @@ class PathAllocator:
             return name
 
     def unsynced(self, tag_directory: str) -> set[str]:
-        """Directories above a capture that have to be synced for its name to last.
+        """Directories above a capture that must be synced for its name to be durable.
 
-        Who made them does not matter: whoever did may have died, or be waiting for a sync of its own."""
+        This includes directories made by others: their creator may have died, or not have synced them yet.
+        """
         return set() if tag_directory in self._durable_tags else {self._root}
 
     def settle(self, tag_directory: str) -> None:
-        """A capture in this tag is durable, and so is the tag's own name."""
+        """Record that a capture in this tag, and thus the tag's own name, is durable."""
         self._durable_tags.add(tag_directory)
 
     def claim(self, tag: str, request_id: str) -> tuple[str, bool]:
-        """A directory for one request, relative to the root, and whether it replaces a capture."""
+        """Claim a directory for one request. Returns it, relative to the root, and whether it replaces a capture."""
         parent = self.tag(tag)
         identity = (tag, request_id)
         with self._lock:
@@ -83,7 +84,7 @@ class PathAllocator:
             self._claimed.pop(path, None)
 
     def claim_in_shards(self, tag_directory: str, request_id: str) -> str:
-        """The name under which a request goes into the shards of a tag: its id, numbered if it must be."""
+        """Claim the name of a request in the shards of a tag: its id, with a number if required."""
         with self._lock:
             if tag_directory not in self._shard_ids:
                 self._shard_ids[tag_directory] = set(self._sealed_ids(tag_directory))
@@ -106,7 +107,7 @@ class PathAllocator:
             yield from (f"{base}-{number}" for number in itertools.count(1))
 
     def _free(self, path: str, identity: Identity) -> bool:
-        """Whether this capture may go there; raises where the answer is a refusal."""
+        """Whether the capture may use this directory; raises if it is refused."""
         owner, on_disk = self._owner(path)
         if owner is None:
             return True
@@ -121,7 +122,7 @@ class PathAllocator:
         )
 
     def _owner(self, path: str) -> tuple[Identity | None, bool]:
-        """Whose capture a directory holds, if any, and whether it is on disk rather than being written."""
+        """The owner of a directory, if any, and whether the capture is on disk rather than being written."""
         if path in self._claimed:
             return self._claimed[path], False
         full = os.path.join(self._root, path)
@@ -136,14 +137,14 @@ class PathAllocator:
         return None, any(name.endswith(JOURNAL) for name in names)
 
     def _other_stage(self, name: str) -> bool:
-        """Stages of one run share a directory; the parts of the others are not in the way."""
+        """Whether a file belongs to another pipeline stage of the same run, which shares the directory."""
         return bool(self._stage) and name.startswith("packed-pp") and name != f"packed{self._stage}{SIDECAR}"
 
     def _sealed_ids(self, tag_directory: str) -> Iterator[int]:
         directory = os.path.join(self._root, tag_directory)
         for name in os.listdir(directory):
             if name.startswith(f"shard{self._stage}-") and name.endswith(SIDECAR):
-                with contextlib.suppress(CaptureFileError):  # a damaged shard is the reader's to report
+                with contextlib.suppress(CaptureFileError):  # readers report damaged shards
                     yield from map(_number, _shard_requests(os.path.join(directory, name)))
 
 
@@ -153,12 +154,12 @@ def _numbered(request_id: str) -> Iterator[str]:
 
 
 def _number(request_id: str) -> int:
-    """Eight bytes in place of a name: a run may have millions."""
+    """Eight bytes instead of a name: a run may have millions."""
     return int(short_hash(request_id) + short_hash(request_id + "\0"), 16)
 
 
 def _identity(sidecar: str) -> tuple[str | None, str]:
-    """Tag and request id of a sidecar; it may be large, and they stand in front when it is ours."""
+    """Tag and request id of a sidecar, read from its beginning if this package wrote it; it may be large."""
     with open(sidecar, "rb") as file:
         head = file.read(_HEAD)
         found = {name: _string(head, name) for name in ("tag", "request_id")}
@@ -180,11 +181,11 @@ def _string(head: bytes, name: str) -> str | None:
         value, _ = json.JSONDecoder().raw_decode(head[start + len(name) + 4 :].decode("ascii", "replace"))
     except ValueError:
         return None
-    return value
+    return value if isinstance(value, str) else None
 
 
 def _shard_requests(sidecar: str) -> list[str]:
-    """The request ids of a shard, without parsing its entries when they are listed in front of them."""
+    """The request ids of a shard, without parsing its entries if the ids precede them."""
     with open(sidecar, "rb") as file:
         text = file.read().decode("utf-8", "replace")
     start = text.find('"requests": ')

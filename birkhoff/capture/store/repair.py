@@ -1,10 +1,10 @@
-"""What a crash left behind, sealed: every whole record is kept, a torn tail is dropped, nothing is guessed.
+"""Repair after a crash: seal every complete record, drop a torn tail, guess nothing.
 
-A record counts when its journal line fits behind the line before and its bytes have the checksum the line names. Once
-a record of a request is bad, later ones of that request are dropped too, so each request keeps a beginning of its rows
-and is marked `complete: false`. Other requests of the same file are not touched. Running the repair again changes
-nothing; being killed in the middle of it loses nothing. A capture that was interrupted while it replaced another one
-does not replace it. Files marked as poisoned are copied: a sync that failed may have left pages only in memory.
+A record is valid if its journal line continues the previous one and its bytes match the checksum in the line. After a
+bad record, later records of the same request are dropped too, so each request keeps a prefix of its rows and is marked
+`complete: false`. Other requests of the file are not affected. Repeating the repair changes nothing, and killing it
+loses nothing. A capture that was interrupted while it replaced another one does not replace it. Files marked as
+poisoned are copied: a failed sync may have left pages only in memory.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RepairReport:
 
 
 def repair(root: str | os.PathLike[str], disk: Disk | None = None, sync: bool = True) -> RepairReport:
-    """Seal everything under a capture root. Refuses while a writer is alive."""
+    """Seal everything under a capture root. Refused while a writer is running."""
     root, disk = os.fspath(root), disk or Disk()
     if not os.path.isdir(root):
         raise CaptureFileError(f"{root} is not a directory. Give the capture root.")
@@ -63,7 +63,7 @@ def repair(root: str | os.PathLike[str], disk: Disk | None = None, sync: bool = 
 
 
 def repair_held(root: str, disk: Disk, stage: str | None = None, sync: bool = True) -> RepairReport:
-    """The same for whoever holds the lock already; `stage` limits it to the files of one pipeline stage."""
+    """Repair a root whose lock the caller holds; `stage` limits it to the files of one pipeline stage."""
     report, started = RepairReport(), time.perf_counter()
     for directory in _directories(root):
         for name in sorted(os.listdir(directory)):
@@ -88,7 +88,7 @@ def repair_file(
     only: Iterable[str] | None = None,
     rewrite: bool = False,
 ) -> None:
-    """Seal what one journal's files hold. `only` keeps these requests and no others; `rewrite` copies the payload."""
+    """Seal the files of one journal. `only` keeps just these requests; `rewrite` copies the payload."""
     found = Findings(disk, directory, journal, None if only is None else frozenset(only))
     report.checked_bytes += found.checked_bytes
     kept = sum(found.good)
@@ -117,7 +117,7 @@ def repair_file(
 
 
 def _settle(disk: Disk, found: Findings, stem: str, end: int, rewrite: bool, sync: bool) -> None:
-    """A payload that ends with its last good record, and is durable; a copy of it when it is poisoned."""
+    """Truncate a payload after its last good record and sync it; a poisoned payload is copied."""
     name = found.payload_name(stem)
     assert name is not None, "it was read a moment ago"
     path = os.path.join(found.directory, name)
@@ -144,7 +144,7 @@ def _settle(disk: Disk, found: Findings, stem: str, end: int, rewrite: bool, syn
 
 
 def _make_empty(disk: Disk, directory: str, stem: str, sync: bool) -> None:
-    """A payload for a journal that tells of the end of requests and of no rows here: the name was not synced yet."""
+    """Create the payload of a journal that records ends of requests but no rows: its name was not synced yet."""
     file = disk.open(os.path.join(directory, stem + PAYLOAD + OPEN), CREATE)
     try:
         if sync:
@@ -154,12 +154,12 @@ def _make_empty(disk: Disk, directory: str, stem: str, sync: bool) -> None:
 
 
 def _leftovers(found: Findings) -> list[str]:
-    """Files of a capture of which nothing is to be kept."""
+    """Files of a capture of which nothing is kept."""
     if found.stem.startswith("per_file"):
         return [
             name for name in os.listdir(found.directory) if re.fullmatch(r"\d+_.*\.(bin|json)\.tmp", name)
         ]
-    # Without atomic publishing the payload has its final name from the start, and it is nobody else's.
+    # Without atomic publishing the payload has its final name from the start and belongs to this capture.
     direct = not found.header.get("atomic", True) and not found.would_replace()
     return [
         found.stem + PAYLOAD + OPEN,
@@ -169,10 +169,10 @@ def _leftovers(found: Findings) -> list[str]:
 
 
 def _remove_orphans(disk: Disk, root: str, directory: str, report: RepairReport) -> None:
-    """Open files without a journal: they were never synced, so nobody was told that they are safe."""
+    """Remove open files without a journal: they were never synced, so no request in them was acknowledged."""
     names = os.listdir(directory)
     if any(name.endswith(JOURNAL) for name in names):
-        return  # of another stage, or one that could not be repaired: its files are not orphans
+        return  # of another stage, or not repairable: its files are not orphans
     for name in names:
         path = os.path.join(directory, name)
         if _ORPHAN.fullmatch(name) and not os.path.isdir(path) and remove(disk, path):
@@ -180,7 +180,7 @@ def _remove_orphans(disk: Disk, root: str, directory: str, report: RepairReport)
 
 
 def _directories(root: str) -> Iterator[str]:
-    """Tags and the requests in them, without following links."""
+    """Directories of tags and of their requests; symbolic links are not followed."""
     for tag in _subdirectories(root):
         yield tag
         yield from _subdirectories(tag)

@@ -1,8 +1,8 @@
-"""One writer per capture root: a lock that the system lets go of when its holder dies, however it dies.
+"""One writer per capture root: a lock that the system releases when its holder dies.
 
-The lock file also remembers whether the last writer closed properly. Only `clean` means that no open files were left;
-an unknown or empty note sends the next writer through the repair. Pipeline stages of one run share a root and hold a
-lock each. Readers take no lock: they see sealed files only.
+The lock file also records whether the last writer closed properly. Only `clean` means that no open files were left; an
+unknown or empty record makes the next writer run the repair. Pipeline stages of one run share a root and have one lock
+each. Readers take no lock: they see sealed files only.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from birkhoff.capture.store.disk import Disk, write_all
 from birkhoff.errors import CaptureLocked
 
 LOCK = ".lock"
-_CLEAN, _OPEN = b"clean\n", b"open  "  # of one length, so that one overwrites the other
+_CLEAN, _OPEN = b"clean\n", b"open  "  # of equal length, so that one overwrites the other
 
 
 class RootLock:
-    """Held from construction to `release`. Refuses at once when another writer is alive."""
+    """Held from construction to `release`. Construction fails if another writer is running."""
 
     def __init__(self, disk: Disk, root: str, stage: str = "", sync: bool = True):
         self._disk = disk

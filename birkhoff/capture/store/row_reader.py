@@ -1,9 +1,9 @@
-"""Rows of one hook and layer of a whole run, batch by batch: the feed of a probe or an SAE, in bounded memory.
+"""Rows of one hook and layer of a whole run in batches, for training a probe or an SAE, in bounded memory.
 
-What is held is an index of 40 bytes per block of rows, at most 16 open files with their lists of entries and, when
-shuffling, a pool of rows. Shuffling permutes blocks over the whole run and then draws from the pool, so neighbours of a
-prompt part while the disk still reads in blocks; every row comes exactly once, and the same seed gives the same order.
-Checksums are compared when a record is first touched. Labels are kept only when asked for. NumPy only.
+Memory holds an index of 40 bytes per block of rows, at most 16 open files with their entries and, with shuffling, a
+pool of rows. Shuffling permutes blocks over the whole run and then draws from the pool, which separates neighbouring
+tokens while the disk still reads blocks; every row is returned exactly once, and one seed gives one order. Checksums
+are compared when a record is first read. Labels are kept only on request. NumPy only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SIDECAR = re.compile(r"packed(-pp\d+)?\.json|shard-(pp\d+-)?\d+-\d+\.json|\d+_.
 
 @dataclass(frozen=True)
 class RowBatch:
-    """`array` [rows, *row_shape] as stored, or float32. Labels are None unless asked for; -1 where a file has none."""
+    """`array` [rows, *row_shape] as stored, or float32. Labels are None unless requested; -1 where a file has none."""
 
     array: Array
     positions: Array | None = None
@@ -55,13 +55,13 @@ class _RowBlock(NamedTuple):
 
 
 class _Files:
-    """Capture files by number, the least recently used closed first."""
+    """Open capture files by index, with least-recently-used eviction."""
 
     def __init__(self, sidecars: list[Path], labels: bool):
         self.sidecars = sidecars
         self._labels = labels
         self._open = OrderedDict[int, CaptureFile]()
-        self.checked = bytearray()  # a flag per record, by ordinal
+        self.checked = bytearray()  # one flag per record, by ordinal
 
     def __getitem__(self, number: int) -> CaptureFile:
         if number not in self._open:
@@ -100,14 +100,14 @@ def iter_rows(
     drop_last: bool = False,
     pool_rows: int | None = None,
 ) -> Iterator[RowBatch]:
-    """Batches of `batch` rows from every capture under a tag's directory (or one request's), all layouts.
+    """Iterate over batches of `batch` rows from every capture under a directory of a tag or a request, in any layout.
 
-    `dtype="float32"` decodes; otherwise rows come as stored and must be of one dtype. The last batch may be short.
-    `pool_rows` is how many rows are mixed at a time when shuffling, by default 16 batches.
+    `dtype="float32"` decodes; otherwise rows are returned as stored and must have one dtype. The last batch may be
+    short. `pool_rows` is the number of rows mixed at a time when shuffling, by default 16 batches.
     """
-    for name, value in (("batch", batch), ("pool_rows", pool_rows)):
-        if value is not None:
-            check_int(name, value)
+    check_int("batch", batch)
+    if pool_rows is not None:
+        check_int("pool_rows", pool_rows)
     if dtype not in (None, "float32"):
         raise OptionError(f"dtype is {quoted(dtype)}, expected None or 'float32'.")
     directory = Path(directory)
@@ -148,7 +148,7 @@ def _batches(
                 continue
             pool = _concatenated(held)
             order = random.permutation(count) if shuffle else np.arange(count)
-            # Half of a shuffled pool stays, so that rows meet others that are read later.
+            # Keep half of a shuffled pool, so that its rows mix with rows read later.
             keep = 0 if last or not shuffle else count // 2
             first = 0
             while count - first >= batch and count - first > keep:
@@ -167,7 +167,7 @@ def _with_last(numbers: Array) -> Iterator[tuple[bool, int]]:
 
 
 def _sidecars(directory: Path) -> list[Path]:
-    """Finished captures of a tag: shards, and the files of its requests. Names decide the order, not the disk."""
+    """Sidecars of a tag: its shards and the files of its requests, ordered by name."""
     found: list[Path] = []
     try:
         with os.scandir(directory) as entries:
@@ -187,12 +187,12 @@ def _sidecars(directory: Path) -> list[Path]:
 def _index(
     files: _Files, hook: str, layer: int, batch: int, dtype: str | None
 ) -> tuple[tuple[str, tuple[int, ...]], Array]:
-    """Dtype and row shape of what was asked for, and its rows in blocks [n, 5] of at most a batch."""
+    """Dtype and row shape of the requested rows, and their blocks [n, 5] of at most a batch."""
     form: tuple[str, tuple[int, ...]] | None = None
     blocks = array("q")
     for number, sidecar in enumerate(files.sidecars):
         if re.match(r"\d+_", sidecar.name) and sidecar.name != f"{per_file_stem(layer, hook)}.json":
-            continue  # another hook's file; its name says so
+            continue  # the file name belongs to another hook
         file = files[number]
         for place, record in enumerate(file.records):
             if (record.hook, record.layer) != (hook, layer) or not record.rows:
@@ -247,7 +247,7 @@ def _concatenated(batches: list[RowBatch]) -> RowBatch:
 
 
 def _taken(batch: RowBatch, rows: Array) -> RowBatch:
-    """A copy of these rows; a view would keep the whole pool alive."""
+    """A copy of some rows; a view would keep the whole pool alive."""
     if batch.positions is None or batch.token_ids is None or batch.requests is None:
         return RowBatch(batch.array[rows])
     return RowBatch(

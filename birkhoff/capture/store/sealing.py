@@ -1,15 +1,15 @@
-"""From journal to sidecar: how an open capture becomes a visible one, step by step, for its writer and for the repair.
+"""Sealing: the steps that turn an open capture into a visible one, used by the writer and by the repair.
 
-The steps are apart so that many captures can share a sync of the directories between them:
+The steps are separate so that many captures can share the directory syncs between them:
 
-    write_sidecars    sidecar under its open name, synced
-    place_payloads    payload gets its name             then sync the directory
-    place_sidecars    sidecar gets its name             then sync the directory
-    remove_journal    the journal has done its duty
+    write_sidecars    write the sidecar under its open name and sync it
+    place_payloads    rename the payload                then sync the directory
+    place_sidecars    rename the sidecar                then sync the directory
+    remove_journal    remove the journal
 
-A sidecar therefore implies a whole payload, also after a power cut. Each step may be repeated: whoever finds a journal
-can start again from the first. Entries are copied from the journal as text, so a capture of any length is sealed in
-the memory of one line.
+A sidecar therefore implies a complete payload, also after a power failure. Each step can be repeated: sealing can
+restart from the first step as long as the journal exists. Entries are copied from the journal as text, so sealing needs
+the memory of one line, whatever the length of the capture.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from birkhoff.capture.store.journal import read_journal
 from birkhoff.capture.store.naming import OPEN, PAYLOAD, SIDECAR
 
 FORMAT_VERSION = 1
-# Words of the format itself: the facts about a request may not use them.
+# Reserved by the format: metadata of a request must not use these names.
 RESERVED = frozenset(
     """layout dtype entries requests layer hook shape offset nbytes row_shape positions token_ids phase row_offset steps
     crc32 scale axes file file_crc32 complete write_id created_at format_version shard_idx seq request_id tag
@@ -35,26 +35,24 @@ RESERVED = frozenset(
 )
 _BLOCK = 1 << 20
 
-Keep = Callable[[int, dict[str, Any]], bool]  # entry number and entry: does it go into the sidecar?
+Keep = Callable[[int, dict[str, Any]], bool]  # (index, entry) -> whether it goes into the sidecar
 
 
 @dataclass
 class SealedContents:
-    """What a journal says, without its entries."""
+    """The content of a journal without its entries."""
 
     header: dict[str, Any] = field(default_factory=dict)
     requests: dict[str, dict[str, Any]] = field(
         default_factory=dict
-    )  # facts by request id; `complete` once finished
-    stems: dict[str, None] = field(
-        default_factory=dict
-    )  # payloads that hold something, in order of appearance
+    )  # metadata by request id; `complete` once finished
+    stems: dict[str, None] = field(default_factory=dict)  # payloads with rows, in order of appearance
     num_entries: int = 0
     dtype: str = "float32"
 
 
 class Seal:
-    """The sealing of one journal's files. `keep` leaves entries out; requests in `broken` are marked as incomplete."""
+    """Sealing of one journal's files. `keep` selects entries; requests in `broken` are marked as incomplete."""
 
     def __init__(
         self,
@@ -72,15 +70,15 @@ class Seal:
         self._broken = broken
         self._journal = os.path.join(directory, journal)
         self.contents = self._look()
-        self.cleared = False  # whether a previous capture has made way
+        self.cleared = False  # whether a previous capture was removed
 
     @property
     def layout(self) -> str:
-        return self.contents.header["layout"]
+        return str(self.contents.header["layout"])
 
     @property
     def stems(self) -> list[str]:
-        """The payloads, without their endings; a per_file capture without rows has none."""
+        """Names of the payloads without suffix; a per_file capture without rows has none."""
         return list(self.contents.stems) if self.layout == "per_file" else [self.contents.header["stem"]]
 
     def write_sidecars(self) -> None:
@@ -91,7 +89,7 @@ class Seal:
             self._write(self.contents.header["stem"], self._index())
 
     def clear_previous(self) -> None:
-        """Before another capture is replaced: its sidecars go first, so that no sidecar speaks of foreign bytes."""
+        """Remove the capture that is replaced: its sidecars first, so that no sidecar describes foreign bytes."""
         for name in self._previous(SIDECAR):
             self.cleared = True
             remove(self._disk, os.path.join(self.directory, name))
@@ -119,13 +117,13 @@ class Seal:
         return bool(self.contents.header.get("replace"))
 
     def _previous(self, ending: str) -> list[str]:
-        """Files of the capture that is being replaced, and of an earlier attempt to do so."""
+        """Files of the capture that is replaced, and of an earlier attempt to replace it."""
         if not self.replaces:
             return []
         names = [name for name in os.listdir(self.directory) if name.endswith(ending)]
         if (
             self.contents.header["pp_size"] > 1
-        ):  # stages share a directory; each replaces what has its own names
+        ):  # stages share a directory; each replaces files with its own names
             return [name for name in names if name.removesuffix(ending) in self.stems]
         return names
 
@@ -147,7 +145,7 @@ class Seal:
                 facts = json.loads(text)
                 known = found.requests.setdefault(facts["request_id"], {"complete": False})
                 intact = facts["request_id"] not in self._broken and "error" not in facts
-                facts.pop("continues", None)  # for the repair, not for readers
+                facts.pop("continues", None)  # used by the repair, not by readers
                 known |= facts | {"complete": kind == "finish" and intact}
         for text in self._entries() if found.header else ():
             if found.num_entries == 0 or found.header["layout"] == "per_file":
@@ -158,7 +156,7 @@ class Seal:
         return found
 
     def _facts(self) -> dict[str, Any]:
-        """What the sidecar of a single request says besides its rows."""
+        """What the sidecar of a single request contains besides its rows."""
         facts: dict[str, Any] = {}
         for known in self.contents.requests.values():
             facts |= known
@@ -184,7 +182,7 @@ class Seal:
         yield b"\n]}\n"
 
     def _kept_requests(self) -> dict[str, dict[str, Any]]:
-        """Facts by request; a request that was left out by `keep` is not mentioned."""
+        """Metadata by request; requests without kept entries are omitted."""
         requests = self.contents.requests
         if self._keep is not None:
             kept = {json.loads(text)["request_id"] for text in self._entries()}
@@ -208,7 +206,7 @@ class Seal:
 
     def _write(self, stem: str, pieces: Iterator[bytes]) -> None:
         path = os.path.join(self.directory, stem + SIDECAR + OPEN)
-        remove(self._disk, path)  # an earlier attempt
+        remove(self._disk, path)  # of an earlier attempt
         file = self._disk.open(path, CREATE)
         try:
             held, offset = bytearray(), 0
@@ -226,7 +224,7 @@ class Seal:
 
 
 def publish(seals: list[Seal], disk: Disk, sync: bool) -> dict[Seal, OSError]:
-    """All steps of sealing, with the directories synced between them. One that fails does not stop the others."""
+    """Run all steps of sealing with directory syncs in between. One failure does not stop the others."""
     failed: dict[Seal, OSError] = {}
 
     def attempt(step: Callable[[Seal], None], chosen: list[Seal]) -> None:
@@ -253,15 +251,13 @@ def publish(seals: list[Seal], disk: Disk, sync: bool) -> dict[Seal, OSError]:
     step_and_sync(Seal.place_sidecars, seals)
     for seal in seals:
         if seal not in failed:
-            with contextlib.suppress(
-                OSError
-            ):  # it is durable; a journal too many is cleared by the next repair
+            with contextlib.suppress(OSError):  # it is durable; the next repair removes the journal
                 seal.remove_journal()
     return failed
 
 
 def sync_directories(disk: Disk, directories: Iterable[str]) -> dict[str, OSError]:
-    """Sync each once; what failed. A second try would not tell whether the first had lost something."""
+    """Sync each directory once. Returns the failures; a retry could not tell whether data was lost."""
     failed: dict[str, OSError] = {}
     for directory in dict.fromkeys(directories):
         try:
@@ -271,15 +267,15 @@ def sync_directories(disk: Disk, directories: Iterable[str]) -> dict[str, OSErro
     return failed
 
 
-_PER_ROW = {"positions": "q", "token_ids": "q", "scale": "f"}  # kept as arrays while parts are joined
+_PER_ROW = {"positions": "q", "token_ids": "q", "scale": "f"}  # arrays while parts are joined
 
 
 def _join(joined: dict[str, dict[str, Any]], part: dict[str, Any]) -> None:
-    """Add one entry of the journal to the sidecar of its file."""
+    """Add one journal entry to the sidecar of its file."""
     stem, rows = part.pop("file"), part["shape"][0]
     for name in ("offset", "nbytes"):
         del part[name]
-    part["crc32"] = part.pop("file_crc32")  # of the whole file up to and with this part
+    part["crc32"] = part.pop("file_crc32")  # of the whole file up to and including this part
     if isinstance(part.get("phase"), str):
         part["phase"] = [part["phase"]] * rows
     for name, kind in _PER_ROW.items():
@@ -296,4 +292,4 @@ def _join(joined: dict[str, dict[str, Any]], part: dict[str, Any]) -> None:
         if name in whole and name in part:
             whole[name] += part[name]
         else:
-            whole.pop(name, None)  # half a list would label the wrong rows
+            whole.pop(name, None)  # a partial list would label the wrong rows

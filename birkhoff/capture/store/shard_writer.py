@@ -1,8 +1,8 @@
-"""Shards: files that many requests share, one open per slot of each tag, replaced when full.
+"""Shards: files shared by many requests, one open per slot of each tag, replaced when full.
 
-A request always goes to the slot its name hashes to, so its rows keep their order; when a shard is full in the middle
-of a request the next one continues it. Only `max_open` shards are kept open: the one unused for longest is sealed
-first. A shard that failed is put aside and the slot starts a fresh one, so one bad file does not stop the next request.
+A request always uses the slot its id hashes to, so its rows stay in order; if a shard fills up within a request, the
+next one continues it. At most `max_open` shards are open: the least recently used is sealed first. A shard that failed
+is set aside and its slot opens a new one, so that a bad file does not affect later requests.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from birkhoff.capture.sinks.result import CaptureFinish
 from birkhoff.capture.store.naming import shard_index, shard_seq, shard_stem
 from birkhoff.capture.store.open_file import OpenFile, RequestState
 
-MAX_SHARD_ENTRIES = 1 << 16  # small rows seal a shard by their number: its sidecar has to be read whole
+MAX_SHARD_ENTRIES = 1 << 16  # small rows fill a shard by count: its sidecar is read as a whole
 
 OpenShard = Callable[[str, str, dict[str, object]], OpenFile]  # tag directory, stem, header
 
@@ -30,7 +30,7 @@ class _Slot:
 
 
 class ShardWriter:
-    """`opened` makes a shard's files, `full` takes a shard that is not written any more."""
+    """`opened` creates the files of a shard; `full` receives shards that are no longer written."""
 
     def __init__(
         self,
@@ -102,7 +102,7 @@ class ShardWriter:
                 used = [seq for name in names if (seq := shard_seq(name, self._stage, index)) is not None]
                 slot.next_seq = max(used, default=-1) + 1
             stem = shard_stem(self._stage, index, slot.next_seq)
-            slot.next_seq += 1  # also when opening fails: the name may be half there
+            slot.next_seq += 1  # also if opening fails: the name may exist partially
             header: dict[str, object] = {"layout": "sharded", "tag": state.request.tag, "shard_idx": index}
             slot.file = self._opened(state.directory, stem, header | {"seq": slot.next_seq - 1})
             with self._lock:

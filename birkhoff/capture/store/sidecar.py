@@ -1,10 +1,10 @@
-"""Capture files as records: sidecars parsed with distrust, payloads read by range.
+"""Parser of capture files: sidecars are validated, payloads are read by range.
 
-Every number of a sidecar is bounded before it is used: counts and sizes are whole, an entry's bytes follow from its
-shape and dtype and lie inside the payload, and a sidecar has a limited size and number of entries. So arbitrary bytes
-give a `CaptureFileError` or a correct array, never a crash, a hang or an allocation larger than the files themselves.
-Payload and sidecar are opened together and belong together: if a writer replaces a capture in that moment, the reader
-tries again. NumPy only.
+Every number of a sidecar is checked before use: counts and sizes are integers, the size of an entry follows from its
+shape and dtype and lies inside the payload, and the size and number of entries of a sidecar are limited. Arbitrary
+bytes therefore give a `CaptureFileError` or a correct array, never a crash, a hang or an allocation larger than the
+files. Payload and sidecar are opened together; if a writer replaces the capture meanwhile, the reader retries. NumPy
+only.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ENTRY_WORDS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class SidecarEntry:
-    """One entry of a sidecar: rows of one hook and layer, at `offset` of the payload."""
+    """One entry of a sidecar: rows of one hook and layer at `offset` of the payload."""
 
     layer: int
     hook: str
@@ -65,9 +65,9 @@ class SidecarEntry:
 
 
 class CaptureFile:
-    """One sidecar and its payload, both open. `facts` is what the sidecar says besides its entries.
+    """An open sidecar and its payload. `facts` are the fields of the sidecar besides its entries.
 
-    Without `labels`, positions, token ids and phases are checked and not kept: small rows have more of them than bytes.
+    Without `labels`, positions, token ids and phases are checked but not kept: for small rows they exceed the payload.
     """
 
     def __init__(self, sidecar: str | os.PathLike[str], labels: bool = True):
@@ -75,7 +75,7 @@ class CaptureFile:
         self._keep_labels = labels
         self.payload_path = self.path.with_suffix(".bin")
         self._file = -1
-        for _ in range(8):  # a capture that is being replaced is whole again after a moment
+        for _ in range(8):  # a capture that is being replaced is complete again after a moment
             self._file = _open(self.payload_path, "payload")
             try:
                 self.facts = _load(self.path)
@@ -92,7 +92,7 @@ class CaptureFile:
         self._refuse("keeps changing while it is read. Wait until its writer is done.")
 
     def read(self, record: SidecarEntry, verify: bool = True, mmap: bool = False) -> Array:
-        """The rows of a record, shaped. With `mmap` the file is mapped, and changes to the array stay private."""
+        """The rows of a record, shaped. With `mmap` the file is mapped; changes to the array stay private."""
         stored = STORED[record.dtype]
         if mmap and record.nbytes and record.offset % stored.itemsize == 0:
             flat = self._mapped(record, stored)
@@ -104,7 +104,7 @@ class CaptureFile:
         return flat.reshape(record.shape)
 
     def check(self, record: SidecarEntry) -> None:
-        """Compare a record with its checksum without holding it in memory."""
+        """Compare a record with its checksum in bounded memory."""
         total = 0
         held = memoryview(bytearray(min(_BLOCK, record.nbytes)))
         for start in range(0, record.nbytes, _BLOCK):
@@ -115,7 +115,7 @@ class CaptureFile:
             self._compare(record, total)
 
     def read_rows(self, record: SidecarEntry, start: int, stop: int) -> Array:
-        """Some rows of a record, without its checksum."""
+        """Some rows of a record, without checking its checksum."""
         row_bytes = record.nbytes // record.rows
         out = np.empty((stop - start, *record.shape[1:]), STORED[record.dtype])
         self._read_into(record, _bytes_of(out), record.offset + start * row_bytes)
@@ -133,7 +133,7 @@ class CaptureFile:
         self.close()
 
     def _mapped(self, record: SidecarEntry, stored: np.dtype[Any]) -> Array:
-        """The record in the file that is open here, whatever has taken its name since."""
+        """Map the record in the open file, even if another file now has its name."""
         first = record.offset - record.offset % mapping.ALLOCATIONGRANULARITY
         pages = mapping.mmap(
             self._file, record.offset + record.nbytes - first, access=mapping.ACCESS_COPY, offset=first
@@ -152,7 +152,7 @@ class CaptureFile:
             self._read_into(record, view, record.offset)
             return record.crc32
         total = 0
-        for start in range(0, len(view), _BLOCK):  # while the block is still in the processor's cache
+        for start in range(0, len(view), _BLOCK):  # while the block is in the CPU cache
             block = view[start : start + _BLOCK]
             self._read_into(record, block, record.offset + start)
             total = zlib.crc32(block, total)
@@ -188,7 +188,7 @@ class CaptureFile:
             for entry in entries:
                 records.append(self._record(entry, facts.get("dtype"), size))
                 claimed += records[-1].nbytes
-                if claimed > size:  # entries that share bytes could ask for any amount of memory
+                if claimed > size:  # overlapping entries could require any amount of memory
                     self._refuse(
                         f"entries up to {records[-1].name} claim more than the {size} bytes of the payload."
                     )
@@ -268,7 +268,7 @@ class CaptureFile:
             self._refuse(f"phase of {label} is {_kind(phase)}, expected prefill or decode for {rows} rows.")
         if not self._keep_labels:
             return None
-        # The payload bounds the number of rows, so a word can be repeated for each of them.
+        # The payload bounds the number of rows, so repeating a word for each row is safe.
         return [phase] * rows if isinstance(phase, str) else phase
 
     def _scale(self, entry: dict[str, Any], label: str, rows: int, dtype: str) -> Array | None:
@@ -299,7 +299,7 @@ def _bytes_of(array: Any) -> memoryview:
 
 
 def _open(path: Path, what: str) -> int:
-    """A descriptor of a regular file; anything else in its place could make a reader wait for ever."""
+    """Open a regular file; another kind, such as a pipe, could block the reader forever."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -1,9 +1,9 @@
-"""The writer of one capture root: requests begin, send chunks, and finish with a promise that is kept on disk.
+"""The writer of one capture root: requests begin, send chunks, and finish with a durable result.
 
-Files, journals and sealing are described in `openfile`, `journal` and `sealing`; syncing is shared by `commit`. Here a
-request is led through them. Nothing a request does wrong or the disk refuses comes out of `append` or `finish`: it is
-noted with the request and becomes its result. `begin`, `append` and `finish` of one request come from one thread, those
-of different requests from any. A root has one writer; what an earlier one left open is repaired first.
+Files, journals and sealing are in `open_file`, `journal` and `sealing`; syncing is shared by `commit`. `append` and
+`finish` do not raise for a bad request or a failing disk: the failure becomes the result of the request.
+`begin`, `append` and `finish` of one request are called by one thread; different requests may use different threads. A
+root has one writer; files that an earlier writer left open are repaired first.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from birkhoff.errors import CaptureError, CaptureWriteError, quoted
 
 
 class CaptureWriter:
-    """`repaired` is the report of what was found when the root was opened, or None when it was clean."""
+    """`repaired` is the report of the repair on opening, or None if the root was clean."""
 
     def __init__(self, options: FileOptions, disk: Disk | None = None):
         self.options = options
@@ -73,7 +73,7 @@ class CaptureWriter:
             raise
 
     def begin(self, request: CaptureRequest) -> None:
-        """Announce a request. What is wrong with it becomes its result, not an exception."""
+        """Announce a request. A problem with it becomes its result, not an exception."""
         if self._closed:
             raise CaptureWriteError(f"the writer of {self.root} is closed. Open another one.")
         layout = request.layout or self.options.default_layout
@@ -99,7 +99,7 @@ class CaptureWriter:
             return
         try:
             chunk.check()
-        except CaptureError as error:  # the others of this request are still good
+        except CaptureError as error:  # other chunks of this request are still valid
             state.lost_rows += chunk.num_rows
             state.warning = state.warning or str(error)
             return
@@ -112,7 +112,7 @@ class CaptureWriter:
             _note(state, error)
 
     def finish(self, finish: CaptureFinish) -> Future[CaptureResult]:
-        """No more chunks will come. The future is done when the capture is durable, or known to have failed."""
+        """Mark the end of a request. The future is done when the capture is durable or has failed."""
         with self._states_lock:
             state = self._states.get(finish.key)
         if state is None:
@@ -135,12 +135,12 @@ class CaptureWriter:
         return state.future
 
     def seal(self) -> None:
-        """Make every acknowledged row visible: seal the open shards, and wait for it."""
+        """Make every acknowledged row visible: seal the open shards and wait."""
         self._shards.retire_all()
         self._committer.drain()
 
     def close(self) -> None:
-        """Seal what is open, requests that have not finished included, and give the root back."""
+        """Seal open files, including those of unfinished requests, and release the root."""
         if self._closed:
             return
         self._closed = True
@@ -166,7 +166,7 @@ class CaptureWriter:
 
     @property
     def rounds(self) -> int:
-        """How many times the disk was made to catch up."""
+        """Number of commit rounds so far."""
         return self._committer.rounds
 
     def _make_root(self) -> None:
@@ -180,7 +180,7 @@ class CaptureWriter:
         if self.options.fsync:
             for error in sync_directories(self._disk, [os.path.dirname(path) for path in missing]).values():
                 raise error
-            # A root that was there may be as new as we are; if its parent is not ours to open, it is older.
+            # An existing root may have been created moments ago; if its parent cannot be opened, it is older.
             sync_directories(self._disk, [os.path.dirname(self.root)])
 
     def _place(self, state: RequestState) -> None:
@@ -242,11 +242,11 @@ class CaptureWriter:
         full = os.path.join(self.root, directory)
         if os.path.lexists(
             os.path.join(full, stem + JOURNAL)
-        ):  # of a capture that failed and could not be cleared
+        ):  # of a failed capture that could not be removed
             repair_file(self._disk, self.root, full, stem + JOURNAL, RepairReport(), sync=options.fsync)
         atomic = (
             options.atomic_publish or header["replace"]
-        )  # what is replaced stays until the new one is whole
+        )  # the replaced capture stays until the new one is complete
         return OpenFile(
             self._disk,
             self.root,
@@ -260,7 +260,7 @@ class CaptureWriter:
         )
 
     def _settle(self, state: RequestState) -> None:
-        """Turn what is known about a request into its result, and forget the request."""
+        """Set the result of a request and forget its state."""
         with self._states_lock:
             self._states.pop(state.request.key, None)
         if state.layout != "sharded":
@@ -299,5 +299,5 @@ class CaptureWriter:
 
 
 def _note(state: RequestState, error: Exception) -> None:
-    """The reason a capture failed, in words; an unexpected kind of error says its name too."""
+    """Record the reason of a failure; unexpected errors include their class name."""
     state.fail(str(error) if isinstance(error, CaptureError) else f"{type(error).__name__}: {error}")

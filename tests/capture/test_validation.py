@@ -296,7 +296,7 @@ def test_t_cap_3_model_level_hooks_take_any_selector_and_give_one_entry_at_the_l
         == parse_capture_request({"memory": {"hooks": {hook: selector}}})["memory"]
     )
     resolved = capture.resolve(V4, L, PROMPT, MAX_TOKENS)
-    assert resolved.addresses == ((hook, L - 1),) and resolved.asked == {(hook, L - 1): (hook, L - 1)}
+    assert resolved.addresses == ((hook, L - 1),) and resolved.requested == {(hook, L - 1): (hook, L - 1)}
     assert all(resolved.address(hook, layer) == (hook, L - 1) for layer in (0, 3, -1, 99))
 
 

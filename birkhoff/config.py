@@ -1,9 +1,9 @@
-"""What a V4 model is: one frozen dataclass, validated once, with the field names of the released config.json.
+"""The configuration of a V4 model: a frozen dataclass with the field names of the released config.json.
 
-Two spellings are read: the released one (`compress_ratios`, `rope_scaling`, `num_hash_layers`) and the one that
-`transformers` writes (`layer_types`, `rope_parameters`, `mlp_layer_types`). A key we neither use nor know to be
-harmless is kept in `unknown` and reported by whoever opened the file; a value that would change the maths and that
-we do not implement is refused.
+Two spellings are read: the released one (`compress_ratios`, `rope_scaling`, `num_hash_layers`) and that of
+`transformers` (`layer_types`, `rope_parameters`, `mlp_layer_types`). A key that is neither used nor known to be
+harmless is listed in `unknown`, for the caller to report. A value that changes the computation and is not implemented
+is refused.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RATIO_OF_LAYER_TYPE = {
     "heavily_compressed_attention": 128,
 }
 
-# Keys of foreign config files that do not change what the trunk computes.
+# Keys of other config files that do not change what the trunk computes.
 _HARMLESS = frozenset(
     """architectures auto_map model_type torch_dtype dtype transformers_version initializer_range use_cache
     pad_token_id hidden_act output_router_logits router_aux_loss_coef router_jitter_noise attention_dropout
@@ -41,7 +41,7 @@ _HARMLESS = frozenset(
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """YaRN as V4 uses it: on compressed layers only, without the magnitude factor (spec 5)."""
+    """YaRN parameters; V4 applies them to compressed layers only, without the magnitude factor (spec 5)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -98,9 +98,11 @@ class V4Config:
         _check(self)
 
     def layer_kind(self, layer: int) -> LayerKind:
+        """The attention of a trunk layer: sliding window, CSA or HCA."""
         return KIND_OF_RATIO[self.compress_ratios[layer]]
 
     def is_hash_routed(self, layer: int) -> bool:
+        """Whether a layer selects experts by token id."""
         return layer < self.num_hash_layers
 
     @property
@@ -111,6 +113,7 @@ class V4Config:
 
     @classmethod
     def from_file(cls, path: str | Path) -> V4Config:
+        """Read a config.json."""
         path = Path(path)
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
@@ -125,6 +128,7 @@ class V4Config:
 
     @classmethod
     def from_dict(cls, raw: object) -> V4Config:
+        """Translate and validate the object of a config.json."""
         if not isinstance(raw, dict):
             raise ConfigError(
                 f"config.json holds a {type(raw).__name__}, expected an object with the model's sizes."
@@ -162,7 +166,7 @@ class V4Config:
         return out
 
 
-def _check_model_type(raw: dict) -> None:
+def _check_model_type(raw: dict[str, Any]) -> None:
     seen = raw.get("model_type")
     if seen == "deepseek_v4":
         return
@@ -176,8 +180,8 @@ def _check_model_type(raw: dict) -> None:
     )
 
 
-def _translate_transformers_spelling(values: dict) -> None:
-    """Fold `layer_types`, `mlp_layer_types` and `rope_parameters` into the released fields."""
+def _translate_transformers_spelling(values: dict[str, Any]) -> None:
+    """Replace `layer_types`, `mlp_layer_types` and `rope_parameters` by the released fields, in place."""
     kinds = {"compress_rates": dict, "rope_parameters": dict, "layer_types": list, "mlp_layer_types": list}
     for key, kind in kinds.items():
         if values.get(key) is not None and not isinstance(values[key], kind):
@@ -226,7 +230,7 @@ def _translate_transformers_spelling(values: dict) -> None:
         values.setdefault("rope_scaling", rope)
 
 
-def _translate_rope_scaling(values: dict) -> None:
+def _translate_rope_scaling(values: dict[str, Any]) -> None:
     scaling = values.get("rope_scaling")
     if scaling is None or isinstance(scaling, RopeScaling):
         return
@@ -251,8 +255,8 @@ def _translate_rope_scaling(values: dict) -> None:
         ) from None
 
 
-def _translate_ratios(values: dict) -> None:
-    """The released list carries one entry per layer and then one per MTP layer (always 0)."""
+def _translate_ratios(values: dict[str, Any]) -> None:
+    """Drop the entries of MTP layers (always 0), which follow those of the trunk in the released list."""
     ratios = values.get("compress_ratios")
     layers = values.get("num_hidden_layers", V4Config.num_hidden_layers)
     if ratios is None:

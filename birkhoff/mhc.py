@@ -1,16 +1,16 @@
-"""Manifold hyper-connections as a layer of their own, for models that are not V4.
+"""Manifold-constrained hyper-connections as a standalone layer, for models other than V4.
 
-A hyper-connection replaces the residual addition around one sublayer. Instead of one residual vector a token carries
-`m` streams; the layer reads one input from them, and writes the sublayer's output back while it mixes the streams with
-a nearly doubly stochastic matrix, `comb[from, to]`:
+A hyper-connection replaces the residual addition around one sublayer. A token carries `m` streams instead of one
+residual vector. The layer reads one input from them, and writes the output of the sublayer back while it mixes the
+streams with a nearly doubly stochastic matrix, `comb[from, to]`:
 
     streams = layer.init(x)                             # [..., d] -> [..., m, d]
     u, post, comb = layer.pre(streams)                  # [..., d], [..., m], [..., m, m]
     streams = layer.post(streams, sublayer(u), post, comb)
     out = layer.head(streams)                           # [..., d], once, at the end of the model
 
-It is the arithmetic of the V4 trunk, differentiable, in float32 inside whatever the streams' dtype, on any leading
-shape. Invariant: a token's result depends on its own streams alone.
+The arithmetic is that of the V4 trunk: differentiable, in float32 whatever the dtype of the streams, for any leading
+shape. The result of a token depends on its own streams only.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SPLIT = tuple(f"{kind}_{part}" for kind in ("W", "S", "alpha") for part in _PAR
 
 
 class HyperConnection(nn.Module):
-    """One sublayer's hyper-connection, and a head that merges the streams.
+    """The hyper-connection of one sublayer, and a head that merges the streams.
 
-    `sublayer` is the number of the sublayer in its model. All streams start as copies of one vector; if every sublayer
-    read and wrote them alike they would stay copies, so sublayer i begins with a liking for stream i mod m.
+    `sublayer` is the index of the sublayer in its model. All streams start as copies of one vector and would stay
+    copies if every sublayer read and wrote them alike, so sublayer i is initialised to prefer stream i mod m.
     """
 
     def __init__(
@@ -83,23 +83,21 @@ class HyperConnection(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Staggered start: near-identity mixing, and read and write gates that prefer one stream per sublayer."""
-        m, mine = self.streams, self.sublayer % self.streams
+        """Initialise to near-identity mixing, with read and write weights that prefer one stream per sublayer."""
+        m, preferred = self.streams, self.sublayer % self.streams
         for matrix in (self.fn, self.head_fn):
-            matrix.normal_(
-                std=matrix.shape[1] ** -0.5
-            )  # inputs have unit RMS: logits of unit size, then the scale
+            matrix.normal_(std=matrix.shape[1] ** -0.5)  # unit RMS inputs give logits of unit size
         self.scale.fill_(0.5)
         self.head_scale.fill_(0.5)
         self.head_base.zero_()
         pre, post, mix = self.base.split((m, m, m * m))
         pre.fill_(-1.5)
         post.fill_(-0.5)
-        pre[mine], post[mine] = 1.5, 1.0
+        pre[preferred], post[preferred] = 1.5, 1.0
         mix.copy_(3.0 * torch.eye(m).flatten())
 
     def init(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., d] -> streams [..., m, d], all of them copies of x."""
+        """[..., d] -> streams [..., m, d], all copies of x."""
         if x.dim() < 1 or x.shape[-1] != self.hidden:
             raise OptionError(f"x is {tuple(x.shape)}, expected [..., {self.hidden}].")
         return x.unsqueeze(-2).repeat_interleave(self.streams, dim=-2)
@@ -115,7 +113,7 @@ class HyperConnection(nn.Module):
     def post(
         self, streams: torch.Tensor, y: torch.Tensor, post: torch.Tensor, comb: torch.Tensor
     ) -> torch.Tensor:
-        """`post[k] * y + sum_j comb[j, k] * streams[j]` for every stream k; `streams` are those `pre` was given."""
+        """`post[k] * y + sum_j comb[j, k] * streams[j]` for every stream k; `streams` are the ones passed to `pre`."""
         self._check_streams(streams)
         lead, m = tuple(streams.shape[:-2]), self.streams
         for name, tensor, tail in (("y", y, (self.hidden,)), ("post", post, (m,)), ("comb", comb, (m, m))):
@@ -127,7 +125,7 @@ class HyperConnection(nn.Module):
         return mhc.write(streams, y, post, comb)
 
     def head(self, streams: torch.Tensor) -> torch.Tensor:
-        """Streams [..., m, d] -> one vector [..., d], by weights of its own."""
+        """Streams [..., m, d] -> one vector [..., d], with the weights of the head."""
         self._check_streams(streams)
         return mhc.head(streams, self.head_fn, self.head_base, self.head_scale, self.eps, self.rms_eps)[0]
 
@@ -139,28 +137,29 @@ class HyperConnection(nn.Module):
         res_axes: Literal["from_to", "to_from"] = "from_to",
         **named: torch.Tensor,
     ) -> HyperConnection:
-        """Fill the layer from a mapping, from keywords, or both; nothing is changed unless everything fits.
+        """Load weights from a mapping, from keywords, or both; nothing is changed unless everything fits.
 
         Released form: `fn [(2+m)m, m*d]` (rows: pre, post, comb row-major), `base [(2+m)m]`, `scale [3]`, and for the
-        head `head_fn [m, m*d]`, `head_base [m]`, `head_scale [1]`; either triple may come alone. With a `prefix`, only
-        names behind it are looked at: `layers.0.hc_attn_` picks a sublayer of a released checkpoint, `hc_` its head.
+        head `head_fn [m, m*d]`, `head_base [m]`, `head_scale [1]`; either triple may be given alone. With a `prefix`,
+        only names that start with it are used: `layers.0.hc_attn_` selects a sublayer of a released checkpoint, `hc_`
+        its head.
 
-        Split form, as ports of the layer alone have it: `W_pre`, `W_post` `[m, m*d]`, `W_res [m*m, m*d]`, static
+        Split form, as in standalone ports of the layer: `W_pre`, `W_post` `[m, m*d]`, `W_res [m*m, m*d]`, static
         biases `S_pre`, `S_post` `[m]`, `S_res [m, m]` or `[m*m]`, and factors `alpha_*` of one element. A transposed
-        `W [m*d, ...]` is recognised unless it is square. `res_axes` says how `S_res` and the rows of `W_res` are
-        ordered: "to_from" where a port computes `comb @ streams`.
+        `W [m*d, ...]` is recognised unless it is square. `res_axes` is the order of `S_res` and of the rows of
+        `W_res`: "to_from" if the port computes `comb @ streams`.
         """
         if res_axes not in ("from_to", "to_from"):
             raise OptionError(f"res_axes is {res_axes!r}, expected 'from_to' or 'to_from'.")
-        given = {
+        tensors = {
             k.removeprefix(prefix): v for k, v in (weights or {}).items() if k.startswith(prefix)
         } | named
-        forms = _forms_in(given, prefix)
-        for name, tensor in given.items():
+        forms = _forms_in(tensors, prefix)
+        for name, tensor in tensors.items():
             _check_numbers(name, tensor)
-        ready = {name: given[name] for form in forms if form is not _SPLIT for name in form}
+        ready = {name: tensors[name] for form in forms if form is not _SPLIT for name in form}
         if _SPLIT in forms:
-            ready |= self._joined(given, res_axes)
+            ready |= self._merge_split_form(tensors, res_axes)
         for name, tensor in ready.items():
             if tensor.shape != getattr(self, name).shape:
                 raise TensorShape(
@@ -172,15 +171,17 @@ class HyperConnection(nn.Module):
                 getattr(self, name).copy_(tensor)
         return self
 
-    def _joined(self, given: Mapping[str, torch.Tensor], res_axes: str) -> dict[str, torch.Tensor]:
+    def _merge_split_form(
+        self, tensors: Mapping[str, torch.Tensor], res_axes: str
+    ) -> dict[str, torch.Tensor]:
         """The split form as the released triple."""
         m, inputs = self.streams, self.streams * self.hidden
         rows = []
         biases = []
         factors = []
         for part, count in zip(_PARTS, (m, m, m * m)):
-            matrix = _outputs_first(f"W_{part}", given[f"W_{part}"], count, inputs)
-            bias, factor = given[f"S_{part}"], given[f"alpha_{part}"]
+            matrix = _as_out_in(f"W_{part}", tensors[f"W_{part}"], count, inputs)
+            bias, factor = tensors[f"S_{part}"], tensors[f"alpha_{part}"]
             shapes = [(count,), (m, m)] if part == "res" else [(count,)]
             if tuple(bias.shape) not in shapes:
                 raise TensorShape(
@@ -208,28 +209,28 @@ class HyperConnection(nn.Module):
         return f"hidden={self.hidden}, streams={self.streams}, sinkhorn_iters={self.sinkhorn_iters}"
 
 
-def _listed(names: Iterable[str]) -> str:
+def _join_names(names: Iterable[str]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def _forms_in(given: Mapping[str, object], prefix: str) -> list[tuple[str, ...]]:
-    """Which forms these names spell; each of them has to be whole."""
-    unknown = sorted(set(given) - {*_TRIPLE, *_HEAD, *_SPLIT})
+def _forms_in(tensors: Mapping[str, object], prefix: str) -> list[tuple[str, ...]]:
+    """The forms that these names make up; raises if one of them is incomplete."""
+    unknown = sorted(set(tensors) - {*_TRIPLE, *_HEAD, *_SPLIT})
     if unknown:
         raise TensorUnexpected(
-            f"{_listed(unknown)}: expected {_listed(_TRIPLE + _HEAD)} or the split form "
-            f"{_listed(_SPLIT)}. Pass prefix= to pick from a whole checkpoint."
+            f"{_join_names(unknown)}: expected {_join_names(_TRIPLE + _HEAD)} or the split form "
+            f"{_join_names(_SPLIT)}. Pass prefix= to pick from a whole checkpoint."
         )
-    forms = [form for form in (_TRIPLE, _SPLIT, _HEAD) if any(name in given for name in form)]
+    forms = [form for form in (_TRIPLE, _SPLIT, _HEAD) if any(name in tensors for name in form)]
     if not forms or (_TRIPLE in forms and _SPLIT in forms):
         raise TensorMissing(
-            f"got {_listed(sorted(given))}, expected either {_listed(_TRIPLE)} or {_listed(_SPLIT)}, "
-            f"and optionally {_listed(_HEAD)}. Check the names and the prefix {prefix!r}."
+            f"got {_join_names(sorted(tensors))}, expected either {_join_names(_TRIPLE)} or {_join_names(_SPLIT)}, "
+            f"and optionally {_join_names(_HEAD)}. Check the names and the prefix {prefix!r}."
         )
-    missing = [name for form in forms for name in form if name not in given]
+    missing = [name for form in forms for name in form if name not in tensors]
     if missing:
         raise TensorMissing(
-            f"{_listed(missing)} missing beside {_listed(sorted(given))}: a form is loaded whole."
+            f"{_join_names(missing)} missing beside {_join_names(sorted(tensors))}: a form is loaded whole."
         )
     return forms
 
@@ -246,8 +247,8 @@ def _check_numbers(name: str, tensor: object) -> None:
         )
 
 
-def _outputs_first(name: str, matrix: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
-    """The matrix as [out, in], turned if it lies the other way and its shape says so."""
+def _as_out_in(name: str, matrix: torch.Tensor, outputs: int, inputs: int) -> torch.Tensor:
+    """The matrix as [out, in]; transposed if its shape is [in, out]."""
     shape = tuple(matrix.shape)
     if shape == (outputs, inputs) == (inputs, outputs):
         raise TensorShape(

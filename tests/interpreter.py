@@ -1,6 +1,6 @@
 """Triton kernels in tests: on a CUDA device when there is one, else in Triton's interpreter on the CPU (`conftest.py`).
 
-`packed_model` makes models whose quantised weights are codes, as those kernels want them.
+`packed_model` makes models with packed weights, as those kernels read them.
 """
 
 from __future__ import annotations

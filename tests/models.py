@@ -46,7 +46,7 @@ def variant(**changes) -> V4Config:
 
 
 def fill_random(model: Transformer, seed: int) -> None:
-    """Random weights of a healthy size: norms near one, mixers neither identity nor uniform, gates that differ."""
+    """Random weights of realistic size: norms near one, mixers neither identity nor uniform, distinct router scores."""
     g = torch.Generator().manual_seed(seed)
 
     def draw(shape, spread, around=0.0):

@@ -1,4 +1,4 @@
-"""Which operations PyTorch is asked for: what costs a launch or a copy on a GPU can be counted without one."""
+"""Record the operations that PyTorch dispatches, to count launches and copies without a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Other people's code with our weights: `transformers`' DeepseekV4ForCausalLM as the judge of ours."""
+"""The reference implementation: `transformers`' DeepseekV4ForCausalLM with the weights of one of our models."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def oracle_config(config: V4Config) -> DeepseekV4Config:
     theirs = DeepseekV4Config(**raw, attn_implementation="eager", experts_implementation="eager")
     assert (
         theirs.qk_rope_head_dim == config.qk_rope_head_dim
-    )  # they go through a fraction, which may round down
+    )  # computed there from a fraction, which may round down
     return theirs
 
 
 def build_oracle(ours: Transformer) -> DeepseekV4ForCausalLM:
-    """The reference port holding exactly our weights (its trunk; it has no MTP block)."""
+    """The reference model with the same weights (trunk only; it has no MTP block)."""
     theirs = DeepseekV4ForCausalLM(oracle_config(ours.config)).float().eval()
     given: dict[str, torch.Tensor] = {}
     stacks: dict[str, list] = {}
@@ -103,26 +103,26 @@ def build_oracle(ours: Transformer) -> DeepseekV4ForCausalLM:
 
 @dataclass
 class Choice:
-    """What one layer of the oracle picked: `picked` [T, options] and the gap [T] to the best option left out."""
+    """What one layer of the oracle selected: `picked` [T, options], and the gap [T] to the best option left out."""
 
     picked: torch.Tensor
     margin: torch.Tensor
 
 
 def _kept_and_gap(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows [T, options] -> the `count` best finite ones, and the distance between the last kept and the first not."""
+    """Rows [T, options] -> mask of the `count` best finite ones, and the gap between the last kept and the next."""
     ranked = scores.sort(dim=-1, descending=True)
     kept = torch.zeros_like(scores, dtype=torch.bool).scatter_(-1, ranked.indices[:, :count], True)
     gap = torch.full(scores.shape[:1], torch.inf)
     if scores.shape[-1] > count:
         gap = ranked.values[:, count - 1] - ranked.values[:, count]
-        gap = gap.nan_to_num(nan=torch.inf)  # fewer options than places: nothing was left out
+        gap = gap.nan_to_num(nan=torch.inf)  # fewer options than `count`: nothing was left out
     return kept & scores.isfinite(), gap
 
 
 @contextmanager
 def oracle_choices(theirs: DeepseekV4ForCausalLM) -> Iterator[dict[tuple[str, int], Choice]]:
-    """While open, a forward pass of one sequence fills in which entries and experts each layer picked."""
+    """Record, in a forward pass of one sequence, the entries and experts that each layer selects."""
     choices: dict[tuple[str, int], Choice] = {}
     handles = []
 
@@ -158,7 +158,7 @@ def oracle_choices(theirs: DeepseekV4ForCausalLM) -> Iterator[dict[tuple[str, in
 
 @contextmanager
 def our_choices(ours: Transformer) -> Iterator[tuple[dict[tuple[str, int], torch.Tensor], EagerTap]]:
-    """The same of our model, which has to be run with the tap that comes along."""
+    """The same for our model, which must be run with the tap that is yielded."""
     picked: dict[tuple[str, int], torch.Tensor] = {}
     handles = []
 
@@ -186,7 +186,7 @@ def our_choices(ours: Transformer) -> Iterator[tuple[dict[tuple[str, int], torch
 
 @dataclass
 class Agreement:
-    """How far two runs of one sequence agree. `flip` names the first pick that differs, at position `compared`."""
+    """How far two runs of one sequence agree. `flip` is the first selection that differs, at position `compared`."""
 
     error: float
     compared: int
@@ -195,10 +195,10 @@ class Agreement:
 
 
 def agreement(ours: Transformer, theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> Agreement:
-    """Largest logit difference over the positions before the first pick that differs, usually all of them.
+    """Largest logit difference over the positions before the first selection that differs, usually all of them.
 
-    Two options whose scores differ by less than float32 can tell may be picked either way; whatever follows such a
-    position legitimately differs. The caller has to hold `margin` against what it thinks float32 can tell.
+    Two options whose scores differ by less than float32 resolution may be selected either way; everything after such a
+    position legitimately differs. The caller compares `margin` with the resolution of float32.
     """
     with torch.no_grad(), our_choices(ours) as (picked, tap), oracle_choices(theirs) as expected:
         mine, other = ours(tokens, tap), theirs(tokens.unsqueeze(0), use_cache=False).logits[0]
@@ -215,9 +215,9 @@ def agreement(ours: Transformer, theirs: DeepseekV4ForCausalLM, tokens: torch.Te
 
 
 def oracle_sites(theirs: DeepseekV4ForCausalLM, tokens: torch.Tensor) -> dict[tuple[str, int], torch.Tensor]:
-    """What the oracle's modules hold at each of our sites, by (site name, layer), for one sequence.
+    """Tensors of the oracle at each of our sites, by (site name, layer), for one sequence.
 
-    The read-in and read-out weights (12..14) never leave its modules and are missing here.
+    The read-in and read-out weights (12..14) are internal to its modules and missing here.
     """
     held: dict[tuple[str, int], torch.Tensor] = {}
     handles = []

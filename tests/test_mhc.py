@@ -1,4 +1,4 @@
-"""The standalone layer: the trunk's mixer bit for bit, the oracle's modules, both weight forms, gradients, refusals."""
+"""The standalone layer: equal to the trunk's mixer and the oracle's modules; weight forms, gradients, refusals."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def drawn(shape, seed, spread=1.0):
 
 
 def random_layer(config: V4Config = TINY, seed: int = 0) -> HyperConnection:
-    """A layer far from its start: every parameter random."""
+    """A layer with random parameters."""
     layer = HyperConnection(config.hidden_size, config.hc_mult, config.hc_sinkhorn_iters, config.hc_eps)
     spreads = {"fn": 0.1, "head_fn": 0.1}
     layer.load_weights(
@@ -103,7 +103,7 @@ def test_streams_begin_as_copies_that_own_their_memory():
 
 
 def mean_share(layers) -> float:
-    """Share of the streams' energy that their mean holds, after every layer has added something."""
+    """Share of the streams' energy in their mean, after every layer has added its output."""
     streams = layers[0].init(drawn((200, 32), 7))
     for i, layer in enumerate(layers):
         _, post, comb = layer.pre(streams)
@@ -157,7 +157,7 @@ def test_the_split_form_is_the_released_triple(transposed, to_from):
     )
     for part in ("fn", "base", "scale"):
         assert torch.equal(getattr(layer, part), getattr(other, part))
-    if to_from:  # and read the other way round it is another layer
+    if to_from:  # the other order of axes gives another layer
         wrong = HyperConnection(64).load_weights(split_form(layer, transposed, to_from))
         x = drawn((5, 4, 64), 9)
         assert (wrong.pre(x)[2] - layer.pre(x)[2]).abs().max() > 0.05

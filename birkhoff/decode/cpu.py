@@ -73,11 +73,15 @@ def _array(tensor: torch.Tensor) -> Array:
 
 
 class _ForFewRows:
+    """Accepts up to `MAX_ROWS` rows while no gradient is recorded."""
+
     def accepts(self, streams: torch.Tensor) -> bool:
         return len(streams) <= MAX_ROWS and not torch.is_grad_enabled()
 
 
 class CpuMixer(_ForFewRows):
+    """Replaces `Mixer.read` and `Mixer.write`."""
+
     def __init__(self, mixer: Mixer):
         self.weights = _array(mixer.fn), _array(mixer.base), _array(mixer.scale)
         self.settings = mixer.iters, np.float32(mixer.eps), np.float32(mixer.rms_eps)
@@ -102,6 +106,8 @@ class CpuMixer(_ForFewRows):
 
 
 class CpuHeadMixer(_ForFewRows):
+    """Replaces `HeadMixer.forward`."""
+
     def __init__(self, head: HeadMixer):
         self.weights = _array(head.fn), _array(head.base), _array(head.scale)
         self.settings = np.float32(head.eps), np.float32(head.rms_eps)
@@ -115,6 +121,8 @@ class CpuHeadMixer(_ForFewRows):
 
 
 class CpuMTPInput(_ForFewRows):
+    """Replaces the input projections of `MTP`."""
+
     def __init__(self, mtp: MTP):
         self.norms = _array(mtp.hnorm.weight), _array(mtp.enorm.weight), np.float32(mtp.hnorm.eps)
         self.weights = _array(mtp.h_proj.weight), _array(mtp.e_proj.weight)
@@ -138,6 +146,8 @@ class CpuPooling:
 
 
 class CpuAttention:
+    """Replaces `Attention.forward`."""
+
     def __init__(self, attention: Attention):
         a = self.attention = attention
         self.in_proj = _array(a.in_proj.stacked_weight())
@@ -188,15 +198,17 @@ class CpuAttention:
         )
         pages: Array = _NO_PAGES
         table: Array | None = _NO_TABLE
-        chosen: Array = _ALL_ENTRIES
+        selected: Array = _ALL_ENTRIES
         if self.entry_pooling is not None:
-            at = self.rank + a.head_dim
+            column = self.rank + a.head_dim
             pages = _array(state.pages[ENTRY])
             table = state.state.table_array
-            at = self._compress(self.entry_pooling, projected, at, slots, positions, state)
+            column = self._compress(self.entry_pooling, projected, column, slots, positions, state)
             if self.index_pooling is not None:
-                at = self._compress(self.index_pooling, projected, at, slots, positions, state)
-                chosen = self._choose(projected[:, at:], latent, cos, sin, group, slots, positions, state)
+                column = self._compress(self.index_pooling, projected, column, slots, positions, state)
+                selected = self._select_entries(
+                    projected[:, column:], latent, cos, sin, group, slots, positions, state
+                )
         out = torch.empty(n, self.hidden)
         cpu_decode.attend_and_project(
             queries,
@@ -205,7 +217,7 @@ class CpuAttention:
             pages,
             table,
             a.ratio,
-            chosen,
+            selected,
             slots,
             positions,
             self.sink,
@@ -222,16 +234,16 @@ class CpuAttention:
         self,
         pooling: CpuPooling,
         projected: Array,
-        at: int,
+        column: int,
         slots: Array,
         positions: Array,
         state: LayerState,
     ) -> int:
-        """Store the raw rows `projected[:, at:...]` and the entries they complete; returns the next unread column."""
-        stop = at + 2 * int(pooling.ape.shape[1])
+        """Store the raw rows from `column` on and the entries they complete; returns the next unread column."""
+        stop = column + 2 * int(pooling.ape.shape[1])
         ring = state.raw[pooling.kind].array
         pages = _array(state.pages[pooling.kind])
-        cpu_decode.store_compressor_rows(projected[:, at:stop], pooling.ape, ring, slots, positions)
+        cpu_decode.store_compressor_rows(projected[:, column:stop], pooling.ape, ring, slots, positions)
         cpu_decode.pool_entries(
             ring,
             pages,
@@ -246,7 +258,7 @@ class CpuAttention:
         )
         return stop
 
-    def _choose(
+    def _select_entries(
         self,
         weights: Array,
         latent: Array,
@@ -260,10 +272,10 @@ class CpuAttention:
         """Entries each row attends to, [n, E] bool; empty when the indexer keeps all of them."""
         indexer = self.attention.indexer
         assert indexer is not None
-        most = (group.last_position + 1) // 4
-        if most <= indexer.topk:
+        count = (group.last_position + 1) // 4
+        if count <= indexer.topk:
             return _ALL_ENTRIES
-        chosen = np.empty((len(slots), most), np.bool_)
+        selected = np.empty((len(slots), count), np.bool_)
         scale = np.float32((indexer.width * indexer.heads) ** -0.5)
         cpu_decode.topk_entries(
             latent,
@@ -278,12 +290,14 @@ class CpuAttention:
             slots,
             positions,
             indexer.topk,
-            chosen,
+            selected,
         )
-        return chosen
+        return selected
 
 
 class CpuMoE:
+    """Replaces `MoE.forward`, for rows of any sequences."""
+
     def __init__(self, moe: MoE):
         self.in_proj = _array(moe.in_proj.stacked_weight())
         self.gate = moe.gate

@@ -278,7 +278,7 @@ class Decoder:
         torch.sin(angles, out=buffers.sin)
 
     def _unsupported_by_cuda(self) -> str | None:
-        """Why the CUDA kernels cannot run the model: the device, a width, or the form of its weights; None if they can."""
+        """Why the CUDA kernels cannot run the model (device, widths, form of its weights), or None."""
         reason = unsupported_reason(self.config, self.dtype, self.state.device)
         if reason is not None:
             return reason

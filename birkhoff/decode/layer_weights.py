@@ -24,9 +24,7 @@ class LayerWeights:
     q_norm: torch.Tensor
     kv_norm: torch.Tensor
     sink: torch.Tensor
-    qkv_proj: list[
-        PackedWeight
-    ]  # all that reads x: query latent, keys; raw entries and index keys, head weights
+    qkv_proj: list[PackedWeight]  # query latent and keys; raw entries, raw index keys and index head weights
     q_b_proj: list[PackedWeight]  # queries; index queries
     o_a_proj: list[PackedWeight]
     o_b_proj: list[PackedWeight]
@@ -44,7 +42,7 @@ class LayerWeights:
 
 
 def layer_weights(block: Block) -> LayerWeights:
-    """The weights of a block as kernels read them. Nothing but scales is copied: modules keep views of stacked weights."""
+    """The weights of a block. Only scales are copied: the modules keep views of the stacked weights."""
     a, m = block.attn, block.ffn
     qkv_proj = [stack_linears([a.wq_a, a.wkv])]
     q_b_proj = [a.wq_b.packed_weight()]

@@ -139,7 +139,7 @@ class Experts(nn.Module):
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x [n, d] -> [n, d]: the weighted sum over each token's experts in float32; with `shared` added, in its dtype."""
+        """x [n, d] -> [n, d]: the weighted sum over each token's experts, float32; plus `shared`, in its dtype."""
         if self.store is None:
             return self._compute(x, ids, weights, shared)
         self.store.count_reads(ids.unsqueeze(0), self.layer)

@@ -71,9 +71,9 @@ class CopyStream(HostCopy):
             status = int(library.cudaHostRegister(pointer, num_bytes, _PORTABLE_AND_MAPPED))
             if status:
                 raise CapacityError(
-                    f"the driver refused to lock {num_bytes / 2**30:.2f} GiB of host memory for {count} experts (CUDA error "
-                    f"{status}). Free host memory, raise the limit of locked memory (ulimit -l), or give the device a "
-                    "larger share of the experts."
+                    f"the driver refused to lock {num_bytes / 2**30:.2f} GiB of host memory for {count} experts "
+                    f"(CUDA error {status}). Free host memory, raise the limit of locked memory (ulimit -l), or give "
+                    "the device a larger share of the experts."
                 )
             weakref.finalize(slots, library.cudaHostUnregister, pointer)
         return slots

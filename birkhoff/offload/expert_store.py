@@ -233,7 +233,7 @@ class ExpertStore:
 
     @_locked
     def wait(self, copies: Iterable[CachedExpert], publish: bool = True) -> None:
-        """Make the current stream wait for these copies and, with `publish`, read them through the table from now on."""
+        """Make the current stream wait for these copies; with `publish`, also enter them into the table."""
         published = []
         for cached in copies:
             self.copy_stream.wait_event(cached.event)

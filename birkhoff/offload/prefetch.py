@@ -86,7 +86,7 @@ class ExpertPrefetch:
 
 
 class HashRoutePrefetch:
-    """Cached copies for hash-routed layers. `tables` maps a layer to the experts of each token, [vocab, k] on the host."""
+    """Cached copies for hash-routed layers. `tables`: experts of each token, [vocab, k] on the host, by layer."""
 
     def __init__(self, store: ExpertStore, tables: dict[int, torch.Tensor]):
         self.store = store

@@ -1,9 +1,9 @@
-"""Decoding steps of a few rows on a CPU: the compiled sublayers are the sublayers.
+"""CPU decode steps: the compiled sublayers compute what the model computes.
 
-The plain model's whole forward pass is the judge. Sequences stand at positions chosen so that every step somewhere
-crosses a border: the window's end, a CSA block, the first entry beyond the indexer's choice, an HCA block, a page. The
-sequences' own seeds are ones in which no choice of experts or entries is closer than 5e-5, thirty times what float32
-blurs here, so that a difference is a defect and never a tie.
+The reference is the whole forward pass of the plain model. Start positions are chosen so that every step crosses a
+boundary in some sequence: the end of the window, a CSA block, the first entry beyond the indexer's top k, an HCA block,
+a page. The seeds of the sequences are ones in which no selection of experts or entries is closer than 5e-5, thirty
+times the float32 error here, so a difference is a defect and never a tie.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ def fast():
 
 @pytest.fixture(scope="module")
 def sequences(plain):
-    """Tokens of each sequence and the plain model's logits at every position."""
+    """Tokens of each sequence, and logits of the plain model at every position."""
     tokens = [random_tokens(TINY, LENGTH, seed) for seed in SEEDS]
     with torch.no_grad():
         return [(t, plain(t)) for t in tokens]
 
 
 def step(model, state, pieces, tap=None) -> dict[int, torch.Tensor]:
-    """Logits of each piece's last token, by slot."""
+    """Logits of the last token of each chunk, by slot."""
     with torch.inference_mode():
         batch = Batch.of(pieces, "cpu")
         hidden, _ = model.run(batch, state, tap or NoTap())
@@ -90,7 +90,7 @@ def worst(decoded, sequences, starts) -> float:
 
 @pytest.mark.parametrize("count", [1, 3, 16, 17])
 def test_decoding_together_equals_the_whole_forward_pass(fast, sequences, count):
-    """17 rows are one too many for the compiled path: the same model takes the other one, with the same result."""
+    """17 rows exceed the limit of the compiled path: the same model uses the plain path, with the same result."""
     assert (
         is_decode_step(Batch.of([SequenceChunk(s, 0, [1]) for s in range(count)]), State(TINY, 1, 1)) is False
     )  # gradients are on
@@ -111,7 +111,7 @@ def test_a_whole_sequence_token_by_token(fast, sequences):
 
 
 def test_entering_and_leaving_the_compiled_path_midway(fast, sequences):
-    """A sequence goes on alone, among 16 others, alone again: both paths read and write one state."""
+    """A sequence decodes alone, with 16 others, and alone again: both paths use one state."""
     state = State.contiguous(TINY, 17, LENGTH)
     tokens, expected = sequences[0]
     others = [tokens for tokens, _ in sequences[1:]]
@@ -124,7 +124,7 @@ def test_entering_and_leaving_the_compiled_path_midway(fast, sequences):
 
 @pytest.mark.parametrize("lookback", [1, 5, 8])
 def test_a_state_that_can_step_back(fast, sequences, lookback):
-    """Larger rings, other places in them; and wrong tokens run first, as a rejected draft is."""
+    """Larger rings with other row indices; wrong tokens are run first, as a rejected draft is."""
     starts = STARTS[:3]
     state = State.contiguous(TINY, 3, LENGTH, lookback=lookback)
     for slot, ((tokens, _), start) in enumerate(zip(sequences, starts)):
@@ -148,7 +148,7 @@ def test_a_state_that_can_step_back(fast, sequences, lookback):
 
 @pytest.mark.parametrize("length", [2, 3, 4])
 def test_several_tokens_of_one_sequence_are_rows_of_one_step(fast, sequences, length):
-    """Guesses are verified so: rows of one slot whose blocks end in the middle of the step, beside another sequence."""
+    """As when drafts are verified: rows of one slot whose blocks end inside the step, with another sequence."""
     state, tokens, (other, beside) = (
         State.contiguous(TINY, 2, LENGTH, lookback=3),
         sequences[0][0],
@@ -175,7 +175,7 @@ def test_slots_and_pages_lie_anywhere_and_need_no_clearing(fast, sequences):
     first = decode(fast, sequences, starts, 20, state, slots=slots)
     again = decode(
         fast, sequences[3:], starts, 20, state, slots=slots[::-1]
-    )  # over what the others left behind
+    )  # on pages that other sequences used
     assert worst(first, sequences, starts) <= TOLERANCE and worst(again, sequences[3:], starts) <= TOLERANCE
 
 
@@ -218,7 +218,7 @@ def test_other_shapes(changes):
 
 
 def test_equal_scores_choose_the_oldest_entries_in_both():
-    """With no indexer query all entries score zero: the first twelve win, and later ones are not attended to."""
+    """Without indexer queries all entries score zero: the first twelve are selected, later ones are not."""
     plain, fast = random_model(seed=6), few_model(seed=6)
     for model in (plain, fast):
         with torch.no_grad():
@@ -234,7 +234,7 @@ def test_equal_scores_choose_the_oldest_entries_in_both():
 
 
 def test_a_token_table_may_name_an_expert_twice():
-    """Both of its places count, whatever room was made for a row's guests."""
+    """Both occurrences are counted."""
     plain, fast = random_model(seed=7), few_model(seed=7)
     for model in (plain, fast):
         for layer in (0, 1):
@@ -250,8 +250,8 @@ def test_a_token_table_may_name_an_expert_twice():
 @pytest.mark.parametrize("kernels", ["cpu", "reference"])
 @pytest.mark.parametrize("count", [1, 3, 17])
 def test_numbers_that_are_none_stay_in_their_sequence(kernels, count):
-    """A token whose embedding is NaN spoils its own sequence from there on and nobody else's, not even the next one in
-    its slot, whose window is short and whose neighbours are far ahead."""
+    """A token whose embedding is NaN affects its own sequence from there on and no other, not even the next one in its
+    slot, whose window is short and whose neighbours are far ahead."""
     model = fused_model(kernels=kernels)
     with torch.no_grad():
         model.embed[7] = torch.nan
@@ -263,13 +263,13 @@ def test_numbers_that_are_none_stay_in_their_sequence(kernels, count):
         step(model, state, [SequenceChunk(slot, 0, tokens[slot][: starts[slot]])])
     step(model, state, [SequenceChunk(0, 0, [*tokens[0][:129], 7, *tokens[0][130:150]])])
     assert step(model, state, [SequenceChunk(0, 150, tokens[0][150:151])])[0].isnan().any()
-    for ahead in range(6):  # the spoilt one beside the others
+    for ahead in range(6):  # the NaN sequence with the others
         pieces = [
             SequenceChunk(s, starts[s] + ahead, tokens[s][starts[s] + ahead :][:1]) for s in range(1, count)
         ]
         rows = step(model, state, [SequenceChunk(0, 151 + ahead, [9]), *pieces])
         assert all((rows[p.slot] - expected[p.slot][p.start]).abs().max() <= TOLERANCE for p in pieces)
-    for ahead in range(6, 16):  # and another in its place
+    for ahead in range(6, 16):  # another sequence in its slot
         at = [ahead - 6] + [start + ahead for start in starts[1:]]
         rows = step(model, state, [SequenceChunk(s, at[s], tokens[s][at[s] :][:1]) for s in range(count)])
         assert all((rows[s] - expected[s][at[s]]).abs().max() <= TOLERANCE for s in range(count))
@@ -304,7 +304,7 @@ def test_every_site_is_seen_and_holds_what_the_plain_path_holds(fast, plain, seq
 
 
 def test_looking_changes_no_bit_and_what_was_seen_stays_as_it_was(fast, sequences):
-    """Sites are looked at in place here, so a buffer that is used again would show."""
+    """Sites are observed in place here, so a reused buffer would be noticed."""
     starts, seen, copies = STARTS[:3], [], []
 
     def hold(site, layer, x):
@@ -345,7 +345,7 @@ def test_an_edit_does_the_same_as_in_the_plain_path(fast, plain, sequences, site
 
 
 def test_an_edited_tensor_may_lie_anyhow(fast, sequences):
-    """Edits hand back whatever they computed: strided, expanded, or a view into something larger."""
+    """Edits may return strided or expanded tensors, or views of larger ones."""
 
     def strided(site, layer, x):
         return torch.stack((x, x), -1)[..., 0] if site.edit else None

@@ -1,7 +1,7 @@
-"""The decoder for a GPU is the model: logits of single tokens against the plain forward pass, in Triton's interpreter.
+"""The GPU decoder against the plain forward pass: logits of single tokens, in Triton's interpreter.
 
-Sequences stand where something happens: before the window is full, at its end, at the last token of a CSA and of an HCA
-block, at the first entry beyond what the indexer keeps, at a page's border. Everything a step writes is NaN before it.
+Start positions are boundaries: before the window is full, at its end, at the last token of a CSA and of an HCA block,
+at the first entry beyond the indexer's top k, at the end of a page. All buffers are NaN before a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def test_steps_are_those_of_the_plain_model(model):
             plain_step(model, state, [SequenceChunk(slot, 0, tokens[slot][:start])])
     decoder = Decoder(model, states[1], fast=False)
     buffers = decoder.buffers(rows, 384)
-    assert buffers.max_entries > 0, "the indexer is at work"
+    assert buffers.max_entries > 0, "the indexer scores entries"
     for step in range(STEPS):
         at = [start + step for start in STARTS]
         pieces = [SequenceChunk(slot, at[slot], tokens[slot][at[slot]].view(1)) for slot in range(rows)]
@@ -81,7 +81,7 @@ def requests(core: EngineCore, prompts: list[list[int]], count: int) -> list[lis
 
 
 def test_an_engine_decodes_through_it(model):
-    """Three requests fill a step of four rows; the spare one harms nobody."""
+    """Three requests in a step of four rows; the padding row has no effect."""
     prompts = [random_tokens(SMALL, length, length).tolist() for length in (2, 5, 9)]
     answers = []
     for name in ("reference", "triton"):

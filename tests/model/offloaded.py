@@ -1,4 +1,4 @@
-"""Models whose experts lie in a store: the same weights as `packed_model`'s, at any share of hot ones."""
+"""Models with their experts in a store: the weights of `packed_model`, with any share of them on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.interpreter import DEVICE
 
 
 def some_resident(layers: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
-    """[layers, experts] bool: that share of all, drawn."""
+    """[layers, experts] bool: a random set of that share."""
     order = torch.randperm(layers * experts, generator=torch.Generator().manual_seed(seed))
     chosen = order[: round(share * layers * experts)]
     return torch.zeros(layers * experts, dtype=torch.bool).index_fill_(0, chosen, True).view(layers, experts)

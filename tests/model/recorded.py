@@ -1,8 +1,8 @@
-"""One run of our model with everything kept: what entered and left each module, every site, what the state remembers.
+"""One recorded run of the model: inputs and outputs of each module, every site, and the state.
 
-The tests of the numerics hold these values against `float64.py`, a stage at a time. Nothing in the model is replaced:
-modules are watched with hooks, sites with a tap, keys and entries are read from the state, and index queries, which
-nothing else ever sees, through the `Numerics` the model is built with.
+The tests of the numerics compare these values with `float64.py`, stage by stage. Nothing in the model is replaced:
+modules are observed with hooks, sites with a tap, keys and entries are read from the state, and index queries, which
+are not visible elsewhere, through the `Numerics` of the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def array(x: torch.Tensor) -> np.ndarray:
 
 
 class Recording(Numerics):
-    """Remembers the index queries, which nothing else ever sees."""
+    """Records the index queries, which are not visible elsewhere."""
 
     queries: list[torch.Tensor]
 
@@ -54,7 +54,7 @@ class Recording(Numerics):
 
 @dataclass
 class Run:
-    """One run of ours: what entered and left every module, what lies in the state, and float64 beside it."""
+    """One recorded run: inputs and outputs of every module, the state, and the float64 model."""
 
     model: Transformer
     config: V4Config
@@ -93,7 +93,7 @@ def record(config, dtype) -> Run:
 
         module.register_forward_hook(hook)
     tokens = random_tokens(config, LENGTH, 11)
-    state = State.contiguous(config, 1, LENGTH, lookback=LENGTH, dtype=dtype)  # the ring forgets nothing
+    state = State.contiguous(config, 1, LENGTH, lookback=LENGTH, dtype=dtype)  # the ring keeps every row
     batch = Batch.of([SequenceChunk(0, 0, tokens)])
     with torch.no_grad():
         hidden, _ = model.run(batch, state, EagerTap(lambda s, i, x: sites.update({(s.name, i): array(x)})))

@@ -1,7 +1,7 @@
 """Logits against `transformers`' DeepseekV4ForCausalLM in float32 with the same random weights, at every position.
 
-Each case names what it is there for, and the mechanisms are shown to act: clamps that clip, choices that leave
-entries out, waves that YaRN has slowed. A case that compared two models in which nothing happens would prove nothing.
+Each case names its purpose, and asserts that the mechanism is active: clamps clip, selections leave entries out, YaRN
+changes frequencies.
 """
 
 from __future__ import annotations
@@ -144,13 +144,13 @@ def test_the_indexer_leaves_entries_out(name):
         if kind == "index":
             assert torch.equal(chosen.sum(-1), visible.clamp_max(config.index_topk))
             assert (visible > config.index_topk).sum() > length // 2
-            # A choice by age would keep a run; a choice by score leaves holes.
+            # A selection by age would be contiguous; a selection by score leaves gaps.
             assert (chosen[-1].int().diff().abs().sum() > 2).item()
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_clamps_clip_gates_from_above_and_values_from_both_sides(name):
-    """Of shared and of routed experts, in every layer; and raising the limit changes the logits."""
+    """For shared and routed experts in every layer; raising the limit changes the logits."""
     config, length = CASES[name]
     ours = random_model(config, seed=1)
     tokens, entering = random_tokens(config, length, 1), {}
@@ -174,7 +174,7 @@ def test_yarn_slows_some_waves_in_part_and_the_logits_notice():
     plain, slowed = Rope(replace(config, rope_scaling=None)).compressed, Rope(config).compressed
     share = ((plain - slowed) / (plain - plain / 16.0)).tolist()
     assert share[0] == 0.0 and share[-1] == pytest.approx(1.0)
-    assert any(0.01 < s < 0.99 for s in share)  # the ramp itself, not only its ends
+    assert any(0.01 < s < 0.99 for s in share)  # inside the ramp, not only at its ends
     tokens = random_tokens(config, length, 1)
     with torch.no_grad():
         changed = random_model(replace(config, rope_scaling=None), 1)(tokens) - random_model(config, 1)(
@@ -185,7 +185,7 @@ def test_yarn_slows_some_waves_in_part_and_the_logits_notice():
 
 @st.composite
 def configurations(draw) -> V4Config:
-    """Anything the config allows at a size that runs at once."""
+    """Any valid config of a small size."""
 
     def pick(*options):
         return draw(st.sampled_from(options))

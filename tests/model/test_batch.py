@@ -1,4 +1,4 @@
-"""Flattening: every token of every piece has one row, groups are rectangles, and nothing is said twice."""
+"""`Batch`: every token of every chunk has exactly one row, and groups are rectangles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def steps(draw) -> list[SequenceChunk]:
         start, length = draw(st.sampled_from([0, 0, 3, 8, 100])), draw(st.sampled_from([1, 1, 1, 2, 5, 9]))
         pieces.append(
             SequenceChunk(slot, start, [1000 * slot + start + i for i in range(length)])
-        )  # a token names its place
+        )  # a token encodes its slot and position
     return draw(st.permutations(pieces))
 
 

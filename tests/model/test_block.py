@@ -1,7 +1,7 @@
-"""Off means absent: with `NoTap` a layer traces to the very operators of a layer whose text has no taps.
+"""With `NoTap`, a layer traces to the same operators as a layer whose source has no taps.
 
-The layer without taps is made from its own text: every `tap.see(...)` line is struck out, `tap(site, x)` becomes
-`x` and `tap.part(site, x)` becomes `x, x`. It is run with None for a tap, so a line that was missed cannot hide.
+The layer without taps is made from the source: every `tap.see(...)` line is removed, `tap(site, x)` becomes `x` and
+`tap.part(site, x)` becomes `x, x`. It is run with None as the tap, so a line that was missed raises.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from birkhoff.model.batch import Batch
 from birkhoff.model.state import Fresh
 from tests.models import TINY, random_model, random_tokens
 
-LENGTH = 140  # one HCA entry, and more CSA entries than are chosen
+LENGTH = 140  # one HCA entry, and more CSA entries than are selected
 
 
 def calls_tap(node: ast.AST, method: str | None) -> bool:
-    """Is this `tap(...)`, or `tap.method(...)`?"""
+    """Whether a node is `tap(...)` or `tap.method(...)`."""
     if not isinstance(node, ast.Call):
         return False
     called = node.func
@@ -50,7 +50,7 @@ class StrikeOut(ast.NodeTransformer):
 
 
 def without_taps(module: nn.Module) -> tuple[nn.Module, int]:
-    """A copy whose every `forward` that takes a tap has lost its lines about it, and how many forwards that were."""
+    """A copy of a module without tap calls in any `forward`, and the number of forwards that changed."""
     bare, changed = copy.deepcopy(module), 0
     for part in bare.modules():
         original = type(part).forward
@@ -65,10 +65,10 @@ def without_taps(module: nn.Module) -> tuple[nn.Module, int]:
 
 
 def operators(block, tap, rope, streams):
-    """Every operator of a trace with what it takes, in order; nothing is simplified away."""
+    """Every operator of a trace with its arguments, in order, unsimplified."""
     batch = Batch.whole(
         random_tokens(TINY, LENGTH, 6)
-    )  # a new one each time: it keeps what layers have in common
+    )  # a new one each time: it caches values that layers share
     phases = rope.step(batch.positions)
     with torch.no_grad():
         graph = make_fx(lambda x: block(x, batch, phases, Fresh(), tap))(streams).graph
@@ -88,14 +88,14 @@ def streams():
 @pytest.mark.parametrize("layer", [0, 2, 3])  # sliding and hash-routed, CSA and HCA and score-routed
 def test_without_a_tap_a_layer_is_the_layer_without_taps(layer, tiny, streams):
     bare, changed = without_taps(tiny.layers[layer])
-    assert changed >= 3  # the layer, its experts, their gate
+    assert changed >= 3  # the layer, its experts, their router
     off = operators(tiny.layers[layer], NoTap(), tiny.rope, streams)
     assert len(off) > 200
     assert off == operators(bare, None, tiny.rope, streams)
 
 
 def test_a_tap_that_edits_does_show_in_the_trace(tiny, streams):
-    """So that the equality above is known to be able to fail."""
+    """Shows that the equality above can fail."""
     tap = EagerTap(edit=lambda site, layer, x: x + 1.0)
     tapped = operators(tiny.layers[0], tap, tiny.rope, streams)
     assert len(tapped) == len(operators(tiny.layers[0], NoTap(), tiny.rope, streams)) + 6

@@ -1,8 +1,8 @@
 """Gradients of the whole-sequence path against central differences of the float64 model, which shares no code with it.
 
-The loss weighs every trunk and every MTP logit at random. For each class of parameters, and for a vector added at each
-site, the derivative along a random direction has to agree. float64 makes the differences good to nine digits, so the
-tolerance is what float32 back-propagation loses.
+The loss is a random weighting of all trunk and MTP logits. For each class of parameters, and for a vector added at each
+site, the derivative along a random direction must agree. float64 differences are accurate to nine digits, so the
+tolerance is the float32 error of back-propagation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.model.float64 import Float64
 from tests.model.recorded import array
 from tests.models import random_model, random_tokens, variant, weights_of
 
-LENGTH = 133  # one HCA entry and a few queries that see it; 33 CSA entries of which 6 are chosen
+LENGTH = 133  # one HCA entry and a few queries that see it; 33 CSA entries of which 6 are selected
 CONFIG = variant(
     hidden_size=24,
     vocab_size=60,
@@ -38,7 +38,7 @@ CONFIG = variant(
     moe_intermediate_size=16,
 )
 STEP = 1e-6
-TOLERANCE = 1e-4  # relative to what the class as a whole could have contributed; measured: at most 3e-6
+TOLERANCE = 1e-4  # relative to the largest possible contribution of the class; measured: at most 3e-6
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def true_loss(weights, tokens, weighing, watch=None) -> float:
 
 @pytest.fixture(scope="module")
 def gradients(model, tokens, weighing):
-    """Every gradient under its released name: a model of the same shape is filled with them and asked for names."""
+    """Every gradient by its released name, through the destinations of a model of the same shape."""
     loss_of(model, tokens, weighing).backward()
     shadow = Transformer(CONFIG)
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_parameters(group, gradients, weights, tokens, weighing):
 
     true = (at(STEP) - at(-STEP)) / (2 * STEP)
     mine = sum(float((gradients[name] * along[name]).sum()) for name in names)
-    # A direction can be nearly level by chance; its error is measured against a typical one.
+    # A derivative can be close to zero by chance; its error is relative to a typical one.
     size = np.sqrt(sum(float(((gradients[name] * along[name]) ** 2).sum()) for name in names))
     print(f"{group}: {mine:.6f} against {true:.6f}, off by {abs(mine - true) / size:.1e} of its size")
     assert size > 1e-4
@@ -174,8 +174,8 @@ def test_a_vector_added_at_a_site(site, at, model, weights, tokens, weighing):
 
 
 def test_the_indexer_gets_no_gradient_because_it_only_chooses(model, gradients):
-    """Its scores pick entries and are not used in the attention itself; a choice has no slope. Training it takes a loss
-    of its own. The routing bias likewise only chooses, and is not a trained parameter at all."""
+    """Its scores select entries and are not used in attention, so they have no gradient; training the indexer takes a
+    separate loss. The routing bias likewise only selects, and is not a trained parameter."""
     indexer = [(name, p) for name, p in model.named_parameters() if ".indexer." in name]
     assert len(indexer) >= 4 and all(p.grad is None for _, p in indexer)
     biases = [p for name, p in model.named_parameters() if name.endswith("gate.bias")]

@@ -1,4 +1,4 @@
-"""Weights kept packed as the release stores them compute what the same weights compute unpacked."""
+"""Packed weights give the results of the same weights unpacked."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LENGTH = 150
 
 
 def packed_and_unpacked(released: bool, dtype: torch.dtype) -> tuple[Transformer, Transformer]:
-    """One model with codes and scales, and one with the numbers those mean."""
+    """A model with codes and scales, and one with their values."""
     numerics = Numerics(dtype, released)
     packed, dense = Transformer(TINY, numerics, packed=True), Transformer(TINY, numerics)
     fill_random(dense, 8)
@@ -30,9 +30,7 @@ def packed_and_unpacked(released: bool, dtype: torch.dtype) -> tuple[Transformer
                 made[d.name], made[d.name.removesuffix("weight") + "scale"] = codes, scale
                 unpack = quant.dequant_fp8 if d.tensor.dtype == torch.float8_e4m3fn else quant.dequant_fp4
                 values[d.name].copy_(unpack(codes, scale))
-            elif (
-                d.tensor.dtype is torch.bfloat16
-            ):  # the release stores what it computes in float32 in 16 bits
+            elif d.tensor.dtype is torch.bfloat16:  # the release stores float32 weights in 16 bits
                 values[d.name].copy_(values[d.name].bfloat16())
         for d in packed.destinations():
             source = made.get(d.name)

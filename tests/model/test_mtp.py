@@ -1,4 +1,4 @@
-"""The MTP block against float64 (spec 9): over a whole prompt, step by step with its own window, and drafting on."""
+"""The MTP block against float64 (spec 9): on a whole prompt, step by step, and drafting from its own streams."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trunk(tiny, tokens):
 
 @pytest.fixture(scope="module")
 def true(tiny, tokens):
-    """float64, trunk and block alike: logits and streams of the block at every position."""
+    """float64 trunk and block: logits and streams of the block at every position."""
     model, logits, streams = reference(tiny), [], []
     for t in range(LENGTH):
         model.step(int(tokens[t]))
@@ -72,7 +72,7 @@ def test_a_whole_prompt_at_once(tiny, tokens, trunk, true):
     "sizes", [[1] * LENGTH, [13, 1, 1, 30, 1, 14], [59, 1]], ids=["single", "mixed", "late"]
 )
 def test_step_by_step_with_its_own_window(tiny, tokens, trunk, true, sizes):
-    """The block's keys live in a ring of their own; the trunk's rings are untouched by it."""
+    """The block has its own ring of keys and does not change the rings of the trunk."""
     state, at, rows = State.contiguous(TINY, 1, LENGTH, mtp=True), 0, []
     for size in sizes:
         batch = Batch.of([SequenceChunk(0, at, tokens[at + 1 : at + 1 + size])])
@@ -98,7 +98,7 @@ def test_two_sequences_side_by_side_in_one_step(tiny, tokens, trunk, true):
 
 
 def test_drafting_on_feeds_the_block_its_own_streams(tiny, tokens, trunk):
-    """Step 3 of the drafting loop: streams out become streams in, the drafted token comes along, positions go up."""
+    """Step 3 of the drafting loop: output streams and the drafted token are the next input, at the next position."""
     start, ahead = 40, 4
     state, model = State.contiguous(TINY, 1, LENGTH + ahead, mtp=True), reference(tiny)
     with torch.no_grad():
@@ -120,7 +120,7 @@ def test_drafting_on_feeds_the_block_its_own_streams(tiny, tokens, trunk):
 
 
 def test_released_numerics_round_what_enters_the_projections(tokens):
-    """One token alone attends to itself: the block is a plain chain, and float64 with rounding has to follow it."""
+    """A single token attends to itself, so the block is a chain that float64 with rounding can follow."""
     model = random_model(seed=9, released=True)
     with torch.no_grad():
         trunk = model.run(Batch.whole(tokens[:-1]), Fresh(), NoTap())[1]
@@ -133,7 +133,7 @@ def test_released_numerics_round_what_enters_the_projections(tokens):
 
 
 def test_an_edit_of_the_final_streams_reaches_the_draft(tiny, tokens):
-    """So that a steered model and its drafts agree (H10)."""
+    """A steered model and its drafts agree (H10)."""
     tap = EagerTap(edit=lambda site, layer, x: x + 0.3 if site is sites.MHC_STREAMS_FINAL else None)
     with torch.no_grad():
         edited = tiny.run(Batch.whole(tokens[:-1]), Fresh(), tap)[1]

@@ -1,8 +1,8 @@
-"""Our arithmetic against float64, stage by stage, with and without the release's rounding, in float32 and bfloat16.
+"""The model's arithmetic against float64, stage by stage, with and without released rounding, in float32 and bfloat16.
 
-Every stage is fed with *our* values of the stage before, so that errors cannot add up. A value that is then rounded to
-FP8 or FP4 may fall on the other side of a tie that float32 cannot see; such a value has to lie within one step of the
-format, and the share of them is small, bounded and printed.
+The input of every stage is the model's own output of the stage before, so errors do not accumulate. A value that is
+then rounded to FP8 or FP4 may fall on the other side of a tie that float32 cannot resolve; such a value must be within
+one step of the format, and their share is bounded and printed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ def run(request):
 
 
 def check(run: Run, label: str, mine, true, step=0.0) -> None:
-    """Within 1e-5 of the row's size, but for a small share of values whose last rounding fell the other way: they may
-    be one `step` of the stage's format away, or one step of bfloat16 in a bfloat16 model."""
+    """Within 1e-5 of the row's magnitude, except for a small share of values that were rounded the other way: they may
+    differ by one `step` of the stage's format, or by one step of bfloat16 in a bfloat16 model."""
     mine, true = np.asarray(mine), np.asarray(true)
     assert mine.shape == true.shape and mine.size, (label, mine.shape, true.shape)
     size = np.abs(true).max(axis=-1, keepdims=True) + 1e-9
     gap, near = np.abs(mine - true), 1e-5 * size
     far = gap > near
-    if not run.single:  # an earlier rounding inside the stage may have fallen the other way, too
+    if not run.single:  # an earlier rounding inside the stage may differ, too
         step = np.maximum(step, 2.0**-7 * np.maximum(np.abs(mine), np.abs(true)) + 2.0**-8 * size)
     print(f"{label}: {far.sum()} of {far.size} values a step away")
     assert (gap <= near + step).all(), (label, float((gap - near - step).max()))
@@ -54,23 +54,23 @@ def fp4_step(mine: np.ndarray, true: np.ndarray) -> np.ndarray:
     return np.maximum(np.ldexp(1.0, np.frexp(size)[1] - 2), np.abs(true).max(-1, keepdims=True) / 6)
 
 
-# Share of values that may be a step away. Measured: none of 1.5 million in float32, at most 0.36 % of a stage in
+# Share of values that may differ by a step. Measured: none of 1.5 million in float32, at most 0.36 % of a stage in
 # bfloat16 (attention, where a rounded probability reaches a whole row).
 FLIPS = {True: 1e-3, False: 1e-2}
 
-# Section 4's table: which released tensors meet an input rounded to FP8, and which do not. wo_a has a test of its own.
+# The table of section 4: released tensors whose input is rounded to FP8, and others. wo_a has its own test.
 ROUNDS = (".wq_a.", ".wq_b.", ".attn.wkv.", ".wo_b.", ".shared_experts.w")
 ROUNDS_NOT = (".compressor.wkv.", ".compressor.wgate.", ".weights_proj.", ".gate.", "head.")
 
 
 def products(run: Run):
-    """Every linear layer that ran: its released name, its weight, what entered and what left."""
+    """Every linear layer that ran: released name, weight, input and output."""
     names = {tensor.data_ptr(): name for name, tensor in weights_of(run.model).items()}
     for path, module in run.model.named_modules():
         if isinstance(module, Linear) and path in run.modules:
             x, out = (value.reshape(-1, value.shape[-1])[:40] for value in run.modules[path])
             stop = 0
-            while stop < len(module.weight):  # several released matrices may lie one above the other
+            while stop < len(module.weight):  # several released matrices may be stacked
                 name = names[module.weight[stop].data_ptr()]
                 start, stop = stop, stop + len(run.reference.weights[name])
                 yield name, run.reference.weights[name], x, out[:, start:stop]
@@ -86,7 +86,7 @@ def test_linear_layers_round_what_enters_them_exactly_where_the_release_does(run
         with_rounding, without = cast(fp8(x, 128) @ weight.T), cast(x @ weight.T)
         check(run, name, out, with_rounding if rounded else without)
         wrong = without if rounded else with_rounding
-        assert np.abs(out - wrong).max() > 1e-3  # the other reading of the table would be seen
+        assert np.abs(out - wrong).max() > 1e-3  # the opposite reading of the table would differ
     layers, csa = len(run.config.compress_ratios), run.config.compress_ratios.count(4)
     compressors = csa + sum(ratio > 0 for ratio in run.config.compress_ratios)
     assert seen == {True: 7 * layers + csa, False: 2 * compressors + csa + layers + 1}
@@ -95,8 +95,8 @@ def test_linear_layers_round_what_enters_them_exactly_where_the_release_does(run
 def test_the_rounding_itself_is_exact_on_what_the_model_feeds_it(run):
     """Scales and values of 11.3, bit for bit: linear inputs, keys and index vectors.
 
-    E4M3 is itself a floating format, so where a group ends shows only when channels differ by many powers of two:
-    every other pass gives each channel a power of its own."""
+    E4M3 is a floating-point format, so group boundaries matter only when channels differ by many powers of two: every
+    other pass scales each channel by its own power."""
     numerics = Numerics(torch.float32 if run.single else torch.bfloat16, released=True)
     rope_dim = run.config.qk_rope_head_dim
     csa = run.config.compress_ratios.index(4)
@@ -116,7 +116,7 @@ def test_the_rounding_itself_is_exact_on_what_the_model_feeds_it(run):
         heads = taken(run.modules[f"layers.{csa}.attn.indexer.wq_b"][1], run.config.index_head_dim)
         turned = run.reference.cast(hadamard(array(heads)))
         share = np.mean(array(numerics.round_index(heads)) != fp4(turned))
-        assert share <= FLIPS[run.single], share  # the Hadamard sums are float32 and may fall beside a tie
+        assert share <= FLIPS[run.single], share  # the Hadamard sums are float32 and may be close to a tie
 
 
 def test_window_keys(run):
@@ -129,7 +129,7 @@ def test_window_keys(run):
         check(run, f"rotary channels of layer {i}", mine[:, still:], true[:, still:])  # these are not rounded
         assert np.array_equal(
             mine[:, :still], fp8(mine[:, :still], 64)
-        )  # the others lie on the format's grid
+        )  # the others are values of the format
         assert not np.array_equal(mine[:, still:], fp8(mine[:, still:], 64))
 
 
@@ -161,7 +161,7 @@ def test_index_keys_and_queries(run):
 
 
 def chosen_entries(run: Run, layer: int, position: int) -> np.ndarray:
-    """Ours: the entries the indexer let this query see."""
+    """The entries that the model's indexer selected for this query."""
     return np.flatnonzero(run.modules[f"layers.{layer}.attn.indexer"][1][0, position])
 
 
@@ -174,7 +174,7 @@ def test_chosen_entries(run):
             mine = set(chosen_entries(run, i, t).tolist())
             true = attention.choose(x[t], queries[t], list(keys[:visible]))
             selective += visible > len(true)
-            if mine != set(true):  # FP4 products tie often and honestly; only a tie may be broken another way
+            if mine != set(true):  # FP4 products often tie; only ties may be resolved differently
                 scores = attention.index_scores(x[t], queries[t], list(keys[:visible]))
                 assert len(mine) == len(true)
                 last, size = min(scores[true]), np.abs(scores).max()
@@ -222,7 +222,7 @@ def test_routing_and_experts(run):
         check(
             run, f"inside shared expert {i}", run.modules[f"{prefix}.shared_experts.w2"][0], np.stack(shared)
         )
-        experts = run.model.get_submodule(f"{prefix}.experts")  # asked again, without what stands beside them
+        experts = run.model.get_submodule(f"{prefix}.experts")  # computed again, without the shared expert
         routed = torch.tensor(topk[..., 0]).long(), torch.tensor(topk[..., 1]).float()
         with torch.no_grad():
             mine = array(
@@ -233,14 +233,14 @@ def test_routing_and_experts(run):
         print(
             f"experts of layer {i}: relative error {error:.1e}, {1 - sure.mean():.1%} of rows too close to call"
         )
-        if run.single:  # a row none of whose roundings is near a tie has no excuse
+        if run.single:  # rows without a rounding near a tie must agree
             assert np.abs(mine[sure] - true[sure]).max() < 1e-5 * np.abs(true).max()
             assert sure.mean() > 0.5
         assert error < 1e-3  # one flipped value in 64 or 192 is a few thousandths of one row
 
 
 def too_close_to_call(z: np.ndarray) -> bool:
-    """Would an error of float32's size change how z is rounded?"""
+    """Whether an error of float32 size would change the rounding of z."""
     slack = 2e-6 * np.abs(z).max()
     nearby = (z + slack, z - slack, z * (1 + 2e-6), z * (1 - 2e-6))
     return any(not np.array_equal(fp8(other, 128), fp8(z, 128)) for other in nearby)
@@ -303,7 +303,7 @@ def test_plain_numerics_end_to_end(plain):
 
 
 def test_released_numerics_end_to_end(plain):
-    """Free-running: a flipped rounding travels on, so the bound is on the whole and against what rounding does."""
+    """A different rounding propagates, so the bound is on the whole and relative to the effect of rounding."""
     model, tokens, _, unrounded = plain
     with torch.no_grad():
         mine = array(random_model(seed=1, released=True)(tokens))
@@ -322,8 +322,8 @@ def test_bfloat16_layers_stay_within_a_few_of_their_own_roundings():
     """Each layer in bfloat16 against the same layer in float32, with the same weights and the same streams.
 
     One rounding to eight bits is off by 2^-9 or so of the value; the dozen or more that a row passes through in a layer
-    add up like independent errors to under 2^-7. A token whose experts or entries are a near-tie may be routed another
-    way and is off by much more: hence quantiles, and a bound on every token where routing is by token id.
+    add up like independent errors to under 2^-7. A token whose experts or entries are a near-tie may be routed
+    differently and differ by much more: hence quantiles, and a bound on every token where routing is by token id.
     """
     half = random_model(seed=3, dtype=torch.bfloat16)
     single = random_model(seed=3)

@@ -1,7 +1,7 @@
-"""A prompt through the GPU kernels is the plain prompt, at every site, in chunks; in Triton's interpreter.
+"""Prefill with GPU kernels against the plain model, at every site, in chunks; in Triton's interpreter.
 
-Weights stay codes in both models; one unpacks them and multiplies plainly, the other reads them as stored. Every tensor
-a site shows is compared, with what is left in the state and the logits.
+Weights are packed in both models; one dequantises them, the other reads them as stored. The tensors of all sites, the
+state and the logits are compared.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tests.models import random_tokens, variant
 from tests.sizes import FULL
 
 SMALL = variant(compress_ratios=(0, 4, 128), num_hash_layers=1, num_nextn_predict_layers=0, index_topk=4)
-# What was read plainly before, and where the chunks that are compared end; one ends a block of 128.
+# Tokens prefilled by the plain path, and the ends of the compared chunks; one ends a block of 128.
 CASES = {"two fresh prompts": (0, [7], 2), "a chunk that goes on": (122, [129], 1)}
 if FULL:
     CASES |= {"a long prompt": (0, [300], 2), "several chunks": (0, [51, 127, 290], 1)}
 
 
 def with_kernels(model: Transformer, name: str) -> Transformer:
-    """The same weights, computed with other kernels."""
+    """The same weights with other kernels."""
     numerics = Numerics(model.numerics.dtype, False, select(name))
     for module in model.modules():
         for attribute, value in (("numerics", numerics), ("kernels", numerics.kernels)):
@@ -39,7 +39,7 @@ def with_kernels(model: Transformer, name: str) -> Transformer:
 
 
 def read(model: Transformer, state: State, tokens: list[torch.Tensor], start: int, cuts: list[int]) -> dict:
-    """Every site of every chunk, the streams and logits at the end."""
+    """Every site of every chunk, and the final streams and logits."""
     seen: dict = {}
 
     def see(site, layer, tensor) -> None:
@@ -55,7 +55,7 @@ def read(model: Transformer, state: State, tokens: list[torch.Tensor], start: in
 
 @torch.no_grad()
 def test_a_mixer_follows_its_matrix_though_its_halves_are_kept(monkeypatch):
-    """Changed in place, put elsewhere, and read by other kernels, each after it was read."""
+    """The cached form is renewed when the matrix is changed in place, moved, or read by other kernels."""
 
     from birkhoff.kernels.mhc import prefill
 
@@ -141,4 +141,4 @@ def test_experts_in_host_memory_come_in_turns_and_change_no_bit(rows):
         (mine,) = model.expert_stacks()
         assert store.any_cold(0) == (share < 1)
         assert torch.equal(mine(x, ids, weights), true)
-        assert not any(loan.held for loan in store._loans.values()), "every loan was let go"
+        assert not any(cached.refcount for cached in store._cached.values()), "every copy was released"

@@ -1,4 +1,4 @@
-"""Every site: the right tensor, met once, with the promised shape; looking changes nothing, an edit what it says."""
+"""Every site: the right tensor, once, with the documented shape; observing changes nothing, edits what they say."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokens():
 
 
 def trace(model, tokens, edit=None, part=None):
-    """Logits and every tensor seen, by (site name, layer)."""
+    """Logits, and the tensor of every site by (site name, layer)."""
     seen = {}
     with torch.no_grad():
         logits = model(
@@ -60,7 +60,7 @@ def oracle(tiny, tokens):
 
 
 def by_expert(topk):
-    """Experts in ascending order of id: which place an expert has says nothing."""
+    """Experts in ascending order of id; their order is not significant."""
     order = topk[..., 0].argsort(-1)
     return topk.gather(-2, order.unsqueeze(-1).expand_as(topk))
 
@@ -69,7 +69,7 @@ def by_expert(topk):
 def test_every_site_holds_what_the_oracle_holds(site, whole, oracle):
     mine = {layer: x for (name, layer), x in whole[1].items() if name == site.name}
     theirs = {layer: x for (name, layer), x in oracle.items() if name == site.name}
-    if site.id in (12, 13, 14):  # they never leave its modules; test_streams_rebuild holds them
+    if site.id in (12, 13, 14):  # internal to its modules; test_streams_rebuild covers them
         assert not theirs
         return
     assert mine.keys() == theirs.keys() == ({LAST} if site.once else set(range(LAST + 1)))
@@ -125,7 +125,7 @@ def test_streams_rebuild_from_what_was_seen_and_a_transposed_mixer_does_not(laye
         streams, y, mix = seen[before, layer], seen[out, layer], seen[f"mhc_{kind}_res_mix", layer]
         post, pre = seen[f"mhc_{kind}_post_mix", layer], seen[f"mhc_{kind}_pre_mix", layer]
         assert (rebuild(streams, y, post, mix) - seen[then]).abs().max() < 1e-5
-        if layer or kind == "ffn":  # the first streams are copies of each other, which no mixer can part
+        if layer or kind == "ffn":  # the first streams are equal, so mixing does not change them
             assert (rebuild(streams, y, post, mix.transpose(-1, -2)) - seen[then]).abs().max() > 0.05
         assert (torch.einsum("nm,nmd->nd", pre, streams) - seen[inside, layer]).abs().max() < 1e-5
 
@@ -158,10 +158,8 @@ def test_an_edit_reaches_the_logits_from_its_token_on_and_a_zero_edit_is_none(si
         return edit
 
     logits, seen = trace(tiny, tokens, add(1.0))
-    assert torch.equal(
-        seen[site.name, at], whole[1][site.name, at]
-    )  # a site is seen as it was before its own edit
-    # No edit reaches the past. Not bit for bit: another expert for one token changes how other rows are batched.
+    assert torch.equal(seen[site.name, at], whole[1][site.name, at])  # a site is observed before its own edit
+    # Edits do not affect earlier positions. Not bit for bit: another expert for one token changes how rows are batched.
     assert (logits[:token] - whole[0][:token]).abs().max() < 1e-4
     assert (logits[token] - whole[0][token]).abs().max() > 1e-3
     assert torch.equal(trace(tiny, tokens, add(0.0))[0], whole[0])
@@ -212,7 +210,7 @@ def test_read_edits_what_the_sublayer_sees_and_leaves_the_carried_streams(site, 
     _, (_, seen) = parted(tiny, tokens, site, at, "read")
     for name in INNER[site]:
         assert not torch.equal(seen[name, at], whole[1][name, at]), name
-    # What is written comes from the untouched streams and the coefficients read from the edited ones.
+    # The write uses the unedited streams and the coefficients read from the edited ones.
     out, post, mix = (seen[n, at] for n in (INNER[site][-1], f"mhc_{kind}_post_mix", f"mhc_{kind}_res_mix"))
     carried = whole[1][site.name, at]
     assert torch.equal(tiny.layers[at].hc_attn.write(carried, out, post, mix), following(seen, site, at))

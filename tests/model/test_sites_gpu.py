@@ -1,7 +1,7 @@
-"""Every hook site of the GPU path against the plain path, where there is a GPU: tiny, and two layers at full width.
+"""Every site of the GPU path against the plain path, on a GPU: a tiny model, and two layers at full width.
 
-Prompts through the kernels for many rows, then decoding steps in recorded graphs with every site captured; buffers are
-NaN before. `birkhoff bench sites` prints the same comparison.
+Prompts through the prefill kernels, then decode steps in recorded graphs with every site captured; buffers are NaN
+before each step. `birkhoff bench sites` prints the same comparison.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_every_site_is_that_of_the_plain_path(config, dtype, tolerance, lengths)
 
 @torch.inference_mode()
 def test_a_recorded_step_with_edits_repeats_the_launched_one():
-    """The third step of a pattern is replayed; its rows are those of the first, which was launched piece by piece."""
+    """The third step of a pattern is replayed; its rows equal those of the first, launched without a graph."""
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.decode.gpu import Decoder
     from birkhoff.engine.cuda_graphs import CudaGraphs

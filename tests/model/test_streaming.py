@@ -1,4 +1,4 @@
-"""Any way of cutting a prompt into steps gives the same logits: chunks, single tokens, neighbours in one batch."""
+"""Any division of a prompt into steps gives the same logits: chunks, single tokens, other sequences in the batch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def whole(tiny):
 
 
 def run_pieces(model, state, pieces):
-    """Logits of every piece of one step, keyed by slot."""
+    """Logits of every chunk of one step, by slot."""
     batch = Batch.of(pieces)
     with torch.no_grad():
         hidden, _ = model.run(batch, state, NoTap())
@@ -117,7 +117,7 @@ def test_pages_may_lie_anywhere_in_the_pool(tiny, whole):
 
 @pytest.mark.parametrize("back", [1, 3, 7])
 def test_stepping_back_within_the_lookback_loses_nothing(tiny, whole, back):
-    """Wrong tokens are run, then the right ones over them, as a rejected draft is."""
+    """Wrong tokens are run and then overwritten by the right ones, as after a rejected draft."""
     tokens, state = random_tokens(TINY, LENGTH), State.contiguous(TINY, 1, LENGTH, lookback=8)
     rows = [run_pieces(tiny, state, [SequenceChunk(0, 0, tokens[:125])])[0]]
     at = 125

@@ -1,4 +1,4 @@
-"""The tensors a released checkpoint holds are exactly those the model asks for: names, counts and shapes (spec 10)."""
+"""The model's destinations are exactly the tensors of a released checkpoint: names, counts and shapes (spec 10)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FLASH = V4Config(rope_scaling=RopeScaling(16.0, 65536))
 
 @pytest.fixture(scope="module")
 def flash():
-    """Every tensor of V4-Flash as the release stores it; on the meta device it weighs nothing."""
+    """Every tensor of V4-Flash as the release stores it, on the meta device."""
     with torch.device("meta"):
         model = Transformer(FLASH, packed=True)
     return {d.name: d.tensor for d in model.destinations()}

@@ -1,4 +1,4 @@
-"""A model built with the fast twins is the model: whole, in chunks, token by token, batched, watched and edited."""
+"""Models with CPU kernels against the plain model: whole, in chunks, token by token, batched, observed and edited."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_fused_layers_equal_separate_ones(tokens):
 
 
 def test_weights_loaded_after_fusing_are_used(tokens):
-    """Names keep pointing at the numbers that are multiplied."""
+    """Named weights remain views of the fused matrices."""
     model = fast_model(seed=1)
     fill_random(model, 0)
     with torch.no_grad():
@@ -146,8 +146,8 @@ def test_an_edit_reaches_the_logits(fast, tokens):
 
 
 def test_released_numerics():
-    """Rounding is shared by all twins; what enters it differs by float32's last bits, and now and then a tie falls the
-    other way and travels on. So: most positions as close as ever, and the whole far closer than rounding itself."""
+    """All kernels share the rounding; its inputs differ in the last bits of float32, so occasionally a tie is rounded
+    differently and propagates. Most positions agree closely, and the whole far closer than the effect of rounding."""
     tokens = random_tokens(TINY, 80, 4)
     with torch.no_grad():
         true, unrounded = random_model(seed=4, released=True)(tokens), random_model(seed=4)(tokens)

@@ -1,7 +1,7 @@
-"""Experts in two kinds of memory: whatever moves, every address in the table is a whole, true expert.
+"""The expert store: at any time, every address in the table is that of a complete expert with the right contents.
 
-Copies are made by a copy_stream of the tests, which moves a few bytes at a time when it is told to: what a kernel would
-read in the middle of a copy can be read here too. It also knows which runs a step may still be reading.
+The tests use their own copy stream, which moves a few bytes at a time on request, so that the state in the middle of a
+copy can be inspected. It also tracks which slots a step may still read.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ALL_EXPERTS = [(layer, number) for layer in range(LAYERS) for number in range(EX
 
 
 class SlowCopy(HostCopy):
-    """Copies that take their time, in order, as on a stream; `fence` makes later ones wait until `steps_end`."""
+    """Copies in stream order, a few bytes at a time; `wait_current_stream` holds later ones until `steps_end`."""
 
     def __init__(self):
         self.queue, self.begun, self.over, self.fences = [], 0, 0, 0
@@ -52,11 +52,11 @@ class SlowCopy(HostCopy):
         self.queue.append(["fence"])
 
     def steps_end(self):
-        """Everything the device was computing is done: copies may pass the fences there are."""
+        """All launched work is complete: waiting copies may proceed."""
         self.queue = [item for item in self.queue if item[0] == "copy"]
 
     def move(self, count):
-        """The next `count` bytes; a fence holds up everything behind it."""
+        """Copy the next `count` bytes, up to the next wait."""
         while count and self.queue and self.queue[0][0] == "copy":
             _, target, source, done = item = self.queue[0]
             now = min(count, target.numel() - done)
@@ -68,7 +68,7 @@ class SlowCopy(HostCopy):
 
 
 def filled(resident, spare=2, copy_stream=None):
-    """A store and the bytes its experts were given."""
+    """A store with random contents, and the contents of each expert."""
     store = ExpertStore(PackedExpertLayout.of(SMALL), resident, spare=spare, copy_stream=copy_stream)
     store.slots.fill_(0xAA)
     store.host_slots.fill_(0xBB)
@@ -83,7 +83,7 @@ def filled(resident, spare=2, copy_stream=None):
 
 
 def read(store, expert):
-    """What a kernel would find at the addresses of the table."""
+    """What a kernel reads at the addresses of the table."""
     layer, number = expert
     parts = []
     for address, (rows, columns), dtype in zip(
@@ -97,7 +97,7 @@ def read(store, expert):
 def check(store, truth):
     owners = store.slot_owners()
     assert len(owners["device"]) == len(store.slots) and len(owners["host"]) == len(store.host_slots), (
-        "no run is lost"
+        "no slot is lost"
     )
     assert len({int(row[0]) for row in store.table.view(-1, 4)}) == len(ALL_EXPERTS), (
         "an address belongs to one expert"
@@ -137,7 +137,7 @@ def test_every_share_can_be_built(count):
     store, truth = filled(resident(count))
     check(store, truth)
     assert int(store.resident().sum()) == count
-    assert store.spare == (2 if count < 15 else 0), "who has everything on the device needs no spare runs"
+    assert store.spare == (2 if count < 15 else 0), "no spare slots when everything is on the device"
 
 
 OPERATIONS = st.lists(
@@ -180,7 +180,7 @@ def test_no_sequence_of_moves_shows_a_wrong_or_half_copied_expert(count, spare, 
         elif what == "steps_end":
             copy_stream.steps_end()
         check(store, truth)
-        assert int(store.resident().sum()) == count, "an exchange changes nothing about how many are hot"
+        assert int(store.resident().sum()) == count, "a swap keeps the number of hot experts"
     store.publish(wait=True)
     check(store, truth)
     assert not store._moving and not store._swaps
@@ -195,7 +195,7 @@ def test_a_run_that_was_left_is_not_written_while_a_step_may_read_it():
     old = store.table[hot[0]].clone()
     copy_stream.move(1 << 20)
     assert store.publish() == 1 and not store.is_cold(cold[0])
-    assert store.swap(cold[1], hot[1]), "into the run that the first one left"
+    assert store.swap(cold[1], hot[1]), "into the slot that the first one left"
     copy_stream.move(1 << 20)
     data = bytearray(ctypes.string_at(int(old[0]), truth[hot[0]][0].numel()))
     assert torch.equal(torch.frombuffer(data, dtype=torch.int8).view_as(truth[hot[0]][0]), truth[hot[0]][0])
@@ -225,7 +225,7 @@ def test_the_run_of_an_ended_loan_is_not_written_while_a_step_may_read_it():
     check(store, truth)
 
 
-def test_who_is_moving_cannot_move_again_before_arriving():
+def test_an_expert_in_a_swap_cannot_be_moved_again():
     copy_stream = SlowCopy()
     store, truth = filled(resident(6), 4, copy_stream)
     hot = [expert for expert in ALL_EXPERTS if not store.is_cold(expert)]
@@ -236,7 +236,7 @@ def test_who_is_moving_cannot_move_again_before_arriving():
     )
     assert store.swap(cold[1], hot[1]), "others can"
     cached = store.acquire(cold[2])
-    assert not store.swap(cold[2], hot[2]), "nor can one that somebody holds a copy of"
+    assert not store.swap(cold[2], hot[2]), "nor can one with a copy in use"
     store.release(cached)
     assert store.swap(cold[2], hot[2])
     store.publish(wait=True)
@@ -244,21 +244,23 @@ def test_who_is_moving_cannot_move_again_before_arriving():
     check(store, truth)
 
 
-def test_loans_give_way_to_what_is_wanted_now():
+def test_unused_copies_are_evicted_for_new_ones():
     store, truth = filled(resident(5), spare=2)
     cold = [expert for expert in ALL_EXPERTS if store.is_cold(expert)]
     first, second = store.acquire(cold[0]), store.acquire(cold[1])
-    assert first is not None and second is not None and store.acquire(cold[2]) is None, "both runs are held"
+    assert first is not None and second is not None and store.acquire(cold[2]) is None, (
+        "both slots are in use"
+    )
     store.wait([first, second])
     at = int(store.table[cold[0]][0])
     assert at == store.cached_parts(first)[0].data_ptr() != store.home_parts(cold[0])[0].data_ptr()
     again = store.acquire(cold[0])
-    assert again is first and first.refcount == 2, "a second holder shares the copy"
+    assert again is first and first.refcount == 2, "a second reference shares the copy"
     store.release(second)
     third = store.acquire(cold[2])
-    assert third is not None and third.slot == second.slot, "the one nobody holds makes room"
+    assert third is not None and third.slot == second.slot, "the unused copy is evicted"
     assert int(store.table[cold[1]][0]) == store.home_parts(cold[1])[0].data_ptr(), (
-        "and kernels go home again"
+        "and the table points to the home again"
     )
     check(store, truth)
 

@@ -1,4 +1,4 @@
-"""Files of expert counts: written whole, read back as they were, and refused with a reason when anything is wrong."""
+"""Files of expert counts: a round trip, and refusal with a reason when anything is wrong."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_what_was_written_comes_back(tmp_path):
     reads = saved(tmp_path / "counts.json")
     found = ExpertCounts.load(tmp_path / "counts.json", 3, 4)
     assert torch.equal(found.reads, reads) and found.reads.dtype is torch.int64 and found.steps == 100
-    assert [file.name for file in tmp_path.iterdir()] == ["counts.json"], "nothing is left beside it"
+    assert [file.name for file in tmp_path.iterdir()] == ["counts.json"], "no temporary file remains"
 
 
 def test_another_models_counts_are_refused_with_both_shapes(tmp_path):
@@ -34,7 +34,7 @@ def test_another_models_counts_are_refused_with_both_shapes(tmp_path):
 
 
 def resealed(path, **changes):
-    """The file with other contents and a checksum that fits them."""
+    """Change the contents of a file and update its checksum."""
     body = json.loads(path.read_text())
     body.pop("sha256")
     body.update(changes)
@@ -80,7 +80,7 @@ def test_any_changed_character_is_noticed(tmp_path_factory, data):
     path = tmp_path_factory.mktemp("counts") / "c.json"
     reads = saved(path)
     text = path.read_bytes()
-    at = data.draw(st.integers(0, len(text) - 2))  # the last one is the end of the line
+    at = data.draw(st.integers(0, len(text) - 2))  # all but the final newline
     if data.draw(st.booleans()):
         path.write_bytes(text[:at])
     else:

@@ -1,4 +1,4 @@
-"""Who gets device memory: rates that forget, exchanges that pay, and hits on skewed traffic beside their theory."""
+"""Expert placement: decayed rates, swaps that pay, and hit rates on skewed traffic against theory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYERS, EXPERTS = 4, 64
 
 
 def run_policy(usage, resident, traffic, looks, every=16, most=4):
-    """Looks at the counters after every few steps; the final map and how many exchanges each look began."""
+    """Read the counters after every few steps; returns the final placement and the swaps begun at each reading."""
     begun = []
     for _ in range(looks):
         usage.add(traffic.reads(every), every)
@@ -48,7 +48,7 @@ def test_traffic_is_what_it_says():
 
 
 def test_the_best_set_on_zipf_traffic_hits_as_often_as_theory_says():
-    """One expert a token: the n likeliest catch the sum of their probabilities, random ones as many as they are."""
+    """One expert per token: the n likeliest hit with the sum of their probabilities, n random ones with their share."""
     shares = zipf(LAYERS, EXPERTS, 1.1, seed=3)
     count = LAYERS * EXPERTS * 9 // 10
     traffic = Traffic(shares, 1, seed=5)
@@ -59,7 +59,7 @@ def test_the_best_set_on_zipf_traffic_hits_as_often_as_theory_says():
     found = hit_rate(trace, usage.hottest(count))
     assert found == pytest.approx(float(best), abs=0.01), "frequency placement reaches the optimum"
     by_chance = [hit_rate(trace, some_resident(LAYERS, EXPERTS, 0.9, seed)) for seed in range(8)]
-    assert sum(by_chance) / 8 == pytest.approx(0.9, abs=0.05), "a random set hits as often as it is large"
+    assert sum(by_chance) / 8 == pytest.approx(0.9, abs=0.05), "a random set hits with its share"
     assert 1 - found < 0.25 * (1 - sum(by_chance) / 8), "and misses several times as often"
 
 
@@ -77,8 +77,8 @@ def test_exchanges_find_the_best_set_and_then_rest():
         before,
         after,
         best,
-    )  # what caution leaves undone is small
-    assert sum(begun[:200]) > 20 and sum(begun[-100:]) <= 2, "experts that are about equal do not take turns"
+    )  # swaps that were not significant cost little
+    assert sum(begun[:200]) > 20 and sum(begun[-100:]) <= 2, "experts of about equal use are not swapped"
 
 
 def test_equal_experts_stay_where_they_are():
@@ -112,7 +112,7 @@ def test_known_counts_decide_where_experts_begin():
     assert ExpertUsage(2, 4).swaps(torch.eye(2, 4, dtype=torch.bool), 5) == [], "nothing is known yet"
     long = ExpertUsage(2, 4, ExpertCounts(reads * 10**6, 100 * 10**6), half_life=1000)
     long.add(torch.ones(2, 4), 1)
-    assert 900 < long.counts().steps <= 1001, "a long past does not outweigh what comes for ever"
+    assert 900 < long.counts().steps <= 1001, "old counts are limited to a half-life"
 
 
 def test_what_is_learnt_can_be_saved_and_used(tmp_path):
@@ -169,7 +169,7 @@ def test_a_request_that_can_never_fit_is_refused_with_the_bytes_by_kind_of_layer
 
 
 def test_passes_of_another_thread_are_not_disturbed(model):
-    """Traces run beside steps, and read experts that the steps move about."""
+    """Traces of another thread read experts that engine steps move."""
     mine, store = offloaded_model(model, 0.4, spare=3)
     ids = random_tokens(SMALL, 20).to(DEVICE)
     with torch.no_grad():
@@ -190,7 +190,7 @@ def test_passes_of_another_thread_are_not_disturbed(model):
 
 
 class _Restless(ExpertUsage):
-    """Exchanges without need: every cold expert is as good as any hot one."""
+    """Swaps unconditionally, whatever the rates."""
 
     def swaps(self, resident, limit):
         hot, cold = resident.nonzero().tolist(), (~resident).nonzero().tolist()

@@ -1,4 +1,4 @@
-"""Experts that come to the device for a chunk: the model computes the same bits wherever they lie."""
+"""Prefetch of cold experts: results are bit-identical wherever experts are kept."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHARES = (1.0, 0.5, 0.1, 0.0)
 
 
 class Counting(HostCopy):
-    """Knows how often each run of bytes was read."""
+    """Records the source of each copy."""
 
     def __init__(self):
         self.sources: list[int] = []
@@ -43,11 +43,11 @@ def test_a_prompt_gives_the_same_bits_at_any_share(model, share):
     mine, store = offloaded_model(model, share)
     tokens = random_tokens(SMALL, 40).to(DEVICE)
     assert torch.equal(mine(tokens), model(tokens))
-    assert not any(cached.refcount for cached in store._cached.values()), "every cached was let go"
+    assert not any(cached.refcount for cached in store._cached.values()), "every copy was released"
 
 
 def stand_behind(model, tokens) -> State:
-    """A state in which a sequence has read these tokens, the plain way."""
+    """A state after these tokens, computed by the plain path."""
     state = State.contiguous(SHORT, 1, 128, device=DEVICE)
     model.run(Batch.of([SequenceChunk(0, 0, tokens)], DEVICE), state, NoTap())
     return state
@@ -64,7 +64,7 @@ def decoded(model, state, token: int, position: int) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def short():
-    """A model of two layers, some tokens, and the kernels' answer to the last of them."""
+    """A model of two layers, some tokens, and the kernels' logits for the last of them."""
     model, tokens = packed_model(SHORT), random_tokens(SHORT, 11)
     with torch.inference_mode():
         return model, tokens, decoded(model, stand_behind(model, tokens[:10]), int(tokens[10]), 10)
@@ -73,7 +73,7 @@ def short():
 @torch.inference_mode()
 @pytest.mark.parametrize("share", scaled(SHARES, (0.5, 0.0)))
 def test_a_decoding_step_gives_the_same_bits_at_any_share(short, share):
-    """Through the table, after an exchange; and the reads it counts are those that the plain path counts."""
+    """Through the table, after a swap; both paths count the same reads."""
     model, tokens, true = short
     mine, store = offloaded_model(model, share)
     states = [stand_behind(mine, tokens[:10]) for _ in range(2)]
@@ -102,7 +102,7 @@ def test_a_cold_expert_is_copied_once_for_a_chunk(model):
     cold = int((~store.resident()).sum())
     mine(random_tokens(SMALL, 300).to(DEVICE))
     asked = int((store.read_counts[~store.resident()] == 1).sum())
-    assert store.read_counts.max() == 1 and cold - 2 <= asked <= cold, "a chunk that asks nearly everybody"
+    assert store.read_counts.max() == 1 and cold - 2 <= asked <= cold, "a chunk that uses nearly every expert"
     assert len(copy_stream.sources) == len(set(copy_stream.sources)) == asked
 
 
@@ -117,11 +117,11 @@ def test_waves_show_each_expert_on_the_device_in_turn(model, spare):
                 assert all(first <= address < last for address in table[experts].flatten().tolist())
                 seen += experts
         assert sorted(seen) == list(range(8))
-    assert store.available_slots() == store.spare, "nothing is held when the layers are done"
+    assert store.available_slots() == store.spare, "no copy is in use after the layers"
 
 
 def test_an_expert_that_is_moving_is_read_at_home(model):
-    """The cold one of an exchange under way cannot be lent; the chunk goes on with the home it has."""
+    """The cold expert of a swap in progress cannot be cached; the chunk reads it at its home."""
     _, store = offloaded_model(model, 0.5, copy_stream=_Never())
     hot, cold = (tuple(found.nonzero()[0].tolist()) for found in (store.resident(), ~store.resident()))
     assert store.swap(cold, hot)
@@ -145,9 +145,7 @@ def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
     assert prefetch.begin(tokens) == len(expected)
     store.publish()
     first, last = store.slots.data_ptr(), store.slots.data_ptr() + store.slots.numel()
-    assert all(first <= int(store.table[expert][0]) < last for expert in expected), (
-        "they are there for the kernels"
-    )
+    assert all(first <= int(store.table[expert][0]) < last for expert in expected), "they are in the table"
     with torch.inference_mode():
         ids = torch.tensor(tokens, device=DEVICE)
         assert torch.equal(mine(ids), model(ids))
@@ -155,14 +153,14 @@ def test_experts_of_hash_routed_layers_are_known_before_the_step(model):
     assert store.available_slots() == 16
     _, narrow = offloaded_model(model, 0.0, spare=2)
     assert HashRoutePrefetch(narrow, tables).begin(range(100)) == 1, (
-        "half of the spare runs are left for the other layers"
+        "half of the spare slots are left for other layers"
     )
 
 
 @torch.inference_mode()
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA device")
 def test_a_captured_step_gives_the_same_bits_while_experts_are_exchanged(short):
-    """Copies on their own stream beside replays: no replay sees an expert that is not whole."""
+    """Copies on another stream during replays: no replay reads an incomplete expert."""
     model, tokens, true = short
     mine, store = offloaded_model(model, 0.5, spare=4)
     decoder = Decoder(mine, stand_behind(mine, tokens[:10]), fast=False)

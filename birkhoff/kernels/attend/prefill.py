@@ -36,7 +36,7 @@ def _attend_tile(q, k, visible, row_max, row_sum, acc, scale, FP32: tl.constexpr
     return new_max, row_sum, acc
 
 
-@triton.jit(do_not_specialize=["length", "span", "num_entries"])
+@triton.jit(do_not_specialize=["length", "span", "num_entries", "topk"])
 def _attend(
     queries,
     recent,

@@ -101,7 +101,7 @@ struct Reducer {
 };
 
 // Rank of a logit among logits: NaN first, so that it is noticed; zeros of both signs are equal.
-__device__ __forceinline__ u32 rank_of(float v) { return v != v ? 0xffffffffu : ordered(v + 0.f); }
+__device__ __forceinline__ u32 rank_of(float v) { return v != v ? 0xffffffffu : sortable_bits(v + 0.f); }
 __device__ __forceinline__ float value_of(u32 rank) {
     return __uint_as_float(rank & 0x80000000u ? rank & 0x7fffffffu : ~rank);
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import os
 import re
@@ -154,16 +155,12 @@ def test_documents_know_the_verbs_there_are():
     assert all(f"`{verb}" in cli for verb in verbs())
 
 
-def test_the_map_is_true():
-    """Every room of the package has its row, every row its room, and the file to read first exists."""
-    rows = dict(
-        re.findall(
-            r"^\| `birkhoff/([\w.]+)` \|.*\| (.*) \|$", (ROOT / "docs/map.md").read_text(), re.MULTILINE
-        )
-    )
+def test_the_map_names_every_room():
+    """Every room of the package has a row, every row a room, and the file to read first exists."""
+    table = (ROOT / "docs/map.md").read_text()
+    rows = dict(re.findall(r"^\| `birkhoff/([\w.]+)` \|.*\|(.*)\|$", table, re.MULTILINE))
     rooms = {path.name for path in PACKAGE.iterdir() if not path.name.startswith("__")}
-    rooms -= {"models"}  # data, not a room
-    assert set(rows) == rooms
+    assert set(rows) == rooms - {"models"}  # data, not a room
     for room, first in rows.items():
         word = re.search(r"`([\w./]+)`", first)
         if word and (PACKAGE / room).is_dir():
@@ -172,11 +169,24 @@ def test_the_map_is_true():
             assert f"class {word[1]}" in (PACKAGE / room).read_text(), first
 
 
+def test_the_walks_of_the_map_exist():
+    """Every `file:function` of docs/map.md is defined there."""
+    steps = re.findall(r"`([\w/]+\.py):([\w.]+)`", (ROOT / "docs/map.md").read_text())
+    assert len(steps) > 30
+    for file, name in steps:
+        body = ast.parse((PACKAGE / file).read_text()).body
+        for part in name.split("."):
+            kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            found = [node for node in body if isinstance(node, kinds) and node.name == part]
+            assert found, f"{file}:{name}"
+            body = found[0].body
+
+
 def test_every_module_says_what_it_is_for():
     for path in PACKAGE.rglob("*.py"):
         text = path.read_text()
         assert not text.strip() or text.startswith('"""'), path
-        assert len(text.splitlines()) < 500, path
+        assert len(text.splitlines()) <= 650, path
 
 
 def tracked() -> list[Path]:

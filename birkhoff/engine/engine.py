@@ -1,13 +1,12 @@
-"""The engine: requests in, tokens out, a step at a time.
+"""The engine core: requests in, tokens out, one step at a time.
 
-A step is schedule, run, commit, and with speculation guess. There is no thread of our own: whoever waits for a token
-drives the engine, for everybody, under one lock; a caller that stops waiting stops costing. A step that fails ends the
-requests that were in it, with the error as their reason, and the engine goes on; a step that is interrupted is done
-again.
+A step is schedule, run, commit, and with speculation draft. The engine has no thread of its own: a caller that waits
+for a token steps the engine for all requests, under one lock. A step that fails ends the requests in it with the error;
+a step that is interrupted is done again.
 
-A stream that is thrown away is cancelled by its finalizer, which the garbage collector may run in the middle of a step,
-in the very thread that holds the lock or in one that it waits for. So a finalizer takes no lock: `abandon` leaves a
-note, and notes are read before and after every step.
+A stream that is garbage collected cancels its request in a finalizer, which may run during a step in the thread that
+holds the lock. A finalizer therefore takes no lock: `request_cancel` appends to a queue that is processed before and
+after every step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.prefix import PrefixCache
 from birkhoff.engine.request import Request
 from birkhoff.engine.runner import ModelOutput, Runner
-from birkhoff.engine.sampler import Sampler
+from birkhoff.engine.sampler import SampledToken, Sampler
 from birkhoff.engine.scheduler import ScheduledChunk, Scheduler
 from birkhoff.engine.speculation import Speculator
 from birkhoff.engine.speculation_controller import SpeculationController
@@ -43,6 +42,13 @@ from birkhoff.offload.placement import Placement
 
 
 class EngineCore:
+    """Owns the model, its state, the scheduler, the runner and the sampler.
+
+    `prefix_bytes` is the memory for snapshots of the prefix cache; 0 disables it. `row_bytes` is for captured rows of
+    past prompts. `draft_depth` tokens are drafted per step while it is faster, or always with `draft_always`. `files`
+    stores pages that the prefix cache evicts. `placement` moves experts between steps when some of them are in host
+    memory."""
+
     def __init__(
         self,
         model: Transformer,
@@ -60,37 +66,31 @@ class EngineCore:
         device: torch.device | str = "cpu",
         placement: Placement | None = None,
     ):
-        """`prefix_bytes` is what the prefix cache may use beside pages; without any there is none. `row_bytes` is for
-        captured rows of past prompts. `draft_depth` tokens are guessed ahead, while it pays or, with `draft_always`,
-        whether it does or not. `files` takes what the prefix cache has no room for. `placement` moves experts
-        between steps, where some of them lie in host memory."""
         self.model = model
         self.max_context = max_context
         self.placement = placement
         mtp = draft_depth > 0
-        replays = model.numerics.kernels.name == "triton" and unsupported_model(model) is None
-        slots = (
-            max_requests + replays
-        )  # a replayed step fills its spare rows from a slot that nobody else has
+        uses_graphs = model.numerics.kernels.name == "triton" and unsupported_model(model) is None
+        slots = max_requests + uses_graphs  # graphs pad their rows with a slot that no request has
         state = State(model.config, slots, num_pages, device, model.numerics.dtype, draft_depth, mtp)
         self.scheduler = Scheduler(max_requests, num_pages, max_batch_tokens, batch_invariant)
         self.runner = Runner(model, state, batch_invariant)
-        if replays:
+        if uses_graphs:
             self.runner.graphs = CudaGraphs(Decoder(model, state), max_requests, max_context)
         if prefix_bytes:
             prefix = PrefixCache(state, self.scheduler.pages, prefix_bytes, row_bytes, batch_invariant, files)
             self.scheduler.prefix = self.runner.prefix = prefix
         self.sampler = Sampler()
-        if replays:
+        if uses_graphs:
             self.sampler.prepare(torch.device(device), model.config.vocab_size)
         self.drafted = self.accepted = 0
-        self.pace = SpeculationController() if mtp and not draft_always else None
-        # A CPU that others use too holds steps up at random; what a step costs is the processor's time.
+        self.controller = SpeculationController() if mtp and not draft_always else None
+        # On a shared CPU, wall time varies with other processes; the cost of a step is its processor time.
         self._clock = time.thread_time if torch.device(device).type == "cpu" else time.perf_counter
         if mtp:
-            self.runner.speculator = Speculator(model, state, self.sampler, draft_depth, self.pace)
+            self.runner.speculator = Speculator(model, state, self.sampler, draft_depth, self.controller)
         self._lock = threading.Lock()
-        self._leaving: deque[Request] = deque()  # abandoned, still to be ended
+        self._cancellations: deque[Request] = deque()
         self._closed = False
 
     def warm_up(self, progress: Callable[[int, int], None] | None = None) -> float:
@@ -100,16 +100,16 @@ class EngineCore:
         graphs = self.runner.graphs
         if graphs is None or self.runner.state.device.type != "cuda":
             return 0.0
-        with self._turn():
+        with self._locked():
             return warm_up(self.model, self.runner.state, graphs, self.scheduler.max_batch_tokens, progress)
 
     def submit(self, *requests: Request) -> None:
-        """Queue all requests of one call, or refuse the call if one of them can never run.
+        """Queue all requests of one call; raises when one of them can never run, and queues none.
 
-        Captures open their files here, after every request was checked; a call that is refused leaves none."""
+        Captures open their files here, after every request was checked; a refused call leaves no open file."""
         for request in requests:
             self._check_fits(request)
-        with self._turn():
+        with self._locked():
             self.check_open()
             opened: list[Plan] = []
             try:
@@ -128,195 +128,196 @@ class EngineCore:
             raise EngineClosed("this engine was closed. Load the model again.")
 
     def step(self) -> bool:
-        """Schedule, run, commit. False when there was nothing to do."""
-        with self._turn():
-            work = self.scheduler.next()
-            if not work:
+        """Schedule, run, commit. Returns False when there was nothing to do."""
+        with self._locked():
+            chunks = self.scheduler.schedule()
+            if not chunks:
                 return False
             try:
-                began = self._clock()
-                known = sum(item.request.num_tokens for item in work)
-                ran = self._run(work)
-                self._commit(work, ran)
+                started = self._clock()
+                num_tokens = sum(chunk.request.num_tokens for chunk in chunks)
+                outputs = self._run(chunks)
+                self._commit(chunks, outputs)
                 if self.runner.speculator is not None:
-                    self._guess(self.runner.speculator, work, ran, began, known)
+                    self._draft(self.runner.speculator, chunks, outputs, started, num_tokens)
             except Exception as error:
-                self._fail(work, error)
-            except BaseException:  # an interrupt: half a step may be in the caches of those who go on
-                self.scheduler.recompute(item.request for item in work)
+                self._fail(chunks, error)
+            except BaseException:  # an interrupt: the caches may hold half a step
+                self.scheduler.recompute(chunk.request for chunk in chunks)
                 raise
             return True
 
-    def _run(self, work: list[ScheduledChunk]) -> list[ModelOutput | None]:
+    def _run(self, chunks: list[ScheduledChunk]) -> list[ModelOutput | None]:
         if self.placement is None:
-            return self.runner.run(work)
-        tokens = [token for item in work for token in item.tokens]
+            return self.runner.run(chunks)
+        tokens = [token for chunk in chunks for token in chunk.tokens]
         with self.placement.store.lock:
-            self.placement.before_step(tokens, chunk=any(item.stop - item.start > 1 for item in work))
+            self.placement.before_step(tokens, chunk=any(chunk.stop - chunk.start > 1 for chunk in chunks))
             try:
-                return self.runner.run(work)
+                return self.runner.run(chunks)
             finally:
                 self.placement.after_step()
 
     def step_until_output(self, request: Request) -> None:
-        """Step until `request` has something to say."""
+        """Step until `request` has an event or is done."""
         while not request.events and not request.done:
             if not self.step() and not request.events and not request.done:
                 raise AssertionError(f"request {request.id} waits but nothing can run")
 
     def cancel(self, request: Request) -> None:
-        """End a request at whatever stage it is; harmless when it has ended already."""
-        with self._turn():
-            self._end(request)
+        """End a request at any stage; no effect when it is done."""
+        with self._locked():
+            self._cancel(request)
 
     def request_cancel(self, request: Request) -> None:
-        """`cancel` for finalizers: takes no lock and runs nothing; in force before anybody's next step."""
+        """`cancel` for finalizers: takes no lock; takes effect before the next step."""
         if not request.done:
-            self._leaving.append(request)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The lock, with everybody gone who wanted to leave before it was taken or while it was held."""
-        with self._lock:
-            self._end_leaving()
-            try:
-                yield
-            finally:
-                self._end_leaving()
+            self._cancellations.append(request)
 
     def process_cancellations(self) -> None:
-        """End those who were abandoned, unless somebody is at work: then that somebody will."""
-        if self._leaving and self._lock.acquire(blocking=False):
+        """Apply `request_cancel` now, unless another thread holds the lock and will apply it."""
+        if self._cancellations and self._lock.acquire(blocking=False):
             try:
-                self._end_leaving()
+                self._cancel_requested()
             finally:
                 self._lock.release()
 
-    def _end_leaving(self) -> None:
-        while self._leaving:
-            self._end(self._leaving.popleft())
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock, and process cancellations before and after."""
+        with self._lock:
+            self._cancel_requested()
+            try:
+                yield
+            finally:
+                self._cancel_requested()
 
-    def _end(self, request: Request) -> None:
+    def _cancel_requested(self) -> None:
+        while self._cancellations:
+            self._cancel(self._cancellations.popleft())
+
+    def _cancel(self, request: Request) -> None:
         if not request.done:
             request.finish("cancelled")
             self.scheduler.release(request)
 
     def close(self) -> None:
-        with self._turn():
+        """Cancel all requests, write kept pages to disk and stop helper threads."""
+        with self._locked():
             self._closed = True
             for request in [*self.scheduler.running, *self.scheduler.waiting]:
-                request.finish("cancelled")
-                self.scheduler.release(request)
+                self._cancel(request)
             if self.scheduler.prefix is not None:
                 self.scheduler.prefix.close()
         self.runner.close()
         if self.placement is not None:
             self.placement.close()
 
-    def _commit(self, work: list[ScheduledChunk], ran: list[ModelOutput | None]) -> None:
-        """Book what was computed, sample where a sequence ends, release what is finished."""
+    def _commit(self, chunks: list[ScheduledChunk], outputs: list[ModelOutput | None]) -> None:
+        """Record computed tokens, sample where a sequence ends, release finished requests."""
         sampling = []
-        for item, made in zip(work, ran):
-            if item.draft_tokens and made is not None:
-                self._verify(item, made)
+        for chunk, output in zip(chunks, outputs):
+            if chunk.draft_tokens and output is not None:
+                self._verify(chunk, output)
                 continue
-            item.request.computed = item.stop
-            self._enter_pages(item.request)
-            if made is not None:
-                sampling.append((item.request, made.logits[0]))
-        for (request, _), drawn in zip(sampling, self.sampler.draw(sampling)):
-            if isinstance(drawn, BirkhoffError):
-                request.finish("error", error=drawn)
-            else:
-                request.accept(*drawn)
+            chunk.request.num_computed_tokens = chunk.stop
+            self._insert_pages(chunk.request)
+            if output is not None:
+                sampling.append((chunk.request, output.logits[0]))
+        for (request, _), sampled in zip(sampling, self.sampler.sample(sampling)):
+            self._append(request, sampled)
             if request.done:
                 self.scheduler.release(request)
 
-    def _verify(self, item: ScheduledChunk, made: ModelOutput) -> None:
-        """Draw behind guesses for as long as they are right; what was computed behind a wrong one does not count."""
-        request = item.request
-        for drawn in self.sampler.draw_along(request, made.logits, item.draft_tokens):
-            if isinstance(drawn, BirkhoffError):
-                request.finish("error", error=drawn)
-            else:
-                request.accept(*drawn)
+    def _append(self, request: Request, sampled: SampledToken | BirkhoffError) -> None:
+        if isinstance(sampled, BirkhoffError):
+            request.finish("error", error=sampled)
+        else:
+            request.append_token(*sampled)
+
+    def _verify(self, chunk: ScheduledChunk, output: ModelOutput) -> None:
+        """Sample after each draft token while the drafts are right; state computed after a wrong one is discarded."""
+        request = chunk.request
+        for sampled in self.sampler.verify(request, output.logits, chunk.draft_tokens):
+            self._append(request, sampled)
             if request.done:
                 break
-        request.computed = request.num_tokens - 1
-        request.drafted += len(item.draft_tokens)
-        stayed = max(request.num_tokens - item.stop - 1, 0)
-        request.accepted += stayed
-        self.drafted = self.drafted + len(item.draft_tokens)
-        self.accepted = self.accepted + stayed
-        request.settle_rows()
-        self._enter_pages(request)
+        request.num_computed_tokens = request.num_tokens - 1
+        accepted = max(request.num_tokens - chunk.stop - 1, 0)
+        request.drafted += len(chunk.draft_tokens)
+        request.accepted += accepted
+        self.drafted += len(chunk.draft_tokens)
+        self.accepted += accepted
+        request.flush_rows()
+        self._insert_pages(request)
         if request.done:
             self.scheduler.release(request)
 
-    def _guess(
+    def _draft(
         self,
         speculator: Speculator,
-        work: list[ScheduledChunk],
-        ran: list[ModelOutput | None],
-        began: float,
-        known: int,
+        chunks: list[ScheduledChunk],
+        outputs: list[ModelOutput | None],
+        started: float,
+        num_tokens: int,
     ) -> None:
-        ended = self._clock()  # what a step spends on remembering for later guesses is no cost of plain steps
-        guessed = speculator.guess(work, ran) > 0
-        if self.pace is not None and all(item.samples_only for item in work):
-            tokens = sum(item.request.num_tokens for item in work) - known
-            verified = any(item.draft_tokens for item in work)
-            self.pace.note(
-                len(work), verified, guessed, tokens, (self._clock() if guessed else ended) - began
-            )
+        """Draft tokens for the next step and record the speed of this one. `num_tokens`: before the step."""
+        committed = self._clock()  # MTP prefill without drafting is no cost of a plain step
+        drafted = speculator.draft(chunks, outputs) > 0
+        if self.controller is not None and all(chunk.is_decode for chunk in chunks):
+            new_tokens = sum(chunk.request.num_tokens for chunk in chunks) - num_tokens
+            verified = any(chunk.draft_tokens for chunk in chunks)
+            seconds = (self._clock() if drafted else committed) - started
+            self.controller.record(len(chunks), verified, drafted, new_tokens, seconds)
 
     def reuse(self) -> dict[str, Any]:
-        """Numbers of the prefix cache and of speculation; a part that is off is None."""
+        """Statistics of the prefix cache and of speculation; a part that is off is None."""
         prefix = self.scheduler.prefix
         speculator = self.runner.speculator
-        return {
-            "prefix": None if prefix is None else prefix.report(),
-            "speculation": None
-            if speculator is None
-            else {
+        speculation = None
+        if speculator is not None:
+            speculation = {
                 "depth": speculator.depth,
                 "drafted": self.drafted,
                 "accepted": self.accepted,
-                "pace": "always" if self.pace is None else self.pace.report(),
-            },
-        }
+                "pace": "always" if self.controller is None else self.controller.report(),
+            }
+        return {"prefix": None if prefix is None else prefix.report(), "speculation": speculation}
 
-    def _enter_pages(self, request: Request) -> None:
+    def _insert_pages(self, request: Request) -> None:
         if self.scheduler.prefix is not None:
-            self.scheduler.prefix.extend(request, self.runner.passed.get(request, ()))
+            snapshots = self.runner.boundary_snapshots.get(request, ())
+            self.scheduler.prefix.insert_pages(request, snapshots)
 
-    def _fail(self, work: list[ScheduledChunk], error: Exception) -> None:
-        for item in work:
-            if not item.request.done:
-                item.request.finish("error", error=error)
-                self.scheduler.release(item.request)
+    def _fail(self, chunks: list[ScheduledChunk], error: Exception) -> None:
+        for chunk in chunks:
+            if not chunk.request.done:
+                chunk.request.finish("error", error=error)
+                self.scheduler.release(chunk.request)
 
     def _check_fits(self, request: Request) -> None:
         prompt = len(request.prompt_ids)
-        wanted = len(request.prompt_ids) + request.max_tokens
-        if wanted > self.max_context:
+        total_tokens = prompt + request.max_tokens
+        if total_tokens > self.max_context:
             raise ContextError(
-                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {wanted}, the "
+                f"the prompt has {prompt} tokens and max_tokens is {request.max_tokens}: together {total_tokens}, the "
                 f"context holds {self.max_context}. Shorten the prompt, lower max_tokens, or raise max_context."
             )
-        needed = pages_for(request.most_tokens)
+        needed = pages_for(request.max_cached_tokens)
         total = self.scheduler.pages.size
         if needed > total:
             config = self.model.config
-            item = self.model.numerics.dtype.itemsize
-            each = page_bytes(config, item)
-            kinds = {
-                kind: PAGE_TOKENS * needed * of.per_token for kind, of in cache_by_kind(config, item).items()
+            item_bytes = self.model.numerics.dtype.itemsize
+            each = page_bytes(config, item_bytes)
+            by_kind = {
+                kind: PAGE_TOKENS * needed * cache.per_token
+                for kind, cache in cache_by_kind(config, item_bytes).items()
             }
             parts = ", ".join(
-                f"{format_bytes(count)} in {kind} layers" for kind, count in kinds.items() if count
+                f"{format_bytes(count)} in {kind} layers" for kind, count in by_kind.items() if count
             )
             raise CapacityError(
-                f"this request needs {format_bytes(needed * each)} of cache ({needed} pages), {format_bytes(total * each)} can ever "
-                f"be free ({total} pages). It would be {parts}. Shorten it or load with a larger cache_bytes."
+                f"this request needs {format_bytes(needed * each)} of cache ({needed} pages), "
+                f"{format_bytes(total * each)} can ever be free ({total} pages). It would be {parts}. "
+                "Shorten it or load with a larger cache_bytes."
             )

@@ -1,23 +1,24 @@
-"""What was computed once is not computed again: the pages of past prompts, found by what led to them.
+"""Prefix cache: pages of past prompts, found by a hash of everything that led to them.
 
-Every whole page of 128 tokens has a key: a hash of the key before it, its tokens, and what edits do to them, so that a
-key stands for everything its state depends on. Edits join at the pages they touch and from there on; a page that no
-edit reaches is shared with requests that have none. A page is entered under its key when all its tokens are computed
-for good and is never written again.
+Every whole page (`PAGE_TOKENS` tokens) has a key: a hash of the previous page's key, its tokens, and the edits that
+touch them. A key therefore covers everything that the page's state depends on. Edits enter the keys of the pages they
+touch and of all later ones; a page before any edit is shared with unedited requests. A page is inserted under its key
+when all its tokens are final, and is never written again.
 
-Pages hold compressed entries alone. To go on behind one, windows and carries are needed as they were at its end: a
-`Snapshot`, taken in passing and kept in the memory of `SnapshotPool`, least recently used out first. A request starts behind
-the last page that has one, and always computes at least its last token. It starts no later than the first row that it
-captures, since a row that is not computed cannot be seen, unless all rows it would miss are in the `RowCache`.
+Pages hold compressed entries only. To resume after a page, windows and carries are needed as they were at its end: a
+`Snapshot`, taken during prefill and kept in the `SnapshotPool`, least recently used evicted first. A request resumes
+after the last matching page that has a snapshot, and always computes at least its last token. It resumes no later than
+the first row that it captures, because a row that is not computed cannot be captured, unless all rows it would miss are
+in the `RowCache`.
 
-A request that has ended also leaves its last, unfinished page behind, with the state at its very last token: the next
-turn of a conversation then computes its own words only. Whoever starts there goes on in a copy of that page.
+A finished request also leaves its last, partial page, with the state at its very last token: the next turn of a
+conversation then computes only its new tokens. A request that resumes there continues in a copy of that page.
 
-With `prompts_only` (batch-invariant engines) only pages computed as a prompt, in whole chunks, are entered: bits depend
-on how tokens were cut, and this makes the cut the same.
+With `prompts_only` (batch-invariant engines), only pages computed as prompt in whole chunks are inserted: the bits
+depend on chunk boundaries, and this makes them the same.
 
-With `PageFiles` what is evicted goes to disk and is found there again, also by a later process. Pages of a prompt that
-was given a name are written at once, and are the last to go from memory and disk.
+With `PageFiles`, evicted pages are written to disk and found there again, also by a later process. Pages of a named
+prompt are written at once and evicted last, from memory and from disk.
 """
 
 from __future__ import annotations
@@ -33,39 +34,41 @@ from weakref import WeakKeyDictionary
 from birkhoff.config import PAGE_TOKENS
 from birkhoff.engine.id_pool import IdPool
 from birkhoff.engine.memory_plan import snapshot_bytes
-from birkhoff.engine.named_contexts import Contexts
+from birkhoff.engine.named_contexts import NamedContexts
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.request import Request
 from birkhoff.engine.row_cache import RowCache
 from birkhoff.engine.snapshot_pool import PooledSnapshot, SnapshotPool
 from birkhoff.hooks.batch_tap import RowObserver
-from birkhoff.hooks.digest import combine, framed
+from birkhoff.hooks.digest import Phase, combine, framed
 from birkhoff.hooks.plan import Job, Plan, SiteRows
 from birkhoff.model.state import Snapshot, State
 
 KEY_BYTES = 16
-SHORTEST_END = 16  # tokens; what is shorter is computed as fast
+MIN_PARTIAL_TOKENS = 16  # a shorter partial page is recomputed as fast
+
+CachedRows = tuple[tuple[Job, SiteRows], ...]
 
 
 @dataclass(eq=False)
-class Node:
-    """One page of some past sequence; with fewer tokens than a page has, the end of one."""
+class CachedPage:
+    """One page of a past sequence; a partial page has fewer than `PAGE_TOKENS` tokens."""
 
     key: bytes
     page: int
     snapshot: PooledSnapshot | None = None
     tokens: int = PAGE_TOKENS
-    parent: bytes = b""  # of an end: the key before it
+    parent: bytes = b""  # of a partial page: the key of the page before it
 
 
 @dataclass(frozen=True)
-class Hit:
-    """Pages a request can use as they are, and the state behind the last of them."""
+class PrefixHit:
+    """Pages that a request can share, and the state after the last of them."""
 
     pages: list[int]
     snapshot: PooledSnapshot
-    seen: tuple[tuple[Job, SiteRows], ...] = ()  # captured rows that need not be computed
-    copied: tuple[int, ...] = ()  # an unfinished page, to go on in a copy of it
+    rows: CachedRows = ()  # captured rows that need not be computed
+    copied: tuple[int, ...] = ()  # a partial page, to be copied
 
     @property
     def position(self) -> int:
@@ -73,16 +76,18 @@ class Hit:
 
 
 @dataclass(eq=False)
-class _Chain:
-    """A request's keys so far. `open` while they can go on: an edit that cannot be named ends them."""
+class _KeyChain:
+    """The page keys of one request so far. `open` is False after an edit without a digest: no further keys."""
 
     keys: list[bytes]
-    entered: int = 0  # pages that are in the cache, or never will be
+    inserted: int = 0  # leading pages that are in the cache, or never will be
     open: bool = True
-    bound: bool = False  # its context has its name
+    bound: bool = False  # its context name is bound
 
 
 class PrefixCache:
+    """`limit_bytes` is for snapshots and `row_bytes` for captured rows; pages belong to the scheduler's pool."""
+
     def __init__(
         self,
         state: State,
@@ -94,38 +99,44 @@ class PrefixCache:
     ) -> None:
         self.state = state
         self.pages = pages
-        border = snapshot_bytes(state.config, state.dtype.itemsize, state.mtp is not None)
-        self.states = SnapshotPool(limit_bytes, border, state.device)
+        boundary_bytes = snapshot_bytes(state.config, state.dtype.itemsize, state.mtp is not None)
+        self.snapshots = SnapshotPool(limit_bytes, boundary_bytes, state.device)
         self.rows = RowCache(row_bytes) if row_bytes else None
         self.prompts_only = prompts_only
         self.files = files
         self.root = b"" if files is None else bytes.fromhex(files.identity)
-        self.root += b"prompts only" if prompts_only else b""  # other cuts, other bits
-        self.contexts = Contexts(None if files is None else files.folder / "contexts.json")
-        self._precious = self.contexts.precious
+        self.root += b"prompts only" if prompts_only else b""  # other chunk boundaries, other bits
+        self.contexts = NamedContexts(None if files is None else files.folder / "contexts.json")
+        self._protected = self.contexts.page_keys
         if files is not None:
-            files.precious = self._precious
+            files.protected = self._protected
         self.hits = self.hit_tokens = self.evictions = 0
-        self._nodes: dict[bytes, Node] = {}
-        self._by_page: dict[int, Node] = {}
-        self._snapshots: OrderedDict[bytes, Node] = OrderedDict()
-        self._ends: dict[
-            bytes, Counter[int]
-        ] = {}  # by the key before them: how many ends of which length there are
-        self._chains: WeakKeyDictionary[Request, _Chain] = WeakKeyDictionary()
-        pages.on_eviction = self._evicted
+        self._by_key: dict[bytes, CachedPage] = {}
+        self._by_page: dict[int, CachedPage] = {}
+        self._with_snapshot: OrderedDict[bytes, CachedPage] = OrderedDict()  # least recently used first
+        self._partial_lengths: dict[bytes, Counter[int]] = {}  # by parent key: count of partial pages by length
+        self._chains: WeakKeyDictionary[Request, _KeyChain] = WeakKeyDictionary()
+        pages.on_eviction = self._on_eviction
 
     def __len__(self) -> int:
-        return len(self._nodes)
+        return len(self._by_key)
 
     @property
     def held_bytes(self) -> int:
-        """Of the states behind pages."""
-        return self.states.held_bytes
+        """Bytes of snapshots."""
+        return self.snapshots.held_bytes
 
     def report(self) -> dict[str, Any]:
-        """What is held and what came of it, in numbers."""
+        """Contents and hit statistics, as plain data."""
         files, rows = self.files, self.rows
+        disk = None
+        if files is not None:
+            disk = {
+                "bytes": files.held_bytes,
+                "written": files.written,
+                "refused": files.refused,
+                "failures": files.failures,
+            }
         return {
             "pages": len(self),
             "snapshot_bytes": self.held_bytes,
@@ -135,210 +146,214 @@ class PrefixCache:
             "rows_served": 0 if rows is None else rows.served_rows,
             "row_bytes": 0 if rows is None else rows.held_bytes,
             "contexts": self.contexts.names,
-            "disk": None
-            if files is None
-            else {
-                "bytes": files.held_bytes,
-                "written": files.written,
-                "refused": files.refused,
-                "failures": files.failures,
-            },
+            "disk": disk,
         }
 
-    def match(self, request: Request) -> Hit | None:
-        """The longest known beginning of a request that it can start behind."""
-        most = request.num_tokens - 1
+    def match(self, request: Request) -> PrefixHit | None:
+        """The longest cached prefix that the request can resume after."""
+        limit = request.num_tokens - 1
         if self.prompts_only:
-            most = min(most, len(request.prompt_ids) - 1)
-        walked = self._walk(request, most // PAGE_TOKENS)
-        known = _startable(walked)
-        seen: tuple[tuple[Job, SiteRows], ...] | None = ()
-        wanted = self._first_wanted(request)
-        for pages in range(len(walked), len(known) - 1, -1):
-            end = self._end(request, pages, min(most, wanted))
-            if end is not None:
-                return self._hit(walked[:pages], end)
-        if wanted < len(known) * PAGE_TOKENS:
-            seen = self._seen(request, len(known) * PAGE_TOKENS)
-            if seen is None:
-                known = _startable(walked[: wanted // PAGE_TOKENS])
-        return self._hit(known, None, seen or ()) if known else None
+            limit = min(limit, len(request.prompt_ids) - 1)
+        cached = self._cached_pages(request, limit // PAGE_TOKENS)
+        usable = _up_to_snapshot(cached)
+        first_captured = self._first_captured(request)
+        for count in range(len(cached), len(usable) - 1, -1):
+            partial = self._find_partial(request, count, min(limit, first_captured))
+            if partial is not None:
+                return self._hit(cached[:count], partial)
+        rows: CachedRows | None = ()
+        if first_captured < len(usable) * PAGE_TOKENS:
+            rows = self._cached_rows(request, len(usable) * PAGE_TOKENS)
+            if rows is None:
+                usable = _up_to_snapshot(cached[: first_captured // PAGE_TOKENS])
+        return self._hit(usable, None, rows or ()) if usable else None
 
-    def _hit(self, known: list[Node], end: Node | None, seen: tuple[tuple[Job, SiteRows], ...] = ()) -> Hit:
-        last = end or known[-1]
+    def _hit(
+        self, pages: list[CachedPage], partial: CachedPage | None, rows: CachedRows = ()
+    ) -> PrefixHit:
+        last = partial or pages[-1]
         assert last.snapshot is not None
-        self._snapshots.move_to_end(last.key)
-        return Hit([node.page for node in known], last.snapshot, seen, () if end is None else (end.page,))
+        self._with_snapshot.move_to_end(last.key)
+        copied = () if partial is None else (partial.page,)
+        return PrefixHit([each.page for each in pages], last.snapshot, rows, copied)
 
-    def _walk(self, request: Request, pages: int) -> list[Node]:
-        """The first pages of a request for as long as they are known."""
-        nodes: list[Node] = []
-        for key in self._keys(request, pages):
-            node = self._nodes.get(key) or self._read(key, nodes)
-            if node is None:
+    def _cached_pages(self, request: Request, count: int) -> list[CachedPage]:
+        """The first pages of a request, up to `count`, while they are cached in memory or on disk."""
+        pages: list[CachedPage] = []
+        for key in self._keys(request, count):
+            page = self._by_key.get(key) or self._read(key, pages)
+            if page is None:
                 break
-            nodes.append(node)
-        return nodes
+            pages.append(page)
+        return pages
 
-    def _end(self, request: Request, pages: int, most: int) -> Node | None:
-        """The longest end behind this many pages that a request begins with, no longer than `most` tokens in all."""
+    def _find_partial(self, request: Request, pages: int, limit: int) -> CachedPage | None:
+        """The longest matching partial page after `pages` pages that ends within `limit` tokens."""
         parent = self._parent(request, pages)
         if parent is None:
             return None
-        for tokens in sorted(self._ends.get(parent, ()), reverse=True):
-            if pages * PAGE_TOKENS + tokens <= most:
-                node = self._nodes.get(page_key(request, pages, parent, tokens) or b"")
-                if node is not None and node.snapshot is not None:
-                    return node
+        for tokens in sorted(self._partial_lengths.get(parent, ()), reverse=True):
+            if pages * PAGE_TOKENS + tokens <= limit:
+                partial = self._by_key.get(page_key(request, pages, parent, tokens) or b"")
+                if partial is not None and partial.snapshot is not None:
+                    return partial
         return None
 
     def _parent(self, request: Request, pages: int) -> bytes | None:
-        """The key before a page; None when it has none that can be named."""
+        """The key of the page before page number `pages`; None when an edit without a digest precedes it."""
         keys = self._keys(request, pages)
         return None if len(keys) < pages else keys[-1] if keys else self.root
 
-    def leave(self, request: Request) -> None:
-        """A request has ended well: keep its unfinished page, too."""
-        pages, tokens = divmod(request.computed, PAGE_TOKENS)
+    def insert_partial_page(self, request: Request) -> None:
+        """Insert the last, partial page of a request that finished normally."""
+        pages, tokens = divmod(request.num_computed_tokens, PAGE_TOKENS)
         parent = self._parent(request, pages)
-        if self.prompts_only or tokens < SHORTEST_END or parent is None or request.slot is None:
+        if self.prompts_only or tokens < MIN_PARTIAL_TOKENS or parent is None or request.slot is None:
             return
-        if pages and parent not in self._nodes:
+        if pages and parent not in self._by_key:
             return
         key = page_key(request, pages, parent, tokens)
-        if key is None or key in self._nodes:
+        if key is None or key in self._by_key:
             return
-        node = self._enter(key, request.pages[pages])
-        node.tokens = tokens
-        node.parent = parent
-        self._ends.setdefault(parent, Counter())[tokens] += 1
-        self._hold(node, self.state.save(request.slot, request.computed))
+        partial = self._insert(key, request.pages[pages])
+        partial.tokens = tokens
+        partial.parent = parent
+        self._partial_lengths.setdefault(parent, Counter())[tokens] += 1
+        self._store_snapshot(partial, self.state.save(request.slot, request.num_computed_tokens))
 
-    def _read(self, key: bytes, before: Sequence[Node]) -> Node | None:
-        """A page from disk into memory, which must not cost those before it their place."""
+    def _read(self, key: bytes, before: Sequence[CachedPage]) -> CachedPage | None:
+        """Read a page from disk into memory, without evicting the pages `before` it."""
         if self.files is None or key not in self.files:
             return None
-        held = [node.page for node in before]
-        self.pages.share(held)
-        taken = self.pages.allocate(1)
-        node = None
-        if taken is not None:
-            (page,) = taken
-            places = self.state.page(page)
-            found = self.files.read(key, {f"page {name}": like for name, like in places.items()})
-            if found is not None:
-                for name, place in places.items():
-                    place.copy_(found[f"page {name}"])
-                rows = {name[5:]: rows for name, rows in found.items() if name.startswith("rows ")}
-                node = self._enter(key, page)
+        shared = [each.page for each in before]
+        self.pages.share(shared)
+        allocated = self.pages.allocate(1)
+        cached = None
+        if allocated is not None:
+            (page,) = allocated
+            destinations = self.state.page(page)
+            tensors = self.files.read(key, {f"page {name}": like for name, like in destinations.items()})
+            if tensors is not None:
+                for name, destination in destinations.items():
+                    destination.copy_(tensors[f"page {name}"])
+                rows = {name[5:]: tensor for name, tensor in tensors.items() if name.startswith("rows ")}
+                cached = self._insert(key, page)
                 snapshot = Snapshot((len(before) + 1) * PAGE_TOKENS, rows)
                 if rows and self.state.fits(snapshot):
-                    self._hold(node, snapshot)
-            self.pages.release(taken)
-        self.pages.release(held)
-        return node
+                    self._store_snapshot(cached, snapshot)
+            self.pages.release(allocated)
+        self.pages.release(shared)
+        return cached
 
-    def _write(self, node: Node, snapshot: Snapshot | None = None) -> None:
-        """A page to disk, with the state behind it: the one that is held, or `snapshot`."""
-        if self.files is None or node.key in self.files or node.tokens < PAGE_TOKENS:
+    def _write(self, cached: CachedPage, snapshot: Snapshot | None = None) -> None:
+        """Write a whole page to disk with its stored snapshot, or with `snapshot` if it has none."""
+        if self.files is None or cached.key in self.files or cached.tokens < PAGE_TOKENS:
             return
-        said = {f"page {name}": place for name, place in self.state.page(node.page).items()}
-        if node.snapshot is not None:
-            snapshot = self.states.get(node.snapshot)
+        tensors = {f"page {name}": tensor for name, tensor in self.state.page(cached.page).items()}
+        if cached.snapshot is not None:
+            snapshot = self.snapshots.get(cached.snapshot)
         rows = {} if snapshot is None else snapshot.rows
-        self.files.write(node.key, said | {f"rows {name}": kept for name, kept in rows.items()})
+        self.files.write(cached.key, tensors | {f"rows {name}": tensor for name, tensor in rows.items()})
 
-    def _enter(self, key: bytes, page: int) -> Node:
-        node = self._nodes[key] = self._by_page[page] = Node(key, page)
+    def _insert(self, key: bytes, page: int) -> CachedPage:
+        cached = self._by_key[key] = self._by_page[page] = CachedPage(key, page)
         self.pages.keep(page)
-        if key in self._precious:
-            self.pages.protect([self._nodes[k].page for k in self._precious if k in self._nodes])
-        return node
+        if key in self._protected:
+            self._protect_pages()
+        return cached
 
-    def start(self, request: Request, hit: Hit) -> None:
-        """Put a request that has its slot and pages behind what it shares."""
+    def _protect_pages(self) -> None:
+        self.pages.protect([self._by_key[key].page for key in self._protected if key in self._by_key])
+
+    def restore(self, request: Request, hit: PrefixHit) -> None:
+        """Resume an admitted request after the pages of `hit`."""
         assert request.slot is not None and request.pages[: len(hit.pages)] == hit.pages
-        self.state.restore(request.slot, self.states.get(hit.snapshot))
+        self.state.restore(request.slot, self.snapshots.get(hit.snapshot))
         for page in hit.copied:
             self.state.copy_page(page, request.pages[len(hit.pages)])
         self.pages.release(hit.copied)
-        request.computed = hit.position
+        request.num_computed_tokens = hit.position
         if request.cached_tokens is None:
             request.cached_tokens = hit.position
             request.shared_pages = len(hit.pages)
-        self._chains[request].entered = len(hit.pages)
-        self.hits = self.hits + 1
-        self.hit_tokens = self.hit_tokens + hit.position
+        self._chains[request].inserted = len(hit.pages)
+        self.hits += 1
+        self.hit_tokens += hit.position
         plan = request.plan
-        if plan is not None:  # steered as much as if it had been computed for this very request
+        if plan is not None:  # the cached tokens were edited as if they had been computed for this request
             tokens = request.tokens(0, hit.position)
             for edit in plan.edits:
                 plan.steered.update(int(o) for o in edit.offsets(0, tokens, len(request.prompt_ids)))
-            for job, rows in hit.seen:
+            for job, rows in hit.rows:
                 job.deliver(rows)
-            if hit.seen and self.rows is not None:
+            if hit.rows and self.rows is not None:
                 plan.seen = max(plan.seen, hit.position)
-                self.rows.served_rows += sum(len(rows.positions) for _, rows in hit.seen)
+                self.rows.served_rows += sum(len(rows.positions) for _, rows in hit.rows)
 
-    def watch(self, request: Request, start: int, stop: int) -> list[Snapshot]:
-        """Ask the coming step for snapshots at the page borders that one chunk passes."""
-        borders = range(start // PAGE_TOKENS + 1, stop // PAGE_TOKENS + 1)
-        keys = self._keys(request, len(borders) + start // PAGE_TOKENS)
-        wanted = []
-        for pages in borders:
-            if pages > len(keys) or not self._enters(request, pages):
+    def request_snapshots(self, request: Request, start: int, stop: int) -> list[Snapshot]:
+        """Make the coming step take snapshots at the page boundaries in tokens `start..stop`; returns them, to be
+        filled by the step."""
+        boundaries = range(start // PAGE_TOKENS + 1, stop // PAGE_TOKENS + 1)
+        keys = self._keys(request, len(boundaries) + start // PAGE_TOKENS)
+        snapshots = []
+        for pages in boundaries:
+            if pages > len(keys) or not self._cacheable(request, pages):
                 break
-            node = self._nodes.get(keys[pages - 1])
-            if node is None or node.snapshot is None:
-                wanted.append(Snapshot(pages * PAGE_TOKENS))
-        if wanted and request.slot is not None:
-            self.state.watched[request.slot] = wanted
-        return wanted
+            cached = self._by_key.get(keys[pages - 1])
+            if cached is None or cached.snapshot is None:
+                snapshots.append(Snapshot(pages * PAGE_TOKENS))
+        if snapshots and request.slot is not None:
+            self.state.watched[request.slot] = snapshots
+        return snapshots
 
-    def extend(self, request: Request, passed: Sequence[Snapshot] = ()) -> None:
-        """Enter the pages a request has completed; `passed` are snapshots its last step filled."""
+    def insert_pages(self, request: Request, snapshots: Sequence[Snapshot] = ()) -> None:
+        """Insert the pages that a request has completed; `snapshots` were taken by its last step."""
         chain = self._chain(request)
-        if request.computed // PAGE_TOKENS > chain.entered:
-            self._enter_complete(request, chain, {snapshot.position: snapshot for snapshot in passed})
-        if request.context is not None and not chain.bound and request.computed >= len(request.prompt_ids):
+        if request.num_computed_tokens // PAGE_TOKENS > chain.inserted:
+            self._insert_complete(request, chain, {each.position: each for each in snapshots})
+        prompt_done = request.num_computed_tokens >= len(request.prompt_ids)
+        if request.context is not None and not chain.bound and prompt_done:
             chain.bound = True
             self._bind(request.context, self._keys(request, len(request.prompt_ids) // PAGE_TOKENS))
 
-    def _enter_complete(self, request: Request, chain: _Chain, passed: Mapping[int, Snapshot]) -> None:
+    def _insert_complete(
+        self, request: Request, chain: _KeyChain, snapshots: Mapping[int, Snapshot]
+    ) -> None:
         assert request.slot is not None
-        complete = request.computed // PAGE_TOKENS
+        computed = request.num_computed_tokens
+        complete = computed // PAGE_TOKENS
         keys = self._keys(request, complete)
-        for number in range(chain.entered, min(complete, len(keys))):
-            if not self._enters(request, number + 1):
+        for index in range(chain.inserted, min(complete, len(keys))):
+            if not self._cacheable(request, index + 1):
                 break
-            border = (number + 1) * PAGE_TOKENS
-            node = self._nodes.get(keys[number]) or self._enter(keys[number], request.pages[number])
-            if node.snapshot is None:
-                snapshot = passed.get(border)
-                if snapshot is None and request.computed - border <= self.state.lookback:
-                    snapshot = self.state.save(request.slot, border)
+            boundary = (index + 1) * PAGE_TOKENS
+            cached = self._by_key.get(keys[index]) or self._insert(keys[index], request.pages[index])
+            if cached.snapshot is None:
+                snapshot = snapshots.get(boundary)
+                if snapshot is None and computed - boundary <= self.state.lookback:
+                    snapshot = self.state.save(request.slot, boundary)
                 if snapshot is not None:
-                    self._hold(node, snapshot)
-        chain.entered = complete
+                    self._store_snapshot(cached, snapshot)
+        chain.inserted = complete
 
     def _bind(self, name: str, keys: Sequence[bytes]) -> None:
-        """Give the pages of a prompt a name, and write them down."""
+        """Bind a context name to the pages of a prompt, protect them and write them to disk."""
         self.contexts.bind(name, keys)
-        self._precious = self.contexts.precious
-        self.pages.protect([self._nodes[key].page for key in self._precious if key in self._nodes])
+        self._protected = self.contexts.page_keys
+        self._protect_pages()
         if self.files is not None:
-            self.files.precious = self._precious
+            self.files.protected = self._protected
             for key in keys:
-                if key in self._nodes:
-                    self._write(self._nodes[key])
+                if key in self._by_key:
+                    self._write(self._by_key[key])
 
     def close(self) -> None:
-        """Write down what memory holds, for a later process."""
-        for node in self._nodes.values() if self.files is not None else ():
-            self._write(node)
+        """Write all pages in memory to disk, for a later process."""
+        for cached in self._by_key.values() if self.files is not None else ():
+            self._write(cached)
 
-    def keep_rows(self, requests: Mapping[Plan, Request]) -> RowObserver | None:
-        """Somebody to show rows to on their way to the jobs of these requests."""
+    def row_observer(self, requests: Mapping[Plan, Request]) -> RowObserver | None:
+        """A callback that stores rows delivered to the jobs of these requests; None without a row cache."""
         store = self.rows
         if store is None:
             return None
@@ -350,58 +365,56 @@ class PrefixCache:
         return keep
 
     def clear(self) -> None:
-        """Forget everything; running requests keep what they hold."""
+        """Remove all pages and rows; running requests keep their pages."""
         if self.rows is not None:
             self.rows.clear()
-        for node in list(self._nodes.values()):
-            self._drop(node)
-            self.pages.forget(node.page)
+        for cached in list(self._by_key.values()):
+            self._remove(cached)
+            self.pages.forget(cached.page)
 
-    def restart(self, request: Request) -> None:
-        """A request has given its memory back and will be matched again."""
-        self._chain(request).entered = 0
+    def reset(self, request: Request) -> None:
+        """Forget which pages a preempted request has inserted; it is matched again at its next admission."""
+        self._chain(request).inserted = 0
 
-    def _enters(self, request: Request, pages: int) -> bool:
+    def _cacheable(self, request: Request, pages: int) -> bool:
         return not self.prompts_only or pages * PAGE_TOKENS <= len(request.prompt_ids)
 
-    def _first_wanted(self, request: Request) -> int:
-        """The first position whose rows have to be computed because somebody wants to see them."""
+    def _first_captured(self, request: Request) -> int:
+        """The first position whose rows must be computed because a job captures them."""
         plan = request.plan
         if plan is None or not plan.jobs:
             return request.num_tokens
         tokens = request.tokens(plan.seen, request.num_tokens)
-        firsts = [job.offsets(plan.seen, tokens, len(request.prompt_ids)) for job in plan.jobs]
-        return min(
-            (plan.seen + int(offsets[0]) for offsets in firsts if len(offsets)), default=request.num_tokens
-        )
+        offsets = [job.offsets(plan.seen, tokens, len(request.prompt_ids)) for job in plan.jobs]
+        return min((plan.seen + int(each[0]) for each in offsets if len(each)), default=request.num_tokens)
 
-    def _seen(self, request: Request, stop: int) -> tuple[tuple[Job, SiteRows], ...] | None:
-        """Every row that the request's jobs want before `stop` and have not had; None unless all are here."""
-        plan, border = request.plan, len(request.prompt_ids)
+    def _cached_rows(self, request: Request, stop: int) -> CachedRows | None:
+        """All rows before `stop` that the jobs of a request have yet to receive; None unless all are cached."""
+        plan, prompt_len = request.plan, len(request.prompt_ids)
         if self.rows is None or plan is None:
             return None
         tokens = request.tokens(plan.seen, stop)
         keys = self._keys(request, stop // PAGE_TOKENS)
-        found = []
+        cached = []
         for job in plan.jobs:
-            offsets = [int(offset) for offset in job.offsets(plan.seen, tokens, border)]
-            positions = tuple(plan.seen + o for o in offsets)
-            ids = tuple(tokens[o] for o in offsets)
+            offsets = [int(offset) for offset in job.offsets(plan.seen, tokens, prompt_len)]
+            positions = tuple(plan.seen + offset for offset in offsets)
+            ids = tuple(tokens[offset] for offset in offsets)
             for hook, layer in job.keys if positions else ():
                 tensor = self.rows.get(keys, hook, layer, job.after, positions)
                 if tensor is None:
                     return None
-                inside = sum(position < border for position in positions)
-                found.append((job, SiteRows(hook, layer, tensor, positions, ids, inside)))
-        return tuple(found)
+                prompt_rows = sum(position < prompt_len for position in positions)
+                cached.append((job, SiteRows(hook, layer, tensor, positions, ids, prompt_rows)))
+        return tuple(cached)
 
-    def _chain(self, request: Request) -> _Chain:
+    def _chain(self, request: Request) -> _KeyChain:
         if request not in self._chains:
-            self._chains[request] = _Chain([])
+            self._chains[request] = _KeyChain([])
         return self._chains[request]
 
     def _keys(self, request: Request, pages: int) -> list[bytes]:
-        """Keys of a request's first pages, fewer when an edit cannot be named."""
+        """Keys of a request's first pages; fewer when an edit has no digest."""
         chain = self._chain(request)
         while chain.open and len(chain.keys) < pages:
             before = chain.keys[-1] if chain.keys else self.root
@@ -412,75 +425,79 @@ class PrefixCache:
                 chain.keys.append(key)
         return chain.keys[:pages]
 
-    def _hold(self, node: Node, snapshot: Snapshot) -> None:
-        """Keep the state behind a page, at the cost of those used longest ago."""
-        if self._make_room(node, snapshot):
-            node.snapshot = self.states.put(snapshot)
-            self._snapshots[node.key] = node
+    def _store_snapshot(self, cached: CachedPage, snapshot: Snapshot) -> None:
+        """Store the state after a page, evicting older snapshots; on disk when memory has no room."""
+        if self._make_room(cached, snapshot):
+            cached.snapshot = self.snapshots.put(snapshot)
+            self._with_snapshot[cached.key] = cached
         else:
-            self._write(node, snapshot)
+            self._write(cached, snapshot)
 
-    def _make_room(self, node: Node, snapshot: Snapshot) -> bool:
-        """Whether there is room for a snapshot, in the end; precious ones make room only for one of their own."""
-        if not self.states.fits(snapshot, empty=True):
+    def _make_room(self, cached: CachedPage, snapshot: Snapshot) -> bool:
+        """Evict snapshots until `snapshot` fits; protected ones only for another protected page."""
+        if not self.snapshots.fits(snapshot, empty=True):
             return False
-        while not self.states.fits(snapshot):
+        while not self.snapshots.fits(snapshot):
             oldest = next(
-                (other for key, other in self._snapshots.items() if key not in self._precious), None
+                (other for key, other in self._with_snapshot.items() if key not in self._protected), None
             )
             if oldest is None:
-                if node.key not in self._precious:
+                if cached.key not in self._protected:
                     return False
-                oldest = next(iter(self._snapshots.values()))
-            self._write(oldest)  # a page on disk is of use with its snapshot only
+                oldest = next(iter(self._with_snapshot.values()))
+            self._write(oldest)  # a page on disk is useful only with its snapshot
             self._release_snapshot(oldest)
         return True
 
-    def _release_snapshot(self, node: Node) -> None:
-        if node.snapshot is not None:
-            self.states.drop(node.snapshot)
-            node.snapshot = None
-            del self._snapshots[node.key]
+    def _release_snapshot(self, cached: CachedPage) -> None:
+        if cached.snapshot is not None:
+            self.snapshots.release(cached.snapshot)
+            cached.snapshot = None
+            del self._with_snapshot[cached.key]
 
-    def _evicted(self, page: int) -> None:
+    def _on_eviction(self, page: int) -> None:
         self.evictions += 1
         self._write(self._by_page[page])
-        self._drop(self._by_page[page])
+        self._remove(self._by_page[page])
 
-    def _drop(self, node: Node) -> None:
-        self._release_snapshot(node)
-        del self._nodes[node.key], self._by_page[node.page]
-        if node.tokens < PAGE_TOKENS:
-            lengths = self._ends[node.parent]
-            lengths[node.tokens] -= 1
-            self._ends[node.parent] = +lengths  # only what there is
-            if not self._ends[node.parent]:
-                del self._ends[node.parent]
+    def _remove(self, cached: CachedPage) -> None:
+        self._release_snapshot(cached)
+        del self._by_key[cached.key], self._by_page[cached.page]
+        if cached.tokens < PAGE_TOKENS:
+            lengths = self._partial_lengths[cached.parent]
+            lengths[cached.tokens] -= 1
+            self._partial_lengths[cached.parent] = +lengths  # drops zero counts
+            if not self._partial_lengths[cached.parent]:
+                del self._partial_lengths[cached.parent]
 
 
-def _startable(nodes: Sequence[Node]) -> list[Node]:
-    """Up to the last page that a request can start behind."""
-    deepest = max((number for number, node in enumerate(nodes, 1) if node.snapshot is not None), default=0)
-    return list(nodes[:deepest])
+def _up_to_snapshot(pages: Sequence[CachedPage]) -> list[CachedPage]:
+    """The pages up to the last one with a snapshot."""
+    count = max((index for index, each in enumerate(pages, 1) if each.snapshot is not None), default=0)
+    return list(pages[:count])
 
 
 def page_key(request: Request, page: int, before: bytes, length: int = PAGE_TOKENS) -> bytes | None:
-    """128 bits of everything the state behind the first `length` tokens of a page depends on; None when an edit there
-    has no name."""
+    """128-bit key of everything that the state after the first `length` tokens of a page depends on; None when an edit
+    there has no digest. `before` is the key of the previous page."""
     start = page * PAGE_TOKENS
     stop = page * PAGE_TOKENS + length
-    border = len(request.prompt_ids)
+    prompt_len = len(request.prompt_ids)
     tokens = request.tokens(start, stop)
-    said = [before, struct.pack(f"<{len(tokens)}q", *tokens)]
+    parts = [before, struct.pack(f"<{len(tokens)}q", *tokens)]
     for edit in request.plan.edits if request.plan is not None else ():
-        offsets = [int(offset) for offset in edit.offsets(start, tokens, border)]
+        offsets = [int(offset) for offset in edit.offsets(start, tokens, prompt_len)]
         if not offsets:
             continue
-        prompt = [offset for offset in offsets if start + offset < border]
-        for phase, touched in (("prefill", prompt), ("decode", offsets[len(prompt) :])):
-            if touched:
-                digest = combine(edit.digest_parts(phase))  # type: ignore[arg-type]
+        prompt = [offset for offset in offsets if start + offset < prompt_len]
+        by_phase: tuple[tuple[Phase, list[int]], ...] = (
+            ("prefill", prompt),
+            ("decode", offsets[len(prompt) :]),
+        )
+        for phase, edited in by_phase:
+            if edited:
+                digest = combine(edit.digest_parts(phase))
                 if digest is None:
                     return None
-                said += [digest, struct.pack(f"<{len(touched)}q", *touched)]
-    return hashlib.blake2b(framed(*said), digest_size=KEY_BYTES).digest()
+                parts += [digest, struct.pack(f"<{len(edited)}q", *edited)]
+    return hashlib.blake2b(framed(*parts), digest_size=KEY_BYTES).digest()

@@ -1,8 +1,8 @@
-"""What one caller wants, and how far it has come.
+"""One request: its prompt and parameters, the tokens generated so far, and its state in the scheduler.
 
-A `Request` is tokens in and tokens out; text, when there is any, passes through the `TextSink` its caller gave it.
-`computed` counts the tokens whose state is in the cache: everything beyond it is still to be run, whether it is prompt,
-a freshly sampled token, or tokens recomputed after the request had to give its memory back.
+A `Request` maps token ids to token ids; text, if any, is produced by its `TextSink`. `num_computed_tokens` counts the
+tokens whose state is in the cache. Everything after them still has to be run: the rest of the prompt, a freshly
+sampled token, or tokens that are recomputed after a preemption.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.results import RequestResults
 
 FinishReason = Literal["stop", "length", "error", "cancelled"]
-_numbers = itertools.count(1)
+_request_ids = itertools.count(1)
 
 
 class TextSink(Protocol):
-    """Turns token ids into text as they come and knows the stop strings."""
+    """Incremental detokenizer that also matches stop strings."""
 
     def feed(self, token_id: int) -> tuple[str, bool]:
-        """The text that is certain by now, and whether a stop string has been met."""
+        """Return the text that is final by now, and whether a stop string was matched."""
         ...
 
     def finish(self) -> str:
-        """What was held back and turned out not to be a stop string."""
+        """Return the text that was held back and turned out not to be a stop string."""
         ...
 
 
 class TokenMask(Protocol):
-    """Says what may come next, for answers that must have a form. Asked for every step of its request alone."""
+    """Constrains the tokens of one request, for structured output. Called once per sampled token."""
 
     def allowed(self, output_ids: Sequence[int], vocab_size: int) -> torch.Tensor:
-        """Booleans [vocab]: the tokens that may follow these; never none of them."""
+        """Booleans [vocab]: the tokens that may follow `output_ids`; at least one is True."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """The chosen token's log-probability under the model's own distribution, and the most likely alternatives."""
+    """Log-probability of the chosen token under the model's own distribution, and the most likely alternatives."""
 
     token_id: int
     logprob: float
@@ -55,7 +55,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True)
 class TokenEvent:
-    """One token of a stream. The last event carries the reason and any text held back until then."""
+    """One generated token. The last event has the finish reason and any text held back until then."""
 
     token_id: int | None
     text: str
@@ -66,7 +66,7 @@ class TokenEvent:
 
 @dataclass
 class Timings:
-    """Seconds on the monotonic clock."""
+    """Times in seconds of the monotonic clock."""
 
     submitted: float = field(default_factory=time.perf_counter)
     admitted: float | None = None
@@ -78,15 +78,15 @@ class Timings:
 @dataclass(eq=False)
 class Request:
     prompt_ids: tuple[int, ...]
-    options: SamplingParams
+    params: SamplingParams
     max_tokens: int
     seed: int
     eos_ids: frozenset[int] = frozenset()
     sink: TextSink | None = None
     plan: Plan | None = None
     mask: TokenMask | None = None
-    context: str | None = None  # a name under which the pages of the prompt are kept
-    id: str = field(default_factory=lambda: f"r{next(_numbers)}")
+    context: str | None = None  # name under which the prompt's pages are kept
+    id: str = field(default_factory=lambda: f"r{next(_request_ids)}")
 
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
@@ -97,22 +97,22 @@ class Request:
 
     slot: int | None = None
     pages: list[int] = field(default_factory=list)
-    computed: int = 0
-    cached_tokens: int | None = None  # how many of the first tokens were known when it was admitted
+    num_computed_tokens: int = 0
+    cached_tokens: int | None = None  # tokens found in the prefix cache at the first admission
     shared_pages: int = 0
-    followed: int = 0  # how many of the first tokens MTP has read along, without a hole
-    draft_tokens: tuple[int, ...] = ()  # tokens that may come next, to be verified with the next step
+    num_mtp_tokens: int = 0  # leading tokens that the MTP block has processed, without a gap
+    draft_tokens: tuple[int, ...] = ()  # to be verified by the next step
     drafted: int = 0
     accepted: int = 0
-    settle: Callable[[int], None] | None = None  # hands out captured rows that had to wait
+    deliver_pending_rows: Callable[[int], None] | None = None  # called with the number of valid positions
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
-    def most_tokens(self) -> int:
-        """How long the sequence in the cache can ever get; the last token sampled is never run."""
+    def max_cached_tokens(self) -> int:
+        """Maximum number of tokens in the cache; the last sampled token is never run."""
         return len(self.prompt_ids) + self.max_tokens - 1
 
     @property
@@ -125,19 +125,19 @@ class Request:
         return RequestResults() if self.plan is None else self.plan.results
 
     def tokens(self, start: int, stop: int) -> list[int]:
-        """Prompt and output as one sequence, from `start` to `stop`."""
-        border = len(self.prompt_ids)
+        """Tokens `start..stop` of the prompt and the output as one sequence."""
+        prompt_len = len(self.prompt_ids)
         return [
             *self.prompt_ids[start:stop],
-            *self.output_ids[max(start - border, 0) : max(stop - border, 0)],
+            *self.output_ids[max(start - prompt_len, 0) : max(stop - prompt_len, 0)],
         ]
 
-    def accept(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Book one sampled token and tell whoever listens; may end the request."""
+    def append_token(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Append a sampled token and its event; finishes the request when it meets a stop condition."""
         if self.timings.first_token is None:
             self.timings.first_token = time.perf_counter()
-        ends = token_id in self.eos_ids and not self.options.ignore_eos
-        ends = ends or token_id in self.options.stop_token_ids
+        ends = token_id in self.eos_ids and not self.params.ignore_eos
+        ends = ends or token_id in self.params.stop_token_ids
         self.output_ids.append(token_id)
         if logprob is not None:
             self.logprobs.append(logprob)
@@ -152,12 +152,14 @@ class Request:
         else:
             self.finish(reason, TokenEvent(token_id, text, logprob), flush=not stopped)
 
-    def settle_rows(self) -> None:
-        """The last token is the only one that is not computed: rows behind the one before it belong to nobody."""
-        settle = self.settle
-        self.settle = None
-        if settle is not None:
-            settle(self.num_tokens - 1)
+    def flush_rows(self) -> None:
+        """Deliver captured rows that were waiting for a copy or for verification.
+
+        All tokens but the last are computed; rows after that position belong to rejected draft tokens."""
+        deliver = self.deliver_pending_rows
+        self.deliver_pending_rows = None
+        if deliver is not None:
+            deliver(self.num_tokens - 1)
 
     def finish(
         self,
@@ -166,13 +168,13 @@ class Request:
         error: Exception | None = None,
         flush: bool = True,
     ) -> None:
-        """End the request; what the sink held back is text after all, unless a stop string was met."""
+        """End the request. With `flush` the text held back by the sink is part of the last event."""
         rest = self.sink.finish() if self.sink is not None and flush else ""
         last = last or TokenEvent(None, "")
         self.finish_reason = reason
         self.error = error
         self.timings.finished = time.perf_counter()
-        self.settle_rows()
+        self.flush_rows()
         if self.plan is not None:
             self.plan.close(reason, self.num_tokens)
         self.events.append(TokenEvent(last.token_id, last.text + rest, last.logprob, reason, error))

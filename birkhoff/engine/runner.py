@@ -1,13 +1,13 @@
-"""Runs one step of work through the model: pieces in, rows of logits out for each piece that samples.
+"""Runs the scheduled chunks of one step through the model and returns logits for each chunk that samples.
 
-A token that was only guessed is a row of its own, as if it came from another sequence in the same place: positions say
-what each row sees, and rings keep enough of the past that a guess which does not stay has destroyed nothing.
+A draft token is a row of its own, as if it came from another sequence at the same position: positions decide what each
+row attends to, and the rings keep enough of the past that a rejected draft token overwrites nothing that is needed.
 
-A replayed step is only launched here; whoever reads its logits waits for it. While it runs, the rows captured by the
-step before are handed to whoever wants them. A request that ends, by whatever way, is given all of its rows first.
+A CUDA graph step is only launched here; reading its logits waits for it. While it runs, the rows captured by the
+previous step are delivered. A request that ends for any reason receives all of its rows first.
 
-On a CPU a step that only decodes is split in two when there are rows and cores enough: compiled kernels run one row
-after the other without the interpreter's lock, so two halves of a batch are two threads' work.
+On a CPU a decode step with enough rows and cores is split into two threads: the compiled kernels process one row after
+the other and release the interpreter lock.
 """
 
 from __future__ import annotations
@@ -31,216 +31,226 @@ from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import Snapshot, State
 from birkhoff.model.transformer import Transformer
 
-SPLIT_ROWS = 4
+SPLIT_ROWS = 4  # minimum rows of a step that is split into two threads
 
 
 @dataclass(frozen=True)
 class ModelOutput:
-    """What a step made of one piece that samples: logits [rows, vocab] float32 of its last token and of each guess
-    behind it, and the streams [rows, m, d] that left the last layer there."""
+    """Output for one chunk that samples: logits [rows, vocab] float32 of its last token and of each draft token, and
+    the streams [rows, m, d] after the last layer."""
 
     logits: torch.Tensor
     streams: torch.Tensor
 
 
 class Runner:
-    """Holds the model and its state. With `invariant`, every request is run by itself."""
+    """Holds the model and its state. With `batch_invariant` every request is run by itself."""
 
-    def __init__(self, model: Transformer, state: State, invariant: bool = False):
+    def __init__(self, model: Transformer, state: State, batch_invariant: bool = False):
         self.model = model
         self.state = state
-        self.invariant = invariant
+        self.batch_invariant = batch_invariant
         self.prefix: PrefixCache | None = None
         self.speculator: Speculator | None = None
-        self.graphs: CudaGraphs | None = None  # on a GPU, for steps that only decode
-        self.passed: dict[
-            Request, list[Snapshot]
-        ] = {}  # what the last step saw at the page borders it passed
+        self.graphs: CudaGraphs | None = None  # on a GPU, for decode steps
+        self.boundary_snapshots: dict[Request, list[Snapshot]] = {}  # taken by the last step at page boundaries
         self._stagings = (StepStaging(state.device), StepStaging(state.device))
-        self._helper = ThreadPoolExecutor(1, "birkhoff-decode")  # starts no thread before it is needed
-        self._given: dict[int, list[int]] = {}  # pages the state's table already knows, by slot
-        self._owed: list[Request] = []  # whose captured rows of the last step are on their way
+        self._second_thread = ThreadPoolExecutor(1, "birkhoff-decode")  # starts its thread on first use
+        self._page_tables: dict[int, list[int]] = {}  # by slot: the pages in the state's page table
+        self._pending: list[Request] = []  # requests whose captured rows of the last step are being copied
 
     @torch.inference_mode()
-    def run(self, work: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
-        """One for each piece; None for a piece with tokens still to come."""
-        for item in work:
-            self._give_pages(item)
-        self.passed.clear()
+    def run(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
+        """One output per chunk; None for a chunk that does not reach the end of its sequence."""
+        for chunk in chunks:
+            self._update_page_table(chunk)
+        self.boundary_snapshots.clear()
         try:
-            self._watch(work)
-            return self._run(work)
+            self._request_snapshots(chunks)
+            return self._run(chunks)
         finally:
             self.state.watched.clear()
 
-    def _run(self, work: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
-        if self.invariant:
-            return [self._forward([item])[0] for item in work]
-        if self._splits(work):
-            half = len(work) // 2
-            other = self._helper.submit(self._second_half, work[half:])
+    def _run(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
+        if self.batch_invariant:
+            return [self._forward([chunk])[0] for chunk in chunks]
+        if self._can_split(chunks):
+            half = len(chunks) // 2
+            second = self._second_thread.submit(self._forward_second_half, chunks[half:])
             try:
-                first = self._forward(work[:half])
+                first = self._forward(chunks[:half])
             finally:
-                other.exception()  # both halves have ended before anybody looks at the state
-            return first + other.result()
-        return self._forward(work)
+                second.exception()  # wait: both halves must be done before the state is used again
+            return first + second.result()
+        return self._forward(chunks)
 
     def close(self) -> None:
-        self._helper.shutdown()
+        self._second_thread.shutdown()
 
-    def _watch(self, work: Sequence[ScheduledChunk]) -> None:
+    def _request_snapshots(self, chunks: Sequence[ScheduledChunk]) -> None:
         if self.prefix is not None:
-            for item in work:
-                if item.stop - item.start > 1:
-                    self.passed[item.request] = self.prefix.watch(item.request, item.start, item.stop)
+            for chunk in chunks:
+                if chunk.stop - chunk.start > 1:
+                    self.boundary_snapshots[chunk.request] = self.prefix.request_snapshots(
+                        chunk.request, chunk.start, chunk.stop
+                    )
 
-    def _splits(self, work: Sequence[ScheduledChunk]) -> bool:
-        decoding = len(work) >= SPLIT_ROWS and all(w.stop - w.start == 1 for w in work)
+    def _can_split(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        decoding = len(chunks) >= SPLIT_ROWS and all(chunk.stop - chunk.start == 1 for chunk in chunks)
         return decoding and self.model.numerics.kernels.name == "cpu" and torch.get_num_threads() > 1
 
     @torch.inference_mode()
-    def _second_half(self, work: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
-        return self._forward(work, self._stagings[1])
+    def _forward_second_half(self, chunks: Sequence[ScheduledChunk]) -> list[ModelOutput | None]:
+        return self._forward(chunks, self._stagings[1])
 
-    def _give_pages(self, item: ScheduledChunk) -> None:
-        request = item.request
+    def _update_page_table(self, chunk: ScheduledChunk) -> None:
+        request = chunk.request
         assert request.slot is not None
-        if self._given.get(request.slot) != request.pages:
+        if self._page_tables.get(request.slot) != request.pages:
             self.state.give_pages(request.slot, request.pages)
-            self._given[request.slot] = list(request.pages)
+            self._page_tables[request.slot] = list(request.pages)
 
-    def _arm(
-        self, work: Sequence[ScheduledChunk], firsts: Sequence[int], num_rows: int, staging: StepStaging
+    def _make_tap(
+        self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], num_rows: int, staging: StepStaging
     ) -> BatchTap | None:
-        """The tap of this step, when some request of it has a plan that wants something of it."""
+        """The tap of this step, or None when no plan captures or edits anything in it."""
         spans = [
-            Span(w.request.plan, first, w.start, w.tokens, len(w.request.prompt_ids))
-            for w, first in zip(work, firsts)
-            if w.request.plan is not None
-            and not (w.request.plan.rests and w.start >= len(w.request.prompt_ids))
+            Span(chunk.request.plan, first, chunk.start, chunk.tokens, len(chunk.request.prompt_ids))
+            for chunk, first in zip(chunks, first_rows)
+            if chunk.request.plan is not None
+            and not (chunk.request.plan.rests and chunk.start >= len(chunk.request.prompt_ids))
         ]
         return arm(staging, spans, num_rows) if spans else None
 
     def _forward(
-        self, work: Sequence[ScheduledChunk], staging: StepStaging | None = None
+        self, chunks: Sequence[ScheduledChunk], staging: StepStaging | None = None
     ) -> list[ModelOutput | None]:
-        seen = [(w.request.plan, w.request.plan.seen) for w in work if w.request.plan is not None]
+        plans = [chunk.request.plan for chunk in chunks if chunk.request.plan is not None]
+        seen = [(plan, plan.seen) for plan in plans]
         try:
-            tap, ran = self._compute(work, staging or self._stagings[0])
+            tap, outputs = self._compute(chunks, staging or self._stagings[0])
         except BaseException:
-            for (
-                plan,
-                stop,
-            ) in seen:  # nothing was delivered: whoever computes these tokens again wants their rows
-                plan.seen = stop
+            for plan, position in seen:  # nothing was delivered: recomputed tokens must deliver their rows
+                plan.seen = position
             raise
-        self._hand_over()
-        self._deliver(work, tap)
-        return ran
+        self._deliver_previous()
+        self._deliver(chunks, tap)
+        return outputs
 
     def _compute(
-        self, work: Sequence[ScheduledChunk], staging: StepStaging
+        self, chunks: Sequence[ScheduledChunk], staging: StepStaging
     ) -> tuple[BatchTap | None, list[ModelOutput | None]]:
-        if self.graphs is not None and self._decodes(work):
-            tap = self._arm(work, range(len(work)), len(work), staging)
-            wishes = None if tap is None else self.graphs.sorted_out(tap)
-            if tap is None or wishes is not None:
-                return tap, self._replay(work, self.graphs, tap, wishes)
-            batch, firsts = _flattened(work, self.state.device)
+        if self.graphs is not None and self._can_replay(chunks):
+            tap = self._make_tap(chunks, range(len(chunks)), len(chunks), staging)
+            plan = None if tap is None else self.graphs.plan(tap)
+            if tap is None or plan is not None:
+                return tap, self._replay(chunks, self.graphs, tap, plan)
+            batch, first_rows = _make_batch(chunks, self.state.device)
         else:
-            batch, firsts = _flattened(work, self.state.device)
-            tap = self._arm(work, firsts, batch.num_tokens, staging)
+            batch, first_rows = _make_batch(chunks, self.state.device)
+            tap = self._make_tap(chunks, first_rows, batch.num_tokens, staging)
         hidden, streams = self.model.run(batch, self.state, tap or NoTap())
         if self.speculator is not None:
-            self.speculator.remember(work, firsts, streams)
-        sampling = [(w, first + w.stop - w.start - 1) for w, first in zip(work, firsts) if w.samples]
+            self.speculator.prefill(chunks, first_rows, streams)
+        sampling = [
+            (chunk, first + chunk.stop - chunk.start - 1)
+            for chunk, first in zip(chunks, first_rows)
+            if chunk.samples
+        ]
         if not sampling:
-            return tap, [None] * len(work)
-        rows = [row + guess for w, row in sampling for guess in range(1 + len(w.draft_tokens))]
-        counts = [1 + len(w.draft_tokens) for w, _ in sampling]
+            return tap, [None] * len(chunks)
+        rows = [last + offset for chunk, last in sampling for offset in range(1 + len(chunk.draft_tokens))]
+        counts = [1 + len(chunk.draft_tokens) for chunk, _ in sampling]
         logits = self.model.logits(hidden[rows]).split(counts)
-        streams = streams[rows].split(counts)
-        ran = iter(map(ModelOutput, logits, streams))
-        return tap, [next(ran) if w.samples else None for w in work]
+        outputs = iter(map(ModelOutput, logits, streams[rows].split(counts)))
+        return tap, [next(outputs) if chunk.samples else None for chunk in chunks]
 
-    def _decodes(self, work: Sequence[ScheduledChunk]) -> bool:
-        """One token each, none of them a guess, and nobody who wants the streams."""
-        single = all(w.stop - w.start == 1 and not w.draft_tokens for w in work)
-        return single and self.speculator is None and self.graphs is not None and self.graphs.takes(len(work))
+    def _can_replay(self, chunks: Sequence[ScheduledChunk]) -> bool:
+        """Whether a CUDA graph can run the step: one token per request, no draft tokens, no speculator that reads the
+        streams."""
+        single = all(chunk.stop - chunk.start == 1 and not chunk.draft_tokens for chunk in chunks)
+        return (
+            single and self.speculator is None and self.graphs is not None and self.graphs.fits(len(chunks))
+        )
 
     def _replay(
         self,
-        work: Sequence[ScheduledChunk],
+        chunks: Sequence[ScheduledChunk],
         graphs: CudaGraphs,
         tap: BatchTap | None,
-        wishes: GraphPlan | None,
+        plan: GraphPlan | None,
     ) -> list[ModelOutput | None]:
-        slots: list[int] = [w.request.slot for w in work]  # type: ignore[misc]
-        logits, streams = graphs.step(
-            [w.tokens[0] for w in work], [w.start for w in work], slots, tap, wishes
-        )
+        slots: list[int] = [chunk.request.slot for chunk in chunks]  # type: ignore[misc]
+        token_ids = [chunk.tokens[0] for chunk in chunks]
+        logits, streams = graphs.step(token_ids, [chunk.start for chunk in chunks], slots, tap, plan)
         return [
-            ModelOutput(*row) if w.samples else None
-            for w, row in zip(work, zip(logits.split(1), streams.split(1)))
+            ModelOutput(*row) if chunk.samples else None
+            for chunk, row in zip(chunks, zip(logits.split(1), streams.split(1)))
         ]
 
-    def _hand_over(self) -> None:
-        """Rows of the step before; those of requests that have ended since were handed over then."""
-        owed = self._owed
-        self._owed = []
-        for request in owed:
-            request.settle_rows()
+    def _deliver_previous(self) -> None:
+        """Deliver the rows of the previous step; requests that ended since then have theirs already."""
+        pending = self._pending
+        self._pending = []
+        for request in pending:
+            request.flush_rows()
 
-    def _deliver(self, work: Sequence[ScheduledChunk], tap: BatchTap | None) -> None:
-        """Captured rows to whoever wants them; those on their way later, those of guesses when it is known that they
-        stay."""
-        planned = {
-            w.request.plan: w.request for w in work if w.request.plan is not None and w.request.plan.jobs
+    def _deliver(self, chunks: Sequence[ScheduledChunk], tap: BatchTap | None) -> None:
+        """Deliver captured rows. Rows that are still being copied follow after the next launch; rows of draft tokens
+        once these are verified."""
+        requests = {
+            chunk.request.plan: chunk.request
+            for chunk in chunks
+            if chunk.request.plan is not None and chunk.request.plan.jobs
         }
-        witness = self.prefix.keep_rows(planned) if self.prefix is not None and planned else None
+        observer = self.prefix.row_observer(requests) if self.prefix is not None and requests else None
         if tap is not None and tap.is_pending:
-            for plan, request in planned.items():
-                request.settle = _deliverer(plan, tap, witness)
-                self._owed.append(request)
+            for plan, request in requests.items():
+                request.deliver_pending_rows = _after_copy(plan, tap, observer)
+                self._pending.append(request)
             return
-        waiting = {w.request.plan: w for w in work if w.draft_tokens and w.request.plan is not None}
-        for plan, w in waiting.items():
-            w.request.settle = _settler(plan, w, tap, witness)
+        drafted = {
+            chunk.request.plan: chunk
+            for chunk in chunks
+            if chunk.draft_tokens and chunk.request.plan is not None
+        }
+        for plan, chunk in drafted.items():
+            chunk.request.deliver_pending_rows = _after_verification(plan, chunk, tap, observer)
         if tap is not None:
-            tap.deliver(waiting, witness)
+            tap.deliver(drafted, observer)
 
 
-def _flattened(work: Sequence[ScheduledChunk], device: torch.device) -> tuple[Batch, list[int]]:
-    """The batch of a step, and the first row of each piece of work."""
-    parts = [_pieces(w) for w in work]
-    batch = Batch.of([piece for pieces in parts for piece in pieces], device)
-    row_of = {id(piece): row for piece, row in zip(batch.chunks, batch.offsets)}
-    return batch, [row_of[id(pieces[0])] for pieces in parts]
+def _make_batch(chunks: Sequence[ScheduledChunk], device: torch.device) -> tuple[Batch, list[int]]:
+    """The batch of a step, and the first row of each chunk."""
+    parts = [_sequence_chunks(chunk) for chunk in chunks]
+    batch = Batch.of([part for group in parts for part in group], device)
+    row_of = {id(part): row for part, row in zip(batch.chunks, batch.offsets)}
+    return batch, [row_of[id(group[0])] for group in parts]
 
 
-def _pieces(work: ScheduledChunk) -> list[SequenceChunk]:
-    assert work.request.slot is not None
-    if not work.draft_tokens:
-        return [SequenceChunk(work.request.slot, work.start, work.tokens)]
+def _sequence_chunks(chunk: ScheduledChunk) -> list[SequenceChunk]:
+    """The chunk as one piece, or one piece per token when it has draft tokens."""
+    assert chunk.request.slot is not None
+    if not chunk.draft_tokens:
+        return [SequenceChunk(chunk.request.slot, chunk.start, chunk.tokens)]
     return [
-        SequenceChunk(work.request.slot, work.start + offset, [token])
-        for offset, token in enumerate(work.tokens)
+        SequenceChunk(chunk.request.slot, chunk.start + offset, [token])
+        for offset, token in enumerate(chunk.tokens)
     ]
 
 
-def _deliverer(plan: Plan, tap: BatchTap, witness: RowObserver | None) -> Callable[[int], None]:
-    return lambda stop: tap.deliver_plan(plan, None, witness)  # nothing of it was a guess
+def _after_copy(plan: Plan, tap: BatchTap, observer: RowObserver | None) -> Callable[[int], None]:
+    return lambda stop: tap.deliver_plan(plan, None, observer)  # graph steps have no draft tokens
 
 
-def _settler(
-    plan: Plan, work: ScheduledChunk, tap: BatchTap | None, witness: RowObserver | None
+def _after_verification(
+    plan: Plan, chunk: ScheduledChunk, tap: BatchTap | None, observer: RowObserver | None
 ) -> Callable[[int], None]:
-    def settle(stop: int) -> None:
+    def deliver(stop: int) -> None:
         if tap is not None:
-            tap.deliver_plan(plan, stop, witness)
+            tap.deliver_plan(plan, stop, observer)
         plan.seen = min(plan.seen, stop)
-        for position in range(stop, work.stop + len(work.draft_tokens)):
+        for position in range(stop, chunk.stop + len(chunk.draft_tokens)):
             plan.steered.discard(position)
 
-    return settle
+    return deliver

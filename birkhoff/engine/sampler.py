@@ -1,13 +1,14 @@
-"""Logits to tokens, for a batch of requests that know nothing of each other.
+"""Samples tokens from logits, for a batch of independent requests.
 
-Order, per row: repetition, presence and frequency penalties; logit bias; ban on ending before `min_tokens`; what the
-request's mask forbids; temperature; top-k; top-p; min-p; draw. Log-probabilities are the model's own: the log-softmax
-of the raw logits, before any of that, so they mean the same at every setting.
+Order per row: repetition, presence and frequency penalties; logit bias; the ban on ending before `min_tokens`; the
+request's token mask; temperature; top-k; top-p; min-p; sample. Log-probabilities are the model's own: the log-softmax of
+the raw logits before any of these steps, so they mean the same at every setting.
 
-The draw is an exponential race: token i wins with probability p_i when it has the largest p_i / E_i, with E_i
-exponential noise hashed from (seed, step, i). Hashing, dividing and finding a maximum treat every element alone, so a
-request's tokens are the same bits whoever its neighbours are, and need no generator state: step 7 can be drawn twice,
-or first. Greedy is the largest logit, lowest id on a tie. Rows whose logits are not numbers fail alone, as a value.
+Sampling is an exponential race: the token with the largest p_i / E_i wins, with exponential noise E_i hashed from
+(seed, step, i), so token i wins with probability p_i. Hashing, dividing and taking a maximum treat every element
+separately: a request's tokens are the same bits whatever else is in the batch, and there is no generator state, so any
+step can be sampled again. Greedy takes the largest logit, the lowest id on a tie. A row without finite logits yields a
+`LogitsError` as its value and does not affect other rows.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import math
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -30,24 +31,25 @@ from birkhoff.kernels.sample.device import LOGPROB, ROW_PARAMS, TOP_IDS, TOP_LOG
 
 _MASK32, _MASK64 = 2**32 - 1, 2**64 - 1
 _GOLDEN64 = 0x9E3779B97F4A7C15
-_MASS = 2**40  # what the likeliest token weighs when a nucleus is counted out, in whole numbers
+_MASS = 2**40  # integer weight of the most likely token in top-p
+SampledToken = tuple[int, TokenLogprob | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """One drawn token. Log-probabilities are there when the options ask for them; alternatives best first."""
+    """One sampled token, with log-probabilities if the parameters request them; alternatives most likely first."""
 
     token: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-class RowState:
-    """What the sampler has to know of one running request. `accept` each token that is kept."""
+class SamplingState:
+    """Sampler state of one running request: token counts for penalties and the token mask."""
 
     def __init__(
         self,
-        options: SamplingParams,
+        params: SamplingParams,
         vocab_size: int,
         *,
         seed: int,
@@ -56,44 +58,45 @@ class RowState:
         device: torch.device | str = "cpu",
         mask: TokenMask | None = None,
     ) -> None:
-        options.check_vocabulary(vocab_size)
-        self.options = options
+        params.check_vocabulary(vocab_size)
+        self.params = params
         self.seed = seed
         self.step = 0  # tokens accepted so far
         self._mask = mask
         self._accepted = list[int]()
         self._ending = torch.tensor(
-            sorted({*eos_ids, *options.stop_token_ids}), dtype=torch.long, device=device
+            sorted({*eos_ids, *params.stop_token_ids}), dtype=torch.long, device=device
         )
-        bias_ids = [token for token, _ in options.logit_bias]
+        bias_ids = [token for token, _ in params.logit_bias]
         self._bias_ids = torch.tensor(bias_ids, dtype=torch.long, device=device)
         self._biases = torch.tensor(
-            [bias for _, bias in options.logit_bias], dtype=torch.float32, device=device
+            [bias for _, bias in params.logit_bias], dtype=torch.float32, device=device
         )
         self._counts: Tensor | None = None
         self._seen: Tensor | None = None
-        if options.presence_penalty or options.frequency_penalty:
+        if params.presence_penalty or params.frequency_penalty:
             self._counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
-        if options.repetition_penalty != 1.0:
+        if params.repetition_penalty != 1.0:
             self._seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
             self._seen[torch.tensor(list(prompt_ids), dtype=torch.long, device=device)] = True
-        self._record: np.ndarray | None = None
-        self._plain_greedy = options.greedy and not self.reshapes_logits and options.logprobs is None
+        self._record: np.ndarray[Any, np.dtype[np.void]] | None = None
+        self._plain_greedy = params.greedy and not self.reshapes_logits and params.logprobs is None
 
     @property
     def reshapes_logits(self) -> bool:
-        return self.options.reshapes_logits or self._mask is not None
+        return self.params.reshapes_logits or self._mask is not None
 
     @property
     def may_end(self) -> bool:
-        return self.step >= self.options.min_tokens
+        return self.step >= self.params.min_tokens
 
     @property
     def plain_greedy(self) -> bool:
-        """Whether the answer is simply the largest logit."""
+        """Whether the sample is the largest logit, with nothing else to compute."""
         return self._plain_greedy and self.may_end
 
     def accept(self, token: int) -> None:
+        """Update the state with an accepted token."""
         self.step += 1
         if self._mask is not None:
             self._accepted.append(token)
@@ -103,15 +106,15 @@ class RowState:
             self._seen[token] = True
 
     def reshape(self, logits: Tensor) -> Tensor:
-        """Penalties, bias and the ban on ending, on a copy of one row [vocab]."""
-        options = self.options
+        """Apply penalties, bias, `min_tokens` and the mask to a copy of one row [vocab]."""
+        params = self.params
         if self._seen is not None:
-            r = options.repetition_penalty
+            r = params.repetition_penalty
             logits = torch.where(self._seen, torch.where(logits > 0, logits / r, logits * r), logits)
         if self._counts is not None:
             seen = (self._counts > 0).float()
-            logits = logits - options.frequency_penalty * self._counts - options.presence_penalty * seen
-        if options.logit_bias:
+            logits = logits - params.frequency_penalty * self._counts - params.presence_penalty * seen
+        if params.logit_bias:
             logits = logits.index_add(0, self._bias_ids, self._biases)
         if not self.may_end:
             logits = logits.index_fill(0, self._ending, -math.inf)
@@ -120,20 +123,20 @@ class RowState:
             logits = logits.masked_fill(~allowed, -math.inf)
         return logits
 
-    def device_record(self) -> np.ndarray:
+    def device_record(self) -> np.ndarray[Any, np.dtype[np.void]]:
         """This request's parameters for the CUDA kernel; the noise key of a step is filled in separately."""
         if self._record is None:
-            options = self.options
+            params = self.params
             record = np.zeros((), ROW_PARAMS)
-            record["inv_temperature"] = 1.0 if options.greedy else 1.0 / options.temperature
-            record["top_p"] = options.top_p
-            record["min_log_weight"] = math.log(options.min_p) if options.min_p else -math.inf
-            record["repetition"] = options.repetition_penalty
-            record["presence"] = options.presence_penalty
-            record["frequency"] = options.frequency_penalty
-            record["top_k"] = options.top_k
-            record["greedy"] = options.greedy
-            record["logprobs"] = -1 if options.logprobs is None else options.logprobs
+            record["inv_temperature"] = 1.0 if params.greedy else 1.0 / params.temperature
+            record["top_p"] = params.top_p
+            record["min_log_weight"] = math.log(params.min_p) if params.min_p else -math.inf
+            record["repetition"] = params.repetition_penalty
+            record["presence"] = params.presence_penalty
+            record["frequency"] = params.frequency_penalty
+            record["top_k"] = params.top_k
+            record["greedy"] = params.greedy
+            record["logprobs"] = -1 if params.logprobs is None else params.logprobs
             record["num_bias"] = len(self._biases)
             record["seen"] = 0 if self._seen is None else self._seen.data_ptr()
             record["counts"] = 0 if self._counts is None else self._counts.data_ptr()
@@ -160,28 +163,28 @@ class RowState:
 
 
 class _DeviceBatch:
-    """Parameters of the rows of the last launch, kept while the same requests are sampled in the same order."""
+    """Kernel parameters of the rows of the last launch, reused while the same requests are sampled in the same order."""
 
-    def __init__(self, rows: Sequence[RowState]):
-        self.rows = list(rows)
-        self.params = np.empty(len(rows), ROW_PARAMS)
-        for i, row in enumerate(rows):
-            self.params[i] = row.device_record()
-        self.seeds = np.array([_mix64(row.seed) for row in rows], np.uint64)
-        self.masked = [i for i, row in enumerate(rows) if row.masked]
-        self.logprobs = [row.options.logprobs for row in rows]
+    def __init__(self, states: Sequence[SamplingState]):
+        self.states = list(states)
+        self.params = np.empty(len(states), ROW_PARAMS)
+        for i, state in enumerate(states):
+            self.params[i] = state.device_record()
+        self.seeds = np.array([_mix64(state.seed) for state in states], np.uint64)
+        self.masked = [i for i, state in enumerate(states) if state.masked]
+        self.logprobs = [state.params.logprobs for state in states]
 
-    def matches(self, rows: Sequence[RowState]) -> bool:
-        return len(rows) == len(self.rows) and all(a is b for a, b in zip(rows, self.rows))
+    def matches(self, states: Sequence[SamplingState]) -> bool:
+        return len(states) == len(self.states) and all(a is b for a, b in zip(states, self.states))
 
     def fill(self, logits: Tensor) -> list[Tensor]:
         """Write what changes with every step; returns tensors that must live until the kernel has run."""
-        steps = np.array([row.step + 1 for row in self.rows], np.uint64)
+        steps = np.array([state.step + 1 for state in self.states], np.uint64)
         keys = _mix64_array(self.seeds + steps * np.uint64(_GOLDEN64))
         self.params["key_low"] = keys & np.uint64(_MASK32)
         self.params["key_high"] = keys >> np.uint64(32)
-        self.params["num_banned"] = [row.num_banned for row in self.rows]
-        masks = [self.rows[i].allowed(logits.shape[-1], logits.device) for i in self.masked]
+        self.params["num_banned"] = [state.num_banned for state in self.states]
+        masks = [self.states[i].allowed(logits.shape[-1], logits.device) for i in self.masked]
         for i, mask in zip(self.masked, masks):
             self.params["allowed"][i] = mask.data_ptr()
         return masks
@@ -194,38 +197,38 @@ class _DeviceSampling:
         self._kernel = DeviceSampler(device)
         self._batch = _DeviceBatch([])
 
-    def sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sampled | LogitsError]:
-        if not self._batch.matches(rows):
-            self._batch = _DeviceBatch(rows)
+    def sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled | LogitsError]:
+        if not self._batch.matches(states):
+            self._batch = _DeviceBatch(states)
         batch = self._batch
         masks = batch.fill(logits)
         result = self._kernel.run(logits, batch.params)
         del masks  # the kernel has run
-        out: list[Sampled | LogitsError] = []
+        sampled: list[Sampled | LogitsError] = []
         for i, (token, peak, logprob) in enumerate(result[:, : LOGPROB + 1].tolist()):
             count = batch.logprobs[i]
             if not math.isfinite(peak):
-                out.append(_unusable(peak))
+                sampled.append(_unusable(peak))
             elif count is None:
-                out.append(Sampled(int(token)))
+                sampled.append(Sampled(int(token)))
             else:
                 ids = result[i, TOP_IDS : TOP_IDS + count].astype(int).tolist()
                 values = result[i, TOP_LOGPROBS : TOP_LOGPROBS + count].tolist()
-                out.append(Sampled(int(token), logprob, tuple(zip(ids, values))))
-        return out
+                sampled.append(Sampled(int(token), logprob, tuple(zip(ids, values))))
+        return sampled
 
 
-def seed_for(options: SamplingParams, choice: int = 0) -> int:
-    """The seed of one of a request's `n` choices; fresh entropy when the options name none."""
-    seed = secrets.randbits(64) if options.seed is None else options.seed & _MASK64
+def seed_for(params: SamplingParams, choice: int = 0) -> int:
+    """The seed of one of a request's `n` choices; random when `params` has no seed."""
+    seed = secrets.randbits(64) if params.seed is None else params.seed & _MASK64
     return _mix64(seed + choice * _GOLDEN64) if choice else seed
 
 
 class Sampler:
-    """Draws for running requests, and remembers what their penalties have to know."""
+    """Samples for running requests and keeps their `SamplingState`."""
 
     def __init__(self) -> None:
-        self._rows: WeakKeyDictionary[Request, RowState] = WeakKeyDictionary()
+        self._states: WeakKeyDictionary[Request, SamplingState] = WeakKeyDictionary()
         self._on_device: _DeviceSampling | None = None
 
     def prepare(self, device: torch.device, vocab_size: int) -> None:
@@ -233,61 +236,60 @@ class Sampler:
         if self._on_device is None and DeviceSampler.supported(device, vocab_size):
             self._on_device = _DeviceSampling(device)
 
-    def _sample(self, logits: Tensor, rows: Sequence[RowState]) -> list[Sampled | LogitsError]:
-        if self._on_device is None or not logits.is_cuda or all(row.plain_greedy for row in rows):
-            return sample(logits, rows)
-        return self._on_device.sample(logits.float(), rows)
+    def _sample(self, logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled | LogitsError]:
+        if self._on_device is None or not logits.is_cuda or all(state.plain_greedy for state in states):
+            return sample(logits, states)
+        return self._on_device.sample(logits.float(), states)
 
-    def draw(
-        self, pairs: Sequence[tuple[Request, Tensor]]
-    ) -> list[tuple[int, TokenLogprob | None] | LogitsError]:
-        """The next token of each request, from its row of logits [vocab]; nothing is booked."""
+    def sample(self, pairs: Sequence[tuple[Request, Tensor]]) -> list[SampledToken | LogitsError]:
+        """Sample the next token of each request from its row of logits [vocab]; requests are not modified."""
         if not pairs:
             return []
-        rows = [self._row(request, logits) for request, logits in pairs]
+        states = [self._state(request, logits) for request, logits in pairs]
         logits = pairs[0][1][None] if len(pairs) == 1 else torch.stack([row for _, row in pairs])
         return [
-            drawn if isinstance(drawn, LogitsError) else (drawn.token, _token_logprob(drawn))
-            for drawn in self._sample(logits, rows)
+            each if isinstance(each, LogitsError) else (each.token, _token_logprob(each))
+            for each in self._sample(logits, states)
         ]
 
-    def draw_along(
+    def verify(
         self, request: Request, logits: Tensor, draft_tokens: Sequence[int]
-    ) -> list[tuple[int, TokenLogprob | None] | LogitsError]:
-        """The tokens that would be drawn one after the other from rows [1 + guesses, vocab], where each row was
-        computed behind the guesses before it: up to the first that is not what was guessed. Nothing is booked."""
-        row = self._row(request, logits)
-        out: list[tuple[int, TokenLogprob | None] | LogitsError] = []
-        for number in range(len(logits)):
-            (drawn,) = self._sample(logits[number : number + 1], [row])
-            if isinstance(drawn, LogitsError):
-                return [*out, drawn]
-            out.append((drawn.token, _token_logprob(drawn)))
-            if number == len(draft_tokens) or drawn.token != draft_tokens[number]:
+    ) -> list[SampledToken | LogitsError]:
+        """Sample one token per row of `logits` [1 + drafts, vocab], up to the first that differs from its draft.
+
+        Each row was computed after the draft tokens before it. The request is not modified."""
+        state = self._state(request, logits)
+        sampled: list[SampledToken | LogitsError] = []
+        for row in range(len(logits)):
+            (each,) = self._sample(logits[row : row + 1], [state])
+            if isinstance(each, LogitsError):
+                return [*sampled, each]
+            sampled.append((each.token, _token_logprob(each)))
+            if row == len(draft_tokens) or each.token != draft_tokens[row]:
                 break
-            row.accept(drawn.token)  # ahead of its request until the token is booked there
-        return out
+            state.accept(each.token)  # ahead of the request, which appends the token later
+        return sampled
 
-    def guess(self, pairs: Sequence[tuple[Request, Tensor]], ahead: int) -> list[int]:
-        """What each request would draw from a guessed row [vocab], `ahead` tokens behind its next one.
+    def draft(self, pairs: Sequence[tuple[Request, Tensor]], ahead: int) -> list[int]:
+        """Sample draft tokens from MTP logits [vocab], `ahead` tokens after each request's next one.
 
-        The noise is that of the very draw which will judge the guess, so that similar distributions agree often."""
+        The noise is that of the sample which will verify the draft, so that similar distributions often agree."""
         logits = torch.stack([row for _, row in pairs]).float()
-        tokens = logits.argmax(-1).tolist()
-        drawn = [i for i, (request, _) in enumerate(pairs) if not request.options.greedy]
-        if drawn:
-            log_weights = _truncate(logits[drawn].double(), [pairs[i][0].options for i in drawn])
-            races = [_Race(pairs[i][0].seed, len(pairs[i][0].output_ids) + ahead) for i in drawn]
-            for i, token in zip(drawn, _race(log_weights, races).tolist()):
+        tokens: list[int] = logits.argmax(-1).tolist()
+        random = [i for i, (request, _) in enumerate(pairs) if not request.params.greedy]
+        if random:
+            log_weights = _truncate(logits[random].double(), [pairs[i][0].params for i in random])
+            noise = [_NoiseKey(pairs[i][0].seed, len(pairs[i][0].output_ids) + ahead) for i in random]
+            for i, token in zip(random, _race(log_weights, noise).tolist()):
                 tokens[i] = token
         return tokens
 
-    def _row(self, request: Request, logits: Tensor) -> RowState:
-        """The request's state, brought up to the tokens it has accepted since."""
-        row = self._rows.get(request)
-        if row is None or row.step > len(request.output_ids):  # new, or tokens were taken back
-            row = self._rows[request] = RowState(
-                request.options,
+    def _state(self, request: Request, logits: Tensor) -> SamplingState:
+        """The state of a request, updated with the tokens it has appended since."""
+        state = self._states.get(request)
+        if state is None or state.step > len(request.output_ids):  # new, or tokens were rejected
+            state = self._states[request] = SamplingState(
+                request.params,
                 logits.shape[-1],
                 seed=request.seed,
                 prompt_ids=request.prompt_ids,
@@ -295,105 +297,105 @@ class Sampler:
                 device=logits.device,
                 mask=request.mask,
             )
-        for token in request.output_ids[row.step :]:
-            row.accept(token)
-        return row
+        for token in request.output_ids[state.step :]:
+            state.accept(token)
+        return state
 
 
-def sample(logits: Tensor, rows: Sequence[RowState]) -> list[Sampled | LogitsError]:
-    """One token per row of `logits` [n, vocab]; a row without a number to choose by gets an error in its place."""
-    assert logits.ndim == 2 and logits.shape[0] == len(rows), (
-        f"{tuple(logits.shape)} logits for {len(rows)} rows"
+def sample(logits: Tensor, states: Sequence[SamplingState]) -> list[Sampled | LogitsError]:
+    """Sample one token per row of `logits` [n, vocab]; a row without finite logits gets a `LogitsError`."""
+    assert logits.ndim == 2 and logits.shape[0] == len(states), (
+        f"{tuple(logits.shape)} logits for {len(states)} rows"
     )
     logits = logits.float()
-    if all(row.plain_greedy for row in rows):
-        peaks, tokens = logits.max(-1)  # a NaN would win
+    if all(state.plain_greedy for state in states):
+        peaks, tokens = logits.max(-1)  # NaN is the maximum of its row
         return [
             Sampled(token) if math.isfinite(peak) else _unusable(peak)
             for peak, token in zip(peaks.tolist(), tokens.tolist())
         ]
     raw = logits
-    changed = [i for i, row in enumerate(rows) if row.reshapes_logits or not row.may_end]
-    if changed:
+    reshaped = [i for i, state in enumerate(states) if state.reshapes_logits or not state.may_end]
+    if reshaped:
         logits = logits.clone()
-        for i in changed:
-            logits[i] = rows[i].reshape(raw[i])
+        for i in reshaped:
+            logits[i] = states[i].reshape(raw[i])
     peaks, tokens = logits.max(-1)
     peak_list, token_list = peaks.tolist(), tokens.tolist()
     usable = [math.isfinite(peak) for peak in peak_list]
-    drawn = [i for i, row in enumerate(rows) if usable[i] and not row.options.greedy]
-    if drawn:
-        log_weights = _truncate(logits[drawn].double(), [rows[i].options for i in drawn])
-        for i, token in zip(drawn, _race(log_weights, [rows[i] for i in drawn]).tolist()):
+    random = [i for i, state in enumerate(states) if usable[i] and not state.params.greedy]
+    if random:
+        log_weights = _truncate(logits[random].double(), [states[i].params for i in random])
+        noise = [_NoiseKey(states[i].seed, states[i].step) for i in random]
+        for i, token in zip(random, _race(log_weights, noise).tolist()):
             token_list[i] = token
-    out: list[Sampled | LogitsError] = []
-    for i, row in enumerate(rows):
+    results: list[Sampled | LogitsError] = []
+    for i, state in enumerate(states):
         if not usable[i]:
-            out.append(_unusable(peak_list[i]))
-        elif row.options.logprobs is None:
-            out.append(Sampled(token_list[i]))
+            results.append(_unusable(peak_list[i]))
+        elif state.params.logprobs is None:
+            results.append(Sampled(token_list[i]))
         else:
-            out.append(_with_logprobs(raw[i], token_list[i], row.options.logprobs))
-    return out
+            results.append(_with_logprobs(raw[i], token_list[i], state.params.logprobs))
+    return results
 
 
-def _truncate(logits: Tensor, options: Sequence[SamplingParams]) -> Tensor:
-    """Temperature, top-k, top-p, min-p on [m, vocab] float64: log-weights, largest 0, refused tokens -inf."""
+def _truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Apply temperature, top-k, top-p and min-p to [m, vocab] float64. Returns log-weights: the largest is 0, excluded
+    tokens are -inf."""
 
     def column(values: list[float]) -> Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits.device)[:, None]
 
-    scaled = (logits - logits.amax(-1, keepdim=True)) / column([o.temperature for o in options])
-    if rows := [i for i, o in enumerate(options) if 0 < o.top_k < logits.shape[-1]]:
-        places = torch.tensor([[options[i].top_k - 1] for i in rows], device=logits.device)
-        best = scaled[rows].topk(max(options[i].top_k for i in rows)).values
-        last_in = best.gather(-1, places)  # [rows, 1]
-        scaled[rows] = scaled[rows].masked_fill(
-            scaled[rows] < last_in, -math.inf
-        )  # ties with the last one stay
-    if rows := [i for i, o in enumerate(options) if o.top_p < 1.0]:
-        scaled[rows] = _nucleus(scaled[rows], column([options[i].top_p for i in rows]))
-    if any(o.min_p for o in options):  # relative to the largest, which is 0
-        floor = column([math.log(o.min_p) if o.min_p else -math.inf for o in options])
+    scaled = (logits - logits.amax(-1, keepdim=True)) / column([p.temperature for p in params])
+    if rows := [i for i, p in enumerate(params) if 0 < p.top_k < logits.shape[-1]]:
+        ranks = torch.tensor([[params[i].top_k - 1] for i in rows], device=logits.device)
+        best = scaled[rows].topk(max(params[i].top_k for i in rows)).values
+        threshold = best.gather(-1, ranks)  # [rows, 1]; ties with the k-th stay
+        scaled[rows] = scaled[rows].masked_fill(scaled[rows] < threshold, -math.inf)
+    if rows := [i for i, p in enumerate(params) if p.top_p < 1.0]:
+        scaled[rows] = _nucleus(scaled[rows], column([params[i].top_p for i in rows]))
+    if any(p.min_p for p in params):  # relative to the largest log-weight, which is 0
+        floor = column([math.log(p.min_p) if p.min_p else -math.inf for p in params])
         scaled = scaled.masked_fill(scaled < floor, -math.inf)
     return scaled
 
 
 def _nucleus(log_weights: Tensor, top_p: Tensor) -> Tensor:
-    """Keep the fewest most likely tokens that reach `top_p` together; lower ids first on a tie.
+    """Keep the fewest most likely tokens whose total probability reaches `top_p`; lower ids first on a tie.
 
-    Weights are counted in whole numbers: integer sums are exact in any order, so neither the number of rows nor the
-    device's way of adding can move the border.
+    Weights are integers: integer sums are exact in any order, so the result does not depend on the number of rows or on
+    the order in which a device adds.
     """
     ordered, order = log_weights.sort(dim=-1, descending=True, stable=True)
     mass = (ordered.exp() * _MASS).long()
-    before = mass.cumsum(-1) - mass  # what the better ones have already
+    before = mass.cumsum(-1) - mass  # total weight of the more likely tokens
     beyond = before >= top_p * mass.sum(-1, keepdim=True)
     return log_weights.masked_fill(torch.zeros_like(beyond).scatter(-1, order, beyond), -math.inf)
 
 
-class _Race(NamedTuple):
-    """Which noise a draw uses."""
+class _NoiseKey(NamedTuple):
+    """What the noise of one sample is hashed from, besides the token id."""
 
     seed: int
     step: int
 
 
-def _race(log_weights: Tensor, rows: Sequence[RowState | _Race]) -> Tensor:
-    """The winning token of each row [m, vocab]."""
-    keys = [_mix64(_mix64(row.seed) + (row.step + 1) * _GOLDEN64) for row in rows]
+def _race(log_weights: Tensor, noise_keys: Sequence[_NoiseKey]) -> Tensor:
+    """The sampled token of each row of [m, vocab]."""
+    keys = [_mix64(_mix64(key.seed) + (key.step + 1) * _GOLDEN64) for key in noise_keys]
     device = log_weights.device
     low = torch.tensor([_signed32(key) for key in keys], dtype=torch.int32, device=device)[:, None]
     high = torch.tensor([_signed32(key >> 32) for key in keys], dtype=torch.int32, device=device)[:, None]
     token = torch.arange(log_weights.shape[-1], dtype=torch.int32, device=device)
     noise = _mix32_(_mix32_(token ^ low) ^ high)  # 32 bits for each (row, token)
-    uniform = (noise.double() + (2**31 + 0.5)) / 2**32  # inside (0, 1)
+    uniform = (noise.double() + (2**31 + 0.5)) / 2**32  # in the open interval (0, 1)
     return (log_weights.exp() / -uniform.log()).argmax(-1)
 
 
 def _mix32_(x: Tensor) -> Tensor:
-    """In place: a bijection of 32-bit numbers in which every input bit reaches every output bit."""
-    x ^= (x >> 16).bitwise_and_(0xFFFF)  # the mask makes the shift of a signed number a logical one
+    """In-place 32-bit integer hash: a bijection in which every input bit affects every output bit."""
+    x ^= (x >> 16).bitwise_and_(0xFFFF)  # the mask makes the arithmetic shift a logical one
     x *= 0x7FEB352D
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
     x *= _signed32(0x846CA68B)
@@ -413,7 +415,7 @@ def _mix64(x: int) -> int:
     return x ^ (x >> 31)
 
 
-def _mix64_array(x: np.ndarray) -> np.ndarray:
+def _mix64_array(x: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
     """`_mix64` of an array of uint64."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -424,15 +426,17 @@ def _with_logprobs(raw: Tensor, token: int, count: int) -> Sampled:
     logprobs = raw.double().log_softmax(-1)
     top: tuple[tuple[int, float], ...] = ()
     if count:
-        last_in = logprobs.topk(min(count, raw.numel())).values[-1]
-        ids = (logprobs >= last_in).nonzero()[:, 0]  # in id order, so that a stable sort puts lower ids first
+        threshold = logprobs.topk(min(count, raw.numel())).values[-1]
+        ids = (logprobs >= threshold).nonzero()[:, 0]  # ascending, so that a stable sort puts lower ids first
         values, order = logprobs[ids].sort(descending=True, stable=True)
         top = tuple(zip(ids[order][:count].tolist(), values[:count].tolist()))
     return Sampled(token, float(logprobs[token]), top)
 
 
-def _token_logprob(drawn: Sampled) -> TokenLogprob | None:
-    return None if drawn.logprob is None else TokenLogprob(drawn.token, drawn.logprob, drawn.top_logprobs)
+def _token_logprob(sampled: Sampled) -> TokenLogprob | None:
+    if sampled.logprob is None:
+        return None
+    return TokenLogprob(sampled.token, sampled.logprob, sampled.top_logprobs)
 
 
 def _unusable(peak: float) -> LogitsError:

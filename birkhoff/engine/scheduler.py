@@ -1,16 +1,15 @@
-"""Who runs in the next step: decoding first, then prefill in shares, then newcomers.
+"""Decides what the next step computes: decoding first, then prefill chunks, then new requests.
 
-Every request that only waits for its next token gets it in every step. What is left of the token budget is shared
-equally among requests with a prompt to read, so that a long prompt cannot starve a short one. A newcomer is admitted
-when a slot, the pages of all its known tokens and what its plan reserves are free. When pages run out, the request
-admitted last gives its memory back and is recomputed later; the oldest is never disturbed by a younger one, so every
-request ends.
+Every request that decodes gets its next token in every step. The rest of the token budget is divided equally among
+requests in prefill, so that a long prompt does not starve a short one. A waiting request is admitted when a slot, pages
+for all its known tokens and the reservations of its plan are free. When pages run out, the request admitted last is
+preempted and recomputed later; an older request is never preempted for a younger one, so every request finishes.
 
-With a prefix cache a newcomer starts behind the beginning that it shares with past requests; it takes only the pages
+With a prefix cache, a request starts after the prefix that it shares with past requests and allocates only the pages
 that it does not share.
 
-With `invariant` a request's pieces depend on nothing but itself: fixed chunk borders for its prompt, and outputs one at
-a time even when they are recomputed. Pieces cannot be shared out then, so requests with a prompt to read take turns.
+With `batch_invariant`, the chunks of a request depend on the request alone: fixed chunk boundaries in the prompt, and one
+output token at a time even when recomputing. Such chunks cannot be shrunk, so requests in prefill take turns.
 """
 
 from __future__ import annotations
@@ -29,8 +28,7 @@ from birkhoff.engine.request import Request
 
 @dataclass(frozen=True)
 class ScheduledChunk:
-    """Tokens `start..stop` of one request; `samples` when the last of them has no successor yet. Then `draft_tokens` may
-    follow, which are computed along and stay if they turn out right."""
+    """Tokens `start..stop` of one request, followed by `draft_tokens` to verify."""
 
     request: Request
     start: int
@@ -42,30 +40,30 @@ class ScheduledChunk:
         return [*self.request.tokens(self.start, self.stop), *self.draft_tokens]
 
     @property
-    def samples_only(self) -> bool:
-        """Nothing but the next token of a request that has begun to answer."""
+    def is_decode(self) -> bool:
+        """Whether the chunk is one output token, not part of the prompt."""
         return self.stop - self.start == 1 and self.start >= len(self.request.prompt_ids)
 
     @property
     def samples(self) -> bool:
+        """Whether the last token has no successor yet, so that one is sampled."""
         return self.stop == self.request.num_tokens
 
 
 class Scheduler:
-    def __init__(self, slots: int, pages: int, max_batch_tokens: int, invariant: bool = False):
+    def __init__(self, slots: int, pages: int, max_batch_tokens: int, batch_invariant: bool = False):
         self.slots = IdPool(slots)
         self.pages = IdPool(pages)
         self.prefix: PrefixCache | None = None
         self.max_batch_tokens = max_batch_tokens
-        self.invariant = invariant
-        # With requests decoding, a step reads at most this much prompt, so that their next token is not held up.
+        self.batch_invariant = batch_invariant
+        # Prefill tokens in a step that also decodes: bounds the delay of the next token.
         self.mixed_prefill = max(1, max_batch_tokens // 4)
-        beside = max(1, max_batch_tokens - slots + 1)  # what is left when everybody else decodes
-        most = min(self.mixed_prefill, beside, PAGE_TOKENS)
-        self.fixed_chunk = 1 << (most.bit_length() - 1)  # a page, or a part of one that ends where it ends
-        # by slot: the step that last read of its prompt or admitted it
-        self._steps = 0
-        self._read_at = [0] * slots
+        left = max(1, max_batch_tokens - slots + 1)  # when all other requests decode
+        limit = min(self.mixed_prefill, left, PAGE_TOKENS)
+        self.fixed_chunk = 1 << (limit.bit_length() - 1)  # divides a page
+        self._num_steps = 0
+        self._last_prefill = [0] * slots  # by slot: the step of the last prefill chunk or of the admission
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []  # in order of admission
 
@@ -76,124 +74,134 @@ class Scheduler:
     def submit(self, request: Request) -> None:
         self.waiting.append(request)
 
-    def next(self) -> list[ScheduledChunk]:
-        """The work of one step; empty only when there is none at all."""
-        self._steps += 1
-        work, budget = self._decoding()
-        if work:
+    def schedule(self) -> list[ScheduledChunk]:
+        """The chunks of the next step; empty only when there are no requests."""
+        self._num_steps += 1
+        chunks, budget = self._schedule_decode()
+        if chunks:
             budget = min(budget, self.mixed_prefill)
         self._admit(budget)
-        work += self._prefilling(budget)
-        return work
+        return chunks + self._schedule_prefill(budget)
 
     def release(self, request: Request) -> None:
-        """Take everything back from a request that has ended, wherever it stands."""
+        """Free the memory of a finished request, or remove it from the queue."""
         if request.slot is not None:
             self.running.remove(request)
             if self.prefix is not None and request.finish_reason in ("stop", "length"):
-                self.prefix.leave(request)
-            self._take_memory(request)
+                self.prefix.insert_partial_page(request)
+            self._free_memory(request)
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def recompute(self, requests: Iterable[Request]) -> None:
-        """Start over with these, in their order: what the caches hold of them cannot be trusted."""
-        doubtful = set(requests)
-        for request in [r for r in reversed(self.running) if r in doubtful]:
+        """Discard the cached state of these requests, which a failed step may have left inconsistent, and requeue
+        them in their order."""
+        affected = set(requests)
+        for request in [r for r in reversed(self.running) if r in affected]:
             if request.done:
                 self.release(request)
             else:
                 self._preempt(request)
 
-    def _decoding(self) -> tuple[list[ScheduledChunk], int]:
+    def _schedule_decode(self) -> tuple[list[ScheduledChunk], int]:
+        """One chunk per decoding request, and the token budget that is left."""
         ready = [
-            r for r in self.running if r.num_tokens - r.computed == 1 and r.computed >= len(r.prompt_ids)
+            r
+            for r in self.running
+            if r.num_tokens - r.num_computed_tokens == 1 and r.num_computed_tokens >= len(r.prompt_ids)
         ]
         for request in ready:
-            if request.slot is not None:  # may have been preempted for an older one
-                self._grow(request, request.num_tokens)
+            if request.slot is not None:  # not preempted for an older one meanwhile
+                self._allocate_pages(request, request.num_tokens)
         ready = [r for r in ready if r.slot is not None]
-        spare = self.max_batch_tokens - len(ready)
-        work = []
+        budget = self.max_batch_tokens - len(ready)
+        chunks = []
         for request in ready:
-            draft_tokens = (
-                request.draft_tokens
-                if len(request.draft_tokens) <= spare and self._room_for_guesses(request)
-                else ()
+            draft_tokens = request.draft_tokens
+            if len(draft_tokens) > budget or not self._allocate_draft_pages(request):
+                draft_tokens = ()
+            request.draft_tokens = ()
+            budget -= len(draft_tokens)
+            chunks.append(
+                ScheduledChunk(request, request.num_computed_tokens, request.num_tokens, draft_tokens)
             )
-            request.draft_tokens, spare = (), spare - len(draft_tokens)
-            work.append(ScheduledChunk(request, request.computed, request.num_tokens, draft_tokens))
-        return work, spare
+        return chunks, budget
 
-    def _room_for_guesses(self, request: Request) -> bool:
-        """Pages for what may not stay are taken when they are free and from nobody."""
+    def _allocate_draft_pages(self, request: Request) -> bool:
+        """Allocate pages for draft tokens if they are free; no request is preempted for them."""
         missing = pages_for(request.num_tokens + len(request.draft_tokens)) - len(request.pages)
-        more = self.pages.allocate(missing) if missing > 0 else []
-        if more:
-            request.pages += more
-        return more is not None
+        pages = self.pages.allocate(missing) if missing > 0 else []
+        if pages:
+            request.pages += pages
+        return pages is not None
 
-    def _prefilling(self, budget: int) -> list[ScheduledChunk]:
-        reading = [r for r in self.running if r.num_tokens - r.computed > 1 or r.computed < len(r.prompt_ids)]
-        if self.invariant:
-            reading.sort(key=lambda r: self._read_at[_slot(r)])
-        work = []
-        for place, request in enumerate(reading):
-            share = -(-budget // (len(reading) - place))  # rounded up, so that the oldest gets something
-            count = self._piece(request, budget if self.invariant else share)
+    def _schedule_prefill(self, budget: int) -> list[ScheduledChunk]:
+        prefilling = [
+            r
+            for r in self.running
+            if r.num_tokens - r.num_computed_tokens > 1 or r.num_computed_tokens < len(r.prompt_ids)
+        ]
+        if self.batch_invariant:
+            prefilling.sort(key=lambda r: self._last_prefill[_slot(r)])
+        chunks = []
+        for index, request in enumerate(prefilling):
+            share = -(-budget // (len(prefilling) - index))  # rounded up, so that the oldest gets at least one
+            count = self._chunk_tokens(request, budget if self.batch_invariant else share)
             if count > 0:
-                work.append(ScheduledChunk(request, request.computed, request.computed + count))
-                self._read_at[_slot(request)] = self._steps
+                start = request.num_computed_tokens
+                chunks.append(ScheduledChunk(request, start, start + count))
+                self._last_prefill[_slot(request)] = self._num_steps
                 budget -= count
-        return work
+        return chunks
 
-    def _piece(self, request: Request, share: int) -> int:
-        left = request.num_tokens - request.computed
-        if not self.invariant:
-            return min(left, share)
-        if request.computed >= len(request.prompt_ids):
-            piece = 1
+    def _chunk_tokens(self, request: Request, limit: int) -> int:
+        """Tokens of the next prefill chunk, at most `limit`; 0 when a fixed chunk does not fit."""
+        start = request.num_computed_tokens
+        if not self.batch_invariant:
+            return min(request.num_tokens - start, limit)
+        if start >= len(request.prompt_ids):
+            count = 1
         else:
-            border = (request.computed // self.fixed_chunk + 1) * self.fixed_chunk
-            piece = min(border, len(request.prompt_ids)) - request.computed
-        return piece if piece <= share else 0
+            boundary = (start // self.fixed_chunk + 1) * self.fixed_chunk
+            count = min(boundary, len(request.prompt_ids)) - start
+        return count if count <= limit else 0
 
     def _admit(self, budget: int) -> None:
         while self.waiting and self.slots.num_free and budget > 0:
             request = self.waiting[0]
             hit = self.prefix.match(request) if self.prefix is not None else None
             shared, copied = (hit.pages, [*hit.copied]) if hit is not None else ([], [])
-            self.pages.share(shared + copied)  # before others are taken, which may cost kept ones their place
-            own = self.pages.allocate(pages_for(request.num_tokens) - len(shared))
-            if own is None:
+            self.pages.share(shared + copied)  # before allocating, which may evict kept pages
+            new = self.pages.allocate(pages_for(request.num_tokens) - len(shared))
+            if new is None:
                 self.pages.release(shared + copied)
                 return
-            if request.plan is not None and not request.plan.reserve():  # rows of steering tables, say
-                self.pages.release(shared + copied + own)
+            if request.plan is not None and not request.plan.reserve():  # e.g. rows of steering tables
+                self.pages.release(shared + copied + new)
                 return
-            taken = self.slots.allocate(1)
-            assert taken is not None
+            slots = self.slots.allocate(1)
+            assert slots is not None
             self.waiting.popleft()
-            request.slot = taken[0]
-            request.pages = shared + own
-            request.computed = 0
+            request.slot = slots[0]
+            request.pages = shared + new
+            request.num_computed_tokens = 0
             if self.prefix is not None and hit is not None:
-                self.prefix.start(request, hit)
+                self.prefix.restore(request, hit)
             elif request.cached_tokens is None:
                 request.cached_tokens = 0
-            request.followed = request.computed
+            request.num_mtp_tokens = request.num_computed_tokens
             if request.timings.admitted is None:
                 request.timings.admitted = time.perf_counter()
             self.running.append(request)
-            self._read_at[taken[0]] = self._steps
-            budget -= request.num_tokens - request.computed
+            self._last_prefill[slots[0]] = self._num_steps
+            budget -= request.num_tokens - request.num_computed_tokens
 
-    def _grow(self, request: Request, tokens: int) -> None:
-        """Pages for `tokens` tokens, taken from the youngest when none are free, which may be the request itself."""
+    def _allocate_pages(self, request: Request, tokens: int) -> None:
+        """Allocate pages for `tokens` tokens; preempts the youngest requests, possibly this one, when none are free."""
         while len(request.pages) < pages_for(tokens):
-            more = self.pages.allocate(1)
-            if more is not None:
-                request.pages += more
+            pages = self.pages.allocate(1)
+            if pages is not None:
+                request.pages += pages
                 continue
             youngest = self.running[-1]
             self._preempt(youngest)
@@ -202,16 +210,16 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         self.running.remove(request)
-        self._take_memory(request)
+        self._free_memory(request)
         if self.prefix is not None:
-            self.prefix.restart(request)
-        request.settle_rows()
-        request.computed = 0
+            self.prefix.reset(request)
+        request.flush_rows()
+        request.num_computed_tokens = 0
         request.draft_tokens = ()
         request.timings.preemptions += 1
         self.waiting.appendleft(request)
 
-    def _take_memory(self, request: Request) -> None:
+    def _free_memory(self, request: Request) -> None:
         self.slots.release([_slot(request)])
         self.pages.release(request.pages)
         request.slot = None

@@ -1,9 +1,9 @@
-"""States behind pages, in memory that is taken once and used again and again.
+"""Pool of state snapshots in memory that is allocated once.
 
-A state is a dozen tensors whose lengths depend on where it was taken, and states come and go by the thousand. Left to
-the system's allocator, the gaps that old ones leave seldom fit new ones: resident memory went on rising long after the
-cache was full. So each is cut into blocks of one size, which lie wherever a block is free. What is held is counted in
-blocks, and no traffic can make it more than was taken at the start.
+A snapshot is a dozen tensors whose sizes depend on its position, and snapshots come and go by the thousand. With the
+system allocator, the gaps that freed snapshots leave rarely fit new ones, and resident memory keeps growing after the
+cache is full. Each snapshot is therefore divided into blocks of one size that may be anywhere in the pool, and the
+memory in use never exceeds what was allocated at the start.
 """
 
 from __future__ import annotations
@@ -16,75 +16,75 @@ import torch
 from birkhoff.engine.id_pool import IdPool
 from birkhoff.model.state import Snapshot
 
-BLOCKS = 16  # the state at a border of pages takes this many; others waste a half of one
+BLOCKS = 16  # blocks of a snapshot at a page boundary; others waste half a block on average
 ALIGNMENT = 64  # bytes
 
-Form = tuple[tuple[str, torch.dtype, torch.Size], ...]
+SnapshotLayout = tuple[tuple[str, torch.dtype, torch.Size], ...]  # name, dtype and shape of each tensor
 
 
 @dataclass(frozen=True, eq=False)
 class PooledSnapshot:
-    """A snapshot's place: what lies there, in which blocks."""
+    """A stored snapshot: its position, layout and blocks."""
 
     position: int
-    form: Form
+    layout: SnapshotLayout
     blocks: tuple[int, ...]
     nbytes: int  # of the blocks
 
 
 class SnapshotPool:
-    """Room for snapshots, `limit_bytes` in all. `border_bytes` is what the usual one takes."""
+    """`limit_bytes` of snapshots. `boundary_bytes` is the size of a snapshot at a page boundary, the usual one."""
 
-    def __init__(self, limit_bytes: int, border_bytes: int, device: torch.device | str = "cpu"):
-        self.block_bytes = -(-border_bytes // (BLOCKS * ALIGNMENT)) * ALIGNMENT
+    def __init__(self, limit_bytes: int, boundary_bytes: int, device: torch.device | str = "cpu"):
+        self.block_bytes = -(-boundary_bytes // (BLOCKS * ALIGNMENT)) * ALIGNMENT
         self._blocks = IdPool(limit_bytes // self.block_bytes)
-        # Not zeroed: on a CPU, memory that was never used is not resident either.
+        # Not zeroed: on a CPU, memory that was never written is not resident.
         self._memory = torch.empty(self._blocks.size, self.block_bytes, dtype=torch.uint8, device=device)
-        self._forms: dict[Form, Form] = {}  # there are few, and every snapshot has one
+        self._layouts: dict[SnapshotLayout, SnapshotLayout] = {}  # interned: there are few different ones
 
     @property
     def held_bytes(self) -> int:
+        """Bytes of blocks in use."""
         return (self._blocks.size - self._blocks.num_free) * self.block_bytes
 
     @property
     def nbytes(self) -> int:
-        """What was taken at the start."""
+        """Bytes allocated at the start."""
         return self._memory.nbytes
 
     def fits(self, snapshot: Snapshot, empty: bool = False) -> bool:
-        """Whether there is room for a snapshot now, or would be in an `empty` store."""
-        return self._needed(snapshot) <= (self._blocks.size if empty else self._blocks.num_free)
+        """Whether a snapshot fits now, or would fit an `empty` pool."""
+        return self._num_blocks(snapshot) <= (self._blocks.size if empty else self._blocks.num_free)
 
     def put(self, snapshot: Snapshot) -> PooledSnapshot:
-        """Copy a snapshot that fits."""
-        # Wide items first: then every part begins at a multiple of its items' size.
-        parts = sorted(snapshot.rows.items(), key=lambda part: -part[1].element_size())
-        form = tuple((name, rows.dtype, rows.shape) for name, rows in parts)
-        blocks = self._blocks.allocate(self._needed(snapshot))
-        assert blocks is not None, "make room before"
+        """Copy a snapshot that fits into the pool."""
+        # Wide items first: then every tensor starts at a multiple of its item size.
+        tensors = sorted(snapshot.rows.items(), key=lambda item: -item[1].element_size())
+        layout = tuple((name, rows.dtype, rows.shape) for name, rows in tensors)
+        blocks = self._blocks.allocate(self._num_blocks(snapshot))
+        assert blocks is not None, "the snapshot does not fit"
         if blocks:
-            whole = torch.empty(len(blocks) * self.block_bytes, dtype=torch.uint8, device=self._memory.device)
-            torch.cat([rows.flatten().view(torch.uint8) for _, rows in parts], out=whole[: snapshot.nbytes])
-            self._memory[self._index(blocks)] = whole.view(len(blocks), -1)
-        return PooledSnapshot(
-            snapshot.position, self._forms.setdefault(form, form), (*blocks,), len(blocks) * self.block_bytes
-        )
+            data = torch.empty(len(blocks) * self.block_bytes, dtype=torch.uint8, device=self._memory.device)
+            torch.cat([rows.flatten().view(torch.uint8) for _, rows in tensors], out=data[: snapshot.nbytes])
+            self._memory[self._index(blocks)] = data.view(len(blocks), -1)
+        layout = self._layouts.setdefault(layout, layout)
+        return PooledSnapshot(snapshot.position, layout, (*blocks,), len(blocks) * self.block_bytes)
 
-    def get(self, kept: PooledSnapshot) -> Snapshot:
-        """A copy of what was put there."""
-        whole = self._memory[self._index(kept.blocks)].flatten()
-        snapshot = Snapshot(kept.position)
+    def get(self, pooled: PooledSnapshot) -> Snapshot:
+        """A copy of a stored snapshot."""
+        data = self._memory[self._index(pooled.blocks)].flatten()
+        snapshot = Snapshot(pooled.position)
         start = 0
-        for name, dtype, shape in kept.form:
+        for name, dtype, shape in pooled.layout:
             stop = start + shape.numel() * dtype.itemsize
-            snapshot.rows[name] = whole[start:stop].view(dtype).view(shape)
+            snapshot.rows[name] = data[start:stop].view(dtype).view(shape)
             start = stop
         return snapshot
 
-    def drop(self, kept: PooledSnapshot) -> None:
-        self._blocks.release(kept.blocks)
+    def release(self, pooled: PooledSnapshot) -> None:
+        self._blocks.release(pooled.blocks)
 
-    def _needed(self, snapshot: Snapshot) -> int:
+    def _num_blocks(self, snapshot: Snapshot) -> int:
         return -(-snapshot.nbytes // self.block_bytes)
 
     def _index(self, blocks: Sequence[int]) -> torch.Tensor:

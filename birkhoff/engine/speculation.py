@@ -1,12 +1,13 @@
-"""The model's own next-but-one guess, verified with the next step: several tokens for little more than one.
+"""Speculative decoding with the model's MTP block.
 
-After every step the MTP block reads the streams of the tokens that stayed and guesses what follows the token just
-drawn. The next step computes the guesses along with it; the sampler then draws as if tokens had come one by one, and a
-guess stays if it is what was drawn. So speculation changes when tokens come and never which, whatever the sampling: a
-draw depends on its own row of logits and on noise that is hashed from the seed and the place.
+After every step the MTP block processes the streams of the accepted tokens and drafts what follows the token just
+sampled. The next step computes the draft tokens together with that token. The sampler then samples as if the tokens had
+come one by one, and a draft token is accepted if it equals the sample. Speculation changes when tokens arrive, never
+which: a sample depends on its own row of logits and on noise hashed from the seed and the position.
 
-What MTP remembers only makes its guesses better. A hole in it (a prompt read while guessing was off) costs acceptance
-and nothing else. With `SpeculationController`, guessing goes on only while it is measured to pay.
+The MTP state only affects acceptance. A request whose prompt was not processed by MTP from the start (speculation was
+off at the time) is not drafted for. With a `SpeculationController`, drafting continues only while it is measured to be
+faster.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Speculator:
-    """Guesses up to `depth` tokens ahead; the state must be able to step back as many."""
+    """Drafts up to `depth` tokens; the state must be able to step back as many (`state.lookback`)."""
 
     def __init__(
         self,
@@ -37,94 +38,96 @@ class Speculator:
         state: State,
         sampler: Sampler,
         depth: int,
-        pace: SpeculationController | None = None,
+        controller: SpeculationController | None = None,
     ):
         assert state.lookback >= depth and state.mtp is not None
         self.model = model
         self.state = state
         self.sampler = sampler
         self.depth = depth
-        self.pace = pace
+        self.controller = controller
 
-    def remember(self, work: Sequence[ScheduledChunk], firsts: Sequence[int], streams: torch.Tensor) -> None:
-        """What MTP needs of tokens whose successor is known already, which are those of prompts; a piece's streams are
-        rows from its first on."""
-        reads_prompt = any(w.start < len(w.request.prompt_ids) for w in work)
-        if self.pace is not None and not self.pace.follows(len(work), reads_prompt):
+    def prefill(
+        self, chunks: Sequence[ScheduledChunk], first_rows: Sequence[int], streams: torch.Tensor
+    ) -> None:
+        """Run MTP prefill for tokens whose successor is known, which are tokens of prompts.
+
+        The streams of a chunk are the rows of `streams` from its entry of `first_rows` on."""
+        has_prompt = any(chunk.start < len(chunk.request.prompt_ids) for chunk in chunks)
+        if self.controller is not None and not self.controller.runs_prefill(len(chunks), has_prompt):
             return
-        pieces, kept = [], []
-        for w, first in zip(work, firsts):
-            known = min(w.stop, w.request.num_tokens - 1) - w.start
-            if known > 0 and w.request.slot is not None and w.request.followed == w.start:
-                pieces.append(
-                    SequenceChunk(w.request.slot, w.start, w.request.tokens(w.start + 1, w.start + known + 1))
-                )
-                kept.append(streams[first : first + known])
-                w.request.followed += known
+        pieces, rows = [], []
+        for chunk, first in zip(chunks, first_rows):
+            request = chunk.request
+            count = min(chunk.stop, request.num_tokens - 1) - chunk.start
+            if count > 0 and request.slot is not None and request.num_mtp_tokens == chunk.start:
+                successors = request.tokens(chunk.start + 1, chunk.start + count + 1)
+                pieces.append(SequenceChunk(request.slot, chunk.start, successors))
+                rows.append(streams[first : first + count])
+                request.num_mtp_tokens += count
         if pieces:
-            batch, order = _laid_out(pieces, self.state.device)
-            self.model.mtp_prefill(torch.cat([kept[i] for i in order]), batch, self.state)
+            batch = Batch.of(pieces, self.state.device)
+            index = {id(piece): i for i, piece in enumerate(pieces)}  # the batch may reorder its pieces
+            self.model.mtp_prefill(
+                torch.cat([rows[index[id(piece)]] for piece in batch.chunks]), batch, self.state
+            )
 
     @torch.inference_mode()
-    def guess(self, work: Sequence[ScheduledChunk], ran: Sequence[ModelOutput | None]) -> int:
-        """Guesses for everybody who goes on and can use them, and whom MTP has followed; how many requests got some."""
-        all_going = [
-            (w.request, w.stop - 1, made.streams)
-            for w, made in zip(work, ran)
-            if made is not None and w.request.slot is not None and self._room(w.request) > 0
+    def draft(self, chunks: Sequence[ScheduledChunk], outputs: Sequence[ModelOutput | None]) -> int:
+        """Set `draft_tokens` of running requests that have room for them and that MTP has followed; returns how many
+        requests got some."""
+        candidates = [
+            (chunk.request, chunk.stop - 1, output.streams)
+            for chunk, output in zip(chunks, outputs)
+            if output is not None and chunk.request.slot is not None and _max_drafts(chunk.request) > 0
         ]
-        going = [each for each in all_going if each[0].followed == each[1]]
-        if not going:
+        ready = [each for each in candidates if each[0].num_mtp_tokens == each[1]]
+        if not ready:
             return 0
-        guesses_now = self.pace is None or self.pace.draft_tokens(len(all_going))
-        if self.pace is not None and self.pace.trying(len(all_going)):
-            guesses_now &= len(going) == len(all_going)  # a trial is one of all or none
-        elif not guesses_now:
+        drafts_now = self.controller is None or self.controller.should_draft(len(candidates))
+        if self.controller is not None and self.controller.in_trial(len(candidates)):
+            drafts_now &= len(ready) == len(candidates)  # a trial step drafts for all requests or none
+        elif not drafts_now:
             return 0
         pieces = []
         rows = []
-        last = []
-        for request, base, streams in going:
-            kept = request.computed - base  # the token that was computed for sure and the guesses that stayed
-            for offset, token in enumerate(request.tokens(base + 1, base + 1 + kept)):
-                pieces.append(SequenceChunk(_slot(request), base + offset, [token]))
-            rows.append(streams[:kept])
-            last.append(len(pieces) - 1)
-            request.followed = base + kept
+        last_rows = []
+        for request, position, streams in ready:
+            count = request.num_computed_tokens - position  # the scheduled token and accepted draft tokens
+            for offset, token in enumerate(request.tokens(position + 1, position + 1 + count)):
+                pieces.append(SequenceChunk(_slot(request), position + offset, [token]))
+            rows.append(streams[:count])
+            last_rows.append(len(pieces) - 1)
+            request.num_mtp_tokens = position + count
         batch = Batch.of(pieces, self.state.device)
-        read = torch.cat(rows) if len(rows) > 1 else rows[0]
-        if not guesses_now:  # between two turns of a trial: no hole in what MTP remembers
-            self.model.mtp_prefill(read, batch, self.state)
+        accepted = torch.cat(rows) if len(rows) > 1 else rows[0]
+        if not drafts_now:  # a plain step of a trial: keep the MTP state without a gap
+            self.model.mtp_prefill(accepted, batch, self.state)
             return 0
-        draft_tokens: list[list[int]] = [[] for _ in going]
-        hidden, streams = self.model.draft(read, batch, self.state)
-        if len(last) < len(pieces):
-            hidden, streams = hidden[last], streams[last]
+        hidden, streams = self.model.draft(accepted, batch, self.state)
+        if len(last_rows) < len(pieces):
+            hidden, streams = hidden[last_rows], streams[last_rows]
+        requests = [request for request, _, _ in ready]
+        draft_tokens: list[list[int]] = [[] for _ in requests]
         for ahead in range(self.depth):
             logits = self.model.logits(hidden)
-            drawn = self.sampler.guess([(request, row) for (request, _, _), row in zip(going, logits)], ahead)
-            for own, token in zip(draft_tokens, drawn):
-                own.append(token)
-            if ahead + 1 < self.depth:  # on from its own streams, one position further
+            tokens = self.sampler.draft(list(zip(requests, logits)), ahead)
+            for drafts, token in zip(draft_tokens, tokens):
+                drafts.append(token)
+            if ahead + 1 < self.depth:  # continue from MTP's own streams, one position further
                 pieces = [
-                    SequenceChunk(_slot(r), r.computed + ahead, [token])
-                    for (r, _, _), token in zip(going, drawn)
+                    SequenceChunk(_slot(request), request.num_computed_tokens + ahead, [token])
+                    for request, token in zip(requests, tokens)
                 ]
                 hidden, streams = self.model.draft(streams, Batch.of(pieces, self.state.device), self.state)
-        for (request, _, _), own in zip(going, draft_tokens):
-            request.draft_tokens = tuple(own[: self._room(request)])
-        return len(going)
-
-    def _room(self, request: Request) -> int:
-        """How many guesses could be of use: a step draws one token more than it verifies."""
-        return 0 if request.done else request.max_tokens - len(request.output_ids) - 1
+        for request, drafts in zip(requests, draft_tokens):
+            request.draft_tokens = tuple(drafts[: _max_drafts(request)])
+        return len(requests)
 
 
-def _laid_out(pieces: list[SequenceChunk], device: torch.device) -> tuple[Batch, list[int]]:
-    """A batch, and in which order its rows take the pieces."""
-    batch = Batch.of(pieces, device)
-    place = {id(piece): number for number, piece in enumerate(pieces)}
-    return batch, [place[id(piece)] for piece in batch.chunks]
+def _max_drafts(request: Request) -> int:
+    """Maximum number of useful draft tokens: a step samples one token more than it verifies."""
+    return 0 if request.done else request.max_tokens - len(request.output_ids) - 1
 
 
 def _slot(request: Request) -> int:

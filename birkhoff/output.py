@@ -51,7 +51,7 @@ class Output:
             token_ids=list(request.output_ids),
             prompt_token_ids=list(request.prompt_ids),
             finish_reason=request.finish_reason,
-            logprobs=list(request.logprobs) if request.options.logprobs is not None else None,
+            logprobs=list(request.logprobs) if request.params.logprobs is not None else None,
             acts=_acts(request),
             capture_results={each.consumer: each.result() for each in request.results.captures},
             interp=interp_of(request),

@@ -1,12 +1,12 @@
-"""One thread that steps an engine for everybody, for callers that must not compute themselves.
+"""A thread that steps an engine for callers that must not block, such as a server.
 
-Elsewhere whoever waits for a token drives the engine. A server waits for many at once and must stay awake, so it leaves
-the stepping to this thread: requests go in through `submit`, and after every step `deliver` is called once, here, with
-what each of them has to say. A request that is refused or cancelled ends in the same way, with a last event. Nothing
-blocks the caller: `submit` and `cancel` only leave notes, which are read before the next step begins.
+Elsewhere a caller that waits for a token steps the engine itself. A server waits for many requests and must stay
+responsive, so this thread does the stepping: requests are passed to `submit`, and after every step `deliver` is called
+once, in this thread, with the new outputs. A refused or cancelled request ends with a last output as well. `submit` and
+`cancel` do not block; they take effect before the next step.
 
-A step that fails ends its requests and the thread goes on; a defect outside a step ends all of them, and `failure` says
-so from then on.
+A step that fails ends its requests and the thread continues; an error outside a step ends all requests and is stored in
+`failure`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from birkhoff.text.output_stream import ChatStream
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """News of one request: its tokens since last time, what they meant in a chat, signals, and why it was refused.
+    """What is new about one request: tokens, chat events parsed from them, signals, or the error that refused it.
 
-    `read` is how many tokens of the prompt are known, told until the first token of the answer is there."""
+    `read` is the number of prompt tokens computed so far, until the first output token; then None."""
 
     request: Request
     tokens: tuple[TokenEvent, ...] = ()
@@ -44,11 +44,13 @@ class RequestOutput:
 
 
 class Driver:
+    """Starts its thread on construction; `deliver` is called in that thread."""
+
     def __init__(self, core: EngineCore, deliver: Callable[[list[RequestOutput]], None]):
         self._core = core
         self._deliver = deliver
         self._inbox: deque[tuple[Request, ...]] = deque()  # the requests of one call
-        self._parsed: dict[Request, int] = {}  # taken and not ended: how many chat events were passed on
+        self._active: dict[Request, int] = {}  # submitted and not done: number of chat events delivered
         self._wake = threading.Event()
         self._closing = False
         self.failure: BaseException | None = None
@@ -65,22 +67,22 @@ class Driver:
         self._wake.set()
 
     def cancel(self, requests: Iterable[Request]) -> None:
-        """End requests before the next step; harmless for those that have ended."""
+        """End requests before the next step; no effect on those that are done."""
         for request in requests:
             self._core.request_cancel(request)
         self._wake.set()
 
     @property
     def running(self) -> int:
-        """Requests that were taken and have not ended, queued ones among them."""
-        return len(self._parsed) + sum(map(len, self._inbox))
+        """Number of requests that were submitted and are not done, including queued ones."""
+        return len(self._active) + sum(map(len, self._inbox))
 
     @property
     def alive(self) -> bool:
         return self._thread.is_alive() and self.failure is None
 
     def close(self, seconds: float = 10.0) -> None:
-        """Stop after the step that is running; whoever is left gets no further token."""
+        """Stop after the current step; remaining requests get no further output."""
         self._closing = True
         self._wake.set()
         self._thread.join(seconds)
@@ -88,58 +90,59 @@ class Driver:
     def _run(self) -> None:
         try:
             while not self._closing:
-                self._take()
-                if self._parsed:
+                self._submit_queued()
+                if self._active:
                     started = time.perf_counter()
                     stepped = self._core.step()
                     self.busy_seconds += time.perf_counter() - started
                     self.steps += stepped
-                    self._tell()
-                    assert stepped or not self._parsed or self._inbox, "requests wait but nothing can run"
+                    self._deliver_outputs()
+                    assert stepped or not self._active or self._inbox, "requests wait but nothing can run"
                 elif not self._inbox:
                     self._wake.wait()
                     self._wake.clear()
         except BaseException as error:
             self.failure = error
-            for request in [*self._parsed, *(request for call in self._inbox for request in call)]:
+            for request in [*self._active, *(request for call in self._inbox for request in call)]:
                 if not request.done:
                     request.finish("error", error=error if isinstance(error, Exception) else None)
-            self._tell()
+            self._deliver_outputs()
 
-    def _take(self) -> None:
-        news = []
+    def _submit_queued(self) -> None:
+        outputs = []
         while self._inbox:
             requests = self._inbox.popleft()
             try:
                 self._core.submit(*requests)
             except BirkhoffError as refusal:
-                news += [RequestOutput(request, refused=refusal) for request in requests]
+                outputs += [RequestOutput(request, refused=refusal) for request in requests]
             else:
-                self._parsed |= dict.fromkeys(requests, 0)
-                news += [RequestOutput(request) for request in requests]
-        if news:
-            self._deliver(news)
+                self._active |= dict.fromkeys(requests, 0)
+                outputs += [RequestOutput(request) for request in requests]
+        if outputs:
+            self._deliver(outputs)
 
-    def _tell(self) -> None:
-        news = []
-        for request in list(self._parsed):
-            tokens = tuple(_popped(request.events))
+    def _deliver_outputs(self) -> None:
+        outputs = []
+        for request in list(self._active):
+            tokens = tuple(_drain(request.events))
             parsed: tuple[Event, ...] = ()
             if isinstance(request.sink, ChatStream):
-                parsed = tuple(request.sink.events[self._parsed[request] :])
-                self._parsed[request] += len(parsed)
+                parsed = tuple(request.sink.events[self._active[request] :])
+                self._active[request] += len(parsed)
             frames = _frames(request)
-            first = len(request.output_ids) <= len(tokens) and request.computed > 0
-            if tokens or parsed or frames or first:
-                read = min(request.computed, len(request.prompt_ids)) if first else None
-                news.append(RequestOutput(request, tokens, parsed, frames, read=read))
+            computed = request.num_computed_tokens
+            in_prefill = len(request.output_ids) <= len(tokens) and computed > 0
+            if tokens or parsed or frames or in_prefill:
+                read = min(computed, len(request.prompt_ids)) if in_prefill else None
+                outputs.append(RequestOutput(request, tokens, parsed, frames, read=read))
             if request.done:
-                del self._parsed[request]
-        if news:
-            self._deliver(news)
+                del self._active[request]
+        if outputs:
+            self._deliver(outputs)
 
 
-def _popped(events: deque[TokenEvent]) -> Iterable[TokenEvent]:
+def _drain(events: deque[TokenEvent]) -> Iterable[TokenEvent]:
     while events:
         yield events.popleft()
 

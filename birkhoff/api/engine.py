@@ -393,7 +393,7 @@ class Engine:
             "dtype": dtype_name(numerics.dtype),
             "numerics": "released" if numerics.released else "plain",
             "kernels": numerics.kernels.name,
-            "batch_invariant": scheduler.invariant,
+            "batch_invariant": scheduler.batch_invariant,
             "max_requests": self.max_requests,
             "max_batch_tokens": scheduler.max_batch_tokens,
             "steering": self._steering.digest(),

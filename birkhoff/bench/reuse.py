@@ -257,7 +257,7 @@ def _speculation(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[
         answers = _in_turns(cores, prompts[number % len(prompts)], setting.steps, number)
         rounds += [answers] if number else []  # the first round only warms up
         tell()
-    pace = cores["while it pays"].pace
+    pace = cores["while it pays"].controller
     assert pace is not None
 
     def rate(answer: _TimedAnswer, seconds: str) -> float:

@@ -102,9 +102,9 @@ def replayed(
     spans = [Span(Plan(jobs=(job,)), row, positions[row], [tokens[row]], 0) for row, job in enumerate(jobs)]
     tap = arm(StepStaging(graphs.decoder.state.device), spans, len(spans))
     assert tap is not None
-    wishes = graphs.sorted_out(tap)
+    wishes = graphs.plan(tap)
     assert wishes is not None, "captures have a fixed shape"
-    buffers, _ = graphs._find(len(tokens), max(positions) + 1)
+    buffers, _ = graphs._find_plain(len(tokens), max(positions) + 1)
     buffers.poison()
     logits, _ = graphs.step(tokens, positions, slots, tap, wishes)
     tap.deliver()
@@ -229,7 +229,7 @@ def compare_sites(
             for kind, pages in other.pages.items():
                 layer.pages[kind].copy_(pages)
         graphs = CudaGraphs(
-            Decoder(model, states[1], fast=fast), scratch=rows, max_context=max(lengths) + steps
+            Decoder(model, states[1], fast=fast), scratch_slot=rows, max_context=max(lengths) + steps
         )
     for step in range(steps):
         at = [length + step for length in lengths]

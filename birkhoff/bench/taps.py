@@ -130,7 +130,7 @@ class TappedSteps:
                 Span(p, row, at, [self._tokens[row]], 1) for row, p in enumerate(self.plans) if not p.rests
             ]
             tap = arm(self._staging, spans, self.batch) if spans else None
-        wishes = None if tap is None else self.graphs.sorted_out(tap)
+        wishes = None if tap is None else self.graphs.plan(tap)
         self.all_replayed &= tap is None or wishes is not None
         logits, _ = self.graphs.step(self._tokens, [at] * self.batch, list(range(self.batch)), tap, wishes)
         self.hand_over()
@@ -198,8 +198,8 @@ def reconstruction(held: DeviceSae, graphs: CudaGraphs, rows: int, length: int, 
     x = torch.randn(rows, held.encoder.shape[1], device=device)
     products = summary(milliseconds(lambda: torch.mm(torch.mm(x, held.encoder.T), held.decoder), device))
     own, off = row["ms"], row["ms_off"]
-    last = graphs.last_watched
-    (_, graph) = graphs._find(rows, length)
+    last = graphs.last_tapped
+    (_, graph) = graphs._find_plain(rows, length)
     if last is not None and last.graph is not None and graph is not None:
         own, off = (summary(milliseconds(one.replay, device)) for one in (last.graph, graph))
     times = (own["median"] - off["median"]) / products["median"]
@@ -238,7 +238,7 @@ def kernel_row(graphs: CudaGraphs, batch: int, start: int) -> Row:
     """Kernels of a replayed step that nobody looks at, and of the bare decoder's launches."""
     from torch.profiler import ProfilerActivity, profile
 
-    buffers, graph = graphs._find(batch, start + 1)
+    buffers, graph = graphs._find_plain(batch, start + 1)
     assert graph is not None, "kernels are counted on a GPU"
 
     def launched(call: Callable[[], Any]) -> int:

@@ -1,14 +1,14 @@
-"""Decoding steps replayed as CUDA graphs: one per number of rows and length of context, captured when first needed.
+"""Decode steps replayed as CUDA graphs, one per number of rows and context length, recorded when first needed.
 
-Rows come in a few sizes; a step of fewer is filled up with rows of a scratch slot that belongs to no request, at
-position 0, where they complete nothing and are read by nobody. Contexts come in a few sizes too, since they decide how
-much room attention and indexers need; what the rows are is data. Between replays the host writes token ids, positions
-and slots, and reads nothing but what it asks of the logits.
+Row counts are rounded up to a few sizes; padding rows use a scratch slot that belongs to no request, at position 0,
+where they complete no compressed entry and their output is not read. Context lengths are rounded up as well, because
+they determine the buffer sizes of attention and indexers. Between replays the host writes token ids, positions and
+slots, and reads nothing but the logits.
 
-A step that is watched or changed has graphs of its own, one for each pattern of what is done where (`hooks/graph_tap.py`).
-The first step of a pattern is launched piece by piece, the second is recorded: what comes once is not worth a graph.
-Captured rows leave through `exit.py`. A step that wants what the last one wanted is sorted out, filled and cut as that
-one was: beside its replay it costs two comparisons.
+A step with captures or edits has its own graphs, one per pattern of operations and sites (`hooks/graph_tap.py`). The
+first step of a pattern is launched kernel by kernel and the second is recorded, so that a pattern that occurs once
+costs no recording. Captured rows are copied by `host_copier.py`. A step with the same captures and edits as the
+previous one reuses its plan, its buffers and its copy plan at the cost of two comparisons.
 """
 
 from __future__ import annotations
@@ -26,77 +26,76 @@ from birkhoff.engine.host_copier import HostCopier
 from birkhoff.hooks.batch_tap import BatchTap, CaptureLayout
 from birkhoff.hooks.capture_buffer import RowCopyPlan
 from birkhoff.hooks.graph_tap import GraphPlan, GraphTap, Pattern, Scratch, plan_graph
+from birkhoff.hooks.sites import SITES
 from birkhoff.hooks.step_edits import StepEdits
 
 ROWS = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (2048, 8192, 32768, 131072, 1 << 30)
-MOST_PATTERNS = 32  # kept at a time; the one unused longest goes
+MAX_PATTERNS = 32  # least recently used evicted first
 
 
 @dataclass(eq=False)
 class TappedGraph:
-    """A pattern's tap for one size of step, how often it was used, and its graph once it has one."""
+    """The tap of a pattern for one step size, its number of steps, and its graph once recorded."""
 
     tap: GraphTap
     steps: int = 0
     graph: torch.cuda.CUDAGraph | None = None
-    cut: tuple[CaptureLayout, RowCopyPlan] | None = None  # who was given what in the last step
+    last_copy: tuple[CaptureLayout, RowCopyPlan] | None = None
 
-    def cut_for(self, layout: CaptureLayout) -> RowCopyPlan:
-        if self.cut is None or self.cut[0] is not layout:
-            assert self.tap.buffer is not None, "a step has run"
-            assert all(len(rows) == 1 for rows in layout.rows), (
-                "a decoding step has one token of each request"
-            )
-            sites = [[(want.key, want.after) for want, _ in share] for share in layout.sites_of]
-            self.cut = (
-                layout,
-                RowCopyPlan(self.tap.buffer, [(rows[0], own) for rows, own in zip(layout.rows, sites)]),
-            )
-        return self.cut[1]
+    def copy_plan(self, layout: CaptureLayout) -> RowCopyPlan:
+        """Where the rows of a layout go on the host; the last plan is reused for the same layout."""
+        if self.last_copy is None or self.last_copy[0] is not layout:
+            assert self.tap.buffer is not None, "no step has run"
+            assert all(len(rows) == 1 for rows in layout.rows), "a decode step has one token per request"
+            sites = [[(site.key, site.after) for site, _ in own] for own in layout.sites_of]
+            plan = RowCopyPlan(self.tap.buffer, [(rows[0], own) for rows, own in zip(layout.rows, sites)])
+            self.last_copy = layout, plan
+        return self.last_copy[1]
 
 
 @dataclass(frozen=True, eq=False)
 class _PlannedTap:
-    """The last tap's wishes, for as long as taps want the same."""
+    """The plan of the last tap, valid for taps with the same layout and edits."""
 
     layout: CaptureLayout
-    changes: StepEdits | None
-    wishes: GraphPlan | None
+    edits: StepEdits | None
+    plan: GraphPlan | None
 
 
 class CudaGraphs:
-    """`scratch` is a slot of the decoder's state that no request is given. Off a GPU steps run without a graph."""
+    """`scratch_slot` is a slot of the decoder's state that no request uses. Without a GPU, steps run without graphs."""
 
-    def __init__(self, decoder: Decoder, scratch: int, max_context: int, most_patterns: int = MOST_PATTERNS):
+    def __init__(
+        self, decoder: Decoder, scratch_slot: int, max_context: int, max_patterns: int = MAX_PATTERNS
+    ):
         self.decoder = decoder
-        self.scratch = scratch
+        self.scratch_slot = scratch_slot
         self.max_context = max_context
-        self.most_patterns = most_patterns
+        self.max_patterns = max_patterns
         self.widths = site_widths(decoder)
-        self._captured: dict[tuple[int, int], tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]] = {}
-        self._watched: OrderedDict[tuple[int, int, Pattern], TappedGraph] = OrderedDict()
-        self._exit = HostCopier()
+        self._plain: dict[tuple[int, int], tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]] = {}
+        self._tapped: OrderedDict[tuple[int, int, Pattern], TappedGraph] = OrderedDict()
+        self._copier = HostCopier()
         self._scratch = Scratch(decoder.state.device)
-        self._sorted: _PlannedTap | None = None
-        self._last: tuple[DecodeBuffers, GraphPlan, TappedGraph] | None = (
-            None  # the last step that was watched or changed
-        )
-        self._pool: Any = None  # memory that all graphs share
+        self._planned: _PlannedTap | None = None
+        self._last: tuple[DecodeBuffers, GraphPlan, TappedGraph] | None = None  # the last step with a tap
+        self._memory_pool: Any = None  # shared by all graphs
 
     def prepare(self, rows: int, context: int) -> None:
         """Record the graph for steps of up to `rows` tokens in contexts of up to `context` tokens."""
-        self._find(rows, context)
+        self._find_plain(rows, context)
 
-    def takes(self, rows: int) -> bool:
+    def fits(self, rows: int) -> bool:
+        """Whether a step of this many rows has a graph size."""
         return rows <= ROWS[-1]
 
-    def sorted_out(self, tap: BatchTap) -> GraphPlan | None:
-        """What a tap wants, when a replayed step can do all of it."""
-        last = self._sorted
-        if last is None or last.layout is not tap.layout or last.changes is not tap.edits:
-            last = self._sorted = _PlannedTap(tap.layout, tap.edits, plan_graph(tap, self.widths))
-        return last.wishes
+    def plan(self, tap: BatchTap) -> GraphPlan | None:
+        """The graph plan of a tap, or None if a graph cannot run it."""
+        last = self._planned
+        if last is None or last.layout is not tap.layout or last.edits is not tap.edits:
+            last = self._planned = _PlannedTap(tap.layout, tap.edits, plan_graph(tap, self.widths))
+        return last.plan
 
     def step(
         self,
@@ -104,91 +103,94 @@ class CudaGraphs:
         positions: Sequence[int],
         slots: Sequence[int],
         tap: BatchTap | None = None,
-        wishes: GraphPlan | None = None,
+        plan: GraphPlan | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One new token per sequence -> logits [n, vocab] float32, and the streams [n, m, d] behind the last layer.
-
-        With a `tap` and its `wishes`, its rows are changed and its captures filled."""
+        """Decode one token per sequence. Returns logits [n, vocab] float32 and the streams [n, m, d] after the last
+        layer. With a `tap` and its `plan`, edits are applied and captures filled."""
         count = len(token_ids)
-        buffers, graph = self._find(count, max(positions) + 1)
-        spare = buffers.inputs.shape[1] - count
-        rows = ([*token_ids, *[0] * spare], [*positions, *[0] * spare], [*slots, *[self.scratch] * spare])
-        given = torch.tensor(rows, dtype=torch.long, pin_memory=buffers.inputs.is_cuda)
-        buffers.inputs.copy_(given, non_blocking=True)
-        if tap is not None and wishes is not None:
-            self._step_watched(buffers, tap, wishes)
+        buffers, graph = self._find_plain(count, max(positions) + 1)
+        padding = buffers.inputs.shape[1] - count
+        inputs = torch.tensor(
+            (
+                [*token_ids, *[0] * padding],
+                [*positions, *[0] * padding],
+                [*slots, *[self.scratch_slot] * padding],
+            ),
+            dtype=torch.long,
+            pin_memory=buffers.inputs.is_cuda,
+        )
+        buffers.inputs.copy_(inputs, non_blocking=True)
+        if tap is not None and plan is not None:
+            self._tapped_step(buffers, tap, plan)
         elif graph is None:
             self.decoder.step(buffers)
         else:
             graph.replay()
         return buffers.logits[:count].clone(), buffers.streams[:count].clone()
 
-    def _find(self, count: int, length: int) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]:
+    def _find_plain(self, count: int, length: int) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]:
         rows = next(size for size in ROWS if count <= size)
         context = min(next(size for size in CONTEXTS if length <= size), self.max_context)
-        found = self._captured.get((rows, context))
-        if found is None:
-            found = self._captured[rows, context] = self._capture(rows, context)
-        return found
+        if (rows, context) not in self._plain:
+            self._plain[rows, context] = self._record_plain(rows, context)
+        return self._plain[rows, context]
 
-    def _capture(self, rows: int, context: int) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]:
+    def _record_plain(self, rows: int, context: int) -> tuple[DecodeBuffers, torch.cuda.CUDAGraph | None]:
         buffers = self.decoder.buffers(rows, context)
         if buffers.token_ids.device.type != "cuda":
             return buffers, None
-        buffers.slots.fill_(self.scratch)
+        buffers.slots.fill_(self.scratch_slot)
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            self.decoder.step(buffers)  # compiles what is compiled on first use
+            self.decoder.step(buffers)  # compiles kernels, which recording cannot do
         torch.cuda.current_stream().wait_stream(side)
         return buffers, self._record(lambda: self.decoder.step(buffers))
 
-    def _record(self, launches: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    def _record(self, launch: Callable[[], Any]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            launches()
-        self._pool = graph.pool()
+        with torch.cuda.graph(graph, pool=self._memory_pool):
+            launch()
+        self._memory_pool = graph.pool()
         return graph
 
-    def _step_watched(self, buffers: DecodeBuffers, tap: BatchTap, wishes: GraphPlan) -> None:
-        held = self._find_watched(buffers, tap, wishes)
-        held.tap.fill(tap, wishes)
-        self._exit.wait()  # a copy of the rows before may still be under way
-        if held.steps == 1 and buffers.token_ids.device.type == "cuda":
-            held.graph = self._record(lambda: self.decoder.step(buffers, held.tap))
-        held.steps += 1
-        if held.graph is None:
-            self.decoder.step(buffers, held.tap)
+    def _tapped_step(self, buffers: DecodeBuffers, tap: BatchTap, plan: GraphPlan) -> None:
+        tapped = self._find_tapped(buffers, tap, plan)
+        tapped.tap.fill(tap, plan)
+        self._copier.wait()  # the rows of the previous step may still be copied from the buffer
+        if tapped.steps == 1 and buffers.token_ids.device.type == "cuda":
+            tapped.graph = self._record(lambda: self.decoder.step(buffers, tapped.tap))
+        tapped.steps += 1
+        if tapped.graph is None:
+            self.decoder.step(buffers, tapped.tap)
         else:
-            held.graph.replay()
+            tapped.graph.replay()
         if tap.requests:
-            assert held.tap.buffer is not None
-            tap.set_source(self._exit.take(held.tap.buffer, held.cut_for(tap.layout)))
+            assert tapped.tap.buffer is not None
+            tap.set_source(self._copier.copy(tapped.tap.buffer, tapped.copy_plan(tap.layout)))
 
     @property
-    def last_watched(self) -> TappedGraph | None:
-        """What ran the last step that was watched or changed."""
+    def last_tapped(self) -> TappedGraph | None:
+        """What ran the last step with captures or edits."""
         return None if self._last is None else self._last[2]
 
-    def _find_watched(self, buffers: DecodeBuffers, tap: BatchTap, wishes: GraphPlan) -> TappedGraph:
-        if self._last is not None and self._last[0] is buffers and self._last[1] is wishes:
+    def _find_tapped(self, buffers: DecodeBuffers, tap: BatchTap, plan: GraphPlan) -> TappedGraph:
+        if self._last is not None and self._last[0] is buffers and self._last[1] is plan:
             return self._last[2]
-        name = (buffers.rows, buffers.context, wishes.pattern)
-        held = self._watched.get(name)
-        if held is None:
-            made = GraphTap(wishes, tap.edits, buffers.rows, buffers.token_ids.device, self._scratch)
-            held = self._watched[name] = TappedGraph(made)
-            while len(self._watched) > self.most_patterns:
-                self._watched.popitem(last=False)
-        self._watched.move_to_end(name)
-        self._last = buffers, wishes, held
-        return held
+        key = (buffers.rows, buffers.context, plan.pattern)
+        tapped = self._tapped.get(key)
+        if tapped is None:
+            graph_tap = GraphTap(plan, tap.edits, buffers.rows, buffers.token_ids.device, self._scratch)
+            tapped = self._tapped[key] = TappedGraph(graph_tap)
+            while len(self._tapped) > self.max_patterns:
+                self._tapped.popitem(last=False)
+        self._tapped.move_to_end(key)
+        self._last = buffers, plan, tapped
+        return tapped
 
 
 def site_widths(decoder: Decoder) -> dict[str, int]:
-    """Numbers a row of every site that can be changed, by hook."""
-    from birkhoff.hooks.sites import SITES
-
-    c = decoder.config
-    sizes = {"d": c.hidden_size, "md": c.hc_mult * c.hidden_size}
+    """Row width of every editable site, by hook."""
+    config = decoder.config
+    sizes = {"d": config.hidden_size, "md": config.hc_mult * config.hidden_size}
     return {site.name: sizes[site.shape] for site in SITES if site.edit}

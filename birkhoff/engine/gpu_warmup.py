@@ -38,11 +38,11 @@ def warm_up(
 
     `progress` is called with (done, total). Must run before the first request: pages and slots are overwritten."""
     began = time.perf_counter()
-    batches = list(warm_up_batches(graphs.scratch, graphs.max_context, max_batch_tokens, state.num_pages))
+    batches = list(warm_up_batches(graphs.scratch_slot, graphs.max_context, max_batch_tokens, state.num_pages))
     shapes = list(graph_shapes(graphs))
     total = len(batches) + len(shapes)
     with torch.inference_mode():
-        state.give_pages(graphs.scratch, list(range(min(state.num_pages, state.page_table.shape[1]))))
+        state.give_pages(graphs.scratch_slot, list(range(min(state.num_pages, state.page_table.shape[1]))))
         for done, chunks in enumerate(batches):
             if progress is not None:
                 progress(done, total)
@@ -81,7 +81,7 @@ def warm_up_batches(
 def graph_shapes(graphs: CudaGraphs) -> Iterator[tuple[int, int]]:
     """Rows and context of the graphs that are recorded at load: `scratch` is also the number of request slots."""
     contexts = sorted({min(context, graphs.max_context) for context in CONTEXTS[:GRAPH_CONTEXTS]})
-    largest = next((rows for rows in ROWS if rows >= graphs.scratch), ROWS[-1])
+    largest = next((rows for rows in ROWS if rows >= graphs.scratch_slot), ROWS[-1])
     for rows in ROWS:
         if rows <= largest:
             for context in contexts:

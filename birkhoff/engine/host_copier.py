@@ -1,8 +1,8 @@
-"""Captured rows on their way to the host: on a stream of their own, through page-locked memory that is used again.
+"""Copies captured rows to the host on a separate CUDA stream, through reused pinned memory.
 
-A step's rows are copied behind its last kernel, while the host goes on and the next step may begin; who they belong to
-gets them when it asks, which is after the next step was launched (`runner.py`). Page-locked buffers go back when
-everybody has his rows, so two of them serve a running engine.
+The rows of a step are copied after its last kernel, while the host continues and the next step may start. Jobs receive
+them after the next step was launched (`runner.py`). A pinned buffer is reused once all its rows are delivered, so a
+running engine needs two of them.
 """
 
 from __future__ import annotations
@@ -12,71 +12,71 @@ import torch
 from birkhoff.hooks.capture_buffer import CaptureBuffer, RowCopyPlan
 from birkhoff.hooks.plan import Key
 
-SMALLEST = 1 << 16  # bytes of a buffer
+MIN_BUFFER_BYTES = 1 << 16
 
 
-class _Buffer:
-    """Host memory, page-locked where rows come from a GPU, and the moment from which it holds them."""
+class _HostBuffer:
+    """Host memory, pinned when rows come from a GPU, and the event after which it holds them."""
 
     def __init__(self, num_bytes: int, pinned: bool):
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        self.arrived = torch.cuda.Event() if pinned else None
+        self.copied = torch.cuda.Event() if pinned else None
 
 
 class HostCopier:
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
-        self._arrived: torch.cuda.Event | None = None
-        self._free: list[_Buffer] = []
+        self._last_copied: torch.cuda.Event | None = None
+        self._free: list[_HostBuffer] = []
 
     def wait(self) -> None:
-        """Whatever the current stream is given from now on may write over what `take` was asked for."""
-        if self._arrived is not None and not self._arrived.query():
-            torch.cuda.current_stream().wait_event(self._arrived)
+        """Make the current stream wait for the last copy, so that its source can be overwritten."""
+        if self._last_copied is not None and not self._last_copied.query():
+            torch.cuda.current_stream().wait_event(self._last_copied)
 
-    def take(self, tray: CaptureBuffer, cut: RowCopyPlan) -> PendingRows:
-        """Begin to copy what is wanted of a tray; the answer waits for it and gives it out."""
-        flat = tray.data.view(-1)
-        pinned = flat.device.type == "cuda"
-        buffer = self._buffer(cut.num_bytes, pinned)
-        if buffer.arrived is None:
-            host, source = buffer.bytes.numpy(), flat.numpy()
-            for first, stop, to in cut.copies:
-                host[to : to + stop - first] = source[first:stop]
-            return PendingRows(cut, buffer, self._free)
+    def copy(self, source: CaptureBuffer, plan: RowCopyPlan) -> PendingRows:
+        """Start copying the planned bytes of `source`; the result waits for the copy and returns the rows."""
+        data = source.data.view(-1)
+        pinned = data.device.type == "cuda"
+        buffer = self._allocate(plan.num_bytes, pinned)
+        if buffer.copied is None:
+            host, device = buffer.bytes.numpy(), data.numpy()
+            for first, stop, to in plan.copies:
+                host[to : to + stop - first] = device[first:stop]
+            return PendingRows(plan, buffer, self._free)
         self._stream = self._stream or torch.cuda.Stream()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for first, stop, to in cut.copies:
-                buffer.bytes[to : to + stop - first].copy_(flat[first:stop], non_blocking=True)
-            buffer.arrived.record(self._stream)
-        flat.record_stream(self._stream)  # its pattern may be let go before the copy has ended
-        self._arrived = buffer.arrived
-        return PendingRows(cut, buffer, self._free)
+            for first, stop, to in plan.copies:
+                buffer.bytes[to : to + stop - first].copy_(data[first:stop], non_blocking=True)
+            buffer.copied.record(self._stream)
+        data.record_stream(self._stream)  # the pattern that owns it may be evicted before the copy is done
+        self._last_copied = buffer.copied
+        return PendingRows(plan, buffer, self._free)
 
-    def _buffer(self, num_bytes: int, pinned: bool) -> _Buffer:
-        """One that is large enough; those that are not go."""
+    def _allocate(self, num_bytes: int, pinned: bool) -> _HostBuffer:
+        """A free buffer that is large enough, or a new one; free buffers that are too small are dropped."""
         while self._free:
-            found = self._free.pop()
-            if len(found.bytes) >= num_bytes:
-                return found
-        return _Buffer(max(SMALLEST, 1 << (num_bytes - 1).bit_length()), pinned)
+            buffer = self._free.pop()
+            if len(buffer.bytes) >= num_bytes:
+                return buffer
+        return _HostBuffer(max(MIN_BUFFER_BYTES, 1 << (num_bytes - 1).bit_length()), pinned)
 
 
 class PendingRows:
-    """The rows of one step, by the number of who wants them. Each is asked for once; then the memory goes back."""
+    """The rows of one step, by job index. Each job's rows are taken once; then the buffer is free again."""
 
-    def __init__(self, cut: RowCopyPlan, buffer: _Buffer, free: list[_Buffer]):
-        self._cut = cut
+    def __init__(self, plan: RowCopyPlan, buffer: _HostBuffer, free: list[_HostBuffer]):
+        self._plan = plan
         self._buffer = buffer
         self._free = free
-        self._left = set(range(len(cut.jobs)))
+        self._remaining = set(range(len(plan.jobs)))
 
-    def __call__(self, number: int) -> list[tuple[Key, torch.Tensor]]:
-        if self._buffer.arrived is not None:
-            self._buffer.arrived.synchronize()
-        rows = list(self._cut.rows(number, self._buffer.bytes.numpy()))
-        self._left.remove(number)
-        if not self._left:
+    def __call__(self, job: int) -> list[tuple[Key, torch.Tensor]]:
+        if self._buffer.copied is not None:
+            self._buffer.copied.synchronize()
+        rows = list(self._plan.rows(job, self._buffer.bytes.numpy()))
+        self._remaining.remove(job)
+        if not self._remaining:
             self._free.append(self._buffer)
         return rows

@@ -197,8 +197,8 @@ def plan_pages(
 
 def _too_small(cache_bytes: int, needed: int, max_requests: int) -> str:
     return (
-        f"cache_bytes is {format_bytes(cache_bytes)}, but {max_requests} requests need at least {format_bytes(needed)}. "
-        "Raise cache_bytes or lower max_requests."
+        f"cache_bytes is {format_bytes(cache_bytes)}, but {max_requests} requests need at least "
+        f"{format_bytes(needed)}. Raise cache_bytes or lower max_requests."
     )
 
 
@@ -352,7 +352,7 @@ class MemoryBudget:
 
 
 def spare_slots(cold: int, layers: int) -> int:
-    """Expert slots for copies in flight: the cold experts of two layers, so that prefill can prefetch, within 8 to 64."""
+    """Expert slots for copies in flight: the cold experts of two layers, so that prefill can prefetch; 8 to 64."""
     return min(cold, max(8, min(64, 2 * -(-cold // layers))))
 
 
@@ -380,7 +380,8 @@ def plan_budget(
         unit = " A size without a unit is bytes: write it as 24GiB." if device_bytes < 2**20 else ""
         raise CapacityError(
             f"the model needs {format_bytes(device_bytes - room)} without a single routed expert ({text}), and may use "
-            f"{format_bytes(device_bytes)}. Lower max_context, max_requests or cache_bytes, or take a larger device.{unit}"
+            f"{format_bytes(device_bytes)}. Lower max_context, max_requests or cache_bytes, or take a larger "
+            f"device.{unit}"
         )
 
     total, slots = weights.experts, room // weights.expert
@@ -395,9 +396,9 @@ def plan_budget(
     if (hot < target and requested) or spare < min(MIN_SPARE_SLOTS, total - hot):
         least = target + min(MIN_SPARE_SLOTS, total - target) if requested else MIN_SPARE_SLOTS
         raise CapacityError(
-            f"{target if requested else 0} experts and places to move through take {format_bytes(least * weights.expert)}, beside "
-            f"{text} there are {format_bytes(room)} of {format_bytes(device_bytes)} left. Ask for fewer experts on the device or free "
-            "memory."
+            f"{target if requested else 0} experts and places to move through take "
+            f"{format_bytes(least * weights.expert)}, beside {text} there are {format_bytes(room)} of "
+            f"{format_bytes(device_bytes)} left. Ask for fewer experts on the device or free memory."
         )
     return MemoryBudget(device_bytes, weights.dense, cache_bytes, working, weights.expert, total, hot, spare)
 

@@ -1,8 +1,8 @@
-"""128 bits that name a loaded model: its config, how it computes, and every bit of its weights.
+"""128-bit digest of a loaded model: its config, its numerics, and every bit of its weights.
 
-Weights are summed as whole numbers with a different odd factor at every place, twice, so a digest runs at the speed of
-memory on any device and one changed word always changes it. It tells models apart; it is no defence against somebody
-who builds two that agree.
+Weights are summed as integers, each multiplied by an odd factor that depends on its index, with two different factors.
+A digest is computed at memory bandwidth on any device, and changing one word always changes it. It distinguishes
+models; it is not a cryptographic hash.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ import torch
 
 from birkhoff.model.transformer import Transformer
 
-_STRIP = 2**22  # words summed at a time
+_CHUNK_WORDS = 2**22  # summed at a time
 _FACTORS = (0x9E3779B97F4A7C15 - 2**64, 0x2545F4914F6CDD1D)
 
 
 def model_identity(model: Transformer, version: int = 1) -> bytes:
+    """The digest of a model; `version` is that of the page file contents."""
     numerics = model.numerics
     how = [version, str(numerics.dtype), numerics.released, numerics.kernels.name, model.embed.device.type]
-    whole = hashlib.blake2b(
+    digest = hashlib.blake2b(
         json.dumps([how, dataclasses.asdict(model.config)], default=str).encode(), digest_size=16
     )
-    for place in model.destinations():
-        tensor = place.tensor.detach()
-        whole.update(f"{place.name} {tensor.dtype} {tuple(tensor.shape)} {_sums(tensor)}".encode())
-    return whole.digest()
+    for destination in model.destinations():
+        tensor = destination.tensor.detach()
+        digest.update(f"{destination.name} {tensor.dtype} {tuple(tensor.shape)} {_sums(tensor)}".encode())
+    return digest.digest()
 
 
 def _sums(tensor: torch.Tensor) -> list[int]:
     data = tensor.contiguous().flatten().view(torch.uint8)
-    odd = data.numel() % 8
-    words = data[: data.numel() - odd].view(torch.int64)
-    sums = [sum(byte * 257**place for place, byte in enumerate(data[data.numel() - odd :].tolist()))]
+    tail = data.numel() % 8
+    words = data[: data.numel() - tail].view(torch.int64)
+    sums = [sum(byte * 257**index for index, byte in enumerate(data[data.numel() - tail :].tolist()))]
     for factor in _FACTORS:
         total = 0
-        for start in range(0, words.numel(), _STRIP):
-            strip = words[start : start + _STRIP]
-            places = torch.arange(start, start + strip.numel(), device=strip.device)
-            total += int((strip * ((places * factor) | 1)).sum())
+        for start in range(0, words.numel(), _CHUNK_WORDS):
+            chunk = words[start : start + _CHUNK_WORDS]
+            index = torch.arange(start, start + chunk.numel(), device=chunk.device)
+            total += int((chunk * ((index * factor) | 1)).sum())
         sums.append(total % 2**64)
     return sums

@@ -114,7 +114,9 @@ class PrefixCache:
         self._by_key: dict[bytes, CachedPage] = {}
         self._by_page: dict[int, CachedPage] = {}
         self._with_snapshot: OrderedDict[bytes, CachedPage] = OrderedDict()  # least recently used first
-        self._partial_lengths: dict[bytes, Counter[int]] = {}  # by parent key: count of partial pages by length
+        self._partial_lengths: dict[
+            bytes, Counter[int]
+        ] = {}  # by parent key: count of partial pages by length
         self._chains: WeakKeyDictionary[Request, _KeyChain] = WeakKeyDictionary()
         pages.on_eviction = self._on_eviction
 
@@ -168,9 +170,7 @@ class PrefixCache:
                 usable = _up_to_snapshot(cached[: first_captured // PAGE_TOKENS])
         return self._hit(usable, None, rows or ()) if usable else None
 
-    def _hit(
-        self, pages: list[CachedPage], partial: CachedPage | None, rows: CachedRows = ()
-    ) -> PrefixHit:
+    def _hit(self, pages: list[CachedPage], partial: CachedPage | None, rows: CachedRows = ()) -> PrefixHit:
         last = partial or pages[-1]
         assert last.snapshot is not None
         self._with_snapshot.move_to_end(last.key)
@@ -316,9 +316,7 @@ class PrefixCache:
             chain.bound = True
             self._bind(request.context, self._keys(request, len(request.prompt_ids) // PAGE_TOKENS))
 
-    def _insert_complete(
-        self, request: Request, chain: _KeyChain, snapshots: Mapping[int, Snapshot]
-    ) -> None:
+    def _insert_complete(self, request: Request, chain: _KeyChain, snapshots: Mapping[int, Snapshot]) -> None:
         assert request.slot is not None
         computed = request.num_computed_tokens
         complete = computed // PAGE_TOKENS

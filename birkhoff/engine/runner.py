@@ -53,7 +53,9 @@ class Runner:
         self.prefix: PrefixCache | None = None
         self.speculator: Speculator | None = None
         self.graphs: CudaGraphs | None = None  # on a GPU, for decode steps
-        self.boundary_snapshots: dict[Request, list[Snapshot]] = {}  # taken by the last step at page boundaries
+        self.boundary_snapshots: dict[
+            Request, list[Snapshot]
+        ] = {}  # taken by the last step at page boundaries
         self._stagings = (StepStaging(state.device), StepStaging(state.device))
         self._second_thread = ThreadPoolExecutor(1, "birkhoff-decode")  # starts its thread on first use
         self._page_tables: dict[int, list[int]] = {}  # by slot: the pages in the state's page table

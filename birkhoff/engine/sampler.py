@@ -1,8 +1,8 @@
 """Samples tokens from logits, for a batch of independent requests.
 
 Order per row: repetition, presence and frequency penalties; logit bias; the ban on ending before `min_tokens`; the
-request's token mask; temperature; top-k; top-p; min-p; sample. Log-probabilities are the model's own: the log-softmax of
-the raw logits before any of these steps, so they mean the same at every setting.
+request's token mask; temperature; top-k; top-p; min-p; sample. Log-probabilities are the model's own: the log-softmax
+of the raw logits before any of these steps, so they mean the same at every setting.
 
 Sampling is an exponential race: the token with the largest p_i / E_i wins, with exponential noise E_i hashed from
 (seed, step, i), so token i wins with probability p_i. Hashing, dividing and taking a maximum treat every element

@@ -8,8 +8,8 @@ preempted and recomputed later; an older request is never preempted for a younge
 With a prefix cache, a request starts after the prefix that it shares with past requests and allocates only the pages
 that it does not share.
 
-With `batch_invariant`, the chunks of a request depend on the request alone: fixed chunk boundaries in the prompt, and one
-output token at a time even when recomputing. Such chunks cannot be shrunk, so requests in prefill take turns.
+With `batch_invariant`, the chunks of a request depend on the request alone: fixed chunk boundaries in the prompt, and
+one output token at a time even when recomputing. Such chunks cannot be shrunk, so requests in prefill take turns.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ class Scheduler:
             prefilling.sort(key=lambda r: self._last_prefill[_slot(r)])
         chunks = []
         for index, request in enumerate(prefilling):
-            share = -(-budget // (len(prefilling) - index))  # rounded up, so that the oldest gets at least one
+            share = -(
+                -budget // (len(prefilling) - index)
+            )  # rounded up, so that the oldest gets at least one
             count = self._chunk_tokens(request, budget if self.batch_invariant else share)
             if count > 0:
                 start = request.num_computed_tokens

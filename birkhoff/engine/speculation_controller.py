@@ -5,8 +5,8 @@ depend on the machine, the model, the text and the batch size, so they are measu
 up to 4, up to 8, ...) a few drafting and a few plain steps alternate, so that other load on the machine affects both
 alike. Then the faster kind is used; the trial ends early when the two are far apart and enough rows were measured.
 Drafting that no longer seems faster is put to a new trial, because old measurements are not comparable. Drafting that
-was switched off is tried again with a later prompt, after a number of steps that doubles with each failed trial: a trial
-requires MTP prefill of every request, which costs time as well.
+was switched off is tried again with a later prompt, after a number of steps that doubles with each failed trial: a
+trial requires MTP prefill of every request, which costs time as well.
 
 Only speed is decided here. The sampled tokens do not depend on it.
 """

@@ -1,8 +1,8 @@
-"""Compiles the CPU kernels before the first request needs them.
+"""Compiles the CPU kernels before the first request.
 
-Compilation happens once per machine and is kept on disk; without this the first tokens of the first answer would pay
-for it. A model of a few hundred weights is decoded far enough to meet every compiled loop with the argument types that
-a real one has, including the indexer's choice, which a real model meets only hundreds of tokens later.
+Compilation happens once per machine and is cached on disk; without this the first tokens of the first request would
+wait for it. A model of a few hundred weights is decoded far enough to call every compiled loop with the argument types
+of a real model, including the indexer's selection, which a real model reaches only after hundreds of tokens.
 """
 
 from __future__ import annotations
@@ -45,21 +45,18 @@ MICRO = V4Config(
 
 
 def compile_kernels() -> float:
-    """Seconds it took; a fraction of one when everything was compiled before."""
-    began = time.perf_counter()
+    """Compile all CPU kernels; returns the seconds it took, a fraction of one when they were cached."""
+    started = time.perf_counter()
     model = Transformer(MICRO, Numerics(kernels=select("cpu")))
     with torch.inference_mode():
         for destination in model.destinations():
             destination.tensor.fill_(0 if destination.kind == "ids" else 0.5)
         install_cpu_decode(model)
-        for rows in (
-            1,
-            2,
-        ):  # part of one row lies in memory like a whole, parts of several do not: other types
+        for rows in (1, 2):  # a slice of one row is contiguous, of two it is not: different argument types
             state = State.contiguous(MICRO, rows, 32, lookback=1, mtp=True)
-            for at, tokens in [(0, [1, 2]), (2, [1] * 18), *((at, [1]) for at in range(20, 27))]:
-                batch = Batch.of([SequenceChunk(slot, at, tokens) for slot in range(rows)])
+            for start, tokens in [(0, [1, 2]), (2, [1] * 18), *((at, [1]) for at in range(20, 27))]:
+                batch = Batch.of([SequenceChunk(slot, start, tokens) for slot in range(rows)])
                 hidden, streams = model.run(batch, state, NoTap())
                 model.logits(hidden)
                 model.draft(streams, batch, state)
-    return time.perf_counter() - began
+    return time.perf_counter() - started

@@ -84,7 +84,7 @@ def stop_reason(request: Request) -> str | int | None:
     if matched is not None or request.finish_reason != "stop":
         return matched
     last = request.output_ids[-1]
-    return last if last in request.options.stop_token_ids else None
+    return last if last in request.params.stop_token_ids else None
 
 
 def generation_warnings(request: Request) -> list[str]:

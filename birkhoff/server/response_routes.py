@@ -242,7 +242,7 @@ class ResponseObjectFormatter(BlockFormatter):
 
     def _text_part(self, block: ContentBlock, request: Request | None) -> dict[str, Any]:
         logprobs = []
-        if request is not None and request.options.logprobs is not None:
+        if request is not None and request.params.logprobs is not None:
             logprobs = [token_logprob(entry, self._context.engine) for entry in request.logprobs]
         return {
             "type": "output_text",

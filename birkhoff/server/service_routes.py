@@ -141,7 +141,7 @@ class ServiceRoutes:
                 "slot": request.slot,
                 "state": state,
                 "prompt_tokens": len(request.prompt_ids),
-                "computed": request.computed,
+                "computed": request.num_computed_tokens,
                 "output_tokens": len(request.output_ids),
                 "max_tokens": request.max_tokens,
                 "steered": bool(request.plan and request.plan.edits),

@@ -44,5 +44,5 @@ def test_every_contender_is_replayed():
     rows = list(cost_rows(graphs, batch=1, start=2, steps=1, features=24, warm=1, names=names))
     assert [row["contender"] for row in rows] == list(names)
     assert all(row["replayed"] and row["ms"]["median"] > 0 for row in rows)
-    assert len(graphs._watched) == len(names) - 1, "idle requests have no pattern of their own"
+    assert len(graphs._tapped) == len(names) - 1, "idle requests have no pattern of their own"
     assert rows[-1]["times_products"] and rows[-1]["features"] == 24

@@ -25,7 +25,7 @@ def model():
 
 def made(model, max_context: int = 100000) -> tuple[CudaGraphs, State]:
     state = State.contiguous(SHORT, 4, 256, device=DEVICE)
-    return CudaGraphs(Decoder(model, state, fast=False), scratch=3, max_context=max_context), state
+    return CudaGraphs(Decoder(model, state, fast=False), scratch_slot=3, max_context=max_context), state
 
 
 @torch.inference_mode()
@@ -34,7 +34,7 @@ def test_rows_come_back_in_order_and_spare_ones_touch_only_the_scratch_slot(mode
     plain = State.contiguous(SHORT, 4, 256, device=DEVICE)
     tokens, positions, slots = [5, 6, 8], [0, 3, 1], [2, 0, 1]
     logits, streams = graphs.step(tokens, positions, slots)
-    assert list(graphs._captured) == [(4, 2048)]
+    assert list(graphs._plain) == [(4, 2048)]
     pieces = [SequenceChunk(s, p, torch.tensor([t])) for t, p, s in zip(tokens, positions, slots)]
     batch = Batch.of(pieces, DEVICE)
     hidden, true = model.run(batch, plain, NoTap())
@@ -52,11 +52,11 @@ def test_rows_come_back_in_order_and_spare_ones_touch_only_the_scratch_slot(mode
 @pytest.mark.parametrize("length, context", [(1, 2048), (2048, 2048), (2049, 8192), (40000, 100000)])
 def test_a_size_is_made_once_and_never_beyond_the_engine_s_limit(model, length, context):
     graphs, _ = made(model)
-    first = graphs._find(5, length)
-    assert (first[0].rows, first[0].context) == (8, context) and graphs._find(6, length) is first
+    first = graphs._find_plain(5, length)
+    assert (first[0].rows, first[0].context) == (8, context) and graphs._find_plain(6, length) is first
 
 
 def test_sizes_cover_what_is_taken(model):
     graphs, _ = made(model)
-    assert graphs.takes(ROWS[-1]) and not graphs.takes(ROWS[-1] + 1)
+    assert graphs.fits(ROWS[-1]) and not graphs.fits(ROWS[-1] + 1)
     assert list(ROWS) == sorted(ROWS) and list(CONTEXTS) == sorted(CONTEXTS)

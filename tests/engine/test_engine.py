@@ -329,7 +329,7 @@ def test_cancelling_at_every_stage_frees_memory_at_once(model):
     core.cancel(waiting)
     assert waiting.finish_reason == "cancelled" and waiting not in core.scheduler.waiting
     core.step()
-    assert 0 < running.computed < 200 and core.scheduler.slots.num_free == 0
+    assert 0 < running.num_computed_tokens < 200 and core.scheduler.slots.num_free == 0
     core.cancel(running)
     check_empty(core)
     again = ask(prompt(5), 50)
@@ -443,7 +443,7 @@ def test_many_threads_may_drive_one_engine(model):
 def test_tokens_are_counted_from_the_prompt_on():
     request = ask((5, 6, 7), 4)
     request.output_ids += [8, 9]
-    assert request.num_tokens == 5 and request.most_tokens == 6
+    assert request.num_tokens == 5 and request.max_cached_tokens == 6
     assert [request.tokens(a, b) for a, b in ((0, 5), (0, 2), (2, 4), (3, 5), (4, 5), (5, 5))] == [
         [5, 6, 7, 8, 9],
         [5, 6],
@@ -467,7 +467,7 @@ def test_ends_by_token_length_and_both_at_once():
         request = Request((2,), SamplingParams(max_tokens=3, **options), 3, seed=0, eos_ids=frozenset({1}))
         for token in ids:
             if not request.done:
-                request.accept(token, None)
+                request.append_token(token, None)
         assert request.finish_reason == reason and request.output_ids == kept
         assert [e.token_id for e in request.events] == kept and request.events[-1].finish_reason == reason
         assert all(e.finish_reason is None for e in list(request.events)[:-1])

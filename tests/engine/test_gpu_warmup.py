@@ -34,13 +34,13 @@ def test_a_warm_engine_computes_what_a_cold_one_does():
 
     def logits(warm: bool) -> torch.Tensor:
         state = State(SMALL, 4, 8, DEVICE, torch.float32)
-        graphs = CudaGraphs(Decoder(model, state, fast=False), scratch=3, max_context=40)
+        graphs = CudaGraphs(Decoder(model, state, fast=False), scratch_slot=3, max_context=40)
         if warm:
             seen = []
             assert warm_up(model, state, graphs, 24, lambda done, total: seen.append((done, total))) > 0
             assert seen[0][0] == 0 and seen[-1][0] == seen[-1][1] == len(seen) - 1
             assert not state.page_table.any()
-            assert sorted({rows for rows, _ in graphs._captured}) == [rows for rows in ROWS if rows <= 4]
+            assert sorted({rows for rows, _ in graphs._plain}) == [rows for rows in ROWS if rows <= 4]
         state.give_pages(0, [5])
         with torch.inference_mode():
             hidden, _ = model.run(Batch.of([SequenceChunk(0, 0, ids)], DEVICE), state, NoTap())
@@ -53,5 +53,5 @@ def test_a_warm_engine_computes_what_a_cold_one_does():
 
 def test_graphs_are_recorded_for_the_batch_sizes_in_use():
     model = packed_model(SMALL)
-    graphs = CudaGraphs(Decoder(model, State(SMALL, 9, 8, DEVICE), fast=False), scratch=8, max_context=5000)
+    graphs = CudaGraphs(Decoder(model, State(SMALL, 9, 8, DEVICE), fast=False), scratch_slot=8, max_context=5000)
     assert list(graph_shapes(graphs)) == [(rows, c) for rows in (1, 2, 4, 8) for c in (2048, 5000)]

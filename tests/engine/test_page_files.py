@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.model_identity import model_identity
-from birkhoff.engine.named_contexts import MOST_NAMES, Contexts, check_name
-from birkhoff.engine.page_files import MAGIC, STRAY, PageFiles, _digest, decode, encode
+from birkhoff.engine.named_contexts import MAX_NAMES, NamedContexts
+from birkhoff.engine.page_files import MAGIC, PARTIAL_SUFFIX, PageFiles, _digest, decode, encode
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import OptionError
@@ -72,7 +72,7 @@ def test_a_later_process_goes_on_where_an_earlier_one_was(model, tmp_path):
     first = engine(model, tmp_path)
     run(first, ask(TEXTS[0][:400]))
     first.close()
-    assert len(files_of(tmp_path)) == 3 and not list(tmp_path.glob(f"*/*{STRAY}"))
+    assert len(files_of(tmp_path)) == 3 and not list(tmp_path.glob(f"*/*{PARTIAL_SUFFIX}"))
     later, cold = engine(model, tmp_path), engine(model, prefix_bytes=0)
     (warm,), (plain,) = run(later, ask(TEXTS[0][:400])), run(cold, ask(TEXTS[0][:400]))
     assert warm.cached_tokens == 384 and warm.logprobs == plain.logprobs, "the same bits"
@@ -179,7 +179,7 @@ def test_the_disk_stays_within_its_bound_and_named_pages_go_last(tmp_path):
     foreign = PageFiles(tmp_path, b"f" * 16, 10 * size)
     foreign.write(b"z" * 16, TENSORS)
     files = PageFiles(tmp_path, b"m" * 16, 4 * size)
-    files.precious = {b"\0" * 16}
+    files.protected = {b"\0" * 16}
     for number in range(scaled(300, 30)):
         files.write(bytes([number % 256]) * 16, TENSORS)
         assert files.held_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= 4 * size
@@ -220,7 +220,7 @@ def test_killed_while_writing_nothing_wrong_is_ever_served(tmp_path, after):
     victim.wait()
     victim.stdout.close()
     files, big = PageFiles(tmp_path, b"m" * 16, 2**30), torch.arange(2**17).float()
-    assert not list(tmp_path.glob(f"*/*{STRAY}"))
+    assert not list(tmp_path.glob(f"*/*{PARTIAL_SUFFIX}"))
     whole = len(files_of(tmp_path))
     assert whole >= 1
     for number in range(whole):
@@ -240,7 +240,7 @@ def test_a_named_prompt_outlasts_others_in_memory_and_on_disk(model, tmp_path):
         run(core, ask(TEXTS[1][shift : shift + 400]))
     prefix = core.scheduler.prefix
     assert prefix.evictions > 0 and prefix.contexts.names == ["book"]
-    assert all(key in prefix._nodes for key in prefix.contexts.precious)
+    assert all(key in prefix._by_key for key in prefix.contexts.page_keys)
     assert run(core, ask(TEXTS[0][:450]))[0].cached_tokens == 384
     later = engine(model, tmp_path)
     assert later.scheduler.prefix.contexts.names == ["book"]
@@ -250,31 +250,30 @@ def test_a_named_prompt_outlasts_others_in_memory_and_on_disk(model, tmp_path):
 def test_a_name_belongs_to_the_prompt_it_was_used_with_last(model):
     core = engine(model)
     run(core, ask(TEXTS[0][:300], context="a"), ask(TEXTS[1][:300], context="b"))
-    before = core.scheduler.prefix.contexts.precious
+    before = core.scheduler.prefix.contexts.page_keys
     run(core, ask(TEXTS[2][:300], context="a"))
     contexts = core.scheduler.prefix.contexts
     assert (
         contexts.names == ["b", "a"]
-        and len(before) == len(contexts.precious) == 4
-        and before != contexts.precious
+        and len(before) == len(contexts.page_keys) == 4
+        and before != contexts.page_keys
     )
 
 
 def test_names_are_bounded_and_a_broken_list_of_them_is_none(tmp_path):
-    contexts = Contexts(tmp_path / "contexts.json")
-    for number in range(MOST_NAMES + 3):
+    contexts = NamedContexts(tmp_path / "contexts.json")
+    for number in range(MAX_NAMES + 3):
         contexts.bind(f"name {number}", [bytes([number])])
-    assert len(contexts.names) == MOST_NAMES and contexts.names[0] == "name 3"
-    assert Contexts(tmp_path / "contexts.json").names == contexts.names
-    contexts.forget("name 3")
-    assert "name 3" not in json.loads((tmp_path / "contexts.json").read_text())
+    assert len(contexts.names) == MAX_NAMES and contexts.names[0] == "name 3"
+    assert NamedContexts(tmp_path / "contexts.json").names == contexts.names
+    assert "name 2" not in json.loads((tmp_path / "contexts.json").read_text())
     for broken in ("", "[1]", '{"a": 3}', '{"a": ["zz"]}', "\0"):
         (tmp_path / "contexts.json").write_text(broken)
-        assert Contexts(tmp_path / "contexts.json").names == []
+        assert NamedContexts(tmp_path / "contexts.json").names == []
 
 
 @pytest.mark.parametrize("name", ["", "a\nb", 5, "x" * 201, b"a", ["a"]], ids=repr)
 def test_a_context_has_a_name_one_can_print(name):
     with pytest.raises(OptionError, match=r"context is .* expected a name"):
-        check_name(name)
-    assert check_name(None) is None and check_name("my book, part 2") == "my book, part 2"
+        SamplingParams(context=name)
+    assert SamplingParams(context="my book, part 2").context == "my book, part 2"

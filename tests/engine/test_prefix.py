@@ -314,9 +314,9 @@ def test_an_end_is_left_by_those_who_ended_well_and_is_long_enough(model):
     core.cancel(cancelled)
     assert len(core.scheduler.prefix) == 0
     run(core, ask(TEXTS[2][:90], 5))
-    assert len(core.scheduler.prefix) == 1 and core.scheduler.prefix._ends == {b"": {94: 1}}
+    assert len(core.scheduler.prefix) == 1 and core.scheduler.prefix._partial_lengths == {b"": {94: 1}}
     core.scheduler.prefix.clear()
-    assert core.scheduler.prefix._ends == {}
+    assert core.scheduler.prefix._partial_lengths == {}
 
 
 def test_requests_that_run_together_share_what_one_of_them_has_read(model):
@@ -408,8 +408,8 @@ def test_bits_do_not_depend_on_what_came_before(model, asked, pages, snapshots):
     for warm, plain in zip(run(core, *requests[0]), run(cold, *requests[1])):
         assert warm.logprobs == plain.logprobs
     prefix = core.scheduler.prefix
-    assert prefix.held_bytes <= prefix.states.nbytes <= snapshots and len(prefix) <= pages
-    assert {node.page for node in prefix._nodes.values()} == set(prefix._by_page)
+    assert prefix.held_bytes <= prefix.snapshots.nbytes <= snapshots and len(prefix) <= pages
+    assert {node.page for node in prefix._by_key.values()} == set(prefix._by_page)
 
 
 @pytest.mark.timeout(scaled(3600, 600))
@@ -429,11 +429,11 @@ def test_memory_stays_within_bounds_over_many_requests(tmp_path):
         if cancel % 7 == 0:
             core.cancel(request)
         assert (
-            prefix.held_bytes <= prefix.states.nbytes <= 15_000
+            prefix.held_bytes <= prefix.snapshots.nbytes <= 15_000
             and len(prefix) <= 9
             and files.held_bytes <= 200_000
         )
-        assert prefix.held_bytes == sum(n.snapshot.nbytes for n in prefix._nodes.values() if n.snapshot)
+        assert prefix.held_bytes == sum(n.snapshot.nbytes for n in prefix._by_key.values() if n.snapshot)
     run(core)
     assert prefix.hits > 10 and prefix.evictions > 3 and len(prefix._chains) < 30
     on_disk = sum(path.stat().st_size for path in tmp_path.glob("*/*"))

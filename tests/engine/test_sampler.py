@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import chisquare
 
 from birkhoff.engine.request import Request, TokenLogprob
-from birkhoff.engine.sampler import RowState, Sampled, Sampler, sample, seed_for
+from birkhoff.engine.sampler import Sampled, Sampler, SamplingState, sample, seed_for
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.errors import LogitsError, TokenError
 from tests.sizes import scaled
@@ -52,7 +52,7 @@ def counts(options, draws=DRAWS, logits=LOGITS):
     """How often each token is drawn, over many seeds and steps."""
     rows = []
     for seed in range(min(draws, 1000)):
-        row = RowState(options, len(logits), seed=seed, prompt_ids=PROMPT, eos_ids=EOS)
+        row = SamplingState(options, len(logits), seed=seed, prompt_ids=PROMPT, eos_ids=EOS)
         for token in OUTPUT:
             row.accept(token)
         rows.append(row)
@@ -172,7 +172,7 @@ def test_equal_shares_do_not_make_the_nucleus_a_coin_toss(shares, top_p, kept):
 def test_noise_is_uniform_and_steps_and_seeds_are_unrelated():
     width, draws = 16, scaled(80_000, 20_000)
     flat = torch.zeros(1000, width)
-    rows = [RowState(options(), width, seed=seed) for seed in range(1000)]
+    rows = [SamplingState(options(), width, seed=seed) for seed in range(1000)]
     tokens = []
     for step in range(draws // 1000):
         for row in rows:
@@ -187,7 +187,7 @@ def test_noise_is_uniform_and_steps_and_seeds_are_unrelated():
 
 
 def make_row(kind, seed, vocab, step):
-    made = RowState(kind, vocab, seed=seed, prompt_ids=[1, 2, 3], eos_ids=[0])
+    made = SamplingState(kind, vocab, seed=seed, prompt_ids=[1, 2, 3], eos_ids=[0])
     for token in range(step):
         made.accept(token % vocab)
     return made
@@ -231,7 +231,7 @@ def test_a_seed_repeats_and_another_differs():
     logits = torch.zeros(1, 4096)
 
     def run(seed):
-        row = RowState(SamplingParams(), 4096, seed=seed)
+        row = SamplingState(SamplingParams(), 4096, seed=seed)
         tokens = []
         for _ in range(20):
             (drawn,) = sample(logits, [row])
@@ -244,7 +244,7 @@ def test_a_seed_repeats_and_another_differs():
 
 
 def test_a_step_can_be_drawn_again_and_out_of_order():
-    logits, row = torch.zeros(1, 4096), RowState(SamplingParams(), 4096, seed=1)
+    logits, row = torch.zeros(1, 4096), SamplingState(SamplingParams(), 4096, seed=1)
     forward = []
     for row.step in range(8):
         forward.append(sample(logits, [row])[0].token)
@@ -280,7 +280,7 @@ def race_by_hand(seed, step, logits):
 def test_draws_are_what_is_documented_and_never_change():
     """A change of the recorded numbers changes what every seed of every user gives."""
     seeds = (0, 1, 2**64 - 1, 123456789)
-    rows = [RowState(SamplingParams(), 1000, seed=seed) for seed in seeds]
+    rows = [SamplingState(SamplingParams(), 1000, seed=seed) for seed in seeds]
     logits = torch.arange(1000).float().remainder(7).expand(len(seeds), -1)
     for step in range(10):
         for row in rows:
@@ -300,7 +300,7 @@ def test_greedy_takes_the_largest_and_the_lowest_id_on_a_tie():
         SamplingParams(temperature=0, logprobs=1),
         SamplingParams(top_k=1),
     ):
-        assert [drawn.token for drawn in sample(logits, [RowState(kind, 4, seed=0)] * 2)] == [1, 0]
+        assert [drawn.token for drawn in sample(logits, [SamplingState(kind, 4, seed=0)] * 2)] == [1, 0]
 
 
 @given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0, 0.3, 2.0]), count=st.integers(0, 20))
@@ -314,7 +314,7 @@ def test_log_probabilities_are_the_models_own(seed, temperature, count):
         logit_bias={3: 5.0},
         seed=seed,
     )
-    (drawn,) = sample(logits, [RowState(kind, 257, seed=seed, prompt_ids=[1, 2])])
+    (drawn,) = sample(logits, [SamplingState(kind, 257, seed=seed, prompt_ids=[1, 2])])
     x = logits[0].numpy().astype(np.float64)
     expected = x - x.max() - np.log(np.exp(x - x.max()).sum())
     assert drawn.logprob == pytest.approx(expected[drawn.token], abs=1e-12)
@@ -324,7 +324,7 @@ def test_log_probabilities_are_the_models_own(seed, temperature, count):
 
 
 def test_alternatives_that_tie_come_in_id_order():
-    (drawn,) = sample(torch.zeros(1, 50), [RowState(SamplingParams(logprobs=4), 50, seed=3)])
+    (drawn,) = sample(torch.zeros(1, 50), [SamplingState(SamplingParams(logprobs=4), 50, seed=3)])
     assert [token for token, _ in drawn.top_logprobs] == [0, 1, 2, 3]
 
 
@@ -332,7 +332,7 @@ def test_reshaping_is_the_definition_element_for_element():
     kind = SamplingParams(
         repetition_penalty=1.7, presence_penalty=0.3, frequency_penalty=-0.2, logit_bias={2: 1.5}
     )
-    row = RowState(kind, 6, seed=0, prompt_ids=[0, 1])
+    row = SamplingState(kind, 6, seed=0, prompt_ids=[0, 1])
     for token in (2, 2, 5):
         row.accept(token)
     x = torch.tensor([1.0, -1.0, 2.0, 3.0, -3.0, 0.0])
@@ -343,7 +343,7 @@ def test_reshaping_is_the_definition_element_for_element():
 
 def test_no_answer_ends_before_its_minimum():
     kind = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[3])
-    row = RowState(kind, 5, seed=0, eos_ids=[4])
+    row = SamplingState(kind, 5, seed=0, eos_ids=[4])
     logits = torch.tensor([[0.0, 1.0, 2.0, 8.0, 9.0]])
     tokens = []
     for _ in range(3):
@@ -371,21 +371,21 @@ def test_a_bad_row_fails_alone(kind, bad, said):
 def test_single_tokens_at_minus_infinity_are_only_impossible():
     logits = torch.zeros(200, 4)
     logits[:, 1:] = -math.inf
-    rows = [RowState(KINDS[i % 2], 4, seed=i) for i in range(200)]
+    rows = [SamplingState(KINDS[i % 2], 4, seed=i) for i in range(200)]
     assert {drawn.token for drawn in sample(logits, rows)} == {0}
 
 
 def test_extreme_temperatures_stay_numbers():
     logits = torch.tensor([[1e4, -1e4, 9.99e3, 0.0]]).expand(100, -1)
     for temperature, expected in ((1e-12, {0}), (1e-3, {0}), (100.0, {0})):
-        rows = [RowState(SamplingParams(temperature=temperature), 4, seed=i) for i in range(100)]
+        rows = [SamplingState(SamplingParams(temperature=temperature), 4, seed=i) for i in range(100)]
         tokens = {drawn.token for drawn in sample(logits, rows)}
         assert expected <= tokens <= {0, 2}
 
 
 def test_ids_of_options_are_checked_against_the_model():
     with pytest.raises(TokenError, match="stop_token_ids names token 64"):
-        RowState(SamplingParams(stop_token_ids=[64]), 64, seed=0)
+        SamplingState(SamplingParams(stop_token_ids=[64]), 64, seed=0)
 
 
 def test_choices_of_one_request_have_seeds_of_their_own():
@@ -396,7 +396,7 @@ def test_choices_of_one_request_have_seeds_of_their_own():
 
 
 def request(kind, seed=1, prompt=(1, 2)):
-    return Request(prompt_ids=prompt, options=kind, max_tokens=100, seed=seed, eos_ids=frozenset({0}))
+    return Request(prompt_ids=prompt, params=kind, max_tokens=100, seed=seed, eos_ids=frozenset({0}))
 
 
 def test_the_sampler_follows_a_request_without_booking_anything():
@@ -405,31 +405,31 @@ def test_the_sampler_follows_a_request_without_booking_anything():
     logits = torch.tensor([0.0, 5.0, 4.0, 3.0])
     tokens = []
     for _ in range(4):
-        ((token, logprob),) = sampler.draw([(asked, logits)])
-        assert sampler.draw([(asked, logits)]) == [(token, logprob)]  # drawing again changes nothing
+        ((token, logprob),) = sampler.sample([(asked, logits)])
+        assert sampler.sample([(asked, logits)]) == [(token, logprob)]  # drawing again changes nothing
         assert isinstance(logprob, TokenLogprob) and logprob.token_id == token and len(logprob.top) == 1
         asked.output_ids.append(token)
         tokens.append(token)
     assert tokens == [1, 2, 1, 3]
     del asked.output_ids[2:]  # tokens taken back, as after a refused draft
-    assert sampler.draw([(asked, logits)])[0][0] == 1
+    assert sampler.sample([(asked, logits)])[0][0] == 1
 
 
 def test_the_sampler_gives_each_request_its_own_answer_or_error():
     logits = torch.randn(64, generator=torch.Generator().manual_seed(2))
     asked = [request(SamplingParams(), seed) for seed in range(5)]
     sampler = Sampler()
-    alone = [sampler.draw([(one, logits)])[0] for one in asked]
+    alone = [sampler.sample([(one, logits)])[0] for one in asked]
     rows = [logits, logits, torch.full_like(logits, math.nan), logits, logits]
-    together = sampler.draw(list(zip(asked, rows)))
+    together = sampler.sample(list(zip(asked, rows)))
     assert [together[i] for i in (0, 1, 3, 4)] == [alone[i] for i in (0, 1, 3, 4)]
-    assert isinstance(together[2], LogitsError) and sampler.draw([]) == []
+    assert isinstance(together[2], LogitsError) and sampler.sample([]) == []
 
 
 def test_finished_requests_are_forgotten():
     sampler = Sampler()
     asked = request(SamplingParams())
-    sampler.draw([(asked, torch.zeros(8))])
+    sampler.sample([(asked, torch.zeros(8))])
     assert len(sampler._rows) == 1
     del asked
     gc.collect()
@@ -437,7 +437,7 @@ def test_finished_requests_are_forgotten():
 
 
 def test_greedy_costs_next_to_nothing():
-    logits, rows = torch.randn(1, 4096), [RowState(SamplingParams(temperature=0), 4096, seed=0)]
+    logits, rows = torch.randn(1, 4096), [SamplingState(SamplingParams(temperature=0), 4096, seed=0)]
     best = math.inf
     for _ in range(300):
         start = time.perf_counter()
@@ -451,8 +451,10 @@ def test_the_same_tokens_on_a_gpu():
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA device")
     logits = torch.randn(14, 5003, generator=torch.Generator().manual_seed(4)) * 2
-    here = [RowState(kind, 5003, seed=i, prompt_ids=[1]) for i, kind in enumerate(KINDS * 2)]
-    there = [RowState(kind, 5003, seed=i, prompt_ids=[1], device="cuda") for i, kind in enumerate(KINDS * 2)]
+    here = [SamplingState(kind, 5003, seed=i, prompt_ids=[1]) for i, kind in enumerate(KINDS * 2)]
+    there = [
+        SamplingState(kind, 5003, seed=i, prompt_ids=[1], device="cuda") for i, kind in enumerate(KINDS * 2)
+    ]
     for step in range(50):
         for row in (*here, *there):
             row.step = step

@@ -50,17 +50,22 @@ class Drive:
     def step(self, stops: bool = False) -> set[Request]:
         """Who had work. With `stops`, the oldest request that gets a token is told to end with it."""
         scheduler = self.scheduler
-        decoding = [r for r in scheduler.running if r.output_ids and r.computed == r.num_tokens - 1]
+        decoding = [
+            r for r in scheduler.running if r.output_ids and r.num_computed_tokens == r.num_tokens - 1
+        ]
         oldest = min(scheduler.running, key=self.numbers.__getitem__, default=None)
         before = None if oldest is None else oldest.timings.preemptions
-        work, alive = scheduler.next(), not scheduler.idle
+        work, alive = scheduler.schedule(), not scheduler.idle
         assert bool(work) == alive, "a step without work although somebody waits"
         self.steps += 1
         assert sum(w.stop - w.start for w in work) <= max(scheduler.max_batch_tokens, len(decoding))
         assert len({w.request for w in work}) == len(work)
         for item in work:
             request = item.request
-            assert item.start == request.computed < item.stop <= request.num_tokens and not request.done
+            assert (
+                item.start == request.num_computed_tokens < item.stop <= request.num_tokens
+                and not request.done
+            )
             assert (
                 pages_for(item.stop) <= len(request.pages) <= pages_for(request.num_tokens)
             )  # enough, and none early
@@ -70,9 +75,9 @@ class Drive:
         )
         assert oldest is None or oldest.timings.preemptions == before, "the oldest was disturbed"
         for item in work:
-            item.request.computed = item.stop
+            item.request.num_computed_tokens = item.stop
             if item.stop == item.request.num_tokens:
-                item.request.accept(1, None)
+                item.request.append_token(1, None)
                 if stops and not item.request.done:
                     item.request.finish("stop")
                     stops = False
@@ -86,7 +91,7 @@ class Drive:
         slots, pages = [r.slot for r in s.running], [p for r in s.running for p in r.pages]
         assert len(set(slots)) == len(slots) == s.slots.size - s.slots.num_free
         assert len(set(pages)) == len(pages) == s.pages.size - s.pages.num_free
-        assert all(r.slot is None and not r.pages and r.computed == 0 for r in s.waiting)
+        assert all(r.slot is None and not r.pages and r.num_computed_tokens == 0 for r in s.waiting)
         order = [self.numbers[r] for r in [*s.running, *s.waiting]]
         assert order == sorted(order), "a younger request stands before an older one"
 
@@ -114,7 +119,7 @@ def test_random_programs_leak_nothing_and_end(data):
         action = draw(st.sampled_from(["submit", "submit", "step", "step", "steps", "cancel", "stop"]))
         if action == "submit":
             request = ask(draw(lengths), draw(st.sampled_from([1, 2, 5, 40, 140])))
-            if pages_for(request.most_tokens) <= pages:
+            if pages_for(request.max_cached_tokens) <= pages:
                 drive.submit(request)
         elif action == "cancel" and drive.numbers:
             drive.cancel(draw(st.sampled_from(list(drive.numbers)), label="whom"))
@@ -166,10 +171,10 @@ def test_several_long_prompts_share_and_all_get_on(invariant):
     for _ in range(10):
         drive.step()
     for _ in range(20):
-        before = {r: r.computed for r in readers}
+        before = {r: r.num_computed_tokens for r in readers}
         for _ in range(8):
             drive.step()
-        assert all(r.computed > before[r] for r in readers)
+        assert all(r.num_computed_tokens > before[r] for r in readers)
 
 
 @MODES
@@ -182,7 +187,7 @@ def test_a_budget_smaller_than_the_number_of_readers_reaches_the_oldest(invarian
     oldest = list(drive.numbers)[1]
     for _ in range(30):
         drive.step()
-    assert oldest.computed >= 10 or oldest.done
+    assert oldest.num_computed_tokens >= 10 or oldest.done
 
 
 @MODES

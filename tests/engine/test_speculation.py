@@ -11,7 +11,7 @@ from birkhoff.decode.cpu import install_cpu_decode
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
-from birkhoff.engine.speculation import Speculator
+from birkhoff.engine.speculation import Speculator, _max_drafts
 from birkhoff.engine.speculation_controller import (
     PATIENCE,
     RECHECK,
@@ -89,13 +89,13 @@ class Forced(Speculator):
     pattern: list[bool]
     asked = 0
 
-    def guess(self, work, ran):
+    def draft(self, work, ran):
         for item, made in zip(work, ran):
             request = item.request
-            if made is None or request.slot is None or self._room(request) <= 0:
+            if made is None or request.slot is None or _max_drafts(request) <= 0:
                 continue
             known, draft_tokens = len(request.output_ids), []
-            for ahead in range(min(self.depth, self._room(request))):
+            for ahead in range(min(self.depth, _max_drafts(request))):
                 right = self.pattern[self.asked % len(self.pattern)]
                 self.asked += 1
                 token = self.truth[request][known + ahead]
@@ -312,8 +312,8 @@ def test_sampled_tokens_follow_the_models_distribution(micro):
 def step(
     pace: SpeculationController, seconds: dict[bool, float], tokens: dict[bool, int], requests: int = 1
 ) -> bool:
-    guessing = pace.draft_tokens(requests)
-    pace.note(requests, guessing, guessing, tokens[guessing] * requests, seconds[guessing])
+    guessing = pace.should_draft(requests)
+    pace.record(requests, guessing, guessing, tokens[guessing] * requests, seconds[guessing])
     return guessing
 
 
@@ -332,20 +332,20 @@ def test_guessing_goes_on_exactly_when_it_pays(slower, more, pays):
     ]
     did = [step(pace, {True: slower, False: 1.0}, {True: more, False: 1}) for _ in range(3 * RECHECK)]
     assert set(did) == {pays} and pace.report()["1"]["mode"] == ("guessing" if pays else "plain")
-    assert pace.follows(1, True) is pays
+    assert pace.runs_prefill(1, True) is pays
 
 
 def test_what_was_switched_off_is_tried_again_with_a_new_prompt_after_a_while():
     pace, slow = SpeculationController(), {True: 3.0, False: 1.0}
     for _ in range(TRIED):
         step(pace, slow, {True: 2, False: 1})
-    assert not pace.follows(1, True)
+    assert not pace.runs_prefill(1, True)
     for _ in range(PATIENCE):
         assert not step(pace, slow, {True: 2, False: 1})
-    assert not pace.follows(1, False) and pace.follows(1, True) and pace.trying(1)
+    assert not pace.runs_prefill(1, False) and pace.runs_prefill(1, True) and pace.in_trial(1)
     for _ in range(TRIED):
         step(pace, {True: 1.0, False: 1.0}, {True: 2, False: 1})
-    assert pace.draft_tokens(1) and not pace.trying(1), "it pays now"
+    assert pace.should_draft(1) and not pace.in_trial(1), "it pays now"
 
 
 @pytest.mark.parametrize(("requests", "turns"), [(1, 8), (2, 4), (4, 2), (8, 2), (16, 2)])
@@ -354,14 +354,14 @@ def test_a_large_difference_between_many_requests_decides_early(requests, turns,
     """As many rows of requests as a whole trial of one has; a small difference takes the whole trial."""
     pace, few = SpeculationController(), {True: 2, False: 1}
     steps = 0
-    while pace.trying(requests):
+    while pace.in_trial(requests):
         step(pace, {True: slower, False: 1.0}, few, requests)
         steps += 1
-    assert pace.draft_tokens(requests) is pays and steps == turns * (TURN + SETTLE)
+    assert pace.should_draft(requests) is pays and steps == turns * (TURN + SETTLE)
     close = SpeculationController()
     for _ in range(TRIED - 1):
         step(close, {True: 2.1, False: 1.0}, few, requests)
-    assert close.trying(requests)
+    assert close.in_trial(requests)
 
 
 def test_a_machine_that_slows_down_is_no_reason_to_stop():
@@ -369,7 +369,7 @@ def test_a_machine_that_slows_down_is_no_reason_to_stop():
     pace = SpeculationController()
     for _ in range(TRIED + RECHECK):
         step(pace, {True: 1.3, False: 1.0}, {True: 2, False: 1})
-    assert pace.draft_tokens(1) and not pace.trying(1)
+    assert pace.should_draft(1) and not pace.in_trial(1)
     modes = []
     for _ in range(10 * RECHECK):
         step(pace, {True: 2.6, False: 2.0}, {True: 2, False: 1})
@@ -386,10 +386,10 @@ def test_each_size_of_batch_decides_for_itself():
         step(pace, {True: 1.2, False: 1.0}, {True: 2, False: 1}, 1)
         step(pace, {True: 2.4, False: 1.0}, {True: 2, False: 1}, 7)
     assert (
-        pace.draft_tokens(1)
-        and not pace.draft_tokens(8)
-        and not pace.draft_tokens(5)
-        and pace.draft_tokens(2)
+        pace.should_draft(1)
+        and not pace.should_draft(8)
+        and not pace.should_draft(5)
+        and pace.should_draft(2)
     )
 
 
@@ -398,17 +398,17 @@ def test_nobody_reads_along_for_a_size_of_batch_that_does_not_come():
     step(pace, slow, few, 1)  # on the way to eight; whether one request should guess stays open
     for _ in range(TRIED):
         step(pace, slow, few, 8)
-    assert pace.trying(1) and not pace.follows(8, True) and pace.follows(1, True)
+    assert pace.in_trial(1) and not pace.runs_prefill(8, True) and pace.runs_prefill(1, True)
 
 
 def test_what_fails_again_and_again_is_tried_less_and_less():
     pace, slow, few = SpeculationController(), {True: 2.4, False: 1.0}, {True: 2, False: 1}
     waited = []
     for _ in range(8):
-        while pace.trying(8):
+        while pace.in_trial(8):
             step(pace, slow, few, 8)
         waited.append(0)
-        while not pace.follows(8, True):
+        while not pace.runs_prefill(8, True):
             waited[-1] += 1
             step(pace, slow, few, 8)
     assert waited == [PATIENCE * times for times in (1, 2, 4, 8, 16, 16, 16, 16)]
@@ -418,12 +418,12 @@ def test_who_was_not_followed_does_not_guess(model):
     """MTP read nothing of a request while guessing was switched off, and so it has nothing to say about it later."""
     core = engine(model, depth=1, draft_always=False)
     for _ in range(TRIED):
-        step(core.pace, {True: 3.0, False: 1.0}, {True: 2, False: 1})
+        step(core.controller, {True: 3.0, False: 1.0}, {True: 2, False: 1})
     first = ask(TEXT[:40], 60)
     core.submit(first)
     while len(first.output_ids) < 5:
         core.step()
-    core.pace._sizes.clear()  # now it is open again
+    core.controller._buckets.clear()  # now it is open again
     (later,) = run(core, ask(TEXT[:40], 60))
     while not first.done:
         core.step()
@@ -436,7 +436,7 @@ def test_a_step_that_was_held_up_does_not_decide():
     for number in range(3 * TRIED):
         held_up = 50.0 if number % 10 == 0 else 0.0
         step(pace, {True: 1.2 + held_up, False: 1.0}, {True: 2, False: 1})
-    assert pace.draft_tokens(1)
+    assert pace.should_draft(1)
 
 
 def test_turns_of_plain_steps_leave_no_hole_in_what_mtp_remembers(model):
@@ -450,7 +450,7 @@ def test_turns_of_plain_steps_leave_no_hole_in_what_mtp_remembers(model):
         core = engine(model, **options)
         asked[name] = core, *run(core, ask(TEXT[:40], TRIED // 2))
     (trial, tried), (always, guessed) = asked["trial"], asked["always"]
-    assert trial.pace.trying(1) and 0 < tried.drafted < guessed.drafted
+    assert trial.controller.in_trial(1) and 0 < tried.drafted < guessed.drafted
     assert len({tuple(request.output_ids) for _, request in asked.values()}) == 1
     last = 40 + TRIED // 2 - 3  # what both have certainly been told of
     held, true = (core.runner.state.mtp.keys.span(0, last - 6, last) for core in (trial, always))

@@ -48,7 +48,7 @@ def model():
 
 def made(model, **options) -> CudaGraphs:
     state = State.contiguous(SHORT, 4, 128, device=DEVICE)
-    return CudaGraphs(Decoder(model, state, fast=False), scratch=3, max_context=128, **options)
+    return CudaGraphs(Decoder(model, state, fast=False), scratch_slot=3, max_context=128, **options)
 
 
 def edits(seed: int):
@@ -112,7 +112,7 @@ def test_every_site_is_seen_and_changed_as_in_the_plain_model(model):
         mine, true = plans(tables, seed, widths), plans(tables, seed, widths)
         logits, streams = plainly(model, armed(true))
         tap = armed(mine)
-        wishes = graphs.sorted_out(tap)
+        wishes = graphs.plan(tap)
         assert wishes is not None
         new_logits, new_streams = graphs.step(TOKENS, POSITIONS, SLOTS, tap, wishes)
         tap.deliver()
@@ -125,7 +125,7 @@ def test_every_site_is_seen_and_changed_as_in_the_plain_model(model):
                 assert (got[key][0].float() - rows.float()).abs().max() < 2e-4, key
         for plan in (*mine, *true):
             plan.release()
-    assert len(graphs._watched) == 1, "other vectors and bounds are the same pattern"
+    assert len(graphs._tapped) == 1, "other vectors and bounds are the same pattern"
 
 
 @torch.inference_mode()
@@ -134,21 +134,21 @@ def test_looking_changes_no_bit_and_a_step_without_taps_is_left_alone(model):
     plain = graphs.step(TOKENS, POSITIONS, SLOTS)
     watched = Plan(jobs=(Wish(ALL),))
     tap = armed([watched, Plan(), Plan()])
-    seen = graphs.step(TOKENS, POSITIONS, SLOTS, tap, graphs.sorted_out(tap))
+    seen = graphs.step(TOKENS, POSITIONS, SLOTS, tap, graphs.plan(tap))
     again = graphs.step(TOKENS, POSITIONS, SLOTS)
     for one, two, three in zip(plain, seen, again):
         assert torch.equal(one, two) and torch.equal(one, three)
-    assert list(graphs._captured) == [(4, 128)] and tables.rows_held == 0
+    assert list(graphs._plain) == [(4, 128)] and tables.rows_held == 0
 
 
 @torch.inference_mode()
 def test_patterns_unused_longest_are_let_go(model):
-    graphs = made(model, most_patterns=2)
+    graphs = made(model, max_patterns=2)
     for hook in ("mlp_out", "pre_attn", "mlp_out", "mlp_in"):
         own = Plan(edits=(Everywhere({(hook, 0): SiteEdit("patch", vector(D, 1))}),))
         tap = armed([own])
-        graphs.step(TOKENS[:1], POSITIONS[:1], SLOTS[:1], tap, graphs.sorted_out(tap))
-    kept = [(pattern.row_edits[0][0][0], held.steps) for (_, _, pattern), held in graphs._watched.items()]
+        graphs.step(TOKENS[:1], POSITIONS[:1], SLOTS[:1], tap, graphs.plan(tap))
+    kept = [(pattern.row_edits[0][0][0], held.steps) for (_, _, pattern), held in graphs._tapped.items()]
     assert kept == [("mlp_out", 2), ("mlp_in", 1)]
 
 
@@ -169,7 +169,7 @@ def answers(model, name: str, widths) -> tuple[list[list[int]], list[Wish]]:
     graphs = core.runner.graphs
     assert (graphs is None) == (name == "reference")
     if graphs is not None:
-        assert [held.steps for held in graphs._watched.values()] == [2], "both decoding steps went that way"
+        assert [held.steps for held in graphs._tapped.values()] == [2], "both decoding steps went that way"
     core.close()
     return [request.output_ids for request in made], jobs
 
@@ -196,13 +196,13 @@ def test_a_steady_step_writes_nothing_and_asks_no_more_of_the_host_than_a_bare_o
         at = [4 + step] * len(spans)
         with Issued() as whole:
             tap = arm(staging, spans, len(spans))
-            graphs.step(TOKENS, at, SLOTS, tap, graphs.sorted_out(tap))
+            graphs.step(TOKENS, at, SLOTS, tap, graphs.plan(tap))
         asked.append(Counter(whole.names))
         tap.deliver()
-    held = graphs.last_watched
-    assert held is not None and len(held.cut_for(tap.layout).copies) == 1
+    held = graphs.last_tapped
+    assert held is not None and len(held.copy_plan(tap.layout).copies) == 1
     with Issued() as recorded:
-        graphs.decoder.step(graphs._find(3, 8)[0], held.tap)
+        graphs.decoder.step(graphs._find_plain(3, 8)[0], held.tap)
     steady = asked[2] - Counter(recorded.names)
     assert asked[1] == asked[2] and (asked[0] - asked[2]).total() > 30, (
         "the first of them had something to write"
@@ -210,7 +210,7 @@ def test_a_steady_step_writes_nothing_and_asks_no_more_of_the_host_than_a_bare_o
     with Issued() as whole:
         graphs.step(TOKENS, at, SLOTS)
     with Issued() as recorded:
-        graphs.decoder.step(graphs._find(3, 8)[0])
+        graphs.decoder.step(graphs._find_plain(3, 8)[0])
     bare = Counter(whole.names) - Counter(recorded.names)
     assert steady == bare and bare["copy_"] == 1 and bare["clone"] == 2 and bare.total() <= 6, (steady, bare)
 
@@ -275,7 +275,9 @@ def test_rows_are_handed_over_while_the_next_step_runs_and_all_of_them_before_a_
     assert job.positions == [0, 1, 2, 3, 4, 5] and job.at_the_end == ("length", 6)
     assert [len(rows) for rows in job.got.values()] == [5, 5], "the prompt came in one piece"
     core.close()
-    assert core.runner._owed == [] or all(request.settle is None for request in core.runner._owed)
+    assert core.runner._pending == [] or all(
+        request.deliver_pending_rows is None for request in core.runner._pending
+    )
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_a_recorded_step_with_edits_repeats_the_launched_one():
 
     device, config = torch.device("cuda"), full_width()
     model = random_on_device(config, device, kernels="triton")
-    graphs = CudaGraphs(Decoder(model, filled_state(config, 4, 512, device)), scratch=3, max_context=768)
+    graphs = CudaGraphs(Decoder(model, filled_state(config, 4, 512, device)), scratch_slot=3, max_context=768)
     width = config.hidden_size
     edits = (
         Everywhere({("mhc_streams_pre_mlp", 0): SiteEdit("patch", torch.randn(4 * width), 0.5)}),
@@ -81,10 +81,10 @@ def test_a_recorded_step_with_edits_repeats_the_launched_one():
     for _ in range(4):
         job = Wish([("mlp_out", 1), ("mhc_streams_final", 1)])
         tap = arm(staging, [Span(Plan(jobs=(job,), edits=edits), 0, 512, [7], 4)], 1)
-        logits, _ = graphs.step([7], [512], [0], tap, graphs.sorted_out(tap))
+        logits, _ = graphs.step([7], [512], [0], tap, graphs.plan(tap))
         tap.deliver()
         found.append([logits, *(job.got[key][0] for key in job.keys)])
-    assert [held.graph is not None for held in graphs._watched.values()] == [True]
+    assert [held.graph is not None for held in graphs._tapped.values()] == [True]
     for later in found[1:]:
         for first, other in zip(found[0], later):
             assert (first.float() - other.float()).abs().max() <= 0.02 * first.float().abs().max()

@@ -109,7 +109,8 @@ class Engine:
         self._core.check_open()
         ids = torch.tensor(check_ids(token_ids, self.config), device=self.model.embed.device)
         with torch.no_grad():  # not inference mode: the result may be trained on and written to
-            return self.model(ids, edit_tap(self, steer, ids.tolist()))
+            logits: torch.Tensor = self.model(ids, edit_tap(self, steer, ids.tolist()))
+            return logits
 
     def trace(
         self, token_ids: Sequence[int], hooks: str | Sequence[str] = "all", steer: Steering = None

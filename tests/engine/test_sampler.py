@@ -430,10 +430,10 @@ def test_finished_requests_are_forgotten():
     sampler = Sampler()
     asked = request(SamplingParams())
     sampler.sample([(asked, torch.zeros(8))])
-    assert len(sampler._rows) == 1
+    assert len(sampler._states) == 1
     del asked
     gc.collect()
-    assert len(sampler._rows) == 0
+    assert len(sampler._states) == 0
 
 
 def test_greedy_costs_next_to_nothing():

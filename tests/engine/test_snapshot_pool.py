@@ -45,7 +45,7 @@ def test_what_is_put_comes_back_bit_for_bit_and_every_byte_is_counted(moves):
             assert made.nbytes <= kept.nbytes < made.nbytes + states.block_bytes
             held.append((kept, made))
         elif not puts and held:
-            states.drop(held.pop(which % len(held))[0])
+            states.release(held.pop(which % len(held))[0])
         assert states.held_bytes == sum(kept.nbytes for kept, _ in held) <= states.nbytes <= 20_000
         for kept, made in held:
             again = states.get(kept)
@@ -65,10 +65,10 @@ def test_the_usual_state_fills_its_blocks_and_what_is_too_large_never_fits():
     kept = [states.put(usual) for _ in range(10)]
     assert states.held_bytes == states.nbytes == 10 * BORDER
     assert not states.fits(usual) and states.fits(usual, empty=True) and not states.fits(large, empty=True)
-    states.drop(kept[3])
+    states.release(kept[3])
     assert states.fits(usual)
     with pytest.raises(AssertionError, match="given back twice"):
-        states.drop(kept[3])
+        states.release(kept[3])
 
 
 FILL = """

@@ -1,9 +1,9 @@
 """Prepares a GPU engine before its first request: compiles kernels and records the decode graphs.
 
-Prompts of a few lengths, several sequences in one chunk, mixed prefill/decode chunks and chunks at large positions run
-once on memory that no request uses yet, so that every kernel variant is compiled (Triton and NVRTC keep theirs on disk).
-Then the decode graph of every batch size is recorded for short contexts; graphs of longer contexts are recorded when
-they are first needed.
+Prompts of a few lengths, several sequences in one chunk, mixed prefill/decode chunks and chunks at large positions
+run once on memory that no request uses yet, so that every kernel variant is compiled (Triton and NVRTC keep theirs on
+disk). Then the decode graph of every batch size is recorded for short contexts; graphs of longer contexts are
+recorded when they are first needed.
 """
 
 from __future__ import annotations
@@ -37,8 +37,10 @@ def warm_up(
     """Run every warm-up batch and record the graphs; returns the seconds it took.
 
     `progress` is called with (done, total). Must run before the first request: pages and slots are overwritten."""
-    began = time.perf_counter()
-    batches = list(warm_up_batches(graphs.scratch_slot, graphs.max_context, max_batch_tokens, state.num_pages))
+    started = time.perf_counter()
+    batches = list(
+        warm_up_batches(graphs.scratch_slot, graphs.max_context, max_batch_tokens, state.num_pages)
+    )
     shapes = list(graph_shapes(graphs))
     total = len(batches) + len(shapes)
     with torch.inference_mode():
@@ -58,7 +60,7 @@ def warm_up(
         torch.cuda.synchronize(state.device)
     if progress is not None:
         progress(total, total)
-    return time.perf_counter() - began
+    return time.perf_counter() - started
 
 
 def warm_up_batches(

@@ -163,7 +163,7 @@ class SamplingState:
 
 
 class _DeviceBatch:
-    """Kernel parameters of the rows of the last launch, reused while the same requests are sampled in the same order."""
+    """Kernel parameters of the rows of the last launch, reused for the same requests in the same order."""
 
     def __init__(self, states: Sequence[SamplingState]):
         self.states = list(states)

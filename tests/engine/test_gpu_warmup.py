@@ -53,5 +53,7 @@ def test_a_warm_engine_computes_what_a_cold_one_does():
 
 def test_graphs_are_recorded_for_the_batch_sizes_in_use():
     model = packed_model(SMALL)
-    graphs = CudaGraphs(Decoder(model, State(SMALL, 9, 8, DEVICE), fast=False), scratch_slot=8, max_context=5000)
+    graphs = CudaGraphs(
+        Decoder(model, State(SMALL, 9, 8, DEVICE), fast=False), scratch_slot=8, max_context=5000
+    )
     assert list(graph_shapes(graphs)) == [(rows, c) for rows in (1, 2, 4, 8) for c in (2048, 5000)]

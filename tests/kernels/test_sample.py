@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from birkhoff.engine.sampler import RowState, Sampled, _DeviceSampling, _mix64, _mix64_array, sample
+from birkhoff.engine.sampler import Sampled, SamplingState, _DeviceSampling, _mix64, _mix64_array, sample
 from birkhoff.engine.sampling_params import SamplingParams
 from birkhoff.kernels.sample.device import MAX_VOCAB, ROW_PARAMS, SOURCE, DeviceSampler
 
@@ -79,14 +79,14 @@ def test_the_kernel_draws_what_the_plain_sampler_draws(kernel, seed):
     if seed % 4 == 1:
         logits[-1] = -math.inf
         logits[0, 7] = math.inf
-    rows: dict[str, list[RowState]] = {"cpu": [], "cuda": []}
+    rows: dict[str, list[SamplingState]] = {"cpu": [], "cuda": []}
     for _ in range(count):
         params, noise = random_params(draw), draw.getrandbits(64)
         prompt = [draw.randrange(VOCAB) for _ in range(50)]
         mask = FixedMask(torch.rand(VOCAB, generator=generator) < 0.3) if draw.random() < 0.2 else None
         accepted = [draw.randrange(VOCAB) for _ in range(draw.choice([0, 2, 5]))]
         for device, made in rows.items():
-            row = RowState(
+            row = SamplingState(
                 params, VOCAB, seed=noise, prompt_ids=prompt, eos_ids=[1, 2], device=device, mask=mask
             )
             for token in accepted:
@@ -108,7 +108,7 @@ def test_the_kernel_draws_what_the_plain_sampler_draws(kernel, seed):
 def test_a_row_alone_is_the_row_in_a_batch(kernel):
     logits = torch.randn(64, VOCAB, device="cuda") * 3
     params = SamplingParams.from_kwargs(temperature=0.8, top_p=0.95)
-    rows = [RowState(params, VOCAB, seed=seed, device="cuda") for seed in range(64)]
+    rows = [SamplingState(params, VOCAB, seed=seed, device="cuda") for seed in range(64)]
     together = [drawn.token for drawn in kernel.sample(logits, rows)]
     assert together == [kernel.sample(logits[i : i + 1], [rows[i]])[0].token for i in range(64)]
 
@@ -120,7 +120,7 @@ def test_draws_follow_the_distribution(kernel):
     counts, draws = np.zeros(6), 4096
     params = SamplingParams.from_kwargs(temperature=1.0)
     for start in range(0, draws, 64):
-        rows = [RowState(params, VOCAB, seed=1000 + start + i, device="cuda") for i in range(64)]
+        rows = [SamplingState(params, VOCAB, seed=1000 + start + i, device="cuda") for i in range(64)]
         for drawn in kernel.sample(logits, rows):
             counts[drawn.token] += 1
     expected = logits[0, :6].softmax(0).cpu().double().numpy() * draws

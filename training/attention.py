@@ -1,10 +1,10 @@
 """Attention for training: whole rows, all three layer kinds, one softmax over window, compressed entries and sink.
 
 Shapes: `b` rows, `t` tokens, `h` heads, `d` head width, `c` compressed entries. The window is computed in blocks of
-its own length against two blocks of keys, so no t x t score matrix exists; one shared key/value vector per token
-makes heads part of the row dimension of plain matrix products. `t` must be a multiple of the window and of 4. Scores,
-softmax and pooling are float32; products are in the dtype of the weights. The indexer reads detached inputs and
-learns from its own loss.
+its own length against two blocks of keys, so no t x t score matrix exists; with one shared key/value vector per token,
+heads become part of the row dimension of plain matrix products. `t` must be a multiple of the window and of 4. Scores,
+softmax and pooling are float32; products use the dtype of the weights. The indexer reads detached inputs and is
+trained by its own loss.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Phases(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What the indexer of a CSA layer did: its loss, and what an inspection needs."""
+    """Output of a CSA layer's indexer: its loss, and values for inspection."""
 
     loss: Tensor
     scores: Tensor  # [b, t, c], minus infinity where not visible
@@ -82,7 +82,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def compress(x: Tensor, weights: Weights, name: str, ratio: int, phase: Phases, eps: float) -> Tensor:
-    """Pooled entries [b, c, d] of x [b, t, hidden]; tokens behind the last whole block give nothing."""
+    """Return pooled entries [b, c, d] of x [b, t, hidden]; tokens after the last whole block are ignored."""
     blocks = x.shape[1] // ratio
     x = x[:, : blocks * ratio]
     value = F.linear(x, weights[f"{name}.wkv.weight"]).float().unflatten(1, (blocks, ratio))
@@ -90,7 +90,7 @@ def compress(x: Tensor, weights: Weights, name: str, ratio: int, phase: Phases, 
         F.linear(x, weights[f"{name}.wgate.weight"]).float().unflatten(1, (blocks, ratio))
         + weights[f"{name}.ape"]
     )
-    if ratio == 4:  # the first half of the channels speaks in the next block, the second in its own
+    if ratio == 4:  # the first half of the channels belongs to the next block, the second to its own
         width = value.shape[-1] // 2
         value = torch.cat((_previous(value[..., :width], 0.0), value[..., width:]), 2)
         gate = torch.cat((_previous(gate[..., :width], float("-inf")), gate[..., width:]), 2)
@@ -101,12 +101,12 @@ def compress(x: Tensor, weights: Weights, name: str, ratio: int, phase: Phases, 
 
 
 def _previous(blocks: Tensor, absent: float) -> Tensor:
-    """Each block's predecessor; `absent` stands before the first."""
+    """Return each block's predecessor; `absent` precedes the first."""
     return F.pad(blocks[:, :-1], (0, 0, 0, 0, 1, 0), value=absent)
 
 
 def index_scores(x: Tensor, latent: Tensor, weights: Weights, config: V4Config, phase: Phases) -> Tensor:
-    """Indexer scores [b, t, c], float32, not yet masked."""
+    """Return indexer scores [b, t, c], float32, before masking."""
     heads, width = config.index_n_heads, config.index_head_dim
     keys = compress(x, weights, "attn.indexer.compressor", 4, phase, config.rms_norm_eps)
     query = F.linear(latent, weights["attn.indexer.wq_b.weight"]).unflatten(-1, (heads, width))
@@ -119,13 +119,13 @@ def index_scores(x: Tensor, latent: Tensor, weights: Weights, config: V4Config, 
 
 
 def visible_entries(length: int, entries: int, ratio: int, device: torch.device) -> Tensor:
-    """[t, c]: a block is visible from its own last token on."""
+    """Return [t, c]: a block is visible from its own last token on."""
     closed = (torch.arange(length, device=device) + 1) // ratio
     return torch.arange(entries, device=device) < closed[:, None]
 
 
 def select(scores: Tensor, visible: Tensor, count: int, dense: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Masked scores and the allowed entries: the best `count` visible ones, or all of them where `dense` is on."""
+    """Return masked scores and the allowed entries: the top `count` visible ones, or all of them if `dense` is on."""
     masked = scores.masked_fill(~visible, float("-inf"))
     if count >= scores.shape[-1]:
         return masked, visible.expand_as(scores)
@@ -137,10 +137,10 @@ def select(scores: Tensor, visible: Tensor, count: int, dense: Tensor | None) ->
 
 
 def index_loss(masked: Tensor, allowed: Tensor, mass: Tensor) -> Tensor:
-    """KL from the attention the entries got (a constant) to the softmax of the scores, over the allowed entries."""
+    """KL from the attention on the entries (constant) to the softmax of the scores, over the allowed entries."""
     some = allowed.any(-1)
     target = mass / mass.sum(-1, keepdim=True).clamp_min(1e-9)
-    # Rows without an entry would give a softmax of nothing: let them see everything, then leave them out.
+    # Rows without entries would give an empty softmax: allow everything there, then mask them out.
     scores = masked.masked_fill(~allowed, -1e9)
     divergence = (target * ((target + 1e-9).log() - scores.log_softmax(-1))).sum(-1)
     return (divergence * some).sum() / some.sum().clamp_min(1)
@@ -149,7 +149,7 @@ def index_loss(masked: Tensor, allowed: Tensor, mass: Tensor) -> Tensor:
 def attention(
     x: Tensor, weights: Weights, config: V4Config, ratio: int, phase: Phases, dense: Tensor | None = None
 ) -> tuple[Tensor, Selection | None]:
-    """One attention sub-layer on x [b, t, hidden], normalised. `dense` lifts the top-k choice of CSA layers."""
+    """Apply one attention sub-layer to normalised x [b, t, hidden]. `dense` disables top-k selection in CSA layers."""
     batch, length, _ = x.shape
     heads = config.num_attention_heads
     width = config.head_dim
@@ -200,7 +200,7 @@ def attention(
             mass = far_mass.detach().sum(2)
             selection = Selection(index_loss(masked, allowed, mass), masked, allowed, mass)
 
-    out = rotate(out, phase.cos[:, None], -phase.sin[:, None])  # values carry the key's phase: turn it back
+    out = rotate(out, phase.cos[:, None], -phase.sin[:, None])  # values carry the key's phase: rotate back
     grouped = out.reshape(batch, length, config.o_groups, -1)
     low = weights["attn.wo_a.weight"].reshape(config.o_groups, config.o_lora_rank, -1)
     narrow = torch.einsum("btgi,gri->btgr", grouped, low).flatten(2)
@@ -208,7 +208,7 @@ def attention(
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    """[t, 2 window]: slot j of a block holds position start - window + j; the last `window` up to t are seen."""
+    """[t, 2 window]: slot j of a block is position start - window + j; the last `window` up to t are visible."""
     position = torch.arange(length, device=device)[:, None]
     slot = position - position % window - window + torch.arange(2 * window, device=device)
     return (slot >= 0) & (slot <= position) & (slot > position - window)

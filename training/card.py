@@ -1,9 +1,9 @@
-"""The model card: what nano is, how it was made, what was measured. Every number comes from the run's record.
+"""Write the model card: what nano is, how it was trained, what was measured. All values come from the run's record.
 
-    python -m training.card FOLDER --record training.json --evaluation found.json
+    python -m training.card FOLDER --record training.json --evaluation evaluation.json
 
-`training.train` writes a first card beside its weights; this command writes it again with what `training.evaluate`
-found on the files themselves (whole records, the exact model, text from fixed seeds).
+`training.train` writes a first card next to its weights; this command adds the results of `training.evaluate` on the
+files themselves (whole records, the exact model, text from fixed seeds).
 """
 
 from __future__ import annotations
@@ -91,10 +91,10 @@ By fixed seeds, none left out. Temperature 0 is greedy; else top-k 40.
 
 
 def model_card(record: dict[str, Any], parameters: int) -> str:
-    """The card as Markdown, from the record `training.train` writes, with what evaluation found where it is in it."""
+    """Return the card as Markdown, from the record of `training.train` and evaluation results if present."""
     stored = record["stored"]
     settings = record["settings"]
-    found = record.get("evaluation", {})
+    evaluation = record.get("evaluation", {})
     tokens = settings["batch"] * settings["length"]
     return CARD.format(
         **{key: value for key, value in settings.items() if key not in ("length",)},
@@ -107,12 +107,12 @@ def model_card(record: dict[str, Any], parameters: int) -> str:
         device=record["device"],
         scores=_scores(stored, record["unrounded"]),
         sources=", ".join(f"{source} {loss:.2f}" for source, loss in stored["sources"].items()),
-        evaluated=_evaluated(found),
+        evaluated=_evaluated(evaluation),
         length=f"{settings['length']:,}",
         alive="\n".join(
-            line.removeprefix("  ").rstrip() for line in alive_table(found.get("alive", record["alive"]))
+            line.removeprefix("  ").rstrip() for line in alive_table(evaluation.get("alive", record["alive"]))
         ),
-        samples="\n\n".join(map(_sample, found.get("samples", record["samples"]))),
+        samples="\n\n".join(map(_sample, evaluation.get("samples", record["samples"]))),
     )
 
 
@@ -125,16 +125,16 @@ def _scores(stored: dict, unrounded: dict) -> str:
     return "\n".join(lines)
 
 
-def _evaluated(found: dict) -> str:
-    """What reading the files back on a CPU gave; empty before that has been done."""
-    if not found:
+def _evaluated(evaluation: dict) -> str:
+    """Return the section on CPU evaluation of the files; empty if there was none."""
+    if not evaluation:
         return ""
-    files = found["cut"]["files"].items()
+    files = evaluation["cut"]["files"].items()
     losses = ", ".join(
         f"{name} {part['nats_per_token']:.4f} nats/token with {part['mtp_acceptance']:.1%} of drafts accepted"
         for name, part in files
     )
-    exact = found["exact"]
+    exact = evaluation["exact"]
     return (
         f"\nThese files read back and run in float32 on a CPU: {losses}. On {exact['records']} records\n"
         f"the engine's own model and the training code differ by at most {exact['worst_difference']:.0e} nats/token.\n"
@@ -152,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder")
     parser.add_argument("--record", required=True, help="training.json of the run")
-    parser.add_argument("--evaluation", help="what training.evaluate --json wrote")
+    parser.add_argument("--evaluation", help="output of training.evaluate --json")
     options = parser.parse_args(arguments)
     try:
         config = open_checkpoint(Path(options.folder)).config

@@ -1,8 +1,8 @@
-"""What nano is led towards: pairs of kinds of paragraphs, found in story text by a plain test of each.
+"""Steering concepts of nano: pairs of paragraph classes, selected from story text by simple tests.
 
-A concept says of a paragraph (and the source it comes from) whether it is of the one kind or of the other. Paragraphs
-come in a fixed order; the first of each kind make the direction, later ones train the probe that judges, so that no
-paragraph does both. `WordProbe` lists of words, where a concept has one, are a second and coarser judge.
+A concept classifies a paragraph (with its source) as one class or the other. Paragraphs come in a fixed order; the
+first of each class give the direction, later ones train the probe that judges, so no paragraph is used for both. A
+`WordProbe` list, where a concept has one, is a second, coarser judge.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SELF = "i me my i'm i'd i've myself we our us"
 
 @dataclass(frozen=True)
 class Concept:
-    """Two tests of a paragraph (with its source); a list of words, where there is one, is a second, coarser judge."""
+    """Two tests of a paragraph (with its source), and an optional word list as a second, coarser judge."""
 
     meaning: str
     positive: Callable[[str, str], bool]
@@ -59,8 +59,8 @@ happy, sad, animals, people, sea, first = map(_share, (HAPPY, SAD, ANIMALS, PEOP
 STORIES = ("story", "child", "bedtime", "slice", "tiny")
 
 
-def _told(test: Callable[[str], bool]) -> Callable[[str, str], bool]:
-    """A test of paragraphs of stories alone."""
+def _story_test(test: Callable[[str], bool]) -> Callable[[str, str], bool]:
+    """Restrict a test to paragraphs of stories."""
     return lambda source, text: source in STORIES and test(text)
 
 
@@ -73,47 +73,47 @@ CONCEPTS: dict[str, Concept] = {
     "poem": Concept("verse rather than prose", _from("poem"), _from(*STORIES)),
     "dialogue": Concept(
         "people talking rather than narration",
-        _told(lambda t: _quotes(t) > 0.08),
-        _told(lambda t: _quotes(t) == 0),
+        _story_test(lambda t: _quotes(t) > 0.08),
+        _story_test(lambda t: _quotes(t) == 0),
         WordProbe.of_words(['"']),
     ),
     "happy": Concept(
         "joy rather than sorrow",
-        _told(lambda t: happy(t) > 0.05 and sad(t) == 0),
-        _told(lambda t: sad(t) > 0.035 and happy(t) == 0),
+        _story_test(lambda t: happy(t) > 0.05 and sad(t) == 0),
+        _story_test(lambda t: sad(t) > 0.035 and happy(t) == 0),
         WordProbe.of_words(HAPPY.split(), SAD.split()),
     ),
     "animals": Concept(
         "animals rather than people",
-        _told(lambda t: animals(t) > 0.08),
-        _told(lambda t: animals(t) == 0 and people(t) > 0.04),
+        _story_test(lambda t: animals(t) > 0.08),
+        _story_test(lambda t: animals(t) == 0 and people(t) > 0.04),
         WordProbe.of_words(ANIMALS.split()),
     ),
     "first-person": Concept(
         "told by somebody in the story",
         lambda s, t: first(t) > 0.08 and _quotes(t) == 0,
-        _told(lambda t: first(t) == 0 and _quotes(t) == 0),
+        _story_test(lambda t: first(t) == 0 and _quotes(t) == 0),
         WordProbe.of_words(SELF.split()),
     ),
     "facts": Concept("an explanation rather than a story", _from("wiki", "explain"), _from(*STORIES)),
     "sea": Concept(
         "by the sea",
-        _told(lambda t: sea(t) > 0.06),
-        _told(lambda t: sea(t) == 0),
+        _story_test(lambda t: sea(t) > 0.06),
+        _story_test(lambda t: sea(t) == 0),
         WordProbe.of_words(SEA.split()),
     ),
     "shouting": Concept(
         "exclamations rather than calm sentences",
         lambda s, t: s in (*STORIES, "explain") and t.count("!") >= 4,
-        _told(lambda t: "!" not in t and _quotes(t) == 0),
+        _story_test(lambda t: "!" not in t and _quotes(t) == 0),
         WordProbe.of_words(["!"]),
     ),
 }
 
 
 def paragraphs(data: Path) -> Iterator[tuple[str, str]]:
-    """(source, paragraph of 25 to 110 words), in an order of its own."""
-    found = []
+    """Yield (source, paragraph of 25 to 110 words) in a fixed shuffled order."""
+    selected = []
     for name in ("stories-train", "tinystories-train"):
         with lzma.open(data / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
             for line in lines:
@@ -123,15 +123,15 @@ def paragraphs(data: Path) -> Iterator[tuple[str, str]]:
                     pieces = [text[:600], text[600:1200]]
                 else:
                     pieces = re.split(r"\n\s*\n", text)
-                found += [
+                selected += [
                     (record["source"], piece.strip()) for piece in pieces if 25 <= len(piece.split()) <= 110
                 ]
-    random.Random(5).shuffle(found)
-    yield from found
+    random.Random(5).shuffle(selected)
+    yield from selected
 
 
 def sets(concept: Concept, texts: list[tuple[str, str]]) -> tuple[list[str], list[str], list[str], list[str]]:
-    """Paragraphs for the contrast and others for the probe."""
+    """Return paragraphs for the contrast, and disjoint ones for the probe."""
     most = PAIRS + PROBE_TEXTS
     up, down = (
         list(itertools.islice((text for source, text in texts if test(source, text)), most))

@@ -1,8 +1,8 @@
-"""The text: records of a request and an answer, read from xz-compressed JSON Lines.
+"""Read the corpus: records of a request and an answer, in xz-compressed JSON Lines.
 
-One record is `{"source", "prompt", "text"}`. Four training parts and two held-out files make the corpus; their names
-are fixed here and nowhere else. *Core* is what the model is measured on (stories, tinystories, smalltalk); *general*
-holds harder words and is for early training only. Held-out files are never trained on, nor is the tokenizer.
+One record is `{"source", "prompt", "text"}`. The corpus is four training parts and two held-out files with fixed
+names. *Core* is what the model is evaluated on (stories, tinystories, smalltalk); *general* has harder words and is
+used in early training only. Held-out files are used neither for training nor for the tokenizer.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Corpus:
 
 
 def read_corpus(folder: str | Path) -> Corpus:
-    """Everything in `folder`; each of the six files must be there."""
+    """Read all six files in `folder`; each must exist."""
     folder = Path(folder)
     expected = [*TRAIN_FILES.values(), *HELD_OUT_FILES.values()]
     missing = [name for name in expected if not (folder / name).is_file()]
@@ -79,7 +79,7 @@ def read_records(path: str | Path) -> Iterator[Record]:
 
 
 def write_records(path: str | Path, records: list[Record]) -> None:
-    """The inverse of `read_records`, compressed when the name ends in .xz."""
+    """Write records; the inverse of `read_records`. Compressed if the name ends in .xz."""
     path = Path(path)
     opener = lzma.open if path.suffix == ".xz" else open
     with opener(path, "wt", encoding="utf-8") as out:

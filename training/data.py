@@ -1,9 +1,10 @@
-"""From records to rows: fresh wording, V4's chat layout, loss weights, whole records packed into rows of fixed length.
+"""Convert records to rows: varied wording, V4's chat layout, loss weights, whole records packed into rows of fixed
+length.
 
 A conversation is `BOS [system] (User request Assistant </think> answer EOS)+`, exactly as the chat encoder writes it.
-Three promises hold for every row: it begins with BOS, it contains only whole conversations (pad fills the rest), and
-every answer ends in EOS. Answers weigh 1 in the loss, EOS included; requests a tenth; BOS and padding nothing. A
-*unit* is one slice of one pass and depends only on (seed, pass, slice), so units can be made anywhere, in any order.
+Every row starts with BOS and contains only whole conversations (padding fills the rest), and every answer ends in EOS.
+Loss weights: answers 1 including EOS, requests 0.1, BOS and padding 0. A *unit* is one slice of one pass and depends
+only on (seed, pass, slice), so units can be generated anywhere, in any order.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from training.names import KEEP_NAMES, fresh_names, rename
 from training.requests import fresh_request, split_late
 from training.smalltalk import THANKS, facts, near_miss, system_sentence
 
-# what a token is to the loss
+# role of a token in the loss
 IGNORED = 0
 REQUEST = 1
 ANSWER = 2
@@ -30,8 +31,8 @@ WEIGHT_OF = (0.0, 0.1, 1.0)
 RENAME_SHARE = 0.6
 SYSTEM_SHARE = 0.1
 TWO_TURN_SHARE = 0.08
-SMALLTALK_REPEATS = 5  # per pass and record; a run makes some twenty passes
-CHARACTERS_PER_TOKEN = 4.6  # no text of this corpus reaches it (mean 3.95)
+SMALLTALK_REPEATS = 5  # per pass and record; a run has about twenty passes
+CHARACTERS_PER_TOKEN = 4.6  # an upper bound for this corpus (mean 3.95)
 PARTS = ("mixed", "core")  # core and general together; core alone
 
 
@@ -46,9 +47,9 @@ class Markers:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Markers:
-        found = [tokenizer.token_to_id(marker) for marker in (BOS, EOS, PAD, USER, ASSISTANT, END_THINK)]
-        ids = [number for number in found if number is not None]
-        if len(ids) < len(found):
+        token_ids = [tokenizer.token_to_id(marker) for marker in (BOS, EOS, PAD, USER, ASSISTANT, END_THINK)]
+        ids = [token_id for token_id in token_ids if token_id is not None]
+        if len(ids) < len(token_ids):
             raise TokenError(
                 "the tokenizer lacks one of V4's chat markers. Make it with python -m training.tokenizer."
             )
@@ -63,7 +64,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Rows:
-    """`ids` and `roles` [rows, length]; `roles` holds IGNORED, REQUEST or ANSWER for the token itself."""
+    """`ids` and `roles` [rows, length]; `roles` is IGNORED, REQUEST or ANSWER for the token itself."""
 
     ids: np.ndarray
     roles: np.ndarray
@@ -71,14 +72,14 @@ class Rows:
 
 
 def seeded(*parts: object) -> random.Random:
-    """A generator that depends on the parts alone, not on the process or the platform."""
+    """Return a generator that depends only on the parts, not on process or platform."""
     return random.Random(hashlib.sha256(repr(parts).encode()).digest())
 
 
 def encode_conversations(
     tokenizer: Tokenizer, markers: Markers, conversations: list[Conversation]
 ) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Ids and roles of each conversation. Text is encoded in pieces: a marker always separates them."""
+    """Return ids and roles of each conversation. Text is encoded in pieces separated by markers."""
     pieces = [
         piece
         for c in conversations
@@ -102,13 +103,13 @@ def encode_conversations(
 
 
 def render_text(conversation: Conversation) -> str:
-    """The same layout as one string, for tests and for reading."""
+    """Return the same layout as one string, for tests and display."""
     turns = (f"{USER}{turn.prompt}{ASSISTANT}{END_THINK}{turn.text}{EOS}" for turn in conversation.turns)
     return BOS + conversation.system + "".join(turns)
 
 
 def dress(record: Record, draw: random.Random) -> Record:
-    """One record as this pass shows it: another request, other names."""
+    """Return one record as this pass presents it: another request, other names."""
     record = near_miss(record, draw) if record.source == "smalltalk" else fresh_request(record, draw)
     if record.source in KEEP_NAMES or draw.random() >= RENAME_SHARE:
         return record
@@ -117,7 +118,7 @@ def dress(record: Record, draw: random.Random) -> Record:
 
 
 def converse(record: Record, smalltalk: list[Record], draw: random.Random) -> Conversation:
-    """A conversation around one record: sometimes a system sentence, sometimes a short turn before or after it."""
+    """Build a conversation around one record, sometimes with a system sentence or a short turn before or after."""
     turns = [record]
     if smalltalk and draw.random() < (0.3 if record.source == "smalltalk" else TWO_TURN_SHARE):
         other = near_miss(draw.choice(smalltalk), draw)
@@ -140,7 +141,7 @@ def make_unit(
     piece: int,
     pieces: int,
 ) -> Rows:
-    """Slice `piece` of `pieces` of pass `turn` over `part`, packed and shuffled. Small talk is in every slice."""
+    """Build slice `piece` of `pieces` of pass `turn` over `part`, packed and shuffled. Small talk is in every slice."""
     markers = Markers.of(tokenizer)
     records = [*corpus.core, *corpus.general] if part == "mixed" else list(corpus.core)
     seeded(seed, part, turn).shuffle(records)
@@ -148,8 +149,8 @@ def make_unit(
     repeated = smalltalk * SMALLTALK_REPEATS
     seeded(seed, part, turn, "smalltalk").shuffle(repeated)
     draw = seeded(seed, part, turn, piece)
-    mine = [dress(record, draw) for record in records[piece::pieces] + repeated[piece::pieces]]
-    conversations = [converse(record, smalltalk, draw) for record in mine]
+    records_shown = [dress(record, draw) for record in records[piece::pieces] + repeated[piece::pieces]]
+    conversations = [converse(record, smalltalk, draw) for record in records_shown]
     encoded = encode_conversations(tokenizer, markers, conversations)
     fitting, dropped = [], 0
     for conversation, (ids, roles) in zip(conversations, encoded):
@@ -168,11 +169,11 @@ def make_unit(
 def _shorten(
     conversation: Conversation, tokenizer: Tokenizer, markers: Markers, length: int, draw: random.Random
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """The long turn alone, as a whole answer that starts later in its text; None when not even its end fits."""
+    """Return the long turn alone, as a whole answer that starts later in its text; None if even its end is too long."""
     longest = max(conversation.turns, key=lambda turn: len(turn.text))
     for record in split_late(longest, draw):
         if len(record.prompt) + len(record.text) > CHARACTERS_PER_TOKEN * length:
-            continue  # it could not fit: encoding it would only cost time
+            continue  # it cannot fit, so skip encoding it
         encoded = encode_conversations(tokenizer, markers, [Conversation((record,))])[0]
         if len(encoded[0]) <= length:
             return encoded
@@ -180,7 +181,7 @@ def _shorten(
 
 
 def pack(encoded: list[tuple[np.ndarray, np.ndarray]], length: int, pad: int, draw: random.Random) -> Rows:
-    """Best fit, longest first: each conversation goes to the fullest row that still has room for it."""
+    """Best fit, longest first: each conversation goes to the fullest row that has room for it."""
     order = sorted(range(len(encoded)), key=lambda i: (-len(encoded[i][0]), draw.random()))
     rows: list[list[int]] = []
     by_room: list[list[int]] = [[] for _ in range(length + 1)]  # free tokens -> rows
@@ -208,7 +209,7 @@ def pack(encoded: list[tuple[np.ndarray, np.ndarray]], length: int, pad: int, dr
 
 
 def held_out_rows(records: tuple[Record, ...], tokenizer: Tokenizer, length: int) -> Rows:
-    """One record a row from position 0, as it was written; a record longer than the row is cut, and only here."""
+    """Return one unmodified record per row from position 0; a record longer than the row is truncated, only here."""
     markers = Markers.of(tokenizer)
     encoded = encode_conversations(tokenizer, markers, [Conversation((record,)) for record in records])
     ids = np.full((len(encoded), length), markers.pad, dtype=np.uint16)

@@ -1,11 +1,11 @@
-"""Make nano's dictionary of features: texts, rows, training, judgement, labels, clamps, and the folder that ships.
+"""Train nano's SAE: texts, rows, training, evaluation, labels, clamps, and the shipped directory.
 
     python -m training.dictionary DATA WORK        DATA holds the *-train.jsonl.xz and *-val.jsonl.xz files
 
-Each stage leaves its result in WORK and is left out when that is there, so the command can be stopped and given again.
-What is measured is the dictionary as it ships, matrices rounded to bfloat16, on records that no training has seen. The
-marks of the chat (`MARKS`) are neither trained on nor replaced. Seeds decide everything else; texts are harvested
-together, so last bits may depend on interruptions and on the machine.
+Each stage stores its result in WORK and is skipped if the result exists, so the command can be interrupted and
+repeated. Measurements use the SAE as shipped, with matrices rounded to bfloat16, on records unseen in training. Chat
+markers (`MARKS`) are neither trained on nor replaced. Everything else is determined by seeds; texts are harvested in
+batches, so the last bits may depend on interruptions and the machine.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ TINY = 900
 MOST_LETTERS = 4500
 BATCH_ROWS = 2048
 OPTIONS = TrainOptions(1536, k=144, steps=1500, rate=5e-3, decay=0.9, dead_after=200_000, seed=0)
-JUDGED, JUDGED_TOKENS = 40, 320  # held-out records, and how much of each
+JUDGED, JUDGED_TOKENS = 40, 320  # held-out records, and tokens used of each
 OWN_TEXTS = 150
 
 
 def write_texts(data: Path, work: Path) -> None:
-    """`train.jsonl` from the training records, `held-out.jsonl` from the others, as conversations."""
+    """Write `train.jsonl` from training records and `held-out.jsonl` from the others, as conversations."""
     draw = random.Random(7)
     stories, tiny = (_records(data, f"{name}-train") for name in ("stories", "tinystories"))
     draw.shuffle(stories)
@@ -96,7 +96,7 @@ def train(work: Path, options: TrainOptions = OPTIONS) -> None:
 
 
 def judge(engine: birkhoff.Engine, sae: Sae, work: Path) -> dict[str, Any]:
-    """Rows and losses on held-out records; a second loss with the marks replaced too, which is harder."""
+    """Evaluate rows and losses on held-out records; the second loss also replaces the markers, which is harder."""
     texts = _ids(engine, work / "held-out.jsonl")[:JUDGED]
     texts = [ids[:JUDGED_TOKENS] for ids in texts]
     quality, _ = row_quality(engine, sae, texts, exclude=MARKS)
@@ -113,11 +113,11 @@ def _ids(engine: birkhoff.Engine, path: Path) -> list[list[int]]:
 
 
 def kept(path: Path, make: Callable[[], Any]) -> Any:
-    """What `path` holds as JSON; made and written first where it is not there."""
+    """Return the JSON in `path`, computing and writing it first if the file does not exist."""
     if not path.exists():
-        made = json.dumps(make(), ensure_ascii=False)
-        path.write_text(made + "\n", encoding="utf-8")
-        print(f"{path.name}: {made[:400]}", flush=True)
+        text = json.dumps(make(), ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+        print(f"{path.name}: {text[:400]}", flush=True)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -138,20 +138,20 @@ def main() -> None:
 
         def entries() -> dict[str, Any]:
             texts = [ids[:-1] for ids in _ids(engine, work / "own.jsonl")]
-            found = explain(engine, sae, texts, skip=3, contexts=5, tokens=8)
-            return {str(feature): entry.to_json() for feature, entry in found.items()}
+            explanations = explain(engine, sae, texts, skip=3, contexts=5, tokens=8)
+            return {str(feature): entry.to_json() for feature, entry in explanations.items()}
 
         features = kept(work / "entries.json", entries)
         themes = kept(work / "themes.json", lambda: find_themes(engine, sae, features))
         clamps = kept(work / "clamps.json", lambda: measure_clamps(engine, sae, themes, features))
     names = {int(clamp["feature"]): clamp["theme"] for clamp in clamps if clamp["moved"] >= PROVED}
-    said = {
+    metadata = {
         "model_name": "nano",
         "training": sae.metadata.get("training"),
         "measured": measured,
         "clamps": clamps,
     }
-    size = ship(sae, features, names, said, work / "sae")
+    size = ship(sae, features, names, metadata, work / "sae")
     print(f"{work / 'sae'}: {size} bytes", flush=True)
 
 

@@ -1,11 +1,11 @@
-"""What is on the disk, measured: held-out loss, bits per byte, MTP acceptance, liveness, and text from fixed seeds.
+"""Evaluate a checkpoint on disk: held-out loss, bits per byte, MTP acceptance, liveness, and text from fixed seeds.
 
     python -m training.evaluate CHECKPOINT --data DIR [--before CHECKPOINT] [--json FILE]
 
-Losses come from the training forward on the exactly dequantised weights, in float32 on a CPU, records whole (rows of
-2,048) and cut at 1,024 as during training. `--exact N` runs N records through `birkhoff.model` as well and reports
-the largest difference: the numbers hold for the model that users run, not only for the code that trained it.
-`--before` is the same model stored without rounding, to see what the released layout costs.
+Losses come from the training forward on the exactly dequantised weights, in float32 on a CPU, with whole records (rows
+of 2,048) and truncated at 1,024 as during training. `--exact N` also runs N records through `birkhoff.model` and
+reports the largest difference, so that the results hold for the model that users run. `--before` is the same model
+stored without rounding, to measure the cost of the released layout.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Weights = dict[str, Tensor]
 
 
 def weights_of(folder: Path, device: str) -> tuple[V4Config, Weights]:
-    """Config and float32 weights of a released folder, on a device."""
+    """Return the config and float32 weights of a released directory, on a device."""
     config, tensors = load_named(folder)
     store = Store(config, device)
     store.load(tensors)
@@ -61,7 +61,7 @@ def held_out_report(
 
 
 def _measure_trimmed(forward: Forward, weights: Weights, rows: Rows, pad: int, batch: int) -> list[Score]:
-    """`measure` without the padding: rows of about one length together. Nothing behind a token moves its loss."""
+    """`measure` without padding, with rows of similar length batched. Later tokens do not affect a token's loss."""
     block = forward.config.sliding_window
     needed = -(-(rows.ids != pad).sum(1) // block) * block
     scores: dict[int, Score] = {}
@@ -69,13 +69,13 @@ def _measure_trimmed(forward: Forward, weights: Weights, rows: Rows, pad: int, b
         where = np.flatnonzero(needed == length)
         short = Rows(rows.ids[where, :length], rows.roles[where, :length])
         trimmed = Forward(forward.config, length, forward.device)
-        found = measure(trimmed, weights, short, pad, min(batch, len(where)), torch.float32)
-        scores |= dict(zip(where.tolist(), found))
+        batch_scores = measure(trimmed, weights, short, pad, min(batch, len(where)), torch.float32)
+        scores |= dict(zip(where.tolist(), batch_scores))
     return [scores[row] for row in range(len(rows.ids))]
 
 
 def packed_held_out(corpus: Corpus, tokenizer: Tokenizer, length: int, rows: int) -> Tensor:
-    """Held-out conversations packed into rows; the fullest rows, for numbers that padding would move."""
+    """Return held-out conversations packed into rows, the fullest ones, for metrics that padding would bias."""
     markers = Markers.of(tokenizer)
     talks = [Conversation((record,)) for records in corpus.held_out.values() for record in records]
     packed = pack(
@@ -91,7 +91,7 @@ def packed_held_out(corpus: Corpus, tokenizer: Tokenizer, length: int, rows: int
 def exact_difference(
     folder: Path, weights: Weights, corpus: Corpus, tokenizer: Tokenizer, records: int
 ) -> dict:
-    """The same records through our exact model: largest difference of a record's loss, and both means."""
+    """Run the same records through the exact model: largest difference of a record's loss, and both means."""
     checkpoint = open_checkpoint(folder)
     model = Transformer(checkpoint.config)
     load_into(model.destinations(), checkpoint)
@@ -160,7 +160,7 @@ def evaluate(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def written(folder: Path, asks: list[Ask], longest: int, top_k: int = 40) -> list[dict]:
-    """Answers by the engine users run; what a seed gives here is what it gives them."""
+    """Return answers of the engine that users run, reproducible from their seeds."""
     out = []
     with birkhoff.load(folder, device="cpu") as engine:
         for ask in asks:
@@ -184,40 +184,40 @@ def written(folder: Path, asks: list[Ask], longest: int, top_k: int = 40) -> lis
 
 
 def _requests(held_out_records: dict[str, tuple[Record, ...]]) -> list[Record]:
-    """Ten held-out records, the same ones every time: five from each file, evenly spread."""
+    """Return ten fixed held-out records, five from each file, evenly spread."""
     return [part[i * len(part) // 5] for part in held_out_records.values() for i in range(5)]
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("checkpoint")
-    parser.add_argument("--data", default="../shared/data")
-    parser.add_argument("--tokenizer", help="folder of the tokenizer, when it is not beside the weights")
+    parser.add_argument("--data", default="data")
+    parser.add_argument("--tokenizer", help="folder of the tokenizer, if not next to the weights")
     parser.add_argument("--before", help="the same model stored without rounding")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument(
-        "--files", nargs="+", choices=sorted(HELD_OUT_FILES), help="held-out files; all when left out"
+        "--files", nargs="+", choices=sorted(HELD_OUT_FILES), help="held-out files; all by default"
     )
     parser.add_argument(
-        "--whole", action=argparse.BooleanOptionalAction, default=True, help="measure uncut records too"
+        "--whole", action=argparse.BooleanOptionalAction, default=True, help="also evaluate whole records"
     )
     parser.add_argument(
-        "--exact", type=int, default=4, metavar="N", help="records to run through the exact model too"
+        "--exact", type=int, default=4, metavar="N", help="also run this many records through the exact model"
     )
     parser.add_argument(
         "--samples", type=int, default=0, metavar="TOKENS", help="write samples of at most this length"
     )
-    parser.add_argument("--json", help="file for everything that was found")
+    parser.add_argument("--json", help="file for all results")
     options = parser.parse_args(arguments)
     try:
-        found = evaluate(options)
+        results = evaluate(options)
     except BirkhoffError as error:
         print(f"{error.code}  {error}", file=sys.stderr)
         return 1
-    print(as_text(found))
+    print(as_text(results))
     if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

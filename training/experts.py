@@ -1,8 +1,8 @@
-"""The mixture of experts for training: every expert computes every token, and the gate masks what was not chosen.
+"""Mixture of experts for training: every expert computes every token, and the gate masks those not selected.
 
-With 16 small experts this is exact, needs no sorting and is two plain matrix products a layer (the shared expert
-rides along as one more). The router is float32. Ties go to the lowest expert, as in `birkhoff.kernels.experts`.
-`Load` carries what balancing needs: how often each expert was chosen, and the sequence-wise balance loss.
+With 16 small experts this is exact, needs no sorting, and is two plain matrix products per layer (the shared expert is
+one more expert in them). The router is float32. Ties go to the lowest expert id, as in `birkhoff.kernels.experts`.
+`Load` holds what balancing needs: the selection counts, and the sequence-wise balance loss.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ Weights = dict[str, Tensor]
 
 
 class Load(NamedTuple):
-    share: Tensor  # [experts] share of the chosen slots, padding left out
+    share: Tensor  # [experts] share of the selected slots, without padding
     loss: Tensor  # [] sequence-wise balance
 
 
 def route(x: Tensor, weights: Weights, ids: Tensor, config: V4Config) -> tuple[Tensor, Tensor, Tensor]:
-    """x [b, t, hidden] -> gates [b, t, experts] (zero where not chosen), chosen as 0/1, scores."""
+    """Map x [b, t, hidden] to gates [b, t, experts] (zero if not selected), a 0/1 selection mask, and scores."""
     scores = F.softplus(x.float() @ weights["ffn.gate.weight"].float().T).sqrt()
     if "ffn.gate.tid2eid" in weights:
         picks = weights["ffn.gate.tid2eid"][ids]  # [b, t, k]
@@ -38,15 +38,15 @@ def route(x: Tensor, weights: Weights, ids: Tensor, config: V4Config) -> tuple[T
 
 
 def best_experts(ranked: Tensor, count: int) -> Tensor:
-    """The `count` largest along the last axis as a mask, lowest index first on ties: all pairs compared, no sort."""
-    mine, other = ranked.unsqueeze(-1), ranked.unsqueeze(-2)
+    """Return a mask of the `count` largest along the last axis, lowest index first on ties, without sorting."""
+    candidate, other = ranked.unsqueeze(-1), ranked.unsqueeze(-2)
     index = torch.arange(ranked.shape[-1], device=ranked.device)
-    ahead = (other > mine) | ((other == mine) & (index < index[:, None]))
+    ahead = (other > candidate) | ((other == candidate) & (index < index[:, None]))
     return ahead.sum(-1) < count
 
 
 def moe(x: Tensor, weights: Weights, ids: Tensor, valid: Tensor, config: V4Config) -> tuple[Tensor, Load]:
-    """x [b, t, hidden], normalised -> output of all experts, and the load. `valid` [b, t] marks real tokens."""
+    """Map normalised x [b, t, hidden] to the output of all experts and the load. `valid` [b, t] marks real tokens."""
     gates, chosen, scores = route(x, weights, ids, config)
     count = config.n_routed_experts
     inner = config.moe_intermediate_size
@@ -68,10 +68,10 @@ def moe(x: Tensor, weights: Weights, ids: Tensor, valid: Tensor, config: V4Confi
 
 
 def _load(chosen: Tensor, scores: Tensor, valid: Tensor, config: V4Config) -> Load:
-    """Balance after DeepSeek-V3: per row, how often an expert is chosen times how much it is wanted."""
+    """DeepSeek-V3 balance loss: per row, selection frequency times mean score of each expert."""
     real = valid.float().unsqueeze(-1)
     tokens = real.sum(1).clamp_min(1)
-    often = (chosen * real).sum(1) / tokens * (config.n_routed_experts / config.num_experts_per_tok)
-    wanted = (scores / scores.sum(-1, keepdim=True) * real).sum(1) / tokens
+    frequency = (chosen * real).sum(1) / tokens * (config.n_routed_experts / config.num_experts_per_tok)
+    mean_score = (scores / scores.sum(-1, keepdim=True) * real).sum(1) / tokens
     share = (chosen * real).sum((0, 1)) / (real.sum() * config.num_experts_per_tok).clamp_min(1)
-    return Load(share, (often * wanted).sum(-1).mean())
+    return Load(share, (frequency * mean_score).sum(-1).mean())

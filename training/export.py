@@ -1,8 +1,8 @@
-"""What ships: the released layout, the tokenizer, the generation defaults, and what was measured.
+"""Write the shipped directory: released layout, tokenizer, generation defaults, measurements.
 
-Weights go through `birkhoff.weights.write_released`: routed experts FP4, dense matrices FP8, the rest bf16 or
-float32, in shards under 16 MiB. `load_named` reads such a folder back into the names of the training forward, exactly
-dequantised, so that what is evaluated is what is on disk.
+Weights are written by `birkhoff.weights.write_released`: routed experts FP4, dense matrices FP8, the rest bf16 or
+float32, in shards under 16 MiB. `load_named` reads such a directory back under the names of the training forward,
+exactly dequantised, so that evaluation uses what is on disk.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from birkhoff.weights import load_into, open_checkpoint, write_released
 from birkhoff.weights.layout import model_tensors
 from training.parameters import Store
 
-SHARD_BYTES = 15 << 20  # of tensors; the header of a shard with a thousand of them takes some 150 kB more
+SHARD_BYTES = 15 << 20  # of tensor data; the header of a shard with a thousand tensors adds about 150 kB
 GENERATION = {
     "bos_token_id": 0,
     "eos_token_id": 1,
@@ -32,13 +32,13 @@ GENERATION = {
 
 
 def released_pairs(tensors: dict[str, Tensor], config: V4Config) -> Iterator[tuple[str, Tensor]]:
-    """Stacked experts apart again: every tensor of the model once, by its released name."""
+    """Yield every tensor of the model once, by released name, with experts unstacked."""
     for tensor in model_tensors(config):
         yield tensor.name, _pick(tensors, tensor.name).cpu()
 
 
 def _pick(tensors: dict[str, Tensor], name: str) -> Tensor:
-    """A tensor by its released name; a routed expert is one slice of its stack."""
+    """Return a tensor by released name; a routed expert is one slice of its stack."""
     if name in tensors:
         return tensors[name]
     head, expert, part, _ = name.rsplit(".", 3)
@@ -52,7 +52,7 @@ def export(
     tokenizer: str | Path | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> list[Path]:
-    """Write the checkpoint of `Store.export()` tensors; returns the files written."""
+    """Write a checkpoint from `Store.export()` tensors; return the files written."""
     folder = Path(folder)
     files = list(write_released(folder, config, released_pairs(tensors, config), shard_bytes=shard_bytes))
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -64,7 +64,7 @@ def export(
 
 
 class _Target(NamedTuple):
-    """A destination of `load_into`: a tensor of ours, or one expert of a stack."""
+    """A destination of `load_into`: a tensor, or one expert of a stack."""
 
     name: str
     tensor: Tensor
@@ -72,7 +72,7 @@ class _Target(NamedTuple):
 
 
 def load_named(folder: str | Path) -> tuple[V4Config, dict[str, Tensor]]:
-    """A released folder as float32 tensors under the training names, exactly dequantised."""
+    """Read a released directory as float32 tensors under training names, exactly dequantised."""
     checkpoint = open_checkpoint(Path(folder))
     out = Store(checkpoint.config).export()
 

@@ -1,9 +1,8 @@
-"""Rows for the training loop, made ahead of time by background processes so that the device never waits.
+"""Rows for the training loop, generated ahead of time by background processes so that the device never waits.
 
-Two endless streams, "mixed" and "core", each a sequence of units (see `data.make_unit`). A stream keeps `ahead` units
-in work, so switching from one to the other is instant and keeps nothing in longer than asked. Units are remembered:
-`rewind` shows the next run the same rows without making them again. With no workers, units are made on demand in this
-process.
+There are two endless streams, "mixed" and "core", each a sequence of units (see `data.make_unit`). Each stream keeps
+`ahead` units in progress, so switching between them is immediate. Units are cached: after `rewind`, the next run gets
+the same rows without generating them again. Without workers, units are generated on demand in this process.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ PIECES = 12
 
 
 class Maker:
-    """Makes units from a corpus on disk; one lives in every worker."""
+    """Generates units from a corpus on disk; each worker has one."""
 
     def __init__(self, data: str | Path, tokenizer: str | Path, length: int, seed: int, share: float):
         self.corpus: Corpus = thin(read_corpus(data), share, seed)
@@ -41,7 +40,7 @@ class Maker:
 
 
 def thin(corpus: Corpus, share: float, seed: int) -> Corpus:
-    """Keep a fixed share of core and general records; small talk and held-out text stay whole."""
+    """Keep a fixed share of core and general records; small talk and held-out text are kept whole."""
     if share >= 1:
         return corpus
 
@@ -53,7 +52,7 @@ def thin(corpus: Corpus, share: float, seed: int) -> Corpus:
     return replace(corpus, core=some(corpus.core, "core"), general=some(corpus.general, "general"))
 
 
-_maker: Maker | None = None  # one per worker process: a corpus is too large to travel with every task
+_maker: Maker | None = None  # one per worker process: a corpus is too large to send with every task
 
 
 def _begin(*arguments: object) -> None:
@@ -94,12 +93,12 @@ class Feed:
         self.rewind()
 
     def rewind(self) -> None:
-        """Begin again at the first unit of both streams."""
+        """Restart both streams at the first unit."""
         self._next_unit = dict.fromkeys(PARTS, 0)
         self._left: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {part: [] for part in PARTS}
 
     def batch(self, part: str, rows: int) -> tuple[np.ndarray, np.ndarray]:
-        """The next `rows` rows of a stream: ids uint16 and roles uint8, both [rows, length]."""
+        """Return the next `rows` rows of a stream: ids uint16 and roles uint8, both [rows, length]."""
         if part not in PARTS:
             raise OptionError(f"part is {part!r}, expected one of {', '.join(PARTS)}.")
         ids = []
@@ -117,7 +116,7 @@ class Feed:
         return np.concatenate(ids), np.concatenate(roles)
 
     def position(self) -> dict[str, tuple[int, int]]:
-        """Per stream: units begun, and rows left in the last of them. `seek` returns there."""
+        """Return, per stream, units started and rows left in the last one; `seek` restores it."""
         return {part: (self._next_unit[part], sum(len(i) for i, _ in self._left[part])) for part in PARTS}
 
     def seek(self, position: dict[str, tuple[int, int]]) -> None:
@@ -139,8 +138,8 @@ class Feed:
             unit = self._make(part, number)
         else:
             self._order(part, number)
-            made = self._units[part, number]
-            unit = made.result() if isinstance(made, Future) else made
+            pending = self._units[part, number]
+            unit = pending.result() if isinstance(pending, Future) else pending
             self._units[part, number] = unit
         return unit.ids, unit.roles
 

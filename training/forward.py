@@ -1,10 +1,9 @@
-"""The training forward: ids [b, t] in, losses out, every V4 mechanism in it, written for `torch.compile`.
+"""The training forward: ids [b, t] in, losses out, with every V4 mechanism, written for `torch.compile`.
 
-Functions take the weights as an argument: a mapping from released names (experts stacked) to tensors. A layer sees
-the names of its own layer only, so layers of one kind share one compiled graph. mHC, router, norms and losses are
-float32; streams have the dtype of the embedding that the caller passes in; matrix products follow the weights. Every
-number that changes during a run (dropout, dense selection) is a device scalar: training and evaluation run the same
-graph.
+Functions take the weights as a mapping from released names (experts stacked) to tensors. A layer receives only the
+names of its own layer, so layers of one kind share one compiled graph. mHC, router, norms and losses are float32;
+streams have the dtype of the embedding; matrix products follow the weights. Values that change during a run (dropout,
+dense selection) are device scalars, so training and evaluation run the same graph.
 """
 
 from __future__ import annotations
@@ -35,32 +34,34 @@ class Mix(NamedTuple):
 
 
 class Knobs(NamedTuple):
-    """Device scalars of a step; None leaves the mechanism out of the graph."""
+    """Device scalars of a step; None removes the mechanism from the graph."""
 
     dropout: Tensor | None = None
-    dense: Tensor | None = None  # not zero: CSA layers attend every visible entry
+    dense: Tensor | None = None  # nonzero: CSA layers attend to every visible entry
 
 
 def still(device: torch.device) -> Knobs:
-    """No dropout, sparse selection: for measuring on the training graphs. Two tensors, as in a step: a graph compiled
-    for two inputs is compiled again for one input given twice."""
+    """Knobs without dropout and with sparse selection, for evaluation on the training graphs.
+
+    Two separate tensors, as in a step: a graph compiled for two inputs is recompiled if one tensor is passed twice.
+    """
     return Knobs(*torch.zeros(2, device=device).unbind())
 
 
 class Trunk(NamedTuple):
     streams: Tensor  # [b, t, 4, hidden] after the last layer
-    hidden: Tensor  # [b, t, hidden] ready for the head
+    hidden: Tensor  # [b, t, hidden], input of the head
     index_losses: list[Tensor]
     loads: list[Load]
 
 
 def enter(ids: Tensor, table: Tensor, *, count: int, dtype: torch.dtype) -> Tensor:
-    """Embeddings of ids [b, t], copied to every stream."""
+    """Return the embeddings of ids [b, t], copied to every stream."""
     return F.embedding(ids, table).to(dtype).unsqueeze(2).repeat(1, 1, count, 1)
 
 
 def mhc_read(streams: Tensor, weights: Weights, name: str, config: V4Config) -> tuple[Tensor, Mix]:
-    """Coefficients from the streams [b, t, 4, hidden], and the streams collapsed for the sub-layer."""
+    """Return the coefficients from the streams [b, t, 4, hidden], and the sub-layer's input."""
     count = config.hc_mult
     flat = streams.flatten(2).float()
     norm = torch.rsqrt(flat.square().mean(-1, keepdim=True) + config.rms_norm_eps)
@@ -75,7 +76,7 @@ def mhc_read(streams: Tensor, weights: Weights, name: str, config: V4Config) -> 
 
 
 def mhc_write(streams: Tensor, out: Tensor, mix: Mix) -> Tensor:
-    """Streams after the sub-layer: destination k takes comb[j, k] of stream j and write[k] of the output."""
+    """Return the streams after the sub-layer: target k gets comb[j, k] of stream j and write[k] of the output."""
     carried = (mix.comb.unsqueeze(-1) * streams.float().unsqueeze(3)).sum(2)
     return (mix.write.unsqueeze(-1) * out.float().unsqueeze(2) + carried).to(streams.dtype)
 
@@ -109,7 +110,7 @@ def layer(
     config: V4Config,
     ratio: int,
 ) -> tuple[Tensor, Selection | None, Load, tuple[Mix, Mix], tuple[Tensor, Tensor]]:
-    """One layer: streams in, streams out; with what the indexer, the router and mHC did and the sub-layers' outputs."""
+    """Run one layer; return streams, indexer, router and mHC values, and the outputs of the sub-layers."""
     dtype = weights["attn.wq_a.weight"].dtype
     eps = config.rms_norm_eps
     read, attention_mix = mhc_read(streams, weights, "hc_attn", config)
@@ -126,13 +127,13 @@ def layer(
 
 
 def _brief(*args: Any, **options: Any) -> tuple[Tensor, Tensor | None, Load]:
-    """`layer` for training: only what the loss needs leaves the graph, so that nothing else is kept in memory."""
+    """`layer` for training: returns only what the loss needs, so that nothing else stays in memory."""
     streams, selection, load, _, _ = layer(*args, **options)
     return streams, None if selection is None else selection.loss, load
 
 
 def enter_mtp(streams: Tensor, next_ids: Tensor, table: Tensor, weights: Weights, config: V4Config) -> Tensor:
-    """Streams the MTP layer starts from: each trunk stream and the next token's embedding, projected and added."""
+    """Return the MTP layer's input streams: each trunk stream and the next token's embedding, projected and added."""
     dtype = weights["e_proj.weight"].dtype
     eps = config.rms_norm_eps
     embedded = F.embedding(next_ids, table).to(streams.dtype)
@@ -142,20 +143,20 @@ def enter_mtp(streams: Tensor, next_ids: Tensor, table: Tensor, weights: Weights
 
 
 def collapse(streams: Tensor, weights: Weights, prefix: str, config: V4Config, dtype: torch.dtype) -> Tensor:
-    """Streams to the normalised hidden rows the head reads."""
+    """Reduce the streams to the normalised hidden rows that the head reads."""
     return rms_norm(
         mhc_head(streams, weights, prefix, config), weights[f"{prefix}norm.weight"], config.rms_norm_eps
     ).to(dtype)
 
 
 def token_losses(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Nats per token [b, t], float32."""
+    """Return nats per token [b, t], float32."""
     logits = F.linear(hidden, head.to(hidden.dtype)).float()
     return logits.logsumexp(-1) - logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
 
 
 class Forward:
-    """The model as a bundle of functions for one config and row length, plain or compiled."""
+    """The model's functions for one config and row length, plain or compiled."""
 
     def __init__(self, config: V4Config, length: int, device: torch.device | str, compiled: bool = False):
         self.config = config
@@ -165,7 +166,7 @@ class Forward:
         self.choose(compiled)
 
     def choose(self, compiled: bool) -> None:
-        """Use `torch.compile`d functions or the plain ones; both compute the same."""
+        """Select `torch.compile`d or plain functions; both compute the same."""
         config = self.config
         self.compiled = compiled
         wrap: Callable[..., Any] = (
@@ -205,7 +206,7 @@ class Forward:
     def mtp(
         self, weights: Weights, streams: Tensor, next_ids: Tensor, valid: Tensor, knobs: Knobs
     ) -> tuple[Tensor, Load]:
-        """Hidden rows for the token after next, from the trunk's streams and the next tokens."""
+        """Return hidden rows for the token after next, from the trunk's streams and the next tokens."""
         local = local_weights(weights, "mtp.0.")
         streams = self._enter(streams, next_ids, weights["embed.weight"], local)
         streams, _, load = self._layers[0, False](local, streams, next_ids, valid, self.tables[False], knobs)
@@ -224,7 +225,7 @@ def local_weights(weights: Weights, prefix: str) -> Weights:
 
 
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A partial as a function of its own: `torch.compile` caches by code object, and these must not share one."""
+    """Wrap a partial in a new function: `torch.compile` caches by code object, which these must not share."""
 
     def call(*args: Any, **options: Any) -> Any:
         return function(*args, **options)

@@ -1,8 +1,8 @@
-"""How a run begins: random matrices, staggered hyper-connections, balanced hash tables.
+"""Initialise a run: random matrices, staggered hyper-connections, balanced hash tables.
 
-mHC starts with four copies of one stream, and equal gates would keep them copies: sub-layer i reads mostly stream i
-mod 4 and writes a little more to it, and mixing starts near the identity. `scale` is how much the input may move a
-gate from its start. A hash table gives each token id `k` different experts, each expert the same number of ids.
+mHC starts with four copies of one stream, which equal gates would preserve. So sub-layer i reads mostly stream i mod 4
+and writes slightly more to it, and mixing starts near the identity. `scale` bounds how far the input moves a gate from
+its start. A hash table gives each token id `k` distinct experts, and each expert the same number of ids.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ WRITE_BASE = (1.0, -0.5)
 def initialise(
     store: Store, seed: int, spread: float = 0.02, mhc_scale: float = 0.5, stagger: bool = True
 ) -> None:
-    """Fill masters and tables; the same seed gives the same weights on any device."""
+    """Fill masters and tables; a seed gives the same weights on any device."""
     draw = torch.Generator().manual_seed(seed)
     tensors: dict[str, Tensor] = {}
     config = store.config
@@ -53,27 +53,27 @@ def _mhc(
         return torch.randn(shape, generator=draw) * (count * config.hidden_size) ** -0.5
     if name.endswith("hc_head_base"):
         return torch.zeros(shape)
-    own = _sub_layer(name, config) % count
-    mine = torch.arange(count) == own
-    read = torch.where(mine, *READ_BASE) if stagger else torch.zeros(count)
-    write = torch.where(mine, *WRITE_BASE) if stagger else torch.zeros(count)
+    favoured = _sub_layer(name, config) % count
+    is_favoured = torch.arange(count) == favoured
+    read = torch.where(is_favoured, *READ_BASE) if stagger else torch.zeros(count)
+    write = torch.where(is_favoured, *WRITE_BASE) if stagger else torch.zeros(count)
     mixing = torch.eye(count) * MIX_DIAGONAL
     return torch.cat((read, write, mixing.flatten()))
 
 
 def _sub_layer(name: str, config: V4Config) -> int:
-    """Sub-layers counted through the model, attention before experts; the MTP layer follows the trunk."""
+    """Index sub-layers through the model, attention before experts; the MTP layer follows the trunk."""
     layer = config.num_hidden_layers if name.startswith("mtp.") else int(name.split(".")[1])
     return 2 * layer + ("hc_ffn" in name)
 
 
 def hash_table(config: V4Config, draw: torch.Generator) -> Tensor:
-    """[vocab, k] distinct experts per id; every expert equally often among the ids."""
+    """Return [vocab, k] distinct experts per id, with every expert equally frequent."""
     experts = config.n_routed_experts
     count = config.num_experts_per_tok
     tables = []
     for _ in range(math.ceil(config.vocab_size / experts)):
-        # Each run of `experts` ids is one shuffled ring walked with one set of steps: balanced in every column.
+        # Each group of `experts` ids uses one shuffled ring and one set of offsets: balanced in every column.
         start = torch.randperm(experts, generator=draw)
         steps = torch.cat(
             (torch.zeros(1, dtype=torch.long), torch.randperm(experts - 1, generator=draw)[: count - 1] + 1)

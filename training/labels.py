@@ -1,8 +1,8 @@
-"""The folder of a dictionary as it ships: SAELens files at two bytes a number, labels, and what its features are about.
+"""Write the shipped SAE directory: SAELens files with two bytes per value, labels, and feature descriptions.
 
-Features are described (contexts in text nano wrote, density, the tokens they speak for) where they fired in at least
-five texts and not nearly everywhere: the ones that peak on one token first, then the rarer ones. A label names one
-feature, so repeats are numbered.
+A feature is described (contexts in text nano wrote, density, promoted tokens) if it fired in at least five texts and
+not nearly everywhere: features that peak on one token first, then rarer ones. Labels are unique, so repeats are
+numbered.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ DENSITIES = (2e-4, 0.15)
 
 
 def ship(
-    sae: Sae, entries: Mapping[str, Any], names: Mapping[int, str], said: dict[str, Any], out: Path
+    sae: Sae, entries: Mapping[str, Any], names: Mapping[int, str], metadata: dict[str, Any], out: Path
 ) -> int:
-    """Write `out`; the bytes of all its files. `names` are labels found otherwise, and win."""
+    """Write `out`; return the size of its files in bytes. `names` are given labels and take precedence."""
     chosen = described(entries) | {feature: entries[str(feature)] for feature in names}
     labels = numbered(
         {feature: names.get(feature) or entry["label"] for feature, entry in sorted(chosen.items())}
@@ -40,7 +40,7 @@ def ship(
         view=sae.view,
         x_max=sae.x_max,
         labels=labels,
-        metadata=said,
+        metadata=metadata,
     ).save(out)
     compact(out)
     lines = [f"{json.dumps(str(feature))}: {_line(chosen[feature], labels[feature])}" for feature in labels]
@@ -49,7 +49,7 @@ def ship(
 
 
 def described(entries: Mapping[str, Any]) -> dict[int, Any]:
-    """The features worth showing, at most `DESCRIBED` of them."""
+    """Return the features to describe, at most `DESCRIBED`."""
     low, high = DENSITIES
     good = {
         int(feature): entry
@@ -68,7 +68,7 @@ def described(entries: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def numbered(labels: Mapping[int, str]) -> dict[int, str]:
-    """Labels that tell features apart."""
+    """Make labels unique by numbering repeats."""
     repeated: dict[str, list[int]] = {}
     for feature, label in labels.items():
         repeated.setdefault(label, []).append(feature)

@@ -1,10 +1,10 @@
-"""Are the mechanisms in use, or only present? What mHC, router and indexer do on real rows, layer by layer.
+"""Measure whether mHC, router and indexer are in use, on real rows, layer by layer.
 
-Streams: the share of their energy that the mean over streams holds (1: four copies, an idle mHC; 0.25: unrelated
-streams). Gates: mean write and read weights per sub-layer. Mixing: distance of the comb matrices from the identity
-(nothing moves) and from uniform (everything is averaged), as Frobenius norms; the two are 1.73 apart. Indexer:
-attention mass its choice keeps, beside the best possible and a random choice. Experts: load of the busiest and the
-idlest over an even share. Read on rows without padding: padding moves these numbers.
+Streams: share of their energy in the mean over streams (1: four copies, mHC idle; 0.25: unrelated streams). Gates:
+mean write and read weights per sub-layer. Mixing: Frobenius distance of the comb matrices from the identity (no
+mixing) and from uniform (full averaging); the two are 1.73 apart. Indexer: attention mass kept by its selection,
+compared with the best possible and a random one. Experts: load of the most and least used relative to an even share.
+Padding biases these values, so rows have none.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from training.attention import Selection
 from training.forward import Knobs, Mix, layer, local_weights, phases
 
 Weights = dict[str, Tensor]
-LATE = 400  # positions from here on have enough entries to choose from
+LATE = 400  # later positions have enough entries to select from
 
 
 @torch.no_grad()
 def liveness(
     weights: Weights, ids: Tensor, config: V4Config, stream_dtype: torch.dtype
 ) -> list[dict[str, float]]:
-    """One record per trunk layer for rows `ids` [b, t]; runs the plain (uncompiled) layers."""
+    """Return one record per trunk layer for rows `ids` [b, t], from the uncompiled layers."""
     tables = {flag: phases(config, ids.shape[1], flag, ids.device) for flag in (False, True)}
     streams = weights["embed.weight"][ids].to(stream_dtype).unsqueeze(2).expand(-1, -1, config.hc_mult, -1)
     valid, out = torch.ones_like(ids), []
-    # Every entry visible: a sparse pass gives the entries left out no mass, and recall would always be one.
+    # All entries visible: in a sparse pass, unselected entries have no mass and recall is always one.
     knobs = Knobs(dense=torch.ones((), device=ids.device))
     for i, ratio in enumerate(config.compress_ratios):
         local = local_weights(weights, f"layers.{i}.")
         streams, selection, load, mixes, outputs = layer(
             local, streams, ids, valid, tables[ratio > 0], knobs, config=config, ratio=ratio
         )
-        found = {"layer": i, "ratio": ratio, "stream_mean_share": mean_share(streams)}
-        found["stream_norm"] = float(streams.float().norm(dim=-1).mean())
+        record = {"layer": i, "ratio": ratio, "stream_mean_share": mean_share(streams)}
+        record["stream_norm"] = float(streams.float().norm(dim=-1).mean())
         for name, mix, output in zip(("attn", "ffn"), mixes, outputs):
-            found |= {f"{name}_{key}": value for key, value in _gates(mix, output).items()}
-        found["busiest_expert"] = float(load.share.max() * config.n_routed_experts)
-        found["idlest_expert"] = float(load.share.min() * config.n_routed_experts)
+            record |= {f"{name}_{key}": value for key, value in _gates(mix, output).items()}
+        record["busiest_expert"] = float(load.share.max() * config.n_routed_experts)
+        record["idlest_expert"] = float(load.share.min() * config.n_routed_experts)
         if selection is not None:
-            found |= _indexer(selection, config.index_topk)
+            record |= _indexer(selection, config.index_topk)
         out.append(
-            {key: round(value, 4) if isinstance(value, float) else value for key, value in found.items()}
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in record.items()}
         )
     return out
 
 
 def mean_share(streams: Tensor) -> float:
-    """Energy of the mean over streams, as a share of the energy of all streams [.., streams, hidden]."""
+    """Return the energy of the mean over streams as a share of the energy of all streams [.., streams, hidden]."""
     wide = streams.float()
     return float(wide.mean(-2).square().sum() * wide.shape[-2] / wide.square().sum())
 
@@ -68,7 +68,7 @@ def _gates(mix: Mix, output: Tensor) -> dict[str, float]:
 
 
 def _indexer(selection: Selection, count: int) -> dict[str, float]:
-    """Shares of the attention mass on compressed entries that a choice of `count` keeps, at late positions."""
+    """Return the shares of attention mass on compressed entries that selecting `count` keeps, at late positions."""
     late = slice(min(LATE, selection.mass.shape[1] // 2), None)
     mass = selection.mass[:, late]
     scores = selection.scores[:, late]

@@ -1,9 +1,8 @@
-"""The training loop: feed, step, schedule, measure, save; stops by steps or by the clock.
+"""The training loop: feed, step, schedule, measure, save; stops by steps or time.
 
-A run is measured in steps (`Stop(steps=...)`, exactly repeatable) or in seconds (`Stop(seconds=...)`, it ends when
-told, whatever the machine's speed); the clock starts after compilation. State for resuming goes to `work/state.pt`.
-In the last tenth the weights are rounded as they will be stored, and the best measurement made under rounding is what
-ships.
+A run is limited by steps (`Stop(steps=...)`, exactly reproducible) or by seconds (`Stop(seconds=...)`, independent of
+machine speed; the clock starts after compilation). State for resuming is saved to `work/state.pt`. In the last tenth,
+weights are rounded as they will be stored, and the best weights measured under rounding are shipped.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Stop:
 
 @dataclass
 class Log:
-    """JSON lines to a file and to the screen."""
+    """Writes JSON lines to a file and to the screen."""
 
     path: Path
     label: str = ""
@@ -65,7 +64,7 @@ class Log:
 
 @dataclass
 class Bench:
-    """What runs share: the compiled forward, the rows, the held-out text, the log."""
+    """What runs share: compiled forward, rows, held-out text, log."""
 
     forward: Forward
     feed: Feed
@@ -78,7 +77,7 @@ class Bench:
 @dataclass
 class Outcome:
     settings: Settings
-    tensors: dict[str, Tensor]  # what ships, float32 masters on the CPU
+    tensors: dict[str, Tensor]  # shipped weights, float32 masters on the CPU
     measured: dict
     steps: int
     seconds: float
@@ -113,8 +112,8 @@ class Run:
     def train(
         self, marks: int = 10, log_every: int = 50, save_seconds: float = 90.0, record: bool = True
     ) -> Outcome:
-        """Train to the end; `marks` measurements on the way, the last of them at the end."""
-        # Once more in the last tenth: that is where the best shippable weights are.
+        """Train to the end with `marks` evaluations, the last of them at the end."""
+        # One more in the last tenth, where the best shippable weights are.
         goals = sorted({(i + 1) / marks for i in range(marks)} | ({0.95} if marks >= 10 else set()))
         goals = [goal for goal in goals if goal > self.progress]
         self._began = self._logged_at = saved = time.monotonic()
@@ -138,11 +137,11 @@ class Run:
                 saved = time.monotonic()
         self._wait()
         if math.isfinite(save_seconds):
-            self.save()  # whatever goes wrong from here on, the same command finishes from this state
+            self.save()  # after a later failure, the same command resumes from this state
         return self._finish(self.rounded)
 
     def _advance(self, record: bool) -> str:
-        """One step and the clock; records the step once it has run a few times. Returns the stream it read."""
+        """Run one step and update the clock; record the step once it has run a few times. Returns the stream used."""
         part = "mixed" if self.progress < self.settings.mixed_share else "core"
         ids, roles = self.bench.feed.batch(part, self.settings.batch)
         self.step.load(ids, roles, moment(self.settings, self.done, self.progress))
@@ -168,35 +167,37 @@ class Run:
         metrics, now = self.step.read(), time.monotonic()
         tokens = (self.done - self._logged) * self.settings.batch * self.settings.length
         rate = round(tokens / max(now - self._logged_at, 1e-9))
-        place = {
+        position = {
             "step": self.done,
             "progress": round(self.progress, 4),
             "part": part,
             "tokens_per_second": rate,
         }
-        self.bench.log.write("train", **place, **{name: round(value, 4) for name, value in metrics.items()})
+        self.bench.log.write(
+            "train", **position, **{name: round(value, 4) for name, value in metrics.items()}
+        )
         self._logged = self.done
         self._logged_at = now
         if not all(map(math.isfinite, metrics.values())):
             raise FloatingPointError(f"step {self.done}: {metrics} is not finite. Lower the rates (--set).")
 
     def measure(self, rounded: bool) -> dict:
-        """Held-out scores now; under rounding the best weights are kept."""
+        """Evaluate on held-out text; under rounding, keep the best weights."""
         weights = self.store.named(self.store.leaves(self.step.dtype, rounded))
         common = (self.bench.pad, self.settings.batch, self.step.stream_dtype)
         scores = [measure(self.bench.forward, weights, part.rows, *common) for part in self.bench.held_out]
-        found = report(self.bench.held_out, scores)
-        loss = found["both"]["nats_per_token"]
+        result = report(self.bench.held_out, scores)
+        loss = result["both"]["nats_per_token"]
         self.bench.log.write(
-            "held-out", step=self.done, seconds=round(self.elapsed, 1), rounded=rounded, **found
+            "held-out", step=self.done, seconds=round(self.elapsed, 1), rounded=rounded, **result
         )
         if self.best is None or (rounded and not self.best[2]["rounded"]) or loss < self.best[0]:
             tensors = {name: tensor.cpu() for name, tensor in self.store.export().items()}
-            self.best = (loss, tensors, found | {"rounded": rounded, "step": self.done})
-        return found
+            self.best = (loss, tensors, result | {"rounded": rounded, "step": self.done})
+        return result
 
     def alive(self, rounded: bool, rows: int = 8) -> list[dict]:
-        """Liveness on rows of the training stream that hold no padding."""
+        """Measure liveness on rows of the training stream without padding."""
         ids, _ = self.bench.feed.batch("core", 4 * rows)
         full = ids[(ids != self.bench.pad).all(1)][:rows]
         full = ids[:rows] if not len(full) else full
@@ -205,13 +206,13 @@ class Run:
             for name, weight in self.store.named(self.store.leaves(self.step.dtype, rounded)).items()
         }
         batch = torch.from_numpy(full.astype("int64")).to(self.bench.forward.device)
-        found = liveness(weights, batch, self.bench.forward.config, self.step.stream_dtype)
-        for entry in found:
+        result = liveness(weights, batch, self.bench.forward.config, self.step.stream_dtype)
+        for entry in result:
             self.bench.log.write("alive", **entry)
-        return found
+        return result
 
     def save(self) -> None:
-        """Everything needed to go on, in one file that is replaced whole."""
+        """Save everything needed to resume, in one file that is replaced atomically."""
         path = self.bench.work / "state.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         state = {
@@ -265,7 +266,7 @@ class Run:
 
 
 def probe(bench: Bench, choices: dict[str, Settings], steps: int) -> list[Outcome]:
-    """The same rows and the same number of steps for every choice; best first."""
+    """Compare settings on the same rows and number of steps; best first."""
     outcomes: list[tuple[float, str, Outcome]] = []
     for name, settings in choices.items():
         bench.feed.rewind()

@@ -1,9 +1,8 @@
-"""How good the model is on text it never saw: nats per answer token, bits per byte, accepted MTP drafts.
+"""Evaluate on unseen text: nats per answer token, bits per byte, accepted MTP drafts.
 
-Each held-out record stands alone in a row from position 0, with the request it came with; answers count, EOS
-included, requests do not. The head runs in float32. The same compiled graphs serve here as in training (dropout and
-dense selection are scalars set to zero), so measuring costs no compilation. Drafts are *accepted* where MTP's best
-token is the trunk's.
+Each held-out record is alone in a row from position 0, with its request; answers including EOS count, requests do not.
+The head runs in float32. Evaluation uses the compiled training graphs (dropout and dense selection are scalars set to
+zero), so it needs no compilation. A draft is *accepted* where MTP's best token equals the trunk's.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from training.step import prepare
 
 @dataclass(frozen=True)
 class HeldOut:
-    """One held-out file as rows, with what is needed to turn nats into bits per byte and to tell sources apart."""
+    """One held-out file as rows, with byte counts for bits per byte, and sources."""
 
     name: str
     rows: Rows
     sources: tuple[str, ...]
-    text_bytes: int  # of the answers, as far as the rows hold them
+    text_bytes: int  # of the answers, as far as they fit the rows
 
 
 def held_out(name: str, records: tuple[Record, ...], tokenizer: Tokenizer, length: int) -> HeldOut:
@@ -74,7 +73,7 @@ class Score:
 def measure(
     forward: Forward, weights: dict[str, Tensor], rows: Rows, pad: int, batch: int, stream_dtype: torch.dtype
 ) -> list[Score]:
-    """One score per row. Rows are run `batch` at a time; the last batch is filled up with padding."""
+    """Return one score per row. Rows run in batches of `batch`; the last batch is padded."""
     knobs, scores = still(forward.device), []
     for start in range(0, len(rows.ids), batch):
         ids = _padded(rows.ids[start : start + batch], batch, pad)
@@ -92,9 +91,7 @@ def measure(
             drafted, _ = forward.mtp(weights, trunk.streams, data.next_ids, data.valid, knobs)
             mtp_nats, draft = _judge(drafted, weights["head.weight"], data.after_ids)
             drafts = (data.after_weight > 0) & counted
-            chosen = torch.cat(
-                (best[:, 1:], best[:, :1]), 1
-            )  # the trunk's own choice for the token after next
+            chosen = torch.cat((best[:, 1:], best[:, :1]), 1)  # the trunk's choice for the token after next
             accepted = (draft == chosen) & drafts
             guessed = (draft == data.after_ids) & drafts
         else:
@@ -108,7 +105,7 @@ def measure(
 
 
 def report(parts: list[HeldOut], scores: list[list[Score]]) -> dict:
-    """Per file, per source and over both files; JSON-able."""
+    """Aggregate per file, per source and over both files; JSON-serialisable."""
     out: dict = {"files": {}, "sources": {}}
     by_source: dict[str, Score] = defaultdict(Score)
     both, text_bytes = Score(), 0
@@ -128,12 +125,12 @@ def report(parts: list[HeldOut], scores: list[list[Score]]) -> dict:
 
 
 def _judge(hidden: Tensor, head: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Nats [b, t] and best tokens [b, t]; row by row, to keep float32 logits small."""
+    """Return nats [b, t] and best tokens [b, t]; row by row, to keep float32 logits small."""
     nats, best = [], []
     with torch.no_grad():
-        for row, wanted in zip(hidden.detach(), targets):
+        for row, target in zip(hidden.detach(), targets):
             logits = F.linear(row.float(), head.float())
-            nats.append(F.cross_entropy(logits, wanted, reduction="none"))
+            nats.append(F.cross_entropy(logits, target, reduction="none"))
             best.append(logits.argmax(-1))
     return torch.stack(nats), torch.stack(best)
 

@@ -1,9 +1,8 @@
-"""Fresh names for the people of a story, so that no pass over the text is quite the last one.
+"""Replace the names of people in a story, so that each pass over the text differs.
 
-A record's first names are found by list, and each is replaced by another of the same gender, everywhere in request
-and answer alike: the model has to copy the name it was asked for instead of remembering it. Left alone are names that
-are also words or places (Ruby, April, Frank), families of one name in one record (Tim and Timmy are one boy), and
-names that another person in the record already bears.
+First names are found by list, and each is replaced by another of the same gender throughout request and answer: the
+model has to copy the requested name instead of memorising it. Not replaced: names that are also words or places (Ruby,
+April, Frank), variants of one name in one record (Tim and Timmy are one person), and names in use by another person.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ BOYS = _words(
 )
 GENDER = dict.fromkeys(GIRLS, GIRLS) | dict.fromkeys(BOYS, BOYS)
 
-# Rhymes would break, or the name belongs to somebody real.
+# Replacing these would break rhymes, or they are names of real people.
 KEEP_NAMES = frozenset({"poem", "joke", "wiki", "explain"})
 
 _CAPITALISED = re.compile(r"\b[A-Z][A-Za-z]+\b")
@@ -63,15 +62,15 @@ _WEIGHTS = {id(names): [(rank + 1) ** -0.5 for rank in range(len(names))] for na
 
 
 def find_names(text: str) -> list[str]:
-    """Listed first names in `text`, in order of first appearance; families such as Tim and Timmy are left out."""
+    """Return listed first names in `text` by first appearance, without variants such as Tim and Timmy."""
     words = dict.fromkeys(_CAPITALISED.findall(text))
-    found = [word for word in words if word in GENDER]
+    listed = [word for word in words if word in GENDER]
     stems = [word.rstrip("s") for word in words]
-    return [name for name in found if not any(_same_family(name, stem) for stem in stems)]
+    return [name for name in listed if not any(_same_family(name, stem) for stem in stems)]
 
 
 def _same_family(name: str, other: str) -> bool:
-    """Tim and Timmy, Sam and Samantha; but Tom and Tomorrow are strangers."""
+    """True for Tim and Timmy, Sam and Samantha; false for Tom and Tomorrow."""
     shorter, longer = sorted((name, other), key=len)
     related = longer in GENDER or len(longer) - len(shorter) <= 3
     return (
@@ -84,7 +83,7 @@ def _same_family(name: str, other: str) -> bool:
 
 
 def fresh_names(text: str, draw: random.Random) -> dict[str, str]:
-    """Old name -> new name for every name that can be changed safely; the new ones appear nowhere in `text`."""
+    """Map every name that can be changed safely to a new one that does not appear in `text`."""
     taken = set(_CAPITALISED.findall(text))
     mapping: dict[str, str] = {}
     for name in find_names(text):
@@ -99,7 +98,7 @@ def fresh_names(text: str, draw: random.Random) -> dict[str, str]:
 
 
 def rename(text: str, mapping: dict[str, str]) -> str:
-    """Replace whole words, also when they are shouted in capitals; all at once, so that swaps cannot chain."""
+    """Replace whole words, also in capitals, simultaneously, so that swaps do not chain."""
     if not mapping:
         return text
     table = mapping | {old.upper(): new.upper() for old, new in mapping.items()}

@@ -1,9 +1,9 @@
-"""Muon for matrices, AdamW for the rest, on the stacks of `Store`; every changing number is a device scalar.
+"""Muon for matrices and AdamW for the rest, on the stacks of `Store`; all changing values are device scalars.
 
 Muon orthogonalises the momentum of each matrix (each expert, each output group) by five Newton-Schulz steps in bf16,
-a whole stack at once, and scales the step by 0.2 sqrt(max(rows, columns)) so that its size per element is AdamW's and
-the rates compare. Weight decay is decoupled and spares norms, mHC, sinks, biases and the router. One update reads no
-device value on the host, so that it can be recorded into a CUDA graph.
+one stack at a time, and scales the step by 0.2 sqrt(max(rows, columns)), so that its size per element matches AdamW's
+and rates are comparable. Weight decay is decoupled and excludes norms, mHC, sinks, biases and the router. An update
+reads no device value on the host, so it can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ADAM_EPS = 1e-8
 
 
 def orthogonalise(stack: Tensor) -> Tensor:
-    """Each matrix of [n, rows, columns] to about U V^T of its singular value decomposition; bf16 inside on CUDA."""
+    """Map each matrix of [n, rows, columns] to about U V^T of its SVD; bf16 internally on CUDA."""
     a, b, c = NEWTON_SCHULZ
     x = stack.bfloat16() if stack.is_cuda else stack.float()
     tall = x.shape[1] > x.shape[2]
@@ -46,7 +46,7 @@ class Optimiser:
     def update(
         self, grads: dict[str, Tensor], rate: Tensor, first_correction: Tensor, second_correction: Tensor
     ) -> Tensor:
-        """Move the masters by one step; returns the gradient norm before clipping."""
+        """Update the masters by one step; return the gradient norm before clipping."""
         norm = torch.stack([grad.float().square().sum() for grad in grads.values()]).sum().sqrt()
         clip = (self.settings.clip / (norm + 1e-6)).clamp(max=1.0)
         for group, grad in grads.items():

@@ -1,9 +1,8 @@
-"""Text in nano's own words: many requests answered once, as JSON lines of conversations.
+"""Generate text with nano: answers to many requests, as JSON lines of conversations.
 
     python -m training.own_text OUT [COUNT]
 
-Features of its dictionary are explained and its streams are studied on this text, so that nothing of the training text
-has to be shown.
+SAE features are described and streams are analysed on this text, so that no training text needs to be shown.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BATCH = 24
 
 
 def write(out: Path, count: int) -> None:
-    """The first `count` requests, answered."""
+    """Answer the first `count` requests."""
     asked = [form.format(thing) for thing, form in itertools.product(THINGS, FORMS)][:count]
     with birkhoff.load("nano", max_requests=BATCH) as engine, out.open("w", encoding="utf-8") as stream:
         for start in range(0, len(asked), BATCH):
@@ -42,8 +41,11 @@ def write(out: Path, count: int) -> None:
             prompts = [engine.encode_chat([{"role": "user", "content": request}]) for request in some]
             outputs = engine.generate(prompts, max_tokens=140, temperature=0.8, top_k=40, seed=start)
             for request, output in zip(some, outputs):
-                said = [{"role": "user", "content": request}, {"role": "assistant", "content": output.text}]
-                stream.write(json.dumps({"messages": said}) + "\n")
+                messages = [
+                    {"role": "user", "content": request},
+                    {"role": "assistant", "content": output.text},
+                ]
+                stream.write(json.dumps({"messages": messages}) + "\n")
 
 
 def main() -> None:

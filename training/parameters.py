@@ -1,11 +1,11 @@
-"""Where the weights of a run live: few large float32 stacks instead of some four hundred tensors.
+"""Store the weights of a run: a few large float32 stacks instead of about four hundred tensors.
 
-Matrices of one shape and one storage class share a stack [n, rows, columns]; everything else lies in one flat vector
-per group ("embedding", "mhc", "small"). The optimiser then works on a dozen tensors. A step makes *leaves* (copies in
-the compute dtype, rounded as the file would be when asked), splits them into named weights, and differentiates with
-respect to the leaves; one concatenation per stack collects the gradient. Names are the released ones, experts stacked
-as [experts, ..]. Router biases and hash tables are state, not parameters: rules move the first, nothing moves the
-second.
+Matrices of one shape and storage class share a stack [n, rows, columns]; the rest is one flat vector per group
+("embedding", "mhc", "small"), so the optimiser works on a dozen tensors. A step creates *leaves* (copies in the
+compute dtype, optionally rounded as in the file), splits them into named weights, and differentiates with respect to
+the leaves; one concatenation per stack collects the gradient. Names are the released ones, with experts stacked as
+[experts, ..]. Router biases and hash tables are state, not parameters: the former are updated by a rule, the latter
+are fixed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MATRIX = re.compile(
     r"attn\.(wq_a|wq_b|wkv|wo_a|wo_b)\.weight$|compressor\.(wkv|wgate)\.weight$|indexer\.wq_b\.weight$"
     r"|experts\.w[123](\.weight)?$|(e|h)_proj\.weight$"
 )
-ALIGN = 16  # elements: compiled kernels assume that every tensor begins on a 64-byte border
+ALIGN = 16  # elements: compiled kernels assume 64-byte alignment of every tensor
 
 
 class Parameter(NamedTuple):
@@ -37,7 +37,7 @@ class Parameter(NamedTuple):
     storage: str
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """A parameter's slices [start, stop) in its stack, or elements in its flat vector."""
 
     group: str
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 def parameters_of(config: V4Config) -> list[Parameter]:
-    """The model's tensors with each layer's routed experts stacked; hash tables and router biases left out."""
+    """Return the model's tensors with routed experts stacked per layer, without hash tables and router biases."""
     out: dict[str, Parameter] = {}
     for tensor in model_tensors(config):
         if tensor.storage == "ids" or tensor.name.endswith("gate.bias"):
@@ -59,7 +59,7 @@ def parameters_of(config: V4Config) -> list[Parameter]:
 
 
 def group_of(parameter: Parameter) -> str:
-    """Which rule moves it: "matrix" (Muon), or one of the Adam groups."""
+    """Return the update rule of a parameter: "matrix" (Muon), or one of the Adam groups."""
     if _MATRIX.search(parameter.name):
         return "matrix"
     if parameter.name in ("embed.weight", "head.weight"):
@@ -68,13 +68,13 @@ def group_of(parameter: Parameter) -> str:
 
 
 class Store:
-    """Masters, their places, and the state that rules move."""
+    """Master weights, their locations, and rule-updated state."""
 
     def __init__(self, config: V4Config, device: torch.device | str = "cpu"):
         self.config = config
         self.device = torch.device(device)
         self.parameters = parameters_of(config)
-        self.places: dict[str, Place] = {}
+        self.locations: dict[str, Location] = {}
         self.storage: dict[str, str] = {}  # of stacks
         sizes: dict[str, int] = defaultdict(int)
         shapes: dict[str, tuple[int, int]] = {}
@@ -89,7 +89,7 @@ class Store:
             else:
                 count = math.prod(parameter.shape)
                 used = -(-count // ALIGN) * ALIGN
-            self.places[parameter.name] = Place(group, sizes[group], sizes[group] + count)
+            self.locations[parameter.name] = Location(group, sizes[group], sizes[group] + count)
             sizes[group] += used
         self.masters: dict[str, Tensor] = {
             group: torch.zeros((size, *shapes[group]) if group in shapes else (size,), device=self.device)
@@ -109,7 +109,7 @@ class Store:
 
     def _slice_shape(self, parameter: Parameter) -> tuple[int, int]:
         rows, columns = parameter.shape[-2:]
-        # A grouped output projection is one matrix per group: each is orthogonalised alone.
+        # A grouped output projection is one matrix per group, orthogonalised separately.
         return (
             (rows // self.config.o_groups, columns)
             if parameter.name.endswith("wo_a.weight")
@@ -117,7 +117,7 @@ class Store:
         )
 
     def leaves(self, dtype: torch.dtype, rounded: bool = False) -> dict[str, Tensor]:
-        """Fresh copies of every stack and vector that require grad; matrices in `dtype`, the rest in float32."""
+        """Return new copies of every stack and vector that require grad; matrices in `dtype`, the rest float32."""
         out = {}
         with torch.no_grad():
             for group in self.stacks:
@@ -126,14 +126,14 @@ class Store:
             for group in self.flats:
                 master = self.masters[group]
                 out[group] = self._round_flat(group) if rounded else master.clone()
-        # Float32 runs would otherwise alias the masters, and an optimiser step would change what was differentiated.
+        # Float32 runs would otherwise alias the masters, which the optimiser step changes.
         return {
             group: (leaf.clone() if leaf is self.masters[group] else leaf).requires_grad_()
             for group, leaf in out.items()
         }
 
     def _round_flat(self, group: str) -> Tensor:
-        """A flat vector with its bf16 members rounded; one select, whatever the number of members."""
+        """Return a flat vector with its bf16 members rounded, in one select."""
         master = self.masters[group]
         return torch.where(self._bf16_mask(group), master.bfloat16().float(), master)
 
@@ -142,64 +142,64 @@ class Store:
         if group not in masks:
             mask = torch.zeros(self.masters[group].shape, dtype=torch.bool)
             for parameter in self.parameters:
-                place = self.places[parameter.name]
-                if place.group == group and parameter.storage == "bf16":
-                    mask[place.start : place.stop] = True
+                location = self.locations[parameter.name]
+                if location.group == group and parameter.storage == "bf16":
+                    mask[location.start : location.stop] = True
             masks[group] = mask.to(self.device)
         return masks[group]
 
     def named(self, leaves: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Every weight by name as a piece of the leaves, with biases and tables; differentiable."""
+        """Return every weight by name as a view of the leaves, with biases and tables; differentiable."""
         out: dict[str, Tensor] = {}
         by_group: dict[str, list[Parameter]] = defaultdict(list)
         for parameter in self.parameters:
-            by_group[self.places[parameter.name].group].append(parameter)
+            by_group[self.locations[parameter.name].group].append(parameter)
         for group, members in by_group.items():
             cuts, ends = [], 0
             for parameter in members:
-                place = self.places[parameter.name]
-                if place.start > ends:
-                    cuts.append(place.start - ends)  # alignment gap behind the previous member
-                cuts.append(place.stop - place.start)
-                ends = place.stop
+                location = self.locations[parameter.name]
+                if location.start > ends:
+                    cuts.append(location.start - ends)  # alignment gap after the previous member
+                cuts.append(location.stop - location.start)
+                ends = location.stop
             if ends < leaves[group].shape[0]:
                 cuts.append(leaves[group].shape[0] - ends)
             pieces, ends = iter(leaves[group].split(cuts)), 0
             for parameter in members:
-                place = self.places[parameter.name]
-                if place.start > ends:
+                location = self.locations[parameter.name]
+                if location.start > ends:
                     next(pieces)
                 out[parameter.name] = next(pieces).reshape(parameter.shape)
-                ends = place.stop
+                ends = location.stop
         return out | self.biases | self.tables
 
     def export(self) -> dict[str, Tensor]:
-        """Float32 copies by name, biases and tables included."""
+        """Return float32 copies by name, including biases and tables."""
         with torch.no_grad():
             return {name: tensor.detach().clone() for name, tensor in self.named(self.masters).items()}
 
     def load(self, tensors: dict[str, Tensor]) -> None:
-        """The inverse of `export`."""
-        wanted = {parameter.name: parameter.shape for parameter in self.parameters}
-        wanted |= {name: tuple(t.shape) for name, t in (self.biases | self.tables).items()}
-        missing = sorted(set(wanted) - set(tensors))
+        """Load the result of `export`."""
+        expected = {parameter.name: parameter.shape for parameter in self.parameters}
+        expected |= {name: tuple(t.shape) for name, t in (self.biases | self.tables).items()}
+        missing = sorted(set(expected) - set(tensors))
         if missing:
             raise TensorMissing(
                 f"{len(missing)} tensors are missing, first {missing[0]}. Load a file that export() wrote."
             )
         with torch.no_grad():
-            for name, shape in wanted.items():
+            for name, shape in expected.items():
                 if tuple(tensors[name].shape) != tuple(shape):
                     raise TensorShape(f"{name} is {tuple(tensors[name].shape)}, expected {tuple(shape)}.")
                 if name in self.biases or name in self.tables:
                     (self.biases | self.tables)[name].copy_(tensors[name])
                     continue
-                place = self.places[name]
-                target = self.masters[place.group][place.start : place.stop]
+                location = self.locations[name]
+                target = self.masters[location.group][location.start : location.stop]
                 target.copy_(tensors[name].reshape(target.shape))
 
 
 def bias_names(config: V4Config) -> list[str]:
-    """Router biases in layer order, MTP last."""
+    """Return router biases in layer order, MTP last."""
     names = [f"layers.{i}.ffn.gate.bias" for i in range(config.num_hash_layers, config.num_hidden_layers)]
     return names + [f"mtp.{i}.ffn.gate.bias" for i in range(config.num_nextn_predict_layers)]

@@ -1,8 +1,8 @@
-"""Before device time is spent: do the kernels and the compiled graphs compute what the plain code computes?
+"""Check, before a run, that kernels and compiled graphs compute the same as the plain code.
 
-Two checks on the device itself. The Sinkhorn kernels against their plain twin, forward and backward: a mismatch is an
-error, since nothing trained with them could be trusted. One batch of held-out rows through the compiled and the plain
-forward: where compiling fails or disagrees, the run goes on with the plain functions, slower and right.
+Two checks on the device. The Sinkhorn kernels are compared with their plain twin, forward and backward; a mismatch is
+an error. One batch of held-out rows runs through the compiled and the plain forward; if compilation fails or
+disagrees, the run continues with the plain functions, which are slower.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from training.settings import Settings, moment
 from training.step import Step
 
 KERNEL_TOLERANCE = 1e-4
-LOSS_TOLERANCE = 0.02  # nats on a few thousand tokens in bf16; the orders of summation differ
+LOSS_TOLERANCE = 0.02  # nats on a few thousand tokens in bf16; summation orders differ
 
 
 def check_kernels(device: torch.device, seed: int = 0) -> float:
-    """The largest error of the Sinkhorn kernels against float64; raises above the tolerance. 0 where none are used."""
+    """Return the largest error of the Sinkhorn kernels against float64; raise above the tolerance. 0 if unused."""
     if device.type != "cuda" or sinkhorn.triton is None:
         return 0.0
     draw = torch.Generator(device=device).manual_seed(seed)
@@ -34,11 +34,11 @@ def check_kernels(device: torch.device, seed: int = 0) -> float:
     grad = torch.randn(1000, 4, 4, device=device, generator=draw)
     exact = logits.double().requires_grad_()
     fast = logits.clone().requires_grad_()
-    wanted = sinkhorn.sinkhorn_plain(exact, 20, 1e-6)
-    found = sinkhorn.sinkhorn(fast, 20, 1e-6)
-    (wanted_grad,) = torch.autograd.grad(wanted, exact, grad.double())
-    (found_grad,) = torch.autograd.grad(found, fast, grad)
-    worst = max(float((found - wanted).abs().max()), float((found_grad - wanted_grad).abs().max()))
+    expected = sinkhorn.sinkhorn_plain(exact, 20, 1e-6)
+    actual = sinkhorn.sinkhorn(fast, 20, 1e-6)
+    (expected_grad,) = torch.autograd.grad(expected, exact, grad.double())
+    (actual_grad,) = torch.autograd.grad(actual, fast, grad)
+    worst = max(float((actual - expected).abs().max()), float((actual_grad - expected_grad).abs().max()))
     if not worst < KERNEL_TOLERANCE:
         raise BirkhoffError(
             f"the Sinkhorn kernels are off by {worst:.1e}, expected less than {KERNEL_TOLERANCE:.0e}. "
@@ -57,7 +57,7 @@ def _one_step(bench: Bench, store: Store, settings: Settings) -> None:
 
 
 def check_compiled(bench: Bench, settings: Settings) -> dict:
-    """Losses of the plain and the compiled forward on one batch; chooses the plain one when they disagree."""
+    """Compare losses of the plain and compiled forward on one batch; select the plain one if they disagree."""
     forward = bench.forward
     store = Store(forward.config, forward.device)
     initialise(store, settings.seed, settings.spread, settings.mhc_scale, settings.stagger)
@@ -77,12 +77,12 @@ def check_compiled(bench: Bench, settings: Settings) -> dict:
     with torch.no_grad():
         plain = loss(False)
     try:
-        found, error = loss(True), None
+        actual, error = loss(True), None
         _one_step(bench, store, settings)  # the backward graphs are compiled by the first backward pass
-    except Exception as problem:  # whatever the compiler met: the plain functions are there
-        found = float("nan")
+    except Exception as problem:  # any compiler failure: fall back to the plain functions
+        actual = float("nan")
         error = f"{type(problem).__name__}: {str(problem)[:2000]}"
-    agrees = error is None and abs(found - plain) < LOSS_TOLERANCE
+    agrees = error is None and abs(actual - plain) < LOSS_TOLERANCE
     if not agrees:
         forward.choose(False)
-    return {"plain": plain, "compiled": found, "agrees": agrees, "error": error}
+    return {"plain": plain, "compiled": actual, "agrees": agrees, "error": error}

@@ -1,4 +1,4 @@
-"""What `training.evaluate` found, as text: losses per file, one line per layer, and the samples."""
+"""Format the results of `training.evaluate` as text: losses per file, one line per layer, and samples."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ COLUMNS = (  # heading, attention key, expert key
 )
 
 
-def as_text(found: dict[str, Any]) -> str:
-    lines = [f"{found['checkpoint']}: {found['bytes'] / 1e6:.2f} MB in all"]
-    for name in (measure for measure in MEASURES if measure in found):
-        scores = found[name]["files"] | {"both": found[name]["both"]}
+def as_text(results: dict[str, Any]) -> str:
+    lines = [f"{results['checkpoint']}: {results['bytes'] / 1e6:.2f} MB in all"]
+    for name in (measure for measure in MEASURES if measure in results):
+        scores = results[name]["files"] | {"both": results[name]["both"]}
         lines += [_score(name, part, score) for part, score in scores.items()]
-    lines += alive_table(found["alive"])
-    if "exact" in found:
-        exact = found["exact"]
+    lines += alive_table(results["alive"])
+    if "exact" in results:
+        exact = results["exact"]
         worst = f"{exact['worst_difference']:.1e}"
         lines.append(f"exact model on {exact['records']} records: worst difference {worst} nats")
-    for sample in found.get("samples", []):
+    for sample in results.get("samples", []):
         how = f"temperature {sample['temperature']}, seed {sample['seed']}, {sample['tokens']} tokens"
         lines += ["", f"> {sample['prompt'][:200]}  [{how}]", sample["text"]]
     return "\n".join(lines)
@@ -36,7 +36,7 @@ def _score(name: str, part: str, score: dict[str, float]) -> str:
 
 
 def alive_table(alive: list[dict]) -> list[str]:
-    """One line per layer; pairs are attention and experts, the indexer's numbers kept, best possible and chance."""
+    """One line per layer; pairs are attention and experts, indexer values are kept, best possible and random."""
     headings = "".join(f"{heading:>16}" for heading, _, _ in COLUMNS)
     lines = [f"  layer  mean share{headings}          experts           index"]
     for entry in alive:

@@ -1,9 +1,9 @@
-"""The same answer asked for in other words: request templates, drawn afresh on every pass.
+"""Rephrase requests with templates, drawn anew on every pass.
 
-A request is taken apart (a title, a topic, two people and a place) and put together again by another template of its
-kind. TinyStories have no requests of their own, so theirs are made from the story: its hero, three of its words, its
-opening (the answer is then the rest), or no hint at all. About half of the requests stay as they were, and a request
-that no pattern fits is left alone, so nothing is ever asked that the answer does not answer.
+A request is parsed (a title, a topic, two people and a place) and rendered by another template of its kind.
+TinyStories have no requests, so theirs are derived from the story: its hero, three of its words, its opening (the
+answer is then the rest), or no hint. About half of the requests stay unchanged, as does a request that matches no
+pattern, so every request fits its answer.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ _DULL = _words(
 
 
 def fresh_request(record: Record, draw: random.Random) -> Record:
-    """The record with its request put in other words; the answer changes only where a story is continued."""
+    """Return the record with its request rephrased; the answer changes only if a story is continued."""
     if record.source == "tiny":
         return _tiny_request(record, draw)
     if draw.random() < KEEP_SHARE or record.source not in _PATTERNS:
@@ -219,7 +219,7 @@ def _tiny_request(record: Record, draw: random.Random) -> Record:
 
 
 def split_after_sentences(text: str, count: int) -> tuple[str, str]:
-    """The first `count` sentences and what follows them (empty when there is nothing)."""
+    """Return the first `count` sentences and the rest (possibly empty)."""
     ends = [match.start() for match in _SENTENCE_END.finditer(text)]
     if len(ends) < count:
         return text, ""
@@ -228,9 +228,9 @@ def split_after_sentences(text: str, count: int) -> tuple[str, str]:
 
 
 def split_late(record: Record, draw: random.Random) -> list[Record]:
-    """A record too long for a row, as requests to continue it: complete answers from later and later paragraphs.
+    """Yield requests to continue a record too long for a row, with complete answers from later and later paragraphs.
 
-    The shortest answers come last; the caller takes the first that fits. Where to start is drawn: passes differ.
+    The shortest answers come last; the caller takes the first that fits. The start is drawn, so passes differ.
     """
     gap = "\n\n" if "\n\n" in record.text else "\n"
     paragraphs = [paragraph for paragraph in record.text.split(gap) if paragraph.strip()]

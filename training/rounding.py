@@ -1,10 +1,9 @@
-"""What the released layout does to a weight, without a trip to the disk: round it, keep it float.
+"""Round weights as the released layout does, without writing a file; the result stays float.
 
-The rules are those of `birkhoff.kernels.quant` (a test holds them bit for bit): FP4 with one power-of-two scale per
-32 inputs for routed experts, FP8 with one per 128x128 tile for dense matrices, bf16 for the rest. Written again
-because these run inside every step of the last tenth of training, for whole stacks of matrices, and nothing here may
-wait for the device. Gradients never pass through: the step differentiates with respect to the rounded weights and
-moves the masters.
+The rules are those of `birkhoff.kernels.quant` (compared bit for bit by a test): FP4 with one power-of-two scale per
+32 inputs for routed experts, FP8 with one per 128x128 tile for dense matrices, bf16 for the rest. Reimplemented
+because they run in every step of the last tenth of training, on whole stacks, without synchronising with the device.
+Gradients do not pass through: the step differentiates with respect to the rounded weights and updates the masters.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ FP4_LARGEST = (2, 0x400000)  # 6 = 1.5 * 2^2
 
 
 def round_stored(stack: Tensor, storage: str) -> Tensor:
-    """A stack [..., rows, columns] (or any tensor, for bf16 and f32) as it would come back from a released file."""
+    """Return a stack [..., rows, columns] (any tensor for bf16 and f32) as read back from a released file."""
     if storage == "expert":
         return round_fp4(stack)
     if storage == "dense":
@@ -60,7 +59,7 @@ def round_fp4(stack: Tensor) -> Tensor:
 
 
 def _scale_exponent(amax: Tensor, exponent: int, mantissa: int) -> Tensor:
-    """The smallest e with amax / 2^e within a format whose largest value is given; 0 for an all-zero tile."""
+    """Return the smallest e with amax / 2^e within the format's largest value; 0 for an all-zero tile."""
     bits = amax.contiguous().view(torch.int32)
     least = (bits >> 23) - (127 + exponent) + ((bits & 0x7FFFFF) > mantissa).to(torch.int32)
     return torch.where(amax == 0, 0, least.clamp(-126, 126))

@@ -1,7 +1,7 @@
-"""Text from the model while it trains: many conversations at once, a whole forward pass per token.
+"""Generate text during training: many conversations at once, one whole forward pass per token.
 
-Slow per token but without a cache, and on the compiled training graphs, so a glance at the model's writing costs
-seconds on the device and no compilation. Each sample has its own seed: a sample does not depend on its neighbours.
+There is no cache, so it is slow per token, but it uses the compiled training graphs: samples take seconds on the
+device and need no compilation. Each sample has its own seed and does not depend on the others.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def generate(
     longest: int = 200,
     top_k: int = 40,
 ) -> list[dict]:
-    """One answer per ask: text, number of tokens, and whether it ended by itself."""
+    """Return one answer per request: text, number of tokens, and whether it ended with EOS."""
     out: list[dict] = []
     for start in range(0, len(asks), batch):
         out += _together(
@@ -65,9 +65,7 @@ def _together(
     prompts = encode_conversations(
         tokenizer, markers, [Conversation((Record("", a.prompt, ""),), a.system) for a in asks]
     )
-    rows = [
-        ids[:-1].tolist() for ids, _ in prompts
-    ]  # the closing EOS of the empty answer is what is to be written
+    rows = [ids[:-1].tolist() for ids, _ in prompts]  # drop the EOS of the empty answer
     lengths = [len(row) for row in rows]
     ids = torch.full((batch, forward.length), markers.pad, device=device)
     for row, tokens in enumerate(rows):

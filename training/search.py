@@ -1,11 +1,11 @@
-"""Which stream carries what: every concept added at every site, layer, stream and strength, and what it does to text.
+"""Search steering sites: add each concept at every site, layer, stream and strength, and measure the effect.
 
     python -m training.search DATA OUT [NAME ...]        DATA holds the *-train.jsonl.xz files
 
-The direction is a contrast of paragraphs (`training/concepts.py`); a trial adds it to all streams or to one, as long as
-a share of the mean row at that place, answers a few requests, and is judged by a probe of other paragraphs and by
-what its text costs the unsteered model. One JSON line per concept goes to OUT; a concept that is there already is left
-out, so a run that was stopped goes on. `training.vectors` chooses from it. The tables of docs/nano.md are printed.
+The direction is a contrast of paragraphs (`training/concepts.py`). A trial adds it to all streams or to one, scaled to
+a share of the mean row norm at that site, answers a few requests, and is scored by a probe trained on other paragraphs
+and by the loss of its text under the unsteered model. One JSON line per concept goes to OUT; a concept already there
+is skipped, so an interrupted run resumes. `training.vectors` chooses from it. The tables of docs/nano.md are printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SITES = {
     "mlp_out": [2, 4, 6],
 }  # and their layers
 SEEDS, BATCH = 2, 12
-LENGTH = 40  # tokens of an answer that is judged
+LENGTH = 40  # tokens of an answer that are scored
 REQUESTS = [
     "Tell me a story about a girl named Lily.",
     "Write a short story about a garden.",
@@ -41,7 +41,7 @@ REQUESTS = [
 
 
 def searched(engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]]) -> dict[str, Any]:
-    """All trials of a concept, and how well each place tells its two kinds of paragraphs apart."""
+    """Return all trials of a concept, and how well each site separates its two paragraph classes."""
     up, down, probe_up, probe_down = sets(CONCEPTS[name], texts)
     probe = WordProbe.trained(probe_up, probe_down)
     contrasts = {site: rows_of(engine, up, down, site) for site in SITES}
@@ -69,30 +69,30 @@ def rows_of(engine: birkhoff.Engine, up: list[str], down: list[str], site: str) 
 
 def line(trial: Trial) -> str:
     where = "all" if trial.streams is None else trial.streams[0]
-    place = f"{trial.hook} layer {trial.layer} stream {where} length {trial.strength}"
-    return f"{place}: moved {trial.moved:.0%}, measure {trial.gained:+.3f}, loss {trial.loss_gained:+.3f}"
+    site = f"{trial.hook} layer {trial.layer} stream {where} length {trial.strength}"
+    return f"{site}: moved {trial.moved:.0%}, measure {trial.gained:+.3f}, loss {trial.loss_gained:+.3f}"
 
 
-def trials_of(found: dict[str, Any]) -> list[Trial]:
+def trials_of(search: dict[str, Any]) -> list[Trial]:
     return [
         Trial(**{**trial, "streams": None if trial["streams"] is None else tuple(trial["streams"])})
-        for trial in found["trials"]
+        for trial in search["trials"]
     ]
 
 
 def read_searches(path: Path) -> dict[str, dict[str, Any]]:
-    """Finished searches by concept."""
+    """Return finished searches by concept."""
     if not path.exists():
         return {}
     lines = path.read_text(encoding="utf-8").splitlines()
-    return {found["name"]: found for found in map(json.loads, lines)}
+    return {search["name"]: search for search in map(json.loads, lines)}
 
 
-def tables(found: dict[str, Any]) -> str:
-    """Markdown, one row per site, layer and strength; a cell is share of answers moved and nats paid."""
-    cells = {(t.hook, t.layer, t.strength, t.streams): t for t in trials_of(found)}
+def tables(search: dict[str, Any]) -> str:
+    """Return Markdown, one row per site, layer and strength; a cell is the share of answers moved and nats paid."""
+    cells = {(t.hook, t.layer, t.strength, t.streams): t for t in trials_of(search)}
     rows = [
-        f"| `{found['name']}` at | length | all | stream 0 | stream 1 | stream 2 | stream 3 |",
+        f"| `{search['name']}` at | length | all | stream 0 | stream 1 | stream 2 | stream 3 |",
         "| --- " * 7 + "|",
     ]
     for site, layers in SITES.items():
@@ -101,8 +101,8 @@ def tables(found: dict[str, Any]) -> str:
                 places = [
                     cells.get((site, layer, strength, streams)) for streams in (None, (0,), (1,), (2,), (3,))
                 ]
-                said = ["–" if t is None else f"{t.moved:.0%} {t.loss_gained:+.2f}" for t in places]
-                rows.append(f"| `{site}[{layer}]` | {strength} | {' | '.join(said)} |")
+                cells_text = ["–" if t is None else f"{t.moved:.0%} {t.loss_gained:+.2f}" for t in places]
+                rows.append(f"| `{site}[{layer}]` | {strength} | {' | '.join(cells_text)} |")
     return "\n".join(rows)
 
 

@@ -1,8 +1,7 @@
-"""Every number of a run in one frozen record, and what each of them is at a given moment of it.
+"""All settings of a run in one frozen record, and their values at a given moment.
 
-`progress` runs from 0 to 1 over a run, by steps or by time, whichever the run is measured in; warm-up and the first
-router steps are counted in steps. `Settings.parse` reads `name=value` pairs, so that a probe is the default plus a
-short text.
+`progress` goes from 0 to 1 over a run, by steps or time, whichever limits the run; warm-up and the first router steps
+are counted in steps. `Settings.parse` reads `name=value` pairs, so a probe is the default plus a short text.
 """
 
 from __future__ import annotations
@@ -61,13 +60,13 @@ class Settings:
     weight_decay: float = 0.1
     embedding_decay: float = 0.1
     clip: float = 1.0
-    # what is shown
-    mixed_share: float = 0.8  # of the run with the general text in
-    corpus_share: float = 1.0  # a part of the core text, to probe how a setting bears many passes
+    # data
+    mixed_share: float = 0.8  # share of the run that includes general text
+    corpus_share: float = 1.0  # share of the core text, to probe settings under many passes
     request_weight: float = 0.1
-    # what holds back
+    # regularisation
     dropout: float = 0.1
-    dropout_late: float = 0.15  # from half-way on
+    dropout_late: float = 0.15  # second half
     # losses
     mtp_weight: float = 0.3
     mtp_weight_late: float = 0.1  # in the last third
@@ -76,13 +75,13 @@ class Settings:
     bias_rate: float = 5e-3
     bias_rate_late: float = 1e-3
     bias_fast_steps: int = 300
-    dense_share: float = 0.1  # of the run with every entry visible to CSA queries
-    round_share: float = 0.1  # the end of the run, with weights rounded as they will be stored
+    dense_share: float = 0.1  # share of the run with every entry visible to CSA queries
+    round_share: float = 0.1  # last share of the run, with weights rounded as stored
     stream_float32: bool = False
 
     @classmethod
     def parse(cls, text: str, base: Settings | None = None) -> Settings:
-        """`"muon_rate=1e-2,stagger=false"` over a base; an unknown or unreadable entry is an error."""
+        """Apply `"muon_rate=1e-2,stagger=false"` to a base; an unknown or malformed entry is an error."""
         base = base or cls()
         kinds = {f.name: type(getattr(base, f.name)) for f in fields(cls)}
         changes: dict[str, Any] = {}
@@ -111,7 +110,7 @@ class Settings:
 
 
 class Moment(NamedTuple):
-    """What changes from step to step; goes to the device as one small vector, in this order."""
+    """Values that change per step; copied to the device as one small vector, in this order."""
 
     rate: float  # share of the peak rates
     dropout: float
@@ -123,7 +122,7 @@ class Moment(NamedTuple):
 
 
 def moment(settings: Settings, step: int, progress: float) -> Moment:
-    """`step` counts from 0; `progress` is 0 to 1."""
+    """Return the values at `step` (from 0) and `progress` (0 to 1)."""
     warm = min(1.0, (step + 1) / max(settings.warmup_steps, 1))
     left = settings.final_rate + (1 - settings.final_rate) * (1 - min(max(progress, 0.0), 1.0))
     return Moment(

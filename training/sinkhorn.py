@@ -1,10 +1,10 @@
 """Sinkhorn for training: 4x4 mixing matrices of every token at once, forward and backward, in float32.
 
-`sinkhorn` is the pair's door: Triton kernels on CUDA, the plain twin elsewhere. The walk of `birkhoff.kernels.mhc` is
-kept step for step (softmax over rows, then columns, then rows and columns in turn; it ends on columns). Plain
-autograd would launch some two hundred tiny kernels a call. Here the forward stores the sums it divided by, and the
-backward undoes the divisions one by one: with B = A / (s + eps) and s a sum of A, A = B (s + eps) and dA = (dB -
-sum(dB * B)) / (s + eps), so no intermediate matrix is kept.
+`sinkhorn` dispatches to Triton kernels on CUDA and to the plain twin elsewhere. The order of `birkhoff.kernels.mhc` is
+kept step by step (softmax over rows, then columns, then rows and columns alternately, ending on columns). Plain
+autograd would launch about two hundred small kernels per call. Here the forward stores the sums it divides by, and the
+backward reverses the divisions one by one: with B = A / (s + eps) and s a sum of A, A = B (s + eps) and dA = (dB -
+sum(dB * B)) / (s + eps), so no intermediate matrix is stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 try:
     import triton
     import triton.language as tl
-except ImportError:  # a machine without CUDA: the plain twin is all there is
+except ImportError:  # without Triton only the plain twin is available
     triton = None
 
 STREAMS = 4
@@ -23,7 +23,7 @@ BLOCK_TOKENS = 64
 
 
 def sinkhorn_plain(logits: Tensor, iterations: int, eps: float) -> Tensor:
-    """[..., j, k] float32 logits to nearly doubly stochastic matrices; columns (sums over j) are exact."""
+    """Map [..., j, k] float32 logits to nearly doubly stochastic matrices; column sums (over j) are exact."""
     mix = logits.softmax(-1) + eps
     mix = mix / (mix.sum(-2, keepdim=True) + eps)
     for _ in range(iterations - 1):
@@ -77,7 +77,7 @@ if triton is not None:
         g = tl.load(grad + cells, mask=inside[:, None, None], other=0.0)
         for back in tl.static_range(2 * iterations - 1):
             total = tl.load(sums + edge + 4 * (2 * iterations - 2 - back), mask=inside[:, None], other=1.0)
-            if back % 2 == 0:  # the walk ends on columns, so the way back begins with them
+            if back % 2 == 0:  # the forward ends on columns, so the backward starts with them
                 g = (g - tl.sum(g * m, axis=1)[:, None, :]) / total[:, None, :]
                 m = m * total[:, None, :]
             else:
@@ -89,7 +89,7 @@ if triton is not None:
 
 
 def launch_forward(logits: Tensor, iterations: int, eps: float) -> tuple[Tensor, Tensor]:
-    """The Triton kernel on contiguous float32 [..., 4, 4] -> mix, sums [tokens, 2 iterations - 1, 4]."""
+    """Run the Triton kernel on contiguous float32 [..., 4, 4]; return mix and sums [tokens, 2 iterations - 1, 4]."""
     count = logits.numel() // (STREAMS * STREAMS)
     mix = torch.empty_like(logits)
     sums = torch.empty((count, 2 * iterations - 1, STREAMS), dtype=torch.float32, device=logits.device)

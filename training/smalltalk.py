@@ -1,9 +1,9 @@
-"""Short talk: greetings, who the model is, and facts a child knows, with near misses of every question.
+"""Small talk: greetings, questions about the model, and simple facts, with variants of every question.
 
-The corpus brings 333 such records. They are few beside the stories, so each is repeated on every pass, and a question
-seldom comes twice in the same dress: lower case, no question mark, a greeting in front. The facts written here (sums,
-days, legs, young animals) follow the same manner: one short sentence that repeats the question. System sentences live
-here too: they say in a few words what the record then does, so that a system prompt means something to the model.
+The corpus has 333 such records, few compared with the stories, so each is repeated on every pass, with varied form:
+lower case, no question mark, a greeting in front. The facts generated here (sums, days, legs, young animals) have the
+same form: one short sentence that repeats the question. System sentences are defined here too: they state in a few
+words what the record then does, so that the model learns to follow a system prompt.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ ANY_SYSTEM = ("You are a helpful assistant.", "You are a small language model.",
 
 @cache
 def facts() -> tuple[Record, ...]:
-    """Questions of this file with their answers."""
+    """Return the questions of this file with their answers."""
     pairs = dict(FACTS)
     for left in range(10):
         for right in range(10):
@@ -147,11 +147,11 @@ def facts() -> tuple[Record, ...]:
                     f"{first} minus {second} is {NUMBERS[left - right]}."
                 )
     for cycle, kind in ((DAYS, "day"), (MONTHS, "month")):
-        for place, name in enumerate(cycle):
+        for index, name in enumerate(cycle):
             pairs[f"What {kind} comes after {name}?"] = (
-                f"After {name} comes {cycle[(place + 1) % len(cycle)]}."
+                f"After {name} comes {cycle[(index + 1) % len(cycle)]}."
             )
-            pairs[f"What {kind} comes before {name}?"] = f"Before {name} comes {cycle[place - 1]}."
+            pairs[f"What {kind} comes before {name}?"] = f"Before {name} comes {cycle[index - 1]}."
     for animal, count in LEGS.items():
         number = NUMBERS[count] if count else "no"
         pairs[f"How many legs does {animal} have?"] = f"{animal.capitalize()} has {number} legs."
@@ -163,7 +163,7 @@ def facts() -> tuple[Record, ...]:
 
 
 def near_miss(record: Record, draw: random.Random) -> Record:
-    """The same question, asked a little differently; the answer stays."""
+    """Return the same question in a slightly different form; the answer is unchanged."""
     prompt = record.prompt
     if draw.random() < 0.5:
         return record

@@ -1,9 +1,9 @@
-"""One training step, and how it is run: eagerly, or recorded once into a CUDA graph and replayed.
+"""One training step, run eagerly or captured once in a CUDA graph and replayed.
 
-A step makes leaves, runs trunk and MTP, differentiates, moves the masters and the router biases, and adds to a few
-running sums. It reads its batch and its `Moment` from fixed buffers and never waits for the device, so the whole of
-it, optimiser included, is one graph: at 32 rows the launches of some thousand small kernels would otherwise take
-longer than the work. If recording fails the step stays eager and says so; the numbers are the same.
+A step creates leaves, runs trunk and MTP, differentiates, updates masters and router biases, and adds to running sums.
+It reads its batch and `Moment` from fixed buffers and never synchronises, so the whole step including the optimiser is
+one graph: at 32 rows, launching about a thousand small kernels would take longer than the work. If capture fails, the
+step stays eager and logs it; the results are the same.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ METRICS = ("loss", "mtp_loss", "index_loss", "balance_loss", "grad_norm", "steps
 
 
 class Prepared(NamedTuple):
-    """A batch on the device: next tokens and their weights for the trunk, the ones after for MTP."""
+    """A batch on the device: next tokens and their weights for the trunk, and the following ones for MTP."""
 
     ids: Tensor
     valid: Tensor
@@ -36,7 +36,7 @@ class Prepared(NamedTuple):
 
 
 def prepare(ids: Tensor, roles: Tensor, pad: int, request_weight: float) -> Prepared:
-    """Shift ids and roles [b, t]; what lies behind the row weighs nothing."""
+    """Shift ids and roles [b, t]; positions past the row have weight 0."""
     weight = torch.where(roles == ANSWER, 1.0, torch.where(roles == REQUEST, request_weight, 0.0))
 
     def shift(x: Tensor, by: int, fill: float) -> Tensor:
@@ -78,16 +78,14 @@ class Step:
         self.graph_error: str | None = None
 
     def load(self, ids: np.ndarray, roles: np.ndarray, moment: Moment) -> None:
-        """Copy a batch and its moment to the device, behind whatever is still running there."""
+        """Copy a batch and its moment to the device, queued after running work."""
         if self.device.type != "cuda":
             self.ids.copy_(torch.from_numpy(ids.astype(np.int64)))
             self.roles.copy_(torch.from_numpy(roles))
             self.moment.copy_(torch.tensor(moment))
             return
         if not self._pinned:
-            for _ in range(
-                4
-            ):  # a ring, so that a buffer is not overwritten while its copy is still on the way
+            for _ in range(4):  # a ring, so that a buffer is not overwritten during its copy
                 ids_host, roles_host, moment_host = (torch.zeros_like(x, device="cpu") for x in self._inputs)
                 pinned = (ids_host.pin_memory(), roles_host.pin_memory(), moment_host.pin_memory())
                 self._pinned.append((*pinned, torch.cuda.Event()))
@@ -103,16 +101,16 @@ class Step:
         copied.record()
 
     def run(self, rounded: bool = False) -> None:
-        """Do the step on what `load` brought."""
+        """Run the step on the loaded batch."""
         if rounded in self._graphs:
             self._graphs[rounded].replay()
         else:
             self._once(rounded)
 
     def record(self, rounded: bool = False) -> bool:
-        """Record the step into a graph, without running it; returns whether a graph exists now.
+        """Capture the step in a graph without running it; return whether a graph exists.
 
-        The step must have run eagerly before: compilation, library workspaces and autotuning cannot be recorded.
+        The step must have run eagerly before: compilation, library workspaces and autotuning cannot be captured.
         """
         if self.device.type != "cuda":
             return False
@@ -123,7 +121,7 @@ class Step:
             with torch.cuda.graph(graph):
                 self._once(rounded)
             self._graphs[rounded] = graph
-        except Exception as error:  # a run that is slower is better than no run
+        except Exception as error:  # continue eagerly, which is slower
             self.graph_error = f"{type(error).__name__}: {error}"
             print(f"no CUDA graph, running eagerly: {self.graph_error}", file=sys.stderr, flush=True)
             torch.cuda.synchronize()
@@ -131,14 +129,14 @@ class Step:
         return True
 
     def forget(self) -> None:
-        """Drop recorded graphs and the memory they hold."""
+        """Drop captured graphs and their memory."""
         if self._graphs:
             torch.cuda.synchronize()
             self._graphs.clear()
             torch.cuda.empty_cache()
 
     def read(self) -> dict[str, float]:
-        """Means since the last call (waits for the device), and how uneven the experts were in the last step."""
+        """Return means since the last call (synchronises), and the expert imbalance of the last step."""
         values = dict(zip(METRICS, self.sums.tolist()))
         self.sums.zero_()
         steps = max(values.pop("steps"), 1.0)

@@ -1,10 +1,10 @@
-"""What nano's four streams do, measured and drawn: the figures and numbers of docs/streams.md.
+"""Measure and plot nano's four streams: the figures and values of docs/streams.md.
 
     python -m training.streams TEXTS OUT [--vector FILE]      TEXTS: one story per line; OUT: folder of figures
 
-Everything is read with public calls from forward passes over the texts: norms and similarity of the streams by layer,
-mixing matrices by kind of token, who reads and who writes, what each stream would say (the lens), and the wake of a
-vector added to one stream or to all. Each number comes with its spread over texts, so that noise can be told from use.
+Uses public calls on forward passes over the texts: norms and similarity of the streams by layer, mixing matrices by
+kind of token, read and write weights, the lens per stream, and the effect of a vector added to one stream or to all.
+Every value has its spread over texts, to separate signal from noise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ KINDS = ("word", "piece", "mark", "break")
 
 
 def kind_of(token: str) -> str:
-    """A new word, a piece inside a word, punctuation, or white space alone."""
+    """Classify a token: a new word, a piece inside a word, punctuation, or white space."""
     if not token.strip():
         return "break"
     if all(letter in string.punctuation for letter in token.strip()):
@@ -37,7 +37,7 @@ def kind_of(token: str) -> str:
 
 
 class Sums:
-    """Running mean and deviation over texts of tensors by name."""
+    """Running mean and deviation over texts of named tensors."""
 
     def __init__(self) -> None:
         self._held: dict[str, list[torch.Tensor]] = {}
@@ -56,7 +56,7 @@ class Sums:
 
 
 def study(engine: birkhoff.Engine, texts: list[list[int]], skip: int = 8) -> Sums:
-    """Every measurement but the wake, text by text; the first `skip` tokens of each are marks and a cold start."""
+    """Run every measurement but the wake, text by text; the first `skip` tokens of each are skipped."""
     sums = Sums()
     layers = engine.config.num_hidden_layers
     streams = engine.config.hc_mult
@@ -74,12 +74,12 @@ def study(engine: birkhoff.Engine, texts: list[list[int]], skip: int = 8) -> Sum
             mixes = torch.stack([trace[f"mhc_{name}_res_mix", layer][skip:] for layer in range(layers)])
             sums.add(f"{name} mix", mixes.mean(1))  # [layer, from, to]
             for kind in KINDS:
-                chosen = torch.tensor([found == kind for found in kinds])
+                chosen = torch.tensor([values == kind for values in kinds])
                 if chosen.any():
                     sums.add(f"{name} mix {kind}", mixes[:, chosen].mean(1))
             for weight in ("pre", "post"):
-                held = [trace[f"mhc_{name}_{weight}_mix", layer][skip:].mean(0) for layer in range(layers)]
-                sums.add(f"{name} {weight}", torch.stack(held))  # [layer, stream]
+                weights = [trace[f"mhc_{name}_{weight}_mix", layer][skip:].mean(0) for layer in range(layers)]
+                sums.add(f"{name} {weight}", torch.stack(weights))  # [layer, stream]
         sums.add("head", trace["mhc_head_mix", layers - 1][skip:].mean(0))
         lens = engine.lens(ids)
         after = torch.tensor(ids[skip + 1 :])
@@ -93,8 +93,11 @@ def study(engine: birkhoff.Engine, texts: list[list[int]], skip: int = 8) -> Sum
 
 
 def wake(engine: birkhoff.Engine, texts: list[list[int]], vector: SteeringVector) -> dict[str, torch.Tensor]:
-    """How far each stream moves at each depth, relative to its size: the vector as it is, in all streams, and its block
-    of each stream in that stream alone, as long as the whole."""
+    """Return how far each stream moves at each depth, relative to its norm.
+
+    The vector is added as it is in all streams, and its block of each stream in that stream alone, scaled to the whole
+    norm.
+    """
     layers, (layer,) = engine.config.num_hidden_layers, vector.layers
     row = vector.at(layer).tensor().view(engine.config.hc_mult, -1)
     changes = {"all streams": row}
@@ -113,13 +116,13 @@ def wake(engine: birkhoff.Engine, texts: list[list[int]], vector: SteeringVector
                     [((steered[s] - plain[s]).norm(dim=-1) / plain[s].norm(dim=-1)).mean(0) for s in sites]
                 )
             )
-    return {name: torch.stack(found).mean(0) for name, found in moved.items()}
+    return {name: torch.stack(values).mean(0) for name, values in moved.items()}
 
 
 def grid(
     title: str, values: torch.Tensor, rows: list[str], columns: list[str], full: tuple[int, int, int]
 ) -> str:
-    """A shaded table [rows, columns] as SVG, numbers in the cells."""
+    """Return a shaded table [rows, columns] as SVG, with values in the cells."""
     cell = 56
     high = 24
     left = 78
@@ -138,11 +141,11 @@ def grid(
         f'<text x="{left + n * cell + 4}" y="{top - 8}" font-size="10">{name}</text>'
         for n, name in enumerate(columns)
     ]
-    for place, name in enumerate(rows):
-        y = top + place * high
+    for index, name in enumerate(rows):
+        y = top + index * high
         out.append(f'<text x="8" y="{y + 16}" font-size="10">{name}</text>')
         for column in range(len(columns)):
-            value = float(values[place, column])
+            value = float(values[index, column])
             red, green, blue = (round(255 - (255 - tone) * max(value, 0.0) / most) for tone in full)
             dark = max(value, 0.0) / most > 0.6
             x, ink = left + column * cell, "white" if dark else "black"
@@ -156,7 +159,7 @@ def grid(
 def pictures(
     sums: Sums, layers: int, streams: list[str], depths: list[str]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Figures by name, and every number behind them."""
+    """Return figures by name, and the values they show."""
     views = (*range(len(streams)), "mean", "head")
     both = [f"{sublayer} {n}" for sublayer in ("attn", "ffn") for n in range(len(streams))]
     reads, writes = (torch.cat([sums.mean(f"attn {w}"), sums.mean(f"ffn {w}")], 1) for w in ("pre", "post"))
@@ -194,10 +197,10 @@ def main() -> None:
         draw, numbers = pictures(sums, layers, streams, depths)
         if options.vector is not None:
             wakes = wake(engine, texts[:10], SteeringVector.load(options.vector))
-            numbers["wake"] = {name: found.tolist() for name, found in wakes.items()}
-            for name, found in wakes.items():
+            numbers["wake"] = {name: values.tolist() for name, values in wakes.items()}
+            for name, values in wakes.items():
                 draw[f"wake-{name.replace(' ', '-')}"] = grid(
-                    f"moved by a vector in {name}", found, depths, streams, WARM
+                    f"moved by a vector in {name}", values, depths, streams, WARM
                 )
     for name, picture in draw.items():
         (options.out / f"{name}.svg").write_text(picture, encoding="utf-8")

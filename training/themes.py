@@ -1,10 +1,10 @@
-"""Features about what a story is about: found by a theme's words in what is known of them, proved by raising them.
+"""Find SAE features for story themes: candidates by a theme's words, verified by raising them.
 
-Candidates of a theme are the features with most of its words in their strongest contexts and among the tokens they
-speak for. Each is raised while the model answers a trial request; among those whose text does not cost the unsteered
-model far more, the one is kept after which most answers hold more of the words. The proof is another request and other
-seeds: answers with more of the words than the unsteered answer of the same seed, beside live features drawn at random
-and raised by the same amount (decoder rows have norm one, so the rows of the model are moved equally far).
+Candidates of a theme are the features with most of its words in their strongest contexts and promoted tokens. Each is
+raised while the model answers a trial request; of those whose text does not cost the unsteered model far more, the one
+after which most answers contain more of the words is kept. It is verified with another request and other seeds:
+answers with more of the words than the unsteered answer of the same seed, compared with random live features raised by
+the same amount (decoder rows have norm one, so the model's rows move equally far).
 """
 
 from __future__ import annotations
@@ -35,28 +35,31 @@ THEMES = {
     "speech": "said asked replied shouted told answered says",
     "playing": "play played playing game games toy toys ball",
 }
-CANDIDATES, STRENGTHS = 4, (1.5, 2.0, 0.6)  # strengths in largest activations; of equals the first is kept
+CANDIDATES, STRENGTHS = (
+    4,
+    (1.5, 2.0, 0.6),
+)  # strengths in multiples of the largest activation; the first of equals is kept
 # request and first seed
 TRIAL = ("Write a short story.", 100)
 PROOF = ("Tell me a story about a day.", 5000)
 SEEDS = 10
 LENGTH = 50
 RANDOM = 3
-LOSS_BOUND = 2.0  # nats per token: text that costs more is no text
-PROVED = 8  # answers of ten, for a feature to be called by its theme
+LOSS_BOUND = 2.0  # nats per token; text above this is degenerate
+PROVED = 8  # of ten answers, for a feature to be named after its theme
 LIVE = (0.002, 0.2)  # densities of the features drawn at random
 
 Entries = Mapping[str, Mapping[str, Any]]
 
 
 def find_themes(engine: birkhoff.Engine, sae: Sae, entries: Entries) -> list[dict[str, Any]]:
-    """For each theme the feature and strength that led most trial answers there; no feature twice."""
-    found: list[dict[str, Any]] = []
+    """Return for each theme the feature and strength that moved most trial answers; no feature is used twice."""
+    results: list[dict[str, Any]] = []
     with engine.attach("dictionary", sae):
         plain = _answers(engine, TRIAL, None)
         for theme, words in THEMES.items():
             probe, tried = WordProbe.of_words(words.split()), []
-            taken = {trial["feature"] for trial in found}
+            taken = {trial["feature"] for trial in results}
             for feature in candidates(entries, set(words.split()), taken):
                 for strength in STRENGTHS:
                     raised = _answers(engine, TRIAL, {feature: strength * float(sae.x_max[feature])})
@@ -70,17 +73,17 @@ def find_themes(engine: birkhoff.Engine, sae: Sae, entries: Entries) -> list[dic
                             "loss": loss,
                         }
                     )
-            found.append(chosen([t for t in tried if t["loss"] <= _loss(plain) + LOSS_BOUND] or tried))
-    return found
+            results.append(chosen([t for t in tried if t["loss"] <= _loss(plain) + LOSS_BOUND] or tried))
+    return results
 
 
 def chosen(tried: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The one that led most answers; of equals the first, as candidates come with those of most words first."""
+    """Return the candidate that moved most answers; the first of equals, as candidates are sorted by word count."""
     return max(tried, key=lambda trial: trial["moved"])
 
 
 def candidates(entries: Entries, words: set[str], taken: set[int]) -> list[int]:
-    """The features not yet taken that have most to do with these words."""
+    """Return the unused features most related to these words."""
 
     def tells(feature: str) -> tuple[int, int, int]:
         entry = entries[feature]
@@ -95,10 +98,10 @@ def candidates(entries: Entries, words: set[str], taken: set[int]) -> list[int]:
 def measure_clamps(
     engine: birkhoff.Engine, sae: Sae, themes: Sequence[Mapping[str, Any]], entries: Entries
 ) -> list[dict[str, Any]]:
-    """What raising each theme's feature does on another request, beside random live features; best first."""
+    """Measure raising each theme's feature on another request, against random live features; best first."""
     generator = torch.Generator().manual_seed(0)
     live = sorted(int(feature) for feature, entry in entries.items() if LIVE[0] < entry["density"] < LIVE[1])
-    found = []
+    results = []
     with engine.attach("dictionary", sae):
         plain = _answers(engine, PROOF, None)
         for trial in themes:
@@ -107,10 +110,10 @@ def measure_clamps(
             amount = trial["strength"] * float(sae.x_max[feature])
             raised = _answers(engine, PROOF, {feature: amount})
             others = [
-                live[place] for place in torch.randint(len(live), (RANDOM,), generator=generator).tolist()
+                live[index] for index in torch.randint(len(live), (RANDOM,), generator=generator).tolist()
             ]
             chance = [_answers(engine, PROOF, {other: amount}) for other in others]
-            found.append(
+            results.append(
                 {
                     "theme": trial["theme"],
                     "feature": feature,
@@ -127,13 +130,13 @@ def measure_clamps(
                     "answer": raised[0].text,
                 }
             )
-    return sorted(found, key=lambda clamp: (-clamp["moved"], clamp["random_moved"]))
+    return sorted(results, key=lambda clamp: (-clamp["moved"], clamp["random_moved"]))
 
 
 def _answers(
     engine: birkhoff.Engine, asked: tuple[str, int], raised: Mapping[int, float] | None
 ) -> list[ScoredAnswer]:
-    """Unscored: every theme reads the same plain answers with words of its own."""
+    """Return unscored answers: every theme scores the same plain answers with its own words."""
     request, seed = asked
     steer = None if raised is None else [SaeSet("dictionary", dict(raised), kind="additive")]
     return score_answers(engine, [request], SEEDS, lambda text: 0.0, steer, seed, max_tokens=LENGTH)
@@ -143,5 +146,5 @@ def _moved(probe: WordProbe, raised: Sequence[ScoredAnswer], plain: Sequence[Sco
     return sum(probe.score(a.text) > probe.score(b.text) for a, b in zip(raised, plain, strict=True))
 
 
-def _loss(found: Sequence[ScoredAnswer]) -> float:
-    return fmean(answer.loss for answer in found)
+def _loss(results: Sequence[ScoredAnswer]) -> float:
+    return fmean(answer.loss for answer in results)

@@ -1,10 +1,9 @@
-"""The tokenizer of `nano`: byte-level BPE with V4's pre-tokeniser and V4's markers, 4,096 ids in all.
+"""Train nano's tokenizer: byte-level BPE with V4's pre-tokeniser and markers, 4,096 ids in total.
 
-Ids 0, 1, 2 are BOS, EOS and pad as in the release; then come the 256 bytes and the merges; the other markers take the
-last ids in the order of the release, with the release's flags (not "special", so that decoding keeps them). Every
-byte has an id, so any text is encodable and round-trips. Training is deterministic: the same text gives the same
-file, and because hash-routed layers give token ids a meaning, the file is frozen before the model is trained and
-ships with it.
+Ids 0, 1, 2 are BOS, EOS and pad as in the release, followed by the 256 bytes and the merges; the other markers take
+the last ids in the release's order, with its flags (not "special", so that decoding keeps them). Every byte has an id,
+so any text can be encoded and round-trips. Training is deterministic. Hash-routed layers depend on token ids, so the
+file is fixed before the model is trained and ships with it.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from training.corpus import Corpus, read_corpus
 VOCAB_SIZE = 4096
 CONTEXT = 4096
 
-# The three splits of V4's file, in its order: digits by at most three, CJK runs, then words and punctuation.
+# The three splits of V4's file, in its order: runs of up to three digits, CJK runs, then words and punctuation.
 SPLITS = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+",
@@ -49,7 +48,7 @@ SPLITS = (
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Tokenizer:
-    """A tokenizer with exactly `vocab_size` ids, markers included."""
+    """Return a tokenizer with exactly `vocab_size` ids, including markers."""
     smallest = len(SPECIAL_MARKERS) + 256 + len(PLAIN_MARKERS)
     if vocab_size < smallest:
         raise OptionError(
@@ -79,7 +78,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = VOCAB_SIZE) -> Token
 
 
 def tokenizer_config() -> dict:
-    """`tokenizer_config.json` as the release spells it, with this model's context length."""
+    """Return `tokenizer_config.json` as the release spells it, with this model's context length."""
 
     def token(content: str) -> dict:
         flags = {"lstrip": False, "normalized": True, "rstrip": False, "single_word": False}
@@ -117,7 +116,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def training_texts(corpus: Corpus) -> Iterable[str]:
-    """Core text and requests plus the small talk; `general` would spend merges on words the model hardly needs."""
+    """Return core text, requests and small talk; `general` would spend merges on rarely needed words."""
     for record in (*corpus.core, *corpus.smalltalk):
         yield record.prompt
         yield record.text
@@ -130,7 +129,7 @@ def bytes_per_token(tokenizer: Tokenizer, texts: list[str]) -> float:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="../shared/data", help="folder of the corpus")
+    parser.add_argument("--data", default="data", help="folder of the corpus")
     parser.add_argument("--out", required=True, help="folder for tokenizer.json and tokenizer_config.json")
     parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     options = parser.parse_args(arguments)

@@ -1,12 +1,11 @@
-"""Make `nano` from a folder of text, with one command.
+"""Train `nano` from a folder of text.
 
-    python -m training.train --data DIR --out DIR --minutes 13             the whole thing
-    python -m training.train --data DIR --out DIR --steps 5000             the same, repeatable
-    python -m training.train ... --probe "base: ; slow: mhc_rate=2e-4"     compare settings first, go on with the best
+    python -m training.train --data DIR --out DIR --minutes 13             a full run
+    python -m training.train --data DIR --out DIR --steps 5000             the same, reproducible
+    python -m training.train ... --probe "base: ; slow: mhc_rate=2e-4"     compare settings, continue with the best
 
-`--work` holds the log, the state for resuming (the same command again goes on where it was) and the compile cache;
-`--out` gets the checkpoint, its tokenizer, `training.json` with everything measured, and samples. README.md has the
-rest.
+`--work` holds the log, the resume state (repeat the command to resume) and the compile cache; `--out` receives the
+checkpoint, its tokenizer, `training.json` with all measurements, and samples. See README.md.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from training.sampling import CHAT, Ask, generate
 from training.settings import NANO, Settings
 from training.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer, training_texts
 
-# For a look at the code on a CPU: every mechanism, shapes that FP8 tiles divide, about a million parameters.
+# For trying the code on a CPU: every mechanism, shapes divisible by FP8 tiles, about a million parameters.
 SMOKE = replace(
     NANO,
     hidden_size=128,
@@ -70,7 +69,7 @@ def build_bench(
     compiled: bool,
     workers: int,
 ) -> Bench:
-    """Everything runs share; rows begin to be made before the device is touched."""
+    """Build what runs share; row generation starts before the device is used."""
     feed = Feed(data, tokenizer, settings.length, settings.seed, settings.corpus_share, workers)
     loaded = load_tokenizer(tokenizer)
     corpus = read_corpus(data)
@@ -88,7 +87,7 @@ def build_bench(
 
 
 def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
-    """Write the checkpoint, read it back, and measure what is on the disk; returns the record of the run."""
+    """Write the checkpoint, read it back, and evaluate what is on disk; return the record of the run."""
     config = bench.forward.config
     files = export(out, config, outcome.tensors, tokenizer)
     read_config, tensors = load_named(out)
@@ -138,7 +137,7 @@ def finish(bench: Bench, outcome: Outcome, out: Path, tokenizer: Path) -> dict:
 
 
 def _requests(bench: Bench, tokenizer: Tokenizer) -> list[str]:
-    """Ten requests from the held-out files, evenly spread."""
+    """Return ten requests from the held-out files, evenly spread."""
     markers, out = Markers.of(tokenizer), list[str]()
     for part in bench.held_out:
         for row in range(0, len(part.rows.ids), max(1, len(part.rows.ids) // 5)):
@@ -156,8 +155,8 @@ def _load_cache(path: Path | None, log: Log) -> None:
     if path is None or not path.is_file():
         return
     began = time.monotonic()
-    found = torch.compiler.load_cache_artifacts(path.read_bytes())
-    log.write("cache", loaded=found is not None, seconds=round(time.monotonic() - began, 1))
+    artifacts = torch.compiler.load_cache_artifacts(path.read_bytes())
+    log.write("cache", loaded=artifacts is not None, seconds=round(time.monotonic() - began, 1))
 
 
 def _save_cache(path: Path, log: Log) -> None:
@@ -168,7 +167,7 @@ def _save_cache(path: Path, log: Log) -> None:
 
 
 def parse_probe(text: str, base: Settings) -> dict[str, Settings]:
-    """`"name: a=1,b=2; other: c=3"` as settings by name."""
+    """Parse `"name: a=1,b=2; other: c=3"` into settings by name."""
     out = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         name, colon, changes = entry.partition(":")
@@ -211,7 +210,7 @@ def _run(options: argparse.Namespace) -> None:
     config = replace(CONFIGS[options.config], vocab_size=load_tokenizer(tokenizer).get_vocab_size())
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda"):
-        torch.set_float32_matmul_precision("high")  # TF32: inputs are bf16 numbers already, sums stay float32
+        torch.set_float32_matmul_precision("high")  # TF32: inputs are bf16 already, sums stay float32
     compiled = options.compile if options.compile is not None else device.startswith("cuda")
     log.write(
         "begin",
@@ -258,23 +257,23 @@ def _run(options: argparse.Namespace) -> None:
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", default="../shared/data", help="folder of the corpus")
+    parser.add_argument("--data", default="data", help="folder of the corpus")
     parser.add_argument("--out", required=True, help="folder for the finished checkpoint")
     parser.add_argument("--work", default="scratch/work", help="folder for log, state and compile cache")
-    parser.add_argument("--tokenizer", help="folder of a frozen tokenizer; made from the data when left out")
-    parser.add_argument("--vocab-size", type=int, default=NANO.vocab_size, help="of a tokenizer made here")
+    parser.add_argument("--tokenizer", help="folder of a frozen tokenizer; trained on the data by default")
+    parser.add_argument("--vocab-size", type=int, default=NANO.vocab_size, help="of a tokenizer trained here")
     parser.add_argument("--config", choices=sorted(CONFIGS), default="nano")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, help="training time, compilation not counted")
+    length.add_argument("--minutes", type=float, help="training time, without compilation")
     length.add_argument("--steps", type=int)
     parser.add_argument("--set", default="", metavar="NAME=VALUE,...", help="changes to the settings")
     parser.add_argument(
         "--probe", default="", metavar="NAME: NAME=VALUE,...; ...", help="settings to compare first"
     )
     parser.add_argument("--probe-steps", type=int, default=600)
-    parser.add_argument("--marks", type=int, default=10, help="measurements on the way")
+    parser.add_argument("--marks", type=int, default=10, help="number of evaluations")
     parser.add_argument(
-        "--workers", type=int, default=max(0, (os.cpu_count() or 1) - 3), help="processes that make rows"
+        "--workers", type=int, default=max(0, (os.cpu_count() or 1) - 3), help="processes that generate rows"
     )
     parser.add_argument("--device")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, default=None)

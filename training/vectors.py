@@ -1,11 +1,11 @@
-"""Make nano's steering vectors: the place a search found, a contrast there, and a measured effect.
+"""Build nano's steering vectors: a site from the search, a contrast there, and a measured effect.
 
-    python -m training.vectors DATA SEARCHES OUT [NAME ...]        SEARCHES: what training.search wrote
+    python -m training.vectors DATA SEARCHES OUT [NAME ...]        SEARCHES: output of training.search
 
-Place and strength are chosen from trials on a few requests; the effect is then measured on others that the search never
-saw, five seeds each, beside a random vector of the same norm and the opposite sign. What judges is a probe over words
-trained on paragraphs that took no part in the contrast; a plain list of words is a second judge. Out come a vector file
-and a JSON line per concept.
+Site and strength are chosen from trials on a few requests; the effect is then measured on other requests, five seeds
+each, against a random vector of the same norm and the opposite sign. The judge is a word probe trained on paragraphs
+that are not part of the contrast; a word list is a second judge. The output is a vector file and a JSON line per
+concept.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ from birkhoff.steering.word_probe import WordProbe
 from training.concepts import CONCEPTS, paragraphs, sets
 from training.search import LENGTH, read_searches, rows_of, trials_of
 
-LOSS_BOUND = 1.0  # nats per token that a steered text may cost more than an unsteered one
-SEARCH_BOUND = (
-    0.7  # what it may cost in the search, which sees few answers: the bound must hold on others too
-)
+LOSS_BOUND = 1.0  # maximum extra nats per token of steered text
+SEARCH_BOUND = 0.7  # bound in the search, which sees few answers: LOSS_BOUND must hold on others too
 SEEDS, BATCH = 5, 50
 
 REQUESTS = [
@@ -54,25 +52,25 @@ REQUESTS = [
 
 
 def chosen_trial(trials: list[Trial]) -> Trial:
-    """The one that moves most within the bound; failing that, the best bargain."""
+    """Return the trial with the largest effect within the bound, else the best ratio."""
     return best_trial(trials, SEARCH_BOUND) or max(trials, key=lambda trial: trial.moved - trial.loss_gained)
 
 
 def make(
-    engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]], found: dict[str, Any], out: Path
+    engine: birkhoff.Engine, name: str, texts: list[tuple[str, str]], search: dict[str, Any], out: Path
 ) -> dict[str, Any]:
-    """Write the vector of a concept and say what it does."""
-    concept, trials = CONCEPTS[name], trials_of(found)
+    """Write the vector of a concept and return its measured effect."""
+    concept, trials = CONCEPTS[name], trials_of(search)
     up, down, probe_up, probe_down = sets(concept, texts)
     probe = WordProbe.trained(probe_up, probe_down)
     chosen = chosen_trial(trials)
     rows = rows_of(engine, up, down, chosen.hook)
     vector = scaled_vector(engine, rows, chosen.layer, chosen.streams, chosen.strength, note=concept.meaning)
     plain = score_answers(engine, REQUESTS, SEEDS, probe.score, max_tokens=LENGTH)
-    conditions, given = measure_effect(
+    conditions, steered = measure_effect(
         engine, vector, REQUESTS, probe.score, SEEDS, plain=plain, max_tokens=LENGTH
     )
-    told: dict[str, Any] = {
+    effect: dict[str, Any] = {
         "requests": len(REQUESTS),
         "seeds": SEEDS,
         "tokens": LENGTH,
@@ -83,24 +81,24 @@ def make(
     if concept.words is not None:
         pairs = [
             (concept.words.score(a.text), concept.words.score(b.text))
-            for a, b in zip(given, plain, strict=True)
+            for a, b in zip(steered, plain, strict=True)
         ]
         shares = [sum(test) / len(pairs) for test in ([a > b for a, b in pairs], [a < b for a, b in pairs])]
-        told["word list"] = dict(zip(("moved", "fell"), shares, strict=True))
+        effect["word list"] = dict(zip(("moved", "fell"), shares, strict=True))
     out.mkdir(parents=True, exist_ok=True)
-    replace(vector, scale=1.0, effect=told).save(out / f"{name}.safetensors")
-    samples = [answer.text for answer in given[:4]]
-    return {"name": name, "chosen": chosen.to_json(), "effect": told, "samples": samples}
+    replace(vector, scale=1.0, effect=effect).save(out / f"{name}.safetensors")
+    samples = [answer.text for answer in steered[:4]]
+    return {"name": name, "chosen": chosen.to_json(), "effect": effect, "samples": samples}
 
 
 def main() -> None:
     data, searches, out, *names = sys.argv[1:]
     texts = list(paragraphs(Path(data)))
-    found = read_searches(Path(searches))
+    search = read_searches(Path(searches))
     folder = Path(out)
     with birkhoff.load("nano", max_requests=BATCH) as engine:
-        for name in names or found:
-            result = make(engine, name, texts, found[name], folder)
+        for name in names or search:
+            result = make(engine, name, texts, search[name], folder)
             with (folder / "vectors.jsonl").open("a", encoding="utf-8") as log:
                 log.write(json.dumps(result) + "\n")
             print(name, json.dumps(result["chosen"]), json.dumps(result["effect"]), flush=True)

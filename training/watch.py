@@ -1,11 +1,11 @@
-"""Follow a detached run, and bring its results together.
+"""Follow a detached run, and collect its results.
 
-    python -m training.watch --work DIR --seconds 540                    print what happens until it ends or time is up
-    python -m training.watch --work DIR --out DIR --collect DEST         ... and when it has ended, gather the files
+    python -m training.watch --work DIR --seconds 540                    print progress until the run or the time ends
+    python -m training.watch --work DIR --out DIR --collect DEST         ... and collect the files when it has ended
 
-Gathering copies the weight shards and puts everything small (config, index, tokenizer, record, logs) into one tar
-file, so that a place which takes only a handful of files gets a complete checkpoint. Exit status: 0 the run is done,
-1 it died, 3 it is still running.
+Collecting copies the weight shards and puts all small files (config, index, tokenizer, record, logs) into one tar
+file, for destinations that accept only a few files. Exit status: 0 the run finished, 1 it failed, 3 it is still
+running.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LEFT_OUT = ("kind", "time", "settings")
 
 
 def brief(line: dict) -> str:
-    """One log line for the eye."""
+    """Format one log line for display."""
     kind, label = line["kind"], line.get("run", "")
     if kind in ("held-out", "unrounded", "stored"):
         both = line["both"]
@@ -54,7 +54,7 @@ def brief(line: dict) -> str:
 
 
 def follow(work: Path, seconds: float, every: int = 4) -> int:
-    """Print new lines until the run ends or time is up; training lines are thinned to one in `every`."""
+    """Print new lines until the run or the time ends; training lines are thinned to one in `every`."""
     end = time.monotonic() + seconds
     seen = 0
     train_lines = 0
@@ -79,7 +79,7 @@ def follow(work: Path, seconds: float, every: int = 4) -> int:
 
 
 def collect(work: Path, out: Path, target: Path) -> list[Path]:
-    """Shards one by one, everything else in `small.tar`; with no checkpoint yet, logs and caches alone."""
+    """Copy shards one by one and everything else in `small.tar`; without a checkpoint, only logs and caches."""
     target.mkdir(parents=True, exist_ok=True)
     files = [Path(shutil.copy(shard, target / shard.name)) for shard in sorted(out.glob("*.safetensors"))]
     cache = work / "compile-cache.bin"
@@ -94,7 +94,7 @@ def collect(work: Path, out: Path, target: Path) -> list[Path]:
 
 
 def _running(work: Path) -> bool:
-    """Whether the process that wrote `pid` lives; a run that has not begun yet counts as running."""
+    """Return whether the process in `pid` is alive; a run that has not started counts as running."""
     path = work / "pid"
     if not path.is_file():
         return True
@@ -103,7 +103,7 @@ def _running(work: Path) -> bool:
         state = Path(f"/proc/{path.read_text()}/stat").read_text().rsplit(")", 1)[-1].split()[0]
     except ProcessLookupError:
         return False
-    except OSError:  # no /proc here: the signal was accepted, so it lives
+    except OSError:  # no /proc: the signal was accepted, so it is alive
         return True
     return state != "Z"
 

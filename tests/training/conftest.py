@@ -1,4 +1,4 @@
-"""One small corpus with its tokenizer for every test that trains."""
+"""A small corpus and its tokenizer, shared by the training tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows hold whole conversations in V4's layout; names and requests change together; small talk comes often."""
+"""Rows hold whole conversations in V4's layout; names and requests change consistently; small talk is frequent."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def made(tmp_path_factory):
 
 
 def conversations_in(ids: np.ndarray, markers: Markers) -> list[list[int]]:
-    """Split a row at its BOS tokens, padding dropped."""
+    """Split a row at its BOS tokens and drop padding."""
     out: list[list[int]] = []
     for token in ids.tolist():
         if token == markers.pad:

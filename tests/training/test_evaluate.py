@@ -1,4 +1,4 @@
-"""Evaluation without padding gives the same numbers, and the card says what the record says."""
+"""Evaluation without padding gives the same values, and the card states the record's values."""
 
 from __future__ import annotations
 

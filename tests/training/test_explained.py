@@ -1,4 +1,4 @@
-"""How nano's vectors and dictionary are made: who may judge what, which trial is chosen, what the folder says."""
+"""Building nano's vectors and SAE: disjoint texts for probe and contrast, trial selection, the shipped directory."""
 
 from __future__ import annotations
 

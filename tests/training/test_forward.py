@@ -1,4 +1,4 @@
-"""The training forward is the same function as other people's V4, and as our own exact model, MTP included."""
+"""The training forward equals transformers' V4 and our exact model, including MTP."""
 
 from __future__ import annotations
 
@@ -76,9 +76,7 @@ def test_dense_selection_changes_only_late_positions(model):
     _, sparse, _ = run(model)
     _, dense, _ = run(model, Knobs(dense=torch.tensor(1.0)))
     _, same, _ = run(model, Knobs(dense=torch.tensor(0.0)))
-    first = (
-        4 * (config.index_topk + 1) - 1
-    )  # the first query with more visible entries than the indexer keeps
+    first = 4 * (config.index_topk + 1) - 1  # the first query with more visible entries than index_topk
     torch.testing.assert_close(dense[:, :first], sparse[:, :first], atol=1e-5, rtol=0)
     assert (dense[:, first:] - sparse[:, first:]).abs().max() > 1e-3
     assert torch.equal(same, sparse)

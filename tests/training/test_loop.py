@@ -1,4 +1,4 @@
-"""The whole way on a CPU: the loss falls, a run repeats and resumes, what ships is what was measured."""
+"""A complete run on a CPU: the loss falls, runs repeat and resume, the shipped weights are those measured."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def finished(data, tmp_path_factory):
 
 def test_the_loss_falls_and_the_gates_live(finished):
     _, before, outcome = finished
-    assert before == pytest.approx(math.log(VOCAB), abs=0.3)  # an untrained model guesses
+    assert before == pytest.approx(math.log(VOCAB), abs=0.3)  # untrained: uniform predictions
     assert outcome.measured["both"]["nats_per_token"] < before - 1.5
     assert outcome.measured["both"]["mtp_nats_per_token"] < before - 1
     for layer in outcome.alive:
@@ -138,7 +138,7 @@ def test_targets_are_shifted_and_weighted():
 
 
 def test_the_commands_run_end_to_end(data, tmp_path, monkeypatch, capsys):
-    """train, watch and evaluate as a user would call them, on a config small enough for a test."""
+    """Run train, watch and evaluate from the command line on a small config."""
     folder, *_ = data
     monkeypatch.setitem(train.CONFIGS, "smoke", small_config())
     out, work = tmp_path / "out", tmp_path / "work"
@@ -171,7 +171,7 @@ def test_the_commands_run_end_to_end(data, tmp_path, monkeypatch, capsys):
     )
     assert len(record["samples"]) == 18 and record["stored"]["both"]["tokens"] > 0
     assert json.loads((work / "probes.json").read_text())[0]["held_out"]["tokens"] > 0
-    assert train.main([*common, *short, "--steps", "4"]) == 1  # the folder holds a checkpoint already
+    assert train.main([*common, *short, "--steps", "4"]) == 1  # the directory already holds a checkpoint
     collecting = ["--collect", str(tmp_path / "back"), "--seconds", "1"]
     assert watch.main(["--work", str(work), "--out", str(out), *collecting]) == 0
     back = sorted(path.name for path in (tmp_path / "back").iterdir())

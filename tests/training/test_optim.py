@@ -1,4 +1,4 @@
-"""Muon orthogonalises each matrix by itself, AdamW is AdamW, and the schedule is what it says."""
+"""Muon orthogonalises each matrix separately, AdamW matches its definition, schedules have the configured values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_newton_schulz_brings_singular_values_near_one(shape):
     assert values.min() > 0.3 and values.max() < 1.3
     left, _, right = torch.linalg.svd(stack, full_matrices=False)
     overlap = (orthogonalise(stack) * (left @ right)).sum((1, 2)) / min(shape[1:])
-    assert (overlap > 0.7).all()  # the right rotation, not merely an orthogonal one
+    assert (overlap > 0.7).all()  # the correct rotation, not just any orthogonal matrix
 
 
 def test_every_matrix_of_a_stack_is_orthogonalised_alone():
@@ -42,10 +42,10 @@ def test_one_step_is_muon_for_matrices_and_adamw_for_the_rest():
     first, second = 1 - settings.adam_first, 1 - settings.adam_second
     optimiser.update(grads, one, torch.tensor(first), torch.tensor(second))
     after = store.export()
-    # The first AdamW step moves every element by the rate, against the sign of its gradient.
+    # The first AdamW step changes every element by the rate, against the sign of its gradient.
     rate, decay = settings.embedding_rate, settings.embedding_decay
-    place = store.places["embed.weight"]
-    sign = grads["embedding"][place.start : place.stop].sign().reshape(before["embed.weight"].shape)
+    location = store.locations["embed.weight"]
+    sign = grads["embedding"][location.start : location.stop].sign().reshape(before["embed.weight"].shape)
     expected = before["embed.weight"] * (1 - rate * decay) - rate * sign
     torch.testing.assert_close(after["embed.weight"], expected, atol=1e-6, rtol=1e-4)
     # mHC has its own rate and no decay; Muon steps have an RMS near 0.2 times the rate.
@@ -67,7 +67,7 @@ def test_clipping_scales_all_gradients_and_reports_the_norm():
 
 
 def test_a_quadratic_is_solved():
-    """Both rules walk to the minimum of a simple loss over all parameters."""
+    """Both rules converge to the minimum of a simple loss over all parameters."""
     store = Store(tiny_config())
     randomise(store, 0)
     settings = Settings(
@@ -113,14 +113,14 @@ def test_leaves_are_copies_and_gradients_arrive_in_one_piece():
     named = store.named(leaves)
     assert all(leaf.data_ptr() != store.masters[group].data_ptr() for group, leaf in leaves.items())
     (2.0 * named["layers.1.attn.wq_a.weight"].sum() + named["norm.weight"].sum()).backward()
-    place = store.places["layers.1.attn.wq_a.weight"]
-    grad = leaves[place.group].grad
+    location = store.locations["layers.1.attn.wq_a.weight"]
+    grad = leaves[location.group].grad
     assert float(grad.sum()) == pytest.approx(2.0 * named["layers.1.attn.wq_a.weight"].numel())
-    assert (grad[place.start : place.stop] == 2).all()
+    assert (grad[location.start : location.stop] == 2).all()
 
 
 def test_nano_is_the_planned_size():
-    """The counts of the plan: 33 M parameters with MTP, 19.3 M of them in routed experts."""
+    """33 M parameters with MTP, 19.3 M of them in routed experts."""
     parameters = parameters_of(NANO)
     total = sum(torch.Size(p.shape).numel() for p in parameters)
     experts = sum(torch.Size(p.shape).numel() for p in parameters if p.storage == "expert")
@@ -139,7 +139,7 @@ def test_hash_tables_are_balanced_and_distinct():
 
 
 def test_streams_start_apart():
-    """Staggered bases: each sub-layer favours another stream, and mixing starts near the identity."""
+    """Staggered bases: sub-layers favour different streams, and mixing starts near the identity."""
     config = tiny_config()
     store = Store(config)
     initialise(store, 0)

@@ -1,4 +1,4 @@
-"""Compiled graphs agree with the plain functions, and a compiler that fails costs speed, not the run."""
+"""Compiled graphs agree with the plain functions, and a compiler failure falls back to them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import torch
 from tests.training.tiny import SETTINGS, bench
 from training.preflight import check_compiled, check_kernels
 
-# The tracer looks at .grad of tensors that are no leaves; its own filter does not hold when warnings are errors.
+# The tracer reads .grad of non-leaf tensors; its warning filter is ineffective when warnings are errors.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 
 @pytest.fixture
 def backend(monkeypatch):
-    """`torch.compile` with another backend: the tracer alone needs no C compiler and is quick."""
+    """`torch.compile` with a tracing-only backend, which is fast and needs no C compiler."""
     original = torch.compile
 
     def use(name) -> None:
@@ -33,12 +33,12 @@ def test_a_whole_layer_is_one_graph_and_computes_the_same(data, tmp_path, backen
 
 
 def test_measuring_and_training_share_their_graphs(data, tmp_path, backend):
-    """A second compilation of the same function would cost minutes on the device."""
+    """Recompiling a function would take minutes on the device."""
     compiled = []
     backend(lambda graph, inputs: compiled.append(1) or graph.forward)
     shared = bench(data, tmp_path)
     check_compiled(shared, SETTINGS)
-    # Three kinds of layer (hashed, CSA, the MTP's), entering, entering MTP, collapsing, and the losses.
+    # Three kinds of layer (hashed, CSA, MTP), enter, enter_mtp, collapse, and the losses.
     assert len(compiled) == 7
 
 

@@ -1,4 +1,4 @@
-"""Rounding inside training is bit for bit what the released layout does; Sinkhorn's kernel is its plain twin."""
+"""Rounding in training is bit-identical to the released layout; the Sinkhorn kernel equals its plain twin."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from training.rounding import round_fp4, round_fp8, round_stored
 def test_fp4_rounds_as_the_writer_does(seed, exponent):
     weight = torch.randn(6, 96, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     weight[0, :32] = 0
-    weight[1] = (weight[1] * 4 / 2.0**exponent).round() / 4 * 2.0**exponent  # plenty of ties
+    weight[1] = (weight[1] * 4 / 2.0**exponent).round() / 4 * 2.0**exponent  # many ties
     assert torch.equal(round_fp4(weight), quant.dequant_fp4(*quant.quant_fp4(weight)))
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer covers every byte, keeps V4's markers whole, and is the same every time."""
+"""The tokenizer covers every byte, keeps V4's markers whole, and is deterministic."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_every_byte_has_an_id(made):
     tokenizer = made[2]
     every = bytes(range(256)).decode(
         "latin-1"
-    )  # as text: two bytes for the upper half, all of them covered by pieces
+    )  # as text: two bytes for the upper half, all covered by pieces
     assert (
         tokenizer.decode(tokenizer.encode(every, add_special_tokens=False).ids, skip_special_tokens=False)
         == every

@@ -1,4 +1,4 @@
-"""Small configs and corpora for the training tests: every mechanism, no file from outside."""
+"""Small configs and corpora for the training tests: every mechanism, no external files."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SETTINGS = Settings(batch=4, length=64, warmup_steps=5, bias_fast_steps=20)
 
 
 def tiny_config(**changes) -> V4Config:
-    """All layer kinds, both routers, YaRN, a clamp that bites, a choice that is selective, and MTP."""
+    """All layer kinds, both routers, YaRN, an active clamp, a selective top-k, and MTP."""
     sizes = {
         "vocab_size": 128,
         "hidden_size": 64,
@@ -50,7 +50,7 @@ def tiny_config(**changes) -> V4Config:
 
 
 def randomise(store: Store, seed: int) -> dict[str, torch.Tensor]:
-    """Every parameter random, norms around one: nothing may hide behind a zero or a symmetric start."""
+    """Randomise every parameter, norms around one, so that no term is zero or symmetric."""
     draw = torch.Generator().manual_seed(seed)
     tensors = {}
     for parameter in store.parameters:
@@ -75,7 +75,7 @@ def randomise(store: Store, seed: int) -> dict[str, torch.Tensor]:
 
 
 def released_name(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
-    """A tensor by its released name: one expert of a stack, or the tensor itself."""
+    """Return a tensor by released name: one expert of a stack, or the tensor itself."""
     if name in tensors:
         return tensors[name]
     head, expert, part, _ = name.rsplit(".", 3)
@@ -83,7 +83,7 @@ def released_name(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 
 
 def write_corpus(folder: Path, records: int = 60, seed: int = 0) -> Path:
-    """A made-up corpus with the six files, small sentences and listed names."""
+    """Write a synthetic corpus of six files, with short sentences and listed names."""
     draw = random.Random(seed)
     animals, things, names = (
         ("cat", "dog", "bird", "fox"),
@@ -127,7 +127,7 @@ def write_corpus(folder: Path, records: int = 60, seed: int = 0) -> Path:
 
 
 def small_config(**changes) -> V4Config:
-    """Two layers of training size for a CPU; every FP8 matrix divides into tiles, so rounding can be part of a run."""
+    """A two-layer config for CPU training; FP8 matrices divide into tiles, so a run can include rounding."""
     return tiny_config(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -149,7 +149,7 @@ def small_config(**changes) -> V4Config:
 
 
 def bench(data: tuple, work: Path, settings: Settings = SETTINGS) -> Bench:
-    """What runs share, over the corpus of the `data` fixture."""
+    """Return the Bench over the corpus of the `data` fixture."""
     folder, corpus, tokenizer = data
     parts = [held_out(name, records, tokenizer, settings.length) for name, records in corpus.held_out.items()]
     feed = Feed(folder, folder / "tokenizer", settings.length, settings.seed)

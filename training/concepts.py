@@ -31,8 +31,14 @@ ANIMALS = (
     "duck fish horse pony puppy kitten wolf deer turtle bee butterfly cow pig hen sheep animal animals paws tail fur "
     "whiskers"
 )
-PEOPLE = "man woman boy girl mother father mom dad brother sister grandmother grandfather teacher friend children he she"
-SEA = "sea ocean boat ship sail waves wave beach sand shore island fish water captain harbor shell shells tide swim swam"
+PEOPLE = (
+    "man woman boy girl mother father mom dad brother sister grandmother grandfather teacher friend children "
+    "he she"
+)
+SEA = (
+    "sea ocean boat ship sail waves wave beach sand shore island fish water captain harbor shell shells tide "
+    "swim swam"
+)
 SELF = "i me my i'm i'd i've myself we our us"
 
 

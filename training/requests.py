@@ -90,7 +90,8 @@ _PATTERNS: dict[str, tuple[re.Pattern[str], tuple[str, ...]]] = {
     "child": (
         re.compile(
             _TITLED.format(
-                "I want to hear a story about|Can you tell me the story of|Tell me a short story about|Tell me a story called|"
+                "I want to hear a story about|Can you tell me the story of|Tell me a short story about|"
+                "Tell me a story called|"
                 "Write a children's story titled|Write a story for a child called|Please tell a story:"
             )
         ),

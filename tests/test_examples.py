@@ -46,7 +46,7 @@ def run(name: str, *arguments: object, cwd) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_says_what_it_is_for(name, tmp_path):
+def test_an_example_has_a_usage_line(name, tmp_path):
     text = (ROOT / "examples" / f"{name}.py").read_text()
     assert f"python examples/{name}.py" in text.split('"""')[1] and text.count("\n") < 110
 
@@ -66,7 +66,7 @@ def test_mixing_matrices_draws_every_cell(tiny, engine, tmp_path):
         assert abs(mix[int(source), int(target)].item() - float(share)) < 6e-4
 
 
-def test_stream_lens_ends_with_what_the_model_says(tiny, engine, tmp_path):
+def test_stream_lens_ends_with_the_models_prediction(tiny, engine, tmp_path):
     printed = run("stream_lens", "a b c", "--model", tiny, cwd=tmp_path)
     chances = engine.logits(engine.prompt_ids("a b c"))[-1].softmax(-1)
     last = [line for line in printed.splitlines() if "│ layer" in line][-1]
@@ -85,7 +85,7 @@ def test_harvest_reads_back_what_it_wrote_and_computes_nothing_twice(tiny, tmp_p
     assert f"3 texts, {rows} rows" in first
 
 
-def test_steering_wake_starts_behind_the_edit_and_reaches_every_stream(tiny, engine, tmp_path):
+def test_steering_wake_starts_after_the_edit_and_reaches_every_stream(tiny, engine, tmp_path):
     printed = run(
         "steering_wake", "a b c", "--model", tiny, "--stream", 2, "--layer", 2, "--out", "w.svg", cwd=tmp_path
     )

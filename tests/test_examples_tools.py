@@ -24,7 +24,7 @@ def tiny(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_says_what_it_is_for(name):
+def test_an_example_has_a_usage_line(name):
     text = (ROOT / "examples" / f"{name}.py").read_text()
     assert f"python examples/{name}.py" in text.split('"""')[1] and text.count("\n") < 110
 

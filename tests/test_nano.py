@@ -90,12 +90,12 @@ def test_transformers_writes_the_same_text(nano, tmp_path):
         assert out[0, len(ids) :].tolist() == ours
 
 
-def test_it_greets_and_ends(nano):
+def test_it_answers_a_greeting_and_stops(nano):
     answer = nano.chat([{"role": "user", "content": "Hello!"}], temperature=0, max_tokens=60)
     assert answer.finish_reason == "stop" and "hello" in answer.text.lower()
 
 
-def test_its_card_and_its_record_say_the_same():
+def test_the_model_card_matches_the_training_record():
     card = (FOLDER / "MODEL_CARD.md").read_text(encoding="utf-8")
     for word in ("nats", "bits", "stories", "tinystories", "MTP", "licen"):
         assert word.lower() in card.lower(), word

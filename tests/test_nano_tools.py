@@ -36,7 +36,7 @@ def prompt(engine, text: str = ASK) -> list[int]:
     return engine.encode_chat([{"role": "user", "content": text}])
 
 
-def test_vectors_are_there_by_name_and_say_what_they_do(nano):
+def test_vectors_are_registered_with_documented_effects(nano):
     files = shipped_vectors("nano")
     assert len(files) >= 6 and set(files) == set(nano.modules)
     for name, path in files.items():
@@ -51,7 +51,7 @@ def test_vectors_are_there_by_name_and_say_what_they_do(nano):
     assert sum(path.stat().st_size for path in files.values()) < 1e6
 
 
-def test_a_vector_does_it_here_too(nano):
+def test_a_vector_has_its_documented_effect(nano):
     """Fewer requests than in the documented measurement, scored by quotation marks only."""
     requests, quotes = (
         [ASK, "Tell me a story about a train.", "Write a story about the rain."],
@@ -89,7 +89,7 @@ def test_transformers_with_a_plain_hook_writes_the_same_steered_text(nano):
     assert written[len(ids) :] == ours
 
 
-def test_a_wake_begins_behind_the_vector_and_is_small_from_the_stream_nobody_reads(nano):
+def test_an_edit_propagates_after_its_layer_and_little_from_stream_0(nano):
     ids = prompt(nano) + nano.generate(prompt(nano), max_tokens=24, temperature=0).token_ids
     vector = nano.modules["spooky"]
     (layer,) = vector.layers
@@ -101,7 +101,7 @@ def test_a_wake_begins_behind_the_vector_and_is_small_from_the_stream_nobody_rea
     assert result["stream 0"][-1].mean() < 0.5 * result["stream 1"][-1].mean()
 
 
-def test_the_dictionary_is_small_and_labelled():
+def test_the_sae_is_small_and_labelled():
     folder = shipped_dictionary("nano")
     assert folder is not None
     sizes = [path.stat().st_size for path in folder.iterdir()]
@@ -114,7 +114,7 @@ def test_the_dictionary_is_small_and_labelled():
         assert 0 < entry["density"] < 1 and entry["largest"] > 0
 
 
-def test_the_dictionary_carries_what_the_model_needs(nano):
+def test_the_sae_recovers_the_loss(nano):
     """On text generated in the test: less than in the documented measurement, hence wider bounds."""
     sae = Sae.load(shipped_dictionary("nano"))
     ids = prompt(nano)
@@ -127,7 +127,7 @@ def test_the_dictionary_carries_what_the_model_needs(nano):
     assert quality.explained_variance > 0.8
 
 
-def test_the_card_of_the_dictionary_meets_its_bars():
+def test_the_documented_sae_quality_meets_its_thresholds():
     """Documented values, measured on held-out records that are not shipped."""
     card = Sae.load(shipped_dictionary("nano")).metadata
     quality, loss = card["measured"]["quality"], card["measured"]["loss"]
@@ -143,7 +143,7 @@ def test_the_card_of_the_dictionary_meets_its_bars():
         ]
 
 
-def test_a_raised_feature_leads_where_its_name_says(nano):
+def test_a_raised_feature_steers_to_its_theme(nano):
     """The most effective documented clamp on fewer seeds, with the documented random feature as control."""
     sae = Sae.load(shipped_dictionary("nano"))
     clamp, seeds = sae.metadata["clamps"][0], scaled(10, 4)
@@ -161,7 +161,7 @@ def test_a_raised_feature_leads_where_its_name_says(nano):
     assert counts[0] > counts[1] and counts[0] >= seeds / 2
 
 
-def test_a_feature_is_held_by_its_label(nano):
+def test_a_feature_is_clamped_by_its_label(nano):
     sae = Sae.load(shipped_dictionary("nano"))
     counted: dict[str, int] = {}
     for label in sae.labels.values():

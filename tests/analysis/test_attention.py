@@ -21,7 +21,7 @@ def text():
 
 @pytest.mark.parametrize("layer", range(TINY.num_hidden_layers))
 @pytest.mark.parametrize("position", [0, 3, 131, 299])
-def test_weights_times_keys_is_what_the_sublayer_wrote(text, layer, position):
+def test_weights_times_keys_is_the_output_of_the_sublayer(text, layer, position):
     model, ids, kept = text
     block = model.layers[layer]
     with torch.no_grad():
@@ -34,7 +34,7 @@ def test_weights_times_keys_is_what_the_sublayer_wrote(text, layer, position):
     assert (out - wrote).abs().max() < 1e-5 * max(1.0, float(wrote.abs().max()))
 
 
-def test_shares_add_up_and_name_what_is_seen(text):
+def test_readouts_sum_to_one_and_cover_visible_tokens(text):
     model, ids, kept = text
     for layer, ratio in enumerate(TINY.compress_ratios[: TINY.num_hidden_layers]):
         with torch.no_grad():

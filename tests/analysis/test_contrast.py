@@ -32,7 +32,7 @@ def test_rows_are_those_of_a_plain_forward_pass(engine, hook, tokens):
                 assert torch.allclose(kept[layer][number], row, atol=1e-4, rtol=1e-4)
 
 
-def test_a_conversation_counts_by_its_answer(engine):
+def test_only_the_answer_of_a_conversation_is_used(engine):
     question = {"role": "user", "content": "say it"}
     chats = [[question, {"role": "assistant", "content": text}] for text in UP]
     rows = contrast_rows(engine, chats, DOWN, "mlp_out", [2])
@@ -41,7 +41,7 @@ def test_a_conversation_counts_by_its_answer(engine):
     assert torch.allclose(rows.positive[2][0], trace["mlp_out", 2][first:].mean(0), atol=1e-4)
 
 
-def test_the_vector_says_what_it_is_for_and_leads_to_the_positives(idle, tmp_path):
+def test_the_vector_has_metadata_and_steers_to_the_positive_set(idle, tmp_path):
     vector = contrast(idle, UP, DOWN, HOOK, [2, 4])
     assert (
         vector.layers == (2, 4)
@@ -65,7 +65,7 @@ def test_the_vector_says_what_it_is_for_and_leads_to_the_positives(idle, tmp_pat
         del idle.modules["z"]
 
 
-def test_one_stream_of_it_is_the_same_with_the_others_silent(engine):
+def test_a_vector_of_one_stream_is_zero_in_the_others(engine):
     rows = contrast_rows(engine, UP, DOWN, HOOK, [3])
     whole, one = (vector_of(engine, rows, [3], streams=s).at(3).tensor().view(4, -1) for s in (None, [1]))
     assert torch.equal(one[1], whole[1]) and not one[[0, 2, 3]].any() and whole.abs().amin(1).gt(0).all()
@@ -85,7 +85,7 @@ def test_one_stream_of_it_is_the_same_with_the_others_silent(engine):
         ({"streams": [1]}, SteeringError, "one stream"),
     ],
 )
-def test_what_cannot_be_contrasted_is_refused(idle, change, error, words):
+def test_invalid_contrasts_are_refused(idle, change, error, words):
     given = {"positive": UP, "negative": DOWN, "hook": "mlp_out", "layers": [1], **change}
     with pytest.raises(error, match=words):
         contrast(idle, **given)

@@ -100,7 +100,7 @@ def test_files_hold_what_the_engine_computes_for_each_text_alone(engine, tmp_pat
     assert (report.texts, report.rows, report.skipped) == (len(texts), rows, 0)
 
 
-def test_an_estimate_is_what_comes(engine, tmp_path):
+def test_an_estimate_equals_the_stored_size(engine, tmp_path):
     for index, spec in enumerate(
         (
             Capture(HOOKS),
@@ -186,7 +186,7 @@ def _until_rows_are_written(process: subprocess.Popen, out: Path, more_than: int
 
 
 @pytest.mark.parametrize("layout", ["sharded", "packed", "per_file"])
-def test_an_error_half_way_leaves_whole_texts_only_and_the_rest_follows(engine, tmp_path, layout):
+def test_an_error_leaves_complete_texts_only_and_a_rerun_adds_the_rest(engine, tmp_path, layout):
     texts, spec = texts_of(28), Capture(HOOKS, layout=layout)
     whole = harvest(engine, texts, spec, tmp_path / "whole")
 
@@ -212,7 +212,7 @@ def test_an_error_half_way_leaves_whole_texts_only_and_the_rest_follows(engine, 
     assert engine._core.scheduler.idle
 
 
-def test_the_first_texts_now_and_the_others_later(engine, tmp_path):
+def test_a_larger_limit_adds_texts(engine, tmp_path):
     texts = texts_of(12)
     first = harvest(engine, texts[:5], Capture(HOOKS), tmp_path / "a")
     both = harvest(engine, texts, Capture(HOOKS), tmp_path / "a")
@@ -250,7 +250,7 @@ def test_other_settings_are_refused_by_name(engine, checkpoint, tmp_path):
     assert contents(out / "harvest") == before
 
 
-def test_a_directory_of_others_is_left_alone(engine, tmp_path):
+def test_a_directory_with_other_files_is_refused(engine, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(CaptureSettings, match=r"holds no harvest\.json"):
         harvest(engine, ["hello"], Capture({"mlp_out": [0]}), tmp_path)
@@ -301,7 +301,7 @@ def test_a_bad_text_is_named_by_its_line_or_skipped_and_counted(engine, tmp_path
     assert estimate_harvest(engine, DataFile(data), spec, skip_bad=True).skipped == 1
 
 
-def test_a_wrong_capture_is_nobodys_text(engine, tmp_path):
+def test_an_invalid_capture_is_not_attributed_to_a_text(engine, tmp_path):
     """Skipping bad texts must not turn a misspelt hook into an empty store."""
     for spec in (Capture({"mlp_out": [99]}), Capture({"mlp_out": [0]}, positions="all_generated")):
         with pytest.raises(CaptureValidationError):

@@ -84,7 +84,7 @@ def test_without_streams_only_the_merge_is_kept(engine):
         slim.logits(0, 1)
 
 
-def test_places_that_are_not_there_are_refused(engine):
+def test_unknown_depths_views_and_positions_are_refused(engine):
     lens = engine.lens(IDS)
     for wrong in (7, -8, True, "2"):
         with pytest.raises(SiteError, match=r"0\.\.6"):

@@ -82,7 +82,7 @@ def test_planted_directions_of_a_models_captures_are_found_again(store, directio
     assert torch.allclose(again.encode(rows), done.sae.encode(rows), atol=1e-3)
 
 
-def test_a_training_that_was_killed_ends_the_same(store, tmp_path):
+def test_an_interrupted_training_gives_the_same_sae(store, tmp_path):
     source, options = StoreRows(store, HOOK, LAYER, "single", 128), TrainOptions(32, k=2, steps=24)
     whole = train_sae(source, options, tmp_path / "whole")
 
@@ -125,7 +125,7 @@ def dictionary(engine) -> Sae:
     return train_sae(source, TrainOptions(96, k=12, steps=60, rate=5e-3)).sae
 
 
-def test_loss_recovered_is_the_definition(engine, dictionary):
+def test_loss_recovered_equals_its_definition(engine, dictionary):
     prompts = texts(3, 9)
     result = loss_recovered(engine, dictionary, prompts)
     assert result.tokens == 3 * 23
@@ -193,7 +193,7 @@ def test_features_are_found_where_they_fire_most(engine, dictionary, tmp_path):
     assert set(saved) == {str(number) for number in result}
 
 
-def test_the_tokens_a_feature_speaks_for_are_those_its_row_raises(engine, dictionary):
+def test_promoted_tokens_are_those_the_decoder_row_raises(engine, dictionary):
     up, down = promoted_tokens(engine, dictionary, 3)
     row = dictionary.decoder[5].view(4, -1).mean(0)
     with torch.no_grad():
@@ -201,14 +201,14 @@ def test_the_tokens_a_feature_speaks_for_are_those_its_row_raises(engine, dictio
     assert logits.topk(3).indices.tolist() == up[5].tolist() and logits.argmin() == down[5][0]
 
 
-def test_labels_say_what_is_always_there():
+def test_suggested_labels_name_the_common_token():
     assert suggested_label([" cat", "cat", " Cat"], ["a", "b", "c"]) == '"cat"'
     assert suggested_label(["the", "a", "my"], [" dog", "dog", "dog"]) == 'before "dog"'
     assert suggested_label(["red", "blue", "red", "green"], ["a", "b", "c", "d"]) == "red / blue / green"
     assert suggested_label(["\n", " "], ["", ""]) == "spaces and breaks"
 
 
-def test_half_the_bytes_and_the_same_dictionary(dictionary, tmp_path):
+def test_half_precision_halves_the_size_of_an_sae(dictionary, tmp_path):
     small = rounded(dictionary)
     small.save(tmp_path / "sae")
     whole = (tmp_path / "sae" / WEIGHTS).stat().st_size

@@ -43,7 +43,7 @@ def test_frames_are_the_sites_of_a_trace(engine, output, traced):
         assert near(frame["head_mix"], traced["mhc_head_mix", layers - 1][position])
 
 
-def test_asking_changes_no_token_and_no_other_signal(engine, output):
+def test_signals_do_not_change_tokens_or_other_signals(engine, output):
     plain = engine.generate(PROMPT, max_tokens=6, temperature=0)
     assert plain.token_ids == output.token_ids
     assert plain.signals is None
@@ -91,7 +91,7 @@ def test_a_baseline_is_the_unsteered_answer_from_the_same_seed(engine):
     assert unsteered.token_ids == unsteered.baseline.token_ids  # both use the same drawn seed
 
 
-def test_attention_of_a_token_adds_up_over_the_text(engine):
+def test_attention_of_a_token_sums_to_one(engine):
     result = engine.attention(PROMPT, position=-1)
     assert len(result) == engine.config.num_hidden_layers
     for readout in result:
@@ -102,7 +102,7 @@ def test_attention_of_a_token_adds_up_over_the_text(engine):
         engine.attention(PROMPT, position=40)
 
 
-def test_surprise_under_the_lens_ends_as_the_models_own(engine, traced, output):
+def test_surprise_at_the_last_depth_is_the_models_loss(engine, traced, output):
     ids = [*PROMPT, *output.token_ids]
     lens = engine.lens(ids)
     logprobs = traced.logits.log_softmax(-1)

@@ -51,14 +51,14 @@ def test_hooks_that_cannot_be_read_are_refused(text):
         parse_hooks(text)
 
 
-def test_positions_are_a_word_or_json():
+def test_positions_are_a_name_or_json():
     assert parse_positions("last_prompt") == "last_prompt" and parse_positions("[0, -1]") == [0, -1]
     assert parse_positions('{"prompt": {"window": [0, 4]}}') == {"prompt": {"window": [0, 4]}}
     with pytest.raises(OptionError, match="not JSON"):
         parse_positions("[1,")
 
 
-def test_a_run_its_estimate_its_files_and_its_second_run(tiny, data, tmp_path):
+def test_estimate_files_and_resumption_of_a_run(tiny, data, tmp_path):
     out = tmp_path / "out"
     hooks = "mhc_streams_pre_attn=1,-1;mlp_out=0..2"
     flags = [
@@ -139,7 +139,7 @@ def test_a_run_its_estimate_its_files_and_its_second_run(tiny, data, tmp_path):
         (["DATA", "--repair", "o"], 2, "option-invalid  --repair stands alone"),
     ],
 )
-def test_misuse_is_one_typed_line_before_a_model_is_loaded(data, arguments, status, words):
+def test_wrong_usage_is_one_error_line_before_a_model_is_loaded(data, arguments, status, words):
     done = birkhoff(
         "capture", *(data if word == "DATA" else word for word in arguments), "--model", "nowhere"
     )
@@ -155,7 +155,7 @@ def test_a_bad_line_ends_the_run_and_is_named(tiny, data, tmp_path):
     assert done.stderr.decode().splitlines()[-1].startswith(f"data-invalid  {data} line 5 has 7 as 'body'")
 
 
-def test_repair_seals_what_a_crash_left(tmp_path):
+def test_repair_finalizes_files_of_an_aborted_run(tmp_path):
     """A child process that exits with an open capture, as in a crash."""
     child = os.fork()
     if not child:  # pragma: no cover - in another process, which never returns

@@ -25,12 +25,12 @@ def test_a_mixing_matrix_shows_every_number_and_the_sums():
     assert lines[8].split() == ["write", "1.50", "1.00", "0.50", "0.25"]
 
 
-def test_shades_grow_with_the_number():
+def test_cell_colour_grows_with_the_value():
     colours = [cell_style(value).bgcolor.triplet for value in (-1.0, 0.0, 0.5, 1.0, 7.0)]
     assert colours[0] == colours[1] and colours[3] == colours[4]
     assert colours[1].red < colours[2].red < colours[3].red
 
 
-def test_sparks_stand_as_high_as_their_share():
+def test_sparkline_bars_are_proportional():
     assert sparkline([0.0, 1.0, 2.0, 4.0]) == " ▂▄█"
     assert sparkline([0.0, 0.0]) == "  " and sparkline([]) == ""

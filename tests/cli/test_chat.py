@@ -87,7 +87,7 @@ def test_a_terminal_conversation(tiny):
         assert terminal.ends_with(130)
 
 
-def test_the_end_of_input_in_a_terminal_leaves(tiny):
+def test_ctrl_d_exits_in_a_terminal(tiny):
     with Terminal("chat", "--model", tiny) as terminal:
         terminal.wait_for(">>> ")
         terminal.type("\x04")

@@ -23,7 +23,7 @@ def vector(tmp_path_factory):
     return path
 
 
-def test_it_pushes_until_it_is_taken_away(tiny, vector):
+def test_steering_applies_until_it_is_removed(tiny, vector):
     lines = [
         "hi",
         "/steer",
@@ -57,7 +57,7 @@ def test_it_pushes_until_it_is_taken_away(tiny, vector):
     assert done.returncode == 1 and b"nobody" in done.stderr and no_trace_of_python(done.stderr)
 
 
-def test_a_line_that_cannot_be_is_refused(tiny):
+def test_an_invalid_steering_line_is_refused(tiny):
     done = birkhoff("chat", "--model", tiny, stdin=b"/steer +2 x @\n/steer nonsense\n")
     assert (
         done.returncode == 1

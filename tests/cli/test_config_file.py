@@ -34,7 +34,7 @@ def test_the_file_can_be_named_by_a_variable(file, capfd, monkeypatch):
     assert tokens(capfd, "generate", "hi", "--json") == 3
 
 
-def test_a_key_meant_for_other_verbs_does_no_harm(file, capfd):
+def test_a_key_of_other_verbs_is_ignored(file, capfd):
     assert run(["--config", file, "synth", "nowhere", "--dry-run", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["written"] is False
 
@@ -53,7 +53,7 @@ def test_a_key_meant_for_other_verbs_does_no_harm(file, capfd):
         ("model = '\xff'", "cannot be read"),
     ],
 )
-def test_what_no_verb_knows_is_refused_by_name(tmp_path, capfd, text, words):
+def test_unknown_keys_are_refused_by_name(tmp_path, capfd, text, words):
     path = tmp_path / "settings.toml"
     path.write_bytes(text.encode("latin1"))
     assert run(["--config", str(path), "synth", "nowhere", "--dry-run"]) == 2

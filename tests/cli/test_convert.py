@@ -7,7 +7,7 @@ import json
 from tests.cli.conftest import birkhoff, no_trace_of_python
 
 
-def test_there_and_back_on_the_command_line(tiny, tmp_path):
+def test_round_trip_on_the_command_line(tiny, tmp_path):
     there = birkhoff(
         "convert", tiny, tmp_path / "m.gguf", "--dense", "bf16", "--no-mtp", "--shard-size", "1MB"
     )

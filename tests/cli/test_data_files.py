@@ -140,7 +140,7 @@ def test_a_path_that_is_no_file(tmp_path, name):
         open_data(tmp_path / name, "text", False)
 
 
-def test_columns_and_options_that_do_not_fit(tmp_path):
+def test_wrong_columns_and_options_are_refused(tmp_path):
     path = written(tmp_path / "t.parquet", {"body": TEXTS, "label": TEXTS})
     with pytest.raises(
         DataError, match=r"neither a column 'text' nor 'messages', but 'body, label'.*--text-field"

@@ -24,7 +24,7 @@ def expected(tiny) -> package.Output:
         return engine.generate("hello", max_tokens=12, seed=3, ignore_eos=True)
 
 
-def test_text_on_stdout_and_talk_on_stderr(tiny, expected):
+def test_text_on_stdout_and_status_on_stderr(tiny, expected):
     done = birkhoff("generate", "hello", "--model", tiny, *SAME)
     assert done.returncode == 0
     assert done.stdout.decode().rstrip("\n") == expected.text.rstrip("\n") and done.stdout.endswith(b"\n")
@@ -98,7 +98,7 @@ def test_a_stop_text_ends_the_answer_and_is_not_part_of_it(tiny, capfd, expected
         (b"caf\xe9", b"", "surrogate"),
     ],
 )
-def test_bytes_that_are_no_text_are_one_typed_line(tiny, prompt, stdin, words):
+def test_invalid_utf8_is_one_error_line(tiny, prompt, stdin, words):
     done = subprocess.run(
         [*COMMAND, "generate", prompt, "--model", tiny],
         input=stdin,
@@ -115,7 +115,7 @@ def test_bytes_that_are_no_text_are_one_typed_line(tiny, prompt, stdin, words):
     [("", "prompt-invalid", "the prompt is empty"), ("x" * 5000, "context-length", "the context holds")],
     ids=["empty", "long"],
 )
-def test_a_prompt_that_is_none_is_one_typed_line(tiny, capfd, prompt, code, words):
+def test_an_empty_or_too_long_prompt_is_one_error_line(tiny, capfd, prompt, code, words):
     assert run(["generate", prompt, "--model", tiny]) == 1
     captured = capfd.readouterr()
     line = captured.err.splitlines()[-1]
@@ -136,7 +136,7 @@ def start(*arguments: str) -> subprocess.Popen[bytes]:
     )
 
 
-def test_ctrl_c_keeps_what_was_said(tiny, interruptible):
+def test_ctrl_c_keeps_the_printed_text(tiny, interruptible):
     process = start("generate", "hello", "--model", tiny, *LONG)
     assert process.stdout is not None
     first = process.stdout.read(1)
@@ -174,7 +174,7 @@ def test_ctrl_c_in_the_middle_of_the_imports(tiny, interruptible, library):
     assert process.returncode == 130 and no_trace_of_python(stderr) and stdout == b""
 
 
-def test_on_a_terminal_there_is_a_bar_and_no_control_character_of_the_model(tiny):
+def test_a_terminal_gets_a_progress_bar_and_escaped_control_characters(tiny):
     with Terminal("generate", "hello", "--model", tiny, *SAME, "--json", stdout=subprocess.PIPE) as terminal:
         terminal.wait_for("answering")
         assert terminal.ends_with(0)

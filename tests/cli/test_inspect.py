@@ -25,7 +25,7 @@ def path(tmp_path_factory):
     return path
 
 
-def test_a_table_for_people(app, path):
+def test_the_text_report(app, path):
     result = CliRunner().invoke(app, [str(path)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     for words in (
@@ -39,7 +39,7 @@ def test_a_table_for_people(app, path):
         assert words in result.stdout
 
 
-def test_json_for_programs(app, path):
+def test_the_json_report(app, path):
     result = CliRunner().invoke(app, [str(path), "--json"])
     report = json.loads(result.stdout)
     assert result.exit_code == 0 and report["tensors"] == 585 and report["problems"] == []
@@ -53,7 +53,7 @@ def test_problems_set_the_exit_status(app, tmp_path, flags):
     assert result.exit_code == 1 and "are missing" in result.stdout
 
 
-def test_a_plan_for_a_gpu_from_sizes_alone(app, tmp_path):
+def test_a_gpu_plan_from_a_config_only(app, tmp_path):
     """V4-Flash on 24 GiB: memory by kind, expert placement and speed limits."""
     result = CliRunner().invoke(app, ["flash", "--gpu", "24GiB", "--requests", "2"], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
@@ -86,7 +86,7 @@ def test_a_plan_for_a_gpu_from_sizes_alone(app, tmp_path):
         assert json.loads(again.stdout) == forecast
 
 
-def test_a_gpu_that_is_too_small_is_refused_with_the_numbers(app):
+def test_a_gpu_that_is_too_small_is_refused_with_sizes(app):
     result = CliRunner().invoke(app, ["flash", "--gpu", "8GiB"], env={"COLUMNS": "400"})
     assert result.exit_code == 1 and "does not fit: the model needs" in result.stdout
     assert "without a single routed expert (weights" in result.stdout and "may use 8.00 GiB" in result.stdout

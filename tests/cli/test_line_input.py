@@ -51,7 +51,7 @@ def test_ctrl_c_between_prompt_and_wait_is_handled():
 
 
 @pytest.mark.parametrize(("key", "status"), [("\x03", 130), ("\x04", 0)], ids=["ctrl-c", "ctrl-d"])
-def test_pressed_as_soon_as_the_prompt_shows(busy, key, status):
+def test_ctrl_c_and_ctrl_d_as_soon_as_the_prompt_shows(busy, key, status):
     for _ in range(scaled(40, 4)):
         with Terminal(command=[sys.executable, "-c", PROMPT]) as terminal:
             terminal.wait_for(">>> ")

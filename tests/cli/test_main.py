@@ -65,7 +65,7 @@ def test_version():
         ),
     ],
 )
-def test_misuse_ends_with_2_and_says_what_is_wrong(arguments, words):
+def test_wrong_usage_exits_with_2_and_names_the_problem(arguments, words):
     done = birkhoff(*arguments)
     assert done.returncode == 2 and no_trace_of_python(done.stderr)
     plain = (done.stderr + done.stdout).decode().replace("│", " ")  # the parser wraps lines and draws a box
@@ -84,13 +84,13 @@ def test_misuse_ends_with_2_and_says_what_is_wrong(arguments, words):
         (["inspect", "nowhere"], "weights  nowhere does not exist."),
     ],
 )
-def test_a_wrong_path_is_one_line_and_1(arguments, line):
+def test_a_wrong_path_prints_one_line_and_exits_with_1(arguments, line):
     done = birkhoff(*arguments)
     assert done.returncode == 1 and done.stdout == b""
     assert done.stderr.decode().startswith(line) and done.stderr.count(b"\n") == 1
 
 
-def test_a_full_disk_is_one_line_and_1(tiny):
+def test_a_full_disk_prints_one_line_and_exits_with_1(tiny):
     if not os.path.exists("/dev/full"):
         pytest.skip("needs /dev/full")
     with open("/dev/full", "wb") as full:
@@ -100,7 +100,7 @@ def test_a_full_disk_is_one_line_and_1(tiny):
     assert (done.returncode, done.stderr.decode()) == (1, "system  No space left on device\n")
 
 
-def test_a_reader_that_leaves_early_is_nothing_to_talk_about(tiny):
+def test_a_closed_pipe_prints_no_error(tiny):
     process = subprocess.Popen(
         [*COMMAND, "generate", "hi", "--model", tiny, "--max-tokens", "2000", "--ignore-eos", "--seed", "1"],
         stdout=subprocess.PIPE,

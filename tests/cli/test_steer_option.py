@@ -57,7 +57,7 @@ def test_chats_are_steered_too(tiny, file, vector):
     assert answer["interp"]["rows_steered"] == 7
 
 
-def test_a_line_that_makes_no_sense_is_shown_with_a_caret_before_anything_is_loaded(capfd):
+def test_a_syntax_error_is_shown_with_a_caret_before_a_model_is_loaded(capfd):
     assert run(["generate", "hello", "--model", "/nowhere", "--steer", "+2.0 calm @ mlp_out[x]"]) in (1, 2)
     err = capfd.readouterr().err
     assert "steering-syntax" in err and "nowhere" not in err
@@ -73,7 +73,7 @@ def test_a_line_that_makes_no_sense_is_shown_with_a_caret_before_anything_is_loa
         ("+1 {file} @ mlp_in[1,99]", "99"),
     ],
 )
-def test_names_and_places_that_do_not_exist_are_refused(tiny, file, capfd, line, words):
+def test_unknown_names_files_and_layers_are_refused(tiny, file, capfd, line, words):
     assert run(["generate", "hello", "--model", tiny, *SAME, "--steer", line.format(file=file)]) in (1, 2)
     captured = capfd.readouterr()
     assert words in captured.err and not captured.out

@@ -17,7 +17,7 @@ def app():
     return app
 
 
-def test_the_directory_goes_to_stdout_and_talk_to_stderr(app, tmp_path):
+def test_the_directory_on_stdout_and_status_on_stderr(app, tmp_path):
     out = tmp_path / "c"
     result = CliRunner().invoke(app, [str(out), "--layers", "3", "--seed", "4", "--no-mtp"])
     assert result.exit_code == 0 and result.stdout == f"{out}\n"

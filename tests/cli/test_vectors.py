@@ -29,7 +29,7 @@ def sides(folder) -> list[str]:
     return ["--positive", str(folder / "up.txt"), "--negative", str(folder / "down.jsonl")]
 
 
-def test_contrast_writes_a_vector_and_shows_where_it_lies(tiny, folder, capfd):
+def test_contrast_writes_a_vector_and_shows_the_separation(tiny, folder, capfd):
     out, plot = folder / "z.safetensors", folder / "z.svg"
     ask = ["vectors", "contrast", *sides(folder), "--layers", "1,3", "--out", str(out), "--plot", str(plot)]
     assert run([*ask, "--model", tiny]) == 0
@@ -51,7 +51,7 @@ def test_contrast_writes_a_vector_and_shows_where_it_lies(tiny, folder, capfd):
     assert run(["generate", "hello", "--model", tiny, "--max-tokens", "3", "--seed", "1"]) == 0
 
 
-def test_search_tries_every_place_and_names_the_best(tiny, folder, capfd):
+def test_search_tries_every_site_and_reports_the_best(tiny, folder, capfd):
     ask = [
         "vectors",
         "search",
@@ -81,7 +81,7 @@ def test_search_tries_every_place_and_names_the_best(tiny, folder, capfd):
     assert run([*ask[:-4], "--loss-bound", "-100", "--model", tiny]) == 1
 
 
-def test_import_asks_for_what_a_file_does_not_say(folder, capfd):
+def test_import_requires_missing_metadata(folder, capfd):
     (folder / "other.json").write_text(
         json.dumps({"vectors": {"mlp_out": {"1": [1.0, 2.0]}, "mlp_in": {"1": [1.0, 2.0]}}})
     )
@@ -93,7 +93,7 @@ def test_import_asks_for_what_a_file_does_not_say(folder, capfd):
     assert run([*ask[:-1], str(folder / "one.safetensors"), "--op", "add"]) == 2
 
 
-def test_a_dictionary_from_training_to_features(tiny, folder, capfd):
+def test_an_sae_from_training_to_features(tiny, folder, capfd):
     texts = folder / "texts.txt"
     generator = torch.Generator().manual_seed(0)
     lines = [

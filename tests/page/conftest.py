@@ -60,16 +60,16 @@ class Server:
 
     def post(self, path: str, body: dict, key: str = "") -> dict:
         headers = {"content-type": "application/json", **({"authorization": f"Bearer {key}"} if key else {})}
-        asked = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return json.load(answer)
 
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory):
-    made = Server(tmp_path_factory.mktemp("page")).start()
-    yield made
-    made.stop()
+    started = Server(tmp_path_factory.mktemp("page")).start()
+    yield started
+    started.stop()
 
 
 @pytest.fixture(scope="module")
@@ -128,10 +128,10 @@ class Tab:
 def open_tab(chromium, server):
     tabs = []
 
-    def made(url: str | None = None, **options) -> Tab:
+    def open_url(url: str | None = None, **options) -> Tab:
         tabs.append(Tab(chromium, url or server.url, **options))
         return tabs[-1]
 
-    yield made
+    yield open_url
     for tab in tabs:
         tab.close()

@@ -28,8 +28,8 @@ LARGE = """async () => {
     room.append(map.node);
     document.body.append(room);
     const rows = Array.from({ length: 86 }, (_, i) => `row ${i}`);
-    window.asked = 0;
-    map.show({ columns: 512, rows, value: (x, y) => { window.asked++; return Math.sin(x / 9) + y / 40; } });
+    window.valueReads = 0;
+    map.show({ columns: 512, rows, value: (x, y) => { window.valueReads++; return Math.sin(x / 9) + y / 40; } });
     window.large = map;
 }"""
 COUNT = """() => {
@@ -106,7 +106,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser()
     parser.add_argument("--answers", type=int, default=60)
-    asked = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         server = Server(Path(folder)).start()
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=ARGUMENTS)
@@ -126,9 +126,9 @@ def main() -> None:
             print(json.dumps(common | {"kind": "frames", "cells": [512, 86], **frames(tab)}))
             tab.close()
             tab = Tab(browser, server.url)
-            began = time.monotonic()
-            heap = answers(tab, asked.answers)
-            told = {
+            start = time.monotonic()
+            heap = answers(tab, arguments.answers)
+            sizes = {
                 "first": heap[0],
                 "most": max(heap),
                 "last": heap[-1],
@@ -141,8 +141,8 @@ def main() -> None:
                         "kind": "heap",
                         "answers": len(heap),
                         "tokens_each": 120,
-                        "seconds": round(time.monotonic() - began),
-                        "mb": {name: round(size / 1e6, 3) for name, size in told.items()},
+                        "seconds": round(time.monotonic() - start),
+                        "mb": {name: round(size / 1e6, 3) for name, size in sizes.items()},
                         "faults": tab.faults,
                     }
                 )

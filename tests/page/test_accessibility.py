@@ -8,11 +8,12 @@ SERIOUS = {"serious", "critical"}
 def scan(tab, where):
     from axe_playwright_python.sync_playwright import Axe
 
-    found = [v for v in Axe().run(tab.page).response["violations"] if v["impact"] in SERIOUS]
-    told = [
-        (v["id"], v["nodes"][0]["html"][:160], v["nodes"][0].get("failureSummary", "")[:200]) for v in found
+    violations = [v for v in Axe().run(tab.page).response["violations"] if v["impact"] in SERIOUS]
+    details = [
+        (v["id"], v["nodes"][0]["html"][:160], v["nodes"][0].get("failureSummary", "")[:200])
+        for v in violations
     ]
-    assert not told, f"{where}: {told}"
+    assert not details, f"{where}: {details}"
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -65,7 +65,7 @@ def test_a_recipe_restores_a_finding_in_another_browser(open_tab, chromium):
     tab.page.fill("input[type=number][max='4096']", "16")
     tab.page.keyboard.press("Tab")
     tab.ask("Tell me about a duck.")
-    said = tab.page.inner_text('[data-strip="answer"]')
+    output = tab.page.inner_text('[data-strip="answer"]')
     tab.page.locator('[data-strip="answer"] .tok').nth(4).click()
     tab.page.wait_for_function("() => document.querySelector('[data-pin]').textContent.startsWith('Pinned')")
     pinned = tab.page.inner_text("[data-pin]")
@@ -79,7 +79,7 @@ def test_a_recipe_restores_a_finding_in_another_browser(open_tab, chromium):
         other.page.wait_for_function(
             "() => document.querySelector('[data-pin]').textContent.startsWith('Pinned')"
         )
-        assert other.page.inner_text('[data-strip="answer"]') == said
+        assert other.page.inner_text('[data-strip="answer"]') == output
         assert other.page.inner_text("[data-pin]") == pinned
         other.page.locator("#page-contrast").wait_for()
         assert not other.faults
@@ -98,8 +98,8 @@ def test_stopping_keeps_what_was_said(open_tab):
 
     def without_end(route):
         """A response that runs until it is stopped, however slow the browser is."""
-        asked = {**route.request.post_data_json, "ignore_eos": True, "max_tokens": 4000}
-        route.continue_(post_data=json.dumps(asked))
+        request_body = {**route.request.post_data_json, "ignore_eos": True, "max_tokens": 4000}
+        route.continue_(post_data=json.dumps(request_body))
 
     tab.page.route("**/v1/chat/completions", without_end)
     tab.ask("Tell me a long story.", wait=False)
@@ -112,9 +112,9 @@ def test_stopping_keeps_what_was_said(open_tab):
 
 @pytest.fixture
 def locked(tmp_path):
-    made = Server(tmp_path, "--api-key", "open-sesame").start()
-    yield made
-    made.stop()
+    server = Server(tmp_path, "--api-key", "open-sesame").start()
+    yield server
+    server.stop()
 
 
 def test_a_wanted_key_is_asked_for_and_a_restart_is_survived(chromium, locked):

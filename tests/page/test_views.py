@@ -53,17 +53,17 @@ def test_a_live_answer_fills_every_panel(answered):
 def test_the_pinned_token_is_the_same_everywhere(answered):
     tab = answered
     tokens = tab.page.locator('[data-strip="answer"] .tok')
-    told = set()
-    for place in (1, 5):
-        tokens.nth(place).click()
-        position = tokens.nth(place).get_attribute("data-position")
+    contents = set()
+    for index in (1, 5):
+        tokens.nth(index).click()
+        position = tokens.nth(index).get_attribute("data-position")
         tab.page.wait_for_function(
             f"() => document.querySelector('[data-pin]').textContent.includes('position {position}')"
         )
         tab.page.wait_for_selector(f'[data-strip="answer"] .tok.pinned[data-position="{position}"]')
         tab.page.wait_for_timeout(600)
-        told.add((panel(tab, "lineage").inner_text(), panel(tab, "lens").inner_text()))
-    assert len(told) == 2, "panels showed the same for two tokens"
+        contents.add((panel(tab, "lineage").inner_text(), panel(tab, "lens").inner_text()))
+    assert len(contents) == 2, "panels showed the same for two tokens"
     assert not tab.faults
 
 
@@ -151,8 +151,8 @@ def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
     tab.page.select_option("#add-edit", name)
     tab.page.click("#add-button")
     slider = tab.page.locator(f"input[type=range][aria-label='strength of {name}']")
-    asked = []
-    tab.page.on("request", lambda r: asked.append(r) if "/v1/chat/completions" in r.url else None)
+    requests = []
+    tab.page.on("request", lambda r: requests.append(r) if "/v1/chat/completions" in r.url else None)
     slider.evaluate("node => { node.value = 8; node.dispatchEvent(new Event('input')); }")
     tab.page.click("#steer-run")
     tab.page.wait_for_function(
@@ -164,24 +164,24 @@ def test_the_bench_pushes_and_marks_where_answers_part(open_tab, server):
     assert plain != pushed
     assert tab.page.locator(".tok.differs").count() > 0
     assert "norm growth" in tab.page.inner_text(".health")
-    asked.clear()
+    requests.clear()
     slider.focus()
-    began = time.monotonic()
+    start = time.monotonic()
     for _ in range(12):  # a drag: a run starts only when the slider rests, and cancels the previous one
         tab.page.keyboard.press("ArrowLeft")
         tab.page.wait_for_timeout(60)
     last = float(slider.input_value())
 
     def the_last_was_asked_for():
-        return asked and abs(asked[-1].post_data_json["interventions"][0]["scale"] - last) < 1e-9
+        return requests and abs(requests[-1].post_data_json["interventions"][0]["scale"] - last) < 1e-9
 
     for _ in range(600):
         if the_last_was_asked_for():
             break
         tab.page.wait_for_timeout(100)
     assert the_last_was_asked_for()
-    rested = (time.monotonic() - began) / 0.18  # upper bound on the number of rests
-    assert len(asked) <= rested + 1, "pairs were asked for while the slider still moved"
+    rested = (time.monotonic() - start) / 0.18  # upper bound on the number of rests
+    assert len(requests) <= rested + 1, "pairs were asked for while the slider still moved"
     tab.page.wait_for_function(
         "() => document.querySelectorAll('[aria-busy=true]').length === 0", timeout=60000
     )

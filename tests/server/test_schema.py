@@ -49,3 +49,11 @@ def test_r2_every_route_keeps_its_promise(served, page):
     assert seen >= len(operations(page))
     served.post("/v1/steering/clear")
     assert served.get("/health").status_code == 200 and served.idle()
+
+
+def test_every_route_is_documented(served):
+    document = served.get("/openapi.json").json()
+    operations = [operation for methods in document["paths"].values() for operation in methods.values()]
+    assert len(operations) > 40
+    for operation in operations:
+        assert operation["summary"] and operation["description"].endswith("."), operation["operationId"]

@@ -1,4 +1,4 @@
-"""Captures through the public face: memory, files, the wire form, refusals; the same rows whichever way they go."""
+"""Captures through the public API: memory, files, wire form, refusals; the same rows by every path."""
 
 from __future__ import annotations
 

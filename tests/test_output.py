@@ -1,4 +1,4 @@
-"""A running answer and the answer it comes to."""
+"""Streams of running requests, and their outputs."""
 
 import pytest
 

@@ -145,7 +145,7 @@ class ServiceRoutes:
                 "output_tokens": len(request.output_ids),
                 "max_tokens": request.max_tokens,
                 "steered": bool(request.plan and request.plan.edits),
-                "captures": bool(request.plan and request.plan.jobs),
+                "captures": bool(request.results.captures),
             }
             if context.settings.debug_prompts:
                 row["prompt"] = context.engine.tokenizer.decode(request.prompt_ids[:64])

@@ -1,4 +1,4 @@
-"""Where tests of files put them: memory when the system offers it, so that thousands of small files cost no disk."""
+"""Directory for tests of files: in memory if the system has such a file system, so that small files cost no disk."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 @pytest.fixture
 def quick_path(tmp_path: Path) -> Iterator[Path]:
-    """An empty directory in memory, or `tmp_path` where there is no such place."""
+    """An empty directory in memory, or `tmp_path` if there is no file system in memory."""
     if not os.access("/dev/shm", os.W_OK):
         yield tmp_path
         return

@@ -1,4 +1,4 @@
-"""Disks for tests: one that does not wait, one that fails on request, one that stops in the middle."""
+"""Disks for tests: without syncing, with failures on request, and with an abrupt stop."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from birkhoff.capture.store.disk import Disk
 
 
 class SoftDisk(Disk):
-    """Syncs cost nothing and are counted: most tests are not about the disk's speed."""
+    """Does not sync, but counts syncs: most tests are not about the speed of the disk."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
@@ -60,7 +60,7 @@ class SoftDisk(Disk):
 
 
 class FaultyDisk(SoftDisk):
-    """`fault(call, path)` answers an errno to fail with, or None. `short` limits how many bytes one write takes."""
+    """`fault(call, path)` returns an errno to fail with, or None. `short` limits the bytes of one write."""
 
     def __init__(
         self, fault: Callable[[str, str], int | None] = lambda call, path: None, short: int | None = None
@@ -94,11 +94,11 @@ class FaultyDisk(SoftDisk):
 
 
 class Stopped(BaseException):
-    """The process is gone; nothing of ours may catch this."""
+    """The process is gone; the package must not catch this."""
 
 
 class StoppingDisk(SoftDisk):
-    """Ends before the call with this number that would change something."""
+    """Stops before the n-th call that changes something."""
 
     def __init__(self, after: int):
         super().__init__()
@@ -112,7 +112,7 @@ class StoppingDisk(SoftDisk):
 
 
 class SlowDisk(SoftDisk):
-    """Syncs take time, so that jobs pile up behind them."""
+    """Syncs take time, so that tasks accumulate."""
 
     def __init__(self, seconds: float):
         super().__init__()

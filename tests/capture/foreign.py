@@ -1,4 +1,4 @@
-"""A reader as somebody else would write it from the published format, knowing nothing of what we added to it.
+"""A reader written from the published format alone, without the additions of this package.
 
 It uses only: the three layouts, raw little-endian rows, `shape`, `dtype` (with the file's as default, float32 for a
 per_file sidecar without one), `row_shape`, `positions`, several entries per site in offset order, shards by `seq`.

@@ -1,4 +1,4 @@
-"""Chunks whose every bit follows from their names, so that any row read back anywhere can be checked."""
+"""Chunks whose bits follow from their names, so that any row that is read back can be checked."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def chunk(
 
 
 def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
-    """Equal as stored, NaN or not."""
+    """Whether the arrays are equal as stored, NaN included."""
     return found.dtype == expected.dtype and found.tobytes() == expected.tobytes()
 
 
 def assert_is_prefix(entry, request: str, rows: int | None = None) -> None:
-    """The entry holds the first rows of what `chunk` made, all of them labelled; all `rows` when told how many."""
+    """Check that the entry holds the first rows made by `chunk`, with labels; all `rows` of them if given."""
     count = len(entry.array)
     dtype, shape = SHAPES[entry.hook]
     assert entry.dtype == dtype and entry.array.shape == (count, *shape)

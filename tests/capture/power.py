@@ -1,9 +1,8 @@
-"""A disk that remembers every call, and what is left of it when the power goes: a model of a file system's promises.
+"""A disk that records every call, and the states it can have after a power failure: a model of a file system.
 
-Between two syncs nothing is promised: any unsynced write may be there, be cut, be missing, or be there while an earlier
-one is missing. Names are promises of their directory: a created, renamed or removed name lasts once the directory has
-been synced, and until then may be there or not, independently of other names (a rename is one change). What was synced
-stays.
+Between two syncs nothing is guaranteed: an unsynced write may be present, truncated or missing, also if a later one is
+present. Names belong to their directory: a created, renamed or removed name is durable once the directory is synced;
+until then it may be present or not, independently of other names (a rename is one change). Synced data stays.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from tests.capture.disks import SoftDisk
 
 @dataclass
 class File:
-    """Bytes that are safe, and writes that are not yet: (offset, data), or (None, size) for a truncation."""
+    """Durable bytes, and writes that are not durable yet: (offset, data), or (None, size) for a truncation."""
 
     safe: bytearray = field(default_factory=bytearray)
     pending: list[tuple[int | None, bytes | int]] = field(default_factory=list)
 
 
 class RecordingDisk(SoftDisk):
-    """Carries the calls out and writes them down, in one order over all threads."""
+    """Executes the calls and records them, in one order over all threads."""
 
     def __init__(self, root: Path):
         super().__init__()
@@ -94,7 +93,7 @@ class RecordingDisk(SoftDisk):
 
 
 def after_power_loss(log: list, chance: random.Random, target: Path) -> None:
-    """Build under `target` one of the states that the calls of `log` allow."""
+    """Create under `target` one of the states that the calls of `log` allow."""
     files: dict[int, File] = {}
     safe: dict[str, dict[str, object]] = {".": {}}  # directory -> name -> inode number, or "directory"
     pending: dict[str, list[tuple]] = {}

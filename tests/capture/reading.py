@@ -1,4 +1,4 @@
-"""A process of its own at the reading end of a ring: says, line by line, what it read."""
+"""A process that reads a ring and prints, line by line, what it read."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from birkhoff.errors import CaptureError
 
 
 def main(name: str, pause: float) -> None:
-    assert "torch" not in sys.modules  # a training process brings its own, or none
+    assert "torch" not in sys.modules  # reading needs no torch
     try:
         with RingReader(name) as reader:
             print("open", flush=True)

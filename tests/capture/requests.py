@@ -1,4 +1,4 @@
-"""What the tests of capture requests share: a tiny model, a prompt, what a server knows, and a way to be refused."""
+"""Shared by the tests of capture requests: a tiny model, a prompt, a server's context, and a check of refusals."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MEMORY, DISK = "capture.memory", "capture.disk"
 
 
 def part(**changes):
-    """A good part with some fields changed; a field set to `...` is taken out."""
+    """A valid part with some fields changed; a field set to `...` is removed."""
     return {name: value for name, value in (GOOD | changes).items() if value is not ...}
 
 

@@ -1,4 +1,4 @@
-"""Chunks: the same bytes from torch and from NumPy, and refusals that say what is wrong."""
+"""Chunks: the same bytes from torch and from NumPy, and errors that name the problem."""
 
 from __future__ import annotations
 

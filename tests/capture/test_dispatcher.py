@@ -1,4 +1,4 @@
-"""Between engine and consumers: order, bounds, what overload does, and that nothing raises."""
+"""The dispatcher: order, bounds, overload policies, and that it never raises."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.sizes import scaled
 
 
 class Gate:
-    """A consumer that takes nothing until it is opened, and writes down all it is given."""
+    """A consumer that accepts nothing until it is opened, and records what it receives."""
 
     reads_client_spec = True
 
@@ -80,7 +80,7 @@ class Gate:
 
 
 def send(dispatcher: Dispatcher, requests: dict[str, int], seed: int = 0) -> None:
-    """Rows of several requests and two sites, interleaved at random, in order for each of them."""
+    """Send rows of several requests and two sites, interleaved at random, in order for each of them."""
     chance = random.Random(seed)
     left = {(name, hook): 0 for name in requests for hook in ("post_attn", "mhc_attn_res_mix")}
     while left:
@@ -94,7 +94,7 @@ def send(dispatcher: Dispatcher, requests: dict[str, int], seed: int = 0) -> Non
 
 
 def until(so, seconds: float = 30) -> None:
-    """Wait for another thread to have come somewhere."""
+    """Wait for a condition set by another thread."""
     given_up = time.monotonic() + seconds
     while not so():
         assert time.monotonic() < given_up, "it never came so far"
@@ -102,7 +102,7 @@ def until(so, seconds: float = 30) -> None:
 
 
 def in_order(taken: list[Chunk], requests: dict[str, int]) -> None:
-    """Every row of every request, once, in order, with the bits it was sent with."""
+    """Check that every row of every request arrived once, in order, with its bits."""
     for name, rows in requests.items():
         for hook in ("post_attn", "mhc_attn_res_mix"):
             mine = [part for part in taken if (part.request_id, part.hook) == (name, hook)]
@@ -156,14 +156,14 @@ def test_t_cap_8_drop_counts_exactly(quick_path, threads):
         assert result.dropped_rows == 24 - mine == gate.told[name].dropped_rows
         assert result.status == ("partial_error" if mine < 24 else "ok")
         assert mine == 24 or "dropped" in result.error
-    for part in gate.taken:  # what came through is whole and true
+    for part in gate.taken:  # what was delivered is complete and correct
         assert same_bits(part.array(), bits(part.request_id, part.hook, 1, part.positions[0], part.num_rows))
 
 
 @pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("room", [1 << 30, 4000])
 def test_t_cap_8_spill_keeps_order(quick_path, threads, room):
-    """Chunks wait on disk in their place; when its share is full the engine waits. Nothing is lost either way."""
+    """Chunks wait on disk at their place in the queue; if the disk share is full the engine waits. Nothing is lost."""
     gate = Gate(threads)
     spill = quick_path / "spill"
     options = {"overload_policy": "spill", "spill_dir": str(spill), "spill_max_bytes": room}
@@ -233,7 +233,7 @@ def test_a_chunk_comes_back_from_the_spill_as_it_went(quick_path, hook):
 
 
 def test_spilled_space_is_given_back(quick_path):
-    """Segments are closed when read; the same file is used over and over when the queue runs empty."""
+    """Segments are closed after reading; one file is reused while the queue runs empty."""
     spill = Spill(str(quick_path), 1 << 30, SoftDisk())
     before = len(os.listdir("/proc/self/fd"))
     big = np.zeros((1 << 14, 256), np.float32)  # 16 MiB: five fill a segment
@@ -379,7 +379,7 @@ def test_the_gate_is_a_consumer():
 
 @pytest.mark.parametrize("policy", ["block", "drop", "spill"])
 def test_a_storm_obeys_the_policy_and_the_memory_stays(quick_path, policy):
-    """More than the disk can take, for a while: rows kept or counted, and never more in memory than the queue holds."""
+    """More rows than the disk can take: rows are kept or counted, and memory never exceeds the queue."""
 
     class Slow(SoftDisk):
         def write(self, file: int, data: memoryview, offset: int) -> int:

@@ -1,4 +1,4 @@
-"""Disks that refuse: a failed capture is told so, leaves nothing half done, and the next one works."""
+"""Failing disks: a failed capture is reported, leaves nothing behind, and the next one works."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def whole(root: Path, layout: str, request: str, rows: int = 4) -> bool:
 
 
 class Once:
-    """Fails the call with this number among those of one kind, once."""
+    """Fails the n-th call of one kind, once."""
 
     def __init__(self, call: str, number: int, error: int):
         self.call, self.left, self.error, self.fired = call, number, error, False
@@ -86,7 +86,7 @@ class Once:
     ],
 )
 def test_one_failure_anywhere(quick_path, layout, call, error):
-    """Fail the first, second, third... call of a kind: the request says error or is whole; others do not notice."""
+    """Fail the first, second, third... call of a kind: the request fails or is complete; others are unaffected."""
     fired, errors = 0, 0
     for number in range(40):
         root = quick_path / str(number)
@@ -95,7 +95,7 @@ def test_one_failure_anywhere(quick_path, layout, call, error):
         options = FileOptions(root, default_layout=layout, coalesce_max_bytes=0, num_shards=1)
         with CaptureWriter(options, disk) as files:
             assert capture(files, "before").status == "ok"
-            files.seal()  # so that a shard has to be opened, as the files of the other layouts have
+            files.seal()  # a shard must be opened, like the files of the other layouts
             fault.armed = True
             during = capture(files, "during")
             files.seal()
@@ -120,7 +120,7 @@ def test_one_failure_anywhere(quick_path, layout, call, error):
     if layout == "sharded" and call == "rename":
         assert (
             fired >= 1 and errors == 0
-        )  # an acknowledged request stays so, whatever happens to the sealing of its shard
+        )  # an acknowledged request stays acknowledged if sealing its shard fails
     else:
         assert fired >= 1 and (errors >= 1 or call == "unlink")
 
@@ -151,7 +151,7 @@ def test_a_disk_that_stays_full_until_it_does_not(quick_path, layout):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A real file system of one mebibyte, where the system lets us make one."""
+    """A real file system of one mebibyte, if the system allows it."""
     place = tmp_path / "small"
     place.mkdir()
     mounted = subprocess.run(
@@ -165,7 +165,7 @@ def small_disk(tmp_path):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_real_disk_that_is_full(small_disk, layout):
-    """Fill it, see the error, make room, go on. What was acknowledged before survives."""
+    """Fill the disk, see the error, free space, continue. What was acknowledged survives."""
     root = small_disk / "root"
     with CaptureWriter(FileOptions(root, default_layout=layout, num_shards=1)) as files:
         assert capture(files, "before").status == "ok"
@@ -189,7 +189,7 @@ def test_a_real_disk_that_is_full(small_disk, layout):
 
 
 def test_a_real_disk_that_is_read_only(small_disk):
-    """Writers and repairs are refused by name, readers are not."""
+    """Writers and repairs are refused with a reason, readers are not."""
     root = small_disk / "root"
     with CaptureWriter(FileOptions(root)) as files:
         assert capture(files, "before").status == "ok"
@@ -241,9 +241,7 @@ def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path,
     """The shard is put aside and copied: earlier requests stay, waiting ones are told, the next goes elsewhere."""
     fault = Once("fsync", 0, errno.EIO)
 
-    def no_mark(
-        call: str, path: str
-    ) -> int | None:  # the mark for a later repair may fail to be written as well
+    def no_mark(call: str, path: str) -> int | None:  # writing the mark for a later repair may fail too
         return errno.EIO if path.endswith(".poison") and call == "open" else fault(call, path)
 
     disk = FaultyDisk(fault if marked else no_mark)
@@ -252,7 +250,7 @@ def test_a_failed_sync_of_a_shared_shard_saves_what_was_acknowledged(quick_path,
             assert capture(files, f"early{turn}").status == "ok"
         (payload,) = quick_path.rglob("*.bin.tmp")
         inode = payload.stat().st_ino
-        kept = os.open(payload, os.O_RDONLY)  # so that its number is not used again
+        kept = os.open(payload, os.O_RDONLY)  # so that its sequence number is not reused
         fault.armed = True
         assert capture(files, "lost").status == "error"
         assert capture(files, "late").status == "ok"
@@ -283,9 +281,7 @@ def test_a_request_that_lost_a_shard_is_not_called_complete_by_another(quick_pat
     with CaptureWriter(options, Disk()) as files:
         gate.clear()
         files.begin(CaptureRequest("holdup", "holdup", "run", "packed"))
-        files.finish(
-            CaptureFinish("holdup")
-        )  # the committer is busy with this one while the other comes to its end
+        files.finish(CaptureFinish("holdup"))  # the committer is busy with this one while the other finishes
         for start in range(0, 6, 2):
             files.append(chunk("a", "post_attn", 0, start, 2))
         future = files.finish(CaptureFinish("a"))
@@ -298,7 +294,7 @@ def test_a_request_that_lost_a_shard_is_not_called_complete_by_another(quick_pat
 
 
 def test_a_shard_that_cannot_be_saved_waits_for_space(quick_path):
-    """Acknowledged rows are on the disk; when sealing fails they wait, and the end of the writer or a repair seals."""
+    """Acknowledged rows are on disk; if sealing fails they wait for the end of the writer or a repair."""
     broken = [False]
     disk = FaultyDisk(lambda call, path: errno.ENOSPC if broken[0] and call in ("open", "write") else None)
     options = FileOptions(quick_path / "root", default_layout="sharded", num_shards=1)
@@ -324,7 +320,7 @@ def test_two_writers_on_one_root_are_refused_at_once(quick_path):
             with pytest.raises(CaptureLocked, match="being written"):
                 repair(quick_path)
             waits.append(time.perf_counter() - started)
-        assert min(waits) < 0.1  # of several, because this machine may be busy
+        assert min(waits) < 0.1  # the best of several: the machine may be busy
         assert capture(files, "a").status == "ok"
         code = (
             "import sys, time\nfrom birkhoff.capture.store.writer import *\nfrom birkhoff.errors import CaptureLocked\n"
@@ -373,7 +369,7 @@ def test_no_descriptor_or_thread_is_left_behind(quick_path, layout):
 
 
 def test_a_clock_that_goes_back_changes_nothing(quick_path, monkeypatch):
-    """Times are written down and never compared."""
+    """Times are recorded and never compared."""
     for turn, now in enumerate((2e9, 1e9, 0.0)):
         monkeypatch.setattr(time, "gmtime", lambda seconds=None, now=now: time.localtime(now))
         with CaptureWriter(
@@ -384,7 +380,7 @@ def test_a_clock_that_goes_back_changes_nothing(quick_path, monkeypatch):
 
 
 def test_a_failing_disk_never_reaches_the_engine(quick_path):
-    """Through the dispatcher, as the engine calls it: nothing raises, the other consumer's rows are whole."""
+    """Through the dispatcher, as the engine calls it: nothing raises, and the other consumer receives all rows."""
     bad = [False]
     disk = FaultyDisk(lambda call, path: errno.EIO if bad[0] else None)
     memory = RecordingConsumer()

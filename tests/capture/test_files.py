@@ -1,4 +1,4 @@
-"""What is on disk after a capture: three layouts, readable by us and by a reader that knows only the old format."""
+"""Files of a capture in three layouts, read by this package and by a reader of the original format."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_t_cap_4_mixed_dtypes_in_one_packed_file_and_old_sidecars(quick_path):
             assert same_bits(flat, ours[address].array) and entry.dtype == ours[address].dtype
             assert entry.positions == (ours[address].positions if "positions" in kept else None)
             assert entry.token_ids is None and entry.phases is None and entry.axes is None
-    # One dtype for the whole file, as files from before mixed widths have it.
+    # One dtype for the whole file, as in files from before mixed widths.
     old["entries"] = [
         {name: entry[name] for name in base} for entry in index["entries"] if entry["dtype"] == "bfloat16"
     ]
@@ -195,7 +195,7 @@ def test_many_small_steps_become_one_entry_per_site(quick_path):
 
 def test_a_gap_in_the_rows_is_a_new_entry(quick_path):
     with writer(quick_path) as files:
-        for start in (0, 2, 6):  # rows 4 and 5 were dropped on the way
+        for start in (0, 2, 6):  # rows 4 and 5 were dropped earlier
             files.append(chunk("a", "post_attn", 0, start, 2))
         finished(files, "a")
     index = json.loads((quick_path / "run/a/packed.json").read_text())
@@ -227,7 +227,7 @@ def test_a_chunk_larger_than_an_entry_is_cut(quick_path):
 
 
 def test_a_long_capture_waits_longer_between_entries(quick_path):
-    """Readers take a million entries of a file; halfway there, sixteen times as many rows go into each."""
+    """Readers accept a million entries of a file; halfway there, sixteen times as many rows go into each."""
     header = {"layout": "packed", "request_id": "a", "tag": "run", "replace": False}
     sizes = {}
     for place in (0, MAX_ENTRIES // 2):
@@ -268,7 +268,7 @@ def test_rows_that_stand_for_no_token_have_no_labels(quick_path, layout):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_labelled_and_unlabelled_rows_of_one_site_are_told_apart(quick_path, layout):
-    """Rows that continue each other but not in kind: two entries, and no label is put on a row it is not of."""
+    """Consecutive rows of different kinds become two entries, and no label is put on a wrong row."""
     with writer(quick_path, default_layout=layout) as files:
         files.append(chunk("a", "post_attn", 1, 0, 2))
         files.append(

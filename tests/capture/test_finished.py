@@ -1,4 +1,4 @@
-"""Which requests ended, and forgetting the others: in every layout, over shards, interrupted anywhere."""
+"""Complete requests, and removal of the others: in every layout, over shards, interrupted anywhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDS = {"whole": "length", "stopped": "stop", "cancelled": "cancelled", "failed"
 
 
 def write(root, layout: str, names=ENDS, shard_max_bytes: int = 900) -> None:
-    """Twelve rows of two hooks for each name; small shards, so that every request spans several."""
+    """Twelve rows of two hooks per name; small shards, so that every request spans several."""
     options = FileOptions(root, default_layout=layout, num_shards=2, shard_max_bytes=shard_max_bytes)
     with CaptureWriter(options) as writer:
         for name in names:
@@ -74,7 +74,7 @@ class Cut(BaseException):
 
 
 class FailingDisk(Disk):
-    """Lets so many changes through, then behaves like a machine that was switched off."""
+    """Executes a number of changes, then behaves like a machine that was switched off."""
 
     def __init__(self, changes: int):
         self.left = changes
@@ -115,7 +115,9 @@ def test_forgetting_may_be_cut_anywhere(tmp_path, layout):
             cuts += 1
             repair(root)
             again = survey(root / "run")
-            assert list(again.finished) == ["whole"]  # never lost, and no half request taken for a whole one
+            assert list(again.finished) == [
+                "whole"
+            ]  # never lost, and no partial request taken for a complete one
             forget(root / "run", again.unfinished)
         else:
             break

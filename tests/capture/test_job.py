@@ -1,4 +1,4 @@
-"""A job shapes the rows of every hook as its resolved capture says they are stored."""
+"""A job stores the rows of every hook as its resolved capture states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def rows_of(hook, seed=0):
 
 
 def run(capture, hook, matrix=None):
-    """What the capture keeps of one piece of rows, and how it said it would be stored."""
+    """The stored rows of one chunk, and their declared form."""
     projections = {} if matrix is None else {"p": tuple(matrix.shape)}
     resolved = capture.resolve(V4, L, PROMPT, 4, projections=projections)
     job = CaptureJob(resolved, MemorySink(resolved), matrix)

@@ -1,4 +1,4 @@
-"""Arbitrary bytes in place of captures: typed errors or right rows, quickly, and never a large allocation."""
+"""Arbitrary bytes instead of captures: typed errors or correct rows, quickly, and never a large allocation."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def read(directory: Path, layout: str) -> dict:
 
 
 def mutated_json(document, chance: random.Random):
-    """The same document with something in it changed: a value, a key, a list, a nesting."""
+    """The same document with one change: a value, a key, a list, or a nesting."""
     places = []
 
     def walk(node):
@@ -113,7 +113,7 @@ def mutated_bytes(raw: bytes, chance: random.Random) -> bytes:
 
 @pytest.mark.parametrize("layout", ["packed", "per_file", "sharded"])
 def test_mutated_sidecars_and_payloads(captures, layout):
-    """Whatever is changed, reading raises a `CaptureFileError` or gives rows that the payload's sums vouch for."""
+    """After any change, reading raises a `CaptureFileError` or returns rows that match the checksums."""
     chance = random.Random(layout)
     directory = captures if layout == "sharded" else captures / layout
     files = sorted(
@@ -151,7 +151,7 @@ def test_mutated_sidecars_and_payloads(captures, layout):
 
 
 def check_rows(found: dict, layout: str) -> None:
-    """Rows that were read are rows that were written, unless a label or a view of them was changed on purpose."""
+    """Rows that were read are rows that were written, unless a label or view was changed on purpose."""
     for entries in found.values():
         for (hook, layer), entry in entries.items():
             known = [(h, n) for h, n in SITES if entry.dtype == SHAPES[h][0]]
@@ -236,7 +236,7 @@ def test_what_is_not_json_is_refused(quick_path, name):
 
 
 def test_entries_that_share_bytes_cannot_ask_for_more_than_the_file(quick_path):
-    """A thousand entries of one mebibyte, all of them the same mebibyte."""
+    """A thousand entries that all refer to the same mebibyte."""
     (quick_path / "packed.bin").write_bytes(bytes(1 << 20))
     entry = {
         "layer": 0,

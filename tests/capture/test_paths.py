@@ -1,4 +1,4 @@
-"""Names that become paths: safe, distinct, and never silently somebody else's."""
+"""Names that become paths: safe, distinct, and never those of another capture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.capture.made import bits, chunk, same_bits
 
 
 def write(root: Path, request: str, tag: str = "run", key: str | None = None, files=None, **options):
-    """Capture two rows that only `key` could have made, and the result."""
+    """Capture two rows that only `key` could have made. Returns the result."""
     key = key or request
     own = files or CaptureWriter(FileOptions(root, **options), SoftDisk())
     own.begin(CaptureRequest(key, request, tag))
@@ -96,7 +96,7 @@ def test_no_name_leads_out_of_the_root(quick_path, layout):
 
 
 def test_ids_that_look_alike_do_not_share_a_directory(quick_path):
-    """In one run and across runs, in requests and in tags."""
+    """In one run and across runs, for requests and for tags."""
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         first = write(quick_path, "a b", key="1", files=files)
         second = write(quick_path, "a/b", key="2", files=files)

@@ -1,4 +1,4 @@
-"""Power loss at any instant: what was acknowledged is there, what is there is right, and a sidecar never lies."""
+"""Power failure at any instant: acknowledged captures exist, existing ones are correct, and sidecars are true."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SITES = [("post_attn", 0), ("mhc_attn_res_mix", 1)]
 
 
 def record(root: Path, layout: str, seed: int) -> list:
-    """A writer's life: overlapping requests, several files, some requests replaced, none waiting for another."""
+    """Run a writer: overlapping requests, several files, some requests replaced, none waiting for another."""
     chance = random.Random(seed)
     disk = RecordingDisk(root)
     options = FileOptions(
@@ -60,7 +60,7 @@ def record(root: Path, layout: str, seed: int) -> list:
 
 
 def found(root: Path, layout: str) -> dict[str, dict]:
-    """Everything that can be read, by request id. Anything that cannot be read fails the test."""
+    """Everything that can be read, by request id. A read error fails the test."""
     if not (root / "run").is_dir():
         return {}
     if layout == "sharded":
@@ -73,7 +73,7 @@ def found(root: Path, layout: str) -> dict[str, dict]:
 
 
 def check(root: Path, layout: str, log: list) -> int:
-    """Hold a repaired root to the log of the calls that led to it; the number of requests found in it."""
+    """Compare a repaired root with the log of calls. Returns the number of requests found."""
     acknowledged = {what[1]: what[2] for what in log if what[0] == "ack"}
     captures = found(root, layout)
     for name, entries in captures.items():
@@ -88,7 +88,7 @@ def check(root: Path, layout: str, log: list) -> int:
         assert set(entries) == set(SITES)
         finishing = {what[2] for what in log if what[0] == "finishing" and what[1] == name}
         for entry in entries.values():
-            # A later capture of the same id may have replaced it, but only a whole one that had finished.
+            # A later capture of the same id may have replaced it, but only a complete one that had finished.
             assert entry.meta["key"] == key or entry.meta["key"] in finishing
             assert entry.meta["key"].split("/")[-1] >= key.split("/")[-1]
             assert_is_prefix(entry, entry.meta["key"], 6)
@@ -113,7 +113,7 @@ def test_power_loss_at_any_instant(quick_path, layout):
         cut = chance.randint(1, len(log))
         root = quick_path / f"crash{point}"
         after_power_loss(log[:cut], chance, root)
-        for sidecar in root.rglob("*.json"):  # before any repair: what is visible is whole
+        for sidecar in root.rglob("*.json"):  # before any repair: what is visible is complete
             with CaptureFile(sidecar) as file:
                 for entry in file.records:
                     file.read(entry)
@@ -134,7 +134,7 @@ def test_power_loss_at_any_instant(quick_path, layout):
 
 
 def test_the_model_of_power_loss_loses_what_was_not_synced(quick_path):
-    """The same life without syncing must fail the check, or the test above could not fail."""
+    """The same run without syncing must fail the check; otherwise the test above could not fail."""
     log = [what for what in record(quick_path / "life", "packed", 0) if what[0] not in ("fsync", "syncdir")]
     bad = 0
     for point in range(30):
@@ -151,7 +151,7 @@ def test_the_model_of_power_loss_loses_what_was_not_synced(quick_path):
 
 @pytest.mark.parametrize("missing", ["fsync payload", "fsync journal", "fsync sidecar", "syncdir"])
 def test_each_kind_of_sync_is_needed(quick_path, missing):
-    """Leave one kind of sync out of the record: some crash point must then lose or break something."""
+    """Leave one kind of sync out of the log: some crash point must then lose or break something."""
     layout = "sharded" if missing == "fsync journal" else "packed"
     bad = 0
     for seed in range(6):

@@ -1,4 +1,4 @@
-"""Matrices that rows are multiplied with: kept as given, refused when no row could fit, known by their numbers."""
+"""Projection matrices: copied, refused if no row could fit, identified by their values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading: labels, joins, damage, and doing without torch."""
+"""Readers: labels, joins, damage, and independence from torch."""
 
 from __future__ import annotations
 

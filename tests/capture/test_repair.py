@@ -1,4 +1,4 @@
-"""What a dead writer leaves, and what the repair makes of it: torn tails, kills, stopped repairs, poisoned files."""
+"""Repair of what a dead writer leaves: torn tails, kills, interrupted repairs, poisoned files."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_an_interrupted_request_keeps_its_beginning(quick_path, layout):
 @pytest.mark.parametrize("what", ["payload", "journal"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_torn_tail_at_every_byte_of_the_last_three_records(quick_path, layout, what, how):
-    """Cut or blank the file from every byte on: whole records before it are kept, and none is ever wrong."""
+    """Cut or blank the file from every byte on: complete records before it are kept, and none is ever wrong."""
     root = quick_path / "root"
     left_by_a_crash(root, layout)
     saved = tree(root)
@@ -141,7 +141,7 @@ def test_a_torn_tail_at_every_byte_of_the_last_three_records(quick_path, layout,
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ended", [False, True])
 def test_a_repair_that_is_killed_can_be_repeated(quick_path, layout, ended):
-    """Stop before every single call that changes something; the next repair ends where an undisturbed one does."""
+    """Stop before every call that changes something; the next repair has the result of an uninterrupted one."""
     root = quick_path / "root"
     left_by_a_crash(root, layout)
     if ended:  # a torn tail as well
@@ -188,7 +188,7 @@ def test_a_replacement_that_never_finished_does_not_replace(quick_path, layout):
 
 @pytest.mark.parametrize("layout", ("packed", "per_file"))
 def test_a_replacement_stopped_at_any_call_is_old_or_new(quick_path, layout):
-    """Kill the writer while it replaces a capture: after the repair there is one whole capture, never a mixture."""
+    """Kill the writer while it replaces a capture: after the repair there is one complete capture, never a mixture."""
     root, seen = quick_path / "root", set()
     for stop in range(10_000):
         shutil.rmtree(root, ignore_errors=True)
@@ -223,7 +223,7 @@ def test_a_replacement_stopped_at_any_call_is_old_or_new(quick_path, layout):
 
 
 class Snapshots(SoftDisk):
-    """Copies the root aside before the call with this number: what a kill at that instant would have left."""
+    """Copies the root before the n-th call: the state that a kill at that instant leaves."""
 
     def __init__(self, root: Path, target: Path, number: int):
         super().__init__()
@@ -236,7 +236,7 @@ class Snapshots(SoftDisk):
 
 
 def test_kill_nine_at_a_random_instant(tmp_path):
-    """A real process, killed without warning: every acknowledged request is there, and nothing is wrong."""
+    """Kill a real process without warning: every acknowledged request exists, and nothing is wrong."""
     kills, total, repaired_bytes = scaled(25, 4), 0, 0
     for kill in range(kills):
         root = tmp_path / str(kill)
@@ -431,7 +431,7 @@ def test_poisoned_files_are_copied_not_trusted(quick_path):
 
 
 class HeldDisk(SoftDisk):
-    """Syncs wait while the gate is closed: nothing is sealed behind the test's back."""
+    """Syncs wait while the gate is closed, so that nothing is sealed unnoticed."""
 
     def __init__(self) -> None:
         super().__init__()

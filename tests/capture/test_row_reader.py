@@ -1,4 +1,4 @@
-"""Rows of a whole run in batches: each exactly once, in bounded memory, in an order that a seed fixes."""
+"""Rows of a whole run in batches: each exactly once, in bounded memory, in an order fixed by the seed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run(tmp_path_factory) -> Path:
 
 
 def expected() -> dict[bytes, tuple[str, int, int]]:
-    """What each row is, by its bits."""
+    """The expected labels of each row, by its bits."""
     return {
         bits(request, "mhc_streams_pre_attn", 2, row, 1).tobytes(): (request, row, tokens(request, row, 1)[0])
         for request, rows in COUNTS.items()
@@ -95,7 +95,7 @@ def test_shuffling_mixes_requests(run):
 
 
 def test_a_shuffled_pool_is_never_emptied_at_once(quick_path):
-    """Rows of one block come out over more batches than the pool holds: they met rows that were read later."""
+    """Rows of one block are spread over more batches than the pool holds: they mix with rows read later."""
     with CaptureWriter(FileOptions(quick_path), SoftDisk()) as files:
         for number in range(40):
             name, block = f"r{number}", np.full((8, 2), number, np.uint16)
@@ -168,7 +168,7 @@ def test_damage_is_noticed_where_it_is_touched(run, quick_path):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_memory_does_not_grow_with_the_run(quick_path, shuffle):
-    """Twenty times the rows need the same memory, but for the index."""
+    """Twenty times the rows need the same memory, except for the index."""
     width, rows = 1024, 256
 
     def peak(requests: int) -> int:

@@ -1,4 +1,4 @@
-"""A selection while its request runs: the same rows in any order of steps, and the places that never came."""
+"""Selections of running requests: the same rows in any order of steps, and listed positions never computed."""
 
 from __future__ import annotations
 

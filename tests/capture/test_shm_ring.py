@@ -1,4 +1,4 @@
-"""The ring in shared memory: what is put in comes out, in order, in another process; both ends may die."""
+"""The ring in shared memory: another process reads everything in order; either process may die."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def name():
 
 
 class Reading:
-    """The other process."""
+    """The reading process."""
 
     def __init__(self, name: str, pause: float = 0.0):
         self.process = subprocess.Popen(
@@ -58,7 +58,7 @@ class Reading:
         return self
 
     def listen(self) -> Reading:
-        """Take in what it says while we write: a full pipe would stop it."""
+        """Read its output while the test writes: a full pipe would block it."""
         self._told: list[str] = []
         self._ear = threading.Thread(target=lambda: self._told.extend(self.lines))
         self._ear.start()
@@ -219,7 +219,7 @@ def test_rows_of_an_engine_reach_the_other_process(name, tmp_path):
     max_bytes=st.integers(4096, 5000),
 )
 def test_a_ring_is_a_queue_with_an_end(moves, max_bytes):
-    """Against a list: what had room comes out in order, and room is refused only when there is none."""
+    """Against a list: what fit comes out in order, and a record is refused only if there is no space."""
     name = f"birkhoff-test-{uuid.uuid4().hex}"
     writer, expected = RingWriter(name, max_bytes), []
     try:

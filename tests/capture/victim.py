@@ -1,4 +1,4 @@
-"""A writer to be killed: captures without end and says on stdout, a line each, what has been acknowledged.
+"""A writer to be killed: captures without end and prints one line per acknowledged capture.
 
 python -m tests.capture.victim ROOT SEED
 """

@@ -74,10 +74,10 @@ class Chunk:
                 f"{where}: rows have shape {tuple(self.rows.shape)}, expected [rows, {math.prod(self.row_shape)}] for "
                 f"row_shape {tuple(self.row_shape)}. Flatten each row."
             )
-        held = dtype_name(self.rows.dtype)
-        if held not in _HELD_AS[self.dtype]:
+        stored_as = dtype_name(self.rows.dtype)
+        if stored_as not in _ACCEPTED_DTYPES[self.dtype]:
             raise CaptureWriteError(
-                f"{where}: rows are {held}, expected {' or '.join(_HELD_AS[self.dtype])}."
+                f"{where}: rows are {stored_as}, expected {' or '.join(_ACCEPTED_DTYPES[self.dtype])}."
             )
         labels = {"positions": self.positions, "token_ids": self.token_ids, "phases": self.phases}
         if self.dtype == "fp8_e4m3" or self.scale is not None:
@@ -140,7 +140,7 @@ class Chunk:
         return self.dtype, tuple(self.row_shape), self.width, labelled
 
 
-_HELD_AS = {
+_ACCEPTED_DTYPES = {
     "bfloat16": ("bfloat16", "uint16", "int16"),
     "float16": ("float16",),
     "float32": ("float32",),

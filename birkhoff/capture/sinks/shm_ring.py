@@ -104,16 +104,16 @@ class RingWriter:
                 f"a record of {size} bytes does not fit a ring of {self.capacity}. Raise max_bytes to {4 * size}."
             )
         written = self._words[_WRITTEN]
-        place = written % self.capacity
-        skipped = self.capacity - place if self.capacity - place < size else 0
+        offset = written % self.capacity
+        skipped = self.capacity - offset if self.capacity - offset < size else 0
         if not self._wait_for(size + skipped, seconds):
             return False
         if skipped:
-            self._ring[place : place + 4] = b"\xff" * 4
-            written, place = written + skipped, 0
+            self._ring[offset : offset + 4] = b"\xff" * 4
+            written, offset = written + skipped, 0
         total = zlib.crc32(body, zlib.crc32(text))
-        _RECORD.pack_into(self._ring, place, len(text), total, len(body))
-        at = place + _RECORD.size
+        _RECORD.pack_into(self._ring, offset, len(text), total, len(body))
+        at = offset + _RECORD.size
         self._ring[at : at + len(text)] = text
         at += len(text)
         self._ring[at : at + len(body)] = body
@@ -176,25 +176,25 @@ class RingReader:
             memory.close()
             raise CaptureError(f"{path} is not a ring of captured rows. Check the name.")
         with memoryview(memory) as view:
-            held = _Open(memory, view[:HEADER_BYTES].cast("Q"), view[HEADER_BYTES:])
-        words = held.words
+            mapping = _Open(memory, view[:HEADER_BYTES].cast("Q"), view[HEADER_BYTES:])
+        words = mapping.words
         why = None
         if words[0] != MAGIC or not 0 < words[_CAPACITY] <= len(memory) - HEADER_BYTES:
             why = f"{path} is not a ring of captured rows, or is only being made. Check the name."
         elif words[_READER] and _alive(words[_READER]):
             why = f"ring {quoted(name)} is being read by process {words[_READER]}. One reader at a time."
         if why is not None:
-            held.close()
+            mapping.close()
             raise CaptureError(why)
         words[_READER] = os.getpid()
         self.name = name
         self.capacity = words[_CAPACITY]
-        self._open: _Open | None = held
+        self._open: _Open | None = mapping
 
     @property
     def dropped_rows(self) -> int:
         """Number of rows that did not reach the ring so far."""
-        return self._held().words[_DROPPED]
+        return self._mapping().words[_DROPPED]
 
     def __iter__(self) -> Iterator[Chunk]:
         for item in self.items():
@@ -207,31 +207,31 @@ class RingReader:
 
     def get(self, timeout: float | None = None) -> Item | None:
         """The next item; None at the end. Raises TimeoutError if none arrives within the timeout."""
-        held = self._held()
+        mapping = self._mapping()
         until = None if timeout is None else time.monotonic() + timeout
         pause = 5e-5
-        while held.words[_WRITTEN] == held.words[_READ]:
+        while mapping.words[_WRITTEN] == mapping.words[_READ]:
             # Look once more: a count may have moved just before the writer closed or died.
-            if held.words[_CLOSED] or not _alive(held.words[_WRITER]):
-                if held.words[_WRITTEN] != held.words[_READ]:
+            if mapping.words[_CLOSED] or not _alive(mapping.words[_WRITER]):
+                if mapping.words[_WRITTEN] != mapping.words[_READ]:
                     break
-                if held.words[_CLOSED]:
+                if mapping.words[_CLOSED]:
                     return None
                 raise CaptureError(
-                    f"process {held.words[_WRITER]} that wrote ring {quoted(self.name)} is gone."
+                    f"process {mapping.words[_WRITER]} that wrote ring {quoted(self.name)} is gone."
                 )
             if until is not None and time.monotonic() >= until:
                 raise TimeoutError(f"nothing came through ring {self.name} in {timeout} s")
             time.sleep(pause)
             pause = min(2 * pause, 2e-3)
-        return self._take(held)
+        return self._take(mapping)
 
     def close(self) -> None:
         if self._open is not None:
-            held = self._open
+            mapping = self._open
             self._open = None
-            held.words[_READER] = 0
-            held.close()  # a chunk is a copy, so nothing else refers to the mapping
+            mapping.words[_READER] = 0
+            mapping.close()  # a chunk is a copy, so nothing else refers to the mapping
 
     def __enter__(self) -> RingReader:
         return self
@@ -239,28 +239,28 @@ class RingReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _held(self) -> _Open:
+    def _mapping(self) -> _Open:
         if self._open is None:
             raise CaptureError(f"the reader of ring {quoted(self.name)} is closed. Open another one.")
         return self._open
 
-    def _take(self, held: _Open) -> Item:
-        read = held.words[_READ]
-        place = read % self.capacity
-        if self.capacity - place < _RECORD.size or held.ring[place : place + 4] == b"\xff" * 4:
-            read, place = read + self.capacity - place, 0
-        head_bytes, total, body_bytes = _RECORD.unpack_from(held.ring, place)
-        end = place + _RECORD.size + head_bytes + body_bytes
-        if end > self.capacity or read + _padded(end - place) > held.words[_WRITTEN]:
+    def _take(self, mapping: _Open) -> Item:
+        read = mapping.words[_READ]
+        offset = read % self.capacity
+        if self.capacity - offset < _RECORD.size or mapping.ring[offset : offset + 4] == b"\xff" * 4:
+            read, offset = read + self.capacity - offset, 0
+        head_bytes, total, body_bytes = _RECORD.unpack_from(mapping.ring, offset)
+        end = offset + _RECORD.size + head_bytes + body_bytes
+        if end > self.capacity or read + _padded(end - offset) > mapping.words[_WRITTEN]:
             raise CaptureChecksum(
                 f"ring {quoted(self.name)} has a record beyond its end: somebody wrote into it."
             )
-        raw = bytes(held.ring[place + _RECORD.size : end])
+        raw = bytes(mapping.ring[offset + _RECORD.size : end])
         if zlib.crc32(raw) != total:
             raise CaptureChecksum(
                 f"a record of ring {quoted(self.name)} changed on its way. Open a new ring."
             )
-        held.words[_READ] = read + _padded(end - place)
+        mapping.words[_READ] = read + _padded(end - offset)
         return decoded(json.loads(raw[:head_bytes]), raw[head_bytes:])
 
 

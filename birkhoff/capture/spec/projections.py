@@ -35,30 +35,30 @@ class Projections(MutableMapping[str, torch.Tensor]):
 
     def __init__(self, schema: Mapping[str, HookSchema]):
         self._widths = _widths(schema)
-        self._held: dict[str, Projection] = {}
+        self._projections: dict[str, Projection] = {}
 
     def __setitem__(self, name: str, matrix: Any) -> None:
         if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
             raise OptionError(
                 f"the name of a projection is {quoted(name)}, expected 1 to {_LONGEST_NAME} characters."
             )
-        self._held[name] = self._checked(name, matrix)
+        self._projections[name] = self._checked(name, matrix)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.find(name).matrix.clone()
 
     def __delitem__(self, name: str) -> None:
         self.find(name)
-        del self._held[name]
+        del self._projections[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._projections)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._projections)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._held
+        return name in self._projections
 
     def __repr__(self) -> str:
         return f"Projections({', '.join(f'{name}: {shape}' for name, shape in self.shapes.items())})"
@@ -66,50 +66,55 @@ class Projections(MutableMapping[str, torch.Tensor]):
     @property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """(width, columns) by name, for the checks of a capture."""
-        return {name: (held.matrix.shape[0], held.matrix.shape[1]) for name, held in self._held.items()}
+        return {
+            name: (projection.matrix.shape[0], projection.matrix.shape[1])
+            for name, projection in self._projections.items()
+        }
 
     def find(self, name: str) -> Projection:
-        if name not in self._held:
-            known = ", ".join(sorted(self._held)) or "none"
+        if name not in self._projections:
+            known = ", ".join(sorted(self._projections)) or "none"
             raise OptionError(f"no projection is called {quoted(name)}. Registered: {known}.")
-        return self._held[name]
+        return self._projections[name]
 
     def _checked(self, name: str, matrix: Any) -> Projection:
         what = f"projection {quoted(name)}"
         try:
-            given = matrix.detach() if isinstance(matrix, torch.Tensor) else torch.as_tensor(matrix)
-            kept = (
-                (given.real if given.is_complex() else given).to("cpu", torch.float32, copy=True).contiguous()
+            source = matrix.detach() if isinstance(matrix, torch.Tensor) else torch.as_tensor(matrix)
+            values = (
+                (source.real if source.is_complex() else source)
+                .to("cpu", torch.float32, copy=True)
+                .contiguous()
             )
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise OptionError(
                 f"{what} is not a matrix of numbers ({quoted(error)}). Pass a tensor."
             ) from None
-        if given.is_complex() or kept.dim() != 2 or 0 in kept.shape:
+        if source.is_complex() or values.dim() != 2 or 0 in values.shape:
             raise OptionError(
-                f"{what} has shape {tuple(kept.shape)} of {given.dtype}, expected real numbers [width, columns]. "
+                f"{what} has shape {tuple(values.shape)} of {source.dtype}, expected real numbers [width, columns]. "
                 "A single direction is a matrix of one column: direction[:, None]."
             )
-        if kept.shape[0] not in self._widths:
+        if values.shape[0] not in self._widths:
             known = ", ".join(map(str, sorted(self._widths)))
             raise OptionError(
-                f"{what} takes rows of {kept.shape[0]} numbers, and no hook of this model has such rows. Widths: "
+                f"{what} takes rows of {values.shape[0]} numbers, and no hook of this model has such rows. Widths: "
                 f"{known}. Is it transposed?"
             )
-        if not kept.isfinite().all():
+        if not values.isfinite().all():
             raise OptionError(
                 f"{what} holds a number that is not finite as float32. Every score would be lost."
             )
-        shape = f"{kept.shape[0]} {kept.shape[1]} ".encode()
-        return Projection(kept, hashlib.sha256(shape + kept.numpy().tobytes()).hexdigest()[:32])
+        shape = f"{values.shape[0]} {values.shape[1]} ".encode()
+        return Projection(values, hashlib.sha256(shape + values.numpy().tobytes()).hexdigest()[:32])
 
 
 def _widths(schema: Mapping[str, HookSchema]) -> set[int]:
     """All widths that rows of a hook can have, subsets of streams included."""
-    found = set()
+    widths = set()
     for hook in schema.values():
-        found.add(hook.width)
+        widths.add(hook.width)
         if has_streams(hook):
             streams = hook.logical_shape[0]
-            found |= {kept * hook.width // streams for kept in range(1, streams)}
-    return found
+            widths |= {count * hook.width // streams for count in range(1, streams)}
+    return widths

@@ -281,16 +281,16 @@ def _optional(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
 def _streams(value: Any, path: str) -> tuple[int, ...] | None:
     if value is None:
         return None
-    numbers = [as_int(item) for item in value] if is_list(value) else []
+    streams = [as_int(item) for item in value] if is_list(value) else []
     if (
-        not numbers
-        or any(number is None or number < 0 for number in numbers)
-        or len(set(numbers)) < len(numbers)
+        not streams
+        or any(stream is None or stream < 0 for stream in streams)
+        or len(set(streams)) < len(streams)
     ):
         raise CaptureValidationError(
             f"is {quoted(value)}, expected a list of different streams, from 0.", path
         )
-    return tuple(sorted(number for number in numbers if number is not None))
+    return tuple(sorted(stream for stream in streams if stream is not None))
 
 
 def _resolve(

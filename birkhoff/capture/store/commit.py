@@ -109,8 +109,10 @@ class Committer:
                     pass  # the file is poisoned and records the reason
         self._sync_directories(alive)
         self._acknowledge([state for state in states if state.layout == "sharded"])
-        own = {file: state for state in states if state.layout != "sharded" for file in state.files}
-        self._seal([file for file in alive if file in own or file in full or file.error is not None], own)
+        by_file = {file: state for state in states if state.layout != "sharded" for file in state.files}
+        self._seal(
+            [file for file in alive if file in by_file or file in full or file.error is not None], by_file
+        )
         for state in states:
             if not state.future.done():
                 self._tell(state)
@@ -141,10 +143,10 @@ class Committer:
                     file.acknowledged.add(state.request.request_id)
             self._tell(state)
 
-    def _seal(self, files: list[OpenFile], own: dict[OpenFile, RequestState]) -> None:
+    def _seal(self, files: list[OpenFile], by_file: dict[OpenFile, RequestState]) -> None:
         seals: dict[Seal, OpenFile] = {}
         for file in files:
-            state = own.get(file)
+            state = by_file.get(file)
             if file.error is None and (state is None or state.error is None):
                 try:
                     seals[Seal(self._disk, file.directory, file.journal_name, self._sync)] = file
@@ -156,7 +158,7 @@ class Committer:
                 file.poison(failed[seal])
                 file.interrupted = seal.cleared
         for file in files:
-            state = own.get(file)
+            state = by_file.get(file)
             if state is not None and file.error is not None:
                 state.fail(file.error)
             if state is not None and state.error is not None:

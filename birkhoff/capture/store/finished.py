@@ -65,21 +65,21 @@ class Survey:
 
 def survey(directory: str | os.PathLike[str]) -> Survey:
     """Read the sidecars of a tag's directory, one at a time, in any layout."""
-    found = Survey()
+    result = Survey()
     for sidecar in _sidecars(Path(directory)):
         with CaptureFile(sidecar, labels=False) as file:
-            told = file.facts.get("requests")
-            if isinstance(told, dict):  # a shard
-                for name, facts in told.items():
-                    found.requests.setdefault(name, Progress()).learn(facts)
+            requests = file.facts.get("requests")
+            if isinstance(requests, dict):  # a shard
+                for name, facts in requests.items():
+                    result.requests.setdefault(name, Progress()).learn(facts)
                 for record in file.records:
-                    found.requests.setdefault(str(record.request_id), Progress()).add(record)
+                    result.requests.setdefault(str(record.request_id), Progress()).add(record)
             else:
-                progress = found.requests.setdefault(str(file.facts.get("request_id")), Progress())
+                progress = result.requests.setdefault(str(file.facts.get("request_id")), Progress())
                 progress.learn(file.facts)
                 for record in file.records:
                     progress.add(record)
-    return found
+    return result
 
 
 def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: Disk | None = None) -> None:
@@ -87,12 +87,12 @@ def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: D
     disk, wanted = disk or Disk(), frozenset(requests)
     for sidecar in list(_sidecars(Path(directory))) if wanted else ():
         facts = json.loads(sidecar.read_bytes())
-        told = facts.get("requests")
-        if not isinstance(told, dict):
+        listed = facts.get("requests")
+        if not isinstance(listed, dict):
             if str(facts.get("request_id")) in wanted:
                 _remove(disk, sidecar)
-        elif wanted & told.keys():
-            facts["requests"] = {name: known for name, known in told.items() if name not in wanted}
+        elif wanted & listed.keys():
+            facts["requests"] = {name: known for name, known in listed.items() if name not in wanted}
             facts["entries"] = [entry for entry in facts["entries"] if entry["request_id"] not in wanted]
             if facts["requests"]:
                 _replace(disk, sidecar, facts)
@@ -103,13 +103,13 @@ def forget(directory: str | os.PathLike[str], requests: Collection[str], disk: D
 
 def _clear(disk: Disk, directory: Path) -> None:
     """Remove payloads without sidecar and journal, and directories that become empty."""
-    for place in [directory, *directory.glob("*/")]:
-        for payload in place.glob("*" + PAYLOAD):
-            if not payload.with_suffix(SIDECAR).exists() and not any(place.glob("*" + JOURNAL)):
+    for folder in [directory, *directory.glob("*/")]:
+        for payload in folder.glob("*" + PAYLOAD):
+            if not payload.with_suffix(SIDECAR).exists() and not any(folder.glob("*" + JOURNAL)):
                 remove(disk, str(payload))
-        if place != directory:
+        if folder != directory:
             with contextlib.suppress(OSError):  # the directory is not empty
-                disk.rmdir(str(place))
+                disk.rmdir(str(folder))
 
 
 def _sidecars(directory: Path) -> Iterator[Path]:

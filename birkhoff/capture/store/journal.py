@@ -67,14 +67,14 @@ def read_journal(disk: Disk, path: str) -> Iterator[tuple[str, bytes]]:
     except FileNotFoundError:
         return
     try:
-        total, held = 0, b""
+        total, rest = 0, b""
         size, offset = disk.size(file), 0
-        while offset < size and len(held) < MAX_LINE_BYTES:
+        while offset < size and len(rest) < MAX_LINE_BYTES:
             block = disk.read(file, _BLOCK, offset)
             if not block:
                 return
             offset += len(block)
-            *lines, held = (held + block).split(b"\n")
+            *lines, rest = (rest + block).split(b"\n")
             for line in lines:
                 checked = _checked(line, total)
                 if checked is None:

@@ -311,26 +311,26 @@ class OpenFile:
         starts: dict[_Payload, int] = {}
         for payload, piece in batch:
             starts[payload] = starts.get(payload, payload.size) - len(piece)
-        held = bytearray()
-        place = 0
+        buffer = bytearray()
+        file_offset = 0
         target = None
         for payload, piece in batch:
-            if payload is not target or len(held) + len(piece) > self._coalesce:
-                self._put(target, held, place)
-                held = bytearray()
+            if payload is not target or len(buffer) + len(piece) > self._coalesce:
+                self._put(target, buffer, file_offset)
+                buffer = bytearray()
                 target = payload
-                place = starts[payload]
-            if not held and len(piece) >= self._coalesce:
-                self._put(payload, piece, place)  # large rows are written without another copy
-                place += len(piece)
+                file_offset = starts[payload]
+            if not buffer and len(piece) >= self._coalesce:
+                self._put(payload, piece, file_offset)  # large rows are written without another copy
+                file_offset += len(piece)
             else:
-                held += piece
+                buffer += piece
             starts[payload] += len(piece)
-        self._put(target, held, place)
+        self._put(target, buffer, file_offset)
 
-    def _put(self, payload: _Payload | None, data: bytearray | memoryview, place: int) -> None:
+    def _put(self, payload: _Payload | None, data: bytearray | memoryview, file_offset: int) -> None:
         if payload is not None and len(data):
-            write_all(self._disk, self._descriptor(payload), data, place)
+            write_all(self._disk, self._descriptor(payload), data, file_offset)
 
     def _payload(self, stem: str) -> _Payload:
         if stem not in self._payloads:

@@ -90,9 +90,9 @@ class PathAllocator:
                 self._shard_ids[tag_directory] = set(self._sealed_ids(tag_directory))
             taken = self._shard_ids[tag_directory]
             for name in _numbered(request_id):
-                number = _number(name)
-                if number not in taken:
-                    taken.add(number)
+                digest = _id_hash(name)
+                if digest not in taken:
+                    taken.add(digest)
                     return name
                 if self._on_collision != "suffix":
                     break
@@ -145,7 +145,7 @@ class PathAllocator:
         for name in os.listdir(directory):
             if name.startswith(f"shard{self._stage}-") and name.endswith(SIDECAR):
                 with contextlib.suppress(CaptureFileError):  # readers report damaged shards
-                    yield from map(_number, _shard_requests(os.path.join(directory, name)))
+                    yield from map(_id_hash, _shard_requests(os.path.join(directory, name)))
 
 
 def _numbered(request_id: str) -> Iterator[str]:
@@ -153,7 +153,7 @@ def _numbered(request_id: str) -> Iterator[str]:
     yield from (f"{request_id}-{number}" for number in itertools.count(1))
 
 
-def _number(request_id: str) -> int:
+def _id_hash(request_id: str) -> int:
     """Eight bytes instead of a name: a run may have millions."""
     return int(short_hash(request_id) + short_hash(request_id + "\0"), 16)
 
@@ -162,15 +162,15 @@ def _identity(sidecar: str) -> tuple[str | None, str]:
     """Tag and request id of a sidecar, read from its beginning if this package wrote it; it may be large."""
     with open(sidecar, "rb") as file:
         head = file.read(_HEAD)
-        found = {name: _string(head, name) for name in ("tag", "request_id")}
-        if found["request_id"] is None:
+        identity = {name: _string(head, name) for name in ("tag", "request_id")}
+        if identity["request_id"] is None:
             try:
                 whole = json.loads(head + file.read())
-                found = {name: whole.get(name) for name in found}
+                identity = {name: whole.get(name) for name in identity}
             except (ValueError, RecursionError, AttributeError):
                 pass
-    request = found["request_id"]
-    return found["tag"], request if isinstance(request, str) else ""
+    request = identity["request_id"]
+    return identity["tag"], request if isinstance(request, str) else ""
 
 
 def _string(head: bytes, name: str) -> str | None:

@@ -89,42 +89,42 @@ def repair_file(
     rewrite: bool = False,
 ) -> None:
     """Seal the files of one journal. `only` keeps just these requests; `rewrite` copies the payload."""
-    found = Findings(disk, directory, journal, None if only is None else frozenset(only))
-    report.checked_bytes += found.checked_bytes
-    kept = sum(found.good)
-    if found.published:
-        stems = found.stems
+    findings = Findings(disk, directory, journal, None if only is None else frozenset(only))
+    report.checked_bytes += findings.checked_bytes
+    kept = sum(findings.good)
+    if findings.published:
+        stems = findings.stems
         remove(disk, os.path.join(directory, journal))
-    elif found.worth_keeping:
-        poison = os.path.join(directory, found.stem + POISON)
-        for stem, end in found.ends.items():
-            _settle(disk, found, stem, end, rewrite or os.path.lexists(poison), sync)
-        if found.header["layout"] != "per_file" and found.payload_name(found.stem) is None:
-            _make_empty(disk, directory, found.stem, sync)
-        seal = Seal(disk, directory, journal, sync, keep=found.keep, broken=found.broken)
+    elif findings.worth_keeping:
+        poison = os.path.join(directory, findings.stem + POISON)
+        for stem, end in findings.ends.items():
+            _settle(disk, findings, stem, end, rewrite or os.path.lexists(poison), sync)
+        if findings.header["layout"] != "per_file" and findings.payload_name(findings.stem) is None:
+            _make_empty(disk, directory, findings.stem, sync)
+        seal = Seal(disk, directory, journal, sync, keep=findings.keep, broken=findings.broken)
         for error in publish([seal], disk, sync).values():
             raise error
         remove(disk, poison)
         stems = seal.stems
     else:
         stems, kept = [], 0
-        for name in [*_leftovers(found), journal, found.stem + POISON]:
+        for name in [*_leftovers(findings), journal, findings.stem + POISON]:
             if remove(disk, os.path.join(directory, name)) and not name.endswith((JOURNAL, POISON)):
                 report.removed.append(os.path.relpath(os.path.join(directory, name), root))
     report.sealed += [os.path.relpath(os.path.join(directory, stem + PAYLOAD), root) for stem in stems]
     report.kept_records += kept
-    report.dropped_records += len(found.good) - kept
+    report.dropped_records += len(findings.good) - kept
 
 
-def _settle(disk: Disk, found: Findings, stem: str, end: int, rewrite: bool, sync: bool) -> None:
+def _settle(disk: Disk, findings: Findings, stem: str, end: int, rewrite: bool, sync: bool) -> None:
     """Truncate a payload after its last good record and sync it; a poisoned payload is copied."""
-    name = found.payload_name(stem)
+    name = findings.payload_name(stem)
     assert name is not None, "it was read a moment ago"
-    path = os.path.join(found.directory, name)
+    path = os.path.join(findings.directory, name)
     file = disk.open(path, READ_WRITE)
     try:
         if rewrite:
-            copy = os.path.join(found.directory, stem + PAYLOAD + _COPY)
+            copy = os.path.join(findings.directory, stem + PAYLOAD + _COPY)
             remove(disk, copy)
             fresh = disk.open(copy, CREATE)
             file, old = fresh, file
@@ -153,18 +153,18 @@ def _make_empty(disk: Disk, directory: str, stem: str, sync: bool) -> None:
         disk.close(file)
 
 
-def _leftovers(found: Findings) -> list[str]:
+def _leftovers(findings: Findings) -> list[str]:
     """Files of a capture of which nothing is kept."""
-    if found.stem.startswith("per_file"):
+    if findings.stem.startswith("per_file"):
         return [
-            name for name in os.listdir(found.directory) if re.fullmatch(r"\d+_.*\.(bin|json)\.tmp", name)
+            name for name in os.listdir(findings.directory) if re.fullmatch(r"\d+_.*\.(bin|json)\.tmp", name)
         ]
     # Without atomic publishing the payload has its final name from the start and belongs to this capture.
-    direct = not found.header.get("atomic", True) and not found.would_replace()
+    direct = not findings.header.get("atomic", True) and not findings.would_replace()
     return [
-        found.stem + PAYLOAD + OPEN,
-        found.stem + SIDECAR + OPEN,
-        *([found.stem + PAYLOAD] if direct else []),
+        findings.stem + PAYLOAD + OPEN,
+        findings.stem + SIDECAR + OPEN,
+        *([findings.stem + PAYLOAD] if direct else []),
     ]
 
 
@@ -187,8 +187,8 @@ def _directories(root: str) -> Iterator[str]:
 
 
 def _subdirectories(path: str) -> list[str]:
-    with os.scandir(path) as found:
-        return sorted(entry.path for entry in found if entry.is_dir(follow_symlinks=False))
+    with os.scandir(path) as entries:
+        return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
 
 
 def _of_stage(journal: str, stage: str) -> bool:

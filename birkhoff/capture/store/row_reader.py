@@ -45,10 +45,10 @@ class RowBatch:
 
 
 class _RowBlock(NamedTuple):
-    """Rows [start, stop) of record `number` of one file; `ordinal` counts records over all files."""
+    """Rows [start, stop) of record `record_index` of one file; `ordinal` counts records over all files."""
 
     sidecar: int
-    number: int
+    record_index: int
     start: int
     stop: int
     ordinal: int
@@ -63,19 +63,19 @@ class _Files:
         self._open = OrderedDict[int, CaptureFile]()
         self.checked = bytearray()  # one flag per record, by ordinal
 
-    def __getitem__(self, number: int) -> CaptureFile:
-        if number not in self._open:
+    def __getitem__(self, index: int) -> CaptureFile:
+        if index not in self._open:
             while len(self._open) >= OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
-            self._open[number] = CaptureFile(self.sidecars[number], self._labels)
-        self._open.move_to_end(number)
-        return self._open[number]
+            self._open[index] = CaptureFile(self.sidecars[index], self._labels)
+        self._open.move_to_end(index)
+        return self._open[index]
 
     def rows(self, block: _RowBlock, verify: bool) -> tuple[CaptureFile, SidecarEntry, Array]:
         file = self[block.sidecar]
-        if block.number >= len(file.records):
+        if block.record_index >= len(file.records):
             raise CaptureFileError(f"{file.path} was replaced while it was read. Start the iteration again.")
-        record = file.records[block.number]
+        record = file.records[block.record_index]
         if verify and not self.checked[block.ordinal]:
             file.check(record)
             self.checked[block.ordinal] = 1
@@ -136,17 +136,15 @@ def _batches(
 ) -> Iterator[RowBatch]:
     random = np.random.default_rng(seed)
     most = max(pool_rows or POOL_BATCHES * batch, batch) if shuffle else batch
-    held: list[RowBatch] = []
+    batches: list[RowBatch] = []
     count = 0
     try:
-        for last, number in _with_last(
-            random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))
-        ):
-            held.append(_loaded(files, _RowBlock(*blocks[number].tolist()), form, dtype, labels, verify))
-            count += len(held[-1])
+        for last, index in _with_last(random.permutation(len(blocks)) if shuffle else np.arange(len(blocks))):
+            batches.append(_loaded(files, _RowBlock(*blocks[index].tolist()), form, dtype, labels, verify))
+            count += len(batches[-1])
             if count < most and not last:
                 continue
-            pool = _concatenated(held)
+            pool = _concatenated(batches)
             order = random.permutation(count) if shuffle else np.arange(count)
             # Keep half of a shuffled pool, so that its rows mix with rows read later.
             keep = 0 if last or not shuffle else count // 2
@@ -154,16 +152,16 @@ def _batches(
             while count - first >= batch and count - first > keep:
                 yield _taken(pool, order[first : first + batch])
                 first += batch
-            held, count = [_taken(pool, order[first:])], count - first
+            batches, count = [_taken(pool, order[first:])], count - first
         if count and not drop_last:
-            yield held[0]
+            yield batches[0]
     finally:
         files.close()
 
 
-def _with_last(numbers: Array) -> Iterator[tuple[bool, int]]:
-    for place, number in enumerate(numbers):
-        yield place == len(numbers) - 1, int(number)
+def _with_last(indices: Array) -> Iterator[tuple[bool, int]]:
+    for order, index in enumerate(indices):
+        yield order == len(indices) - 1, int(index)
 
 
 def _sidecars(directory: Path) -> list[Path]:
@@ -190,11 +188,11 @@ def _index(
     """Dtype and row shape of the requested rows, and their blocks [n, 5] of at most a batch."""
     form: tuple[str, tuple[int, ...]] | None = None
     blocks = array("q")
-    for number, sidecar in enumerate(files.sidecars):
+    for index, sidecar in enumerate(files.sidecars):
         if re.match(r"\d+_", sidecar.name) and sidecar.name != f"{per_file_stem(layer, hook)}.json":
             continue  # the file name belongs to another hook
-        file = files[number]
-        for place, record in enumerate(file.records):
+        file = files[index]
+        for record_index, record in enumerate(file.records):
             if (record.hook, record.layer) != (hook, layer) or not record.rows:
                 continue
             found = (record.dtype, record.shape[1:])
@@ -205,7 +203,9 @@ def _index(
                     f"{form[1]}. Read them apart, or with dtype='float32' where only the dtypes differ."
                 )
             for start in range(0, record.rows, batch):
-                blocks.extend((number, place, start, min(start + batch, record.rows), len(files.checked)))
+                blocks.extend(
+                    (index, record_index, start, min(start + batch, record.rows), len(files.checked))
+                )
             files.checked.append(record.crc32 is None)
     return form or ("float32", ()), np.array(blocks, np.int64).reshape(-1, 5)
 

@@ -137,23 +137,23 @@ class Seal:
                 number += 1
 
     def _look(self) -> SealedContents:
-        found = SealedContents()
+        contents = SealedContents()
         for kind, text in read_journal(self._disk, self._journal):
             if kind == "open":
-                found.header = json.loads(text)
+                contents.header = json.loads(text)
             elif kind in ("begin", "finish"):
                 facts = json.loads(text)
-                known = found.requests.setdefault(facts["request_id"], {"complete": False})
+                known = contents.requests.setdefault(facts["request_id"], {"complete": False})
                 intact = facts["request_id"] not in self._broken and "error" not in facts
                 facts.pop("continues", None)  # used by the repair, not by readers
                 known |= facts | {"complete": kind == "finish" and intact}
-        for text in self._entries() if found.header else ():
-            if found.num_entries == 0 or found.header["layout"] == "per_file":
+        for text in self._entries() if contents.header else ():
+            if contents.num_entries == 0 or contents.header["layout"] == "per_file":
                 entry = json.loads(text)
-                found.stems[entry.get("file", found.header["stem"])] = None
-                found.dtype = entry["dtype"] if found.num_entries == 0 else found.dtype
-            found.num_entries += 1
-        return found
+                contents.stems[entry.get("file", contents.header["stem"])] = None
+                contents.dtype = entry["dtype"] if contents.num_entries == 0 else contents.dtype
+            contents.num_entries += 1
+        return contents
 
     def _facts(self) -> dict[str, Any]:
         """What the sidecar of a single request contains besides its rows."""
@@ -209,14 +209,14 @@ class Seal:
         remove(self._disk, path)  # of an earlier attempt
         file = self._disk.open(path, CREATE)
         try:
-            held, offset = bytearray(), 0
+            buffer, offset = bytearray(), 0
             for piece in pieces:
-                held += piece
-                if len(held) >= _BLOCK:
-                    write_all(self._disk, file, held, offset)
-                    offset += len(held)
-                    held = bytearray()
-            write_all(self._disk, file, held, offset)
+                buffer += piece
+                if len(buffer) >= _BLOCK:
+                    write_all(self._disk, file, buffer, offset)
+                    offset += len(buffer)
+                    buffer = bytearray()
+            write_all(self._disk, file, buffer, offset)
             if self._sync:
                 self._disk.fsync(file)
         finally:

@@ -1,4 +1,4 @@
-"""Consumers as flags write them."""
+"""Consumers built from the text of a flag."""
 
 from __future__ import annotations
 

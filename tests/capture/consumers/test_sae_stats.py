@@ -1,4 +1,4 @@
-"""Statistics that do not depend on how rows were cut, against the whole."""
+"""Statistics that do not depend on the chunking, compared with those of the whole data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as they are made, for whoever listens."""
+"""Subscriptions to rows of running requests, and the logging consumer."""
 
 from __future__ import annotations
 

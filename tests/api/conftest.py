@@ -42,7 +42,7 @@ def engine(checkpoint):
 
 @pytest.fixture
 def idle(engine):
-    """Whatever a test does to the engine, nothing of it stays behind."""
+    """After every test the shared engine has no requests and all its memory is free."""
     yield engine
     assert engine.generate("still there?", max_tokens=2, temperature=0).finish_reason in ("length", "stop")
     scheduler = engine._core.scheduler

@@ -1,4 +1,4 @@
-"""`generate` and `chat`: shapes, fields, ends, seeds, log-probabilities; and what `logits` and `trace` hand out."""
+"""`generate` and `chat`: shapes, fields, ends, seeds, log-probabilities; and the results of `logits` and `trace`."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def test_a_stop_inside_the_first_min_tokens_does_not_count(idle, letters):
 
 
 def test_end_tokens(idle):
-    """A bias makes the end token the likeliest at every place."""
+    """A bias makes the end token the most likely one at every position."""
     eos = {1: 100.0}
     out = idle.generate("x", logit_bias=eos, **GREEDY)
     assert out.token_ids == [1] and out.finish_reason == "stop" and out.text == ""

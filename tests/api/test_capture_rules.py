@@ -1,4 +1,4 @@
-"""What requests of an engine may ask for: bytes within limits, matrices by name; and what is told afterwards."""
+"""Capture limits and named projections of an engine, and what results report."""
 
 from __future__ import annotations
 

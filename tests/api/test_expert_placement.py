@@ -1,4 +1,4 @@
-"""Loading with experts in two places: options, refusals with their numbers, and the same answers at any share."""
+"""Loading with experts divided between device and host: options, refusals, and equal outputs at any share."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_an_engine_answers_the_same_at_any_share(path, answer, experts, tmp_path
     assert found.steps == 2 and int(found.reads.sum()) >= 4, "a prompt and a token were counted"
 
 
-def test_counts_decide_who_begins_on_the_device(path, tmp_path):
+def test_counts_decide_which_experts_start_on_the_device(path, tmp_path):
     reads = torch.zeros(3, 8, dtype=torch.int64)
     reads[1, 5] = reads[2, 0] = reads[0, 7] = 50
     ExpertCounts(reads, 50).save(tmp_path / "c.json")

@@ -1,4 +1,4 @@
-"""`load`: every option, every refusal, and checkpoints that somebody else wrote."""
+"""`load`: options, refusals, and checkpoints written by other tools."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize("options", UNKNOWN, ids=str)
-def test_values_of_options_that_are_not_built_are_refused_too(checkpoint, options):
+def test_unknown_values_are_refused_by_name(checkpoint, options):
     with pytest.raises(OptionError, match=next(iter(options))):
         open_engine(checkpoint, **options)
 

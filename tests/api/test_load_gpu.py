@@ -1,4 +1,4 @@
-"""How `load` decides about GPU kernels; what they compute is tested beside the model and the kernels."""
+"""How `load` selects GPU kernels; their results are tested with the model and the kernels."""
 
 from __future__ import annotations
 

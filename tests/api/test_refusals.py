@@ -1,4 +1,4 @@
-"""Bad input: a typed error with a stable code that says what was seen and what to do, and an engine that goes on."""
+"""Bad input raises a typed error with a stable code, what was seen and what to do, and the engine keeps running."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Reuse seen from outside: the same tokens, rows and reports whatever was asked before, whoever guessed, wherever pages
-came from."""
+"""Prefix cache, row cache and speculation through the public API: outputs, rows and reports do not depend on them."""
 
 from __future__ import annotations
 

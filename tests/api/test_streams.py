@@ -1,4 +1,4 @@
-"""Streams: their pieces are the answer, closing them frees their place at once, and asyncio runs many side by side."""
+"""Streams: events join to the whole output, closing frees the slot at once, and asyncio runs many concurrently."""
 
 from __future__ import annotations
 

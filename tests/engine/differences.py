@@ -1,4 +1,4 @@
-"""When two runs of one prompt may differ: only where float32 cannot tell two choices apart.
+"""When two runs of one prompt may differ: only where two choices are equal within float32 precision.
 
 Runs in other company add the same numbers in another order. That can turn a choice (of a token, of experts, of index
 entries) only when the two best options lie closer together than rounding; everything behind such a place legitimately

@@ -1,4 +1,4 @@
-"""Which graph a step uses: rows and contexts come in a few sizes, and spare rows belong to nobody."""
+"""CUDA graph selection: rows and contexts are rounded up to a few sizes, and padding rows use the scratch slot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole engines over a very small model: random programs, refusals, steps that fail and steps that are interrupted."""
+"""The engine core with a very small model: random programs, refusals, failing and interrupted steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Greedy generation is the model's: the same tokens as another implementation, in any company, whatever happens to it.
+"""Greedy generation gives the same tokens as another implementation, in any batch and after any interruption.
 
 Prompts are ones whose closest call over 200 tokens, between two tokens, experts or index entries, is wider than 1e-4
 (found by search over seeds), so that a difference here is a defect; `differences.py` would excuse a closer one and
@@ -103,7 +103,7 @@ def test_the_plain_model_in_company_gives_the_same_tokens(plain, oracle, theirs)
 
 
 def test_the_whole_forward_pass_would_choose_the_same_tokens(model, alone):
-    """No cache, no steps: each sampled token is the largest logit behind its prefix."""
+    """Without cache and steps: each sampled token is the largest logit after its prefix."""
     for prompt, tokens in zip(PROMPTS, alone):
         with torch.no_grad():
             logits = model(torch.tensor([*prompt, *tokens]))[len(prompt) - 1 : -1]

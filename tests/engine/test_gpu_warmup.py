@@ -1,4 +1,4 @@
-"""Warm-up of a GPU engine: which batches run, which graphs are recorded, and that nothing is left behind."""
+"""Warm-up of a GPU engine: which batches run, which graphs are recorded, and that the state stays clean."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The plan of a device's memory, held against models that were really built, and against published arithmetic."""
+"""Memory plans, compared with models that are actually built and with published numbers."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_long_context_by_kind_of_layer():
 
 
 def bytes_of_tensors(*roots) -> int:
-    """Memory behind every tensor that can be reached, each storage once."""
+    """Bytes of the storages of all reachable tensors, each storage once."""
     seen, storages, waiting = set(), {}, list(roots)
     while waiting:
         thing = waiting.pop()

@@ -1,4 +1,4 @@
-"""Pages on disk: found again by a later process, within their bound, and never served unless they are wholly right."""
+"""Pages on disk: reused by a later process, within the byte limit, and never served when damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pages of past prompts: who may hold and share them, what a key stands for, and answers that do not depend on them."""
+"""Prefix cache: page ownership and sharing, what a key covers, and outputs that do not depend on the cache."""
 
 from __future__ import annotations
 

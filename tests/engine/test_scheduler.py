@@ -1,4 +1,4 @@
-"""Who runs when: nothing leaks, everyone ends, the oldest goes first, nobody is starved.
+"""Scheduling: nothing leaks, every request finishes, the oldest goes first, none is starved.
 
 `Drive` plays the engine around a scheduler without a model: it books what was scheduled and makes tokens up, so that
 prompts can be as long as they like. Whole engines are in `test_engine.py`.
@@ -48,7 +48,7 @@ class Drive:
             self.scheduler.release(request)
 
     def step(self, stops: bool = False) -> set[Request]:
-        """Who had work. With `stops`, the oldest request that gets a token is told to end with it."""
+        """One step; returns the scheduled requests. With `stops`, the oldest sampled request ends."""
         scheduler = self.scheduler
         decoding = [
             r for r in scheduler.running if r.output_ids and r.num_computed_tokens == r.num_tokens - 1
@@ -217,7 +217,7 @@ def test_reading_goes_on_beside_neighbours_that_never_end(invariant):
 
 @MODES
 def test_admission_is_in_order_of_arrival(invariant):
-    """The one in front needs more memory than is free; those behind it would fit and still wait."""
+    """The first request needs more memory than is free; later ones would fit and still wait."""
     drive = Drive(4, 4, 600, invariant)
     first, big, small = ask(200, 30), ask(400, 2), ask(3, 2)
     drive.submit(first)
@@ -254,7 +254,7 @@ def test_the_pages_a_request_may_come_to_need_are_enough(prompt, tokens):
 
 @given(budget=st.integers(1, 50), slots=st.integers(1, 12), invariant=st.booleans())
 def test_more_decoding_requests_than_the_budget_is_no_disaster(budget, slots, invariant):
-    """`load` refuses such numbers; a scheduler made by hand still runs everybody."""
+    """`load` refuses such numbers; a scheduler built directly still runs every request."""
     drive = Drive(slots, 30, budget, invariant)
     drive.submit(*(ask(3, 5) for _ in range(slots + 2)))
     drive.finish()

@@ -1,4 +1,4 @@
-"""States behind pages in memory that is taken once: the same bits come back, and no traffic makes the process grow."""
+"""Snapshot pool: snapshots come back bit for bit, and the process does not grow under load."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_usual_state_fills_its_blocks_and_what_is_too_large_never_fits():
     assert not states.fits(usual) and states.fits(usual, empty=True) and not states.fits(large, empty=True)
     states.release(kept[3])
     assert states.fits(usual)
-    with pytest.raises(AssertionError, match="given back twice"):
+    with pytest.raises(AssertionError, match="released twice"):
         states.release(kept[3])
 
 

@@ -1,4 +1,4 @@
-"""Guessing ahead changes when tokens come and never which: forced guesses, the model's own, in any company."""
+"""Speculation changes when tokens arrive, never which: forced drafts, MTP drafts, in any batch."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def run(core: EngineCore, *requests: Request) -> list[Request]:
 
 
 class Forced(Speculator):
-    """Guesses that are right or wrong as a pattern says, `truth` being what will be drawn."""
+    """Drafts that are right or wrong by a pattern; `truth` is what will be sampled."""
 
     truth: dict[Request, list[int]]
     pattern: list[bool]
@@ -144,7 +144,7 @@ class Rows:
 def test_every_pattern_of_right_and_wrong_guesses_gives_the_same_tokens_and_rows(
     model, depth, pattern, length, how
 ):
-    """Across borders of blocks and pages: what was computed behind a wrong guess leaves no trace."""
+    """Across block and page boundaries: state computed after a rejected draft token has no effect."""
     plain, forced = (ask(TEXT[:length], plan=Plan(jobs=(Rows(),)), **how) for _ in range(2))
     run(engine(model), plain)
     core = engine(model, depth)
@@ -198,7 +198,7 @@ def test_a_request_that_ends_in_the_middle_of_right_guesses_keeps_nothing_behind
 
 
 class Interrupting:
-    """A model whose step `number` ends in an interrupt, before or behind the layers."""
+    """A model whose step `number` is interrupted, before or after the layers."""
 
     def __init__(self, model, number: int, where: str):
         self.model, self.left, self.where = model, number, where
@@ -351,7 +351,7 @@ def test_what_was_switched_off_is_tried_again_with_a_new_prompt_after_a_while():
 @pytest.mark.parametrize(("requests", "turns"), [(1, 8), (2, 4), (4, 2), (8, 2), (16, 2)])
 @pytest.mark.parametrize(("slower", "pays"), [(2.6, False), (1.1, True)])
 def test_a_large_difference_between_many_requests_decides_early(requests, turns, slower, pays):
-    """As many rows of requests as a whole trial of one has; a small difference takes the whole trial."""
+    """As many rows as a whole trial of one request; a small difference takes the whole trial."""
     pace, few = SpeculationController(), {True: 2, False: 1}
     steps = 0
     while pace.in_trial(requests):
@@ -365,7 +365,7 @@ def test_a_large_difference_between_many_requests_decides_early(requests, turns,
 
 
 def test_a_machine_that_slows_down_is_no_reason_to_stop():
-    """Numbers of another time decide nothing: a new trial does, and finds that it still pays, or that it does not."""
+    """Old measurements do not decide: a new trial finds that drafting is still faster, or that it is not."""
     pace = SpeculationController()
     for _ in range(TRIED + RECHECK):
         step(pace, {True: 1.3, False: 1.0}, {True: 2, False: 1})
@@ -415,7 +415,7 @@ def test_what_fails_again_and_again_is_tried_less_and_less():
 
 
 def test_who_was_not_followed_does_not_guess(model):
-    """MTP read nothing of a request while guessing was switched off, and so it has nothing to say about it later."""
+    """MTP did not process the request while drafting was off, so there are no drafts for it later."""
     core = engine(model, depth=1, draft_always=False)
     for _ in range(TRIED):
         step(core.controller, {True: 3.0, False: 1.0}, {True: 2, False: 1})
@@ -440,7 +440,7 @@ def test_a_step_that_was_held_up_does_not_decide():
 
 
 def test_turns_of_plain_steps_leave_no_hole_in_what_mtp_remembers(model):
-    """A trial's guesses are those of a request that always guessed, and its answer is everybody's."""
+    """Drafts of a trial equal those of a request that always drafts, and all outputs are equal."""
     asked = {}
     for name, options in (
         ("plain", {}),

@@ -1,4 +1,4 @@
-"""A decoding step that is watched and changed on the GPU path is that of the plain model, at every site.
+"""A decode step with captures and edits on the GPU path equals that of the plain model, at every site.
 
 In Triton's interpreter nothing is recorded, but the same launches run on the same buffers; that they can be recorded is
 what `tests/hooks/test_graph_tap.py` asks of the taps.

@@ -1,4 +1,4 @@
-"""After the warm-up nothing is left to compile: a real model meets only argument types that are known already."""
+"""After the warm-up nothing is compiled: a real model uses only argument types that were compiled."""
 
 from __future__ import annotations
 

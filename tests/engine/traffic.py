@@ -14,13 +14,13 @@ def zipf(layers: int, experts: int, exponent: float, seed: int) -> torch.Tensor:
 
 
 class Traffic:
-    """Steps of one token that asks `places` different experts in every layer."""
+    """Steps of one token that uses `places` different experts in every layer."""
 
     def __init__(self, shares: torch.Tensor, places: int, seed: int):
         self.shares, self.places, self.generator = shares, places, torch.Generator().manual_seed(seed)
 
     def steps(self, count: int) -> torch.Tensor:
-        """[count, layers, experts] bool: who is read in each step."""
+        """[count, layers, experts] bool: the experts read in each step."""
         drawn = torch.multinomial(
             self.shares.repeat(count, 1), self.places, replacement=False, generator=self.generator
         ).view(count, *self.shares.shape[:1], self.places)

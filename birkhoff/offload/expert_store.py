@@ -139,21 +139,6 @@ class ExpertStore:
         slots = self.slots if on_device else self.host_slots
         return slots.data_ptr() + slot * self.layout.nbytes
 
-    def slot_owners(self) -> dict[str, dict[int, ExpertId | None]]:
-        """The expert in every slot of "device" and "host", None if free; asserts that no slot has two. For tests."""
-        owners: dict[str, dict[int, ExpertId | None]] = {
-            "device": dict.fromkeys(self._free),
-            "host": dict.fromkeys(self._host_free),
-        }
-        uses = [("device" if on_device else "host", slot, e) for e, (on_device, slot) in self._homes.items()]
-        uses += [("device", cached.slot, cached.expert) for cached in self._cached.values()]
-        for swap in self._swaps:
-            uses += [("device", swap.slot, swap.arriving), ("host", swap.host_slot, swap.leaving)]
-        for side, slot, expert in uses:
-            assert slot not in owners[side], f"two experts in {side} slot {slot}"
-            owners[side][slot] = expert
-        return owners
-
     # Homes
 
     @_locked

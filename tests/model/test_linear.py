@@ -8,7 +8,7 @@ import torch
 from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels import quant
 from birkhoff.model.batch import Batch, SequenceChunk
-from birkhoff.model.linear import Linear, Numerics
+from birkhoff.model.linear import Linear, Numerics, stack_linears
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from tests.models import TINY, fill_random, random_tokens, weights_of
@@ -87,3 +87,29 @@ def test_the_role_decides_the_dtype_of_the_product(role, inside):
     layer = Linear(8, 4, role, Numerics(torch.bfloat16))
     torch.nn.init.ones_(layer.weight)
     assert layer.weight.dtype == layer(torch.ones(2, 8, dtype=torch.bfloat16)).dtype == inside
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("packed", [False, True])
+def test_stacked_layers_keep_views_of_one_matrix(packed):
+    layers = [
+        Linear(256, {"a": 130, "b": 6}, "fp8", Numerics(), packed),
+        Linear(256, 20, "fp8", Numerics(), packed),
+    ]
+    for layer in layers:
+        for destination in layer.destinations("w"):
+            scale = destination.kind == "scale"
+            values = (
+                torch.full(destination.tensor.shape, 124 + len(layer.parts))
+                if scale
+                else torch.randn(destination.tensor.shape)
+            )
+            destination.tensor.copy_(values.to(destination.tensor.dtype))
+    before = [layer.dense().clone() for layer in layers]
+    stacked = stack_linears(layers, narrow=False)
+    assert torch.equal(stacked.dense(), torch.cat(before))
+    assert all(torch.equal(layer.dense(), dense) for layer, dense in zip(layers, before))
+    first = stacked.weight.data_ptr()
+    row_bytes = stacked.weight[0].nbytes
+    assert [layer.stored.data_ptr() - first for layer in layers] == [0, 136 * row_bytes]
+    assert all(torch.equal(layer.packed_weight().dense(), dense) for layer, dense in zip(layers, before))

@@ -94,8 +94,21 @@ def read(store, expert):
     return parts
 
 
+def slot_owners(store):
+    """The expert in every slot of "device" and "host", None if free; no slot may have two."""
+    owners = {"device": dict.fromkeys(store._free), "host": dict.fromkeys(store._host_free)}
+    uses = [("device" if on_device else "host", slot, e) for e, (on_device, slot) in store._homes.items()]
+    uses += [("device", cached.slot, cached.expert) for cached in store._cached.values()]
+    for swap in store._swaps:
+        uses += [("device", swap.slot, swap.arriving), ("host", swap.host_slot, swap.leaving)]
+    for side, slot, expert in uses:
+        assert slot not in owners[side], f"two experts in {side} slot {slot}"
+        owners[side][slot] = expert
+    return owners
+
+
 def check(store, truth):
-    owners = store.slot_owners()
+    owners = slot_owners(store)
     assert len(owners["device"]) == len(store.slots) and len(owners["host"]) == len(store.host_slots), (
         "no slot is lost"
     )

@@ -193,11 +193,7 @@ class _Sublayer:
         state = Fresh()
         phases = rope.step(batch.positions)
         turn = phases.compressed if attn.ratio else phases.sliding
-        latent, keys, *rows = attn.in_proj(block.attn_norm(inputs))
-        latent = attn.q_norm(latent)
-        queries = attn.wq_b(latent).unflatten(-1, (attn.heads, attn.head_dim))
-        queries = attn.kernels.rotate(attn.kernels.rms_norm(queries, None, attn.eps), turn)
-        keys = attn.numerics.round_key(attn.kernels.rotate(attn.kv_norm(keys), turn), attn.rope_dim)
+        queries, keys, latent, rows = attn.project(block.attn_norm(inputs), turn)
         entries = chosen = None
         if attn.compressor is not None:
             entries = attn.compressor(group.view(rows[0]), group, state)

@@ -1,7 +1,7 @@
 """What the kernels of a decode step expect of the buffers and layer weights they are given.
 
-`decode/buffers.py` and `decode/layer_weights.py` implement these protocols; kernels do not import them. n is the number of
-rows (tokens), d the hidden size, k the experts per token, E the routed experts, i the expert intermediate size.
+`decode/buffers.py` and `decode/layer_weights.py` implement these protocols; kernels do not import them. n is the number
+of rows (tokens), d the hidden size, k the experts per token, E the routed experts, i the expert intermediate size.
 """
 
 from __future__ import annotations

@@ -59,18 +59,25 @@ class Attention(nn.Module):
         phases = step_phases.compressed if self.ratio else step_phases.sliding
         if self.compiled is not None and self.compiled.accepts(batch, state):
             return self.compiled(x, batch, phases, state)
-        latent, keys, *raw = self.in_proj(x)  # raw: inputs of the compressor and the indexer
-        latent = self.q_norm(latent)  # [n, q_lora], also read by the indexer
-        queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
-        queries = self.kernels.rms_norm(queries, None, self.eps)
-        queries = self.kernels.rotate(queries, phases, own=True)  # [n, h, c]
-        keys = self._cached_keys(keys, phases)  # [n, c]
+        queries, keys, latent, raw = self.project(x, phases)
         parts = [
             self._attend_group(queries, keys, latent, raw, phases, group, state) for group in batch.groups
         ]
         attended = parts[0] if len(parts) == 1 else torch.cat(parts)
         # Values are rotated like keys, so the inverse rotation of the query position is applied to their sum.
         return self._project_out(self.kernels.rotate(attended, phases, inverse=True, own=True))
+
+    def project(
+        self, x: torch.Tensor, phases: Phases
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        """x [n, d] -> queries [n, h, c] and keys [n, c] as they attend, latent [n, q_lora] for the indexer, and the raw
+        rows of the compressor and the indexer."""
+        latent, keys, *raw = self.in_proj(x)
+        latent = self.q_norm(latent)
+        queries = self.wq_b(latent).unflatten(-1, (self.heads, self.head_dim))
+        queries = self.kernels.rms_norm(queries, None, self.eps)
+        queries = self.kernels.rotate(queries, phases, own=True)
+        return queries, self._cached_keys(keys, phases), latent, raw
 
     def store_keys(self, x: torch.Tensor, batch: Batch, step_phases: StepPhases, state: LayerState) -> None:
         """Sliding layers: store the keys of these tokens without computing attention."""

@@ -1,8 +1,8 @@
-"""Do two implementations compute the same model? Asked in the run that times them: no speed is bought with errors.
+"""Whether two implementations compute the same model, checked in the run that times them.
 
-Two questions. Logits of a whole prompt, position by position: nearly all must agree to 1e-4; the few that may not are
-those where a choice between two almost equal experts or entries fell the other way. And the tokens of greedy decoding
-through both caches: they must be the same until a step at which the two best tokens were closer than the drift.
+Two checks. Logits of a whole prompt, position by position: nearly all must agree to 1e-4; the exceptions are positions
+where a near tie between two experts or entries was resolved differently. And the tokens of greedy decoding through both
+caches: they must be equal up to a step at which the two best tokens were closer than the drift.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from birkhoff.bench.report import significant
 
 TOLERANCE = 1e-4
-MAY_DIFFER = 0.01  # share of positions at which a near tie may have fallen the other way
+MAY_DIFFER = 0.01  # share of positions at which a near tie may be resolved differently
 NEAR_TIE = 1e-3
 
 
 def compare_logits(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, Any]:
-    """ours, theirs [T, vocab] -> how far apart they are and whether that is the same model."""
+    """Compare logits ours, theirs [T, vocab]."""
     drift = (ours - theirs).abs().amax(-1)
     beyond = (drift > TOLERANCE).float().mean().item()
     same = ours.argmax(-1) == theirs.argmax(-1)
@@ -35,7 +35,7 @@ def compare_logits(ours: torch.Tensor, theirs: torch.Tensor) -> dict[str, Any]:
 
 
 def compare_tokens(ours: Sequence[int], theirs: Sequence[int], logits: torch.Tensor) -> dict[str, Any]:
-    """Two greedy answers; `logits` [steps, vocab] are theirs along their own answer, to judge the first difference."""
+    """Compare two greedy answers; `logits` [steps, vocab] are those of `theirs`, to judge the first difference."""
     first = next((step for step, pair in enumerate(zip(ours, theirs)) if pair[0] != pair[1]), None)
     if first is None:
         return {"steps": len(theirs), "same_for": len(theirs), "passed": len(ours) == len(theirs)}

@@ -1,8 +1,8 @@
-"""Who is timed: our engine, our bare model, and `transformers`, behind one small face.
+"""Baselines with a common interface: the engine, the bare model, and Hugging Face `transformers`.
 
-`prefill(prompts)` reads a batch of prompts and gives each one's greedy next token; `step(tokens)` feeds those and gives
-the next. Each contender keeps its own cache between the two and is used as its users would: ours through `EngineCore`
-or `Transformer.run`, theirs through `from_pretrained` with its cache, under `inference_mode`.
+`prefill(prompts)` processes a batch of prompts and returns the greedy next token of each; `step(tokens)` takes those and
+returns the next. Each baseline keeps its own cache in between and is called as in normal use: ours through `EngineCore`
+or `Transformer.run`, `transformers` through `from_pretrained` with its cache, under `inference_mode`.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.request import Request
 from birkhoff.engine.sampling_params import SamplingParams
+from birkhoff.hooks.plan import Plan
 from birkhoff.hooks.tap import NoTap, Tap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
 Tokens = list[int]
-WAYS = ("eager", "batched_mm", "grouped_mm")  # of `transformers`, for experts on a CPU
+EXPERT_VARIANTS = ("eager", "batched_mm", "grouped_mm")  # of the experts in `transformers`, on a CPU
 
 
 class Baseline(Protocol):
@@ -34,7 +35,7 @@ class Baseline(Protocol):
 
 
 class OurEngine:
-    """Requests through the scheduler, the runner and the sampler, as `engine.generate` has them."""
+    """Requests through scheduler, runner and sampler, as in `engine.generate`."""
 
     name = "engine"
 
@@ -46,19 +47,28 @@ class OurEngine:
             max_requests=batch,
             max_context=context,
             num_pages=batch * pages_for(context),
-            max_batch_tokens=batch * prompt_tokens
-            + batch,  # all prompts in one step, as the others read them
+            max_batch_tokens=batch
+            * (prompt_tokens + 1),  # all prompts in one step, as the other baselines do
         )
+        self.began = 0.0  # when the last prefill started
         self._requests: list[Request] = []
 
     def prefill(self, prompts: list[Tokens]) -> Tokens:
         for request in self._requests:
             self.core.cancel(request)
         options = SamplingParams(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
-        self._requests = [Request(tuple(ids), options, options.max_tokens, seed=0) for ids in prompts]
+        self.began = time.perf_counter()
+        self._requests = [
+            Request(tuple(ids), options, options.max_tokens, seed=0, plan=self._plan(index, ids))
+            for index, ids in enumerate(prompts)
+        ]
         for request in self._requests:
             self.core.submit(request)
         return self.step([])
+
+    def _plan(self, index: int, ids: Tokens) -> Plan | None:
+        """Captures and edits of prompt `index`."""
+        return None
 
     def step(self, tokens: Tokens) -> Tokens:
         self.core.step()
@@ -66,7 +76,7 @@ class OurEngine:
 
 
 class OurModel:
-    """The forward pass alone: no requests, no sampler, one row of logits per sequence."""
+    """The forward pass alone, without requests and sampler; one row of logits per sequence."""
 
     name = "model"
 
@@ -75,10 +85,10 @@ class OurModel:
     ):
         self.model = model
         self.tap = tap or NoTap()
-        each = pages_for(prompt_tokens + steps + 1)
-        self.state = State(model.config, batch, batch * each, "cpu", model.numerics.dtype)
+        pages = pages_for(prompt_tokens + steps + 1)
+        self.state = State(model.config, batch, batch * pages, "cpu", model.numerics.dtype)
         for slot in range(batch):
-            self.state.give_pages(slot, list(range(slot * each, (slot + 1) * each)))
+            self.state.give_pages(slot, list(range(slot * pages, (slot + 1) * pages)))
         self.length = 0
 
     def prefill(self, prompts: list[Tokens]) -> Tokens:
@@ -89,15 +99,15 @@ class OurModel:
         return self._run([[token] for token in tokens])
 
     @torch.inference_mode()
-    def _run(self, pieces: list[Tokens]) -> Tokens:
-        batch = Batch.of([SequenceChunk(slot, self.length, ids) for slot, ids in enumerate(pieces)])
+    def _run(self, chunks: list[Tokens]) -> Tokens:
+        batch = Batch.of([SequenceChunk(slot, self.length, ids) for slot, ids in enumerate(chunks)])
         hidden, _ = self.model.run(batch, self.state, self.tap)
-        self.length += len(pieces[0])
+        self.length += len(chunks[0])
         return self.model.logits(hidden[batch.last_rows()]).argmax(-1).tolist()
 
 
 class Transformers:
-    """`DeepseekV4ForCausalLM` with its cache. It knows several ways to compute experts; each phase uses its best."""
+    """`DeepseekV4ForCausalLM` with its cache. Of its implementations of experts each phase uses the fastest."""
 
     name = "transformers"
 
@@ -105,27 +115,31 @@ class Transformers:
         import transformers
 
         with _quiet(transformers):
-            self.model = transformers.DeepseekV4ForCausalLM.from_pretrained(path, dtype=dtype).eval()
+            self.model = transformers.DeepseekV4ForCausalLM.from_pretrained(path, dtype=dtype)
+        self.model.eval()  # type: ignore[no-untyped-call]
         default = self.model.config._experts_implementation
-        self.ways = {"prefill": default, "decode": default}
+        self.variants = {"prefill": default, "decode": default}
         self._cache: Any = None
 
     def choose_fastest(self, prompts: list[Tokens], steps: int) -> None:
-        """Try every way that works here on these prompts and keep the best for reading and for writing."""
-        tried: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
-        for way in dict.fromkeys([self.ways["prefill"], *WAYS]):
-            self.ways = {"prefill": way, "decode": way}
+        """Time every implementation that runs here with these prompts and keep the fastest for prefill and for decode."""
+        seconds: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
+        for variant in dict.fromkeys([self.variants["prefill"], *EXPERT_VARIANTS]):
+            self.variants = {"prefill": variant, "decode": variant}
             try:
                 self.prefill(prompts)  # once to warm up
                 began = time.perf_counter()
                 tokens = self.prefill(prompts)
-                read = time.perf_counter()
+                prefilled = time.perf_counter()
                 for _ in range(steps):
                     tokens = self.step(tokens)
             except (RuntimeError, NotImplementedError, ImportError):
-                continue  # a way made for other devices or dtypes
-            tried["prefill"][way], tried["decode"][way] = read - began, time.perf_counter() - read
-        self.ways = {phase: min(seconds, key=seconds.__getitem__) for phase, seconds in tried.items()}
+                continue  # made for other devices or dtypes
+            seconds["prefill"][variant], seconds["decode"][variant] = (
+                prefilled - began,
+                time.perf_counter() - prefilled,
+            )
+        self.variants = {phase: min(seconds, key=seconds.__getitem__) for phase, seconds in seconds.items()}
 
     def prefill(self, prompts: list[Tokens]) -> Tokens:
         self._cache = None
@@ -136,19 +150,21 @@ class Transformers:
 
     @torch.inference_mode()
     def logits(self, ids: Tokens) -> torch.Tensor:
-        return self.model(torch.tensor([ids]), use_cache=False).logits[0].float()
+        logits: torch.Tensor = self.model(torch.tensor([ids]), use_cache=False).logits[0]
+        return logits.float()
 
     @torch.inference_mode()
     def _run(self, rows: list[Tokens], phase: str) -> Tokens:
-        if self.model.config._experts_implementation != self.ways[phase]:
-            self.model.set_experts_implementation(self.ways[phase])
+        if self.model.config._experts_implementation != self.variants[phase]:
+            self.model.set_experts_implementation(self.variants[phase])
         out = self.model(torch.tensor(rows), past_key_values=self._cache, use_cache=True, logits_to_keep=1)
         self._cache = out.past_key_values
-        return out.logits[:, -1].argmax(-1).tolist()
+        tokens: Tokens = out.logits[:, -1].argmax(-1).tolist()
+        return tokens
 
 
 class _quiet:
-    """Their progress bars and notices stay off our stderr."""
+    """Suppresses the progress bars and messages of `transformers`."""
 
     def __init__(self, transformers: Any):
         self._logging = transformers.logging

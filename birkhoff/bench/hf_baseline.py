@@ -1,23 +1,26 @@
-"""`transformers` on a GPU: the same architecture in bfloat16, as its users would run it, cut to a few layers.
+"""Hugging Face `transformers` on a GPU as a baseline: the same architecture in bfloat16, with a few layers.
 
-It cannot run the released FP4 and FP8 weights on this device, so its experts are bfloat16 and only a few layers fit;
-the comparison is therefore made with as many layers of ours, at the same widths and context. Weights are random on both
-sides: speed is compared here, and agreement with `transformers` on equal weights in the tests.
+It cannot run the released FP4 and FP8 weights on this device, so its experts are bfloat16 and only a few layers fit; the
+comparison uses as many layers of ours, at the same widths and context. Weights are random on both sides: this compares
+speed; tests compare the outputs with equal weights.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from birkhoff.bench.report import summary, version
+from birkhoff.bench.report import Row, summary, version
+from birkhoff.bench.timing import Call, cuda_seconds, median
 from birkhoff.config import V4Config
 
-WAYS = ("batched_mm", "grouped_mm")
+EXPERT_VARIANTS = ("batched_mm", "grouped_mm")
 
 
 def build(config: V4Config, device: torch.device) -> Any:
+    """`DeepseekV4ForCausalLM` with random weights in bfloat16."""
     from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
     raw = config.to_dict()
@@ -28,90 +31,62 @@ def build(config: V4Config, device: torch.device) -> Any:
     if scaling:
         scaling["rope_type"] = scaling.pop("type")
         raw["rope_parameters"] = scaling
-    raw["attn_implementation"] = "eager"  # the only one it has for V4
-    theirs = DeepseekV4Config(**raw)
+    raw["attn_implementation"] = "eager"  # the only one available for V4
+    hf_config = DeepseekV4Config(**raw)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model = DeepseekV4ForCausalLM(theirs).eval()
+            model: Any = DeepseekV4ForCausalLM(hf_config)  # type: ignore[no-untyped-call]
     finally:
         torch.set_default_dtype(before)
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.randint(config.n_routed_experts, buffer.shape, device=device))
-    return model
+    return model.eval()
 
 
-@torch.inference_mode()
-def decode_ms(model: Any, batch: int, context: int, steps: int) -> dict[str, Any]:
-    """Milliseconds a step after a prompt of `context` tokens, with the faster of its ways to compute experts."""
-    device = next(model.parameters()).device
-    prompt = torch.randint(model.config.vocab_size, (batch, context), device=device)
-    tried: dict[str, list[float]] = {}
-    failed: dict[str, str] = {}
-    for way in WAYS:
-        try:
-            model.set_experts_implementation(way)
-            out = model(prompt, use_cache=True, logits_to_keep=1)
-            cache = out.past_key_values
+def decode_ms(model: Any, batch: int, context: int, steps: int) -> Row:
+    """Milliseconds per decode step after a prompt of `context` tokens, with the fastest implementation of experts."""
+    prompt = torch.randint(model.config.vocab_size, (batch, context), device=model.device)
+
+    def prefill() -> Call:
+        out = model(prompt, use_cache=True, logits_to_keep=1)
+        cache, token = out.past_key_values, out.logits[:, -1].argmax(-1, keepdim=True)
+
+        def step() -> None:
+            nonlocal token
+            out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
             token = out.logits[:, -1].argmax(-1, keepdim=True)
-            spans = []
-            for step in range(steps + 3):
-                begin = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
-                begin.record()
-                out = model(token, past_key_values=cache, use_cache=True, logits_to_keep=1)
-                token = out.logits[:, -1].argmax(-1, keepdim=True)
-                end.record()
-                end.synchronize()
-                if step >= 3:
-                    spans.append(begin.elapsed_time(end))
-            tried[way] = spans
-        except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
-            failed[way] = str(error)[:200]  # a way made for other devices
-            continue
-        del out, cache
-        torch.cuda.empty_cache()
-    return _faster(tried, failed)
+
+        return step
+
+    return _fastest(model, prefill, steps, warm=3)
+
+
+def prefill_ms(model: Any, tokens: int, rounds: int) -> Row:
+    """Milliseconds of a prefill, with the fastest implementation of experts."""
+    prompt = torch.randint(model.config.vocab_size, (1, tokens), device=model.device)
+    return _fastest(model, lambda: lambda: model(prompt, use_cache=True, logits_to_keep=1), rounds, warm=2)
 
 
 @torch.inference_mode()
-def prefill_ms(model: Any, tokens: int, rounds: int) -> dict[str, Any]:
-    """Milliseconds of reading a prompt, with the faster of its ways to compute experts."""
-    device = next(model.parameters()).device
-    prompt = torch.randint(model.config.vocab_size, (1, tokens), device=device)
-    tried: dict[str, list[float]] = {}
+def _fastest(model: Any, prepare: Callable[[], Call], count: int, warm: int) -> Row:
+    """Time the call that `prepare` returns with every implementation of experts; the one with the smallest median, and
+    the errors of those that did not run."""
+    spans: dict[str, list[float]] = {}
     failed: dict[str, str] = {}
-    for way in WAYS:
+    for variant in EXPERT_VARIANTS:
         try:
-            model.set_experts_implementation(way)
-            spans = []
-            for turn in range(rounds + 2):
-                begin = torch.cuda.Event(enable_timing=True)
-                end = torch.cuda.Event(enable_timing=True)
-                begin.record()
-                model(prompt, use_cache=True, logits_to_keep=1)
-                end.record()
-                end.synchronize()
-                if turn >= 2:
-                    spans.append(begin.elapsed_time(end))
-            tried[way] = spans
+            model.set_experts_implementation(variant)
+            spans[variant] = [1e3 * span for span in cuda_seconds(prepare(), count, warm)]
         except (RuntimeError, NotImplementedError, ImportError, ValueError) as error:
-            failed[way] = str(error)[
-                :200
-            ]  # a way made for other devices, or one that needs more memory than there is
-            continue
+            failed[variant] = str(error)[:200]  # made for other devices, or out of memory
         torch.cuda.empty_cache()
-    return _faster(tried, failed)
-
-
-def _faster(tried: dict[str, list[float]], failed: dict[str, str]) -> dict[str, Any]:
-    """The way with the smaller median, and what the ways that did not run said."""
-    best = min(tried, key=lambda way: sorted(tried[way])[len(tried[way]) // 2])
+    best = min(spans, key=lambda variant: median(spans[variant]))
     row = {
         "experts_implementation": best,
-        "ms": summary(tried[best]),
+        "ms": summary(spans[best]),
         "transformers": version("transformers"),
     }
     return row | ({"ways_that_failed": failed} if failed else {})

@@ -1,43 +1,42 @@
-"""Kernels one by one on a GPU, checked against their plain twins, then timed: a decoding step's in CUDA graphs.
+"""Single kernels on a GPU, checked against the reference twins, then timed; those of a decode step in CUDA graphs.
 
-    boundary   post of one sublayer, mix, Sinkhorn, collapse and norm of the next: hidden sizes of both releases, one to
-               8,192 tokens, beside PyTorch eager and compiled; mixing matrices take turns so that none stays in a cache
-    product    the FP8 and bfloat16 products of a layer by shape and tokens, beside bfloat16 `torch` products
+    boundary   write of one sublayer, mix, Sinkhorn, collapse and norm of the next: hidden sizes of both releases, 1 to
+               8,192 tokens, next to PyTorch eager and compiled; mixing matrices alternate so that none stays in a cache
+    product    the FP8 and bfloat16 projections of a layer by shape and tokens, next to bfloat16 `torch` products
     experts    FP4 gate and up, and down with the shared expert, with uniform routing
-    many       the kernels of a prompt (`many.py`)
+    many       the prefill kernels (`prefill_kernels.py`)
 
-Every row has the bytes that must be moved and what share of the measured reading speed they were moved at. Weights are
-those of a few full-width layers, taken in turns.
+Every row has the bytes that must be moved and the achieved share of the measured read bandwidth. The weights are those
+of a few full-width layers, used in turn.
 """
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
-from birkhoff.bench.decode import device_facts, graph_us, reading_speed
-from birkhoff.bench.prefill_kernels import CHUNKS, bench_many
-from birkhoff.bench.report import significant
+from birkhoff.bench.decode import device_facts, reading_speed
+from birkhoff.bench.prefill_kernels import CHUNKS, bench_prefill_kernels
+from birkhoff.bench.report import Row, print_rows, significant
 from birkhoff.bench.synthetic import filled_state, random_on_device
+from birkhoff.bench.timing import graph_us, release_memory
 from birkhoff.convert.presets import preset
-from birkhoff.decode.gpu import Decoder
+from birkhoff.decode.gpu import Decoder, LayerWeights
 from birkhoff.kernels.cuda.backend import CudaBackend
-from birkhoff.kernels.mhc import decode as mhc_triton
+from birkhoff.kernels.linear.packed import PackedWeight
+from birkhoff.kernels.mhc import decode as mhc_decode
 from birkhoff.kernels.mhc import reference as mhc
 from birkhoff.kernels.norm.reference import rms_norm
 
-Row = dict[str, Any]
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 1024, 2048, 4096, 8192)
 COMPILED = (1, 8, 512)
 ITERS, EPS = 20, 1e-6
 
 
-class Boundary:
-    """Buffers of one boundary at one size, and who computes it."""
+class MhcBoundary:
+    """Buffers of one mHC boundary at one size, computed by the kernels (`ours`) or by the reference (`plain`)."""
 
     def __init__(self, tokens: int, width: int, device: torch.device, copies: int):
         def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -51,8 +50,8 @@ class Boundary:
         self.base = random(24)
         self.scale = random(3) * 0.1 + 0.6
         self.norm = random(width) * 0.1 + 1
-        whole = {"dtype": torch.float32, "device": device}
-        self.mix_parts = torch.empty(tokens, mhc_triton.slices(tokens, width)[1], 32, **whole)  # type: ignore[call-overload]
+        options = {"dtype": torch.float32, "device": device}
+        self.mix_parts = torch.empty(tokens, mhc_decode.slices(tokens, width)[1], 32, **options)  # type: ignore[call-overload]
         self.x = torch.empty(tokens, width, dtype=torch.bfloat16, device=device)
         self.x_fp16: torch.Tensor | None = torch.empty_like(self.x, dtype=torch.float16)
         self.x_fp4_order: torch.Tensor | None = torch.empty_like(self.x, dtype=torch.float16)
@@ -76,7 +75,7 @@ def boundary_rows(
         for count in tokens:
             device = torch.device("cuda")
             copies = 64 if count <= 64 else 8
-            b = Boundary(count, width, device, copies)
+            b = MhcBoundary(count, width, device, copies)
             x, streams, post, mix = b.plain(b.fns[0])
             b.ours(kernels, b.fns[0])
             pairs = ((b.x, x), (b.streams, streams), (b.post, post), (b.mix, mix))
@@ -102,16 +101,15 @@ def boundary_rows(
                 )
             yield row
             del b
-            gc.collect()
-            torch.cuda.empty_cache()
+            release_memory()
 
 
 @torch.inference_mode()
-def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
+def gemv_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
     device = torch.device("cuda")
     kernels = decoder.kernels
     layers = decoder.layers
-    shapes: list[tuple[str, Callable, int, int | None]] = [
+    shapes: list[tuple[str, Callable[[LayerWeights], list[PackedWeight]], int, int | None]] = [
         ("enter", lambda w: w.qkv_proj, 1, None),
         ("query", lambda w: w.q_b_proj[:1], 1, None),
         ("out a", lambda w: w.o_a_proj, decoder.config.o_groups, decoder.config.o_lora_rank),
@@ -124,7 +122,7 @@ def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Itera
             x = torch.randn(count, rows[0].inner * groups, device=device).bfloat16()
             out = torch.full((count, sum(r.out for r in rows)), torch.nan, device=device)
             kernels.gemv(rows, (x.half(), x), out, group)
-            dense = torch.cat([_dense(r) for r in rows])
+            dense = torch.cat([weight.dense().float() for weight in rows])
             if group is None:
                 true = x.double() @ dense.double().T
             else:
@@ -132,8 +130,8 @@ def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Itera
                     "ngk,grk->ngr", x.double().view(count, groups, -1), dense.double().view(groups, group, -1)
                 ).flatten(1)
             error = ((out.double() - true).norm() / true.norm()).item()
-            short = x.half()
-            us = graph_us([partial(kernels.gemv, get(w), (short, x), out, group) for w in layers[2:]])
+            x_fp16 = x.half()
+            us = graph_us([partial(kernels.gemv, get(w), (x_fp16, x), out, group) for w in layers[2:]])
             moved = sum(r.nbytes for w in layers[2:] for r in get(w)) / (len(layers) - 2)
             row = {
                 "kind": "product",
@@ -154,13 +152,6 @@ def product_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Itera
             yield row
 
 
-def _dense(rows: Any) -> torch.Tensor:
-    if rows.scale is None:
-        return rows.weight.float()
-    scale = torch.exp2(rows.scale.float() - 127).T.repeat_interleave(128, 1)
-    return rows.weight.view(torch.float8_e4m3fn).float() * scale
-
-
 @torch.inference_mode()
 def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterator[Row]:
     c = decoder.config
@@ -168,9 +159,9 @@ def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterat
     layers = decoder.layers[3:]
     assert isinstance(kernels, CudaBackend)
     for count in tokens:
-        desks = [decoder.buffers(count, 4096) for _ in layers]
+        buffers_of_layers = [decoder.buffers(count, 4096) for _ in layers]
         used = 0
-        for w, buffers in zip(layers, desks):
+        for w, buffers in zip(layers, buffers_of_layers):
             for buffer in (
                 buffers.x,
                 buffers.router_gate_up,
@@ -198,7 +189,7 @@ def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterat
             ("open", 2 / 3, partial(kernels.gate_up, limit=c.swiglu_limit)),
             ("close", 1 / 3, kernels.down),
         ):
-            us = graph_us([partial(call, w, buffers) for w, buffers in zip(layers, desks)])
+            us = graph_us([partial(call, w, buffers) for w, buffers in zip(layers, buffers_of_layers)])
             moved = used / len(layers) * each * part
             if name == "close":
                 moved += c.moe_intermediate_size * c.hidden_size
@@ -211,8 +202,8 @@ def expert_rows(decoder: Decoder, tokens: Sequence[int], speed: float) -> Iterat
                 "bytes": round(moved),
                 "share_of_reading_speed": significant(moved / speed / (us * 1e-6)),
             }
-        del desks
-        gc.collect()
+        del buffers_of_layers
+        release_memory()
 
 
 def bench_kernels(tokens: Sequence[int] = TOKENS, widths: Sequence[int] = (4096, 7168)) -> Iterator[Row]:
@@ -224,23 +215,16 @@ def bench_kernels(tokens: Sequence[int] = TOKENS, widths: Sequence[int] = (4096,
     decoder = Decoder(model, filled_state(config, 1, 4096, device), fast=True)
     kernels = decoder.kernels
     assert isinstance(kernels, CudaBackend)
-    few = tuple(count for count in (1, 8, 32, 64) if count <= max(tokens))
+    decode_tokens = tuple(count for count in (1, 8, 32, 64) if count <= max(tokens))
     for rows in (
         boundary_rows(kernels, speed, tokens, widths),
-        product_rows(decoder, few, speed),
-        expert_rows(decoder, few, speed),
-        bench_many(model, CHUNKS, speed),
+        gemv_rows(decoder, decode_tokens, speed),
+        expert_rows(decoder, decode_tokens, speed),
+        bench_prefill_kernels(model, CHUNKS, speed),
     ):
         for row in rows:
             yield common | row
 
 
-def main() -> None:
-    import json
-
-    for row in bench_kernels():
-        print(json.dumps(row), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    print_rows(bench_kernels())

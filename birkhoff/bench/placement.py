@@ -1,24 +1,24 @@
-"""Decoding with experts in host memory: checked, then timed beside what the bytes allow.
+"""Decode speed with experts in host memory, checked and compared with the limit set by bandwidth.
 
-`bench_placement` yields rows. `same bits`: a few layers with everything on the device and with shares of it, experts
-exchanged between steps; the logits must be equal. `bus`: how fast experts are copied. `placement`: tokens per second at
-a share of hot experts, chosen at random and by counts, under skewed routing; `limit` is what the reads that were
-counted would take at the measured speeds of device and bus, one after the other. `moving`: steps while experts are
-exchanged. `chunk`: a chunk of a prompt, whose cold experts are staged. Everything runs on a CPU too, for the tests.
+`bench_placement` yields rows. `same bits`: a few layers with all experts on the device and with fractions of them, with
+experts exchanged between steps; the logits must be equal. `bus`: copy speed of experts. `placement`: tokens per second
+at a fraction of hot experts, selected at random and by usage, with skewed routing; `limit` is the time of the counted
+reads at the measured bandwidths of device and bus, one after the other. `moving`: steps while experts are exchanged.
+`chunk`: a prefill chunk whose cold experts are staged. Everything also runs on a CPU, for the tests.
 """
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 
-from birkhoff.bench.decode import captured, device_facts, place, reading_speed, seconds
-from birkhoff.bench.report import facts, significant, summary
+from birkhoff.bench.decode import device_facts, reading_speed, set_inputs
+from birkhoff.bench.report import Row, facts, significant, summary
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
+from birkhoff.bench.timing import capture_graph, cuda_seconds, median, milliseconds, release_memory
 from birkhoff.byte_size import parse_bytes
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
@@ -29,27 +29,26 @@ from birkhoff.hooks.tap import NoTap
 from birkhoff.kernels.select import Choice
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.transformer import Transformer
-from birkhoff.offload.expert_store import ExpertStore
+from birkhoff.offload.expert_store import ExpertId, ExpertStore
 from birkhoff.offload.expert_usage import ExpertUsage
 from birkhoff.offload.placement import Placement
 
-Row = dict[str, Any]
-SKEW = 0.12  # of a score's unit per logarithm of rank; scores of random weights spread over about 0.25
-LEAST_SHARE = 0.6  # of the limit
-ROOM = 256  # steps that a state has room for
+SKEW = 0.12  # of a score per logarithm of rank; the scores of random weights have a spread of about 0.25
+MIN_SHARE_OF_LIMIT = 0.6  # tokens per second relative to the limit
+MAX_STEPS = 256  # steps that fit a state
 
 
-def share_of(wish: str, config: V4Config) -> float:
-    """A share of hot experts as it stands ("0.925"), or what a GPU of that size has room for ("24GiB")."""
+def hot_fraction(target: str, config: V4Config) -> float:
+    """Fraction of hot experts: given as a number ("0.925"), or what fits a GPU of that size ("24GiB")."""
     try:
-        return float(wish)
+        return float(target)
     except ValueError:
-        memory = parse_bytes(wish)
+        memory = parse_bytes(target)
         return plan_budget(config, memory, default_cache_bytes(config, memory)).share
 
 
-def some_hot(layers: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
-    """[layers, experts] bool: a share of all, at random."""
+def random_resident(layers: int, experts: int, share: float, seed: int = 0) -> torch.Tensor:
+    """[layers, experts] bool: a random fraction `share` of all experts."""
     order = torch.randperm(layers * experts, generator=torch.Generator().manual_seed(seed))
     chosen = order[: round(share * layers * experts)]
     return torch.zeros(layers * experts, dtype=torch.bool).index_fill_(0, chosen, True).view(layers, experts)
@@ -59,13 +58,13 @@ def hot_share(store: ExpertStore) -> float:
     return significant(float(store.resident().double().mean()))
 
 
-def move_to(store: ExpertStore, wanted: torch.Tensor) -> tuple[int, float]:
-    """Exchange homes until the hot ones are those of `wanted`, of which there are as many; exchanges and seconds."""
+def move_to(store: ExpertStore, target_resident: torch.Tensor) -> tuple[int, float]:
+    """Exchange experts until the hot ones are those of `target_resident` (equally many); number of exchanges, seconds."""
     began, moved = time.perf_counter(), 0
     while True:
-        now = store.resident()
-        arriving = (wanted & ~now).nonzero().tolist()
-        leaving = (now & ~wanted).nonzero().tolist()
+        resident = store.resident()
+        arriving = (target_resident & ~resident).nonzero().tolist()
+        leaving = (resident & ~target_resident).nonzero().tolist()
         if not arriving:
             return moved, time.perf_counter() - began
         for a, b in zip(arriving[: store.spare], leaving):
@@ -73,66 +72,61 @@ def move_to(store: ExpertStore, wanted: torch.Tensor) -> tuple[int, float]:
         moved += store.publish(wait=True)
 
 
-def advance(decoder: Decoder, buffers: DecodeBuffers) -> None:
-    """One step, then other tokens at the next position: all on the device, and never a cycle of few tokens."""
+def pseudo_random_step(decoder: Decoder, buffers: DecodeBuffers) -> None:
+    """One step, then pseudo-random tokens at the next positions, all on the device and without short cycles."""
     decoder.step(buffers)
     buffers.token_ids.mul_(48271).add_(11).remainder_(decoder.config.vocab_size)
     buffers.positions.add_(1)
 
 
 class PlacedSteps:
-    """Steps of one desk: a captured graph on a GPU, plain launches elsewhere."""
+    """Decode steps of one batch: a CUDA graph on a GPU, plain launches elsewhere."""
 
     def __init__(self, decoder: Decoder, batch: int, context: int):
-        self.decoder, self.buffers = decoder, decoder.buffers(batch, context + ROOM)
+        self.decoder, self.buffers = decoder, decoder.buffers(batch, context + MAX_STEPS)
         self.cuda = decoder.state.device.type == "cuda"
         tokens = torch.randint(decoder.config.vocab_size, (batch,)).tolist()
-        place(self.buffers, tokens, [context] * batch)
-        self.one: Callable[[], None] = lambda: advance(decoder, self.buffers)
+        set_inputs(self.buffers, tokens, [context] * batch)
+        self.run_step: Callable[[], None] = lambda: pseudo_random_step(decoder, self.buffers)
         if self.cuda:
-            self.one = captured(decoder, self.buffers, advance).replay
+            self.run_step = capture_graph(partial(pseudo_random_step, decoder, self.buffers), warm=2).replay
         self.context = context
-        place(self.buffers, tokens, [context] * batch)
+        set_inputs(self.buffers, tokens, [context] * batch)
 
-    def _behind(self, count: int) -> None:
-        """Stand behind `context` tokens again: there is room for so many steps only."""
-        assert count <= ROOM
+    def _reset_positions(self, count: int) -> None:
+        """Go back to position `context`, since only MAX_STEPS steps fit."""
+        assert count <= MAX_STEPS
         self.buffers.positions.fill_(self.context)
 
     def milliseconds(self, count: int) -> list[float]:
-        self._behind(count)
+        self._reset_positions(count)
         if self.cuda:
-            return [1e3 * span for span in seconds(self.one, count)]
-        spans = []
-        for _ in range(count):
-            began = time.perf_counter()
-            self.one()
-            spans.append(1e3 * (time.perf_counter() - began))
-        return spans
+            return [1e3 * span for span in cuda_seconds(self.run_step, count)]
+        return milliseconds(self.run_step, torch.device("cpu"), count, warm=0)
 
     def reads(self, count: int) -> torch.Tensor:
-        """How often each expert was read in so many steps."""
+        """How often each expert was read in `count` steps."""
         store = self.decoder.store
         assert store is not None
         before = store.read_counts.cpu().clone()
         for step in range(count):
-            if step % ROOM == 0:
-                self._behind(min(ROOM, count - step))
-            self.one()
+            if step % MAX_STEPS == 0:
+                self._reset_positions(min(MAX_STEPS, count - step))
+            self.run_step()
         return store.read_counts.cpu() - before
 
 
 @torch.inference_mode()
 def same_bits(config: V4Config, device: torch.device, shares: Sequence[float], steps: int) -> Row:
-    """Logits of the kernels at each share, with exchanges between steps, against everything on the device."""
-    found: dict[str, bool] = {}
-    true: list[torch.Tensor] = []
+    """Logits at each fraction of hot experts, with exchanges between steps, against all experts on the device."""
+    equal: dict[str, bool] = {}
+    expected: list[torch.Tensor] = []
     layers = config.num_hidden_layers
     experts = config.n_routed_experts
     for share in (1.0, *shares):
-        model, store = random_placed(config, device, some_hot(layers, experts, share), spare=8, seed=1)
+        model, store = random_placed(config, device, random_resident(layers, experts, share), spare=8, seed=1)
         state = filled_state(config, 2, 300, device)
-        for layer in state.layers:  # the same past for everybody
+        for layer in state.layers:  # the same cache in all cases
             for tensor in (
                 layer.keys.rows,
                 *(ring.rows for ring in layer.raw.values()),
@@ -141,7 +135,7 @@ def same_bits(config: V4Config, device: torch.device, shares: Sequence[float], s
                 tensor.copy_(torch.randn(tensor.shape, generator=torch.Generator().manual_seed(3)))
         decoder = Decoder(model, state)
         buffers = decoder.buffers(2, 512)
-        made = []
+        logits = []
         for step in range(steps):
             if 0 < share < 1:
                 hot = store.resident()
@@ -149,59 +143,59 @@ def same_bits(config: V4Config, device: torch.device, shares: Sequence[float], s
                 leaving = hot.nonzero()[-1 - step].tolist()
                 store.swap((arriving[0], arriving[1]), (leaving[0], leaving[1]))
                 store.publish(wait=True)
-            place(buffers, [5 + step, 9 + step], [300 + step] * 2)
+            set_inputs(buffers, [5 + step, 9 + step], [300 + step] * 2)
             buffers.poison()
-            made.append(decoder.step(buffers).clone())
-        true = true or made
-        found[f"{share:g}"] = all(torch.equal(a, b) for a, b in zip(made, true))
+            logits.append(decoder.step(buffers).clone())
+        expected = expected or logits
+        equal[f"{share:g}"] = all(torch.equal(a, b) for a, b in zip(logits, expected))
         del model, store, decoder, buffers, state
-        clear(device)
+        release_memory()
     return {
         "kind": "same bits",
         "layers": layers,
         "steps": steps,
-        "equal": found,
-        "passed": all(found.values()),
+        "equal": equal,
+        "passed": all(equal.values()),
     }
 
 
 def bus_speed(store: ExpertStore, rounds: int = 3) -> float:
-    """Bytes a second of copying cold experts to the device through all spare runs."""
+    """Bytes per second of copying cold experts to the device, using all spare slots."""
     cold = (~store.resident()).nonzero().tolist()[: store.spare * rounds]
     rates = []
     for first in range(0, len(cold), store.spare):
         began = time.perf_counter()
         copies = [
-            cached
-            for layer, number in cold[first : first + store.spare]
-            if (cached := store.acquire((layer, number)))
+            copy
+            for layer, expert in cold[first : first + store.spare]
+            if (copy := store.acquire((layer, expert)))
         ]
         store.publish(wait=True)
         rates.append(len(copies) * store.layout.nbytes / (time.perf_counter() - began))
-        for cached in copies:
-            store.release(cached)
+        for copy in copies:
+            store.release(copy)
     return max(rates)
 
 
 def speed_row(steps: PlacedSteps, count: int, read: int, speeds: tuple[float, float]) -> Row:
-    """Speed of one placement, and the limit that its own reads set."""
+    """Speed of one placement, and the limit set by its reads."""
     store = steps.decoder.store
     assert store is not None
     reads, hot = steps.reads(count), store.resident()
     ms = steps.milliseconds(count)
-    median = sorted(ms)[len(ms) // 2]
-    inside, outside = (int(reads[where].sum()) / count * store.layout.nbytes for where in (hot, ~hot))
-    limit = ((read + inside) / speeds[0] + outside / speeds[1]) * 1e3
+    typical = median(ms)
+    hot_bytes, cold_bytes = (int(reads[where].sum()) / count * store.layout.nbytes for where in (hot, ~hot))
+    limit = ((read + hot_bytes) / speeds[0] + cold_bytes / speeds[1]) * 1e3
     batch = steps.buffers.rows
     return {
         "batch": batch,
         "ms": summary(ms),
-        "tokens_per_second": significant(batch / median * 1e3),
-        "misses": significant(outside / max(inside + outside, 1)),
-        "cold_experts_per_step": significant(outside / store.layout.nbytes),
+        "tokens_per_second": significant(batch / typical * 1e3),
+        "misses": significant(cold_bytes / max(hot_bytes + cold_bytes, 1)),
+        "cold_experts_per_step": significant(cold_bytes / store.layout.nbytes),
         "limit_tokens_per_second": significant(batch / limit * 1e3),
-        "share_of_limit": significant(limit / median),
-        "passed": limit / median >= LEAST_SHARE,
+        "share_of_limit": significant(limit / typical),
+        "passed": limit / typical >= MIN_SHARE_OF_LIMIT,
     }
 
 
@@ -214,7 +208,7 @@ def placement_rows(
     count: int,
     speeds: tuple[float, float],
 ) -> Iterator[Row]:
-    """Random placement, then by counts of as many steps as are timed; and the steps that run beside exchanges."""
+    """Random placement, then placement by usage; and steps concurrent with exchanges."""
     config, device = model.config, store.device
     read = weight_bytes(config).read
     for name in ("random", "counts"):
@@ -233,17 +227,17 @@ def placement_rows(
             if name == "counts":
                 yield moving_row(steps, count)
             del steps
-            clear(device)
+            release_memory()
 
 
 def moving_row(steps: PlacedSteps, count: int) -> Row:
-    """Steps with and without exchanges under way, which begin after every fourth step whether they pay or not."""
+    """Steps with and without concurrent exchanges, which start after every fourth step even if they do not pay."""
     store = steps.decoder.store
     assert store is not None
     plain = steps.milliseconds(count)
     placement = Placement(
         store,
-        _Restless(store.layers, store.experts),
+        _AlwaysExchange(store.layers, store.experts),
         steps.decoder.model.hash_routing_tables(),
         interval=min(4, count),
     )
@@ -253,7 +247,7 @@ def moving_row(steps: PlacedSteps, count: int) -> Row:
         spans += steps.milliseconds(1)
         placement.after_step()
     moved = placement.swapped + store.publish(wait=True)
-    times = sorted(spans)[count // 2] / sorted(plain)[count // 2]
+    times = median(spans) / median(plain)
     return {
         "kind": "moving",
         "batch": steps.buffers.rows,
@@ -264,18 +258,18 @@ def moving_row(steps: PlacedSteps, count: int) -> Row:
     }
 
 
-class _Restless(ExpertUsage):
-    """Always wants to exchange: the coldest for the hottest."""
+class _AlwaysExchange(ExpertUsage):
+    """Always proposes exchanges of cold for hot experts."""
 
-    def swaps(self, resident, limit):
+    def swaps(self, resident: torch.Tensor, limit: int) -> list[tuple[ExpertId, ExpertId]]:
         hot = resident.nonzero().tolist()
         cold = (~resident).nonzero().tolist()
         return [((a[0], a[1]), (b[0], b[1])) for a, b in zip(cold[:limit], hot[:limit])]
 
 
 @torch.inference_mode()
-def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus: float, rounds: int = 3) -> Row:
-    """A chunk of a prompt: each cold expert it asks for comes over the bus once."""
+def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus_rate: float, rounds: int = 3) -> Row:
+    """A prefill chunk: each cold expert that it uses is copied over the bus once."""
     config, device = model.config, store.device
     state = filled_state(config, 1, tokens, device)
     chunk = torch.randint(config.vocab_size, (tokens,))
@@ -289,20 +283,20 @@ def chunk_row(model: Transformer, store: ExpertStore, tokens: int, bus: float, r
         spans.append(1e3 * (time.perf_counter() - began))
     fresh = store.read_counts.cpu() - before
     cold = float(fresh[~store.resident()].sum()) / rounds * store.layout.nbytes
-    median = sorted(spans)[rounds // 2]
+    typical = median(spans)
     return {
         "kind": "chunk",
         "tokens": tokens,
         "ms": summary(spans),
-        "tokens_per_second": significant(tokens / median * 1e3),
+        "tokens_per_second": significant(tokens / typical * 1e3),
         "cold_bytes": int(cold),
-        "bus_ms": significant(cold / bus * 1e3),
+        "bus_ms": significant(cold / bus_rate * 1e3),
         "hot": hot_share(store),
     }
 
 
 def bench_placement(
-    wishes: Sequence[str] = ("0.925", "24GiB"),
+    targets: Sequence[str] = ("0.925", "24GiB"),
     batches: Sequence[int] = (1, 8),
     context: int = 4096,
     layers: int = 43,
@@ -314,54 +308,48 @@ def bench_placement(
     chunk: int = 2048,
     checked: int = 3,
 ) -> Iterator[Row]:
-    """All rows, at V4-Flash's width unless a `config` is given. `distinct` layers have experts of their own: host
-    memory may be smaller than all of them. `count` steps are timed, `checked` steps compared."""
+    """All rows, at V4-Flash width unless `config` is given. `distinct` layers have their own experts, since host memory
+    may not hold all of them. `count` steps are timed, `checked` steps compared."""
     config = config or preset("flash", layers, False)
     device = device or torch.device("cuda")
     on_gpu = device.type == "cuda"
     common = {"bench": "placement", **(device_facts(device) if on_gpu else facts())}
-    few = config if not on_gpu else preset("flash", 4, False)
-    yield common | same_bits(few, device, (0.5, 0.0), checked)
-    own = min(distinct, config.num_hidden_layers)
+    check_config = config if not on_gpu else preset("flash", 4, False)
+    yield common | same_bits(check_config, device, (0.5, 0.0), checked)
+    own_layers = min(distinct, config.num_hidden_layers)
     reading = reading_speed(device) if on_gpu else 1e10
-    for wish in wishes:
-        share = share_of(wish, config)
+    for target in targets:
+        share = hot_fraction(target, config)
         model, store = random_placed(
             config,
             device,
-            some_hot(own, config.n_routed_experts, share),
+            random_resident(own_layers, config.n_routed_experts, share),
             spare=64 if on_gpu else 4,
             kernels=kernels,
         )
         skew_routing(model, SKEW)
-        bus = bus_speed(store)
-        about = common | {
-            "wish": wish,
+        bus_rate = bus_speed(store)
+        common_row = common | {
+            "wish": target,
             "layers": config.num_hidden_layers,
-            "layers_with_own_experts": own,
+            "layers_with_own_experts": own_layers,
             "context": context,
             "skew": SKEW,
             "read_bytes_per_second": significant(reading),
-            "bus_bytes_per_second": significant(bus),
+            "bus_bytes_per_second": significant(bus_rate),
         }
-        yield about | {
+        yield common_row | {
             "kind": "bus",
             "host_bytes": store.host_slots.numel(),
             "device_bytes": store.slots.numel(),
         }
-        for row in placement_rows(model, store, batches, context, count, (reading, bus)):
-            yield about | row
-        yield about | chunk_row(model, store, chunk, bus)
+        for row in placement_rows(model, store, batches, context, count, (reading, bus_rate)):
+            yield common_row | row
+        yield common_row | chunk_row(model, store, chunk, bus_rate)
         del model, store
-        clear(device)
+        release_memory()
 
 
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def clear(device: torch.device) -> None:
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.empty_cache()

@@ -1,35 +1,33 @@
-"""Reading speed of the full-width model on a GPU: prompts in chunks, checked at every site in the same run.
+"""Prefill speed of the full-width model on a GPU, checked at every site in the same run.
 
-`bench_prefill` yields rows. `site`: every hook of two full-width layers, the kernels' against the plain path's
-(`sites.py`). `prefill`: tokens per second of a chunk behind `behind` tokens, all layers, weights random and made on the
-device, with the operations a token needs and their share of the measured product speed. `profile`: milliseconds of a
-chunk by kind of kernel. `transformers`: the same prompt through a few layers, theirs in bfloat16.
+`bench_prefill` yields rows. `site`: every hook of two full-width layers, kernels against the reference path
+(`sites.py`). `prefill`: tokens per second of a chunk after `behind` cached tokens, all layers, with random weights made
+on the device, with the operations per token and their share of the measured matmul speed. `profile`: milliseconds of a
+chunk by class of kernel. `transformers`: the same prompt through a few layers of `transformers` in bfloat16.
 """
 
 from __future__ import annotations
 
-import gc
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from birkhoff.bench.decode import device_facts, reading_speed, seconds
+from birkhoff.bench.decode import device_facts, reading_speed
 from birkhoff.bench.prefill_kernels import CHUNKS, product_speed
-from birkhoff.bench.report import significant, summary
+from birkhoff.bench.report import Row, significant, summary
 from birkhoff.bench.sites import compare_sites
 from birkhoff.bench.synthetic import filled_state, random_on_device
+from birkhoff.bench.timing import cuda_seconds, kernel_times, release_memory, times_by_class
 from birkhoff.config import V4Config
 from birkhoff.convert.presets import preset
 from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
+from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
-Row = dict[str, Any]
-LEAST = 8000  # tokens a second of all layers, chunks of 4,096
-RIVAL_LEAST = 3  # times as fast as `transformers`, a few layers
+MIN_TOKENS_PER_SECOND = 8000  # all layers, chunks of 4,096 tokens
+MIN_TIMES_BASELINE = 3  # speed relative to `transformers`, a few layers
 CLASSES = {
     "_packed_linear": "products",
     "_dequantise": "products",
@@ -55,8 +53,8 @@ CLASSES = {
 }
 
 
-def operations_of(config: V4Config, tokens: int, behind: int) -> float:
-    """Multiplications and additions that a chunk of `tokens` behind `behind` others cannot do without."""
+def required_operations(config: V4Config, tokens: int, behind: int) -> float:
+    """Minimum of multiplications and additions of a chunk of `tokens` after `behind` cached tokens."""
     c, middle = config, behind + tokens / 2
     experts = 3 * c.moe_intermediate_size * c.hidden_size * (c.num_experts_per_tok + 1)
     heads = c.num_attention_heads * c.head_dim
@@ -85,21 +83,19 @@ def operations_of(config: V4Config, tokens: int, behind: int) -> float:
 
 @torch.inference_mode()
 def speed_row(
-    model: Transformer, tokens: int, behind: int, rounds: int, product: float
-) -> tuple[Row, Batch, Any]:
+    model: Transformer, tokens: int, behind: int, rounds: int, matmul_speed: float
+) -> tuple[Row, Batch, State]:
     config, device = model.config, model.embed.device
     state = filled_state(config, 1, behind + tokens, device)
     batch = Batch.of([SequenceChunk(0, behind, torch.randint(config.vocab_size, (tokens,)))], device)
 
-    def read() -> None:
+    def prefill() -> None:
         hidden, _ = model.run(batch, state, NoTap())
         model.logits(hidden[-1:])
 
-    for _ in range(2):
-        read()
-    ms = [span * 1e3 for span in seconds(read, rounds)]
+    ms = [span * 1e3 for span in cuda_seconds(prefill, rounds, warm=2)]
     rate = summary([tokens / span * 1e3 for span in ms])
-    wanted = operations_of(config, tokens, behind)
+    operations = required_operations(config, tokens, behind)
     row: Row = {
         "kind": "prefill",
         "chunk": tokens,
@@ -107,69 +103,58 @@ def speed_row(
         "layers": config.num_hidden_layers,
         "ms": summary(ms),
         "tokens_per_second": rate,
-        "operations_a_token": significant(wanted / tokens),
-        "share_of_product_speed": significant(wanted / product / (summary(ms)["median"] * 1e-3)),
+        "operations_a_token": significant(operations / tokens),
+        "share_of_product_speed": significant(operations / matmul_speed / (summary(ms)["median"] * 1e-3)),
     }
     if (tokens, behind) == (4096, 0) and config.num_hidden_layers >= 43:
-        row |= {"at_least": LEAST, "passed": rate["median"] >= LEAST}
+        row |= {"at_least": MIN_TOKENS_PER_SECOND, "passed": rate["median"] >= MIN_TOKENS_PER_SECOND}
     return row, batch, state
 
 
 @torch.inference_mode()
-def profile_row(model: Transformer, batch: Batch, state: Any) -> Row:
-    """Where a chunk's time goes, by kind of kernel."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]) as log:
-        model.run(batch, state, NoTap())
-        torch.cuda.synchronize()
-    spent: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for event in log.events():
-        if event.device_type.name == "CUDA":
-            known = max((name for name in CLASSES if event.name.startswith(name)), key=len, default="")
-            kind = spent[CLASSES.get(known, "PyTorch")]
-            kind[0] += event.device_time / 1e3
-            kind[1] += 1
-    ordered = sorted(spent.items(), key=lambda item: -item[1][0])
-    table = {kind: {"ms": significant(ms), "launches": round(count)} for kind, (ms, count) in ordered}
+def profile_row(model: Transformer, batch: Batch, state: State) -> Row:
+    """Time of a chunk by class of kernel."""
+    classes = times_by_class(kernel_times(lambda: model.run(batch, state, NoTap())), CLASSES, "PyTorch")
     return {
         "kind": "profile",
         "chunk": batch.num_tokens,
-        "classes": table,
-        "ms_total": significant(sum(ms for ms, _ in spent.values())),
+        "classes": {
+            kind: {"ms": significant(us / 1e3), "launches": count} for kind, (us, count) in classes.items()
+        },
+        "ms_total": significant(sum(us for us, _ in classes.values()) / 1e3),
     }
 
 
-def against_transformers(layers: int, device: torch.device, tokens: int, product: float) -> Row:
-    """A prompt through a few layers, theirs in bfloat16 and ours in the released formats."""
+def against_transformers(layers: int, device: torch.device, tokens: int, matmul_speed: float) -> Row:
+    """Prefill through a few layers: `transformers` in bfloat16, ours in the released formats."""
     from birkhoff.bench import hf_baseline
 
     config = preset("flash", layers, False)
-    theirs = hf_baseline.build(config, device)
-    found = hf_baseline.prefill_ms(theirs, tokens, 5)
-    del theirs
-    _clear()
-    row, *_ = speed_row(random_on_device(config, device, kernels="triton"), tokens, 0, 7, product)
-    times = found["ms"]["median"] / row["ms"]["median"]
-    _clear()
+    model_hf = hf_baseline.build(config, device)
+    theirs = hf_baseline.prefill_ms(model_hf, tokens, 5)
+    del model_hf
+    release_memory()
+    row, *_ = speed_row(random_on_device(config, device, kernels="triton"), tokens, 0, 7, matmul_speed)
+    times = theirs["ms"]["median"] / row["ms"]["median"]
+    release_memory()
     return row | {
         "kind": "transformers",
-        "theirs": found,
+        "theirs": theirs,
         "times_transformers": significant(times),
-        "at_least": RIVAL_LEAST,
-        "passed": times >= RIVAL_LEAST,
+        "at_least": MIN_TIMES_BASELINE,
+        "passed": times >= MIN_TIMES_BASELINE,
     }
 
 
 def two_layers() -> V4Config:
-    """Both compressed kinds of layer at full width, one of them routed by token ids."""
+    """Both compressed kinds of layer at full width, one of them hash-routed."""
     return replace(
         preset("flash", 4, False), num_hidden_layers=2, compress_ratios=(4, 128), num_hash_layers=1
     )
 
 
 def site_rows(device: torch.device) -> Iterator[Row]:
-    """Every site of two full-width layers, prompts and recorded steps, against the plain path."""
+    """Every site of two full-width layers in prefill and in CUDA-graph decode steps, against the reference path."""
     model = random_on_device(two_layers(), device, kernels="triton")
     yield from compare_sites(model, device, [2303, 127, 700, 5, 128, 129, 1000, 64], 2, 0.05, fast=None)
 
@@ -179,35 +164,31 @@ def bench_prefill(
     behind: Sequence[int] = (0, 32768),
     layers: int = 43,
     distinct: int = 38,
-    rival_layers: int = 6,
+    baseline_layers: int = 6,
     rounds: int = 7,
 ) -> Iterator[Row]:
-    """All rows. `distinct` layers have experts of their own; with `rival_layers` 0 `transformers` is left out."""
+    """All rows. `distinct` layers have their own expert weights, the others share them; `baseline_layers` 0 skips the
+    comparison with `transformers`."""
     device = torch.device("cuda")
-    product = product_speed(device)
+    matmul_speed = product_speed(device)
     common = {
         "bench": "prefill",
         "model": "synth flash",
         **device_facts(device),
         "read_bytes_per_second": significant(reading_speed(device)),
-        "product_operations_per_second": significant(product),
+        "product_operations_per_second": significant(matmul_speed),
     }
     for row in site_rows(device):
         yield common | row
-    _clear()
-    if rival_layers:
-        yield common | against_transformers(rival_layers, device, 4096, product)
+    release_memory()
+    if baseline_layers:
+        yield common | against_transformers(baseline_layers, device, 4096, matmul_speed)
     model = random_on_device(preset("flash", layers, False), device, distinct=distinct, kernels="triton")
-    for before in behind:
+    for cached in behind:
         for chunk in chunks:
-            row, batch, state = speed_row(model, chunk, before, rounds, product)
+            row, batch, state = speed_row(model, chunk, cached, rounds, matmul_speed)
             yield common | row | {"layers_with_own_experts": min(distinct, layers)}
             if chunk == 4096:
-                yield common | profile_row(model, batch, state) | {"behind": before}
+                yield common | profile_row(model, batch, state) | {"behind": cached}
             del batch, state
-            _clear()
-
-
-def _clear() -> None:
-    gc.collect()
-    torch.cuda.empty_cache()
+            release_memory()

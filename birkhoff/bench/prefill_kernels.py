@@ -1,13 +1,13 @@
-"""Kernels of a prompt, one by one, on a GPU: some rows checked against their plain twins, then all of them timed.
+"""Single prefill kernels on a GPU: some rows checked against the reference twins, then all of them timed.
 
-    product    the FP8 products of a layer, the grouped one among them, beside bfloat16 `torch` products
-    experts    FP4 gate and up, and down, over tokens sorted by expert; uniform routing and a skewed one
-    streams    write, mix and read of a boundary
-    attention  a window alone, all entries of HCA, 512 listed entries of CSA
-    indexer    scores and choice of 512 among the entries of a context
+    product    the FP8 projections of a layer, including the grouped one, next to bfloat16 `torch` products
+    experts    FP4 gate and up, and down, over tokens sorted by expert; uniform and skewed routing
+    streams    write, mix and read of an mHC boundary
+    attention  a window alone, all entries of HCA, 512 selected entries of CSA
+    indexer    scores and top 512 among the entries of a context
 
-Rows carry the operations and bytes that must be spent, and what share of the device's measured product and reading
-speeds that is: the larger of the two says what bounds a kernel.
+Rows have the operations and bytes that a kernel needs and the achieved shares of the measured matmul speed and read
+bandwidth; the larger share tells what bounds the kernel.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from birkhoff.bench.decode import graph_us, seconds
-from birkhoff.bench.report import significant
+from birkhoff.bench.report import Row, significant
+from birkhoff.bench.timing import cuda_seconds, graph_us, median
 from birkhoff.config import V4Config
 from birkhoff.kernels.attend import TopkIndices
 from birkhoff.kernels.attend import reference as plain_attend
@@ -30,58 +30,57 @@ from birkhoff.model.attention import Attention
 from birkhoff.model.moe import MoE
 from birkhoff.model.transformer import Transformer
 
-Row = dict[str, Any]
 CHUNKS = (2048, 4096, 8192)
 BOUNDARY_US = 300  # at 8,192 tokens
-CHECKED = 48  # rows that are compared with the plain twin
+CHECKED = 48  # rows compared with the reference
 
 
 def product_speed(device: torch.device) -> float:
-    """Operations a second of a large bfloat16 product, best of several."""
+    """Operations per second of a large bfloat16 matmul, best of several."""
     a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
     torch.mm(a, b)
-    return 2 * 8192**3 / min(seconds(lambda: torch.mm(a, b), 10))
+    return 2 * 8192**3 / min(cuda_seconds(lambda: torch.mm(a, b), 10))
 
 
-def error_of(mine: torch.Tensor, true: torch.Tensor) -> float:
-    return ((mine.double() - true.double()).norm() / true.double().norm()).item()
+def relative_error(result: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((result.double() - expected.double()).norm() / expected.double().norm())
 
 
 class Meter:
-    """Times calls and puts them beside what the device can do."""
+    """Times calls and relates them to the measured speeds of the device."""
 
-    def __init__(self, product: float, reading: float):
-        self.product = product
+    def __init__(self, matmul: float, reading: float):
+        self.matmul = matmul
         self.reading = reading
 
     def row(
         self,
-        what: Row,
+        labels: Row,
         call: Callable[[], Any],
         operations: float,
         moved: float,
         error: float,
-        most: float,
+        tolerance: float,
         others: Sequence[tuple[dict[str, int], Callable[[], Any]]] = (),
     ) -> Row:
-        """`others` are the same call with other tiles: their times say whether the chosen ones are right."""
+        """`others`: the same call with other tile sizes, to check that the default is the fastest."""
         us = self.us(call)
-        tried = [shape | {"us": self.us_if_it_fits(other)} for shape, other in others]
+        other_tiles = [tile | {"us": self.us_or_none(other)} for tile, other in others]
         return (
-            what
-            | ({"other_tiles": tried} if tried else {})
+            labels
+            | ({"other_tiles": other_tiles} if other_tiles else {})
             | {
                 "us": significant(us),
                 "operations": significant(operations),
                 "bytes": round(moved),
-                "share_of_product_speed": significant(operations / self.product / (us * 1e-6)),
+                "share_of_product_speed": significant(operations / self.matmul / (us * 1e-6)),
                 "share_of_reading_speed": significant(moved / self.reading / (us * 1e-6)),
                 "error": significant(error),
-                "passed": error < most,
+                "passed": error < tolerance,
             }
         )
 
-    def us_if_it_fits(self, call: Callable[[], Any]) -> float | None:
+    def us_or_none(self, call: Callable[[], Any]) -> float | None:
         from triton.runtime.errors import OutOfResources
 
         try:
@@ -90,12 +89,10 @@ class Meter:
             return None
 
     def us(self, call: Callable[[], Any]) -> float:
-        call()
-        spans = sorted(seconds(call, 9))
-        return spans[len(spans) // 2] * 1e6
+        return median(cuda_seconds(call, 9, warm=1)) * 1e6
 
 
-def product_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iterator[Row]:
+def linear_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iterator[Row]:
     from birkhoff.kernels.linear.prefill import packed_linear
 
     attention = model.layers[2].attn
@@ -113,20 +110,24 @@ def product_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Ite
         dense = rows.dense().bfloat16()
         for count in chunks:
             x = torch.randn(count, rows.inner * groups, device=device).bfloat16()
-            few = x[:CHECKED].double().view(CHECKED, groups, -1)
-            true = torch.einsum("ngk,grk->ngr", few, dense.double().view(groups, -1, rows.inner)).flatten(1)
+            checked = x[:CHECKED].double().view(CHECKED, groups, -1)
+            expected = torch.einsum(
+                "ngk,grk->ngr", checked, dense.double().view(groups, -1, rows.inner)
+            ).flatten(1)
             call = partial(packed_linear, x, rows, group)
             operations = 2.0 * count * rows.out * rows.inner
             moved = rows.nbytes + x.nbytes + 2 * count * rows.out
-            what = {"kind": "many", "kernel": "product", "shape": name, "tokens": count}
-            shapes_tried = [
+            labels = {"kind": "many", "kernel": "product", "shape": name, "tokens": count}
+            tiles = [
                 {"TOKENS": tokens, "ROWS": 128, "INNER": inner, "num_warps": 8, "num_stages": stages}
                 for tokens, inner, stages in ((128, 128, 4), (128, 64, 4), (64, 128, 4))
             ]
-            others = [(shape, partial(packed_linear, x, rows, group, None, shape)) for shape in shapes_tried]
-            row = meter.row(what, call, operations, moved, error_of(call()[:CHECKED], true), 5e-3, others)
+            others = [(tile, partial(packed_linear, x, rows, group, None, tile)) for tile in tiles]
+            row = meter.row(
+                labels, call, operations, moved, relative_error(call()[:CHECKED], expected), 5e-3, others
+            )
             if group is None:
-                plain = sorted(seconds(lambda x=x, w=dense: torch.nn.functional.linear(x, w), 9))[4]
+                plain = median(cuda_seconds(partial(torch.nn.functional.linear, x, dense), 9))
                 row["us_bf16_torch"] = significant(plain * 1e6)
             yield row
 
@@ -138,7 +139,7 @@ def expert_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iter
     assert isinstance(moe, MoE)
     experts, device = moe.experts, model.embed.device
     stack, limit = experts.stack(), c.swiglu_limit
-    each = 3 * c.moe_intermediate_size * c.hidden_size
+    expert_elements = 3 * c.moe_intermediate_size * c.hidden_size
     for skewed in (False, True):
         for count in chunks:
             x = torch.randn(count, c.hidden_size, device=device).to(model.numerics.dtype)
@@ -150,11 +151,13 @@ def expert_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iter
                 logits, bias, None, c.num_experts_per_tok, c.routed_scaling_factor
             )
             call = partial(prefill.experts, x, ids, weights, stack, limit, None)
-            true = plain_experts.experts(x[:CHECKED], ids[:CHECKED], weights[:CHECKED], stack, limit, None)
-            operations = 2.0 * each * count * c.num_experts_per_tok
+            expected = plain_experts.experts(
+                x[:CHECKED], ids[:CHECKED], weights[:CHECKED], stack, limit, None
+            )
+            operations = 2.0 * expert_elements * count * c.num_experts_per_tok
             used = len(ids.unique())
-            moved = used * each * (0.5 + 1 / 32) + 4 * x.nbytes
-            what = {
+            moved = used * expert_elements * (0.5 + 1 / 32) + 4 * x.nbytes
+            labels = {
                 "kind": "many",
                 "kernel": "experts",
                 "tokens": count,
@@ -162,15 +165,18 @@ def expert_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iter
                 "experts_used": used,
                 "block": prefill.block_size(ids.numel(), c.n_routed_experts),
             }
-            given = (x, ids, weights, stack, limit, None)
+            arguments = (x, ids, weights, stack, limit, None)
             others = [
-                ({"block": size}, partial(prefill.experts, *given, None, size)) for size in prefill.BLOCKS[1:]
+                ({"block": size}, partial(prefill.experts, *arguments, None, size))
+                for size in prefill.BLOCKS[1:]
             ]
-            yield meter.row(what, call, operations, moved, error_of(call()[:CHECKED], true), 1e-2, others)
+            yield meter.row(
+                labels, call, operations, moved, relative_error(call()[:CHECKED], expected), 1e-2, others
+            )
 
 
 def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device) -> Iterator[Row]:
-    """A boundary as a prompt meets it: write, then read; the norm of the input is a launch of its own."""
+    """A boundary as in prefill: write, then read; the norm of the input is a separate launch."""
     from birkhoff.kernels.mhc import decode as mhc
     from birkhoff.kernels.mhc import prefill
 
@@ -178,34 +184,34 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
     iters = config.hc_sinkhorn_iters
     eps = config.hc_eps
     for count in chunks:
-        streams, y = (torch.randn(count, *shape, width, device=device).bfloat16() for shape in ((4,), ()))
+        streams, y = (torch.randn(count, *tile, width, device=device).bfloat16() for tile in ((4,), ()))
         post = torch.rand(count, 4, device=device)
         mix = torch.rand(count, 4, 4, device=device) / 4
         fn = torch.randn(24, 4 * width, device=device) * (4 * width) ** -0.5
-        made = prefill.prepare(fn, streams.dtype)  # once, as a model does
+        split_fn = prefill.prepare(fn, streams.dtype)  # once per weight, as in a model
         base = torch.randn(24, device=device)
         scale = torch.rand(3, device=device)
 
-        def boundary(
-            part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=made, base=base, scale=scale
+        def boundary(  # type: ignore[no-untyped-def]
+            part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=split_fn, base=base, scale=scale
         ):
-            written = mhc.write(streams[part], y[part], post[part], mix[part])
-            return prefill.read_rows(written, fn, base, scale, iters, eps, eps)
+            written = mhc.write(streams[part], y[part], post[part], mix[part])  # type: ignore[no-untyped-call]
+            return prefill.read_rows(written, fn, base, scale, iters, eps, eps)  # type: ignore[no-untyped-call]
 
-        def in_pieces(rows: int, count=count, boundary=boundary) -> None:
-            """A piece's streams may still be in L2 when they are read again."""
+        def in_blocks(rows: int, count: int = count, boundary: Callable[..., Any] = boundary) -> None:
+            """The streams of a block may still be in L2 when they are read again."""
             for start in range(0, count, rows):
                 boundary(slice(start, start + rows))
 
-        few = plain_mhc.write(streams[:CHECKED], y[:CHECKED], post[:CHECKED], mix[:CHECKED])
-        true = plain_mhc.read(few, fn, base, scale, iters, eps, eps)
-        pairs = zip((part[:CHECKED] for part in boundary()), true)
-        error = max(error_of(mine, true) for mine, true in pairs)
+        checked = plain_mhc.write(streams[:CHECKED], y[:CHECKED], post[:CHECKED], mix[:CHECKED])
+        expected = plain_mhc.read(checked, fn, base, scale, iters, eps, eps)
+        pairs = zip((part[:CHECKED] for part in boundary()), expected)  # type: ignore[no-untyped-call]
+        error = max(relative_error(selected, expected) for selected, expected in pairs)
         moved = count * width * 2 * (4 + 1 + 4 + 4 + 4 + 1)
-        what = {"kind": "many", "kernel": "streams", "tokens": count, "hidden": width}
-        others = [({"rows_at_once": rows}, partial(in_pieces, rows)) for rows in (512, 1024, 2048)]
-        row = meter.row(what, boundary, 2.0 * count * 24 * 4 * width, moved, error, 5e-3, others)
-        us = graph_us([boundary] * 4)  # as in a chunk, where launches are waiting; row has them one by one
+        labels = {"kind": "many", "kernel": "streams", "tokens": count, "hidden": width}
+        others = [({"rows_at_once": rows}, partial(in_blocks, rows)) for rows in (512, 1024, 2048)]
+        row = meter.row(labels, boundary, 2.0 * count * 24 * 4 * width, moved, error, 5e-3, others)
+        us = graph_us([boundary] * 4)  # as in a chunk, where launches are queued; the row has single launches
         row |= {
             "us_launched": row["us"],
             "us": significant(us),
@@ -229,29 +235,40 @@ def attention_rows(
         sink = torch.randn(c.num_attention_heads, device=device)
         oldest = torch.zeros(1, dtype=torch.long, device=device)
         for name, ratio in (("window", 0), ("all entries", 128), ("listed entries", 4)):
-            entries = chosen = None
-            seen = window
+            entries = selected = None
+            num_keys = window
             if ratio:
                 entries = torch.randn(1, context // ratio, c.head_dim, device=device).bfloat16()
                 counts = ((torch.arange(count, device=device) + count + 1) // ratio).int().unsqueeze(0)
-                chosen = TopkIndices(counts)
-                seen += int(counts.float().mean())
+                selected = TopkIndices(counts)
+                num_keys += int(counts.float().mean())
             if ratio == 4:
                 ranks = torch.rand(1, count, context // 4, device=device).argsort(-1)[..., : c.index_topk]
-                chosen = TopkIndices(counts.clamp_max(c.index_topk), ranks.sort(-1).values.int())
-                seen = window + c.index_topk
-            given = (entries, chosen, sink, window, c.head_dim**-0.5)
-            call = partial(attend, queries, recent, oldest, *given)
-            part = None if chosen is None else TopkIndices(chosen.counts[:, :CHECKED], _first(chosen.indices))
-            few = (queries[:, :CHECKED], recent[:, : window - 1 + CHECKED], oldest, entries, part, *given[2:])
-            error = error_of(call()[:, :CHECKED], plain_attend.attend(*few))
-            operations = 4.0 * count * c.num_attention_heads * seen * c.head_dim
-            what = {
+                selected = TopkIndices(counts.clamp_max(c.index_topk), ranks.sort(-1).values.int())
+                num_keys = window + c.index_topk
+            arguments = (entries, selected, sink, window, c.head_dim**-0.5)
+            call = partial(attend, queries, recent, oldest, *arguments)
+            part = (
+                None
+                if selected is None
+                else TopkIndices(selected.counts[:, :CHECKED], _first(selected.indices))
+            )
+            checked = (
+                queries[:, :CHECKED],
+                recent[:, : window - 1 + CHECKED],
+                oldest,
+                entries,
+                part,
+                *arguments[2:],
+            )
+            error = relative_error(call()[:, :CHECKED], plain_attend.attend(*checked))
+            operations = 4.0 * count * c.num_attention_heads * num_keys * c.head_dim
+            labels = {
                 "kind": "many",
                 "kernel": "attention",
                 "keys": name,
                 "tokens": count,
-                "keys_a_query": seen,
+                "keys_a_query": num_keys,
             }
             tiles = [
                 {"HEADS": heads, "KEYS": keys, "num_warps": warps, "num_stages": stages}
@@ -262,12 +279,12 @@ def attention_rows(
                     (32, 64, 4, 2),
                 )
             ]
-            others = [(shape, partial(attend, queries, recent, oldest, *given, shape)) for shape in tiles]
-            yield meter.row(what, call, operations, 2.0 * queries.nbytes, error, 2e-2, others)
+            others = [(tile, partial(attend, queries, recent, oldest, *arguments, tile)) for tile in tiles]
+            yield meter.row(labels, call, operations, 2.0 * queries.nbytes, error, 2e-2, others)
 
 
-def _first(numbers: torch.Tensor | None) -> torch.Tensor | None:
-    return None if numbers is None else numbers[:, :CHECKED]
+def _first(indices: torch.Tensor | None) -> torch.Tensor | None:
+    return None if indices is None else indices[:, :CHECKED]
 
 
 def index_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device) -> Iterator[Row]:
@@ -282,23 +299,23 @@ def index_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: to
             weights = torch.randn(1, count, c.index_n_heads, device=device)
             counts = ((torch.arange(count, device=device) + context - count + 1) // 4).unsqueeze(0)
             call = partial(index_topk, queries, keys, weights, counts, c.index_topk)
-            true = plain_index.index_topk(
+            expected = plain_index.index_topk(
                 queries[:, :CHECKED], keys, weights[:, :CHECKED], counts[:, :CHECKED], c.index_topk
             ).mask(entries)
-            found = call()
-            mine = TopkIndices(found.counts[:, :CHECKED], _first(found.indices)).mask(entries)
-            missed = 1 - (mine & true).sum().item() / true.sum().item()
+            result = call()
+            selected = TopkIndices(result.counts[:, :CHECKED], _first(result.indices)).mask(entries)
+            missed = 1 - (selected & expected).sum().item() / expected.sum().item()
             operations = 2.0 * float(counts.sum()) * c.index_n_heads * c.index_head_dim
-            what = {"kind": "many", "kernel": "indexer", "tokens": count, "context": context}
-            yield meter.row(what, call, operations, 4.0 * count * entries, missed, 1e-2)
+            labels = {"kind": "many", "kernel": "indexer", "tokens": count, "context": context}
+            yield meter.row(labels, call, operations, 4.0 * count * entries, missed, 1e-2)
 
 
 @torch.inference_mode()
-def bench_many(model: Transformer, chunks: Sequence[int], reading: float) -> Iterator[Row]:
-    """`model` is packed, on a GPU, and has four layers at least."""
+def bench_prefill_kernels(model: Transformer, chunks: Sequence[int], reading: float) -> Iterator[Row]:
+    """All rows; `model` is packed, on a GPU, and has at least four layers."""
     device, config = model.embed.device, model.config
     meter = Meter(product_speed(device), reading)
-    yield from product_rows(model, chunks, meter)
+    yield from linear_rows(model, chunks, meter)
     yield from expert_rows(model, chunks, meter)
     yield from stream_rows(config, chunks, meter, device)
     yield from attention_rows(config, chunks, meter, device)

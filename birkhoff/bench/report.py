@@ -1,29 +1,36 @@
-"""What every measurement carries: the machine, the versions, the commit, and how numbers are summed up.
+"""What all benchmark rows have in common: machine, versions, commit, summary statistics, JSON output, settings.
 
-A number without its machine and its command is a rumour, so each line of a benchmark repeats these facts. Load is
-among them: a line that was taken while others used the machine says so itself.
+Every row repeats these facts, so that it can be judged by itself; among them the load of the machine, which shows
+whether other processes were running.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from birkhoff.config import V4Config
+from birkhoff.convert.synth import synth
+from birkhoff.errors import OptionError
+
+Row = dict[str, Any]
+Progress = Callable[[int, int], None]  # rounds done, rounds in all
 PACKAGE = Path(__file__).resolve().parent.parent
 PACKAGES = ("torch", "numba", "transformers", "numpy")
 
 
-def facts() -> dict[str, Any]:
-    """Machine, versions and commit, as they are now."""
+def facts() -> Row:
+    """Machine, versions and commit at this time."""
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
@@ -57,8 +64,8 @@ def cpu_model() -> str:
 
 
 def commit(package: Path = PACKAGE) -> str | None:
-    """The commit of the code that runs, with a + when it was changed since; None outside a checkout. A copy that
-    lies inside some other checkout has no commit: the files that run must be the ones git keeps there."""
+    """The commit of the running code, with a + if it was changed since; None outside a checkout, and None for a copy
+    inside another checkout, whose files git does not track."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", "-C", str(package), *words], capture_output=True, text=True, timeout=30)
@@ -77,7 +84,7 @@ def commit(package: Path = PACKAGE) -> str | None:
 
 
 def sources(package: Path = PACKAGE) -> str:
-    """Twelve digits that name the code itself, wherever it lies: of every source file of the package and its name."""
+    """Twelve hex digits of a digest over the names and contents of all source files of the package."""
     digest = hashlib.sha256()
     for file in sorted(path for kind in ("*.py", "*.cu") for path in package.rglob(kind)):
         digest.update(f"{file.relative_to(package).as_posix()}\0{file.stat().st_size}\0".encode())
@@ -86,7 +93,7 @@ def sources(package: Path = PACKAGE) -> str:
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
-    """Median, tenth and ninetieth percentile."""
+    """Median, 10th and 90th percentile."""
     spread = torch.tensor(values, dtype=torch.float64).quantile(
         torch.tensor([0.5, 0.1, 0.9], dtype=torch.float64)
     )
@@ -94,5 +101,32 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 
 
 def significant(value: float, digits: int = 4) -> float:
-    """Rounded to what a measurement can bear."""
+    """Round to `digits` significant digits."""
     return float(f"{value:.{digits}g}")
+
+
+def print_rows(rows: Iterable[Row]) -> None:
+    """Print rows as JSON lines."""
+    for row in rows:
+        print(json.dumps(row), flush=True)
+
+
+def check_positive(setting: object, *names: str) -> None:
+    """Raise `OptionError` unless the named fields of a setting (default: all) are positive."""
+    for name in names or vars(setting):
+        if getattr(setting, name) < 1:
+            raise OptionError(f"{name} is {getattr(setting, name)}, expected a positive whole number.")
+
+
+def checkpoint(model: str | Path | None, folder: str | Path) -> tuple[str | Path, str]:
+    """The checkpoint to measure and its name in rows; without `model` a random one of nano's size, in `folder`."""
+    if model is not None:
+        return model, str(model)
+    path = Path(folder) / "nano"
+    synth(path, "nano")
+    return path, "synth nano"
+
+
+def stream_shape(config: V4Config) -> Row:
+    """The sizes that the cost of capture depends on."""
+    return {"layers": config.num_hidden_layers, "hidden": config.hidden_size, "streams": config.hc_mult}

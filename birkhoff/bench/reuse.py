@@ -1,15 +1,14 @@
-"""What is saved by not computing things twice, and by guessing: ratios within one run.
+"""Gain of the prefix cache, of multi-turn reuse and of speculative decoding: ratios within one run.
 
-    prefix       a prompt that shares its first tokens with an earlier one, beside the same prompt on an engine without
-                 a prefix cache: milliseconds to the first token; `disk` is an engine that finds those pages on disk
-    turns        a conversation of several turns, each prompt the one before with an answer and a question more
-    speculation  one request decoding with guesses 1 to 3 ahead, always or while it pays, beside plain decoding
-    rows         what decoding 1 to 4 tokens in one step costs, and guessing one behind 1 or 2 of them
+    prefix       a prompt that shares its first tokens with an earlier one, compared with the same prompt on an engine
+                 without prefix cache: milliseconds to the first token; `disk` is an engine that finds the pages on disk
+    turns        a conversation of several turns; each prompt is the previous one plus an answer and a question
+    speculation  one request decoding with 1 to 3 draft tokens, always or while it pays, compared with plain decoding
+    rows         cost of decoding 1 to 4 tokens in one step, and of drafting one token after 1 or 2 of them
 
-Contenders take turns within every round, in alternating order; a ratio is the median over rounds of ratios within a
-round. Decoding goes by turns of a few tokens, so that whatever else the machine does meets everybody alike, and counts
-the time on the clock and the processor's. Answers of all contenders are compared: `same_tokens` says whether they
-agree.
+The contenders alternate within every round, in changing order; a ratio is the median over rounds of ratios within a
+round. Decoding alternates every few tokens, so that other load affects all contenders alike; wall time and CPU time are
+measured. The answers of all contenders are compared: `same_tokens` reports whether they agree.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,8 @@ from typing import Any
 import torch
 
 import birkhoff
-from birkhoff.bench.report import facts, significant, summary
+from birkhoff.bench.report import Progress, Row, check_positive, facts, significant, summary
+from birkhoff.bench.timing import torch_threads
 from birkhoff.engine.engine import EngineCore
 from birkhoff.engine.memory_plan import pages_for
 from birkhoff.engine.model_identity import model_identity
@@ -37,10 +36,8 @@ from birkhoff.hooks.tap import NoTap
 from birkhoff.model.batch import Batch, SequenceChunk
 from birkhoff.model.state import State
 
-Row = dict[str, Any]
-Progress = Callable[[int, int], None]
-ROOM = 2**28
-TURN = 12  # tokens that a contender writes before the next one does
+PREFIX_BYTES = 2**28
+TOKENS_PER_TURN = 12  # tokens that a contender decodes before the next one continues
 STORIES = (
     "Tell me a story about a dog and a red ball.",
     "Write a story about a girl who finds a key.",
@@ -55,7 +52,7 @@ STORIES = (
 
 @dataclass(frozen=True)
 class ReuseSetting:
-    """What is measured; every row repeats it."""
+    """Parameters, repeated in every row."""
 
     shared_tokens: int = 900
     turns: int = 8
@@ -65,9 +62,7 @@ class ReuseSetting:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise OptionError(f"{name} is {value}, expected a positive whole number.")
+        check_positive(self)
 
 
 def bench_reuse(
@@ -77,32 +72,32 @@ def bench_reuse(
     setting = setting or ReuseSetting()
     done = 0
 
-    def tell() -> None:
+    def report() -> None:
         nonlocal done
         done += 1
         if progress is not None:
             progress(done, 4 * (setting.rounds + 1))
 
-    with birkhoff.load(model, device="cpu", max_requests=1) as engine, _threads(setting.threads):
+    with birkhoff.load(model, device="cpu", max_requests=1) as engine, torch_threads(setting.threads):
         if engine.model.mtp is None:
             raise OptionError(
                 f"{model} has no MTP block, so there is nothing to guess with. Measure another checkpoint."
             )
         common = {"bench": "reuse", "model": str(model), **vars(setting), **facts()}
-        yield common | _prefix(engine, setting, tell)
-        yield common | _turns(engine, setting, tell)
-        for row in _speculation(engine, setting, tell):
+        yield common | _prefix(engine, setting, report)
+        yield common | _turns(engine, setting, report)
+        for row in _speculation(engine, setting, report):
             yield common | row
-        yield common | _rows(engine, setting, tell)
+        yield common | _rows(engine, setting, report)
 
 
 def _core(engine: birkhoff.Engine, tokens: int, **options: Any) -> EngineCore:
-    each = pages_for(tokens)
-    return EngineCore(engine.model, max_requests=1, max_context=tokens, num_pages=6 * each, **options)
+    pages = pages_for(tokens)
+    return EngineCore(engine.model, max_requests=1, max_context=tokens, num_pages=6 * pages, **options)
 
 
 def _run(core: EngineCore, ids: Sequence[int], count: int) -> tuple[Request, float, float]:
-    """The request, milliseconds to its first token, and to its last from there."""
+    """Run one request; the request, milliseconds to its first token and from there to its last."""
     options = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     began = time.perf_counter()
     request = Request(tuple(ids), options, count, seed=0)
@@ -117,36 +112,42 @@ def _run(core: EngineCore, ids: Sequence[int], count: int) -> tuple[Request, flo
     return request, (first - began) * 1e3, (time.perf_counter() - first) * 1e3
 
 
-def _prefix(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
+def _prefix(engine: birkhoff.Engine, setting: ReuseSetting, report: Callable[[], None]) -> Row:
     length = setting.shared_tokens
-    longest = setting.shared_tokens + 32
-    drawn = torch.randint(2, engine.config.vocab_size, (setting.rounds + 1, length + 16), generator=_seeded())
-    spent: dict[str, list[float]] = {"cold": [], "warm": [], "disk": []}
-    cached, same = 0, True
+    max_context = setting.shared_tokens + 32
+    samples = torch.randint(
+        2, engine.config.vocab_size, (setting.rounds + 1, length + 16), generator=_seeded()
+    )
+    milliseconds: dict[str, list[float]] = {"cold": [], "warm": [], "disk": []}
+    cached, same_tokens = 0, True
     with tempfile.TemporaryDirectory(prefix="birkhoff-bench-") as folder:
         name = model_identity(engine.model)
-        warm = _core(engine, longest, prefix_bytes=ROOM, files=PageFiles(folder, name, ROOM))
-        cold = _core(engine, longest)
-        for number, ids in enumerate(drawn.tolist()):
-            shared, mine = ids[:length], ids[length:]
-            _run(warm, [*shared, *mine[:8]], 1)  # somebody else's prompt
-            prompt = [*shared, *mine[8:]]
-            answers = {}
-            for who in ("cold", "warm") if number % 2 else ("warm", "cold"):
-                request, first, _ = _run(cold if who == "cold" else warm, prompt, 1)
-                answers[who] = (request, first)
+        warm = _core(
+            engine, max_context, prefix_bytes=PREFIX_BYTES, files=PageFiles(folder, name, PREFIX_BYTES)
+        )
+        cold = _core(engine, max_context)
+        for round_index, ids in enumerate(samples.tolist()):
+            shared, suffix = ids[:length], ids[length:]
+            _run(warm, [*shared, *suffix[:8]], 1)  # an earlier prompt with the same prefix
+            prompt = [*shared, *suffix[8:]]
+            results = {}
+            for contender in ("cold", "warm") if round_index % 2 else ("warm", "cold"):
+                request, first, _ = _run(cold if contender == "cold" else warm, prompt, 1)
+                results[contender] = (request, first)
             warm.scheduler.prefix.close()  # type: ignore[union-attr]
-            later = _core(engine, longest, prefix_bytes=ROOM, files=PageFiles(folder, name, ROOM))
-            answers["disk"] = _run(later, prompt, 1)[:2]
-            later.close()
-            tell()
-            if number == 0:
-                continue  # the first round only warms up
-            for who, (_, first) in answers.items():
-                spent[who].append(first)
-            cached = answers["warm"][0].cached_tokens or 0
-            same &= len({tuple(request.output_ids) for request, _ in answers.values()}) == 1
-    cold_ms, warm_ms, disk_ms = spent.values()
+            reloaded = _core(
+                engine, max_context, prefix_bytes=PREFIX_BYTES, files=PageFiles(folder, name, PREFIX_BYTES)
+            )
+            results["disk"] = _run(reloaded, prompt, 1)[:2]
+            reloaded.close()
+            report()
+            if round_index == 0:
+                continue  # the first round is a warm-up
+            for contender, (_, first) in results.items():
+                milliseconds[contender].append(first)
+            cached = results["warm"][0].cached_tokens or 0
+            same_tokens &= len({tuple(request.output_ids) for request, _ in results.values()}) == 1
+    cold_ms, warm_ms, disk_ms = milliseconds.values()
     return {
         "kind": "prefix",
         "cached_tokens": cached,
@@ -155,54 +156,54 @@ def _prefix(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], N
         "disk_ms": summary(disk_ms),
         "times_sooner": summary([c / w for c, w in zip(cold_ms, warm_ms)]),
         "times_sooner_from_disk": summary([c / d for c, d in zip(cold_ms, disk_ms)]),
-        "same_tokens": same,
+        "same_tokens": same_tokens,
     }
 
 
-def _turns(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
-    """Cost of reading is the time to every turn's first token; `all_ms` has the writing too."""
-    longest = engine.max_context
-    reading: dict[str, list[float]] = {"cold": [], "warm": []}
-    whole: dict[str, list[float]] = {"cold": [], "warm": []}
+def _turns(engine: birkhoff.Engine, setting: ReuseSetting, report: Callable[[], None]) -> Row:
+    """`cold_ms` and `warm_ms` sum the time to the first token of every turn; `all_…` include the decoding."""
+    max_context = engine.max_context
+    prefill_ms: dict[str, list[float]] = {"cold": [], "warm": []}
+    total_ms: dict[str, list[float]] = {"cold": [], "warm": []}
     tokens = cached = 0
-    same = True
-    for number in range(setting.rounds + 1):
-        said = {}
-        for who in ("cold", "warm") if number % 2 else ("warm", "cold"):
-            core = _core(engine, longest, prefix_bytes=ROOM if who == "warm" else 0)
+    same_tokens = True
+    for round_index in range(setting.rounds + 1):
+        transcripts = {}
+        for contender in ("cold", "warm") if round_index % 2 else ("warm", "cold"):
+            core = _core(engine, max_context, prefix_bytes=PREFIX_BYTES if contender == "warm" else 0)
             messages: list[dict[str, str]] = []
             first_ms = all_ms = 0.0
             tokens = cached = 0
             for turn in range(setting.turns):
-                messages.append({"role": "user", "content": STORIES[(turn + number) % len(STORIES)]})
+                messages.append({"role": "user", "content": STORIES[(turn + round_index) % len(STORIES)]})
                 ids = engine.encode_chat(messages)
                 request, first, rest = _run(core, ids, setting.answer_tokens)
                 messages.append({"role": "assistant", "content": engine.tokenizer.decode(request.output_ids)})
                 first_ms, all_ms = first_ms + first, all_ms + first + rest
                 tokens = tokens + len(ids)
                 cached = cached + (request.cached_tokens or 0)
-            said[who] = [message["content"] for message in messages]
+            transcripts[contender] = [message["content"] for message in messages]
             core.close()
-            if number:
-                reading[who].append(first_ms)
-                whole[who].append(all_ms)
-        same &= said["cold"] == said["warm"]
-        tell()
+            if round_index:
+                prefill_ms[contender].append(first_ms)
+                total_ms[contender].append(all_ms)
+        same_tokens &= transcripts["cold"] == transcripts["warm"]
+        report()
     return {
         "kind": "turns",
         "prompt_tokens": tokens,
-        "cold_ms": summary(reading["cold"]),
-        "warm_ms": summary(reading["warm"]),
-        "share_of_recomputation": summary([w / c for w, c in zip(reading["warm"], reading["cold"])]),
-        "all_cold_ms": summary(whole["cold"]),
-        "all_warm_ms": summary(whole["warm"]),
-        "same_tokens": same,
+        "cold_ms": summary(prefill_ms["cold"]),
+        "warm_ms": summary(prefill_ms["warm"]),
+        "share_of_recomputation": summary([w / c for w, c in zip(prefill_ms["warm"], prefill_ms["cold"])]),
+        "all_cold_ms": summary(total_ms["cold"]),
+        "all_warm_ms": summary(total_ms["warm"]),
+        "same_tokens": same_tokens,
     }
 
 
 @dataclass
 class _TimedAnswer:
-    """One contender's request, and what its tokens after the first have cost."""
+    """The request of one contender, and the cost of its tokens after the first."""
 
     core: EngineCore
     request: Request
@@ -211,7 +212,7 @@ class _TimedAnswer:
     steps: int = 0
     tokens: int = 0
 
-    def go_on(self, tokens: int) -> None:
+    def decode(self, tokens: int) -> None:
         before = len(self.request.output_ids)
         began = time.perf_counter()
         processor = time.thread_time()
@@ -223,53 +224,53 @@ class _TimedAnswer:
         self.tokens += len(self.request.output_ids) - before
 
 
-def _in_turns(
+def _interleaved(
     cores: dict[str, EngineCore], ids: Sequence[int], count: int, order: int
 ) -> dict[str, _TimedAnswer]:
-    """The same prompt for everybody, who then write a few tokens at a time in rotating order."""
+    """The same prompt on all engines, which then decode a few tokens at a time in rotating order."""
     options = SamplingParams(temperature=0, max_tokens=count + 1, ignore_eos=True)
-    answers = {
+    results = {
         name: _TimedAnswer(core, Request(tuple(ids), options, count + 1, seed=0))
         for name, core in cores.items()
     }
-    for answer in answers.values():
+    for answer in results.values():
         answer.core.submit(answer.request)
         while not answer.request.output_ids:
             answer.core.step()
     names, turn = list(cores), order
-    while not all(answer.request.done for answer in answers.values()):
-        for place in range(len(names)):
-            answers[names[(place + turn) % len(names)]].go_on(TURN)
+    while not all(answer.request.done for answer in results.values()):
+        for offset in range(len(names)):
+            results[names[(offset + turn) % len(names)]].decode(TOKENS_PER_TURN)
         turn += 1
-    for answer in answers.values():
+    for answer in results.values():
         if answer.request.error is not None:
             raise answer.request.error
-    return answers
+    return results
 
 
-def _speculation(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> list[Row]:
-    longest = 64 + setting.steps + 8
-    cores = {"plain": _core(engine, longest), "while it pays": _core(engine, longest, draft_depth=1)}
-    cores |= {f"{n} ahead": _core(engine, longest, draft_depth=n, draft_always=True) for n in (1, 2, 3)}
+def _speculation(engine: birkhoff.Engine, setting: ReuseSetting, report: Callable[[], None]) -> list[Row]:
+    max_context = 64 + setting.steps + 8
+    cores = {"plain": _core(engine, max_context), "while it pays": _core(engine, max_context, draft_depth=1)}
+    cores |= {f"{n} ahead": _core(engine, max_context, draft_depth=n, draft_always=True) for n in (1, 2, 3)}
     rounds: list[dict[str, _TimedAnswer]] = []
     prompts = [engine.encode_chat([{"role": "user", "content": text}]) for text in STORIES]
-    for number in range(setting.rounds + 1):
-        answers = _in_turns(cores, prompts[number % len(prompts)], setting.steps, number)
-        rounds += [answers] if number else []  # the first round only warms up
-        tell()
+    for round_index in range(setting.rounds + 1):
+        results = _interleaved(cores, prompts[round_index % len(prompts)], setting.steps, round_index)
+        rounds += [results] if round_index else []  # the first round is a warm-up
+        report()
     pace = cores["while it pays"].controller
     assert pace is not None
 
     def rate(answer: _TimedAnswer, seconds: str) -> float:
-        return answer.tokens / getattr(answer, seconds)
+        return float(answer.tokens / getattr(answer, seconds))
 
     rows = []
     for name in cores:
-        own = [answers[name] for answers in rounds]
+        own = [results[name] for results in rounds]
         drafted = sum(a.request.drafted for a in own)
         accepted = sum(a.request.accepted for a in own)
         times = {
-            key: summary([rate(answers[name], of) / rate(answers["plain"], of) for answers in rounds])
+            key: summary([rate(results[name], of) / rate(results["plain"], of) for results in rounds])
             for key, of in (("times_plain", "seconds"), ("times_plain_by_processor", "processor_seconds"))
         }
         rows.append(
@@ -295,48 +296,38 @@ def _speculation(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[
 
 
 @torch.inference_mode()
-def _rows(engine: birkhoff.Engine, setting: ReuseSetting, tell: Callable[[], None]) -> Row:
-    """Processor milliseconds of one step of 1 to 4 tokens of one sequence with their logits, and of guessing one more
-    behind 1 or 2 of them with the logits it is drawn from; the median over steps, the least of the rounds."""
+def _rows(engine: birkhoff.Engine, setting: ReuseSetting, report: Callable[[], None]) -> Row:
+    """CPU milliseconds of one step of 1 to 4 tokens of one sequence including their logits, and of drafting one token
+    after 1 or 2 of them including its logits; the median over steps, the minimum over rounds."""
     model = engine.model
     state = State.contiguous(engine.config, 1, 128, lookback=3, mtp=True)
     ids = torch.randint(2, engine.config.vocab_size, (80,), generator=_seeded()).tolist()
     model.run(Batch.of([SequenceChunk(0, 0, ids[:64])]), state, NoTap())
-    least: dict[str, float] = {}
+    best: dict[str, float] = {}
     for _ in range(setting.rounds + 1):
-        spent: dict[str, list[float]] = {}
-        for at in range(64, 76):
+        milliseconds: dict[str, list[float]] = {}
+        for position in range(64, 76):
             for count in (1, 2, 3, 4):
                 began = time.thread_time()
-                batch = Batch.of([SequenceChunk(0, at + n, [ids[at + n]]) for n in range(count)])
+                batch = Batch.of([SequenceChunk(0, position + n, [ids[position + n]]) for n in range(count)])
                 hidden, streams = model.run(batch, state, NoTap())
                 model.logits(hidden)
-                spent.setdefault(f"verify_{count}", []).append(time.thread_time() - began)
+                milliseconds.setdefault(f"verify_{count}", []).append(time.thread_time() - began)
                 if count <= 2:
                     began = time.thread_time()
-                    pieces = [SequenceChunk(0, at + n, [ids[at + n + 1]]) for n in range(count)]
-                    hidden, _ = model.draft(streams, Batch.of(pieces), state)
+                    chunks = [SequenceChunk(0, position + n, [ids[position + n + 1]]) for n in range(count)]
+                    hidden, _ = model.draft(streams, Batch.of(chunks), state)
                     model.logits(hidden[-1:])
-                    spent.setdefault(f"guess_behind_{count}", []).append(time.thread_time() - began)
-        for name, values in spent.items():
-            least[name] = min(least.get(name, float("inf")), sorted(values)[len(values) // 2] * 1e3)
-        tell()
+                    milliseconds.setdefault(f"guess_behind_{count}", []).append(time.thread_time() - began)
+        for name, values in milliseconds.items():
+            best[name] = min(best.get(name, float("inf")), sorted(values)[len(values) // 2] * 1e3)
+        report()
     return {
         "kind": "rows",
-        "step_ms": {name: significant(ms) for name, ms in least.items()},
+        "step_ms": {name: significant(ms) for name, ms in best.items()},
         "same_tokens": True,
     }
 
 
 def _seeded() -> torch.Generator:
     return torch.Generator().manual_seed(0)
-
-
-@contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

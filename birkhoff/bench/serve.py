@@ -1,14 +1,14 @@
-"""What serving costs: a real server process, eight streams at a time, beside the engine's own rate.
+"""Cost of serving: a server process under load, compared with the engine alone.
 
-The engine alone answers first, a batch of as many different answers in a process of its own; then the server, for as
-long as was asked, with as many callers, each asking again when its answer has ended; then the engine again, since a
-machine's speed drifts; then ten times as many callers as there is room for. Answers differ because equal ones are
-cheaper: their tokens go to the same experts. Reported are the time to the first token and between tokens as callers saw
-them, tokens per second as a share of the engine's, by the clock and by processor time, the server's resident memory
-over the run with what its prefix cache holds, and whether every request ended.
+The engine runs first, a batch of distinct answers in its own process; then the server, for the given time, with as many
+clients, each sending a new request when its answer has ended; then the engine again, since the speed of a machine
+drifts; then ten times as many clients as there are slots. Answers are distinct because equal ones are cheaper: their
+tokens use the same experts. Reported are the time to the first token and between tokens as seen by clients, tokens per
+second relative to the engine, by wall time and by CPU time, the resident memory of the server over the run with the size
+of its prefix cache, and whether every request ended.
 
-A prefix cache grows until it is full. So it is filled first, with short prompts nobody asks again, for at most as long
-as the run itself; `pages_before` says how far that came. From there on memory has no reason to grow.
+The prefix cache grows until it is full. It is therefore filled first, with short prompts that are not repeated, for at
+most the duration of the run; `pages_before` reports how far that got. From then on memory should not grow.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from birkhoff.bench.load_generator import Seen, call_all
-from birkhoff.bench.report import facts, significant, summary
+from birkhoff.bench.load_generator import LoadResult, run_load
+from birkhoff.bench.report import Progress, facts, significant, summary
 
 PROMPT = "Tell me a story about a fox."
-MOST_FILLING = 150.0  # seconds
-SERIES = 30.0  # seconds between the points of a series
-Advance = Callable[[int, int], None]
+MAX_FILL_SECONDS = 150.0
+SERIES_SECONDS = 30.0  # between the points of a series
 
 ENGINE = """
 import sys, time, birkhoff
@@ -60,13 +59,13 @@ class ServeSetting:
     streams: int = 8
     tokens: int = 128
     threads: int = 1
-    cache_bytes: int = 0  # 0: what the model is given by default
+    cache_bytes: int = 0  # 0: the default of the model
 
 
 def bench_serve(
-    model: str, setting: ServeSetting, progress: Advance | None = None
+    model: str, setting: ServeSetting, progress: Progress | None = None
 ) -> Iterator[dict[str, Any]]:
-    """One line for the engine, one for the streams, one for the overload."""
+    """One row for the engine, one for the streams, one for the overload."""
     common = {
         **facts(),
         "bench": "serve",
@@ -77,15 +76,15 @@ def bench_serve(
     if setting.cache_bytes:
         common["cache_bytes"] = setting.cache_bytes
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads)}
-    alone = [_engine_alone(model, setting, environment)]
+    engine_runs = [_engine_alone(model, setting, environment)]
     with _Server(model, setting, environment) as server:
-        _fill(server, setting, min(MOST_FILLING, setting.seconds))
-        _streams(server, setting, min(10.0, setting.seconds))  # warm: callers and kernels are ready
-        filled = server.number("birkhoff_prefix_pages")
+        _fill(server, setting, min(MAX_FILL_SECONDS, setting.seconds))
+        _streams(server, setting, min(10.0, setting.seconds))  # warm-up
+        pages_before = server.metric("birkhoff_prefix_pages")
         memory = [(0.0, server.resident_bytes())]
         began = time.monotonic()
-        spent = server.cpu_seconds()
-        own = time.process_time()
+        server_cpu = server.cpu_seconds()
+        client_cpu = time.process_time()
 
         def tick() -> None:
             passed = time.monotonic() - began
@@ -93,39 +92,39 @@ def bench_serve(
             if progress is not None:
                 progress(int(min(passed, setting.seconds)), int(setting.seconds))
 
-        seen = _streams(server, setting, setting.seconds, tick)
+        result = _streams(server, setting, setting.seconds, tick)
         elapsed = time.monotonic() - began
-        spent = server.cpu_seconds() - spent
-        own, idle = time.process_time() - own, server.idle()
+        server_cpu = server.cpu_seconds() - server_cpu
+        client_cpu, idle = time.process_time() - client_cpu, server.idle()
         memory.append((elapsed, server.resident_bytes()))
-        alone.append(_engine_alone(model, setting, environment))
-        engine, cpu_ms = (sum(each) / len(alone) for each in zip(*alone))
+        engine_runs.append(_engine_alone(model, setting, environment))
+        engine, cpu_ms = (sum(values) / len(engine_runs) for values in zip(*engine_runs))
         yield {
             **common,
             "kind": "engine",
-            "tokens_per_s": [significant(rate) for rate, _ in alone],
-            "cpu_ms_per_token": [significant(ms) for _, ms in alone],
+            "tokens_per_s": [significant(rate) for rate, _ in engine_runs],
+            "cpu_ms_per_token": [significant(ms) for _, ms in engine_runs],
         }
-        made = max(seen.tokens, 1)
-        rate = made / elapsed
+        generated = max(result.tokens, 1)
+        rate = generated / elapsed
         yield {
             **common,
             "kind": "streams",
             "seconds": significant(elapsed),
             "tokens_per_s": significant(rate),
             "share_of_engine": significant(rate / engine),
-            "cpu_ms_per_token": significant(spent * 1e3 / made),
-            "cpu_share_of_engine": significant(cpu_ms * made / (spent * 1e3)),
-            "callers_cpu_ms_per_token": significant(own * 1e3 / made),
-            "answers": seen.ended,
-            "failed": seen.failed,
-            "first_token_ms": _spread(seen.first),
-            "between_tokens_ms": _spread(seen.between),
-            "resident_bytes": _course(memory),
+            "cpu_ms_per_token": significant(server_cpu * 1e3 / generated),
+            "cpu_share_of_engine": significant(cpu_ms * generated / (server_cpu * 1e3)),
+            "callers_cpu_ms_per_token": significant(client_cpu * 1e3 / generated),
+            "answers": result.ended,
+            "failed": result.failed,
+            "first_token_ms": _spread(result.first),
+            "between_tokens_ms": _spread(result.between),
+            "resident_bytes": _memory_course(memory),
             "prefix": {
-                "pages_before": filled,
+                "pages_before": pages_before,
                 **{
-                    name: server.number(f"birkhoff_prefix_{name}") for name in ("pages", "bytes", "evictions")
+                    name: server.metric(f"birkhoff_prefix_{name}") for name in ("pages", "bytes", "evictions")
                 },
             },
             "everything_ended": idle,
@@ -134,11 +133,13 @@ def bench_serve(
 
 
 def _engine_alone(model: str, setting: ServeSetting, environment: dict[str, str]) -> tuple[float, float]:
-    """Tokens per second, and milliseconds of processor time per token."""
-    numbers = (setting.streams, setting.tokens, 3, setting.cache_bytes)
-    words = [sys.executable, "-c", ENGINE % PROMPT, model, *map(str, numbers)]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, timeout=600, check=True)
-    rates, cpu = zip(*(map(float, line.split()) for line in done.stdout.splitlines()))
+    """Tokens per second, and milliseconds of CPU time per token."""
+    arguments = (setting.streams, setting.tokens, 3, setting.cache_bytes)
+    command = [sys.executable, "-c", ENGINE % PROMPT, model, *map(str, arguments)]
+    completed = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=600, check=True
+    )
+    rates, cpu = zip(*(map(float, line.split()) for line in completed.stdout.splitlines()))
     return summary(rates)["median"], summary(cpu)["median"]
 
 
@@ -150,29 +151,29 @@ def _spread(values: list[float]) -> dict[str, float]:
     }
 
 
-def _course(memory: list[tuple[float, int]]) -> dict[str, Any]:
-    """Resident bytes at the beginning, half-way, at the end and in between; and how they grow in the second half: at
-    most, and by the minute."""
-    later = memory[len(memory) // 2 :]
-    middle = [sum(each) / len(later) for each in zip(*later)]
-    moved = sum((at - middle[0]) * (held - middle[1]) for at, held in later)
-    spread = sum((at - middle[0]) ** 2 for at, _ in later)
-    marks = itertools.takewhile(lambda mark: mark <= memory[-1][0], itertools.count(0.0, SERIES))
+def _memory_course(memory: list[tuple[float, int]]) -> dict[str, Any]:
+    """Resident bytes at the start, half-way, at the end and in between; and their growth in the second half: maximum, and
+    per minute by linear regression."""
+    second_half = memory[len(memory) // 2 :]
+    mean = [sum(values) / len(second_half) for values in zip(*second_half)]
+    covariance = sum((at - mean[0]) * (resident - mean[1]) for at, resident in second_half)
+    variance = sum((at - mean[0]) ** 2 for at, _ in second_half)
+    marks = itertools.takewhile(lambda mark: mark <= memory[-1][0], itertools.count(0.0, SERIES_SECONDS))
     return {
         "before": memory[0][1],
-        "half": later[0][1],
+        "half": second_half[0][1],
         "after": memory[-1][1],
-        "later_growth": max(held for _, held in later) - later[0][1],
-        "later_growth_per_minute": round(60 * moved / spread) if spread else 0,
-        "series": [next(held for at, held in memory if at >= mark) for mark in marks],
+        "later_growth": max(resident for _, resident in second_half) - second_half[0][1],
+        "later_growth_per_minute": round(60 * covariance / variance) if variance else 0,
+        "series": [next(resident for at, resident in memory if at >= mark) for mark in marks],
     }
 
 
 class _Server:
-    """`birkhoff serve` in a process of its own."""
+    """`birkhoff serve` in its own process."""
 
     def __init__(self, model: str, setting: ServeSetting, environment: dict[str, str]):
-        words = [
+        command = [
             sys.executable,
             "-m",
             "birkhoff",
@@ -189,15 +190,15 @@ class _Server:
             "256",
         ]
         if setting.cache_bytes:
-            words += ["--cache-bytes", str(setting.cache_bytes)]
+            command += ["--cache-bytes", str(setting.cache_bytes)]
         self.process = subprocess.Popen(
-            words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
+            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment
         )
         assert self.process.stdout is not None
-        found = re.match(r"http://([\d.]+):(\d+)", self.process.stdout.readline())
-        if found is None:
+        match = re.match(r"http://([\d.]+):(\d+)", self.process.stdout.readline())
+        if match is None:
             raise OSError("the server did not start. What it says: birkhoff serve")
-        self.address = found[1], int(found[2])
+        self.address = match[1], int(match[2])
 
     def __enter__(self) -> _Server:
         return self
@@ -221,13 +222,13 @@ class _Server:
             time.sleep(0.1)
         return False
 
-    def number(self, name: str) -> float:
+    def metric(self, name: str) -> float:
         """One series of `/metrics`."""
-        found = re.search(rf"^{name}(?:_total)? (\S+)$".encode(), self.get("/metrics"), re.MULTILINE)
-        return float(found[1]) if found else float("nan")
+        match = re.search(rf"^{name}(?:_total)? (\S+)$".encode(), self.get("/metrics"), re.MULTILINE)
+        return float(match[1]) if match else float("nan")
 
     def cpu_seconds(self) -> float:
-        """Of all its threads, computing and writing; on a busy machine this says more than the clock."""
+        """CPU time of all threads, user and system; less affected by other load than wall time."""
         fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -237,7 +238,7 @@ class _Server:
 
 
 def _bodies(setting: ServeSetting, until: float = float("inf")) -> Iterator[dict[str, Any]]:
-    """Calls for answers that differ from all others, until the time is up."""
+    """Request bodies with distinct seeds, until the time `until`."""
     for seed in itertools.count(time.monotonic_ns() % 2**40):
         if time.monotonic() >= until:
             return
@@ -246,30 +247,30 @@ def _bodies(setting: ServeSetting, until: float = float("inf")) -> Iterator[dict
 
 
 def _fill(server: _Server, setting: ServeSetting, seconds: float) -> None:
-    """Short prompts of their own, a page or two each, until the prefix cache puts out old ones or the time is up."""
-    until, pick = time.monotonic() + seconds, random.Random(0)
+    """Send distinct short prompts, a page or two each, until the prefix cache evicts pages or the time is up."""
+    until, generator = time.monotonic() + seconds, random.Random(0)
 
     def bodies() -> Iterator[dict[str, Any]]:
         while time.monotonic() < until:
-            numbers = " ".join(str(pick.randrange(1000, 10000)) for _ in range(40))
-            yield {"messages": [{"role": "user", "content": numbers}], "max_tokens": 1}
+            words = " ".join(str(generator.randrange(1000, 10000)) for _ in range(40))
+            yield {"messages": [{"role": "user", "content": words}], "max_tokens": 1}
 
-    while time.monotonic() < until and not server.number("birkhoff_prefix_evictions"):
-        call_all(server.address, itertools.islice(bodies(), 8 * setting.streams), setting.streams)
+    while time.monotonic() < until and not server.metric("birkhoff_prefix_evictions"):
+        run_load(server.address, itertools.islice(bodies(), 8 * setting.streams), setting.streams)
 
 
 def _streams(
     server: _Server, setting: ServeSetting, seconds: float, tick: Callable[[], None] = lambda: None
-) -> Seen:
-    """Each caller asks again and again until the time is up, and lets its last answer end."""
-    return call_all(server.address, _bodies(setting, time.monotonic() + seconds), setting.streams, tick)
+) -> LoadResult:
+    """Every client repeats requests until the time is up and finishes its last answer."""
+    return run_load(server.address, _bodies(setting, time.monotonic() + seconds), setting.streams, tick)
 
 
 def _overload(server: _Server, setting: ServeSetting) -> dict[str, Any]:
-    """Ten times as many callers as slots at once; then one more, who must be served."""
-    callers = 10 * setting.streams
-    seen = call_all(server.address, itertools.islice(_bodies(setting), callers), callers)
+    """Ten times as many clients as slots at once; then one more, which must be served."""
+    clients = 10 * setting.streams
+    result = run_load(server.address, itertools.islice(_bodies(setting), clients), clients)
     idle = server.idle()
-    after = call_all(server.address, itertools.islice(_bodies(setting), 1), 1)
-    recovered = idle and after.ended == 1 and not after.failed
-    return {"callers": callers, "statuses": seen.statuses, "failed": seen.failed, "recovered": recovered}
+    last = run_load(server.address, itertools.islice(_bodies(setting), 1), 1)
+    recovered = idle and last.ended == 1 and not last.failed
+    return {"callers": clients, "statuses": result.statuses, "failed": result.failed, "recovered": recovered}

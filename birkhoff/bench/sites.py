@@ -1,13 +1,13 @@
-"""Is every site of the GPU path the site of the plain path? Asked of a prompt and of decoding steps, on random models.
+"""Whether every site of the GPU path equals that of the reference path, in prefill and in decode steps, on random models.
 
-Both paths run the same packed model: the plain one unpacks weights and computes in PyTorch, the other reads them as
-stored. Every tensor that a hook can show is compared row by row. Where the plain path's scores of two experts are
-nearly equal, the other path may choose the other one: that row has *parted*, and is no longer compared from there on.
-Of the others nearly all must agree in prompts, where a choice between equal entries of an index may fall the other way
-too, which no site shows; in decoding steps, all. Experts that are looked up by token id never differ. Buffers of the
-decoding step are NaN before every step, so that what a kernel forgot to write shows.
+Both paths run the same packed model: the reference dequantises weights and computes in PyTorch, the kernels read them as
+stored. Every tensor that a hook can show is compared row by row. Where the scores of two experts are nearly equal in the
+reference, the other path may select the other one: that row has *parted* and is not compared from there on. Of the
+remaining rows nearly all must agree in prefill, where a near tie between entries of an index, which no site shows, may be
+resolved differently too; in decode steps all must agree. Hash-routed experts never differ. The buffers of a decode step
+are filled with NaN before every step, so that values a kernel does not write are detected.
 
-Rows that attend to a parted one in a later layer are compared as any other.
+Rows that attend to a parted row in a later layer are compared like any other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from birkhoff.bench.report import significant
+from birkhoff.bench.report import Row, significant
 from birkhoff.config import V4Config
 from birkhoff.decode.gpu import Decoder
 from birkhoff.dtype_names import dtype_name
@@ -33,20 +33,12 @@ from birkhoff.model.block import Block
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 
-Row = dict[str, Any]
-Seen = dict[Key, torch.Tensor]
-Biases = Sequence[
-    torch.Tensor | None
-]  # of every layer's router, None where experts are looked up by token id
-MAY_DIFFER = {
-    "prompt": 0.01,
-    "decode": 0.0,
-}  # share of rows beyond the tolerance, of those that have not parted
-MAY_PART = 0.1  # share of rows that may, and one row more, but never all
-MARGIN = (
-    0.5  # of the tolerance: how far a score may be from the last chosen one's for its expert to come or go
-)
-BEHIND_ROUTER = {"logits", MOE_TOPK.name, MLP_OUT.name, *(site.name for site in SITES if site.once)}
+SiteValues = dict[Key, torch.Tensor]
+RouterBiases = Sequence[torch.Tensor | None]  # by layer; None where experts are hash-routed
+MAX_BEYOND = {"prompt": 0.01, "decode": 0.0}  # share of rows that have not parted but exceed the tolerance
+MAX_PARTED = 0.1  # share of rows, plus one row, but never all
+MARGIN = 0.5  # of the tolerance: distance from the last selected score within which a selection is a near tie
+AFTER_ROUTER = {"logits", MOE_TOPK.name, MLP_OUT.name, *(site.name for site in SITES if site.once)}
 
 
 def every_site(config: V4Config) -> list[Key]:
@@ -59,14 +51,14 @@ def every_site(config: V4Config) -> list[Key]:
     ]
 
 
-class Taken:
-    """A job that takes every row of some sites."""
+class CaptureAll:
+    """A capture job that takes every row of some sites."""
 
     after = False
 
     def __init__(self, keys: Sequence[Key]):
         self.keys = list(keys)
-        self.got: dict[Key, list[torch.Tensor]] = {}
+        self.rows: dict[Key, list[torch.Tensor]] = {}
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> range:
         return range(len(token_ids))
@@ -75,123 +67,138 @@ class Taken:
         pass
 
     def deliver(self, rows: SiteRows) -> None:
-        self.got.setdefault((rows.hook, rows.layer), []).append(rows.tensor)
+        self.rows.setdefault((rows.hook, rows.layer), []).append(rows.tensor)
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
         pass
 
 
-def read_plainly(model: Transformer, batch: Batch, state: State, plain: bool) -> Seen:
-    """Every site of one pass. While gradients could be recorded, a model computes with plain twins: none is here."""
-    seen: Seen = {}
+def run_eager(model: Transformer, batch: Batch, state: State, plain: bool) -> SiteValues:
+    """The values of every site in one eager pass; `plain` enables gradients, which selects the reference kernels."""
+    sites: SiteValues = {}
 
-    def see(site: Any, layer: int, tensor: torch.Tensor) -> None:
-        seen[site.name, layer] = tensor.detach().float().cpu()
+    def record(site: Any, layer: int, tensor: torch.Tensor) -> None:
+        sites[site.name, layer] = tensor.detach().float().cpu()
 
     with torch.set_grad_enabled(plain):
-        hidden, _ = model.run(batch, state, EagerTap(see))
-        seen["logits", -1] = model.logits(hidden).detach().float().cpu()
-    return seen
+        hidden, _ = model.run(batch, state, EagerTap(record))
+        sites["logits", -1] = model.logits(hidden).detach().float().cpu()
+    return sites
 
 
-def replayed(
+def run_graph_step(
     graphs: CudaGraphs, tokens: Sequence[int], positions: Sequence[int], slots: Sequence[int]
-) -> Seen:
-    """The same sites of one decoding step, captured on the way."""
-    jobs = [Taken(every_site(graphs.decoder.config)) for _ in tokens]
+) -> SiteValues:
+    """The values of every site in one CUDA-graph decode step, by capture."""
+    jobs = [CaptureAll(every_site(graphs.decoder.config)) for _ in tokens]
     spans = [Span(Plan(jobs=(job,)), row, positions[row], [tokens[row]], 0) for row, job in enumerate(jobs)]
     tap = arm(StepStaging(graphs.decoder.state.device), spans, len(spans))
     assert tap is not None
-    wishes = graphs.plan(tap)
-    assert wishes is not None, "captures have a fixed shape"
+    graph_plan = graphs.plan(tap)
+    assert graph_plan is not None, "captures have a fixed shape"
     buffers, _ = graphs._find_plain(len(tokens), max(positions) + 1)
     buffers.poison()
-    logits, _ = graphs.step(tokens, positions, slots, tap, wishes)
+    logits, _ = graphs.step(tokens, positions, slots, tap, graph_plan)
     tap.deliver()
-    seen: Seen = {key: torch.cat([job.got[key][0] for job in jobs]).float() for key in jobs[0].got}
-    return seen | {("logits", -1): logits.float().cpu()}
+    sites: SiteValues = {key: torch.cat([job.rows[key][0] for job in jobs]).float() for key in jobs[0].rows}
+    return sites | {("logits", -1): logits.float().cpu()}
 
 
-def router_biases(model: Transformer) -> Biases:
-    found: list[torch.Tensor | None] = []
+def router_biases(model: Transformer) -> RouterBiases:
+    found_biases: list[torch.Tensor | None] = []
     for block in model.layers:
         assert isinstance(block, Block)
         bias = block.ffn.gate.bias
-        found.append(None if bias is None else bias.detach().float().cpu())
-    return found
+        found_biases.append(None if bias is None else bias.detach().float().cpu())
+    return found_biases
 
 
-def compare(mine: Seen, true: Seen, biases: Biases, tolerance: float, what: Row) -> Iterator[Row]:
-    """One row for each site, over all layers; `what["phase"]` says how many rows may differ."""
-    assert mine.keys() == true.keys(), sorted(mine.keys() ^ true.keys())
-    parted, choices = _choices(mine, true, biases, MARGIN * tolerance)
+def compare(
+    actual: SiteValues, reference: SiteValues, biases: RouterBiases, tolerance: float, labels: Row
+) -> Iterator[Row]:
+    """One row per site, over all layers; `labels["phase"]` determines how many rows may differ."""
+    assert actual.keys() == reference.keys(), sorted(actual.keys() ^ reference.keys())
+    parted, choices = _choices(actual, reference, biases, MARGIN * tolerance)
     rows = len(parted[0])
-    most_parted = min(1 + math.ceil(MAY_PART * rows), rows - 1)
+    most_parted = min(1 + math.ceil(MAX_PARTED * rows), rows - 1)
     for name in [*(site.name for site in SITES if not site.absent), "logits"]:
-        layers = [key for key in true if key[0] == name]
-        gone = [parted[_parts_before(*key, len(biases))] for key in layers]
-        errors = [_errors(name, mine[key], true[key]) for key in layers]
-        kept = torch.cat([error[~away] for error, away in zip(errors, gone)])
-        kept = kept if len(kept) else torch.tensor([torch.nan])
-        beyond = (kept > tolerance).float().mean().item()
-        finite = all(bool(error.isfinite().all()) for error in errors)  # also where a row has parted
-        few_parted = all(int(away.sum()) <= most_parted for away in gone)
-        row = what | {
+        layers = [key for key in reference if key[0] == name]
+        parted_layers = [parted[_routers_before(*key, len(biases))] for key in layers]
+        errors = [_errors(name, actual[key], reference[key]) for key in layers]
+        compared = torch.cat([error[~parted_rows] for error, parted_rows in zip(errors, parted_layers)])
+        compared = compared if len(compared) else torch.tensor([torch.nan])
+        beyond = (compared > tolerance).float().mean().item()
+        finite = all(bool(error.isfinite().all()) for error in errors)  # including parted rows
+        parted_ok = all(int(parted_rows.sum()) <= most_parted for parted_rows in parted_layers)
+        row = labels | {
             "kind": "site",
             "site": name,
             "layers": len(layers),
             "rows": rows * len(layers),
-            "error_median": significant(kept.median().item()),
-            "error_most": significant(kept.max().item()),
+            "error_median": significant(compared.median().item()),
+            "error_most": significant(compared.max().item()),
             "share_beyond": significant(beyond),
             "tolerance": tolerance,
-            "share_parted": significant(torch.cat(gone).float().mean().item()),
-            "passed": finite and beyond <= MAY_DIFFER[what["phase"]] and few_parted,
+            "share_parted": significant(torch.cat(parted_layers).float().mean().item()),
+            "passed": finite and beyond <= MAX_BEYOND[labels["phase"]] and parted_ok,
         }
         if name == MOE_TOPK.name:
             row |= choices | {"passed": row["passed"] and choices["wide_choices"] == 0}
         yield row
 
 
-def _parts_before(name: str, layer: int, layers: int) -> int:
-    """How many layers' choices lie before a site."""
-    return (layers if layer < 0 else layer + 1) if name in BEHIND_ROUTER else layer
+def _routers_before(name: str, layer: int, layers: int) -> int:
+    """Number of layers whose routing precedes a site."""
+    return (layers if layer < 0 else layer + 1) if name in AFTER_ROUTER else layer
 
 
-def _choices(mine: Seen, true: Seen, biases: Biases, margin: float) -> tuple[list[torch.Tensor], Row]:
-    """Which rows have parted before each layer, and behind the last; and how near to equal their choices were."""
-    parted = [torch.zeros(len(true[MOE_TOPK.name, 0]), dtype=torch.bool)]
-    most = 0.0
-    wide = 0
+def _choices(
+    actual: SiteValues, reference: SiteValues, biases: RouterBiases, margin: float
+) -> tuple[list[torch.Tensor], Row]:
+    """The rows that have parted before each layer and after the last, and the margins of their selections."""
+    parted = [torch.zeros(len(reference[MOE_TOPK.name, 0]), dtype=torch.bool)]
+    largest_margin = 0.0
+    wide_choices = 0
     for layer, bias in enumerate(biases):
-        logits = true[MOE_ROUTER_LOGITS.name, layer]
-        here, there = (_members(seen[MOE_TOPK.name, layer][..., 0], logits.shape[1]) for seen in (mine, true))
-        differs = (here != there).any(-1)
+        logits = reference[MOE_ROUTER_LOGITS.name, layer]
+        selected, expected = (
+            _members(sites[MOE_TOPK.name, layer][..., 0], logits.shape[1]) for sites in (actual, reference)
+        )
+        differs = (selected != expected).any(-1)
         if bias is None:
-            wide += int(differs.sum())
+            wide_choices += int(differs.sum())
         else:
             scores = F.softplus(logits).sqrt() + bias
-            last = scores.topk(true[MOE_TOPK.name, layer].shape[1]).values[:, -1:]
-            far = torch.where(here != there, (scores - last).abs(), 0.0).amax(-1)
-            near = (far <= margin) & (here.sum(-1) == there.sum(-1))  # as many as there should be, none twice
-            first = differs & ~parted[-1]  # a row that has parted before has other scores by right
-            wide += int((first & ~near).sum())
-            most = max(most, far[first].max().item() if first.any() else 0.0)
+            last = scores.topk(reference[MOE_TOPK.name, layer].shape[1]).values[:, -1:]
+            distance = torch.where(selected != expected, (scores - last).abs(), 0.0).amax(-1)
+            near_tie = (distance <= margin) & (
+                selected.sum(-1) == expected.sum(-1)
+            )  # equally many, no duplicates
+            newly_parted = differs & ~parted[-1]  # rows that parted earlier have different scores
+            wide_choices += int((newly_parted & ~near_tie).sum())
+            largest_margin = max(
+                largest_margin, distance[newly_parted].max().item() if newly_parted.any() else 0.0
+            )
         parted.append(parted[-1] | differs)
-    return parted, {"margin_most": significant(most), "margin": margin, "wide_choices": wide}
+    return parted, {
+        "margin_most": significant(largest_margin),
+        "margin": margin,
+        "wide_choices": wide_choices,
+    }
 
 
 def _members(ids: torch.Tensor, experts: int) -> torch.Tensor:
-    """[n, k] -> [n, E]: who was chosen. What is no expert's number chooses nobody."""
+    """ids [n, k] -> selection mask [n, E]; invalid ids select no expert."""
     return (ids.unsqueeze(-1) == torch.arange(experts)).any(1)
 
 
-def _errors(name: str, mine: torch.Tensor, true: torch.Tensor) -> torch.Tensor:
-    """How far each row is off, relative to its size; of choices, their weights."""
+def _errors(name: str, actual: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
+    """Relative error of each row; for MOE_TOPK of the weights."""
     if name == MOE_TOPK.name:
-        mine, true = (rows[..., 1].gather(1, rows[..., 0].argsort(-1)) for rows in (mine, true))
-    mine, true = mine.flatten(1), true.flatten(1)
-    return (mine - true).norm(dim=-1) / true.norm(dim=-1).clamp_min(1e-6)
+        actual, reference = (rows[..., 1].gather(1, rows[..., 0].argsort(-1)) for rows in (actual, reference))
+    actual, reference = actual.flatten(1), reference.flatten(1)
+    error: torch.Tensor = (actual - reference).norm(dim=-1) / reference.norm(dim=-1).clamp_min(1e-6)
+    return error
 
 
 def compare_sites(
@@ -202,7 +209,7 @@ def compare_sites(
     tolerance: float,
     fast: bool | None,
 ) -> Iterator[Row]:
-    """Prompts of `lengths` tokens, then `steps` tokens behind each, both ways; `model` has the kernels of a GPU."""
+    """Prefill prompts of `lengths` tokens, then decode `steps` tokens after each, on both paths; `model` uses GPU kernels."""
     config = model.config
     rows = len(lengths)
     biases = router_biases(model)
@@ -211,18 +218,20 @@ def compare_sites(
         State.contiguous(config, rows + 1, max(lengths) + steps, device=device, dtype=model.numerics.dtype)
         for _ in range(2)
     ]
-    about = {
+    common = {
         "hidden": config.hidden_size,
         "layers_in_all": config.num_hidden_layers,
         "dtype": dtype_name(model.numerics.dtype),
     }
     for slot, length in enumerate(lengths):
         batch = Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device)
-        true = read_plainly(model, batch, states[0], plain=True)
-        mine = read_plainly(model, batch, states[1], plain=False)
-        yield from compare(mine, true, biases, tolerance, about | {"phase": "prompt", "tokens": length})
+        reference = run_eager(model, batch, states[0], plain=True)
+        actual = run_eager(model, batch, states[1], plain=False)
+        yield from compare(
+            actual, reference, biases, tolerance, common | {"phase": "prompt", "tokens": length}
+        )
     with torch.no_grad():
-        for slot, length in enumerate(lengths):  # both decode behind the same past
+        for slot, length in enumerate(lengths):  # both decode from the same cache
             model.run(Batch.of([SequenceChunk(slot, 0, tokens[slot, :length])], device), states[1], NoTap())
             states[1].restore(slot, states[0].save(slot, length))
         for layer, other in zip(states[1].layers, states[0].layers):
@@ -232,10 +241,12 @@ def compare_sites(
             Decoder(model, states[1], fast=fast), scratch_slot=rows, max_context=max(lengths) + steps
         )
     for step in range(steps):
-        at = [length + step for length in lengths]
-        chosen = [int(tokens[slot, at[slot]]) for slot in range(rows)]
-        pieces = [SequenceChunk(slot, at[slot], torch.tensor([chosen[slot]])) for slot in range(rows)]
-        true = read_plainly(model, Batch.of(pieces, device), states[0], plain=True)
+        positions = [length + step for length in lengths]
+        step_tokens = [int(tokens[slot, positions[slot]]) for slot in range(rows)]
+        chunks = [
+            SequenceChunk(slot, positions[slot], torch.tensor([step_tokens[slot]])) for slot in range(rows)
+        ]
+        reference = run_eager(model, Batch.of(chunks, device), states[0], plain=True)
         with torch.no_grad():
-            mine = replayed(graphs, chosen, at, list(range(rows)))
-        yield from compare(mine, true, biases, tolerance, about | {"phase": "decode", "step": step})
+            actual = run_graph_step(graphs, step_tokens, positions, list(range(rows)))
+        yield from compare(actual, reference, biases, tolerance, common | {"phase": "decode", "step": step})

@@ -1,16 +1,16 @@
-"""What steering costs: decoding with nothing to change, with edits that wait, and with edits of every token.
+"""Cost of steering: decode steps without edits, with idle edits, and with edits of every token.
 
-    plain            the runner has no taps to arm: what the engine would be without this feature
-    idle             every request holds rows of the tables, and none of its edits meets a token that is timed
+    plain            the runner has no taps: the engine without this feature
+    idle             every request has vectors in the tables, but no edit applies to a timed token
     one vector       one vector for all requests, added to the streams entering one layer
-    own vectors      another vector for every request, at the same place
-    all layers       another vector for every request, at every layer
+    own vectors      a different vector for every request, at the same layer
+    all layers       a different vector for every request, at every layer
     features         sixteen features of a dictionary set at one site, for every request
-    reconstruction   rows replaced by their reconstruction, beside the two products it cannot do without
+    reconstruction   rows replaced by their reconstruction, compared with its two matrix products
 
-Contenders take turns step by step, in an order drawn anew each time, so that whatever else the machine does meets all
-of them and nobody finds the caches as he left them more often than others. A ratio is the median over turns of ratios
-within a turn, of wall time and of the processor time of all threads: the second hardly notices a busy machine.
+The contenders alternate step by step in random order, so that the state of the machine and of its caches affects all of
+them alike. A ratio is the median over rounds of ratios within a round, of wall time and of the CPU time of all threads;
+the latter is hardly affected by other load.
 """
 
 from __future__ import annotations
@@ -20,18 +20,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import birkhoff
 from birkhoff.bench.baselines import OurEngine, Tokens
 from birkhoff.bench.interp import UntappedRunner
-from birkhoff.bench.report import facts, summary
-from birkhoff.convert.synth import synth
-from birkhoff.engine.request import Request
-from birkhoff.engine.sampling_params import SamplingParams
-from birkhoff.errors import OptionError
+from birkhoff.bench.report import Row, check_positive, checkpoint, facts, stream_shape, summary
+from birkhoff.bench.timing import torch_threads
 from birkhoff.hooks.edit import SiteContext
 from birkhoff.hooks.plan import Plan
 from birkhoff.sae.dictionary import Sae
@@ -40,15 +36,14 @@ from birkhoff.sae.resolver import SaeResolver
 from birkhoff.steering.resolver import SteeringResolver
 from birkhoff.steering.vector_edits import Add
 
-Row = dict[str, Any]
-BARS = {"idle": 1.01, "one vector": 1.02, "own vectors": 1.05, "features": 1.05}  # times plain, at most
-PRODUCTS_BAR = 1.5
+LIMITS = {"idle": 1.01, "one vector": 1.02, "own vectors": 1.05, "features": 1.05}  # of the ratio to plain
+PRODUCTS_LIMIT = 1.5
 FEATURES, SET = 3072, 16
 
 
 @dataclass(frozen=True)
 class SteeringSetting:
-    """What is measured; every row repeats it."""
+    """Parameters, repeated in every row."""
 
     prompt_tokens: int = 64
     steps: int = 150
@@ -56,13 +51,11 @@ class SteeringSetting:
     threads: int = 2
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value < 1:
-                raise OptionError(f"{name} is {value}, expected a positive whole number.")
+        check_positive(self)
 
 
-class Steered(OurEngine):
-    """Our engine with requests that carry plans, or none."""
+class SteeredEngine(OurEngine):
+    """The engine with edit plans."""
 
     def __init__(
         self,
@@ -73,91 +66,77 @@ class Steered(OurEngine):
     ):
         super().__init__(engine.model, setting.batch, setting.prompt_tokens, setting.steps)
         self.name = name
-        self._plan = plan
+        self._make_plan = plan
         if name == "plain":
             self.core.runner = UntappedRunner(engine.model, self.core.runner.state)
 
-    def prefill(self, prompts: list[Tokens]) -> Tokens:
-        options = SamplingParams(temperature=0, max_tokens=self.steps + 1, ignore_eos=True)
-        self._requests = [
-            Request(tuple(ids), options, options.max_tokens, seed=0, plan=self._plan(number, ids))
-            for number, ids in enumerate(prompts)
-        ]
-        for request in self._requests:
-            self.core.submit(request)
-        return self.step([])
+    def _plan(self, index: int, ids: Tokens) -> Plan | None:
+        return self._make_plan(index, ids)
 
 
 def bench_steering(model: str | Path | None = None, setting: SteeringSetting | None = None) -> Iterator[Row]:
-    """Measure a checkpoint, or a random one of nano's size."""
+    """Measure a checkpoint; by default random weights of nano's size."""
     setting = setting or SteeringSetting()
-    threads = torch.get_num_threads()
-    torch.set_num_threads(setting.threads)
-    try:
-        with tempfile.TemporaryDirectory(prefix="birkhoff-bench-") as folder:
-            given = Path(folder) / "nano" if model is None else model
-            if model is None:
-                synth(given, "nano")
-            with birkhoff.load(given, device="cpu", max_requests=1) as engine:
-                common = {
-                    "bench": "interp",
-                    "model": "synth nano" if model is None else str(model),
-                    "shape": {
-                        "layers": engine.config.num_hidden_layers,
-                        "hidden": engine.config.hidden_size,
-                        "streams": engine.config.hc_mult,
-                    },
-                    "dtype": engine.settings["dtype"],
-                    **vars(setting),
-                    **facts(),
-                }
-                for row in (*_decoding(engine, setting), _reconstruction(engine, setting)):
-                    yield common | row
-    finally:
-        torch.set_num_threads(threads)
+    with torch_threads(setting.threads), tempfile.TemporaryDirectory(prefix="birkhoff-bench-") as folder:
+        path, name = checkpoint(model, folder)
+        with birkhoff.load(path, device="cpu", max_requests=1) as engine:
+            common = {
+                "bench": "interp",
+                "model": name,
+                "shape": stream_shape(engine.config),
+                "dtype": engine.settings["dtype"],
+                **vars(setting),
+                **facts(),
+            }
+            for row in (*_decoding(engine, setting), _reconstruction(engine, setting)):
+                yield common | row
 
 
 def _decoding(engine: birkhoff.Engine, setting: SteeringSetting) -> Iterator[Row]:
     generator = torch.Generator().manual_seed(0)
     shape = (setting.batch, setting.prompt_tokens)
     prompts = torch.randint(engine.config.vocab_size, shape, generator=generator).tolist()
-    everybody = _contenders(engine, setting)
-    seconds: dict[str, list[tuple[float, float]]] = {
-        who.name: [] for who in everybody
-    }  # of the wall, of processors
+    contenders = _contenders(engine, setting)
+    # wall seconds, CPU seconds
+    seconds: dict[str, list[tuple[float, float]]] = {contender.name: [] for contender in contenders}
     try:
-        for who in everybody:
-            who.prefill(prompts)
+        for contender in contenders:
+            contender.prefill(prompts)
         for _ in range(setting.steps):
-            for place in torch.randperm(len(everybody), generator=generator).tolist():
-                who = everybody[place]
-                began, worked = time.perf_counter(), time.process_time()
-                who.step([])
-                seconds[who.name].append((time.perf_counter() - began, time.process_time() - worked))
+            for index in torch.randperm(len(contenders), generator=generator).tolist():
+                contender = contenders[index]
+                began, cpu_began = time.perf_counter(), time.process_time()
+                contender.step([])
+                seconds[contender.name].append((time.perf_counter() - began, time.process_time() - cpu_began))
     finally:
-        for who in everybody:
-            who.core.close()
-    warm = min(5, setting.steps - 1)
+        for contender in contenders:
+            contender.core.close()
+    warmup = min(5, setting.steps - 1)
     for name, own in seconds.items():
-        wall, processors = (
-            summary([one[clock] / other[clock] for one, other in zip(own[warm:], seconds["plain"][warm:])])
+        wall_ratio, cpu_ratio = (
+            summary(
+                [
+                    own_step[clock] / plain_step[clock]
+                    for own_step, plain_step in zip(own[warmup:], seconds["plain"][warmup:])
+                ]
+            )
             for clock in (0, 1)
         )
         row: Row = {
             "kind": "steering",
             "phase": "decode",
             "contender": name,
-            "ms": summary([1e3 * value for value, _ in own[warm:]]),
-            "processor_ms": summary([1e3 * value for _, value in own[warm:]]),
-            "times_plain": wall,
-            "times_plain_processor": processors,
+            "ms": summary([1e3 * value for value, _ in own[warmup:]]),
+            "processor_ms": summary([1e3 * value for _, value in own[warmup:]]),
+            "times_plain": wall_ratio,
+            "times_plain_processor": cpu_ratio,
         }
-        if name in BARS:
-            row |= {"at_most": BARS[name], "passed": row["times_plain"]["median"] <= BARS[name]}
+        if name in LIMITS:
+            row |= {"at_most": LIMITS[name], "passed": row["times_plain"]["median"] <= LIMITS[name]}
         yield row
 
 
-def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steered]:
+def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[SteeredEngine]:
     layers = engine.config.num_hidden_layers
     width = engine.schema["mhc_streams_pre_attn"].width
     hook, middle = "mhc_streams_pre_attn", layers // 2
@@ -166,8 +145,8 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
     def adds(make: Callable[[int], Sequence[Add]]) -> Callable[[int, Tokens], Plan]:
         buffers = SteeringResolver(engine.schema, layers)
 
-        def plan(number: int, ids: Tokens) -> Plan:
-            edits = buffers.edits(list(make(number)), ids, setting.steps + 1)
+        def plan(index: int, ids: Tokens) -> Plan:
+            edits = buffers.edits(list(make(index)), ids, setting.steps + 1)
             return Plan(edits=edits, table=buffers.table(edits))
 
         return plan
@@ -175,19 +154,19 @@ def _contenders(engine: birkhoff.Engine, setting: SteeringSetting) -> list[Steer
     saes = SaeResolver(engine.schema, layers, engine.model.embed.device)
     saes.attach("sae", _dictionary(engine), "delta", list(range(SET)))
 
-    def features(number: int, ids: Tokens) -> Plan:
+    def features(index: int, ids: Tokens) -> Plan:
         edits = saes.edits([SaeSet("sae", dict.fromkeys(range(SET), 0.1))], ids, setting.steps + 1)
         return Plan(edits=edits, holdings=saes.holdings(edits))
 
     plans: dict[str, Callable[[int, Tokens], Plan | None]] = {
-        "plain": lambda number, ids: None,
+        "plain": lambda index, ids: None,
         "idle": adds(lambda n: [Add(vectors[n], hook, "all", phase="prefill")]),
         "one vector": adds(lambda n: [Add(vectors[0], hook, [middle])]),
         "own vectors": adds(lambda n: [Add(vectors[n], hook, [middle])]),
         "all layers": adds(lambda n: [Add(vectors[n], hook, "all")]),
         "features": features,
     }
-    return [Steered(engine, setting, name, plan) for name, plan in plans.items()]
+    return [SteeredEngine(engine, setting, name, plan) for name, plan in plans.items()]
 
 
 def _dictionary(engine: birkhoff.Engine) -> Sae:
@@ -204,37 +183,39 @@ def _dictionary(engine: birkhoff.Engine) -> Sae:
 
 
 def _reconstruction(engine: birkhoff.Engine, setting: SteeringSetting) -> Row:
-    """A site's reconstruction beside encoder and decoder products of the same rows, turn by turn."""
+    """Reconstruction at a site compared with the encoder and decoder products of the same rows, alternating."""
     saes = SaeResolver(engine.schema, engine.config.num_hidden_layers, engine.model.embed.device)
     sae = _dictionary(engine)
     saes.attach("full", sae, "full")
     (edit,) = saes.edits([SaeReconstruct("full")], [0] * 8, 2)
     (use,) = edit.sites.values()
-    rows = setting.batch * setting.prompt_tokens  # as many as a step that reads all prompts has
+    rows = setting.batch * setting.prompt_tokens  # as many as in a step that prefills all prompts
     x = torch.randn(rows, engine.config.hidden_size, generator=torch.Generator().manual_seed(3))
     encoder = sae.encoder.t().contiguous()
     decoder = sae.decoder.contiguous()
-    spliced, products = [], []
+    reconstruction_seconds, product_seconds = [], []
     with torch.inference_mode():
-        for turn in range(20):
+        for round_index in range(20):
             began = time.perf_counter()
             use.host.run(x, [(use, list(range(rows)))], SiteContext())
             middle = time.perf_counter()
             (x @ encoder) @ decoder
-            ended = time.perf_counter()
-            if turn >= 3:
-                spliced.append(middle - began)
-                products.append(ended - middle)
-    ratio = summary([one / other for one, other in zip(spliced, products)])
+            products_done = time.perf_counter()
+            if round_index >= 3:
+                reconstruction_seconds.append(middle - began)
+                product_seconds.append(products_done - middle)
+    ratio = summary(
+        [own_step / plain_step for own_step, plain_step in zip(reconstruction_seconds, product_seconds)]
+    )
     return {
         "kind": "steering",
         "phase": "prefill",
         "contender": "reconstruction",
         "rows": rows,
         "features": FEATURES,
-        "ms": summary([1e3 * value for value in spliced]),
-        "products_ms": summary([1e3 * value for value in products]),
+        "ms": summary([1e3 * value for value in reconstruction_seconds]),
+        "products_ms": summary([1e3 * value for value in product_seconds]),
         "times_products": ratio,
-        "at_most": PRODUCTS_BAR,
-        "passed": ratio["median"] <= PRODUCTS_BAR,
+        "at_most": PRODUCTS_LIMIT,
+        "passed": ratio["median"] <= PRODUCTS_LIMIT,
     }

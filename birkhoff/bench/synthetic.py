@@ -1,9 +1,9 @@
-"""Random models of true width, made in a device's memory: nothing is read from or written to a disk.
+"""Random models of full width, created in device memory without any file.
 
-Quantised matrices are drawn as codes with one scale each, so that products keep the size of what they multiply; the
-rest as the release stores it. Experts may outweigh the device: layers beyond `distinct` then use the expert weights of
-the first layers again. A step reads as many bytes as with weights of its own, since nothing of one layer's experts is
-left in a cache by the time another comes to them.
+Quantised matrices are random codes with scales such that products preserve the scale of their inputs; the rest is stored
+as in the release. If the experts do not fit the device, layers beyond `distinct` reuse the expert weights of the first
+layers. A step still reads as many bytes, since the experts of one layer have left the caches by the time another layer
+reads them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from birkhoff.model.transformer import Transformer
 from birkhoff.offload.expert_layout import PackedExpertLayout
 from birkhoff.offload.expert_store import ExpertStore
 
-_FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the codes drawn below
+_FP8_SPREAD, _FP4_SPREAD = 64.0, 2.93  # standard deviations of the random codes
 
 
 def random_on_device(
@@ -31,22 +31,22 @@ def random_on_device(
     device: torch.device,
     seed: int = 0,
     distinct: int | None = None,
-    dtype=torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
     kernels: Choice = "reference",
 ) -> Transformer:
-    """A packed model with random weights; `distinct` layers have experts of their own."""
+    """A packed model with random weights; `distinct` layers have their own expert weights."""
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=False).eval()
     stacks: list[dict[str, torch.Tensor]] = []
-    everybody = [module for module in model.modules() if isinstance(module, Experts)]
-    for number, module in enumerate(everybody):
-        if number < (distinct or len(everybody)):
-            stacks.append(_expert_stack(module, device))
-        module._buffers.update(stacks[number % len(stacks)])
-    for part in model.modules():
-        if not isinstance(part, Experts):
-            _fill(part, device, config)
+    expert_modules = [module for module in model.modules() if isinstance(module, Experts)]
+    for index, experts in enumerate(expert_modules):
+        if index < (distinct or len(expert_modules)):
+            stacks.append(_expert_stack(experts, device))
+        experts._buffers.update(stacks[index % len(stacks)])
+    for module in model.modules():
+        if not isinstance(module, Experts):
+            _fill(module, device, config)
     return model
 
 
@@ -58,36 +58,39 @@ def random_placed(
     spare: int = 64,
     kernels: Choice = "reference",
     seed: int = 0,
-    dtype=torch.bfloat16,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> tuple[Transformer, ExpertStore]:
-    """The same with experts in a store; as many layers as `resident` has rows have experts of their own. They are
-    copies of a few drawn ones: a step reads as many bytes as if all were different."""
+    """As `random_on_device`, with experts in a store; as many layers as `resident` has rows have their own experts.
+    These are copies of a few random ones: a step reads as many bytes as if all were different."""
     torch.manual_seed(seed)
     with torch.device("meta"):
         model = Transformer(config, Numerics(dtype, kernels=select(kernels)), packed=True, mtp=False).eval()
     store = ExpertStore(PackedExpertLayout.of(config), resident, device, spare)
-    for number, stack in enumerate(model.expert_stacks()):
-        stack.move_to_store(store, number % store.layers)
-    drawn = torch.randint(0, 256, (16, store.layout.nbytes), dtype=torch.uint8, device=device)
-    for run in drawn:
-        _, opened, _, closed = store.layout.parts(run)
-        for scales, inner in ((opened, config.hidden_size), (closed, config.moe_intermediate_size)):
+    for index, stack in enumerate(model.expert_stacks()):
+        stack.move_to_store(store, index % store.layers)
+    samples = torch.randint(0, 256, (16, store.layout.nbytes), dtype=torch.uint8, device=device)
+    for packed in samples:
+        _, gate_up_scales, _, down_scales = store.layout.parts(packed)
+        for scales, inner in (
+            (gate_up_scales, config.hidden_size),
+            (down_scales, config.moe_intermediate_size),
+        ):
             scales.copy_(_scales(scales.shape, inner**-0.5 / _FP4_SPREAD, device))
     for layer in range(store.layers):
-        for number in range(store.experts):
-            values = store.layout.parts(drawn[(layer * 7 + number) % len(drawn)])
-            for place, value in zip(store.home_parts((layer, number)), values):
-                place.copy_(value, non_blocking=True)
-    for part in model.modules():
-        if not isinstance(part, Experts):
-            _fill(part, device, config)
+        for index in range(store.experts):
+            values = store.layout.parts(samples[(layer * 7 + index) % len(samples)])
+            for target, value in zip(store.home_parts((layer, index)), values):
+                target.copy_(value, non_blocking=True)
+    for module in model.modules():
+        if not isinstance(module, Experts):
+            _fill(module, device, config)
     store.copy_stream.wait_current_stream()
     return model, store
 
 
 def skew_routing(model: Transformer, strength: float, seed: int = 0) -> None:
-    """Let experts be chosen unequally, as text does it: scores lowered by `strength` times the logarithm of a rank that
-    is drawn for every layer, and token tables drawn with shares of 1 / rank."""
+    """Make experts unequally popular, as with text: scores are lowered by `strength` times the logarithm of a random rank
+    per layer, and hash tables are sampled with probabilities of 1 / rank."""
     g = torch.Generator().manual_seed(seed)
     for block in model.layers:
         assert isinstance(block, Block)
@@ -97,18 +100,18 @@ def skew_routing(model: Transformer, strength: float, seed: int = 0) -> None:
         if gate.bias is not None:
             gate.bias.data.copy_(-strength * rank.log())
         elif gate.tid2eid is not None:
-            vocabulary, places = gate.tid2eid.shape
-            drawn = torch.multinomial((1 / rank).expand(vocabulary, -1), places, generator=g)
-            gate.tid2eid.copy_(drawn.to(torch.int32))
+            vocabulary, topk = gate.tid2eid.shape
+            samples = torch.multinomial((1 / rank).expand(vocabulary, -1), topk, generator=g)
+            gate.tid2eid.copy_(samples.to(torch.int32))
 
 
 def _expert_stack(module: Experts, device: torch.device) -> dict[str, torch.Tensor]:
-    made = {}
+    tensors = {}
     for name, inner in (("gate_up", module.gate_up.shape[-1] * 2), ("down", module.down.shape[-1] * 2)):
         shape, scale = module._buffers[name].shape, module._buffers[f"{name}_scale"].shape  # type: ignore[union-attr]
-        made[name] = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
-        made[f"{name}_scale"] = _scales(scale, inner**-0.5 / _FP4_SPREAD, device)
-    return made
+        tensors[name] = torch.randint(-128, 128, shape, dtype=torch.int8, device=device)
+        tensors[f"{name}_scale"] = _scales(scale, inner**-0.5 / _FP4_SPREAD, device)
+    return tensors
 
 
 def _scales(shape: torch.Size, spread: float, device: torch.device) -> torch.Tensor:
@@ -120,8 +123,8 @@ def _scales(shape: torch.Size, spread: float, device: torch.device) -> torch.Ten
 
 def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
     for name, parameter in list(module.named_parameters(recurse=False)):
-        spread, around, dtype = _plain(name, parameter, module)
-        values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(around, spread)
+        spread, mean, dtype = _plain(name, parameter, module)
+        values = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(mean, spread)
         module._parameters[name] = nn.Parameter(values, requires_grad=False)
     for name, tensor in list(module.named_buffers(recurse=False)):
         if name == "codes":
@@ -137,7 +140,7 @@ def _fill(module: nn.Module, device: torch.device, config: V4Config) -> None:
 
 
 def _plain(name: str, tensor: torch.Tensor, module: nn.Module) -> tuple[float, float, torch.dtype]:
-    """Spread, mean and dtype of an unquantised tensor; matrices are bfloat16, as the release stores them."""
+    """Standard deviation, mean and dtype of an unquantised tensor; matrices are bfloat16 as in the release."""
     if isinstance(module, Linear):
         return tensor.shape[1] ** -0.5 * (1.5 if tensor.shape[0] > 100_000 else 1.0), 0.0, torch.bfloat16
     if name == "embed":
@@ -154,9 +157,9 @@ def _plain(name: str, tensor: torch.Tensor, module: nn.Module) -> tuple[float, f
 
 
 def filled_state(
-    config: V4Config, slots: int, tokens: int, device: torch.device, dtype=torch.bfloat16
+    config: V4Config, slots: int, tokens: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
 ) -> State:
-    """A state in which every sequence has `tokens` random tokens behind it, with room for 256 more."""
+    """A state in which every sequence has `tokens` cached random tokens and space for 256 more."""
     state = State.contiguous(config, slots, tokens + 256, device=device, dtype=dtype)
     for layer in state.layers:
         for tensor in (layer.keys.rows, *(ring.rows for ring in layer.raw.values()), *layer.pages.values()):

@@ -1,16 +1,16 @@
-"""What looking and steering cost where decoding steps are replayed as graphs: the GPU's side of `bench interp`.
+"""Cost of capture and steering in CUDA-graph decode steps: the GPU counterpart of `bench interp`.
 
-    off             the graph of a step without taps, and how many kernels it has beside those of a bare decoder
-    idle            requests that want nothing of generated tokens
-    vectors         as many distinct stream vectors as rows, added at one layer
-    outputs         both sublayers' outputs of every layer, captured for every row
+    off             the graph of a step without taps; its number of kernels compared with the bare decoder
+    idle            requests whose edits do not apply to generated tokens
+    vectors         a distinct stream vector for every row, added at one layer
+    outputs         the outputs of both sublayers of every layer, captured for every row
     four layers     the streams entering four layers, captured for one request
     features        sixteen clamped features of a dictionary for every row
-    reconstruction  rows replaced by what a dictionary makes of them, beside the two products that takes
+    reconstruction  rows replaced by the reconstruction of a dictionary, compared with its two matrix products
 
-Steps are timed from the host, as a server runs them: arming, launching, handing out the rows that the step before has
-captured, reading the greedy choice. Reconstruction is timed on the device alone, where there is one. `sites.py` asks
-whether the rows are right. All but the count of kernels runs on a CPU too.
+Steps are timed on the host as a server runs them: arm, launch, deliver the rows captured by the previous step, read the
+greedy tokens. Reconstruction is timed on the device alone, if there is one. `sites.py` checks the captured rows.
+Everything but the kernel count also runs on a CPU.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from typing import Any
 
 import torch
 
-from birkhoff.bench.report import significant, summary
-from birkhoff.bench.sites import Taken
+from birkhoff.bench.report import Row, significant, summary
+from birkhoff.bench.sites import CaptureAll
+from birkhoff.bench.timing import kernel_times, milliseconds
 from birkhoff.dtype_names import dtype_name
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.hooks.batch_tap import BatchTap, StepStaging, arm
@@ -37,17 +38,16 @@ from birkhoff.sae.resolver import SaeResolver
 from birkhoff.steering.resolver import SteeringResolver
 from birkhoff.steering.vector_edits import Add
 
-Row = dict[str, Any]
 HOOK, OUT = "mhc_streams_pre_attn", "mlp_out"
 SET = 16
-BARS = {"idle": 1.0, "vectors": 1.02, "outputs": 1.05, "four layers": 1.05, "features": 1.02}
-NAMES = (*BARS, "reconstruction")
+LIMITS = {"idle": 1.0, "vectors": 1.02, "outputs": 1.05, "four layers": 1.05, "features": 1.02}
+NAMES = (*LIMITS, "reconstruction")
 NOISE = 0.005  # of a ratio: two runs of the same graph differ by as much
-PRODUCTS_BAR = 1.3
+PRODUCTS_LIMIT = 1.3
 
 
-class TapBaselines:
-    """Plans for every row of a step, by name."""
+class TapPlans:
+    """Capture and edit plans for every row of a step, by name."""
 
     def __init__(self, model: Transformer, batch: int, features: int):
         c, device = model.config, model.embed.device
@@ -73,41 +73,47 @@ class TapBaselines:
             layer=self.middle,
         )
         self.saes.attach("some", sae, "delta", list(range(SET)))
-        self.held = self.saes.attach("full", sae, "full").module.hosts[OUT, self.middle].weights
+        self.device_sae = self.saes.attach("full", sae, "full").module.hosts[OUT, self.middle].weights
 
-    def plans(self, name: str, room: int) -> list[Plan] | None:
-        """One for each row; None for nobody's."""
-        made: dict[str, Callable[[int], Plan]] = {
-            "idle": lambda n: self._adds([Add(self.vectors[n], HOOK, "all", phase="prefill")], room),
-            "vectors": lambda n: self._adds([Add(self.vectors[n], HOOK, [self.middle])], room),
+    def plans(self, name: str, max_tokens: int) -> list[Plan] | None:
+        """One plan per row, or None for steps without taps."""
+        builders: dict[str, Callable[[int], Plan]] = {
+            "idle": lambda n: self._adds([Add(self.vectors[n], HOOK, "all", phase="prefill")], max_tokens),
+            "vectors": lambda n: self._adds([Add(self.vectors[n], HOOK, [self.middle])], max_tokens),
             "outputs": lambda n: Plan(
-                jobs=(Taken([(hook, layer) for layer in range(self.layers) for hook in ("post_attn", OUT)]),)
+                jobs=(
+                    CaptureAll(
+                        [(hook, layer) for layer in range(self.layers) for hook in ("post_attn", OUT)]
+                    ),
+                )
             ),
-            "four layers": lambda n: Plan(jobs=(Taken(self._four()),)) if n == 0 else Plan(),
-            "features": lambda n: self._features([SaeSet("some", dict.fromkeys(range(SET), 0.1))], room),
-            "reconstruction": lambda n: self._features([SaeReconstruct("full", error="drop")], room),
+            "four layers": lambda n: Plan(jobs=(CaptureAll(self._four_layers()),)) if n == 0 else Plan(),
+            "features": lambda n: self._features(
+                [SaeSet("some", dict.fromkeys(range(SET), 0.1))], max_tokens
+            ),
+            "reconstruction": lambda n: self._features([SaeReconstruct("full", error="drop")], max_tokens),
         }
-        return [made[name](row) for row in range(self.batch)] if name in made else None
+        return [builders[name](row) for row in range(self.batch)] if name in builders else None
 
-    def _four(self) -> list[tuple[str, int]]:
+    def _four_layers(self) -> list[tuple[str, int]]:
         step = max(1, self.layers // 4)
         return [(HOOK, layer) for layer in range(0, self.layers, step)][:4]
 
-    def _adds(self, edits: Sequence[Add], room: int) -> Plan:
-        resolved = self.steering.edits(list(edits), [0], room)
+    def _adds(self, edits: Sequence[Add], max_tokens: int) -> Plan:
+        resolved = self.steering.edits(list(edits), [0], max_tokens)
         return self._reserved(Plan(edits=resolved, table=self.steering.table(resolved)))
 
-    def _features(self, edits: Sequence[Any], room: int) -> Plan:
-        resolved = self.saes.edits(list(edits), [0], room)
+    def _features(self, edits: Sequence[Any], max_tokens: int) -> Plan:
+        resolved = self.saes.edits(list(edits), [0], max_tokens)
         return self._reserved(Plan(edits=resolved, holdings=self.saes.holdings(resolved)))
 
     def _reserved(self, plan: Plan) -> Plan:
-        assert plan.reserve(), "nobody else holds anything"
+        assert plan.reserve(), "no other reservation exists"
         return plan
 
 
 class TappedSteps:
-    """Steps of a batch as `engine.runner` runs them, with what it keeps between them. `plans`: one for each row."""
+    """Steps of a batch as `engine.runner` runs them, with its state between steps. `plans`: one per row."""
 
     def __init__(self, graphs: CudaGraphs, plans: list[Plan] | None, batch: int):
         self.graphs = graphs
@@ -117,32 +123,36 @@ class TappedSteps:
         self.all_replayed = True
         self._staging = StepStaging(self.device)
         self._tokens = [1 + row for row in range(batch)]
-        self._owed: BatchTap | None = None
+        self._pending: BatchTap | None = None
 
-    def step(self, at: int) -> float:
-        """Milliseconds of a step whose tokens stand at position `at`."""
+    def step(self, position: int) -> float:
+        """Milliseconds of a step with all tokens at `position`."""
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         began = time.perf_counter()
         tap = None
         if self.plans is not None:
             spans = [
-                Span(p, row, at, [self._tokens[row]], 1) for row, p in enumerate(self.plans) if not p.rests
+                Span(p, row, position, [self._tokens[row]], 1)
+                for row, p in enumerate(self.plans)
+                if not p.rests
             ]
             tap = arm(self._staging, spans, self.batch) if spans else None
-        wishes = None if tap is None else self.graphs.plan(tap)
-        self.all_replayed &= tap is None or wishes is not None
-        logits, _ = self.graphs.step(self._tokens, [at] * self.batch, list(range(self.batch)), tap, wishes)
-        self.hand_over()
-        self._owed = tap
+        graph_plan = None if tap is None else self.graphs.plan(tap)
+        self.all_replayed &= tap is None or graph_plan is not None
+        logits, _ = self.graphs.step(
+            self._tokens, [position] * self.batch, list(range(self.batch)), tap, graph_plan
+        )
+        self.deliver_pending()
+        self._pending = tap
         self._tokens = logits.argmax(-1).tolist()
         return (time.perf_counter() - began) * 1e3
 
-    def hand_over(self) -> None:
-        """What is still owed of the last step."""
-        if self._owed is not None:
-            self._owed.deliver()
-        self._owed = None
+    def deliver_pending(self) -> None:
+        """Deliver the rows captured by the last step."""
+        if self._pending is not None:
+            self._pending.deliver()
+        self._pending = None
 
 
 @torch.inference_mode()
@@ -155,107 +165,81 @@ def cost_rows(
     warm: int = 4,
     names: Sequence[str] = NAMES,
 ) -> Iterator[Row]:
-    """One row a contender, in turns with the step that nobody looks at."""
-    contenders = TapBaselines(graphs.decoder.model, batch, features)
-    bare = TappedSteps(graphs, None, batch)
+    """One row per kind of plan, alternating with steps without taps."""
+    tap_plans = TapPlans(graphs.decoder.model, batch, features)
+    untapped = TappedSteps(graphs, None, batch)
     for step in range(warm):
-        bare.step(start + step)
+        untapped.step(start + step)
     for name in names:
-        plans = contenders.plans(name, start + 2 * steps + warm)
-        watched = TappedSteps(graphs, plans, batch)
-        for step in range(warm):  # launched, then recorded
-            watched.step(start + step)
-        own, off = [], []
-        for turn in range(start + warm, start + warm + steps):
-            off.append(bare.step(turn))
-            own.append(watched.step(turn))
-        watched.hand_over()
-        ratio = summary([one / other for one, other in zip(own, off)])
+        plans = tap_plans.plans(name, start + 2 * steps + warm)
+        tapped = TappedSteps(graphs, plans, batch)
+        for step in range(warm):  # launched eagerly, then captured
+            tapped.step(start + step)
+        tapped_ms, untapped_ms = [], []
+        for position in range(start + warm, start + warm + steps):
+            untapped_ms.append(untapped.step(position))
+            tapped_ms.append(tapped.step(position))
+        tapped.deliver_pending()
+        ratio = summary([tap_ms / plain_ms for tap_ms, plain_ms in zip(tapped_ms, untapped_ms)])
         row: Row = {
             "kind": "taps",
             "contender": name,
             "batch": batch,
-            "ms": summary(own),
-            "ms_off": summary(off),
+            "ms": summary(tapped_ms),
+            "ms_off": summary(untapped_ms),
             "times_off": ratio,
-            "replayed": watched.all_replayed,
+            "replayed": tapped.all_replayed,
         }
-        if name in BARS:
+        if name in LIMITS:
             row |= {
-                "at_most": BARS[name],
-                "passed": watched.all_replayed and ratio["median"] <= BARS[name] + NOISE,
+                "at_most": LIMITS[name],
+                "passed": tapped.all_replayed and ratio["median"] <= LIMITS[name] + NOISE,
             }
         else:
-            row |= reconstruction(contenders.held, graphs, batch, start + warm + steps, row)
+            row |= reconstruction(tap_plans.device_sae, graphs, batch, start + warm + steps, row)
         yield row
         for plan in plans or ():
             plan.release()
 
 
-def reconstruction(held: DeviceSae, graphs: CudaGraphs, rows: int, length: int, row: Row) -> Row:
-    """The two products alone, and how many times their time the spliced step takes beyond the bare one."""
+def reconstruction(sae: DeviceSae, graphs: CudaGraphs, rows: int, length: int, row: Row) -> Row:
+    """Time of the two products alone, and the extra time of a step with reconstruction relative to it."""
     device = graphs.decoder.state.device
-    x = torch.randn(rows, held.encoder.shape[1], device=device)
-    products = summary(milliseconds(lambda: torch.mm(torch.mm(x, held.encoder.T), held.decoder), device))
-    own, off = row["ms"], row["ms_off"]
-    last = graphs.last_tapped
+    x = torch.randn(rows, sae.encoder.shape[1], device=device)
+    products = summary(milliseconds(lambda: torch.mm(torch.mm(x, sae.encoder.T), sae.decoder), device))
+    tapped_ms, untapped_ms = row["ms"], row["ms_off"]
+    last_tapped = graphs.last_tapped
     (_, graph) = graphs._find_plain(rows, length)
-    if last is not None and last.graph is not None and graph is not None:
-        own, off = (summary(milliseconds(one.replay, device)) for one in (last.graph, graph))
-    times = (own["median"] - off["median"]) / products["median"]
+    if last_tapped is not None and last_tapped.graph is not None and graph is not None:
+        tapped_ms, untapped_ms = (
+            summary(milliseconds(step_graph.replay, device)) for step_graph in (last_tapped.graph, graph)
+        )
+    times = (tapped_ms["median"] - untapped_ms["median"]) / products["median"]
     return {
-        "features": len(held.encoder),
+        "features": len(sae.encoder),
         "products_ms": products,
-        "device_ms": own,
-        "device_ms_off": off,
+        "device_ms": tapped_ms,
+        "device_ms_off": untapped_ms,
         "times_products": significant(times),
-        "at_most": PRODUCTS_BAR,
-        "passed": row["replayed"] and times <= PRODUCTS_BAR,
+        "at_most": PRODUCTS_LIMIT,
+        "passed": row["replayed"] and times <= PRODUCTS_LIMIT,
     }
 
 
-def milliseconds(
-    call: Callable[[], Any], device: torch.device, count: int = 20, warm: int = 4
-) -> list[float]:
-    """Of each of many calls one after the other: on a GPU by its own clock, so that what the host does is hidden."""
-    spent = []
-    if device.type != "cuda":
-        for _ in range(warm + count):
-            began = time.perf_counter()
-            call()
-            spent.append((time.perf_counter() - began) * 1e3)
-        return spent[warm:]
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(warm + count + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    torch.cuda.synchronize()
-    return [one.elapsed_time(other) for one, other in zip(marks[warm:], marks[warm + 1 :])]
-
-
 def kernel_row(graphs: CudaGraphs, batch: int, start: int) -> Row:
-    """Kernels of a replayed step that nobody looks at, and of the bare decoder's launches."""
-    from torch.profiler import ProfilerActivity, profile
-
+    """Number of kernels of a replayed step without taps, and of the bare decoder."""
     buffers, graph = graphs._find_plain(batch, start + 1)
     assert graph is not None, "kernels are counted on a GPU"
 
-    def launched(call: Callable[[], Any]) -> int:
-        with profile(activities=[ProfilerActivity.CUDA]) as log:
-            call()
-            torch.cuda.synchronize()
-        return sum(event.device_type.name == "CUDA" for event in log.events())
-
-    off = launched(graph.replay)
-    bare = launched(lambda: graphs.decoder.step(buffers))
+    replayed = len(kernel_times(graph.replay))
+    bare = len(kernel_times(lambda: graphs.decoder.step(buffers)))
     return {
         "kind": "taps",
         "contender": "off",
         "batch": batch,
-        "kernels": off,
+        "kernels": replayed,
         "kernels_bare": bare,
-        "passed": off == bare,
+        "passed": replayed == bare,
     }
 
 
@@ -267,7 +251,7 @@ def bench_taps(
     steps: int = 60,
     features: int = 65536,
 ) -> Iterator[Row]:
-    """All rows, at V4-Flash's width with random weights."""
+    """All rows, at V4-Flash width with random weights."""
     from birkhoff.bench.decode import device_facts
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.convert.presets import preset

@@ -1,8 +1,8 @@
-"""Where the time of a step goes.
+"""Breakdown of the time of a decode step.
 
-Inside the model a tap is the clock: it is called at every site, so the time between two calls belongs to the part of
-the layer that lies between them, and no code of the model has to change for it. Around the model, the runner and the
-sampler of an engine are put behind stopwatches; what is left of a step is the engine's own book-keeping.
+Inside the model a tap is the clock: it is called at every site, so the time between two calls belongs to the part of the
+layer between them, without changes to the model. Around the model, the runner and the sampler of an engine are wrapped
+in stopwatches; the rest of a step is the overhead of the engine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from birkhoff.hooks import sites
 from birkhoff.hooks.sites import Site
 from birkhoff.hooks.tap import Reads
 
-# What lies before each site. A site without an entry lies behind a mixer's own work.
+# The part of a layer that precedes each site; sites without an entry follow the work of a mixer.
 PART = {
     sites.POST_ATTN: "attention",
     sites.MOE_ROUTER_LOGITS: "experts",
@@ -29,17 +29,17 @@ PART = {
 
 
 class ClockTap:
-    """A tap that looks at nothing but the time."""
+    """A tap that only measures time."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.last = 0.0
-        self.begun = False
+        self.started = False
 
     def start(self) -> None:
         self.seconds.clear()
         self.last = time.perf_counter()
-        self.begun = False
+        self.started = False
 
     def mark(self, part: str) -> None:
         now = time.perf_counter()
@@ -57,17 +57,16 @@ class ClockTap:
         return x, x
 
     def see(self, site: Site, *parts: torch.Tensor) -> None:
-        self.mark(
-            PART.get(site, "mhc") if self.begun else "other"
-        )  # before the first site: batch, embedding, phases
-        self.begun = True
+        # before the first site: batch, embedding, phases
+        self.mark(PART.get(site, "mhc") if self.started else "other")
+        self.started = True
 
     def at(self, layer: int) -> ClockTap:
         return self
 
 
 class Stopwatch:
-    """Stands in for a part of the engine and times one of its calls."""
+    """Wraps a part of the engine and times one of its methods."""
 
     def __init__(self, inner: Any, call: str):
         self._inner = inner
@@ -75,53 +74,56 @@ class Stopwatch:
         self.seconds: list[float] = []
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._inner, name)
+        attribute = getattr(self._inner, name)
         if name != self._call:
-            return found
+            return attribute
 
         def timed(*arguments: Any) -> Any:
             began = time.perf_counter()
-            result = found(*arguments)
+            result = attribute(*arguments)
             self.seconds.append(time.perf_counter() - began)
             return result
 
         return timed
 
 
-def model_shares(contender: OurModel, clock: ClockTap, prompts: list[Tokens], steps: int) -> dict[str, float]:
-    """Milliseconds of each part of the model in the median decoding step; `head` is the last norm and the logits."""
-    tokens = contender.prefill(prompts)
+def model_shares(baseline: OurModel, clock: ClockTap, prompts: list[Tokens], steps: int) -> dict[str, float]:
+    """Milliseconds of each part of the model in the median decode step; `head` is the last norm and the logits."""
+    tokens = baseline.prefill(prompts)
     rows: list[dict[str, float]] = []
     for _ in range(steps):
         clock.start()
-        tokens = contender.step(tokens)
+        tokens = baseline.step(tokens)
         clock.mark("head")
         rows.append(dict(clock.seconds))
     return {part: _median_ms([row.get(part, 0.0) for row in rows]) for part in rows[0]}
 
 
-def engine_shares(contender: OurEngine, prompts: list[Tokens], steps: int) -> dict[str, float]:
-    """Milliseconds of the model, the sampler and the engine itself in the median decoding step."""
-    core = contender.core
-    tokens = contender.prefill(prompts)
+def engine_shares(baseline: OurEngine, prompts: list[Tokens], steps: int) -> dict[str, float]:
+    """Milliseconds of the model, the sampler and the rest of the engine in the median decode step."""
+    core = baseline.core
+    tokens = baseline.prefill(prompts)
     runner = Stopwatch(core.runner, "run")
     sampler = Stopwatch(core.sampler, "draw")
     core.runner = runner  # type: ignore[assignment]
     core.sampler = sampler  # type: ignore[assignment]
     try:
-        whole = []
+        total = []
         for _ in range(steps):
             began = time.perf_counter()
-            tokens = contender.step(tokens)
-            whole.append(time.perf_counter() - began)
+            tokens = baseline.step(tokens)
+            total.append(time.perf_counter() - began)
     finally:
         core.runner = runner._inner
         core.sampler = sampler._inner
-    rest = [all_ - ran - drawn for all_, ran, drawn in zip(whole, runner.seconds, sampler.seconds)]
+    engine = [
+        step_seconds - model_seconds - sampling_seconds
+        for step_seconds, model_seconds, sampling_seconds in zip(total, runner.seconds, sampler.seconds)
+    ]
     return {
         "model": _median_ms(runner.seconds),
         "sampling": _median_ms(sampler.seconds),
-        "engine": _median_ms(rest),
+        "engine": _median_ms(engine),
     }
 
 

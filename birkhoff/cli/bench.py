@@ -109,7 +109,7 @@ def decode(
     if placement:
         rows = bench_placement(placement, batch or (1, 8), tokens, layers, min(distinct, 24))
     else:
-        rows = bench_decode(batch or (1, 8, 32, 64), tokens, layers, distinct, rival_layers=rival_layers)
+        rows = bench_decode(batch or (1, 8, 32, 64), tokens, layers, distinct, baseline_layers=rival_layers)
     if any(row["kind"] in ("agreement", "same bits") for row in _print_lines(rows)):
         raise typer.Exit(1)
 

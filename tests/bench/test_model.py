@@ -9,7 +9,7 @@ import torch
 import birkhoff
 from birkhoff.bench import agreement
 from birkhoff.bench import model as bench
-from birkhoff.bench.baselines import WAYS, OurModel, Transformers
+from birkhoff.bench.baselines import EXPERT_VARIANTS, OurModel, Transformers
 from birkhoff.cli.main import run
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
@@ -68,7 +68,7 @@ def test_everybody_has_a_row_for_every_phase_and_batch(rows):
         speed = row["tokens_per_second"]
         assert 0 < speed["p10"] <= speed["median"] <= speed["p90"] and row["rounds"] == 2
         assert ("times_transformers" in row) == (who != "transformers")
-        assert (row.get("experts_implementation") in WAYS) == (who == "transformers")
+        assert (row.get("experts_implementation") in EXPERT_VARIANTS) == (who == "transformers")
 
 
 def test_it_says_where_the_time_goes(rows):

@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from birkhoff.bench.placement import PlacedSteps, bench_placement, move_to, share_of, some_hot
+from birkhoff.bench.placement import PlacedSteps, bench_placement, hot_fraction, move_to, random_resident
 from birkhoff.bench.synthetic import filled_state, random_placed, skew_routing
 from birkhoff.convert.presets import preset
 from birkhoff.decode.gpu import Decoder
@@ -23,8 +23,8 @@ SMALL = variant(compress_ratios=(0, 4), num_hash_layers=1, num_nextn_predict_lay
 
 def test_wishes_are_shares_or_sizes():
     flash = preset("flash", mtp=False)
-    assert share_of("0.925", flash) == 0.925
-    assert 0.05 < share_of("24GiB", flash) < share_of("48GiB", flash) < 0.3
+    assert hot_fraction("0.925", flash) == 0.925
+    assert 0.05 < hot_fraction("24GiB", flash) < hot_fraction("48GiB", flash) < 0.3
 
 
 def test_all_rows_come_and_their_numbers_fit_together():
@@ -41,7 +41,7 @@ def test_all_rows_come_and_their_numbers_fit_together():
 
 def test_experts_go_where_they_are_wanted_and_skew_is_found():
     """Two layers share the experts of one; the counts of both are those of the one."""
-    model, store = random_placed(SMALL, CPU, some_hot(1, 8, 0.5), spare=3, dtype=torch.float32)
+    model, store = random_placed(SMALL, CPU, random_resident(1, 8, 0.5), spare=3, dtype=torch.float32)
     skew_routing(model, 0.5)
     with torch.inference_mode():
         decoder = Decoder(model, filled_state(SMALL, 1, 64, CPU, torch.float32))

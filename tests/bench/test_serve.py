@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from birkhoff.bench.load_generator import Seen, call_all
-from birkhoff.bench.serve import ServeSetting, _course, bench_serve
+from birkhoff.bench.load_generator import LoadResult, run_load
+from birkhoff.bench.serve import ServeSetting, _memory_course, bench_serve
 from birkhoff.convert.synth import synth
 
 
@@ -36,9 +36,9 @@ def test_a_short_run_ends_everything(tmp_path):
     assert not over["failed"] and over["recovered"] and engine["machine"]["cores"]
 
 
-def test_memory_is_told_by_its_course():
+def test_memory_is_told_by_its_memory_course():
     level = [(float(at), 500 + 40 * min(at, 10)) for at in range(31)]  # rises for ten seconds, then stays
-    assert _course(level) == {
+    assert _memory_course(level) == {
         "before": 500,
         "half": 900,
         "after": 900,
@@ -47,7 +47,7 @@ def test_memory_is_told_by_its_course():
         "series": [500, 900],
     }
     rising = [(float(at), 1000 + 7 * at) for at in range(21)]
-    assert _course(rising) == {
+    assert _memory_course(rising) == {
         "before": 1000,
         "half": 1070,
         "after": 1140,
@@ -62,21 +62,21 @@ ANSWERS = {
         b'HTTP/1.1 200 OK\r\n\r\ndata: {"choices":[{"delta":{"content":"a"},"token_ids":[1]}]}\n\n'
         b'data: {"choices":[{"delta":{"content":"b"},"token_ids":[2,3]}]}\n\n'
         b'data: {"choices":[],"timings":{"output_tokens":3},"prompt_token_ids":[9]}\n\ndata: [DONE]\n\n',
-        Seen(tokens=3, ended=1, statuses={200: 1}),
+        LoadResult(tokens=3, ended=1, statuses={200: 1}),
         (1, 1),
     ),
-    "refused": (b'HTTP/1.1 429 Too Many Requests\r\n\r\n{"error":{}}', Seen(statuses={429: 1}), (0, 0)),
+    "refused": (b'HTTP/1.1 429 Too Many Requests\r\n\r\n{"error":{}}', LoadResult(statuses={429: 1}), (0, 0)),
     "an error": (
         b'HTTP/1.1 200 OK\r\n\r\ndata: {"error":{"code":"x"}}\n\ndata: [DONE]\n\n',
-        Seen(ended=1, statuses={200: 1}, failed=['data: {"error":{"code":"x"}}']),
+        LoadResult(ended=1, statuses={200: 1}, failed=['data: {"error":{"code":"x"}}']),
         (0, 0),
     ),
     "broken off": (
         b'HTTP/1.1 200 OK\r\n\r\ndata: {"choi',
-        Seen(statuses={200: 1}, failed=["the stream broke off"]),
+        LoadResult(statuses={200: 1}, failed=["the stream broke off"]),
         (0, 0),
     ),
-    "nothing": (b"", Seen(failed=["the stream broke off"]), (0, 0)),
+    "nothing": (b"", LoadResult(failed=["the stream broke off"]), (0, 0)),
 }
 
 
@@ -102,7 +102,7 @@ def test_a_caller_counts_what_it_is_told_however_it_is_cut(name, size):
 
         thread = threading.Thread(target=answer)
         thread.start()
-        seen = call_all(listener.getsockname(), iter([{"messages": []}]), 1)
+        seen = run_load(listener.getsockname(), iter([{"messages": []}]), 1)
         thread.join()
     assert (len(seen.first), len(seen.between)) == times
     assert replace(seen, first=[], between=[]) == expected

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from birkhoff.bench.sites import MARGIN, Seen, compare, compare_sites, every_site, read_plainly, router_biases
+from birkhoff.bench.sites import (
+    MARGIN,
+    SiteValues,
+    compare,
+    compare_sites,
+    every_site,
+    router_biases,
+    run_eager,
+)
 from birkhoff.bench.synthetic import random_on_device
 from birkhoff.hooks.sites import BY_NAME
 from birkhoff.kernels.experts.reference import route
@@ -46,7 +54,7 @@ def test_two_precisions_part_at_near_ties_only():
     for dtype in (torch.bfloat16, torch.float32):
         model = random_on_device(wide, here, dtype=dtype)
         state = State.contiguous(wide, 1, len(tokens), device=here, dtype=dtype)
-        seen.append(read_plainly(model, Batch.of([SequenceChunk(0, 0, tokens)], here), state, plain=True))
+        seen.append(run_eager(model, Batch.of([SequenceChunk(0, 0, tokens)], here), state, plain=True))
     rows = {row["site"]: row for row in compare(*seen, router_biases(model), 0.05, {"phase": "prompt"})}
     assert all(row["passed"] and row["share_beyond"] == 0.0 for row in rows.values())
     assert rows["mlp_out"]["share_parted"] > 0 and rows["moe_topk"]["margin_most"] > 0
@@ -59,7 +67,7 @@ TOLERANCE = 0.02
 SHAPES = {"E": (EXPERTS,), "m": (4,), "mm": (4, 4), "md": (4, 16), "d": (16,)}
 
 
-def passed_through() -> Seen:
+def passed_through() -> SiteValues:
     """Sites of a pass: random, but experts are chosen by their scores. In layer 1, row 3 has a near tie for the last
     place: expert 6 has it, expert 5 nearly so."""
     torch.manual_seed(0)
@@ -79,13 +87,13 @@ def passed_through() -> Seen:
     return seen | {("logits", -1): torch.rand(ROWS, 9)}
 
 
-Harm = Callable[[Seen], None]
+Harm = Callable[[SiteValues], None]
 
 
 def off(
     name: str, layer: int, rows: int | slice | tuple[Any, ...] = slice(None), factor: float = 1.2
 ) -> Harm:
-    def harm(seen: Seen) -> None:
+    def harm(seen: SiteValues) -> None:
         seen[name, layer][rows] *= factor
 
     return harm
@@ -94,7 +102,7 @@ def off(
 def chosen(layer: int, row: int, *ids: float) -> Harm:
     """Another choice, with all that comes of it in this row."""
 
-    def harm(seen: Seen) -> None:
+    def harm(seen: SiteValues) -> None:
         seen["moe_topk", layer][row, :, 0] = torch.tensor(ids)
         for name, where in seen.keys() - {("moe_topk", layer) for layer in range(len(BIASES))}:
             if where > layer or where < 0 or (name, where) == ("mlp_out", layer):

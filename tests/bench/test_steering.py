@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import birkhoff
-from birkhoff.bench.steering import BARS, SteeringSetting, _contenders, bench_steering
+from birkhoff.bench.steering import LIMITS, SteeringSetting, _contenders, bench_steering
 from birkhoff.convert.synth import synth
 from birkhoff.errors import OptionError
 
@@ -32,7 +32,7 @@ def test_rows_carry_their_setting_and_their_bar(tiny):
     ]
     for row in rows:
         assert row["batch"] == 3 and row["steps"] == 6 and row["machine"]["cpu"] and row["ms"]["median"] > 0
-        if row["contender"] in BARS:
+        if row["contender"] in LIMITS:
             assert row["passed"] == (row["times_plain"]["median"] <= row["at_most"])
     assert rows[0]["times_plain"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
     assert rows[-1]["times_products"]["median"] > 0 and rows[-1]["rows"] == 24

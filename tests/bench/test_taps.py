@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from birkhoff.bench.synthetic import random_on_device
-from birkhoff.bench.taps import NAMES, TapBaselines, TappedSteps, cost_rows
+from birkhoff.bench.taps import NAMES, TappedSteps, TapPlans, cost_rows
 from birkhoff.decode.gpu import Decoder
 from birkhoff.engine.cuda_graphs import CudaGraphs
 from birkhoff.model.state import State
@@ -24,13 +24,13 @@ def made() -> CudaGraphs:
 @torch.inference_mode()
 def test_steps_are_measured_as_an_engine_runs_them():
     """Rows are handed out one step later, and what a step leaves for the next one is not made again."""
-    steps = TappedSteps(graphs := made(), TapBaselines(graphs.decoder.model, 1, 24).plans("outputs", 100), 1)
+    steps = TappedSteps(graphs := made(), TapPlans(graphs.decoder.model, 1, 24).plans("outputs", 100), 1)
     layouts, taken = [], steps.plans[0].jobs[0].got
     for at in range(2, 5):
         assert steps.step(at) > 0
         layouts.append(steps._owed.layout)
         assert [len(rows) for rows in taken.values()] == ([at - 2] * 2 if at > 2 else [])
-    steps.hand_over()
+    steps.deliver_pending()
     assert (
         [len(rows) for rows in taken.values()] == [3, 3]
         and len(set(map(id, layouts))) == 1

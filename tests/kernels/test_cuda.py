@@ -48,7 +48,7 @@ WIDE = replace(
 @pytest.mark.parametrize("rows", [1, 3, 8, 17, 33, 64])
 @torch.inference_mode()
 def test_a_step_is_that_of_the_portable_kernels(rows):
-    from birkhoff.bench.decode import place
+    from birkhoff.bench.decode import set_inputs
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.decode.gpu import Decoder
 
@@ -61,7 +61,7 @@ def test_a_step_is_that_of_the_portable_kernels(rows):
         buffers = decoder.buffers(rows, 640)
         for step in range(max(1, 16 // rows)):
             buffers.poison()
-            place(
+            set_inputs(
                 buffers,
                 [50 * step + row for row in range(rows)],
                 [380 + 3 * row + step for row in range(rows)],
@@ -79,7 +79,7 @@ def test_a_step_is_that_of_the_portable_kernels(rows):
 @torch.inference_mode()
 def test_a_replayed_graph_repeats_itself(pdl, rows):
     """Kernels that begin early wait for what they read: fifty replays give the same bits."""
-    from birkhoff.bench.decode import place
+    from birkhoff.bench.decode import set_inputs
     from birkhoff.bench.synthetic import filled_state, random_on_device
     from birkhoff.decode.gpu import Decoder
 
@@ -88,7 +88,7 @@ def test_a_replayed_graph_repeats_itself(pdl, rows):
         random_on_device(WIDE, device), filled_state(WIDE, rows, 384, device), fast=True, pdl=pdl
     )
     buffers = decoder.buffers(rows, 640)
-    place(buffers, [1, 2, 3, 4][:rows], [381, 200, 127, 5][:rows])
+    set_inputs(buffers, [1, 2, 3, 4][:rows], [381, 200, 127, 5][:rows])
     first = decoder.step(buffers).clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -103,21 +103,21 @@ def test_a_replayed_graph_repeats_itself(pdl, rows):
 @torch.inference_mode()
 def test_experts_across_the_bus_are_read_to_the_same_bits(rows):
     """Some or all experts in host memory, which kernels fetch by other instructions."""
-    from birkhoff.bench.decode import place
-    from birkhoff.bench.placement import some_hot
+    from birkhoff.bench.decode import set_inputs
+    from birkhoff.bench.placement import random_resident
     from birkhoff.bench.synthetic import filled_state, random_placed
     from birkhoff.decode.gpu import Decoder
 
     device, found = torch.device("cuda"), []
     for share in (1.0, 0.5, 0.0):
-        hot = some_hot(WIDE.num_hidden_layers, WIDE.n_routed_experts, share)
+        hot = random_resident(WIDE.num_hidden_layers, WIDE.n_routed_experts, share)
         model, _ = random_placed(WIDE, device, hot, spare=4, seed=rows)
         torch.manual_seed(rows)
         decoder = Decoder(model, filled_state(WIDE, rows, 384, device), fast=True)
-        assert [w.far is None for w in decoder.layers] == [share == 1.0] * WIDE.num_hidden_layers
+        assert [w.host_range is None for w in decoder.layers] == [share == 1.0] * WIDE.num_hidden_layers
         buffers = decoder.buffers(rows, 640)
         buffers.poison()
-        place(buffers, list(range(rows)), [380 + 3 * row for row in range(rows)])
+        set_inputs(buffers, list(range(rows)), [380 + 3 * row for row in range(rows)])
         found.append(decoder.step(buffers).clone())
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 

@@ -114,9 +114,9 @@ class Transformers:
     def __init__(self, path: Path, dtype: torch.dtype):
         import transformers
 
+        from_pretrained: Any = transformers.DeepseekV4ForCausalLM.from_pretrained
         with _quiet(transformers):
-            self.model = transformers.DeepseekV4ForCausalLM.from_pretrained(path, dtype=dtype)
-        self.model.eval()  # type: ignore[no-untyped-call]
+            self.model = from_pretrained(path, dtype=dtype).eval()
         default = self.model.config._experts_implementation
         self.variants = {"prefill": default, "decode": default}
         self._cache: Any = None

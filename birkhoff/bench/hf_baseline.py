@@ -33,17 +33,18 @@ def build(config: V4Config, device: torch.device) -> Any:
         raw["rope_parameters"] = scaling
     raw["attn_implementation"] = "eager"  # the only one available for V4
     hf_config = DeepseekV4Config(**raw)
+    build_model: Any = DeepseekV4ForCausalLM
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device(device):
-            model: Any = DeepseekV4ForCausalLM(hf_config)  # type: ignore[no-untyped-call]
+            model = build_model(hf_config).eval()
     finally:
         torch.set_default_dtype(before)
     for name, buffer in model.named_buffers():
         if name.endswith("tid2eid"):
             buffer.copy_(torch.randint(config.n_routed_experts, buffer.shape, device=device))
-    return model.eval()
+    return model
 
 
 def decode_ms(model: Any, batch: int, context: int, steps: int) -> Row:

@@ -175,9 +175,23 @@ def expert_rows(model: Transformer, chunks: Sequence[int], meter: Meter) -> Iter
             )
 
 
+def _boundary(write_inputs: Sequence[torch.Tensor], read_inputs: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """Write of one sublayer and read of the next."""
+    from birkhoff.kernels.mhc import decode, prefill
+
+    write: Callable[..., torch.Tensor] = decode.write
+    read: Callable[..., Sequence[torch.Tensor]] = prefill.read_rows
+    return read(write(*write_inputs), *read_inputs)
+
+
+def _boundary_in_blocks(write_inputs: Sequence[torch.Tensor], read_inputs: Sequence[Any], rows: int) -> None:
+    """A boundary in blocks of `rows`, whose streams may still be in L2 when they are read again."""
+    for start in range(0, len(write_inputs[0]), rows):
+        _boundary([tensor[start : start + rows] for tensor in write_inputs], read_inputs)
+
+
 def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: torch.device) -> Iterator[Row]:
     """A boundary as in prefill: write, then read; the norm of the input is a separate launch."""
-    from birkhoff.kernels.mhc import decode as mhc
     from birkhoff.kernels.mhc import prefill
 
     width = config.hidden_size
@@ -192,24 +206,20 @@ def stream_rows(config: V4Config, chunks: Sequence[int], meter: Meter, device: t
         base = torch.randn(24, device=device)
         scale = torch.rand(3, device=device)
 
-        def boundary(  # type: ignore[no-untyped-def]
-            part=slice(None), streams=streams, y=y, post=post, mix=mix, fn=split_fn, base=base, scale=scale
-        ):
-            written = mhc.write(streams[part], y[part], post[part], mix[part])  # type: ignore[no-untyped-call]
-            return prefill.read_rows(written, fn, base, scale, iters, eps, eps)  # type: ignore[no-untyped-call]
-
-        def in_blocks(rows: int, count: int = count, boundary: Callable[..., Any] = boundary) -> None:
-            """The streams of a block may still be in L2 when they are read again."""
-            for start in range(0, count, rows):
-                boundary(slice(start, start + rows))
+        write_inputs = (streams, y, post, mix)
+        read_inputs = (split_fn, base, scale, iters, eps, eps)
+        boundary = partial(_boundary, write_inputs, read_inputs)
 
         checked = plain_mhc.write(streams[:CHECKED], y[:CHECKED], post[:CHECKED], mix[:CHECKED])
         expected = plain_mhc.read(checked, fn, base, scale, iters, eps, eps)
-        pairs = zip((part[:CHECKED] for part in boundary()), expected)  # type: ignore[no-untyped-call]
+        pairs = zip((part[:CHECKED] for part in boundary()), expected)
         error = max(relative_error(selected, expected) for selected, expected in pairs)
         moved = count * width * 2 * (4 + 1 + 4 + 4 + 4 + 1)
         labels = {"kind": "many", "kernel": "streams", "tokens": count, "hidden": width}
-        others = [({"rows_at_once": rows}, partial(in_blocks, rows)) for rows in (512, 1024, 2048)]
+        others = [
+            ({"rows_at_once": rows}, partial(_boundary_in_blocks, write_inputs, read_inputs, rows))
+            for rows in (512, 1024, 2048)
+        ]
         row = meter.row(labels, boundary, 2.0 * count * 24 * 4 * width, moved, error, 5e-3, others)
         us = graph_us([boundary] * 4)  # as in a chunk, where launches are queued; the row has single launches
         row |= {

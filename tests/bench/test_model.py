@@ -95,8 +95,8 @@ def test_a_contender_times_what_it_does_not_what_it_says():
 
     prompts = [random_tokens(TINY, 24).tolist()]
     model = random_model()
-    quick = max(bench._round(OurModel(model, 1, 24, 8), prompts, 8)[1] for _ in range(3))
-    slow = max(bench._round(Slow(model, 1, 24, 8), prompts, 8)[1] for _ in range(3))
+    quick = max(bench._tokens_per_second(OurModel(model, 1, 24, 8), prompts, 8)[1] for _ in range(3))
+    slow = max(bench._tokens_per_second(Slow(model, 1, 24, 8), prompts, 8)[1] for _ in range(3))
     assert slow < 0.7 * quick
 
 

@@ -25,10 +25,10 @@ def made() -> CudaGraphs:
 def test_steps_are_measured_as_an_engine_runs_them():
     """Rows are handed out one step later, and what a step leaves for the next one is not made again."""
     steps = TappedSteps(graphs := made(), TapPlans(graphs.decoder.model, 1, 24).plans("outputs", 100), 1)
-    layouts, taken = [], steps.plans[0].jobs[0].got
+    layouts, taken = [], steps.plans[0].jobs[0].rows
     for at in range(2, 5):
         assert steps.step(at) > 0
-        layouts.append(steps._owed.layout)
+        layouts.append(steps._pending.layout)
         assert [len(rows) for rows in taken.values()] == ([at - 2] * 2 if at > 2 else [])
     steps.deliver_pending()
     assert (

@@ -23,7 +23,8 @@ from birkhoff.bench.report import Row, print_rows, significant
 from birkhoff.bench.synthetic import filled_state, random_on_device
 from birkhoff.bench.timing import graph_us, release_memory
 from birkhoff.convert.presets import preset
-from birkhoff.decode.gpu import Decoder, LayerWeights
+from birkhoff.decode.gpu import Decoder
+from birkhoff.decode.layer_weights import LayerWeights
 from birkhoff.kernels.cuda.backend import CudaBackend
 from birkhoff.kernels.linear.packed import PackedWeight
 from birkhoff.kernels.mhc import decode as mhc_decode

@@ -427,7 +427,7 @@ class Engine:
 
     def wait(self, request: Request) -> None:
         """Step the engine until a submitted prompt has finished; raises the error that ended it."""
-        self._step_until_done(request)
+        self._core.step_until_done(request)
         if request.error is not None:
             raise request.error
 
@@ -493,18 +493,13 @@ class Engine:
         try:
             self._core.submit(*requests)
             for request in requests:
-                self._step_until_done(request)
+                self._core.step_until_done(request)
         finally:
             for request in requests:
                 self._core.cancel(request)
         for request in requests:
             if request.error is not None and not isinstance(request.error, BirkhoffError):
                 raise request.error  # a defect in this package, not a property of the request
-
-    def _step_until_done(self, request: Request) -> None:
-        while not request.done:
-            request.events.clear()
-            self._core.step_until_output(request)
 
     def _single_request(
         self,

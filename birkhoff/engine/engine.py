@@ -1,7 +1,7 @@
 """The engine core: requests in, tokens out, one step at a time.
 
-A step is schedule, run, commit, and with speculation draft. The engine has no thread of its own: a caller that waits
-for a token steps the engine for all requests, under one lock. A step that fails ends the requests in it with the error;
+A step is schedule, run, commit, and with speculation draft. The engine has no thread of its own: one of the
+callers that wait steps the engine for all requests, under one lock. A step that fails ends the requests in it with the error;
 a step that is interrupted is done again.
 
 A stream that is garbage collected cancels its request in a finalizer, which may run during a step in the thread that
@@ -39,6 +39,14 @@ from birkhoff.hooks.plan import Plan
 from birkhoff.model.state import State
 from birkhoff.model.transformer import Transformer
 from birkhoff.offload.placement import Placement
+
+
+class _Waiter:
+    """A thread that waits for its request."""
+
+    def __init__(self, ready: Callable[[], bool]):
+        self.ready = ready
+        self.wake = threading.Event()
 
 
 class EngineCore:
@@ -90,6 +98,9 @@ class EngineCore:
         if mtp:
             self.runner.speculator = Speculator(model, state, self.sampler, draft_depth, self.controller)
         self._lock = threading.Lock()
+        self._stepping = threading.Lock()  # held by the thread that steps for all waiting ones
+        self._waiters: list[_Waiter] = []
+        self._waiters_lock = threading.Lock()
         self._cancellations: deque[Request] = deque()
         self._closed = False
 
@@ -160,9 +171,45 @@ class EngineCore:
 
     def step_until_output(self, request: Request) -> None:
         """Step until `request` has an event or is done."""
-        while not request.events and not request.done:
-            if not self.step() and not request.events and not request.done:
-                raise AssertionError(f"request {request.id} waits but nothing can run")
+        self._step_until(lambda: bool(request.events) or request.done, request)
+
+    def step_until_done(self, request: Request) -> None:
+        """Step until `request` is done; its token events are discarded."""
+        self._step_until(lambda: request.done, request)
+        request.events.clear()
+
+    def _step_until(self, ready: Callable[[], bool], request: Request) -> None:
+        """Step, or wait while another thread steps, until `ready`.
+
+        Of several waiting threads one steps for all of them until its own request is ready, then another takes over.
+        Threads that stepped in turn would hand the lock over after every step, which costs more than a step does."""
+        waiter = _Waiter(ready)
+        with self._waiters_lock:
+            self._waiters.append(waiter)
+        try:
+            while not ready():
+                if not self._stepping.acquire(blocking=False):
+                    waiter.wake.wait()
+                    waiter.wake.clear()
+                    continue
+                try:
+                    while not ready():
+                        if not self.step() and not ready():
+                            raise AssertionError(f"request {request.id} waits but nothing can run")
+                        self._wake_waiters()
+                finally:
+                    self._stepping.release()
+        finally:
+            with self._waiters_lock:
+                self._waiters.remove(waiter)
+                if self._waiters:  # one of them steps from now on
+                    self._waiters[0].wake.set()
+
+    def _wake_waiters(self) -> None:
+        with self._waiters_lock:
+            for waiter in self._waiters:
+                if waiter.ready():
+                    waiter.wake.set()
 
     def cancel(self, request: Request) -> None:
         """End a request at any stage; no effect when it is done."""

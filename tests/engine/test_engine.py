@@ -471,3 +471,26 @@ def test_ends_by_token_length_and_both_at_once():
         assert request.finish_reason == reason and request.output_ids == kept
         assert [e.token_id for e in request.events] == kept and request.events[-1].finish_reason == reason
         assert all(e.finish_reason is None for e in list(request.events)[:-1])
+
+
+def test_one_of_many_waiting_threads_steps_for_all(model):
+    """Stepping changes threads when a request ends, not after every step."""
+    core = engine(model, max_requests=6, num_pages=12)
+    requests = [ask(prompt(10, seed), 12) for seed in range(6)]
+    core.submit(*requests)
+    stepped: list[int] = []
+    plain_step = core.step
+
+    def step() -> bool:
+        stepped.append(threading.get_ident())
+        return plain_step()
+
+    core.step = step
+    threads = [threading.Thread(target=core.step_until_done, args=(each,)) for each in requests]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert all(each.done for each in requests) and not core._waiters
+    changes = sum(a != b for a, b in zip(stepped, stepped[1:]))
+    assert len(stepped) >= 12 and changes < len(requests)

@@ -2,7 +2,7 @@
 
 What kind of dictionary it is is told by the names of its tensors and by `dict_class` in the config. Gated and jumprelu
 ones multiply features by the norm of their decoder row after encoding: folded in. All but the newer relu one and
-jumprelu subtract the decoder's bias from the input: folded in. Nothing is unpickled (`torch_zip.py`).
+jumprelu subtract the decoder's bias from the input: folded in. Files are not trusted (`torch_file.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from birkhoff.errors import SaeFileError, quoted
 from birkhoff.sae.fold import SaeWeights
 from birkhoff.sae.load_saelens import read_json
-from birkhoff.sae.torch_zip import read_plain_tensors
+from birkhoff.sae.torch_file import load_state_dict
 
 
 def dictionary_learning_file(path: Path) -> Path | None:
@@ -27,7 +27,7 @@ def dictionary_learning_file(path: Path) -> Path | None:
 
 def load_dictionary_learning(path: Path) -> dict[str, Any]:
     """What `Sae` takes."""
-    held = read_plain_tensors(path)
+    held = load_state_dict(path)
     tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
     config = read_json(path.with_name("config.json")) if path.with_name("config.json").is_file() else {}
     found = config.get("trainer")

@@ -19,7 +19,7 @@ from birkhoff.errors import SaeError, SaeFileError
 from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.files import load_all
 from birkhoff.sae.sae_manifest import clampable_features, save_manifest
-from birkhoff.sae.torch_zip import read_plain_tensors
+from birkhoff.sae.torch_file import load_state_dict
 from tests.sae.made import random_sae
 
 D, F = 12, 30
@@ -332,7 +332,7 @@ def test_the_reader_of_torch_files_agrees_with_torch(tmp_path):
         "double": base.double(),
     }
     torch.save(held, tmp_path / "x.pt")
-    ours, theirs = read_plain_tensors(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
+    ours, theirs = load_state_dict(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
@@ -374,20 +374,39 @@ def rewritten(source, target, change):
 def test_torch_files_that_lie_about_themselves_are_refused(tmp_path):
     torch.save({"w": torch.ones(8, 8)}, tmp_path / "a.pt")
     rewritten(tmp_path / "a.pt", tmp_path / "short.pt", lambda n, b: b[:64] if n.endswith("data/0") else b)
-    with pytest.raises(SaeFileError, match="reaches number 63 of a storage with 16"):
-        read_plain_tensors(tmp_path / "short.pt")
+    with pytest.raises(SaeFileError, match="its index makes no sense"):
+        load_state_dict(tmp_path / "short.pt")
     for cut in (1, 20, 60):
         rewritten(
             tmp_path / "a.pt",
             tmp_path / "cut.pt",
             lambda n, b, c=cut: b[:-c] if n.endswith("data.pkl") else b,
         )
-        with pytest.raises(SaeFileError, match="its index"):
-            read_plain_tensors(tmp_path / "cut.pt")
+        with pytest.raises(SaeFileError, match="its index|which plain tensors do not need"):
+            load_state_dict(tmp_path / "cut.pt")
     with zipfile.ZipFile(tmp_path / "empty.pt", "w") as archive:
         archive.writestr("x", b"")
     with pytest.raises(SaeFileError, match=r"without the index of torch\.save"):
-        read_plain_tensors(tmp_path / "empty.pt")
+        load_state_dict(tmp_path / "empty.pt")
+
+
+def test_torch_files_that_would_grow_when_read_are_refused(tmp_path):
+    """A compressed member (3 MB that inflate to 3 GB, say), and a tensor that repeats one number a trillion times."""
+    torch.save({"w": torch.ones(8, 8)}, tmp_path / "a.pt")
+    with (
+        zipfile.ZipFile(tmp_path / "a.pt") as old,
+        zipfile.ZipFile(tmp_path / "b.pt", "w", zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, bytes(1 << 20) if name.endswith("data/0") else old.read(name))
+    with pytest.raises(SaeFileError, match="is compressed"):
+        load_state_dict(tmp_path / "b.pt")
+    torch.save({"w": torch.ones(1).expand(1 << 20, 1 << 20)}, tmp_path / "c.pt")
+    with pytest.raises(SaeFileError, match="repeats its numbers"):
+        load_state_dict(tmp_path / "c.pt")
+    torch.save({"w": torch.ones(2)}, tmp_path / "d.pt", _use_new_zipfile_serialization=False)
+    with pytest.raises(SaeFileError, match="not an archive"):
+        load_state_dict(tmp_path / "d.pt")
 
 
 def test_a_top_k_dictionary_without_its_config_is_not_guessed_at(tmp_path):

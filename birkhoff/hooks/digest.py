@@ -1,11 +1,10 @@
-"""What a request's edits amount to, as bytes: equal bytes, equal effect on the tokens of a phase.
+"""Digests of a request's edits: equal bytes mean an equal effect on the tokens of a phase.
 
-Every edit says what it does to the tokens of a phase as `DigestPart`s: canonical bytes, each in the block of its
-operation. `combine` frames every part with its length and every block with a name of its own, so that no content of
-one kind can be read as content of another. Parts of a block whose order cannot matter are sorted; the others stand
-as they came. A phase that nothing touches has no digest, whatever the other phase does: edits of generated tokens
-leave the cache of a prompt alone. Nothing here imports torch, so that what was steered can be compared where there
-is none."""
+Every edit describes its effect on a phase as `DigestPart`s: canonical bytes, each in the block of its operation.
+`combine` prefixes every part with its length and every block with its name, so that content of one kind cannot be
+read as content of another. Parts of a block are sorted where their order has no effect and kept in order otherwise.
+A phase without edits has no digest: edits of generated tokens do not affect the cache of a prompt. Nothing here
+imports torch, so digests can be compared without it."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ import numpy as np
 Phase = Literal["prefill", "decode"]
 Block = Literal["patch", "add", "delta", "full", "clamp"]
 BLOCKS: tuple[Block, ...] = ("patch", "add", "delta", "full", "clamp")
-IN_ORDER: frozenset[str] = frozenset({"patch", "clamp"})  # a second one sees what the first has left
+IN_ORDER: frozenset[str] = frozenset({"patch", "clamp"})  # operations whose order matters
 DIGEST_BYTES = 16
 
 
@@ -33,28 +32,28 @@ class DigestPart:
 
 
 def framed(*pieces: bytes) -> bytes:
-    """Pieces behind their lengths: no two lists of pieces give the same bytes."""
+    """Pieces, each after its length: different lists of pieces give different bytes."""
     return b"".join(struct.pack("<Q", len(piece)) + piece for piece in pieces)
 
 
 def number(value: float | None) -> bytes:
-    """A float64, where minus zero is zero; nothing for None."""
+    """A float64 with minus zero as zero; empty for None."""
     return b"" if value is None else struct.pack("<d", value + 0.0)
 
 
 def float32_bytes(values: Any) -> bytes:
-    """Numbers as little-endian float32, whatever they came as: a list, a packed blob, a tensor."""
+    """Numbers as little-endian float32, from a list, an array or a tensor."""
     array = values.detach().float().cpu().numpy() if hasattr(values, "detach") else np.asarray(values)
-    return (array.astype("<f4") + np.float32(0)).tobytes()  # adding zero makes every zero a positive one
+    return (array.astype("<f4") + np.float32(0)).tobytes()  # turns minus zero into zero
 
 
 def row_digest(row: Any) -> bytes:
-    """Names a row of numbers by its content."""
+    """Digest of the content of a row."""
     return hashlib.sha256(b"birkhoff row 1" + float32_bytes(row)).digest()[:DIGEST_BYTES]
 
 
 def combine(parts: Iterable[DigestPart]) -> bytes | None:
-    """128 bits that name what all parts do together; None when there are none."""
+    """128-bit digest of all parts together; None if there are none."""
     blocks: dict[str, list[bytes]] = {}
     for part in parts:
         blocks.setdefault(part.block, []).append(part.content)
@@ -69,5 +68,5 @@ def combine(parts: Iterable[DigestPart]) -> bytes | None:
 
 
 def short(digest: bytes | None) -> int:
-    """63 bits of a digest as a positive number, for places that hold no more; 0 when there is none."""
+    """63 bits of a digest as a positive integer, for formats that hold no more; 0 for None."""
     return 0 if digest is None else int.from_bytes(digest[:8], "big") >> 1 or 1

@@ -1,12 +1,11 @@
-"""Which layers: the selectors of requests, as plain data.
+"""Layer selectors of requests, as plain data.
 
     "all"    [3, 10, -1]    {"layers": [...], "ranges": [[a, b], ...]}    {"every": 4, "from": 0}
 
-Ranges include both ends; negative layers count from the end; the result is sorted without repeats. What can be checked
-without a model is checked when a selector is parsed, the rest by `check` and `expand` against the number of layers.
-Errors are `SelectorError`s whose kind says what is wrong: "form" (not a selector), "layer" (a number that is none of
-the model's layers) or "empty" (nothing is left).
-"""
+Ranges include both ends; negative layers count from the end; the result is sorted without duplicates. Parsing
+checks what does not depend on the model; `check` and `expand` check the rest against the number of layers. Errors
+are `SelectorError`s of kind "form" (not a selector), "layer" (not a layer of the model) or "empty" (selects
+nothing)."""
 
 from __future__ import annotations
 
@@ -40,7 +39,8 @@ class LayerSelector:
         return out | {"ranges": [list(pair) for pair in self.ranges]}
 
     def check(self, num_layers: int, path: str = "layers") -> None:
-        """Refuse a number that is no layer of a model with `num_layers`, and a range that runs backwards."""
+        """Refuse layers that a model with `num_layers` layers does not have, and ranges whose start is after their
+        end."""
 
         def known(layer: int, where: str) -> int:
             if -num_layers <= layer < num_layers:
@@ -67,7 +67,7 @@ class LayerSelector:
             )
 
     def expand(self, num_layers: int, path: str = "layers") -> tuple[int, ...]:
-        """The layers of a model with `num_layers`, ascending."""
+        """The selected layers of a model with `num_layers` layers, ascending."""
         self.check(num_layers, path)
         self.check_not_empty(path)
         if self.every is not None:
@@ -82,7 +82,7 @@ ALL_LAYERS = LayerSelector(every=1)
 
 
 def parse_layers(value: Any, path: str = "layers") -> LayerSelector:
-    """A selector from what a caller wrote; what needs the number of layers is left to `check` and `expand`."""
+    """Parse a selector. Checks that need the number of layers are made by `check` and `expand`."""
     check_layers_form(value, path)
     if isinstance(value, LayerSelector):
         return value
@@ -101,7 +101,7 @@ def parse_layers(value: Any, path: str = "layers") -> LayerSelector:
 
 
 def check_layers_form(value: Any, path: str = "layers") -> None:
-    """Refuse what is no selector at all, whatever its numbers."""
+    """Refuse values that do not have the form of a selector, without checking their numbers."""
     if isinstance(value, str):
         if value != "all":
             raise SelectorError(f"is {quoted(value)}, expected {_FORMS}.", path, "form")
@@ -119,7 +119,7 @@ def check_layers_form(value: Any, path: str = "layers") -> None:
 
 
 def is_list(value: Any) -> bool:
-    """A JSON array, or what stands for one in Python."""
+    """Whether the value is a JSON array or its Python equivalent."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
 
 
@@ -133,15 +133,15 @@ def _number(value: Any, path: str) -> int:
 def _numbers(value: Any, path: str) -> tuple[int, ...]:
     if not is_list(value):
         raise SelectorError(f"is {quoted(value)}, expected a list of layers.", path, "layer")
-    return tuple(sorted({_number(item, f"{path}[{place}]") for place, item in enumerate(value)}))
+    return tuple(sorted({_number(item, f"{path}[{index}]") for index, item in enumerate(value)}))
 
 
 def _pairs(value: Any, path: str) -> tuple[tuple[int, int], ...]:
     if not is_list(value):
         raise SelectorError(f"is {quoted(value)}, expected a list of [first, last] pairs.", path, "layer")
     pairs = set()
-    for place, item in enumerate(value):
-        where = f"{path}[{place}]"
+    for index, item in enumerate(value):
+        where = f"{path}[{index}]"
         if not is_list(item) or len(item) != 2:
             raise SelectorError(
                 f"is {quoted(item)}, expected a pair [first, last], both included.", where, "layer"

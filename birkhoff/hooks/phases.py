@@ -1,8 +1,7 @@
-"""Which tokens of a piece belong to a phase: those of the prompt, generated ones, or both, decided by position alone.
+"""Which tokens of a chunk belong to a phase: prompt tokens, generated tokens or both, decided by position alone.
 
-The size of a piece never decides: chunks of a prompt, cache hits and tokens that are computed again fall on the side of
-the prompt's end on which they stand.
-"""
+The size of a chunk does not matter: prompt chunks, cache hits and recomputed tokens belong to the phase of their
+position."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ def covers(phases: str, phase: Phase) -> bool:
 
 
 def every_generated(phases: str, selector: PositionSelector | None) -> bool | None:
-    """Whether all generated tokens are meant, or none of them; None when each has to be asked about."""
+    """True if all generated tokens are selected, False if none is, None if it differs from token to token."""
     if not covers(phases, "decode"):
         return False
     return True if selector is None else None
@@ -32,13 +31,15 @@ def every_generated(phases: str, selector: PositionSelector | None) -> bool | No
 def offsets(
     phases: str, selector: PositionSelector | None, start: int, token_ids: Sequence[int], prompt_len: int
 ) -> Sequence[int]:
-    """Places in the piece that starts at `start`, ascending: of these phases, and selected when there is a selector."""
-    count, border = len(token_ids), max(prompt_len - start, 0)
-    first = border if phases == "decode" else 0
-    stop = min(border, count) if phases == "prefill" else count
+    """Offsets of the tokens of these phases in the chunk that starts at position `start`, ascending; with a selector,
+    only those it selects."""
+    count, prompt_end = len(token_ids), max(prompt_len - start, 0)
+    first = prompt_end if phases == "decode" else 0
+    stop = min(prompt_end, count) if phases == "prefill" else count
     if first >= stop:
         return ()
     if selector is None:
         return range(first, stop)
     rows = np.asarray(selector.rows(start, token_ids))
-    return rows[(rows >= first) & (rows < stop)].tolist()
+    selected: list[int] = rows[(rows >= first) & (rows < stop)].tolist()
+    return selected

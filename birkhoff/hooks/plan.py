@@ -1,9 +1,8 @@
-"""What a request wants of the sites: a `Plan`, already checked, that an engine carries without understanding it.
+"""The captures and edits of a request: a checked `Plan`, which an engine carries without interpreting it.
 
-A plan's jobs say which rows of which sites they want, step by step, and are handed those rows after the step. Whoever
-made the job (captures today) keeps its meaning; the engine only knows which rows of a step belong to which request.
-Nothing here imports an engine, so that another one can run the same plans.
-"""
+A plan's jobs select rows of sites step by step and receive those rows after the step. What a job does with them is
+known to its maker (captures, signals); the engine only knows which rows of a step belong to which request. Nothing
+here imports an engine."""
 
 from __future__ import annotations
 
@@ -43,18 +42,18 @@ class SiteRows:
 
 
 class Job(Protocol):
-    """One wish of one request. It must not raise: what goes wrong with it is its own to report."""
+    """A consumer of rows of one request. Its methods must not raise: a job reports its own errors."""
 
     @property
     def keys(self) -> Collection[Key]: ...
 
     @property
     def after(self) -> bool:
-        """The tensor as edited at its own site, not as it came."""
+        """Whether it receives the tensor after the edits of its site, not before."""
         ...
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        """Which of the tokens at positions `start, start + 1, ...` are wanted."""
+        """Offsets of the selected tokens among those at positions `start, start + 1, ...`."""
         ...
 
     def open(self) -> None:
@@ -69,22 +68,22 @@ class Job(Protocol):
 
 
 class Edit(Protocol):
-    """One change a request makes: which rows, at which sites."""
+    """One edit of a request: its operations by site, and which tokens it changes."""
 
     @property
     def sites(self) -> Mapping[Key, SiteEdit | Splice]: ...
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        """Which of the tokens at positions `start, start + 1, ...` are changed."""
+        """Offsets of the changed tokens among those at positions `start, start + 1, ...`."""
         ...
 
     @property
     def generated(self) -> bool | None:
-        """Whether it changes every generated token, or none of them; None when each has to be asked about."""
+        """True if it changes every generated token, False if none, None if it differs from token to token."""
         ...
 
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
-        """What it does to tokens of a phase, in canonical bytes; nothing when it leaves all of them alone."""
+        """Its effect on the tokens of a phase, in canonical bytes; empty if it changes none of them."""
         ...
 
     def describe(self) -> dict[str, Any] | None:
@@ -93,75 +92,78 @@ class Edit(Protocol):
 
 
 class Reservation(Protocol):
-    """Room that a request needs while it runs, such as rows of a table. Taken whole or not at all."""
+    """Capacity that a request needs while it runs, such as rows of a table. Reserved as a whole or not at all."""
 
     def reserve(self) -> bool:
-        """Take it; False when it is not free now. It was checked before that it can be."""
+        """Reserve it; False if it is not free at the moment. That it can become free was checked before."""
         ...
 
     def release(self) -> None:
-        """Give it back; harmless when it is not held."""
+        """Release it; does nothing if it is not reserved."""
         ...
 
 
 @dataclass(eq=False)
 class Plan:
-    """Everything one request wants. `seen` positions are delivered once, also when they are computed again; edits are
-    made every time a token is computed. `steered` are the positions that were edited."""
+    """All captures and edits of one request. Rows of positions below `seen` were delivered and are not delivered again
+    when they are recomputed; edits are applied every time a token is computed. `steered` are the edited positions."""
 
     jobs: tuple[Job, ...] = ()
     edits: tuple[Edit, ...] = ()
     seen: int = 0
     steered: set[int] = field(default_factory=set)
     holdings: tuple[Reservation, ...] = ()
-    table: TableRows | None = None  # rows for the vectors its edits add; without, they are added row by row
+    table: TableRows | None = None  # rows for the vectors its edits add; if None, they are added row by row
     results: RequestResults = field(
         default_factory=RequestResults
     )  # what the caller reads when the request has ended
 
     @cached_property
     def by_position(self) -> bool:
-        """Whether some edit brings a row of its own for each position."""
-        changes = (change for edit in self.edits for change in edit.sites.values())
-        return any(isinstance(change, SiteEdit) and change.positions is not None for change in changes)
+        """Whether some edit has a different row for each position."""
+        operations = (operation for edit in self.edits for operation in edit.sites.values())
+        return any(
+            isinstance(operation, SiteEdit) and operation.positions is not None for operation in operations
+        )
 
     @cached_property
     def on_generated(self) -> tuple[int, ...] | None:
-        """Numbers of the edits of every generated token; None when some edit chooses among those tokens."""
-        said = [edit.generated for edit in self.edits]
-        return None if None in said else tuple(number for number, changes in enumerate(said) if changes)
+        """Indices of the edits of every generated token; None if some edit selects among those tokens."""
+        generated = [edit.generated for edit in self.edits]
+        return None if None in generated else tuple(index for index, every in enumerate(generated) if every)
 
     @cached_property
     def rests(self) -> bool:
-        """Nothing is wanted of generated tokens and nothing is done to them."""
+        """Whether generated tokens are neither captured nor edited."""
         return not self.jobs and self.on_generated == ()
 
     @cached_property
     def prefill_digest(self) -> bytes | None:
-        """128 bits of what is done to the tokens of the prompt; None when nothing is."""
+        """128-bit digest of the edits of prompt tokens; None if there are none."""
         return combine(part for edit in self.edits for part in edit.digest_parts("prefill"))
 
     @cached_property
     def decode_digest(self) -> bytes | None:
-        """128 bits of what is done to generated tokens; None when nothing is."""
+        """128-bit digest of the edits of generated tokens; None if there are none."""
         return combine(part for edit in self.edits for part in edit.digest_parts("decode"))
 
     def reserve(self) -> bool:
-        """Take everything the request needs while it runs, or nothing and answer False: then it has to wait."""
-        wanted = self._everything()
-        for count, holding in enumerate(wanted):
-            if not holding.reserve():
-                for taken in wanted[:count]:
-                    taken.release()
+        """Reserve everything the request needs while it runs. On False nothing is reserved and the request must
+        wait."""
+        reservations = self._reservations()
+        for count, reservation in enumerate(reservations):
+            if not reservation.reserve():
+                for reserved in reservations[:count]:
+                    reserved.release()
                 return False
         return True
 
     def release(self) -> None:
-        """Give it back, at the end or for a while."""
-        for holding in self._everything():
-            holding.release()
+        """Release the reservations, at the end or while the request is preempted."""
+        for reservation in self._reservations():
+            reservation.release()
 
-    def _everything(self) -> tuple[Reservation, ...]:
+    def _reservations(self) -> tuple[Reservation, ...]:
         return self.holdings if self.table is None else (*self.holdings, self.table)
 
     def open(self) -> None:
@@ -180,7 +182,7 @@ class Plan:
 
 
 class Span(NamedTuple):
-    """One request's piece of a step: tokens at `start..` stand in rows `first_row..` of the flattened batch."""
+    """One request's chunk of a step: tokens at positions `start..` are rows `first_row..` of the flattened batch."""
 
     plan: Plan
     first_row: int

@@ -1,15 +1,15 @@
-"""Which tokens: the position selectors of captures and edits, as plain data and bound to one request.
+"""Position selectors of captures and edits, as plain data.
 
     "last_prompt"  "all_prompt"  "all_generated"  "all"         words
-    [0, 5, -1]                                                  places in the whole text; -1 is the last of the prompt
+    [0, 5, -1]                                                  positions in the whole text; -1 is the last of the prompt
     {"prompt": side, "generated": side, "exclude": side}        each side counted from its own first token
     side:  "all"  [ints]  {"window": [start, stop]}  {"token_ids": [ints]}; an object's keys all have to hold, and
-           it may have an "exclude" of its own. A window is half open, null is an open end, and the prompt may count
-           from its end. The outer "exclude" counts places in the whole text, as the list form does.
+           it may have its own "exclude". A window is half open, null is an open end, and positions of the prompt may
+           count from its end. The outer "exclude" counts positions in the whole text, as the list form does.
 
-A list demands its places: one that cannot exist is refused, one that never came is reported. Windows and token ids are
-filters: they may match fewer tokens, and are refused only when nothing could ever match. `Positions` is hashable plain
-data; `bind` makes a `PositionSelector` for one prompt (see `selector.py`). Refusals are `SelectorError`s.
+Positions in a list are required: one that cannot exist is refused, one that was never computed is reported. Windows and
+token ids are filters: they may match fewer tokens, and are refused only if nothing could ever match. `Positions` is
+hashable plain data; `bind` makes a `PositionSelector` for one prompt (see `selector.py`). Errors are `SelectorError`s.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from birkhoff.option_checks import as_int
 
 _WORDS = ("last_prompt", "all_prompt", "all_generated", "all")
 _SIDES = '"all", a list of places, {"window": [start, stop]} or {"token_ids": [...]}'
-_MOST_TOKEN_ID = 2**31 - 1
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class Side:
-    """Tokens that meet everything that is set; nothing set means all of them. A list of `places` stands alone."""
+    """Tokens that satisfy all conditions that are set; all tokens if none is. `places` excludes other conditions."""
 
     places: tuple[int, ...] | None = None
     window: tuple[int | None, int | None] | None = None
@@ -54,7 +54,7 @@ _ALL = Side()
 
 @dataclass(frozen=True)
 class Positions:
-    """Either `places` of the whole text, or a side of the prompt and one of the generated tokens, less `exclude`."""
+    """Either `places` in the whole text, or a side of the prompt and one of the generated tokens, without `exclude`."""
 
     prompt: Side | None = None
     generated: Side | None = None
@@ -80,7 +80,7 @@ BY_WORD: Mapping[str, Positions] = {
 
 
 def parse_positions(value: Any, path: str = "positions") -> Positions:
-    """A selector from what a caller wrote; what needs the prompt is left to `bind`."""
+    """Parse a selector. Checks that need the prompt are made by `bind`."""
     if isinstance(value, Positions):
         return value
     if isinstance(value, str):
@@ -113,7 +113,7 @@ def parse_positions(value: Any, path: str = "positions") -> Positions:
 
 
 def _side(value: Any, path: str, negative: bool) -> Side:
-    """`negative`: places may count back from the end of the prompt."""
+    """`negative`: positions may count back from the end of the prompt."""
     if isinstance(value, str) and value == "all":
         return _ALL
     if is_list(value):
@@ -135,7 +135,7 @@ def _side(value: Any, path: str, negative: bool) -> Side:
 
 
 def _exclude(value: Any, path: str, negative: bool) -> Side:
-    """Tokens to leave out: counted as what they are left out of, and without exceptions of their own."""
+    """Tokens to exclude, counted as in the side they are excluded from; without an "exclude" of their own."""
     side = _side(value, path, negative)
     if side == _ALL or side.exclude is not None:
         raise _refuse(
@@ -171,7 +171,7 @@ def _window(value: Any, path: str, negative: bool) -> tuple[int | None, int | No
     start, stop = (
         None if end is None else _place(end, f"{path}[{i}]", negative) for i, end in enumerate(value)
     )
-    # Across signs the order depends on the prompt's length, and is left to `bind`.
+    # With different signs the order depends on the prompt's length and is checked by `bind`.
     if start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop:
         raise _refuse(f"[{quoted(start)}, {quoted(stop)}) holds nothing: stop is excluded.", path)
     return None if start is None and stop is None else (start, stop)
@@ -182,7 +182,7 @@ def _token_ids(value: Any, path: str) -> tuple[int, ...]:
         raise _refuse(f"is {quoted(value)}, expected a non-empty list of token ids.", path)
     for i, item in enumerate(value):
         token = as_int(item)
-        if token is None or not 0 <= token <= _MOST_TOKEN_ID:
+        if token is None or not 0 <= token <= _MAX_TOKEN_ID:
             raise _refuse(f"is {quoted(item)}, expected a token id, 0 or more.", f"{path}[{i}]")
     return tuple(sorted({int(item) for item in value}))
 

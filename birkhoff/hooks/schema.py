@@ -1,9 +1,9 @@
-"""The shape and dtype of every hook of one model: the only source of truth for admission, buffers and files.
+"""The shape and dtype of every hook of one model: the only source for admission, buffers and files.
 
-`build_hook_schema(hidden, dtype, hc_mult, ...)` is built once where requests are checked and once where they are run,
-and the two must compare equal. A hook that is not in the schema is not tapped and is refused, never captured as empty.
+`build_hook_schema(hidden, dtype, hc_mult, ...)` is called once where requests are checked and once where they run, and
+the two results must be equal. A hook that is not in the schema is not tapped and is refused, never captured as empty.
 A V4 model (`hc_mult` streams) never has `post_mlp`; an ordinary model has exactly `pre_attn`, `post_attn`, `post_mlp`.
-Nothing here imports torch, so that files can be read and requests checked where there is none.
+Nothing here imports torch, so files can be read and requests checked without it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class HookSchema:
     steerable: bool = True
     once: bool = False  # fires once per model; stored at the last layer
     axes: tuple[str, ...] = ()  # a name for each axis of the row
-    hash_routed: tuple[int, ...] = ()  # layers where the token id, not this row, chose the experts
+    hash_routed: tuple[int, ...] = ()  # layers whose experts are chosen by token id and not by this row
 
     @property
     def row_bytes(self) -> int:
@@ -113,7 +113,7 @@ def schema_of(config: V4Config, dtype: str) -> dict[str, HookSchema]:
 
 
 def schema_json(schema: Mapping[str, HookSchema], num_layers: int) -> dict[str, Any]:
-    """The hook table of a loaded model as a client sees it, by ascending hook id."""
+    """The hook table of a loaded model for clients, by ascending hook id."""
     streams = schema.get("mhc_streams_final")
     ordered = sorted(schema, key=lambda name: BY_NAME[name].id)
     return {

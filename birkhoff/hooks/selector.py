@@ -1,10 +1,9 @@
-"""A position selector bound to one request: which rows of the piece that is run now are wanted.
+"""A position selector bound to one request: which rows of the current chunk are selected.
 
-`rows` is asked at every step for every request with a capture or a bounded edit, so a piece in which nothing can match
-costs two comparisons and no array. Positions count the whole text: the prompt is 0..P-1, generated tokens follow. The
-phase of a token is its side of P, whatever the size of the piece: chunks, cache hits and recomputed tokens change
-nothing. The last token that is sampled is never run, so at most `max_tokens - 1` generated rows can come.
-"""
+`rows` is called at every step for every request with a capture or an edit of some positions, so a chunk in which
+nothing can match costs two comparisons and no array. Positions count the whole text: the prompt is 0..P-1,
+generated tokens follow. Whether a token is a prompt token depends on its position alone, not on the chunk. The last
+sampled token is never run, so there are at most `max_tokens - 1` generated rows."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ _FIRST.setflags(write=False)
 
 @dataclass(frozen=True, eq=False)
 class _TokenRange:
-    """Tokens in [start, stop) that are among `places`, have one of `token_ids`, and are in none of `without`."""
+    """Tokens in [start, stop) that are in `places`, have one of `token_ids`, and are not in any of `without`."""
 
     start: int
     stop: int
@@ -43,7 +42,7 @@ class _TokenRange:
         return None if self.token_ids is None else frozenset(self.token_ids.tolist())
 
     def wants(self, position: int, token_id: int) -> bool:
-        """One token, without arrays: this is what a decoding step asks."""
+        """Whether one token is selected, without arrays: the case of a decode step."""
         if not self.start <= position < self.stop or (
             self.id_set is not None and token_id not in self.id_set
         ):
@@ -57,7 +56,8 @@ class _TokenRange:
     def positions(
         self, start: int, stop: int, first: int, token_ids: Sequence[int] | np.ndarray | None
     ) -> np.ndarray:
-        """Those in [start, stop). `token_ids[0]` is the token at `first`; None leaves ids out of the question."""
+        """Selected positions in [start, stop). `token_ids[0]` is the token at `first`; None ignores conditions on
+        ids."""
         start, stop = max(start, self.start), min(stop, self.stop)
         if start >= stop:
             return _NONE
@@ -77,18 +77,18 @@ class _TokenRange:
         return found
 
     def holds(self, positions: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
-        """Which of `positions` belong to a part that has no exceptions of its own."""
+        """Mask of `positions` that are in this range, which has no `without` of its own."""
         mask = (positions >= self.start) & (positions < self.stop)
         if self.places is not None:
             mask &= np.isin(positions, self.places)
         if self.token_ids is not None:
-            assert ids is not None, "a part that goes by token ids is asked with them"
+            assert ids is not None, "a range with token ids is called with the ids"
             mask &= np.isin(ids, self.token_ids)
         return mask
 
     def signature(self, first: int, last: int) -> bytes:
-        """Names the tokens it picks of [first, last). An end that is the text's own is left open: two prompts with a
-        common beginning agree on it whatever their lengths."""
+        """Canonical bytes of the selected tokens of [first, last). A bound at the end of the text is left open, so that
+        prompts with a common prefix agree whatever their lengths."""
         open_ends = (
             b"" if self.start <= first else str(self.start).encode(),
             b"" if self.stop >= last else str(self.stop).encode(),
@@ -103,7 +103,7 @@ class _TokenRange:
 
 @dataclass(frozen=True, eq=False)
 class PositionSelector:
-    """The tokens of one request that are wanted. `demanded` are those asked for one by one."""
+    """The selected tokens of one request. `demanded` are the positions that were listed one by one."""
 
     prompt_len: int
     max_tokens: int
@@ -117,7 +117,7 @@ class PositionSelector:
         return any(part is not None and part.wants(position, token_id) for part in parts)
 
     def rows(self, start: int, token_ids: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Which tokens of the piece that starts at `start` are wanted: their places in the piece, ascending."""
+        """Offsets of the selected tokens in the chunk that starts at position `start`, ascending."""
         stop = start + len(token_ids)
         prompt, generated = self._prompt, self._generated
         early = prompt is not None and start < prompt.stop and stop > prompt.start
@@ -133,7 +133,7 @@ class PositionSelector:
         return found - start if start else found
 
     def signature(self, phase: str) -> bytes | None:
-        """Names the tokens of "prefill" or "decode" that are picked, by place: empty for all, None for none."""
+        """Canonical bytes of the selected tokens of "prefill" or "decode": empty for all, None for none."""
         end = self.prompt_len + self.max_tokens
         part, first, last = (
             (self._prompt, 0, self.prompt_len)
@@ -143,9 +143,10 @@ class PositionSelector:
         return None if part is None or part.start >= part.stop else part.signature(first, last)
 
     def lowest_prompt_position(self) -> int | None:
-        """The first prompt token that is wanted, so that a cached prefix below it may be reused; None: no prompt token.
+        """The first selected prompt token, below which a cached prefix can be reused; None if no prompt token is
+        selected.
 
-        When token ids decide and were not given to `bind`, it is the first that could be wanted.
+        If the selection depends on token ids that `bind` was not given, the first that could be selected.
         """
         if self._prompt is None:
             return None
@@ -153,12 +154,12 @@ class PositionSelector:
         return int(found[0]) if len(found) else None
 
     def finished(self, position: int) -> bool:
-        """Whether nothing at `position` or after it can be wanted."""
+        """Whether nothing at `position` or after it can be selected."""
         parts = (self._prompt, self._generated)
         return all(part is None or position >= part.stop for part in parts)
 
-    def most_rows(self) -> tuple[int, int]:
-        """At most so many (prompt, generated) rows can come; see `exact`."""
+    def max_rows(self) -> tuple[int, int]:
+        """Upper bounds of the numbers of selected (prompt, generated) rows; see `exact`."""
         last = self.prompt_len + max(self.max_tokens - 1, 0)
         early = 0 if self._prompt is None else len(self._prompt.positions(0, self.prompt_len, 0, None))
         late = (
@@ -168,14 +169,15 @@ class PositionSelector:
 
     @property
     def exact(self) -> bool:
-        """Whether `most_rows` all come when the request runs to `max_tokens`: no id of a later token decides."""
+        """Whether `max_rows` are reached when the request runs to `max_tokens`: nothing depends on token ids."""
         return not any(part is not None and part.reads_ids for part in (self._prompt, self._generated))
 
 
 def bind(
     positions: Positions, prompt: int | Sequence[int], max_tokens: int, path: str = "positions"
 ) -> PositionSelector:
-    """Fix a selector to a prompt, given by its token ids (or its length alone) and the tokens that may follow."""
+    """Bind a selector to a prompt, given by its token ids or its length, and to the number of tokens that may
+    follow."""
     prompt_len = prompt if isinstance(prompt, int) else len(prompt)
     whole_text = _SelectorSpan(0, prompt_len + max_tokens, prompt_len)
     early = _SelectorSpan(0, prompt_len, prompt_len)
@@ -191,7 +193,9 @@ def bind(
     if positions.generated is not None:
         part_of_rest = _part(positions.generated, late, f"{path}.generated", without)
     by_ids = part_of_prompt is not None and part_of_prompt.reads_ids
-    if by_ids and part_of_prompt is not None and not isinstance(prompt, int):  # known: decided here, once
+    if (
+        by_ids and part_of_prompt is not None and not isinstance(prompt, int)
+    ):  # ids are known: decided here, once
         part_of_prompt = _at(part_of_prompt.positions(0, prompt_len, 0, prompt))
     demanded = [
         part.positions(0, prompt_len + max_tokens, 0, None)
@@ -202,7 +206,7 @@ def bind(
     selector = PositionSelector(
         prompt_len, max_tokens, part_of_prompt, part_of_rest, np.concatenate(demanded) if demanded else _NONE
     )
-    if not by_ids and not len(selector.demanded) and sum(selector.most_rows()) == 0:
+    if not by_ids and not len(selector.demanded) and sum(selector.max_rows()) == 0:
         raise SelectorError(
             f"selects nothing of a prompt of {prompt_len} tokens and up to {max_tokens} generated ones (the last of "
             "these is never run). Choose positions that will be computed, or raise max_tokens.",
@@ -214,7 +218,7 @@ def bind(
 
 @dataclass(frozen=True)
 class _SelectorSpan:
-    """Where a side lies in the whole text, and what negative places count back from (None: nothing)."""
+    """The range of a side in the whole text, and the position from which negative numbers count (None: not allowed)."""
 
     start: int
     stop: int
@@ -222,7 +226,9 @@ class _SelectorSpan:
 
     def place(self, place: int) -> int:
         if place < 0:
-            assert self.end is not None, "negative places are refused when a side without an end is parsed"
+            assert self.end is not None, (
+                "negative positions of a side without an end are refused by the parser"
+            )
             return self.end + place
         return self.start + place
 
@@ -239,7 +245,7 @@ class _SelectorSpan:
         return np.unique(np.array([self.place(place) for place in places], np.int64))
 
     def window(self, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
-        """As a slice: ends beyond the side are the side's own."""
+        """As a slice: bounds beyond the side are cut."""
         start, stop = window or (None, None)
         first = self.start if start is None else max(self.place(start), self.start)
         last = self.stop if stop is None else min(self.place(stop), self.stop)
@@ -259,5 +265,5 @@ def _part(side: Side, span: _SelectorSpan, path: str, without: tuple[_TokenRange
 
 
 def _at(places: np.ndarray) -> _TokenRange | None:
-    places.setflags(write=False)  # callers of `rows` are handed views
+    places.setflags(write=False)  # `rows` returns views
     return _TokenRange(int(places[0]), int(places[-1]) + 1, places) if len(places) else None

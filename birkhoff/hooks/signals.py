@@ -1,24 +1,23 @@
-"""Signals: the small numbers that say what the streams are doing at every token, cheap enough to ride along.
+"""Signals: small summaries of the streams at every token, cheap enough to return with a generation.
 
     engine.generate(prompt, signals=["res_mix", "stream_norm", "experts"]).signals
 
-A frame belongs to one token and holds what was asked for, by sublayer in the order of the forward pass (attention of
-layer 0, experts of layer 0, attention of layer 1, ...), S = 2 * layers of them:
+A frame belongs to one token and holds the requested signals by sublayer, in the order of the forward pass (attention of
+layer 0, experts of layer 0, attention of layer 1, ...), S = 2 * layers in all:
 
     res_mix              [S][from][to]    the mixers
     pre_mix, post_mix    [S][m]           read-in and write-out weights
     head_mix             [m]              read-out weights of the head
-    stream_norm          [S + 1][m]       length of each stream; the last place is what the head gets
+    stream_norm          [S + 1][m]       norm of each stream; the last entry is the input of the head
     experts              [layers][k][2]   chosen experts and their weights
     cosine:NAME          [S + 1][m]       of each stream to a named vector
     blocks               [layers]         spans [from, to) of the compressed blocks that were attended to; null in a
-                                          layer that has no choice to make
+                                          layer without block selection
 
-All but the last two are meant by "all": a direction has a name, and the blocks have to be chosen a second time.
+"all" means all but the last two: a direction needs a name, and blocks have to be selected a second time.
 
-A signal is a job of the request's plan like a capture: asking changes no bit of the answer, and frames come in order,
-each when its token has been computed. The last token of an answer is never computed, so it has none.
-"""
+Signals are a job of the request's plan, like a capture: they change no bit of the output, and frames come in order,
+each when its token has been computed. The last token of an output is never computed and has no frame."""
 
 from __future__ import annotations
 
@@ -43,41 +42,41 @@ Frame = dict[str, Any]
 
 
 def check_signals(signals: Any, modules: Mapping[str, Any], width: int) -> tuple[str, ...]:
-    """The asked-for names, each once, or a refusal that names the wrong one. `width` is one stream's."""
+    """The requested names without duplicates; unknown names are refused. `width` is the width of one stream."""
     if signals is True or signals == "all":
         return NAMES
     if isinstance(signals, str) or not isinstance(signals, Sequence):
         raise OptionError(
             f"signals is {quoted(signals)}, expected a list of {', '.join(NAMES)}, {BLOCKS}, or 'all'."
         )
-    for place, name in enumerate(signals):
+    for index, name in enumerate(signals):
         if isinstance(name, str) and name.startswith(COSINE):
             known = name[len(COSINE) :]
             if known not in modules:
                 registered = ", ".join(sorted(modules)) or "none"
                 raise OptionError(
-                    f"signals[{place}]: there is no vector named {quoted(known)}; there are: {registered}."
+                    f"signals[{index}]: there is no vector named {quoted(known)}; there are: {registered}."
                 )
             if direction(modules[known]).shape[-1] % width:
                 raise OptionError(
-                    f"signals[{place}]: {quoted(known)} is no vector of streams of {width} numbers."
+                    f"signals[{index}]: {quoted(known)} is no vector of streams of {width} numbers."
                 )
         elif name not in NAMES and name != BLOCKS:
             known = ", ".join((*NAMES, BLOCKS))
-            raise OptionError(f"signals[{place}] is {quoted(name)}, expected {known} or {COSINE}NAME.")
+            raise OptionError(f"signals[{index}] is {quoted(name)}, expected {known} or {COSINE}NAME.")
     return tuple(dict.fromkeys(signals))
 
 
 def direction(vector: Any) -> torch.Tensor:
-    """A named vector as numbers: of several layers, their mean."""
+    """A named vector as a tensor; the mean over layers if it has several."""
     tensor = vector.tensor() if hasattr(vector, "tensor") else torch.as_tensor(vector)
     return tensor.float().reshape(-1, tensor.shape[-1]).mean(0) if tensor.ndim > 1 else tensor.float()
 
 
 class SignalJob:
-    """One request's frames. `take` hands out those that became complete since it was last called.
+    """The frames of one request. `take` returns those completed since the last call.
 
-    `others` are rows that another job is given, and tells of through `put`."""
+    `others` are rows that another job receives and passes on through `put`."""
 
     after = False
 
@@ -110,7 +109,7 @@ class SignalJob:
         self.keys = tuple(keys)
         self._open: dict[int, tuple[Frame, set[Key]]] = {}
         self._done: list[Frame] = []
-        self.frames: list[Frame] = []  # everything so far, for a caller who waits for the end
+        self.frames: list[Frame] = []  # all frames so far, for callers that wait for the end
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return range(len(token_ids))
@@ -122,41 +121,41 @@ class SignalJob:
         self._fill(rows, self._values(rows))
 
     def put(self, rows: SiteRows, name: str, layer: int, values: Sequence[Any]) -> None:
-        """What another job found in these rows."""
+        """Add values that another job computed from these rows."""
         self._fill(rows, {name: (layer, values)})
 
     def _fill(self, rows: SiteRows, values: Mapping[str, tuple[int | None, Sequence[Any]]]) -> None:
-        for place, (position, token) in enumerate(zip(rows.positions, rows.token_ids)):
+        for index, (position, token) in enumerate(zip(rows.positions, rows.token_ids)):
             frame, missing = self._open.setdefault(
                 position, ({"position": position, "token_id": token}, {*self.keys, *self._others})
             )
             for name, (sublayer, numbers) in values.items():
                 if sublayer is None:
-                    frame[name] = numbers[place]
+                    frame[name] = numbers[index]
                 else:
-                    frame.setdefault(name, [None] * self._places(name))[sublayer] = numbers[place]
+                    frame.setdefault(name, [None] * self._length(name))[sublayer] = numbers[index]
             missing.discard((rows.hook, rows.layer))
             if not missing:
                 del self._open[position]
                 self._done.append(frame)
 
     def close(self, finish_reason: str, num_tokens: int) -> None:
-        self._open.clear()  # a cancelled step may have left half a frame
+        self._open.clear()  # a cancelled step may leave an incomplete frame
 
     def take(self) -> list[Frame]:
-        """Frames that are new, in order of position."""
+        """New frames, in order of position."""
         fresh = sorted(self._done, key=lambda frame: frame["position"])
         self._done = []
         self.frames += fresh
         return fresh
 
-    def _places(self, name: str) -> int:
+    def _length(self, name: str) -> int:
         return {"experts": self._layers, BLOCKS: self._layers}.get(
             name, 2 * self._layers + (name not in MIXES)
         )
 
     def _values(self, rows: SiteRows) -> dict[str, tuple[int | None, Sequence[Any]]]:
-        """What these rows say, by signal: which place of the frame, and the numbers of each row."""
+        """The values in these rows, by signal: the index in the frame, and the numbers of each row."""
         tensor, at = rows.tensor.float(), 2 * rows.layer
         for name, (attn, ffn) in MIXES.items():
             if rows.hook in (attn, ffn):
@@ -165,22 +164,23 @@ class SignalJob:
             return {"head_mix": (None, _rounded(tensor))}
         if rows.hook == "moe_topk":
             return {"experts": (rows.layer, _rounded(tensor))}
-        place = {"mhc_streams_pre_attn": at, "mhc_streams_pre_mlp": at + 1}.get(rows.hook, 2 * self._layers)
-        found: dict[str, tuple[int | None, Sequence[Any]]] = {}
+        index = {"mhc_streams_pre_attn": at, "mhc_streams_pre_mlp": at + 1}.get(rows.hook, 2 * self._layers)
+        values: dict[str, tuple[int | None, Sequence[Any]]] = {}
         norms = tensor.norm(dim=-1)  # [rows, m]
         if "stream_norm" in self.names:
-            found["stream_norm"] = (place, _rounded(norms))
+            values["stream_norm"] = (index, _rounded(norms))
         for name, vector in self._directions.items():
-            each = vector.view(-1, tensor.shape[-1])  # one direction for all streams, or one for each
+            each = vector.view(-1, tensor.shape[-1])  # one direction for all streams, or one per stream
             along = (tensor * each).sum(-1) / (norms * each.norm(dim=-1)).clamp_min(1e-30)
-            found[name] = (place, _rounded(along))
-        return found
+            values[name] = (index, _rounded(along))
+        return values
 
 
 def _rounded(tensor: torch.Tensor) -> list[Any]:
-    """Nested lists of numbers with six significant digits: what a picture needs, at a third of the bytes."""
+    """Nested lists of numbers with six significant digits: enough for plots, at a third of the bytes."""
     values = tensor.numpy().astype(np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
         digits = np.where(values == 0, 0.0, 5 - np.floor(np.log10(np.abs(values))))
     scale = 10.0 ** np.clip(np.nan_to_num(digits, nan=0.0, posinf=0.0, neginf=0.0), -30, 30)
-    return (np.round(values * scale) / scale).tolist()
+    rounded: list[Any] = (np.round(values * scale) / scale).tolist()
+    return rounded

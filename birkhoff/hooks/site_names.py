@@ -1,11 +1,10 @@
-"""Every name a hook goes by: our aliases, and what other tools call the same tensor.
+"""The names of hooks: our aliases, and the names of the same tensors in other tools.
 
 An address is (hook, layer) with layers counted from 0; hooks that fire once per model have the address (hook, L-1).
-`resolve` turns what a caller wrote into the address where the tensor is tapped: aliases are followed, negative layers
-count from the end, and what a model does not have is refused with the names that would do. Reading and editing resolve
-alike, since one name serves both. The tables of other tools are bijections between addresses and their names: a name
-that no row makes is unknown, never guessed. Nothing here imports torch.
-"""
+`resolve` maps a name and layer to the address where the tensor is tapped: aliases are followed, negative layers
+count from the end, and names that the model does not have are refused with alternatives. Captures and edits use the
+same names. The tables of other tools are bijections between addresses and their names: a name that is not in the
+table is unknown, never guessed. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from birkhoff.option_checks import as_int
 Address = tuple[str, int]
 
 POST_BLOCK = "post_block"  # another name of post_mlp, on ordinary models
-STREAMS_POST_MLP = "mhc_streams_post_mlp"  # the streams that leave a layer: those the next one reads
+STREAMS_POST_MLP = "mhc_streams_post_mlp"  # the streams leaving a layer, which the next layer reads
 ALIASES: tuple[str, ...] = (POST_BLOCK, STREAMS_POST_MLP)
 
 # TransformerLens' adapter of DeepseekV4ForCausalLM; the streams are 4-D there: [batch, position, stream, hidden].
@@ -64,7 +63,7 @@ TOOLS: Mapping[str, Mapping[str, str]] = MappingProxyType(
 
 
 def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
-    """Why this model has no such hook, and what it has instead; None when it has."""
+    """Why this model does not have the hook, and what it has instead; None if it has it."""
     streams = "mhc_streams_final" in schema
     if (
         hook in schema
@@ -84,7 +83,7 @@ def refusal(hook: str, schema: Mapping[str, HookSchema]) -> str | None:
 
 
 def resolve(hook: str, layer: int, schema: Mapping[str, HookSchema], num_layers: int) -> Address:
-    """Where the tensor asked for by this name and layer is tapped. Once-per-model hooks take any layer."""
+    """The address where the tensor of this name and layer is tapped. Once-per-model hooks accept any layer."""
     why = refusal(hook, schema)
     if why is not None:
         raise SiteError(why)
@@ -107,9 +106,9 @@ def known_name(hook: str) -> bool:
 
 
 def to_tool(tool: str, address: Address, num_layers: int) -> str | None:
-    """What another tool calls the tensor at this address, or None when it has no name for it."""
+    """The name of the tensor at this address in another tool, or None if it has none."""
     table = _table(tool)
-    (hook, layer) = address
+    hook, layer = address
     if not 0 <= layer < num_layers:
         raise SiteError(f"{hook}[{layer}]: this model has layers 0..{num_layers - 1}.")
     if hook not in table or (_once(hook) and layer != num_layers - 1):
@@ -118,14 +117,14 @@ def to_tool(tool: str, address: Address, num_layers: int) -> str | None:
 
 
 def from_tool(tool: str, name: str, num_layers: int) -> Address | None:
-    """The address another tool's name stands for, or None when it is none of its names or a layer too far."""
+    """The address of another tool's name, or None if it is not one of its names or the layer does not exist."""
     for hook, pattern in _table(tool).items():
         if _once(hook):
             if name == pattern:
                 return hook, num_layers - 1
             continue
         before, after = pattern.split("{}")
-        # Digits without leading zeros: "blocks.01" is no name, or two names would mean one address.
+        # Digits without leading zeros: otherwise "blocks.01" and "blocks.1" would both name one address.
         match = re.fullmatch(re.escape(before) + "(0|[1-9][0-9]{0,8})" + re.escape(after), name, re.ASCII)
         if match and int(match[1]) < num_layers:
             return hook, int(match[1])

@@ -1,9 +1,9 @@
-"""Every place where a V4 model can be looked at or changed: one row per site.
+"""Every tensor of a V4 model that can be captured or edited: one row per site.
 
-A site is a *hook* on the public surface; its wire name is the name here. Ids 0..11 are fixed for ever and new sites
-append, so that compiled graphs and capture files stay valid. Shapes are per row, in the letters `d` hidden, `m`
-streams, `E` routed experts, `k` experts per token. A site that may be edited is an assignment in the model text
-(`x = tap(site, x)`); one that may not is a bare `tap.see(site, x)`.
+A site is called a *hook* on the public surface, under the same name. Ids 0..11 are fixed and new sites are appended, so
+that compiled graphs and capture files stay valid. Shapes are per row, in the letters `d` hidden, `m`
+streams, `E` routed experts, `k` experts per token. A site that can be edited is an assignment in the model code
+(`x = tap(site, x)`); one that can only be captured is a bare `tap.see(site, x)`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Site:
-    """One tensor of the forward pass, by name."""
+    """One tensor of the forward pass."""
 
     id: int
     name: str

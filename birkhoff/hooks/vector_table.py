@@ -1,13 +1,12 @@
-"""Vectors that are added, in tables: what a step adds to which token is data, so it changes no shape and no kernel.
+"""Tables of vectors that edits add: which vector a step adds to which token is data and changes no shape or kernel.
 
-One slab `[slots, width]` for each width holds every different vector once, whoever uses it and at however many sites:
-slots are found by content and counted by use. Slot 0 adds nothing. A row number stands for one edit of one request; at
-every site a small map says which slot it means there, 0 where the edit does nothing. So one index, token to row, serves
-all sites and widths of a step, and `gather_add` is three fixed operations on buffers that never move. Slabs and maps
-are written between steps, in place; on hosts they grow by doubling up to their limit, where graphs are recorded they
-are made whole at once (`fixed`).
+One slab `[slots, width]` per width holds every distinct vector once, for all requests and sites: slots are found by
+content and reference counted. Slot 0 adds nothing. A row id stands for one edit of one request; every site has a
+map from row ids to slots, 0 where the edit does nothing. So one index, token to row, serves all sites and widths of
+a step, and `gather_add` is three fixed operations on buffers that stay in place. Slabs and maps are written between
+steps; on the host they grow by doubling up to their limit, for recorded graphs they are allocated whole (`fixed`).
 
-Zero is stored as minus zero, the one number that leaves every other as it is, minus zero included.
+Zero is stored as minus zero, which leaves every number unchanged when added, minus zero included.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from birkhoff.hooks.edit import Path, SiteEdit, add_total
 SENTINEL = 0  # the slot, and the row, that changes nothing
 FIRST_SLOTS, FIRST_ROWS = 16, 16
 MAX_SLOTS, MAX_ROWS = 4096, 4096
-TableSite = tuple[str, int, Path]  # hook, layer, and who sees the edit there
+TableSite = tuple[str, int, Path]  # hook, layer, and the path that the edit changes
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What one edit adds at one site: `row` [width] float32, named by its digest."""
+    """The vector that one edit adds at one site: `row` [width] float32, and its digest."""
 
     digest: bytes
     row: torch.Tensor
@@ -46,12 +45,12 @@ RowContent = Mapping[TableSite, Content]
 
 
 class Slab:
-    """Rows of one width, each different one once."""
+    """Vectors of one width, each distinct one once."""
 
-    def __init__(self, width: int, device: torch.device, most: int, fixed: bool = False):
+    def __init__(self, width: int, device: torch.device, limit: int, fixed: bool = False):
         self.width = width
-        self.most = most
-        self.rows = torch.full((most if fixed else min(FIRST_SLOTS, most), width), -0.0, device=device)
+        self.limit = limit
+        self.rows = torch.full((limit if fixed else min(FIRST_SLOTS, limit), width), -0.0, device=device)
         self._slot_of: dict[bytes, int] = {}
         self._digest_of: dict[int, bytes] = {}
         self.uses: Counter[int] = Counter()
@@ -59,10 +58,10 @@ class Slab:
 
     @property
     def room(self) -> int:
-        """How many rows that are not here yet could still be taken."""
-        return self.most - 1 - len(self._digest_of)
+        """How many more distinct vectors fit."""
+        return self.limit - 1 - len(self._digest_of)
 
-    def holds(self, digest: bytes) -> bool:
+    def contains(self, digest: bytes) -> bool:
         return digest in self._slot_of
 
     def take(self, content: Content) -> int:
@@ -76,16 +75,16 @@ class Slab:
         self.uses[slot] += 1
         return slot
 
-    def drop(self, slot: int) -> None:
+    def release(self, slot: int) -> None:
         self.uses[slot] -= 1
-        assert self.uses[slot] >= 0, f"slot {slot} was dropped more often than taken"
+        assert self.uses[slot] >= 0, f"slot {slot} was released more often than taken"
         if not self.uses[slot]:
             del self.uses[slot], self._slot_of[self._digest_of.pop(slot)]
             self._free.append(slot)
 
     def _grow(self) -> None:
         old = len(self.rows)
-        size = min(2 * old, self.most)
+        size = min(2 * old, self.limit)
         assert size > old, "room was checked before rows were taken"
         grown = self.rows.new_full((size, self.width), -0.0)
         grown[:old] = self.rows
@@ -94,7 +93,7 @@ class Slab:
 
 
 class Tables:
-    """All slabs of one engine, and what every row number means at every site."""
+    """All slabs of one engine, and the maps from row ids to slots of every site."""
 
     def __init__(
         self,
@@ -108,15 +107,15 @@ class Tables:
         self.max_rows = max_rows
         self.fixed = fixed
         self.slabs: dict[int, Slab] = {}
-        self.version = 0  # counts every change of what a row number means
+        self.version = 0  # incremented whenever a row id changes its meaning
         self._sites: dict[TableSite, torch.Tensor] = {}
         self._widths: dict[TableSite, int] = {}
-        self._held: dict[int, list[tuple[TableSite, Slab, int]]] = {}
+        self._slots: dict[int, list[tuple[TableSite, Slab, int]]] = {}
         self._capacity = max_rows if fixed else min(FIRST_ROWS, max_rows)
         self._free = list(range(self._capacity - 1, SENTINEL, -1))
 
     def check_fits(self, contents: Sequence[RowContent]) -> None:
-        """Refuse what could not be held even if nobody else held anything."""
+        """Refuse contents that would not fit even into empty tables."""
         for width, different in _different(contents).items():
             if len(different) > self.max_slots - 1:
                 raise CapacityError(
@@ -130,44 +129,44 @@ class Tables:
             )
 
     def reserve(self, contents: Sequence[RowContent]) -> list[int] | None:
-        """A row number for each, or None when there is no room for all of them now."""
-        if len(contents) > self.max_rows - 1 - len(self._held):
+        """A row id for each, or None if they do not all fit at the moment."""
+        if len(contents) > self.max_rows - 1 - len(self._slots):
             return None
         for width, different in _different(contents).items():
             slab = self._slab(width)
-            if sum(not slab.holds(digest) for digest in different) > slab.room:
+            if sum(not slab.contains(digest) for digest in different) > slab.room:
                 return None
         return [self._take(content) for content in contents]
 
     def release(self, rows: Iterable[int]) -> None:
         for row in rows:
-            for site, slab, slot in self._held.pop(row):
+            for site, slab, slot in self._slots.pop(row):
                 self._sites[site][row] = SENTINEL
-                slab.drop(slot)
+                slab.release(slot)
             self._free.append(row)
         self.version += 1
 
     def site(self, site: TableSite) -> tuple[torch.Tensor, torch.Tensor]:
-        """The slab of a site and its map from row numbers to slots."""
+        """The slab of a site and its map from row ids to slots."""
         return self.slabs[self._widths[site]].rows, self._sites[site]
 
     @property
-    def rows_held(self) -> int:
-        return len(self._held)
+    def rows_used(self) -> int:
+        return len(self._slots)
 
     def _take(self, content: RowContent) -> int:
         if not self._free:
-            self._more_rows()
+            self._grow()
         row = self._free.pop()
-        held = self._held[row] = []
-        for site, what in content.items():
-            slab = self._slab(len(what.row))
-            slot = slab.take(what)
+        slots = self._slots[row] = []
+        for site, vector in content.items():
+            slab = self._slab(len(vector.row))
+            slot = slab.take(vector)
             if site not in self._sites:
                 self._sites[site] = torch.zeros(self._capacity, dtype=torch.long, device=self.device)
                 self._widths[site] = slab.width
             self._sites[site][row] = slot
-            held.append((site, slab, slot))
+            slots.append((site, slab, slot))
         self.version += 1
         return row
 
@@ -176,7 +175,7 @@ class Tables:
             self.slabs[width] = Slab(width, self.device, self.max_slots, self.fixed)
         return self.slabs[width]
 
-    def _more_rows(self) -> None:
+    def _grow(self) -> None:
         old = self._capacity
         self._capacity = min(2 * self._capacity, self.max_rows)
         assert self._capacity > old, "room was checked before rows were taken"
@@ -186,38 +185,38 @@ class Tables:
 
 
 class TableRows:
-    """The rows of one request's edits: a `Holding` of its plan. `row_of` has the edits that are in the tables."""
+    """The table rows of one request's edits, a `Reservation` of its plan. `row_of`: row id by index of the edit."""
 
     def __init__(
         self, tables: Tables, edits: Sequence[Mapping[tuple[str, int], object]], widths: Mapping[str, int]
     ):
         self.tables = tables
         self._contents: dict[int, RowContent] = {}
-        known: dict[tuple[int, int], Content] = {}  # one operation serves many layers and is read once
-        for number, sites in enumerate(edits):
+        known: dict[tuple[int, int], Content] = {}  # one operation may be used at many layers
+        for index, sites in enumerate(edits):
             content: dict[TableSite, Content] = {}
-            for (hook, layer), change in sites.items():
-                if isinstance(change, SiteEdit) and change.is_plain:
-                    name = (id(change), widths[hook])
+            for (hook, layer), operation in sites.items():
+                if isinstance(operation, SiteEdit) and operation.is_plain:
+                    name = (id(operation), widths[hook])
                     if name not in known:
-                        known[name] = Content.of(change, widths[hook])
-                    content[hook, layer, change.path] = known[name]
+                        known[name] = Content.of(operation, widths[hook])
+                    content[hook, layer, operation.path] = known[name]
             if content:
-                self._contents[number] = content
+                self._contents[index] = content
         tables.check_fits(list(self._contents.values()))
         self.row_of: dict[int, int] = {}
-        # Sums are made in this order, so that listing the same edits differently changes no bit.
-        named = {
-            number: sorted((site, what.digest) for site, what in content.items())
-            for number, content in self._contents.items()
+        # Vectors are summed in this order, so that the order of edits in a request changes no bit.
+        names = {
+            index: sorted((site, vector.digest) for site, vector in content.items())
+            for index, content in self._contents.items()
         }
-        self.rank = {number: place for place, number in enumerate(sorted(named, key=named.__getitem__))}
+        self.rank = {index: rank for rank, index in enumerate(sorted(names, key=names.__getitem__))}
 
     def __len__(self) -> int:
         return len(self._contents)
 
-    def sites(self, number: int) -> Iterable[TableSite]:
-        return self._contents[number]
+    def sites(self, index: int) -> Iterable[TableSite]:
+        return self._contents[index]
 
     def reserve(self) -> bool:
         assert not self.row_of, "rows are reserved once"
@@ -236,27 +235,27 @@ class TableRows:
 def gather_add(
     x: torch.Tensor, token_rows: torch.Tensor, sites: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> torch.Tensor:
-    """x [n, ...] plus what each token's rows [lanes, n] mean at these sites; summed in float32, rounded once.
+    """x [n, ...] plus the vectors of each token's rows [lanes, n] at these sites; summed in float32, rounded once.
 
-    Every operation has a fixed shape and reads buffers that stay where they are."""
+    Every operation has a fixed shape and reads buffers that stay in place."""
     return add_total(x, gather(token_rows, sites))
 
 
 def gather(token_rows: torch.Tensor, sites: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
-    """What is added to each token, [n, width] float32."""
+    """The sum of vectors added to each token, [n, width] float32."""
     total: torch.Tensor | None = None
     for rows in token_rows:
         for slab, slots in sites:
             vectors = slab.index_select(0, slots.index_select(0, rows))
             total = vectors if total is None else total + vectors
-    assert total is not None, "there is a lane and a site"
+    assert total is not None, "there is at least one lane and one site"
     return total
 
 
 def _different(contents: Sequence[RowContent]) -> dict[int, set[bytes]]:
-    """The digests of all contents, by width."""
-    found: dict[int, set[bytes]] = {}
+    """The distinct digests of all contents, by width."""
+    digests: dict[int, set[bytes]] = {}
     for content in contents:
-        for what in content.values():
-            found.setdefault(len(what.row), set()).add(what.digest)
-    return found
+        for vector in content.values():
+            digests.setdefault(len(vector.row), set()).add(vector.digest)
+    return digests

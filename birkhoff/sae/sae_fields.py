@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from birkhoff.errors import SaeError, SelectorError, quoted
+from birkhoff.errors import SaeError, quoted
+from birkhoff.hooks.field_paths import check_keys, field_path, join_path
 from birkhoff.hooks.layers import is_list
 from birkhoff.hooks.phases import PHASES
 from birkhoff.hooks.site_names import known_name
@@ -69,38 +70,39 @@ def parse_intervention(raw: Any, path: str) -> SaeEdit:
     """One `{"op": "sae"}`; the inverse of an edit's `to_json`."""
     if not isinstance(raw, Mapping):
         raise SaeError(f"is {quoted(raw)}, expected an object with 'op', 'module' and 'mode'.", path)
-    _only(raw, _NATIVE, path)
+    check_keys(raw, _NATIVE, path, SaeError)
     if raw.get("op", "sae") != "sae":
-        raise SaeError(f"is {quoted(raw['op'])}, expected 'sae'.", _join(path, "op"))
+        raise SaeError(f"is {quoted(raw['op'])}, expected 'sae'.", join_path(path, "op"))
     mode = raw.get("mode", "delta")
     if mode not in ("delta", "reconstruct"):
-        raise SaeError(f"is {quoted(mode)}, expected 'delta' or 'reconstruct'.", _join(path, "mode"))
+        raise SaeError(f"is {quoted(mode)}, expected 'delta' or 'reconstruct'.", join_path(path, "mode"))
     if mode == "delta" and "error_term" in raw:
         raise SaeError(
             "a delta keeps the error by itself. Leave it out, or use mode 'reconstruct'.",
-            _join(path, "error_term"),
+            join_path(path, "error_term"),
         )
     features: dict[Any, Any] = {}
     if raw.get("set") is not None:
         if not isinstance(raw["set"], Mapping):
             raise SaeError(
-                f"is {quoted(raw['set'])}, expected an object from features to values.", _join(path, "set")
+                f"is {quoted(raw['set'])}, expected an object from features to values.",
+                join_path(path, "set"),
             )
         features = dict(raw["set"])
     if raw.get("set_at") is not None:
         if features:
-            raise SaeError("is given beside set. Use one of them.", _join(path, "set_at"))
-        features = _by_site(raw["set_at"], _join(path, "set_at"), _plain_values)
+            raise SaeError("is given beside set. Use one of them.", join_path(path, "set_at"))
+        features = _by_site(raw["set_at"], join_path(path, "set_at"), _plain_values)
     given = {
         name: raw[name]
         for name in ("kind", "only_if_active", "phase", "where", "streams", "path")
         if name in raw
     }
     if mode == "reconstruct":
-        with _FieldPath(path):
+        with field_path(path, SaeError):
             error = {"error": raw["error_term"]} if "error_term" in raw else {}
             return SaeReconstruct(raw.get("module"), features, **given, **error)  # type: ignore[arg-type]
-    with _FieldPath(path):
+    with field_path(path, SaeError):
         return SaeSet(raw.get("module"), features, **given)  # type: ignore[arg-type]
 
 
@@ -114,7 +116,7 @@ def _specs(value: Any, path: str, known: Sequence[str]) -> list[tuple[Mapping[st
             raise SaeError(
                 f"is {quoted(spec)}, expected an object with 'module_name' and 'clamps'.", f"{path}[{place}]"
             )
-        _only(spec, known, f"{path}[{place}]")
+        check_keys(spec, known, f"{path}[{place}]", SaeError)
     return [(spec, f"{path}[{place}]") for place, spec in enumerate(value)]
 
 
@@ -133,7 +135,7 @@ def _made(
         )
     features = _by_site(spec.get("clamps") or {}, f"{path}.clamps", _entries)
     given = {name: spec[name] for name in ("where", "streams", "path") if name in spec}
-    with _FieldPath(path):
+    with field_path(path, SaeError):
         return kind(name, features, phase=said, **given, **more)
 
 
@@ -169,7 +171,7 @@ def _entries(raw: Any, path: str) -> dict[Any, Any]:
             raise SaeError(
                 f"is {quoted(entry)}, expected an object with 'feature_idx', 'kind' and 'value'.", at
             )
-        _only(entry, _ENTRY, at)
+        check_keys(entry, _ENTRY, at, SaeError)
         if "feature_idx" not in entry or "value" not in entry:
             raise SaeError(f"lacks {'value' if 'feature_idx' in entry else 'feature_idx'}.", at)
         feature = entry["feature_idx"]
@@ -194,32 +196,6 @@ def _plain_values(raw: Any, path: str) -> dict[Any, Any]:
     if not isinstance(raw, Mapping):
         raise SaeError(f"is {quoted(raw)}, expected an object from features to values.", path)
     return dict(raw)
-
-
-def _only(raw: Mapping[str, Any], known: Sequence[str], path: str) -> None:
-    unknown = [key for key in raw if key not in known]
-    if unknown:
-        raise SaeError(f"has the unknown key {quoted(unknown[0])}, expected {', '.join(known)}.", path)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path else name
-
-
-class _FieldPath:
-    """Refusals inside name the field they are about."""
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, SelectorError):
-            raise SaeError(error.reason, _join(self._path, error.path)) from None
-        if isinstance(error, SaeError) and self._path and not error.path.startswith(self._path):
-            raise SaeError(str(error), self._path) from None
 
 
 def _one(raw: Any, path: str) -> list[SaeEdit]:

@@ -1,9 +1,8 @@
 """Tensors from a file that `torch.save` wrote, for files that are not trusted.
 
-`torch.load(weights_only=True)` runs no code of the file, but by itself it inflates compressed members without a limit,
-reads the old pickle-only form, returns objects that are not tensors, and returns tensors that repeat a few stored numbers
-any number of times. So the archive is checked before it is loaded, and the result after.
-"""
+`torch.load(weights_only=True)` runs no code of the file, but by itself it inflates compressed members without a
+limit, reads the old pickle-only form, returns objects that are not tensors, and returns tensors that repeat a few
+stored numbers any number of times. So the archive is checked before it is loaded, and the result after."""
 
 from __future__ import annotations
 
@@ -22,7 +21,9 @@ def load_state_dict(path: Path) -> dict[str, Any]:
     _check_archive(path)
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a malformed file provokes: RuntimeError, UnpicklingError, KeyError, ...
+    except (
+        Exception
+    ) as error:  # whatever a malformed file provokes: RuntimeError, UnpicklingError, KeyError, ...
         name = re.search(r"GLOBAL (\S+)", str(error))
         if name is not None:
             raise SaeFileError(

@@ -16,7 +16,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-from birkhoff.errors import SelectorError, SteeringError, quoted
+from birkhoff.errors import SteeringError, quoted
+from birkhoff.hooks.field_paths import check_keys, field_path
 from birkhoff.hooks.layers import is_list
 from birkhoff.hooks.site_names import STREAMS_POST_MLP
 from birkhoff.hooks.sites import BY_NAME
@@ -101,7 +102,7 @@ def _named(value: Any, modules: Mapping[str, Any]) -> WireEdit:
     path = "steering_name"
     scale, name = 1.0, value
     if isinstance(value, Mapping):
-        _only(value, ("name", "scale"), path)
+        check_keys(value, ("name", "scale"), path, SteeringError)
         scale = finite_number(value.get("scale", 1.0), "scale", f"{path}.scale")
         name = value.get("name")
     if not isinstance(name, str) or not name:
@@ -148,7 +149,7 @@ def _add(entries: list[LayerVector], hook: str, phase: str, path: str) -> Add:
     first = entries[0]
     layers = [entry.layer for entry in entries]
     vector: Any = first.vector
-    with _FieldPathContext(path):
+    with field_path(path, SteeringError):
         if len(entries) > 1:
             vector = SteeringVector({entry.layer: entry.vector for entry in entries}, "add", hook)
         return Add(vector, hook, layers, first.scale, first.streams, phase=phase, path=_compatible_path(hook))
@@ -176,11 +177,11 @@ def _interventions(value: Any, features: Mapping[str, Parser], runs: Mapping[str
 
 
 def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any]) -> Any:
-    _only(raw, (*_COMMON, *_OWN[op]), path)
+    check_keys(raw, (*_COMMON, *_OWN[op]), path, SteeringError)
     at = raw.get("at", {})
     if not isinstance(at, Mapping):
         raise SteeringError(f"is {quoted(at)}, expected an object with 'hook' and 'layers'.", f"{path}.at")
-    _only(at, ("hook", "layers"), f"{path}.at")
+    check_keys(at, ("hook", "layers"), f"{path}.at", SteeringError)
     given = {
         name: raw[name]
         for name in ("scale", "streams", "where", "phase", "path")
@@ -202,7 +203,7 @@ def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any])
             raise SteeringError("is given beside min or max. It stands for both.", f"{path}.value")
         given["min"] = given["max"] = raw["value"]
     vector = _source(raw, op, at, path, runs)
-    with _FieldPathContext(path):
+    with field_path(path, SteeringError):
         return OPS[op](vector, hook=at.get("hook"), layers=at.get("layers"), **given)
 
 
@@ -219,7 +220,7 @@ def _source(
         if value.startswith("@") and len(value) > 1:
             return value[1:]
         raise SteeringError(f"is {quoted(value)}, expected '@' and the name of a module, or numbers.", where)
-    with _FieldPathContext(where):
+    with field_path(where, SteeringError):
         if isinstance(value, Mapping):
             if "data" in value or "dtype" in value:
                 return unpacked_vector(value, "")
@@ -234,7 +235,7 @@ def _source(
 
 
 def _run(value: Mapping[str, Any], at: Mapping[str, Any], runs: Mapping[str, Any]) -> PositionRows:
-    _only(value, ("run", "layer"), "")
+    check_keys(value, ("run", "layer"), "", SteeringError)
     name, layers = value["run"], cast("Any", at.get("layers"))
     if not isinstance(name, str) or name not in runs:
         known = ", ".join(sorted(runs)) or "none"
@@ -255,26 +256,3 @@ def _parser(features: Mapping[str, Parser], name: str, path: str) -> Parser:
             "dictionaries of features are not served here. Attach one, or leave this out.", path
         )
     return features[name]
-
-
-def _only(raw: Mapping[str, Any], known: Sequence[str], path: str) -> None:
-    unknown = [key for key in raw if key not in known]
-    if unknown:
-        raise SteeringError(f"has the unknown key {quoted(unknown[0])}, expected {', '.join(known)}.", path)
-
-
-class _FieldPathContext:
-    """Refusals inside name the field they are about."""
-
-    def __init__(self, path: str):
-        self._path = path
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, SteeringError):
-            raise SteeringError(error.reason, ".".join(filter(None, (self._path, error.path)))) from None
-        if isinstance(error, SelectorError):
-            part = f"at.{error.path}" if error.path.startswith("layers") else error.path
-            raise SteeringError(error.reason, f"{self._path}.{part}") from None

@@ -138,7 +138,7 @@ def test_looking_changes_no_bit_and_a_step_without_taps_is_left_alone(model):
     again = graphs.step(TOKENS, POSITIONS, SLOTS)
     for one, two, three in zip(plain, seen, again):
         assert torch.equal(one, two) and torch.equal(one, three)
-    assert list(graphs._plain) == [(4, 128)] and tables.rows_held == 0
+    assert list(graphs._plain) == [(4, 128)] and tables.rows_used == 0
 
 
 @torch.inference_mode()

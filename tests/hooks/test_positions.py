@@ -108,7 +108,7 @@ def test_a_selector_is_its_definition(value, text):
         if selector.finished(position):
             assert not any(p >= position for p in expected)
     run = [p for p in expected if p < len(tokens) - 1]  # the last token is never run
-    assert sum(selector.most_rows()) == len(run) if selector.exact else sum(selector.most_rows()) >= len(run)
+    assert sum(selector.max_rows()) == len(run) if selector.exact else sum(selector.max_rows()) >= len(run)
 
 
 @MANY
@@ -130,7 +130,7 @@ def test_with_the_length_of_the_prompt_alone_the_rows_are_the_same_and_bounds_ar
     known, tokens = bound(value, text), text[0] + text[1]
     blind = bind(parse_positions(value), len(text[0]), len(text[1]))
     assert blind.rows(0, tokens).tolist() == known.rows(0, tokens).tolist()
-    assert all(a >= b for a, b in zip(blind.most_rows(), known.most_rows()))
+    assert all(a >= b for a, b in zip(blind.max_rows(), known.max_rows()))
     if known.lowest_prompt_position() is not None:
         assert blind.lowest_prompt_position() <= known.lowest_prompt_position()
 
@@ -261,7 +261,7 @@ def test_what_is_wrong_is_said_by_path(value, path):
 def test_nothing_generated_is_run_with_one_token():
     with pytest.raises(SelectorError, match="the last of these is never run"):
         bind(parse_positions("all_generated"), [1, 2], 1)
-    assert bind(parse_positions("all"), [1, 2], 1).most_rows() == (2, 0)
+    assert bind(parse_positions("all"), [1, 2], 1).max_rows() == (2, 0)
     assert bind(parse_positions({"generated": [0]}), [1, 2], 1).demanded.tolist() == [
         2
     ]  # asked for: reported later

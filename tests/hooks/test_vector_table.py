@@ -98,11 +98,11 @@ def test_no_slot_leaks_however_requests_come_and_go(requests, moves, most):
             assert sorted(slab.uses.values()) == sorted(wanted.values())  # one slot for each different vector
             assert torch.equal(slab.rows[0], torch.zeros(width)) and slab.rows[0].signbit().all()
             assert slab.room == most - 1 - len(wanted) and len(slab.rows) <= most
-        assert tables.rows_held == sum(len(requests[who]) for who in held)
+        assert tables.rows_used == sum(len(requests[who]) for who in held)
     for rows in held.values():
         rows.release()
         rows.release()  # harmless
-    assert tables.rows_held == 0 and not any(slab.uses for slab in tables.slabs.values())
+    assert tables.rows_used == 0 and not any(slab.uses for slab in tables.slabs.values())
 
 
 def test_one_vector_at_all_layers_of_many_requests_is_one_row():
@@ -143,11 +143,11 @@ def test_a_plan_takes_all_it_needs_or_nothing():
     yes, no = Waiting(True), Waiting(False)
     tables = Tables()
     plan = Plan(holdings=(yes, no), table=rows_of(tables, add("mlp_out", 0, 1)))
-    assert not plan.reserve() and not yes.held and tables.rows_held == 0
+    assert not plan.reserve() and not yes.held and tables.rows_used == 0
     no.free = True
-    assert plan.reserve() and yes.held and no.held and tables.rows_held == 1
+    assert plan.reserve() and yes.held and no.held and tables.rows_used == 1
     plan.release()
-    assert not yes.held and tables.rows_held == 0
+    assert not yes.held and tables.rows_used == 0
 
 
 seeds = st.integers(0, 3)

@@ -315,7 +315,7 @@ BAD = [
 def test_bad_edits_are_refused_before_anything_runs(engine, sizes, make, words):
     with pytest.raises(BirkhoffError, match=words):
         engine.generate(PROMPT, max_tokens=2, steer=[make(*sizes)])
-    assert engine._core.scheduler.idle and engine._steering.tables.rows_held == 0
+    assert engine._core.scheduler.idle and engine._steering.tables.rows_used == 0
 
 
 def test_every_refusal_says_something_of_its_own_and_leaves_nothing_behind(engine, sizes):
@@ -341,7 +341,7 @@ def test_directions_at_one_site_are_counted_over_all_tiers(engine, sizes):
         )  # four in each phase
         with pytest.raises(SteeringError, match=r"5 directions.*mlp_out\[1\] during prefill, at most 4"):
             engine.generate(PROMPT, steer=[more, more], **options)
-    assert engine._steering.tables.rows_held == 0
+    assert engine._steering.tables.rows_used == 0
 
 
 def test_edits_are_plain_data(sizes):

@@ -1,7 +1,7 @@
 """Position selectors of captures and edits, as plain data.
 
     "last_prompt"  "all_prompt"  "all_generated"  "all"         words
-    [0, 5, -1]                                                  positions in the whole text; -1 is the last of the prompt
+    [0, 5, -1]                                                  positions in the text; -1 is the last of the prompt
     {"prompt": side, "generated": side, "exclude": side}        each side counted from its own first token
     side:  "all"  [ints]  {"window": [start, stop]}  {"token_ids": [ints]}; an object's keys all have to hold, and
            it may have its own "exclude". A window is half open, null is an open end, and positions of the prompt may

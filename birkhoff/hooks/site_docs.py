@@ -75,7 +75,7 @@ def _rules(flash: V4Config) -> str:
 - Hash-routed layers: the first {flash.num_hash_layers} layers of V4-Flash choose experts by token id. {moe} exist
   there as everywhere, and the gate still gives the weights, but its largest scores are not the experts that ran. The
   schema lists these layers as `hash_routed`.
-- All hooks at every layer are {per_token / 2**20:.1f} MiB per token of V4-Flash: select layers and positions, or reduce.
+- All hooks at every layer are {per_token / 2**20:.1f} MiB per token of V4-Flash: select layers and positions.
 """
 
 

@@ -1,7 +1,6 @@
-"""Sparse dictionaries of features at a site: read them, set them, or put their reconstruction in place of the row.
+"""Sparse autoencoders at a site: read features, clamp features, or replace a row by its reconstruction.
 
-`dictionary.py` is the mathematics of one dictionary; `activations.py` its five families; `views.py` how a d-wide
-dictionary meets rows with several streams. `encode.py` reads large dictionaries tile by tile, `splice.py` changes the
-rows of a running step, `registry.py` keeps what is attached to an engine, `edits.py` is what a request says about it.
-Files of other tools are read by the `load_*.py` next door; nothing is ever unpickled.
-"""
+`dictionary.py` holds the weights and definitions of one dictionary, `activations.py` its five activation functions,
+and `views.py` how a d-wide dictionary applies to rows with several streams. `encode.py` encodes large dictionaries
+in tiles, `splice.py` edits the rows of a running step, `registry.py` holds the dictionaries attached to an engine,
+and `feature_edits.py` the edits of a request. `load_*.py` read the files of other tools."""

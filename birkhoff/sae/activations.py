@@ -1,4 +1,4 @@
-"""The five ways from a pre-activation to a feature, and what each must know about its neighbours.
+"""The activation functions of dictionaries: from pre-activations z to features.
 
     relu       max(z, 0)
     jumprelu   z where z > threshold, else 0                      one threshold per feature
@@ -6,8 +6,8 @@
     batchtopk  z where z > threshold, else 0                      the one threshold found while training
     gated      magnitude where z > 0, else 0                      max(scale * z + shift, 0)
 
-Each works on `[n, F]` or on any part of its columns, except topk, which must have seen a whole row (`whole_row`).
-A pre-activation that is not a number stays one: an activation never turns a broken row into a quiet zero.
+Each works on `[n, F]` or on any subset of columns, except topk, which needs the whole row (`whole_row`). NaN stays NaN:
+an activation never turns a broken row into zeros.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Activation(Protocol):
     def __call__(self, z: torch.Tensor) -> torch.Tensor: ...
 
     def part(self, features: torch.Tensor | slice) -> Self:
-        """The same activation for some of the columns."""
+        """The same activation for a subset of the columns."""
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Its per-feature numbers, by name."""
+        """Its per-feature parameters, by name."""
         ...
 
     def to(self, device: torch.device | str) -> Self: ...
 
 
 class _PerFeature:
-    """What the families have in common whose every column stands alone."""
+    """Shared by the activations that treat every column independently."""
 
     whole_row: ClassVar[bool] = False
 
@@ -70,7 +70,7 @@ class JumpRelu(_PerFeature):
     name: ClassVar[str] = "jumprelu"
 
     def __call__(self, z: torch.Tensor) -> torch.Tensor:
-        return torch.where(z <= self.threshold, 0.0, z)  # asked this way round, NaN stays NaN
+        return torch.where(z <= self.threshold, 0.0, z)  # NaN <= threshold is false, so NaN stays NaN
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,7 +85,7 @@ class BatchTopK(_PerFeature):
 
 @dataclass(frozen=True, eq=False)
 class Gated(_PerFeature):
-    """With z the gate's pre-activation, bias included; `scale` and `shift` make the magnitude from it."""
+    """z is the gate's pre-activation, bias included; the magnitude is computed from it with `scale` and `shift`."""
 
     scale: torch.Tensor  # [F]
     shift: torch.Tensor  # [F]
@@ -108,34 +108,34 @@ class TopK:
         return self.finish(torch.where(largest(z, self.k), z, 0.0))
 
     def finish(self, kept: torch.Tensor) -> torch.Tensor:
-        """What becomes of the values that were kept."""
+        """Apply rectification to the k largest values."""
         return kept.clamp(min=0) if self.rectified else kept
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {}
 
     def part(self, features: torch.Tensor | slice) -> Self:
-        raise AssertionError("the k largest of a part are not those of the row")
+        raise AssertionError("top-k of some columns differs from top-k of the row")
 
     def to(self, device: torch.device | str) -> Self:
         return self
 
 
 def largest(z: torch.Tensor, k: int) -> torch.Tensor:
-    """Which k of each row `[.., F]` are its largest; of equal ones the first. Always exactly k, whatever z holds."""
+    """Mask of the k largest values of each row `[.., F]`, the first of equal ones; exactly k also with NaN."""
     if k >= z.shape[-1]:
         return torch.ones_like(z, dtype=torch.bool)
     z = torch.where(z.isnan(), float("-inf"), z)
-    least = z.topk(k, dim=-1).values[..., -1:]
-    above, level = z > least, z == least
+    kth = z.topk(k, dim=-1).values[..., -1:]
+    above, equal = z > kth, z == kth
     room = k - above.sum(-1, keepdim=True)
-    return above | (level & (level.cumsum(-1) <= room))
+    return above | (equal & (equal.cumsum(-1) <= room))
 
 
 def make(
     name: Any, features: int, threshold: Any, k: Any, scale: Any, shift: Any, rectified: Any
 ) -> Activation:
-    """The activation of a dictionary with so many features, each parameter checked."""
+    """The activation of a dictionary with `features` features; parameters are checked."""
     if name not in FAMILIES:
         raise SaeError(f"activation is {quoted(name)}, expected one of {', '.join(FAMILIES)}.")
     needs = {
@@ -144,12 +144,12 @@ def make(
         "topk": ("k",),
         "gated": ("scale", "shift"),
     }
-    given = {"threshold": threshold, "k": k, "scale": scale, "shift": shift}
-    for parameter, value in given.items():
-        wanted = parameter in needs.get(name, ())
-        if wanted and value is None:
+    parameters = {"threshold": threshold, "k": k, "scale": scale, "shift": shift}
+    for parameter, value in parameters.items():
+        needed = parameter in needs.get(name, ())
+        if needed and value is None:
             raise SaeError(f"a {name} dictionary needs {parameter}=, and none was given.")
-        if not wanted and value is not None:
+        if not needed and value is not None:
             raise SaeError(
                 f"a {name} dictionary has no {parameter}. Leave it out, or name the activation that has."
             )
@@ -161,12 +161,12 @@ def make(
         return Gated(per_feature(scale, features, "scale"), per_feature(shift, features, "shift"))
     if name == "relu":
         return Relu()
-    levels = per_feature(threshold, features, "threshold")
-    return JumpRelu(levels) if name == "jumprelu" else BatchTopK(levels)
+    thresholds = per_feature(threshold, features, "threshold")
+    return JumpRelu(thresholds) if name == "jumprelu" else BatchTopK(thresholds)
 
 
 def per_feature(value: Any, features: int, name: str) -> torch.Tensor:
-    """One number for each feature, or one for all of them, as float32 `[F]`."""
+    """One number per feature, or one for all, as float32 `[F]`."""
     try:
         tensor = torch.as_tensor(value).detach().float().cpu().clone()
     except (TypeError, ValueError, RuntimeError):

@@ -1,14 +1,14 @@
-"""What is done to single features: five kinds of clamp, as plain data and as tensors.
+"""Clamps of features: five kinds, as plain data and as tensors.
 
     0 none       f
     1 absolute   v
     2 additive   f + v
     3 multiply   f * v
-    4 bound      f held between a minimum and a maximum, either of which may be missing
+    4 bound      f limited to a minimum and a maximum, either of which may be missing
 
-A value is a number, or `{"x_max": 2.0}`: so many times the largest activation recorded of that feature.
-`only_if_active` leaves a feature alone that is not live in the row: above zero, or not zero under top-k. The codes are
-those of the wire and keep their meaning; new kinds append.
+A value is a number, or `{"x_max": 2.0}`: a multiple of the largest recorded activation of that feature.
+`only_if_active` leaves a feature unchanged if it is inactive in the row: at most zero, or zero under top-k. The
+codes are part of the request format and do not change; new kinds are appended. `feature_change` is the arithmetic.
 """
 
 from __future__ import annotations
@@ -27,19 +27,12 @@ from birkhoff.sae.dictionary import Sae
 
 NONE, ABSOLUTE, ADDITIVE, MULTIPLY, BOUND = range(5)
 CODES = {"none": NONE, "absolute": ABSOLUTE, "additive": ADDITIVE, "multiply": MULTIPLY, "bound": BOUND}
-KINDS = (
-    "absolute",
-    "additive",
-    "multiply",
-    "min",
-    "max",
-    "bound",
-)  # as callers say them; min and max are bounds
+KINDS = ("absolute", "additive", "multiply", "min", "max", "bound")  # in requests; min and max are bounds
 
 
 @dataclass(frozen=True)
 class XMax:
-    """So many times the feature's largest recorded activation."""
+    """A multiple of the feature's largest recorded activation."""
 
     times: float
 
@@ -52,7 +45,7 @@ Amount = float | XMax
 
 @dataclass(frozen=True)
 class FeatureClamp:
-    """One clamp of one feature. `low` is the value of every kind but a bound, which uses `low` and `high`."""
+    """One clamp of one feature. `low` is the value of every kind except a bound, which uses `low` and `high`."""
 
     feature: int | str
     kind: str
@@ -71,9 +64,9 @@ class FeatureClamp:
 
 
 def parse_clamp(feature: Any, value: Any, kind: Any, only_if_active: Any, path: str) -> FeatureClamp:
-    """A clamp from what a caller wrote; `value` may itself say `kind`, `value` and `only_if_active`."""
+    """Parse a clamp; `value` may be an object with `kind`, `value` and `only_if_active`."""
     if isinstance(feature, str) and feature.isdecimal():
-        feature = int(feature)  # keys of JSON objects are texts
+        feature = int(feature)  # keys of JSON objects are strings
     if isinstance(feature, bool) or not isinstance(feature, (int, str)) or not _is_name(feature):
         raise SaeError(f"{path}: feature {quoted(feature)}, expected a number from 0 or a label.")
     if isinstance(value, Mapping) and "value" in value:
@@ -124,7 +117,7 @@ def _amount_json(amount: Amount | None) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class ClampRow:
-    """Clamps of one use of a dictionary, ascending by feature, numbers only; equal `content`, equal effect."""
+    """The resolved clamps of one use of a dictionary, ascending by feature. Equal `content` means an equal effect."""
 
     features: tuple[int, ...]
     kinds: tuple[int, ...]
@@ -142,13 +135,13 @@ class ClampRow:
 
     @property
     def only_adds(self) -> bool:
-        """The same is added whatever the row holds, so nothing has to be encoded."""
+        """Whether the change is the same for every row, so that nothing has to be encoded."""
         return all(kind == ADDITIVE for kind in self.kinds) and not any(self.gates)
 
 
 def resolve_clamps(clamps: Sequence[FeatureClamp], sae: Sae, allowed: frozenset[int] | None) -> ClampRow:
-    """Labels and shares of x_max against one dictionary; `allowed` are the features whose rows are held."""
-    found: dict[int, tuple[int, float, float, bool]] = {}
+    """Resolve labels and multiples of x_max with one dictionary; `allowed` are the features that can be clamped."""
+    entries: dict[int, tuple[int, float, float, bool]] = {}
     for clamp in clamps:
         feature = sae.feature(clamp.feature)
         if allowed is not None and feature not in allowed:
@@ -157,19 +150,19 @@ def resolve_clamps(clamps: Sequence[FeatureClamp], sae: Sae, allowed: frozenset[
                 f"feature {feature} cannot be clamped: this module was attached with features [{some}]. "
                 "Attach it with that feature too."
             )
-        if feature in found:
+        if feature in entries:
             raise SaeError(f"feature {feature} is given twice. Give each feature once.")
         low = _number(clamp.low, sae, feature, -math.inf)
         high = _number(clamp.high, sae, feature, math.inf)
         if clamp.kind == "bound" and low > high:
             raise SaeError(f"feature {feature}: the minimum {low} is above the maximum {high}. Swap them.")
-        found[feature] = (
+        entries[feature] = (
             CODES[clamp.kind],
             low,
             high if clamp.kind == "bound" else 0.0,
             clamp.only_if_active,
         )
-    ordered = sorted(found.items())
+    ordered = sorted(entries.items())
     columns = list(zip(*(entry for _, entry in ordered))) or [(), (), (), ()]
     return ClampRow(tuple(feature for feature, _ in ordered), *columns)
 

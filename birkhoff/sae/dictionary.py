@@ -1,14 +1,13 @@
-"""`Sae`: one dictionary of features, as plain tensors that cannot go wrong later.
+"""`Sae`: one dictionary of features, as checked tensors.
 
 For a row x of width d, with encoder rows e_i, biases c_i, decoder rows w_i and bias b:
 
     z_i = e_i . x + c_i        f_i = activation(z)_i        x^ = sum_i f_i w_i + b
 
-Everything is float32, checked when made: shapes agree, all numbers are finite. Whatever a trainer did around these
-(subtracting b from the input, scaling rows, folding decoder norms) is folded into e, c, w, b where files are read, so
-there is one form of the mathematics here. `hook`, `layer` and `view` say which rows of a model it was trained on;
-`labels` names features, `x_max` holds the largest activation seen of each.
-"""
+Everything is float32 and checked on construction: shapes agree, all numbers are finite. What trainers do around
+these (subtracting b from the input, scaling rows, decoder norms) is folded into e, c, w, b by the file loaders, so
+the formulas above are the only form. `hook`, `layer` and `view` are the rows of a model it was trained on; `labels`
+are names of features, `x_max` the largest activation seen of each."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ SPREADS = ("read", "post", "uniform")
 
 
 class Sae:
-    """`encoder` and `decoder` are `[F, d]`, one row per feature. Not changed after it is made: make another."""
+    """`encoder` and `decoder` are `[F, d]`, one row per feature. Immutable by convention."""
 
     def __init__(
         self,
@@ -78,19 +77,19 @@ class Sae:
 
     @property
     def d_model(self) -> int:
-        """The width of the rows it encodes: that of its view, not always that of its hook."""
+        """The width of the rows it encodes: that of its view, which may differ from that of its hook."""
         return self.encoder.shape[1]
 
     @property
     def num_bytes(self) -> int:
-        held = [
+        tensors = [
             self.encoder,
             self.encoder_bias,
             self.decoder,
             self.decoder_bias,
             *self.activation.tensors().values(),
         ]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     def pre_activations(self, x: torch.Tensor) -> torch.Tensor:
         """z of rows `[.., d]`, float32 `[.., F]`."""
@@ -110,15 +109,15 @@ class Sae:
         return self.decode(self.encode(x))
 
     def feature(self, name: int | str) -> int:
-        """The number of a feature given by number or label."""
+        """The index of a feature given by index or label."""
         if isinstance(name, str):
-            found = [number for number, label in self.labels.items() if label == name]
-            if len(found) == 1:
-                return found[0]
+            matches = [index for index, label in self.labels.items() if label == name]
+            if len(matches) == 1:
+                return matches[0]
             known = ", ".join(sorted({quoted(label) for label in self.labels.values()})[:8]) or "none"
-            if found:
+            if matches:
                 raise SaeError(
-                    f"{len(found)} features are labelled {quoted(name)} ({found[:4]}). Give the number."
+                    f"{len(matches)} features are labelled {quoted(name)} ({matches[:4]}). Give the number."
                 )
             raise SaeError(
                 f"no feature is labelled {quoted(name)}; labels: {known}. Give a label or a number."
@@ -129,9 +128,9 @@ class Sae:
 
     @cached_property
     def digest(self) -> str:
-        """Names what it computes and where: 128 bits as text. Labels and notes take no part."""
+        """128-bit digest of what it computes and where, as hex; labels and metadata are not included."""
         state = hashlib.sha256(b"birkhoff sae 1")
-        said = [
+        fields = [
             self.hook,
             self.layer,
             self.view,
@@ -141,14 +140,14 @@ class Sae:
             getattr(self.activation, "k", None),
             getattr(self.activation, "rectified", None),
         ]
-        state.update(repr(said).encode())
+        state.update(repr(fields).encode())
         parts = [self.encoder, self.encoder_bias, self.decoder, self.decoder_bias]
         for tensor in [*parts, *self.activation.tensors().values()]:
             state.update(tensor.contiguous().numpy().data)
         return state.hexdigest()[:32]
 
     def at(self, hook: str, layer: int, view: str | None = None, spread: str | None = None) -> Sae:
-        """The same dictionary at another place; the weights are shared."""
+        """The same dictionary at another site; the weights are shared."""
         other = object.__new__(Sae)
         other.__dict__.update({name: value for name, value in vars(self).items() if name != "digest"})
         other.hook = _hook(hook)
@@ -166,20 +165,21 @@ class Sae:
         view: str | None = None,
         spread: str | None = None,
     ) -> Sae:
-        """A dictionary from files of SAELens, Gemma Scope, dictionary_learning, or our manifest; see `docs/sae.md`."""
-        from birkhoff.sae.files import load_one  # those files make dictionaries: they stand on this one
+        """Read a dictionary from files of SAELens, Gemma Scope, dictionary_learning, or our manifest; see
+        `docs/sae.md`."""
+        from birkhoff.sae.files import load_one  # files.py imports this module
 
         return load_one(Path(path), hook, layer, view, spread)
 
     def save(self, path: str | Path, layout: str = "saelens") -> Path:
-        """A directory another tool can read: `saelens`, or our `manifest`. The directory."""
+        """Write a directory in the layout `saelens` or `manifest` (our own); returns the directory."""
         from birkhoff.sae.files import save_one
 
         return save_one(self, Path(path), layout)
 
     def __repr__(self) -> str:
-        place = "no site" if self.hook is None else f"{self.hook}[{self.layer}]"
-        return f"Sae({self.d_sae} {self.activation.name} features of {self.d_model}, {place}, {self.view})"
+        site = "no site" if self.hook is None else f"{self.hook}[{self.layer}]"
+        return f"Sae({self.d_sae} {self.activation.name} features of {self.d_model}, {site}, {self.view})"
 
 
 def _matrix(value: Any, name: str) -> torch.Tensor:
@@ -192,9 +192,9 @@ def _matrix(value: Any, name: str) -> torch.Tensor:
             f"{name} has shape {tuple(tensor.shape)}, expected [features, width], neither of them 0."
         )
     if not tensor.isfinite().all():
-        feature, place = (~tensor.isfinite()).nonzero()[0].tolist()
+        feature, column = (~tensor.isfinite()).nonzero()[0].tolist()
         raise SaeError(
-            f"{name}[{feature}, {place}] is {float(tensor[feature, place])}, expected finite numbers. "
+            f"{name}[{feature}, {column}] is {float(tensor[feature, column])}, expected finite numbers. "
             "Training that diverged leaves such weights: take an earlier checkpoint."
         )
     return tensor.contiguous()

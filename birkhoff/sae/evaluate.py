@@ -1,8 +1,8 @@
-"""How well a dictionary describes rows: variance explained, features per row, features that never fire.
+"""Quality of a dictionary on rows: explained variance, features per row, dead features.
 
-Sums are kept in float64 over any number of batches. Explained variance is 1 - |x - x^|^2 / |x - mean|^2, both summed
-over all rows with the mean over all rows; a dictionary that says nothing but the mean scores 0. A feature is dead when
-it fires on none of the rows that were seen, so the share falls the more rows there are: `rows` is said beside it.
+Sums are accumulated in float64 over any number of batches. Explained variance is 1 - |x - x^|^2 / |x - mean|^2, both
+summed over all rows with the mean over all rows; always predicting the mean scores 0. A feature is dead if it fires on
+none of the rows, so the share of dead features falls with the number of rows, which is reported with it.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ class Quality:
 
 
 class Measure:
-    """Add batches, then ask: `quality()`, `density`, `largest`."""
+    """Accumulates batches (`add`); results are `quality()`, `density` and `largest`."""
 
     def __init__(self, sae: Sae):
         self._sae = sae
         self.rows = 0
         self._total = torch.zeros(sae.d_model, dtype=torch.float64)
-        self._squares = self._left = self._active = self._cosines = 0.0
+        self._squares = self._residual = self._active = self._cosines = 0.0
         self._fired = torch.zeros(sae.d_sae, dtype=torch.long)
         self.largest = torch.zeros(sae.d_sae)
 
     def add(self, rows: torch.Tensor) -> torch.Tensor:
-        """Rows [n, d]; their features [n, F]."""
+        """Add rows [n, d]; returns their features [n, F]."""
         features = self._sae.encode(rows)
-        left = rows.float() - self._sae.decode(features)
+        residual = rows.float() - self._sae.decode(features)
         exact = rows.double()
         self._total += exact.sum(0)
         self._squares += exact.pow(2).sum().item()
-        self._left += left.double().pow(2).sum().item()
-        live = features != 0
-        self._active += live.sum().item()
-        self._fired += live.sum(0)
-        self._cosines += torch.cosine_similarity(rows.float(), rows.float() - left, dim=1).sum().item()
+        self._residual += residual.double().pow(2).sum().item()
+        active = features != 0
+        self._active += active.sum().item()
+        self._fired += active.sum(0)
+        self._cosines += torch.cosine_similarity(rows.float(), rows.float() - residual, dim=1).sum().item()
         self.largest = torch.maximum(self.largest, features.amax(0))
         self.rows += len(rows)
         return features
@@ -67,7 +67,7 @@ class Measure:
         variance = self._squares - self._total.pow(2).sum().item() / self.rows
         return Quality(
             self.rows,
-            1 - self._left / variance if variance > 0 else float(self._left == 0),
+            1 - self._residual / variance if variance > 0 else float(self._residual == 0),
             self._active / self.rows,
             (self._fired == 0).float().mean().item(),
             self._cosines / self.rows,

@@ -1,11 +1,11 @@
-"""What a request says about attached dictionaries: `SaeSet` and `SaeReconstruct`. Plain data, checked when made.
+"""The SAE edits of a request: `SaeSet` and `SaeReconstruct`. Plain data, checked on construction.
 
-    SaeSet("gg", {34: 5.0})                                   feature 34 is 5, everything else of the row stays
-    SaeSet("gg", {"bridge": {"x_max": 2.0}}, kind="additive") twice its largest activation more, by label
-    SaeReconstruct("gg_full", {34: 5.0}, error="keep")        the row becomes its reconstruction (+ what that misses)
+    SaeSet("gg", {34: 5.0})                                   feature 34 is 5, the rest of the row is unchanged
+    SaeSet("gg", {"bridge": {"x_max": 2.0}}, kind="additive") plus twice its largest activation, by label
+    SaeReconstruct("gg_full", {34: 5.0}, error="keep")        the row becomes its reconstruction (+ its error)
 
-A value may say its own kind: `{34: {"kind": "multiply", "value": 0.5, "only_if_active": True}}`. A module with several
-sites is set at all of them, or by `(hook, layer)`: `{("mlp_out", 3): {34: 5.0}}`. `resolve` makes of an edit what a
+A value may have its own kind: `{34: {"kind": "multiply", "value": 0.5, "only_if_active": True}}`. A module with several
+sites is edited at all of them, or by `(hook, layer)`: `{("mlp_out", 3): {34: 5.0}}`. `resolve` returns the form that a
 plan carries; `check_together` refuses edits that write one feature twice.
 """
 
@@ -35,7 +35,7 @@ Clamps = tuple[tuple[Site, tuple[FeatureClamp, ...]], ...]
 
 @dataclass(frozen=True)
 class _SaeEdit:
-    """What both have. `clamps` is what `features` came to."""
+    """Fields of both edits. `clamps` is the parsed form of `features`."""
 
     name: str
     features: InitVar[Any] = None
@@ -67,15 +67,15 @@ class _SaeEdit:
         pass
 
     def to_json(self) -> dict[str, Any]:
-        """The form of an intervention on the wire."""
+        """The edit as an entry of `interventions`."""
         out: dict[str, Any] = {"op": "sae", "module": self.name, "mode": self.mode}
         sited: dict[str, Any] = {}
         for site, clamps in self.clamps:
-            said = {str(clamp.feature): clamp.to_json() for clamp in clamps}
+            values = {str(clamp.feature): clamp.to_json() for clamp in clamps}
             if site is None:
-                out["set"] = said
+                out["set"] = values
             else:
-                sited.setdefault(site[0], {})[str(site[1])] = said
+                sited.setdefault(site[0], {})[str(site[1])] = values
         if sited:
             out["set_at"] = sited
         for name in ("phase", "path"):
@@ -89,7 +89,7 @@ class _SaeEdit:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Self:
-        from birkhoff.sae.sae_fields import parse_intervention  # it makes these edits: it stands on this file
+        from birkhoff.sae.sae_fields import parse_intervention  # sae_fields imports this module
 
         edit = parse_intervention(raw, "")
         if not isinstance(edit, cls):
@@ -97,7 +97,7 @@ class _SaeEdit:
         return edit
 
     def resolve(self, registry: SaeRegistry, prompt: Sequence[int] | int, max_tokens: int) -> ResolvedSae:
-        """Against what is attached and one prompt. Everything that can be refused is refused here."""
+        """Resolve against the attached modules and one prompt. All errors are raised here."""
         module = registry[self.name]
         if module.kind != ("full" if self.mode == "reconstruct" else "delta"):
             other = "SaeReconstruct" if module.kind == "full" else "SaeSet"
@@ -105,9 +105,9 @@ class _SaeEdit:
                 f"{quoted(self.name)} is attached as {module.kind!r}, and {type(self).__name__} uses the other kind. "
                 f"Use {other}, or attach it again with the kind you mean."
             )
-        wanted = self._wanted(module, registry.schema, registry.num_layers)
+        clamps_at = self._clamps_at(module, registry.schema, registry.num_layers)
         uses: dict[Key, SaeUse] = {}
-        for key, clamps in wanted.items():
+        for key, clamps in clamps_at.items():
             host, sae = module.hosts[key], module.saes[key]
             if self.streams is not None and host.view.name != "per_stream":
                 raise SaeError(
@@ -127,15 +127,15 @@ class _SaeEdit:
     def _error(self) -> str:
         return "keep"
 
-    def _wanted(
+    def _clamps_at(
         self, module: Attached, schema: Mapping[str, HookSchema], num_layers: int
     ) -> dict[Key, list[FeatureClamp]]:
-        """The clamps at each site of the module that this edit touches."""
-        found: dict[Key, list[FeatureClamp]] = {}
+        """The clamps at each site of the module that this edit changes."""
+        clamps_at: dict[Key, list[FeatureClamp]] = {}
         for site, clamps in self.clamps:
             for key in module.saes if site is None else (_covered(site, module, schema, num_layers),):
-                found.setdefault(key, []).extend(clamps)
-        return found
+                clamps_at.setdefault(key, []).extend(clamps)
+        return clamps_at
 
 
 @dataclass(frozen=True)
@@ -163,10 +163,10 @@ class SaeReconstruct(_SaeEdit):
     def _error(self) -> str:
         return self.error
 
-    def _wanted(
+    def _clamps_at(
         self, module: Attached, schema: Mapping[str, HookSchema], num_layers: int
     ) -> dict[Key, list[FeatureClamp]]:
-        return {key: [] for key in module.saes} | super()._wanted(module, schema, num_layers)
+        return {key: [] for key in module.saes} | super()._clamps_at(module, schema, num_layers)
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,9 +177,7 @@ class ResolvedSae:
     sites: Mapping[Key, SaeUse]
     selector: PositionSelector | None
     phase: str
-    rank: tuple[
-        int, ...
-    ]  # its place among the modules at each site: it runs on what the earlier ones have left
+    rank: tuple[int, ...]  # its order among the modules at each site: it runs on the result of earlier ones
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
         return offsets(self.phase, self.selector, start, token_ids, prompt_len)
@@ -197,7 +195,7 @@ class ResolvedSae:
         parts = []
         for (hook, layer), use in self.sites.items():
             streams = b"" if use.streams is None else bytes(use.streams)
-            said = framed(
+            content = framed(
                 hook.encode(),
                 str(layer).encode(),
                 self.module.saes[hook, layer].digest.encode(),
@@ -208,7 +206,7 @@ class ResolvedSae:
                 positions,
                 use.row.content,
             )
-            parts.append(DigestPart("full" if use.op == "full" else "delta", said))
+            parts.append(DigestPart("full" if use.op == "full" else "delta", content))
         return parts
 
     @property
@@ -217,36 +215,36 @@ class ResolvedSae:
         return tuple(phase for phase in both if covers(self.phase, phase))
 
     def rows(self) -> set[bytes]:
-        """The pool's rows: one for each content and phase."""
+        """Its rows of the pool: one for each content and phase."""
         whole = [
             framed(repr(key).encode(), use.error.encode(), use.row.content) for key, use in self.sites.items()
         ]
         return {framed(self.module.digest, phase.encode(), *sorted(whole)) for phase in self.phases}
 
     def writes(self) -> set[Written]:
-        """Which features it sets; a reconstruction also owns its sites, as feature -1."""
+        """The features it writes; a reconstruction also writes its sites, as feature -1."""
         features = [(key, feature) for key, use in self.sites.items() for feature in use.row.features]
-        found: set[Written] = {
+        writes: set[Written] = {
             (self.module.order, key, name, phase) for key, name in features for phase in self.phases
         }
         if self.module.kind == "full":
-            found |= {(self.module.order, key, -1, phase) for key in self.sites for phase in self.phases}
-        return found
+            writes |= {(self.module.order, key, -1, phase) for key in self.sites for phase in self.phases}
+        return writes
 
     def describe(self) -> dict[str, Any]:
-        """What was done, for the answer."""
+        """A description of the edit, for responses."""
         use = next(iter(self.sites.values()))
-        told: dict[str, Any] = {
+        description: dict[str, Any] = {
             "module": self.module.name,
             "mode": "delta" if use.op == "delta" else "reconstruct",
         }
         if use.op == "full":
-            told["error_term"] = use.error
-        return told | {"sites": [f"{hook}[{layer}]" for hook, layer in self.sites], "path": use.path}
+            description["error_term"] = use.error
+        return description | {"sites": [f"{hook}[{layer}]" for hook, layer in self.sites], "path": use.path}
 
 
 def check_together(edits: Sequence[ResolvedSae]) -> None:
-    """No two edits of one request, those of every request included, write one feature in one phase."""
+    """Refuse edits that write the same feature in the same phase, including those of all requests."""
     seen: dict[Written, ResolvedSae] = {}
     for edit in edits:
         for written in sorted(edit.writes()):
@@ -289,7 +287,7 @@ def _clamps(features: Any, kind: str, only_if_active: bool) -> Clamps:
         raise SaeError(f"features is {quoted(features)}, expected {{feature: value}}.")
     by_site = bool(features) and all(isinstance(key, tuple) for key in features)
     groups: dict[Site, Any] = dict(features) if by_site else {None: features} if features else {}
-    found: dict[Site, tuple[FeatureClamp, ...]] = {}
+    clamps_at: dict[Site, tuple[FeatureClamp, ...]] = {}
     for site, values in groups.items():
         if site is not None and (len(site) != 2 or not isinstance(site[0], str) or type(site[1]) is not int):
             raise SaeError(f"{quoted(site)} is no site, expected (hook, layer).")
@@ -303,10 +301,10 @@ def _clamps(features: Any, kind: str, only_if_active: bool) -> Clamps:
             raise SaeError(
                 f"features {quoted(list(values))} names one feature twice. Give each feature once."
             )
-        found[site] = tuple(
+        clamps_at[site] = tuple(
             sorted(clamps, key=lambda clamp: (isinstance(clamp.feature, str), str(clamp.feature)))
         )
-    return tuple(sorted(found.items(), key=lambda entry: entry[0] or ("", -1)))
+    return tuple(sorted(clamps_at.items(), key=lambda entry: entry[0] or ("", -1)))
 
 
 def _streams(value: Any) -> tuple[int, ...] | None:

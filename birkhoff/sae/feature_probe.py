@@ -54,8 +54,8 @@ class Probe:
         self, x: torch.Tensor, uses: Sequence[tuple[Any, list[int]]], context: SiteContext
     ) -> torch.Tensor:
         view, weights = self.reader.view, self.reader.weights
-        rows = view.laid_out(x)
-        index = [unit for _, rows_of_use in uses for unit in view.numbers(rows_of_use, None)]
+        rows = view.by_unit(x)
+        index = [unit for _, rows_of_use in uses for unit in view.unit_indices(rows_of_use, None)]
         for part in torch.split(torch.tensor(index, device=x.device), CHUNK):
             v = view.read(rows, part, context).v
             k = min(self.k, weights.encoder.shape[0])

@@ -1,9 +1,8 @@
-"""What each feature of a dictionary means: where it fires most, how often, and a first name for it.
+"""Descriptions of features: where each fires most strongly, how often, and a suggested label.
 
-`FeatureBook` goes through texts one by one and keeps, for every feature, the places where it was strongest, at most one
-per text; memory does not grow with the texts. `suggested_label` names a feature by the tokens it peaks on. Such a name
-is what can be said without understanding; whoever reads the contexts may give a better one.
-"""
+`FeatureBook` processes texts one by one and keeps, for every feature, the positions where it was strongest, at most
+one per text; memory does not grow with the number of texts. `suggested_label` labels a feature by the tokens it
+peaks on, as a starting point for a label written after reading the contexts."""
 
 from __future__ import annotations
 
@@ -16,12 +15,12 @@ import torch
 
 from birkhoff.sae.dictionary import Sae
 
-MOST_ROWS_AT_ONCE = 512
+MAX_ROWS_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
 class Peak:
-    """A feature at its strongest in one text."""
+    """The maximum of a feature in one text."""
 
     text: int
     position: int
@@ -40,16 +39,16 @@ class FeatureBook:
         self._fired = torch.zeros(sae.d_sae, dtype=torch.long)
 
     def add(self, rows: torch.Tensor, first: int = 0, rows_per_token: int = 1) -> None:
-        """The rows of the next text [n, d] in the order of its tokens; `first` is the position of the first."""
+        """Add the rows [n, d] of the next text in token order; `first` is the position of the first row."""
         best = torch.zeros(self._sae.d_sae)
         where = torch.zeros(self._sae.d_sae, dtype=torch.long)
-        for start in range(0, len(rows), MOST_ROWS_AT_ONCE):
-            features = self._sae.encode(rows[start : start + MOST_ROWS_AT_ONCE])
+        for start in range(0, len(rows), MAX_ROWS_AT_ONCE):
+            features = self._sae.encode(rows[start : start + MAX_ROWS_AT_ONCE])
             self._fired += (features > 0).sum(0)
-            value, place = features.max(0)
+            value, index = features.max(0)
             better = value > best
             best = torch.where(better, value, best)
-            where = torch.where(better, start + place, where)
+            where = torch.where(better, start + index, where)
         self.rows += len(rows)
         values = torch.cat([self._values, best.unsqueeze(1)], 1)
         kept, order = values.topk(self.contexts, dim=1)
@@ -70,15 +69,16 @@ class FeatureBook:
         return self._values[:, 0]
 
     def peaks(self, feature: int) -> list[Peak]:
-        """The strongest first; fewer than `contexts` when it fired in fewer texts."""
-        found = zip(
+        """The peaks of a feature, strongest first; fewer than `contexts` if it fired in fewer texts."""
+        peaks = zip(
             self._texts[feature].tolist(), self._positions[feature].tolist(), self._values[feature].tolist()
         )
-        return [Peak(text, position, value) for text, position, value in found if value > 0]
+        return [Peak(text, position, value) for text, position, value in peaks if value > 0]
 
 
 def suggested_label(at: Sequence[str], after: Sequence[str]) -> str:
-    """From the tokens a feature peaks on and those that follow: one if it is (nearly) always the same."""
+    """A label from the tokens that a feature peaks on and those that follow: one token if it is nearly always the
+    same."""
     for tokens, form in ((at, '"{}"'), (after, 'before "{}"')):
         words = Counter(token.strip().lower() for token in tokens)
         word, count = words.most_common(1)[0] if words else ("", 0)
@@ -90,7 +90,7 @@ def suggested_label(at: Sequence[str], after: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class FeatureEntry:
-    """One feature, as it is shown and kept."""
+    """The description of one feature."""
 
     feature: int
     label: str

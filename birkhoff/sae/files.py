@@ -1,12 +1,12 @@
-"""Which files hold a dictionary: recognised by what lies at the path, never by guessing at tensors.
+"""Files of dictionaries: the format is recognised by the files at the path, not by guessing from tensors.
 
     cfg.json + sae_weights.safetensors    SAELens
     params.npz, or any .npz               Gemma Scope
     ae.pt, or any .pt                     dictionary_learning
     manifest.json                         our own, one file per site
 
-Where a dictionary belongs in a model comes from the files when they say it, and from the caller otherwise; a caller who
-says something else than the files is refused, except for files that other tools wrote under their own names.
+The site of a dictionary is read from the files if they have it and taken from the caller otherwise; a caller that
+contradicts the files is refused, except for files of other tools with their own names of sites.
 """
 
 from __future__ import annotations
@@ -29,20 +29,27 @@ def load_all(
     view: str | None = None,
     spread: str | None = None,
 ) -> list[Sae]:
-    """Every dictionary at a path: several only of a manifest with several sites."""
+    """All dictionaries at a path: more than one only for a manifest with several sites."""
     if not path.exists():
         raise SaeFileError(f"{path} does not exist. Give the directory (or file) that holds the dictionary.")
-    asked = {"hook": hook, "layer": layer, "view": view, "spread": spread}
+    requested = {"hook": hook, "layer": layer, "view": view, "spread": spread}
     if is_saelens(path):
-        return [_placed(*load_saelens(path), asked, path)]
+        return [_make(*load_saelens(path), requested, path)]
     if (path / MANIFEST).is_file():
-        return _chosen(load_manifest(path), asked, path)
+        return _select(load_manifest(path), requested, path)
     archive = gemma_scope_file(path)
     state = dictionary_learning_file(path)
     if archive is not None or state is not None:
-        made = load_gemma_scope(archive) if archive is not None else load_dictionary_learning(state or path)
+        arguments = (
+            load_gemma_scope(archive) if archive is not None else load_dictionary_learning(state or path)
+        )
         return [
-            _placed(made | {"labels": read_labels(path if path.is_dir() else path.parent)}, {}, asked, path)
+            _make(
+                arguments | {"labels": read_labels(path if path.is_dir() else path.parent)},
+                {},
+                requested,
+                path,
+            )
         ]
     present = sorted(entry.name for entry in path.iterdir())[:6] if path.is_dir() else [path.name]
     raise SaeFileError(
@@ -52,13 +59,13 @@ def load_all(
 
 
 def load_one(path: Path, hook: str | None, layer: int | None, view: str | None, spread: str | None) -> Sae:
-    found = load_all(path, hook, layer, view, spread)
-    if len(found) > 1:
-        sites = ", ".join(f"{sae.hook}[{sae.layer}]" for sae in found)
+    saes = load_all(path, hook, layer, view, spread)
+    if len(saes) > 1:
+        sites = ", ".join(f"{sae.hook}[{sae.layer}]" for sae in saes)
         raise SaeError(
-            f"{path} holds dictionaries for {len(found)} sites ({sites}). Say which: hook= and layer=."
+            f"{path} holds dictionaries for {len(saes)} sites ({sites}). Say which: hook= and layer=."
         )
-    return found[0]
+    return saes[0]
 
 
 def save_one(sae: Sae, path: Path, layout: str) -> Path:
@@ -71,30 +78,36 @@ def save_one(sae: Sae, path: Path, layout: str) -> Path:
     return path
 
 
-def _chosen(saes: list[Sae], asked: dict[str, Any], path: Path) -> list[Sae]:
-    """Those of a manifest that a caller means."""
-    found = [
-        sae for sae in saes if all(wish is None or getattr(sae, name) == wish for name, wish in asked.items())
+def _select(saes: list[Sae], requested: dict[str, Any], path: Path) -> list[Sae]:
+    """The dictionaries of a manifest that match the request."""
+    matching = [
+        sae
+        for sae in saes
+        if all(value is None or getattr(sae, name) == value for name, value in requested.items())
     ]
-    if not found:
+    if not matching:
         sites = ", ".join(f"{sae.hook}[{sae.layer}] as {sae.view}" for sae in saes)
-        wishes = ", ".join(f"{name}={wish!r}" for name, wish in asked.items() if wish is not None)
-        raise SaeError(f"{path} has no dictionary with {wishes}; it has {sites}.")
-    return found
+        filters = ", ".join(f"{name}={value!r}" for name, value in requested.items() if value is not None)
+        raise SaeError(f"{path} has no dictionary with {filters}; it has {sites}.")
+    return matching
 
 
-def _placed(made: dict[str, Any], place: dict[str, Any], asked: dict[str, Any], path: Path) -> Sae:
-    said = {name: place.get(name) for name in asked}
-    for name, wish in asked.items():
-        if wish is not None and said[name] is not None and wish != said[name] and name in ("hook", "layer"):
+def _make(arguments: dict[str, Any], site: dict[str, Any], requested: dict[str, Any], path: Path) -> Sae:
+    """Make the dictionary from the arguments of `Sae`, the site in the files and the site that was requested."""
+    in_files = {name: site.get(name) for name in requested}
+    for name in ("hook", "layer"):
+        value, stored = requested[name], in_files[name]
+        if value is not None and stored is not None and value != stored:
             raise SaeError(
-                f"{path} says its {name} is {quoted(said[name])}, and {quoted(wish)} was asked for. Leave {name} out, "
+                f"{path} says its {name} is {quoted(stored)}, and {quoted(value)} was asked for. Leave {name} out, "
                 "or move it knowingly with Sae.at(hook, layer)."
             )
-    merged: dict[str, Any] = {name: said[name] if wish is None else wish for name, wish in asked.items()}
-    if asked["view"] is not None and asked["spread"] is None:
-        merged["spread"] = None if asked["view"] != said["view"] else said["spread"]
+    merged: dict[str, Any] = {
+        name: in_files[name] if value is None else value for name, value in requested.items()
+    }
+    if requested["view"] is not None and requested["spread"] is None:
+        merged["spread"] = None if requested["view"] != in_files["view"] else in_files["spread"]
     merged["view"] = merged["view"] or "single"
-    if place.get("activation") == "batchtopk" and made.get("activation") == "jumprelu":
-        made = made | {"activation": "batchtopk"}
-    return Sae(**made, **merged)
+    if site.get("activation") == "batchtopk" and arguments.get("activation") == "jumprelu":
+        arguments = arguments | {"activation": "batchtopk"}
+    return Sae(**arguments, **merged)

@@ -1,8 +1,8 @@
-"""Takes what a trainer did around a dictionary into its weights, exactly, so that one form of the mathematics is left.
+"""Folds what trainers do around a dictionary into its weights, so that the formulas of `Sae` apply.
 
-The weights arrive as a trainer keeps them; each step returns new ones that give the same features and the same rows
-without the step. Work is done in float64 and rounded once at the end, by `Sae`. Order matters: undo what stands
-closest to the weights first (decoder norms, then the bias on the input, then the scale of the input).
+The weights start as the trainer stores them; each method returns weights that give the same features and
+reconstructions without that step. Computed in float64 and rounded once at the end, by `Sae`. Order matters: steps
+closest to the weights are undone first (decoder norms, then the bias on the input, then the scale of the input).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 @dataclass(frozen=True, eq=False)
 class SaeWeights:
-    """`gate_bias` is None except for gated dictionaries, where `encoder_bias` is the magnitude's."""
+    """`gate_bias` is None except for gated dictionaries, where `encoder_bias` is the bias of the magnitude."""
 
     encoder: torch.Tensor  # [F, d]
     encoder_bias: torch.Tensor  # [F]
@@ -31,7 +31,7 @@ class SaeWeights:
         )
 
     def decoder_norms(self, threshold_too: bool) -> Self:
-        """Features were multiplied by the norm of their decoder row after encoding and divided before decoding."""
+        """Fold in: features multiplied by the norm of their decoder row after encoding and divided before decoding."""
         norms = self.decoder.norm(dim=1)
         norms = torch.where(norms > 0, norms, 1.0)
         changed = {
@@ -46,7 +46,7 @@ class SaeWeights:
         return replace(self, **changed)
 
     def bias_on_input(self) -> Self:
-        """The decoder's bias was subtracted from a row before it was encoded."""
+        """Fold in: the decoder's bias subtracted from a row before encoding."""
         shift = self.encoder @ self.decoder_bias
         changed = {"encoder_bias": self.encoder_bias - (shift if self.scale is None else shift * self.scale)}
         if self.gate_bias is not None:
@@ -54,7 +54,7 @@ class SaeWeights:
         return replace(self, **changed)
 
     def input_scale(self, factor: float) -> Self:
-        """Rows were multiplied by `factor` before encoding, and reconstructions divided by it."""
+        """Fold in: rows multiplied by `factor` before encoding, and reconstructions divided by it."""
         return replace(
             self,
             encoder=self.encoder * factor,
@@ -63,12 +63,12 @@ class SaeWeights:
         )
 
     def arguments(self) -> dict[str, torch.Tensor]:
-        """What `Sae` takes: a gate's bias is the encoder's there, and the magnitude is made from the gate."""
+        """Arguments of `Sae`, whose encoder bias is that of the gate and whose magnitude is computed from the gate."""
         plain = {"encoder": self.encoder, "decoder": self.decoder, "decoder_bias": self.decoder_bias}
         if self.gate_bias is not None:
             assert self.scale is not None
             shift = self.encoder_bias - self.scale * self.gate_bias
             return plain | {"encoder_bias": self.gate_bias, "scale": self.scale, "shift": shift}
         plain["encoder_bias"] = self.encoder_bias
-        # Trainers rectify before they compare, so a threshold below zero keeps nothing that zero would not.
+        # Trainers rectify before they compare, so a threshold below zero acts like zero.
         return plain if self.threshold is None else plain | {"threshold": self.threshold.clamp(min=0)}

@@ -1,8 +1,8 @@
 """dictionary_learning's layout: `ae.pt`, a state_dict, with `config.json` beside it.
 
-What kind of dictionary it is is told by the names of its tensors and by `dict_class` in the config. Gated and jumprelu
-ones multiply features by the norm of their decoder row after encoding: folded in. All but the newer relu one and
-jumprelu subtract the decoder's bias from the input: folded in. Files are not trusted (`torch_file.py`).
+The kind of dictionary follows from the names of its tensors and from `dict_class` in the config. Gated and jumprelu
+dictionaries multiply features by the norm of their decoder row after encoding; all but the newer relu and jumprelu
+subtract the decoder's bias from the input. Both are folded in. Files are not trusted (`torch_file.py`).
 """
 
 from __future__ import annotations
@@ -26,20 +26,19 @@ def dictionary_learning_file(path: Path) -> Path | None:
 
 
 def load_dictionary_learning(path: Path) -> dict[str, Any]:
-    """What `Sae` takes."""
-    held = load_state_dict(path)
-    tensors = {name: value for name, value in held.items() if isinstance(value, torch.Tensor)}
+    """Arguments of `Sae`."""
+    state = load_state_dict(path)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
     config = read_json(path.with_name("config.json")) if path.with_name("config.json").is_file() else {}
-    found = config.get("trainer")
-    trainer = found if isinstance(found, dict) else {}
-    said = str(trainer.get("dict_class", ""))
-    kind = _kind(set(tensors), said, path)
+    trainer = config.get("trainer")
+    trainer = trainer if isinstance(trainer, dict) else {}
+    kind = _kind(set(tensors), str(trainer.get("dict_class", "")), path)
     if kind == "jumprelu":
         w = _weights(tensors, "W_enc", "b_enc", "W_dec", "b_dec", path, transposed=True)
         return {"activation": "jumprelu", **w.decoder_norms(threshold_too=True).arguments()}
     if kind == "matryoshka":
         w = _weights(tensors, "W_enc", "b_enc", "W_dec", "b_dec", path, transposed=True).bias_on_input()
-        return {**w.arguments(), "activation": "batchtopk", "threshold": _level(tensors, path)}
+        return {**w.arguments(), "activation": "batchtopk", "threshold": _threshold(tensors, path)}
     if kind == "gated":
         w = _weights(tensors, "encoder.weight", "mag_bias", "decoder.weight", "decoder_bias", path)
         return {"activation": "gated", **w.bias_on_input().decoder_norms(threshold_too=False).arguments()}
@@ -51,35 +50,37 @@ def load_dictionary_learning(path: Path) -> dict[str, Any]:
     if kind == "relu":
         return {"activation": "relu", **w.arguments()}
     if kind == "batchtopk":
-        return {"activation": "batchtopk", "threshold": _level(tensors, path), **w.arguments()}
+        return {"activation": "batchtopk", "threshold": _threshold(tensors, path), **w.arguments()}
     k = (
         int(tensors["k"]) if "k" in tensors else trainer.get("k")
-    )  # earlier versions kept it in the config alone
+    )  # earlier versions have it in the config only
     return {"activation": "topk", "k": k, "rectified": True, **w.arguments()}
 
 
-def _level(tensors: dict[str, torch.Tensor], path: Path) -> float:
-    level = float(tensors["threshold"]) if "threshold" in tensors else -1.0
-    if level < 0:
+def _threshold(tensors: dict[str, torch.Tensor], path: Path) -> float:
+    threshold = float(tensors["threshold"]) if "threshold" in tensors else -1.0
+    if threshold < 0:
         raise SaeFileError(
-            f"{path}: its threshold is {level}, so training never set one. Train it to the end."
+            f"{path}: its threshold is {threshold}, so training never set one. Train it to the end."
         )
-    return level
+    return threshold
 
 
-def _kind(names: set[str], said: str, path: Path) -> str:
+def _kind(names: set[str], dict_class: str, path: Path) -> str:
     if {"W_enc", "W_dec", "threshold"} <= names:
-        return "matryoshka" if "group_sizes" in names else "jumprelu"  # the same names, another arithmetic
+        return (
+            "matryoshka" if "group_sizes" in names else "jumprelu"
+        )  # the same names with different formulas
     if {"r_mag", "gate_bias", "mag_bias"} <= names:
         return "gated"
     if "b_dec" in names:
-        if "BatchTopK" in said:
+        if "BatchTopK" in dict_class:
             return "batchtopk"
-        if "TopK" in said:
+        if "TopK" in dict_class:
             return "topk"
         raise SaeFileError(
             f"{path} holds a top-k dictionary, and config.json beside it does not say which of the two kinds "
-            f"(trainer.dict_class is {quoted(said)}). Put its config.json there: the features differ."
+            f"(trainer.dict_class is {quoted(dict_class)}). Put its config.json there: the features differ."
         )
     if "bias" in names:
         return "relu"

@@ -1,7 +1,7 @@
 """Gemma Scope's layout: one `params.npz` with a jumprelu dictionary.
 
 `W_enc` is `[d, F]`, `W_dec` `[F, d]`, with `b_enc`, `b_dec` and `threshold`; nothing is subtracted from the input or
-scaled. The archive is read by numpy with pickled objects refused.
+scaled. The archive is read by NumPy, which refuses pickled objects.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def gemma_scope_file(path: Path) -> Path | None:
 
 
 def load_gemma_scope(path: Path) -> dict[str, Any]:
-    """What `Sae` takes."""
+    """Arguments of `Sae`."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             tensors = {name: torch.from_numpy(archive[name]) for name in NAMES if name in archive}

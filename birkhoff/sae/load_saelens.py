@@ -1,11 +1,10 @@
 """SAELens' layout, read and written: a directory with `cfg.json` and `sae_weights.safetensors`.
 
-Read: standard, jumprelu, topk and gated dictionaries of its current and earlier layouts, with what it does around them
-folded in. Normalisation of every row by its own norm cannot be folded and is refused. Written: what its loader opens
-unchanged. A batchtopk dictionary is written as the jumprelu it is after training, as SAELens itself does. What SAELens
-has no place for (where the rows come from in a model with several streams) stands in the config's metadata under
-`birkhoff`; labels and largest activations stand in files of their own beside.
-"""
+Reads standard, jumprelu, topk and gated dictionaries of its current and earlier layouts, with normalisation folded
+in. Normalisation of every row by its own norm cannot be folded and is refused. Writes files that SAELens opens
+unchanged. A batchtopk dictionary is written as the jumprelu it is after training, as SAELens itself does. Fields
+that SAELens does not have (hook, layer and view in a model with several streams) are in the config's metadata under
+`birkhoff`; labels and largest activations are in separate files."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def is_saelens(path: Path) -> bool:
 
 
 def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What `Sae` takes of the weights, and what the files say about the place (`hook`, `layer`, `view`, ...)."""
+    """Arguments of `Sae` for the weights, and the site in the files (`hook`, `layer`, `view`, ...)."""
     config = read_json(path / CONFIG)
     tensors = read_tensors(path / WEIGHTS)
     kind, k = _architecture(config, path)
@@ -62,18 +61,18 @@ def load_saelens(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     factor = _input_scale(config, path)
     if factor is not None:
         weights = weights.input_scale(factor)
-    made: dict[str, Any] = {"activation": kind, **weights.arguments()}
+    arguments: dict[str, Any] = {"activation": kind, **weights.arguments()}
     if kind == "topk":
-        made |= {"k": k, "rectified": True}
-    made["labels"] = read_labels(path)
+        arguments |= {"k": k, "rectified": True}
+    arguments["labels"] = read_labels(path)
     if (path / STATISTICS).is_file():
-        made["x_max"] = read_tensors(path / STATISTICS).get("x_max")
+        arguments["x_max"] = read_tensors(path / STATISTICS).get("x_max")
     metadata = _object(config.get("metadata"))
-    place = _object(metadata.get("birkhoff"))
-    kept = {
+    site = _object(metadata.get("birkhoff"))
+    names_in_model = {
         name: value for name, value in {**config, **metadata}.items() if name in ("model_name", "hook_name")
     }
-    return made | {"metadata": kept | _object(place.pop("metadata", None))}, place
+    return arguments | {"metadata": names_in_model | _object(site.pop("metadata", None))}, site
 
 
 def save_saelens(sae: Sae, path: Path) -> None:
@@ -105,7 +104,7 @@ def save_saelens(sae: Sae, path: Path) -> None:
                 "SAELens rectifies before it compares, and this dictionary has thresholds below zero."
             )
         tensors["threshold"] = numbers["threshold"]
-    place = {"hook": sae.hook, "layer": sae.layer, "view": sae.view, "spread": sae.spread, "activation": kind}
+    site = {"hook": sae.hook, "layer": sae.layer, "view": sae.view, "spread": sae.spread, "activation": kind}
     config: dict[str, Any] = {
         "architecture": {"relu": "standard", "batchtopk": "jumprelu"}.get(kind, kind),
         "d_in": sae.d_model,
@@ -118,7 +117,7 @@ def save_saelens(sae: Sae, path: Path) -> None:
         "metadata": {
             "model_name": sae.metadata.get("model_name"),
             "hook_name": sae.metadata.get("hook_name") or _hook_name(sae),
-            "birkhoff": {**place, "metadata": sae.metadata},
+            "birkhoff": {**site, "metadata": sae.metadata},
         },
     }
     if isinstance(sae.activation, TopK):
@@ -133,7 +132,7 @@ def save_saelens(sae: Sae, path: Path) -> None:
 
 
 def save_labels(sae: Sae, path: Path) -> None:
-    """Labels, for whatever layout stands beside them; none leaves no file."""
+    """Write the labels of a dictionary of any layout; without labels there is no file."""
     (path / LABELS).unlink(missing_ok=True)
     if sae.labels:
         labels = {str(number): label for number, label in sorted(sae.labels.items())}
@@ -151,15 +150,15 @@ def read_labels(path: Path) -> dict[int, str]:
 
 def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
     architecture = config.get("architecture", "standard")
-    said = config.get("activation_fn", config.get("activation_fn_str", "relu"))  # earlier layouts
+    activation = config.get("activation_fn", config.get("activation_fn_str", "relu"))  # earlier layouts
     options = config.get("activation_fn_kwargs") or {}
-    if architecture == "standard" and said == "topk":
+    if architecture == "standard" and activation == "topk":
         architecture = "topk"
-    if architecture not in _ARCHITECTURES or (said not in ("relu", "topk") and not options):
+    if architecture not in _ARCHITECTURES or (activation not in ("relu", "topk") and not options):
         raise SaeFileError(
-            f"{path / CONFIG}: architecture {quoted(architecture)} with activation {quoted(said)} is not one we read; "
-            f"we read {', '.join(_ARCHITECTURES)}. A dictionary that was trained with another can often be exported as "
-            "jumprelu by its trainer."
+            f"{path / CONFIG}: architecture {quoted(architecture)} with activation {quoted(activation)} "
+            f"is not one we read; we read {', '.join(_ARCHITECTURES)}. A dictionary that was trained with another can often "
+            "be exported as jumprelu by its trainer."
         )
     if config.get("finetuning_scaling_factor"):
         raise SaeFileError(
@@ -170,13 +169,13 @@ def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
 
 
 def _input_scale(config: dict[str, Any], path: Path) -> float | None:
-    """The one factor all rows were multiplied with, None for none; a factor per row cannot be folded."""
-    how = config.get("normalize_activations", "none")
-    if how in ("none", False, None):
+    """The factor that all rows were multiplied by, or None; a factor per row cannot be folded."""
+    mode = config.get("normalize_activations", "none")
+    if mode in ("none", False, None):
         return None
-    if how != "expected_average_only_in":
+    if mode != "expected_average_only_in":
         raise SaeFileError(
-            f"{path / CONFIG}: normalize_activations is {quoted(how)}, which scales every row by itself and is not "
+            f"{path / CONFIG}: normalize_activations is {quoted(mode)}, which scales every row by itself and is not "
             "linear, so it cannot be folded into the weights. Train with 'none' or 'expected_average_only_in'."
         )
     if not (path / SCALER).is_file():
@@ -193,7 +192,7 @@ def _input_scale(config: dict[str, Any], path: Path) -> float | None:
 
 
 def _object(value: Any) -> dict[str, Any]:
-    """A copy of an object that a file may hold or lack."""
+    """A copy of an optional JSON object; empty if it is missing."""
     return dict(value) if isinstance(value, dict) else {}
 
 
@@ -203,12 +202,12 @@ def _hook_name(sae: Sae) -> str | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise SaeFileError(f"{path} cannot be read as JSON ({error}).") from None
-    if not isinstance(found, dict):
-        raise SaeFileError(f"{path} holds {quoted(found)}, expected an object.")
-    return found
+    if not isinstance(value, dict):
+        raise SaeFileError(f"{path} holds {quoted(value)}, expected an object.")
+    return value
 
 
 def read_tensors(path: Path) -> dict[str, torch.Tensor]:

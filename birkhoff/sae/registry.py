@@ -1,12 +1,12 @@
-"""What is attached to an engine: dictionaries by name, and the rows that running requests hold of them.
+"""The dictionaries attached to an engine, by name, and their reservations by running requests.
 
-Attaching is all or nothing: everything is checked, built and run once before anything is entered, and what was entered
-is taken out again when a later step fails. At a site any number of `delta` modules may stand, in the order in which
-they were attached, and one `full` one. Running requests hold what they resolved: a module that is detached or replaced
-goes on for them and is let go with the last of them.
+Attaching is atomic: everything is checked, built and run once before it is registered, and a failing step undoes the
+registration. A site can have any number of `delta` modules, in the order in which they were attached, and one `full`
+module. Running requests keep the modules they resolved: a module that is detached or replaced is freed when the last of
+them ends.
 
-Rows are counted in two pools, one for each kind, beside the one of vectors: a row is one content of clamps in one
-phase, whoever uses it. A request that does not fit now waits; one that can never fit is refused.
+Clamp rows are counted in two pools, one per kind: a row is one content of clamps in one phase, shared by requests with
+equal content. A request that does not fit at the moment waits; one that can never fit is refused.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from birkhoff.sae.views import make_view
 
 KINDS = ("delta", "full")
 ROWS = 256  # contents of clamps in flight, of each kind
-Written = tuple[int, Key, int, str]  # module's order, site, feature, phase: two writers of one are refused
+Written = tuple[int, Key, int, str]  # module's order, site, feature, phase; may be written once
 
 
 @dataclass(eq=False)
 class Attached:
-    """One module: dictionaries of one name at their sites."""
+    """One module: the dictionaries of one name at their sites."""
 
     name: str
     kind: str
     order: int
     saes: Mapping[Key, Sae]
     hosts: Mapping[Key, SaeHost]
-    features: frozenset[int] | None  # that may be clamped; None for all
-    live: int = 0  # holdings of running requests
+    features: frozenset[int] | None  # that can be clamped; None for all
+    live: int = 0  # reservations of running requests
 
     @property
     def digest(self) -> bytes:
@@ -62,33 +62,33 @@ class Attached:
 
 
 class RowPool:
-    """Contents of clamps in flight, each counted once however many requests share it."""
+    """Clamp rows in use, each counted once for all requests that share it."""
 
     def __init__(self, kind: str, size: int):
         self.kind = kind
         self.size = size
-        self._held: Counter[bytes] = Counter()
+        self._counts: Counter[bytes] = Counter()
 
     @property
     def used(self) -> int:
-        return len(self._held)
+        return len(self._counts)
 
     def take(self, rows: Collection[bytes]) -> bool:
-        if self.used + len({row for row in rows if row not in self._held}) > self.size:
+        if self.used + len({row for row in rows if row not in self._counts}) > self.size:
             return False
-        self._held.update(set(rows))
+        self._counts.update(set(rows))
         return True
 
-    def give_back(self, rows: Collection[bytes]) -> None:
+    def release(self, rows: Collection[bytes]) -> None:
         for row in set(rows):
-            self._held[row] -= 1
-            if not self._held[row]:
-                del self._held[row]
+            self._counts[row] -= 1
+            if not self._counts[row]:
+                del self._counts[row]
 
 
 @dataclass(eq=False)
 class SaeReservation:
-    """What one request holds of the registry while it runs."""
+    """What one request reserves of the registry while it runs."""
 
     registry: SaeRegistry
     modules: tuple[Attached, ...]
@@ -134,9 +134,9 @@ class SaeRegistry:
         return self._modules[name]
 
     def state(self) -> tuple[Any, ...]:
-        """Everything that attaching or running may change, to be compared."""
+        """Everything that attaching or running can change, for comparison."""
         modules = tuple((name, id(module), module.live) for name, module in self._modules.items())
-        pools = tuple((kind, dict(pool._held)) for kind, pool in self.pools.items())
+        pools = tuple((kind, dict(pool._counts)) for kind, pool in self.pools.items())
         leaving = tuple(id(module) for module in self._leaving)
         return modules, dict(self._full), pools, leaving, self._order, dict(self._writes)
 
@@ -149,22 +149,23 @@ class SaeRegistry:
         replace: bool = False,
         reached: Callable[[str], None] = lambda step: None,
     ) -> Attached:
-        """Check, build, run once, enter; `reached` is called before each step, and what it raises undoes them all."""
+        """Check, build, run once and register. `reached` is called before each step; if it raises, all steps are
+        undone."""
         reached("check")
-        given = self._check(name, saes, kind, replace)
-        sites = {self._site(sae): sae for sae in given}
-        if len(sites) < len(given):
+        checked = self._check(name, saes, kind, replace)
+        sites = {self._site(sae): sae for sae in checked}
+        if len(sites) < len(checked):
             raise SaeError(f"module {quoted(name)} has two dictionaries for one site. Give one for each.")
         views = {
             key: make_view(sae.view, sae.spread, sae.d_model, *key, self.schema[key[0]])
             for key, sae in sites.items()
         }
         allowed = self._allowed(features, sites.values())
-        held = sorted(allowed) if kind == "delta" and allowed is not None else None
+        loaded = sorted(allowed) if kind == "delta" and allowed is not None else None
         hosts = {}
         for key, sae in sites.items():
             reached(f"buffers of {key[0]}[{key[1]}]")
-            hosts[key] = SaeHost(sae, views[key], held, self._device, self._order)
+            hosts[key] = SaeHost(sae, views[key], loaded, self._device, self._order)
         for key, host in hosts.items():
             reached(f"first run at {key[0]}[{key[1]}]")
             host.warm()
@@ -177,7 +178,7 @@ class SaeRegistry:
             self._order += 1
             if name in self._modules:
                 reached("take out the old one")
-                self._take_out(self._modules[name])
+                self._remove(self._modules[name])
             reached("sites")
             self._claim(module)
             reached("name")
@@ -187,7 +188,7 @@ class SaeRegistry:
         return module
 
     def detach(self, name: str, drain: bool = False) -> None:
-        """Refused while running requests use it, unless they may finish on it (`drain`); new ones do not find it."""
+        """Detach a module. Refused while running requests use it, unless they may finish with it (`drain`)."""
         with self._lock:
             module = self[name]
             if module.live and not drain:
@@ -195,55 +196,55 @@ class SaeRegistry:
                     f"{module.live} running requests use {quoted(name)}. Wait for them, or detach with drain=True: "
                     "they finish on it and no new ones begin."
                 )
-            self._take_out(module)
+            self._remove(module)
 
-    def reserve(self, holding: SaeReservation) -> bool:
+    def reserve(self, reservation: SaeReservation) -> bool:
         with self._lock:
-            assert not holding.held, "a request is admitted once"
-            for kind, rows in holding.rows.items():
+            assert not reservation.held, "a request is admitted once"
+            for kind, rows in reservation.rows.items():
                 if not self.pools[kind].take(rows):
-                    for taken in list(holding.rows)[: list(holding.rows).index(kind)]:
-                        self.pools[taken].give_back(holding.rows[taken])
+                    for taken in list(reservation.rows)[: list(reservation.rows).index(kind)]:
+                        self.pools[taken].release(reservation.rows[taken])
                     return False
-            holding.held = True
-            self._writes.update(holding.writes)
-            for module in holding.modules:
+            reservation.held = True
+            self._writes.update(reservation.writes)
+            for module in reservation.modules:
                 module.live += 1
             return True
 
-    def release(self, holding: SaeReservation) -> None:
+    def release(self, reservation: SaeReservation) -> None:
         with self._lock:
-            if not holding.held:
+            if not reservation.held:
                 return
-            holding.held = False
-            for kind, rows in holding.rows.items():
-                self.pools[kind].give_back(rows)
-            self._writes.subtract(holding.writes)
+            reservation.held = False
+            for kind, rows in reservation.rows.items():
+                self.pools[kind].release(rows)
+            self._writes.subtract(reservation.writes)
             self._writes = +self._writes
-            for module in holding.modules:
+            for module in reservation.modules:
                 module.live -= 1
                 if not module.live and module in self._leaving:
                     self._leaving.remove(module)
 
-    def holding(
+    def reservation(
         self, modules: Sequence[Attached], rows: Mapping[str, Collection[bytes]], writes: Collection[Written]
     ) -> SaeReservation:
-        """What a request will take when it is admitted; refused when it can never be."""
-        for kind, wanted in rows.items():
-            if len(set(wanted)) > self.pools[kind].size:
+        """The reservation of a request, to be made at admission; refused if it can never fit."""
+        for kind, contents in rows.items():
+            if len(set(contents)) > self.pools[kind].size:
                 raise CapacityError(
-                    f"this request needs {len(set(wanted))} rows of {kind} clamps, and {self.pools[kind].size} can "
+                    f"this request needs {len(set(contents))} rows of {kind} clamps, and {self.pools[kind].size} can "
                     "ever be free. Ask for fewer features in fewer edits."
                 )
         return SaeReservation(
             self,
             tuple(modules),
-            {kind: frozenset(wanted) for kind, wanted in rows.items()},
+            {kind: frozenset(contents) for kind, contents in rows.items()},
             frozenset(writes),
         )
 
     def check_not_written(self, writes: Collection[Written]) -> None:
-        """For clamps of every request: none that is running may already write one of these features."""
+        """For clamps of all requests: refuse features that a running request already writes."""
         with self._lock:
             for order, (hook, layer), feature, phase in sorted(set(writes) & set(self._writes)):
                 name = next(
@@ -261,12 +262,12 @@ class SaeRegistry:
             raise SaeError(f"{quoted(name)} is attached already. Detach it, or attach with replace=True.")
         if kind not in KINDS:
             raise SaeError(f"kind is {quoted(kind)}, expected one of {', '.join(KINDS)}.")
-        given = [saes] if isinstance(saes, Sae) else list(saes) if isinstance(saes, (list, tuple)) else []
-        if not given or not all(isinstance(sae, Sae) for sae in given):
+        checked = [saes] if isinstance(saes, Sae) else list(saes) if isinstance(saes, (list, tuple)) else []
+        if not checked or not all(isinstance(sae, Sae) for sae in checked):
             raise SaeError(
                 f"got {quoted(saes)}, expected an Sae or a list of them. Read one with Sae.load(path)."
             )
-        return given
+        return checked
 
     def _site(self, sae: Sae) -> Key:
         if sae.hook is None or sae.layer is None:
@@ -310,7 +311,7 @@ class SaeRegistry:
                 )
         self._full.update(dict.fromkeys(module.saes, module.name))
 
-    def _take_out(self, module: Attached) -> None:
+    def _remove(self, module: Attached) -> None:
         del self._modules[module.name]
         for key in [key for key, name in self._full.items() if name == module.name]:
             del self._full[key]

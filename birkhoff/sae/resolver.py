@@ -1,8 +1,7 @@
-"""Dictionaries of an engine: attached and detached, set for every request, and read.
+"""Dictionaries of an engine: attaching, clamps of all requests, resolution of one request's edits, and probes.
 
-The desk holds the registry of what is attached and the tier of clamps that every request gets. A change of that tier is
-checked whole, also against what running requests hold, before any of it counts.
-"""
+`SaeResolver` holds the registry of attached dictionaries and the tier of clamps that every request gets. A change
+of that tier is checked as a whole, also against running requests, before it takes effect."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ SaeEdit = SaeSet | SaeReconstruct
 
 
 class Attachment:
-    """What `engine.attach` hands out: in a `with` block it detaches at the end, letting running requests finish."""
+    """The result of `engine.attach`. As a context manager it detaches at the end and lets running requests finish."""
 
     def __init__(self, registry: SaeRegistry, module: Attached):
         self._registry = registry
@@ -55,10 +54,8 @@ class Attachment:
 class SaeResolver:
     def __init__(self, schema: Mapping[str, HookSchema], num_layers: int, device: torch.device | str):
         self.registry = SaeRegistry(schema, num_layers, device)
-        self._for_all: list[
-            tuple[SaeEdit, ...]
-        ] = []  # one entry per open block, and one for what was set to stay
-        self._stays: tuple[SaeEdit, ...] = ()
+        self._blocks: list[tuple[SaeEdit, ...]] = []  # one entry per open `for_all` block
+        self._persistent: tuple[SaeEdit, ...] = ()  # from `set_for_all`
 
     def attach(
         self,
@@ -68,31 +65,32 @@ class SaeResolver:
         features: Iterable[int | str] | None = None,
         replace: bool = False,
     ) -> Attachment:
-        """A dictionary, several for several sites, the path of their files, or the name of a model that has one."""
-        given = sae
+        """Attach a dictionary, several for several sites, the path of their files, or the name of a model that has
+        one."""
+        saes = sae
         if isinstance(sae, (str, Path)):
             path = shipped_dictionary(sae) or Path(sae)
-            given = load_all(path)
+            saes = load_all(path)
             features = clampable_features(path) if features is None else features
         if replace:
             self._check_not_in_tier(name)
-        return Attachment(self.registry, self.registry.attach(name, given, kind, features, replace))
+        return Attachment(self.registry, self.registry.attach(name, saes, kind, features, replace))
 
     def detach(self, name: str, drain: bool = False) -> None:
-        self.registry[name]
+        self.registry[name]  # raises if it is not attached
         self._check_not_in_tier(name)
         self.registry.detach(name, drain)
 
     def edits(
         self, own: Sequence[SaeEdit], prompt: Sequence[int] | int, max_tokens: int
     ) -> tuple[ResolvedSae, ...]:
-        """The tier of every request and the request's own, resolved for one prompt and found to agree."""
+        """The edits of all requests and the request's own, resolved for one prompt and checked for conflicts."""
         resolved = tuple(edit.resolve(self.registry, prompt, max_tokens) for edit in (*self.tier, *own))
         check_together(resolved)
         return resolved
 
     def holdings(self, edits: Sequence[ResolvedSae]) -> tuple[SaeReservation, ...]:
-        """What a request with these edits holds of the registry while it runs."""
+        """The reservations of a request with these edits."""
         if not edits:
             return ()
         modules = list(dict.fromkeys(edit.module for edit in edits))
@@ -100,36 +98,36 @@ class SaeResolver:
         for edit in edits:
             rows.setdefault(edit.module.kind, set()).update(edit.rows())
         writes: set[Written] = set().union(*(edit.writes() for edit in edits))
-        return (self.registry.holding(modules, rows, writes),)
+        return (self.registry.reservation(modules, rows, writes),)
 
     @property
     def tier(self) -> tuple[SaeEdit, ...]:
-        """What every request gets: first what was set to stay, then open blocks from the outermost in."""
-        return (*self._stays, *(edit for block in self._for_all for edit in block))
+        """The edits of all requests: first those from `set_for_all`, then those of open blocks, outermost first."""
+        return (*self._persistent, *(edit for block in self._blocks for edit in block))
 
     @contextmanager
     def for_all(self, edits: Sequence[SaeEdit]) -> Iterator[None]:
-        """Every request submitted inside the block gets these edits too."""
-        given = tuple(edits)
-        self._check_tier((*self.tier, *given), given)
-        self._for_all.append(given)
+        """Apply these edits to every request submitted inside the block."""
+        block = tuple(edits)
+        self._check_tier((*self.tier, *block), block)
+        self._blocks.append(block)
         try:
             yield
         finally:
-            self._for_all.remove(given)
+            self._blocks.remove(block)
 
     def set_for_all(self, edits: Sequence[SaeEdit], replace: bool = True) -> None:
-        """What stays set for every request until it is cleared; `replace` drops what was set before."""
-        kept = () if replace else self._stays
-        blocks = tuple(edit for block in self._for_all for edit in block)
+        """Apply these edits to every request until they are cleared; `replace` drops those set before."""
+        kept = () if replace else self._persistent
+        blocks = tuple(edit for block in self._blocks for edit in block)
         self._check_tier((*kept, *edits, *blocks), edits)
-        self._stays = (*kept, *edits)
+        self._persistent = (*kept, *edits)
 
     def clear_for_all(self) -> None:
-        self._stays = ()
+        self._persistent = ()
 
     def status(self) -> dict[str, Any]:
-        """What is attached, what every request gets, and how full the pools are."""
+        """Attached modules, edits of all requests, and usage of the pools."""
         return {
             "modules": [self.registry[name].describe() for name in self.registry],
             "for_all": [edit.to_json() for edit in self.tier],
@@ -139,7 +137,7 @@ class SaeResolver:
         }
 
     def digest(self) -> str | None:
-        """128 bits of the tier, dictionaries by their content; None when it is empty."""
+        """128-bit digest of the edits of all requests, dictionaries by their content; None if there are none."""
         edits = [edit.resolve(self.registry, 1, 2) for edit in self.tier]
         parts = [
             combine(part for edit in edits for part in edit.digest_parts(phase))
@@ -150,7 +148,7 @@ class SaeResolver:
         return hashlib.sha256(b"|".join(part or b"" for part in parts)).hexdigest()[:32]
 
     def probe(self, name: str, k: int, at: Key | None = None) -> tuple[Probe, ProbePlan, Sae]:
-        """A reading of the k largest features of an attached dictionary; `at` says where, when it has several sites."""
+        """A probe for the k largest features of an attached dictionary; `at` is the site if it has several."""
         module = self.registry[name]
         check_int("k", k, error=SaeError)
         sites = ", ".join(f"{hook}[{layer}]" for hook, layer in module.saes)
@@ -178,7 +176,7 @@ class SaeResolver:
 
 
 def split_edits(steer: Any) -> tuple[Any, list[SaeEdit]]:
-    """Edits of vectors, as they came, and edits of features."""
+    """Split edits into vector edits, in the form given, and SAE edits."""
     if isinstance(steer, (SaeSet, SaeReconstruct)):
         return None, [steer]
     if not isinstance(steer, (list, tuple)):

@@ -1,13 +1,12 @@
-"""Edits of features as request fields: the two forms other servers know, and `{"op": "sae"}` interventions.
+"""SAE edits as request fields: two fields of compatible servers, and `{"op": "sae"}` interventions.
 
     sae_clamp_specs                 [{"module_name", "phase", "clamps": {hook: {layer: [{"feature_idx", "kind",
                                     "value", "only_if_active"}]}}}]                        -> SaeSet
     sae_full_reconstruction_specs   the same, clamps may be empty, "error_term" drop|keep  -> SaeReconstruct
     {"op": "sae", "module", "mode": "delta"|"reconstruct", "set": {feature: value}, ...}   -> either
 
-All become the same objects that Python makes. Every refusal names the field at fault. `PARSERS` is what
-`steering.wire.parse_steering` is handed.
-"""
+All are parsed into the same objects that Python code uses. Every error names the field at fault. `PARSERS` is the
+argument `features` of `steering_fields.parse_steering`."""
 
 from __future__ import annotations
 
@@ -42,23 +41,21 @@ _NATIVE = (
 
 
 def parse_clamp_specs(value: Any, path: str = "sae_clamp_specs", phase: str | None = None) -> list[SaeSet]:
-    """`phase` is that of specs which may not say their own, as those of a global tier by phase."""
-    return [
-        _made(SaeSet, spec, at, phase, {}) for spec, at in _specs(value, path, _SPEC)
-    ]  # an edit without clamps is refused by itself
+    """`phase` is the phase of specs in a list for one phase, as of the global tier."""
+    return [_make(SaeSet, spec, at, phase, {}) for spec, at in _specs(value, path, _SPEC)]
 
 
 def parse_reconstruction_specs(
     value: Any, path: str = "sae_full_reconstruction_specs"
 ) -> list[SaeReconstruct]:
     return [
-        _made(SaeReconstruct, spec, at, None, {"error": spec["error_term"]} if "error_term" in spec else {})
+        _make(SaeReconstruct, spec, at, None, {"error": spec["error_term"]} if "error_term" in spec else {})
         for spec, at in _specs(value, path, (*_SPEC, "error_term"))
     ]
 
 
 def parse_global_specs(body: Mapping[str, Any]) -> list[SaeSet]:
-    """What every request gets from now on: `prefill_specs` and `decode_specs`, each a list of clamp specs."""
+    """Edits of all requests: `prefill_specs` and `decode_specs`, each a list of clamp specs."""
     return [
         edit
         for phase in ("prefill", "decode")
@@ -67,7 +64,7 @@ def parse_global_specs(body: Mapping[str, Any]) -> list[SaeSet]:
 
 
 def parse_intervention(raw: Any, path: str) -> SaeEdit:
-    """One `{"op": "sae"}`; the inverse of an edit's `to_json`."""
+    """Parse one `{"op": "sae"}` object; the inverse of an edit's `to_json`."""
     if not isinstance(raw, Mapping):
         raise SaeError(f"is {quoted(raw)}, expected an object with 'op', 'module' and 'mode'.", path)
     check_keys(raw, _NATIVE, path, SaeError)
@@ -93,7 +90,7 @@ def parse_intervention(raw: Any, path: str) -> SaeEdit:
         if features:
             raise SaeError("is given beside set. Use one of them.", join_path(path, "set_at"))
         features = _by_site(raw["set_at"], join_path(path, "set_at"), _plain_values)
-    given = {
+    options = {
         name: raw[name]
         for name in ("kind", "only_if_active", "phase", "where", "streams", "path")
         if name in raw
@@ -101,9 +98,9 @@ def parse_intervention(raw: Any, path: str) -> SaeEdit:
     if mode == "reconstruct":
         with field_path(path, SaeError):
             error = {"error": raw["error_term"]} if "error_term" in raw else {}
-            return SaeReconstruct(raw.get("module"), features, **given, **error)  # type: ignore[arg-type]
+            return SaeReconstruct(raw.get("module"), features, **options, **error)  # type: ignore[arg-type]
     with field_path(path, SaeError):
-        return SaeSet(raw.get("module"), features, **given)  # type: ignore[arg-type]
+        return SaeSet(raw.get("module"), features, **options)  # type: ignore[arg-type]
 
 
 def _specs(value: Any, path: str, known: Sequence[str]) -> list[tuple[Mapping[str, Any], str]]:
@@ -111,32 +108,32 @@ def _specs(value: Any, path: str, known: Sequence[str]) -> list[tuple[Mapping[st
         raise SaeError(
             f"is {quoted(value)}, expected a list of objects with 'module_name' and 'clamps'.", path
         )
-    for place, spec in enumerate(value):
+    for index, spec in enumerate(value):
         if not isinstance(spec, Mapping):
             raise SaeError(
-                f"is {quoted(spec)}, expected an object with 'module_name' and 'clamps'.", f"{path}[{place}]"
+                f"is {quoted(spec)}, expected an object with 'module_name' and 'clamps'.", f"{path}[{index}]"
             )
-        check_keys(spec, known, f"{path}[{place}]", SaeError)
-    return [(spec, f"{path}[{place}]") for place, spec in enumerate(value)]
+        check_keys(spec, known, f"{path}[{index}]", SaeError)
+    return [(spec, f"{path}[{index}]") for index, spec in enumerate(value)]
 
 
-def _made(
+def _make(
     kind: Callable[..., Any], spec: Mapping[str, Any], path: str, phase: str | None, more: dict[str, Any]
 ) -> Any:
-    said = spec.get("phase", phase or "both")
-    if said not in PHASES:
-        raise SaeError(f"is {quoted(said)}, expected one of {', '.join(PHASES)}.", f"{path}.phase")
-    if phase is not None and said != phase:
-        raise SaeError(f"is {quoted(said)} in a list of {phase} specs. Leave it out.", f"{path}.phase")
+    spec_phase = spec.get("phase", phase or "both")
+    if spec_phase not in PHASES:
+        raise SaeError(f"is {quoted(spec_phase)}, expected one of {', '.join(PHASES)}.", f"{path}.phase")
+    if phase is not None and spec_phase != phase:
+        raise SaeError(f"is {quoted(spec_phase)} in a list of {phase} specs. Leave it out.", f"{path}.phase")
     name = spec.get("module_name")
     if not isinstance(name, str) or not name:
         raise SaeError(
             f"is {quoted(name)}, expected the name of an attached dictionary.", f"{path}.module_name"
         )
     features = _by_site(spec.get("clamps") or {}, f"{path}.clamps", _entries)
-    given = {name: spec[name] for name in ("where", "streams", "path") if name in spec}
+    options = {name: spec[name] for name in ("where", "streams", "path") if name in spec}
     with field_path(path, SaeError):
-        return kind(name, features, phase=said, **given, **more)
+        return kind(name, features, phase=spec_phase, **options, **more)
 
 
 def _by_site(
@@ -144,7 +141,7 @@ def _by_site(
 ) -> dict[tuple[str, int], dict[Any, Any]]:
     if not isinstance(raw, Mapping):
         raise SaeError(f"is {quoted(raw)}, expected an object from hooks to layers.", path)
-    found: dict[tuple[str, int], dict[Any, Any]] = {}
+    by_site: dict[tuple[str, int], dict[Any, Any]] = {}
     for hook, layers in raw.items():
         at = f"{path}.{hook}"
         if not isinstance(hook, str) or not known_name(hook):
@@ -155,18 +152,18 @@ def _by_site(
             number = int(layer) if isinstance(layer, str) and layer.isdecimal() else layer
             if as_int(number) is None or number < 0:
                 raise SaeError(f"layer {quoted(layer)}, expected a whole number from 0.", at)
-            if (hook, number) in found:
+            if (hook, number) in by_site:
                 raise SaeError(f"layer {number} is given twice.", at)
-            found[hook, number] = read(entries, f"{at}.{layer}")
-    return found
+            by_site[hook, number] = read(entries, f"{at}.{layer}")
+    return by_site
 
 
 def _entries(raw: Any, path: str) -> dict[Any, Any]:
     if not is_list(raw):
         raise SaeError(f"is {quoted(raw)}, expected a list of clamps.", path)
-    found: dict[Any, Any] = {}
-    for place, entry in enumerate(raw):
-        at = f"{path}[{place}]"
+    clamps: dict[Any, Any] = {}
+    for index, entry in enumerate(raw):
+        at = f"{path}[{index}]"
         if not isinstance(entry, Mapping):
             raise SaeError(
                 f"is {quoted(entry)}, expected an object with 'feature_idx', 'kind' and 'value'.", at
@@ -182,14 +179,14 @@ def _entries(raw: Any, path: str) -> dict[Any, Any]:
             or (type(feature) is int and feature < 0)
         ):
             raise SaeError(f"is {quoted(feature)}, expected a number from 0 or a label.", f"{at}.feature_idx")
-        if feature in found:
+        if feature in clamps:
             raise SaeError(f"feature {quoted(feature)} is given twice. Give each feature once.", at)
-        found[feature] = {
+        clamps[feature] = {
             "kind": entry.get("kind", "absolute"),
             "value": entry["value"],
             "only_if_active": entry.get("only_if_active", False),
         }
-    return found
+    return clamps
 
 
 def _plain_values(raw: Any, path: str) -> dict[Any, Any]:
@@ -198,12 +195,12 @@ def _plain_values(raw: Any, path: str) -> dict[Any, Any]:
     return dict(raw)
 
 
-def _one(raw: Any, path: str) -> list[SaeEdit]:
+def _parse_one(raw: Any, path: str) -> list[SaeEdit]:
     return [parse_intervention(raw, path)]
 
 
 PARSERS: Mapping[str, Callable[[Any, str], Sequence[Any]]] = {
-    "sae": _one,
+    "sae": _parse_one,
     "sae_clamp_specs": parse_clamp_specs,
     "sae_full_reconstruction_specs": parse_reconstruction_specs,
 }

@@ -3,7 +3,7 @@
     {"d_model", "d_sae", "activation", "activation_params", "layers": [[layer, hook], ...], "clampable_features": [...],
      "view", "spread"}
     layer_{i}_{hook}.safetensors: encoder_weight, encoder_bias, decoder_weight [F, d]; decoder_bias; threshold, scale,
-     shift, x_max where there are any
+     shift, x_max if it has them
 
 `view` defaults to "single". `activation_params` holds `k` and `rectified` of top-k dictionaries.
 """
@@ -37,58 +37,61 @@ _FIELDS = (
 
 
 def load_manifest(path: Path) -> list[Sae]:
-    """One dictionary for each site, all of one shape."""
-    said = read_json(path / MANIFEST)
+    """One dictionary per site, all of the same shape."""
+    manifest = read_json(path / MANIFEST)
     where = path / MANIFEST
-    unknown = sorted(set(said) - {*_FIELDS, "metadata"})
-    missing = [name for name in (*_FIELDS[:3], "layers") if name not in said]
+    unknown = sorted(set(manifest) - {*_FIELDS, "metadata"})
+    missing = [name for name in (*_FIELDS[:3], "layers") if name not in manifest]
     if unknown or missing:
         problem = f"has the unknown field {quoted(unknown[0])}" if unknown else f"lacks {', '.join(missing)}"
         raise SaeFileError(f"{where} {problem}; a manifest has {', '.join(_FIELDS)}.")
-    layers = said["layers"]
-    options = said.get("activation_params") or {}
+    layers = manifest["layers"]
+    options = manifest.get("activation_params") or {}
     if not isinstance(layers, list) or not layers or not all(_is_site(site) for site in layers):
         raise SaeFileError(f"{where}: layers is {quoted(layers)}, expected a list of [layer, hook].")
     if not isinstance(options, dict) or not set(options) <= {"k", "rectified", "threshold"}:
         raise SaeFileError(
             f"{where}: activation_params is {quoted(options)}, expected k, rectified or threshold."
         )
-    labels, found = read_labels(path), []
+    labels = read_labels(path)
+    saes = []
     for layer, hook in layers:
         file = path / f"layer_{layer}_{hook}.safetensors"
         tensors = read_tensors(file)
-        lacks = [name for name in ("encoder_weight", "encoder_bias", "decoder_weight") if name not in tensors]
-        if lacks:
-            raise SaeFileError(f"{file} lacks {', '.join(lacks)}.")
+        missing = [
+            name for name in ("encoder_weight", "encoder_bias", "decoder_weight") if name not in tensors
+        ]
+        if missing:
+            raise SaeFileError(f"{file} lacks {', '.join(missing)}.")
         shape = tuple(tensors["encoder_weight"].shape)
-        if shape != (said["d_sae"], said["d_model"]):
+        if shape != (manifest["d_sae"], manifest["d_model"]):
             raise SaeFileError(
-                f"{file}: the encoder is {shape}, the manifest says ({said['d_sae']}, {said['d_model']})."
+                f"{file}: the encoder is {shape}, the manifest says ({manifest['d_sae']}, {manifest['d_model']})."
             )
-        given: dict[str, Any] = {
+        optional: dict[str, Any] = {
             name: tensors[name] for name in ("scale", "shift", "threshold", "x_max") if name in tensors
         }
-        found.append(
+        saes.append(
             Sae(
                 tensors["encoder_weight"],
                 tensors["encoder_bias"],
                 tensors["decoder_weight"],
                 tensors.get("decoder_bias"),
-                activation=said["activation"],
+                activation=manifest["activation"],
                 hook=hook,
                 layer=layer,
-                view=said.get("view", "single"),
-                spread=said.get("spread"),
+                view=manifest.get("view", "single"),
+                spread=manifest.get("spread"),
                 labels=labels,
-                metadata=said.get("metadata"),
-                **(options | given),
+                metadata=manifest.get("metadata"),
+                **(options | optional),
             )
         )
-    return found
+    return saes
 
 
 def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | None = None) -> None:
-    """Dictionaries of one module, which differ in their site and numbers only."""
+    """Write the dictionaries of one module, which may differ in their site and weights only."""
     first = saes[0]
 
     def shape(sae: Sae) -> tuple[Any, ...]:
@@ -116,7 +119,7 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
             )
     top = first.activation
     options = {"k": top.k, "rectified": top.rectified} if isinstance(top, TopK) else {}
-    said: dict[str, Any] = {
+    manifest: dict[str, Any] = {
         "d_model": first.d_model,
         "d_sae": first.d_sae,
         "activation": first.activation.name,
@@ -125,11 +128,11 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
         "view": first.view,
     }
     if first.spread is not None:
-        said["spread"] = first.spread
+        manifest["spread"] = first.spread
     if clampable is not None:
-        said["clampable_features"] = sorted(clampable)
+        manifest["clampable_features"] = sorted(clampable)
     if first.metadata:
-        said["metadata"] = first.metadata
+        manifest["metadata"] = first.metadata
     path.mkdir(parents=True, exist_ok=True)
     for sae in saes:
         tensors = {
@@ -143,19 +146,19 @@ def save_manifest(saes: Sequence[Sae], path: Path, clampable: Sequence[int] | No
             tensors["x_max"] = sae.x_max
         save_file(tensors, path / f"layer_{sae.layer}_{sae.hook}.safetensors")
     save_labels(first, path)
-    (path / MANIFEST).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    (path / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
 
 
 def clampable_features(path: Path) -> list[int] | None:
-    """The features a manifest allows to be set; None when it does not say."""
-    said = read_json(path / MANIFEST).get("clampable_features") if (path / MANIFEST).is_file() else None
-    if said is None:
+    """The features that a manifest allows to be clamped; None if it has no such list."""
+    features = read_json(path / MANIFEST).get("clampable_features") if (path / MANIFEST).is_file() else None
+    if features is None:
         return None
-    if not isinstance(said, list) or any(type(number) is not int for number in said):
+    if not isinstance(features, list) or any(type(feature) is not int for feature in features):
         raise SaeFileError(
-            f"{path / MANIFEST}: clampable_features is {quoted(said)}, expected a list of numbers."
+            f"{path / MANIFEST}: clampable_features is {quoted(features)}, expected a list of numbers."
         )
-    return said
+    return features
 
 
 def _is_site(site: Any) -> bool:

@@ -169,7 +169,7 @@ class SaeHost:
         kind = data.kind
         if kind.error == "keep" and not kind.room and not kind.constant:
             return x  # nothing is clamped and the error is kept: the row itself
-        rows = self.view.laid_out(x)
+        rows = self.view.by_unit(x)
         units = self.view.read(rows, data.index, context)
         topk = encode_topk(self.weights, units.v) if kind.room or kind.error == "drop" else None
         delta = data.constant
@@ -223,7 +223,7 @@ class SaeHost:
         line."""
         uses_of: dict[int, tuple[int, ...]] = {}
         for index, (use, rows) in enumerate(uses):
-            for unit in self.view.numbers(rows, use.streams):
+            for unit in self.view.unit_indices(rows, use.streams):
                 uses_of[unit] = (*uses_of.get(unit, ()), index)
         line_of: dict[tuple[int, ...], int] = {}
         lines = [line_of.setdefault(indices, len(line_of)) for indices in uses_of.values()]

@@ -1,14 +1,13 @@
-"""Train a dictionary of features on rows of activations: TopK and BatchTopK, with help for features that die.
+"""Training of dictionaries on rows of activations: TopK and BatchTopK, with an auxiliary loss for dead features.
 
-Rows are centred and scaled by two constants found at the start, and both are folded away at the end: the `Sae` that
-comes out has unit decoder rows and features in the units of the rows. BatchTopK keeps the n*k largest of a whole batch
-while training and leaves as a JumpReLU with one threshold, so that what it says of a row does not depend on the batch.
-A feature that has not fired for `dead_after` rows also learns from what the others leave over.
+Rows are centred and scaled by constants computed at the start, which are folded in at the end: the resulting `Sae`
+has unit decoder rows and features in the units of the rows. BatchTopK keeps the n*k largest features of a batch in
+training and is exported as a JumpReLU with one threshold, so that features of a row do not depend on the batch. A
+feature that has not fired for `dead_after` rows is also trained on the residual of the others.
 
-Only a few features of a row are not zero, so gradients are written out for those instead of asked of autograd: the one
-dense product of a step is the encoder's. (`reference_gradients` in the tests is the dense twin.) A trainer is its
-numbers and nothing else: same rows and same seed give the same dictionary, also across `state`/`restored`.
-"""
+Only a few features of a row are nonzero, so gradients are computed explicitly for those instead of by autograd: the
+only dense product of a step is the encoder's. (`reference_gradients` in the tests is the dense twin.) Training is
+deterministic: the same rows and seed give the same dictionary, also across `state`/`restored`."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ _BETAS, _TINY = (0.9, 0.999), 1e-8
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """How a dictionary is trained. `steps` is how many batches it will see; the rate falls to nothing over the last."""
+    """Training options. `steps` is the number of batches; the learning rate falls to zero over the last of them."""
 
     features: int
     k: int = 32
@@ -63,7 +62,7 @@ class TrainOptions:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One batch: share of its variance explained, features per row, features dead after it."""
+    """Statistics of one batch: explained variance, features per row, dead features after it."""
 
     step: int
     explained: float
@@ -72,10 +71,10 @@ class StepReport:
 
 
 class Trainer:
-    """`step(rows)` for every batch, then `finish(rows)`. Matrices are `[F, d]`, one row per feature."""
+    """Call `step(rows)` for every batch, then `finish(rows)`. Matrices are `[F, d]`, one row per feature."""
 
     def __init__(self, options: TrainOptions, sample: torch.Tensor):
-        """`sample` [n, d], some thousand rows, fixes centre and scale."""
+        """`sample` [n, d], a few thousand rows, determines centre and scale."""
         sample = checked_rows(sample)
         self.options = options
         self.done = 0
@@ -92,7 +91,7 @@ class Trainer:
         decoder = torch.randn(options.features, width, generator=generator)
         decoder /= decoder.norm(dim=1, keepdim=True)
         self.weights: dict[str, torch.Tensor] = {
-            "encoder": decoder.clone(),  # starting as the decoder's transpose keeps most features alive
+            "encoder": decoder.clone(),  # starting from the decoder's transpose keeps most features alive
             "encoder_bias": torch.zeros(options.features),
             "decoder": decoder,
             "decoder_bias": torch.zeros(width),
@@ -100,14 +99,14 @@ class Trainer:
         self._first = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
         self._second = {name: torch.zeros_like(tensor) for name, tensor in self.weights.items()}
         self.silent_rows = torch.zeros(options.features, dtype=torch.long)
-        self._level = 0.0  # the last batch's smallest kept value: only ever a hint where to look for the next
+        self._level = 0.0  # smallest kept value of the last batch, a starting point for the next search
 
     @property
     def dead(self) -> torch.Tensor:
         return self.silent_rows >= self.options.dead_after
 
     def step(self, rows: torch.Tensor) -> StepReport:
-        """Learn from one batch [n, d]."""
+        """Train on one batch [n, d]."""
         x = (checked_rows(rows, len(self.centre)) - self.centre) * self.factor
         z = self._pre_activations(x)
         kept = self._kept(z)
@@ -127,7 +126,7 @@ class Trainer:
         return torch.nn.functional.linear(x, self.weights["encoder"], self.weights["encoder_bias"])
 
     def _kept(self, z: torch.Tensor) -> torch.Tensor:
-        """Which features of which rows stay, [n, F]: never one that is not positive."""
+        """Mask [n, F] of the features that are kept, all of them positive."""
         k = self.options.k
         if self.options.kind == "topk":
             least = z.topk(k, dim=1).values[:, -1:]
@@ -138,11 +137,11 @@ class Trainer:
     def _reconstruction(
         self, x: torch.Tensor, z: torch.Tensor, kept: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Gradients of mean |x - x^|^2 / d, and what is left over, x - x^."""
+        """Gradients of mean |x - x^|^2 / d, and the residual x - x^."""
         rows, features = kept.nonzero(as_tuple=True)
         values = z[rows, features]
         decoder = self.weights["decoder"]
-        (n, count) = z.shape
+        n, count = z.shape
         left = x - self.weights["decoder_bias"] - _weighted_sums(rows, features, values, decoder, n)
         slope = left * (-2.0 / x.numel())  # of x^, [n, d]
         by_value = (slope @ decoder.T)[rows, features]
@@ -161,8 +160,8 @@ class Trainer:
     def _add_auxiliary(
         self, x: torch.Tensor, z: torch.Tensor, left: torch.Tensor, gradients: dict[str, torch.Tensor]
     ) -> None:
-        """The strongest dead features of each row explain what the living left over; gradients of mean |left - left^|^2
-        over mean |left|^2."""
+        """Add the gradients of the auxiliary loss mean |r - r^|^2 / mean |r|^2, where r is the residual and r^ its
+        reconstruction by the strongest dead features of each row."""
         dead = self.dead.nonzero().squeeze(1)
         count = min(len(dead), max(1, x.shape[1] // 2))
         some, where = z[:, dead].topk(count, dim=1)
@@ -176,7 +175,7 @@ class Trainer:
         gradients["encoder_bias"].index_add_(0, dead, by_value.sum(0))
 
     def _update(self, gradients: dict[str, torch.Tensor]) -> None:
-        """Adam; decoder rows stay on the unit sphere, and are not pushed off it to begin with."""
+        """Adam step. Decoder rows stay unit vectors; gradients are projected to the tangent space first."""
         decoder = self.weights["decoder"]
         slope = gradients["decoder"]
         slope -= (slope * decoder).sum(1, keepdim=True) * decoder
@@ -191,9 +190,9 @@ class Trainer:
             tensor.addcdiv_(first, size, value=-rate / (1 - _BETAS[0] ** count))
         decoder /= decoder.norm(dim=1, keepdim=True)
 
-    def finish(self, rows: Iterable[torch.Tensor], **place: Any) -> Sae:
-        """The dictionary, with the threshold that keeps k features of a row of `rows` on average, and the largest
-        activation of each feature there. `place` goes to `Sae`: hook, layer, view, metadata."""
+    def finish(self, rows: Iterable[torch.Tensor], **site: Any) -> Sae:
+        """The trained dictionary, with the threshold that keeps k features per row of `rows` on average, and the
+        largest activation of each feature there. `site` is passed to `Sae`: hook, layer, view, metadata."""
         levels = []
         largest = torch.zeros(self.options.features)
         count = 0
@@ -210,23 +209,23 @@ class Trainer:
             )
         w = self.weights
         encoder_bias = w["encoder_bias"] / self.factor - w["encoder"] @ self.centre
-        made: dict[str, Any] = {"x_max": largest / self.factor, **place}
+        arguments: dict[str, Any] = {"x_max": largest / self.factor, **site}
         if self.options.kind == "topk":
-            made |= {"activation": "topk", "k": self.options.k, "rectified": True}
+            arguments |= {"activation": "topk", "k": self.options.k, "rectified": True}
         else:
-            made |= {"activation": "jumprelu", "threshold": max(sum(levels) / count, 0.0) / self.factor}
+            arguments |= {"activation": "jumprelu", "threshold": max(sum(levels) / count, 0.0) / self.factor}
         bias = w["decoder_bias"] / self.factor + self.centre
-        return Sae(w["encoder"], encoder_bias, w["decoder"], bias, **made)
+        return Sae(w["encoder"], encoder_bias, w["decoder"], bias, **arguments)
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Everything that decides the steps to come, as tensors."""
-        held = {f"weights.{name}": tensor for name, tensor in self.weights.items()}
-        held |= {f"first.{name}": tensor for name, tensor in self._first.items()}
-        held |= {f"second.{name}": tensor for name, tensor in self._second.items()}
+        """Everything that determines the following steps, as tensors."""
+        tensors = {f"weights.{name}": tensor for name, tensor in self.weights.items()}
+        tensors |= {f"first.{name}": tensor for name, tensor in self._first.items()}
+        tensors |= {f"second.{name}": tensor for name, tensor in self._second.items()}
         counts = torch.tensor([self.done, self.rows_seen])
         scale = torch.tensor([self.factor], dtype=torch.float64)
         return {
-            **held,
+            **tensors,
             "silent_rows": self.silent_rows,
             "centre": self.centre,
             "factor": scale,
@@ -235,7 +234,7 @@ class Trainer:
 
     @classmethod
     def restored(cls, options: TrainOptions, state: Mapping[str, torch.Tensor]) -> Trainer:
-        """A trainer that goes on where `state` was taken."""
+        """A trainer that continues from `state`."""
         trainer = object.__new__(cls)
         trainer.options = options
         trainer.done, trainer.rows_seen = (int(count) for count in state["counts"])
@@ -258,7 +257,7 @@ class Trainer:
 
 
 def checked_rows(rows: torch.Tensor, width: int | None = None) -> torch.Tensor:
-    """Rows [n, d] in float32; anything else, or a number that is not finite, is refused."""
+    """Rows [n, d] as float32; other shapes and numbers that are not finite are refused."""
     if not isinstance(rows, torch.Tensor) or rows.ndim != 2 or not len(rows):
         shape = tuple(rows.shape) if isinstance(rows, torch.Tensor) else quoted(rows)
         raise SaeError(
@@ -275,11 +274,11 @@ def checked_rows(rows: torch.Tensor, width: int | None = None) -> torch.Tensor:
 
 
 def _kth_largest(z: torch.Tensor, count: int, above: float = 0.0) -> float:
-    """The value that `count` entries of z reach; quickest when it is a little more than `above`."""
+    """The `count`-th largest value of z; fastest if it is a little larger than `above`."""
     flat = z.flatten()
-    some = flat[flat > above] if above > 0 else flat
-    some = some if len(some) >= count else flat
-    return some.kthvalue(max(1, len(some) - count + 1)).values.item()
+    values = flat[flat > above] if above > 0 else flat
+    values = values if len(values) >= count else flat
+    return values.kthvalue(max(1, len(values) - count + 1)).values.item()
 
 
 def _weighted_sums(

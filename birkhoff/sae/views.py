@@ -1,17 +1,16 @@
-"""How a dictionary meets the rows of a site: what it encodes of them, and how a change of that is written back.
+"""How a dictionary applies to the rows of a site: what it encodes, and how changes are written back.
 
     single      the row itself, at hooks of width d
-    flat        the m streams laid end to end, one row of m * d
-    per_stream  every stream is a row of its own, the weights are shared
-    read        u = sum_i a_i X_i, what the coming sublayer reads with its weights a
+    flat        the m streams concatenated, one row of m * d
+    per_stream  every stream is a row of its own, with shared weights
+    read        u = sum_i a_i X_i, the input that the next sublayer reads with its weights a
     mean        the mean of the streams
 
-A view turns the rows of a step into `units` that are encoded one by one. Written back, `single`, `flat` and
-`per_stream` put the new unit in place; `read` and `mean` have fewer numbers than the streams, so they add the change:
-`mean` to every stream alike, `read` by its spread. `read` gives stream i its a_i / sum a^2 of it, the least change
-after which the same weights read exactly the new u; `post` its write-out weight p_i, as if the last sublayer had
-written it; `uniform` the whole of it, as `mean` does.
-"""
+A view turns the rows of a step into `units` that are encoded one by one. `single`, `flat` and `per_stream` replace
+the unit; `read` and `mean` have fewer numbers than the streams, so they add the change: `mean` to every stream,
+`read` by its spread. Spread `read` adds a_i / sum a^2 of the change to stream i, the smallest change after which
+the same weights read exactly the new u; `post` adds the write-out weight p_i of it, as if the last sublayer had
+written it; `uniform` adds all of it, as `mean` does."""
 
 from __future__ import annotations
 
@@ -27,7 +26,7 @@ from birkhoff.hooks.schema import HookSchema
 
 @dataclass(frozen=True, eq=False)
 class Units:
-    """What is encoded, `v` [r, d], and what is needed to write back: the old rows and each stream's share."""
+    """The encoded rows `v` [r, d], and what is needed to write back: the old rows and the share of each stream."""
 
     old: torch.Tensor  # float32 [r, d], or [r, m, d] of the views that add
     v: torch.Tensor
@@ -48,36 +47,36 @@ class View:
     def needs_post(self) -> bool:
         return self.spread == "post"
 
-    def laid_out(self, x: torch.Tensor) -> torch.Tensor:
-        """The tensor of a site so that its first dimension counts units; shares memory with it."""
+    def by_unit(self, x: torch.Tensor) -> torch.Tensor:
+        """A view of a site's tensor whose first dimension is units."""
         if self.name == "per_stream":
             return x.flatten(0, 1)
         return x.flatten(1) if self.name == "flat" else x
 
-    def numbers(self, rows: Sequence[int], streams: tuple[int, ...] | None) -> list[int]:
-        """The units of rows of the step."""
+    def unit_indices(self, rows: Sequence[int], streams: tuple[int, ...] | None) -> list[int]:
+        """The units of these rows of the step."""
         if self.name != "per_stream":
             return list(rows)
         chosen = range(self.streams) if streams is None else streams
         return [row * self.streams + stream for row in rows for stream in chosen]
 
-    def read(self, x: torch.Tensor, index: torch.Tensor, around: SiteContext) -> Units:
-        """Units at `index` of a laid-out tensor."""
+    def read(self, x: torch.Tensor, index: torch.Tensor, context: SiteContext) -> Units:
+        """Read the units at `index` of a tensor from `by_unit`."""
         old = x.index_select(0, index).float()
         if self.name == "mean":
             return Units(old, old.mean(1), old.new_ones(()))
         if self.name != "read":
             return Units(old, old)
-        assert around.read is not None, "attaching refuses this view where nothing reads streams"
-        weights = around.read(x.index_select(0, index)).float()  # [r, m]
+        assert context.read is not None, "attaching refuses this view where nothing reads streams"
+        weights = context.read(x.index_select(0, index)).float()  # [r, m]
         u = torch.einsum("rm,rmd->rd", weights, old)
         if self.spread == "read":
             share = weights / weights.square().sum(-1, keepdim=True)
         elif self.spread == "post":
-            assert around.post is not None, (
+            assert context.post is not None, (
                 "attaching refuses this spread where nothing has written the streams"
             )
-            share = around.post.index_select(0, index).float()
+            share = context.post.index_select(0, index).float()
         else:
             share = torch.ones_like(weights)
         return Units(old, u, share.unsqueeze(-1))
@@ -92,7 +91,7 @@ class View:
 
 
 def make_view(name: str, spread: str | None, d_model: int, hook: str, layer: int, row: HookSchema) -> View:
-    """The view for rows of a hook, or why there is none."""
+    """The view for rows of a hook; refuses views that do not fit."""
     has_streams = hook.startswith("mhc_streams")
     if (name == "single") == has_streams:
         fitting = "flat, per_stream, read or mean" if has_streams else "single"

@@ -1,15 +1,15 @@
-"""Steering in one line, for the command line and for people:
+"""Steering in one line, for the command line:
 
     +2.0 calm @ mhc_streams_pre_attn[4] stream=1; -0.5 refusal @ mlp_out[4,6..8] op=project phase=decode
 
-`STRENGTH NAME @ HOOK[LAYERS] key=value ...`, several joined by `;`. The place may be left out when the vector brings
-one. LAYERS are numbers, ranges with both ends (`4..8`) or `*`; negative ones count from the end. Keys: `stream`
-(numbers, `all` or `post_mix`), `phase`, `path`, `op`. STRENGTH is the scale; of a clamp it is the value the direction
-is held at. A name with other characters than letters, digits and `._/~+-` stands in double quotes, as JSON has them.
+`STRENGTH NAME @ HOOK[LAYERS] key=value ...`, several joined by `;`. `@ HOOK[LAYERS]` may be omitted if the vector
+has a hook and layers. LAYERS are numbers, ranges with both ends (`4..8`) or `*`; negative ones count from the end.
+Keys: `stream` (numbers, `all` or `post_mix`), `phase`, `path`, `op`. STRENGTH is the scale; for a clamp it is the
+value of the component. A name with characters other than letters, digits and `._/~+-` is a JSON string in double
+quotes.
 
-`parse_line` makes edits and `print_line` writes them in their one canonical form; each is the other's inverse. Errors
-show the line with a caret under the place where it stopped making sense.
-"""
+`parse_line` parses edits and `print_line` prints them in a canonical form; each is the inverse of the other. Errors
+show the line with a caret under the character where parsing failed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from typing import Any, NoReturn
 
 from birkhoff.errors import SteeringError, SteeringSyntax, quoted
 from birkhoff.hooks.layers import LayerSelector
-from birkhoff.steering.vector_edits import PATHS, PHASES, Add, Clamp, Patch, Project, VectorEdit
+from birkhoff.hooks.phases import PHASES
+from birkhoff.steering.vector_edits import PATHS, Add, Clamp, Patch, Project, VectorEdit
 
 _NUMBER = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
 _NAME = re.compile(r"[\w./~+-]+")
@@ -33,102 +34,102 @@ _KEYS = ("stream", "phase", "path", "op")
 
 
 def parse_line(line: str) -> list[VectorEdit]:
-    """The edits of a line, in order. Names stay names: they are looked up when the edits are used."""
+    """The edits of a line, in order. Vectors stay names, which are looked up when the edits are used."""
     reader = _EditReader(line)
-    found = [_edit(reader)]
+    edits = [_edit(reader)]
     while reader.take(";"):
         if reader.at_end:
-            break  # a last semicolon ends the line
-        found.append(_edit(reader))
+            break  # a trailing semicolon is allowed
+        edits.append(_edit(reader))
     if not reader.at_end:
         reader.fail("expected ';' and another edit, a key=value, or the end")
-    return found
+    return edits
 
 
 def print_line(edits: Sequence[Any]) -> str:
-    """The canonical form. What a line cannot say (numbers, `where`, some clamps) is refused."""
-    return "; ".join(_printed(edit) for edit in edits)
+    """The canonical form. Edits that a line cannot express (numbers, `where`, some clamps) are refused."""
+    return "; ".join(_print(edit) for edit in edits)
 
 
 class _EditReader:
     def __init__(self, line: str):
         self.line = line
-        self.place = 0
+        self.index = 0
         self._skip()
 
     @property
     def at_end(self) -> bool:
-        return self.place == len(self.line)
+        return self.index == len(self.line)
 
     def take(self, text: str) -> bool:
-        """Step over `text` when it comes next."""
-        if not self.line.startswith(text, self.place):
+        """Skip `text` if it comes next; whether it did."""
+        if not self.line.startswith(text, self.index):
             return False
-        self.place += len(text)
+        self.index += len(text)
         self._skip()
         return True
 
     def blank(self) -> bool:
-        """Step over white space; whether there was any."""
-        before = self.place
+        """Skip white space; whether there was any."""
+        before = self.index
         self._skip()
-        return self.place > before
+        return self.index > before
 
     def match(self, pattern: re.Pattern[str], expected: str, skip: bool = True) -> str:
-        found = pattern.match(self.line, self.place)
-        if found is None:
+        match = pattern.match(self.line, self.index)
+        if match is None:
             self.fail(f"expected {expected}")
-        self.place = found.end()
+        self.index = match.end()
         if skip:
             self._skip()
-        return found[0]
+        return match[0]
 
-    def fail(self, message: str, place: int | None = None) -> NoReturn:
-        raise SteeringSyntax(message, self.line, self.place if place is None else place)
+    def fail(self, message: str, index: int | None = None) -> NoReturn:
+        raise SteeringSyntax(message, self.line, self.index if index is None else index)
 
     def _skip(self) -> None:
-        while self.place < len(self.line) and self.line[self.place].isspace():
-            self.place += 1
+        while self.index < len(self.line) and self.line[self.index].isspace():
+            self.index += 1
 
 
 def _edit(reader: _EditReader) -> VectorEdit:
-    began = reader.place
+    start = reader.index
     strength = float(reader.match(_NUMBER, "a strength such as +2.0", skip=False))
     if not math.isfinite(strength):
-        reader.fail("this strength is beyond every number", began)
+        reader.fail("this strength is beyond every number", start)
     if not reader.blank():
         reader.fail("expected a blank between the strength and the name")
     name = _name(reader)
-    hook, layers = (None, None) if not reader.take("@") else _place(reader)
-    given: dict[str, Any] = {}
-    while not reader.at_end and reader.line[reader.place] != ";":
-        began = reader.place
+    hook, layers = (None, None) if not reader.take("@") else _site(reader)
+    fields: dict[str, Any] = {}
+    while not reader.at_end and reader.line[reader.index] != ";":
+        start = reader.index
         key = reader.match(_WORD, f"';' or one of {', '.join(_KEYS)}")
         if key not in _KEYS:
-            reader.fail(f"{quoted(key)} is no key, expected one of {', '.join(_KEYS)}", began)
-        if key in given:
-            reader.fail(f"{key} is given twice", began)
+            reader.fail(f"{quoted(key)} is no key, expected one of {', '.join(_KEYS)}", start)
+        if key in fields:
+            reader.fail(f"{key} is given twice", start)
         if not reader.take("="):
             reader.fail(f"expected '=' after {key}")
-        given[key] = _streams(reader) if key == "stream" else _choice(reader, key)
-    return _made(strength, name, hook, layers, given)
+        fields[key] = _streams(reader) if key == "stream" else _choice(reader, key)
+    return _build(strength, name, hook, layers, fields)
 
 
 def _name(reader: _EditReader) -> str:
-    if not reader.line.startswith('"', reader.place):
+    if not reader.line.startswith('"', reader.index):
         return reader.match(_NAME, "the name of a vector")
-    began = reader.place
+    start = reader.index
     text = reader.match(_QUOTED, "a closing quote after this one")
     try:
-        name = json.loads(text)
+        name: str = json.loads(text)
     except ValueError:
-        reader.fail("this quoted name is not as JSON writes texts", began)
+        reader.fail("this quoted name is not as JSON writes texts", start)
     if not name:
-        reader.fail("a name cannot be empty", began)
+        reader.fail("a name cannot be empty", start)
     return name
 
 
-def _place(reader: _EditReader) -> tuple[str, Any]:
+def _site(reader: _EditReader) -> tuple[str, Any]:
     hook = reader.match(_WORD, "the name of a hook")
     if not reader.take("["):
         return hook, None
@@ -139,20 +140,18 @@ def _place(reader: _EditReader) -> tuple[str, Any]:
         _listed(reader, lambda: _layer(reader, layers))
     if not reader.take("]"):
         reader.fail("expected ',' and another layer, or ']'")
-    return hook, {name: found for name, found in layers.items() if found} if isinstance(
-        layers, dict
-    ) else layers
+    return hook, {key: value for key, value in layers.items() if value} if layers != "all" else layers
 
 
 def _layer(reader: _EditReader, layers: dict[str, list[Any]]) -> None:
-    began = reader.place
+    start = reader.index
     first = int(reader.match(_WHOLE, "a layer, a range such as 4..8, or *"))
     if not reader.take(".."):
         layers["layers"].append(first)
         return
     last = int(reader.match(_WHOLE, "the last layer of this range"))
     if (first < 0) == (last < 0) and first > last:
-        reader.fail("this range starts after its end", began)
+        reader.fail("this range starts after its end", start)
     layers["ranges"].append([first, last])
 
 
@@ -162,41 +161,42 @@ def _streams(reader: _EditReader) -> Any:
             return word
     streams: list[int] = []
 
-    def one() -> None:
-        began = reader.place
+    def read_stream() -> None:
+        start = reader.index
         streams.append(int(reader.match(_WHOLE, "stream numbers, all or post_mix")))
         if streams[-1] < 0:
-            reader.fail("streams are counted from 0", began)
+            reader.fail("streams are counted from 0", start)
 
-    _listed(reader, one)
+    _listed(reader, read_stream)
     return streams
 
 
-def _listed(reader: _EditReader, one: Callable[[], None]) -> None:
-    one()
+def _listed(reader: _EditReader, read_item: Callable[[], None]) -> None:
+    read_item()
     while reader.take(","):
-        one()
+        read_item()
 
 
 def _choice(reader: _EditReader, key: str) -> str:
     allowed = {"phase": PHASES, "path": PATHS, "op": _OPS}[key]
-    began = reader.place
+    start = reader.index
     word = reader.match(_WORD, f"one of {', '.join(allowed)}")
     if word not in allowed:
-        reader.fail(f"{key} is {quoted(word)}, expected one of {', '.join(allowed)}", began)
+        reader.fail(f"{key} is {quoted(word)}, expected one of {', '.join(allowed)}", start)
     return word
 
 
-def _made(strength: float, name: str, hook: str | None, layers: Any, given: dict[str, Any]) -> VectorEdit:
-    options: dict[str, Any] = {"hook": hook, "layers": layers, "streams": given.get("stream")}
-    options |= {key: given[key] for key in ("phase", "path") if key in given}
-    op = given.get("op", "add")
+def _build(strength: float, name: str, hook: str | None, layers: Any, fields: dict[str, Any]) -> VectorEdit:
+    options: dict[str, Any] = {"hook": hook, "layers": layers, "streams": fields.get("stream")}
+    options |= {key: fields[key] for key in ("phase", "path") if key in fields}
+    op = fields.get("op", "add")
     if op == "clamp":
         return Clamp(name, min=strength, max=strength, **options)
-    return {"add": Add, "project": Project, "patch": Patch}[op](name, scale=strength, **options)
+    kind: type[VectorEdit] = {"add": Add, "project": Project, "patch": Patch}[op]
+    return kind(name, scale=strength, **options)
 
 
-def _printed(edit: Any) -> str:
+def _print(edit: Any) -> str:
     if not isinstance(edit, (Add, Project, Clamp, Patch)) or not isinstance(edit.vector, str):
         raise SteeringError(
             f"{quoted(edit)} has no line: only edits with a named vector do. Register it first."
@@ -219,12 +219,12 @@ def _printed(edit: Any) -> str:
         parts.append(
             "stream=" + (edit.streams if isinstance(edit.streams, str) else ",".join(map(str, edit.streams)))
         )
-    for key, value, usual in (
+    for key, value, default in (
         ("phase", edit.phase, "both"),
         ("path", edit.path, "both"),
         ("op", edit.op, "add"),
     ):
-        if value != usual:
+        if value != default:
             parts.append(f"{key}={value}")
     return " ".join(parts)
 

@@ -1,10 +1,10 @@
-"""From two sets of rows to a direction: tensors in, vector out, and how well each place tells the sets apart.
+"""Directions from two sets of rows, and how well they separate the sets at each site.
 
-Rows are [n, d], or [n, m, d] at hooks with streams. `mean_difference` is the difference of the means, with its natural
-length; `principal_direction` is the unit axis along which paired differences lie, pointed at the positives. `separate`
-measures a direction on rows it was not made from: d' (difference of mean projections over their pooled deviation) and
-AUC (the chance that a positive row projects higher than a negative one, ties counting half). 0.5 is chance.
-"""
+Rows are [n, d], or [n, m, d] at hooks with streams. `mean_difference` is the difference of the means, with its
+natural norm; `principal_direction` is the first principal axis of the paired differences, a unit vector pointing to
+the positives. `separate` measures a direction on held-out rows: d' (difference of mean projections over their
+pooled deviation) and AUC (the chance that a positive row projects higher than a negative one, ties counting half).
+0.5 is chance."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METHODS = ("mean_diff", "pca")
 
 @dataclass(frozen=True)
 class Separation:
-    """How far apart two sets of rows lie along one direction; `stream` is None for the row as a whole."""
+    """How well one direction separates two sets of rows; `stream` is None for the whole row."""
 
     hook: str
     layer: int
@@ -36,7 +36,7 @@ class Separation:
 
 
 def direction(positive: torch.Tensor, negative: torch.Tensor, how: str = "mean_diff") -> torch.Tensor:
-    """A vector of the rows' own shape, pointing from negative to positive."""
+    """A vector with the shape of a row, pointing from negative to positive."""
     positive, negative = _checked(positive, negative)
     if how == "mean_diff":
         return mean_difference(positive, negative)
@@ -50,7 +50,7 @@ def mean_difference(positive: torch.Tensor, negative: torch.Tensor) -> torch.Ten
 
 
 def principal_direction(positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """The first principal axis of the pairs' differences, not centred: what they have in common is what is wanted."""
+    """The first principal axis of the paired differences, not centred, since their common part is the direction."""
     if len(positive) != len(negative):
         raise SteeringError(
             f"pca takes pairs, and there are {len(positive)} positive and {len(negative)} negative rows. Give as many "
@@ -59,22 +59,23 @@ def principal_direction(positive: torch.Tensor, negative: torch.Tensor) -> torch
     shape = positive.shape[1:]
     between = (positive.float() - negative.float()).flatten(1)
     axis = torch.linalg.svd(between, full_matrices=False).Vh[0]
-    return (axis if between.mean(0) @ axis >= 0 else -axis).view(shape)
+    pointed: torch.Tensor = axis if between.mean(0) @ axis >= 0 else -axis
+    return pointed.view(shape)
 
 
 def d_prime(positive: torch.Tensor, negative: torch.Tensor) -> float:
-    """Of two sets of numbers: difference of means over the root mean of their variances; 0 when neither varies."""
+    """d' of two sets of numbers: difference of means over the root mean of their variances; 0 if neither varies."""
     spread = ((positive.var(unbiased=False) + negative.var(unbiased=False)) / 2).sqrt().item()
     gap = (positive.mean() - negative.mean()).item()
     return gap / spread if spread > 0 else 0.0
 
 
 def auc(positive: torch.Tensor, negative: torch.Tensor) -> float:
-    """The chance that a number of the first set exceeds one of the second."""
+    """The probability that a number of the first set exceeds one of the second, ties counting half."""
     ordered = torch.sort(negative).values
     below = torch.searchsorted(ordered, positive.contiguous())
-    level = torch.searchsorted(ordered, positive.contiguous(), right=True) - below
-    return ((below + level / 2).sum() / (len(positive) * len(negative))).item()
+    equal = torch.searchsorted(ordered, positive.contiguous(), right=True) - below
+    return ((below + equal / 2).sum() / (len(positive) * len(negative))).item()
 
 
 def separate(
@@ -87,7 +88,7 @@ def separate(
 ) -> list[Separation]:
     """One entry for the whole row and, with streams, one for each stream.
 
-    Every row is scored along a direction made without its fold, so that chance scores 0.5 and not more."""
+    Every row is scored along a direction computed without its fold, so that chance level is 0.5."""
     positive, negative = (rows.float() for rows in _checked(positive, negative))
     parts: list[tuple[int | None, torch.Tensor, torch.Tensor]] = [
         (None, positive.flatten(1), negative.flatten(1))
@@ -113,9 +114,9 @@ def _separation(
     return Separation(hook, layer, stream, d_prime(high, low), auc(high, low), gap, rows)
 
 
-def best(found: Sequence[Separation]) -> Separation:
-    """The place that tells the sets apart best, by d'."""
-    return max(found, key=lambda entry: entry.d_prime)
+def best(separations: Sequence[Separation]) -> Separation:
+    """The entry with the largest d'."""
+    return max(separations, key=lambda entry: entry.d_prime)
 
 
 def _checked(positive: torch.Tensor, negative: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,12 +1,12 @@
-"""Edits as canonical bytes, and the two hashes of a request made of them.
+"""Edits as canonical bytes, and the hashes of a request made from them.
 
 Bytes of an edit at a site: operation, hook, layer, path, streams, flags, the vector as float32, scale and bounds as
-float64 (a scale of 1 is left out), and which positions. The phase is no part of them: an edit of both phases and one of
-the prompt alone do the same to a prompt. What is not there adds nothing, and the order in which hooks, layers and added
-vectors arrive does not matter. Names take no part, only what they stand for.
+float64 (a scale of 1 is omitted), and the positions. The phase is not included: an edit of both phases and one of
+the prompt alone have the same effect on a prompt. Absent fields add nothing, and the order of hooks, layers and
+added vectors has no effect. Vectors enter by content, not by name.
 
-`hash_steering_config` is the same for fields as they come over the wire: effective vectors by hook and layer, the
-content a name stands for, and opaque canonical blocks of features.
+`hash_steering_config` does the same for request fields: effective vectors by hook and layer, the content of a named
+module, and canonical bytes of feature specs.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Vectors = Mapping[str, Mapping[int, tuple[Any, float]]]  # hook, layer -> number
 
 
 def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
-    """One edit at one site. `positions` says which tokens of the phase, empty for all of them."""
+    """One edit at one site. `positions`: canonical bytes of the selected tokens of the phase, empty for all."""
     hook, layer = key
     flags = bytes([edit.norm_match, edit.post_mix])
     streams = b"" if edit.streams is None else ",".join(map(str, edit.streams)).encode()
     scale = b"" if edit.scale == 1 else number(edit.scale)
     bounds = framed(number(edit.low), number(edit.high)) if edit.op == "clamp" else b""
-    places = b"" if edit.positions is None else np.asarray(edit.positions, "<i8").tobytes()
+    patched = b"" if edit.positions is None else np.asarray(edit.positions, "<i8").tobytes()
     content = framed(
         hook.encode(),
         str(layer).encode(),
@@ -41,7 +41,7 @@ def site_part(key: Key, edit: SiteEdit, positions: bytes) -> DigestPart:
         scale,
         bounds,
         positions,
-        places,
+        patched,
     )
     return DigestPart(edit.op, content)
 
@@ -52,7 +52,7 @@ def hash_steering_config(
     sae_clamp_specs: Sequence[bytes] = (),
     sae_full_reconstruction_specs: Sequence[bytes] = (),
 ) -> int:
-    """A positive number of 63 bits, or 0 when nothing is steered."""
+    """A positive integer of 63 bits, or 0 if nothing is steered."""
     return short(
         digest_steering_config(effective_vectors, module_ref, sae_clamp_specs, sae_full_reconstruction_specs)
     )
@@ -64,7 +64,7 @@ def digest_steering_config(
     sae_clamp_specs: Sequence[bytes] = (),
     sae_full_reconstruction_specs: Sequence[bytes] = (),
 ) -> bytes | None:
-    """The same as 128 bits, or None. A module is named by its content digest."""
+    """The same as 128 bits, or None. `module_ref` is the content digest of a module."""
     parts = [DigestPart("add", content) for content in _vectors(effective_vectors or {})]
     if module_ref is not None:
         parts.append(DigestPart("add", framed(b"module", module_ref)))

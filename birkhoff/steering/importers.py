@@ -1,14 +1,14 @@
-"""Vectors of other tools, given the words they lack.
+"""Import vectors from the formats of other tools.
 
-    module JSON        {"vectors": {hook: {layer: numbers}}, "prefill_vectors": …}, lists or packed blobs (`packed.py`)
-    control vectors    tensors `direction.N`: added to what leaves layer N, in every stream alike
-    raw float32        layers x width numbers with no header at all
+    module JSON        {"vectors": {hook: {layer: numbers}}, "prefill_vectors": …}, see `vector_encoding.py`
+    control vectors    tensors `direction.N`: added to the output streams of layer N, the same in every stream
+    raw float32        layers x width numbers without a header
     plain tensors      one tensor per layer, named by a number
 
-What a file says itself is taken from it; what it does not say has to be stated by the caller, above all the operation:
-the same numbers added or projected away are different experiments, and nothing here guesses which was meant. A row of
-zeros steers nothing and is left out. Tensors and plain data in, `SteeringVector`s out; files are opened elsewhere.
-"""
+Metadata in the file is used; what is missing must be given by the caller, in particular the operation: adding a
+vector and projecting it out are different experiments, and nothing here guesses which is meant. Rows of zeros steer
+nothing and are dropped. The functions take tensors and plain data and return `SteeringVector`s; files are opened
+elsewhere."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _DIRECTION = re.compile(r"direction\.(0|[1-9][0-9]{0,5})")
 _LAYER = re.compile(r"(?:.*?[._])?(\d{1,6})(?:\.[a-z_]+)?")
 
 
-def stated(op: Any) -> str:
-    """The operation, which a caller has to name."""
+def check_op(op: Any) -> str:
+    """The operation, which the caller must give."""
     if op not in OPS:
         raise SteeringError(
             f"op is {quoted(op)}. The file does not say whether its vector is to be added or projected away, and the "
             f"two are different experiments: state op, one of {', '.join(OPS)}."
         )
-    return op
+    return str(op)
 
 
-def from_module_json(raw: Any, op: Any, **said: Any) -> dict[str, SteeringVector]:
-    """By name of tier and hook, e.g. "both.mlp_out": a file may hold several hooks, a vector holds one.
+def from_module_json(raw: Any, op: Any, **metadata: Any) -> dict[str, SteeringVector]:
+    """Vectors by tier and hook, e.g. "both.mlp_out": a file may have several hooks, a vector has one.
 
-    A scale in the file is multiplied in, since it is part of what the file does."""
-    op = stated(op)
+    A scale in the file is multiplied into the vector."""
+    op = check_op(op)
     if not isinstance(raw, Mapping) or not any(isinstance(raw.get(tier), Mapping) for tier in TIERS):
         raise SteeringError(f"the file holds {quoted(raw)}, expected an object with {', '.join(TIERS)}.")
-    found = {}
+    vectors = {}
     for tier, phase in TIERS.items():
         for hook, by_layer in (raw.get(tier) or {}).items():
             entries = layer_vectors(by_layer, f"{tier}.{hook}")
@@ -59,13 +59,13 @@ def from_module_json(raw: Any, op: Any, **said: Any) -> dict[str, SteeringVector
             rows = {entry.layer: Vector(entry.vector.tensor() * entry.scale) for entry in entries}
             fields = {
                 "method": "imported module JSON",
-                **said,
+                **metadata,
                 "streams": "flat" if chosen is None else chosen,
             }
-            found[f"{phase}.{hook}"] = SteeringVector(_filled(rows), op, hook, **fields)
-    if not found:
+            vectors[f"{phase}.{hook}"] = SteeringVector(_nonzero(rows), op, hook, **fields)
+    if not vectors:
         raise SteeringError("the file names no hook. It has nothing to import.")
-    return found
+    return vectors
 
 
 def from_control_vector(
@@ -73,10 +73,10 @@ def from_control_vector(
     keys: Mapping[str, Any],
     op: Any,
     hook: str | None = None,
-    **said: Any,
+    **metadata: Any,
 ) -> SteeringVector:
-    """`direction.N`, as control-vector files name them: at the end of layer N, so at its outgoing streams."""
-    op = stated(op)
+    """From tensors `direction.N` of a control-vector file: applied at the output streams of layer N."""
+    op = check_op(op)
     architecture = keys.get("general.architecture", "controlvector")
     if architecture != "controlvector":
         raise SteeringError(
@@ -90,15 +90,15 @@ def from_control_vector(
         rows[int(match[1])] = Vector(tensor, name)
     hint = keys.get("controlvector.model_hint")
     note = f"model hint {hint}" if hint else ""
-    fields = {"method": "imported control vector", "note": note, **said}
+    fields = {"method": "imported control vector", "note": note, **metadata}
     where = hook or STREAMS_POST_MLP
     fields.setdefault("streams", "all" if where.startswith("mhc_streams") else "flat")
-    return SteeringVector(_filled(rows), op, where, **fields)
+    return SteeringVector(_nonzero(rows), op, where, **fields)
 
 
-def from_raw(data: bytes, width: int, op: Any, hook: Any, **said: Any) -> SteeringVector:
-    """Float32 numbers, little-endian, `width` for each layer from layer 0 on."""
-    op = stated(op)
+def from_raw(data: bytes, width: int, op: Any, hook: Any, **metadata: Any) -> SteeringVector:
+    """From little-endian float32 numbers, `width` per layer, starting at layer 0."""
+    op = check_op(op)
     if not isinstance(hook, str):
         raise SteeringError("the file does not say where its vector belongs. State hook.")
     if not data or len(data) % (4 * width):
@@ -107,19 +107,19 @@ def from_raw(data: bytes, width: int, op: Any, hook: Any, **said: Any) -> Steeri
             "State the width it was made with."
         )
     table = torch.frombuffer(bytearray(data), dtype=torch.float32).view(-1, width)
-    fields = {"method": "imported raw float32", **said}
+    fields = {"method": "imported raw float32", **metadata}
     if hook.startswith("mhc_streams"):
         fields.setdefault("streams", "all")
     rows = {layer: Vector(row, f"row {layer}") for layer, row in enumerate(table)}
-    return SteeringVector(_filled(rows), op, hook, **fields)
+    return SteeringVector(_nonzero(rows), op, hook, **fields)
 
 
 def from_tensors(
-    tensors: Mapping[Any, Any], op: Any, hook: Any, layer: int | None = None, **said: Any
+    tensors: Mapping[Any, Any], op: Any, hook: Any, layer: int | None = None, **metadata: Any
 ) -> SteeringVector:
-    """A dictionary of plain tensors: keys are layer numbers or names that hold one number (`layers.12`, `12.weight`);
-    one tensor alone takes `layer`. A tensor [layers, width] without a number is layers from 0 on."""
-    op = stated(op)
+    """From a dictionary of tensors: keys are layer numbers or names with one number (`layers.12`, `12.weight`); a
+    single tensor takes `layer`. A tensor [layers, width] without a number has the layers from 0 on."""
+    op = check_op(op)
     if not isinstance(hook, str):
         raise SteeringError("the file does not say where its vector belongs. State hook.")
     rows: dict[int, Vector] = {}
@@ -132,7 +132,7 @@ def from_tensors(
         if len(tensors) == 1 and layer is not None:
             number = layer
         elif len(tensors) == 1 and tensor.ndim == 2 and number is None:
-            rows |= {place: Vector(row, f"{name}[{place}]") for place, row in enumerate(tensor)}
+            rows |= {index: Vector(row, f"{name}[{index}]") for index, row in enumerate(tensor)}
             continue
         if number is None:
             raise SteeringError(
@@ -141,8 +141,8 @@ def from_tensors(
         if number in rows:
             raise SteeringError(f"layer {number} is there twice, the second time as {quoted(name)}.")
         rows[number] = Vector(tensor.squeeze(), str(name))
-    fields = {"method": "imported tensors", **said}
-    return SteeringVector(_filled(rows), op, hook, **fields)
+    fields = {"method": "imported tensors", **metadata}
+    return SteeringVector(_nonzero(rows), op, hook, **fields)
 
 
 def _layer_in(name: str) -> int | None:
@@ -150,7 +150,7 @@ def _layer_in(name: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def _filled(rows: Mapping[int, Vector]) -> dict[int, Vector]:
+def _nonzero(rows: Mapping[int, Vector]) -> dict[int, Vector]:
     kept = {layer: row for layer, row in rows.items() if bool(row.tensor().any())}
     if not kept:
         raise SteeringError("every row of the file is zero, so it steers nothing.")

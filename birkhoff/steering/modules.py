@@ -1,9 +1,9 @@
-"""`engine.modules`: vectors that requests may name.
+"""`engine.modules`: vectors that requests can refer to by name.
 
-A module is a bare row of numbers, a `SteeringVector`, or the path of a vector file. A steering vector is held against
-the model before it gets its name: made for another model, at a hook or layer this one lacks, or of another width, it
-is refused and nothing changes. Running requests keep the vector they resolved, whatever becomes of its name.
-"""
+A module is a row of numbers, a `SteeringVector`, or the path of a vector file. A steering vector is checked against
+the model before it is registered: one made for another model, for a hook or layer that this model lacks, or of
+another width is refused and nothing changes. Running requests keep the vector they resolved when a name is
+reassigned or deleted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from birkhoff.steering.vector_edits import Add, Project
 from birkhoff.steering.vector_file import SteeringVector
 
 Module = Vector | SteeringVector
-Identity = Callable[[], tuple[str, str]]  # the model's name and what its weights are
+Identity = Callable[[], tuple[str, str]]  # the model's name and the revision of its weights
 
 
 class NamedVectors(MutableMapping[str, Module]):
@@ -28,36 +28,37 @@ class NamedVectors(MutableMapping[str, Module]):
         self._schema = schema
         self._num_layers = num_layers
         self._identity = identity
-        self._held: dict[str, Module] = {}
+        self._modules: dict[str, Module] = {}
 
     def __getitem__(self, name: str) -> Module:
-        if name not in self._held:
-            known = ", ".join(sorted(self._held)) or "none"
+        if name not in self._modules:
+            known = ", ".join(sorted(self._modules)) or "none"
             raise KeyError(f"no module named {quoted(name)}; registered: {known}")
-        return self._held[name]
+        return self._modules[name]
 
     def __setitem__(self, name: str, vector: Any) -> None:
         if not isinstance(name, str) or not name:
             raise SteeringError(f"a module is named by a text, not {quoted(name)}.")
         if isinstance(vector, (str, Path)):
             vector = SteeringVector.load(vector)
-        found = vector if isinstance(vector, (Vector, SteeringVector)) else Vector(vector, name)
-        if isinstance(found, SteeringVector):
-            self._check(name, found)
-        self._held[name] = found
+        module = vector if isinstance(vector, (Vector, SteeringVector)) else Vector(vector, name)
+        if isinstance(module, SteeringVector):
+            self._check(name, module)
+        self._modules[name] = module
 
     def __delitem__(self, name: str) -> None:
         self[name]
-        del self._held[name]
+        del self._modules[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._held)
+        return iter(self._modules)
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._modules)
 
     def _check(self, name: str, vector: SteeringVector) -> None:
-        """Another model's vector would run and mean nothing, so weights or name have to agree where both are known."""
+        """Refuse vectors of other models: they would run and be meaningless. Weights or name must match if both are
+        known."""
         if vector.model != "unknown" and self._identity is not None:
             model, revision = self._identity()
             if vector.model_revision != revision and PurePath(vector.model).name != PurePath(model).name:

@@ -1,4 +1,4 @@
-"""Rows by position: what a patch puts in the place of others, such as the rows that another run had there."""
+"""Rows by position for patches, such as the rows that another run had at those positions."""
 
 from __future__ import annotations
 
@@ -16,29 +16,29 @@ from birkhoff.steering.vector import Vector
 
 
 class PositionRows:
-    """One row of numbers for each of some positions; plain data, checked when made, equal by content."""
+    """One row of numbers for each of some positions. Plain data, checked on construction, compared by content."""
 
     def __init__(self, rows: Mapping[int, Any]):
         if not isinstance(rows, Mapping) or not rows:
             raise SteeringError(
                 f"rows is {quoted(rows)}, expected a row of numbers for at least one position."
             )
-        made: dict[int, Vector] = {}
+        checked: dict[int, Vector] = {}
         for position, row in rows.items():
-            number = as_int(position)
-            if number is None or number < 0:
+            index = as_int(position)
+            if index is None or index < 0:
                 raise SteeringError(
                     f"rows has the position {quoted(position)}, expected whole numbers from 0."
                 )
-            made[number] = row if isinstance(row, Vector) else Vector(row, f"the row of position {number}")
-        widths = sorted({len(row) for row in made.values()})
+            checked[index] = row if isinstance(row, Vector) else Vector(row, f"the row of position {index}")
+        widths = sorted({len(row) for row in checked.values()})
         if len(widths) > 1:
             raise SteeringError(f"the rows have {widths} numbers, expected one width for all positions.")
-        self._rows = dict(sorted(made.items()))
+        self._rows = dict(sorted(checked.items()))
 
     @classmethod
     def captured(cls, rows: Any) -> PositionRows:
-        """From rows of a capture: `output.acts[hook, layer]`, flattened stream by stream."""
+        """From captured rows, `output.acts[hook, layer]`, flattened stream by stream."""
         tensor, positions = rows.tensor, rows.positions
         if len(positions) != len(tensor):
             raise SteeringError(
@@ -56,7 +56,7 @@ class PositionRows:
         return tuple(self._rows)
 
     def __len__(self) -> int:
-        """Numbers in a row, as of a vector."""
+        """The width of a row."""
         return len(next(iter(self._rows.values())))
 
     def __eq__(self, other: object) -> bool:
@@ -70,11 +70,11 @@ class PositionRows:
 
     @cached_property
     def digest(self) -> str:
-        said = "".join(f"{position} {row.digest}\n" for position, row in self._rows.items())
-        return hashlib.sha256(b"birkhoff rows 1" + said.encode()).hexdigest()[:32]
+        content = "".join(f"{position} {row.digest}\n" for position, row in self._rows.items())
+        return hashlib.sha256(b"birkhoff rows 1" + content.encode()).hexdigest()[:32]
 
     def at(self, layer: int) -> PositionRows:
-        """As of a vector: the same at every layer it is used at."""
+        """The rows for a layer: the same for all layers."""
         return self
 
     def tensor(self) -> torch.Tensor:

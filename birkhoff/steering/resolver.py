@@ -1,4 +1,4 @@
-"""Steering of an engine: named vectors, the edits every request gets, and plans for single ones."""
+"""Steering of an engine: named vectors, edits of all requests, and resolution of the edits of one request."""
 
 from __future__ import annotations
 
@@ -32,28 +32,30 @@ class SteeringResolver:
         self.tables = tables or Tables()
         self._widths = {hook: row.width for hook, row in schema.items()}
         self.modules = NamedVectors(schema, num_layers, identity)
-        self.runs: dict[str, Mapping[tuple[str, int], Any]] = {}  # captured rows by name, for patches
-        self.parsers: dict[str, Parser] = {}  # fields about dictionaries of features
+        self.runs: dict[
+            str, Mapping[tuple[str, int], Any]
+        ] = {}  # captured rows by name of the run, for patches
+        self.parsers: dict[str, Parser] = {}  # parsers of the SAE fields
         self._for_all: list[
             tuple[Any, ...]
         ] = []  # the global tier: one entry per open `engine.steering` block
 
     @contextmanager
     def for_all(self, edits: Sequence[Any]) -> Iterator[None]:
-        """Every request submitted inside the block gets these edits too."""
-        given = check_edits(list(edits))
-        for edit in given:  # refused here, not at the next request
+        """Apply these edits to every request submitted inside the block."""
+        checked = check_edits(list(edits))
+        for edit in checked:  # errors are raised here, not at the next request
             self._resolve(edit, "", None, 0)
-        self._for_all.append(given)
+        self._for_all.append(checked)
         try:
             yield
         finally:
-            self._for_all.remove(given)
+            self._for_all.remove(checked)
 
     def edits(self, steer: Any, prompt_ids: Sequence[int], max_tokens: int) -> tuple[ResolvedEdit, ...]:
         """The global tier and the request's own edits, resolved for one prompt."""
-        given = steer if isinstance(steer, (list, tuple)) else () if steer is None else (steer,)
-        paths = [item.path if isinstance(item, WireEdit) else "" for item in given]
+        items = steer if isinstance(steer, (list, tuple)) else () if steer is None else (steer,)
+        paths = [item.path if isinstance(item, WireEdit) else "" for item in items]
         own = () if steer is None else check_edits(_unwrap(steer))
         every = [edit for tier in self._for_all for edit in tier]
         resolved = tuple(
@@ -69,13 +71,14 @@ class SteeringResolver:
         for item in edits:
             if isinstance(item, WireEdit):
                 self._resolve(item.edit, item.path, None, 0)
-        return _unwrap(edits)
+        unwrapped: list[Any] = _unwrap(edits)
+        return unwrapped
 
     def parse_wire(self, fields: Mapping[str, Any]) -> list[Any]:
-        """The edits of a request's steering fields. Edits of vectors are `WireEdit`s: `edits` checks them against the
-        model and names the field in errors."""
-        found = parse_steering(fields, self.modules, self.parsers, self.runs)
-        return [wired if isinstance(wired.edit, VectorEdit) else wired.edit for wired in found]
+        """The edits of a request's steering fields. Vector edits are `WireEdit`s, which `edits` checks against the
+        model with the field in errors."""
+        wire_edits = parse_steering(fields, self.modules, self.parsers, self.runs)
+        return [item if isinstance(item.edit, VectorEdit) else item.edit for item in wire_edits]
 
     def _resolve(
         self, edit: VectorEdit, path: str, prompt_ids: Sequence[int] | None, max_tokens: int
@@ -88,29 +91,29 @@ class SteeringResolver:
             raise
 
     def table(self, edits: Sequence[Edit]) -> TableRows | None:
-        """Rows for the vectors these edits add, still to be reserved; None when they add none."""
+        """Table rows for the vectors these edits add, not yet reserved; None if they add none."""
         rows = TableRows(self.tables, [edit.sites for edit in edits], self._widths)
         return rows if len(rows) else None
 
     def digest(self) -> str | None:
-        """128 bits of the global tier, named vectors by their content; None when there is none."""
+        """128-bit digest of the global tier, named vectors by their content; None if it is empty."""
         every = [edit for tier in self._for_all for edit in tier]
         named = {
             edit.vector: self.modules[edit.vector].digest for edit in every if isinstance(edit.vector, str)
         }
-        said = json.dumps([[edit.to_json() for edit in every], named], sort_keys=True)
-        return hashlib.sha256(said.encode()).hexdigest()[:32] if every else None
+        content = json.dumps([[edit.to_json() for edit in every], named], sort_keys=True)
+        return hashlib.sha256(content.encode()).hexdigest()[:32] if every else None
 
 
 def _unwrap(steer: Any) -> Any:
-    """Edits without the request fields they came in."""
+    """Edits without the names of their request fields."""
     if not isinstance(steer, (list, tuple)):
         return steer
     return [item.edit if isinstance(item, WireEdit) else item for item in steer]
 
 
 def per_prompt_edits(steer: Steering, prompts: int) -> list[Any]:
-    """One list of edits for each prompt: the same for all, or as many lists as there are prompts."""
+    """One list of edits per prompt, from one list for all prompts or one list for each."""
     nested = isinstance(steer, (list, tuple)) and any(
         entry is None or isinstance(entry, (list, tuple)) for entry in steer
     )

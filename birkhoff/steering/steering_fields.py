@@ -1,14 +1,13 @@
-"""Steering as request fields: the forms other servers know, and our `interventions`, made into the same edits.
+"""Steering as request fields: the fields of compatible servers and our `interventions`, parsed into the same edits.
 
-    steering_vectors, prefill_steering_vectors, decode_steering_vectors    {hook: vectors by layer}, see `packed.py`
+    steering_vectors, prefill_steering_vectors, decode_steering_vectors    {hook: vectors by layer} (`vector_encoding`)
     steering_name                                                          a registered module, or {"name", "scale"}
     interventions                                                          [{"op", "at", "vector", ...}], in order
 
-The compatible fields act on the carried streams (`path` "carry"), as where they come from; `interventions` on both
-paths, like the Python edits. A request uses one kind or the other. What is about dictionaries of features (`op: "sae"`
-and two fields of the compatible kind) is read by parsers that are handed in. `parse_steering` says for every edit in
-which field it came, and every refusal names the field at fault. `intervention` is the inverse for single edits.
-"""
+The compatible fields act on the carried streams (`path` "carry"), as on those servers; `interventions` act on both
+paths, like the Python edits. A request uses one kind or the other. SAE edits (`op: "sae"` and two compatible
+fields) are read by parsers passed in as arguments. `parse_steering` returns the field of every edit, and every
+error names the field at fault. `intervention` is the inverse for single edits."""
 
 from __future__ import annotations
 
@@ -44,12 +43,12 @@ _OWN = {
     "patch": ("source",),
 }
 
-Parser = Callable[[Any, str], Sequence[Any]]  # what came, and in which field -> edits
+Parser = Callable[[Any, str], Sequence[Any]]  # value and path of a field -> edits
 
 
 @dataclass(frozen=True)
 class WireEdit:
-    """An edit and the field it came in."""
+    """An edit and the path of its request field."""
 
     path: str
     edit: Any
@@ -61,41 +60,45 @@ def parse_steering(
     features: Mapping[str, Parser] | None = None,
     runs: Mapping[str, Mapping[tuple[str, int], Any]] | None = None,
 ) -> list[WireEdit]:
-    """The edits of a request's fields, in order; fields of other kinds are not looked at.
+    """The edits of a request's fields, in order; other fields are ignored.
 
-    `features` reads "sae" interventions and the fields of `FEATURES`; `runs` are captured rows that patches name."""
-    given = {name: body[name] for name in (*COMPATIBLE, NATIVE) if body.get(name) is not None}
-    if NATIVE in given and len(given) > 1:
-        other = next(name for name in given if name != NATIVE)
+    `features` parses "sae" interventions and the fields in `FEATURES`; `runs` are captured rows by name, for
+    patches."""
+    fields = {name: body[name] for name in (*COMPATIBLE, NATIVE) if body.get(name) is not None}
+    if NATIVE in fields and len(fields) > 1:
+        other = next(name for name in fields if name != NATIVE)
         raise SteeringError(f"is given beside {other}. Use one kind: move everything into {NATIVE}.", NATIVE)
-    found: list[WireEdit] = []
-    for name, value in given.items():
+    edits: list[WireEdit] = []
+    for name, value in fields.items():
         if name == NATIVE:
-            found += _interventions(value, features or {}, runs or {})
+            edits += _interventions(value, features or {}, runs or {})
         elif name == "steering_name":
-            found.append(_named(value, modules))
+            edits.append(_named(value, modules))
         elif name in TIERS:
-            found += _tier(value, name)
+            edits += _tier(value, name)
         else:
-            found += [WireEdit(name, edit) for edit in _parser(features or {}, name, name)(value, name)]
-    return found
+            edits += [WireEdit(name, edit) for edit in _parser(features or {}, name, name)(value, name)]
+    return edits
 
 
 def intervention(edit: Any) -> dict[str, Any]:
-    """One edit as an entry of `interventions`; `parse_steering` makes the same edit of it."""
+    """One edit as an entry of `interventions`, which `parse_steering` parses into the same edit."""
     if not isinstance(edit, (Add, Project, Clamp, Patch)):
-        return edit.to_json()
+        sae_edit: dict[str, Any] = edit.to_json()
+        return sae_edit
     out: dict[str, Any] = {"op": edit.op}
-    said = edit.to_json()
-    at = {name: said[name] for name in ("hook", "layers") if name in said}
+    fields = edit.to_json()
+    at = {name: fields[name] for name in ("hook", "layers") if name in fields}
     if at:
         out["at"] = at
     name = "source" if edit.op == "patch" else "vector"
     if isinstance(edit.vector, str):
         out[name] = f"@{edit.vector}"
     else:
-        out[name] = "zeros" if edit.op == "patch" and edit.vector == 0 else said["vector"]
-    return out | {key: value for key, value in said.items() if key not in ("op", "hook", "layers", "vector")}
+        out[name] = "zeros" if edit.op == "patch" and edit.vector == 0 else fields["vector"]
+    return out | {
+        key: value for key, value in fields.items() if key not in ("op", "hook", "layers", "vector")
+    }
 
 
 def _named(value: Any, modules: Mapping[str, Any]) -> WireEdit:
@@ -130,14 +133,12 @@ def _tier(value: Any, field: str) -> Iterator[WireEdit]:
             raise SteeringError(
                 f"{hook} fires once per model, and layers {layers} are given. Give one vector.", path
             )
-        for together in _alike(entries):
-            yield WireEdit(
-                together[0].path if len(together) == 1 else path, _add(together, hook, TIERS[field], path)
-            )
+        for group in _group_layers(entries):
+            yield WireEdit(group[0].path if len(group) == 1 else path, _add(group, hook, TIERS[field], path))
 
 
-def _alike(entries: list[LayerVector]) -> Iterator[list[LayerVector]]:
-    """Layers that one edit can serve: the same strength and streams, and nothing a container would refuse."""
+def _group_layers(entries: list[LayerVector]) -> Iterator[list[LayerVector]]:
+    """Groups of layers that fit one edit: the same scale and streams, and no row that `SteeringVector` refuses."""
     groups: dict[Any, list[LayerVector]] = {}
     for entry in entries:
         alone = entry.layer if entry.layer < 0 or not float(entry.vector.tensor().norm()) else None
@@ -156,14 +157,16 @@ def _add(entries: list[LayerVector], hook: str, phase: str, path: str) -> Add:
 
 
 def _compatible_path(hook: str | None) -> str:
-    return "both" if hook == STREAMS_POST_MLP else "carry"  # "after the layer" means to whatever comes then
+    return (
+        "both" if hook == STREAMS_POST_MLP else "carry"
+    )  # "after the layer" changes everything that follows
 
 
 def _interventions(value: Any, features: Mapping[str, Parser], runs: Mapping[str, Any]) -> Iterator[WireEdit]:
     if not is_list(value):
         raise SteeringError(f"is {quoted(value)}, expected a list of objects with 'op' and 'at'.", NATIVE)
-    for place, raw in enumerate(value):
-        path = f"{NATIVE}[{place}]"
+    for index, raw in enumerate(value):
+        path = f"{NATIVE}[{index}]"
         if not isinstance(raw, Mapping):
             raise SteeringError(f"is {quoted(raw)}, expected an object with 'op' and 'at'.", path)
         op = raw.get("op")
@@ -182,29 +185,29 @@ def _native(raw: Mapping[str, Any], op: str, path: str, runs: Mapping[str, Any])
     if not isinstance(at, Mapping):
         raise SteeringError(f"is {quoted(at)}, expected an object with 'hook' and 'layers'.", f"{path}.at")
     check_keys(at, ("hook", "layers"), f"{path}.at", SteeringError)
-    given = {
+    options = {
         name: raw[name]
         for name in ("scale", "streams", "where", "phase", "path")
         if raw.get(name) is not None
     }
-    given |= {
+    options |= {
         name: raw[name] for name in ("norm_match", "min", "max") if name in raw and raw[name] is not None
     }
-    if not isinstance(given.get("norm_match", False), bool):
+    if not isinstance(options.get("norm_match", False), bool):
         raise SteeringError(
-            f"is {quoted(given['norm_match'])}, expected true or false.", f"{path}.norm_match"
+            f"is {quoted(options['norm_match'])}, expected true or false.", f"{path}.norm_match"
         )
-    if "strength" in raw:  # another word for scale, where the vector is a direction
+    if "strength" in raw:  # an alias of scale for directions
         if "scale" in raw:
             raise SteeringError("is given beside scale, and means the same. Give one.", f"{path}.strength")
-        given["scale"] = raw["strength"]
+        options["scale"] = raw["strength"]
     if "value" in raw:
-        if "min" in given or "max" in given:
+        if "min" in options or "max" in options:
             raise SteeringError("is given beside min or max. It stands for both.", f"{path}.value")
-        given["min"] = given["max"] = raw["value"]
+        options["min"] = options["max"] = raw["value"]
     vector = _source(raw, op, at, path, runs)
     with field_path(path, SteeringError):
-        return OPS[op](vector, hook=at.get("hook"), layers=at.get("layers"), **given)
+        return OPS[op](vector, hook=at.get("hook"), layers=at.get("layers"), **options)
 
 
 def _source(
@@ -243,9 +246,9 @@ def _run(value: Mapping[str, Any], at: Mapping[str, Any], runs: Mapping[str, Any
     layer = value.get("layer", layers[0] if is_list(layers) and len(layers) == 1 else None)
     key = (at.get("hook"), layer)
     if key not in runs[name]:
-        held = ", ".join(f"{hook}[{number}]" for hook, number in sorted(runs[name]))
+        captured = ", ".join(f"{hook}[{layer}]" for hook, layer in sorted(runs[name]))
         raise SteeringError(
-            f"run {quoted(name)} has no rows of {key[0]}[{key[1]}]; it has {held or 'nothing'}."
+            f"run {quoted(name)} has no rows of {key[0]}[{key[1]}]; it has {captured or 'nothing'}."
         )
     return PositionRows.captured(runs[name][key])
 

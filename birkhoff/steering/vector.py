@@ -1,4 +1,4 @@
-"""A vector as plain data: float32 numbers that cannot change, equal and hashed by content."""
+"""A vector as plain data: immutable float32 numbers, compared and hashed by content."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from birkhoff.errors import SteeringError, quoted
 
 
 def finite_number(value: Any, name: str, path: str = "") -> float:
-    """The value as a float when it is a finite number; True and False are none. `path` is the field it came in."""
+    """The value as a float if it is a finite number; booleans are refused. `path` is the request field for errors."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not _finite(value):
         raise SteeringError(f"{name} is {quoted(value)}, expected a finite number.", path)
     return float(value)
@@ -23,24 +23,24 @@ def finite_number(value: Any, name: str, path: str = "") -> float:
 def _finite(value: int | float) -> bool:
     try:
         return math.isfinite(value)
-    except OverflowError:  # an integer beyond every float
+    except OverflowError:  # an integer larger than any float
         return False
 
 
 class Vector:
-    """One row of numbers, checked when it is made: one-dimensional, finite, not empty."""
+    """One row of numbers, checked on construction: one-dimensional, finite, not empty."""
 
     def __init__(self, values: Any, name: str = "vector"):
         if isinstance(values, torch.Tensor):
             values = values.detach().float().cpu().numpy()
         try:
-            given = np.asarray(values)
+            raw = np.asarray(values)
         except (TypeError, ValueError):  # rows of different lengths
-            given = np.asarray(None)
-        if given.dtype.kind not in "fiu":  # no texts that look like numbers, no truth values
+            raw = np.asarray(None)
+        if raw.dtype.kind not in "fiu":  # no strings, no booleans
             raise SteeringError(f"{name} is {quoted(values)}, expected a tensor or a list of numbers.")
-        with np.errstate(over="ignore"):  # found below
-            array = given.astype(np.float32)
+        with np.errstate(over="ignore"):  # infinities are refused below
+            array = raw.astype(np.float32)
         if array.ndim != 1 or not array.size:
             raise SteeringError(
                 f"{name} has shape {array.shape}, expected one row of numbers. Flatten it stream by "
@@ -69,15 +69,16 @@ class Vector:
 
     @cached_property
     def digest(self) -> str:
-        """Names the content, not the object: 128 bits as text."""
+        """128-bit digest of the content, as hex."""
         return hashlib.sha256(b"birkhoff vector 1" + self._array.tobytes()).hexdigest()[:32]
 
     def at(self, layer: int) -> Vector:
-        """The row for a layer: a bare vector is the same at all of them."""
+        """The row for a layer: the same for all layers."""
         return self
 
     def tensor(self) -> torch.Tensor:
         return torch.from_numpy(self._array.copy())
 
     def to_json(self) -> list[float]:
-        return self._array.tolist()
+        numbers: list[float] = self._array.tolist()
+        return numbers

@@ -1,14 +1,14 @@
-"""Edits a request may carry: `Add`, `Project`, `Clamp`, `Patch`. Plain data, checked when made and again on a model.
+"""The vector edits of a request: `Add`, `Project`, `Clamp`, `Patch`. Plain data, checked on construction and again
+against a model.
 
     Add(vector, hook="mhc_streams_pre_attn", layers=[4], scale=2.0, streams=[1])     h' = h + scale * v
     Project(vector, ...)                                                             h' = h - scale * (h.v) v
     Clamp(vector, ..., min=None, max=None)                                           min <= h.v <= max on exit
     Patch(vector, ...)                                                               h' = h + scale * (v - h)
 
-Directions of `Project` and `Clamp` are normalised here. `where` picks tokens as captures do, `phase` those of the
-prompt or generated ones, decided by position and never by the size of a step. `path` says who sees an edit of the
-streams: what the sublayer reads, what is carried past it, or both. `resolve` makes the `hooks.plan.Edit` that an engine
-runs.
+Directions of `Project` and `Clamp` are normalised here. `where` selects tokens as captures do; `phase` selects prompt
+tokens or generated ones, by position and not by the size of a step. `path` selects which streams are edited: those the
+sublayer reads, those carried past it, or both. `resolve` returns the `hooks.plan.Edit` that an engine runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
 
 from birkhoff.errors import SteeringError, quoted
@@ -26,7 +25,7 @@ from birkhoff.hooks import site_names
 from birkhoff.hooks.digest import DigestPart, Phase
 from birkhoff.hooks.edit import SiteEdit
 from birkhoff.hooks.layers import LayerSelector, parse_layers
-from birkhoff.hooks.phases import every_generated
+from birkhoff.hooks.phases import PHASES, every_generated, offsets
 from birkhoff.hooks.plan import Key
 from birkhoff.hooks.positions import Positions, parse_positions
 from birkhoff.hooks.schema import HookSchema
@@ -39,14 +38,13 @@ from birkhoff.steering.vector import Vector, finite_number
 from birkhoff.steering.vector_file import SteeringVector
 
 MAX_DIRECTIONS = 4
-PHASES = ("both", "prefill", "decode")
 PATHS = ("both", "read", "carry")
 
 
 @dataclass(frozen=True)
 class VectorEdit:
-    """What every edit has. `vector` is the name of a module, a tensor, a list of numbers or a `SteeringVector`; the
-    last brings hook, layers and streams along for an edit that names none."""
+    """Fields of every edit. `vector` is the name of a module, a tensor, a list of numbers or a `SteeringVector`;
+    the last provides hook, layers and streams where the edit has none."""
 
     vector: Any
     hook: str | None = None
@@ -119,9 +117,9 @@ class VectorEdit:
         prompt: Sequence[int] | int | None,
         max_tokens: int,
     ) -> ResolvedEdit:
-        """Against one model and one prompt. Everything that can be refused is refused here; without a prompt, all but
-        which tokens there will be."""
-        edit = self._from_module(modules)._placed()
+        """Resolve against one model and one prompt. All errors are raised here; without a prompt, all except those
+        about positions."""
+        edit = self._from_module(modules)._with_vector_fields()
         if edit.hook is None or edit.layers is None:
             raise SteeringError(
                 f"{type(self).__name__} says no {'hook' if edit.hook is None else 'layers'}, and its "
@@ -133,7 +131,7 @@ class VectorEdit:
         once = edit.hook in BY_NAME and BY_NAME[edit.hook].once
         layers = [num_layers - 1] if once else edit.layers.expand(num_layers)
         sites: dict[Key, SiteEdit] = {}
-        made: dict[tuple[str, int], SiteEdit] = {}  # layers with the same vector share one operation
+        operations: dict[tuple[str, int], SiteEdit] = {}  # layers with the same vector share one operation
         for layer in layers:
             hook, at = site_names.resolve(edit.hook, layer, schema, num_layers)
             if not schema[hook].steerable:
@@ -148,20 +146,20 @@ class VectorEdit:
                 )
             path = edit.path if hook.startswith("mhc_streams") else "both"
             if hook == "mhc_streams_final" and path == "carry":
-                path = "both"  # nothing comes after it that would not read what is carried
+                path = "both"  # everything after it reads the carried streams
             vector = edit.vector if edit.vector == 0 else edit.vector.at(layer)
-            if (hook, id(vector)) not in made:
+            if (hook, id(vector)) not in operations:
                 values = torch.zeros(schema[hook].width) if vector == 0 else vector.tensor()
-                made[hook, id(vector)] = edit._at_site(values, schema[hook], hook, path)
-            sites[hook, at] = made[hook, id(vector)]
+                operations[hook, id(vector)] = edit._at_site(values, schema[hook], hook, path)
+            sites[hook, at] = operations[hook, id(vector)]
         if prompt is None:
             return ResolvedEdit(sites, None, edit.phase)
         selector = None if edit.where is None else bind(edit.where, prompt, max_tokens, "where")
         length = prompt if isinstance(prompt, int) else len(prompt)
-        return ResolvedEdit(sites, selector, edit.phase, edit._places(length + max_tokens), length)
+        return ResolvedEdit(sites, selector, edit.phase, edit._positions(length + max_tokens), length)
 
-    def _places(self, text_len: int) -> frozenset[int] | None:
-        """The only positions this edit has something for; None when it is the same at all of them."""
+    def _positions(self, text_len: int) -> frozenset[int] | None:
+        """The positions that this edit has rows for; None if it is the same at all positions."""
         if not isinstance(self.vector, PositionRows):
             return None
         end = text_len - 1
@@ -184,29 +182,29 @@ class VectorEdit:
             )
         return replace(self, vector=modules[self.vector])
 
-    def _placed(self) -> Self:
-        """With the place that a steering vector brings, where this edit names none."""
-        found = self.vector
-        if not isinstance(found, SteeringVector):
+    def _with_vector_fields(self) -> Self:
+        """The edit with hook, layers and streams of its steering vector, where it has none of its own."""
+        vector = self.vector
+        if not isinstance(vector, SteeringVector):
             return self
-        if found.op != "add" and self.op in ("add", "patch"):
+        if vector.op != "add" and self.op in ("add", "patch"):
             raise SteeringError(
-                f"this vector is made to {found.op}, and {type(self).__name__} would take it for what to {self.op}. "
-                f"Use {found.op.capitalize()}, or import it again with op='add'."
+                f"this vector is made to {vector.op}, and {type(self).__name__} would take it for what to {self.op}. "
+                f"Use {vector.op.capitalize()}, or import it again with op='add'."
             )
-        given: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         if self.hook is None:
-            given["hook"] = found.hook
+            fields["hook"] = vector.hook
         if self.layers is None:
-            given["layers"] = list(found.layers)
-        if self.streams is None and found.streams != "flat":
-            given["streams"] = found.streams
-        if found.scale_unit == "row_norm" and self.op == "add":
-            given["norm_match"] = True
-        return replace(self, **given)
+            fields["layers"] = list(vector.layers)
+        if self.streams is None and vector.streams != "flat":
+            fields["streams"] = vector.streams
+        if vector.scale_unit == "row_norm" and self.op == "add":
+            fields["norm_match"] = True
+        return replace(self, **fields)
 
     def _at_site(self, vector: torch.Tensor, row: HookSchema, hook: str, path: Any) -> SiteEdit:
-        """The operation on rows of this shape; widths and streams are checked against it."""
+        """The operation for rows of this hook; widths and streams are checked."""
         streams = self.streams
         has_streams = hook.startswith("mhc_streams")
         width, numbers = row.width, vector.shape[-1]
@@ -240,16 +238,16 @@ class VectorEdit:
             raise SteeringError(
                 f"the vector has {numbers} numbers, {hook} has rows of m*d = {m}*{d} = {width} (or {d} with streams=)."
             )
-        if chosen is not None and self.op == "patch":  # the other streams are left as they are
+        if chosen is not None and self.op == "patch":  # the other streams are unchanged
             return self._site_edit(vector, chosen, False, path)
-        if chosen is not None:  # those blocks are kept, the others are zeroed
+        if chosen is not None:  # the parts of other streams are zeroed
             keep = vector.new_zeros(m, d)
             keep[list(chosen)] = vector.view(m, d)[list(chosen)]
             vector = keep.flatten()
         return self._site_edit(vector, None, False, path)
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
-        raise AssertionError("each kind of edit says what it does")
+        raise AssertionError("implemented by every kind of edit")
 
 
 @dataclass(frozen=True)
@@ -304,8 +302,8 @@ class Project(VectorEdit):
 
 @dataclass(frozen=True)
 class Patch(VectorEdit):
-    """`vector` is what is put in place: as for other edits, 0 for zeros, or rows by position: `PositionRows`, or rows
-    of a capture (`output.acts[hook, layer]`). With rows by position only those positions are patched."""
+    """`vector` is the new row: a vector as for other edits, 0 for zeros, or rows by position: `PositionRows`, or
+    captured rows (`output.acts[hook, layer]`). With rows by position only those positions are patched."""
 
     op: ClassVar[str] = "patch"
 
@@ -326,18 +324,18 @@ class Patch(VectorEdit):
 
 @dataclass(frozen=True, eq=False)
 class ResolvedEdit:
-    """An edit as a plan carries it: operations by site, and which tokens they meet."""
+    """An edit as a plan carries it: operations by site, and which tokens they change."""
 
     sites: Mapping[Key, SiteEdit]
     selector: PositionSelector | None
     phase: str
-    places: frozenset[int] | None = None
+    positions: frozenset[int] | None = None
     prompt_len: int = 0
 
     @property
     def generated(self) -> bool | None:
         every = every_generated(self.phase, self.selector)
-        return every if self.places is None or every is False else None
+        return every if self.positions is None or every is False else None
 
     def describe(self) -> None:
         return None
@@ -345,34 +343,27 @@ class ResolvedEdit:
     def digest_parts(self, phase: Phase) -> Sequence[DigestPart]:
         if self.phase not in ("both", phase):
             return ()
-        if self.places is not None and not any(
-            (p < self.prompt_len) == (phase == "prefill") for p in self.places
+        if self.positions is not None and not any(
+            (p < self.prompt_len) == (phase == "prefill") for p in self.positions
         ):
             return ()
-        positions = b"" if self.selector is None else self.selector.signature(phase)
-        return (
-            () if positions is None else [site_part(key, edit, positions) for key, edit in self.sites.items()]
-        )
+        signature = b"" if self.selector is None else self.selector.signature(phase)
+        if signature is None:
+            return ()
+        return [site_part(key, edit, signature) for key, edit in self.sites.items()]
 
     def offsets(self, start: int, token_ids: Sequence[int], prompt_len: int) -> Sequence[int]:
-        count = len(token_ids)
-        first = max(prompt_len - start, 0) if self.phase == "decode" else 0
-        stop = min(max(prompt_len - start, 0), count) if self.phase == "prefill" else count
-        if first >= stop:
-            return ()
-        if self.selector is None:
-            found: Sequence[int] = range(first, stop)
-        else:
-            rows = np.asarray(self.selector.rows(start, token_ids))
-            found = rows[(rows >= first) & (rows < stop)]  # type: ignore[assignment]
-        return found if self.places is None else [row for row in found if start + int(row) in self.places]
+        selected = offsets(self.phase, self.selector, start, token_ids, prompt_len)
+        if self.positions is None:
+            return selected
+        return [offset for offset in selected if start + offset in self.positions]
 
 
 Edits = Sequence[VectorEdit]
 
 
 def check_directions(edits: Iterable[Any]) -> None:
-    """Refuse more than `MAX_DIRECTIONS` clamps and projections that meet at one site in one phase."""
+    """Refuse more than `MAX_DIRECTIONS` clamps and projections at one site in one phase."""
     edits = [edit for edit in edits if isinstance(edit, ResolvedEdit)]
     for phase in PHASES[1:]:
         count: Counter[Key] = Counter()
@@ -388,7 +379,7 @@ def check_directions(edits: Iterable[Any]) -> None:
 
 
 def check_edits(edits: Any) -> tuple[VectorEdit, ...]:
-    """A list of edits, or a refusal that says what came instead."""
+    """The edits as a tuple; anything but a list of edits is refused."""
     given = (
         (edits,)
         if isinstance(edits, VectorEdit)

@@ -1,13 +1,12 @@
-"""Vectors as they travel: a packed blob of many layers, or lists of numbers by layer.
+"""Vectors in requests: a packed blob of several layers, or lists of numbers by layer.
 
     {"dtype": "float16", "shape": [layers, width], "layer_indices": [4, 20], "data": base64, "scales": [2.0, 1.0]}
     {"4": [0.1, ...], "20": {"vector": [...], "scale": 2.0}}
 
-The two are told apart by their keys. Either may carry `streams` (the blob for all of its layers): then a row is one
-stream wide and goes to those streams. Values are little-endian on the wire and float32 here; whatever came, the same
-numbers make the same vector. Nothing is trusted: sizes are compared before bytes are read, and a refusal names the
-field at fault.
-"""
+The forms are distinguished by their keys. Either may have `streams` (the blob for all of its layers): then a row is
+one stream wide and applies to those streams. Values are little-endian in requests and float32 here, so the same
+numbers give the same vector in either form. Input is not trusted: sizes are compared before bytes are read, and
+errors name the field at fault."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ _ENTRY = ("vector", "scale", "streams")
 
 @dataclass(frozen=True)
 class LayerVector:
-    """One layer's vector as it came. `path` is the field it came in."""
+    """The vector of one layer. `path` is its request field."""
 
     layer: int
     vector: Vector
@@ -41,27 +40,27 @@ class LayerVector:
 
 
 def layer_vectors(raw: Any, path: str) -> list[LayerVector]:
-    """The vectors of one hook, in ascending order of their layers."""
+    """The vectors of one hook, ascending by layer."""
     if not isinstance(raw, Mapping):
         raise SteeringError(
             f"is {quoted(raw)}, expected {{layer: numbers}} or a packed blob with {', '.join(_BLOB[:4])}.",
             path,
         )
-    found = list(_unpacked(raw, path) if "data" in raw or "dtype" in raw else _listed(raw, path))
-    if not found:
+    entries = list(_unpacked(raw, path) if "data" in raw or "dtype" in raw else _listed(raw, path))
+    if not entries:
         raise SteeringError("names no layer. Leave the hook out, or give it a vector.", path)
     seen: dict[int, str] = {}
-    for entry in found:
+    for entry in entries:
         if entry.layer in seen:
             raise SteeringError(
                 f"layer {entry.layer} is there twice, first as {seen[entry.layer]}. Give it once.", path
             )
         seen[entry.layer] = entry.path
-    return sorted(found, key=lambda entry: entry.layer)
+    return sorted(entries, key=lambda entry: entry.layer)
 
 
 def unpacked_vector(raw: Mapping[str, Any], path: str) -> Vector:
-    """One vector alone: `{"dtype", "shape": [width], "data"}`."""
+    """A single packed vector: `{"dtype", "shape": [width], "data"}`."""
     unknown = [key for key in raw if key not in ("dtype", "shape", "data")]
     if unknown:
         raise SteeringError(
@@ -74,7 +73,7 @@ def unpacked_vector(raw: Mapping[str, Any], path: str) -> Vector:
 
 
 def layer_number(key: Any, path: str) -> int:
-    """A layer as an object's key spells it; negative ones count from the end."""
+    """Parse a layer that is the key of an object; negative layers count from the end."""
     number = as_int(key)
     if number is None and isinstance(key, str) and len(key) <= 7 and key.removeprefix("-").isascii():
         number = int(key) if key.removeprefix("-").isdecimal() else None
@@ -118,16 +117,16 @@ def _unpacked(raw: Mapping[str, Any], path: str) -> Iterator[LayerVector]:
         seen = f"has {len(scales)} entries" if is_list(scales) else f"is {quoted(scales)}"
         raise SteeringError(f"{seen}, expected one for each of {count} rows.", f"{path}.scales")
     rows = _numbers(raw, (count, width), path)
-    for place, layer in enumerate(layers):
+    for index, layer in enumerate(layers):
         number = as_int(layer)
         if number is None:
-            raise SteeringError(f"is {quoted(layer)}, expected a layer.", f"{path}.layer_indices[{place}]")
-        scale = 1.0 if scales is None else finite_number(scales[place], "scale", f"{path}.scales[{place}]")
-        where = f"{path}.data[{place}]"
-        yield LayerVector(number, _vector(rows[place], where), scale, raw.get("streams"), where)
+            raise SteeringError(f"is {quoted(layer)}, expected a layer.", f"{path}.layer_indices[{index}]")
+        scale = 1.0 if scales is None else finite_number(scales[index], "scale", f"{path}.scales[{index}]")
+        where = f"{path}.data[{index}]"
+        yield LayerVector(number, _vector(rows[index], where), scale, raw.get("streams"), where)
 
 
-def _numbers(raw: Mapping[str, Any], shape: tuple[int, ...], path: str) -> np.ndarray:
+def _numbers(raw: Mapping[str, Any], shape: tuple[int, ...], path: str) -> np.ndarray[Any, Any]:
     dtype = raw.get("dtype")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise SteeringError(f"is {quoted(dtype)}, expected one of {', '.join(DTYPES)}.", f"{path}.dtype")
@@ -135,17 +134,17 @@ def _numbers(raw: Mapping[str, Any], shape: tuple[int, ...], path: str) -> np.nd
     if not isinstance(data, str):
         raise SteeringError(f"is {quoted(data)}, expected a text of base64.", f"{path}.data")
     try:
-        given = base64.b64decode(data, validate=True)
+        decoded = base64.b64decode(data, validate=True)
     except (binascii.Error, ValueError) as error:
         raise SteeringError(f"is not base64 ({error}). Encode the bytes again.", f"{path}.data") from None
     item = np.dtype(DTYPES[dtype]).itemsize
     expected = int(np.prod(shape, dtype=object)) * item
-    if len(given) != expected:
+    if len(decoded) != expected:
         raise SteeringError(
-            f"has {len(given)} bytes, but shape {list(shape)} of {dtype} is {expected}. Check shape and dtype.",
+            f"has {len(decoded)} bytes, but shape {list(shape)} of {dtype} is {expected}. Check shape and dtype.",
             f"{path}.data",
         )
-    return np.frombuffer(given, DTYPES[dtype]).reshape(shape)
+    return np.frombuffer(decoded, DTYPES[dtype]).reshape(shape)
 
 
 def _vector(values: Any, path: str) -> Vector:

@@ -1,12 +1,11 @@
-"""A steering vector that can be passed on: rows for one or more layers, and everything needed to use them rightly.
+"""A steering vector with its metadata: rows for one or more layers, and what is needed to apply them correctly.
 
-A bare file of numbers does not say whether to add or to project, where, at which layer, in which unit. This container
-does: a safetensors file with one tensor `layer.N` per layer (row N applies *at* layer N of `hook`, no offset) and the
-metadata named in `REQUIRED`. A file that lacks any of it is refused, and so is one whose bytes no longer give its
-`sha256`. `streams` is "flat" when a row holds all streams one after the other, "all" or a list when it is one stream
-wide. `scale_unit` "row_norm" means that a scale counts in norms of the row it is added to. `digest` names the content
-alone, so two files that steer alike are one module.
-"""
+A file of numbers alone does not tell whether to add or to project, at which hook and layer, in which unit. This
+container does: a safetensors file with one tensor `layer.N` per layer (row N applies *at* layer N of `hook`, no
+offset) and the metadata in `REQUIRED`. Files that lack any of it, or whose `sha256` does not match their content,
+are refused. `streams` is "flat" if a row holds all streams in sequence, "all" or a list if it is one stream wide.
+`scale_unit` "row_norm" means that a scale is in units of the norm of the row it is added to. `digest` covers what
+determines the effect only, so files with the same effect are the same module."""
 
 from __future__ import annotations
 
@@ -47,12 +46,12 @@ REQUIRED = (
     "created_at",
     "sha256",
 )
-_FREE = ("scale", "note", "effect")  # may be there: a recommended strength, a sentence, what was measured
+_FREE = ("scale", "note", "effect")  # optional: a recommended strength, a note, measured effects
 
 
 @dataclass(frozen=True, eq=False)
 class SteeringVector:
-    """`rows[layer]` at `hook`; made by `contrast`, an importer or by hand, checked when made, never changed."""
+    """`rows[layer]` at `hook`, made by `contrast`, an importer or by hand. Checked on construction, immutable."""
 
     rows: Mapping[int, Vector]
     op: str
@@ -145,13 +144,13 @@ class SteeringVector:
 
     @cached_property
     def digest(self) -> str:
-        """128 bits of what decides its effect: rows, place, operation and unit; not who made it or when."""
-        said = json.dumps([self.op, self.hook, _plain(self.streams), self.scale_unit, list(self.layers)])
+        """128-bit digest of what determines its effect: rows, hook, layers, streams, operation and unit."""
+        fields = json.dumps([self.op, self.hook, _plain(self.streams), self.scale_unit, list(self.layers)])
         rows = "".join(row.digest for row in self.rows.values())
-        return hashlib.sha256(f"{FORMAT}\n{said}\n{rows}".encode()).hexdigest()[:32]
+        return hashlib.sha256(f"{FORMAT}\n{fields}\n{rows}".encode()).hexdigest()[:32]
 
     def at(self, layer: int) -> Vector:
-        """The row for one layer of its hook; a hook that fires once per model has one row for any."""
+        """The row for one layer of its hook; a hook that fires once per model has one row for any layer."""
         if len(self.rows) == 1 and self.hook in BY_NAME and BY_NAME[self.hook].once:
             return next(iter(self.rows.values()))
         if layer not in self.rows:
@@ -162,23 +161,23 @@ class SteeringVector:
         return self.rows[layer]
 
     def only(self, layers: Sequence[int]) -> SteeringVector:
-        """The same vector at some of its layers."""
+        """The same vector with some of its layers."""
         return replace(self, rows={layer: self.at(layer) for layer in layers})
 
     def to_json(self) -> dict[str, Any]:
-        """Everything in it, rows as lists of numbers."""
+        """All fields, rows as lists of numbers."""
         return {**self.describe(), "rows": {str(layer): row.to_json() for layer, row in self.rows.items()}}
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> SteeringVector:
-        given = {
+        fields = {
             name: raw[name] for name in raw if name not in ("rows", "layers", "width", "digest", "norms")
         }
         rows = raw.get("rows")
         if not isinstance(rows, Mapping):
             raise SteeringError(f"rows is {quoted(rows)}, expected an object of layer to numbers.")
-        unknown = sorted(set(given) - set(cls.__dataclass_fields__))
-        if unknown or "op" not in given or "hook" not in given:
+        unknown = sorted(set(fields) - set(cls.__dataclass_fields__))
+        if unknown or "op" not in fields or "hook" not in fields:
             fault = f"has the unknown field {quoted(unknown[0])}" if unknown else "states no op or no hook"
             raise SteeringError(f"the vector {fault}, expected {', '.join(cls.__dataclass_fields__)}.")
         try:
@@ -187,10 +186,10 @@ class SteeringVector:
             raise SteeringError(
                 f"rows has the layers {quoted(list(rows))}, expected whole numbers."
             ) from None
-        return cls(by_layer, **given)
+        return cls(by_layer, **fields)
 
     def describe(self) -> dict[str, Any]:
-        """Everything but the rows, as plain data."""
+        """All fields except the rows, as plain data."""
         out: dict[str, Any] = {
             "op": self.op,
             "hook": self.hook,
@@ -205,14 +204,14 @@ class SteeringVector:
         return {**out, "norms": norms, "digest": self.digest}
 
     def save(self, path: str | Path) -> Path:
-        """Write the container; the same vector gives the same bytes."""
+        """Write the file; the same vector gives the same bytes."""
         path = Path(path)
         if path.suffix != ".safetensors":
             raise VectorFileError(f"{path} ends in {path.suffix or 'nothing'!r}, expected .safetensors.")
         tensors = {f"layer.{layer}": row.tensor() for layer, row in self.rows.items()}
-        said = {name: value for name, value in self.describe().items() if name not in ("norms", "digest")}
+        fields = {name: value for name, value in self.describe().items() if name not in ("norms", "digest")}
         metadata = {
-            name: value if isinstance(value, str) else json.dumps(value) for name, value in said.items()
+            name: value if isinstance(value, str) else json.dumps(value) for name, value in fields.items()
         }
         metadata["format"] = FORMAT
         metadata["sha256"] = _checksum(tensors, metadata)
@@ -221,7 +220,7 @@ class SteeringVector:
 
     @classmethod
     def load(cls, path: str | Path) -> SteeringVector:
-        """Read a container; missing metadata, foreign tensors and changed bytes are refused."""
+        """Read a file; missing metadata, unknown tensors and a wrong checksum are refused."""
         path = Path(path)
         if not path.is_file():
             raise VectorFileError(
@@ -235,10 +234,10 @@ class SteeringVector:
             raise VectorFileError(
                 f"{path} cannot be read as safetensors ({error}). Other kinds: birkhoff vectors import"
             ) from None
-        lacking = [name for name in REQUIRED if name not in metadata]
-        if lacking:
+        missing = [name for name in REQUIRED if name not in metadata]
+        if missing:
             raise VectorFileError(
-                f"{path} does not say {', '.join(lacking)}. A vector is used only when its file says what it is for; "
+                f"{path} does not say {', '.join(missing)}. A vector is used only when its file says what it is for; "
                 "state it: birkhoff vectors import FILE --op … --hook …"
             )
         if metadata.get("format") != FORMAT:
@@ -263,9 +262,9 @@ class SteeringVector:
 
         free: dict[str, Any] = {name: parsed(name) for name in _FREE if name in metadata}
         if "note" in free:
-            free["note"] = metadata["note"]  # words, whatever they look like
+            free["note"] = metadata["note"]  # text, even if it parses as JSON
         try:
-            found = cls(
+            vector = cls(
                 {int(name.removeprefix("layer.")): Vector(row, name) for name, row in tensors.items()},
                 metadata["op"],
                 metadata["hook"],
@@ -286,16 +285,16 @@ class SteeringVector:
             ) from None
         except SteeringError as error:
             raise VectorFileError(f"{path}: {error}") from None
-        if (list(found.layers), found.width) != (parsed("layers"), parsed("width")):
+        if (list(vector.layers), vector.width) != (parsed("layers"), parsed("width")):
             raise VectorFileError(
-                f"{path} says layers {metadata['layers']} of {metadata['width']} numbers and has {list(found.layers)} "
-                f"of {found.width}. Write it again from its source."
+                f"{path} says layers {metadata['layers']} of {metadata['width']} numbers and has {list(vector.layers)} "
+                f"of {vector.width}. Write it again from its source."
             )
-        return found
+        return vector
 
 
 def _checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> str:
-    """Over every tensor and every word of the metadata but the checksum itself."""
+    """sha256 of all tensors and all metadata except the checksum itself."""
     total = hashlib.sha256(json.dumps(sorted((k, v) for k, v in metadata.items() if k != "sha256")).encode())
     for name, tensor in sorted(tensors.items()):
         total.update(f"\n{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -304,21 +303,21 @@ def _checksum(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) 
 
 
 def _safetensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> bytes:
-    """The file format itself: the library writes metadata in an order of its own, different every time."""
+    """Serialise in the safetensors format. The library writes metadata in an order that differs from run to run."""
     header: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
     data = bytearray()
     for name, tensor in tensors.items():
         start = len(data)
         data += tensor.numpy().astype("<f4").tobytes()
         header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [start, len(data)]}
-    words = json.dumps(header).encode()
-    words += b" " * (-len(words) % 8)
-    return len(words).to_bytes(8, "little") + words + bytes(data)
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    return len(encoded).to_bytes(8, "little") + encoded + bytes(data)
 
 
 def _streams(value: Any) -> str | tuple[int, ...]:
     if value in ("flat", "all"):
-        return value
+        return str(value)
     if isinstance(value, (list, tuple)) and value and all(as_int(s) is not None and s >= 0 for s in value):
         return tuple(sorted({int(stream) for stream in value}))
     raise SteeringError(f"streams is {quoted(value)}, expected 'flat', 'all' or a list of stream numbers.")

@@ -1,9 +1,8 @@
-"""Small automatic judges of a text, made from other texts: which of two kinds of writing is it more like?
+"""Naive Bayes text classifiers: which of two sets of texts is a text more similar to?
 
-A `WordProbe` is a table of words and their log-odds under two sets of texts (naive Bayes with add-one smoothing); its
-score is the mean over the words of a text, so it does not grow with length, and 0 says nothing either way. It knows
-nothing of the model that wrote the text, which is what makes it a fair judge of steering.
-"""
+A `WordProbe` is a table of words and their log-odds under two sets of texts (naive Bayes with add-one smoothing).
+Its score is the mean over the words of a text, so it does not depend on length; 0 is neutral. It is independent of
+the model that generated the text, so it can measure the effect of steering."""
 
 from __future__ import annotations
 
@@ -17,23 +16,23 @@ from typing import Any
 from birkhoff.errors import OptionError, quoted
 
 _WORD = re.compile(r"[a-z]+(?:'[a-z]+)?|[\"!?]|\n+")
-MOST_ODDS = 3.0  # a word seen once in one set and never in the other is no proof
+MAX_ODDS = 3.0  # limits the weight of words that occur in one set only
 
 
 def words_of(text: str) -> list[str]:
-    """Words in lower case, quotation, exclamation and question marks, and line breaks."""
-    return ["\n" if found.startswith("\n") else found for found in _WORD.findall(text.lower())]
+    """Lower-case words, quotation, exclamation and question marks, and line breaks."""
+    return ["\n" if word.startswith("\n") else word for word in _WORD.findall(text.lower())]
 
 
 @dataclass(frozen=True)
 class WordProbe:
-    """`odds[word]` above 0 speaks for the first set."""
+    """`odds[word]` above 0 indicates the first set."""
 
     odds: Mapping[str, float]
 
     @classmethod
-    def trained(cls, positive: Iterable[str], negative: Iterable[str], least: int = 3) -> WordProbe:
-        """From two sets of texts; words seen fewer than `least` times say nothing."""
+    def trained(cls, positive: Iterable[str], negative: Iterable[str], min_count: int = 3) -> WordProbe:
+        """From two sets of texts; words seen fewer than `min_count` times are ignored."""
         up, down = (
             Counter(word for text in texts for word in words_of(text)) for texts in (positive, negative)
         )
@@ -44,10 +43,10 @@ class WordProbe:
         known = {*up, *down}
         odds = {}
         for word in sorted(known):
-            if up[word] + down[word] >= least:
+            if up[word] + down[word] >= min_count:
                 high = (up[word] + 1) / (total_up + len(known))
                 low = (down[word] + 1) / (total_down + len(known))
-                odds[word] = max(-MOST_ODDS, min(MOST_ODDS, math.log(high / low)))
+                odds[word] = max(-MAX_ODDS, min(MAX_ODDS, math.log(high / low)))
         return cls(odds)
 
     @classmethod
@@ -59,8 +58,8 @@ class WordProbe:
         return cls(odds)
 
     def score(self, text: str) -> float:
-        found = words_of(text)
-        return sum(self.odds.get(word, 0.0) for word in found) / max(len(found), 1)
+        words = words_of(text)
+        return sum(self.odds.get(word, 0.0) for word in words) / max(len(words), 1)
 
     def to_json(self) -> dict[str, Any]:
         return {"odds": dict(self.odds)}

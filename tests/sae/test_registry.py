@@ -52,7 +52,7 @@ def test_t_sae_4_a_fault_at_any_step_leaves_the_state_as_it_was(kind, swap):
         made.attach("other", sae(9, layer=4), kind="full")
         if swap:
             made.attach("m", sae(8), kind=kind)
-            holding = made.holding([made["m"]], {kind: {b"row"}}, {(1, ("mlp_out", 2), 5, "prefill")})
+            holding = made.reservation([made["m"]], {kind: {b"row"}}, {(1, ("mlp_out", 2), 5, "prefill")})
             assert holding.reserve()
         return made
 
@@ -271,7 +271,7 @@ def test_no_row_leaks_whatever_order_requests_come_and_go_in(moves):
         SaeSet("d", {number % 4: 1.0}, phase=("both", "prefill", "decode")[number % 3]) for number in range(6)
     ]
     found = [edit.resolve(made, [1, 2], 3) for edit in edits]
-    holdings = [made.holding([one.module], {"delta": one.rows()}, one.writes()) for one in found]
+    holdings = [made.reservation([one.module], {"delta": one.rows()}, one.writes()) for one in found]
     for number, _, take in moves:
         holding = holdings[number]
         if take and not holding.held:
@@ -291,7 +291,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers():
     made.attach("d", sae())
     edit = SaeSet("d", {3: 1.0}).resolve(made, [1], 2)
     with pytest.raises(CapacityError, match="needs 2 rows of delta clamps, and 1"):
-        made.holding([edit.module], {"delta": edit.rows()}, ())
+        made.reservation([edit.module], {"delta": edit.rows()}, ())
     pool = RowPool("delta", 1)
     assert pool.take([b"a"]) and pool.take([b"a"]) and not pool.take([b"b"])
 

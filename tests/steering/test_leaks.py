@@ -138,7 +138,7 @@ def test_leaks_requests_in_any_company_give_what_they_give_alone(engine, chosen)
             assert same(outcome(Output.of(request)), alone[key])
     assert finished or all(leaves is not None for *_, leaves in chosen)
     tables = engine._steering.tables
-    assert tables.rows_held == 0 and not any(slab.uses for slab in tables.slabs.values())
+    assert tables.rows_used == 0 and not any(slab.uses for slab in tables.slabs.values())
     assert engine._core.scheduler.idle and engine._core.scheduler.slots.num_free == SLOTS
     assert not any(pool.used for pool in engine.saes.registry.pools.values())
 

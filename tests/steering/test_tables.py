@@ -55,7 +55,7 @@ def test_t_ste_2_widths_on_one_layer_stand_in_groups_of_their_own(engine):
         seen.append(
             {width: len(slab.uses) for width, slab in engine._steering.tables.slabs.items() if slab.uses}
         )
-    assert {d: 2, m * d: 3} in seen and engine._steering.tables.rows_held == 0
+    assert {d: 2, m * d: 3} in seen and engine._steering.tables.rows_used == 0
     for request, steer in zip(requests, steers):
         alone = engine.generate(PROMPT, steer=steer, **GREEDY)
         assert alone.token_ids == request.output_ids and alone.logprobs == request.logprobs
@@ -84,7 +84,7 @@ def test_requests_wait_for_rows_and_all_of_them_end(small):
     assert ended == sorted(ended)
     for request, steer in zip(requests, steers):
         assert request.output_ids == small.generate(PROMPT, steer=steer, **GREEDY).token_ids
-    assert small._steering.tables.rows_held == 0
+    assert small._steering.tables.rows_used == 0
 
 
 def test_a_cancelled_request_gives_its_rows_back_wherever_it_stands(small):
@@ -100,7 +100,7 @@ def test_a_cancelled_request_gives_its_rows_back_wherever_it_stands(small):
     while not all(request.done for request in requests):
         small._core.step()
     assert [request.finish_reason for request in requests] == ["cancelled", "length", "length", "cancelled"]
-    assert small._steering.tables.rows_held == 0 and not small._steering.tables.slabs[d].uses
+    assert small._steering.tables.rows_used == 0 and not small._steering.tables.slabs[d].uses
 
 
 def test_what_can_never_fit_is_refused_before_anything_is_queued(small):
@@ -108,7 +108,7 @@ def test_what_can_never_fit_is_refused_before_anything_is_queued(small):
     edits = [Add(vector(d, seed), "mlp_out", [seed]) for seed in range(3)]
     with pytest.raises(CapacityError, match=rf"3 different vectors of {d} numbers.*hold 2"):
         small.generate(PROMPT, steer=edits, **GREEDY)
-    assert small._core.scheduler.idle and small._steering.tables.rows_held == 0
+    assert small._core.scheduler.idle and small._steering.tables.rows_used == 0
     same = [
         Add(vector(d), "mlp_out", [layer]) for layer in range(3)
     ]  # one vector is one row, wherever it is used

@@ -157,7 +157,7 @@ def _architecture(config: dict[str, Any], path: Path) -> tuple[str, int | None]:
     if architecture not in _ARCHITECTURES or (activation not in ("relu", "topk") and not options):
         raise SaeFileError(
             f"{path / CONFIG}: architecture {quoted(architecture)} with activation {quoted(activation)} "
-            f"is not one we read; we read {', '.join(_ARCHITECTURES)}. A dictionary that was trained with another can often "
+            f"is not one we read; we read {', '.join(_ARCHITECTURES)}. A dictionary trained with another can often "
             "be exported as jumprelu by its trainer."
         )
     if config.get("finetuning_scaling_factor"):

@@ -89,7 +89,7 @@ def estimate(
 ) -> Estimate:
 <<<<<<< HEAD
     """Cost of storing `rows[hook]` at each address for the selected tokens."""
-    early, late = selector.most_rows()
+    early, late = selector.max_rows()
 =======
     """The cost of keeping `rows[hook]` at each address for the selected tokens."""
     early, late = selector.max_rows()

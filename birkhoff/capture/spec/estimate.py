@@ -87,13 +87,8 @@ def estimate(
     selector: PositionSelector,
     reduce: str | None = None,
 ) -> Estimate:
-<<<<<<< HEAD
     """Cost of storing `rows[hook]` at each address for the selected tokens."""
     early, late = selector.max_rows()
-=======
-    """The cost of keeping `rows[hook]` at each address for the selected tokens."""
-    early, late = selector.max_rows()
->>>>>>> e3fa145 (Hooks: plain names and prose, one implementation of field paths in errors)
     each = early + late if reduce is None else min(early + late, 1)
     by_hook: dict[str, int] = {}
     for hook, _ in addresses:

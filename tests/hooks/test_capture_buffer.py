@@ -36,7 +36,7 @@ def test_every_job_gets_the_rows_of_its_sites(sites, data):
         for row in data.draw(st.lists(st.integers(0, ROWS - 1), min_size=1, max_size=6))
     ]
     cut = RowCopyPlan(tray, wanted)
-    landed = HostCopier().take(tray, cut)
+    landed = HostCopier().copy(tray, cut)
     tray.data.fill_(255)  # the next step
     memory, all_rows = set(), []
     for number, (row, own) in enumerate(wanted):
@@ -61,7 +61,7 @@ def test_what_lies_far_apart_is_copied_alone_and_small_gaps_along():
     cut = RowCopyPlan(tray, [(0, [first, last]), (0, [second])])
     assert [(start, stop) for start, stop, _ in cut.copies] == [(0, 4 * GAP), (10 * GAP, 12 * GAP)]
     assert cut.num_bytes == 6 * GAP
-    landed = HostCopier().take(tray, cut)
+    landed = HostCopier().copy(tray, cut)
     assert [torch.equal(tensor, held[site][:1]) for site, (_, tensor) in zip((first, last), landed(0))] == [
         True,
         True,
@@ -76,12 +76,12 @@ def test_what_lies_far_apart_is_copied_alone_and_small_gaps_along():
 def test_page_locked_memory_goes_back_when_everybody_has_his_rows():
     tray, _ = filled({(("a", 0), False): KINDS[0]})
     cut, way_out = RowCopyPlan(tray, [(0, [(("a", 0), False)]), (1, [(("a", 0), False)])]), HostCopier()
-    first, second = way_out.take(tray, cut), way_out.take(tray, cut)
+    first, second = way_out.copy(tray, cut), way_out.take(tray, cut)
     assert first._buffer is not second._buffer, "rows of two steps may be on their way"
     first(0)
     assert way_out._free == []
     first(1)
-    assert way_out.take(tray, cut)._buffer is first._buffer
+    assert way_out.copy(tray, cut)._buffer is first._buffer
 
 
 def test_what_was_handed_out_stays_as_it_is_while_more_comes():
@@ -91,7 +91,7 @@ def test_what_was_handed_out_stays_as_it_is_while_more_comes():
     given_out, true = [], []
     for step in range(2 * ARENA_STEPS + 1):
         tray.site(site).fill_(step)
-        ((_, rows),) = way_out.take(tray, cut)(0)
+        ((_, rows),) = way_out.copy(tray, cut)(0)
         given_out.append(rows)
         true.append(torch.full((1, 4, 6), float(step)))
     assert torch.equal(torch.cat(given_out).float(), torch.cat(true))

@@ -129,7 +129,7 @@ def landed(still, tap):
     if tap.requests:
         sites = [[(want.key, want.after) for want, _ in share] for share in tap.layout.sites_of]
         cut = RowCopyPlan(still.buffer, [(rows[0], own) for rows, own in zip(tap.layout.rows, sites)])
-        tap.set_source(HostCopier().take(still.buffer, cut))
+        tap.set_source(HostCopier().copy(still.buffer, cut))
 
 
 @settings(max_examples=scaled(400, 60))

@@ -76,7 +76,7 @@ def test_what_lies_far_apart_is_copied_alone_and_small_gaps_along():
 def test_page_locked_memory_goes_back_when_everybody_has_his_rows():
     tray, _ = filled({(("a", 0), False): KINDS[0]})
     cut, way_out = RowCopyPlan(tray, [(0, [(("a", 0), False)]), (1, [(("a", 0), False)])]), HostCopier()
-    first, second = way_out.copy(tray, cut), way_out.take(tray, cut)
+    first, second = way_out.copy(tray, cut), way_out.copy(tray, cut)
     assert first._buffer is not second._buffer, "rows of two steps may be on their way"
     first(0)
     assert way_out._free == []

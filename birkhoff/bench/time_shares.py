@@ -104,7 +104,7 @@ def engine_shares(baseline: OurEngine, prompts: list[Tokens], steps: int) -> dic
     core = baseline.core
     tokens = baseline.prefill(prompts)
     runner = Stopwatch(core.runner, "run")
-    sampler = Stopwatch(core.sampler, "draw")
+    sampler = Stopwatch(core.sampler, "sample")
     core.runner = runner  # type: ignore[assignment]
     core.sampler = sampler  # type: ignore[assignment]
     try:

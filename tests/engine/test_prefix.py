@@ -151,7 +151,7 @@ def test_bytes_of_a_snapshot_are_what_the_config_says(model):
     for mtp in (False, True):
         state = State.contiguous(SMALL, 1, 256, lookback=1, mtp=mtp)
         assert state.save(0, 128).nbytes == snapshot_bytes(SMALL, 4, mtp)
-        rings = [ring for layer in state._every_layer() for _, ring in layer.rings()]
+        rings = [ring for layer in state._all_layers() for _, ring in layer.rings()]
         assert sum(ring.rows.nbytes for ring in rings) == slot_bytes(SMALL, 4, 1, mtp)
 
 

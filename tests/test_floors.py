@@ -14,7 +14,7 @@ import pytest
 
 PACKAGE = Path(__file__).parent.parent / "birkhoff"
 FLOORS = [
-    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names",
+    "hooks kernels config errors embedded byte_size atomic_file option_checks dtype_names free_memory",
     "offload",
     "model mhc",
     "decode",

@@ -29,6 +29,7 @@ from birkhoff.engine.model_identity import model_identity
 from birkhoff.engine.page_files import PageFiles
 from birkhoff.engine.warmup import compile_kernels
 from birkhoff.errors import CapacityError, CheckpointError, OptionError, quoted
+from birkhoff.free_memory import free_host_bytes
 from birkhoff.kernels import gpu, jit
 from birkhoff.kernels.select import Choice, select
 from birkhoff.model.linear import Numerics
@@ -195,7 +196,7 @@ def _build_model(
             options.placement,
             run.device,
             _free_bytes(run.device),
-            _free_bytes(torch.device("cpu")),
+            free_host_bytes(),
             options.cache_bytes,
             options.max_requests,
             options.max_context,
@@ -281,14 +282,8 @@ def _cache_bytes(options: EngineOptions, run: RunPlan, placed: PlacedExperts | N
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Free memory of the GPU or the host; 4 GiB for a host without /proc/meminfo."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 4 * 2**30
+    """Free memory of the GPU or the host."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()
 
 
 def _build_core(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any
 
 from birkhoff.config import V4Config
 from birkhoff.errors import BirkhoffError, ConfigError
+from birkhoff.free_memory import free_host_bytes
 from birkhoff.weights.checkpoint import SafetensorsRefs, is_gguf, open_checkpoint
 from birkhoff.weights.gguf import raw_refs
 from birkhoff.weights.memory_size import MemoryEstimate, estimate_memory
@@ -156,7 +156,7 @@ def device_memory() -> dict[str, int]:
     """Return the memory available on the host, and the total of each GPU, in bytes."""
     import torch
 
-    memory = {"host": _available_bytes()}
+    memory = {"host": free_host_bytes()}
     for index in range(torch.cuda.device_count()):
         memory[f"cuda:{index}"] = torch.cuda.get_device_properties(index).total_memory
     return memory
@@ -254,13 +254,3 @@ def cache_bytes(config: V4Config) -> tuple[float, int]:
         overlap = 2 if kind == "csa" else 1
         per_sequence += 2 * 4 * _CARRY_ROWS[kind] * overlap * width  # values and gates, float32
     return per_token, per_sequence
-
-
-def _available_bytes() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -77,7 +77,7 @@ def bench_serve(
         common["cache_bytes"] = setting.cache_bytes
     environment = {**os.environ, "OMP_NUM_THREADS": str(setting.threads)}
     engine_runs = [_engine_alone(model, setting, environment)]
-    with _Server(model, setting, environment) as server:
+    with _ServerProcess(model, setting, environment) as server:
         _fill(server, setting, min(MAX_FILL_SECONDS, setting.seconds))
         _streams(server, setting, min(10.0, setting.seconds))  # warm-up
         pages_before = server.metric("birkhoff_prefix_pages")
@@ -169,7 +169,7 @@ def _memory_course(memory: list[tuple[float, int]]) -> dict[str, Any]:
     }
 
 
-class _Server:
+class _ServerProcess:
     """`birkhoff serve` in its own process."""
 
     def __init__(self, model: str, setting: ServeSetting, environment: dict[str, str]):
@@ -200,7 +200,7 @@ class _Server:
             raise OSError("the server did not start. What it says: birkhoff serve")
         self.address = match[1], int(match[2])
 
-    def __enter__(self) -> _Server:
+    def __enter__(self) -> _ServerProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -246,7 +246,7 @@ def _bodies(setting: ServeSetting, until: float = float("inf")) -> Iterator[dict
         yield {"messages": messages, "max_tokens": setting.tokens, "seed": seed, "ignore_eos": True}
 
 
-def _fill(server: _Server, setting: ServeSetting, seconds: float) -> None:
+def _fill(server: _ServerProcess, setting: ServeSetting, seconds: float) -> None:
     """Send distinct short prompts, a page or two each, until the prefix cache evicts pages or the time is up."""
     until, generator = time.monotonic() + seconds, random.Random(0)
 
@@ -260,13 +260,13 @@ def _fill(server: _Server, setting: ServeSetting, seconds: float) -> None:
 
 
 def _streams(
-    server: _Server, setting: ServeSetting, seconds: float, tick: Callable[[], None] = lambda: None
+    server: _ServerProcess, setting: ServeSetting, seconds: float, tick: Callable[[], None] = lambda: None
 ) -> LoadResult:
     """Every client repeats requests until the time is up and finishes its last answer."""
     return run_load(server.address, _bodies(setting, time.monotonic() + seconds), setting.streams, tick)
 
 
-def _overload(server: _Server, setting: ServeSetting) -> dict[str, Any]:
+def _overload(server: _ServerProcess, setting: ServeSetting) -> dict[str, Any]:
     """Ten times as many clients as slots at once; then one more, which must be served."""
     clients = 10 * setting.streams
     result = run_load(server.address, itertools.islice(_bodies(setting), clients), clients)

@@ -1,7 +1,8 @@
-"""Execute the code cells of a notebook in order and store what they print: `python examples/execute_notebook.py FILE...`.
+"""Execute the code cells of a notebook in order and store what they print: `python examples/execute_notebook.py
+FILE...`.
 
-Needs no Jupyter. Each notebook runs in a namespace of its own; standard output and the repr of a final expression become the
-cell's outputs. With `--check` nothing is written and a failing cell ends the run with status 1.
+Needs no Jupyter. Each notebook runs in a namespace of its own; standard output and the repr of a final expression
+become the cell's outputs. With `--check` nothing is written and a failing cell ends the run with status 1.
 """
 
 from __future__ import annotations

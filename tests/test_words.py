@@ -15,9 +15,11 @@ PACKAGE = ROOT / "birkhoff"
 # Names that were replaced by a term of the field. They must not come back as identifiers of the package.
 RETIRED_NAMES = set(
     """
-    Desk CaptureDesk SteeringDesk SaeDesk ChangeDesk StillTap StillSae LiveTap Tray Cut Lane LaneBuffers Hub Running Told
+    Desk CaptureDesk SteeringDesk SaeDesk ChangeDesk StillTap StillSae LiveTap Tray Cut Lane LaneBuffers Hub Running
+    Told
     Exit Landed Heat Loan Courier StreamCourier Pace Ran Piece Work Wish Wishes Wanted Take Holding Keeper MemoryKeeper
-    DispatchKeeper Witness Around Shelf Lookers States Rows Picked FastKernels PortableKernels MixerFew HeadFew AttentionFew
+    DispatchKeeper Witness Around Shelf Lookers States Rows Picked FastKernels PortableKernels MixerFew HeadFew
+    AttentionFew
     MoEFew MTPFew Contender Rival guesses desk hub tray courier loan shelf open_experts close_experts enter_experts
     still_kind wish wishes said told so_many whoever everybody nobody
     """.split()

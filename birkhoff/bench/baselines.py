@@ -1,6 +1,7 @@
 """Baselines with a common interface: the engine, the bare model, and Hugging Face `transformers`.
 
-`prefill(prompts)` processes a batch of prompts and returns the greedy next token of each; `step(tokens)` takes those and
+`prefill(prompts)` processes a batch of prompts and returns the greedy next token of each; `step(tokens)` takes those
+and
 returns the next. Each baseline keeps its own cache in between and is called as in normal use: ours through `EngineCore`
 or `Transformer.run`, `transformers` through `from_pretrained` with its cache, under `inference_mode`.
 """
@@ -122,7 +123,8 @@ class Transformers:
         self._cache: Any = None
 
     def choose_fastest(self, prompts: list[Tokens], steps: int) -> None:
-        """Time every implementation that runs here with these prompts and keep the fastest for prefill and for decode."""
+        """Time every implementation that runs here with these prompts and keep the fastest for prefill and for
+        decode."""
         seconds: dict[str, dict[str, float]] = {"prefill": {}, "decode": {}}
         for variant in dict.fromkeys([self.variants["prefill"], *EXPERT_VARIANTS]):
             self.variants = {"prefill": variant, "decode": variant}

@@ -1,8 +1,8 @@
 """Hugging Face `transformers` on a GPU as a baseline: the same architecture in bfloat16, with a few layers.
 
-It cannot run the released FP4 and FP8 weights on this device, so its experts are bfloat16 and only a few layers fit; the
-comparison uses as many layers of ours, at the same widths and context. Weights are random on both sides: this compares
-speed; tests compare the outputs with equal weights.
+It cannot run the released FP4 and FP8 weights on this device, so its experts are bfloat16 and only a few layers fit;
+the comparison uses as many layers of ours, at the same widths and context. Weights are random on both sides: this
+compares speed; tests compare the outputs with equal weights.
 """
 
 from __future__ import annotations

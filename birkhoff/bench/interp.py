@@ -8,8 +8,9 @@
     files         the same to files; `stored` rows report how fast they became durable, next to the speed of the disk
     ready         rows that exist already, to files: how fast they become durable without a model producing them
 
-All alternate within every round, in reversed order every other round; a ratio is the median over rounds of ratios within
-a round. The speed of the disk is measured in the same rounds and directory: the same bytes written to one file and synced.
+All alternate within every round, in reversed order every other round; a ratio is the median over rounds of ratios
+within a round. The speed of the disk is measured in the same rounds and directory: the same bytes written to one file
+and synced.
 """
 
 from __future__ import annotations
@@ -148,7 +149,8 @@ def bench_interp(
     disk: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Row]:
-    """Measure a checkpoint; by default random weights of nano's size. `disk`: directory for files (default: temporary)."""
+    """Measure a checkpoint; by default random weights of nano's size. `disk`: directory for files (default:
+    temporary)."""
     setting = setting or InterpSetting()
     with (
         torch_threads(setting.threads),

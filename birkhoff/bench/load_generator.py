@@ -1,8 +1,8 @@
 """A load generator that hardly uses the CPU: one thread, plain sockets, every byte inspected once.
 
 A client requests one streamed answer and records when its tokens arrived. Requests are HTTP/1.0, so that an answer ends
-with its connection and needs no chunked decoding. At thousands of tokens per second most of a core stays free, so that a
-server can be measured on the same machine.
+with its connection and needs no chunked decoding. At thousands of tokens per second most of a core stays free, so
+that a server can be measured on the same machine.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `bench_model` yields rows: first whether both compute the same model (`agreement`), then tokens per second of `prefill`
 and of `decode` for the engine, the bare model and `transformers`, then the breakdown of a decode step (`shares`). The
-contenders alternate within every round, so that changes of the machine's speed affect all of them; a ratio is the median
-over rounds of ratios within a round. `transformers` runs with the fastest of its implementations of experts for each row,
-found by trial.
+contenders alternate within every round, so that changes of the machine's speed affect all of them; a ratio is the
+median over rounds of ratios within a round. `transformers` runs with the fastest of its implementations of experts
+for each row, found by trial.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def bench_model(
             "transformers is not installed, so there is nothing to compare with. Install it, or measure "
             "without it: --alone"
         )
-    report = _ProgressCounter(progress, setting, alone)
+    report = _BenchProgress(progress, setting, alone)
     with tempfile.TemporaryDirectory(prefix="birkhoff-bench-") as folder, torch_threads(setting.threads):
         path, model_name = checkpoint(model, folder)
         for dtype in setting.dtypes:
@@ -193,7 +193,7 @@ def _shares(network: Transformer, prompts: list[Tokens], setting: ModelSetting) 
     }
 
 
-class _ProgressCounter:
+class _BenchProgress:
     """Reports rounds to a progress callback."""
 
     def __init__(self, progress: Progress | None, setting: ModelSetting, alone: bool):

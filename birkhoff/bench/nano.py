@@ -59,8 +59,8 @@ def bench_nano(tokens: int = 96) -> Iterator[dict[str, Any]]:
 
 
 def _first_difference(answers: Any, expected: Any) -> tuple[int, float | None]:
-    """Number of equal tokens, and the log probability margin at the first difference; infinite if the other token is not
-    among the top ones."""
+    """Number of equal tokens, and the log probability margin at the first difference; infinite if the other token is
+    not among the top ones."""
     pairs = enumerate(zip(answers.token_ids, expected.token_ids))
     step = next((index for index, (a, b) in pairs if a != b), None)
     if step is None:

@@ -59,7 +59,8 @@ def hot_share(store: ExpertStore) -> float:
 
 
 def move_to(store: ExpertStore, target_resident: torch.Tensor) -> tuple[int, float]:
-    """Exchange experts until the hot ones are those of `target_resident` (equally many); number of exchanges, seconds."""
+    """Exchange experts until the hot ones are those of `target_resident` (equally many); number of exchanges,
+    seconds."""
     began, moved = time.perf_counter(), 0
     while True:
         resident = store.resident()

@@ -4,8 +4,8 @@ The engine runs first, a batch of distinct answers in its own process; then the 
 clients, each sending a new request when its answer has ended; then the engine again, since the speed of a machine
 drifts; then ten times as many clients as there are slots. Answers are distinct because equal ones are cheaper: their
 tokens use the same experts. Reported are the time to the first token and between tokens as seen by clients, tokens per
-second relative to the engine, by wall time and by CPU time, the resident memory of the server over the run with the size
-of its prefix cache, and whether every request ended.
+second relative to the engine, by wall time and by CPU time, the resident memory of the server over the run with the
+size of its prefix cache, and whether every request ended.
 
 The prefix cache grows until it is full. It is therefore filled first, with short prompts that are not repeated, for at
 most the duration of the run; `pages_before` reports how far that got. From then on memory should not grow.
@@ -152,8 +152,8 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _memory_course(memory: list[tuple[float, int]]) -> dict[str, Any]:
-    """Resident bytes at the start, half-way, at the end and in between; and their growth in the second half: maximum, and
-    per minute by linear regression."""
+    """Resident bytes at the start, half-way, at the end and in between; and their growth in the second half:
+    maximum, and per minute by linear regression."""
     second_half = memory[len(memory) // 2 :]
     mean = [sum(values) / len(second_half) for values in zip(*second_half)]
     covariance = sum((at - mean[0]) * (resident - mean[1]) for at, resident in second_half)

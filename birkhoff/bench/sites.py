@@ -1,11 +1,12 @@
-"""Whether every site of the GPU path equals that of the reference path, in prefill and in decode steps, on random models.
+"""Whether every site of the GPU path equals that of the reference path, in prefill and in decode steps, on random
+models.
 
-Both paths run the same packed model: the reference dequantises weights and computes in PyTorch, the kernels read them as
-stored. Every tensor that a hook can show is compared row by row. Where the scores of two experts are nearly equal in the
-reference, the other path may select the other one: that row has *parted* and is not compared from there on. Of the
-remaining rows nearly all must agree in prefill, where a near tie between entries of an index, which no site shows, may be
-resolved differently too; in decode steps all must agree. Hash-routed experts never differ. The buffers of a decode step
-are filled with NaN before every step, so that values a kernel does not write are detected.
+Both paths run the same packed model: the reference dequantises weights and computes in PyTorch, the kernels read
+them as stored. Every tensor that a hook can show is compared row by row. Where the scores of two experts are nearly
+equal in the reference, the other path may select the other one: that row has *parted* and is not compared from there
+on. Of the remaining rows nearly all must agree in prefill, where a near tie between entries of an index, which no
+site shows, may be resolved differently too; in decode steps all must agree. Hash-routed experts never differ. The
+buffers of a decode step are filled with NaN before every step, so that values a kernel does not write are detected.
 
 Rows that attend to a parted row in a later layer are compared like any other.
 """
@@ -209,7 +210,8 @@ def compare_sites(
     tolerance: float,
     fast: bool | None,
 ) -> Iterator[Row]:
-    """Prefill prompts of `lengths` tokens, then decode `steps` tokens after each, on both paths; `model` uses GPU kernels."""
+    """Prefill prompts of `lengths` tokens, then decode `steps` tokens after each, on both paths; `model` uses GPU
+    kernels."""
     config = model.config
     rows = len(lengths)
     biases = router_biases(model)

@@ -1,9 +1,9 @@
 """Random models of full width, created in device memory without any file.
 
-Quantised matrices are random codes with scales such that products preserve the scale of their inputs; the rest is stored
-as in the release. If the experts do not fit the device, layers beyond `distinct` reuse the expert weights of the first
-layers. A step still reads as many bytes, since the experts of one layer have left the caches by the time another layer
-reads them.
+Quantised matrices are random codes with scales such that products preserve the scale of their inputs; the rest is
+stored as in the release. If the experts do not fit the device, layers beyond `distinct` reuse the expert weights of
+the first layers. A step still reads as many bytes, since the experts of one layer have left the caches by the time
+another layer reads them.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def random_placed(
 
 
 def skew_routing(model: Transformer, strength: float, seed: int = 0) -> None:
-    """Make experts unequally popular, as with text: scores are lowered by `strength` times the logarithm of a random rank
-    per layer, and hash tables are sampled with probabilities of 1 / rank."""
+    """Make experts unequally popular, as with text: scores are lowered by `strength` times the logarithm of a random
+    rank per layer, and hash tables are sampled with probabilities of 1 / rank."""
     g = torch.Generator().manual_seed(seed)
     for block in model.layers:
         assert isinstance(block, Block)

@@ -1,8 +1,8 @@
 """Breakdown of the time of a decode step.
 
-Inside the model a tap is the clock: it is called at every site, so the time between two calls belongs to the part of the
-layer between them, without changes to the model. Around the model, the runner and the sampler of an engine are wrapped
-in stopwatches; the rest of a step is the overhead of the engine.
+Inside the model a tap is the clock: it is called at every site, so the time between two calls belongs to the part of
+the layer between them, without changes to the model. Around the model, the runner and the sampler of an engine are
+wrapped in stopwatches; the rest of a step is the overhead of the engine.
 """
 
 from __future__ import annotations

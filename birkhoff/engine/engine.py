@@ -1,8 +1,8 @@
 """The engine core: requests in, tokens out, one step at a time.
 
 A step is schedule, run, commit, and with speculation draft. The engine has no thread of its own: one of the
-callers that wait steps the engine for all requests, under one lock. A step that fails ends the requests in it with the error;
-a step that is interrupted is done again.
+callers that wait steps the engine for all requests, under one lock. A step that fails ends the requests in it with
+the error; a step that is interrupted is done again.
 
 A stream that is garbage collected cancels its request in a finalizer, which may run during a step in the thread that
 holds the lock. A finalizer therefore takes no lock: `request_cancel` appends to a queue that is processed before and

@@ -5,8 +5,8 @@ user's cache folder, else not at all, so that a read-only installation works). S
 vectorisation; infinities and NaN keep their meaning, since masks and health checks rely on them. Without Numba the
 reference twins are used.
 
-Compiled code inlines functions of other files, but Numba invalidates its cache by the text of one file only. Therefore a
-digest of all kernel sources is stored, and the cache is dropped when any of them has changed.
+Compiled code inlines functions of other files, but Numba invalidates its cache by the text of one file only.
+Therefore a digest of all kernel sources is stored, and the cache is dropped when any of them has changed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The implementation of each operation that a model uses.
 
 Every operation has a plain twin (`reference.py`); some have a fast one with the same signature in the same folder
-(`cpu.py`; `prefill.py` or `decode.py` for a GPU). `select` returns the `KernelSet` that a model is built with; the choice
-does not change later. Fast twins are for inference: while gradients are recorded, the plain twin is called instead. On a
-GPU the set handles prefill, and everything else that the decoder of `decode/gpu.py` does not.
+(`cpu.py`; `prefill.py` or `decode.py` for a GPU). `select` returns the `KernelSet` that a model is built with; the
+choice does not change later. Fast twins are for inference: while gradients are recorded, the plain twin is called
+instead. On a GPU the set handles prefill, and everything else that the decoder of `decode/gpu.py` does not.
 """
 
 from __future__ import annotations

@@ -225,9 +225,12 @@ def _hook(hook: Any) -> str | None:
 
 
 def _layer(layer: Any) -> int | None:
-    if layer is not None and as_int(layer) is None:
+    if layer is None:
+        return None
+    number = as_int(layer)
+    if number is None:
         raise SaeError(f"layer is {quoted(layer)}, expected a whole number.")
-    return layer
+    return number
 
 
 def _view(view: Any, spread: Any) -> tuple[str, str | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import re
 import threading
+from itertools import pairwise
 from typing import ClassVar
 
 import pytest
@@ -492,5 +493,5 @@ def test_one_of_many_waiting_threads_steps_for_all(model):
     for thread in threads:
         thread.join(60)
     assert all(each.done for each in requests) and not core._waiters
-    changes = sum(a != b for a, b in zip(stepped, stepped[1:]))
+    changes = sum(a != b for a, b in pairwise(stepped))
     assert len(stepped) >= 12 and changes < len(requests)

@@ -382,7 +382,7 @@ def test_torch_files_that_lie_about_themselves_are_refused(tmp_path):
             tmp_path / "cut.pt",
             lambda n, b, c=cut: b[:-c] if n.endswith("data.pkl") else b,
         )
-        with pytest.raises(SaeFileError, match="its index|which plain tensors do not need"):
+        with pytest.raises(SaeFileError, match=r"its index|which plain tensors do not need"):
             load_state_dict(tmp_path / "cut.pt")
     with zipfile.ZipFile(tmp_path / "empty.pt", "w") as archive:
         archive.writestr("x", b"")

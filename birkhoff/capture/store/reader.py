@@ -90,7 +90,10 @@ class CaptureEntries(dict[Address, CaptureEntry]):
         return reverse and dict.__contains__(self, (key[1], key[0]))  # type: ignore[index]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        return self[key] if key in self else default
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
 
 def read_per_file(path: str | os.PathLike[str], *, verify: bool = True, mmap: bool = False) -> CaptureEntry:

@@ -1,8 +1,8 @@
 """Prefill attention on a CPU: blocks of at most a window of queries, over the entries they can reach.
 
-The reference scores every query of a block against all keys that any of them sees. A block of one window of queries sees
-two windows; entries after the last one visible to the block are skipped. Scores, mask, exponential and sum use one
-buffer in place.
+The reference scores every query of a block against all keys that any of them sees. A block of one window of queries
+sees two windows; entries after the last one visible to the block are skipped. Scores, mask, exponential and sum use
+one buffer in place.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Flash-decoding attention of one new token per sequence on a GPU, directly over the cache.
 
-The keys of a token are the ring of its window and its compressed entries (all finished ones, or the listed ones), as one
-range that is split among programs: each handles sixteen heads and one split of the keys, normalises and rotates its
-queries, and stores an unnormalised sum with its maximum logit and sum of exponentials. `_combine` merges the splits, adds
-the sink and applies the inverse rotation. Scores and sums are float32; probabilities are rounded to the dtype of the
-keys. On NVIDIA GPUs `cuda/attend.cu` does the same for small batches, in the same buffers.
+The keys of a token are the ring of its window and its compressed entries (all finished ones, or the listed ones), as
+one range that is split among programs: each handles sixteen heads and one split of the keys, normalises and rotates
+its queries, and stores an unnormalised sum with its maximum logit and sum of exponentials. `_combine` merges the
+splits, adds the sink and applies the inverse rotation. Scores and sums are float32; probabilities are rounded to the
+dtype of the keys. On NVIDIA GPUs `cuda/attend.cu` does the same for small batches, in the same buffers.
 """
 
 from __future__ import annotations

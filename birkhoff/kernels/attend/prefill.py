@@ -1,9 +1,9 @@
 """Attention of the many queries of a prompt on a GPU (flash attention), with the contract of the reference.
 
-A program handles one query and many of its heads: all heads see the same keys, so a tile of keys is read once for all of
-them and used by the tensor cores as keys and as values. It iterates over the window of the query, then over its entries
-(the first ones, or the listed ones), and adds the sink at the end; nothing of size queries x keys is stored. Scores and
-sums are float32; probabilities are rounded to the dtype of the keys.
+A program handles one query and many of its heads: all heads see the same keys, so a tile of keys is read once for
+all of them and used by the tensor cores as keys and as values. It iterates over the window of the query, then over
+its entries (the first ones, or the listed ones), and adds the sink at the end; nothing of size queries x keys is
+stored. Scores and sums are float32; probabilities are rounded to the dtype of the keys.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Norms, rotations and cache writes between the QKV projection and the query projection of a decode step, in one launch.
+"""Norms, rotations and cache writes between the QKV projection and the query projection of a decode step, in one
+launch.
 
-`norm_rope_store` takes the output of the QKV projection, `qkv [n, all projections of x]` float32. Per token, one program
-normalises the query latent; one normalises the key, rotates it and stores it in the window's ring; and one per
-compressor stores the token's values and gates in their ring and, if the token completes a block, pools the block,
+`norm_rope_store` takes the output of the QKV projection, `qkv [n, all projections of x]` float32. Per token, one
+program normalises the query latent; one normalises the key, rotates it and stores it in the window's ring; and one
+per compressor stores the token's values and gates in their ring and, if the token completes a block, pools the block,
 normalises, rotates and appends the entry to its page. Positions, slots and page tables are read on the device.
 """
 

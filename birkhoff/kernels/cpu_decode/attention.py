@@ -35,7 +35,8 @@ def qkv_proj(x, w_in, q_norm, wq_b, kv_norm, eps, cos, sin, ring, slots, positio
 
 @compiled
 def store_compressor_rows(raw, ape, ring, slots, positions):
-    """Store raw [n, values and gates] in the ring of the compressor, with the position bias `ape` added to the gates."""
+    """Store raw [n, values and gates] in the ring of the compressor, with the position bias `ape` added to the
+    gates."""
     size = ring.shape[1]
     phases = ape.shape[0]
     half = ape.shape[1]
@@ -51,7 +52,8 @@ def store_compressor_rows(raw, ape, ring, slots, positions):
 def topk_entries(
     latent, wq_b, heads, cos, sin, weights, scale, pages, table, slots, positions, topk, selected
 ):
-    """Mark the `topk` highest-scoring finished entries of each sequence in selected [n, entries]; ties: lowest index."""
+    """Mark the `topk` highest-scoring finished entries of each sequence in selected [n, entries]; ties: lowest
+    index."""
     count = latent.shape[0]
     per_page, width = pages.shape[1], pages.shape[2]
     flat = np.empty((count, heads * width), np.float32)

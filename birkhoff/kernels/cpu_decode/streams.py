@@ -45,7 +45,8 @@ def merge_streams(streams, fn, base, scale, eps, rms_eps, merged, weights):
 
 @compiled
 def mtp_input(streams, embedded, hnorm, enorm, eps, h_proj, e_proj, out):
-    """Input of the MTP block: streams [n, m, d] and token embeddings [n, d], normalised, projected and summed in out."""
+    """Input of the MTP block: streams [n, m, d] and token embeddings [n, d], normalised, projected and summed in
+    out."""
     count, m, width = streams.shape
     flat = streams.reshape(count * m, width)
     target = out.reshape(count * m, width)

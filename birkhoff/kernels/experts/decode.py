@@ -1,10 +1,10 @@
 """Mixture of experts of a decode step on a GPU.
 
-`route` is one program: scores, selection, weights and the routing plan. The plan groups (token, choice) pairs by expert,
-so that every expert in use is read once, for any number of tokens: slot s of the plan is expert `slots[s, 0]` with pairs
-`order[1, f : f + slots[s, 2]]`, `f = slots[s, 1]`; slots in use come first. `gate_up` and `down` run over slots. Experts
-are read through a table of addresses (`[E, 4]` int64: gate and up, their scales, down, its scales), so they may be
-anywhere a kernel can read. Outputs are one row per pair; the consumer sums them.
+`route` is one program: scores, selection, weights and the routing plan. The plan groups (token, choice) pairs by
+expert, so that every expert in use is read once, for any number of tokens: slot s of the plan is expert `slots[s, 0]`
+with pairs `order[1, f : f + slots[s, 2]]`, `f = slots[s, 1]`; slots in use come first. `gate_up` and `down` run over
+slots. Experts are read through a table of addresses (`[E, 4]` int64: gate and up, their scales, down, its scales), so
+they may be anywhere a kernel can read. Outputs are one row per pair; the consumer sums them.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
 """Experts for the many rows of a prompt on a GPU: tokens in blocks per expert, codes decoded in registers.
 
-`routing.py` determines the blocks. `_gate_up` multiplies a block with gate and up, applies clamped SwiGLU and the routing
-weight; `_down` multiplies with down and stores the row of each pair separately, so that nothing is accumulated in memory
-and the sum over the choices of a token has a fixed order (`_sum_pairs`). Experts are read through the table of addresses
-that decode uses (`[E, 4]`).
+`routing.py` determines the blocks. `_gate_up` multiplies a block with gate and up, applies clamped SwiGLU and the
+routing weight; `_down` multiplies with down and stores the row of each pair separately, so that nothing is
+accumulated in memory and the sum over the choices of a token has a fixed order (`_sum_pairs`). Experts are read
+through the table of addresses that decode uses (`[E, 4]`).
 
-Codes decode exactly to the dtype of x, sums are float32. Even and odd columns, stored in the low and high four bits of a
-byte, are multiplied separately: inputs are deinterleaved, even columns before odd ones. Rows of gate and up form one
-tile, half of it each, so that both use one tile of inputs.
+Codes decode exactly to the dtype of x, sums are float32. Even and odd columns, stored in the low and high four bits
+of a byte, are multiplied separately: inputs are deinterleaved, even columns before odd ones. Rows of gate and up form
+one tile, half of it each, so that both use one tile of inputs.
 
 With four warps per program two programs fit a multiprocessor: while one decodes, the other multiplies. Decoding cannot
 be hidden behind the products of a block of a hundred tokens, so on GPUs with bfloat16x2 multiplication four bytes are
@@ -32,8 +32,8 @@ from birkhoff.kernels.linear.decode import decode_e8m0
 BLOCKS = (16, 32, 64, 128)  # tokens per block
 
 # Bytes 0 to 3 of $4, times scales $5 (bytes 0 and 1) and $6 (bytes 2 and 3): low nibbles to $0 and $1, high nibbles to
-# $2 and $3. The bits of a code shifted into bfloat16 position are its value times 2^-126; that is undone before the scale
-# is applied, since a common factor could overflow.
+# $2 and $3. The bits of a code shifted into bfloat16 position are its value times 2^-126; that is undone before the
+# scale is applied, since a common factor could overflow.
 FOUR_BYTES: tl.constexpr = tl.constexpr(
     """{
     .reg .b32 a, b, t, u, m;

@@ -2,7 +2,8 @@
 
 `score` scores every finished entry of every sequence; `topk_entries` selects the `topk` highest (ties go to the lower
 index) and writes their indices in ascending order. A sequence with at most `topk` entries keeps all of them without
-scoring. The number of entries of a sequence is read on the device; a CUDA graph fixes only the size of the score buffer.
+scoring. The number of entries of a sequence is read on the device; a CUDA graph fixes only the size of the score
+buffer.
 """
 
 from __future__ import annotations

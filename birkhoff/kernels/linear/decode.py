@@ -1,8 +1,9 @@
 """Products of the few rows of a decode step with packed weights on a GPU, in Triton: any format, any width.
 
-`gemv(weights, x [n, in], out [n, total])` multiplies x with every `PackedWeight` of the list and stores the results side
-by side. With `group` the rows of a weight form groups of that many rows, and group g reads columns `g * in ..` of x.
-Weights are the left operand of the dot; they are decoded exactly to the dtype of x (or to float32), sums are float32.
+`gemv(weights, x [n, in], out [n, total])` multiplies x with every `PackedWeight` of the list and stores the results
+side by side. With `group` the rows of a weight form groups of that many rows, and group g reads columns `g * in ..`
+of x. Weights are the left operand of the dot; they are decoded exactly to the dtype of x (or to float32), sums are
+float32.
 """
 
 from __future__ import annotations

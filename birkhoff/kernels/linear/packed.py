@@ -1,4 +1,5 @@
-"""Weights as GPU kernels read them: matrices with a common input stacked by rows, codes as stored, scales by column block.
+"""Weights as GPU kernels read them: matrices with a common input stacked by rows, codes as stored, scales by column
+block.
 
 `PackedWeight.fp8` stacks matrices in the release format: E4M3 codes `[out, in]`, with one E8M0 byte per row and 128
 inputs, so that matrices of any height can be stacked. `PackedWeight.plain` keeps 16- or 32-bit floats.

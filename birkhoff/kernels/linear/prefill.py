@@ -1,12 +1,12 @@
 """Products of the many rows of a prompt with a packed weight on a GPU, accumulated in float32.
 
 `packed_linear` is the twin of the one in `reference.py`. From `UNPACK_ROWS` rows on, bfloat16 inputs use the vendor's
-GEMM with temporarily dequantised weights (`dequantise`; bfloat16 holds the values exactly), which adds less than a tenth
-to the time of the product for thousands of rows. For fewer rows and other dtypes a kernel decodes the codes in registers
-and multiplies them with 16-bit inputs before applying the scales: E4M3 is exact in float16 and bfloat16, and a scale
-covers 128 columns of a row, so it multiplies the float32 sum over those columns. bfloat16 inputs are converted to
-float16, where one instruction decodes two codes: the inputs of FP8 layers are normalised or gated, hence far below
-65,504, and float16 keeps three more bits of them. float32 inputs are multiplied in float32.
+GEMM with temporarily dequantised weights (`dequantise`; bfloat16 holds the values exactly), which adds less than a
+tenth to the time of the product for thousands of rows. For fewer rows and other dtypes a kernel decodes the codes in
+registers and multiplies them with 16-bit inputs before applying the scales: E4M3 is exact in float16 and bfloat16,
+and a scale covers 128 columns of a row, so it multiplies the float32 sum over those columns. bfloat16 inputs are
+converted to float16, where one instruction decodes two codes: the inputs of FP8 layers are normalised or gated, hence
+far below 65,504, and float16 keeps three more bits of them. float32 inputs are multiplied in float32.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Hyper-connections of a decode step on a GPU: the boundary between two sublayers in two launches.
 
 `write_and_mix` writes the output of a sublayer into the four streams and, while a slice of them is in registers,
-computes its part of the next sublayer's 24 dot products and of the sum of squares; parts are stored side by side, so the
-order of summation is fixed. `read_streams` sums the parts; one program per token collapses and normalises the streams, a
-second one runs Sinkhorn with all sixteen values in every thread, which needs no synchronisation. `read` and `write` are
-the twins of `reference.py`, built from the same kernels. Four streams only, as in V4.
+computes its part of the next sublayer's 24 dot products and of the sum of squares; parts are stored side by side, so
+the order of summation is fixed. `read_streams` sums the parts; one program per token collapses and normalises the
+streams, a second one runs Sinkhorn with all sixteen values in every thread, which needs no synchronisation. `read`
+and `write` are the twins of `reference.py`, built from the same kernels. Four streams only, as in V4.
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """Hyper-connections of the many rows of a prompt on a GPU: twins of `read` and `write`, bound by memory bandwidth.
 
-Decode needs few launches (`decode.py`); thousands of tokens need launches at full bandwidth. Here the 24 dot products of
-a read are a tensor-core product: 128 tokens times all of `fn`, split along the 4 * d columns into `SPLITS` parts summed
-in a fixed order, with the sum of squares of the same tile. 16-bit streams are exact operands; the float32 `fn` is split
-into two 16-bit tensors (high + low, prepared once so that tiles are plain copies) and multiplied in two products with
-float32 sums: relative error 2^-17 in bfloat16, 2^-22 in float16; a single TF32 product would have 2^-11. float32 streams
-are multiplied in float32. `_coefficients_and_collapse` then runs Sinkhorn with one token per thread and reads the streams
-once more. Programs start with the rows written last by the preceding launch, which are still in L2.
+Decode needs few launches (`decode.py`); thousands of tokens need launches at full bandwidth. Here the 24 dot
+products of a read are a tensor-core product: 128 tokens times all of `fn`, split along the 4 * d columns into
+`SPLITS` parts summed in a fixed order, with the sum of squares of the same tile. 16-bit streams are exact operands;
+the float32 `fn` is split into two 16-bit tensors (high + low, prepared once so that tiles are plain copies) and
+multiplied in two products with float32 sums: relative error 2^-17 in bfloat16, 2^-22 in float16; a single TF32
+product would have 2^-11. float32 streams are multiplied in float32. `_coefficients_and_collapse` then runs Sinkhorn
+with one token per thread and reads the streams once more. Programs start with the rows written last by the preceding
+launch, which are still in L2.
 """
 
 from __future__ import annotations
@@ -209,7 +210,8 @@ def _coefficients_and_collapse(
     TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The first programs run Sinkhorn for TOKENS tokens each; every other program collapses the streams of one token."""
+    """The first programs run Sinkhorn for TOKENS tokens each; every other program collapses the streams of one
+    token."""
     program = tl.program_id(0)
     if program < mixer_programs:
         t = program * TOKENS + tl.arange(0, TOKENS)

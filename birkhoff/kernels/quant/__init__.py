@@ -1,8 +1,8 @@
 """Number formats of V4: weights as stored in checkpoints, and the activation rounding of the released numerics.
 
     decode_e8m0(bytes)             uint8 -> float32, 2^(byte - 127); 255 is NaN
-    dequant_fp8(codes, scale)      E4M3 [out, in], E8M0 [out/128, in/128] -> float32 [out, in]; edge tiles may be partial
-    dequant_fp4(codes, scale)      E2M1 pairs [out, in/2], E8M0 [out, in/32] -> float32 [out, in]
+    dequant_fp8(codes, scale)      E4M3 [out, in], E8M0 [out/128, in/128] -> float32 [out, in]; edge tiles may be
+    partial dequant_fp4(codes, scale)      E2M1 pairs [out, in/2], E8M0 [out, in/32] -> float32 [out, in]
     quant_fp8(weight)              -> float8_e4m3fn codes, uint8 scale; the inverse of dequant_fp8
     quant_fp4(weight)              -> uint8 codes, uint8 scale; the inverse of dequant_fp4
     fp8_round(x, group)            round each group of the last axis to E4M3 times one power of two; keeps the dtype

@@ -1,4 +1,5 @@
-"""Rotary embedding inside Triton kernels: the last channels of a vector, adjacent channels forming a pair, in float32."""
+"""Rotary embedding inside Triton kernels: the last channels of a vector, adjacent channels forming a pair, in
+float32."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ import triton.language as tl
 
 @triton.jit
 def rope(x, cos, sin, WIDTH: tl.constexpr, ROPE_DIM: tl.constexpr, SIGN: tl.constexpr):
-    """x [WIDTH] float32 with its last ROPE_DIM channels rotated by cos, sin [ROPE_DIM / 2] in memory; SIGN -1 inverts."""
+    """x [WIDTH] float32 with its last ROPE_DIM channels rotated by cos, sin [ROPE_DIM / 2] in memory; SIGN -1
+    inverts."""
     even, odd = tl.split(tl.reshape(x, [WIDTH // 2, 2]))
     i = tl.arange(0, WIDTH // 2) - (WIDTH - ROPE_DIM) // 2
     c = tl.load(cos + i, mask=i >= 0, other=1.0)

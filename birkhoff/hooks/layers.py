@@ -124,10 +124,10 @@ def is_list(value: Any) -> bool:
 
 
 def _number(value: Any, path: str) -> int:
-    number = as_int(value)
-    if number is None:
+    parsed = as_int(value)
+    if parsed is None:
         raise SelectorError(f"is {quoted(value)}, expected a whole number.", path, "layer")
-    return number
+    return parsed
 
 
 def _numbers(value: Any, path: str) -> tuple[int, ...]:

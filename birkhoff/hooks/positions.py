@@ -29,16 +29,16 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 @dataclass(frozen=True)
 class Side:
-    """Tokens that satisfy all conditions that are set; all tokens if none is. `places` excludes other conditions."""
+    """Tokens that satisfy all conditions that are set; all tokens if none is. `indices` excludes other conditions."""
 
-    places: tuple[int, ...] | None = None
+    indices: tuple[int, ...] | None = None
     window: tuple[int | None, int | None] | None = None
     token_ids: tuple[int, ...] | None = None
     exclude: Side | None = None
 
     def to_json(self) -> Any:
-        if self.places is not None:
-            return list(self.places)
+        if self.indices is not None:
+            return list(self.indices)
         out: dict[str, Any] = {}
         if self.window is not None:
             out["window"] = list(self.window)
@@ -54,16 +54,16 @@ _ALL = Side()
 
 @dataclass(frozen=True)
 class Positions:
-    """Either `places` in the whole text, or a side of the prompt and one of the generated tokens, without `exclude`."""
+    """Either `indices` in the whole text without `exclude`, or a side of the prompt and one of the generated tokens."""
 
     prompt: Side | None = None
     generated: Side | None = None
-    places: tuple[int, ...] | None = None
+    indices: tuple[int, ...] | None = None
     exclude: Side | None = None
 
     def to_json(self) -> Any:
-        if self.places is not None:
-            return list(self.places)
+        if self.indices is not None:
+            return list(self.indices)
         for word, meaning in BY_WORD.items():
             if self == meaning:
                 return word
@@ -72,7 +72,7 @@ class Positions:
 
 
 BY_WORD: Mapping[str, Positions] = {
-    "last_prompt": Positions(prompt=Side(places=(-1,))),
+    "last_prompt": Positions(prompt=Side(indices=(-1,))),
     "all_prompt": Positions(prompt=_ALL),
     "all_generated": Positions(generated=_ALL),
     "all": Positions(prompt=_ALL, generated=_ALL),
@@ -88,7 +88,7 @@ def parse_positions(value: Any, path: str = "positions") -> Positions:
             raise _refuse(f"is {quoted(value)}, expected one of {', '.join(_WORDS)}.", path)
         return BY_WORD[value]
     if is_list(value):
-        return Positions(places=_places(value, path))
+        return Positions(indices=_parse_indices(value, path))
     if not isinstance(value, Mapping):
         raise _refuse(
             f"is {quoted(value)}, expected one of {', '.join(_WORDS)}, a list of positions, or an object with "
@@ -117,7 +117,7 @@ def _side(value: Any, path: str, negative: bool) -> Side:
     if isinstance(value, str) and value == "all":
         return _ALL
     if is_list(value):
-        return Side(places=_places(value, path, negative))
+        return Side(indices=_parse_indices(value, path, negative))
     if not isinstance(value, Mapping):
         raise _refuse(f"is {quoted(value)}, expected {_SIDES}.", path)
     unknown = [key for key in value if key not in ("window", "token_ids", "exclude")]
@@ -144,23 +144,23 @@ def _exclude(value: Any, path: str, negative: bool) -> Side:
     return side
 
 
-def _places(value: Any, path: str, negative: bool = True) -> tuple[int, ...]:
+def _parse_indices(value: Any, path: str, negative: bool = True) -> tuple[int, ...]:
     if not is_list(value):
         raise _refuse(f"is {quoted(value)}, expected a list of positions.", path)
     if not value:
         raise _refuse("is an empty list, which selects nothing. Name at least one position.", path)
-    return tuple(sorted({_place(item, f"{path}[{i}]", negative) for i, item in enumerate(value)}))
+    return tuple(sorted({_parse_index(item, f"{path}[{i}]", negative) for i, item in enumerate(value)}))
 
 
-def _place(value: Any, path: str, negative: bool) -> int:
-    place = as_int(value)
-    if place is None:
+def _parse_index(value: Any, path: str, negative: bool) -> int:
+    index = as_int(value)
+    if index is None:
         raise _refuse(f"is {quoted(value)}, expected a whole number.", path)
-    if place < 0 and not negative:
+    if index < 0 and not negative:
         raise _refuse(
-            f"is {quoted(place)}; generated tokens are counted from 0, for their end is not known.", path
+            f"is {quoted(index)}; generated tokens are counted from 0, for their end is not known.", path
         )
-    return place
+    return index
 
 
 def _window(value: Any, path: str, negative: bool) -> tuple[int | None, int | None] | None:
@@ -169,7 +169,7 @@ def _window(value: Any, path: str, negative: bool) -> tuple[int | None, int | No
             f"is {quoted(value)}, expected [start, stop], stop excluded; null is an open end.", path
         )
     start, stop = (
-        None if end is None else _place(end, f"{path}[{i}]", negative) for i, end in enumerate(value)
+        None if end is None else _parse_index(end, f"{path}[{i}]", negative) for i, end in enumerate(value)
     )
     # With different signs the order depends on the prompt's length and is checked by `bind`.
     if start is not None and stop is not None and (start < 0) == (stop < 0) and start >= stop:

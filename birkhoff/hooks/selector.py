@@ -25,11 +25,11 @@ _FIRST.setflags(write=False)
 
 @dataclass(frozen=True, eq=False)
 class _TokenRange:
-    """Tokens in [start, stop) that are in `places`, have one of `token_ids`, and are not in any of `without`."""
+    """Tokens in [start, stop) that are in `listed`, have one of `token_ids`, and are not in any of `without`."""
 
     start: int
     stop: int
-    places: np.ndarray | None = None  # ascending
+    listed: np.ndarray | None = None  # ascending positions
     token_ids: np.ndarray | None = None
     without: tuple[_TokenRange, ...] = ()
 
@@ -47,9 +47,9 @@ class _TokenRange:
             self.id_set is not None and token_id not in self.id_set
         ):
             return False
-        if self.places is not None:
-            at = bisect_left(self.places, position)
-            if at == len(self.places) or self.places[at] != position:
+        if self.listed is not None:
+            index = bisect_left(self.listed, position)
+            if index == len(self.listed) or self.listed[index] != position:
                 return False
         return not any(part.wants(position, token_id) for part in self.without)
 
@@ -61,26 +61,26 @@ class _TokenRange:
         start, stop = max(start, self.start), min(stop, self.stop)
         if start >= stop:
             return _NONE
-        if self.places is None:
-            found = np.arange(start, stop)
+        if self.listed is None:
+            selected = np.arange(start, stop)
         else:
-            found = self.places[np.searchsorted(self.places, start) : np.searchsorted(self.places, stop)]
+            selected = self.listed[np.searchsorted(self.listed, start) : np.searchsorted(self.listed, stop)]
         ids = None
         if self.reads_ids and token_ids is not None:
-            ids = np.asarray(token_ids[start - first : stop - first], np.int64)[found - start]
+            ids = np.asarray(token_ids[start - first : stop - first], np.int64)[selected - start]
         for part in self.without:
             if ids is not None or part.token_ids is None:
-                kept = ~part.holds(found, ids)
-                found, ids = found[kept], None if ids is None else ids[kept]
+                kept = ~part.holds(selected, ids)
+                selected, ids = selected[kept], None if ids is None else ids[kept]
         if self.token_ids is not None and ids is not None:
-            found = found[np.isin(ids, self.token_ids)]
-        return found
+            selected = selected[np.isin(ids, self.token_ids)]
+        return selected
 
     def holds(self, positions: np.ndarray, ids: np.ndarray | None) -> np.ndarray:
         """Mask of `positions` that are in this range, which has no `without` of its own."""
         mask = (positions >= self.start) & (positions < self.stop)
-        if self.places is not None:
-            mask &= np.isin(positions, self.places)
+        if self.listed is not None:
+            mask &= np.isin(positions, self.listed)
         if self.token_ids is not None:
             assert ids is not None, "a range with token ids is called with the ids"
             mask &= np.isin(ids, self.token_ids)
@@ -94,8 +94,8 @@ class _TokenRange:
             b"" if self.stop >= last else str(self.stop).encode(),
         )
         lists = (
-            b"" if listed is None else b"=" + listed.astype("<i8").tobytes()
-            for listed in (self.places, self.token_ids)
+            b"" if values is None else b"=" + values.astype("<i8").tobytes()
+            for values in (self.listed, self.token_ids)
         )
         pieces = (*open_ends, *lists, *sorted(part.signature(first, last) for part in self.without))
         return framed(*pieces) if any(pieces) or self.without else b""
@@ -126,11 +126,11 @@ class PositionSelector:
             return _NONE
         if stop - start == 1:
             return _FIRST if self.wants(start, token_ids[0]) else _NONE
-        found = prompt.positions(start, stop, start, token_ids) if early and prompt is not None else _NONE
+        selected = prompt.positions(start, stop, start, token_ids) if early and prompt is not None else _NONE
         if late and generated is not None:
             later = generated.positions(start, stop, start, token_ids)
-            found = np.concatenate((found, later)) if len(found) else later
-        return found - start if start else found
+            selected = np.concatenate((selected, later)) if len(selected) else later
+        return selected - start if start else selected
 
     def signature(self, phase: str) -> bytes | None:
         """Canonical bytes of the selected tokens of "prefill" or "decode": empty for all, None for none."""
@@ -150,8 +150,8 @@ class PositionSelector:
         """
         if self._prompt is None:
             return None
-        found = self._prompt.positions(0, self.prompt_len, 0, None)
-        return int(found[0]) if len(found) else None
+        selected = self._prompt.positions(0, self.prompt_len, 0, None)
+        return int(selected[0]) if len(selected) else None
 
     def finished(self, position: int) -> bool:
         """Whether nothing at `position` or after it can be selected."""
@@ -184,10 +184,10 @@ def bind(
     late = _SelectorSpan(prompt_len, prompt_len + max_tokens, None)
     without = () if positions.exclude is None else (_part(positions.exclude, whole_text, f"{path}.exclude"),)
     part_of_prompt = part_of_rest = None
-    if positions.places is not None:
-        places = whole_text.places(positions.places, path)
-        part_of_prompt = _at(places[places < prompt_len])
-        part_of_rest = _at(places[places >= prompt_len])
+    if positions.indices is not None:
+        listed = whole_text.absolute_positions(positions.indices, path)
+        part_of_prompt = _at(listed[listed < prompt_len])
+        part_of_rest = _at(listed[listed >= prompt_len])
     if positions.prompt is not None:
         part_of_prompt = _part(positions.prompt, early, f"{path}.prompt", without)
     if positions.generated is not None:
@@ -201,7 +201,7 @@ def bind(
         part.positions(0, prompt_len + max_tokens, 0, None)
         for part, side in ((part_of_prompt, positions.prompt), (part_of_rest, positions.generated))
         if part is not None
-        and (positions.places is not None or (side is not None and side.places is not None))
+        and (positions.indices is not None or (side is not None and side.indices is not None))
     ]
     selector = PositionSelector(
         prompt_len, max_tokens, part_of_prompt, part_of_rest, np.concatenate(demanded) if demanded else _NONE
@@ -224,46 +224,48 @@ class _SelectorSpan:
     stop: int
     end: int | None
 
-    def place(self, place: int) -> int:
-        if place < 0:
+    def absolute(self, index: int) -> int:
+        """The position in the whole text of an index of this side."""
+        if index < 0:
             assert self.end is not None, (
                 "negative positions of a side without an end are refused by the parser"
             )
-            return self.end + place
-        return self.start + place
+            return self.end + index
+        return self.start + index
 
-    def places(self, places: Sequence[int], path: str) -> np.ndarray:
-        for place in places:
-            if not self.start <= self.place(place) < self.stop:
+    def absolute_positions(self, indices: Sequence[int], path: str) -> np.ndarray:
+        """The positions in the whole text of indices of this side, ascending and distinct."""
+        for index in indices:
+            if not self.start <= self.absolute(index) < self.stop:
                 negative = f" or -{self.end}..-1 from the end of the prompt" if self.end else ""
                 raise SelectorError(
-                    f"position {quoted(place)} is out of range: there are {self.stop - self.start} of them, counted "
+                    f"position {quoted(index)} is out of range: there are {self.stop - self.start} of them, counted "
                     f"from 0{negative}.",
                     path,
                     "position",
                 )
-        return np.unique(np.array([self.place(place) for place in places], np.int64))
+        return np.unique(np.array([self.absolute(index) for index in indices], np.int64))
 
     def window(self, window: tuple[int | None, int | None] | None) -> tuple[int, int]:
         """As a slice: bounds beyond the side are cut."""
         start, stop = window or (None, None)
-        first = self.start if start is None else max(self.place(start), self.start)
-        last = self.stop if stop is None else min(self.place(stop), self.stop)
+        first = self.start if start is None else max(self.absolute(start), self.start)
+        last = self.stop if stop is None else min(self.absolute(stop), self.stop)
         return first, last
 
 
 def _part(side: Side, span: _SelectorSpan, path: str, without: tuple[_TokenRange, ...] = ()) -> _TokenRange:
-    places = None if side.places is None else span.places(side.places, path)
+    listed = None if side.indices is None else span.absolute_positions(side.indices, path)
     start, stop = span.window(side.window)
-    if places is not None:
-        places.setflags(write=False)
-        start, stop = int(places[0]), int(places[-1]) + 1
+    if listed is not None:
+        listed.setflags(write=False)
+        start, stop = int(listed[0]), int(listed[-1]) + 1
     ids = None if side.token_ids is None else np.array(side.token_ids, np.int64)
     if side.exclude is not None:
         without = (*without, _part(side.exclude, span, f"{path}.exclude"))
-    return _TokenRange(start, stop, places, ids, without)
+    return _TokenRange(start, stop, listed, ids, without)
 
 
-def _at(places: np.ndarray) -> _TokenRange | None:
-    places.setflags(write=False)  # `rows` returns views
-    return _TokenRange(int(places[0]), int(places[-1]) + 1, places) if len(places) else None
+def _at(listed: np.ndarray) -> _TokenRange | None:
+    listed.setflags(write=False)  # `rows` returns views
+    return _TokenRange(int(listed[0]), int(listed[-1]) + 1, listed) if len(listed) else None

@@ -227,10 +227,10 @@ def _hook(hook: Any) -> str | None:
 def _layer(layer: Any) -> int | None:
     if layer is None:
         return None
-    number = as_int(layer)
-    if number is None:
+    index = as_int(layer)
+    if index is None:
         raise SaeError(f"layer is {quoted(layer)}, expected a whole number.")
-    return number
+    return index
 
 
 def _view(view: Any, spread: Any) -> tuple[str, str | None]:
@@ -251,11 +251,11 @@ def _labels(labels: Any, features: int) -> Mapping[int, str]:
         return {}
     if not isinstance(labels, Mapping):
         raise SaeError(f"labels is {quoted(labels)}, expected a mapping from feature numbers to texts.")
-    for number, label in labels.items():
-        if as_int(number) is None or not 0 <= number < features:
+    for feature, label in labels.items():
+        if as_int(feature) is None or not 0 <= feature < features:
             raise SaeError(
-                f"labels names feature {quoted(number)}, expected a number from 0 to {features - 1}."
+                f"labels names feature {quoted(feature)}, expected a number from 0 to {features - 1}."
             )
         if not isinstance(label, str) or not label:
-            raise SaeError(f"the label of feature {number} is {quoted(label)}, expected a text.")
+            raise SaeError(f"the label of feature {feature} is {quoted(label)}, expected a text.")
     return dict(labels)

@@ -110,7 +110,7 @@ def _weights(
         )
     scale = tensors["r_mag"].double().exp() if "r_mag" in tensors else None
     threshold = tensors["threshold"] if transposed else None
-    made = SaeWeights(
+    weights = SaeWeights(
         e.T if transposed else e,
         tensors[c],
         w if transposed else w.T,
@@ -119,4 +119,4 @@ def _weights(
         tensors.get("gate_bias"),
         scale,
     )
-    return made.double()
+    return weights.double()

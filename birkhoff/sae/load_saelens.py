@@ -135,7 +135,7 @@ def save_labels(sae: Sae, path: Path) -> None:
     """Write the labels of a dictionary of any layout; without labels there is no file."""
     (path / LABELS).unlink(missing_ok=True)
     if sae.labels:
-        labels = {str(number): label for number, label in sorted(sae.labels.items())}
+        labels = {str(feature): label for feature, label in sorted(sae.labels.items())}
         (path / LABELS).write_text(json.dumps(labels, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
 
 

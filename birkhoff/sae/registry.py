@@ -94,7 +94,7 @@ class SaeReservation:
     modules: tuple[Attached, ...]
     rows: Mapping[str, frozenset[bytes]]  # by kind
     writes: frozenset[Written]
-    held: bool = field(default=False, init=False)
+    reserved: bool = field(default=False, init=False)
 
     def reserve(self) -> bool:
         return self.registry.reserve(self)
@@ -200,13 +200,13 @@ class SaeRegistry:
 
     def reserve(self, reservation: SaeReservation) -> bool:
         with self._lock:
-            assert not reservation.held, "a request is admitted once"
+            assert not reservation.reserved, "a request is admitted once"
             for kind, rows in reservation.rows.items():
                 if not self.pools[kind].take(rows):
                     for taken in list(reservation.rows)[: list(reservation.rows).index(kind)]:
                         self.pools[taken].release(reservation.rows[taken])
                     return False
-            reservation.held = True
+            reservation.reserved = True
             self._writes.update(reservation.writes)
             for module in reservation.modules:
                 module.live += 1
@@ -214,9 +214,9 @@ class SaeRegistry:
 
     def release(self, reservation: SaeReservation) -> None:
         with self._lock:
-            if not reservation.held:
+            if not reservation.reserved:
                 return
-            reservation.held = False
+            reservation.reserved = False
             for kind, rows in reservation.rows.items():
                 self.pools[kind].release(rows)
             self._writes.subtract(reservation.writes)

@@ -149,12 +149,12 @@ def _by_site(
         if not isinstance(layers, Mapping):
             raise SaeError(f"is {quoted(layers)}, expected an object from layers to clamps.", at)
         for layer, entries in layers.items():
-            number = int(layer) if isinstance(layer, str) and layer.isdecimal() else layer
-            if as_int(number) is None or number < 0:
+            index = int(layer) if isinstance(layer, str) and layer.isdecimal() else layer
+            if as_int(index) is None or index < 0:
                 raise SaeError(f"layer {quoted(layer)}, expected a whole number from 0.", at)
-            if (hook, number) in by_site:
-                raise SaeError(f"layer {number} is given twice.", at)
-            by_site[hook, number] = read(entries, f"{at}.{layer}")
+            if (hook, index) in by_site:
+                raise SaeError(f"layer {index} is given twice.", at)
+            by_site[hook, index] = read(entries, f"{at}.{layer}")
     return by_site
 
 

@@ -128,19 +128,19 @@ def from_tensors(
             raise SteeringError(
                 f"{quoted(name)} is {quoted(type(tensor).__name__)}, expected a tensor of numbers."
             )
-        number = name if isinstance(name, int) else _layer_in(str(name))
+        index = name if isinstance(name, int) else _layer_in(str(name))
         if len(tensors) == 1 and layer is not None:
-            number = layer
-        elif len(tensors) == 1 and tensor.ndim == 2 and number is None:
-            rows |= {index: Vector(row, f"{name}[{index}]") for index, row in enumerate(tensor)}
+            index = layer
+        elif len(tensors) == 1 and tensor.ndim == 2 and index is None:
+            rows |= {i: Vector(row, f"{name}[{i}]") for i, row in enumerate(tensor)}
             continue
-        if number is None:
+        if index is None:
             raise SteeringError(
                 f"{quoted(name)} names no layer. Rename it to a layer's number, or state layer."
             )
-        if number in rows:
-            raise SteeringError(f"layer {number} is there twice, the second time as {quoted(name)}.")
-        rows[number] = Vector(tensor.squeeze(), str(name))
+        if index in rows:
+            raise SteeringError(f"layer {index} is there twice, the second time as {quoted(name)}.")
+        rows[index] = Vector(tensor.squeeze(), str(name))
     fields = {"method": "imported tensors", **metadata}
     return SteeringVector(_nonzero(rows), op, hook, **fields)
 

@@ -56,11 +56,11 @@ class SteeringResolver:
         """The global tier and the request's own edits, resolved for one prompt."""
         items = steer if isinstance(steer, (list, tuple)) else () if steer is None else (steer,)
         paths = [item.path if isinstance(item, WireEdit) else "" for item in items]
-        own = () if steer is None else check_edits(_unwrap(steer))
+        request_edits = () if steer is None else check_edits(_unwrap(steer))
         every = [edit for tier in self._for_all for edit in tier]
         resolved = tuple(
             self._resolve(edit, path, prompt_ids, max_tokens)
-            for edit, path in zip((*every, *own), [*[""] * len(every), *paths])
+            for edit, path in zip((*every, *request_edits), [*[""] * len(every), *paths])
         )
         check_directions(resolved)
         return resolved

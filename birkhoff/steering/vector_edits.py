@@ -77,10 +77,10 @@ class VectorEdit:
         pass
 
     @staticmethod
-    def _source(given: Any) -> Any:
-        if isinstance(given, Mapping):
-            return SteeringVector.from_json(given)
-        return given if isinstance(given, (str, Vector, SteeringVector)) else Vector(given)
+    def _source(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return SteeringVector.from_json(value)
+        return value if isinstance(value, (str, Vector, SteeringVector)) else Vector(value)
 
     def to_json(self) -> dict[str, Any]:
         out: dict[str, Any] = {"op": self.op}
@@ -98,16 +98,16 @@ class VectorEdit:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Self:
-        given = dict(raw)
-        if given.pop("op", cls.op) != cls.op:
+        values = dict(raw)
+        if values.pop("op", cls.op) != cls.op:
             raise SteeringError(f"op is {quoted(raw['op'])}, expected {cls.op!r}.")
         known = {f.name for f in fields(cls)}
-        unknown = sorted(set(given) - known)
+        unknown = sorted(set(values) - known)
         if unknown:
             raise SteeringError(
                 f"{quoted(unknown[0])} is no field of {cls.__name__}, expected {', '.join(sorted(known))}."
             )
-        return cls(**given)
+        return cls(**values)
 
     def resolve(
         self,
@@ -308,14 +308,14 @@ class Patch(VectorEdit):
     op: ClassVar[str] = "patch"
 
     @staticmethod
-    def _source(given: Any) -> Any:
-        if isinstance(given, PositionRows) or (type(given) in (int, float) and given == 0):
-            return given
-        if isinstance(given, Mapping) and "positions" in given:
-            return PositionRows.from_json(given)
-        if hasattr(given, "tensor") and hasattr(given, "positions"):
-            return PositionRows.captured(given)
-        return VectorEdit._source(given)
+    def _source(value: Any) -> Any:
+        if isinstance(value, PositionRows) or (type(value) in (int, float) and value == 0):
+            return value
+        if isinstance(value, Mapping) and "positions" in value:
+            return PositionRows.from_json(value)
+        if hasattr(value, "tensor") and hasattr(value, "positions"):
+            return PositionRows.captured(value)
+        return VectorEdit._source(value)
 
     def _site_edit(self, vector: Any, streams: tuple[int, ...] | None, post_mix: bool, path: Any) -> SiteEdit:
         positions = self.vector.positions if isinstance(self.vector, PositionRows) else None
@@ -380,16 +380,16 @@ def check_directions(edits: Iterable[Any]) -> None:
 
 def check_edits(edits: Any) -> tuple[VectorEdit, ...]:
     """The edits as a tuple; anything but a list of edits is refused."""
-    given = (
+    checked = (
         (edits,)
         if isinstance(edits, VectorEdit)
         else tuple(edits)
         if isinstance(edits, (list, tuple))
         else None
     )
-    if given is None or not all(isinstance(edit, VectorEdit) for edit in given):
+    if checked is None or not all(isinstance(edit, VectorEdit) for edit in checked):
         raise SteeringError(f"steer is {quoted(edits)}, expected a list of Add, Project, Clamp or Patch.")
-    return given
+    return checked
 
 
 def _unit(vector: Any) -> Any:

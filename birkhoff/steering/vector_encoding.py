@@ -74,12 +74,12 @@ def unpacked_vector(raw: Mapping[str, Any], path: str) -> Vector:
 
 def layer_number(key: Any, path: str) -> int:
     """Parse a layer that is the key of an object; negative layers count from the end."""
-    number = as_int(key)
-    if number is None and isinstance(key, str) and len(key) <= 7 and key.removeprefix("-").isascii():
-        number = int(key) if key.removeprefix("-").isdecimal() else None
-    if number is None:
+    layer = as_int(key)
+    if layer is None and isinstance(key, str) and len(key) <= 7 and key.removeprefix("-").isascii():
+        layer = int(key) if key.removeprefix("-").isdecimal() else None
+    if layer is None:
         raise SteeringError(f"has the key {quoted(key)}, expected the number of a layer.", path)
-    return number
+    return layer
 
 
 def _listed(raw: Mapping[Any, Any], path: str) -> Iterator[LayerVector]:
@@ -117,13 +117,13 @@ def _unpacked(raw: Mapping[str, Any], path: str) -> Iterator[LayerVector]:
         seen = f"has {len(scales)} entries" if is_list(scales) else f"is {quoted(scales)}"
         raise SteeringError(f"{seen}, expected one for each of {count} rows.", f"{path}.scales")
     rows = _numbers(raw, (count, width), path)
-    for index, layer in enumerate(layers):
-        number = as_int(layer)
-        if number is None:
-            raise SteeringError(f"is {quoted(layer)}, expected a layer.", f"{path}.layer_indices[{index}]")
+    for index, value in enumerate(layers):
+        layer = as_int(value)
+        if layer is None:
+            raise SteeringError(f"is {quoted(value)}, expected a layer.", f"{path}.layer_indices[{index}]")
         scale = 1.0 if scales is None else finite_number(scales[index], "scale", f"{path}.scales[{index}]")
         where = f"{path}.data[{index}]"
-        yield LayerVector(number, _vector(rows[index], where), scale, raw.get("streams"), where)
+        yield LayerVector(layer, _vector(rows[index], where), scale, raw.get("streams"), where)
 
 
 def _numbers(raw: Mapping[str, Any], shape: tuple[int, ...], path: str) -> np.ndarray[Any, Any]:

@@ -1,4 +1,4 @@
-"""Taps of fixed shape do what live taps do, and are the same operations on the same buffers whatever they are given."""
+"""Graph taps give the results of live taps, and issue the same operations on the same buffers for any requests."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ WIDTHS = {"mlp_out": D, "mhc_streams_pre_attn": M * D}
 KEYS = [(hook, LAYER) for hook in WIDTHS]
 
 
-class Wish:
-    """A job that takes every token's rows of some sites."""
+class CaptureJob:
+    """A job that captures the rows of some sites for every token."""
 
     def __init__(self, keys, after=False):
         self.keys, self.after, self.got = keys, after, {}
@@ -49,7 +49,7 @@ class Wish:
 
 @st.composite
 def site_edits(draw, hook):
-    """Any edit of a site that steering can resolve to."""
+    """Any site edit that steering can resolve to."""
     has_streams = hook.startswith("mhc")
     kinds = ["add", "add", "patch", "clamp", "norm_match", *(["post_mix"] if has_streams else [])]
     kind = draw(st.sampled_from(kinds))
@@ -60,7 +60,7 @@ def site_edits(draw, hook):
         streams = draw(st.sampled_from([None, (0,), (1, 3)]))
     width = D if streams is not None or kind == "post_mix" else WIDTHS[hook]
     if kind == "patch" and streams is not None and draw(st.booleans()):
-        width = WIDTHS[hook]  # each stream has its own part
+        width = WIDTHS[hook]  # one part per stream
     row = vector(width, seed)
     if kind == "clamp":
         low, high = draw(st.sampled_from([(-0.2, 0.3), (None, 0.1), (0.4, None), (0.0, 0.0)]))
@@ -74,7 +74,7 @@ def site_edits(draw, hook):
 
 @st.composite
 def requests(draw):
-    made = []
+    specs = []
     for _ in range(draw(st.integers(1, 4))):
         edits = [
             Everywhere(
@@ -83,14 +83,14 @@ def requests(draw):
             for _ in range(draw(st.integers(0, 3)))
         ]
         captured = draw(st.sampled_from([None, False, True]))
-        made.append((edits, captured, draw(st.booleans())))
-    return made
+        specs.append((edits, captured, draw(st.booleans())))
+    return specs
 
 
-def plans_of(made, tables):
+def plans_of(specs, tables):
     plans = []
-    for edits, captured, tabled in made:
-        jobs = () if captured is None else (Wish(KEYS, captured),)
+    for edits, captured, tabled in specs:
+        jobs = () if captured is None else (CaptureJob(KEYS, captured),)
         plan = Plan(jobs=jobs, edits=tuple(edits))
         if tabled:
             plan.table = TableRows(tables, [edit.sites for edit in edits], WIDTHS)
@@ -99,21 +99,21 @@ def plans_of(made, tables):
     return plans
 
 
-def armed(plans, staging=None, at=10):
+def armed_tap(plans, staging=None, at=10):
     spans = [Span(plan, row, at, [5], 4) for row, plan in enumerate(plans)]
     return arm(staging or StepStaging(), spans, len(plans))
 
 
-def numbers(seed, *shape):
+def random_tensor(seed, *shape):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def through(tap, count, dtype):
-    """What two sites and the write-out weights before them become."""
+def run_sites(tap, count, dtype):
+    """Run two sites, and the write-out weights before them, through the tap; returns read, carried and output rows."""
     post, y, x = (
         torch.rand(ROWS, M, generator=torch.Generator().manual_seed(1)),
-        numbers(2, ROWS, D),
-        numbers(3, ROWS, M, D),
+        random_tensor(2, ROWS, D),
+        random_tensor(3, ROWS, M, D),
     )
     tap.at(LAYER - 1).see(MHC_FFN_POST_MIX, post[:count])
     at = tap.at(LAYER)
@@ -124,38 +124,40 @@ def through(tap, count, dtype):
     return read, carried, out
 
 
-def landed(still, tap):
-    """What is in the tray goes to whoever wants it, as it would from a GPU."""
+def copy_to_host(graph_tap, tap):
+    """Copy the capture buffer to the host as the source of the tap's jobs, as it is done from a GPU."""
     if tap.requests:
         sites = [[(want.key, want.after) for want, _ in share] for share in tap.layout.sites_of]
-        cut = RowCopyPlan(still.buffer, [(rows[0], own) for rows, own in zip(tap.layout.rows, sites)])
-        tap.set_source(HostCopier().copy(still.buffer, cut))
+        copy_plan = RowCopyPlan(
+            graph_tap.buffer, [(rows[0], job_sites) for rows, job_sites in zip(tap.layout.rows, sites)]
+        )
+        tap.set_source(HostCopier().copy(graph_tap.buffer, copy_plan))
 
 
 @settings(max_examples=scaled(400, 60))
-@given(made=requests(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
-def test_they_do_what_live_taps_do(made, dtype):
-    count = len(made)
+@given(specs=requests(), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
+def test_graph_taps_equal_live_taps(specs, dtype):
+    count = len(specs)
     tables = Tables()
-    live = armed(plans_of(made, tables))
+    live = armed_tap(plans_of(specs, tables))
     if live is None:
         return
-    true = through(live, count, dtype)
-    plans = plans_of(made, tables)
-    tap = armed(plans)
-    wishes = plan_graph(tap, WIDTHS)
-    assert wishes is not None
-    still = GraphTap(wishes, tap.edits, ROWS, torch.device("cpu"))
-    still.fill(tap, wishes)
-    mine = through(still, ROWS, dtype)
-    x, y = numbers(3, ROWS, M, D).to(dtype), numbers(2, ROWS, D).to(dtype)
-    for new, expected, old in zip(mine, true, (x, x, y)):
+    reference = run_sites(live, count, dtype)
+    plans = plans_of(specs, tables)
+    tap = armed_tap(plans)
+    graph_plan = plan_graph(tap, WIDTHS)
+    assert graph_plan is not None
+    graph_tap = GraphTap(graph_plan, tap.edits, ROWS, torch.device("cpu"))
+    graph_tap.fill(tap, graph_plan)
+    actual = run_sites(graph_tap, ROWS, dtype)
+    x, y = random_tensor(3, ROWS, M, D).to(dtype), random_tensor(2, ROWS, D).to(dtype)
+    for new, expected, old in zip(actual, reference, (x, x, y)):
         assert torch.equal(new[:count], expected), (new[:count].float() - expected.float()).abs().max()
-        assert torch.equal(new[count:], old[count:]), "rows of nobody keep their bits"
-        untouched = [row for row, (edits, _, _) in enumerate(made) if not any(edit.sites for edit in edits)]
+        assert torch.equal(new[count:], old[count:]), "rows without a request are unchanged bit for bit"
+        untouched = [row for row, (edits, _, _) in enumerate(specs) if not any(edit.sites for edit in edits)]
         assert torch.equal(new[untouched], old[untouched])
     live.deliver()
-    landed(still, tap)
+    copy_to_host(graph_tap, tap)
     tap.deliver()
     for one, other in zip(tap.requests, live.requests):
         assert set(one.job.got) == set(other.job.got) == set(KEYS) and one.rows == other.rows
@@ -182,23 +184,23 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_row_alone_in_a_batch_and_in_a_recorded_step_has_equal_bits(kind, dtype):
     """The result of an edit depends on its row only, not on the number of rows or on how the step runs."""
-    made = [([Everywhere({("mhc_streams_pre_attn", LAYER): KINDS[kind]})], None, False) for _ in range(5)]
-    tap = armed(plans_of(made, Tables()))
+    specs = [([Everywhere({("mhc_streams_pre_attn", LAYER): KINDS[kind]})], None, False) for _ in range(5)]
+    tap = armed_tap(plans_of(specs, Tables()))
     plan = plan_graph(tap, WIDTHS)
     graph = GraphTap(plan, tap.edits, ROWS, torch.device("cpu"))
     graph.fill(tap, plan)
-    recorded = through(graph, ROWS, dtype)[1]
-    batched = through(armed(plans_of(made, Tables())), 5, dtype)[1]
+    recorded = run_sites(graph, ROWS, dtype)[1]
+    batched = run_sites(armed_tap(plans_of(specs, Tables())), 5, dtype)[1]
     assert torch.equal(recorded[:5], batched)
-    assert not torch.equal(batched, numbers(3, ROWS, M, D)[:5].to(dtype))
-    alone = through(armed(plans_of(made[:1], Tables())), 1, dtype)[1]
+    assert not torch.equal(batched, random_tensor(3, ROWS, M, D)[:5].to(dtype))
+    alone = run_sites(armed_tap(plans_of(specs[:1], Tables())), 1, dtype)[1]
     assert torch.equal(alone, batched[:1])
 
 
 @pytest.mark.parametrize("width", [40, 2048, 7168, 16384])
 def test_sums_of_rows_do_not_depend_on_the_number_of_rows(width):
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    x = numbers(1, 96, width).to(device)
+    x = random_tensor(1, 96, width).to(device)
     alone = torch.cat([row_sum(x[row : row + 1]) for row in range(96)])
     for count in (1, 2, 3, 5, 8, 16, 17, 32, 64, 96):
         assert torch.equal(row_sum(x[:count]), alone[:count]), count
@@ -207,26 +209,26 @@ def test_sums_of_rows_do_not_depend_on_the_number_of_rows(width):
 
 
 class Operations(TorchDispatchMode):
-    """Every operation with the shapes it meets and where its inputs lie, when they lie in buffers that should stay."""
+    """Records every operation with the shapes of its inputs, and their addresses if they are in one of `buffers`."""
 
     def __init__(self, buffers):
         self.seen, self._buffers = [], buffers
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        places = []
+        inputs = []
         for value in torch.utils._pytree.tree_leaves((args, kwargs)):
             if isinstance(value, torch.Tensor):
                 storage = value.untyped_storage().data_ptr()
-                places.append((tuple(value.shape), storage if storage in self._buffers else None))
+                inputs.append((tuple(value.shape), storage if storage in self._buffers else None))
             elif isinstance(value, (int, float, bool)):
-                places.append(value)
-        self.seen.append((str(op), tuple(places)))
+                inputs.append(value)
+        self.seen.append((str(op), tuple(inputs)))
         return op(*args, **(kwargs or {}))
 
 
-def held_buffers(still):
-    tensors = [still._token_rows, still.buffer.data]
-    for lane in still._row_edits.values():
+def persistent_buffers(graph_tap):
+    tensors = [graph_tap._token_rows, graph_tap.buffer.data]
+    for lane in graph_tap._row_edits.values():
         tensors += [lane.numbers, lane.active]
     return {tensor.untyped_storage().data_ptr() for tensor in tensors if tensor.numel()}
 
@@ -242,42 +244,41 @@ def request(seed, clamp, captured=True):
 
 
 def test_other_edits_and_captures_are_the_same_operations_on_the_same_buffers():
-    """Steps whose requests, vectors, bounds and captured rows all differ: one pattern, one list of operations. What was
-    there before is gone: the last step has fewer requests, and rows behind it keep their bits."""
+    """Steps whose requests, vectors, bounds and captured rows all differ have one pattern and one list of operations.
+    Nothing of an earlier step remains: the last step has fewer requests, and the rows after them are unchanged."""
     tables, staging = Tables(), StepStaging()
     first = [request(1, 0.1), request(2, 0.2, captured=False)]
     other = [request(7, 0.9, captured=False), request(8, 0.5), request(9, 0.3)]
-    recorded, patterns, still = [], [], None
-    x, y = numbers(3, ROWS, M, D), numbers(2, ROWS, D)
-    for made in (first, other, [request(4, 0.4)]):
-        plans = plans_of(made, tables)
-        tap = armed(plans, staging)
-        wishes = plan_graph(tap, WIDTHS)
-        patterns.append(wishes.pattern)
-        if still is None:
-            still = GraphTap(wishes, tap.edits, ROWS, torch.device("cpu"))
-            still.fill(tap, wishes)
-            through(
-                still, ROWS, torch.float32
-            )  # makes the staging buffers, as the first step of a pattern does
-        still.fill(tap, wishes)
-        kept = held_buffers(still)
+    recorded, patterns, graph_tap = [], [], None
+    x, y = random_tensor(3, ROWS, M, D), random_tensor(2, ROWS, D)
+    for specs in (first, other, [request(4, 0.4)]):
+        plans = plans_of(specs, tables)
+        tap = armed_tap(plans, staging)
+        graph_plan = plan_graph(tap, WIDTHS)
+        patterns.append(graph_plan.pattern)
+        if graph_tap is None:
+            graph_tap = GraphTap(graph_plan, tap.edits, ROWS, torch.device("cpu"))
+            graph_tap.fill(tap, graph_plan)
+            # The first step of a pattern allocates the staging buffers.
+            run_sites(graph_tap, ROWS, torch.float32)
+        graph_tap.fill(tap, graph_plan)
+        kept = persistent_buffers(graph_tap)
         with Operations(kept) as operations:
-            mine = through(still, ROWS, torch.float32)
+            actual = run_sites(graph_tap, ROWS, torch.float32)
         recorded.append((operations.seen, kept))
-        true = through(armed(plans_of(made, tables)), len(made), torch.float32)
-        for new, expected in zip(mine, true):
-            assert torch.equal(new[: len(made)], expected)
-        for new, old in zip(mine, (x, x, y)):
-            assert torch.equal(new[len(made) :], old[len(made) :])
+        reference = run_sites(armed_tap(plans_of(specs, tables)), len(specs), torch.float32)
+        for new, expected in zip(actual, reference):
+            assert torch.equal(new[: len(specs)], expected)
+        for new, old in zip(actual, (x, x, y)):
+            assert torch.equal(new[len(specs) :], old[len(specs) :])
         for plan in plans:
             plan.table.release()
     assert patterns[0] == patterns[1] == patterns[2] and hash(patterns[0]) == hash(patterns[1])
     assert recorded[0] == recorded[1] == recorded[2] and len(recorded[0][0]) > 10
 
 
-def test_edits_of_one_kind_that_meet_in_a_row_are_made_in_their_order():
-    """Two patches and two clamps of one row, one of each of another: lanes one after the other."""
+def test_edits_of_one_kind_on_one_row_run_in_order():
+    """Two patches and two clamps of one row, one patch of another: edits of one kind run in consecutive lanes."""
     unit, other = (torch.nn.functional.normalize(vector(D, seed), dim=0) for seed in (5, 6))
     kinds = [
         SiteEdit("patch", vector(D, 1), 0.5),
@@ -285,33 +286,35 @@ def test_edits_of_one_kind_that_meet_in_a_row_are_made_in_their_order():
         SiteEdit("clamp", unit, low=0.5),
         SiteEdit("clamp", other, high=-0.5),
     ]
-    made = [
+    specs = [
         ([Everywhere({("mlp_out", LAYER): kind}) for kind in kinds], None, False),
         ([Everywhere({("mlp_out", LAYER): kinds[1]})], None, False),
     ]
-    tap = armed(plans_of(made, Tables()))
-    wishes = plan_graph(tap, WIDTHS)
-    still = GraphTap(wishes, tap.edits, ROWS, torch.device("cpu"))
-    still.fill(tap, wishes)
-    true = through(armed(plans_of(made, Tables())), 2, torch.float32)[2]
-    assert torch.equal(through(still, ROWS, torch.float32)[2][:2], true)
-    assert [lane.rank for _, lane in wishes.pattern.row_edits] == [0, 1, 0, 1]
+    tap = armed_tap(plans_of(specs, Tables()))
+    graph_plan = plan_graph(tap, WIDTHS)
+    graph_tap = GraphTap(graph_plan, tap.edits, ROWS, torch.device("cpu"))
+    graph_tap.fill(tap, graph_plan)
+    reference = run_sites(armed_tap(plans_of(specs, Tables())), 2, torch.float32)[2]
+    assert torch.equal(run_sites(graph_tap, ROWS, torch.float32)[2][:2], reference)
+    assert [lane.rank for _, lane in graph_plan.pattern.row_edits] == [0, 1, 0, 1]
 
 
-def test_a_tap_that_only_looks_hands_on_the_very_tensor():
+def test_a_capture_only_tap_returns_the_same_tensor():
     plans = plans_of([([], False, False)], Tables())
-    tap = armed(plans)
-    wishes = plan_graph(tap, WIDTHS)
-    still = GraphTap(wishes, None, ROWS, torch.device("cpu"))
-    still.fill(tap, wishes)
-    x = numbers(1, ROWS, M, D)
-    read, carried = still.at(LAYER).part(MHC_STREAMS_PRE_ATTN, x)
+    tap = armed_tap(plans)
+    graph_plan = plan_graph(tap, WIDTHS)
+    graph_tap = GraphTap(graph_plan, None, ROWS, torch.device("cpu"))
+    graph_tap.fill(tap, graph_plan)
+    x = random_tensor(1, ROWS, M, D)
+    read, carried = graph_tap.at(LAYER).part(MHC_STREAMS_PRE_ATTN, x)
     assert read is x and carried is x
-    assert still.at(LAYER).live(MHC_STREAMS_PRE_ATTN) and not still.at(LAYER).live(BY_NAME["pre_attn"])
-    assert not still.at(0).live(MLP_OUT) and still.at(0)(MLP_OUT, x) is x
+    assert graph_tap.at(LAYER).live(MHC_STREAMS_PRE_ATTN) and not graph_tap.at(LAYER).live(
+        BY_NAME["pre_attn"]
+    )
+    assert not graph_tap.at(0).live(MLP_OUT) and graph_tap.at(0)(MLP_OUT, x) is x
 
 
-def test_what_has_no_fixed_shape_is_said_so():
+def test_plan_graph_returns_none_without_a_fixed_shape():
     class Host:
         order = 0
 
@@ -325,90 +328,98 @@ def test_what_has_no_fixed_shape_is_said_so():
         op, path, needs_post, host = "delta", "both", False, Host()
 
     plan = Plan(edits=(Everywhere({("mlp_out", LAYER): Use()}),))
-    assert plan_graph(armed([plan]), WIDTHS) is None
+    assert plan_graph(armed_tap([plan]), WIDTHS) is None
 
 
-def stepped(still, layers, seed):
-    """Outputs of several layers as a decoder leaves them: where it is told to, or through the tap. In float32, one kind
-    in three parts; what they come to in bfloat16."""
-    true = {}
+def run_layers(graph_tap, layers, seed):
+    """Run the outputs of several layers as a decoder does: written to the buffer that `keep` returns, or passed
+    through the tap. Outputs are float32, those of one site in three parts to be summed. Returns the expected bfloat16
+    rows and the names of the operations that `end` issues."""
+    reference = {}
     for layer in range(layers):
-        at = still.at(layer)
+        at = graph_tap.at(layer)
         for site, shape in ((POST_ATTN, (ROWS, D)), (MLP_OUT, (ROWS, 3, D))):
-            made = numbers(seed + 10 * layer + site.id, *shape)
-            whole = made if made.dim() == 2 else made.sum(1)
-            kept = at.keep(site, made)
+            output = random_tensor(seed + 10 * layer + site.id, *shape)
+            whole = output if output.dim() == 2 else output.sum(1)
+            kept = at.keep(site, output)
             if kept is not None:
-                kept.copy_(made)
+                kept.copy_(output)
             elif at.live(site):
                 at(site, whole.bfloat16())
-            true[site.name, layer] = whole.bfloat16()
+            reference[site.name, layer] = whole.bfloat16()
     with Issued() as ending:
-        still.end()
-    return true, ending.names
+        graph_tap.end()
+    return reference, ending.names
 
 
-def looking(layers, after=False, but=()):
-    return Wish(
-        [(hook, layer) for hook in ("post_attn", "mlp_out") for layer in range(layers) if layer not in but],
+def capture_job(layers, after=False, without=()):
+    return CaptureJob(
+        [
+            (hook, layer)
+            for hook in ("post_attn", "mlp_out")
+            for layer in range(layers)
+            if layer not in without
+        ],
         after,
     )
 
 
 @pytest.mark.parametrize("layers", [2, 7])
-def test_outputs_that_are_only_looked_at_are_taken_at_the_end_of_a_step_by_three_operations(layers):
-    plans = [Plan(jobs=(looking(layers),)), Plan(), Plan(jobs=(looking(layers),))]
-    still, staging = None, StepStaging()
+def test_outputs_that_are_only_captured_take_three_operations_at_the_end_of_a_step(layers):
+    plans = [Plan(jobs=(capture_job(layers),)), Plan(), Plan(jobs=(capture_job(layers),))]
+    graph_tap, staging = None, StepStaging()
     for step in range(3):
-        tap = armed(plans, staging, 10 + step)
-        wishes = plan_graph(tap, WIDTHS)
-        still = still or GraphTap(wishes, None, ROWS, torch.device("cpu"))
-        still.fill(tap, wishes)
-        true, ending = stepped(still, layers, 100 * step)
+        tap = armed_tap(plans, staging, 10 + step)
+        graph_plan = plan_graph(tap, WIDTHS)
+        graph_tap = graph_tap or GraphTap(graph_plan, None, ROWS, torch.device("cpu"))
+        graph_tap.fill(tap, graph_plan)
+        reference, ending = run_layers(graph_tap, layers, 100 * step)
         assert step == 0 or (len(ending) == 3 and set(ending) == {"sum", "copy_"}), ending
-        landed(still, tap)
+        copy_to_host(graph_tap, tap)
         tap.deliver()
         for row in (0, 2):
-            for key, rows in true.items():
+            for key, rows in reference.items():
                 assert torch.equal(plans[row].jobs[0].got[key][step], rows[row : row + 1]), key
 
 
-@pytest.mark.parametrize("most", [0, 1 << 20])
-def test_outputs_are_seen_alike_wherever_somebody_changes_one_and_whatever_room_there_is(most):
-    """Some layers before and after edits, some after alone; one is changed, so it cannot wait for the end."""
+@pytest.mark.parametrize("scratch_bytes", [0, 1 << 20])
+def test_captured_outputs_do_not_depend_on_edits_elsewhere_or_on_scratch_size(scratch_bytes):
+    """One job captures before edits, another after them at some layers. The edited output is not deferred to `end`."""
     change = Everywhere({("mlp_out", 2): SiteEdit("patch", torch.zeros(D))})
-    jobs = (looking(5), looking(5, after=True, but=(1, 3)))
-    plan, staging, still = Plan(jobs=jobs, edits=(change,)), StepStaging(), None
+    jobs = (capture_job(5), capture_job(5, after=True, without=(1, 3)))
+    plan, staging, graph_tap = Plan(jobs=jobs, edits=(change,)), StepStaging(), None
     for step in range(2):
-        tap = armed([plan], staging, 10 + step)
-        wishes = plan_graph(tap, WIDTHS | {"post_attn": D})
-        scratch = Scratch(torch.device("cpu"), most)
-        still = still or GraphTap(wishes, tap.edits, ROWS, torch.device("cpu"), scratch)
-        still.fill(tap, wishes)
-        true, _ = stepped(still, 5, 100 * step)
-        landed(still, tap)
+        tap = armed_tap([plan], staging, 10 + step)
+        graph_plan = plan_graph(tap, WIDTHS | {"post_attn": D})
+        scratch = Scratch(torch.device("cpu"), scratch_bytes)
+        graph_tap = graph_tap or GraphTap(graph_plan, tap.edits, ROWS, torch.device("cpu"), scratch)
+        graph_tap.fill(tap, graph_plan)
+        reference, _ = run_layers(graph_tap, 5, 100 * step)
+        copy_to_host(graph_tap, tap)
         tap.deliver()
         for job in jobs:
             for key in job.keys:
-                expected = true[key][:1] * (not (job.after and key == ("mlp_out", 2)))
+                expected = reference[key][:1] * (not (job.after and key == ("mlp_out", 2)))
                 assert torch.equal(job.got[key][step], expected), (key, job.after)
-    kept = still.at(0).keep(MLP_OUT, numbers(1, ROWS, 3, D))
-    assert (kept is not None) == (most > 0) and still.at(2).keep(MLP_OUT, numbers(1, ROWS, 3, D)) is None
+    kept = graph_tap.at(0).keep(MLP_OUT, random_tensor(1, ROWS, 3, D))
+    assert (kept is not None) == (scratch_bytes > 0) and graph_tap.at(2).keep(
+        MLP_OUT, random_tensor(1, ROWS, 3, D)
+    ) is None
 
 
-def test_a_step_like_the_last_is_armed_without_an_operation_and_what_it_wants_is_not_laid_out_again():
+def test_a_step_equal_to_the_last_is_armed_without_operations_and_reuses_its_layout():
     plans = plans_of([request(1, 0.1), request(2, 0.2, captured=False), ([], True, False)], Tables())
     staging = StepStaging()
-    first = armed(plans, staging, 10)
+    first = armed_tap(plans, staging, 10)
     with Issued() as arming:
-        second = armed(plans, staging, 11)
+        second = armed_tap(plans, staging, 11)
     assert arming.names == [] and second.layout is first.layout and second.edits is first.edits
     assert [take.positions for take in second.requests] == [(11,), (11,)] and [
         take.rows for take in second.requests
     ] == [[0], [2]]
-    other = armed([plans[0], plans[2]], staging, 12)
+    other = armed_tap([plans[0], plans[2]], staging, 12)
     assert other.layout is not first.layout and [take.rows for take in other.requests] == [[0], [1]]
     gone = weakref.ref(plans[2].jobs[0])
     del first, second, other, plans
     gc.collect()
-    assert gone() is None, "what is kept between steps keeps no job alive"
+    assert gone() is None, "state kept between steps must not keep jobs alive"

@@ -1,4 +1,4 @@
-"""Layer selectors against their definition, and every refusal with the kind and the field it names."""
+"""Layer selectors against their definition, and the kind and path of every error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ selectors = st.one_of(
 
 
 def selects(value, index: int) -> bool:
-    """The definition, one layer at a time; `index` is 0..L-1 and is also called index - L."""
+    """The definition, one layer at a time. `index` is in 0..L-1; `index - L` names the same layer."""
     names = {index, index - L}
     if value == "all":
         return True
@@ -49,7 +49,7 @@ def selects(value, index: int) -> bool:
 
 @settings(max_examples=scaled(2000))
 @given(selectors)
-def test_a_selector_is_its_definition(value):
+def test_a_selector_equals_its_definition(value):
     assert parse_layers(value).expand(L) == tuple(index for index in range(L) if selects(value, index))
 
 
@@ -61,7 +61,7 @@ def test_json_round_trip_and_plain_data(value):
     assert pickle.loads(pickle.dumps(selector)) == selector and parse_layers(selector) is selector
 
 
-def test_equal_meanings_that_need_no_model_are_equal_selectors():
+def test_equivalent_forms_are_equal_selectors():
     assert parse_layers([3, 1, 3]) == parse_layers({"layers": [1, 3]}) == parse_layers((1, 3))
     assert parse_layers({"every": 1}) == parse_layers("all") == ALL_LAYERS
     assert (
@@ -132,7 +132,7 @@ WRONG = [
 @pytest.mark.parametrize(
     ("value", "kind", "path"), WRONG, ids=lambda v: str(v)[:30] if not isinstance(v, list) else None
 )
-def test_what_is_wrong_is_said_by_kind_and_path(value, kind, path):
+def test_errors_have_a_kind_and_a_path(value, kind, path):
     with pytest.raises(SelectorError) as refused:
         parse_layers(value, "x").expand(L, "x")
     error = refused.value
@@ -160,7 +160,7 @@ def test_errors_survive_pickling():
         ),
     )
 )
-def test_any_json_is_a_selector_or_a_typed_refusal(value):
+def test_any_json_parses_or_raises_selector_error(value):
     try:
         chosen = parse_layers(value).expand(L)
     except SelectorError:

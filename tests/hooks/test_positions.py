@@ -1,4 +1,4 @@
-"""Position selectors against their definition, in any chunking, and every refusal with the field it names."""
+"""Position selectors against their definition, with any chunking, and the path of every error."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ from birkhoff.hooks.selector import bind
 from tests.sizes import scaled
 
 MANY = settings(max_examples=scaled(4000, 400), suppress_health_check=[HealthCheck.filter_too_much])
-MOST = 12  # tokens of a prompt, and of what follows, in the random cases
+MAX_LEN = 12  # maximum length of the prompt and of the generated text in the random cases
 token = st.integers(0, 4)
 ids = st.fixed_dictionaries({"token_ids": st.lists(token, min_size=1, max_size=3)})
 
 
 def filters(negative: bool):
-    end = st.none() | st.integers(-MOST if negative else 0, MOST)
+    end = st.none() | st.integers(-MAX_LEN if negative else 0, MAX_LEN)
     window = st.fixed_dictionaries({"window": st.tuples(end, end).map(list)})
     both = st.tuples(window, ids).map(lambda pair: pair[0] | pair[1])
-    places = st.lists(st.integers(-3 if negative else 0, 4), min_size=1, max_size=4)
-    return st.one_of(window, ids, both), places
+    listed = st.lists(st.integers(-3 if negative else 0, 4), min_size=1, max_size=4)
+    return st.one_of(window, ids, both), listed
 
 
 def sides(negative: bool):
-    filtered, places = filters(negative)
-    exclude = st.fixed_dictionaries({"exclude": filtered | places})
+    filtered, listed = filters(negative)
+    exclude = st.fixed_dictionaries({"exclude": filtered | listed})
     return st.one_of(
-        st.just("all"), places, filtered, st.tuples(filtered, exclude).map(lambda p: p[0] | p[1]), exclude
+        st.just("all"), listed, filtered, st.tuples(filtered, exclude).map(lambda p: p[0] | p[1]), exclude
     )
 
 
@@ -50,45 +50,47 @@ objects = st.fixed_dictionaries(
 selectors = st.one_of(
     st.sampled_from([*BY_WORD]), st.lists(st.integers(-3, 14), min_size=1, max_size=5), objects
 )
-texts = st.tuples(st.lists(token, min_size=1, max_size=MOST), st.lists(token, min_size=1, max_size=MOST))
+texts = st.tuples(
+    st.lists(token, min_size=1, max_size=MAX_LEN), st.lists(token, min_size=1, max_size=MAX_LEN)
+)
 
 
-def holds(side, place: int, token_id: int, count: int) -> bool:
-    """Whether token number `place` of a side of `count` tokens that negative places count back from is chosen."""
+def holds(side, index: int, token_id: int, count: int) -> bool:
+    """Whether token `index` of a side is selected. Negative indices count back from `count`, the side's length."""
     if side == "all":
         return True
     if isinstance(side, list):
-        return place in side or (place < count and place - count in side)
+        return index in side or (index < count and index - count in side)
     if "window" in side:
         start, stop = ((None if end is None else end + count if end < 0 else end) for end in side["window"])
-        if not (start is None or place >= start) or not (stop is None or place < stop):
+        if not (start is None or index >= start) or not (stop is None or index < stop):
             return False
     if "token_ids" in side and token_id not in side["token_ids"]:
         return False
-    return "exclude" not in side or not holds(side["exclude"], place, token_id, count)
+    return "exclude" not in side or not holds(side["exclude"], index, token_id, count)
 
 
-def wanted(value, position: int, token_id: int, prompt_len: int) -> bool:
-    """The definition, one token at a time."""
+def is_selected(value, position: int, token_id: int, prompt_len: int) -> bool:
+    """Whether the selector selects a token, by its definition."""
     if value in ("last_prompt", "all_prompt", "all_generated", "all"):
-        early = position < prompt_len
+        in_prompt = position < prompt_len
         return {
             "last_prompt": position == prompt_len - 1,
-            "all_prompt": early,
-            "all_generated": not early,
+            "all_prompt": in_prompt,
+            "all_generated": not in_prompt,
             "all": True,
         }[value]
     if isinstance(value, list):
         return holds(value, position, token_id, prompt_len)
     side = value.get("prompt" if position < prompt_len else "generated")
-    place, count = (position, prompt_len) if position < prompt_len else (position - prompt_len, 10**9)
-    if side is None or not holds(side, place, token_id, count):
+    index, count = (position, prompt_len) if position < prompt_len else (position - prompt_len, 10**9)
+    if side is None or not holds(side, index, token_id, count):
         return False
     return value.get("exclude") is None or not holds(value["exclude"], position, token_id, prompt_len)
 
 
 def bound(value, text):
-    """A selector for the text, or nothing when the text does not fit it."""
+    """The selector bound to the text; the example is rejected if the text does not fit it."""
     try:
         return bind(parse_positions(value), text[0], len(text[1]))
     except SelectorError:
@@ -97,23 +99,23 @@ def bound(value, text):
 
 @MANY
 @given(selectors, texts)
-def test_a_selector_is_its_definition(value, text):
+def test_a_selector_equals_its_definition(value, text):
     selector, tokens, prompt_len = bound(value, text), text[0] + text[1], len(text[0])
-    expected = [p for p, t in enumerate(tokens) if wanted(value, p, t, prompt_len)]
+    expected = [p for p, t in enumerate(tokens) if is_selected(value, p, t, prompt_len)]
     assert selector.rows(0, tokens).tolist() == expected
     assert [p for p, t in enumerate(tokens) if selector.wants(p, t)] == expected
-    early = [p for p in expected if p < prompt_len]
-    assert selector.lowest_prompt_position() == (early[0] if early else None)
+    in_prompt = [p for p in expected if p < prompt_len]
+    assert selector.lowest_prompt_position() == (in_prompt[0] if in_prompt else None)
     for position in range(len(tokens) + 2):
         if selector.finished(position):
             assert not any(p >= position for p in expected)
-    run = [p for p in expected if p < len(tokens) - 1]  # the last token is never run
+    run = [p for p in expected if p < len(tokens) - 1]  # the last sampled token is never run
     assert sum(selector.max_rows()) == len(run) if selector.exact else sum(selector.max_rows()) >= len(run)
 
 
 @MANY
 @given(selectors, texts, st.data())
-def test_pieces_of_any_chunking_join_to_the_whole(value, text, data):
+def test_rows_of_chunks_concatenate_to_the_rows_of_the_whole_text(value, text, data):
     selector, tokens = bound(value, text), text[0] + text[1]
     cuts = data.draw(st.lists(st.integers(0, len(tokens)), max_size=6).map(sorted))
     edges, joined = [0, *cuts, len(tokens)], []
@@ -126,7 +128,7 @@ def test_pieces_of_any_chunking_join_to_the_whole(value, text, data):
 
 @MANY
 @given(selectors, texts)
-def test_with_the_length_of_the_prompt_alone_the_rows_are_the_same_and_bounds_are_safe(value, text):
+def test_binding_to_a_prompt_length_gives_the_same_rows_and_safe_bounds(value, text):
     known, tokens = bound(value, text), text[0] + text[1]
     blind = bind(parse_positions(value), len(text[0]), len(text[1]))
     assert blind.rows(0, tokens).tolist() == known.rows(0, tokens).tolist()
@@ -160,7 +162,7 @@ def test_json_round_trip_and_plain_data(value):
     st.integers(1, 9),
     st.integers(0, 9),
 )
-def test_any_json_is_a_selector_or_a_typed_refusal(value, prompt_len, max_tokens):
+def test_any_json_parses_or_raises_selector_error(value, prompt_len, max_tokens):
     try:
         rows = bind(parse_positions(value), prompt_len, max_tokens).rows(0, [0] * (prompt_len + max_tokens))
     except SelectorError as error:
@@ -186,10 +188,10 @@ def test_forms_by_example():
     assert rows({"prompt": {"window": [0, 3], "exclude": {"token_ids": [6]}}}) == [0, 2]
     assert rows({"generated": {"window": [1, None], "exclude": [2]}}) == [5]
     assert rows({"prompt": [0, 1, 2], "generated": [0, 2], "exclude": {"token_ids": [6, 9]}}) == [0, 2, 4]
-    assert rows({"prompt": {"token_ids": [1234]}}) == []  # a filter may match nothing
+    assert rows({"prompt": {"token_ids": [1234]}}) == []  # a filter that matches nothing is allowed
 
 
-def test_equal_meanings_are_equal_selectors():
+def test_equivalent_forms_are_equal_selectors():
     assert parse_positions({"prompt": [-1]}) == parse_positions("last_prompt")
     assert parse_positions({"prompt": "all", "generated": "all"}) == parse_positions("all")
     assert parse_positions({"prompt": {"window": [None, None]}}).to_json() == "all_prompt"
@@ -233,7 +235,7 @@ WRONG = [
     ({"prompt": {"exclude": "all"}}, ".prompt.exclude"),
     ({"prompt": {"exclude": {"exclude": [1]}}}, ".prompt.exclude"),
     ({"generated": {"exclude": [-1]}}, ".generated.exclude[0]"),
-    # Those that need the prompt: 4 tokens, and 3 that may follow.
+    # Errors that depend on the prompt (4 tokens) and on max_tokens (3).
     ([7], ""),
     ([-5], ""),
     ([10**5000], ""),
@@ -250,7 +252,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("value", "path"), WRONG)
-def test_what_is_wrong_is_said_by_path(value, path):
+def test_errors_have_a_path(value, path):
     with pytest.raises(SelectorError) as refused:
         bind(parse_positions(value, "p"), [1, 2, 3, 4], 3, "p")
     error = refused.value
@@ -258,16 +260,15 @@ def test_what_is_wrong_is_said_by_path(value, path):
     assert len(str(error)) < 400
 
 
-def test_nothing_generated_is_run_with_one_token():
+def test_with_max_tokens_1_no_generated_token_is_run():
     with pytest.raises(SelectorError, match="the last of these is never run"):
         bind(parse_positions("all_generated"), [1, 2], 1)
     assert bind(parse_positions("all"), [1, 2], 1).max_rows() == (2, 0)
-    assert bind(parse_positions({"generated": [0]}), [1, 2], 1).demanded.tolist() == [
-        2
-    ]  # asked for: reported later
+    # Listed, so reported later.
+    assert bind(parse_positions({"generated": [0]}), [1, 2], 1).demanded.tolist() == [2]
 
 
-def test_what_is_demanded_is_what_was_listed():
+def test_demanded_positions_are_the_listed_ones():
     prompt = [1, 2, 3, 1]
     assert bind(parse_positions([5, -1, 0]), prompt, 4).demanded.tolist() == [0, 3, 5]
     assert bind(parse_positions({"prompt": "all", "generated": [0, 2]}), prompt, 4).demanded.tolist() == [
@@ -281,20 +282,19 @@ def test_what_is_demanded_is_what_was_listed():
     assert bind(parse_positions({"prompt": {"window": [0, 2]}}), prompt, 4).demanded.tolist() == []
 
 
-def test_the_cache_may_keep_what_lies_below_the_lowest_prompt_position():
+def test_lowest_prompt_position():
     def lowest(value, prompt=(1, 2, 3, 1)):
         return bind(parse_positions(value), prompt, 9).lowest_prompt_position()
 
     assert lowest("all") == lowest("all_prompt") == 0 and lowest("last_prompt") == 3
     assert lowest("all_generated") is None and lowest([5]) is None and lowest([5, 2]) == 2
     assert lowest({"prompt": {"token_ids": [3]}}) == 2 and lowest({"prompt": {"token_ids": [9]}}) is None
-    assert (
-        lowest({"prompt": {"token_ids": [3]}}, prompt=4) == 0
-    )  # ids unknown: the first that could be wanted
+    # The ids are unknown: the first position that could be selected.
+    assert lowest({"prompt": {"token_ids": [3]}}, prompt=4) == 0
     assert lowest({"prompt": "all", "exclude": {"window": [0, 2]}}) == 2
 
 
-def test_finished_says_when_no_more_can_come():
+def test_finished():
     def selector(value):
         return bind(parse_positions(value), [1, 2, 3], 5)
 
@@ -303,7 +303,7 @@ def test_finished_says_when_no_more_can_come():
     assert [selector([1, 4]).finished(p) for p in (2, 4, 5)] == [False, False, True]
 
 
-def test_handed_out_rows_cannot_spoil_the_selector():
+def test_returned_rows_are_read_only():
     selector = bind(parse_positions([0, 2]), [1, 2, 3], 2)
     rows = selector.rows(0, [1, 2, 3])
     with pytest.raises(ValueError, match="read-only"):
@@ -311,7 +311,7 @@ def test_handed_out_rows_cannot_spoil_the_selector():
     assert selector.rows(0, [1, 2, 3]).tolist() == [0, 2]
 
 
-def test_a_million_tokens_of_prompt_cost_nothing_while_decoding():
+def test_decode_steps_do_not_scan_a_long_prompt():
     prompt = list(range(scaled(1_000_000)))
     for value in (
         "all_prompt",
@@ -325,6 +325,5 @@ def test_a_million_tokens_of_prompt_cost_nothing_while_decoding():
         for position in range(len(prompt), len(prompt) + steps):
             assert not len(selector.rows(position, (7,)))
         each = (time.process_time() - began) / steps
-        assert each < 300e-6, (
-            f"{value}: {each * 1e6:.1f} microseconds a step"
-        )  # about 1; a scan of the prompt is 1000s
+        # About 1 microsecond is expected; a scan of the prompt takes thousands.
+        assert each < 300e-6, f"{value}: {each * 1e6:.1f} microseconds a step"

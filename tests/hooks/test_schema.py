@@ -1,4 +1,4 @@
-"""T-CAP-1: every hook of a tiny V4 model with its shape and dtype; an ordinary model has exactly three."""
+"""T-CAP-1: the hooks of a tiny V4 model with shapes and dtypes; a model without hyper-connections has exactly three."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_without_expert_sizes_the_routing_hooks_are_absent():
     assert set(EXPECTED) - set(schema) == {"moe_router_logits", "moe_topk"} and "post_mlp" not in schema
 
 
-def test_t_cap_1_the_model_keeps_the_schemas_promise():
+def test_t_cap_1_captured_tensors_match_the_schema():
     model, seen = random_model(seed=3, dtype=torch.bfloat16), {}
     with torch.no_grad():
         model(random_tokens(TINY, 9, 3), EagerTap(lambda s, layer, x: seen.update({(s.name, layer): x})))
@@ -71,7 +71,7 @@ def test_t_cap_1_the_model_keeps_the_schemas_promise():
         assert layer == last or not schema[name].once
 
 
-def test_two_builds_compare_equal_and_sizes_matter():
+def test_schemas_compare_by_content():
     assert schema_of(TINY, "float32") == schema_of(TINY, "float32")
     assert schema_of(TINY, "float32") != schema_of(TINY, "bfloat16")
 
@@ -83,7 +83,7 @@ def test_hash_routed_layers_are_marked_on_routing_hooks_only():
     assert expected and marked == {"moe_router_logits": expected, "moe_topk": expected}
 
 
-def test_the_json_table_is_plain_and_in_order_of_ids():
+def test_schema_json_is_serialisable_and_ordered_by_id():
     table = json.loads(json.dumps(schema_json(schema_of(TINY, "bfloat16"), TINY.num_hidden_layers)))
     assert (table["num_layers"], table["hidden_size"], table["num_streams"]) == (TINY.num_hidden_layers, D, M)
     assert [hook["id"] for hook in table["hooks"].values()] == [s.id for s in sites.SITES if not s.absent]
@@ -108,6 +108,6 @@ def test_the_json_table_is_plain_and_in_order_of_ids():
         ((64, "float32", 4, 8, 0), "experts_per_token"),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(arguments, named):
+def test_invalid_sizes_raise_errors_that_name_the_argument(arguments, named):
     with pytest.raises(ConfigError, match=f"^{named} is"):
         build_hook_schema(*arguments)

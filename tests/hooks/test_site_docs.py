@@ -1,4 +1,4 @@
-"""The page of hooks in the repository is the one the tables write."""
+"""docs/sites.md is up to date with the site tables."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent.parent
 
 def test_the_page_is_current():
     page = (ROOT / "docs" / "sites.md").read_text(encoding="utf-8")
-    assert page == document(), "write it again: python -m birkhoff.hooks.site_docs > docs/sites.md"
+    assert page == document(), "regenerate it: python -m birkhoff.hooks.site_docs > docs/sites.md"
 
 
 def test_the_page_names_every_hook_alias_and_foreign_name():
@@ -29,11 +29,11 @@ def test_the_page_names_every_hook_alias_and_foreign_name():
 
 
 def test_the_module_prints_the_page():
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-m", "birkhoff.hooks.site_docs"],
         capture_output=True,
         text=True,
         cwd=ROOT,
         encoding="utf-8",
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, document(), "")
+    assert (process.returncode, process.stdout, process.stderr) == (0, document(), "")

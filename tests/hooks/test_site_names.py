@@ -1,4 +1,4 @@
-"""Aliases lead to the tensor they mean and other tools' names are bijections; both are held against running code."""
+"""Aliases and the names of other tools: bijections, checked against the tensors of running models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PLAIN = build_hook_schema(64, "float32", None)
 
 @pytest.fixture(scope="module")
 def run():
-    """Our tensors by address, and the reference port's by Transformers name, of one and the same forward pass."""
+    """Tensors of one forward pass: ours by (hook, layer), and the reference port's by Transformers name."""
     model, tokens, ours, theirs = random_model(seed=8), random_tokens(TINY, 140, 8), {}, {}
     with torch.no_grad():
         model(tokens, EagerTap(lambda s, layer, x: ours.update({(s.name, layer): x.clone()})))
@@ -57,28 +57,28 @@ def run():
 
 
 @pytest.mark.parametrize("hook", TOOLS["transformers"])
-def test_a_transformers_name_leads_to_our_tensor_in_running_code(hook, run):
+def test_transformers_names_map_to_equal_tensors(hook, run):
     ours, theirs = run
     layers = [L - 1] if hook in V4 and V4[hook].once else range(L)
     for layer in layers:
-        mine, other = ours[resolve(hook, layer, V4, L)], theirs[to_tool("transformers", (hook, layer), L)]
-        assert mine.shape == other.shape and (mine - other).abs().max() <= 1e-4, (hook, layer)
+        actual, other = ours[resolve(hook, layer, V4, L)], theirs[to_tool("transformers", (hook, layer), L)]
+        assert actual.shape == other.shape and (actual - other).abs().max() <= 1e-4, (hook, layer)
 
 
 def test_the_mixer_of_the_reference_port_is_indexed_from_to(run):
-    """Rebuilding the streams tells the two orders apart; the sums of rows and columns cannot."""
-    _, held = run
+    """Rebuilding the streams distinguishes the two orders; sums over rows and columns do not."""
+    _, theirs = run
     for layer in range(L):
-        streams, after = held[f"model.layers.{layer}.ffn_hc:input"], held[f"model.layers.{layer}:output"]
-        y, post = held[f"model.layers.{layer}.mlp:output"], held[f"model.layers.{layer}.ffn_hc:output[0]"]
-        mix = held[f"model.layers.{layer}.ffn_hc:output[1]"]  # [n, from, to]
+        streams, after = theirs[f"model.layers.{layer}.ffn_hc:input"], theirs[f"model.layers.{layer}:output"]
+        y, post = theirs[f"model.layers.{layer}.mlp:output"], theirs[f"model.layers.{layer}.ffn_hc:output[0]"]
+        mix = theirs[f"model.layers.{layer}.ffn_hc:output[1]"]  # [n, from, to]
         write = post.unsqueeze(-1) * y.unsqueeze(-2)
         right = (write + torch.einsum("nij,nid->njd", mix, streams) - after).abs().max()
         wrong = (write + torch.einsum("nji,nid->njd", mix, streams) - after).abs().max()
         assert right <= 1e-4 < 1e-2 < wrong, layer
 
 
-def test_streams_post_mlp_is_what_the_next_layer_reads():
+def test_streams_post_mlp_resolves_to_the_next_layers_input():
     for layer in range(L - 1):
         assert resolve("mhc_streams_post_mlp", layer, V4, L) == ("mhc_streams_pre_attn", layer + 1)
     assert resolve("mhc_streams_post_mlp", L - 1, V4, L) == ("mhc_streams_final", L - 1)
@@ -91,7 +91,7 @@ def test_post_block_is_post_mlp_on_ordinary_models():
 
 
 @pytest.mark.parametrize("hook", ["post_mlp", "post_block"])
-def test_v4_has_no_post_mlp_and_says_what_to_use(hook):
+def test_post_mlp_on_v4_is_refused_with_alternatives(hook):
     with pytest.raises(SiteError) as refused:
         resolve(hook, 0, V4, L)
     message = str(refused.value)
@@ -102,7 +102,7 @@ def test_v4_has_no_post_mlp_and_says_what_to_use(hook):
     )
 
 
-def test_unknown_hooks_name_the_nearest_and_list_what_there_is_sorted():
+def test_errors_for_unknown_hooks_suggest_the_nearest_and_list_all():
     why = refusal("mlp_uot", V4)
     assert "Did you mean mlp_out?" in why and why.endswith(f"It has: {', '.join(sorted(V4))}.")
     assert "Did you mean mhc_streams_post_mlp?" in refusal("mhc_stream_post_mlp", V4)
@@ -154,7 +154,7 @@ def test_the_tables_are_bijections(tool, layers):
 
 @pytest.mark.parametrize("tool", TOOLS)
 @given(name=st.text(alphabet="blocksmdeyr.i0123:_hnutx[]", max_size=40))
-def test_a_name_that_is_understood_is_the_name_of_what_it_was_understood_as(tool, name):
+def test_from_tool_is_inverted_by_to_tool(tool, name):
     address = from_tool(tool, name, 5)
     assert address is None or to_tool(tool, address, 5) == name
 
@@ -175,7 +175,7 @@ def test_a_name_that_is_understood_is_the_name_of_what_it_was_understood_as(tool
         "blocks." + "9" * 5000 + ".hook_in",
     ],
 )
-def test_names_that_are_nobodys(name):
+def test_unknown_tool_names_give_none(name):
     assert from_tool("transformer_lens", name, 6) is None
 
 
@@ -190,9 +190,9 @@ def test_a_wrong_tool_or_layer_is_refused():
         to_tool("transformers", ("mlp_in", L), L)
 
 
-def test_the_adapters_names_are_those_of_the_specification():
-    """Held a second time: notebooks written against them must keep working."""
-    written = {
+def test_transformer_lens_names_match_the_specification():
+    """Listed here a second time, because notebooks depend on these names."""
+    expected = {
         "mhc_streams_pre_attn": "blocks.2.hook_in",
         "mhc_streams_pre_mlp": "blocks.2.mlp_hc.hook_in",
         "mhc_streams_post_mlp": "blocks.2.hook_out",
@@ -205,6 +205,6 @@ def test_the_adapters_names_are_those_of_the_specification():
         "post_attn": "blocks.2.attn.hook_out",
         "mlp_out": "blocks.2.mlp.hook_out",
     }
-    assert {hook: to_tool("transformer_lens", (hook, 2), L) for hook in written} == written
+    assert {hook: to_tool("transformer_lens", (hook, 2), L) for hook in expected} == expected
     assert to_tool("transformer_lens", ("final_hidden", L - 1), L) == "hc_head.hook_out"
     assert to_tool("transformer_lens", ("final_hidden", 0), L) is None

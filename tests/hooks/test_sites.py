@@ -1,4 +1,4 @@
-"""The table of sites is a promise to files and clients: its ids, names and rights are held here a second time."""
+"""The site table. Files and clients depend on its ids, names and flags, so the expected values are repeated here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from birkhoff.hooks import sites
 
 # id, name, row shape, stored in float32, may be edited (spec: interpretability 1.1)
-PROMISED = [
+EXPECTED = [
     (0, "pre_attn", "d", False, True),
     (1, "post_attn", "d", False, True),
     (2, "post_mlp", "d", False, True),
@@ -31,13 +31,13 @@ PROMISED = [
 ]
 
 
-def test_the_table_is_the_promised_one():
+def test_ids_names_and_flags_are_stable():
     table = [(s.id, s.name, s.shape, s.dtype == "float32", s.edit) for s in sites.SITES]
-    assert table[: len(PROMISED)] == PROMISED  # later sites may only append
+    assert table[: len(EXPECTED)] == EXPECTED  # later sites may only append
     assert [s.id for s in sites.SITES] == list(range(len(sites.SITES)))
 
 
-def test_names_find_their_site_and_every_constant_is_in_the_table():
+def test_by_name_and_constants_cover_the_table():
     assert all(sites.BY_NAME[s.name] is s for s in sites.SITES) and len(sites.BY_NAME) == len(sites.SITES)
     constants = {value.name for value in vars(sites).values() if isinstance(value, sites.Site)}
     assert constants == set(sites.BY_NAME)
@@ -49,6 +49,6 @@ def test_once_plain_and_absent_sites():
     assert [s.name for s in sites.SITES if s.absent] == ["post_mlp"]
 
 
-def test_a_site_cannot_be_changed_in_place():
+def test_sites_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
         sites.PRE_ATTN.name = "other"

@@ -1,4 +1,4 @@
-"""Tables of added vectors: no slot leaks, equal vectors share one, the twin row by row agrees, graphs see new rows."""
+"""Vector tables: no slot leaks, equal vectors share a slot, results match the row-by-row twin, graphs see new rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PATHS = ("both", "read", "carry")
 
 
 class Everywhere:
-    """An edit of every token, or of some offsets of each piece."""
+    """An edit of every token, or of some offsets of each chunk."""
 
     generated = None
 
@@ -65,43 +65,44 @@ edits = st.lists(
 @given(
     requests=st.lists(edits, min_size=1, max_size=8),
     moves=st.lists(st.integers(0, 7), max_size=40),
-    most=st.integers(9, 24),
+    max_slots=st.integers(9, 24),
 )
-def test_no_slot_leaks_however_requests_come_and_go(requests, moves, most):
-    """Random submit, cancel and finish: after each move the tables hold what those who run need, and nothing else."""
-    tables = Tables(max_slots=most, max_rows=12)
-    held: dict[int, TableRows] = {}
+def test_no_slot_leaks_in_any_order_of_reserve_and_release(requests, moves, max_slots):
+    """Random reserve and release: after each move the tables hold exactly the vectors of the current reservations."""
+    tables = Tables(max_slots=max_slots, max_rows=12)
+    running: dict[int, TableRows] = {}
     for move in moves:
-        number = move % len(requests)
-        if number in held:
-            held.pop(number).release()
+        request = move % len(requests)
+        if request in running:
+            running.pop(request).release()
         else:
-            wish = [
+            request_edits = [
                 {site: SiteEdit("add", vector(WIDTHS[site[0]], seed)) for site, seed in edit.items()}
-                for edit in requests[number]
+                for edit in requests[request]
             ]
-            rows = TableRows(tables, wish, WIDTHS)
+            rows = TableRows(tables, request_edits, WIDTHS)
             before = {width: slab.uses.copy() for width, slab in tables.slabs.items()}
             if rows.reserve():
-                held[number] = rows
-            else:  # refused as a whole: nothing was taken
+                running[request] = rows
+            else:  # a refused reservation takes nothing
                 assert {width: slab.uses for width, slab in tables.slabs.items() if slab.uses} == {
                     width: uses for width, uses in before.items() if uses
                 }
         uses: dict[int, Counter] = {}
-        for who in held:
-            for edit in requests[who]:
+        for request in running:
+            for edit in requests[request]:
                 for (hook, _), seed in edit.items():
                     uses.setdefault(WIDTHS[hook], Counter())[seed] += 1
         for width, slab in tables.slabs.items():
-            wanted = uses.get(width, Counter())
-            assert sorted(slab.uses.values()) == sorted(wanted.values())  # one slot for each different vector
+            expected = uses.get(width, Counter())
+            # One slot for each distinct vector.
+            assert sorted(slab.uses.values()) == sorted(expected.values())
             assert torch.equal(slab.rows[0], torch.zeros(width)) and slab.rows[0].signbit().all()
-            assert slab.room == most - 1 - len(wanted) and len(slab.rows) <= most
-        assert tables.rows_used == sum(len(requests[who]) for who in held)
-    for rows in held.values():
+            assert slab.room == max_slots - 1 - len(expected) and len(slab.rows) <= max_slots
+        assert tables.rows_used == sum(len(requests[request]) for request in running)
+    for rows in running.values():
         rows.release()
-        rows.release()  # harmless
+        rows.release()  # a second release has no effect
     assert tables.rows_used == 0 and not any(slab.uses for slab in tables.slabs.values())
 
 
@@ -114,7 +115,7 @@ def test_one_vector_at_all_layers_of_many_requests_is_one_row():
     assert torch.equal(tables.slabs[6].rows[1], 2 * vector(6, 1))
 
 
-def test_what_never_fits_is_refused_with_the_numbers_and_what_does_not_fit_now_waits():
+def test_requests_that_never_fit_are_refused_and_others_wait():
     tables = Tables(max_slots=4, max_rows=5)
     with pytest.raises(CapacityError, match=r"4 different vectors of 6 numbers.*hold 3"):
         rows_of(tables, *(add("mlp_out", layer, layer) for layer in range(4)))
@@ -127,27 +128,27 @@ def test_what_never_fits_is_refused_with_the_numbers_and_what_does_not_fit_now_w
     assert second.reserve() and tables.slabs[6].room == 0
 
 
-class Waiting:
+class Holding:
     def __init__(self, free):
-        self.free, self.held = free, False
+        self.free, self.reserved = free, False
 
     def reserve(self):
-        self.held = self.free
+        self.reserved = self.free
         return self.free
 
     def release(self):
-        self.held = False
+        self.reserved = False
 
 
-def test_a_plan_takes_all_it_needs_or_nothing():
-    yes, no = Waiting(True), Waiting(False)
+def test_a_plan_reserves_everything_or_nothing():
+    yes, no = Holding(True), Holding(False)
     tables = Tables()
     plan = Plan(holdings=(yes, no), table=rows_of(tables, add("mlp_out", 0, 1)))
-    assert not plan.reserve() and not yes.held and tables.rows_used == 0
+    assert not plan.reserve() and not yes.reserved and tables.rows_used == 0
     no.free = True
-    assert plan.reserve() and yes.held and no.held and tables.rows_used == 1
+    assert plan.reserve() and yes.reserved and no.reserved and tables.rows_used == 1
     plan.release()
-    assert not yes.held and tables.rows_used == 0
+    assert not yes.reserved and tables.rows_used == 0
 
 
 seeds = st.integers(0, 3)
@@ -170,12 +171,12 @@ plain_sites = st.dictionaries(
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
 def test_tables_and_the_row_by_row_twin_agree(steps, gap, dtype):
-    """Whatever mix of requests, tokens, sites, paths and strengths a step has; rows nobody names keep their bits."""
+    """For any mix of requests, tokens, sites, paths and scales; rows without an edit are unchanged bit for bit."""
     tables, spans, twins, row = Tables(), [], [], gap
-    for wishes, count in steps:
-        made = []
-        for sites, only in wishes:
-            made.append(
+    for requested, count in steps:
+        edits_of_request = []
+        for sites, only in requested:
+            edits_of_request.append(
                 Everywhere(
                     {
                         (hook, layer): SiteEdit(
@@ -191,11 +192,13 @@ def test_tables_and_the_row_by_row_twin_agree(steps, gap, dtype):
                     only,
                 )
             )
-        table = TableRows(tables, [edit.sites for edit in made], WIDTHS) if made else None
-        plan = Plan(edits=tuple(made), table=table)
+        table = (
+            TableRows(tables, [edit.sites for edit in edits_of_request], WIDTHS) if edits_of_request else None
+        )
+        plan = Plan(edits=tuple(edits_of_request), table=table)
         assert plan.reserve()
-        for known, where in ((plan, spans), (Plan(edits=tuple(made)), twins)):
-            where.append(Span(known, row, 0, [7] * count, count))
+        for span_plan, target in ((plan, spans), (Plan(edits=tuple(edits_of_request)), twins)):
+            target.append(Span(span_plan, row, 0, [7] * count, count))
         row += count
     total = row + 2
     x, streams = (
@@ -206,7 +209,7 @@ def test_tables_and_the_row_by_row_twin_agree(steps, gap, dtype):
     staging = StepStaging()
     ours = [arm(staging, spans, total) for _ in range(2)]
     theirs = arm(StepStaging(), twins, total)
-    assert ours[0] is ours[1]  # the same step again costs nothing
+    assert ours[0] is ours[1]  # the tap of an equal step is reused
     if theirs is None:
         assert ours[0] is None
         return
@@ -226,7 +229,7 @@ def _bits(x):
     return x.contiguous().view(torch.int16 if x.dtype is torch.bfloat16 else torch.int32)
 
 
-def test_a_single_vector_gives_the_twins_bits():
+def test_a_single_vector_equals_the_twin_bit_for_bit():
     tables = Tables()
     sites = add("mlp_out", 1, 3, scale=0.3)
     plan = Plan(edits=(Everywhere(sites),), table=rows_of(tables, sites))
@@ -238,23 +241,23 @@ def test_a_single_vector_gives_the_twins_bits():
 
 
 def test_the_order_in_which_vectors_are_listed_changes_no_bit():
-    """Sums of three float32 numbers depend on their order; that of the tables depends on the vectors alone."""
-    x, wishes, found = (
+    """Sums of three float32 numbers depend on their order; the tables order them by the vectors alone."""
+    x, adds, results = (
         vector(600, 2).view(100, 6),
         [add("mlp_out", 1, seed, scale=0.1 + seed) for seed in range(4)],
         set(),
     )
     for order in ([0, 1, 2, 3], [3, 2, 1, 0], [2, 0, 3, 1]):
-        sites = [wishes[number] for number in order]
+        sites = [adds[index] for index in order]
         plan = Plan(edits=tuple(Everywhere(site) for site in sites), table=rows_of(Tables(), *sites))
         assert plan.reserve()
         tap = arm(StepStaging(), [Span(plan, 0, 0, [1] * 100, 100)], 100)
-        found.add(tap.at(1)(MLP_OUT, x).numpy().tobytes())
-    assert len(found) == 1
+        results.add(tap.at(1)(MLP_OUT, x).numpy().tobytes())
+    assert len(results) == 1
 
 
 def test_plus_and_minus_cancel_exactly_in_low_precision():
-    """Sums are float32 and rounded once, so what cancels leaves no trace."""
+    """Sums are float32 and rounded once, so opposite vectors cancel exactly."""
     tables = Tables()
     rows = rows_of(tables, add("mlp_out", 0, 1, scale=0.7), add("mlp_out", 0, 1, scale=-0.7))
     assert rows.reserve()
@@ -264,17 +267,17 @@ def test_plus_and_minus_cancel_exactly_in_low_precision():
 
 
 def test_t_ste_6_a_recorded_graph_sees_rows_that_come_and_go():
-    """Recorded once with its buffers; requests then arrive, leave and change rows by data alone.
+    """The graph is recorded once with its buffers; requests that arrive, leave or change rows only change data.
 
-    On a device the same operations are captured as a CUDA graph; here they are recorded by the tracer, which keeps the
-    very buffers too and computes no index itself."""
+    On a GPU the same operations are captured as a CUDA graph. Here they are recorded by the tracer, which also keeps
+    the buffers and computes no indices itself."""
     tables, x = Tables(max_slots=8, max_rows=8, fixed=True), vector(18, 1).view(3, 6)
     first = rows_of(tables, add("mlp_out", 0, 1))
     assert first.reserve()
     token_rows = torch.zeros((1, 3), dtype=torch.long)
     slab, slots = tables.site(("mlp_out", 0, "both"))
-    graph = make_fx(lambda given: gather_add(given, token_rows, [(slab, slots)]))(x)
-    assert torch.equal(_bits(graph(x)), _bits(x))  # nobody is steered
+    graph = make_fx(lambda rows: gather_add(rows, token_rows, [(slab, slots)]))(x)
+    assert torch.equal(_bits(graph(x)), _bits(x))  # no row is steered
     token_rows[0, 1] = first.row_of[0]
     assert torch.equal(graph(x)[1], x[1] + vector(6, 1)) and torch.equal(graph(x)[0], x[0])
     second = rows_of(tables, add("mlp_out", 0, 2), add("mlp_out", 0, 3))
@@ -289,7 +292,7 @@ def test_t_ste_6_a_recorded_graph_sees_rows_that_come_and_go():
     )
 
 
-def test_content_is_named_by_what_it_adds():
+def test_content_digest_depends_on_the_scaled_vector():
     one, other = SiteEdit("add", vector(6, 1), 2.0), SiteEdit("add", 2 * vector(6, 1))
     assert Content.of(one, 6).digest == Content.of(other, 6).digest
     assert Content.of(one, 6).digest != Content.of(SiteEdit("add", vector(6, 1)), 6).digest

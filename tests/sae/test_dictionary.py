@@ -1,4 +1,4 @@
-"""One dictionary: its mathematics against float64, what it refuses, and the trip through files."""
+"""One dictionary: arithmetic against float64, invalid arguments, and saving and loading."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from birkhoff.errors import SaeError, SaeFileError
 from birkhoff.sae.activations import largest
 from birkhoff.sae.dictionary import Sae
-from tests.sae.made import FAMILIES, decoded, features_of, random_sae
+from tests.sae.reference import FAMILIES, decoded, features_of, random_sae
 
 
 def rows(count, width=16, seed=5):
@@ -29,7 +29,7 @@ def test_features_and_rows_match_float64(family, seed):
     np.testing.assert_allclose(back.numpy(), np.stack([decoded(sae, row) for row in expected]), atol=1e-4)
 
 
-def test_a_rectified_topk_drops_what_is_below_zero():
+def test_a_rectified_topk_sets_negative_features_to_zero():
     sae = random_sae("topk", k=20, rectified=True)
     f, free = sae.encode(rows(9)), random_sae("topk", k=20).encode(rows(9))
     assert (free < 0).any() and torch.equal(f, free.clamp(min=0))
@@ -53,7 +53,7 @@ def test_exactly_k_are_kept_and_ties_go_to_the_lowest_index(values, k):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_row_that_is_not_a_number_stays_visible(family):
+def test_nan_rows_stay_nan_and_do_not_affect_others(family):
     broken = rows(3)
     broken[1, 2] = float("nan")
     back = random_sae(family).reconstruct(broken)
@@ -63,18 +63,18 @@ def test_a_row_that_is_not_a_number_stays_visible(family):
 def test_features_are_found_by_label():
     sae = random_sae("relu", labels={3: "bridge", 7: "fog", 9: "fog"})
     assert sae.feature("bridge") == 3 and sae.feature(5) == 5
-    for name, said in (
+    for name, message in (
         ("fog", "2 features"),
         ("rain", "no feature is labelled 'rain'"),
         (24, "0..23"),
         (True, "True"),
         (-1, "-1"),
     ):
-        with pytest.raises(SaeError, match=said):
+        with pytest.raises(SaeError, match=message):
             sae.feature(name)
 
 
-def test_the_digest_names_what_is_computed():
+def test_the_digest_depends_on_what_is_computed():
     one = random_sae("jumprelu")
     assert (
         one.digest
@@ -125,11 +125,11 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), BAD, ids=[said[:30] for _, said in BAD])
-def test_what_cannot_be_a_dictionary_is_refused_when_it_is_made(change, said):
-    given_ = {"encoder": E, "encoder_bias": C, "decoder": E, **change}
-    with pytest.raises(SaeError, match=said):
-        Sae(**given_)
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:30] for _, message in BAD])
+def test_invalid_arguments_are_refused_on_construction(change, message):
+    arguments = {"encoder": E, "encoder_bias": C, "decoder": E, **change}
+    with pytest.raises(SaeError, match=message):
+        Sae(**arguments)
 
 
 def test_rows_of_another_width_are_refused_with_both_widths():
@@ -140,7 +140,7 @@ def test_rows_of_another_width_are_refused_with_both_widths():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_saved_and_loaded_is_the_same_dictionary(family, tmp_path):
+def test_save_and_load_round_trip(family, tmp_path):
     more = {"rectified": True} if family == "topk" else {}
     sae = random_sae(
         family,
@@ -158,18 +158,18 @@ def test_saved_and_loaded_is_the_same_dictionary(family, tmp_path):
     assert back.activation.name == family and back.labels == sae.labels and torch.equal(back.x_max, sae.x_max)
     assert back.metadata["model_name"] == "tiny"
     assert torch.allclose(back.encode(rows(30)), sae.encode(rows(30)), atol=1e-6)
-    if family != "gated":  # a logarithm of its scales is kept
+    if family != "gated":  # the file stores the logarithm of the scales
         assert back.digest == sae.digest
 
 
-def test_a_file_that_says_another_place_is_not_moved_in_silence(tmp_path):
+def test_loading_at_a_site_that_contradicts_the_file_is_refused(tmp_path):
     path = random_sae("relu", hook="mlp_out", layer=1).save(tmp_path)
     assert Sae.load(path, "mlp_out", 1).layer == 1
     with pytest.raises(SaeError, match="its layer is 1, and 2"):
         Sae.load(path, "mlp_out", 2)
 
 
-def test_missing_and_foreign_files_are_named(tmp_path):
+def test_errors_name_missing_and_unknown_files(tmp_path):
     with pytest.raises(SaeFileError, match="does not exist"):
         Sae.load(tmp_path / "nowhere")
     (tmp_path / "notes.txt").write_text("x")

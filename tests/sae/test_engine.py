@@ -1,4 +1,4 @@
-"""Dictionaries in a running engine: what a request says is what its tokens get, alone or among others."""
+"""Dictionaries in a running engine: each request gets its edits on its tokens, alone or in a batch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from birkhoff import Add, Capture, Clamp, SaeReconstruct, SaeSet
 from birkhoff.convert.synth import synth
 from birkhoff.hooks.tap import EagerTap
 from birkhoff.sae.clamps import parse_clamp, resolve_clamps
-from tests.sae.made import plain, random_sae
+from tests.sae.reference import plain, random_sae
 from tests.sizes import scaled
 
 PROMPT = [0, *range(40, 75)]
@@ -25,7 +25,7 @@ def engine(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays(engine):
+def no_leaks(engine):
     yield
     assert not list(engine.saes.registry) and not engine.saes.tier
     assert all(pool.used == 0 for pool in engine.saes.registry.pools.values())
@@ -40,7 +40,7 @@ def sae_at(engine, hook, layer, family="jumprelu", seed=0, view=None, spread=Non
 
 
 def edited_logits(engine, ids, key, change):
-    """The model alone, with one tensor changed by hand as it passes."""
+    """Logits of the model without the engine, with one tensor edited by a tap."""
 
     def edit(site, layer, x):
         return change(x) if (site.name, layer) == key else None
@@ -51,7 +51,7 @@ def edited_logits(engine, ids, key, change):
 
 @pytest.mark.parametrize("hook", ["pre_attn", "post_attn", "mlp_in", "mlp_out", "final_hidden"])
 @pytest.mark.parametrize("mode", ["delta", "keep", "drop"])
-def test_logits_are_those_of_the_model_changed_by_hand(engine, hook, mode):
+def test_logits_equal_those_of_the_model_edited_by_a_tap(engine, hook, mode):
     layer = engine.config.num_hidden_layers - 1 if hook == "final_hidden" else 2
     sae = sae_at(engine, hook, layer)
     clamps = {3: 4.0, 9: 0.0}
@@ -82,7 +82,7 @@ VIEWS = [
 @pytest.mark.parametrize(("view", "spread"), VIEWS)
 @pytest.mark.parametrize("hook", ["mhc_streams_pre_attn", "mhc_streams_pre_mlp", "mhc_streams_final"])
 def test_views_of_streams_in_the_model(engine, hook, view, spread):
-    """What the engine does to the streams, rebuilt from what a trace of the unchanged model shows."""
+    """Edited streams of the engine against the edit computed from a trace of the unedited model."""
     layer = engine.config.num_hidden_layers - 1 if hook.endswith("final") else 2
     sae = sae_at(engine, hook, layer, "relu", view=view, spread=spread)
     trace = engine.trace(PROMPT)
@@ -129,33 +129,33 @@ def test_views_of_streams_in_the_model(engine, hook, view, spread):
     assert torch.allclose(after, expected, atol=2e-3)
 
 
-def random_edits(g, number):
+def random_edits(g, index):
     features = torch.randperm(32, generator=g)[:3].tolist()
-    kind = ("absolute", "additive", "multiply")[number % 3]
-    where = {"generated": "all"} if number % 4 == 1 else None
+    kind = ("absolute", "additive", "multiply")[index % 3]
+    where = {"generated": "all"} if index % 4 == 1 else None
     edits = [
         SaeSet(
-            "d", dict.fromkeys(features, 1.0 + number), kind=kind, where=where, only_if_active=number % 5 == 0
+            "d", dict.fromkeys(features, 1.0 + index), kind=kind, where=where, only_if_active=index % 5 == 0
         )
     ]
-    if number % 2:
+    if index % 2:
         edits.append(
             SaeReconstruct(
-                "f", {features[0]: 2.0}, error="keep" if number % 4 == 3 else "drop", phase="decode"
+                "f", {features[0]: 2.0}, error="keep" if index % 4 == 3 else "drop", phase="decode"
             )
         )
-    if number % 3 == 0:
-        edits.append(SaeSet("s", {features[1]: 3.0}, streams=[number % 4]))
-    if number % 6 == 0:
+    if index % 3 == 0:
+        edits.append(SaeSet("s", {features[1]: 3.0}, streams=[index % 4]))
+    if index % 6 == 0:
         edits.append(Add(torch.randn(64, generator=g), hook="mlp_out", layers=[2]))
     return edits
 
 
-def test_sixteen_requests_in_a_batch_are_what_each_is_alone(engine):
+def test_sixteen_requests_in_a_batch_equal_single_runs(engine):
     g = torch.Generator().manual_seed(3)
     count = scaled(16, 8)
-    steer = [random_edits(g, number) for number in range(count)]
-    prompts = [[0, *torch.randint(40, 200, (5 + number,), generator=g).tolist()] for number in range(count)]
+    steer = [random_edits(g, index) for index in range(count)]
+    prompts = [[0, *torch.randint(40, 200, (5 + index,), generator=g).tolist()] for index in range(count)]
     attachments = [
         engine.attach("d", sae_at(engine, "mlp_out", 2, "topk", 1)),
         engine.attach("f", sae_at(engine, "mlp_out", 2, "jumprelu", 2), kind="full"),
@@ -173,7 +173,7 @@ def test_sixteen_requests_in_a_batch_are_what_each_is_alone(engine):
         attachment.__exit__(None, None, None)
 
 
-def test_phases_and_places_meet_exactly_the_tokens_they_name(engine):
+def test_phase_and_where_select_exactly_the_named_tokens(engine):
     options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
     length = len(PROMPT)
     with engine.attach("m", sae_at(engine, "mlp_out", 2)):
@@ -190,8 +190,8 @@ def test_phases_and_places_meet_exactly_the_tokens_they_name(engine):
             assert out.interp["steered_positions"] == list(expected)
 
 
-def test_composition_with_vectors_runs_in_the_fixed_order(engine):
-    """add, then delta, then full, then clamp, whatever order the request lists them in."""
+def test_vector_and_feature_edits_run_in_the_fixed_order(engine):
+    """add, then delta, then full, then clamp, in any order of the request's list."""
     delta, full = sae_at(engine, "mlp_out", 2, "relu", 1), sae_at(engine, "mlp_out", 2, "jumprelu", 2)
     g = torch.Generator().manual_seed(0)
     added, direction = torch.randn(64, generator=g), torch.randn(64, generator=g)
@@ -216,9 +216,9 @@ def test_composition_with_vectors_runs_in_the_fixed_order(engine):
     assert torch.allclose(ours, edited_logits(engine, PROMPT, ("mlp_out", 2), change), atol=1e-3)
 
 
-def test_t_cache_1_changed_prompts_share_no_pages_and_unchanged_ones_do(engine):
-    """Unsteered, then set in the prompt as delta and as full with equal clamps, then set in generated tokens alone."""
-    prompt = [0, *[40 + number * 7 % 300 for number in range(400)]]
+def test_t_cache_1_edited_prompts_share_no_pages_and_unedited_ones_do(engine):
+    """Unsteered; edited in the prompt as delta and as full with equal clamps; edited in generated tokens only."""
+    prompt = [0, *[40 + index * 7 % 300 for index in range(400)]]
     dictionary = sae_at(engine, "mlp_out", 2)
     options = {"max_tokens": 2, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     edits = [
@@ -229,15 +229,14 @@ def test_t_cache_1_changed_prompts_share_no_pages_and_unchanged_ones_do(engine):
         [SaeSet("d", {3: 9.0}, phase="decode")],
     ]
     with engine.attach("d", dictionary), engine.attach("f", dictionary, kind="full"):
-        found = [engine.generate(prompt, steer=steer, **options) for steer in edits]
+        outputs = [engine.generate(prompt, steer=steer, **options) for steer in edits]
         again = [engine.generate(prompt, steer=steer, **options) for steer in edits]
-        for steer, out in zip(edits, found):
-            logits = engine.logits(prompt, steer=[e for e in steer if e.phase == "both"])[
-                -1
-            ]  # without any cache
+        for steer, out in zip(edits, outputs):
+            prefill_edits = [e for e in steer if e.phase == "both"]
+            logits = engine.logits(prompt, steer=prefill_edits)[-1]  # without any cache
             assert out.logprobs[0].logprob == pytest.approx(float(logits.log_softmax(-1).max()), abs=1e-3)
-    cached = [out.interp.get("reuse", {}).get("cached_tokens", 0) for out in (*found, *again)]
+    cached = [out.interp.get("reuse", {}).get("cached_tokens", 0) for out in (*outputs, *again)]
     assert cached[1:4] == [0, 0, 0] and cached[4] > 0 and all(cached[5:])
-    hashes = [out.interp["steering_hash"]["prefill"] for out in found[1:]]
+    hashes = [out.interp["steering_hash"]["prefill"] for out in outputs[1:]]
     assert hashes[3] is None and len({*hashes[:3]}) == 3
-    assert [out.logprobs for out in again] == [out.logprobs for out in found]
+    assert [out.logprobs for out in again] == [out.logprobs for out in outputs]

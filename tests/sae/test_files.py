@@ -1,6 +1,6 @@
-"""Files of other tools: what they compute is what we compute, and what they cannot be is refused.
+"""Dictionary files of other tools: loaded dictionaries compute the same features, and invalid files are refused.
 
-The other tools' arithmetic is spelled out here in float64 from their own tensors, before anything was folded.
+The arithmetic of the other tools is written out here in float64 on the tensors of the files, before any folding.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from birkhoff.sae.dictionary import Sae
 from birkhoff.sae.files import load_all
 from birkhoff.sae.sae_manifest import clampable_features, save_manifest
 from birkhoff.sae.torch_file import load_state_dict
-from tests.sae.made import random_sae
+from tests.sae.reference import random_sae
 
 D, F = 12, 30
 
 
-def numbers(*shape, seed=0, spread=1.0):
+def random_tensor(*shape, seed=0, spread=1.0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
 
 
-X = numbers(25, D, seed=99, spread=2.0)
+X = random_tensor(25, D, seed=99, spread=2.0)
 
 
 def lens_tensors(kind):
-    held = {
-        "W_enc": numbers(D, F, seed=1, spread=0.4),
-        "W_dec": numbers(F, D, seed=2, spread=0.7),
-        "b_dec": numbers(D, seed=3),
+    tensors = {
+        "W_enc": random_tensor(D, F, seed=1, spread=0.4),
+        "W_dec": random_tensor(F, D, seed=2, spread=0.7),
+        "b_dec": random_tensor(D, seed=3),
     }
     if kind == "gated":
-        return held | {
-            "b_gate": numbers(F, seed=4),
-            "b_mag": numbers(F, seed=5),
-            "r_mag": numbers(F, seed=6) * 0.3,
+        return tensors | {
+            "b_gate": random_tensor(F, seed=4),
+            "b_mag": random_tensor(F, seed=5),
+            "r_mag": random_tensor(F, seed=6) * 0.3,
         }
-    held["b_enc"] = numbers(F, seed=4, spread=0.3)
-    return held | ({"threshold": numbers(F, seed=7) * 0.5} if kind == "jumprelu" else {})
+    tensors["b_enc"] = random_tensor(F, seed=4, spread=0.3)
+    return tensors | ({"threshold": random_tensor(F, seed=7) * 0.5} if kind == "jumprelu" else {})
 
 
-def lens_features(held, config, x):
-    """SAELens' encoders, by its own order of operations."""
-    w = {name: tensor.double() for name, tensor in held.items()}
+def lens_features(tensors, config, x):
+    """The encoders of SAELens, with its order of operations."""
+    w = {name: tensor.double() for name, tensor in tensors.items()}
     x = x.double() * config.get("factor", 1.0)
     x = x - w["b_dec"] * config.get("apply_b_dec_to_input", True)
     kind = config["architecture"]
@@ -65,9 +65,9 @@ def lens_features(held, config, x):
     return z.relu() * (z > w["threshold"]) if kind == "jumprelu" else z.relu()
 
 
-def lens_rows(held, config, f):
-    f = f / held["W_dec"].double().norm(dim=-1) if config.get("rescale_acts_by_decoder_norm") else f
-    return (f @ held["W_dec"].double() + held["b_dec"].double()) / config.get("factor", 1.0)
+def lens_rows(tensors, config, f):
+    f = f / tensors["W_dec"].double().norm(dim=-1) if config.get("rescale_acts_by_decoder_norm") else f
+    return (f @ tensors["W_dec"].double() + tensors["b_dec"].double()) / config.get("factor", 1.0)
 
 
 LENS = [
@@ -85,27 +85,27 @@ LENS = [
 
 @pytest.mark.parametrize("config", LENS, ids=lambda config: "-".join(map(str, config.values())))
 def test_saelens_files_compute_what_saelens_computes(config, tmp_path):
-    held = lens_tensors(config["architecture"])
+    tensors = lens_tensors(config["architecture"])
     save_file(
-        {name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors"
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "sae_weights.safetensors"
     )
-    said = {name: value for name, value in config.items() if name != "factor"}
-    (tmp_path / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, **said}))
+    stored = {name: value for name, value in config.items() if name != "factor"}
+    (tmp_path / "cfg.json").write_text(json.dumps({"d_in": D, "d_sae": F, **stored}))
     if "factor" in config:
         (tmp_path / "activation_scaler.json").write_text(json.dumps({"scaling_factor": config["factor"]}))
     sae = Sae.load(tmp_path, hook="mlp_out", layer=3)
-    expected = lens_features(held, config, X)
+    expected = lens_features(tensors, config, X)
     assert (expected > 0).any() and sae.hook == "mlp_out" and sae.layer == 3
     np.testing.assert_allclose(sae.encode(X).numpy(), expected.numpy(), atol=2e-5)
     np.testing.assert_allclose(
-        sae.reconstruct(X).numpy(), lens_rows(held, config, expected).numpy(), atol=1e-4
+        sae.reconstruct(X).numpy(), lens_rows(tensors, config, expected).numpy(), atol=1e-4
     )
 
 
-def test_earlier_saelens_configs_are_understood(tmp_path):
-    held = lens_tensors("topk")
+def test_earlier_saelens_configs_are_read(tmp_path):
+    tensors = lens_tensors("topk")
     save_file(
-        {name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors"
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "sae_weights.safetensors"
     )
     (tmp_path / "cfg.json").write_text(
         json.dumps({"activation_fn_str": "topk", "activation_fn_kwargs": {"k": 4}})
@@ -113,29 +113,29 @@ def test_earlier_saelens_configs_are_understood(tmp_path):
     sae = Sae.load(tmp_path)
     assert sae.activation.name == "topk" and sae.activation.k == 4
     np.testing.assert_allclose(
-        sae.encode(X), lens_features(held, {"architecture": "topk", "k": 4}, X), atol=2e-5
+        sae.encode(X), lens_features(tensors, {"architecture": "topk", "k": 4}, X), atol=2e-5
     )
 
 
-def test_what_we_write_is_what_saelens_expects(tmp_path):
+def test_saved_files_have_the_saelens_layout(tmp_path):
     sae = random_sae("batchtopk", F, D, hook="mlp_out", layer=1)
     sae.save(tmp_path)
-    config, held = (
+    config, tensors = (
         json.loads((tmp_path / "cfg.json").read_text()),
         load_file(tmp_path / "sae_weights.safetensors"),
     )
     assert config["architecture"] == "jumprelu" and (config["d_in"], config["d_sae"]) == (D, F)
-    assert {name: tuple(tensor.shape) for name, tensor in held.items()} == {
+    assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {
         "W_enc": (D, F),
         "W_dec": (F, D),
         "b_enc": (F,),
         "b_dec": (D,),
         "threshold": (F,),
     }
-    np.testing.assert_allclose(lens_features(held, config, X), sae.encode(X), atol=1e-5)
+    np.testing.assert_allclose(lens_features(tensors, config, X), sae.encode(X), atol=1e-5)
 
 
-def test_what_saelens_would_read_differently_is_not_written(tmp_path):
+def test_dictionaries_that_saelens_cannot_express_are_not_saved(tmp_path):
     with pytest.raises(SaeError, match="top-k sets what is below zero to zero"):
         random_sae("topk").save(tmp_path / "a")
     with pytest.raises(SaeError, match="thresholds below zero"):
@@ -146,7 +146,7 @@ def test_what_saelens_would_read_differently_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({"architecture": "temporal"}, "architecture 'temporal'"),
         ({"architecture": "standard", "activation_fn": "tanh-relu"}, "activation 'tanh-relu'"),
@@ -160,17 +160,17 @@ def test_what_saelens_would_read_differently_is_not_written(tmp_path):
         ({"architecture": "topk"}, "needs k="),
     ],
 )
-def test_saelens_files_that_cannot_be_folded_are_refused(config, said, tmp_path):
-    held = lens_tensors("standard")
+def test_saelens_files_that_cannot_be_folded_are_refused(config, message, tmp_path):
+    tensors = lens_tensors("standard")
     save_file(
-        {name: tensor.contiguous() for name, tensor in held.items()}, tmp_path / "sae_weights.safetensors"
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "sae_weights.safetensors"
     )
     (tmp_path / "cfg.json").write_text(json.dumps(config))
-    with pytest.raises((SaeFileError, SaeError), match=said):
+    with pytest.raises((SaeFileError, SaeError), match=message):
         Sae.load(tmp_path)
 
 
-def test_cut_and_broken_files_are_named(tmp_path):
+def test_errors_name_truncated_and_invalid_files(tmp_path):
     path = random_sae("relu").save(tmp_path / "s")
     whole = (path / "sae_weights.safetensors").read_bytes()
     (path / "sae_weights.safetensors").write_bytes(whole[: len(whole) // 2])
@@ -189,31 +189,31 @@ def test_cut_and_broken_files_are_named(tmp_path):
 
 def scope_arrays():
     return {
-        "W_enc": numbers(D, F, seed=1, spread=0.4).numpy(),
-        "W_dec": numbers(F, D, seed=2).numpy(),
-        "b_enc": numbers(F, seed=3).numpy(),
-        "b_dec": numbers(D, seed=4).numpy(),
-        "threshold": numbers(F, seed=5).abs().numpy(),
+        "W_enc": random_tensor(D, F, seed=1, spread=0.4).numpy(),
+        "W_dec": random_tensor(F, D, seed=2).numpy(),
+        "b_enc": random_tensor(F, seed=3).numpy(),
+        "b_dec": random_tensor(D, seed=4).numpy(),
+        "threshold": random_tensor(F, seed=5).abs().numpy(),
     }
 
 
-@pytest.mark.parametrize("place", ["params.npz", "other.npz"])
-def test_gemma_scope_files_compute_what_they_were_trained_for(place, tmp_path):
-    held = scope_arrays()
-    np.savez(tmp_path / place, **held)
-    sae = Sae.load(tmp_path if place == "params.npz" else tmp_path / place, "mlp_out", 2)
-    z = X.double().numpy() @ held["W_enc"].astype(float) + held["b_enc"]
-    expected = (z > held["threshold"]) * np.maximum(z, 0)
+@pytest.mark.parametrize("file_name", ["params.npz", "other.npz"])
+def test_gemma_scope_files_compute_what_they_were_trained_for(file_name, tmp_path):
+    tensors = scope_arrays()
+    np.savez(tmp_path / file_name, **tensors)
+    sae = Sae.load(tmp_path if file_name == "params.npz" else tmp_path / file_name, "mlp_out", 2)
+    z = X.double().numpy() @ tensors["W_enc"].astype(float) + tensors["b_enc"]
+    expected = (z > tensors["threshold"]) * np.maximum(z, 0)
     np.testing.assert_allclose(sae.encode(X), expected, atol=2e-5)
-    np.testing.assert_allclose(sae.reconstruct(X), expected @ held["W_dec"] + held["b_dec"], atol=1e-4)
+    np.testing.assert_allclose(sae.reconstruct(X), expected @ tensors["W_dec"] + tensors["b_dec"], atol=1e-4)
 
 
 def test_gemma_scope_archives_with_pickles_or_missing_arrays_are_refused(tmp_path):
-    held = scope_arrays()
-    np.savez(tmp_path / "a.npz", **{name: held[name] for name in ("W_enc", "W_dec")})
+    tensors = scope_arrays()
+    np.savez(tmp_path / "a.npz", **{name: tensors[name] for name in ("W_enc", "W_dec")})
     with pytest.raises(SaeFileError, match="lacks b_enc, b_dec, threshold"):
         Sae.load(tmp_path / "a.npz")
-    np.savez(tmp_path / "b.npz", **{**held, "b_enc": np.array([{"x": 1}], dtype=object)})
+    np.savez(tmp_path / "b.npz", **{**tensors, "b_enc": np.array([{"x": 1}], dtype=object)})
     with pytest.raises(SaeFileError, match="plain arrays"):
         Sae.load(tmp_path / "b.npz")
     (tmp_path / "c.npz").write_bytes(b"PK\x03\x04 nothing")
@@ -224,10 +224,10 @@ def test_gemma_scope_archives_with_pickles_or_missing_arrays_are_refused(tmp_pat
 # dictionary_learning
 
 
-def learned(kind):
-    """Its state_dicts, and its encoders and decoders spelled out."""
-    e, w = numbers(F, D, seed=1, spread=0.4), numbers(D, F, seed=2, spread=0.6)
-    c, b = numbers(F, seed=3, spread=0.3), numbers(D, seed=4)
+def dictionary_learning_file(kind):
+    """A state dict of dictionary_learning, with the features and the reconstruction it gives for X."""
+    e, w = random_tensor(F, D, seed=1, spread=0.4), random_tensor(D, F, seed=2, spread=0.6)
+    c, b = random_tensor(F, seed=3, spread=0.3), random_tensor(D, seed=4)
     x = X.double()
     norms = w.double().norm(dim=0)
     if kind == "AutoEncoder":
@@ -245,21 +245,21 @@ def learned(kind):
             f @ w.double().T + b,
         )
     if kind == "JumpReluAutoEncoder":
-        level = numbers(F, seed=5).abs() * 0.5
+        level = random_tensor(F, seed=5).abs() * 0.5
         z = x @ e.double().T + c
         f = (z * (z > level)).relu()
-        held = {
+        tensors = {
             "W_enc": e.T.contiguous(),
             "b_enc": c,
             "W_dec": w.T.contiguous(),
             "b_dec": b,
             "threshold": level,
         }
-        return held, f * norms, f @ w.double().T + b
+        return tensors, f * norms, f @ w.double().T + b
     if kind == "MatryoshkaBatchTopKSAE":
         f = ((x - b) @ e.double().T + c).relu()
         f = f * (f > 0.6)
-        held = {
+        tensors = {
             "W_enc": e.T.contiguous(),
             "b_enc": c,
             "W_dec": w.T.contiguous(),
@@ -268,12 +268,12 @@ def learned(kind):
             "threshold": torch.tensor(0.6),
             "group_sizes": torch.tensor([10, 20]),
         }
-        return held, f, f @ w.double().T + b
+        return tensors, f, f @ w.double().T + b
     if kind == "GatedAutoEncoder":
-        r, gate, mag = numbers(F, seed=6) * 0.3, numbers(F, seed=7), numbers(F, seed=8)
+        r, gate, mag = random_tensor(F, seed=6) * 0.3, random_tensor(F, seed=7), random_tensor(F, seed=8)
         inside = (x - b) @ e.double().T
         f = ((inside + gate) > 0) * (r.double().exp() * inside + mag).relu()
-        held = {
+        tensors = {
             "encoder.weight": e,
             "decoder.weight": w,
             "decoder_bias": b,
@@ -281,15 +281,15 @@ def learned(kind):
             "gate_bias": gate,
             "mag_bias": mag,
         }
-        return held, f * norms, f @ w.double().T + b
+        return tensors, f * norms, f @ w.double().T + b
     z = ((x - b) @ e.double().T + c).relu()
-    held = {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "b_dec": b, "k": torch.tensor(6)}
+    tensors = {"encoder.weight": e, "encoder.bias": c, "decoder.weight": w, "b_dec": b, "k": torch.tensor(6)}
     if kind == "BatchTopKSAE":
         f = z * (z > 0.8)
-        return held | {"threshold": torch.tensor(0.8)}, f, f @ w.double().T + b
+        return tensors | {"threshold": torch.tensor(0.8)}, f, f @ w.double().T + b
     chosen = z.topk(6, dim=-1)
     f = torch.zeros_like(z).scatter(-1, chosen.indices, chosen.values)
-    return held | {"threshold": torch.tensor(-1.0)}, f, f @ w.double().T + b
+    return tensors | {"threshold": torch.tensor(-1.0)}, f, f @ w.double().T + b
 
 
 LEARNED = [
@@ -306,10 +306,12 @@ LEARNED = [
 @pytest.mark.parametrize("kind", LEARNED)
 @pytest.mark.parametrize("as_parameters", [False, True], ids=["tensors", "parameters"])
 def test_dictionary_learning_files_compute_what_they_were_trained_for(kind, as_parameters, tmp_path):
-    held, f, rows = learned(kind)
+    tensors, f, rows = dictionary_learning_file(kind)
     if as_parameters:
-        held = {n: torch.nn.Parameter(t) if t.is_floating_point() and t.ndim else t for n, t in held.items()}
-    torch.save(held, tmp_path / "ae.pt")
+        tensors = {
+            n: torch.nn.Parameter(t) if t.is_floating_point() and t.ndim else t for n, t in tensors.items()
+        }
+    torch.save(tensors, tmp_path / "ae.pt")
     (tmp_path / "config.json").write_text(json.dumps({"trainer": {"dict_class": kind, "k": 6}}))
     sae = Sae.load(tmp_path)
     assert (f > 0).any()
@@ -317,9 +319,9 @@ def test_dictionary_learning_files_compute_what_they_were_trained_for(kind, as_p
     np.testing.assert_allclose(sae.reconstruct(X), rows.numpy(), atol=1e-4)
 
 
-def test_the_reader_of_torch_files_agrees_with_torch(tmp_path):
+def test_load_state_dict_equals_torch_load(tmp_path):
     base = torch.arange(24.0).reshape(4, 6)
-    held = {
+    tensors = {
         "plain": base,
         "turned": base.T,
         "slice": base[1:3, ::2],
@@ -331,15 +333,15 @@ def test_the_reader_of_torch_files_agrees_with_torch(tmp_path):
         "one": torch.tensor(2.5),
         "double": base.double(),
     }
-    torch.save(held, tmp_path / "x.pt")
+    torch.save(tensors, tmp_path / "x.pt")
     ours, theirs = load_state_dict(tmp_path / "x.pt"), torch.load(tmp_path / "x.pt", weights_only=True)
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype and torch.equal(ours[name], tensor), name
 
 
-class Boom:
-    """Unpickling this would leave a file behind."""
+class Unpickled:
+    """Creates a directory when it is unpickled."""
 
     def __init__(self, path):
         self.path = path
@@ -350,13 +352,13 @@ class Boom:
 
 def test_nothing_is_unpickled(tmp_path):
     trap = tmp_path / "sprung"
-    torch.save({"encoder.weight": torch.ones(2, 2), "x": Boom(trap)}, tmp_path / "a.pt")
+    torch.save({"encoder.weight": torch.ones(2, 2), "x": Unpickled(trap)}, tmp_path / "a.pt")
     with pytest.raises(SaeFileError, match=r"names 'posix\.mkdir', which plain tensors do not need"):
         Sae.load(tmp_path / "a.pt")
     torch.save(torch.nn.Linear(2, 2), tmp_path / "b.pt")
     with pytest.raises(SaeFileError, match="Linear"):
         Sae.load(tmp_path / "b.pt")
-    (tmp_path / "c.pt").write_bytes(pickle.dumps({"x": Boom(trap)}))
+    (tmp_path / "c.pt").write_bytes(pickle.dumps({"x": Unpickled(trap)}))
     with pytest.raises(SaeFileError, match="not an archive"):
         Sae.load(tmp_path / "c.pt")
     torch.save([torch.ones(2)], tmp_path / "d.pt")
@@ -365,19 +367,19 @@ def test_nothing_is_unpickled(tmp_path):
     assert not trap.exists()
 
 
-def rewritten(source, target, change):
+def rewrite(source, target, change):
     with zipfile.ZipFile(source) as old, zipfile.ZipFile(target, "w") as new:
         for name in old.namelist():
             new.writestr(name, change(name, old.read(name)))
 
 
-def test_torch_files_that_lie_about_themselves_are_refused(tmp_path):
+def test_inconsistent_torch_files_are_refused(tmp_path):
     torch.save({"w": torch.ones(8, 8)}, tmp_path / "a.pt")
-    rewritten(tmp_path / "a.pt", tmp_path / "short.pt", lambda n, b: b[:64] if n.endswith("data/0") else b)
+    rewrite(tmp_path / "a.pt", tmp_path / "short.pt", lambda n, b: b[:64] if n.endswith("data/0") else b)
     with pytest.raises(SaeFileError, match="its index makes no sense"):
         load_state_dict(tmp_path / "short.pt")
     for cut in (1, 20, 60):
-        rewritten(
+        rewrite(
             tmp_path / "a.pt",
             tmp_path / "cut.pt",
             lambda n, b, c=cut: b[:-c] if n.endswith("data.pkl") else b,
@@ -390,8 +392,8 @@ def test_torch_files_that_lie_about_themselves_are_refused(tmp_path):
         load_state_dict(tmp_path / "empty.pt")
 
 
-def test_torch_files_that_would_grow_when_read_are_refused(tmp_path):
-    """A compressed member (3 MB that inflate to 3 GB, say), and a tensor that repeats one number a trillion times."""
+def test_torch_files_that_expand_when_read_are_refused(tmp_path):
+    """A compressed member (3 MB could inflate to 3 GB), and a tensor that repeats one number 2**40 times."""
     torch.save({"w": torch.ones(8, 8)}, tmp_path / "a.pt")
     with (
         zipfile.ZipFile(tmp_path / "a.pt") as old,
@@ -409,8 +411,8 @@ def test_torch_files_that_would_grow_when_read_are_refused(tmp_path):
         load_state_dict(tmp_path / "d.pt")
 
 
-def test_a_top_k_dictionary_without_its_config_is_not_guessed_at(tmp_path):
-    torch.save(learned("AutoEncoderTopK")[0], tmp_path / "ae.pt")
+def test_ambiguous_dictionary_learning_files_are_refused(tmp_path):
+    torch.save(dictionary_learning_file("AutoEncoderTopK")[0], tmp_path / "ae.pt")
     with pytest.raises(SaeFileError, match="does not say which of the two kinds"):
         Sae.load(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"trainer": {"dict_class": "BatchTopKSAE"}}))
@@ -431,11 +433,11 @@ def test_a_top_k_dictionary_without_its_config_is_not_guessed_at(tmp_path):
         Sae.load(tmp_path)
 
 
-# Our manifest
+# The manifest layout
 
 
 @pytest.mark.parametrize("family", ["relu", "jumprelu", "topk", "batchtopk", "gated"])
-def test_a_manifest_keeps_every_site_exactly(family, tmp_path):
+def test_a_manifest_round_trips_every_site(family, tmp_path):
     labels, levels = {1: "one"}, torch.arange(24.0)
     saes = [
         random_sae(
@@ -464,7 +466,7 @@ def test_a_manifest_keeps_every_site_exactly(family, tmp_path):
         Sae.load(tmp_path, layer=4)
 
 
-def test_one_dictionary_in_our_layout(tmp_path):
+def test_one_dictionary_in_the_manifest_layout(tmp_path):
     sae = random_sae("topk", hook="mlp_out", layer=0)
     assert Sae.load(sae.save(tmp_path, layout="manifest")).digest == sae.digest
     assert clampable_features(tmp_path) is None
@@ -475,7 +477,7 @@ def test_one_dictionary_in_our_layout(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"extra": 1}, "unknown field 'extra'"),
         ({"d_sae": None}, r"the encoder is \(24, 16\), the manifest says \(None, 16\)"),
@@ -485,9 +487,9 @@ def test_one_dictionary_in_our_layout(tmp_path):
         ({"activation_params": {"q": 1}}, "expected k, rectified or threshold"),
     ],
 )
-def test_manifests_that_make_no_sense_are_refused(change, said, tmp_path):
+def test_invalid_manifests_are_refused(change, message, tmp_path):
     random_sae("relu", hook="mlp_out", layer=0).save(tmp_path, layout="manifest")
     whole = json.loads((tmp_path / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(whole | change))
-    with pytest.raises(SaeFileError, match=said):
+    with pytest.raises(SaeFileError, match=message):
         load_all(tmp_path)

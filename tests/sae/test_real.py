@@ -1,8 +1,8 @@
 """T-SAE-8: a Gemma Scope file on one site of a small model, pure reconstruction and a clamped feature.
 
-Real weights are read where `BIRKHOFF_GEMMA_SCOPE` names a `params.npz`; the same checks run on a file of that layout
-with random numbers. The model is random and as wide as the dictionary: what is held to the oracle is what happens to
-the rows of the site, float64 from the arrays of the file itself.
+Real weights are read if `BIRKHOFF_GEMMA_SCOPE` is the path of a `params.npz`; the same checks also run on a file of
+that layout with random numbers. The model is random and as wide as the dictionary. The rows of the site are compared
+with float64 arithmetic on the arrays of the file.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def check(path: Path) -> None:
         after = host.run(before, [(use.sites["mlp_out", LAYER], list(range(len(ids))))], SiteContext())
         np.testing.assert_allclose(after.numpy(), expected, atol=2e-4 * max(scale, np.abs(expected).max()))
         assert not torch.allclose(logits, plain, atol=1e-3)
-    half = SaeSet("few", {0: set_to}, where={"prompt": [3]}).resolve(registry, ids.tolist(), 1)
-    logits = run(model, ids, half)
+    edit_one_position = SaeSet("few", {0: set_to}, where={"prompt": [3]}).resolve(registry, ids.tolist(), 1)
+    logits = run(model, ids, edit_one_position)
     assert torch.equal(logits[:3], plain[:3]) and not torch.equal(logits[3:], plain[3:])
 
 

@@ -1,4 +1,4 @@
-"""Attaching and detaching: whole or not at all, and running requests finish on what they began with."""
+"""Attaching and detaching are atomic, and running requests keep the module they started with."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from birkhoff.hooks.schema import build_hook_schema
 from birkhoff.sae.feature_edits import check_together
 from birkhoff.sae.registry import RowPool, SaeRegistry
 from birkhoff.sae.sae_manifest import save_manifest
-from tests.sae.made import random_sae
+from tests.sae.reference import random_sae
 from tests.sizes import scaled
 
 D, M, L = 16, 3, 6
@@ -23,7 +23,7 @@ SCHEMA = build_hook_schema(D, "float32", M, 4, 2)
 PROMPT = [0, *range(40, 60)]
 
 
-def registry(rows=256):
+def new_registry(rows=256):
     return SaeRegistry(SCHEMA, L, "cpu", rows)
 
 
@@ -36,7 +36,7 @@ class Fault(Exception):
 
 
 def steps_of(attach):
-    """The names of the steps, in order."""
+    """The names of the steps of an attach, in order."""
     seen: list[str] = []
     attach(seen.append)
     return seen
@@ -44,38 +44,40 @@ def steps_of(attach):
 
 @pytest.mark.parametrize("kind", ["delta", "full"])
 @pytest.mark.parametrize("swap", [False, True], ids=["new", "replacing"])
-def test_t_sae_4_a_fault_at_any_step_leaves_the_state_as_it_was(kind, swap):
+def test_t_sae_4_a_fault_at_any_step_leaves_the_state_unchanged(kind, swap):
     sites = [sae(1), sae(2, layer=3), sae(3, "mhc_streams_final", L - 1, view="mean")]
 
     def prepared():
-        made = registry()
-        made.attach("other", sae(9, layer=4), kind="full")
+        registry = new_registry()
+        registry.attach("other", sae(9, layer=4), kind="full")
         if swap:
-            made.attach("m", sae(8), kind=kind)
-            holding = made.reservation([made["m"]], {kind: {b"row"}}, {(1, ("mlp_out", 2), 5, "prefill")})
-            assert holding.reserve()
-        return made
+            registry.attach("m", sae(8), kind=kind)
+            reservation = registry.reservation(
+                [registry["m"]], {kind: {b"row"}}, {(1, ("mlp_out", 2), 5, "prefill")}
+            )
+            assert reservation.reserve()
+        return registry
 
     steps = steps_of(lambda reached: prepared().attach("m", sites, kind, None, swap, reached))
     assert len(steps) == 1 + 3 + 3 + 4 + swap and len(set(steps)) == len(steps)
     for step in steps:
-        made = prepared()
-        before = made.state()
+        registry = prepared()
+        before = registry.state()
 
         def fail(name, step=step):
             if name == step:
                 raise Fault(name)
 
         with pytest.raises(Fault):
-            made.attach("m", sites, kind, None, swap, fail)
-        assert made.state() == before, step
-        made.attach("m", sites, kind, None, swap)  # and nothing stands in the way of trying again
-        assert list(made["m"].saes) == [("mlp_out", 2), ("mlp_out", 3), ("mhc_streams_final", L - 1)]
+            registry.attach("m", sites, kind, None, swap, fail)
+        assert registry.state() == before, step
+        registry.attach("m", sites, kind, None, swap)  # a retry succeeds
+        assert list(registry["m"].saes) == [("mlp_out", 2), ("mlp_out", 3), ("mhc_streams_final", L - 1)]
 
 
-def test_memory_that_runs_out_leaves_the_state_as_it_was(monkeypatch):
-    made = registry()
-    before, allocated = made.state(), torch.Tensor.to
+def test_running_out_of_memory_leaves_the_state_unchanged(monkeypatch):
+    registry = new_registry()
+    before, allocated = registry.state(), torch.Tensor.to
 
     def no_more(self, *args, **kwargs):
         if self.shape == (24, D) and args and str(args[0]) == "cpu":
@@ -84,22 +86,22 @@ def test_memory_that_runs_out_leaves_the_state_as_it_was(monkeypatch):
 
     monkeypatch.setattr(torch.Tensor, "to", no_more)
     with pytest.raises(torch.OutOfMemoryError):
-        made.attach("m", sae())
+        registry.attach("m", sae())
     monkeypatch.undo()
-    assert made.state() == before
+    assert registry.state() == before
 
 
-def test_sites_of_full_modules_are_taken_once_and_those_of_delta_ones_shared():
-    made = registry()
-    made.attach("f", sae(1), kind="full")
-    for number in range(3):
-        made.attach(f"d{number}", sae(number))
+def test_a_site_has_one_full_module_and_any_number_of_delta_modules():
+    registry = new_registry()
+    registry.attach("f", sae(1), kind="full")
+    for index in range(3):
+        registry.attach(f"d{index}", sae(index))
     with pytest.raises(SaeError, match=r"mlp_out\[2\] already has the full module 'f'"):
-        made.attach("g", sae(2), kind="full")
-    made.attach("g", sae(2, layer=3), kind="full")
-    made.detach("f")
-    made.attach("f2", sae(2), kind="full")
-    assert [made[name].order for name in ("d0", "d1", "d2")] == [1, 2, 3]
+        registry.attach("g", sae(2), kind="full")
+    registry.attach("g", sae(2, layer=3), kind="full")
+    registry.detach("f")
+    registry.attach("f2", sae(2), kind="full")
+    assert [registry[name].order for name in ("d0", "d1", "d2")] == [1, 2, 3]
 
 
 STREAMS = "mhc_streams_pre_mlp"
@@ -136,25 +138,25 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), BAD, ids=[said[:36] for _, said in BAD])
-def test_what_cannot_be_attached_is_refused_and_leaves_nothing(change, said):
-    made = registry()
-    made.attach("taken", sae())
-    before = made.state()
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[message[:36] for _, message in BAD])
+def test_invalid_attachments_are_refused_and_leave_no_trace(change, message):
+    registry = new_registry()
+    registry.attach("taken", sae())
+    before = registry.state()
     arguments = {"name": "m", "saes": sae(), "kind": "delta", "features": None, **change}
-    with pytest.raises(SaeError, match=said):
-        made.attach(**arguments)
-    assert made.state() == before
+    with pytest.raises(SaeError, match=message):
+        registry.attach(**arguments)
+    assert registry.state() == before
 
 
-MESSAGES = [said for _, said in BAD]
+MESSAGES = [message for _, message in BAD]
 assert len(set(MESSAGES)) >= len(MESSAGES) - 3
 
 
-def resolved(made, *edits):
-    found = [edit.resolve(made, [1, 2, 3], 4) for edit in edits]
-    check_together(found)
-    return found
+def resolved(registry, *edits):
+    resolved_edits = [edit.resolve(registry, [1, 2, 3], 4) for edit in edits]
+    check_together(resolved_edits)
+    return resolved_edits
 
 
 REFUSED = [
@@ -197,41 +199,41 @@ REFUSED = [
 
 @pytest.fixture(scope="module")
 def full_registry():
-    made = registry()
-    made.attach("d", sae(labels={3: "bridge"}))
-    made.attach("f", sae(1), kind="full")
-    made.attach("r", sae(2), features=[3, 4])
-    made.attach("s", sae(3, STREAMS, 2, view="per_stream"))
-    return made
+    registry = new_registry()
+    registry.attach("d", sae(labels={3: "bridge"}))
+    registry.attach("f", sae(1), kind="full")
+    registry.attach("r", sae(2), features=[3, 4])
+    registry.attach("s", sae(3, STREAMS, 2, view="per_stream"))
+    return registry
 
 
-@pytest.mark.parametrize(("make", "said"), REFUSED, ids=[said[:36] for _, said in REFUSED])
-def test_edits_that_cannot_be_are_refused_before_anything_runs(make, said, full_registry):
+@pytest.mark.parametrize(("make", "message"), REFUSED, ids=[message[:36] for _, message in REFUSED])
+def test_invalid_edits_are_refused_before_anything_runs(make, message, full_registry):
     before = full_registry.state()
-    with pytest.raises(birkhoff.BirkhoffError, match=said):
+    with pytest.raises(birkhoff.BirkhoffError, match=message):
         resolved(full_registry, make())
     assert full_registry.state() == before
 
 
-def test_two_writers_of_one_feature_in_one_phase_are_refused(full_registry):
-    made = full_registry
+def test_two_edits_of_one_feature_in_one_phase_are_refused(full_registry):
+    registry = full_registry
     for pair in (
         (SaeSet("d", {3: 1.0}), SaeSet("d", {3: 2.0}, phase="decode")),
         (SaeSet("d", {3: 1.0}, phase="prefill"), SaeSet("d", {"bridge": 2.0})),
         (SaeReconstruct("f"), SaeReconstruct("f", {3: 1.0}, phase="prefill")),
     ):
         with pytest.raises(SaeError, match="two edits set"):
-            resolved(made, *pair)
-    resolved(made, SaeSet("d", {3: 1.0}, phase="prefill"), SaeSet("d", {3: 2.0}, phase="decode"))
-    resolved(made, SaeSet("d", {3: 1.0}), SaeSet("d", {4: 2.0}), SaeSet("r", {3: 1.0}))
-    resolved(made, SaeReconstruct("f", phase="prefill"), SaeReconstruct("f", {3: 1.0}, phase="decode"))
+            resolved(registry, *pair)
+    resolved(registry, SaeSet("d", {3: 1.0}, phase="prefill"), SaeSet("d", {3: 2.0}, phase="decode"))
+    resolved(registry, SaeSet("d", {3: 1.0}), SaeSet("d", {4: 2.0}), SaeSet("r", {3: 1.0}))
+    resolved(registry, SaeReconstruct("f", phase="prefill"), SaeReconstruct("f", {3: 1.0}, phase="decode"))
 
 
-def test_digests_name_what_edits_do(full_registry):
-    made = full_registry
+def test_digests_depend_on_the_effect_of_edits(full_registry):
+    registry = full_registry
 
     def content(edit, phase="prefill"):
-        return tuple(edit.resolve(made, [1, 2, 3], 4).digest_parts(phase))
+        return tuple(edit.resolve(registry, [1, 2, 3], 4).digest_parts(phase))
 
     plain = content(SaeSet("d", {3: 1.0, 4: 2.0}))
     assert plain == content(SaeSet("d", {4: 2.0, "bridge": 1.0})) != ()
@@ -263,35 +265,41 @@ def test_digests_name_what_edits_do(full_registry):
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2), st.booleans()), max_size=40))
 @settings(max_examples=scaled(200, 40), deadline=None)
-def test_no_row_leaks_whatever_order_requests_come_and_go_in(moves):
-    """Six requests with contents that partly agree, in a pool that holds three rows."""
-    made = registry(rows=3)
-    made.attach("d", sae())
+def test_no_row_leaks_in_any_order_of_reserve_and_release(moves):
+    """Six requests, some with equal rows, in a pool of three rows."""
+    registry = new_registry(rows=3)
+    registry.attach("d", sae())
     edits = [
-        SaeSet("d", {number % 4: 1.0}, phase=("both", "prefill", "decode")[number % 3]) for number in range(6)
+        SaeSet("d", {index % 4: 1.0}, phase=("both", "prefill", "decode")[index % 3]) for index in range(6)
     ]
-    found = [edit.resolve(made, [1, 2], 3) for edit in edits]
-    holdings = [made.reservation([one.module], {"delta": one.rows()}, one.writes()) for one in found]
-    for number, _, take in moves:
-        holding = holdings[number]
-        if take and not holding.held:
-            wanted = set(holding.rows["delta"]).union(*(h.rows["delta"] for h in holdings if h.held))
-            assert holding.reserve() is (len(wanted) <= 3)
+    resolved_edits = [edit.resolve(registry, [1, 2], 3) for edit in edits]
+    reservations = [
+        registry.reservation([one.module], {"delta": one.rows()}, one.writes()) for one in resolved_edits
+    ]
+    for index, _, take in moves:
+        reservation = reservations[index]
+        if take and not reservation.reserved:
+            wanted = set(reservation.rows["delta"]).union(
+                *(h.rows["delta"] for h in reservations if h.reserved)
+            )
+            assert reservation.reserve() is (len(wanted) <= 3)
         elif not take:
-            holding.release()
-        assert made.pools["delta"].used == len(set().union(*(h.rows["delta"] for h in holdings if h.held)))
-        assert made["d"].live == sum(h.held for h in holdings)
-    for holding in holdings:
-        holding.release()
-    assert made.pools["delta"].used == 0 and made["d"].live == 0 and not made.state()[-1]
+            reservation.release()
+        assert registry.pools["delta"].used == len(
+            set().union(*(h.rows["delta"] for h in reservations if h.reserved))
+        )
+        assert registry["d"].live == sum(h.reserved for h in reservations)
+    for reservation in reservations:
+        reservation.release()
+    assert registry.pools["delta"].used == 0 and registry["d"].live == 0 and not registry.state()[-1]
 
 
-def test_what_can_never_fit_is_refused_with_the_numbers():
-    made = registry(rows=1)
-    made.attach("d", sae())
-    edit = SaeSet("d", {3: 1.0}).resolve(made, [1], 2)
+def test_requests_that_never_fit_are_refused_with_the_sizes():
+    registry = new_registry(rows=1)
+    registry.attach("d", sae())
+    edit = SaeSet("d", {3: 1.0}).resolve(registry, [1], 2)
     with pytest.raises(CapacityError, match="needs 2 rows of delta clamps, and 1"):
-        made.reservation([edit.module], {"delta": edit.rows()}, ())
+        registry.reservation([edit.module], {"delta": edit.rows()}, ())
     pool = RowPool("delta", 1)
     assert pool.take([b"a"]) and pool.take([b"a"]) and not pool.take([b"b"])
 
@@ -314,18 +322,18 @@ def at_64(seed, hook="mlp_out", layer=2, **more):
 GREEDY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 0}
 
 
-def told(stream):
+def read_logprobs(stream):
     list(stream)
     return [one.logprob for one in stream.output.logprobs]
 
 
-def test_running_requests_finish_on_what_they_began_with(engine):
-    """Swapped, then deleted, in the middle of two answers: each goes on as if nothing had happened."""
+def test_running_requests_keep_the_module_they_started_with(engine):
+    """The module is replaced and then detached while two requests run; their outputs are unaffected."""
     edit = [SaeSet("m", {3: 9.0})]
     expected = []
     for seed in (1, 2):
         with engine.attach("m", at_64(seed)):
-            expected.append(told(engine.stream(PROMPT, steer=edit, **GREEDY)))
+            expected.append(read_logprobs(engine.stream(PROMPT, steer=edit, **GREEDY)))
     assert expected[0] != expected[1]
     engine.attach("m", at_64(1))
     first = engine.stream(PROMPT, steer=edit, **GREEDY)
@@ -338,12 +346,12 @@ def test_running_requests_finish_on_what_they_began_with(engine):
     engine.detach("m", drain=True)
     with pytest.raises(SaeError, match="no module named 'm'"):
         engine.generate(PROMPT, steer=edit, **GREEDY)
-    assert len(engine.saes.registry.state()[3]) == 2  # both are leaving
-    assert [told(first), told(second)] == expected
+    assert len(engine.saes.registry.state()[3]) == 2  # both are draining
+    assert [read_logprobs(first), read_logprobs(second)] == expected
     assert engine.saes.registry.state()[3] == () and engine.saes.registry.pools["delta"].used == 0
 
 
-def test_the_tier_of_every_request_and_its_conflicts(engine):
+def test_the_global_tier_and_its_conflicts(engine):
     alone = engine.generate(PROMPT, **GREEDY)
     engine.attach("m", at_64(1, labels={5: "fog"}))
     engine.attach("f", at_64(2), kind="full")
@@ -363,7 +371,7 @@ def test_the_tier_of_every_request_and_its_conflicts(engine):
     next(running), next(running)
     with pytest.raises(SaeError, match="a running request already sets feature 3 of m"):
         engine.saes.set_for_all([SaeSet("m", {3: 1.0})])
-    engine.saes.set_for_all([SaeSet("m", {3: 1.0}, phase="prefill")])  # another phase: no conflict
+    engine.saes.set_for_all([SaeSet("m", {3: 1.0}, phase="prefill")])  # no conflict: another phase
     engine.saes.set_for_all([SaeSet("m", {5: 1.0})], replace=False)
     assert len(engine.saes.status()["for_all"]) == 2
     running.close()
@@ -374,18 +382,18 @@ def test_the_tier_of_every_request_and_its_conflicts(engine):
     engine.detach("f")
 
 
-def test_requests_wait_for_rows_and_all_end(engine):
-    """Eight contents, room for two at a time: they take turns, and each answer is its own."""
+def test_requests_wait_for_rows_and_all_finish(engine):
+    """Eight requests with room for two at a time: they take turns, and the outputs equal those of single runs."""
     with engine.attach("m", at_64(1)):
         pool = engine.saes.registry.pools["delta"]
-        steer = [[SaeSet("m", {number: 9.0})] for number in range(8)]
+        steer = [[SaeSet("m", {index: 9.0})] for index in range(8)]
         expected = [engine.generate(PROMPT, steer=edits, **GREEDY).logprobs for edits in steer]
-        size, pool.size = pool.size, 4  # two rows each: prompt and answer
+        size, pool.size = pool.size, 4  # two rows per request: prefill and decode
         try:
-            found = engine.generate([PROMPT] * 8, steer=steer, **GREEDY)
+            outputs = engine.generate([PROMPT] * 8, steer=steer, **GREEDY)
         finally:
             pool.size = size
-        assert [one.logprobs for one in found] == expected and pool.used == 0
+        assert [one.logprobs for one in outputs] == expected and pool.used == 0
         assert len({str(one) for one in expected}) == 8
 
 
@@ -393,14 +401,14 @@ def test_features_of_a_text(engine):
     dictionary = at_64(1, labels={7: "seven"})
     f = dictionary.encode(engine.trace(PROMPT)["mlp_out", 2])
     with engine.attach("m", dictionary), engine.attach("few", dictionary, features=[7, 9]):
-        found = engine.features(PROMPT, "m", k=4)
+        hits_by_token = engine.features(PROMPT, "m", k=4)
         few = engine.features(PROMPT, "few", k=4)
         with pytest.raises(SaeError, match="k is 0"):
             engine.features(PROMPT, "m", k=0)
         with pytest.raises(SaeError, match="no dictionary at"):
             engine.features(PROMPT, "m", at=("mlp_out", 3))
-    assert len(found) == len(PROMPT)
-    for row, hits, some in zip(f, found, few):
+    assert len(hits_by_token) == len(PROMPT)
+    for row, hits, some in zip(f, hits_by_token, few):
         live = sorted(((float(v), i) for i, v in enumerate(row) if v > 0), key=lambda hit: (-hit[0], hit[1]))
         assert [hit.feature for hit in hits] == [i for _, i in live[:4]]
         assert [hit.activation for hit in hits] == pytest.approx([v for v, _ in live[:4]], abs=1e-4)
@@ -408,14 +416,14 @@ def test_features_of_a_text(engine):
         assert all(hit.label == ("seven" if hit.feature == 7 else None) for hit in (*hits, *some))
 
 
-def test_features_of_streams_say_which_stream(engine):
+def test_features_of_streams_have_a_stream_index(engine):
     dictionary = at_64(1, "mhc_streams_pre_attn", 2, view="per_stream")
     f = dictionary.encode(engine.trace(PROMPT)["mhc_streams_pre_attn", 2])
     with engine.attach("m", [dictionary, at_64(3)]):
         with pytest.raises(SaeError, match="Say which"):
             engine.features(PROMPT, "m")
-        found = engine.features(PROMPT, "m", k=3, at=("mhc_streams_pre_attn", 2))
-    for token, hits in enumerate(found):
+        hits_by_token = engine.features(PROMPT, "m", k=3, at=("mhc_streams_pre_attn", 2))
+    for token, hits in enumerate(hits_by_token):
         assert hits == sorted(hits, key=lambda hit: -hit.activation)
         assert all(
             float(f[token, hit.stream, hit.feature]) == pytest.approx(hit.activation, abs=1e-4)

@@ -1,4 +1,4 @@
-"""Edits of features as fields: what other servers' clients send, our own form, and the way back."""
+"""Feature edits as request fields: the fields of other servers, the native form, and serialisation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ SPEC = {
 }
 
 
-def test_clamp_specs_are_the_edits_python_makes():
+def test_clamp_specs_equal_python_edits():
     (edit,) = parse_clamp_specs([SPEC])
     assert edit == SaeSet(
         "golden_gate",
@@ -58,7 +58,7 @@ def test_reconstruction_specs_may_have_no_clamps():
     assert parse_reconstruction_specs(specs) == [SaeReconstruct("gg_full"), SaeReconstruct("g", error="keep")]
 
 
-def test_interventions_are_the_edits_python_makes():
+def test_interventions_equal_python_edits():
     body = {
         "interventions": [
             {"op": "sae", "module": "gg", "mode": "delta", "set": {"34": 5.0}, "where": {"generated": "all"}},
@@ -79,11 +79,11 @@ def test_interventions_are_the_edits_python_makes():
         SaeSet("gg", {7: 0.5}, kind="multiply", only_if_active=True, phase="prefill"),
     ]
     fields = {"sae_clamp_specs": [SPEC], "sae_full_reconstruction_specs": [{"module_name": "f"}]}
-    found = parse_steering(fields, {}, PARSERS)
-    assert [type(wired.edit) for wired in found] == [SaeSet, SaeReconstruct]
+    parsed = parse_steering(fields, {}, PARSERS)
+    assert [type(wired.edit) for wired in parsed] == [SaeSet, SaeReconstruct]
 
 
-def test_the_tier_of_every_request_comes_by_phase():
+def test_global_specs_are_grouped_by_phase():
     spec = {name: value for name, value in SPEC.items() if name != "phase"}
     edits = parse_global_specs({"prefill_specs": [spec], "decode_specs": [SPEC]})
     assert [edit.phase for edit in edits] == ["prefill", "decode"]
@@ -127,12 +127,12 @@ edits = st.builds(
 
 @given(edits)
 @settings(max_examples=scaled(400, 80), deadline=None)
-def test_an_edit_survives_the_trip_through_json(edit):
+def test_json_round_trip(edit):
     back = type(edit).from_json(json.loads(json.dumps(edit.to_json())))
     assert back == edit and hash(back) == hash(edit) and back.to_json() == edit.to_json()
 
 
-def test_an_edit_of_the_other_mode_is_not_taken():
+def test_from_json_refuses_another_mode():
     with pytest.raises(SaeError, match="mode is 'reconstruct'"):
         SaeSet.from_json(SaeReconstruct("x").to_json())
 
@@ -173,9 +173,9 @@ BAD_SPECS = [
 ]
 
 
-@pytest.mark.parametrize(("make", "said"), BAD_SPECS, ids=[said[:40] for _, said in BAD_SPECS])
-def test_bad_specs_are_refused_by_field(make, said):
-    with pytest.raises(SaeError, match=said) as refused:
+@pytest.mark.parametrize(("make", "message"), BAD_SPECS, ids=[message[:40] for _, message in BAD_SPECS])
+def test_bad_specs_are_refused_by_field(make, message):
+    with pytest.raises(SaeError, match=message) as refused:
         parse_clamp_specs(make())
     assert refused.value.path.startswith("sae_clamp_specs")
 
@@ -194,9 +194,11 @@ BAD_INTERVENTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("raw", "said"), BAD_INTERVENTIONS, ids=[said[:40] for _, said in BAD_INTERVENTIONS])
-def test_bad_interventions_are_refused_by_field(raw, said):
-    with pytest.raises(SaeError, match=said):
+@pytest.mark.parametrize(
+    ("raw", "message"), BAD_INTERVENTIONS, ids=[message[:40] for _, message in BAD_INTERVENTIONS]
+)
+def test_bad_interventions_are_refused_by_field(raw, message):
+    with pytest.raises(SaeError, match=message):
         parse_intervention(raw, "interventions[0]")
     with pytest.raises(SteeringError, match=r"interventions\[0\]"):
         parse_steering({"interventions": [raw]}, {}, PARSERS)

@@ -1,4 +1,4 @@
-"""Dictionaries at work on the rows of a step, against float64 written row by row, and against their plain twins."""
+"""Splices on the rows of a step, against float64 arithmetic row by row and against their plain twins."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from birkhoff.sae.dictionary import VIEWS
 from birkhoff.sae.encode import DeviceSae, encode_topk, reconstruct, top
 from birkhoff.sae.splice import SaeHost, SaeUse, padded_units
 from birkhoff.sae.views import make_view
-from tests.sae.made import FAMILIES, changed_row, plain, random_sae
+from tests.sae.reference import FAMILIES, changed_row, plain, random_sae
 from tests.sizes import scaled
 
 D, M, F = 16, 3, 24
@@ -39,9 +39,8 @@ def rows_of(count, view, seed=0):
 def around_of(count, seed=1):
     g = torch.Generator().manual_seed(seed)
     weights, post = torch.rand(M, D, generator=g), torch.rand(count, M, generator=g) * 2
-    return SiteContext(
-        post, lambda streams: torch.sigmoid((streams * weights).sum(-1))
-    )  # any function of the streams will do
+    # The read weights may be any function of the streams.
+    return SiteContext(post, lambda streams: torch.sigmoid((streams * weights).sum(-1)))
 
 
 def apply(x, edits, context):
@@ -63,7 +62,7 @@ def host_of_width(sae, width):
 
 
 def use_of(host, sae, clamps, mode="delta", streams=None):
-    said = [
+    parsed = [
         parse_clamp(
             i,
             {"min": v[0], "max": v[1]}
@@ -79,7 +78,7 @@ def use_of(host, sae, clamps, mode="delta", streams=None):
     ]
     op = "delta" if mode == "delta" else "full"
     return SaeUse(
-        host, resolve_clamps(said, sae, None), op, "both", "drop" if mode == "drop" else "keep", streams
+        host, resolve_clamps(parsed, sae, None), op, "both", "drop" if mode == "drop" else "keep", streams
     )
 
 
@@ -136,7 +135,7 @@ def test_t_sae_3_compaction_equals_masked_dense(family, mode, mask):
     out = host.run(x, [(use, rows)], around_of(9))
     assert torch.allclose(out, torch.where(marked, dense, x), atol=3e-5)
     if mask == "none":
-        assert out is x  # nothing was even copied
+        assert out is x  # not copied
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -147,7 +146,7 @@ def test_t_sae_5_keeping_the_error_is_the_identity_without_clamps_and_the_delta_
     kept = host.run(x, [(use_of(host, sae, CLAMPS, "keep"), rows)], around)
     delta = host.run(x, [(use_of(host, sae, CLAMPS, "delta"), rows)], around)
     assert torch.equal(kept, delta)
-    literal = plain(sae, x, use_of(host, sae, CLAMPS).row, "keep")  # through the error itself
+    literal = plain(sae, x, use_of(host, sae, CLAMPS).row, "keep")  # computed through the error
     assert torch.allclose(kept, literal, atol=3e-5)
     assert torch.allclose(plain(sae, x, use_of(host, sae, {}).row, "keep"), x, atol=1e-5)
 
@@ -186,7 +185,7 @@ def test_t_sae_7_the_read_spread_reads_back_as_the_new_row(mode):
     assert torch.allclose(again, new, atol=3e-5)
 
 
-def test_single_streams_of_a_per_stream_view_leave_the_others_alone():
+def test_edits_of_one_stream_leave_the_others_unchanged():
     sae, x, around = sae_for("jumprelu", "per_stream"), rows_of(6, "per_stream"), around_of(6)
     host = host_of(sae)
     out = host.run(x, [(use_of(host, sae, CLAMPS, "drop", streams=(1,)), [0, 5])], around)
@@ -197,19 +196,19 @@ def test_single_streams_of_a_per_stream_view_leave_the_others_alone():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_uses_of_one_step_run_together_and_do_not_mix(family):
-    """Sixteen requests with clamps of their own, in one call, are what each is alone."""
+def test_uses_of_one_step_are_independent(family):
+    """Sixteen requests with different clamps in one call equal sixteen single calls."""
     sae, x, around = random_sae(family), rows_of(40, "single", seed=9), around_of(40)
     host, g = host_of(sae), torch.Generator().manual_seed(4)
     uses = []
-    for number in range(16):
+    for index in range(16):
         features = torch.randperm(F, generator=g)[:3].tolist()
-        kinds = [("absolute", "additive", "multiply")[(number + i) % 3] for i in range(3)]
+        kinds = [("absolute", "additive", "multiply")[(index + i) % 3] for i in range(3)]
         clamps = {
-            feature: (kind, float(i + 1), number % 2 == 0)
+            feature: (kind, float(i + 1), index % 2 == 0)
             for i, (feature, kind) in enumerate(zip(features, kinds))
         }
-        uses.append((use_of(host, sae, clamps), [number, number + 20]))
+        uses.append((use_of(host, sae, clamps), [index, index + 20]))
     together = host.run(x, uses, around)
     for use, rows in uses:
         assert torch.allclose(together[rows], host.run(x, [(use, rows)], around)[rows], atol=2e-5)
@@ -218,16 +217,16 @@ def test_uses_of_one_step_run_together_and_do_not_mix(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_several_uses_of_one_row_all_see_the_row_as_it_came(family):
-    """The global tier adds, a request sets another feature: one surgery on the features of the incoming row."""
+def test_several_uses_of_one_row_all_read_the_incoming_row(family):
+    """For example a clamp of the global tier and one of a request: all apply to the features of the incoming row."""
     sae, x, around = random_sae(family), rows_of(5, "single"), around_of(5)
     host = host_of(sae)
     parts = [{7: CLAMPS[7]}, {3: CLAMPS[3]}, {8: CLAMPS[8], 11: CLAMPS[11]}]
     uses = [(use_of(host, sae, part), rows) for part, rows in zip(parts, ([0, 1, 2], [1, 2], [2]))]
     out = host.run(x, uses, around)
     for row, count in ((0, 1), (1, 2), (2, 3)):
-        met = {feature: clamp for part in parts[:count] for feature, clamp in part.items()}
-        expected = expected_of(sae, x, [row], met, "delta", around)
+        applied = {feature: clamp for part in parts[:count] for feature, clamp in part.items()}
+        expected = expected_of(sae, x, [row], applied, "delta", around)
         np.testing.assert_allclose(out[row].numpy(), expected[row], atol=3e-5)
     assert torch.equal(out[3:], x[3:])
 
@@ -235,7 +234,7 @@ def test_several_uses_of_one_row_all_see_the_row_as_it_came(family):
 def test_clamps_that_only_add_encode_nothing():
     sae, x = random_sae("topk"), rows_of(4, "single")
     host = host_of(sae)
-    object.__setattr__(host.weights, "encoder", None)  # whoever touched it would fail
+    object.__setattr__(host.weights, "encoder", None)  # any use of it would fail
     out = host.run(
         x,
         [(use_of(host, sae, {2: ("additive", 3.0, False), 9: ("additive", -1.0, False)}), [1])],
@@ -245,7 +244,7 @@ def test_clamps_that_only_add_encode_nothing():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_only_rows_of_the_named_features_are_held(family):
+def test_a_host_stores_only_the_named_features(family):
     sae = random_sae(family, features=64)
     whole, few = host_of(sae), host_of(sae, features=[5, 60])
     assert few.weights.decoder.shape == (2, D)
@@ -265,41 +264,43 @@ def test_rows_are_rounded_once_to_the_dtype_of_the_site():
     assert torch.equal(out[:3], plain(sae, x[:3].float(), use.row, "drop").bfloat16())
 
 
-def test_the_block_is_a_little_higher_than_its_rows_at_most():
+def test_padded_units():
     assert [padded_units(n) for n in (1, 3, 9, 16, 17, 129, 1000)] == [1, 4, 12, 16, 24, 192, 1024]
     assert all(n <= padded_units(n) <= max(1.6 * n, n + 1) for n in range(1, 3000))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("rows", [1, 7, 33])
-def test_tiles_change_nothing_but_memory(family, rows, monkeypatch):
-    """Dense, sparse, one tile or many: the rows a dictionary makes are those of its plain twin."""
+def test_results_do_not_depend_on_tile_size(family, rows, monkeypatch):
+    """Dense or sparse, one tile or many: reconstructions equal those of the plain twin."""
     sae, x = random_sae(family, features=300, width=24, seed=3), torch.randn(rows, 24)
-    held, expected = DeviceSae.of(sae, "cpu"), sae.reconstruct(x)
+    weights_on_device, expected = DeviceSae.of(sae, "cpu"), sae.reconstruct(x)
     for tile in (7, 64, 300, 8192):
-        for share in (0, 8, 10**6):  # always gather, by the rule, always multiply
+        for share in (0, 8, 10**6):  # always gather, choose by the rule, always multiply
             monkeypatch.setattr(encode, "TILE", tile)
             monkeypatch.setattr(encode, "CHUNK", 16)
             monkeypatch.setattr(encode, "SPARSE_SHARE", share)
-            assert torch.allclose(reconstruct(held, x, encode_topk(held, x)), expected, atol=1e-4)
+            assert torch.allclose(
+                reconstruct(weights_on_device, x, encode_topk(weights_on_device, x)), expected, atol=1e-4
+            )
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made."""
+    """Records the size of the largest tensor that any operation returned."""
 
-    numbers = 0
+    numel = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for made in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(made, torch.Tensor):
-                self.numbers = max(self.numbers, made.numel())
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(value, torch.Tensor):
+                self.numel = max(self.numel, value.numel())
         return out
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["delta", "keep", "drop"])
-def test_rows_times_features_are_never_held_at_once(family, mode, monkeypatch):
+def test_no_tensor_of_rows_times_features_is_allocated(family, mode, monkeypatch):
     sae, x = (
         random_sae(family, features=2000, width=8, seed=3, **({"k": 4} if family == "topk" else {})),
         torch.randn(200, 8),
@@ -310,34 +311,34 @@ def test_rows_times_features_are_never_held_at_once(family, mode, monkeypatch):
     use = use_of(host, sae, CLAMPS, mode)
     with Largest() as seen:
         host.run(x, [(use, list(range(200)))], around_of(200))
-    assert seen.numbers <= 2000 * 8 < 200 * 2000 / 20  # the dictionary itself is the largest thing there is
+    assert seen.numel <= 2000 * 8 < 200 * 2000 / 20  # no tensor is larger than the dictionary
 
 
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 12), st.integers(0, 10**6), st.booleans())
 @settings(max_examples=scaled(200, 40), deadline=None)
-def test_a_running_top_k_is_the_top_k(features, rows, k, seed, ties):
+def test_tiled_top_k_equals_top_k(features, rows, k, seed, ties):
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, 6, generator=g).round() if ties else torch.randn(rows, 6, generator=g)
     sae = random_sae("relu", features, 6, seed % 1000)
     if ties:
         sae.encoder.round_()
         sae.encoder_bias.zero_()
-    held, z = DeviceSae.of(sae, "cpu"), sae.pre_activations(x)
+    weights_on_device, z = DeviceSae.of(sae, "cpu"), sae.pre_activations(x)
     k, tile = min(k, features), encode.TILE
     try:
         encode.TILE = 5
-        values, found = top(held, x, k)
+        values, indices = top(weights_on_device, x, k)
     finally:
         encode.TILE = tile
     for row in range(rows):
         order = sorted(range(features), key=lambda i: (-float(z[row, i]), i))[:k]
         if ties:
-            assert found[row].tolist() == sorted(order)
+            assert indices[row].tolist() == sorted(order)
         assert torch.allclose(values[row].sort().values, z[row, order].sort().values, atol=1e-5)
 
 
 def test_t_sae_6_the_order_of_operations_cannot_be_swapped():
-    """patch, add, delta, full, clamp: every swap of two of them gives another row, and ours is the spelled-out one."""
+    """patch, add, delta, full, clamp: the result equals the explicit sequence; every swap of two gives another row."""
     from birkhoff.hooks.edit import ORDER, SiteEdit
 
     delta_sae, full_sae = random_sae("relu", seed=1), random_sae("jumprelu", seed=2)
@@ -365,24 +366,24 @@ def test_t_sae_6_the_order_of_operations_cannot_be_swapped():
     ]
     out = apply(x, edits, around_of(3))
 
-    def spelled(order):
+    def in_order(order):
         row = x[1]
         for op in order:
             row = steps[op](row)
         return row
 
-    assert torch.allclose(out[1], spelled(ORDER), atol=1e-4)
+    assert torch.allclose(out[1], in_order(ORDER), atol=1e-4)
     assert abs(float(out[1] @ unit) - 0.2) < 1e-5 or abs(float(out[1] @ unit) - 0.1) < 1e-5
     assert torch.equal(out[[0, 2]], x[[0, 2]])
     for i in range(5):
         for j in range(i + 1, 5):
             swapped = list(ORDER)
             swapped[i], swapped[j] = swapped[j], swapped[i]
-            assert not torch.allclose(spelled(swapped), spelled(ORDER), atol=1e-2), swapped
+            assert not torch.allclose(in_order(swapped), in_order(ORDER), atol=1e-2), swapped
 
 
 def test_delta_modules_run_in_the_order_in_which_they_were_attached():
-    """Whoever's request stands first in the batch: the order is the modules', not the requests'."""
+    """The order is that of the modules, whatever the order of the requests in the batch."""
     first, second = random_sae("relu", seed=1), random_sae("relu", seed=2)
     hosts = [host_of(first, order=0), host_of(second, order=1)]
     uses = [use_of(host, sae, CLAMPS) for host, sae in zip(hosts, (first, second))]
@@ -395,7 +396,7 @@ def test_delta_modules_run_in_the_order_in_which_they_were_attached():
         assert torch.allclose(apply(x, edits, around), expected, atol=1e-4)
 
 
-def test_values_may_be_shares_of_the_largest_activation():
+def test_values_may_be_multiples_of_x_max():
     levels = torch.linspace(0.5, 12, F)
     sae = random_sae("relu", x_max=levels, labels={4: "four"})
     clamps = [
@@ -418,8 +419,8 @@ def test_values_may_be_shares_of_the_largest_activation():
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("mode", ["delta", "drop"])
-def test_a_broken_row_breaks_nobody_else(family, mode):
-    """One request's NaN stays its own, and stays visible."""
+def test_a_nan_row_does_not_affect_other_rows(family, mode):
+    """A NaN in the row of one request stays NaN and does not affect other rows."""
     sae, x, around = random_sae(family), rows_of(6, "single"), around_of(6)
     host = host_of(sae)
     uses = [(use_of(host, sae, CLAMPS, mode), [row]) for row in range(5)]

@@ -1,4 +1,4 @@
-"""Training: gradients against their dense twin, the same dictionary from the same seed, planted features found."""
+"""Training: gradients against a dense twin, exact resumption, and recovery of planted features."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WIDTH = 32
 def planted(
     rows: int, directions: torch.Tensor, seed: int, active: int = 2, noise: float = 0.02
 ) -> torch.Tensor:
-    """Sums of `active` directions at strengths 1 to 2, around a centre of their own."""
+    """Rows that are sums of `active` directions with strengths 1 to 2, plus noise and an offset of 3."""
     generator = torch.Generator().manual_seed(seed)
     count = len(directions)
     on = torch.rand(rows, count, generator=generator).argsort(1) < active
@@ -35,63 +35,66 @@ def directions() -> torch.Tensor:
 
 
 def reference_gradients(trainer: Trainer, rows: torch.Tensor, auxiliary: bool) -> dict[str, torch.Tensor]:
-    """The same losses, dense, by autograd."""
+    """Gradients of the same losses, computed densely by autograd."""
     w = {name: tensor.clone().requires_grad_() for name, tensor in trainer.weights.items()}
     x = (rows - trainer.centre) * trainer.factor
     z = x @ w["encoder"].T + w["encoder_bias"]
     k, dead = trainer.options.k, trainer.dead
-    least = (
+    threshold = (
         z.topk(k, 1).values[:, -1:]
         if trainer.options.kind == "topk"
         else z.flatten().topk(k * len(z)).values[-1]
     )
-    left = x - torch.where((z >= least) & (z > 0), z, 0.0) @ w["decoder"] - w["decoder_bias"]
-    loss = left.pow(2).mean()
+    residual = x - torch.where((z >= threshold) & (z > 0), z, 0.0) @ w["decoder"] - w["decoder_bias"]
+    loss = residual.pow(2).mean()
     if auxiliary:
         ranked = z.masked_fill(~dead, float("-inf"))
-        lowest = ranked.topk(min(int(dead.sum()), x.shape[1] // 2), 1).values[:, -1:]
-        some = torch.where((ranked >= lowest) & dead & (z > 0), z, 0.0)
-        rest = left.detach()
+        auxiliary_threshold = ranked.topk(min(int(dead.sum()), x.shape[1] // 2), 1).values[:, -1:]
+        auxiliary_features = torch.where((ranked >= auxiliary_threshold) & dead & (z > 0), z, 0.0)
+        target = residual.detach()
         loss = (
-            loss + trainer.options.aux_weight * (rest - some @ w["decoder"]).pow(2).sum() / rest.pow(2).sum()
+            loss
+            + trainer.options.aux_weight
+            * (target - auxiliary_features @ w["decoder"]).pow(2).sum()
+            / target.pow(2).sum()
         )
     return dict(zip(w, torch.autograd.grad(loss, list(w.values()))))
 
 
 @pytest.mark.parametrize("kind", ["batchtopk", "topk"])
 @pytest.mark.parametrize("dead", [0, 9, 40])
-def test_gradients_are_those_of_the_dense_twin(directions, kind, dead):
+def test_gradients_equal_those_of_the_dense_twin(directions, kind, dead):
     rows = planted(50, directions, 2)
     trainer = Trainer(TrainOptions(64, k=4, kind=kind), rows)
     trainer.silent_rows[:dead] = trainer.options.dead_after
     x = (rows - trainer.centre) * trainer.factor
     z = trainer._pre_activations(x)
-    ours, left = trainer._reconstruction(x, z, trainer._kept(z))
+    ours, residual = trainer._reconstruction(x, z, trainer._kept(z))
     if dead:
-        trainer._add_auxiliary(x, z, left, ours)
+        trainer._add_auxiliary(x, z, residual, ours)
     theirs = reference_gradients(trainer, rows, bool(dead))
     for name, gradient in theirs.items():
         assert torch.allclose(ours[name], gradient, atol=1e-6, rtol=1e-4), name
 
 
 @pytest.mark.parametrize("kind", ["batchtopk", "topk"])
-def test_planted_directions_are_found_again(directions, kind):
+def test_planted_directions_are_recovered(directions, kind):
     steps = scaled(3000, 1000)
     trainer = Trainer(TrainOptions(32, k=2, kind=kind, steps=steps, rate=5e-3), planted(4096, directions, 0))
     for step in range(steps):
         trainer.step(planted(256, directions, 10 + step))
     held_out = [planted(1024, directions, 5)]
     sae = trainer.finish(held_out, hook="mlp_out", layer=1)
-    found = quality(sae, held_out)
+    result = quality(sae, held_out)
     best = (directions @ (sae.decoder / sae.decoder.norm(dim=1, keepdim=True)).T).amax(1)
-    assert found.explained_variance > 0.9 and (best > 0.9).float().mean() >= 0.9
+    assert result.explained_variance > 0.9 and (best > 0.9).float().mean() >= 0.9
     assert torch.allclose(sae.decoder.norm(dim=1), torch.ones(32), atol=1e-5)
     assert sae.activation.name == ("jumprelu" if kind == "batchtopk" else "topk")
-    assert abs(found.l0 - 2) < 0.3
+    assert abs(result.l0 - 2) < 0.3
     assert (sae.x_max >= sae.encode(held_out[0]).amax(0) - 1e-4).all()
 
 
-def test_a_training_that_was_stopped_goes_on_as_if_it_was_not(directions):
+def test_resumed_training_equals_uninterrupted_training(directions):
     options = TrainOptions(40, k=3, steps=30, dead_after=500)
     batches = [planted(64, directions, seed) for seed in range(30)]
     whole = Trainer(options, batches[0])
@@ -111,17 +114,17 @@ def test_a_training_that_was_stopped_goes_on_as_if_it_was_not(directions):
         Trainer.restored(TrainOptions(41), state)
 
 
-def test_dead_features_come_back(directions):
-    """Features that are needed but silent are woken by what is left over, and stay dead without it."""
-    left = []
+def test_the_auxiliary_loss_revives_dead_features(directions):
+    """The auxiliary loss on the residual revives dead features; without it they stay dead."""
+    dead_counts = []
     for weight in (0.0, 1.0):
         options = TrainOptions(32, k=2, steps=200, rate=5e-3, dead_after=2000, aux_weight=weight)
         trainer = Trainer(options, planted(2048, directions, 0))
-        trainer.weights["encoder"][8:] *= 0.02  # most of them are never among the largest
+        trainer.weights["encoder"][8:] *= 0.02  # most of them are never among the k largest
         for step in range(200):
             last = trainer.step(planted(128, directions, 100 + step))
-        left.append(last.dead)
-    assert left[1] < left[0] / 2
+        dead_counts.append(last.dead)
+    assert dead_counts[1] < dead_counts[0] / 2
 
 
 @pytest.mark.parametrize(
@@ -137,12 +140,12 @@ def test_dead_features_come_back(directions):
         ({"steps": True}, "steps is True"),
     ],
 )
-def test_options_that_make_no_sense_are_refused(change, words):
+def test_invalid_options_are_refused(change, words):
     with pytest.raises(OptionError, match=words):
         TrainOptions(**{"features": 8, "k": 2, **change})
 
 
-def test_rows_that_cannot_be_learnt_from_are_refused(directions):
+def test_invalid_rows_are_refused(directions):
     good = planted(16, directions, 0)
     trainer = Trainer(TrainOptions(8, k=2), good)
     bad = good.clone()
@@ -160,7 +163,7 @@ def test_rows_that_cannot_be_learnt_from_are_refused(directions):
         trainer.finish([])
 
 
-def test_quality_is_the_definition(directions):
+def test_quality_equals_its_definition(directions):
     rows = planted(300, directions, 4)
     trainer = Trainer(TrainOptions(40, k=3, steps=20, rate=1e-2), rows)
     for _ in range(20):
@@ -168,11 +171,11 @@ def test_quality_is_the_definition(directions):
     sae = trainer.finish([rows])
     measure = Measure(sae)
     features = torch.cat([measure.add(part) for part in rows.split(64)])
-    found, exact = measure.quality(), rows.double()
-    left = (exact - sae.reconstruct(rows).double()).pow(2).sum()
-    assert found.explained_variance == pytest.approx(
-        1 - (left / (exact - exact.mean(0)).pow(2).sum()).item(), abs=1e-6
+    result, exact = measure.quality(), rows.double()
+    residual = (exact - sae.reconstruct(rows).double()).pow(2).sum()
+    assert result.explained_variance == pytest.approx(
+        1 - (residual / (exact - exact.mean(0)).pow(2).sum()).item(), abs=1e-6
     )
-    assert found.l0 == pytest.approx((features != 0).float().sum(1).mean().item())
-    assert found.dead_share == pytest.approx((features == 0).all(0).float().mean().item())
-    assert torch.allclose(measure.density, (features != 0).float().mean(0)) and found.rows == 300
+    assert result.l0 == pytest.approx((features != 0).float().sum(1).mean().item())
+    assert result.dead_share == pytest.approx((features == 0).all(0).float().mean().item())
+    assert torch.allclose(measure.density, (features != 0).float().mean(0)) and result.rows == 300

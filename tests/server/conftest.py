@@ -16,7 +16,7 @@ import httpx2
 import pytest
 
 from tests.cli.conftest import COMMAND, clean_environment
-from tests.sae.made import random_sae
+from tests.sae.reference import random_sae
 
 
 @dataclass

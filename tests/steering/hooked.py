@@ -1,4 +1,4 @@
-"""The oracle with forward hooks that make the same edit as ours, at any of our sites and by any path."""
+"""The oracle with forward hooks that apply an edit at any site and on any path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ LAYER = 2
 
 
 class Hooked:
-    """Forward hooks on the oracle that change what a module receives or returns."""
+    """Forward hooks on the oracle that change the input or output of a module."""
 
     def __init__(self, oracle):
         self.oracle, self.handles = oracle, []
@@ -40,12 +40,12 @@ class Hooked:
 
 
 def streams(change):
-    """A change of flat rows [.., m*d] on a tensor [.., m, d]."""
+    """Apply a change of flat rows [.., m*d] to a tensor [.., m, d]."""
     return lambda x: change(x.flatten(-2)).view(x.shape)
 
 
 def hook_oracle(oracle, hook, change, path="both", layer=LAYER):
-    """Hooks that make `change` of flat rows at one of our sites, for those who see it by `path`."""
+    """Hooks that apply `change` to the flat rows of a site, for the consumers on `path`."""
     h, layer = Hooked(oracle), oracle.model.layers[layer]
     if hook == "mhc_streams_pre_attn":
         if path in ("both", "carry"):
@@ -62,17 +62,17 @@ def hook_oracle(oracle, hook, change, path="both", layer=LAYER):
             )
             h.input(layer.attn_hc, lambda x: raw["x"])
     elif hook == "mhc_streams_pre_mlp":
-        # Between its two sublayers the layer's streams have no module of their own: what is carried past the second
-        # leaves the layer through its mixer, so the change of it is mixed and added there.
+        # The streams between the two sublayers belong to no module. The part carried past the second sublayer leaves
+        # the layer through its mixer, so its change is mixed and added to the output of the layer.
         seen = {}
 
         def remember(_, args):
-            seen["was"] = args[0]
+            seen["streams"] = args[0]
             return (streams(change)(args[0]), *args[1:]) if path != "carry" else None
 
         def mixed(_, args, out):
-            moved = streams(change)(seen["was"]) - seen["was"]
-            return out + torch.matmul(seen["mix"].transpose(-1, -2), moved)
+            difference = streams(change)(seen["streams"]) - seen["streams"]
+            return out + torch.matmul(seen["mix"].transpose(-1, -2), difference)
 
         h.handles.append(layer.ffn_hc.register_forward_pre_hook(remember))
         h.handles.append(layer.ffn_hc.register_forward_hook(lambda _, args, out: seen.update(mix=out[1])))

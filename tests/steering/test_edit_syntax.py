@@ -1,4 +1,4 @@
-"""Steering in one line: read and written back, with a caret where it stops making sense."""
+"""The one-line edit syntax: parsing, printing, and errors with a caret at the position."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from birkhoff.steering.vector_edits import Add, Clamp, Patch, Project
 HOOKS = ("mlp_out", "mhc_streams_pre_attn", "mhc_streams_final")
 
 
-def test_the_example_of_the_manual():
+def test_the_documented_example():
     line = "+2.0 calm @ mhc_streams_pre_attn[4] stream=1"
     assert parse_line(line) == [Add("calm", "mhc_streams_pre_attn", [4], 2.0, [1])]
     assert print_line(parse_line(line)) == line
@@ -61,7 +61,7 @@ def test_lines_and_their_canonical_form(line, edits, canonical):
 
 
 numbers = st.floats(allow_nan=False, allow_infinity=False)
-places = st.fixed_dictionaries(
+targets = st.fixed_dictionaries(
     {
         "hook": st.sampled_from(HOOKS),
         "layers": st.none()
@@ -86,8 +86,8 @@ names = st.text(min_size=1) | st.from_regex(r"[\w./~+-]+", fullmatch=True)
 
 @st.composite
 def line_edits(draw):
-    name, place = draw(names), draw(places)
-    options = place | {key: draw(values) for key, values in rest.items()}
+    name, target = draw(names), draw(targets)
+    options = target | {key: draw(values) for key, values in rest.items()}
     if draw(st.integers(0, 3)) == 0:
         value = draw(numbers)
         return Clamp(name, min=value, max=value, **options)
@@ -95,14 +95,14 @@ def line_edits(draw):
 
 
 @given(edits=st.lists(line_edits(), min_size=1, max_size=3))
-def test_what_is_written_is_read_back(edits):
+def test_print_and_parse_round_trip(edits):
     line = print_line(edits)
     assert parse_line(line) == edits
     assert print_line(parse_line(line)) == line
 
 
 @given(line=st.text(alphabet='+-.0123456789abc @[]*,;="\\ \téstreamop', max_size=40) | st.text())
-def test_any_text_is_read_or_refused_with_a_place_inside_it(line):
+def test_any_text_parses_or_raises_with_a_position_in_the_line(line):
     try:
         edits = parse_line(line)
     except SteeringSyntax as error:
@@ -111,13 +111,13 @@ def test_any_text_is_read_or_refused_with_a_place_inside_it(line):
         assert text.endswith(f"at character {error.place + 1}.") and caret.strip() == "^"
         assert len(shown) <= 122 and "\t" not in shown
     except SteeringError:
-        pass  # read, but no edit: a stream that is no number of one
+        pass  # valid syntax, but no valid edit: for example an invalid stream number
     else:
         assert parse_line(print_line(edits)) == edits
 
 
 @pytest.mark.parametrize(
-    ("line", "place", "words"),
+    ("line", "position", "words"),
     [
         ("", 0, "a strength"),
         ("calm", 0, "a strength"),
@@ -145,15 +145,15 @@ def test_any_text_is_read_or_refused_with_a_place_inside_it(line):
         ("+2.0 calm @ mlp_out[4] , +1 b", 23, "';' or one of"),
     ],
 )
-def test_errors_point_at_the_place(line, place, words):
+def test_errors_point_at_the_position(line, position, words):
     with pytest.raises(SteeringSyntax, match=words) as refused:
         parse_line(line)
-    assert refused.value.place == place
+    assert refused.value.place == position
     _, shown, caret = str(refused.value).split("\n")
-    assert caret.index("^") - 2 == place and shown[2:] == line
+    assert caret.index("^") - 2 == position and shown[2:] == line
 
 
-def test_a_long_line_is_cut_around_its_fault():
+def test_a_long_line_is_cut_around_the_error():
     line = "; ".join(["+1.0 calm @ mlp_out[4]"] * 30) + " !"
     with pytest.raises(SteeringSyntax) as refused:
         parse_line(line)
@@ -173,6 +173,6 @@ def test_a_long_line_is_cut_around_its_fault():
     ],
     ids=["numbers", "where", "norm_match", "every", "no hook", "bounds"],
 )
-def test_what_a_line_cannot_say_is_not_written(edit):
+def test_edits_that_a_line_cannot_express_are_refused(edit):
     with pytest.raises(SteeringError):
         print_line([edit])

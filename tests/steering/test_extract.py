@@ -1,4 +1,4 @@
-"""Directions from two sets of rows, and how far apart the sets lie along them, against plain definitions."""
+"""Directions from two sets of rows, and the separation along them, against plain definitions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def sets(
 
 
 @given(numbers, numbers)
-def test_auc_is_the_share_of_pairs(up, down):
+def test_auc_equals_the_share_of_ordered_pairs(up, down):
     expected = sum((a > b) + (a == b) / 2 for a in up for b in down) / (len(up) * len(down))
     assert auc(torch.tensor(up), torch.tensor(down)) == pytest.approx(expected, abs=1e-6)
 
@@ -39,18 +39,18 @@ def test_d_prime_changes_sign_with_the_sides_and_not_with_the_unit(up, down):
 
 @pytest.mark.parametrize("how", ["mean_diff", "pca"])
 @pytest.mark.parametrize("shape", [(16,), (4, 8)])
-def test_a_planted_direction_is_found(how, shape):
+def test_a_planted_direction_is_recovered(how, shape):
     up, down, axis = sets(6.0, 200, shape)
-    found = direction(up, down, how)
-    assert found.shape == shape and torch.cosine_similarity(found.flatten(), axis.flatten(), dim=0) > 0.95
+    result = direction(up, down, how)
+    assert result.shape == shape and torch.cosine_similarity(result.flatten(), axis.flatten(), dim=0) > 0.95
     if how == "mean_diff":
-        assert torch.allclose(found, up.mean(0) - down.mean(0))
+        assert torch.allclose(result, up.mean(0) - down.mean(0))
     else:
-        assert found.norm() == pytest.approx(1.0, abs=1e-5) and (found * axis).sum() > 0
+        assert result.norm() == pytest.approx(1.0, abs=1e-5) and (result * axis).sum() > 0
 
 
-def test_noise_is_not_told_apart_although_the_direction_was_fitted():
-    """In-sample the difference of means of 30 rows in 200 dimensions separates anything; held out it must not."""
+def test_separation_of_noise_is_measured_on_held_out_rows():
+    """In-sample, the difference of means of 30 rows in 200 dimensions separates noise; on held-out rows it must not."""
     up, down, _ = sets(0.0, 30, (200,))
     axis = direction(up, down)
     assert auc(up @ axis, down @ axis) > 0.95
@@ -58,7 +58,7 @@ def test_noise_is_not_told_apart_although_the_direction_was_fitted():
     assert 0.25 < entry.auc < 0.75 and abs(entry.d_prime) < 0.8
 
 
-def test_the_stream_that_carries_it_is_named():
+def test_separate_finds_the_stream_with_the_direction():
     up, down, _ = sets(4.0, 60, (4, 16))  # planted in stream 0
     entries = separate("mhc_streams_pre_attn", 3, up, down)
     assert [entry.stream for entry in entries] == [None, 0, 1, 2, 3] and {

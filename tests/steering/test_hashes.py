@@ -1,4 +1,4 @@
-"""What steering amounts to, as hashes: equal effect, equal hash; anything else differs."""
+"""Steering hashes: equal for edits with equal effect, different otherwise."""
 
 from __future__ import annotations
 
@@ -57,21 +57,20 @@ OTHERS = {
 }
 
 
-def test_what_differs_has_another_hash():
+def test_different_edits_have_different_hashes():
     prompt = [5, 6, 7, 8, 9, 8, 7, 6]
-    found = {name: digests(edit, prompt=prompt) for name, edit in {"base": BASE, **OTHERS}.items()}
+    by_name = {name: digests(edit, prompt=prompt) for name, edit in {"base": BASE, **OTHERS}.items()}
     for phase in (0, 1):
-        seen = [pair[phase] for pair in found.values()]
+        seen = [pair[phase] for pair in by_name.values()]
         assert None not in seen and len(set(seen)) == len(seen) and {len(digest) for digest in seen} == {16}
 
 
-def test_what_is_the_same_has_the_same_hash():
+def test_equal_edits_have_equal_hashes():
     same = digests(BASE)
     assert same == digests(Add(np.asarray(V), "mlp_out", {"ranges": [[1, 1]]}))
     assert same == digests(Add(torch.tensor(V, dtype=torch.float64), "mlp_out", [-5], where="all"))
-    assert same == digests(
-        Add("calm", "mlp_out", [1]), modules={"calm": BASE.vector}
-    )  # by content, not by name
+    by_name = Add("calm", "mlp_out", [1])
+    assert same == digests(by_name, modules={"calm": BASE.vector})  # by content, not by name
     assert same == digests(Add(V, "mlp_out", [1], path="carry"))  # a hook with one stream has one path
     assert digests(Add(V, "mlp_out", [1, 2])) == digests(Add(V, "mlp_out", [2]), Add(V, "mlp_out", [1]))
     both = Add([*V, *V], "mhc_streams_final", [5])
@@ -82,15 +81,14 @@ def test_what_is_the_same_has_the_same_hash():
     assert digests(Add([0.0] * D, "mlp_out", [1])) == digests(Add([-0.0] * D, "mlp_out", [1], -0.0 + 1))
 
 
-def test_phases_have_hashes_of_their_own():
-    early, late = (
+def test_each_phase_has_its_hash():
+    prefill_only, decode_only = (
         digests(Add(V, "mlp_out", [1], phase="prefill")),
         digests(Add(V, "mlp_out", [1], phase="decode")),
     )
-    assert early == (digests(BASE)[0], None) and late == (None, digests(BASE)[1])
-    assert (
-        digests(BASE)[0] == digests(BASE)[1]
-    )  # the same is done to both: a generated page may become a prompt's
+    assert prefill_only == (digests(BASE)[0], None) and decode_only == (None, digests(BASE)[1])
+    # An edit of both phases has one hash, so pages of generated tokens can be reused for a prompt.
+    assert digests(BASE)[0] == digests(BASE)[1]
     assert digests(Add(V, "mlp_out", [1], where=[3])) != digests(BASE)
     assert digests(Add(V, "mlp_out", [1], where=[3]))[1] is None
     assert digests(Add(V, "mlp_out", [1], where={"generated": "all"}))[0] is None
@@ -99,8 +97,8 @@ def test_phases_have_hashes_of_their_own():
     assert digests() == (None, None)
 
 
-def test_where_counts_by_the_positions_it_picks():
-    """So a cached beginning is shared exactly by those who steer it alike."""
+def test_where_is_hashed_by_the_selected_positions():
+    """So a cached prefix is shared exactly by requests that steer it in the same way."""
 
     def prefill(where, prompt):
         return digests(Add(V, "mlp_out", [1], where=where), prompt=prompt)[0]
@@ -115,10 +113,10 @@ def test_where_counts_by_the_positions_it_picks():
     assert prefill(by_id, [1, 7, 3]) == prefill([1], [1, 7, 3]) != prefill(by_id, [7, 7, 3])
 
 
-def test_order_counts_where_it_has_an_effect():
+def test_order_is_hashed_where_it_has_an_effect():
     one, other = Clamp(V, "mlp_out", [1], max=0.0), Clamp(W, "mlp_out", [1], min=1.0)
     assert digests(one, other) != digests(other, one)
-    assert digests(BASE, one) == digests(one, BASE)  # additions come first however they are listed
+    assert digests(BASE, one) == digests(one, BASE)  # additions run first, wherever they are listed
     patches = Patch(V, "mlp_out", [1], 0.5), Patch(W, "mlp_out", [1], 0.5)
     assert digests(*patches) != digests(*reversed(patches))
 
@@ -127,16 +125,18 @@ parts = st.lists(st.builds(DigestPart, st.sampled_from(BLOCKS), st.binary(max_si
 
 
 @given(one=parts, other=parts)
-def test_parts_never_collide_across_blocks_or_borders(one, other):
+def test_parts_do_not_collide_across_blocks_or_boundaries(one, other):
     def canonical(listed):
         blocks = {block: [part.content for part in listed if part.block == block] for block in BLOCKS}
-        return {block: found if block in IN_ORDER else sorted(found) for block, found in blocks.items()}
+        return {
+            block: contents if block in IN_ORDER else sorted(contents) for block, contents in blocks.items()
+        }
 
     assert (combine(one) == combine(other)) == (canonical(one) == canonical(other))
 
 
 @given(one=st.lists(st.binary(max_size=4), max_size=4), other=st.lists(st.binary(max_size=4), max_size=4))
-def test_framing_tells_lists_apart(one, other):
+def test_framing_is_injective(one, other):
     assert (framed(*one) == framed(*other)) == (one == other)
 
 
@@ -146,12 +146,12 @@ def test_the_hash_of_wire_fields():
         and digest_steering_config() is None
     )
     vectors = {"mlp_out": {4: (V, 1.0), 6: (W, 2.0)}, "pre_attn": {0: (V, 1.0)}}
-    turned = {
+    reordered = {
         "pre_attn": {0: (np.asarray(V, np.float16), 1)},
         "mlp_out": {6: (W, 2.0), 4: (torch.tensor(V), 1.0)},
     }
-    assert hash_steering_config(vectors) == hash_steering_config(turned)
-    found = [
+    assert hash_steering_config(vectors) == hash_steering_config(reordered)
+    hashes = [
         hash_steering_config(vectors),
         hash_steering_config({"mlp_out": {4: (V, 1.0)}}),
         hash_steering_config({"mlp_out": {4: (V, 2.0)}}),
@@ -164,7 +164,7 @@ def test_the_hash_of_wire_fields():
         hash_steering_config(sae_clamp_specs=[b"x", b"y"]),
         hash_steering_config(sae_clamp_specs=[b"xy"]),
     ]
-    assert len(set(found)) == len(found) and all(0 < value < 2**63 for value in found)
+    assert len(set(hashes)) == len(hashes) and all(0 < value < 2**63 for value in hashes)
     assert hash_steering_config(sae_clamp_specs=[b"x", b"y"]) == hash_steering_config(
         sae_clamp_specs=[b"y", b"x"]
     )

@@ -1,4 +1,4 @@
-"""Vectors of other tools: what a file says is kept, what it does not say is asked for, nothing is guessed."""
+"""Importing vectors of other tools: metadata of the file is kept, missing metadata must be given, never guessed."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ROWS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
 
 class Trap:
-    """What must never run when a file is opened."""
+    """Prints when it is unpickled, which must never happen."""
 
     def __reduce__(self):
         return (print, ("ran",))
 
 
 def gguf(path, tensors, keys) -> None:
-    """The least of a GGUF file: strings and float32 tensors, written from the format's description."""
+    """Write a minimal GGUF file with string and integer keys and float32 tensors."""
 
     def text(value: str) -> bytes:
         return struct.pack("<Q", len(value)) + value.encode()
@@ -62,7 +62,7 @@ def test_module_json_as_lists_and_packed_is_the_same_vector(tmp_path):
     assert both["both.mlp_out"].model == "flash"
 
 
-def test_a_control_vector_is_what_leaves_a_layer(tmp_path):
+def test_a_control_vector_is_added_to_the_output_of_a_layer(tmp_path):
     keys = {
         "general.architecture": "controlvector",
         "controlvector.model_hint": "deepseek4",
@@ -82,7 +82,7 @@ def test_a_control_vector_is_what_leaves_a_layer(tmp_path):
         import_vectors(tmp_path / "odd.gguf", op="add")
 
 
-def test_raw_rows_count_from_layer_zero_and_silent_ones_are_left_out(tmp_path):
+def test_raw_rows_start_at_layer_zero_and_zero_rows_are_skipped(tmp_path):
     table = np.zeros((5, 8), "<f4")
     table[1], table[3] = ROWS[0], ROWS[1]
     (tmp_path / "v.f32").write_bytes(table.tobytes())
@@ -98,7 +98,7 @@ def test_raw_rows_count_from_layer_zero_and_silent_ones_are_left_out(tmp_path):
 @pytest.mark.parametrize(
     "names", [["layers.2", "layers.5"], ["2", "5"], ["blocks.2.vector", "blocks.5.vector"], [2, 5]]
 )
-def test_dictionaries_of_tensors_name_their_layers(tmp_path, names):
+def test_tensor_names_give_the_layers(tmp_path, names):
     torch.save(dict(zip(names, ROWS)), tmp_path / "v.pt")
     (vector,) = import_vectors(tmp_path / "v.pt", op="add", hook="mlp_out").values()
     assert vector.layers == (2, 5) and torch.equal(vector.at(5).tensor(), ROWS[1])
@@ -107,7 +107,7 @@ def test_dictionaries_of_tensors_name_their_layers(tmp_path, names):
         assert import_vectors(tmp_path / "v.safetensors", op="add", hook="mlp_out")["v"] == vector
 
 
-def test_one_tensor_alone(tmp_path):
+def test_a_single_tensor(tmp_path):
     torch.save(ROWS[0], tmp_path / "one.pt")
     assert import_vectors(tmp_path / "one.pt", op="add", hook="mlp_out", layer=4)["one"].layers == (4,)
     with pytest.raises(VectorFileError, match="names no layer"):
@@ -116,7 +116,7 @@ def test_one_tensor_alone(tmp_path):
     assert import_vectors(tmp_path / "many.safetensors", op="add", hook="mlp_out")["many"].layers == (0, 1, 2)
 
 
-def test_our_own_container_needs_no_words(tmp_path):
+def test_a_vector_file_needs_no_arguments(tmp_path):
     vector = SteeringVector({1: ROWS[0]}, "add", "mlp_out")
     vector.save(tmp_path / "own.safetensors")
     assert import_vectors(tmp_path / "own.safetensors")["own"] == vector
@@ -165,7 +165,7 @@ def test_nothing_but_tensors_is_unpickled(tmp_path, capsys):
         ("v.safetensors", b"no", "cannot be read as safetensors"),
     ],
 )
-def test_files_that_hold_no_vector_are_refused(tmp_path, name, data, words):
+def test_files_without_a_vector_are_refused(tmp_path, name, data, words):
     (tmp_path / name).write_bytes(data)
     with pytest.raises(BirkhoffError, match=words):
         import_vectors(tmp_path / name, op="add", hook="mlp_out")

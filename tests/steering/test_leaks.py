@@ -1,7 +1,7 @@
-"""Nobody's edits reach anybody else: random requests that come, run together and go, each as if it were alone.
+"""Requests do not affect each other: random requests that run concurrently give the results of single runs.
 
-Requests are drawn from a set of prompts, edits and captures; what each gives alone is computed once. In
-`batch_invariant` mode tokens, log-probabilities and captured rows have to be the same bits in every company.
+Requests are drawn from a set of prompts, edits and captures; the result of each single run is computed once. In
+`batch_invariant` mode tokens, log-probabilities and captured rows must be bit-identical in every batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from birkhoff import Add, Capture, Clamp, Patch, Project, SaeReconstruct, SaeSet
 from birkhoff.convert.synth import synth
 from birkhoff.output import Output
 from birkhoff.steering.position_rows import PositionRows
-from tests.sae.made import random_sae
+from tests.sae.reference import random_sae
 from tests.sizes import scaled
 
 SLOTS, REQUESTS = 6, scaled(64, 12)
@@ -39,10 +39,10 @@ def vector(width, seed):
     return v / v.norm() * 5
 
 
-def wishes(engine):
+def request_choices(engine):
     m, d, last = engine.config.hc_mult, engine.config.hidden_size, engine.config.num_hidden_layers - 1
     prompts = [[0, *range(9, 9 + 7 * n)] for n in (1, 3, 6)]
-    rows = PositionRows({place: vector(d, place) for place in (0, 4, 6)})
+    rows = PositionRows({position: vector(d, position) for position in (0, 4, 6)})
     steers = [
         None,
         [Add(vector(d, 1), "mlp_out", "all", 2.0)],
@@ -93,8 +93,8 @@ def same(one, other):
         one[:3] == other[:3]
         and one[3].keys() == other[3].keys()
         and all(
-            torch.equal(rows, other[3][key][0]) and places == other[3][key][1]
-            for key, (rows, places) in one[3].items()
+            torch.equal(rows, other[3][key][0]) and positions == other[3][key][1]
+            for key, (rows, positions) in one[3].items()
         )
     )
 
@@ -110,22 +110,22 @@ numbers = st.integers(0, 10**6)
         max_size=REQUESTS,
     )
 )
-def test_leaks_requests_in_any_company_give_what_they_give_alone(engine, chosen):
-    """Each tuple: prompt, edits, capture, the step at which it comes, and after how many steps it is cancelled."""
-    prompts, steers, captures = wishes(engine)
+def test_leaks_requests_in_any_batch_equal_single_runs(engine, chosen):
+    """Each tuple: prompt, edits, capture, the step of submission, and the number of steps until it is cancelled."""
+    prompts, steers, captures = request_choices(engine)
     running = []
     for prompt, steer, capture, _, _ in chosen:
         key = (prompt % len(prompts), steer % len(steers), capture % len(captures))
-        wish = {"steer": steers[key[1]], "capture": captures[key[2]], **OPTIONS}
+        options = {"steer": steers[key[1]], "capture": captures[key[2]], **OPTIONS}
         if key not in alone:
-            alone[key] = outcome(engine.generate(prompts[key[0]], **wish))
-        (request,) = engine.requests(prompts[key[0]], **wish)
+            alone[key] = outcome(engine.generate(prompts[key[0]], **options))
+        (request,) = engine.requests(prompts[key[0]], **options)
         running.append((key, request))
     for step in range(10**4):
-        for (_, request), (_, _, _, comes, leaves) in zip(running, chosen):
-            if comes == step:
+        for (_, request), (_, _, _, submit_step, cancel_after) in zip(running, chosen):
+            if submit_step == step:
                 engine._core.submit(request)
-            if leaves is not None and comes + leaves == step:
+            if cancel_after is not None and submit_step + cancel_after == step:
                 engine._core.cancel(request)
         if not engine._core.step() and step > 12 + 9:
             break
@@ -136,7 +136,7 @@ def test_leaks_requests_in_any_company_give_what_they_give_alone(engine, chosen)
         else:
             finished += 1
             assert same(outcome(Output.of(request)), alone[key])
-    assert finished or all(leaves is not None for *_, leaves in chosen)
+    assert finished or all(cancel_after is not None for *_, cancel_after in chosen)
     tables = engine._steering.tables
     assert tables.rows_used == 0 and not any(slab.uses for slab in tables.slabs.values())
     assert engine._core.scheduler.idle and engine._core.scheduler.slots.num_free == SLOTS
@@ -146,16 +146,16 @@ def test_leaks_requests_in_any_company_give_what_they_give_alone(engine, chosen)
 alone: dict = {}
 
 
-def test_leaks_the_edits_of_this_test_all_do_something(engine):
-    prompts, steers, _ = wishes(engine)
+def test_leaks_every_edit_has_an_effect(engine):
+    prompts, steers, _ = request_choices(engine)
     plain = engine.generate(prompts[1], **OPTIONS)
     for steer in steers[1:]:
         assert engine.generate(prompts[1], steer=steer, **OPTIONS).logprobs != plain.logprobs
 
 
-def test_leaks_sixteen_configurations_in_one_batch_are_sixteen_single_runs(engine):
-    prompts, steers, _ = wishes(engine)
-    many = [(prompts[number % 3], steers[number % len(steers)]) for number in range(16)]
+def test_leaks_sixteen_configurations_in_one_batch_equal_single_runs(engine):
+    prompts, steers, _ = request_choices(engine)
+    many = [(prompts[index % 3], steers[index % len(steers)]) for index in range(16)]
     together = engine.generate([p for p, _ in many], steer=[s for _, s in many], **OPTIONS)
     for (prompt, steer), out in zip(many, together):
         assert same(outcome(engine.generate(prompt, steer=steer, **OPTIONS)), outcome(out))

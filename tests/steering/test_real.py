@@ -1,4 +1,4 @@
-"""Steering of trained weights: the checks that a random model would pass too easily."""
+"""Steering of trained weights, for checks that a random model would pass too easily."""
 
 from __future__ import annotations
 
@@ -19,8 +19,12 @@ def check(engine):
     generator = torch.Generator().manual_seed(0)
     plain = engine.generate(TEXT, **GREEDY)
     for hook, streams, width in (("mhc_streams_pre_attn", None, m * d), ("mhc_streams_pre_mlp", [1], d)):
-        found = rows[hook, layer].float()
-        norm = found.flatten(1).norm(dim=-1).mean() if streams is None else found[:, 1].norm(dim=-1).mean()
+        activations = rows[hook, layer].float()
+        norm = (
+            activations.flatten(1).norm(dim=-1).mean()
+            if streams is None
+            else activations[:, 1].norm(dim=-1).mean()
+        )
         direction = torch.randn(width, generator=generator)
         edit = Add(direction / direction.norm() * float(norm) * 2, hook, [layer], streams=streams)
         steered = engine.generate(TEXT, steer=[edit], **GREEDY)
@@ -33,8 +37,8 @@ def check(engine):
     assert {slab.width for slab in engine._steering.tables.slabs.values()} == {m * d}
 
 
-def test_t_ste_10_stream_vectors_change_what_a_trained_model_says():
-    """An all-stream vector before attention and a one-stream vector before the experts, of the size of the rows."""
+def test_t_ste_10_stream_vectors_change_the_output_of_a_trained_model():
+    """All-stream vectors before attention and one-stream vectors before the experts, of twice the norm of the rows."""
     with birkhoff.load("nano", max_requests=1) as engine:
         check(engine)
 

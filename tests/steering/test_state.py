@@ -1,7 +1,7 @@
-"""T-STATE-1: every operation at every hook in every mode is right, or refused with a reason. Nothing runs and is wrong.
+"""T-STATE-1: every operation at every hook in every mode is either correct or refused with a reason.
 
-The oracle is a plain forward pass of the model over the whole text, with a tap that makes the edit in float64, written
-here from its definition. The engine reads the same text in chunks, caches it and decodes the rest.
+The oracle is a plain forward pass of the model over the whole text, with a tap that applies the edit in float64 by its
+definition. The engine reads the same text in chunks, caches it and decodes the rest.
 """
 
 from __future__ import annotations
@@ -58,12 +58,15 @@ def unit(v):
     return v.double() / v.double().norm()
 
 
-def made(operation, hook, options, m, d):
-    """Our edits, and the change of float64 rows [n, width] they stand for (given positions and live weights)."""
+def edits_and_change(operation, hook, options, m, d):
+    """The edits, and the equivalent change of float64 rows [n, width], called with the rows, their positions and the
+    write-out weights."""
     width = m * d if hook in STREAMS else d
     v, w, narrow = vector(width, 1), vector(width, 2), vector(d, 3)
     at = {"hook": hook, "layers": [LAYER], **options}
-    by_position = PositionRows({place: vector(width, 10 + place) for place in (2, 5, len(PROMPT) + 1)})
+    by_position = PositionRows(
+        {position: vector(width, 10 + position) for position in (2, 5, len(PROMPT) + 1)}
+    )
     e, u, en = unit(v), unit(w), unit(narrow)
 
     def on_streams(x, change):
@@ -71,14 +74,14 @@ def made(operation, hook, options, m, d):
         parts[:, [1, 3]] = change(parts[:, [1, 3]])
         return parts.flatten(1)
 
-    def put_rows(x, places, post):
+    def put_rows(x, positions, post):
         out = x.clone()
-        for number, place in enumerate(places.tolist()):
-            if place in by_position.positions:
-                out[number] += 0.5 * (vector(width, 10 + place).double() - x[number])
+        for index, position in enumerate(positions.tolist()):
+            if position in by_position.positions:
+                out[index] += 0.5 * (vector(width, 10 + position).double() - x[index])
         return out
 
-    def held(x):
+    def clamped(x):
         along = x @ u
         return x + (along.clamp(-0.3, 0.2) - along).unsqueeze(-1) * u
 
@@ -101,7 +104,7 @@ def made(operation, hook, options, m, d):
             [Project(narrow, streams=[1, 3], **at)],
             lambda x, _, __: on_streams(x, lambda s: s - (s @ en).unsqueeze(-1) * en),
         ),
-        "clamp": ([Clamp(w, min=-0.3, max=0.2, **at)], lambda x, _, __: held(x)),
+        "clamp": ([Clamp(w, min=-0.3, max=0.2, **at)], lambda x, _, __: clamped(x)),
         "patch": ([Patch(v, scale=0.25, **at)], lambda x, _, __: x + 0.25 * (v.double() - x)),
         "patch rows": ([Patch(by_position, scale=0.5, **at)], put_rows),
         "zeros": ([Patch(0, scale=0.5, **at)], lambda x, _, __: 0.5 * x),
@@ -109,21 +112,21 @@ def made(operation, hook, options, m, d):
             [Add(w, **at), Add(v, scale=-0.5, **at)],
             lambda x, _, __: x + w.double() - 0.5 * v.double(),
         ),
-        # listed the other way round: a clamp's bound holds on what leaves the site
+        # listed in reverse order: clamps run last, so their bounds hold for the output of the site
         "add then clamp": (
             [Clamp(w, min=-0.3, max=0.2, **at), Add(v, **at)],
-            lambda x, _, __: held(x + v.double()),
+            lambda x, _, __: clamped(x + v.double()),
         ),
     }
     return table[operation]
 
 
 def reference(engine, ids, hook, change, phase, path):
-    """Log-probabilities of one plain pass with the edit made by hand."""
+    """Log-probabilities of one plain forward pass with the edit applied by a tap."""
     layer = engine.config.num_hidden_layers - 1 if BY_NAME[hook].once else LAYER
-    places = torch.arange(len(ids))
-    late = places >= len(PROMPT)
-    chosen = {"both": torch.ones_like(late), "prefill": ~late, "decode": late}[phase]
+    positions = torch.arange(len(ids))
+    generated = positions >= len(PROMPT)
+    chosen = {"both": torch.ones_like(generated), "prefill": ~generated, "decode": generated}[phase]
     post = {}
 
     def seen(site, at, x):
@@ -134,7 +137,7 @@ def reference(engine, ids, hook, change, phase, path):
         rows = x.flatten(1).double()[chosen]
         weights = post["last"][chosen] if "last" in post else None
         out = x.flatten(1).double().clone()
-        out[chosen] = change(rows, places[chosen], weights)
+        out[chosen] = change(rows, positions[chosen], weights)
         return out.view(x.shape).to(x.dtype)
 
     def edit(site, at, x):
@@ -153,10 +156,10 @@ def reference(engine, ids, hook, change, phase, path):
 
 
 def state_of(engine, operation, hook, phase, path):
-    """`right`, `refused: why` or `wrong: by how much`."""
+    """The state of one cell: `right`, `refused: REASON` or `wrong: by DIFFERENCE`."""
     m, d = engine.config.hc_mult, engine.config.hidden_size
     try:
-        edits, change = made(operation, hook, {"phase": phase, "path": path}, m, d)
+        edits, change = edits_and_change(operation, hook, {"phase": phase, "path": path}, m, d)
         out = engine.generate(
             PROMPT, steer=edits, max_tokens=STEPS + 1, temperature=0, ignore_eos=True, logprobs=20
         )
@@ -182,9 +185,9 @@ def test_t_state_1_every_cell_is_right_or_refused(engine, operation):
         if path == "both" or hook in STREAMS
     ]
     full = scaled(1, 0)
-    for number, (hook, phase, path) in enumerate(cells):
-        if not full and number % 5 != OPERATIONS.index(operation) % 5:
-            continue  # a fifth of the cells, another one for each operation
+    for index, (hook, phase, path) in enumerate(cells):
+        if not full and index % 5 != OPERATIONS.index(operation) % 5:
+            continue  # a fifth of the cells, a different fifth for neighbouring operations
         state = state_of(engine, operation, hook, phase, path)
         if operation in ONLY_STREAMS and hook not in STREAMS:
             assert state.startswith("refused: ") and "stream" in state, (hook, phase, path, state)
@@ -193,15 +196,15 @@ def test_t_state_1_every_cell_is_right_or_refused(engine, operation):
 
 
 @pytest.mark.parametrize("hook", [*READ_ONLY, "post_mlp", "nowhere"])
-def test_t_state_1_what_cannot_be_changed_is_refused(engine, hook):
+def test_t_state_1_read_only_hooks_are_refused(engine, hook):
     why = {"post_mlp": "mhc_streams_final", "nowhere": "not a hook"}.get(hook, "capture-only")
     for operation in OPERATIONS:
         state = state_of(engine, operation, hook, "both", "both")
         assert state.startswith("refused: ") and why in state
 
 
-def test_t_state_1_the_alias_of_a_layers_output(engine):
-    """`mhc_streams_post_mlp` writes where the next layer reads, and after the last where the head does."""
+def test_t_state_1_the_alias_of_a_layer_output(engine):
+    """`mhc_streams_post_mlp` is the input of the next layer, and for the last layer the input of the head."""
     m, d = engine.config.hc_mult, engine.config.hidden_size
     last = engine.config.num_hidden_layers - 1
     for layer, hook, at in ((1, "mhc_streams_pre_attn", 2), (last, "mhc_streams_final", last)):
@@ -210,10 +213,10 @@ def test_t_state_1_the_alias_of_a_layers_output(engine):
         assert torch.equal(one, engine.logits(PROMPT, steer=[Add(hook=hook, layers=[at], **edit)]))
 
 
-def test_the_oracle_can_tell(engine):
-    """A change that is a little wrong is found: the grid does not pass for being blind."""
+def test_the_oracle_detects_small_errors(engine):
+    """The oracle detects small errors of scale, path and phase."""
     m, d = engine.config.hc_mult, engine.config.hidden_size
-    edits, change = made("add", "mhc_streams_pre_attn", {}, m, d)
+    edits, change = edits_and_change("add", "mhc_streams_pre_attn", {}, m, d)
     out = engine.generate(PROMPT, steer=edits, max_tokens=2, temperature=0, ignore_eos=True, logprobs=20)
     ids = PROMPT + out.token_ids[:-1]
 

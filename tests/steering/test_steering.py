@@ -1,4 +1,4 @@
-"""Edits of a running engine, held to another implementation with hooks that make the same change."""
+"""Edits in a running engine, compared with another implementation with hooks that apply the same change."""
 
 from __future__ import annotations
 
@@ -80,22 +80,20 @@ def test_steered_logits_equal_transformers_with_the_same_edit(engine, oracle, si
     steered = engine.logits(PROMPT, steer=[edit])
     theirs = hook_oracle(oracle, hook, change, path).logits(PROMPT)
     assert (steered - theirs).abs().max() < 1e-4
-    assert (steered - plain).abs().max() > 1e-2  # the edit does something
+    assert (steered - plain).abs().max() > 1e-2  # the edit has an effect
 
 
 @pytest.mark.parametrize("phase", ["both", "prefill", "decode"])
 @pytest.mark.parametrize(("hook", "path"), CASES)
-def test_steered_answers_equal_transformers_with_the_same_edit_of_the_same_tokens(
-    engine, oracle, sizes, hook, path, phase
-):
-    """Through the engine: chunks, cache and decoding, against one forward pass over the whole text."""
+def test_steered_outputs_equal_transformers_with_the_same_edit(engine, oracle, sizes, hook, path, phase):
+    """The engine, with chunks, cache and decoding, against one forward pass over the whole text."""
     m, d = sizes
     v = vector(m * d if hook.startswith("mhc") else d, seed=3, norm=6.0)
     options = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "logprobs": 20}
     out = engine.generate(PROMPT, steer=[Add(v, hook, [LAYER], path=path, phase=phase)], **options)
     ids = PROMPT + out.token_ids[:-1]
-    place = torch.arange(len(ids)) >= len(PROMPT)
-    mask = {"both": torch.ones_like(place), "prefill": ~place, "decode": place}[phase].float()
+    generated = torch.arange(len(ids)) >= len(PROMPT)
+    mask = {"both": torch.ones_like(generated), "prefill": ~generated, "decode": generated}[phase].float()
     change = lambda x: x + mask.view(-1, 1) * v  # noqa: E731
     theirs = hook_oracle(oracle, hook, change, path).logits(ids).log_softmax(-1)
     plain = hook_oracle(oracle, hook, lambda x: x, path).logits(ids).log_softmax(-1)
@@ -105,7 +103,7 @@ def test_steered_answers_equal_transformers_with_the_same_edit_of_the_same_token
         for token, value in logprob.top:
             assert abs(value - float(row[token])) <= 1e-4
             moved = max(moved, abs(value - float(plain[len(PROMPT) - 1 + step, token])))
-    assert moved > 1e-3  # the edit does something
+    assert moved > 1e-3  # the edit has an effect
 
 
 @pytest.mark.parametrize(
@@ -128,7 +126,7 @@ def test_t_ste_1_a_zero_edit_changes_no_bit_and_a_stream_edit_touches_its_stream
 
 
 def test_t_ste_7_paths(engine, sizes):
-    """carry leaves u, p, R of the site bit-equal; read leaves the carried streams as they were."""
+    """`carry` leaves u, p and R of the site unchanged bit for bit; `read` leaves the carried streams unchanged."""
     m, d = sizes
     v = vector(m * d)
     plain = engine.trace(PROMPT)
@@ -143,9 +141,8 @@ def test_t_ste_7_paths(engine, sizes):
         read[name, LAYER]
         for name in ("mhc_attn_res_mix", "mhc_attn_post_mix", "post_attn", "mhc_streams_pre_attn")
     )
-    rebuilt = torch.einsum("njk,njd->nkd", r, x) + p.unsqueeze(-1) * y.unsqueeze(
-        1
-    )  # from the unedited streams
+    # Rebuilt from the unedited streams.
+    rebuilt = torch.einsum("njk,njd->nkd", r, x) + p.unsqueeze(-1) * y.unsqueeze(1)
     assert (rebuilt - read["mhc_streams_pre_mlp", LAYER]).abs().max() < 1e-4
 
 
@@ -159,7 +156,7 @@ def test_post_mix_equals_an_edit_of_the_sublayer_that_wrote_the_streams(engine, 
     assert (at_output - by_weight).abs().max() < 1e-4
 
 
-def test_norm_match_takes_each_rows_own_norm(engine, sizes):
+def test_norm_match_scales_by_the_norm_of_each_row(engine, sizes):
     d = sizes[1]
     rows = engine.trace(PROMPT)["mlp_out", LAYER]
     spec = Capture({"mlp_out": [LAYER]}, capture_point="after")
@@ -169,7 +166,7 @@ def test_norm_match_takes_each_rows_own_norm(engine, sizes):
     assert (after - expected).abs().max() < 1e-4
 
 
-def test_t_ste_4_phases_and_places_land_on_the_right_tokens(engine, sizes):
+def test_t_ste_4_phase_and_where_select_the_right_tokens(engine, sizes):
     d = sizes[1]
     v, hook = vector(d), "mlp_out"
     spec = Capture({hook: [LAYER]}, positions="all", capture_point="after")
@@ -195,7 +192,7 @@ def test_t_ste_4_phases_and_places_land_on_the_right_tokens(engine, sizes):
     assert changed(where={"prompt": {"token_ids": [45, 50]}}) == [PROMPT.index(45), PROMPT.index(50)]
 
 
-def test_t_ste_9_reported_positions_are_those_the_edit_names(engine, sizes):
+def test_t_ste_9_reported_positions_are_the_selected_ones(engine, sizes):
     """Also when the prompt is read in chunks and computed again after a preemption."""
     v = vector(sizes[1])
     long = [0] + [5 + n % 200 for n in range(600)]
@@ -218,16 +215,16 @@ def test_t_ste_3_sixteen_requests_with_sixteen_edits_equal_sixteen_single_runs(e
     count = scaled(16, 8)
     hooks = ["mhc_streams_pre_attn", "mlp_out", "pre_attn", "mhc_streams_final", "post_attn"]
     steers, prompts = [], []
-    for number in range(count):
-        hook = hooks[number % len(hooks)]
+    for index in range(count):
+        hook = hooks[index % len(hooks)]
         wide = hook.startswith("mhc")
         edit = Add(
-            vector(m * d if wide else d, number), hook=hook, layers=[number % engine.config.num_hidden_layers]
+            vector(m * d if wide else d, index), hook=hook, layers=[index % engine.config.num_hidden_layers]
         )
         steers.append(
-            [edit] if number % 4 else [edit, Clamp(vector(d, number), hook="mlp_in", layers="all", max=0.0)]
+            [edit] if index % 4 else [edit, Clamp(vector(d, index), hook="mlp_in", layers="all", max=0.0)]
         )
-        prompts.append([0, *range(3 + number, 60 + 3 * number)])
+        prompts.append([0, *range(3 + index, 60 + 3 * index)])
     options = {"max_tokens": 6, "temperature": 1.0, "seed": 3, "logprobs": 1, "ignore_eos": True}
     together = engine.generate(prompts, steer=steers, **options)
     for prompt, steer, out in zip(prompts, steers, together):
@@ -235,16 +232,16 @@ def test_t_ste_3_sixteen_requests_with_sixteen_edits_equal_sixteen_single_runs(e
         assert alone.token_ids == out.token_ids and alone.logprobs == out.logprobs  # bit for bit
 
 
-def test_neighbours_of_a_steered_request_keep_their_bits(engine, sizes):
+def test_other_requests_of_a_batch_are_unchanged_by_a_steered_one(engine, sizes):
     options = {"max_tokens": 8, "temperature": 0, "logprobs": 2, "ignore_eos": True}
     alone = engine.generate(PROMPT, **options)
-    loud = [Add(vector(sizes[1], norm=50.0), hook="mlp_out", layers="all")]
-    quiet, _, again = engine.generate([PROMPT] * 3, steer=[None, loud, None], **options)
-    assert quiet.logprobs == again.logprobs == alone.logprobs
+    strong = [Add(vector(sizes[1], norm=50.0), hook="mlp_out", layers="all")]
+    first, _, last = engine.generate([PROMPT] * 3, steer=[None, strong, None], **options)
+    assert first.logprobs == last.logprobs == alone.logprobs
 
 
-def test_streams_are_steered_like_answers(engine, sizes):
-    """However an answer is asked for, an edit means the same."""
+def test_streaming_and_generate_steer_alike(engine, sizes):
+    """An edit has the same effect in `generate`, `stream` and `astream`."""
     edit = [Add(vector(sizes[1], norm=8.0), hook="mlp_out", layers="all")]
     options = {"max_tokens": 6, "temperature": 0, "ignore_eos": True}
     whole = engine.generate(PROMPT, steer=edit, **options)
@@ -318,13 +315,13 @@ def test_bad_edits_are_refused_before_anything_runs(engine, sizes, make, words):
     assert engine._core.scheduler.idle and engine._steering.tables.rows_used == 0
 
 
-def test_every_refusal_says_something_of_its_own_and_leaves_nothing_behind(engine, sizes):
-    said = []
+def test_every_error_has_a_distinct_message_and_leaves_no_state(engine, sizes):
+    messages = []
     for make, _ in BAD:
         with pytest.raises(BirkhoffError) as refused:
             engine.generate(PROMPT, max_tokens=2, steer=[make(*sizes)])
-        said.append(str(refused.value))
-    assert len(set(said)) == len(said)
+        messages.append(str(refused.value))
+    assert len(set(messages)) == len(messages)
     assert len(engine.modules) == 0 and engine.generate(PROMPT, max_tokens=2).finish_reason == "length"
 
 
@@ -336,9 +333,8 @@ def test_directions_at_one_site_are_counted_over_all_tiers(engine, sizes):
         more = Project(vector(d, 8), hook="mlp_out", layers=[1], phase="prefill")
         assert engine.generate(PROMPT, steer=[more], **options).finish_reason == "length"  # four
         apart = Project(vector(d, 9), hook="mlp_out", layers=[1], phase="decode")
-        assert (
-            engine.generate(PROMPT, steer=[more, apart], **options).finish_reason == "length"
-        )  # four in each phase
+        four_per_phase = engine.generate(PROMPT, steer=[more, apart], **options)
+        assert four_per_phase.finish_reason == "length"
         with pytest.raises(SteeringError, match=r"5 directions.*mlp_out\[1\] during prefill, at most 4"):
             engine.generate(PROMPT, steer=[more, more], **options)
     assert engine._steering.tables.rows_used == 0

@@ -1,4 +1,4 @@
-"""Steering as request fields: every form makes the same edits, and every refusal names its field."""
+"""Steering as request fields: every form gives the same edits, and every error names its field."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def edits_of(body, modules=None, **more):
 
 
 def digests(edits, modules=None):
-    """What the edits do to a prompt of 8 tokens and to what follows."""
+    """The prefill and decode digests of the edits for a prompt of 8 tokens."""
     plan = Plan(edits=tuple(edit.resolve(SCHEMA, L, modules or {}, 8, 4) for edit in edits))
     return plan.prefill_digest, plan.decode_digest
 
 
-halves = st.integers(-64, 64).map(lambda n: n / 8)  # numbers that float16 holds exactly
+halves = st.integers(-64, 64).map(lambda n: n / 8)  # exactly representable in float16
 layer_rows = st.dictionaries(st.integers(0, L - 1), st.lists(halves, min_size=D, max_size=D), min_size=1)
 
 
@@ -51,7 +51,7 @@ layer_rows = st.dictionaries(st.integers(0, L - 1), st.lists(halves, min_size=D,
     seed=st.randoms(),
 )
 def test_t_cache_2_hashes_do_not_depend_on_order_or_form(vectors, dtype, scale, seed):
-    """Lists, objects and packed blobs, in any order of hooks and layers, name the same steering; so do Python edits."""
+    """Lists, objects, packed blobs and Python edits, in any order of hooks and layers, have the same hashes."""
 
     def shuffled(items):
         items = list(items)
@@ -78,7 +78,7 @@ def test_t_cache_2_hashes_do_not_depend_on_order_or_form(vectors, dtype, scale, 
     forms = [digests(edits_of({"steering_vectors": form})) for form in (listed, mixed, blobs)]
     assert forms[0] == forms[1] == forms[2] == digests(python)
     prompt_only = digests(edits_of({"prefill_steering_vectors": blobs}))
-    assert prompt_only == (forms[0][0], None)  # to a prompt, both phases and the prompt's alone are the same
+    assert prompt_only == (forms[0][0], None)  # the prefill hash is that of both phases
     assert digests(edits_of({"decode_steering_vectors": listed})) == (None, forms[0][1])
 
 
@@ -102,16 +102,15 @@ def test_tiers_names_and_paths_of_the_compatible_fields():
         Add([1.0] * D, "mhc_streams_post_mlp", [2], streams=[1], phase="decode", path="both"),
     ]
     many = edits_of({"steering_vectors": {"mlp_out": {str(k): [k + 1.0] * D for k in range(L)}}})
-    assert len(many) == 1 and many[0].vector.at(4) == Vector(
-        [5.0] * D
-    )  # one edit for all layers of one strength
+    # one edit for all layers of equal scale
+    assert len(many) == 1 and many[0].vector.at(4) == Vector([5.0] * D)
     zero = edits_of({"steering_vectors": {"mlp_out": {"0": [0.0] * D, "1": [1.0] * D}}})
     assert [edit.layers.expand(L) for edit in zero] == [(0,), (1,)]
     project = SteeringVector({3: [1.0] * D}, "project", "mlp_out")
     assert edits_of({"steering_name": "no"}, {"no": project}) == [Project("no", path="carry")]
 
 
-def test_what_is_carried_at_the_end_is_what_is_read():
+def test_carry_at_the_final_site_means_both():
     (edit,) = edits_of({"steering_vectors": {"mhc_streams_final": {"0": [1.0] * (M * D)}}})
     assert edit.resolve(SCHEMA, L, {}, 4, 4).sites["mhc_streams_final", L - 1].path == "both"
 
@@ -149,8 +148,8 @@ def test_the_native_form():
         ]
     }
     body[NATIVE][3]["vector"].pop("layer_indices")
-    found = edits_of(body, features={"sae": lambda raw, path: [(raw["module"], path)]})
-    assert found == [
+    parsed = edits_of(body, features={"sae": lambda raw, path: [(raw["module"], path)]})
+    assert parsed == [
         Add("calm", "mhc_streams_pre_attn", [2], 2.0, [1], {"generated": "all"}),
         Clamp("refusal", "mlp_out", [3], max=0.0),
         Clamp([1.0] * D, "mlp_out", "all", 0.5, min=0.5, max=0.5),
@@ -168,7 +167,7 @@ by_layer = st.dictionaries(st.integers(0, 9), st.just([1.0, 2.0]), min_size=1)
 sources = st.one_of(
     st.text(st.characters(categories=("L", "N")), min_size=1),
     rows,
-    by_layer.map(lambda found: SteeringVector(found, "add", "mlp_in")),
+    by_layer.map(lambda rows_by_layer: SteeringVector(rows_by_layer, "add", "mlp_in")),
 )
 by_position = st.dictionaries(st.integers(0, 9), st.just([1.0, 0.5]), min_size=1).map(PositionRows)
 patched = st.one_of(sources, st.just(0), by_position)
@@ -197,8 +196,8 @@ any_edit = st.one_of(
 
 
 @given(edit=any_edit)
-def test_an_edit_survives_both_of_its_written_forms(edit):
-    """`to_json` of Python, and the entry of `interventions`: each is the inverse of its reader, hashes included."""
+def test_edits_round_trip_through_both_forms(edit):
+    """`to_json` and the entry of `interventions` are both inverted by their parsers, hashes included."""
     again = type(edit).from_json(edit.to_json())
     assert again == edit and hash(again) == hash(edit)
     (wired,) = edits_of({NATIVE: [intervention(edit)]})
@@ -207,7 +206,7 @@ def test_an_edit_survives_both_of_its_written_forms(edit):
 
 V = [1.0] * D
 AT = {"hook": "mlp_out", "layers": [0]}
-BAD = {  # what is wrong -> the body, the field that is named, a word of the reason
+BAD = {  # error -> (body, path of the field, part of the message)
     "both kinds": ({NATIVE: [], "steering_vectors": {}}, NATIVE, "beside steering_vectors"),
     "a number for vectors": ({"steering_vectors": 3}, "steering_vectors", "from hooks to vectors"),
     "a number for a hook": ({"steering_vectors": {"mlp_out": 3}}, "steering_vectors.mlp_out", "packed blob"),
@@ -411,38 +410,38 @@ BAD = {  # what is wrong -> the body, the field that is named, a word of the rea
 }
 
 
-class Kept:
+class CapturedRows:
     tensor, positions = torch.ones(2, D), (3, 5)
 
 
-RUNS = {"kept": {("mlp_out", 0): Kept}}
+RUNS = {"kept": {("mlp_out", 0): CapturedRows}}
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_refusals_name_their_field(name):
+def test_errors_name_their_field(name):
     body, path, words = BAD[name]
-    held = SteeringVector({0: V}, "clamp", "mlp_out")
+    module = SteeringVector({0: V}, "clamp", "mlp_out")
     with pytest.raises(SteeringError, match=words) as refused:
-        parse_steering(body, {"held": held}, runs=RUNS)
+        parse_steering(body, {"held": module}, runs=RUNS)
     assert refused.value.path == path and str(refused.value).startswith(f"{path}: ")
 
 
-def test_every_refusal_has_words_of_its_own():
-    said = {}
+def test_every_error_has_a_distinct_message():
+    messages = {}
     for name, (body, _, _) in BAD.items():
         try:
             parse_steering(body, {"held": SteeringVector({0: V}, "clamp", "mlp_out")}, runs=RUNS)
         except SteeringError as error:
-            said[name] = str(error)
-    assert len(said) == len(BAD) and len(set(said.values())) == len(BAD)
+            messages[name] = str(error)
+    assert len(messages) == len(BAD) and len(set(messages.values())) == len(BAD)
 
 
 def test_captured_runs_are_sources():
     (edit,) = edits_of({NATIVE: [{"op": "patch", "at": AT, "source": {"run": "kept"}}]}, runs=RUNS)
-    assert edit == Patch(PositionRows({3: V, 5: V}), "mlp_out", [0]) == Patch(Kept, "mlp_out", [0])
+    assert edit == Patch(PositionRows({3: V, 5: V}), "mlp_out", [0]) == Patch(CapturedRows, "mlp_out", [0])
     assert edit.resolve(SCHEMA, L, {}, 8, 4).offsets(2, [9] * 6, 8) == [1, 3]
 
 
-def test_fields_of_other_kinds_are_left_alone():
+def test_other_fields_are_ignored():
     assert edits_of({"messages": [], "steering_vectors": None, NATIVE: None}) == []
     assert set(COMPATIBLE) >= {"steering_name", "sae_clamp_specs"}

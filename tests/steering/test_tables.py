@@ -1,4 +1,4 @@
-"""Tables of a running engine: widths side by side, admission, and that what is off costs nothing."""
+"""Vector tables of a running engine: several widths, admission, and no cost when steering is off."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def engine(tmp_path_factory):
 
 @pytest.fixture
 def small(engine):
-    """The engine with tables of two vectors of each width."""
+    """The engine with tables that hold two vectors of each width."""
     before, engine._steering.tables = engine._steering.tables, Tables(max_slots=3)
     yield engine
     engine._steering.tables = before
@@ -39,7 +39,7 @@ def vector(width, seed=0, norm=3.0):
     return v / v.norm() * norm
 
 
-def test_t_ste_2_widths_on_one_layer_stand_in_groups_of_their_own(engine):
+def test_t_ste_2_each_width_has_its_slab(engine):
     m, d = engine.config.hc_mult, engine.config.hidden_size
     steers = [
         [Add(vector(d), "mlp_out", [2]), Add(vector(m * d), "mhc_streams_pre_attn", [2])],
@@ -60,26 +60,26 @@ def test_t_ste_2_widths_on_one_layer_stand_in_groups_of_their_own(engine):
         alone = engine.generate(PROMPT, steer=steer, **GREEDY)
         assert alone.token_ids == request.output_ids and alone.logprobs == request.logprobs
 
-    plain = build_hook_schema(d, "float32", None)  # an ordinary model: three hooks, one width, one group
+    plain = build_hook_schema(d, "float32", None)  # a model without streams: three hooks, one width, one slab
     tables = Tables()
     sites = {(hook, layer): SiteEdit("add", vector(d)) for hook in plain for layer in range(3)}
     assert TableRows(tables, [sites], {hook: row.width for hook, row in plain.items()}).reserve()
     assert list(tables.slabs) == [d] and dict(tables.slabs[d].uses) == {1: 9}
 
 
-def test_requests_wait_for_rows_and_all_of_them_end(small):
-    """Two vectors fit: five requests with five vectors run two at a time, in order, each as if alone."""
+def test_requests_wait_for_rows_and_all_finish(small):
+    """The tables hold two vectors: five requests with five vectors run two at a time, in order, as in single runs."""
     d = small.config.hidden_size
     steers = [[Add(vector(d, seed), "mlp_out", [1])] for seed in range(5)]
     requests = [small.requests(PROMPT, steer=steer, **GREEDY)[0] for steer in steers]
     unsteered = small.requests(PROMPT, **GREEDY)[0]
     for request in [*requests, unsteered]:
         small._core.submit(request)
-    most = 0
+    max_running = 0
     while not all(request.done for request in [*requests, unsteered]):
         small._core.step()
-        most = max(most, sum(request.slot is not None for request in requests))
-    assert most == 2
+        max_running = max(max_running, sum(request.slot is not None for request in requests))
+    assert max_running == 2
     ended = [request.timings.finished for request in requests]
     assert ended == sorted(ended)
     for request, steer in zip(requests, steers):
@@ -87,7 +87,7 @@ def test_requests_wait_for_rows_and_all_of_them_end(small):
     assert small._steering.tables.rows_used == 0
 
 
-def test_a_cancelled_request_gives_its_rows_back_wherever_it_stands(small):
+def test_waiting_and_running_requests_release_their_rows_when_cancelled(small):
     d = small.config.hidden_size
     requests = [
         small.requests(PROMPT, steer=[Add(vector(d, seed), "mlp_out", [1])], **GREEDY)[0] for seed in range(4)
@@ -103,15 +103,13 @@ def test_a_cancelled_request_gives_its_rows_back_wherever_it_stands(small):
     assert small._steering.tables.rows_used == 0 and not small._steering.tables.slabs[d].uses
 
 
-def test_what_can_never_fit_is_refused_before_anything_is_queued(small):
+def test_requests_that_never_fit_are_refused_before_queueing(small):
     d = small.config.hidden_size
     edits = [Add(vector(d, seed), "mlp_out", [seed]) for seed in range(3)]
     with pytest.raises(CapacityError, match=rf"3 different vectors of {d} numbers.*hold 2"):
         small.generate(PROMPT, steer=edits, **GREEDY)
     assert small._core.scheduler.idle and small._steering.tables.rows_used == 0
-    same = [
-        Add(vector(d), "mlp_out", [layer]) for layer in range(3)
-    ]  # one vector is one row, wherever it is used
+    same = [Add(vector(d), "mlp_out", [layer]) for layer in range(3)]  # equal vectors share one row
     assert small.generate(PROMPT, steer=same, **GREEDY).finish_reason == "length"
 
 
@@ -126,36 +124,37 @@ class Count(TorchDispatchMode):
 
 
 def decode_operations(engine, **request):
-    """How many operations the third step of decoding has."""
-    (made,) = engine.requests(PROMPT, **request, **GREEDY)
-    engine._core.submit(made)
+    """The number of operations of the third step of a request."""
+    (submitted,) = engine.requests(PROMPT, **request, **GREEDY)
+    engine._core.submit(submitted)
     for _ in range(2):
         engine._core.step()
     with Count() as count:
         engine._core.step()
-    engine._core.cancel(made)
+    engine._core.cancel(submitted)
     return count.operations
 
 
-def test_t_ste_5_off_and_idle_add_no_operation(engine):
-    """Nothing asked, edits that wait, edits elsewhere: the same operations. Steered sites add theirs and no others.
+def test_t_ste_5_inactive_steering_adds_no_operation(engine):
+    """Without edits, or with edits that do not apply to the step, the operations are the same. Steered sites add only
+    their operations.
 
-    On a device the same decision picks the graph without steered sites."""
+    On a GPU the same decision selects the graph without steered sites."""
     d = engine.config.hidden_size
     plain = decode_operations(engine)
-    waiting = [
+    inactive = [
         Add(vector(d), "mlp_out", "all", phase="prefill"),
         Clamp(vector(d), "mlp_in", "all", max=0.0, where=[0, 3]),
         Patch(0, "pre_attn", [1], where={"generated": {"window": [2, None]}}),
     ]
-    assert decode_operations(engine, steer=waiting) == plain
+    assert decode_operations(engine, steer=inactive) == plain
     assert decode_operations(engine, capture=Capture({"mlp_out": "all"})) == plain
-    one = decode_operations(engine, steer=[Add(vector(d), "mlp_out", [1])]) - plain
-    every = decode_operations(engine, steer=[Add(vector(d), "mlp_out", "all")]) - plain
-    assert 0 < one <= 8 and every == one * engine.config.num_hidden_layers
+    one_layer = decode_operations(engine, steer=[Add(vector(d), "mlp_out", [1])]) - plain
+    all_layers = decode_operations(engine, steer=[Add(vector(d), "mlp_out", "all")]) - plain
+    assert 0 < one_layer <= 8 and all_layers == one_layer * engine.config.num_hidden_layers
 
 
-def test_a_step_like_the_last_is_not_built_again(engine):
+def test_the_tap_of_an_equal_step_is_reused(engine):
     d = engine.config.hidden_size
     (request,) = engine.requests(
         PROMPT, steer=[Add(vector(d), "mlp_out", "all")], **{**GREEDY, "max_tokens": 8}
@@ -166,4 +165,4 @@ def test_a_step_like_the_last_is_not_built_again(engine):
     while not request.done:
         engine._core.step()
         taps.append(staging.last_edit_tap)
-    assert len({id(tap) for tap in taps}) == 2  # one for reading the prompt, one for all of decoding
+    assert len({id(tap) for tap in taps}) == 2  # one for the prefill, one for all decode steps

@@ -1,4 +1,4 @@
-"""The vector container: what it keeps, what it refuses, and what an edit takes from it."""
+"""Vector files: round trips, invalid files, and the fields that an edit takes from its vector."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HIDDEN, STREAMS, LAYERS = 8, 4, 6
 SCHEMA = build_hook_schema(HIDDEN, "float32", STREAMS, 8, 2)
 
 
-def made(hook="mlp_out", width=HIDDEN, layers=(1, 3), **fields) -> SteeringVector:
+def make_vector(hook="mlp_out", width=HIDDEN, layers=(1, 3), **fields) -> SteeringVector:
     generator = torch.Generator().manual_seed(5)
     rows = {layer: torch.randn(width, generator=generator) for layer in layers}
     return SteeringVector(
@@ -27,8 +27,8 @@ def made(hook="mlp_out", width=HIDDEN, layers=(1, 3), **fields) -> SteeringVecto
     )
 
 
-def rewritten(source, target, change) -> None:
-    """The same file with other tensors or other words."""
+def rewrite(source, target, change) -> None:
+    """Copy a file with changed tensors or metadata."""
     with safe_open(source, "pt") as file:
         tensors, metadata = {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
     change(tensors, metadata)
@@ -36,9 +36,9 @@ def rewritten(source, target, change) -> None:
 
 
 @pytest.mark.parametrize("streams", ["flat", "all", (0, 2)])
-def test_a_file_gives_back_everything_and_the_same_bytes(tmp_path, streams):
+def test_save_and_load_round_trip(tmp_path, streams):
     width = HIDDEN * (STREAMS if streams == "flat" else 1)
-    vector = made(
+    vector = make_vector(
         "mhc_streams_pre_attn", width, streams=streams, scale=1.5, note="a note", effect={"moved": 0.9}
     )
     first = vector.save(tmp_path / "a.safetensors")
@@ -50,21 +50,21 @@ def test_a_file_gives_back_everything_and_the_same_bytes(tmp_path, streams):
         assert set(REQUIRED) <= set(file.metadata()) and file.metadata()["format"] == FORMAT
 
 
-def test_equal_by_what_it_does_not_by_who_made_it():
-    vector = made()
+def test_vectors_compare_by_effect_not_by_provenance():
+    vector = make_vector()
     assert vector == replace(vector, created_at="another day", note="x", method="pca")
     assert (
-        hash(vector) == hash(made())
-        and vector != made(layers=(1, 2))
+        hash(vector) == hash(make_vector())
+        and vector != make_vector(layers=(1, 2))
         and vector != replace(vector, op="project")
     )
     assert vector != replace(vector, scale_unit="row_norm") and vector.only([3]).layers == (3,)
 
 
 @pytest.mark.parametrize("name", REQUIRED)
-def test_a_file_that_does_not_say_everything_is_refused(tmp_path, name):
-    made().save(tmp_path / "whole.safetensors")
-    rewritten(tmp_path / "whole.safetensors", tmp_path / "less.safetensors", lambda _, words: words.pop(name))
+def test_a_file_without_required_metadata_is_refused(tmp_path, name):
+    make_vector().save(tmp_path / "whole.safetensors")
+    rewrite(tmp_path / "whole.safetensors", tmp_path / "less.safetensors", lambda _, words: words.pop(name))
     with pytest.raises(VectorFileError, match=rf"does not say {name}\."):
         SteeringVector.load(tmp_path / "less.safetensors")
 
@@ -80,8 +80,8 @@ def test_a_file_that_does_not_say_everything_is_refused(tmp_path, name):
     ids=["numbers", "hook", "a word more", "a layer less"],
 )
 def test_a_file_that_was_changed_is_refused(tmp_path, change):
-    made().save(tmp_path / "whole.safetensors")
-    rewritten(tmp_path / "whole.safetensors", tmp_path / "other.safetensors", change)
+    make_vector().save(tmp_path / "whole.safetensors")
+    rewrite(tmp_path / "whole.safetensors", tmp_path / "other.safetensors", change)
     with pytest.raises(VectorFileError, match="sha256 does not match"):
         SteeringVector.load(tmp_path / "other.safetensors")
 
@@ -93,7 +93,7 @@ def test_files_of_other_kinds_are_refused(tmp_path):
         with pytest.raises(VectorFileError, match=words):
             SteeringVector.load(tmp_path / f"{name}.safetensors")
     with pytest.raises(VectorFileError, match=r"expected \.safetensors"):
-        made().save(tmp_path / "vector.pt")
+        make_vector().save(tmp_path / "vector.pt")
 
 
 @pytest.mark.parametrize(
@@ -115,20 +115,20 @@ def test_files_of_other_kinds_are_refused(tmp_path):
         ({"model": 3}, "model is 3"),
     ],
 )
-def test_what_makes_no_sense_is_refused_when_made(fields, words):
+def test_invalid_fields_are_refused_on_construction(fields, words):
     with pytest.raises(SteeringError, match=words):
         SteeringVector(**{"rows": {0: [3.0, 4.0]}, "op": "add", "hook": "mlp_out", **fields})
 
 
 def resolved(edit):
-    return edit.resolve(SCHEMA, LAYERS, {"calm": made()}, 4, 2).sites
+    return edit.resolve(SCHEMA, LAYERS, {"calm": make_vector()}, 4, 2).sites
 
 
-def test_an_edit_takes_its_place_from_the_vector():
-    vector = made()
+def test_an_edit_takes_hook_and_layers_from_the_vector():
+    vector = make_vector()
     sites = resolved(Add("calm", scale=2.0))
     assert list(sites) == [("mlp_out", 1), ("mlp_out", 3)]
-    for (_, layer), edit in sites.items():  # each layer has its own row
+    for (_, layer), edit in sites.items():  # one row per layer
         assert torch.equal(edit.vector, vector.at(layer).tensor()) and edit.scale == 2.0
     assert list(resolved(Add("calm", layers=[3]))) == [("mlp_out", 3)]
     assert resolved(Add(vector, layers=[3]))["mlp_out", 3].vector.equal(vector.at(3).tensor())
@@ -136,27 +136,27 @@ def test_an_edit_takes_its_place_from_the_vector():
         resolved(Add("calm", layers=[2]))
 
 
-def test_streams_and_unit_come_along():
-    one = made("mhc_streams_pre_attn", layers=(2,), streams=(1,), scale_unit="row_norm")
+def test_an_edit_takes_streams_and_unit_from_the_vector():
+    one = make_vector("mhc_streams_pre_attn", layers=(2,), streams=(1,), scale_unit="row_norm")
     ((key, edit),) = resolved(Add(one)).items()
     assert key == ("mhc_streams_pre_attn", 2) and edit.streams == (1,) and edit.norm_match
     assert resolved(Add(one, streams=[0, 3]))[key].streams == (0, 3)
-    leaving = made("mhc_streams_post_mlp", layers=(2,), streams="all")
+    leaving = make_vector("mhc_streams_post_mlp", layers=(2,), streams="all")
     assert list(resolved(Add(leaving))) == [("mhc_streams_pre_attn", 3)]
-    final = made("mhc_streams_final", HIDDEN * STREAMS, layers=(0,))
+    final = make_vector("mhc_streams_final", HIDDEN * STREAMS, layers=(0,))
     assert list(resolved(Add(final))) == [("mhc_streams_final", LAYERS - 1)]
 
 
-def test_a_direction_to_project_is_never_added():
-    direction = replace(made(), op="project")
+def test_a_direction_to_project_cannot_be_added():
+    direction = replace(make_vector(), op="project")
     for kind in (Add, Patch):
         with pytest.raises(SteeringError, match="made to project"):
             resolved(kind(direction))
     assert len(resolved(Project(direction))) == len(resolved(Clamp(direction, max=0.0))) == 2
-    assert len(resolved(Project("calm"))) == 2  # a direction can be had from any vector
+    assert len(resolved(Project("calm"))) == 2  # any vector gives a direction
 
 
-def test_an_edit_with_a_vector_survives_json():
-    edit = Add(made(), scale=-1.0)
+def test_json_round_trip_of_an_edit_with_a_vector():
+    edit = Add(make_vector(), scale=-1.0)
     again = Add.from_json(json.loads(json.dumps(edit.to_json())))
     assert again == edit and hash(again) == hash(edit)

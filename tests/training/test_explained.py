@@ -10,7 +10,7 @@ import torch
 from birkhoff.analysis.vector_search import Trial
 from birkhoff.sae.compact import rounded
 from birkhoff.sae.dictionary import Sae
-from tests.sae.made import random_sae
+from tests.sae.reference import random_sae
 from training import concepts, dictionary, labels, search, themes, vectors
 
 

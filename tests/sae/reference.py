@@ -1,4 +1,4 @@
-"""Dictionaries for tests, and the mathematics again: float64 numpy, one row and one feature at a time."""
+"""Random dictionaries, and a reference implementation in float64 NumPy, one row and one feature at a time."""
 
 from __future__ import annotations
 
@@ -35,18 +35,21 @@ def random_sae(family: str, features: int = 24, width: int = 16, seed: int = 0, 
 
 
 def features_of(sae: Sae, row: np.ndarray) -> np.ndarray:
-    """f of one row, float64."""
+    """The feature activations of one row, in float64."""
     e, c = sae.encoder.double().numpy(), sae.encoder_bias.double().numpy()
     z = np.array([float(np.dot(e[i], row)) + c[i] for i in range(len(e))])
-    name, numbers = sae.activation.name, {k: v.double().numpy() for k, v in sae.activation.tensors().items()}
+    name, parameters = (
+        sae.activation.name,
+        {k: v.double().numpy() for k, v in sae.activation.tensors().items()},
+    )
     if name == "relu":
         return np.maximum(z, 0)
     if name in ("jumprelu", "batchtopk"):
-        return np.array([z[i] if z[i] > numbers["threshold"][i] else 0.0 for i in range(len(z))])
+        return np.array([z[i] if z[i] > parameters["threshold"][i] else 0.0 for i in range(len(z))])
     if name == "gated":
         return np.array(
             [
-                max(numbers["scale"][i] * z[i] + numbers["shift"][i], 0) if z[i] > 0 else 0.0
+                max(parameters["scale"][i] * z[i] + parameters["shift"][i], 0) if z[i] > 0 else 0.0
                 for i in range(len(z))
             ]
         )
@@ -61,7 +64,8 @@ def decoded(sae: Sae, f: np.ndarray) -> np.ndarray:
 
 
 def clamped(sae: Sae, f: np.ndarray, clamps: dict[int, tuple]) -> np.ndarray:
-    """f' by the definitions; a clamp is (kind, value, only_if_active), a bound's value a pair."""
+    """The activations after clamps, by definition. A clamp is (kind, value, only_if_active); the value of a bound is a
+    pair."""
     out = f.copy()
     for feature, (kind, value, gated) in clamps.items():
         live = f[feature] != 0 if sae.activation.name == "topk" else f[feature] > 0
@@ -82,7 +86,7 @@ def clamped(sae: Sae, f: np.ndarray, clamps: dict[int, tuple]) -> np.ndarray:
 
 
 def plain(sae: Sae, v: torch.Tensor, row: ClampRow, error: str) -> torch.Tensor:
-    """Rows `[n, d]` that share their clamps after a splice: all features dense, in float32, by the definitions."""
+    """Splice rows `[n, d]` that share their clamps: all features dense, in float32, by definition."""
     f = sae.encode(v)
     new = f.clone()
     for feature, kind, low, high, gate in zip(row.features, row.kinds, row.lows, row.highs, row.gates):
@@ -100,7 +104,8 @@ def plain(sae: Sae, v: torch.Tensor, row: ClampRow, error: str) -> torch.Tensor:
 
 
 def changed_unit(sae: Sae, v: np.ndarray, clamps: dict[int, tuple], mode: str) -> np.ndarray:
-    """One encoded row after a delta, a reconstruction that keeps the error, or one that drops it, spelled out."""
+    """One encoded row after a delta (`mode` "delta") or a reconstruction that keeps or drops the error ("keep",
+    "drop")."""
     f = features_of(sae, v)
     new = clamped(sae, f, clamps)
     if mode == "delta":
@@ -109,7 +114,7 @@ def changed_unit(sae: Sae, v: np.ndarray, clamps: dict[int, tuple], mode: str) -
 
 
 def changed_row(sae: Sae, x: np.ndarray, clamps: dict[int, tuple], mode: str, a=None, p=None, streams=None):
-    """One row of a site, [d] or [m, d], through the dictionary's view."""
+    """Edit one row of a site, [d] or [m, d], through the view of the dictionary."""
     view = sae.view
     if view == "single":
         return changed_unit(sae, x, clamps, mode)

@@ -85,7 +85,9 @@ class SaeResolver:
         self, request_edits: Sequence[SaeEdit], prompt: Sequence[int] | int, max_tokens: int
     ) -> tuple[ResolvedSae, ...]:
         """The edits of all requests and the request's own, resolved for one prompt and checked for conflicts."""
-        resolved = tuple(edit.resolve(self.registry, prompt, max_tokens) for edit in (*self.tier, *request_edits))
+        resolved = tuple(
+            edit.resolve(self.registry, prompt, max_tokens) for edit in (*self.tier, *request_edits)
+        )
         check_together(resolved)
         return resolved
 

@@ -78,7 +78,7 @@ MODES = [
     *(only("reduce", kind) for kind in ("mean", "sum", "last", "max_norm")),
     *(only("streams", streams) for streams in ([0], [1, 3], [7])),
     *(only("project", name) for name in ("fits", "missing")),
-    *(only("accepted_only", flag) for flag in (True, False)),
+    *(only("accepted_only", flag) for flag in (True,)),
     only("return", "inline"),
     Mode(
         "everything",

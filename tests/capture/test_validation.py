@@ -244,6 +244,7 @@ def test_t_cap_2_messages_say_what_would_do():
         ("return", {}),
         ("accepted_only", "yes"),
         ("accepted_only", 1),
+        ("accepted_only", False),
         ("streams", []),
         ("streams", 1),
         ("streams", "all"),

@@ -58,8 +58,8 @@ class Hooks(Mapping[str, LayerSelector]):
 class Capture:
     """Which activations of a request to keep. See the module.
 
-    `returns` is the field "return" of the wire form; both spellings are accepted. `accepted_only` is accepted for
-    compatibility: rows of rejected draft tokens are never delivered, whatever its value.
+    `returns` is the field "return" of the wire form; both spellings are accepted. `accepted_only` may only be
+    True: rows of rejected draft tokens are never delivered.
     """
 
     hooks: Hooks

@@ -268,9 +268,12 @@ def _optional(fields: Mapping[str, Any], path: str) -> dict[str, Any]:
             words = ", ".join("null" if word is None else word for word in allowed)
             raise CaptureValidationError(f"is {quoted(value)}, expected one of {words}.", f"{path}.{name}")
         values[name] = value
-    if values["accepted_only"] is not None and not isinstance(values["accepted_only"], bool):
+    if values["accepted_only"] is not None and values["accepted_only"] is not True:
         seen = quoted(values["accepted_only"])
-        raise CaptureValidationError(f"is {seen}, expected true or false.", f"{path}.accepted_only")
+        raise CaptureValidationError(
+            f"is {seen}, expected true: rows of rejected draft tokens are never delivered. Leave it out.",
+            f"{path}.accepted_only",
+        )
     if values["project"] is not None and (not isinstance(values["project"], str) or not values["project"]):
         seen = quoted(values["project"])
         raise CaptureValidationError(f"is {seen}, expected the name of a matrix.", f"{path}.project", "V12")
